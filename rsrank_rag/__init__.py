@@ -1,0 +1,50 @@
+"""RSRank: rerank by how a document shifts a language model's view of the query, and drop what scores below zero."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .errors import RSRankError
+    from .explanation import Explanation
+    from .projection import Projection
+    from .reranker import RankedDocument, Reranker, RankResult
+    from .rsrank import RSRank
+    from .template import Template
+
+__version__ = "0.1.0"
+
+_HOME = {
+    "Explanation": "explanation",
+    "Projection": "projection",
+    "RSRank": "rsrank",
+    "RSRankError": "errors",
+    "RankResult": "reranker",
+    "RankedDocument": "reranker",
+    "Reranker": "reranker",
+    "Template": "template",
+}
+
+__all__ = [
+    "Explanation",
+    "Projection",
+    "RSRank",
+    "RSRankError",
+    "RankResult",
+    "RankedDocument",
+    "Reranker",
+    "Template",
+    "__version__",
+]
+
+
+def __getattr__(name: str) -> Any:
+    """Import a public name when it is first used: torch takes seconds."""
+    if name in _HOME:
+        return getattr(import_module(f".{_HOME[name]}", __name__), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *__all__])

@@ -1,0 +1,104 @@
+"""The artifact's ``config.json``, validated: which backbone B belongs to and how it reads a prompt."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from .errors import ArtifactError
+from .template import Template
+
+FORMAT_VERSION = 1
+
+
+class BackboneSpec(BaseModel):
+    """The language model B was trained on, by name and by what can be checked after loading."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
+
+    name: str = Field(description="Hub id or local path; './folder' lies inside the artifact.")
+    revision: str | None = Field(default=None, description="Commit, tag or branch on the Hub.")
+    model_type: str
+    num_layers: int = Field(gt=1)
+    num_heads: int = Field(gt=0, description="KV heads, H.")
+    head_dim: int = Field(gt=0, description="D.")
+    tokenizer: str = Field(description="Fingerprint of how the tokenizer splits a fixed text.")
+    weights: tuple[float, ...] = Field(description="A few entries of the embedding matrix.")
+
+
+class TrainingRecord(BaseModel):
+    """Where B comes from. Shown in the model card."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    data: tuple[str, ...] = ()
+    seed: int | None = None
+    metrics: dict[str, dict[str, float]] = Field(default_factory=dict, description="Dataset -> metric -> value.")
+    notes: str = ""
+
+
+class RSRankConfig(BaseModel):
+    """Everything about an artifact except the numbers in B."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    format_version: Literal[1] = FORMAT_VERSION
+    backbone: BackboneSpec
+    layers: tuple[int, ...] = Field(min_length=1, description="Backbone layers B reads, from 0; layer 0 is left out.")
+    projection_dim: int = Field(gt=0, description="P.")
+    template: Template = Template()
+    max_length: int | None = Field(default=None, gt=0, description="Positions to use, if fewer than the model has.")
+    license: str | None = None
+    training: TrainingRecord = TrainingRecord()
+
+    @model_validator(mode="after")
+    def _layers_exist(self) -> RSRankConfig:
+        if list(self.layers) != sorted(set(self.layers)):
+            raise ValueError(f"layers must ascend without repeats, got {self.layers}")
+        if self.layers[0] < 1 or self.layers[-1] >= self.backbone.num_layers:
+            raise ValueError(
+                f"layers must lie in 1..{self.backbone.num_layers - 1} (layer 0 holds raw token embeddings, which "
+                f"no document can shift), got {self.layers[0]}..{self.layers[-1]}"
+            )
+        return self
+
+    @property
+    def shape(self) -> tuple[int, int, int, int]:
+        """Shape of B, (L, H, P, D)."""
+        return len(self.layers), self.backbone.num_heads, self.projection_dim, self.backbone.head_dim
+
+    @property
+    def digest(self) -> str:
+        """sha256 of the config's content, which `projection.safetensors` repeats."""
+        content = json.dumps(self.model_dump(mode="json"), sort_keys=True, ensure_ascii=True)
+        return hashlib.sha256(content.encode()).hexdigest()
+
+    @classmethod
+    def parse(cls, text: str, *, source: str) -> RSRankConfig:
+        """Read a ``config.json``.
+
+        Raises:
+            ArtifactError: Not JSON, not an RSRank config, or of an unknown format version.
+        """
+        try:
+            raw: Any = json.loads(text)
+        except json.JSONDecodeError as error:
+            raise ArtifactError(f"{source} is not valid JSON ({error}). Download it again.") from None
+        if not isinstance(raw, dict) or "format_version" not in raw:
+            raise ArtifactError(
+                f"{source} is not an RSRank config: it has no format_version. Is this the folder of a language model? "
+                "An RSRank artifact holds config.json and projection.safetensors, made by RSRank.save_pretrained."
+            )
+        if raw["format_version"] != FORMAT_VERSION:
+            raise ArtifactError(
+                f"{source} has format version {raw['format_version']!r}; this rsrank_rag reads version "
+                f"{FORMAT_VERSION}. Upgrade with: pip install -U rsrank-rag"
+            )
+        try:
+            return cls.model_validate(raw)
+        except ValidationError as error:
+            problems = "; ".join(f"{'.'.join(map(str, e['loc'])) or 'config'}: {e['msg']}" for e in error.errors())
+            raise ArtifactError(f"{source} is not a valid RSRank config: {problems}.") from None

@@ -1,0 +1,78 @@
+"""Why a document got its score: the score's exact parts per query token, layer and head."""
+
+from __future__ import annotations
+
+import html
+import math
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Explanation:
+    """The exact terms of one score; over all axes they add up to it.
+
+    Attributes:
+        query: The query.
+        document: The document.
+        score: The score.
+        truncated: Whether the document's end was cut off.
+        tokens: The T scored query tokens.
+        layers: The L backbone layers read.
+        parts: (T, L) nested tuples, each summed over heads and divided by T.
+        head_parts: (T, L, H) nested tuples, the same per KV head.
+    """
+
+    query: str
+    document: str
+    score: float
+    truncated: bool
+    tokens: tuple[str, ...]
+    layers: tuple[int, ...]
+    parts: tuple[tuple[float, ...], ...]
+    head_parts: tuple[tuple[tuple[float, ...], ...], ...]
+
+    @property
+    def by_token(self) -> dict[int, float]:
+        """Contribution of each query token, by its position."""
+        return {i: math.fsum(row) for i, row in enumerate(self.parts)}
+
+    @property
+    def by_layer(self) -> dict[int, float]:
+        """Contribution of each layer."""
+        return {layer: math.fsum(row[i] for row in self.parts) for i, layer in enumerate(self.layers)}
+
+    def __str__(self) -> str:
+        width = max([len(token) for token in self.tokens] + [5])
+        head = f"{'token':<{width}}  {'total':>7}  " + " ".join(f"{f'L{layer}':>6}" for layer in self.layers)
+        rows = [
+            f"{token:<{width}}  {self.by_token[i]:>+7.3f}  " + " ".join(f"{part:>+6.2f}" for part in self.parts[i])
+            for i, token in enumerate(self.tokens)
+        ]
+        total = f"{'score':<{width}}  {self.score:>+7.3f}  "
+        total += " ".join(f"{part:>+6.2f}" for part in self.by_layer.values())
+        return "\n".join([head, *rows, total])
+
+    def _repr_html_(self) -> str:
+        """A table in a notebook: green cells raise the score, red ones lower it."""
+        largest = max((abs(part) for row in self.parts for part in row), default=0.0) or 1.0
+
+        def cell(value: float, scale: float) -> str:
+            colour = "34,139,34" if value > 0 else "200,40,40"
+            shade = min(abs(value) / scale, 1.0)
+            return f'<td style="text-align:right;background:rgba({colour},{shade:.2f})">{value:+.2f}</td>'
+
+        verdict = "kept" if self.score > 0 else "dropped"
+        head = "".join(f"<th>L{layer}</th>" for layer in self.layers)
+        body = "".join(
+            f"<tr><th>{html.escape(token)}</th>{cell(self.by_token[i], largest * len(self.layers))}"
+            + "".join(cell(part, largest) for part in self.parts[i])
+            + "</tr>"
+            for i, token in enumerate(self.tokens)
+        )
+        foot = "".join(f"<td>{part:+.2f}</td>" for part in self.by_layer.values())
+        cut = " (truncated)" if self.truncated else ""
+        return (
+            f"<p><b>{html.escape(self.query)}</b><br>{html.escape(self.document[:300])}{cut}</p>"
+            f"<table><tr><th>token</th><th>total</th>{head}</tr>{body}"
+            f"<tr><th>{verdict}</th><th>{self.score:+.2f}</th>{foot}</tr></table>"
+        )

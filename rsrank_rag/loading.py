@@ -1,0 +1,147 @@
+"""From a name to a frozen language model in memory: device, dtype, 8-bit and 4-bit."""
+
+from __future__ import annotations
+
+import importlib.util
+import inspect
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModel, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.models.auto.modeling_auto import MODEL_MAPPING
+
+from .errors import BackboneError, InputError, MissingDependencyError
+
+
+@dataclass(frozen=True)
+class LoadOptions:
+    """Where and how the language model is loaded.
+
+    Attributes:
+        device: ``cuda``, ``cuda:1``, ``mps``, ``cpu``; None for the best one present.
+        dtype: None picks bfloat16 where the hardware computes in it, else float32.
+        load_in_8bit: bitsandbytes int8 weights. Saves memory, not time.
+        load_in_4bit: bitsandbytes nf4 weights.
+        local_files_only: Never ask the Hub.
+        token: Hub access token.
+        cache_dir: Hub cache folder.
+        trust_remote_code: Run model code from the Hub repository.
+    """
+
+    device: str | torch.device | None = None
+    dtype: str | torch.dtype | None = None
+    load_in_8bit: bool = False
+    load_in_4bit: bool = False
+    local_files_only: bool = False
+    token: str | bool | None = None
+    cache_dir: str | Path | None = None
+    trust_remote_code: bool = False
+
+    def resolved_device(self) -> torch.device:
+        """The device asked for, or the best one present."""
+        if self.device is not None:
+            return torch.device(self.device)
+        if torch.cuda.is_available():
+            return torch.device("cuda")
+        return torch.device("mps" if torch.backends.mps.is_available() else "cpu")
+
+    def resolved_dtype(self) -> torch.dtype:
+        """The dtype asked for, or bfloat16 where it is fast.
+
+        Raises:
+            InputError: Not the name of a floating-point dtype.
+        """
+        if isinstance(self.dtype, torch.dtype):
+            return self.dtype
+        if self.dtype is not None:
+            found = getattr(torch, self.dtype, None)
+            if not isinstance(found, torch.dtype) or not found.is_floating_point:
+                raise InputError(f"dtype={self.dtype!r} is not a dtype. Use 'float32', 'bfloat16' or 'float16'.")
+            return found
+        return torch.bfloat16 if has_fast_bfloat16(self.resolved_device()) else torch.float32
+
+
+def has_fast_bfloat16(device: torch.device) -> bool:
+    """Whether the hardware multiplies bfloat16 matrices natively; emulated, it is several times slower."""
+    if device.type == "cuda":
+        return torch.cuda.is_bf16_supported(including_emulation=False)
+    if device.type != "cpu":
+        return False
+    checks = ("_is_avx512_bf16_supported", "_is_amx_tile_supported")  # private, so they may vanish
+    return any(getattr(torch.cpu, name, lambda: False)() for name in checks)
+
+
+def load_model(
+    name: str | Path, *, revision: str | None, options: LoadOptions
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """Load a base model without head and its tokenizer.
+
+    Args:
+        name: Local folder or Hub id.
+        revision: Commit, tag or branch on the Hub.
+        options: Device, dtype, quantisation, access.
+
+    Raises:
+        BackboneError: Not found, or it cannot be loaded.
+        MissingDependencyError: 8-bit or 4-bit without bitsandbytes.
+    """
+    hub = {
+        "revision": revision,
+        "local_files_only": options.local_files_only,
+        "token": options.token,
+        "cache_dir": options.cache_dir,
+        "trust_remote_code": options.trust_remote_code,
+    }
+    device, quantization = options.resolved_device(), _quantization(options)
+    try:
+        config = AutoConfig.from_pretrained(str(name), **hub)
+        text = config.get_text_config()
+        extra: dict[str, Any] = {}
+        if getattr(text, "attn_logit_softcapping", None):
+            extra["attn_implementation"] = "eager"  # SDPA has no soft cap
+        if _has_pooler(config):
+            extra["add_pooling_layer"] = False
+        if quantization is not None:
+            extra |= {"quantization_config": quantization, "device_map": {"": device}}
+        model = AutoModel.from_pretrained(
+            str(name), config=config, dtype=options.resolved_dtype(), use_safetensors=True, **hub, **extra
+        )
+        tokenizer = AutoTokenizer.from_pretrained(str(name), **hub)
+    except (OSError, ValueError) as error:
+        raise BackboneError(
+            f"The language model {str(name)!r} (revision {revision or 'main'}) could not be loaded: {error}"
+        ) from error
+    model = getattr(model, "language_model", model)  # the text part of a vision-language model
+    if quantization is None:
+        model = model.to(device)
+    return model.requires_grad_(False), tokenizer
+
+
+def _has_pooler(config: Any) -> bool:
+    """Whether the model class takes ``add_pooling_layer`` (the BERT family; nobody reads the pooler here)."""
+    model_class = MODEL_MAPPING.get(type(config), None)
+    return inspect.isclass(model_class) and "add_pooling_layer" in inspect.signature(model_class.__init__).parameters
+
+
+def _quantization(options: LoadOptions) -> Any:
+    if not (options.load_in_8bit or options.load_in_4bit):
+        return None
+    if options.load_in_8bit and options.load_in_4bit:
+        raise InputError("load_in_8bit and load_in_4bit exclude each other. Choose one.")
+    missing = [name for name in ("bitsandbytes", "accelerate") if importlib.util.find_spec(name) is None]
+    if missing:
+        raise MissingDependencyError(
+            f"8-bit and 4-bit loading need {' and '.join(missing)}. Install with: pip install 'rsrank-rag[8bit]'"
+        )
+    from transformers import BitsAndBytesConfig
+
+    # The default threshold of 6 picks outlier columns from the whole batch: scores would depend on neighbours.
+    return BitsAndBytesConfig(
+        load_in_8bit=options.load_in_8bit,
+        load_in_4bit=options.load_in_4bit,
+        llm_int8_threshold=0.0,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_compute_dtype=options.resolved_dtype(),
+    )

@@ -1,0 +1,124 @@
+"""The contract every reranker of this package keeps: implement ``score``, inherit ``rank``."""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from .errors import InputError, ScoringError
+
+
+@dataclass(frozen=True, slots=True)
+class RankedDocument:
+    """One document with its score.
+
+    Attributes:
+        index: Position in the list that was ranked.
+        text: The document as it was given.
+        score: Relevance; above 0 means relevant.
+        truncated: Whether the model read only its beginning, because it was too long.
+    """
+
+    index: int
+    text: str
+    score: float
+    truncated: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class RankResult:
+    """All documents of one query, best first, in two lists: every document is in exactly one of them.
+
+    Attributes:
+        query: The query.
+        threshold: Documents had to score above this to be kept; None when only ranked.
+        kept: Documents to pass on.
+        dropped: The others.
+    """
+
+    query: str
+    threshold: float | None
+    kept: tuple[RankedDocument, ...]
+    dropped: tuple[RankedDocument, ...]
+
+    @property
+    def texts(self) -> list[str]:
+        """Texts of the kept documents, best first."""
+        return [document.text for document in self.kept]
+
+    def __str__(self) -> str:
+        rule = "ranked only" if self.threshold is None else f"threshold {self.threshold:g}"
+        lines = [f"{self.query!r}: {len(self.kept)} kept, {len(self.dropped)} dropped ({rule})"]
+        for mark, documents in (("+", self.kept), ("-", self.dropped)):
+            for doc in documents:
+                text = " ".join(doc.text.split())
+                text = text if len(text) <= 88 else text[:87] + "…"
+                lines.append(f"{mark} {doc.score:+8.2f}  [{doc.index}] {text}{' (truncated)' * doc.truncated}")
+        return "\n".join(lines)
+
+
+class Reranker(ABC):
+    """Scores documents for a query, one by one, and keeps those above a threshold."""
+
+    @abstractmethod
+    def score(self, query: str, documents: Sequence[str]) -> list[float]:
+        """Relevance of each document to the query, in input order; above 0 means relevant."""
+
+    def _score_and_truncation(self, query: str, documents: Sequence[str]) -> tuple[list[float], list[bool]]:
+        """Scores, and which documents were cut. Override it where documents can be too long."""
+        return self.score(query, documents), [False] * len(documents)
+
+    def rank(
+        self,
+        query: str,
+        documents: Sequence[str],
+        *,
+        threshold: float | None = 0.0,
+        top_n: int | None = None,
+        min_docs: int = 0,
+    ) -> RankResult:
+        """Sort documents by score and keep the relevant ones.
+
+        Args:
+            query: The question.
+            documents: Texts. Equal scores keep their order.
+            threshold: Keep documents that score above it. None keeps all: ranking alone.
+            top_n: Keep at most this many, applied after the threshold.
+            min_docs: Keep at least the best this many, even below the threshold.
+
+        Raises:
+            InputError: An argument out of range, or input that is not text.
+            ScoringError: A document has no finite score; it is named, and nothing is returned.
+        """
+        _check_arguments(documents, threshold, top_n, min_docs)
+        scores, truncated = self._score_and_truncation(query, documents)
+        if len(scores) != len(documents):
+            raise InputError(f"{type(self).__name__}.score gave {len(scores)} scores for {len(documents)} documents.")
+        for index, score in enumerate(scores):
+            if not math.isfinite(score):
+                raise ScoringError(
+                    f"Document {index} scored {score}, which can be neither kept nor dropped. "
+                    "Look at its text, or load the model in float32.",
+                    index,
+                )
+        order = sorted(range(len(documents)), key=lambda i: -scores[i])  # stable: ties by input order
+        ranked = [RankedDocument(i, documents[i], float(scores[i]), bool(truncated[i])) for i in order]
+        above = len(ranked) if threshold is None else sum(doc.score > threshold for doc in ranked)
+        keep = max(above, min(min_docs, len(ranked)))
+        keep = keep if top_n is None else min(keep, top_n)
+        return RankResult(query, threshold, tuple(ranked[:keep]), tuple(ranked[keep:]))
+
+
+def _check_arguments(documents: Sequence[str], threshold: float | None, top_n: int | None, min_docs: int) -> None:
+    if isinstance(documents, (str, bytes)):
+        raise InputError("documents must be a list of strings, got one string. Put it in a list.")
+    if threshold is not None and math.isnan(threshold):
+        raise InputError("threshold is NaN. Give a number, or None to rank without dropping.")
+    if top_n is not None and top_n < 1:
+        raise InputError(f"top_n must be at least 1 or None, got {top_n}.")
+    if min_docs < 0:
+        raise InputError(f"min_docs must be 0 or more, got {min_docs}.")
+    if top_n is not None and min_docs > top_n:
+        raise InputError(f"min_docs={min_docs} asks for more documents than top_n={top_n} allows.")

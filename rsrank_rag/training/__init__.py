@@ -1,0 +1,1 @@
+"""Learning B: the paper's losses."""

@@ -1,0 +1,76 @@
+"""The paper's training objective (Section 4.3.2), each term a pure function of scores, B or cosines.
+
+Axes: N documents of one query, L layers, H KV heads, P projection dimension, D head dimension.
+A term over an empty class is 0, so queries whose documents are all relevant or all irrelevant still count.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+def _mean(values: Tensor) -> Tensor:
+    return values.mean() if values.numel() else values.sum()
+
+
+def calibration_loss(scores: Tensor, relevant: Tensor) -> Tensor:
+    """Relevant documents above zero, irrelevant ones below (L_cal).
+
+    Args:
+        scores: (N,).
+        relevant: (N,) bool.
+
+    >>> calibration_loss(torch.tensor([-1.0, 3.0, 2.0]), torch.tensor([True, True, False]))
+    tensor(2.5000)
+    """
+    return _mean((-scores[relevant]).relu()) + _mean(scores[~relevant].relu())
+
+
+def margin_loss(scores: Tensor, relevant: Tensor, margin: float = 0.5) -> Tensor:
+    """Both classes beyond the margin, and the worst relevant one above the best irrelevant one (L_margin).
+
+    >>> margin_loss(torch.tensor([1.0, 0.0]), torch.tensor([True, False]))
+    tensor(0.5000)
+    """
+    positive, negative = scores[relevant], scores[~relevant]
+    loss = _mean((margin - positive).relu()) + _mean((negative + margin).relu())
+    if positive.numel() and negative.numel():
+        loss = loss + (margin - (positive.min() - negative.max())).relu()
+    return loss
+
+
+def orthogonality_loss(weight: Tensor) -> Tensor:
+    """Distance of each B[l, h]'s rows from orthonormal (L_ortho).
+
+    Args:
+        weight: B, (L, H, P, D).
+
+    >>> orthogonality_loss(torch.eye(2).expand(3, 4, 2, 2))
+    tensor(0.)
+    """
+    rows = weight.shape[-2]
+    gram = torch.einsum("lhpd,lhqd->lhpq", weight, weight)
+    excess = gram - torch.eye(rows, device=weight.device, dtype=weight.dtype)
+    return excess.square().sum((-2, -1)).mean() / rows**2
+
+
+def alignment_loss(oracle_cosines: Tensor) -> Tensor:
+    """The oracle shift points along the ones vector (L_align).
+
+    Args:
+        oracle_cosines: cos(B @ oracle shift, ones) of every layer, head and query token, any shape.
+
+    >>> alignment_loss(torch.tensor([1.0, 0.0]))
+    tensor(0.5000)
+    """
+    return 1 - oracle_cosines.mean()
+
+
+def frobenius_loss(weight: Tensor) -> Tensor:
+    """Bound on the norm of B: [||B||_F - sqrt(L H P D) / 2]_+ (L_frob).
+
+    >>> frobenius_loss(torch.ones(1, 1, 2, 2))
+    tensor(1.)
+    """
+    return (torch.linalg.vector_norm(weight) - 0.5 * weight.numel() ** 0.5).relu()
