@@ -30,6 +30,10 @@ TOKEN_BUDGET = {"cuda": 16384, "cpu": 2048, "mps": 4096}
 """Padded document tokens in one batch, by device. A batch holds at least one document."""
 
 
+INSIDE: dict[str, str | None] = {"name": "./backbone", "revision": None}
+"""How an artifact names a language model that lies in its own folder."""
+
+
 class RSRank(Reranker):
     """Keeps the documents that shift a query's value vectors the way relevant ones do.
 
@@ -174,12 +178,20 @@ class RSRank(Reranker):
             )
         return cls(core, prompts, projection, config)
 
-    def save_pretrained(self, folder: str | Path) -> None:
-        """Write the artifact: config.json, projection.safetensors and a model card. Not the language model."""
-        path = Path(folder)
-        hub.write_artifact(path, self.config, self.projection.weight, hub.model_card(self.config))
-        if self.config.backbone.name.startswith("./"):
-            self.backbone.model.save_pretrained(path / self.config.backbone.name)
+    def save_pretrained(self, folder: str | Path, *, include_backbone: bool = False) -> None:
+        """Write the artifact: config.json, projection.safetensors and a model card.
+
+        Args:
+            folder: Where to; made if need be.
+            include_backbone: Also write the language model and its tokenizer, so that the folder is all one needs.
+                Always so for an artifact that came with its own model.
+        """
+        path, config = Path(folder), self.config
+        if include_backbone or config.backbone.name.startswith("./"):
+            config = config.model_copy(update={"backbone": config.backbone.model_copy(update=INSIDE)})
+            self.backbone.model.save_pretrained(path / "backbone")
+            self.prompts.tokenizer.save_pretrained(path / "backbone")
+        hub.write_artifact(path, config, self.projection.weight, hub.model_card(config))
 
     def push_to_hub(
         self,

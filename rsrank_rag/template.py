@@ -104,7 +104,8 @@ class PromptTokenizer:
                 f"{type(tokenizer).__name__} is not a fast tokenizer (no tokenizers backend), so its text parts "
                 "cannot be tokenised safely under threads. Convert it: save the fast version beside the model."
             )
-        self.template, self.max_length, self.shared_positions = template, max_length, shared_positions
+        self.tokenizer, self.template = tokenizer, template
+        self.max_length, self.shared_positions = max_length, shared_positions
         self._parts = Tokenizer.from_str(backend.to_str())
         self._text = Tokenizer.from_str(backend.to_str())
         for copy in (self._parts, self._text):

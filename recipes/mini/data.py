@@ -1,0 +1,97 @@
+"""Training batches for `mini`: a few queries of mixed sets, with all their documents scored against all of them."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import random
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+# Share of the queries, and irrelevant documents taken of each query's own. Only sets under CC BY, CC BY-SA and
+# Apache licences: the weights ship inside the package.
+SETS: dict[str, tuple[float, int]] = {
+    "hotpotqa.sentence": (0.15, 16),
+    "2wiki.sentence": (0.12, 16),
+    "hotpotqa.paragraph": (0.14, 8),
+    "2wiki.paragraph": (0.06, 8),
+    "musique.paragraph": (0.05, 10),
+    "squad.sentence": (0.15, 6),
+    "squad.paragraph": (0.06, 5),
+    "nq.paragraph": (0.12, 5),
+    "bioasq.snippet": (0.15, 6),
+}
+TITLED = 0.7  # share of queries whose documents start with their page title
+KEYWORDS = 0.15  # share of queries reduced to their content words, as people type them into a search box
+MOST_RELEVANT = 3
+_FILLER = frozenset(
+    "a an and are as at be been by can could did do does for from had has have how in is it its many much of on or "
+    "than that the their there these they this to was were what when where which who whom whose why will with would".split()
+)
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Queries and documents of one step.
+
+    Attributes:
+        queries: M queries.
+        documents: N documents of all queries.
+        own: For each query, the half-open range of its own documents.
+        relevant: For each query, its N labels; other queries' documents are irrelevant unless they repeat its own.
+        oracle: The first query's relevant documents, joined.
+    """
+
+    queries: list[str]
+    documents: list[str]
+    own: list[tuple[int, int]]
+    relevant: list[list[bool]]
+    oracle: str
+
+
+def document_text(document: dict[str, Any], titled: bool) -> str:
+    """The text a reranker reads: with its page title in front where there is one."""
+    title, text = document.get("title"), document["text"]
+    return f"{title}\n{text}" if titled and title and not text.startswith(title) else text
+
+
+def keywords(query: str) -> str:
+    """Content words only; the query itself if fewer than two are left."""
+    words = [word for word in re.findall(r"[\w'-]+", query) if word.lower() not in _FILLER]
+    return " ".join(words) if len(words) > 1 else query
+
+
+class Batches:
+    """Batches as a function of the step alone, so that a resumed run sees what an unbroken one would have seen."""
+
+    def __init__(self, folder: Path, seed: int, queries: int) -> None:
+        self.sets = {name: _read(folder / f"{name}.jsonl.gz") for name in SETS}
+        self.seed, self.queries = seed, queries
+
+    def __call__(self, step: int) -> Batch:
+        rng = random.Random(f"{self.seed}-{step}")
+        shares = [share for share, _ in SETS.values()]
+        # Two queries a set: their documents are hard enough for each other to teach something.
+        names = [name for name in rng.choices(list(SETS), shares, k=self.queries // 2) for _ in range(2)]
+        queries, documents, own, gold = [], [], [], []
+        for name in names:
+            row = rng.choice(self.sets[name])
+            titled = rng.random() < TITLED
+            relevant = [d for d in row["documents"] if d["relevant"]]
+            others = [d for d in row["documents"] if not d["relevant"]]
+            chosen = rng.sample(relevant, min(MOST_RELEVANT, len(relevant)))
+            chosen += rng.sample(others, min(SETS[name][1], len(others)))
+            queries.append(keywords(row["query"]) if rng.random() < KEYWORDS else row["query"])
+            own.append((len(documents), len(documents) + len(chosen)))
+            documents += [document_text(d, titled) for d in chosen]
+            gold.append({d["text"] for d in relevant} | {document_text(d, True) for d in relevant})
+        labels = [[text in wanted for text in documents] for wanted in gold]
+        first = [text for text, label in zip(documents[: own[0][1]], labels[0], strict=False) if label]
+        return Batch(queries, documents, own, labels, "\n".join(first))
+
+
+def _read(path: Path) -> list[dict[str, Any]]:
+    with gzip.open(path, "rt", encoding="utf-8") as file:
+        return [json.loads(line) for line in file]
