@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from .errors import RSRankError
     from .explanation import Explanation
     from .projection import Projection
-    from .reranker import RankedDocument, Reranker, RankResult
+    from .reranker import RankedDocument, RankResult, Reranker
     from .rsrank import RSRank
     from .template import Template
 

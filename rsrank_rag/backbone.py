@@ -59,7 +59,7 @@ class Prefixes:
         return Prefixes(tuple(k[index] for k in self.keys), tuple(v[index] for v in self.values), self.lengths[index])
 
 
-class _Probe(Cache):
+class _Probe(Cache):  # type: ignore[misc]  # transformers has no types
     """What all caches of ours share: no state of transformers' own, a length, and an end."""
 
     def __init__(self, stop: int, length: int = 0) -> None:
@@ -140,7 +140,7 @@ class Backbone:
         self.causal = True
         try:
             self.causal, self.num_heads, self.head_dim = check_backbone(self)
-        except (ValueError, TypeError, KeyError, IndexError, AttributeError, RuntimeError) as error:
+        except (ValueError, TypeError, LookupError, AttributeError, RuntimeError, AssertionError) as error:
             raise BackboneError(
                 f"{self.name} failed on a trial run with a KV cache ({type(error).__name__}: {error}). {ADVICE}"
             ) from error
@@ -153,17 +153,23 @@ class Backbone:
     @property
     def device(self) -> torch.device:
         """Where inputs go."""
-        return next(self.model.parameters()).device
+        device: torch.device = next(self.model.parameters()).device
+        return device
 
     @property
     def dtype(self) -> torch.dtype:
         """The dtype the model computes in."""
-        return self.model.get_input_embeddings().weight.dtype
+        dtype: torch.dtype = self.model.get_input_embeddings().weight.dtype
+        return dtype
 
     @property
     def max_length(self) -> int:
         """Positions: of the whole sequence in a decoder, of each of its two parts in an encoder."""
         limit = int(getattr(self.config, "max_position_embeddings", None) or 2**31)
+        rope = getattr(self.config, "rope_parameters", None) or {}
+        if rope.get("rope_type") == "longrope":
+            # Beyond this, the longest sequence of a batch changes the frequencies of all: neighbours would matter.
+            limit = min(limit, int(rope.get("original_max_position_embeddings") or limit))
         return limit if self.causal else limit - self._position_offset
 
     @property

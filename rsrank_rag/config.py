@@ -11,7 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from .errors import ArtifactError
 from .template import Template
 
-FORMAT_VERSION = 1
+FORMAT_VERSION: Literal[1] = 1
 
 
 class BackboneSpec(BaseModel):
@@ -32,7 +32,8 @@ class BackboneSpec(BaseModel):
 class TrainingRecord(BaseModel):
     """Where B comes from. Shown in the model card."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True)
+    # JSON has no NaN or infinity: such a metric would be written as null and make the artifact unreadable.
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
     data: tuple[str, ...] = ()
     seed: int | None = None

@@ -14,6 +14,7 @@ from huggingface_hub.errors import (
     RepositoryNotFoundError,
     RevisionNotFoundError,
 )
+from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined] # public, but loaded lazily
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
@@ -25,6 +26,17 @@ if TYPE_CHECKING:
 
 CONFIG, PROJECTION, CARD = "config.json", "projection.safetensors", "README.md"
 BUILTIN = Path(__file__).parent / "models"
+
+# What the Hub client raises: every HTTP error (from httpx or httpx2, so the class is reached through a child of it),
+# OSError (also from Xet), ValueError (an answer that is no JSON, such as a login page; a refused model card),
+# RuntimeError (an upload that failed in a thread) and EntryNotFoundError.
+HUB_ERRORS: tuple[type[Exception], ...] = (
+    *(base for base in HfHubHTTPError.__bases__ if issubclass(base, Exception)),
+    OSError,
+    ValueError,
+    RuntimeError,
+    EntryNotFoundError,
+)
 
 
 def builtin_names() -> list[str]:
@@ -45,10 +57,13 @@ def resolve(
     Raises:
         ArtifactError: Nothing there, or the Hub cannot be reached.
     """
-    if str(name) in builtin_names():
-        return BUILTIN / str(name)
-    if Path(name).is_dir():
-        return Path(name)
+    if str(name) in builtin_names() or (str(name) and Path(name).is_dir()):
+        if revision is not None:
+            raise ArtifactError(
+                f"Revision {revision!r} of {str(name)!r} was asked for, but that is a local folder: only artifacts on "
+                "the Hub have revisions. Leave revision out."
+            )
+        return BUILTIN / str(name) if str(name) in builtin_names() else Path(name)
     asked = f"The artifact {str(name)!r}" + (f" at revision {revision!r}" if revision else "")
     found = f"is neither built in ({', '.join(builtin_names())}) nor a local folder"
     try:
@@ -66,8 +81,8 @@ def resolve(
         raise ArtifactError(f"{asked} {found}; the Hub has this repository but not this revision.") from None
     except RepositoryNotFoundError:
         raise ArtifactError(
-            f"{asked} {found}, and the Hub has no such repository, or it is private: log in with 'hf auth login' "
-            "or pass token=..."
+            f"{asked} {found}, and the Hub has no such repository, or it is private or gated: log in with "
+            "'hf auth login' or pass token=..."
         ) from None
     except LocalEntryNotFoundError as error:
         where = "the local Hub cache" if local_files_only or constants.HF_HUB_OFFLINE else "the Hub"
@@ -75,8 +90,10 @@ def resolve(
             f"{asked} {found}, and it could not be had from {where}: {error} Connect once to download it, "
             "or pass the path of a local copy."
         ) from error
-    except (HfHubHTTPError, OSError) as error:
-        raise ArtifactError(f"{asked} {found}, and the download failed: {error}") from error
+    except HUB_ERRORS as error:
+        raise ArtifactError(
+            f"{asked} {found}, and the download from {constants.ENDPOINT} failed: {_reason(error)} Try again."
+        ) from error
     return Path(folder)
 
 
@@ -84,14 +101,18 @@ def read_config(folder: Path) -> RSRankConfig:
     """Read and validate ``config.json``.
 
     Raises:
-        ArtifactError: Missing, unreadable or of an unknown version.
+        ArtifactError: Missing, unreadable, invalid or of an unknown version.
     """
     path = folder / CONFIG
     if not path.is_file():
         raise ArtifactError(
             f"{folder} holds no {CONFIG}, so it is no RSRank artifact. Give a folder made by save_pretrained."
         )
-    return RSRankConfig.parse(path.read_text(encoding="utf-8"), source=str(path))
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ArtifactError(f"{path} cannot be read as text ({error}). Download it again.") from error
+    return RSRankConfig.parse(text, source=str(path))
 
 
 def read_projection(folder: Path, config: RSRankConfig) -> Tensor:
@@ -116,7 +137,9 @@ def read_projection(folder: Path, config: RSRankConfig) -> Tensor:
     except (SafetensorError, OSError) as error:
         raise ArtifactError(f"{path} is damaged or truncated ({error}). Download it again.") from error
     if weight is None:
-        raise ArtifactError(f"{path} holds {names or 'nothing'} where 'weight' was expected.")
+        raise ArtifactError(
+            f"{path} holds {names or 'nothing'} where 'weight' was expected. Give a folder made by save_pretrained."
+        )
     if tuple(weight.shape) != config.shape:
         raise ArtifactError(
             f"{path} holds B of shape {tuple(weight.shape)}, but {CONFIG} describes (layers, heads, P, head_dim) = "
@@ -130,7 +153,8 @@ def read_projection(folder: Path, config: RSRankConfig) -> Tensor:
             f"{path} was written with another {CONFIG} (sha256 {digest or 'missing'}, found {config.digest}). "
             "Restore the original config.json, or save the artifact again with save_pretrained."
         )
-    return weight.float()
+    tensor: Tensor = weight.float()
+    return tensor
 
 
 def write_artifact(folder: Path, config: RSRankConfig, weight: Tensor, card: str) -> None:
@@ -138,7 +162,8 @@ def write_artifact(folder: Path, config: RSRankConfig, weight: Tensor, card: str
     folder.mkdir(parents=True, exist_ok=True)
     (folder / CONFIG).write_text(config.model_dump_json(indent=2) + "\n", encoding="utf-8")
     tensors = {"weight": weight.detach().float().cpu().contiguous()}
-    save_file(tensors, folder / PROJECTION, metadata={"format": "pt", "config_sha256": config.digest})
+    # One entry only: safetensors writes several in random order, and the same B would give other bytes each time.
+    save_file(tensors, folder / PROJECTION, metadata={"config_sha256": config.digest})
     (folder / CARD).write_text(card, encoding="utf-8")
 
 
@@ -159,12 +184,26 @@ def push(
         if revision is not None:
             api.create_branch(repo_id, branch=revision, exist_ok=True)
         commit = api.upload_folder(repo_id=repo_id, folder_path=folder, revision=revision, commit_message=message)
-    except (HfHubHTTPError, EntryNotFoundError, OSError) as error:
+    except HUB_ERRORS as error:
         raise ArtifactError(
-            f"Pushing to {repo_id!r} failed: {error} Check the name and that you are logged in with write access "
-            "('hf auth login')."
+            f"Pushing to {repo_id!r} failed: {_reason(error)} Check the name (owner/name) and that you are logged in "
+            "with write access ('hf auth login')."
         ) from error
     return str(commit.commit_url)
+
+
+def _reason(error: BaseException) -> str:
+    """What went wrong, with the cause where the client wraps it; time-outs carry no text of their own."""
+    chain = [error] if error.__cause__ is None else [error, error.__cause__]
+    return " ".join(f"{type(link).__name__}: {str(link).strip() or 'no details'}" for link in chain)
+
+
+def is_hub_id(name: str) -> bool:
+    try:
+        validate_repo_id(name)
+    except HFValidationError:
+        return False
+    return True
 
 
 def model_card(config: RSRankConfig) -> str:
@@ -173,7 +212,7 @@ def model_card(config: RSRankConfig) -> str:
     front = ["---", "library_name: rsrank-rag", "pipeline_tag: text-ranking", "tags: [reranker, rag, rsrank]"]
     if config.license:
         front.append(f"license: {config.license}")
-    if not config.backbone.name.startswith("."):
+    if is_hub_id(config.backbone.name):  # the Hub refuses a card that names anything else
         front.append(f"base_model: {config.backbone.name}")
     lines = [
         *front,

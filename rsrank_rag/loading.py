@@ -4,15 +4,21 @@ from __future__ import annotations
 
 import importlib.util
 import inspect
+import logging
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModel, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.models.auto.modeling_auto import MODEL_MAPPING
 
 from .errors import BackboneError, InputError, MissingDependencyError
+from .hub import HUB_ERRORS
+
+LOAD_ERRORS: tuple[type[Exception], ...] = (*HUB_ERRORS, SafetensorError, ImportError)
+"""What transformers raises for a model that is absent, damaged or in need of a package."""
 
 
 @dataclass(frozen=True)
@@ -40,9 +46,16 @@ class LoadOptions:
     trust_remote_code: bool = False
 
     def resolved_device(self) -> torch.device:
-        """The device asked for, or the best one present."""
+        """The device asked for, or the best one present.
+
+        Raises:
+            InputError: Not the name of a device.
+        """
         if self.device is not None:
-            return torch.device(self.device)
+            try:
+                return torch.device(self.device)
+            except RuntimeError as error:
+                raise InputError(f"device={self.device!r} is not a device: {error}") from None
         if torch.cuda.is_available():
             return torch.device("cuda")
         return torch.device("mps" if torch.backends.mps.is_available() else "cpu")
@@ -53,10 +66,8 @@ class LoadOptions:
         Raises:
             InputError: Not the name of a floating-point dtype.
         """
-        if isinstance(self.dtype, torch.dtype):
-            return self.dtype
         if self.dtype is not None:
-            found = getattr(torch, self.dtype, None)
+            found = self.dtype if isinstance(self.dtype, torch.dtype) else getattr(torch, self.dtype, None)
             if not isinstance(found, torch.dtype) or not found.is_floating_point:
                 raise InputError(f"dtype={self.dtype!r} is not a dtype. Use 'float32', 'bfloat16' or 'float16'.")
             return found
@@ -66,7 +77,7 @@ class LoadOptions:
 def has_fast_bfloat16(device: torch.device) -> bool:
     """Whether the hardware multiplies bfloat16 matrices natively; emulated, it is several times slower."""
     if device.type == "cuda":
-        return torch.cuda.is_bf16_supported(including_emulation=False)
+        return bool(torch.cuda.is_bf16_supported(including_emulation=False))
     if device.type != "cpu":
         return False
     checks = ("_is_avx512_bf16_supported", "_is_amx_tile_supported")  # private, so they may vanish
@@ -94,7 +105,7 @@ def load_model(
         "cache_dir": options.cache_dir,
         "trust_remote_code": options.trust_remote_code,
     }
-    device, quantization = options.resolved_device(), _quantization(options)
+    device, dtype, quantization = options.resolved_device(), options.resolved_dtype(), _quantization(options)
     try:
         config = AutoConfig.from_pretrained(str(name), **hub)
         text = config.get_text_config()
@@ -105,11 +116,9 @@ def load_model(
             extra["add_pooling_layer"] = False
         if quantization is not None:
             extra |= {"quantization_config": quantization, "device_map": {"": device}}
-        model = AutoModel.from_pretrained(
-            str(name), config=config, dtype=options.resolved_dtype(), use_safetensors=True, **hub, **extra
-        )
+        model = AutoModel.from_pretrained(str(name), config=config, dtype=dtype, use_safetensors=True, **hub, **extra)
         tokenizer = AutoTokenizer.from_pretrained(str(name), **hub)
-    except (OSError, ValueError) as error:
+    except LOAD_ERRORS as error:
         raise BackboneError(
             f"The language model {str(name)!r} (revision {revision or 'main'}) could not be loaded: {error}"
         ) from error
@@ -125,6 +134,10 @@ def _has_pooler(config: Any) -> bool:
     return inspect.isclass(model_class) and "add_pooling_layer" in inspect.signature(model_class.__init__).parameters
 
 
+def _is_no_cast_notice(record: logging.LogRecord) -> bool:
+    return "inputs will be cast" not in record.getMessage()
+
+
 def _quantization(options: LoadOptions) -> Any:
     if not (options.load_in_8bit or options.load_in_4bit):
         return None
@@ -137,6 +150,8 @@ def _quantization(options: LoadOptions) -> Any:
         )
     from transformers import BitsAndBytesConfig
 
+    # Otherwise every linear map of every run logs that it casts its input, thousands of lines for one query.
+    logging.getLogger("bitsandbytes.autograd._functions").addFilter(_is_no_cast_notice)
     # The default threshold of 6 picks outlier columns from the whole batch: scores would depend on neighbours.
     return BitsAndBytesConfig(
         load_in_8bit=options.load_in_8bit,

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import gc
-import logging
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import torch
 from torch import Tensor
-from tqdm.auto import tqdm
 
 from . import hub
 from .backbone import Backbone, Prefixes
+from .batching import DoesNotFitError, Ids, run_batches
 from .config import BackboneSpec, RSRankConfig, TrainingRecord
 from .errors import ArtifactError, InputError, ScoringError
 from .explanation import Explanation
@@ -22,15 +20,13 @@ from .loading import LoadOptions, load_model
 from .projection import Projection
 from .reranker import Reranker
 from .shift import representational_shift
-from .template import PromptTokenizer, Template, TokenisedQuery
-
-logger = logging.getLogger(__name__)
+from .template import PromptTokenizer, Template, TokenisedDocument, TokenisedQuery
 
 TOKEN_BUDGET = {"cuda": 16384, "cpu": 2048, "mps": 4096}
 """Padded document tokens in one batch, by device. A batch holds at least one document."""
 
 
-INSIDE: dict[str, str | None] = {"name": "./backbone", "revision": None}
+INSIDE = "./backbone"
 """How an artifact names a language model that lies in its own folder."""
 
 
@@ -110,7 +106,7 @@ class RSRank(Reranker):
         )
         config = hub.read_config(folder)
         projection = Projection(hub.read_projection(folder, config), config.layers)
-        inside = config.backbone.name.startswith("./")
+        inside = config.backbone.name == INSIDE
         source = backbone or (folder / config.backbone.name if inside else config.backbone.name)
         pinned = config.backbone.revision if backbone is None and not inside else None
         model, tokenizer = load_model(source, revision=pinned, options=options)
@@ -135,6 +131,7 @@ class RSRank(Reranker):
         revision: str | None = None,
         options: LoadOptions | None = None,
         training: TrainingRecord | None = None,
+        license: str | None = None,
     ) -> RSRank:
         """Join a language model and a B into a new artifact, to be saved with `save_pretrained`.
 
@@ -145,6 +142,7 @@ class RSRank(Reranker):
             revision: The model's revision on the Hub, recorded in the artifact.
             options: How to load the model.
             training: Where B comes from, recorded in the artifact.
+            license: SPDX-like identifier for the model card, such as ``"apache-2.0"``.
 
         Raises:
             BackboneError: The model cannot be loaded or read.
@@ -171,6 +169,7 @@ class RSRank(Reranker):
             projection_dim=projection.weight.shape[2],
             template=prompts.template,
             training=training or TrainingRecord(),
+            license=license,
         )
         if tuple(projection.weight.shape) != config.shape:
             raise ArtifactError(
@@ -187,16 +186,18 @@ class RSRank(Reranker):
                 Always so for an artifact that came with its own model.
         """
         path, config = Path(folder), self.config
-        if include_backbone or config.backbone.name.startswith("./"):
-            config = config.model_copy(update={"backbone": config.backbone.model_copy(update=INSIDE)})
-            self.backbone.model.save_pretrained(path / "backbone")
-            self.prompts.tokenizer.save_pretrained(path / "backbone")
+        if include_backbone or config.backbone.name == INSIDE:
+            spec = config.backbone.model_copy(update={"name": INSIDE, "revision": None})
+            config = config.model_copy(update={"backbone": spec})
+            self.backbone.model.save_pretrained(path / INSIDE)
+            self.prompts.tokenizer.save_pretrained(path / INSIDE)
         hub.write_artifact(path, config, self.projection.weight, hub.model_card(config))
 
     def push_to_hub(
         self,
         repo_id: str,
         *,
+        include_backbone: bool = False,
         private: bool = False,
         revision: str | None = None,
         token: str | bool | None = None,
@@ -206,6 +207,7 @@ class RSRank(Reranker):
 
         Args:
             repo_id: ``owner/name``; made if it does not exist.
+            include_backbone: Also upload the language model, as `save_pretrained` does.
             private: Whether a new repository is private.
             revision: Branch; made if it does not exist.
             token: Access token with write permission; None for the one of ``hf auth login``.
@@ -215,10 +217,16 @@ class RSRank(Reranker):
             The commit's address.
 
         Raises:
-            ArtifactError: The Hub refused.
+            ArtifactError: The Hub refused, or the artifact names a language model that only this machine has.
         """
+        source = self.config.backbone.name
+        if not include_backbone and source != INSIDE and not hub.is_hub_id(source):
+            raise ArtifactError(
+                f"The artifact's language model is the local folder {source!r}, which nobody else could load. Make "
+                "the artifact with the model's Hub id, or pass include_backbone=True to upload the model with it."
+            )
         with TemporaryDirectory() as folder:
-            self.save_pretrained(folder)
+            self.save_pretrained(folder, include_backbone=include_backbone)
             return hub.push(
                 Path(folder), repo_id, private=private, revision=revision, token=token, message=commit_message
             )
@@ -256,7 +264,8 @@ class RSRank(Reranker):
         """
         if isinstance(queries, str) or len(queries) != len(documents):
             raise InputError(
-                f"score_many needs one list of documents a query, got {len(documents)} for {queries!r:.80}."
+                f"score_many needs one list of documents for each query, got {len(documents)} lists for "
+                f"{'one string' if isinstance(queries, str) else f'{len(queries)} queries'}."
             )
         return self._score_pairs(queries, documents, show_progress)[0]
 
@@ -268,41 +277,37 @@ class RSRank(Reranker):
     def _score_pairs(
         self, queries: Sequence[str], documents: Sequence[Sequence[str]], show_progress: bool
     ) -> tuple[list[list[float]], list[list[bool]]]:
-        """Scores and truncation flags of every query's documents; equal documents are prefilled once."""
-        scores: list[list[float]] = []
-        truncated: list[list[bool]] = []
-        wanted: dict[tuple[int, ...], list[tuple[int, int]]] = {}  # prefix ids -> (query, document) positions
-        tokenised: list[TokenisedQuery] = []
-        for row, (query, texts) in enumerate(zip(queries, documents, strict=True)):
-            if isinstance(texts, (str, bytes)):
-                raise InputError("documents must be a list of strings, got one string. Put it in a list.")
-            tokens = self.prompts.query(query)
-            prompts = self.prompts.documents(texts, len(tokens.ids))
-            tokenised.append(tokens)
-            scores.append([0.0] * len(texts))
-            truncated.append([prompt.truncated for prompt in prompts])
-            for column, prompt in enumerate(prompts):
-                if not prompt.empty:  # without a document there is no shift: exactly 0
-                    wanted.setdefault(prompt.ids, []).append((row, column))
+        """Scores and truncation flags of every query's documents."""
+        tokenised = [self.prompts.query(query) for query in queries]
+        prompts = [
+            self.prompts.documents(texts, len(tokens.ids)) for tokens, texts in zip(tokenised, documents, strict=True)
+        ]
+        places = _places(prompts)
+        truncated = [[prompt.truncated for prompt in row] for row in prompts]
+        scores = [[0.0] * len(flags) for flags in truncated]
         alone: dict[int, dict[int, Tensor]] = {}
 
-        def score_batch(batch: list[tuple[int, ...]]) -> None:
+        def score_batch(batch: list[Ids]) -> None:
             prefixes = self.backbone.prefill(batch)
-            users: dict[int, list[int]] = {}
-            for position, ids in enumerate(batch):
-                for row in dict.fromkeys(row for row, _ in wanted[ids]):
-                    users.setdefault(row, []).append(position)
-            for row, positions in users.items():
+            for row, positions in _rows_of(batch, places).items():
                 if row not in alone:
                     alone[row] = self._query_alone(tokenised[row])
                 chosen = prefixes if len(positions) == len(batch) else prefixes.select(positions)
                 found = self._scores(tokenised[row], chosen, alone[row])
-                for position, value in zip(positions, found, strict=True):
-                    for owner, column in wanted[batch[position]]:
+                for position, score in zip(positions, found, strict=True):
+                    for owner, column in places[batch[position]]:
                         if owner == row:
-                            scores[row][column] = _finite(value, column)
+                            scores[row][column] = _finite(score, column)
 
-        self._run_batches(list(wanted), score_batch, lambda ids: wanted[ids][0][1], show_progress)
+        try:
+            run_batches(list(places), score_batch, budget=self.token_budget, show_progress=show_progress)
+        except DoesNotFitError as error:
+            index = places[error.ids][0][1]
+            raise ScoringError(
+                f"Document {index} ({len(error.ids)} tokens with the template) does not fit into memory even by "
+                "itself. Pass a smaller max_length, or load the model in 8-bit or on another device.",
+                index,
+            ) from None
         return scores, truncated
 
     def _query_alone(self, query: TokenisedQuery) -> dict[int, Tensor]:
@@ -327,45 +332,6 @@ class RSRank(Reranker):
 
         self.backbone.query_values([query.ids], prefixes, fold)
         return [float(score) for score in total]
-
-    def _run_batches(
-        self,
-        prefixes: list[tuple[int, ...]],
-        run: Callable[[list[tuple[int, ...]]], None],
-        position: Callable[[tuple[int, ...]], int],
-        show_progress: bool,
-    ) -> None:
-        """Longest first, so that too large a budget shows at once; halve the budget when memory runs out."""
-        waiting = sorted(prefixes, key=len)
-        budget = self.token_budget
-        with tqdm(total=len(waiting), disable=not show_progress, unit="doc", desc="scoring") as bar:
-            while waiting:
-                size = max(1, min(len(waiting), budget // len(waiting[-1])))
-                batch = waiting[-size:]
-                failed = False
-                try:
-                    run(batch)
-                except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:
-                    if not _is_out_of_memory(error):
-                        raise
-                    failed = True
-                if not failed:
-                    del waiting[-size:]
-                    bar.update(size)
-                    continue
-                # Outside the except block: the traceback no longer holds the failed run's tensors.
-                gc.collect()
-                if self.backbone.device.type == "cuda":
-                    torch.cuda.empty_cache()
-                if size == 1:
-                    index = position(batch[0])
-                    raise ScoringError(
-                        f"Document {index} ({len(batch[0])} tokens with the template) does not fit into memory even "
-                        "by itself. Pass a smaller max_length, or load the model in 8-bit or on another device.",
-                        index,
-                    )
-                budget = max(1, len(waiting[-1]) * size // 2)
-                logger.warning("Out of memory with %d documents at once; going on with half as many.", size)
 
     @torch.inference_mode()
     def explain(self, query: str, document: str) -> Explanation:
@@ -410,13 +376,26 @@ def _finite(score: float, index: int) -> float:
     )
 
 
-def _is_out_of_memory(error: BaseException) -> bool:
-    """CUDA has its own exception; the CPU allocator raises a plain RuntimeError."""
-    return (
-        not isinstance(error, RuntimeError)
-        or isinstance(error, torch.OutOfMemoryError)
-        or ("can't allocate memory" in str(error) or "out of memory" in str(error).lower())
-    )
+def _places(prompts: Sequence[Sequence[TokenisedDocument]]) -> dict[Ids, list[tuple[int, int]]]:
+    """Where each distinct document stands: its prefix -> (query, document) positions.
+
+    A document without tokens is left out: without a document there is no shift, and its score is exactly 0.
+    """
+    places: dict[Ids, list[tuple[int, int]]] = {}
+    for row, documents in enumerate(prompts):
+        for column, prompt in enumerate(documents):
+            if not prompt.empty:
+                places.setdefault(prompt.ids, []).append((row, column))
+    return places
+
+
+def _rows_of(batch: Sequence[Ids], places: dict[Ids, list[tuple[int, int]]]) -> dict[int, list[int]]:
+    """Which positions of a batch each query needs."""
+    rows: dict[int, list[int]] = {}
+    for position, ids in enumerate(batch):
+        for row in dict.fromkeys(row for row, _ in places[ids]):
+            rows.setdefault(row, []).append(position)
+    return rows
 
 
 def _checked_last_layer(found: object, config: RSRankConfig, source: str) -> int:

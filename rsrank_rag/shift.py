@@ -37,8 +37,9 @@ def cosine_to_ones(projected: Tensor) -> Tensor:
     >>> cosine_to_ones(torch.tensor([[2.0, 2.0], [1.0, -1.0], [0.0, 0.0]])).round(decimals=4)
     tensor([1., 0., 0.])
     """
-    norm = torch.linalg.vector_norm(projected, dim=-1).clamp_min(EPSILON)
-    return projected.sum(-1) / (norm * projected.shape[-1] ** 0.5)
+    norm: Tensor = torch.linalg.vector_norm(projected, dim=-1).clamp_min(EPSILON)
+    cosine: Tensor = projected.sum(-1) / (norm * projected.shape[-1] ** 0.5)
+    return cosine
 
 
 def oracle_similarity(shift: Tensor, oracle: Tensor) -> Tensor:

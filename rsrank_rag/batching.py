@@ -1,0 +1,78 @@
+"""Batches that fit into memory: sorted by length, cut by a token budget, halved when memory runs out."""
+
+from __future__ import annotations
+
+import gc
+import logging
+from collections.abc import Callable, Sequence
+
+import torch
+from tqdm.auto import tqdm
+
+logger = logging.getLogger(__name__)
+
+Ids = tuple[int, ...]
+
+
+class DoesNotFitError(Exception):
+    """Even one sequence alone is too large for the memory.
+
+    Attributes:
+        ids: The sequence.
+    """
+
+    def __init__(self, ids: Ids) -> None:
+        super().__init__(f"{len(ids)} tokens do not fit")
+        self.ids = ids
+
+
+def run_batches(
+    sequences: Sequence[Ids], run: Callable[[list[Ids]], None], *, budget: int, show_progress: bool = False
+) -> None:
+    """Hand all sequences to ``run`` in batches of at most ``budget`` padded tokens (at least one sequence).
+
+    The longest come first, so that too large a budget shows at once; when memory runs out, the batch is tried
+    again at half its size and the smaller budget stays for the rest.
+
+    Args:
+        sequences: Token ids.
+        run: Handles one batch; called again with fewer sequences when it runs out of memory.
+        budget: Rows times longest row.
+        show_progress: Show a progress bar.
+
+    Raises:
+        DoesNotFitError: One sequence alone runs out of memory.
+    """
+    waiting = sorted(sequences, key=len)
+    with tqdm(total=len(waiting), disable=not show_progress, unit="doc", desc="scoring") as bar:
+        while waiting:
+            size = max(1, min(len(waiting), budget // len(waiting[-1])))
+            if _fits(run, waiting[-size:]):
+                del waiting[-size:]
+                bar.update(size)
+                continue
+            # The failed run's frames and tensors are gone by now, so their memory can be given back.
+            gc.collect()
+            if torch.cuda.is_available():
+                torch.cuda.empty_cache()
+            if size == 1:
+                raise DoesNotFitError(waiting[-1])
+            budget = len(waiting[-1]) * (size // 2)
+            logger.warning("Out of memory with %d documents at once; going on with %d.", size, size // 2)
+
+
+def _fits(run: Callable[[list[Ids]], None], batch: list[Ids]) -> bool:
+    try:
+        run(batch)
+    except MemoryError:
+        return False
+    except RuntimeError as error:
+        if not is_out_of_memory(error):
+            raise
+        return False
+    return True
+
+
+def is_out_of_memory(error: RuntimeError) -> bool:
+    """CUDA has its own exception; the CPU allocator raises a plain RuntimeError."""
+    return isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)

@@ -1,0 +1,365 @@
+"""The ``rsrank`` command. The only place of this package that prints."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+from rich.text import Text
+
+from . import __version__
+from .errors import InputError, RSRankError
+
+if TYPE_CHECKING:
+    from .explanation import Explanation
+    from .reranker import RankedDocument, RankResult, Reranker
+    from .rsrank import RSRank
+
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode="markdown",
+    help="Rerank documents for a query and drop the irrelevant ones at zero.",
+    epilog="Try: `rsrank rank --query 'Who painted it?' --documents passages.txt`",
+)
+screen = Console(highlight=False)
+problems = Console(stderr=True, highlight=False)
+
+BASELINES = "bm25, bi-encoder:NAME, cross-encoder:NAME"
+Model = Annotated[str, typer.Option("--model", "-m", help="Built-in name, artifact folder or Hub id.")]
+Query = Annotated[str, typer.Option("--query", "-q", help="The question.")]
+Revision = Annotated[str | None, typer.Option(help="Commit, tag or branch of the artifact on the Hub.")]
+Device = Annotated[str | None, typer.Option(help="cuda, cuda:1, mps, cpu. Default: the best one present.")]
+Dtype = Annotated[str | None, typer.Option(help="float32, bfloat16, float16. Default: bfloat16 where it is fast.")]
+EightBit = Annotated[bool, typer.Option("--load-in-8bit", help="int8 weights (bitsandbytes).")]
+FourBit = Annotated[bool, typer.Option("--load-in-4bit", help="4-bit weights (bitsandbytes).")]
+Offline = Annotated[bool, typer.Option("--local-files-only", help="Never ask the Hub.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
+
+
+@contextmanager
+def _errors() -> Iterator[None]:
+    """Turn our errors into one line on stderr: exit code 2 for bad input, 1 for everything else."""
+    try:
+        yield
+    except RSRankError as error:
+        problems.print(Text.assemble(("error: ", "bold red"), str(error)), soft_wrap=True)
+        raise typer.Exit(2 if isinstance(error, InputError) else 1) from None
+
+
+def _load(
+    model: str,
+    revision: str | None = None,
+    device: str | None = None,
+    dtype: str | None = None,
+    eight_bit: bool = False,
+    four_bit: bool = False,
+    offline: bool = False,
+) -> RSRank:
+    from transformers.utils import logging
+
+    from .rsrank import RSRank
+
+    logging.disable_progress_bar()
+    with problems.status(f"Loading {model} ..."):
+        return RSRank.from_pretrained(
+            model,
+            revision=revision,
+            device=device,
+            dtype=dtype,
+            load_in_8bit=eight_bit,
+            load_in_4bit=four_bit,
+            local_files_only=offline,
+        )
+
+
+def read_documents(source: str) -> list[str]:
+    """Documents of a file or of standard input (``-``): one a line, as text or as JSON with a "text".
+
+    Raises:
+        InputError: The file cannot be read, or a JSON line has no "text".
+    """
+    try:
+        raw = sys.stdin.read() if source == "-" else Path(source).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(f"--documents {source} could not be read: {error}") from error
+    lines = [line for line in raw.split("\n") if line.strip()]
+    if not lines or not all(line.lstrip().startswith("{") for line in lines):
+        return [line.rstrip("\r") for line in lines]
+    documents = []
+    for number, line in enumerate(lines, start=1):
+        try:
+            documents.append(json.loads(line)["text"])
+        except (json.JSONDecodeError, KeyError, TypeError):
+            raise InputError(
+                f'--documents {source}, line {number}: expected JSON with a "text", got {line[:60]!r}.'
+            ) from None
+    return documents
+
+
+@app.command()
+def rank(
+    query: Query,
+    documents: Annotated[str, typer.Option("--documents", "-d", help="A file, or - for standard input.")],
+    model: Model = "mini",
+    threshold: Annotated[float, typer.Option(help="Keep documents that score above this.")] = 0.0,
+    keep_all: Annotated[bool, typer.Option("--keep-all", help="Rank only, drop nothing.")] = False,
+    top_n: Annotated[int | None, typer.Option(help="Keep at most this many.")] = None,
+    min_docs: Annotated[int, typer.Option(help="Keep at least the best this many.")] = 0,
+    as_json: AsJson = False,
+    revision: Revision = None,
+    device: Device = None,
+    dtype: Dtype = None,
+    load_in_8bit: EightBit = False,
+    load_in_4bit: FourBit = False,
+    local_files_only: Offline = False,
+) -> None:
+    """Score documents for a query: what scores above zero is kept, the rest is dropped.
+
+    Documents stand one a line, as plain text or as JSON lines with a "text".
+
+    `rsrank rank -q "How do bees find flowers?" -d passages.txt`
+
+    `cat passages.jsonl | rsrank rank -q "How do bees find flowers?" -d - --json`
+    """
+    with _errors():
+        texts = read_documents(documents)
+        ranker = _load(model, revision, device, dtype, load_in_8bit, load_in_4bit, local_files_only)
+        result = ranker.rank(
+            query,
+            texts,
+            threshold=None if keep_all else threshold,
+            top_n=top_n,
+            min_docs=min_docs,
+        )
+    if as_json:
+        typer.echo(json.dumps(_as_json(result), ensure_ascii=False, indent=2))
+    else:
+        screen.print(result_table(result))
+
+
+def _as_json(result: RankResult) -> dict[str, Any]:
+    def rows(documents: tuple[RankedDocument, ...]) -> list[dict[str, Any]]:
+        return [{"index": d.index, "score": d.score, "truncated": d.truncated, "text": d.text} for d in documents]
+
+    return {
+        "query": result.query,
+        "threshold": result.threshold,
+        "kept": rows(result.kept),
+        "dropped": rows(result.dropped),
+    }
+
+
+def result_table(result: RankResult) -> Table:
+    """Kept documents in green, then dropped ones in grey."""
+    rule = "ranked, nothing dropped" if result.threshold is None else f"kept above {result.threshold:g}"
+    table = Table(title=f"{result.query}\n[dim]{rule}[/dim]", title_justify="left", expand=True)
+    table.add_column("", width=7)
+    table.add_column("score", justify="right", no_wrap=True)
+    table.add_column("#", justify="right", no_wrap=True)
+    table.add_column("document", ratio=1)
+    groups = (("kept", "green", result.kept), ("dropped", "dim", result.dropped))
+    for name, style, documents in groups:
+        for document in documents:
+            text = Text(" ".join(document.text.split()), style=style)
+            text.truncate(240, overflow="ellipsis")
+            if document.truncated:
+                text.append(" (cut: too long)", style="yellow")
+            table.add_row(name, f"{document.score:+.2f}", str(document.index), text, style=style)
+        table.add_section()
+    return table
+
+
+@app.command()
+def explain(
+    query: Query,
+    document: Annotated[str, typer.Option("--document", "-d", help="The document's text.")],
+    model: Model = "mini",
+    as_json: AsJson = False,
+    revision: Revision = None,
+    device: Device = None,
+    dtype: Dtype = None,
+    load_in_8bit: EightBit = False,
+    load_in_4bit: FourBit = False,
+    local_files_only: Offline = False,
+) -> None:
+    """Show where a score comes from: its exact parts per query token and per layer (L1, L2, ...).
+
+    `rsrank explain -q "How do bees find flowers?" -d "Bees see ultraviolet patterns on petals."`
+    """
+    with _errors():
+        ranker = _load(model, revision, device, dtype, load_in_8bit, load_in_4bit, local_files_only)
+        explanation = ranker.explain(query, document)
+    if as_json:
+        fields = ("query", "document", "score", "truncated", "tokens", "layers", "parts")
+        typer.echo(json.dumps({name: getattr(explanation, name) for name in fields}, ensure_ascii=False, indent=2))
+    else:
+        screen.print(explanation_table(explanation))
+
+
+def explanation_table(explanation: Explanation) -> Table:
+    """A row a query token, a column a layer; the parts add up to the score."""
+
+    def cell(part: float) -> Text:
+        return Text(f"{part:+.2f}", style="green" if part > 0.005 else "red" if part < -0.005 else "dim")
+
+    verdict = "kept" if explanation.score > 0 else "dropped"
+    table = Table(
+        title=f"{explanation.query}\n[dim]{' '.join(explanation.document.split())[:200]}[/dim]",
+        title_justify="left",
+        show_footer=True,
+        padding=(0, 0, 0, 1),
+    )
+    table.add_column("query token", footer=verdict, no_wrap=True)
+    table.add_column("total", justify="right", footer=f"{explanation.score:+.2f}", no_wrap=True)
+    for layer, part in explanation.by_layer.items():
+        table.add_column(f"L{layer}", justify="right", footer=f"{part:+.2f}", no_wrap=True)
+    for position, token in enumerate(explanation.tokens):
+        table.add_row(token, cell(explanation.by_token[position]), *map(cell, explanation.parts[position]))
+    return table
+
+
+@app.command()
+def info(
+    model: Annotated[str, typer.Argument(help="Built-in name, artifact folder or Hub id.")] = "mini",
+    revision: Revision = None,
+    local_files_only: Offline = False,
+    as_json: AsJson = False,
+) -> None:
+    """Describe an artifact without loading its language model: backbone, B, template, training, licence.
+
+    `rsrank info mini`
+    """
+    from . import hub
+
+    with _errors():
+        folder = hub.resolve(model, revision=revision, local_files_only=local_files_only)
+        config = hub.read_config(folder)
+    if as_json:
+        typer.echo(config.model_dump_json(indent=2))
+        return
+    layers, heads, dim, head_dim = config.shape
+    rows = {
+        "rsrank_rag": f"{__version__} (built-in models: {', '.join(hub.builtin_names())})",
+        "artifact": model,
+        "backbone": f"{config.backbone.name} at {config.backbone.revision or 'no pinned revision'} "
+        f"({config.backbone.model_type}, {config.backbone.num_layers} layers)",
+        "B": f"{layers} layers ({config.layers[0]}-{config.layers[-1]}) x {heads} heads x P {dim} x D {head_dim} = "
+        f"{layers * heads * dim * head_dim:,} numbers; scores lie in ±{layers * heads}",
+        "template": f"{config.template.instruction!r} document {config.template.separator!r} query "
+        f"{config.template.suffix!r}, scored: {config.template.positions}",
+        "training data": ", ".join(config.training.data) or "not recorded",
+        "notes": config.training.notes or "-",
+        "licence": config.license or "not recorded",
+    }
+    table = Table(show_header=False)
+    for name, value in rows.items():
+        table.add_row(Text(name, style="bold"), Text(value))
+    screen.print(table)
+
+
+def _evaluated(model: str, device: str | None, load: Callable[[], Reranker]) -> Reranker:
+    kind, _, name = model.partition(":")
+    if model == "bm25":
+        from .evaluation.baselines import BM25
+
+        return BM25()
+    if kind in ("bi-encoder", "cross-encoder") and name:
+        from .evaluation.baselines import BiEncoder, CrossEncoder
+
+        return (BiEncoder if kind == "bi-encoder" else CrossEncoder)(name, device=device)
+    return load()
+
+
+@app.command()
+def evaluate(
+    data: Annotated[list[Path], typer.Option("--data", help="Labelled .jsonl or .jsonl.gz; may be given again.")],
+    model: Annotated[
+        str, typer.Option("--model", "-m", help=f"Built-in name, artifact folder, Hub id, or {BASELINES}.")
+    ] = "mini",
+    output: Annotated[Path | None, typer.Option("--json", help="Write the metrics here, an object a file.")] = None,
+    threshold: Annotated[
+        str, typer.Option(help="For f1@tau: a number, or 'shared' for the best single one over all files.")
+    ] = "0",
+    titles: Annotated[bool, typer.Option(help="Put a document's title in front of its text.")] = True,
+    limit: Annotated[int | None, typer.Option(min=1, help="Use only the first queries of each file.")] = None,
+    revision: Revision = None,
+    device: Device = None,
+    dtype: Dtype = None,
+    load_in_8bit: EightBit = False,
+    load_in_4bit: FourBit = False,
+    local_files_only: Offline = False,
+) -> None:
+    """Measure ranking (nDCG@5, Recall@5) and selection (F1 at the threshold) on labelled passages.
+
+    A line holds one query: `{"id", "query", "documents": [{"id", "text", "relevant", "title"?}]}`.
+    f1@best is the F1 at the best single threshold of the file, f1@query_best at each query's own.
+
+    `rsrank evaluate --data dev.jsonl.gz --json metrics.json`
+    """
+    from .evaluation.datasets import dataset_name, read_labelled
+    from .evaluation.evaluate import score_dataset, shared_threshold, summarise
+
+    with _errors():
+        if threshold != "shared":
+            tau = _number(threshold)
+        sets = {path: read_labelled(path)[:limit] for path in data}
+        ranker = _evaluated(
+            model,
+            device,
+            lambda: _load(model, revision, device, dtype, load_in_8bit, load_in_4bit, local_files_only),
+        )
+        scored = {
+            path: score_dataset(
+                ranker, track(queries, description=dataset_name(path), console=problems, transient=True), titles=titles
+            )
+            for path, queries in sets.items()
+        }
+        if threshold == "shared":
+            tau = shared_threshold(list(scored.values()))
+        results = [summarise(dataset_name(path), queries, threshold=tau) for path, queries in scored.items()]
+        records = [result.as_dict() for result in results]
+        if output is not None:
+            _write(output, json.dumps(records, indent=2) + "\n")
+    table = Table(title=f"{model}, tau = {tau:.4g}", title_justify="left", padding=(0, 0, 0, 1))
+    table.add_column("dataset", no_wrap=True)
+    for name in list(records[0])[1:]:
+        table.add_column(name.replace("@query_best", "@query"), justify="right")
+    for record in records:
+        values = [value if isinstance(value, int) else f"{value:.3f}" for value in list(record.values())[1:]]
+        table.add_row(str(record["dataset"]), *map(str, values))
+    screen.print(table)
+
+
+def _number(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise InputError(f"--threshold must be a number or 'shared', got {text!r}.") from None
+
+
+def _write(path: Path, text: str) -> None:
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise InputError(f"--json {path} could not be written: {error}") from error
+
+
+@app.callback(invoke_without_command=True)
+def main(version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False) -> None:
+    """Rerank documents for a query and drop the irrelevant ones at zero."""
+    if version:
+        typer.echo(__version__)
+        raise typer.Exit
+
+
+if __name__ == "__main__":
+    app()

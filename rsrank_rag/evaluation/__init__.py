@@ -1,0 +1,1 @@
+"""Measuring rerankers on labelled passages."""

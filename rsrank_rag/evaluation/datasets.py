@@ -1,0 +1,78 @@
+"""Labelled passages: one query a line, with its documents and which of them are relevant."""
+
+from __future__ import annotations
+
+import gzip
+from pathlib import Path
+
+from pydantic import BaseModel, ConfigDict, StrictBool, ValidationError
+
+from ..errors import InputError
+
+
+class LabelledDocument(BaseModel):
+    """A passage and its label. Other fields of the line are ignored."""
+
+    model_config = ConfigDict(frozen=True)
+
+    id: str
+    text: str
+    title: str | None = None
+    relevant: StrictBool
+
+    def content(self, *, titles: bool = True) -> str:
+        """What a reranker reads: the title, where there is one and the text does not start with it, then the text."""
+        if titles and self.title and not self.text.startswith(self.title):
+            return f"{self.title}\n{self.text}"
+        return self.text
+
+
+class LabelledQuery(BaseModel):
+    """A query with its candidate documents."""
+
+    model_config = ConfigDict(frozen=True)
+
+    id: str
+    query: str
+    documents: tuple[LabelledDocument, ...]
+
+
+def dataset_name(path: str | Path) -> str:
+    """The file's stem: its name without ``.jsonl`` or ``.jsonl.gz``.
+
+    >>> dataset_name("dev/hotpotqa.sentence.jsonl.gz")
+    'hotpotqa.sentence'
+    """
+    return Path(path).name.removesuffix(".gz").removesuffix(".jsonl")
+
+
+def read_labelled(path: str | Path) -> list[LabelledQuery]:
+    """Read ``.jsonl`` or ``.jsonl.gz``.
+
+    Raises:
+        InputError: The file is missing or empty, or a line is not as described (its number is given).
+    """
+    path = Path(path)
+    if not path.is_file():
+        raise InputError(f"There is no data file {path}.")
+    try:
+        raw = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
+        lines = raw.decode("utf-8").split("\n")
+    except (OSError, EOFError, UnicodeDecodeError) as error:
+        raise InputError(f"{path} could not be read: {error}") from error
+    queries = [_query(line, f"{path}, line {i}") for i, line in enumerate(lines, start=1) if line.strip()]
+    if not queries:
+        raise InputError(f"{path} holds no queries.")
+    return queries
+
+
+def _query(line: str, place: str) -> LabelledQuery:
+    try:
+        return LabelledQuery.model_validate_json(line)
+    except ValidationError as error:
+        first = error.errors()[0]
+        field = ".".join(map(str, first["loc"])) or "line"
+        raise InputError(
+            f"{place}: {field}: {first['msg']}. Each line must be "
+            '{"id", "query", "documents": [{"id", "text", "relevant": true|false, "title"?}]}.'
+        ) from None

@@ -1,0 +1,95 @@
+"""Run a reranker over a labelled set and put its metrics into one record."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from ..reranker import Reranker
+from .datasets import LabelledQuery
+from .metrics import ScoredQuery, best_threshold, f1_at, query_best_f1, ranking_metrics
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluation:
+    """Metrics of one reranker on one dataset, fractions of 1.
+
+    Attributes:
+        dataset: Name of the set.
+        queries: Number of queries.
+        ndcg5: nDCG at rank 5.
+        recall5: Recall at rank 5.
+        f1_tau: F1 at the threshold the reranker is used with.
+        f1_best: F1 at the best single threshold for this set.
+        tau_best: That threshold.
+        f1_query_best: F1 if every query had its own best threshold.
+    """
+
+    dataset: str
+    queries: int
+    ndcg5: float
+    recall5: float
+    f1_tau: float
+    f1_best: float
+    tau_best: float
+    f1_query_best: float
+
+    def as_dict(self) -> dict[str, str | int | float]:
+        """The record under the names used in papers and in ``rsrank evaluate --json``."""
+        return {
+            "dataset": self.dataset,
+            "queries": self.queries,
+            "ndcg@5": self.ndcg5,
+            "recall@5": self.recall5,
+            "f1@tau": self.f1_tau,
+            "f1@best": self.f1_best,
+            "tau_best": self.tau_best,
+            "f1@query_best": self.f1_query_best,
+        }
+
+
+def score_dataset(reranker: Reranker, queries: Iterable[LabelledQuery], *, titles: bool = True) -> list[ScoredQuery]:
+    """Score every query's documents.
+
+    Args:
+        reranker: Any reranker.
+        queries: Labelled queries.
+        titles: Put a document's title, if it has one, in front of its text.
+    """
+    return [
+        ScoredQuery(
+            reranker.score(query.query, [document.content(titles=titles) for document in query.documents]),
+            [document.relevant for document in query.documents],
+        )
+        for query in queries
+    ]
+
+
+def summarise(dataset: str, scored: Sequence[ScoredQuery], *, threshold: float = 0.0) -> Evaluation:
+    """All metrics of one scored set.
+
+    Raises:
+        MissingDependencyError: ir-measures is not installed.
+    """
+    ranking = ranking_metrics(scored)
+    tau_best, f1_best = best_threshold(scored)
+    count = max(len(scored), 1)
+    return Evaluation(
+        dataset=dataset,
+        queries=len(scored),
+        ndcg5=ranking["ndcg@5"],
+        recall5=ranking["recall@5"],
+        f1_tau=sum(f1_at(query, threshold) for query in scored) / count,
+        f1_best=f1_best,
+        tau_best=tau_best,
+        f1_query_best=sum(query_best_f1(query) for query in scored) / count,
+    )
+
+
+def shared_threshold(sets: Sequence[Sequence[ScoredQuery]]) -> float:
+    """The single threshold with the highest F1 averaged over sets, each set counting the same.
+
+    For scores without a natural zero (a cosine, BM25): the kindest threshold one could have tuned for all of them.
+    """
+    weights = [1.0 / len(queries) for queries in sets for _ in queries]
+    return best_threshold([query for queries in sets for query in queries], weights)[0]

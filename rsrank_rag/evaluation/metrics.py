@@ -1,0 +1,106 @@
+"""Ranking quality (through ir-measures) and selection quality (F1 of what a threshold keeps).
+
+Per query first, then the mean over all queries: a query for which nothing relevant was kept counts 0.
+A document is kept when its score is above the threshold.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ..errors import MissingDependencyError
+
+
+@dataclass(frozen=True, slots=True)
+class ScoredQuery:
+    """Scores and labels of one query's documents, in input order."""
+
+    scores: Sequence[float]
+    relevant: Sequence[bool]
+
+
+def f1(kept_relevant: int, kept: int, relevant: int) -> float:
+    """Harmonic mean of precision and recall; 1 where nothing is relevant and nothing was kept.
+
+    >>> f1(kept_relevant=1, kept=2, relevant=2), f1(0, 0, 3), f1(0, 0, 0)
+    (0.5, 0.0, 1.0)
+    """
+    return 2 * kept_relevant / (kept + relevant) if kept + relevant else 1.0
+
+
+def f1_at(query: ScoredQuery, threshold: float) -> float:
+    """F1 of the documents that score above the threshold."""
+    kept = [label for score, label in zip(query.scores, query.relevant, strict=True) if score > threshold]
+    return f1(sum(kept), len(kept), sum(query.relevant))
+
+
+def best_threshold(queries: Sequence[ScoredQuery], weights: Sequence[float] | None = None) -> tuple[float, float]:
+    """The single threshold with the highest mean F1 over all queries, found exactly.
+
+    Lowering the threshold past one document after another changes one query's F1 at a time.
+
+    Args:
+        queries: Scored queries.
+        weights: Weight of each query in the mean; None weighs all the same.
+
+    Returns:
+        The threshold (halfway between the last score kept and the first one not) and the mean F1 there.
+
+    >>> best_threshold([ScoredQuery([3.0, 1.0], [True, False]), ScoredQuery([2.0, 0.0], [True, False])])
+    (1.5, 1.0)
+    """
+    labelled = (
+        (score, label, row)
+        for row, query in enumerate(queries)
+        for score, label in zip(query.scores, query.relevant, strict=True)
+    )
+    documents = sorted(labelled, key=lambda item: -item[0])
+    relevant = [sum(query.relevant) for query in queries]
+    kept, hits = [0] * len(queries), [0] * len(queries)
+    weights = [1.0] * len(queries) if weights is None else weights
+    values = [f1(0, 0, count) * weight for count, weight in zip(relevant, weights, strict=True)]
+    total = math.fsum(values)
+    best_total, best = total, documents[0][0] + 1.0 if documents else 0.0
+    for position, (score, label, row) in enumerate(documents):
+        kept[row] += 1
+        hits[row] += label
+        value = f1(hits[row], kept[row], relevant[row]) * weights[row]
+        total += value - values[row]
+        values[row] = value
+        following = documents[position + 1][0] if position + 1 < len(documents) else score - 2.0
+        if following < score and total > best_total + 1e-12:
+            middle = (score + following) / 2
+            best_total, best = total, middle if middle < score else following
+    return best, best_total / math.fsum(weights) if queries else 0.0
+
+
+def query_best_f1(query: ScoredQuery) -> float:
+    """F1 at the query's own best threshold: what perfect calibration would give this ranking."""
+    return best_threshold([query])[1]
+
+
+def ranking_metrics(queries: Sequence[ScoredQuery]) -> dict[str, float]:
+    """Mean nDCG@5 and Recall@5 by ir-measures. Equal scores rank by input order.
+
+    Raises:
+        MissingDependencyError: ir-measures is not installed.
+    """
+    try:
+        import ir_measures
+        from ir_measures import R, nDCG
+    except ImportError:
+        raise MissingDependencyError(
+            "Ranking metrics need ir-measures. Install with: pip install 'rsrank-rag[eval]'"
+        ) from None
+    qrels, run = {}, {}
+    for number, query in enumerate(queries):
+        order = sorted(range(len(query.scores)), key=lambda i: -query.scores[i])
+        run[str(number)] = {str(i): float(len(order) - rank) for rank, i in enumerate(order)}
+        qrels[str(number)] = {str(i): int(label) for i, label in enumerate(query.relevant)}
+    found = {(m.query_id, str(m.measure)): m.value for m in ir_measures.iter_calc([nDCG @ 5, R @ 5], qrels, run)}
+    return {
+        name: math.fsum(found.get((key, measure), 0.0) for key in qrels) / max(len(queries), 1)
+        for name, measure in (("ndcg@5", "nDCG@5"), ("recall@5", "R@5"))
+    }

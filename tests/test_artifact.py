@@ -1,0 +1,542 @@
+"""The artifact folder: what is written, that it loads to the same scores, and how every damage is named."""
+
+import json
+import pickle
+import re
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from conftest import CHAT, DOCUMENTS, LAYERS, QUERY, SPECIAL, VOCABULARY, load_ranker, random_projection, tiny_config
+from huggingface_hub import ModelCard
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from pydantic import ValidationError
+from safetensors.torch import load_file, safe_open, save_file
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+import rsrank_rag
+from rsrank_rag import RSRank, RSRankError
+from rsrank_rag.config import BackboneSpec, RSRankConfig, TrainingRecord
+from rsrank_rag.errors import ArtifactError, BackboneError
+from rsrank_rag.hub import model_card
+from rsrank_rag.loading import LoadOptions
+from rsrank_rag.template import Template
+
+
+def load(folder, **options):
+    return RSRank.from_pretrained(folder, **{"device": "cpu", "dtype": "float32", "local_files_only": True, **options})
+
+
+def names_in(folder):
+    return sorted(str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file())
+
+
+def refusal(action, *arguments, kind=ArtifactError, **options):
+    """The message of the one error that an action ends with."""
+    with pytest.raises(RSRankError) as caught:
+        action(*arguments, **options)
+    assert type(caught.value) is kind
+    return str(caught.value)
+
+
+def edit_config(folder, **changes):
+    """Change config.json by hand; a key such as backbone__num_layers goes one level down."""
+    path = folder / "config.json"
+    content = json.loads(path.read_text())
+    for key, value in changes.items():
+        *parents, last = key.split("__")
+        place = content
+        for parent in parents:
+            place = place[parent]
+        place[last] = value
+    path.write_text(json.dumps(content))
+
+
+def edit_projection(folder, change, *, keep_digest=True, name="weight"):
+    path = folder / "projection.safetensors"
+    with safe_open(path, framework="pt") as file:
+        digest = file.metadata()
+    save_file({name: change(load_file(path)["weight"])}, path, metadata=digest if keep_digest else None)
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory, ranker):
+    """An artifact; tests copy it before they change it."""
+    folder = tmp_path_factory.mktemp("saved")
+    ranker.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def folder(saved, tmp_path):
+    return shutil.copytree(saved, tmp_path / "artifact")
+
+
+@pytest.fixture(scope="module")
+def scores(ranker):
+    return ranker.score(QUERY, DOCUMENTS)
+
+
+# Writing and reading
+
+
+def test_a_loaded_artifact_gives_exactly_the_scores_of_the_saved_one(saved, scores):
+    assert len(set(scores)) == len(DOCUMENTS)
+    assert load(saved).score(QUERY, DOCUMENTS) == scores
+
+
+def test_an_artifact_is_three_files(saved):
+    assert names_in(saved) == ["README.md", "config.json", "projection.safetensors"]
+
+
+def test_saving_what_was_loaded_gives_the_same_bytes(saved, tmp_path):
+    load(saved).save_pretrained(tmp_path / "again")
+    for name in names_in(saved):
+        assert (tmp_path / "again" / name).read_bytes() == (saved / name).read_bytes()
+
+
+def test_a_save_makes_missing_parent_folders_and_replaces_an_older_artifact(ranker, tiny_folder, tmp_path, scores):
+    target = tmp_path / "a" / "b"
+    other = RSRank(ranker.backbone, ranker.prompts, random_projection("qwen3", seed=5), ranker.config)
+    other.save_pretrained(target)
+    assert load(target).score(QUERY, DOCUMENTS) != scores
+    ranker.save_pretrained(target)
+    assert load(target).score(QUERY, DOCUMENTS) == scores
+
+
+def test_an_artifact_with_its_backbone_needs_nothing_else_and_may_be_moved(tiny_folder, tmp_path, scores):
+    original = shutil.copytree(tiny_folder("qwen3"), tmp_path / "model")
+    load_ranker(original, "qwen3").save_pretrained(tmp_path / "first", include_backbone=True)
+    shutil.rmtree(original)
+    moved = (tmp_path / "first").rename(tmp_path / "moved")
+
+    assert {name.split("/")[0] for name in names_in(moved)} == {
+        "README.md",
+        "backbone",
+        "config.json",
+        "projection.safetensors",
+    }
+    assert {"backbone/config.json", "backbone/model.safetensors", "backbone/tokenizer.json"} < set(names_in(moved))
+    assert str(tmp_path) not in (moved / "config.json").read_text() + (moved / "README.md").read_text()
+    assert load(moved).score(QUERY, DOCUMENTS) == scores
+
+
+def test_an_artifact_that_came_with_its_backbone_is_saved_with_it(ranker, tmp_path, scores):
+    ranker.save_pretrained(tmp_path / "first", include_backbone=True)
+    load(tmp_path / "first").save_pretrained(tmp_path / "second")
+    shutil.rmtree(tmp_path / "first")
+    assert load(tmp_path / "second").score(QUERY, DOCUMENTS) == scores
+
+
+def test_including_the_backbone_leaves_the_ranker_as_it_was(ranker, tmp_path):
+    before = ranker.config.model_dump()
+    ranker.save_pretrained(tmp_path, include_backbone=True)
+    assert ranker.config.model_dump() == before
+
+
+def test_another_copy_of_the_backbone_can_be_named(saved, tiny_folder, tmp_path, scores):
+    copy = shutil.copytree(tiny_folder("qwen3"), tmp_path / "copy")
+    assert load(saved, backbone=copy).score(QUERY, DOCUMENTS) == scores
+    assert load(saved, backbone=str(copy)).score(QUERY, DOCUMENTS) == scores
+
+
+@pytest.mark.parametrize(("saved_as", "loaded_as"), [("float32", "bfloat16"), ("bfloat16", "float32")])
+def test_the_identity_check_allows_for_the_rounding_of_another_dtype(saved_as, loaded_as, tiny_folder, tmp_path):
+    load_ranker(tiny_folder("qwen3"), "qwen3", dtype=saved_as).save_pretrained(tmp_path)
+    loaded = load(tmp_path, dtype=loaded_as)
+    assert loaded.backbone.dtype == getattr(torch, loaded_as)
+    assert loaded.projection.weight.dtype == torch.float32
+    assert all(abs(score) > 0 for score in loaded.score(QUERY, DOCUMENTS))
+
+
+def test_template_limit_and_training_record_survive(tiny_folder, tmp_path):
+    record = TrainingRecord(data=("made up",), seed=3, metrics={"made up": {"f1": 0.5}}, notes="A note.")
+    ranker = RSRank.from_backbone(
+        tiny_folder("qwen3"),
+        random_projection("qwen3"),
+        template=CHAT,
+        options=LoadOptions(device="cpu", dtype="float32", local_files_only=True),
+        training=record,
+    )
+    ranker.config = ranker.config.model_copy(update={"max_length": 100, "license": "apache-2.0"})
+    ranker.save_pretrained(tmp_path)
+    loaded = load(tmp_path)
+    assert loaded.config == ranker.config
+    assert (loaded.config.training, loaded.config.template, loaded.prompts.max_length) == (record, CHAT, 100)
+
+
+def test_b_is_kept_in_fp32_under_the_sha256_of_the_config(saved, ranker):
+    with safe_open(saved / "projection.safetensors", framework="pt") as file:
+        assert file.metadata()["config_sha256"] == ranker.config.digest
+        assert file.get_tensor("weight").dtype == torch.float32
+        assert torch.equal(file.get_tensor("weight"), ranker.projection.weight)
+
+
+# No pickle
+
+
+def test_nothing_is_pickled(ranker, tmp_path):
+    ranker.save_pretrained(tmp_path, include_backbone=True)
+    for name in names_in(tmp_path):
+        assert Path(name).suffix in {".json", ".md", ".safetensors", ".jinja"}
+        assert not (tmp_path / name).read_bytes().startswith((b"\x80", b"PK"))
+    sources = [path.read_text() for path in Path(rsrank_rag.__file__).parent.rglob("*.py")]
+    assert not [text for text in sources if re.search(r"\bpickle\b(?!\.$)|torch\.(load|save)\(", text)]
+
+
+class Burglar:
+    """Unpickling one writes a file."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return Path.write_text, (self.path, "I was here")
+
+
+def test_pickled_weights_are_refused_unread(saved, tiny_folder, tmp_path):
+    backbone = shutil.copytree(tiny_folder("qwen3"), tmp_path / "model")
+    (backbone / "model.safetensors").unlink()
+    (backbone / "pytorch_model.bin").write_bytes(pickle.dumps(Burglar(tmp_path / "trace")))
+    message = refusal(load, saved, backbone=backbone, kind=BackboneError)
+    assert str(backbone) in message
+    assert not (tmp_path / "trace").exists()
+
+
+def test_a_pickle_named_as_the_projection_is_refused_unread(folder, tmp_path):
+    (folder / "projection.safetensors").write_bytes(pickle.dumps(Burglar(tmp_path / "trace")))
+    assert "damaged or truncated" in refusal(load, folder)
+    assert not (tmp_path / "trace").exists()
+
+
+# The model card
+
+
+def config_with(name="lab/tiny", **changes):
+    spec = BackboneSpec(
+        name=name,
+        revision="4f1c",
+        model_type="qwen3",
+        num_layers=4,
+        num_heads=2,
+        head_dim=16,
+        tokenizer="0123456789abcdef",
+        weights=(0.25, -0.5),
+    )
+    return RSRankConfig(**{"backbone": spec, "layers": (1, 2, 3), "projection_dim": 8, **changes})
+
+
+def test_the_model_card_tells_the_hub_and_the_reader_what_it_is():
+    metrics = {"tide tables": {"f1": 0.81234, "ndcg@10": 0.5}, "bread": {"f1": 0.4}}
+    training = TrainingRecord(data=("harbour logs", "recipes"), seed=17, metrics=metrics, notes="Two epochs.")
+    text = model_card(config_with(license="apache-2.0", training=training))
+
+    front = ModelCard(text).data
+    assert (front.library_name, front.pipeline_tag, front.license) == ("rsrank-rag", "text-ranking", "apache-2.0")
+    assert front.base_model == "lab/tiny"
+    assert {"reranker", "rag"} <= set(front.tags)
+    for part in ("`lab/tiny`", "`4f1c`", "768 numbers", "layers 1-3 (3)", "harbour logs, recipes", "seed 17"):
+        assert part in text
+    assert "Two epochs." in text
+    assert "| dataset | f1 | ndcg@10 |\n|---|---|---|\n| tide tables | 0.812 | 0.500 |\n| bread | 0.400 |  |\n" in text
+
+
+@pytest.mark.parametrize("name", ["./backbone", "/models/tiny", "../tiny", "a/b/c", "C:\\models\\tiny"])
+def test_the_model_card_names_no_base_model_that_the_hub_cannot_know(name):
+    assert ModelCard(model_card(config_with(name))).data.base_model is None
+
+
+def test_the_saved_card_is_the_card_of_the_saved_config(saved):
+    config = RSRankConfig.parse((saved / "config.json").read_text(), source="test")
+    assert (saved / "README.md").read_text() == model_card(config)
+
+
+# Damage
+
+
+CONFIG, PROJECTION = "config.json", "projection.safetensors"
+
+
+def cut(file, size):
+    return lambda folder: (folder / file).write_bytes((folder / file).read_bytes()[:size])
+
+
+def write(file, content):
+    return lambda folder: (folder / file).write_bytes(content)
+
+
+def remove(file):
+    return lambda folder: (folder / file).unlink()
+
+
+def edit(**changes):
+    return lambda folder: edit_config(folder, **changes)
+
+
+def change_b(change=lambda weight: weight, **options):
+    return lambda folder: edit_projection(folder, change, **options)
+
+
+def poison(value):
+    def change(weight):
+        weight[1, 0, 3, 2] = value
+        return weight
+
+    return change_b(change)
+
+
+DAMAGES = {
+    "config missing": (remove(CONFIG), ["holds no config.json", "save_pretrained"]),
+    "config cut": (cut(CONFIG, 100), ["config.json is not valid JSON", "Download it again"]),
+    "config empty": (write(CONFIG, b""), ["config.json is not valid JSON", "Download it again"]),
+    "config not text": (write(CONFIG, b'{"a": "\xff"}'), ["config.json cannot be read", "Download it again"]),
+    "config a list": (write(CONFIG, b"[1]"), ["config.json is not an RSRank config", "save_pretrained"]),
+    "config without version": (write(CONFIG, b"{}"), ["no format_version", "folder of a language model?"]),
+    "config of the future": (edit(format_version=2), ["format version 2", "reads version 1", "pip install -U"]),
+    "config with an extra key": (edit(colour="blue"), ["config.json is not a valid", "colour: Extra inputs"]),
+    "config with an extra key below": (edit(template__tone="warm"), ["not a valid", "template.tone: Extra"]),
+    "config of wrong type": (edit(projection_dim="eight"), ["not a valid", "projection_dim: ", "integer"]),
+    "config with empty backbone": (edit(backbone={}), ["not a valid", "backbone.name: Field required"]),
+    "layer 0": (edit(layers=[0, 1, 2]), ["layers must lie in 1..3", "got 0..2"]),
+    "layer too high": (edit(layers=[1, 2, 4]), ["layers must lie in 1..3", "got 1..4"]),
+    "layers twice": (edit(layers=[1, 1, 2]), ["layers must ascend without repeats", "(1, 1, 2)"]),
+    "layers backwards": (edit(layers=[3, 2, 1]), ["layers must ascend without repeats", "(3, 2, 1)"]),
+    "no layers": (edit(layers=[]), ["not a valid", "layers: ", "at least 1 item"]),
+    "config edited": (edit(max_length=100), [PROJECTION, "written with another config.json", "save_pretrained"]),
+    "template edited": (edit(template__suffix="!"), ["written with another config.json", "Restore the original"]),
+    "projection missing": (remove(PROJECTION), [f"holds no {PROJECTION}", "download it again"]),
+    "projection cut": (cut(PROJECTION, -100), [f"{PROJECTION} is damaged or truncated", "Download it again"]),
+    "projection cut in its header": (cut(PROJECTION, 20), ["is damaged or truncated", "Download it again"]),
+    "projection empty": (write(PROJECTION, b""), ["is damaged or truncated", "Download it again"]),
+    "projection a web page": (write(PROJECTION, b"<html>" * 99), ["is damaged or truncated", "Download it again"]),
+    "B of another P": (
+        change_b(lambda weight: weight[:, :, :4].contiguous()),
+        ["B of shape (3, 2, 4, 16)", "(layers, heads, P, head_dim) = (3, 2, 8, 16)", "do not belong together"],
+    ),
+    "B flat": (change_b(torch.flatten), ["shape (768,)", "do not belong together"]),
+    "NaN in B": (poison(float("nan")), [PROJECTION, "1 of 768 entries of B are NaN or infinite", "Train it again"]),
+    "infinity in B": (poison(float("inf")), ["1 of 768 entries of B are NaN or infinite", "Train it again"]),
+    "B without digest": (
+        change_b(keep_digest=False),
+        ["written with another config.json (sha256 missing", "save_pretrained"],
+    ),
+    "B by another name": (
+        change_b(name="B"),
+        ["holds ['B'] where 'weight' was expected", "save_pretrained"],
+    ),
+}
+"""Damage -> how it is done, and what the message must say."""
+
+
+@pytest.mark.parametrize("name", DAMAGES)
+def test_a_damaged_artifact_is_one_error_that_names_the_folder_the_fault_and_the_remedy(name, folder):
+    harm, phrases = DAMAGES[name]
+    harm(folder)
+    message = refusal(load, folder)
+    assert str(folder) in message
+    for phrase in phrases:
+        assert phrase in message
+
+
+def test_the_folder_of_a_language_model_is_not_taken_for_an_artifact(tiny_folder):
+    message = refusal(load, tiny_folder("qwen3"))
+    assert str(tiny_folder("qwen3")) in message
+    assert "Is this the folder of a language model?" in message
+    assert "projection.safetensors, made by RSRank.save_pretrained" in message
+
+
+@pytest.mark.parametrize("name", ["nonsense-name", "nobody/nothing"])
+def test_an_unknown_name_is_refused_with_the_names_that_exist(name):
+    message = refusal(load, name)
+    assert repr(name) in message
+    assert "neither built in" in message
+    assert "nor a local folder" in message
+    assert "pass the path of a local copy" in message
+
+
+def test_a_path_to_nothing_is_refused_as_a_path(tmp_path):
+    message = refusal(load, tmp_path / "typo")
+    assert "typo" in message
+    assert "nor a local folder" in message
+    assert "cannot be a Hub id" in message
+
+
+# Foreign backbones
+
+
+def with_another_tokenizer(model_folder):
+    """The same model with a tokenizer of the same size that learnt from other words."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCABULARY,
+        special_tokens=SPECIAL,
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    words = "zebra quagga zorse zonkey quixotic buzzard jazz fizzing whizzing quizzing puzzle dazzle embezzle muzzle "
+    tokenizer.train_from_iterator([words * 3], trainer)
+    assert tokenizer.get_vocab_size() == VOCABULARY
+    fast = transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", unk_token="[UNK]")
+    fast.save_pretrained(model_folder)
+
+
+def foreign(name, base, target):
+    """A folder with a language model that the artifact was not made for."""
+    shutil.copytree(base, target)
+    changes = {
+        "other weights": {},
+        "other architecture": {},
+        "fewer layers": {"num_hidden_layers": LAYERS - 1},
+        "more layers": {"num_hidden_layers": LAYERS + 1},
+        "other heads": {"num_key_value_heads": 4},
+        "other head size": {"head_dim": 8},
+    }
+    if name == "other tokenizer":
+        with_another_tokenizer(target)
+        return target
+    config = tiny_config("llama" if name == "other architecture" else "qwen3").to_dict() | changes[name]
+    config.pop("layer_types", None)
+    torch.manual_seed(99)
+    model_type = config.pop("model_type")
+    model = transformers.AutoModel.from_config(transformers.AutoConfig.for_model(model_type, **config))
+    model.save_pretrained(target)
+    return target
+
+
+@pytest.mark.parametrize(
+    ("name", "phrases"),
+    [
+        ("other weights", ["weights of", "are not those of", "that this artifact was made with"]),
+        ("other architecture", ["(qwen3, 4 layers)", "is a llama with 4 layers"]),
+        ("fewer layers", ["(qwen3, 4 layers)", "is a qwen3 with 3 layers"]),
+        ("more layers", ["(qwen3, 4 layers)", "is a qwen3 with 5 layers"]),
+        ("other heads", ["with 2 KV heads of 16", "has 4 of 16"]),
+        ("other head size", ["with 2 KV heads of 16", "has 2 of 8"]),
+        ("other tokenizer", ["tokenizer of", "splits text differently", "fingerprint"]),
+    ],
+)
+def test_a_foreign_backbone_is_one_error_that_names_both_and_the_remedy(name, phrases, saved, tiny_folder, tmp_path):
+    backbone = foreign(name, tiny_folder("qwen3"), tmp_path / "foreign")
+    message = refusal(load, saved, backbone=backbone)
+    assert str(backbone) in message
+    assert "Load the backbone the artifact names" in message
+    for phrase in phrases:
+        assert phrase in message
+
+
+def test_a_backbone_that_is_gone_is_named(tiny_folder, tmp_path):
+    original = shutil.copytree(tiny_folder("qwen3"), tmp_path / "model")
+    load_ranker(original, "qwen3").save_pretrained(tmp_path / "artifact")
+    shutil.rmtree(original)
+    assert str(original) in refusal(load, tmp_path / "artifact", kind=BackboneError)
+
+
+def test_a_backbone_whose_weights_are_cut_is_named(saved, tiny_folder, tmp_path):
+    backbone = shutil.copytree(tiny_folder("qwen3"), tmp_path / "model")
+    weights = backbone / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1000])
+    assert str(backbone) in refusal(load, saved, backbone=backbone, kind=BackboneError)
+
+
+def test_a_projection_for_another_shape_cannot_be_joined_to_a_backbone(tiny_folder):
+    message = refusal(
+        RSRank.from_backbone,
+        tiny_folder("qwen3"),
+        rsrank_rag.Projection.random((1, 2), 4, 8, 16),
+        options=LoadOptions(device="cpu", local_files_only=True),
+    )
+    assert "B has shape (2, 4, 8, 16)" in message
+    assert "needs (L, H, P, D) = (2, 2, 8, 16)" in message
+
+
+# The config by itself
+
+numbers = st.floats(allow_nan=False, allow_infinity=False)
+texts = st.text(max_size=20)
+
+
+@st.composite
+def configs(draw):
+    layers = draw(st.integers(2, 40))
+    return RSRankConfig(
+        backbone=BackboneSpec(
+            name=draw(texts),
+            revision=draw(st.none() | texts),
+            model_type=draw(texts),
+            num_layers=layers,
+            num_heads=draw(st.integers(1, 64)),
+            head_dim=draw(st.integers(1, 512)),
+            tokenizer=draw(texts),
+            weights=tuple(draw(st.lists(numbers, max_size=5))),
+        ),
+        layers=tuple(sorted(draw(st.sets(st.integers(1, layers - 1), min_size=1)))),
+        projection_dim=draw(st.integers(1, 512)),
+        template=Template(
+            instruction=draw(st.text(min_size=1, max_size=20)),
+            separator=draw(texts),
+            suffix=draw(texts),
+            positions=draw(st.sampled_from(["query", "suffix", "query+suffix"])),
+        ),
+        max_length=draw(st.none() | st.integers(1, 2**31)),
+        license=draw(st.none() | texts),
+        training=TrainingRecord(
+            data=tuple(draw(st.lists(texts, max_size=3))),
+            seed=draw(st.none() | st.integers()),
+            metrics=draw(st.dictionaries(texts, st.dictionaries(texts, numbers, max_size=3), max_size=3)),
+            notes=draw(texts),
+        ),
+    )
+
+
+def shuffled(value, random):
+    if isinstance(value, list):
+        return [shuffled(item, random) for item in value]
+    if not isinstance(value, dict):
+        return value
+    keys = list(value)
+    random.shuffle(keys)
+    return {key: shuffled(value[key], random) for key in keys}
+
+
+@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(configs(), st.randoms(use_true_random=False), st.sampled_from([None, 0, 4]), st.booleans())
+def test_a_config_survives_json_in_any_layout_with_the_same_digest(config, random, indent, escape):
+    written = config.model_dump_json(indent=2)
+    assert RSRankConfig.parse(written, source="test") == config
+    other = json.dumps(shuffled(json.loads(written), random), indent=indent, ensure_ascii=escape)
+    read = RSRankConfig.parse(other, source="test")
+    assert read == config
+    assert read.digest == config.digest
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"layers": (1, 2)},
+        {"projection_dim": 9},
+        {"max_length": 7},
+        {"license": "mit"},
+        {"template": Template(suffix=" ")},
+        {"training": TrainingRecord(seed=1)},
+        {"name": "lab/tiny2"},
+    ],
+)
+def test_every_part_of_a_config_is_in_its_digest(changes):
+    assert config_with(**changes).digest != config_with().digest
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_metric_that_json_cannot_hold_is_refused_when_it_is_recorded(value):
+    with pytest.raises(ValidationError, match="finite"):
+        TrainingRecord(metrics={"bread": {"f1": value}})
+
+
+def test_reordering_config_json_by_hand_leaves_the_artifact_loadable(folder, scores):
+    path = folder / "config.json"
+    path.write_text(json.dumps(dict(reversed(json.loads(path.read_text()).items()))))
+    assert load(folder).score(QUERY, DOCUMENTS) == scores

@@ -1,0 +1,181 @@
+"""The command line, called as a user calls it."""
+
+import json
+
+import pytest
+from conftest import DOCUMENTS, QUERY
+from typer.testing import CliRunner
+
+from rsrank_rag import __version__
+from rsrank_rag.cli import app, read_documents
+from rsrank_rag.errors import InputError
+
+runner = CliRunner()
+
+
+@pytest.fixture(scope="module")
+def artifact(ranker, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("artifact")
+    ranker.save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.fixture
+def passages(tmp_path):
+    path = tmp_path / "passages.txt"
+    path.write_text("\n".join(DOCUMENTS) + "\n\n", encoding="utf-8")
+    return str(path)
+
+
+def run(*arguments, code=0, **options):
+    result = runner.invoke(app, list(arguments), env={"COLUMNS": "200"}, **options)
+    assert result.exit_code == code, result.output
+    return result
+
+
+def rank_json(artifact, *arguments, **options):
+    output = run("rank", "-q", QUERY, "-m", artifact, "--dtype", "float32", "--json", *arguments, **options).stdout
+    return json.loads(output)
+
+
+def test_rank_prints_every_document_once_as_the_library_ranks_them(ranker, artifact, passages):
+    expected = ranker.rank(QUERY, DOCUMENTS)
+    found = rank_json(artifact, "-d", passages)
+    assert [row["index"] for row in found["kept"]] == [document.index for document in expected.kept]
+    assert [row["index"] for row in found["dropped"]] == [document.index for document in expected.dropped]
+    assert [row["score"] for row in found["kept"] + found["dropped"]] == pytest.approx(
+        [document.score for document in expected.kept + expected.dropped], abs=1e-4
+    )
+
+
+def test_the_table_shows_kept_and_dropped_documents(ranker, artifact, passages):
+    output = run("rank", "-q", QUERY, "-m", artifact, "-d", passages, "--dtype", "float32").stdout
+    result = ranker.rank(QUERY, DOCUMENTS)
+    kept = [line for line in output.splitlines() if "│ kept" in line]
+    dropped = [line for line in output.splitlines() if "│ dropped" in line]
+    assert (len(kept), len(dropped)) == (len(result.kept), len(result.dropped))
+    assert all(document.text[:40] in output for document in result.kept + result.dropped)
+
+
+def test_documents_come_from_standard_input_as_json_lines_too(artifact):
+    lines = "\n".join(json.dumps({"text": text, "id": i}) for i, text in enumerate(DOCUMENTS))
+    found = rank_json(artifact, "-d", "-", input=lines)
+    assert {row["text"] for row in found["kept"] + found["dropped"]} == set(DOCUMENTS)
+
+
+def test_threshold_top_n_min_docs_and_keep_all_are_passed_on(artifact, passages):
+    assert rank_json(artifact, "-d", passages, "--threshold", "99")["kept"] == []
+    assert len(rank_json(artifact, "-d", passages, "--threshold", "99", "--min-docs", "2")["kept"]) == 2
+    everything = rank_json(artifact, "-d", passages, "--keep-all")
+    assert (everything["dropped"], everything["threshold"]) == ([], None)
+    assert len(rank_json(artifact, "-d", passages, "--keep-all", "--top-n", "1")["kept"]) == 1
+
+
+def test_no_documents_give_two_empty_lists(artifact):
+    found = rank_json(artifact, "-d", "-", input="\n")
+    assert (found["kept"], found["dropped"]) == ([], [])
+
+
+def test_explain_prints_parts_that_add_up_to_the_score(artifact):
+    output = run("explain", "-q", QUERY, "-d", DOCUMENTS[0], "-m", artifact, "--json").stdout
+    found = json.loads(output)
+    assert sum(sum(row) for row in found["parts"]) == pytest.approx(found["score"], abs=1e-6)
+    table = run("explain", "-q", QUERY, "-d", DOCUMENTS[0], "-m", artifact).stdout
+    assert "L1" in table
+    assert f"{found['score']:+.2f}" in table
+
+
+def test_info_describes_the_artifact_and_needs_no_language_model(artifact, ranker):
+    output = run("info", artifact).stdout
+    assert f"{ranker.projection.weight.numel():,} numbers" in output
+    assert ranker.config.backbone.name in output
+    assert json.loads(run("info", artifact, "--json").stdout) == json.loads(ranker.config.model_dump_json())
+
+
+@pytest.fixture
+def labelled(tmp_path):
+    rows = [
+        {
+            "id": str(number),
+            "query": QUERY,
+            "documents": [
+                {"id": str(i), "text": text, "title": "Notes", "relevant": (i + number) % 3 == 0}
+                for i, text in enumerate(DOCUMENTS)
+            ],
+        }
+        for number in range(2)
+    ]
+    for name in ("first.set", "second"):
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
+    return [str(tmp_path / "first.set.jsonl"), str(tmp_path / "second.jsonl")]
+
+
+KEYS = ["dataset", "queries", "ndcg@5", "recall@5", "f1@tau", "f1@best", "tau_best", "f1@query_best"]
+
+
+def test_evaluate_writes_one_record_a_file_and_shows_the_same_table(artifact, labelled, tmp_path):
+    output = tmp_path / "metrics.json"
+    table = run("evaluate", "-m", artifact, "--data", labelled[0], "--data", labelled[1], "--json", str(output)).stdout
+    records = json.loads(output.read_text(encoding="utf-8"))
+    assert [list(record) for record in records] == [KEYS, KEYS]
+    assert [(record["dataset"], record["queries"]) for record in records] == [("first.set", 2), ("second", 2)]
+    for record in records:
+        assert record["f1@tau"] <= record["f1@best"] <= record["f1@query_best"] <= 1
+        assert f"{record['ndcg@5']:.3f}" in table
+
+
+def test_evaluate_takes_baselines_and_the_best_threshold_over_all_files(labelled, tmp_path):
+    output = tmp_path / "metrics.json"
+    run("evaluate", "-m", "bm25", "--data", labelled[0], "--threshold", "shared", "--json", str(output))
+    (record,) = json.loads(output.read_text(encoding="utf-8"))
+    assert record["f1@tau"] == pytest.approx(record["f1@best"])  # one file: the shared threshold is its own
+
+
+def test_limit_takes_the_first_queries(labelled, tmp_path):
+    output = tmp_path / "metrics.json"
+    run("evaluate", "-m", "bm25", "--data", labelled[0], "--limit", "1", "--json", str(output))
+    assert json.loads(output.read_text(encoding="utf-8"))[0]["queries"] == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "message"),
+    [
+        (["rank", "-q", "", "-d", "-", "-m", "ARTIFACT"], 2, "has no tokens"),
+        (["rank", "-q", "x", "-d", "nowhere.txt", "-m", "ARTIFACT"], 2, "could not be read"),
+        (["rank", "-q", "x", "-d", "-", "-m", "ARTIFACT", "--top-n", "0"], 2, "top_n"),
+        (["rank", "-q", "x", "-d", "-", "-m", "nowhere at all"], 1, "neither built in"),
+        (["rank", "-q", "x", "-d", "-", "-m", "ARTIFACT", "--dtype", "int8"], 2, "is not a dtype"),
+        (["info", "nowhere at all"], 1, "neither built in"),
+        (["evaluate", "-m", "bm25", "--data", "nowhere.jsonl"], 2, "no data file"),
+        (["evaluate", "-m", "bm25", "--data", "x", "--threshold", "high"], 2, "a number or 'shared'"),
+        (["rank", "--nonsense"], 2, "No such option"),
+    ],
+)
+def test_a_mistake_gives_one_clear_line_and_an_exit_code(artifact, arguments, code, message):
+    arguments = [artifact if argument == "ARTIFACT" else argument for argument in arguments]
+    result = run(*arguments, code=code, input="text\n")
+    assert message in " ".join(result.stderr.split())
+    assert "Traceback" not in result.output
+
+
+def test_a_json_line_without_text_is_an_error_that_names_the_line(tmp_path):
+    path = tmp_path / "documents.jsonl"
+    path.write_text('{"text": "a"}\n{"body": "b"}\n', encoding="utf-8")
+    with pytest.raises(InputError, match="line 2"):
+        read_documents(str(path))
+
+
+def test_text_that_merely_starts_with_a_brace_is_text(tmp_path):
+    path = tmp_path / "documents.txt"
+    path.write_text("{curly} things\nplain\n", encoding="utf-8")
+    assert read_documents(str(path)) == ["{curly} things", "plain"]
+
+
+@pytest.mark.parametrize("command", ["rank", "explain", "info", "evaluate"])
+def test_every_command_teaches_by_an_example(command):
+    examples = [line for line in run(command, "--help").stdout.splitlines() if f"rsrank {command} " in line]
+    assert any("[OPTIONS]" not in line for line in examples)
+
+
+def test_version_is_the_package_version():
+    assert run("--version").stdout.strip() == __version__

@@ -1,0 +1,179 @@
+"""Metrics against hand-computed fractions and slow, exhaustive references."""
+
+import gzip
+import json
+import math
+import sys
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rsrank_rag.errors import InputError, MissingDependencyError
+from rsrank_rag.evaluation.baselines import BM25
+from rsrank_rag.evaluation.datasets import LabelledDocument, read_labelled
+from rsrank_rag.evaluation.evaluate import score_dataset, shared_threshold, summarise
+from rsrank_rag.evaluation.metrics import (
+    ScoredQuery,
+    best_threshold,
+    f1_at,
+    query_best_f1,
+    ranking_metrics,
+)
+from rsrank_rag.reranker import Reranker
+
+# scores, best first: 3+ 2- 1+ 0-   (+ relevant)
+MIXED = ScoredQuery([0.0, 3.0, 1.0, 2.0], [False, True, True, False])
+
+documents = st.lists(st.tuples(st.integers(-3, 3).map(float), st.booleans()), min_size=1, max_size=6)
+query_lists = st.lists(
+    documents.map(lambda rows: ScoredQuery([s for s, _ in rows], [r for _, r in rows])), min_size=1, max_size=4
+)
+
+
+@pytest.mark.parametrize(
+    ("threshold", "expected"),
+    [(3.0, 0.0), (2.5, 2 * 1 / (1 + 2)), (1.5, 2 * 1 / (2 + 2)), (0.5, 2 * 2 / (3 + 2)), (-1.0, 2 * 2 / (4 + 2))],
+)
+def test_f1_at_a_threshold_equals_the_fraction_by_hand(threshold, expected):
+    assert f1_at(MIXED, threshold) == pytest.approx(expected)
+
+
+def test_a_query_with_nothing_kept_and_something_relevant_counts_zero():
+    sure = ScoredQuery([1.0], [True])
+    missed = ScoredQuery([-1.0], [True])
+    assert summarise("x", [sure, missed]).f1_tau == pytest.approx(1 / 2)
+
+
+def test_a_query_without_relevant_documents_is_right_when_nothing_is_kept():
+    assert f1_at(ScoredQuery([-1.0], [False]), 0.0) == 1.0
+    assert f1_at(ScoredQuery([1.0], [False]), 0.0) == 0.0
+
+
+def test_the_best_threshold_lies_between_the_last_kept_and_the_first_dropped_score():
+    assert best_threshold([MIXED]) == (pytest.approx(0.5), pytest.approx(4 / 5))
+
+
+@settings(max_examples=200, deadline=None)
+@given(query_lists)
+def test_the_best_threshold_equals_an_exhaustive_search(queries):
+    scores = sorted({score for query in queries for score in query.scores})
+    tries = [scores[0] - 1, scores[-1] + 1, *[(a + b) / 2 for a, b in zip(scores, scores[1:], strict=False)]]
+    expected = max(math.fsum(f1_at(query, t) for query in queries) / len(queries) for t in tries)
+    threshold, value = best_threshold(queries)
+    assert value == pytest.approx(expected)
+    assert math.fsum(f1_at(query, threshold) for query in queries) / len(queries) == pytest.approx(expected)
+
+
+@settings(max_examples=100, deadline=None)
+@given(query_lists)
+def test_no_query_does_better_than_at_its_own_best_threshold(queries):
+    threshold, _ = best_threshold(queries)
+    assert all(query_best_f1(query) >= f1_at(query, threshold) - 1e-12 for query in queries)
+
+
+def test_the_shared_threshold_counts_each_set_the_same_whatever_its_size():
+    large = [ScoredQuery([0.0], [False])] * 9 + [ScoredQuery([1.0], [True])]
+    small = [ScoredQuery([5.0, 0.5], [True, True])]
+    # Only a threshold below 0.5 gets the small set right, and it still keeps the large set's 0.0 out.
+    assert 0.0 <= shared_threshold([large, small]) < 0.5
+
+
+def test_ranking_metrics_equal_the_published_formulas():
+    # Ranked labels: 1 0 1 0 0 | 1 ; three relevant, two of them within the first five.
+    query = ScoredQuery([6.0, 5.0, 4.0, 3.0, 2.0, 1.0], [True, False, True, False, False, True])
+    ideal = 1 + 1 / math.log2(3) + 1 / math.log2(4)
+    found = ranking_metrics([query])
+    assert found["ndcg@5"] == pytest.approx((1 + 1 / math.log2(4)) / ideal)
+    assert found["recall@5"] == pytest.approx(2 / 3)
+
+
+def test_equal_scores_rank_by_input_order():
+    first, last = ScoredQuery([1.0] * 7, [True] + [False] * 6), ScoredQuery([1.0] * 7, [False] * 6 + [True])
+    assert ranking_metrics([first])["recall@5"] == 1.0
+    assert ranking_metrics([last])["recall@5"] == 0.0
+
+
+def test_every_query_counts_in_the_mean_of_the_ranking_metrics():
+    found, lost = ScoredQuery([1.0], [True]), ScoredQuery([1.0], [False])
+    assert ranking_metrics([found, lost])["ndcg@5"] == pytest.approx(1 / 2)
+
+
+def test_missing_ir_measures_is_an_error_with_the_pip_command(monkeypatch):
+    monkeypatch.setitem(sys.modules, "ir_measures", None)
+    with pytest.raises(MissingDependencyError, match=r"pip install 'rsrank-rag\[eval\]'"):
+        ranking_metrics([MIXED])
+
+
+def test_a_title_stands_in_front_of_a_text_that_does_not_start_with_it():
+    bare = LabelledDocument(id="1", text="It rains.", title="Weather", relevant=True)
+    titled = LabelledDocument(id="1", text="Weather\nIt rains.", title="Weather", relevant=True)
+    assert bare.content() == titled.content() == "Weather\nIt rains."
+    assert bare.content(titles=False) == "It rains."
+
+
+LINE = {"id": "q", "query": "Is it wet?", "documents": [{"id": "a", "text": "It rains.", "relevant": True, "x": 1}]}
+
+
+def test_plain_and_gzipped_lines_read_the_same(tmp_path):
+    text = json.dumps(LINE) + "\n\n" + json.dumps(LINE) + "\n"
+    (tmp_path / "a.jsonl").write_text(text, encoding="utf-8")
+    (tmp_path / "a.jsonl.gz").write_bytes(gzip.compress(text.encode()))
+    plain = read_labelled(tmp_path / "a.jsonl")
+    assert plain == read_labelled(tmp_path / "a.jsonl.gz")
+    assert [query.query for query in plain] == ["Is it wet?"] * 2
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("", "no queries"),
+        ("{}\nnot json", "line 1"),
+        (json.dumps(LINE) + "\nnot json", "line 2"),
+        (json.dumps(LINE).replace("true", '"yes"'), r"line 1: documents\.0\.relevant"),
+    ],
+)
+def test_a_bad_data_file_is_an_error_that_names_the_place(tmp_path, content, message):
+    path = tmp_path / "bad.jsonl"
+    path.write_text(content, encoding="utf-8")
+    with pytest.raises(InputError, match=message):
+        read_labelled(path)
+
+
+def test_a_damaged_or_missing_data_file_is_an_error(tmp_path):
+    (tmp_path / "cut.jsonl.gz").write_bytes(gzip.compress(json.dumps(LINE).encode())[:-12])
+    with pytest.raises(InputError, match=r"cut\.jsonl\.gz could not be read"):
+        read_labelled(tmp_path / "cut.jsonl.gz")
+    with pytest.raises(InputError, match="no data file"):
+        read_labelled(tmp_path / "none.jsonl")
+
+
+class Length(Reranker):
+    """Longer texts are more relevant."""
+
+    def score(self, query, documents):
+        return [float(len(text)) for text in documents]
+
+
+def test_a_reranker_is_scored_on_the_titled_texts_of_every_query(tmp_path):
+    (tmp_path / "a.jsonl").write_text(json.dumps(LINE), encoding="utf-8")
+    queries = read_labelled(tmp_path / "a.jsonl")
+    assert score_dataset(Length(), queries) == [ScoredQuery([9.0], [True])]
+
+
+def test_bm25_equals_okapi_by_hand():
+    texts = ["apple apple pear", "pear plum", "cherry"]
+    k1, b, average = 1.5, 0.75, 2.0  # of the library; three documents of 3, 2 and 1 words
+
+    def okapi(count, length, containing):
+        idf = math.log(1 + (3 - containing + 0.5) / (containing + 0.5))
+        return idf * count / (count + k1 * (1 - b + b * length / average))
+
+    expected = [okapi(2, 3, 1) + okapi(1, 3, 2), okapi(1, 2, 2), 0.0]
+    assert BM25().score("apple pear", texts) == pytest.approx(expected, rel=1e-4)
+
+
+def test_bm25_scores_zero_where_nothing_is_shared_or_there_are_no_words():
+    assert BM25().score("moon", ["sun", ""]) == [0.0, 0.0]
+    assert BM25().score("the", ["sun"]) == [0.0]
+    assert BM25().score("moon", []) == []

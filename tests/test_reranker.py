@@ -1,0 +1,190 @@
+"""Ranking, threshold and errors, with a five-line fake: what every reranker of the package inherits."""
+
+import math
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rsrank_rag import RankedDocument, RankResult, Reranker
+from rsrank_rag.errors import InputError, RSRankError, ScoringError
+
+
+class Fake(Reranker):
+    """Gives the scores it was made with."""
+
+    def __init__(self, scores):
+        self.scores = scores
+
+    def score(self, query, documents):
+        return self.scores
+
+
+def rank(scores, **options):
+    return Fake(scores).rank("query", [f"text {i}" for i in range(len(scores))], **options)
+
+
+def order(result):
+    return [doc.index for doc in (*result.kept, *result.dropped)]
+
+
+def kept(result):
+    return [doc.index for doc in result.kept]
+
+
+def test_documents_are_sorted_by_score_and_split_at_zero():
+    result = rank([-1.0, 2.0, 0.5, -3.0])
+    assert result.kept == (RankedDocument(1, "text 1", 2.0), RankedDocument(2, "text 2", 0.5))
+    assert result.dropped == (RankedDocument(0, "text 0", -1.0), RankedDocument(3, "text 3", -3.0))
+    assert (result.query, result.threshold) == ("query", 0.0)
+    assert result.texts == ["text 1", "text 2"]
+
+
+def test_ties_keep_the_input_order():
+    assert order(rank([1.0, 2.0, 1.0, 2.0, 1.0], threshold=None)) == [1, 3, 0, 2, 4]
+
+
+def test_positive_and_negative_zero_are_a_tie():
+    assert order(rank([-0.0, 0.0, -0.0])) == [0, 1, 2]
+
+
+def test_a_score_of_exactly_zero_is_dropped_at_threshold_zero():
+    assert kept(rank([0.0, 1e-30, -0.0])) == [1]
+
+
+def test_a_score_equal_to_the_threshold_is_dropped():
+    assert kept(rank([0.7, 0.7000001], threshold=0.7)) == [1]
+
+
+def test_threshold_none_keeps_everything_and_zero_is_a_threshold():
+    assert kept(rank([-5.0, -1.0], threshold=None)) == [1, 0]
+    assert rank([-5.0, -1.0], threshold=None).threshold is None
+    assert kept(rank([-5.0, -1.0], threshold=0.0)) == []
+    assert kept(rank([-5.0, -1.0], threshold=0)) == []
+
+
+def test_a_negative_threshold_lets_more_through_and_infinite_ones_all_or_none():
+    assert kept(rank([-5.0, -1.0], threshold=-2.0)) == [1]
+    assert kept(rank([-5.0, -1.0], threshold=-math.inf)) == [1, 0]
+    assert kept(rank([5.0, 1.0], threshold=math.inf)) == []
+
+
+def test_top_n_is_applied_after_the_threshold():
+    scores = [3.0, 2.0, 1.0, -1.0]
+    assert kept(rank(scores, top_n=2)) == [0, 1]
+    assert kept(rank(scores, top_n=10)) == [0, 1, 2]
+    assert kept(rank(scores, threshold=None, top_n=3)) == [0, 1, 2]
+
+
+def test_min_docs_keeps_the_best_even_below_the_threshold():
+    scores = [-3.0, -1.0, 2.0, -2.0]
+    assert kept(rank(scores, min_docs=3)) == [2, 1, 3]
+    assert kept(rank(scores, min_docs=1)) == [2]
+    assert kept(rank(scores, min_docs=10)) == [2, 1, 3, 0]
+    assert kept(rank(scores, min_docs=2, top_n=2)) == [2, 1]
+
+
+def test_no_documents_give_an_empty_result():
+    result = rank([])
+    assert (result.kept, result.dropped, result.texts) == ((), (), [])
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"threshold": math.nan}, "threshold is NaN"),
+        ({"top_n": 0}, "top_n must be at least 1"),
+        ({"top_n": -1}, "top_n must be at least 1"),
+        ({"min_docs": -1}, "min_docs must be 0 or more"),
+        ({"min_docs": 3, "top_n": 2}, "min_docs=3 .* top_n=2"),
+    ],
+)
+def test_arguments_out_of_range_are_refused(options, message):
+    with pytest.raises(InputError, match=message):
+        rank([1.0, 2.0, 3.0], **options)
+
+
+@pytest.mark.parametrize("documents", ["one string", b"bytes"])
+def test_one_string_instead_of_a_list_is_refused(documents):
+    with pytest.raises(InputError, match="list of strings"):
+        Fake([0.0] * len(documents)).rank("query", documents)
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("threshold", [0.0, None])
+def test_a_score_that_is_not_finite_names_its_document_and_returns_nothing(bad, threshold):
+    with pytest.raises(ScoringError, match="Document 2 scored") as caught:
+        rank([1.0, 2.0, bad, 3.0], threshold=threshold)
+    assert caught.value.index == 2
+    assert isinstance(caught.value, RSRankError)
+
+
+def test_too_few_or_too_many_scores_are_an_error():
+    with pytest.raises(InputError, match=r"Fake\.score gave 1 scores for 2 documents"):
+        Fake([1.0]).rank("query", ["a", "b"])
+    with pytest.raises(InputError, match="gave 3 scores"):
+        Fake([1.0, 2.0, 3.0]).rank("query", ["a", "b"])
+
+
+def test_a_reranker_without_score_cannot_be_made():
+    with pytest.raises(TypeError, match="score"):
+        type("Half", (Reranker,), {})()
+
+
+def test_truncated_documents_are_marked():
+    class Cutting(Fake):
+        def _score_and_truncation(self, query, documents):
+            return self.score(query, documents), [False, True]
+
+    result = Cutting([1.0, 2.0]).rank("query", ["a", "b"])
+    assert [(doc.text, doc.truncated) for doc in result.kept] == [("b", True), ("a", False)]
+
+
+def test_inputs_are_not_changed():
+    scores, documents = [1.0, -1.0, 2.0], ["a", "b", "c"]
+    Fake(scores).rank("query", documents)
+    assert (scores, documents) == ([1.0, -1.0, 2.0], ["a", "b", "c"])
+
+
+def test_results_cannot_be_changed():
+    result = rank([1.0])
+    with pytest.raises(AttributeError):
+        result.kept = ()
+    with pytest.raises(AttributeError):
+        result.kept[0].score = 5.0
+
+
+finite = st.floats(allow_nan=False, allow_infinity=False)
+
+
+@settings(max_examples=300, deadline=None, derandomize=True)
+@given(
+    scores=st.lists(finite | st.sampled_from([0.0, -0.0, 1.0]), max_size=12),
+    threshold=st.none() | finite,
+    top_n=st.none() | st.integers(1, 15),
+    min_docs=st.integers(0, 15),
+)
+def test_every_document_is_in_exactly_one_list_and_the_rules_hold(scores, threshold, top_n, min_docs):
+    if top_n is not None:
+        min_docs = min(min_docs, top_n)
+    result = rank(scores, threshold=threshold, top_n=top_n, min_docs=min_docs)
+    assert sorted(order(result)) == list(range(len(scores)))
+    assert [scores[i] for i in order(result)] == sorted(scores, reverse=True)
+    passing = len(scores) if threshold is None else sum(score > threshold for score in scores)
+    expected = max(passing, min(min_docs, len(scores)))
+    assert len(result.kept) == (expected if top_n is None else min(expected, top_n))
+    assert all(doc.text == f"text {doc.index}" and doc.score == scores[doc.index] for doc in result.kept)
+
+
+def test_the_printed_result_shows_scores_signs_and_cuts():
+    result = RankResult(
+        "why?",
+        0.0,
+        (RankedDocument(1, "a  b\n\tc", 1.234, truncated=True),),
+        (RankedDocument(0, "x" * 200, -0.5),),
+    )
+    first, second, third = str(result).splitlines()
+    assert first == "'why?': 1 kept, 1 dropped (threshold 0)"
+    assert second == "+    +1.23  [1] a b c (truncated)"
+    assert third == "-    -0.50  [0] " + "x" * 87 + "…"
+    assert str(rank([-1.0], threshold=None)).startswith("'query': 1 kept, 0 dropped (ranked only)")
