@@ -27,7 +27,12 @@ class DoesNotFitError(Exception):
 
 
 def run_batches(
-    sequences: Sequence[Ids], run: Callable[[list[Ids]], None], *, budget: int, show_progress: bool = False
+    sequences: Sequence[Ids],
+    run: Callable[[list[Ids]], None],
+    *,
+    budget: int,
+    extra: int = 0,
+    show_progress: bool = False,
 ) -> None:
     """Hand all sequences to ``run`` in batches of at most ``budget`` padded tokens (at least one sequence).
 
@@ -37,7 +42,8 @@ def run_batches(
     Args:
         sequences: Token ids.
         run: Handles one batch; called again with fewer sequences when it runs out of memory.
-        budget: Rows times longest row.
+        budget: Rows times the longest row's tokens.
+        extra: Tokens that each row costs beside its own.
         show_progress: Show a progress bar.
 
     Raises:
@@ -46,7 +52,8 @@ def run_batches(
     waiting = sorted(sequences, key=len)
     with tqdm(total=len(waiting), disable=not show_progress, unit="doc", desc="scoring") as bar:
         while waiting:
-            size = max(1, min(len(waiting), budget // len(waiting[-1])))
+            cost = len(waiting[-1]) + extra
+            size = max(1, min(len(waiting), budget // cost))
             if _fits(run, waiting[-size:]):
                 del waiting[-size:]
                 bar.update(size)
@@ -57,7 +64,7 @@ def run_batches(
                 torch.cuda.empty_cache()
             if size == 1:
                 raise DoesNotFitError(waiting[-1])
-            budget = len(waiting[-1]) * (size // 2)
+            budget = cost * (size // 2)
             logger.warning("Out of memory with %d documents at once; going on with %d.", size, size // 2)
 
 
@@ -74,5 +81,6 @@ def _fits(run: Callable[[list[Ids]], None], batch: list[Ids]) -> bool:
 
 
 def is_out_of_memory(error: RuntimeError) -> bool:
-    """CUDA has its own exception; the CPU allocator raises a plain RuntimeError."""
-    return isinstance(error, torch.OutOfMemoryError) or "can't allocate memory" in str(error)
+    """CUDA has its own exception; the CPU allocator, cuBLAS and MPS raise a plain RuntimeError."""
+    signs = ("can't allocate memory", "CUBLAS_STATUS_ALLOC_FAILED", "MPS backend out of memory")
+    return isinstance(error, torch.OutOfMemoryError) or any(sign in str(error) for sign in signs)

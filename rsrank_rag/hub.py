@@ -199,6 +199,7 @@ def _reason(error: BaseException) -> str:
 
 
 def is_hub_id(name: str) -> bool:
+    """Whether a name can be a Hub repository (``owner/name``)."""
     try:
         validate_repo_id(name)
     except HFValidationError:

@@ -23,7 +23,7 @@ from .shift import representational_shift
 from .template import PromptTokenizer, Template, TokenisedDocument, TokenisedQuery
 
 TOKEN_BUDGET = {"cuda": 16384, "cpu": 2048, "mps": 4096}
-"""Padded document tokens in one batch, by device. A batch holds at least one document."""
+"""Padded tokens of documents and query in one batch, by device. A batch holds at least one document."""
 
 
 INSIDE = "./backbone"
@@ -40,7 +40,7 @@ class RSRank(Reranker):
         prompts: Its tokenizer with the artifact's template.
         projection: B.
         config: The artifact's config.
-        token_budget: Padded document tokens in one batch; None for the device's default.
+        token_budget: Padded tokens of documents and query in one batch; None for the device's default.
     """
 
     def __init__(
@@ -87,7 +87,7 @@ class RSRank(Reranker):
             load_in_8bit: int8 weights through bitsandbytes (needs the ``8bit`` extra).
             load_in_4bit: nf4 weights through bitsandbytes (needs the ``8bit`` extra).
             max_length: Use at most this many positions; longer documents are cut.
-            token_budget: Padded document tokens in one batch.
+            token_budget: Padded tokens of documents and query in one batch.
             local_files_only: Use what is already on disk, never the network.
             token: Hub access token.
             cache_dir: Hub cache folder.
@@ -300,7 +300,13 @@ class RSRank(Reranker):
                             scores[row][column] = _finite(score, column)
 
         try:
-            run_batches(list(places), score_batch, budget=self.token_budget, show_progress=show_progress)
+            run_batches(
+                list(places),
+                score_batch,
+                budget=self.token_budget,
+                extra=max((len(tokens.ids) for tokens in tokenised), default=0),
+                show_progress=show_progress,
+            )
         except DoesNotFitError as error:
             index = places[error.ids][0][1]
             raise ScoringError(

@@ -120,6 +120,11 @@ class PromptTokenizer:
         if "suffix" in template.positions and not self._suffix:
             raise InputError(f"The template scores its suffix, but {template.suffix!r} has no tokens.")
         self.overhead = len(self._instruction) + len(self._separator)
+        if max_length <= self.overhead + len(self._suffix):
+            raise InputError(
+                f"max_length={max_length} leaves no room for a document: the template alone has "
+                f"{self.overhead + len(self._suffix)} tokens. Raise it."
+            )
 
     def _part(self, text: str) -> tuple[int, ...]:
         return tuple(self._parts.encode(text, add_special_tokens=False).ids) if text else ()

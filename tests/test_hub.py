@@ -400,7 +400,7 @@ def test_pushing_again_adds_a_commit_and_pushing_the_same_again_adds_none(hub, l
 
 def test_an_artifact_with_its_own_backbone_is_pushed_with_it(hub, load, ranker, tmp_path):
     ranker.save_pretrained(tmp_path / "made", include_backbone=True)
-    RSRank.from_pretrained(tmp_path / "made", device="cpu", dtype="float32").push_to_hub(REPO, include_backbone=True, token=WRITER)
+    RSRank.from_pretrained(tmp_path / "made", device="cpu", dtype="float32").push_to_hub(REPO, token=WRITER)
     assert "backbone/model.safetensors" in hub.repositories[REPO].commits[hub.repositories[REPO].refs["main"]]
     assert load().score(QUERY, DOCUMENTS) == ranker.score(QUERY, DOCUMENTS)
 
@@ -429,7 +429,8 @@ def test_pushing_to_what_cannot_be_a_hub_id_is_an_error(name, hub, ranker):
 
 def test_pushing_to_a_hub_that_is_down_is_an_error(hub, ranker):
     hub.stop()
-    assert f"Pushing to {REPO!r} failed: ConnectError" in refusal(ranker.push_to_hub, REPO, include_backbone=True, token=WRITER)
+    message = refusal(ranker.push_to_hub, REPO, include_backbone=True, token=WRITER)
+    assert f"Pushing to {REPO!r} failed: ConnectError" in message
 
 
 @pytest.mark.parametrize("step", ["/api/validate-yaml", f"/api/models/{REPO}/commit", "/lfs/"])

@@ -4,6 +4,7 @@ import gzip
 import json
 import math
 import sys
+from itertools import pairwise
 
 import pytest
 from hypothesis import given, settings
@@ -58,7 +59,7 @@ def test_the_best_threshold_lies_between_the_last_kept_and_the_first_dropped_sco
 @given(query_lists)
 def test_the_best_threshold_equals_an_exhaustive_search(queries):
     scores = sorted({score for query in queries for score in query.scores})
-    tries = [scores[0] - 1, scores[-1] + 1, *[(a + b) / 2 for a, b in zip(scores, scores[1:], strict=False)]]
+    tries = [scores[0] - 1, scores[-1] + 1, *[(a + b) / 2 for a, b in pairwise(scores)]]
     expected = max(math.fsum(f1_at(query, t) for query in queries) / len(queries) for t in tries)
     threshold, value = best_threshold(queries)
     assert value == pytest.approx(expected)

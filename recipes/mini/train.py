@@ -121,7 +121,9 @@ class Trainer:
             own = own + _selection(scores[start:stop, m], relevant[start:stop])
             everything = everything + _selection(scores[:, m], relevant)
             wanted = (TEACHER_SCALE * cosine[:, m]).softmax(0)
-            teacher = teacher + functional.kl_div((STUDENT_SCALE * scores[:, m]).log_softmax(0), wanted, reduction="sum")
+            teacher = teacher + functional.kl_div(
+                (STUDENT_SCALE * scores[:, m]).log_softmax(0), wanted, reduction="sum"
+            )
         progress = self.step / self.options.steps
         teacher_weight = TEACHER_WEIGHT[0] + (TEACHER_WEIGHT[1] - TEACHER_WEIGHT[0]) * progress
         total = (own + ALL_WEIGHT * everything + teacher_weight * teacher) / len(queries)

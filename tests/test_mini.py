@@ -1,0 +1,80 @@
+"""The built-in model: what ships is what the docs describe."""
+
+import importlib.util
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from conftest import SHARED
+
+from rsrank_rag import RSRank
+from rsrank_rag.evaluation.datasets import read_labelled
+from rsrank_rag.evaluation.evaluate import score_dataset, summarise
+
+ROOT = Path(__file__).parents[1]
+PASSAGES = (ROOT / "examples" / "passages.txt").read_text(encoding="utf-8").splitlines()
+QUERY = "How do honeybees tell each other where the flowers are?"
+
+# Largest difference between a score in bfloat16 and in float32, and between two bfloat16 scores of one document in
+# different batches: about twice what was measured on the passages below and on the development sets.
+BFLOAT16_BOUND = 0.5
+
+
+@pytest.fixture(scope="module")
+def mini():
+    return RSRank.from_pretrained(device="cpu", dtype="float32")
+
+
+def test_the_built_in_model_is_the_default_and_needs_no_network(mini):
+    assert mini.config == RSRank.from_pretrained("mini", local_files_only=True).config
+    assert mini.config.backbone.name == "./backbone"
+
+
+def test_passages_that_answer_are_ranked_first_and_foreign_ones_are_dropped(mini):
+    result = mini.rank(QUERY, PASSAGES)
+    assert {document.index for document in (*result.kept, *result.dropped)[:3]} == {0, 1, 2}
+    assert {document.index for document in result.kept} >= {0}
+    assert {document.index for document in result.dropped} >= {6, 8, 9}
+
+
+def test_scores_equal_plain_transformers_code_with_hooks(mini):
+    spec = importlib.util.spec_from_file_location("mini_cpu", ROOT / "benchmarks" / "mini_cpu.py")
+    benchmark = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(benchmark)
+    assert mini.score(QUERY, PASSAGES) == pytest.approx(benchmark.plain_scores(mini, QUERY, PASSAGES, 4), abs=1e-4)
+
+
+def test_a_score_does_not_depend_on_the_other_passages(mini):
+    together = mini.score(QUERY, PASSAGES)
+    assert [mini.score(QUERY, [text])[0] for text in PASSAGES] == pytest.approx(together, abs=1e-4)
+    assert mini.score(QUERY, PASSAGES[::-1])[::-1] == pytest.approx(together, abs=1e-4)
+
+
+def test_bfloat16_scores_stay_within_the_stated_bound(mini):
+    fast = RSRank.from_pretrained(device="cpu", dtype="bfloat16")
+    together = fast.score(QUERY, PASSAGES)
+    assert together == pytest.approx(mini.score(QUERY, PASSAGES), abs=BFLOAT16_BOUND)
+    assert [fast.score(QUERY, [text])[0] for text in PASSAGES] == pytest.approx(together, abs=BFLOAT16_BOUND)
+
+
+def test_the_demo_shows_kept_and_dropped_passages_and_the_parts_of_a_score():
+    output = subprocess.run(
+        [sys.executable, ROOT / "examples" / "demo.py"], capture_output=True, text=True, check=True, encoding="utf-8"
+    ).stdout
+    for expected in ("kept", "dropped", "query token", "passages go to the language model"):
+        assert expected in output
+
+
+@pytest.mark.shared
+def test_the_recorded_figures_are_those_of_the_shipped_weights(mini):
+    data = SHARED / "data" / "dev" / "fiqa.jsonl.gz"
+    if not data.is_file():
+        pytest.skip("needs ../shared/data")
+    recorded = json.loads((ROOT / "docs" / "mini.json").read_text(encoding="utf-8"))["mini"]["sets"]
+    found = summarise("fiqa", score_dataset(mini, read_labelled(data))).as_dict()
+    (expected,) = [row for row in recorded if row["dataset"] == "fiqa"]
+    # Recorded in bfloat16 and measured here in float32: 29 queries, so one swapped pair moves a mean by up to 0.02.
+    for metric in ("ndcg@5", "recall@5", "f1@tau", "f1@best"):
+        assert found[metric] == pytest.approx(expected[metric], abs=0.04), metric

@@ -1,0 +1,131 @@
+"""The recipe of the built-in model, on a tiny encoder and made-up data."""
+
+import argparse
+import gzip
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import DOCUMENTS, QUERIES
+
+from rsrank_rag import RSRank
+
+RECIPE = Path(__file__).parents[1] / "recipes" / "mini"
+
+
+@pytest.fixture(scope="module")
+def recipe():
+    sys.path.insert(0, str(RECIPE))
+    try:
+        import train
+
+        import data
+
+        yield argparse.Namespace(data=data, train=train)
+    finally:
+        sys.path.remove(str(RECIPE))
+        for name in ("data", "train"):
+            sys.modules.pop(name)
+
+
+@pytest.fixture(scope="module")
+def labelled(recipe, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("labelled")
+    rows = [
+        {
+            "id": str(number),
+            "query": query,
+            "documents": [
+                {"id": str(i), "text": text, "title": f"Note {i}", "relevant": i == number}
+                for i, text in enumerate(DOCUMENTS)
+            ],
+        }
+        for number, query in enumerate(QUERIES)
+    ]
+    for name in recipe.data.SETS:
+        with gzip.open(folder / f"{name}.jsonl.gz", "wt", encoding="utf-8") as file:
+            file.write("\n".join(map(json.dumps, rows)))
+    return folder
+
+
+@pytest.fixture
+def trainer(recipe, tiny_folder):
+    options = argparse.Namespace(
+        start=str(tiny_folder("bert")), steps=50, queries=2, extra_layers=1, lr=1e-4, projection_lr=2e-3, seed=0
+    )
+    return lambda: recipe.train.Trainer(options)
+
+
+def test_a_batch_is_a_function_of_its_step(recipe, labelled):
+    first, second = (recipe.data.Batches(labelled, seed=0, queries=4) for _ in range(2))
+    assert first(3) == second(3)
+    assert first(3) != first(4)
+
+
+def test_a_batch_labels_only_a_querys_own_relevant_documents(recipe, labelled):
+    batch = recipe.data.Batches(labelled, seed=0, queries=4)(0)
+    for query, labels in zip(batch.queries, batch.relevant, strict=True):
+        texts = {text.split("\n")[-1] for text, label in zip(batch.documents, labels, strict=True) if label}
+        number = next(n for n, own in enumerate(QUERIES) if query in (own, recipe.data.keywords(own)))
+        assert texts == {DOCUMENTS[number]}
+
+
+def test_keywords_keep_the_content_words(recipe):
+    assert recipe.data.keywords("When was the bridge opened?") == "bridge opened"
+    assert recipe.data.keywords("What is it?") == "What is it?"
+
+
+def test_the_trainers_scores_are_those_of_the_package(recipe, trainer, labelled, tmp_path):
+    made = trainer()
+    made.backbone.model.float()
+    queries = [made.prompts.query(query) for query in QUERIES]
+    with torch.no_grad():
+        scores, _ = made.scores([p.ids for p in made.prompts.documents(DOCUMENTS, 0)], queries)
+    made.export(tmp_path)
+    ranker = RSRank.from_pretrained(tmp_path, device="cpu", dtype="float32")
+    expected = ranker.score_many(QUERIES, [DOCUMENTS] * len(QUERIES))
+    assert scores.T.flatten().tolist() == pytest.approx(
+        [s for row in expected for s in row], abs=0.05
+    )  # the export rounds to fp16
+
+
+def test_training_lowers_the_loss(recipe, trainer, labelled):
+    made = trainer()
+    batch = recipe.data.Batches(labelled, seed=0, queries=2)(0)
+    losses = [float(made.loss(batch)[0])]
+    for _ in range(25):
+        made.update(batch)
+    made.step = 0  # the weights of the terms change with the step
+    losses.append(float(made.loss(batch)[0]))
+    assert losses[1] < 0.8 * losses[0]
+
+
+def test_a_run_that_was_killed_ends_where_an_unbroken_one_does(recipe, trainer, labelled, tmp_path):
+    batches = recipe.data.Batches(labelled, seed=0, queries=2)
+    unbroken, killed, resumed = trainer(), trainer(), trainer()
+    for step in range(4):
+        unbroken.update(batches(step))
+    for step in range(3):
+        killed.update(batches(step))
+        if step == 1:
+            killed.save(tmp_path / "checkpoint.pt")  # the third step is lost
+    resumed.load(tmp_path / "checkpoint.pt")
+    while resumed.step < 4:
+        resumed.update(batches(resumed.step))
+    assert torch.equal(unbroken.projection.weight, resumed.projection.weight)
+    for expected, found in zip(unbroken.master.parameters(), resumed.master.parameters(), strict=True):
+        assert torch.equal(expected, found)
+
+
+def test_the_command_trains_goes_on_and_writes_a_loadable_artifact(tiny_folder, labelled, tmp_path):
+    command = [sys.executable, RECIPE / "train.py", "--data", labelled, "--output", tmp_path, "--queries", "2"]
+    command += ["--start", tiny_folder("bert"), "--save-every", "1"]
+    subprocess.run([*command, "--steps", "1"], check=True, capture_output=True)
+    output = subprocess.run([*command, "--steps", "2"], check=True, capture_output=True, text=True).stdout
+    assert "going on from step 1" in output
+    ranker = RSRank.from_pretrained(tmp_path / "artifact", device="cpu", dtype="float32")
+    assert ranker.config.training.data
+    assert len(ranker.score(QUERIES[0], DOCUMENTS)) == len(DOCUMENTS)
