@@ -12,14 +12,13 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.console import Console
 from rich.progress import track
-from rich.table import Table
 from rich.text import Text
 
 from . import __version__
 from .errors import InputError, RSRankError
+from .tables import evaluation_table, explanation_table, info_table, result_table
 
 if TYPE_CHECKING:
-    from .explanation import Explanation
     from .reranker import RankedDocument, RankResult, Reranker
     from .rsrank import RSRank
 
@@ -139,6 +138,7 @@ def rank(
             threshold=None if keep_all else threshold,
             top_n=top_n,
             min_docs=min_docs,
+            show_progress=problems.is_terminal and len(texts) > 100,
         )
     if as_json:
         typer.echo(json.dumps(_as_json(result), ensure_ascii=False, indent=2))
@@ -156,26 +156,6 @@ def _as_json(result: RankResult) -> dict[str, Any]:
         "kept": rows(result.kept),
         "dropped": rows(result.dropped),
     }
-
-
-def result_table(result: RankResult) -> Table:
-    """Kept documents in green, then dropped ones in grey."""
-    rule = "ranked, nothing dropped" if result.threshold is None else f"kept above {result.threshold:g}"
-    table = Table(title=f"{result.query}\n[dim]{rule}[/dim]", title_justify="left", expand=True)
-    table.add_column("", width=7)
-    table.add_column("score", justify="right", no_wrap=True)
-    table.add_column("#", justify="right", no_wrap=True)
-    table.add_column("document", ratio=1)
-    groups = (("kept", "green", result.kept), ("dropped", "dim", result.dropped))
-    for name, style, documents in groups:
-        for document in documents:
-            text = Text(" ".join(document.text.split()), style=style)
-            text.truncate(240, overflow="ellipsis")
-            if document.truncated:
-                text.append(" (cut: too long)", style="yellow")
-            table.add_row(name, f"{document.score:+.2f}", str(document.index), text, style=style)
-        table.add_section()
-    return table
 
 
 @app.command()
@@ -205,28 +185,6 @@ def explain(
         screen.print(explanation_table(explanation))
 
 
-def explanation_table(explanation: Explanation) -> Table:
-    """A row a query token, a column a layer; the parts add up to the score."""
-
-    def cell(part: float) -> Text:
-        return Text(f"{part:+.2f}", style="green" if part > 0.005 else "red" if part < -0.005 else "dim")
-
-    verdict = "kept" if explanation.score > 0 else "dropped"
-    table = Table(
-        title=f"{explanation.query}\n[dim]{' '.join(explanation.document.split())[:200]}[/dim]",
-        title_justify="left",
-        show_footer=True,
-        padding=(0, 0, 0, 1),
-    )
-    table.add_column("query token", footer=verdict, no_wrap=True)
-    table.add_column("total", justify="right", footer=f"{explanation.score:+.2f}", no_wrap=True)
-    for layer, part in explanation.by_layer.items():
-        table.add_column(f"L{layer}", justify="right", footer=f"{part:+.2f}", no_wrap=True)
-    for position, token in enumerate(explanation.tokens):
-        table.add_row(token, cell(explanation.by_token[position]), *map(cell, explanation.parts[position]))
-    return table
-
-
 @app.command()
 def info(
     model: Annotated[str, typer.Argument(help="Built-in name, artifact folder or Hub id.")] = "mini",
@@ -246,24 +204,7 @@ def info(
     if as_json:
         typer.echo(config.model_dump_json(indent=2))
         return
-    layers, heads, dim, head_dim = config.shape
-    rows = {
-        "rsrank_rag": f"{__version__} (built-in models: {', '.join(hub.builtin_names())})",
-        "artifact": model,
-        "backbone": f"{config.backbone.name} at {config.backbone.revision or 'no pinned revision'} "
-        f"({config.backbone.model_type}, {config.backbone.num_layers} layers)",
-        "B": f"{layers} layers ({config.layers[0]}-{config.layers[-1]}) x {heads} heads x P {dim} x D {head_dim} = "
-        f"{layers * heads * dim * head_dim:,} numbers; scores lie in ±{layers * heads}",
-        "template": f"{config.template.instruction!r} document {config.template.separator!r} query "
-        f"{config.template.suffix!r}, scored: {config.template.positions}",
-        "training data": ", ".join(config.training.data) or "not recorded",
-        "notes": config.training.notes or "-",
-        "licence": config.license or "not recorded",
-    }
-    table = Table(show_header=False)
-    for name, value in rows.items():
-        table.add_row(Text(name, style="bold"), Text(value))
-    screen.print(table)
+    screen.print(info_table(model, config))
 
 
 def _evaluated(model: str, device: str | None, load: Callable[[], Reranker]) -> Reranker:
@@ -329,14 +270,7 @@ def evaluate(
         records = [result.as_dict() for result in results]
         if output is not None:
             _write(output, json.dumps(records, indent=2) + "\n")
-    table = Table(title=f"{model}, tau = {tau:.4g}", title_justify="left", padding=(0, 0, 0, 1))
-    table.add_column("dataset", no_wrap=True)
-    for name in list(records[0])[1:]:
-        table.add_column(name.replace("@query_best", "@query"), justify="right")
-    for record in records:
-        values = [value if isinstance(value, int) else f"{value:.3f}" for value in list(record.values())[1:]]
-        table.add_row(str(record["dataset"]), *map(str, values))
-    screen.print(table)
+    screen.print(evaluation_table(f"{model}, tau = {tau:.4g}", records))
 
 
 def _number(text: str) -> float:

@@ -66,8 +66,10 @@ class Reranker(ABC):
     def score(self, query: str, documents: Sequence[str]) -> list[float]:
         """Relevance of each document to the query, in input order; above 0 means relevant."""
 
-    def _score_and_truncation(self, query: str, documents: Sequence[str]) -> tuple[list[float], list[bool]]:
-        """Scores, and which documents were cut. Override it where documents can be too long."""
+    def _score_and_truncation(
+        self, query: str, documents: Sequence[str], show_progress: bool
+    ) -> tuple[list[float], list[bool]]:
+        """Scores, and which documents were cut. Override it where documents can be too long or take long."""
         return self.score(query, documents), [False] * len(documents)
 
     def rank(
@@ -78,6 +80,7 @@ class Reranker(ABC):
         threshold: float | None = 0.0,
         top_n: int | None = None,
         min_docs: int = 0,
+        show_progress: bool = False,
     ) -> RankResult:
         """Sort documents by score and keep the relevant ones.
 
@@ -87,13 +90,14 @@ class Reranker(ABC):
             threshold: Keep documents that score above it. None keeps all: ranking alone.
             top_n: Keep at most this many, applied after the threshold.
             min_docs: Keep at least the best this many, even below the threshold.
+            show_progress: Show a progress bar, if this reranker has one.
 
         Raises:
             InputError: An argument out of range, or input that is not text.
             ScoringError: A document has no finite score; it is named, and nothing is returned.
         """
         _check_arguments(documents, threshold, top_n, min_docs)
-        scores, truncated = self._score_and_truncation(query, documents)
+        scores, truncated = self._score_and_truncation(query, documents, show_progress)
         if len(scores) != len(documents):
             raise InputError(f"{type(self).__name__}.score gave {len(scores)} scores for {len(documents)} documents.")
         for index, score in enumerate(scores):

@@ -11,11 +11,13 @@ import torch
 from torch import Tensor
 
 from . import hub
-from .backbone import Backbone, Prefixes
+from .backbone import Backbone
 from .batching import DoesNotFitError, Ids, run_batches
-from .config import BackboneSpec, RSRankConfig, TrainingRecord
+from .cache import Prefixes
+from .config import RSRankConfig, TrainingRecord
 from .errors import ArtifactError, InputError, ScoringError
 from .explanation import Explanation
+from .identity import check_identity, check_model_config, describe
 from .loading import LoadOptions, load_model
 from .projection import Projection
 from .reranker import Reranker
@@ -110,7 +112,8 @@ class RSRank(Reranker):
         source = backbone or (folder / config.backbone.name if inside else config.backbone.name)
         pinned = config.backbone.revision if backbone is None and not inside else None
         model, tokenizer = load_model(source, revision=pinned, options=options)
-        core = Backbone(model, last_layer=_checked_last_layer(model.config.get_text_config(), config, str(source)))
+        check_model_config(model.config.get_text_config(), config, str(source))
+        core = Backbone(model, last_layer=config.layers[-1])
         limits = (core.max_length, config.max_length, max_length)
         prompts = PromptTokenizer(
             tokenizer,
@@ -118,7 +121,7 @@ class RSRank(Reranker):
             max_length=min(limit for limit in limits if limit is not None),
             shared_positions=core.causal,
         )
-        _check_identity(core, prompts, config, str(source))
+        check_identity(core, prompts, config.backbone, str(source))
         return cls(core, prompts, projection, config, token_budget=token_budget)
 
     @classmethod
@@ -153,18 +156,8 @@ class RSRank(Reranker):
         prompts = PromptTokenizer(
             tokenizer, template or Template(), max_length=core.max_length, shared_positions=core.causal
         )
-        spec = BackboneSpec(
-            name=str(name),
-            revision=revision,
-            model_type=core.config.model_type,
-            num_layers=core.num_layers,
-            num_heads=core.num_heads,
-            head_dim=core.head_dim,
-            tokenizer=prompts.fingerprint,
-            weights=core.weight_sample,
-        )
         config = RSRankConfig(
-            backbone=spec,
+            backbone=describe(core, prompts, str(name), revision),
             layers=projection.layers,
             projection_dim=projection.weight.shape[2],
             template=prompts.template,
@@ -269,8 +262,10 @@ class RSRank(Reranker):
             )
         return self._score_pairs(queries, documents, show_progress)[0]
 
-    def _score_and_truncation(self, query: str, documents: Sequence[str]) -> tuple[list[float], list[bool]]:
-        scores, truncated = self._score_pairs([query], [documents], False)
+    def _score_and_truncation(
+        self, query: str, documents: Sequence[str], show_progress: bool
+    ) -> tuple[list[float], list[bool]]:
+        scores, truncated = self._score_pairs([query], [documents], show_progress)
         return scores[0], truncated[0]
 
     @torch.inference_mode()
@@ -402,39 +397,3 @@ def _rows_of(batch: Sequence[Ids], places: dict[Ids, list[tuple[int, int]]]) -> 
         for row in dict.fromkeys(row for row, _ in places[ids]):
             rows.setdefault(row, []).append(position)
     return rows
-
-
-def _checked_last_layer(found: object, config: RSRankConfig, source: str) -> int:
-    """Compare what can be compared before the model runs, so that a foreign one gives this error and no other."""
-    layers, kind = getattr(found, "num_hidden_layers", None), getattr(found, "model_type", None)
-    if (layers, kind) != (config.backbone.num_layers, config.backbone.model_type):
-        raise ArtifactError(
-            f"This artifact belongs to {config.backbone.name} ({config.backbone.model_type}, "
-            f"{config.backbone.num_layers} layers), but {source} is a {kind} with {layers} layers. "
-            "Load the backbone the artifact names, or train B for this one."
-        )
-    return config.layers[-1]
-
-
-def _check_identity(core: Backbone, prompts: PromptTokenizer, config: RSRankConfig, source: str) -> None:
-    spec = config.backbone
-    advice = "Load the backbone the artifact names (and its revision), or train B for this one."
-    if (core.num_heads, core.head_dim) != (spec.num_heads, spec.head_dim):
-        raise ArtifactError(
-            f"This artifact belongs to {spec.name} with {spec.num_heads} KV heads of {spec.head_dim}, but {source} "
-            f"has {core.num_heads} of {core.head_dim}. {advice}"
-        )
-    if prompts.fingerprint != spec.tokenizer:
-        raise ArtifactError(
-            f"The tokenizer of {source} splits text differently from the one this artifact was made with "
-            f"(fingerprint {prompts.fingerprint}, expected {spec.tokenizer}). {advice}"
-        )
-    found = core.weight_sample
-    near = len(found) == len(spec.weights) and all(
-        math.isclose(a, b, rel_tol=2**-7, abs_tol=1e-4) for a, b in zip(found, spec.weights, strict=True)
-    )
-    if not near:
-        raise ArtifactError(
-            f"The weights of {source} are not those of {spec.name} (revision {spec.revision or 'not pinned'}) that "
-            f"this artifact was made with. {advice}"
-        )

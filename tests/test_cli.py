@@ -179,3 +179,13 @@ def test_every_command_teaches_by_an_example(command):
 
 def test_version_is_the_package_version():
     assert run("--version").stdout.strip() == __version__
+
+
+def test_brackets_in_a_query_or_a_passage_are_shown_as_they_are(artifact):
+    query, passage = "What does [bold] mean?", "[SEP] and [red] are [/red] words"
+    output = run("rank", "-q", query, "-d", "-", "-m", artifact, input=passage + "\n").stdout
+    assert query in output
+    assert passage in output
+    output = run("explain", "-q", query, "-d", passage, "-m", artifact).stdout
+    assert query in output
+    assert passage in output

@@ -95,11 +95,11 @@ def test_the_trainers_scores_are_those_of_the_package(recipe, trainer, labelled,
 def test_training_lowers_the_loss(recipe, trainer, labelled):
     made = trainer()
     batch = recipe.data.Batches(labelled, seed=0, queries=2)(0)
-    losses = [float(made.loss(batch)[0])]
+    losses = [made.loss(batch)[0].item()]
     for _ in range(25):
         made.update(batch)
     made.step = 0  # the weights of the terms change with the step
-    losses.append(float(made.loss(batch)[0]))
+    losses.append(made.loss(batch)[0].item())
     assert losses[1] < 0.8 * losses[0]
 
 

@@ -133,7 +133,7 @@ def test_a_reranker_without_score_cannot_be_made():
 
 def test_truncated_documents_are_marked():
     class Cutting(Fake):
-        def _score_and_truncation(self, query, documents):
+        def _score_and_truncation(self, query, documents, show_progress):
             return self.score(query, documents), [False, True]
 
     result = Cutting([1.0, 2.0]).rank("query", ["a", "b"])
