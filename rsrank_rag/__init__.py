@@ -6,8 +6,10 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from .config import TrainingRecord
     from .errors import RSRankError
     from .explanation import Explanation
+    from .loading import LoadOptions
     from .projection import Projection
     from .reranker import RankedDocument, RankResult, Reranker
     from .rsrank import RSRank
@@ -17,6 +19,7 @@ __version__ = "0.1.0"
 
 _HOME = {
     "Explanation": "explanation",
+    "LoadOptions": "loading",
     "Projection": "projection",
     "RSRank": "rsrank",
     "RSRankError": "errors",
@@ -24,10 +27,12 @@ _HOME = {
     "RankedDocument": "reranker",
     "Reranker": "reranker",
     "Template": "template",
+    "TrainingRecord": "config",
 }
 
 __all__ = [
     "Explanation",
+    "LoadOptions",
     "Projection",
     "RSRank",
     "RSRankError",
@@ -35,6 +40,7 @@ __all__ = [
     "RankedDocument",
     "Reranker",
     "Template",
+    "TrainingRecord",
     "__version__",
 ]
 

@@ -17,9 +17,10 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from .batching import is_out_of_memory
 from .cache import Consumer, LastLayerReached, Prefixes, Probe, Reader, Recorder
 from .errors import BackboneError
-from .trial import ADVICE, check_backbone
+from .trial import ADVICE, try_out
 
 
 class Backbone:
@@ -33,6 +34,7 @@ class Backbone:
         causal: Whether tokens see only earlier ones (a decoder), found out by running the model.
         num_heads: KV heads, H.
         head_dim: D.
+        value_sample: A fingerprint of the checkpoint: entries of the last read layer's value vectors.
 
     Raises:
         BackboneError: The model's cache does not hold its value vectors, or it cannot be run in two phases.
@@ -46,13 +48,20 @@ class Backbone:
         if not 0 < self.last_layer < self.num_layers:
             raise BackboneError(f"Layer {self.last_layer} was asked for; {self.name} has 1..{self.num_layers - 1}.")
         self._attend_bool = self.config._attn_implementation == "sdpa"
-        self.causal = True
+        self.causal = True  # until the trial has found out
         try:
-            self.causal, self.num_heads, self.head_dim = check_backbone(self)
+            trial = try_out(self)
         except (ValueError, TypeError, LookupError, AttributeError, RuntimeError, AssertionError) as error:
+            if is_out_of_memory(error):
+                raise BackboneError(
+                    f"{self.name} does not fit into the memory of {self.device} together with nine tokens. Load it "
+                    "in 8-bit or 4-bit, or on another device."
+                ) from error
             raise BackboneError(
                 f"{self.name} failed on a trial run with a KV cache ({type(error).__name__}: {error}). {ADVICE}"
             ) from error
+        self.causal, self.num_heads, self.head_dim = trial.causal, trial.num_heads, trial.head_dim
+        self.value_sample = trial.sample
 
     @property
     def name(self) -> str:
@@ -72,6 +81,13 @@ class Backbone:
         return dtype
 
     @property
+    def bits(self) -> int:
+        """Bits of the weights: 4 and 8 when bitsandbytes quantised them, else 16 (also for 32)."""
+        if getattr(self.model, "is_loaded_in_4bit", False):
+            return 4
+        return 8 if getattr(self.model, "is_loaded_in_8bit", False) else 16
+
+    @property
     def max_length(self) -> int:
         """Positions: of the whole sequence in a decoder, of each of its two parts in an encoder."""
         limit = int(getattr(self.config, "max_position_embeddings", None) or 2**31)
@@ -80,14 +96,6 @@ class Backbone:
             # Beyond this, the longest sequence of a batch changes the frequencies of all: neighbours would matter.
             limit = min(limit, int(rope.get("original_max_position_embeddings") or limit))
         return limit if self.causal else limit - self._position_offset
-
-    @property
-    def weight_sample(self) -> tuple[float, ...]:
-        """Entries of the embedding matrix, spread over it: enough to tell one checkpoint from another."""
-        table = self.model.get_input_embeddings().weight
-        rows = torch.linspace(0, table.shape[0] - 1, 32).long()
-        columns = torch.linspace(0, table.shape[1] - 1, 32).long()
-        return tuple(round(float(x), 6) for x in table[rows, columns].float())
 
     def prefill(self, documents: Sequence[Sequence[int]]) -> Prefixes:
         """Run documents' prefixes and keep their keys and values.

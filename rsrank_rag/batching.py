@@ -7,7 +7,6 @@ import logging
 from collections.abc import Callable, Sequence
 
 import torch
-from tqdm.auto import tqdm
 
 logger = logging.getLogger(__name__)
 
@@ -32,7 +31,7 @@ def run_batches(
     *,
     budget: int,
     extra: int = 0,
-    show_progress: bool = False,
+    done: Callable[[int], object] = int,
 ) -> None:
     """Hand all sequences to ``run`` in batches of at most ``budget`` padded tokens (at least one sequence).
 
@@ -44,43 +43,42 @@ def run_batches(
         run: Handles one batch; called again with fewer sequences when it runs out of memory.
         budget: Rows times the longest row's tokens.
         extra: Tokens that each row costs beside its own.
-        show_progress: Show a progress bar.
+        done: Told how many sequences each batch had.
 
     Raises:
         DoesNotFitError: One sequence alone runs out of memory.
     """
     waiting = sorted(sequences, key=len)
-    with tqdm(total=len(waiting), disable=not show_progress, unit="doc", desc="scoring") as bar:
-        while waiting:
-            cost = len(waiting[-1]) + extra
-            size = max(1, min(len(waiting), budget // cost))
-            if _fits(run, waiting[-size:]):
-                del waiting[-size:]
-                bar.update(size)
-                continue
-            # The failed run's frames and tensors are gone by now, so their memory can be given back.
-            gc.collect()
-            if torch.cuda.is_available():
-                torch.cuda.empty_cache()
-            if size == 1:
-                raise DoesNotFitError(waiting[-1])
-            budget = cost * (size // 2)
-            logger.warning("Out of memory with %d documents at once; going on with %d.", size, size // 2)
+    while waiting:
+        cost = len(waiting[-1]) + extra
+        size = max(1, min(len(waiting), budget // cost))
+        if _fits(run, waiting[-size:]):
+            del waiting[-size:]
+            done(size)
+            continue
+        # The failed run's frames and tensors are gone by now, so their memory can be given back.
+        gc.collect()
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+        if size == 1:
+            raise DoesNotFitError(waiting[-1])
+        budget = cost * (size // 2)
+        logger.warning("Out of memory with %d documents at once; going on with %d.", size, size // 2)
 
 
 def _fits(run: Callable[[list[Ids]], None], batch: list[Ids]) -> bool:
     try:
         run(batch)
-    except MemoryError:
-        return False
-    except RuntimeError as error:
+    except (MemoryError, RuntimeError) as error:
         if not is_out_of_memory(error):
             raise
         return False
     return True
 
 
-def is_out_of_memory(error: RuntimeError) -> bool:
-    """CUDA has its own exception; the CPU allocator, cuBLAS and MPS raise a plain RuntimeError."""
-    signs = ("can't allocate memory", "CUBLAS_STATUS_ALLOC_FAILED", "MPS backend out of memory")
-    return isinstance(error, torch.OutOfMemoryError) or any(sign in str(error) for sign in signs)
+def is_out_of_memory(error: BaseException) -> bool:
+    """CUDA has its own exception; allocators, cuBLAS and MPS also raise plain RuntimeErrors."""
+    if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
+        return True
+    signs = ("can't allocate memory", "not enough memory", "out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
+    return isinstance(error, RuntimeError) and any(sign in str(error) for sign in signs)

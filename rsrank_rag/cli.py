@@ -17,6 +17,7 @@ from rich.text import Text
 from . import __version__
 from .errors import InputError, RSRankError
 from .tables import evaluation_table, explanation_table, info_table, result_table
+from .template import clean
 
 if TYPE_CHECKING:
     from .reranker import RankedDocument, RankResult, Reranker
@@ -87,17 +88,17 @@ def read_documents(source: str) -> list[str]:
         InputError: The file cannot be read, or a JSON line has no "text".
     """
     try:
-        raw = sys.stdin.read() if source == "-" else Path(source).read_text(encoding="utf-8")
+        raw = sys.stdin.read() if source == "-" else Path(source).read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise InputError(f"--documents {source} could not be read: {error}") from error
-    lines = [line for line in raw.split("\n") if line.strip()]
+    lines = [line for line in clean(raw.removeprefix("\ufeff")).split("\n") if line.strip()]
     if not lines or not all(line.lstrip().startswith("{") for line in lines):
         return [line.rstrip("\r") for line in lines]
     documents = []
     for number, line in enumerate(lines, start=1):
         try:
-            documents.append(json.loads(line)["text"])
-        except (json.JSONDecodeError, KeyError, TypeError):
+            documents.append(clean(json.loads(line)["text"]))
+        except (json.JSONDecodeError, KeyError, TypeError, AttributeError):
             raise InputError(
                 f'--documents {source}, line {number}: expected JSON with a "text", got {line[:60]!r}.'
             ) from None
@@ -130,7 +131,7 @@ def rank(
     `cat passages.jsonl | rsrank rank -q "How do bees find flowers?" -d - --json`
     """
     with _errors():
-        texts = read_documents(documents)
+        query, texts = clean(query), read_documents(documents)
         ranker = _load(model, revision, device, dtype, load_in_8bit, load_in_4bit, local_files_only)
         result = ranker.rank(
             query,
@@ -177,7 +178,7 @@ def explain(
     """
     with _errors():
         ranker = _load(model, revision, device, dtype, load_in_8bit, load_in_4bit, local_files_only)
-        explanation = ranker.explain(query, document)
+        explanation = ranker.explain(clean(query), clean(document))
     if as_json:
         fields = ("query", "document", "score", "truncated", "tokens", "layers", "parts")
         typer.echo(json.dumps({name: getattr(explanation, name) for name in fields}, ensure_ascii=False, indent=2))
@@ -248,8 +249,12 @@ def evaluate(
     """
     from .evaluation.datasets import dataset_name, read_labelled
     from .evaluation.evaluate import score_dataset, shared_threshold, summarise
+    from .evaluation.metrics import ranking_metrics
 
     with _errors():
+        ranking_metrics([])  # fails now, not after the work, where ir-measures is missing
+        if output is not None:
+            _write(output, "")
         if threshold != "shared":
             tau = _number(threshold)
         sets = {path: read_labelled(path)[:limit] for path in data}

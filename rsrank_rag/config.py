@@ -26,7 +26,7 @@ class BackboneSpec(BaseModel):
     num_heads: int = Field(gt=0, description="KV heads, H.")
     head_dim: int = Field(gt=0, description="D.")
     tokenizer: str = Field(description="Fingerprint of how the tokenizer splits a fixed text.")
-    weights: tuple[float, ...] = Field(description="A few entries of the embedding matrix.")
+    values: tuple[float, ...] = Field(description="Entries of the last read layer's value vectors on fixed tokens.")
 
 
 class TrainingRecord(BaseModel):
@@ -74,8 +74,7 @@ class RSRankConfig(BaseModel):
     @property
     def digest(self) -> str:
         """sha256 of the config's content, which `projection.safetensors` repeats."""
-        content = json.dumps(self.model_dump(mode="json"), sort_keys=True, ensure_ascii=True)
-        return hashlib.sha256(content.encode()).hexdigest()
+        return content_digest(self.model_dump_json())
 
     @classmethod
     def parse(cls, text: str, *, source: str) -> RSRankConfig:
@@ -103,3 +102,12 @@ class RSRankConfig(BaseModel):
         except ValidationError as error:
             problems = "; ".join(f"{'.'.join(map(str, e['loc'])) or 'config'}: {e['msg']}" for e in error.errors())
             raise ArtifactError(f"{source} is not a valid RSRank config: {problems}.") from None
+
+
+def content_digest(text: str) -> str:
+    """sha256 of a JSON text's content, whatever its layout and the order of its keys.
+
+    Taken from the file as written, so that fields which later versions add do not change it.
+    """
+    content = json.dumps(json.loads(text), sort_keys=True, ensure_ascii=True)
+    return hashlib.sha256(content.encode()).hexdigest()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import html
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 
@@ -41,16 +42,33 @@ class Explanation:
         """Contribution of each layer."""
         return {layer: math.fsum(row[i] for row in self.parts) for i, layer in enumerate(self.layers)}
 
+    def columns(self, most: int = 8) -> tuple[list[str], list[list[float]]]:
+        """Parts with neighbouring layers joined, to fit a terminal.
+
+        Args:
+            most: Largest number of columns.
+
+        Returns:
+            Labels such as ``L1`` or ``L1-5``, and a row of parts for each token.
+        """
+        size = -(-len(self.layers) // most)
+        groups = [slice(start, start + size) for start in range(0, len(self.layers), size)]
+        labels = []
+        for group in groups:
+            first, last = self.layers[group][0], self.layers[group][-1]
+            labels.append(f"L{first}" if first == last else f"L{first}-{last}")
+        return labels, [[math.fsum(row[group]) for group in groups] for row in self.parts]
+
     def __str__(self) -> str:
+        labels, rows = self.columns()
         width = max([len(token) for token in self.tokens] + [5])
-        head = f"{'token':<{width}}  {'total':>7}  " + " ".join(f"{f'L{layer}':>6}" for layer in self.layers)
-        rows = [
-            f"{token:<{width}}  {self.by_token[i]:>+7.3f}  " + " ".join(f"{part:>+6.2f}" for part in self.parts[i])
-            for i, token in enumerate(self.tokens)
-        ]
-        total = f"{'score':<{width}}  {self.score:>+7.3f}  "
-        total += " ".join(f"{part:>+6.2f}" for part in self.by_layer.values())
-        return "\n".join([head, *rows, total])
+
+        def line(name: str, total: float, parts: Iterable[float]) -> str:
+            return f"{name:<{width}}  {total:>+7.3f}  " + " ".join(f"{part:>+6.2f}" for part in parts)
+
+        head = f"{'token':<{width}}  {'total':>7}  " + " ".join(f"{label:>6}" for label in labels)
+        body = [line(token, self.by_token[i], rows[i]) for i, token in enumerate(self.tokens)]
+        return "\n".join([head, *body, line("score", self.score, map(math.fsum, zip(*rows, strict=True)))])
 
     def _repr_html_(self) -> str:
         """A table in a notebook: green cells raise the score, red ones lower it."""

@@ -16,9 +16,9 @@ from huggingface_hub.errors import (
 )
 from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined] # public, but loaded lazily
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors.torch import save
 
-from .config import RSRankConfig
+from .config import RSRankConfig, content_digest
 from .errors import ArtifactError
 
 if TYPE_CHECKING:
@@ -57,7 +57,7 @@ def resolve(
     Raises:
         ArtifactError: Nothing there, or the Hub cannot be reached.
     """
-    if str(name) in builtin_names() or (str(name) and Path(name).is_dir()):
+    if str(name) in builtin_names() or _is_folder(name):
         if revision is not None:
             raise ArtifactError(
                 f"Revision {revision!r} of {str(name)!r} was asked for, but that is a local folder: only artifacts on "
@@ -95,6 +95,13 @@ def resolve(
             f"{asked} {found}, and the download from {constants.ENDPOINT} failed: {_reason(error)} Try again."
         ) from error
     return Path(folder)
+
+
+def _is_folder(name: str | Path) -> bool:
+    try:
+        return bool(str(name)) and Path(name).is_dir()
+    except (OSError, ValueError):  # a name too long for a path, a folder that may not be looked into
+        return False
 
 
 def read_config(folder: Path) -> RSRankConfig:
@@ -148,9 +155,10 @@ def read_projection(folder: Path, config: RSRankConfig) -> Tensor:
     if not bool(torch.isfinite(weight).all()):
         bad = int((~torch.isfinite(weight)).sum())
         raise ArtifactError(f"{path}: {bad} of {weight.numel()} entries of B are NaN or infinite. Train it again.")
-    if digest != config.digest:
+    expected = content_digest((folder / CONFIG).read_text(encoding="utf-8"))
+    if digest != expected:
         raise ArtifactError(
-            f"{path} was written with another {CONFIG} (sha256 {digest or 'missing'}, found {config.digest}). "
+            f"{path} was written with another {CONFIG} (sha256 {digest or 'missing'}, found {expected}). "
             "Restore the original config.json, or save the artifact again with save_pretrained."
         )
     tensor: Tensor = weight.float()
@@ -163,7 +171,8 @@ def write_artifact(folder: Path, config: RSRankConfig, weight: Tensor, card: str
     (folder / CONFIG).write_text(config.model_dump_json(indent=2) + "\n", encoding="utf-8")
     tensors = {"weight": weight.detach().float().cpu().contiguous()}
     # One entry only: safetensors writes several in random order, and the same B would give other bytes each time.
-    save_file(tensors, folder / PROJECTION, metadata={"config_sha256": config.digest})
+    # Not save_file: it makes files that only their owner can read.
+    (folder / PROJECTION).write_bytes(save(tensors, metadata={"config_sha256": config.digest}))
     (folder / CARD).write_text(card, encoding="utf-8")
 
 

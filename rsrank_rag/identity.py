@@ -3,11 +3,22 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 from .backbone import Backbone
-from .config import BackboneSpec, RSRankConfig
+from .config import BackboneSpec
 from .errors import ArtifactError
-from .template import PromptTokenizer
+from .template import PromptTokenizer, tokenizer_fingerprint
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+TOLERANCE = {16: 0.1, 8: 0.3, 4: 0.7}
+"""How far value vectors may lie from the recorded ones, by the weights' bits (16 or more count as 16).
+
+Other weights of the same shape differ by about the square root of 2.
+"""
 
 
 def describe(core: Backbone, prompts: PromptTokenizer, name: str, revision: str | None) -> BackboneSpec:
@@ -20,48 +31,58 @@ def describe(core: Backbone, prompts: PromptTokenizer, name: str, revision: str 
         num_heads=core.num_heads,
         head_dim=core.head_dim,
         tokenizer=prompts.fingerprint,
-        weights=core.weight_sample,
+        values=core.value_sample,
     )
 
 
-def check_model_config(found: object, config: RSRankConfig, source: str) -> None:
-    """Compare what can be compared before the model runs, so that a foreign one gives this error and no other.
+ADVICE = "Load the backbone the artifact names (and its revision), or train B for this one."
+
+
+def check_before_run(found: Any, tokenizer: PreTrainedTokenizerBase, spec: BackboneSpec, source: str) -> None:
+    """Compare what can be compared before the model runs, so that a foreign one gives these errors and no others.
+
+    Args:
+        found: The model's config.
+        tokenizer: Its tokenizer.
+        spec: What the artifact recorded.
+        source: Where both were loaded from.
 
     Raises:
-        ArtifactError: Another architecture or another depth.
+        ArtifactError: Another architecture, depth or tokenizer.
     """
-    layers, kind = getattr(found, "num_hidden_layers", None), getattr(found, "model_type", None)
-    if (layers, kind) != (config.backbone.num_layers, config.backbone.model_type):
+    if (found.num_hidden_layers, found.model_type) != (spec.num_layers, spec.model_type):
         raise ArtifactError(
-            f"This artifact belongs to {config.backbone.name} ({config.backbone.model_type}, "
-            f"{config.backbone.num_layers} layers), but {source} is a {kind} with {layers} layers. "
-            "Load the backbone the artifact names, or train B for this one."
+            f"This artifact belongs to {spec.name} ({spec.model_type}, {spec.num_layers} layers), but {source} is a "
+            f"{found.model_type} with {found.num_hidden_layers} layers. {ADVICE}"
+        )
+    fingerprint = tokenizer_fingerprint(tokenizer)
+    if fingerprint != spec.tokenizer:
+        raise ArtifactError(
+            f"The tokenizer of {source} splits text differently from the one this artifact was made with "
+            f"(fingerprint {fingerprint}, expected {spec.tokenizer}). {ADVICE}"
         )
 
 
-def check_identity(core: Backbone, prompts: PromptTokenizer, spec: BackboneSpec, source: str) -> None:
-    """Compare a loaded model and its tokenizer with the ones the artifact was made with.
+def check_after_run(core: Backbone, spec: BackboneSpec, source: str) -> None:
+    """Compare heads and value vectors with the ones the artifact was made with.
 
     Raises:
-        ArtifactError: Other heads, another tokenizer or other weights.
+        ArtifactError: Other heads or other weights.
     """
-    advice = "Load the backbone the artifact names (and its revision), or train B for this one."
     if (core.num_heads, core.head_dim) != (spec.num_heads, spec.head_dim):
         raise ArtifactError(
             f"This artifact belongs to {spec.name} with {spec.num_heads} KV heads of {spec.head_dim}, but {source} "
-            f"has {core.num_heads} of {core.head_dim}. {advice}"
+            f"has {core.num_heads} of {core.head_dim}. {ADVICE}"
         )
-    if prompts.fingerprint != spec.tokenizer:
-        raise ArtifactError(
-            f"The tokenizer of {source} splits text differently from the one this artifact was made with "
-            f"(fingerprint {prompts.fingerprint}, expected {spec.tokenizer}). {advice}"
-        )
-    found = core.weight_sample
-    near = len(found) == len(spec.weights) and all(
-        math.isclose(a, b, rel_tol=2**-7, abs_tol=1e-4) for a, b in zip(found, spec.weights, strict=True)
-    )
-    if not near:
+    difference = _relative_difference(core.value_sample, spec.values)
+    if not difference <= TOLERANCE[core.bits]:
         raise ArtifactError(
             f"The weights of {source} are not those of {spec.name} (revision {spec.revision or 'not pinned'}) that "
-            f"this artifact was made with. {advice}"
+            f"this artifact was made with: value vectors differ by {difference:.0%}. {ADVICE}"
         )
+
+
+def _relative_difference(found: Sequence[float], expected: Sequence[float]) -> float:
+    if len(found) != len(expected):
+        return math.inf
+    return math.dist(found, expected) / max(math.hypot(*expected), 1e-6)

@@ -124,7 +124,13 @@ def load_model(
         ) from error
     model = getattr(model, "language_model", model)  # the text part of a vision-language model
     if quantization is None:
-        model = model.to(device)
+        try:
+            model = model.to(device)
+        except (RuntimeError, AssertionError) as error:
+            raise BackboneError(
+                f"The language model {str(name)!r} was loaded but could not be moved to {device}: {error} "
+                "Choose another device, or load it in 8-bit or 4-bit if it is too large."
+            ) from error
     return model.requires_grad_(False), tokenizer
 
 

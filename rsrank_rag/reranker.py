@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from .errors import InputError, ScoringError
@@ -96,7 +96,8 @@ class Reranker(ABC):
             InputError: An argument out of range, or input that is not text.
             ScoringError: A document has no finite score; it is named, and nothing is returned.
         """
-        _check_arguments(documents, threshold, top_n, min_docs)
+        documents = as_list(documents)
+        _check_arguments(threshold, top_n, min_docs)
         scores, truncated = self._score_and_truncation(query, documents, show_progress)
         if len(scores) != len(documents):
             raise InputError(f"{type(self).__name__}.score gave {len(scores)} scores for {len(documents)} documents.")
@@ -115,9 +116,21 @@ class Reranker(ABC):
         return RankResult(query, threshold, tuple(ranked[:keep]), tuple(ranked[keep:]))
 
 
-def _check_arguments(documents: Sequence[str], threshold: float | None, top_n: int | None, min_docs: int) -> None:
+def as_list(documents: Iterable[str]) -> list[str]:
+    """Documents as a list, whatever iterable they came in.
+
+    Raises:
+        InputError: One string, or nothing that can be iterated over.
+    """
     if isinstance(documents, (str, bytes)):
         raise InputError("documents must be a list of strings, got one string. Put it in a list.")
+    try:
+        return list(documents)
+    except TypeError:
+        raise InputError(f"documents must be a list of strings, got {type(documents).__name__}.") from None
+
+
+def _check_arguments(threshold: float | None, top_n: int | None, min_docs: int) -> None:
     if threshold is not None and math.isnan(threshold):
         raise InputError("threshold is NaN. Give a number, or None to rank without dropping.")
     if top_n is not None and top_n < 1:

@@ -9,6 +9,7 @@ from tempfile import TemporaryDirectory
 
 import torch
 from torch import Tensor
+from tqdm.auto import tqdm
 
 from . import hub
 from .backbone import Backbone
@@ -17,16 +18,18 @@ from .cache import Prefixes
 from .config import RSRankConfig, TrainingRecord
 from .errors import ArtifactError, InputError, ScoringError
 from .explanation import Explanation
-from .identity import check_identity, check_model_config, describe
+from .identity import check_after_run, check_before_run, describe
 from .loading import LoadOptions, load_model
 from .projection import Projection
-from .reranker import Reranker
+from .reranker import Reranker, as_list
 from .shift import representational_shift
 from .template import PromptTokenizer, Template, TokenisedDocument, TokenisedQuery
 
 TOKEN_BUDGET = {"cuda": 16384, "cpu": 2048, "mps": 4096}
 """Padded tokens of documents and query in one batch, by device. A batch holds at least one document."""
 
+
+ValuesByLayer = dict[int, Tensor]
 
 INSIDE = "./backbone"
 """How an artifact names a language model that lies in its own folder."""
@@ -57,7 +60,9 @@ class RSRank(Reranker):
         if token_budget is not None and token_budget < 1:
             raise InputError(f"token_budget must be at least 1, got {token_budget}.")
         self.backbone, self.prompts, self.config = backbone, prompts, config
-        self.projection = projection.to(backbone.device).requires_grad_(False)
+        # A copy: the caller may be training the original.
+        self.projection = Projection(projection.weight.detach().clone(), projection.layers).to(backbone.device)
+        self.projection.requires_grad_(False)
         self.token_budget = token_budget or TOKEN_BUDGET.get(backbone.device.type, 2048)
 
     @classmethod
@@ -112,8 +117,9 @@ class RSRank(Reranker):
         source = backbone or (folder / config.backbone.name if inside else config.backbone.name)
         pinned = config.backbone.revision if backbone is None and not inside else None
         model, tokenizer = load_model(source, revision=pinned, options=options)
-        check_model_config(model.config.get_text_config(), config, str(source))
+        check_before_run(model.config.get_text_config(), tokenizer, config.backbone, str(source))
         core = Backbone(model, last_layer=config.layers[-1])
+        check_after_run(core, config.backbone, str(source))
         limits = (core.max_length, config.max_length, max_length)
         prompts = PromptTokenizer(
             tokenizer,
@@ -121,7 +127,6 @@ class RSRank(Reranker):
             max_length=min(limit for limit in limits if limit is not None),
             shared_positions=core.causal,
         )
-        check_identity(core, prompts, config.backbone, str(source))
         return cls(core, prompts, projection, config, token_budget=token_budget)
 
     @classmethod
@@ -272,48 +277,45 @@ class RSRank(Reranker):
     def _score_pairs(
         self, queries: Sequence[str], documents: Sequence[Sequence[str]], show_progress: bool
     ) -> tuple[list[list[float]], list[list[bool]]]:
-        """Scores and truncation flags of every query's documents."""
+        """Scores and truncation flags of every query's documents.
+
+        Documents are grouped by the queries that want them: a group is prefilled in full batches, and each of its
+        queries runs once a batch.
+        """
         tokenised = [self.prompts.query(query) for query in queries]
         prompts = [
-            self.prompts.documents(texts, len(tokens.ids)) for tokens, texts in zip(tokenised, documents, strict=True)
+            self.prompts.documents(as_list(texts), len(tokens.ids))
+            for tokens, texts in zip(tokenised, documents, strict=True)
         ]
         places = _places(prompts)
         truncated = [[prompt.truncated for prompt in row] for row in prompts]
         scores = [[0.0] * len(flags) for flags in truncated]
-        alone: dict[int, dict[int, Tensor]] = {}
+        with tqdm(total=len(places), disable=not show_progress, unit="doc", desc="scoring") as bar:
+            for rows, group in _groups(places).items():
+                alone = {row: self._query_alone(tokenised[row]) for row in rows}
 
-        def score_batch(batch: list[Ids]) -> None:
-            prefixes = self.backbone.prefill(batch)
-            for row, positions in _rows_of(batch, places).items():
-                if row not in alone:
-                    alone[row] = self._query_alone(tokenised[row])
-                chosen = prefixes if len(positions) == len(batch) else prefixes.select(positions)
-                found = self._scores(tokenised[row], chosen, alone[row])
-                for position, score in zip(positions, found, strict=True):
-                    for owner, column in places[batch[position]]:
-                        if owner == row:
-                            scores[row][column] = _finite(score, column)
+                def score_batch(batch: list[Ids], alone: dict[int, ValuesByLayer] = alone) -> None:
+                    prefixes = self.backbone.prefill(batch)
+                    found = {row: self._scores(tokenised[row], prefixes, alone[row]) for row in alone}
+                    for position, ids in enumerate(batch):
+                        for row, column in places[ids]:
+                            scores[row][column] = _finite(found[row][position], row, column)
 
-        try:
-            run_batches(
-                list(places),
-                score_batch,
-                budget=self.token_budget,
-                extra=max((len(tokens.ids) for tokens in tokenised), default=0),
-                show_progress=show_progress,
-            )
-        except DoesNotFitError as error:
-            index = places[error.ids][0][1]
-            raise ScoringError(
-                f"Document {index} ({len(error.ids)} tokens with the template) does not fit into memory even by "
-                "itself. Pass a smaller max_length, or load the model in 8-bit or on another device.",
-                index,
-            ) from None
+                try:
+                    run_batches(
+                        group,
+                        score_batch,
+                        budget=self.token_budget,
+                        extra=max(len(tokenised[row].ids) for row in rows),
+                        done=bar.update,
+                    )
+                except DoesNotFitError as error:
+                    raise _too_large(error, *places[error.ids][0]) from None
         return scores, truncated
 
-    def _query_alone(self, query: TokenisedQuery) -> dict[int, Tensor]:
+    def _query_alone(self, query: TokenisedQuery) -> ValuesByLayer:
         """The query-only run: each read layer's value vectors of the scored tokens, (1, H, T, D)."""
-        values: dict[int, Tensor] = {}
+        values: ValuesByLayer = {}
 
         def keep(layer: int, value: Tensor) -> None:
             if self.projection.reads(layer):
@@ -322,7 +324,7 @@ class RSRank(Reranker):
         self.backbone.query_values([query.ids], self.backbone.prefill([self.prompts.null_prefix]), keep)
         return values
 
-    def _scores(self, query: TokenisedQuery, prefixes: Prefixes, alone: dict[int, Tensor]) -> list[float]:
+    def _scores(self, query: TokenisedQuery, prefixes: Prefixes, alone: ValuesByLayer) -> list[float]:
         """One query after N prefixes; every layer is folded into the score as it passes."""
         total = torch.zeros(len(prefixes), device=self.backbone.device)
 
@@ -332,7 +334,8 @@ class RSRank(Reranker):
                 total.add_(self.projection.cosines(layer, shift).mean(-1).sum(-1))
 
         self.backbone.query_values([query.ids], prefixes, fold)
-        return [float(score) for score in total]
+        scores: list[float] = total.tolist()
+        return scores
 
     @torch.inference_mode()
     def explain(self, query: str, document: str) -> Explanation:
@@ -344,6 +347,7 @@ class RSRank(Reranker):
 
         Raises:
             InputError: As `score`.
+            ScoringError: As `score`.
         """
         tokens = self.prompts.query(query)
         prompt = self.prompts.documents([document], len(tokens.ids))[0]
@@ -355,12 +359,18 @@ class RSRank(Reranker):
                 shift = representational_shift(value[:, :, tokens.scored], alone[layer])
                 terms.append(self.projection.cosines(layer, shift)[0] / tokens.length)  # (H, T)
 
-        self.backbone.query_values([tokens.ids], self.backbone.prefill([prompt.ids]), keep)
+        def read(batch: list[Ids]) -> None:
+            self.backbone.query_values([tokens.ids], self.backbone.prefill(batch), keep)
+
+        try:
+            run_batches([prompt.ids], read, budget=1)
+        except DoesNotFitError as error:
+            raise _too_large(error, 0, 0) from None
         parts = torch.stack(terms).permute(2, 0, 1).double() * (not prompt.empty)  # (T, L, H)
         return Explanation(
             query=query,
             document=document,
-            score=_finite(float(parts.sum()), 0),
+            score=_finite(float(parts.sum()), 0, 0),
             truncated=prompt.truncated,
             tokens=tuple(self.prompts.text_of(tokens.ids[tokens.scored])),
             layers=self.projection.layers,
@@ -369,12 +379,24 @@ class RSRank(Reranker):
         )
 
 
-def _finite(score: float, index: int) -> float:
+def _finite(score: float, row: int, column: int) -> float:
     if math.isfinite(score):
         return score
     raise ScoringError(
-        f"Document {index} scored {score}. The model overflowed on it: load it in bfloat16 or float32.", index
+        f"{_name(row, column)} scored {score}. The model overflowed on it: load it in bfloat16 or float32.", column
     )
+
+
+def _too_large(error: DoesNotFitError, row: int, column: int) -> ScoringError:
+    return ScoringError(
+        f"{_name(row, column)} ({len(error.ids)} tokens with the template) does not fit into memory even by itself. "
+        "Pass a smaller max_length, or load the model in 8-bit or on another device.",
+        column,
+    )
+
+
+def _name(row: int, column: int) -> str:
+    return f"Document {column}" + (f" of query {row}" if row else "")
 
 
 def _places(prompts: Sequence[Sequence[TokenisedDocument]]) -> dict[Ids, list[tuple[int, int]]]:
@@ -397,3 +419,11 @@ def _rows_of(batch: Sequence[Ids], places: dict[Ids, list[tuple[int, int]]]) -> 
         for row in dict.fromkeys(row for row, _ in places[ids]):
             rows.setdefault(row, []).append(position)
     return rows
+
+
+def _groups(places: dict[Ids, list[tuple[int, int]]]) -> dict[tuple[int, ...], list[Ids]]:
+    """Documents by the queries that want them."""
+    groups: dict[tuple[int, ...], list[Ids]] = {}
+    for ids, positions in places.items():
+        groups.setdefault(tuple(dict.fromkeys(row for row, _ in positions)), []).append(ids)
+    return groups

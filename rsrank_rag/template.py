@@ -17,6 +17,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from .errors import BackboneError, InputError
 
 if TYPE_CHECKING:
+    from tokenizers import Tokenizer
     from transformers import PreTrainedTokenizerBase
 
 QUERY_RESERVE = 512
@@ -75,6 +76,34 @@ def clean(text: str) -> str:
     return text
 
 
+def _private_copy(tokenizer: PreTrainedTokenizerBase, *, special_tokens: bool) -> Tokenizer:
+    """A copy that nobody else reconfigures; with or without an eye for special tokens written in the text."""
+    from tokenizers import Tokenizer
+
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None:
+        raise BackboneError(
+            f"{type(tokenizer).__name__} is not a fast tokenizer (no tokenizers backend), so its text parts "
+            "cannot be tokenised safely under threads. Convert it: save the fast version beside the model."
+        )
+    copy = Tokenizer.from_str(backend.to_str())
+    copy.no_padding()
+    copy.no_truncation()
+    copy.encode_special_tokens = not special_tokens
+    return copy
+
+
+def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
+    """Short hash of how a tokenizer splits a fixed multilingual string, and of its vocabulary's size.
+
+    Raises:
+        BackboneError: Not a fast tokenizer.
+    """
+    copy = _private_copy(tokenizer, special_tokens=False)
+    ids = [copy.get_vocab_size(), *copy.encode(_PROBE, add_special_tokens=False).ids]
+    return hashlib.sha256(repr(ids).encode()).hexdigest()[:16]
+
+
 class PromptTokenizer:
     """Tokenises the parts of a `Template` with private copies of a fast tokenizer.
 
@@ -96,22 +125,10 @@ class PromptTokenizer:
         max_length: int,
         shared_positions: bool,
     ) -> None:
-        from tokenizers import Tokenizer
-
-        backend = getattr(tokenizer, "backend_tokenizer", None)
-        if backend is None:
-            raise BackboneError(
-                f"{type(tokenizer).__name__} is not a fast tokenizer (no tokenizers backend), so its text parts "
-                "cannot be tokenised safely under threads. Convert it: save the fast version beside the model."
-            )
         self.tokenizer, self.template = tokenizer, template
         self.max_length, self.shared_positions = max_length, shared_positions
-        self._parts = Tokenizer.from_str(backend.to_str())
-        self._text = Tokenizer.from_str(backend.to_str())
-        for copy in (self._parts, self._text):
-            copy.no_padding()
-            copy.no_truncation()
-        self._text.encode_special_tokens = True
+        self._parts = _private_copy(tokenizer, special_tokens=True)
+        self._text = _private_copy(tokenizer, special_tokens=False)
         self._instruction = self._part(template.instruction)
         self._separator = self._part(template.separator)
         self._suffix = self._part(template.suffix)
@@ -136,9 +153,8 @@ class PromptTokenizer:
 
     @property
     def fingerprint(self) -> str:
-        """Short hash of how this tokenizer splits a fixed multilingual string."""
-        ids = [self._text.get_vocab_size(), *self._text.encode(_PROBE, add_special_tokens=False).ids]
-        return hashlib.sha256(repr(ids).encode()).hexdigest()[:16]
+        """See `tokenizer_fingerprint`."""
+        return tokenizer_fingerprint(self.tokenizer)
 
     def text_of(self, ids: Sequence[int]) -> list[str]:
         """Readable text of each id."""
@@ -176,8 +192,6 @@ class PromptTokenizer:
         Raises:
             InputError: An entry is not a string (it is named).
         """
-        if isinstance(documents, (str, bytes)):
-            raise InputError("documents must be a list of strings, got one string. Put it in a list.")
         for index, text in enumerate(documents):
             if not isinstance(text, str):
                 raise InputError(f"Document {index} must be a string, got {type(text).__name__}.")

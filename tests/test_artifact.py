@@ -224,7 +224,7 @@ def config_with(name="lab/tiny", **changes):
         num_heads=2,
         head_dim=16,
         tokenizer="0123456789abcdef",
-        weights=(0.25, -0.5),
+        values=(0.25, -0.5),
     )
     return RSRankConfig(**{"backbone": spec, "layers": (1, 2, 3), "projection_dim": 8, **changes})
 
@@ -390,6 +390,7 @@ def foreign(name, base, target):
     shutil.copytree(base, target)
     changes = {
         "other weights": {},
+        "fine-tuned values": {},
         "other architecture": {},
         "fewer layers": {"num_hidden_layers": LAYERS - 1},
         "more layers": {"num_hidden_layers": LAYERS + 1},
@@ -398,6 +399,14 @@ def foreign(name, base, target):
     }
     if name == "other tokenizer":
         with_another_tokenizer(target)
+        return target
+    if name == "fine-tuned values":  # everything else, the embeddings too, stays as it was
+        model = transformers.AutoModel.from_pretrained(target)
+        torch.manual_seed(99)
+        for layer in model.layers:
+            weight = layer.self_attn.v_proj.weight
+            weight.data += 0.3 * weight.std() * torch.randn_like(weight)
+        model.save_pretrained(target)
         return target
     config = tiny_config("llama" if name == "other architecture" else "qwen3").to_dict() | changes[name]
     config.pop("layer_types", None)
@@ -412,6 +421,7 @@ def foreign(name, base, target):
     ("name", "phrases"),
     [
         ("other weights", ["weights of", "are not those of", "that this artifact was made with"]),
+        ("fine-tuned values", ["weights of", "are not those of", "value vectors differ by"]),
         ("other architecture", ["(qwen3, 4 layers)", "is a llama with 4 layers"]),
         ("fewer layers", ["(qwen3, 4 layers)", "is a qwen3 with 3 layers"]),
         ("more layers", ["(qwen3, 4 layers)", "is a qwen3 with 5 layers"]),
@@ -472,7 +482,7 @@ def configs(draw):
             num_heads=draw(st.integers(1, 64)),
             head_dim=draw(st.integers(1, 512)),
             tokenizer=draw(texts),
-            weights=tuple(draw(st.lists(numbers, max_size=5))),
+            values=tuple(draw(st.lists(numbers, max_size=5))),
         ),
         layers=tuple(sorted(draw(st.sets(st.integers(1, layers - 1), min_size=1)))),
         projection_dim=draw(st.integers(1, 512)),
@@ -540,3 +550,23 @@ def test_reordering_config_json_by_hand_leaves_the_artifact_loadable(folder, sco
     path = folder / "config.json"
     path.write_text(json.dumps(dict(reversed(json.loads(path.read_text()).items()))))
     assert load(folder).score(QUERY, DOCUMENTS) == scores
+
+
+def test_a_field_that_a_later_version_adds_does_not_change_the_digest_of_a_file(folder, monkeypatch):
+    class Later(RSRankConfig):
+        added: str = "default"
+
+    monkeypatch.setattr("rsrank_rag.hub.RSRankConfig", Later)
+    assert load(folder).config.added == "default"
+
+
+def test_a_revision_of_a_local_folder_is_refused(folder):
+    assert "only artifacts on the Hub have revisions" in refusal(load, folder, revision="v1")
+
+
+def test_a_name_too_long_for_a_path_is_refused_like_any_other():
+    assert "neither built in" in refusal(RSRank.from_pretrained, "x" * 300)
+
+
+def test_an_artifact_can_be_read_by_other_users(saved):
+    assert (saved / "projection.safetensors").stat().st_mode == (saved / "config.json").stat().st_mode

@@ -406,6 +406,21 @@ def refused_configs():
         "gemma4_equal_heads": transformers.Gemma4TextConfig(
             **common, vocab_size_per_layer_input=96, head_dim=8, global_head_dim=8
         ),
+        "gpt_neo": transformers.GPTNeoConfig(
+            **ids,
+            hidden_size=32,
+            num_layers=4,
+            num_heads=4,
+            attention_types=[[["global", "local"], 2]],
+            max_position_embeddings=128,
+        ),
+        "llama4_chunked": transformers.Llama4TextConfig(
+            **common,
+            head_dim=8,
+            intermediate_size_mlp=48,
+            num_local_experts=2,
+            layer_types=["chunked_attention", "full_attention"] * 2,
+        ),
         "mamba": transformers.MambaConfig(**ids, hidden_size=32, num_hidden_layers=4),
         "modernbert": transformers.ModernBertConfig(**plain),
         "qwen3_next": transformers.Qwen3NextConfig(
@@ -432,6 +447,8 @@ def refused_configs():
         "distilbert",
         "gemma4",
         "gemma4_equal_heads",
+        "gpt_neo",
+        "llama4_chunked",
         "mamba",
         "modernbert",
         "qwen3_next",
@@ -443,3 +460,12 @@ def test_a_model_whose_values_cannot_be_read_is_refused_with_advice(kind):
     model = AutoModel.from_config(refused_configs()[kind])
     with pytest.raises(BackboneError, match=rf"{type(model).__name__}.* RSRank needs a decoder with"):
         Backbone(model)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("kind", "causal"), [("bert", False), ("qwen3", True), ("gemma3", True)])
+def test_whether_a_model_is_causal_is_found_out_in_every_dtype_and_with_weak_attention(kind, causal, dtype):
+    torch.manual_seed(0)
+    config = tiny_config(kind)
+    config.initializer_range = 0.02
+    assert Backbone(AutoModel.from_config(config).to(dtype), last_layer=1).causal is causal

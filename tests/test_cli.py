@@ -189,3 +189,26 @@ def test_brackets_in_a_query_or_a_passage_are_shown_as_they_are(artifact):
     output = run("explain", "-q", query, "-d", passage, "-m", artifact).stdout
     assert query in output
     assert passage in output
+
+
+def test_a_byte_order_mark_does_not_turn_json_lines_into_text(tmp_path):
+    path = tmp_path / "documents.jsonl"
+    path.write_text('{"text": "a"}\n', encoding="utf-8-sig")
+    assert read_documents(str(path)) == ["a"]
+
+
+def test_lone_surrogates_are_shown_as_the_replacement_character(artifact):
+    found = rank_json(artifact, "-d", "-", input='{"text": "bad \\ud83d end"}\n')
+    assert [row["text"] for row in found["kept"] + found["dropped"]] == ["bad \ufffd end"]
+
+
+def test_evaluate_says_before_the_work_that_its_output_cannot_be_written(labelled, tmp_path):
+    output = str(tmp_path / "nowhere" / "metrics.json")
+    result = run("evaluate", "-m", "no such model", "--data", labelled[0], "--json", output, code=2)
+    assert "could not be written" in " ".join(result.stderr.split())
+
+
+@pytest.mark.parametrize("kind", ["bi-encoder", "cross-encoder"])
+def test_a_baseline_that_cannot_be_loaded_is_one_clear_error(kind, labelled, tmp_path):
+    result = run("evaluate", "-m", f"{kind}:{tmp_path / 'nothing'}", "--data", labelled[0], code=1)
+    assert "could not be loaded" in " ".join(result.stderr.split())

@@ -82,6 +82,7 @@ def test_the_contract_for_other_rerankers_loads_without_torch():
 def test_public_names_are_these():
     assert rsrank_rag.__all__ == [
         "Explanation",
+        "LoadOptions",
         "Projection",
         "RSRank",
         "RSRankError",
@@ -89,6 +90,7 @@ def test_public_names_are_these():
         "RankedDocument",
         "Reranker",
         "Template",
+        "TrainingRecord",
         "__version__",
     ]
 

@@ -12,6 +12,7 @@ import torch
 from conftest import DOCUMENTS, QUERIES
 
 from rsrank_rag import RSRank
+from rsrank_rag.evaluation.baselines import BM25
 
 RECIPE = Path(__file__).parents[1] / "recipes" / "mini"
 
@@ -20,14 +21,13 @@ RECIPE = Path(__file__).parents[1] / "recipes" / "mini"
 def recipe():
     sys.path.insert(0, str(RECIPE))
     try:
-        import train
-
         import data
+        import train
 
         yield argparse.Namespace(data=data, train=train)
     finally:
         sys.path.remove(str(RECIPE))
-        for name in ("data", "train"):
+        for name in ("data", "measure", "train"):
             sys.modules.pop(name)
 
 
@@ -123,9 +123,34 @@ def test_a_run_that_was_killed_ends_where_an_unbroken_one_does(recipe, trainer, 
 def test_the_command_trains_goes_on_and_writes_a_loadable_artifact(tiny_folder, labelled, tmp_path):
     command = [sys.executable, RECIPE / "train.py", "--data", labelled, "--output", tmp_path, "--queries", "2"]
     command += ["--start", tiny_folder("bert"), "--save-every", "1"]
-    subprocess.run([*command, "--steps", "1"], check=True, capture_output=True)
-    output = subprocess.run([*command, "--steps", "2"], check=True, capture_output=True, text=True).stdout
-    assert "going on from step 1" in output
+    command += ["--steps", "2"]
+    subprocess.run(command, check=True, capture_output=True)
+    output = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    assert "going on from step 2" in output
     ranker = RSRank.from_pretrained(tmp_path / "artifact", device="cpu", dtype="float32")
     assert ranker.config.training.data
     assert len(ranker.score(QUERIES[0], DOCUMENTS)) == len(DOCUMENTS)
+
+
+def test_a_checkpoint_of_other_options_is_refused(recipe, trainer, tmp_path):
+    made = trainer()
+    made.save(tmp_path / "checkpoint.pt")
+    made.options = argparse.Namespace(**{**vars(made.options), "lr": 1.0})
+    with pytest.raises(SystemExit, match=r"was made with .* Use another --output"):
+        made.load(tmp_path / "checkpoint.pt")
+
+
+def test_the_figures_of_a_measurement_end_up_in_the_artifact_and_its_card(recipe, ranker, labelled, tmp_path):
+    ranker.save_pretrained(tmp_path / "artifact", include_backbone=True)
+    data = tmp_path / "dev"
+    data.mkdir()
+    (data / "notes.jsonl.gz").write_bytes(next(labelled.glob("*.gz")).read_bytes())
+    load = {"mini": lambda: RSRank.from_pretrained(tmp_path / "artifact", device="cpu"), "BM25": BM25}
+    figures = recipe.train.measure(data, load)
+    assert [row["dataset"] for row in figures["BM25"]["sets"]] == ["notes"]
+    assert figures["mini"]["tau"] == 0.0
+    recipe.train.store(tmp_path / "artifact", figures)
+    stored = RSRank.from_pretrained(tmp_path / "artifact", device="cpu").config.training.metrics
+    assert stored["notes"]["f1@0"] == pytest.approx(figures["mini"]["sets"][0]["f1@tau"])
+    assert "| notes |" in (tmp_path / "artifact" / "README.md").read_text(encoding="utf-8")
+    assert "| notes | 3 |" in recipe.train.table(figures)

@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoModel
 
-from rsrank_rag import Projection, RSRank
+from rsrank_rag import Explanation, Projection, RSRank
 from rsrank_rag.errors import BackboneError, InputError, MissingDependencyError, ScoringError
 from rsrank_rag.loading import LoadOptions
 from rsrank_rag.rsrank import TOKEN_BUDGET
@@ -392,7 +392,7 @@ def test_a_score_that_is_not_finite_names_its_document(tiny_folder):
 
 def test_a_score_that_is_not_finite_names_the_position_within_its_own_query(tiny_folder):
     ranker = poisoned(tiny_folder("llama"), "~")
-    with pytest.raises(ScoringError) as caught:
+    with pytest.raises(ScoringError, match="Document 1 of query 1 scored nan") as caught:
         ranker.score_many(QUERIES[:2], [DOCUMENTS, ["Frost.", "~"]])
     assert caught.value.index == 1
 
@@ -681,3 +681,59 @@ def test_a_ranker_that_reads_some_layers_only_leaves_the_others_out(tiny_folder,
     for document in DOCUMENTS[:3]:
         parts = ranker.explain(QUERY, document).by_layer
         assert sparse.score(QUERY, [document]) == pytest.approx([parts[1] + parts[3]], abs=EXACT)
+
+
+@pytest.mark.parametrize(
+    "iterable", [iter, tuple, lambda texts: (text for text in texts)], ids=["iter", "tuple", "gen"]
+)
+def test_documents_may_come_from_any_iterable(ranker, iterable):
+    expected = ranker.score(QUERY, DOCUMENTS)
+    assert ranker.score(QUERY, iterable(DOCUMENTS)) == expected
+    assert ranker.score_many([QUERY], [iterable(DOCUMENTS)]) == [expected]
+    result = ranker.rank(QUERY, iterable(DOCUMENTS))
+    assert sorted(document.index for document in (*result.kept, *result.dropped)) == list(range(len(DOCUMENTS)))
+
+
+@pytest.mark.parametrize("nothing", [None, 3])
+def test_what_is_no_list_of_documents_is_refused(ranker, nothing):
+    with pytest.raises(InputError, match="documents must be a list of strings"):
+        ranker.score(QUERY, nothing)
+    with pytest.raises(InputError, match="documents must be a list of strings"):
+        ranker.rank(QUERY, nothing)
+
+
+def test_each_query_runs_once_a_batch_of_its_own_documents(ranker, monkeypatch):
+    runs = []
+    query_values = ranker.backbone.query_values
+
+    def counted(queries, prefixes, consume):
+        runs.append(len(prefixes))
+        query_values(queries, prefixes, consume)
+
+    monkeypatch.setattr(ranker.backbone, "query_values", counted)
+    own = [[f"{number} {text}" for text in DOCUMENTS] for number in range(3)]
+    budgeted(ranker, 100_000).score_many(QUERIES, own)
+    assert sorted(runs) == [1, 1, 1, *[len(DOCUMENTS)] * 3]  # the query alone, then all of its documents at once
+
+
+def test_the_callers_projection_stays_trainable(tiny_folder):
+    projection = random_projection("llama")
+    options = LoadOptions(device="cpu", dtype="float32", local_files_only=True)
+    RSRank.from_backbone(tiny_folder("llama"), projection, options=options)
+    assert projection.weight.requires_grad
+
+
+def test_a_device_that_is_not_there_is_one_clear_error(tiny_folder):
+    if torch.cuda.is_available():
+        pytest.skip("this machine has a GPU")
+    with pytest.raises(BackboneError, match="could not be moved to cuda"):
+        RSRank.from_backbone(tiny_folder("llama"), random_projection("llama"), options=LoadOptions(device="cuda"))
+
+
+def test_an_explanation_of_many_layers_fits_a_terminal():
+    parts = tuple(tuple(0.01 * (token + layer) for layer in range(35)) for token in range(2))
+    explanation = Explanation("q", "d", 1.0, False, ("a", "b"), tuple(range(1, 36)), parts, ())
+    labels, rows = explanation.columns()
+    assert labels == ["L1-5", "L6-10", "L11-15", "L16-20", "L21-25", "L26-30", "L31-35"]
+    assert [sum(row) for row in rows] == pytest.approx([sum(row) for row in parts])
+    assert max(map(len, str(explanation).splitlines())) <= 80

