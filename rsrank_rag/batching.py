@@ -12,6 +12,9 @@ logger = logging.getLogger(__name__)
 
 Ids = tuple[int, ...]
 
+ALIKE = 0.7
+"""Sequences shorter than this share of a batch's longest wait for a later one, so that little of a batch is padding."""
+
 
 class DoesNotFitError(Exception):
     """Even one sequence alone is too large for the memory.
@@ -35,7 +38,7 @@ def run_batches(
 ) -> None:
     """Hand all sequences to ``run`` in batches of at most ``budget`` padded tokens (at least one sequence).
 
-    The longest come first, so that too large a budget shows at once; when memory runs out, the batch is tried
+    Only sequences of like length share a batch. The longest come first, so that too large a budget shows at once; when memory runs out, the batch is tried
     again at half its size and the smaller budget stays for the rest.
 
     Args:
@@ -51,7 +54,8 @@ def run_batches(
     waiting = sorted(sequences, key=len)
     while waiting:
         cost = len(waiting[-1]) + extra
-        size = max(1, min(len(waiting), budget // cost))
+        alike = sum(len(ids) + extra >= cost * ALIKE for ids in waiting)
+        size = max(1, min(alike, budget // cost))
         if _fits(run, waiting[-size:]):
             del waiting[-size:]
             done(size)
