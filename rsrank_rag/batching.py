@@ -38,8 +38,8 @@ def run_batches(
 ) -> None:
     """Hand all sequences to ``run`` in batches of at most ``budget`` padded tokens (at least one sequence).
 
-    Only sequences of like length share a batch. The longest come first, so that too large a budget shows at once; when memory runs out, the batch is tried
-    again at half its size and the smaller budget stays for the rest.
+    Only sequences of like length share a batch. The longest come first, so that too large a budget shows at once; when
+    memory runs out, the batch is tried again at half its size and the smaller budget stays for the rest.
 
     Args:
         sequences: Token ids.
