@@ -15,6 +15,9 @@ Ids = tuple[int, ...]
 ALIKE = 0.7
 """Sequences shorter than this share of a batch's longest wait for a later one, so that little of a batch is padding."""
 
+SMALL = 8
+"""... but not while the batch is below this part of the budget: there, padding costs less than another run."""
+
 
 class DoesNotFitError(Exception):
     """Even one sequence alone is too large for the memory.
@@ -55,7 +58,7 @@ def run_batches(
     while waiting:
         cost = len(waiting[-1]) + extra
         alike = sum(len(ids) + extra >= cost * ALIKE for ids in waiting)
-        size = max(1, min(alike, budget // cost))
+        size = max(1, min(len(waiting), budget // cost, max(alike, budget // SMALL // cost)))
         if _fits(run, waiting[-size:]):
             del waiting[-size:]
             done(size)

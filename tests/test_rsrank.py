@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from transformers import AutoModel
 
 from rsrank_rag import Explanation, Projection, RSRank
+from rsrank_rag.batching import run_batches
 from rsrank_rag.errors import BackboneError, InputError, MissingDependencyError, ScoringError
 from rsrank_rag.loading import LoadOptions
 from rsrank_rag.rsrank import TOKEN_BUDGET
@@ -737,3 +738,25 @@ def test_an_explanation_of_many_layers_fits_a_terminal():
     assert labels == ["L1-5", "L6-10", "L11-15", "L16-20", "L21-25", "L26-30", "L31-35"]
     assert [sum(row) for row in rows] == pytest.approx([sum(row) for row in parts])
     assert max(map(len, str(explanation).splitlines())) <= 80
+
+
+def batches_of(lengths, budget):
+    found = []
+    run_batches(
+        [tuple(range(length)) for length in lengths],
+        lambda batch: found.append([len(ids) for ids in batch]),
+        budget=budget,
+    )
+    return found
+
+
+def test_sequences_of_like_length_share_a_batch_and_short_ones_wait_for_their_own():
+    assert batches_of([10, 90, 100, 11, 80], budget=1000) == [[80, 90, 100], [10, 11]]
+
+
+def test_a_batch_keeps_to_its_budget_of_padded_tokens():
+    assert batches_of([100, 100, 100, 90, 90], budget=250) == [[100, 100], [90, 100], [90]]
+
+
+def test_a_small_batch_takes_short_sequences_too():
+    assert batches_of([1, 2, 4], budget=100) == [[1, 2, 4]]
