@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import logging
+from bisect import bisect_left
 from collections.abc import Callable, Sequence
 
 import torch
@@ -57,7 +58,7 @@ def run_batches(
     waiting = sorted(sequences, key=len)
     while waiting:
         cost = len(waiting[-1]) + extra
-        alike = sum(len(ids) + extra >= cost * ALIKE for ids in waiting)
+        alike = len(waiting) - bisect_left(waiting, cost * ALIKE - extra, key=len)
         size = max(1, min(len(waiting), budget // cost, max(alike, budget // SMALL // cost)))
         if _fits(run, waiting[-size:]):
             del waiting[-size:]

@@ -9,7 +9,7 @@ Axes: N documents, H KV heads, S prefix positions, T query tokens, D head dimens
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -40,11 +40,6 @@ class Prefixes:
 
     def __len__(self) -> int:
         return len(self.lengths)
-
-    def select(self, rows: Sequence[int]) -> Prefixes:
-        """Some of the prefixes, in the order given."""
-        index = torch.tensor(rows, device=self.lengths.device)
-        return Prefixes(tuple(k[index] for k in self.keys), tuple(v[index] for v in self.values), self.lengths[index])
 
 
 class Probe(Cache):  # type: ignore[misc]  # transformers has no types

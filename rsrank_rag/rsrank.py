@@ -412,15 +412,6 @@ def _places(prompts: Sequence[Sequence[TokenisedDocument]]) -> dict[Ids, list[tu
     return places
 
 
-def _rows_of(batch: Sequence[Ids], places: dict[Ids, list[tuple[int, int]]]) -> dict[int, list[int]]:
-    """Which positions of a batch each query needs."""
-    rows: dict[int, list[int]] = {}
-    for position, ids in enumerate(batch):
-        for row in dict.fromkeys(row for row, _ in places[ids]):
-            rows.setdefault(row, []).append(position)
-    return rows
-
-
 def _groups(places: dict[Ids, list[tuple[int, int]]]) -> dict[tuple[int, ...], list[Ids]]:
     """Documents by the queries that want them."""
     groups: dict[tuple[int, ...], list[Ids]] = {}

@@ -242,19 +242,6 @@ def test_one_prefill_serves_many_queries_and_is_not_changed_by_them(ranker):
     assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
 
 
-@torch.no_grad()
-def test_selected_prefixes_keep_their_order_and_their_values(ranker):
-    documents = [document.ids for document in ranker.prompts.documents(DOCUMENTS, 20)]
-    query = ranker.prompts.query(QUERY).ids
-    prefixes = ranker.backbone.prefill(documents)
-    assert len(prefixes) == len(DOCUMENTS)
-    whole, chosen = {}, {}
-    ranker.backbone.query_values([query], prefixes, whole.__setitem__)
-    ranker.backbone.query_values([query], prefixes.select([4, 0, 4]), chosen.__setitem__)
-    for layer, value in whole.items():
-        torch.testing.assert_close(chosen[layer], value[[4, 0, 4]], rtol=1e-5, atol=1e-5)
-
-
 @pytest.mark.parametrize("kind", ["qwen3", "bert"])
 def test_gradients_through_both_phases_equal_those_of_whole_sequences(kind, tiny_folder, tiny_ranker, eager):
     prompts = tiny_ranker(kind).prompts
