@@ -3,6 +3,7 @@
 import argparse
 import gzip
 import json
+import random
 import subprocess
 import sys
 from pathlib import Path
@@ -54,9 +55,18 @@ def labelled(recipe, tmp_path_factory):
 @pytest.fixture
 def trainer(recipe, tiny_folder):
     options = argparse.Namespace(
-        start=str(tiny_folder("bert")), steps=50, queries=2, extra_layers=1, lr=1e-4, projection_lr=2e-3, seed=0
+        start=str(tiny_folder("bert")),
+        steps=50,
+        queries=2,
+        extra_layers=1,
+        lr=1e-4,
+        projection_lr=2e-3,
+        seed=0,
+        statements=0.0,
+        teacher=[0.5, 0.1],
+        from_artifact=None,
     )
-    return lambda: recipe.train.Trainer(options)
+    return lambda **changed: recipe.train.Trainer(argparse.Namespace(**{**vars(options), **changed}))
 
 
 def test_a_batch_is_a_function_of_its_step(recipe, labelled):
@@ -76,6 +86,34 @@ def test_a_batch_labels_only_a_querys_own_relevant_documents(recipe, labelled):
 def test_keywords_keep_the_content_words(recipe):
     assert recipe.data.keywords("When was the bridge opened?") == "bridge opened"
     assert recipe.data.keywords("What is it?") == "What is it?"
+
+
+def test_a_statement_is_a_sentence_of_the_passage_and_is_searched_for_without_it(recipe, labelled, tmp_path):
+    text = "Harbour\nThe old harbour was closed in 1931. It had served the town for ages. Nobody knows who built it."
+    query, rest = recipe.data.statement(text, random.Random(0))
+    assert query in text
+    assert query not in rest
+    assert sorted(f"{query} {rest}".split()) == sorted(text.split())
+    assert recipe.data.statement("Harbour\nOne sentence with a few words.", random.Random(0)) is None
+
+    row = {"id": "0", "query": "unused", "documents": [{"id": "0", "text": text, "relevant": True}]}
+    for name in recipe.data.SETS:
+        with gzip.open(tmp_path / f"{name}.jsonl.gz", "wt", encoding="utf-8") as file:
+            file.write(json.dumps(row))
+    batch = recipe.data.Batches(tmp_path, seed=0, queries=2, statements=1.0)(0)
+    assert all(query in text and query not in batch.documents[m] for m, query in enumerate(batch.queries))
+    assert batch.relevant[0][0]
+    assert batch.relevant[1][1]
+
+
+def test_an_artifact_can_be_trained_further(recipe, trainer, tmp_path):
+    made = trainer()
+    made.export(tmp_path)
+    further = trainer(from_artifact=tmp_path)
+    assert further.projection.layers == made.projection.layers
+    assert torch.allclose(further.projection.weight, made.projection.weight, atol=1e-6)
+    for expected, found in zip(made.master.parameters(), further.master.parameters(), strict=True):
+        assert torch.equal(expected.half().float(), found)
 
 
 def test_the_trainers_scores_are_those_of_the_package(recipe, trainer, labelled, tmp_path):

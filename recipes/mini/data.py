@@ -58,12 +58,31 @@ def keywords(query: str) -> str:
     return " ".join(words) if len(words) > 1 else query
 
 
-class Batches:
-    """Batches as a function of the step alone, so that a resumed run sees what an unbroken one would have seen."""
+def statement(text: str, rng: random.Random) -> tuple[str, str] | None:
+    """A sentence of a passage, to serve as a query, and the passage without it; None if it has too few."""
+    title, line, body = text.rpartition("\n")
+    sentences = re.split(r"(?<=[.!?])\s+(?=[A-Z])", body)
+    long = [i for i, sentence in enumerate(sentences) if 5 <= len(sentence.split()) <= 40]
+    if len(sentences) < 3 or not long:
+        return None
+    chosen = rng.choice(long)
+    return sentences[chosen], title + line + " ".join(sentences[:chosen] + sentences[chosen + 1 :])
 
-    def __init__(self, folder: Path, seed: int, queries: int) -> None:
+
+class Batches:
+    """Batches as a function of the step alone, so that a resumed run sees what an unbroken one would have seen.
+
+    Args:
+        folder: The training sets.
+        seed: Of every choice.
+        queries: Queries a batch.
+        statements: Share of the queries replaced by a sentence of one of their relevant passages, which is then
+            searched for without it: declarative queries, as in fact checking.
+    """
+
+    def __init__(self, folder: Path, seed: int, queries: int, statements: float = 0.0) -> None:
         self.sets = {name: read_labelled(folder / f"{name}.jsonl.gz") for name in SETS}
-        self.seed, self.queries = seed, queries
+        self.seed, self.queries, self.statements = seed, queries, statements
 
     def __call__(self, step: int) -> Batch:
         """The batch of one step."""
@@ -78,11 +97,19 @@ class Batches:
             relevant = [document for document in row.documents if document.relevant]
             others = [document for document in row.documents if not document.relevant]
             chosen = rng.sample(relevant, min(MOST_RELEVANT, len(relevant)))
-            chosen += rng.sample(others, min(SETS[name][1], len(others)))
-            queries.append(keywords(row.query) if rng.random() < KEYWORDS else row.query)
-            own.append((len(documents), len(documents) + len(chosen)))
-            documents += [document.content(titles=titled) for document in chosen]
-            gold.append({document.content(titles=titles) for document in relevant for titles in (True, False)})
+            negatives = rng.sample(others, min(SETS[name][1], len(others)))
+            texts = [document.content(titles=titled) for document in chosen]
+            query = keywords(row.query) if rng.random() < KEYWORDS else row.query
+            wanted = {document.content(titles=titles) for document in relevant for titles in (True, False)}
+            if self.statements and rng.random() < self.statements and (split := statement(texts[0], rng)):
+                query, rest = split
+                wanted |= {rest}
+                texts = [rest]
+            texts += [document.content(titles=titled) for document in negatives]
+            queries.append(query)
+            own.append((len(documents), len(documents) + len(texts)))
+            documents += texts
+            gold.append(wanted)
         labels = [[text in wanted for text in documents] for wanted in gold]
         first = [text for text, label in zip(documents[: own[0][1]], labels[0], strict=False) if label]
         return Batch(queries, documents, own, labels, "\n".join(first))

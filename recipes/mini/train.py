@@ -29,6 +29,7 @@ from measure import measure, store, systems_for, table
 from rsrank_rag import RSRank
 from rsrank_rag.backbone import Backbone
 from rsrank_rag.config import TrainingRecord
+from rsrank_rag.hub import read_config, read_projection
 from rsrank_rag.loading import LoadOptions, has_fast_bfloat16
 from rsrank_rag.projection import Projection
 from rsrank_rag.shift import representational_shift
@@ -46,7 +47,6 @@ LAMBDA_CAL, LAMBDA_ORTHO, LAMBDA_ALIGN, LAMBDA_FROB, MARGIN = 0.8, 0.05, 0.5, 0.
 ALL_WEIGHT = 0.5  # of the loss over every query's documents, beside the one over a query's own
 TEACHER_SCALE = 20.0  # of MiniLM's cosine in its own training
 STUDENT_SCALE = 4.0  # keeps scores within a few units of zero, where the margin means something
-TEACHER_WEIGHT = (0.5, 0.1)  # first step, last step
 DOCUMENT_TOKENS = (128, 256)  # first half, second half of the steps
 CHUNK = 4000  # padded document tokens run at once
 
@@ -64,11 +64,8 @@ class Trainer:
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self.fast = torch.bfloat16 if has_fast_bfloat16(self.device) else torch.float32
         self.teacher = _minilm(options.start).to(self.device, self.fast).eval()
-        self.master = _with_copies(_minilm(options.start), options.extra_layers).to(self.device)
-        layers = range(1, self.master.config.num_hidden_layers)
-        heads = self.master.config.num_attention_heads
-        head_dim = self.master.config.hidden_size // heads
-        self.projection = Projection.random(layers, heads, head_dim, head_dim, seed=options.seed).to(self.device)
+        master, projection = _begin(options)
+        self.master, self.projection = master.to(self.device), projection.to(self.device)
         # The run uses a low-precision copy; the optimiser keeps the weights in fp32.
         self.backbone = Backbone(copy.deepcopy(self.master).to(self.fast))
         self.tokenizer = AutoTokenizer.from_pretrained(options.start)
@@ -126,7 +123,8 @@ class Trainer:
                 (STUDENT_SCALE * scores[:, m]).log_softmax(0), wanted, reduction="sum"
             )
         progress = self.step / self.options.steps
-        teacher_weight = TEACHER_WEIGHT[0] + (TEACHER_WEIGHT[1] - TEACHER_WEIGHT[0]) * progress
+        first, last = self.options.teacher
+        teacher_weight = first + (last - first) * progress
         total = (own + ALL_WEIGHT * everything + teacher_weight * teacher) / len(queries)
         total = total + LAMBDA_ALIGN * alignment_loss(oracle)
         total = total + LAMBDA_ORTHO * orthogonality_loss(self.projection.weight)
@@ -173,10 +171,10 @@ class Trainer:
         return parts
 
     @property
-    def identity(self) -> dict[str, int | float]:
+    def identity(self) -> dict[str, object]:
         """The options that decide what is trained."""
-        names = ("steps", "queries", "extra_layers", "lr", "projection_lr", "seed")
-        return {name: getattr(self.options, name) for name in names}
+        names = ("steps", "queries", "extra_layers", "lr", "projection_lr", "seed", "statements", "teacher")
+        return {name: getattr(self.options, name) for name in names} | {"continue": str(self.options.from_artifact)}
 
     def save(self, path: Path) -> None:
         """Write a checkpoint; the old one stays until the new one is complete."""
@@ -226,6 +224,19 @@ class Trainer:
         )
         ranker.save_pretrained(folder, include_backbone=True)
         self.projection.to(self.device)
+
+
+def _begin(options: argparse.Namespace) -> tuple[BertModel, Projection]:
+    """Encoder and B of an earlier artifact, or MiniLM with copies of its last layer and a random B."""
+    if options.from_artifact is not None:
+        config = read_config(options.from_artifact)
+        projection = Projection(read_projection(options.from_artifact, config).float(), config.layers)
+        return _minilm(str(options.from_artifact / "backbone")), projection
+    encoder = _with_copies(_minilm(options.start), options.extra_layers)
+    heads = encoder.config.num_attention_heads
+    head_dim = encoder.config.hidden_size // heads
+    layers = range(1, encoder.config.num_hidden_layers)
+    return encoder, Projection.random(layers, heads, head_dim, head_dim, seed=options.seed)
 
 
 def _minilm(source: str) -> BertModel:
@@ -298,13 +309,20 @@ def main() -> None:
     parser.add_argument("--extra-layers", type=int, default=2)
     parser.add_argument("--lr", type=float, default=1e-4, help="of the encoder")
     parser.add_argument("--projection-lr", type=float, default=2e-3, help="of B")
+    parser.add_argument("--teacher", type=float, nargs=2, default=[0.5, 0.1], help="its weight: first step, last step")
+    parser.add_argument(
+        "--statements", type=float, default=0.0, help="share of queries replaced by a sentence of a relevant passage"
+    )
+    parser.add_argument(
+        "--from-artifact", type=Path, default=None, help="train this artifact further, instead of starting from MiniLM"
+    )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--save-every", type=int, default=50, help="steps between checkpoints")
     options = parser.parse_args()
     options.start = options.start or _default_start()
     options.output.mkdir(parents=True, exist_ok=True)
     checkpoint = options.output / "checkpoint.pt"
-    trainer, batches = Trainer(options), Batches(options.data, options.seed, options.queries)
+    trainer, batches = Trainer(options), Batches(options.data, options.seed, options.queries, options.statements)
     if checkpoint.exists():
         trainer.load(checkpoint)
         print(f"going on from step {trainer.step}")
