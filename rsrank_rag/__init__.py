@@ -9,6 +9,8 @@ if TYPE_CHECKING:
     from .config import TrainingRecord
     from .errors import RSRankError
     from .explanation import Explanation
+    from .langchain import RSRankCompressor as RSRankCompressor
+    from .llama_index import RSRankPostprocessor as RSRankPostprocessor
     from .loading import LoadOptions
     from .projection import Projection
     from .reranker import RankedDocument, RankResult, Reranker
@@ -22,7 +24,9 @@ _HOME = {
     "LoadOptions": "loading",
     "Projection": "projection",
     "RSRank": "rsrank",
+    "RSRankCompressor": "langchain",
     "RSRankError": "errors",
+    "RSRankPostprocessor": "llama_index",
     "RankResult": "reranker",
     "RankedDocument": "reranker",
     "Reranker": "reranker",
@@ -30,6 +34,7 @@ _HOME = {
     "TrainingRecord": "config",
 }
 
+# Without the adapters: `from rsrank_rag import *` has to work where their frameworks are not installed.
 __all__ = [
     "Explanation",
     "LoadOptions",
@@ -53,4 +58,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted([*globals(), *__all__])
+    return sorted({*globals(), *_HOME})

@@ -97,7 +97,7 @@ class Reranker(ABC):
             ScoringError: A document has no finite score; it is named, and nothing is returned.
         """
         documents = as_list(documents)
-        _check_arguments(threshold, top_n, min_docs)
+        check_limits(threshold, top_n, min_docs)
         scores, truncated = self._score_and_truncation(query, documents, show_progress)
         if len(scores) != len(documents):
             raise InputError(f"{type(self).__name__}.score gave {len(scores)} scores for {len(documents)} documents.")
@@ -130,7 +130,12 @@ def as_list(documents: Iterable[str]) -> list[str]:
         raise InputError(f"documents must be a list of strings, got {type(documents).__name__}.") from None
 
 
-def _check_arguments(threshold: float | None, top_n: int | None, min_docs: int) -> None:
+def check_limits(threshold: float | None, top_n: int | None, min_docs: int) -> None:
+    """Refuse limits of `Reranker.rank` that make no sense.
+
+    Raises:
+        InputError: One is out of range, or they contradict each other.
+    """
     if threshold is not None and math.isnan(threshold):
         raise InputError("threshold is NaN. Give a number, or None to rank without dropping.")
     if top_n is not None and top_n < 1:

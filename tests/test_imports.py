@@ -115,11 +115,13 @@ def test_the_foundations_import_nothing_of_ours_but_errors(module):
     assert own_imports(module) <= {"errors"}
 
 
-@pytest.mark.parametrize("module", ["langchain", "llama_index", "server"])
+@pytest.mark.parametrize(
+    "module", ["worker", "adapter", "langchain", "langchain_cross_encoder", "llama_index", "server"]
+)
 def test_adapters_know_only_the_reranker(module):
     if module not in MODULES:
         pytest.skip(f"{module} is not there")
-    assert own_imports(module, lazy=False) <= {"errors", "reranker"}
+    assert own_imports(module, lazy=False) <= {"errors", "reranker", "worker", "adapter"}
 
 
 def test_nothing_imports_the_command_line():

@@ -1,0 +1,198 @@
+"""What the LangChain and LlamaIndex adapters have in common: settings, the shared model, and calls to it."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from typing import Annotated, Any, TypedDict, TypeVar
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_serializer, model_validator
+from typing_extensions import Self
+
+from . import worker
+from .errors import InputError
+from .reranker import RankResult, Reranker, check_limits
+
+logger = logging.getLogger(__name__)
+
+Result = TypeVar("Result")
+
+
+class Limits(TypedDict, total=False):
+    """What a single call may choose differently: see `RerankerAdapter`."""
+
+    threshold: float | None
+    top_n: int | None
+    min_docs: int
+
+
+def _as_name(value: Any) -> Any:
+    """Paths, devices and dtypes as text."""
+    if isinstance(value, os.PathLike):
+        return os.fspath(value)
+    if type(value).__module__.partition(".")[0] == "torch":
+        return str(value).removeprefix("torch.")
+    return value
+
+
+_Name = Annotated[str, BeforeValidator(_as_name)]
+
+
+class ModelAdapter(BaseModel):
+    """A framework's object around a model that is loaded at first use and shared by all with the same settings.
+
+    Making one is cheap and needs no torch. Copies and pickles hold the settings, never the model. There is no field
+    for an access token: set ``HF_TOKEN``, or load the model yourself and pass it.
+    """
+
+    model_config = ConfigDict(extra="forbid", validate_assignment=True, arbitrary_types_allowed=True)
+
+    model: Annotated[str | Reranker, BeforeValidator(_as_name)] = Field(
+        default="mini", description="'mini', a local folder or a Hub id; or a Reranker that is already loaded."
+    )
+    revision: str | None = Field(default=None, description="Commit, tag or branch of the artifact on the Hub.")
+    backbone: _Name | None = Field(default=None, description="Where to load the language model from instead.")
+    device: _Name | None = Field(default=None, description="'cuda', 'cpu', ...; None for the best one present.")
+    dtype: _Name | None = Field(default=None, description="None for bfloat16 where it is fast, else float32.")
+    load_in_8bit: bool = Field(default=False, description="int8 weights (needs the '8bit' extra).")
+    load_in_4bit: bool = Field(default=False, description="nf4 weights (needs the '8bit' extra).")
+    max_length: int | None = Field(default=None, ge=1, description="Most positions; longer documents are cut.")
+    local_files_only: bool = Field(default=False, description="Never use the network.")
+    cache_dir: _Name | None = Field(default=None, description="Hub cache folder.")
+
+    @model_validator(mode="after")
+    def _settings_need_a_name(self) -> Self:
+        given = self.model_fields_set & (set(ModelAdapter.model_fields) - {"model"})
+        if isinstance(self.model, Reranker) and given:
+            raise InputError(
+                f"model is a {type(self.model).__name__} that is already loaded, so {', '.join(sorted(given))} would "
+                "have no effect. Load it with those settings, or give model a name."
+            )
+        return self
+
+    @field_serializer("model")
+    def _only_names_are_written_down(self, model: str | Reranker) -> str:
+        if isinstance(model, Reranker):
+            raise InputError(
+                f"model is a {type(model).__name__} object, which cannot be written down. Give model a name or a "
+                "folder instead, and it is loaded again where the settings are read."
+            )
+        return model
+
+    def __deepcopy__(self, memo: dict[int, Any] | None = None) -> Self:
+        memo = {} if memo is None else memo
+        memo[id(self.model)] = self.model  # one model, however many copies
+        return super().__deepcopy__(memo)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _rebuild, (type(self), self.model_dump())
+
+    @property
+    def model_label(self) -> str:
+        """The model's name for traces and messages."""
+        return self.model if isinstance(self.model, str) else type(self.model).__name__
+
+    def warm_up(self) -> None:
+        """Load the model now instead of at the first call.
+
+        Raises:
+            ArtifactError: The artifact is missing, damaged, or belongs to another language model.
+            BackboneError: The language model cannot be loaded or read.
+            MissingDependencyError: 8-bit or 4-bit without bitsandbytes and accelerate.
+        """
+        self._submit(lambda reranker: None).result()
+
+    def close(self) -> None:
+        """Finish the calls under way and free the model, for every adapter with these settings.
+
+        The next call loads it again. A `Reranker` that was passed as ``model`` stays with whoever made it.
+        """
+        worker.close(self._source())
+
+    def _source(self) -> worker.ModelSettings | Reranker:
+        if isinstance(self.model, Reranker):
+            return self.model
+        return worker.ModelSettings(
+            name=self.model,
+            revision=self.revision,
+            backbone=self.backbone,
+            device=self.device,
+            dtype=self.dtype,
+            load_in_8bit=self.load_in_8bit,
+            load_in_4bit=self.load_in_4bit,
+            max_length=self.max_length,
+            local_files_only=self.local_files_only,
+            cache_dir=self.cache_dir,
+        )
+
+    def _submit(self, task: Callable[[Reranker], Result]) -> Future[Result]:
+        return worker.submit(self._source(), task)
+
+
+class RerankerAdapter(ModelAdapter):
+    """A model adapter that keeps what is relevant.
+
+    Each of its three limits can also be given to a single call.
+    """
+
+    threshold: float | None = Field(default=0.0, description="Keep what scores above it; None ranks only.")
+    top_n: int | None = Field(default=None, description="Keep at most this many, applied after the threshold.")
+    min_docs: int = Field(default=0, description="Keep at least the best this many, even below the threshold.")
+
+    @model_validator(mode="after")
+    def _limits_make_sense(self) -> Self:
+        check_limits(self.threshold, self.top_n, self.min_docs)
+        return self
+
+    def _limits(self, limits: Limits) -> Limits:
+        """This adapter's limits, with those of one call in their place.
+
+        Raises:
+            TypeError: Something else was given.
+            InputError: A limit out of range.
+        """
+        unknown = ", ".join(sorted(set(limits) - set(Limits.__annotations__)))
+        if unknown:
+            raise TypeError(f"Unknown argument: {unknown}. A call takes {', '.join(Limits.__annotations__)}.")
+        chosen: Limits = {"threshold": self.threshold, "top_n": self.top_n, "min_docs": self.min_docs, **limits}
+        check_limits(**chosen)
+        return chosen
+
+    def _rank(self, query: str, texts: Sequence[str], limits: Limits) -> RankResult:
+        """Rank in the model's thread and wait."""
+        if not texts:
+            return RankResult(query, limits["threshold"], (), ())
+        future = self._submit(lambda reranker: reranker.rank(query, texts, **limits))
+        try:
+            return _report(future.result())
+        finally:
+            future.cancel()  # no effect unless waiting was interrupted
+
+    async def _arank(self, query: str, texts: Sequence[str], limits: Limits) -> RankResult:
+        """Rank in the model's thread; a cancelled call leaves its queue."""
+        if not texts:
+            return RankResult(query, limits["threshold"], (), ())
+        future = self._submit(lambda reranker: reranker.rank(query, texts, **limits))
+        return _report(await asyncio.wrap_future(future))
+
+
+def _report(result: RankResult) -> RankResult:
+    """Log what an application would otherwise never hear of."""
+    blank = sum(not document.text.strip() for document in (*result.kept, *result.dropped))
+    if blank:
+        logger.warning("%d of %d documents hold no text to score.", blank, len(result.kept) + len(result.dropped))
+    if result.dropped and not result.kept:
+        logger.debug(
+            "All %d documents were dropped; the best scored %+.3f, not above %g.",
+            len(result.dropped),
+            result.dropped[0].score,
+            result.threshold,
+        )
+    return result
+
+
+def _rebuild(cls: type[ModelAdapter], settings: dict[str, Any]) -> ModelAdapter:
+    return cls(**settings)

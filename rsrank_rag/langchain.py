@@ -1,0 +1,185 @@
+"""LangChain: a document compressor that drops what scores below zero, and a retriever around it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from pydantic import Field
+from typing_extensions import Unpack
+
+from .adapter import Limits, RerankerAdapter
+from .errors import InputError, MissingDependencyError
+from .reranker import RankResult
+
+try:
+    from langchain_core.callbacks import (
+        AsyncCallbackManagerForRetrieverRun,
+        CallbackManagerForRetrieverRun,
+        Callbacks,
+    )
+    from langchain_core.documents import BaseDocumentCompressor, Document
+    from langchain_core.retrievers import BaseRetriever, RetrieverLike
+    from langchain_core.runnables import Runnable, RunnableConfig, RunnableLambda
+except ModuleNotFoundError as error:
+    if error.name != "langchain_core":
+        raise
+    raise MissingDependencyError(
+        "rsrank_rag.langchain needs langchain-core. Install with: pip install 'rsrank-rag[langchain]'"
+    ) from error
+
+if TYPE_CHECKING:
+    from .langchain_cross_encoder import RSRankCrossEncoder
+
+__all__ = ["RSRankCompressor", "RSRankCrossEncoder", "RSRankRetriever"]
+
+
+class RSRankCompressor(RerankerAdapter, BaseDocumentCompressor):
+    """Keeps the documents that score above zero, best first.
+
+    Kept documents are copies with their score in the metadata; the input stays as it was. Each call is one run in
+    LangChain's callbacks. For chains, see `as_runnable`.
+
+    >>> compressor = RSRankCompressor(model="mini", top_n=5)
+    >>> compressor.compress_documents([], "Nothing to do, nothing loaded")
+    []
+    """
+
+    score_key: str = Field(default="relevance_score", min_length=1, description="Metadata key of the score.")
+    metadata_fields: tuple[str, ...] = Field(
+        default=(), description="Metadata read as part of the document: their values, one a line, before its text."
+    )
+
+    def compress_documents(
+        self,
+        documents: Sequence[Document],
+        query: str,
+        callbacks: Callbacks | None = None,
+        **limits: Unpack[Limits],
+    ) -> list[Document]:
+        """Rank documents and keep the relevant ones.
+
+        Args:
+            documents: What was retrieved. None of it is changed.
+            query: The question.
+            callbacks: LangChain's; they see one run with inputs, outputs and errors.
+            **limits: ``threshold``, ``top_n`` and ``min_docs`` of this call only.
+
+        Returns:
+            Copies, best first, with a Python float under ``score_key``.
+
+        Raises:
+            InputError: An empty or too long query, or a limit out of range.
+            ScoringError: A document could not be scored; it is named.
+        """
+        config: RunnableConfig = {} if callbacks is None else {"callbacks": callbacks}
+        return self.as_runnable().invoke({"query": query, "documents": documents}, config, **limits)
+
+    async def acompress_documents(
+        self,
+        documents: Sequence[Document],
+        query: str,
+        callbacks: Callbacks | None = None,
+        **limits: Unpack[Limits],
+    ) -> list[Document]:
+        """As `compress_documents`, without blocking the event loop; a cancelled call leaves the model's queue."""
+        config: RunnableConfig = {} if callbacks is None else {"callbacks": callbacks}
+        return await self.as_runnable().ainvoke({"query": query, "documents": documents}, config, **limits)
+
+    def as_runnable(
+        self, query_key: str = "query", documents_key: str = "documents"
+    ) -> Runnable[dict[str, Any], list[Document]]:
+        """A Runnable for chains: takes a dictionary, gives documents.
+
+        Args:
+            query_key: Where the question stands in the dictionary.
+            documents_key: Where the documents stand.
+
+        Returns:
+            A runnable whose calls take ``threshold``, ``top_n`` and ``min_docs`` too.
+
+        >>> RSRankCompressor().as_runnable().invoke({"query": "Where is everybody?", "documents": []})
+        []
+        """
+
+        def unpack(inputs: dict[str, Any]) -> tuple[str, Sequence[Document]]:
+            try:
+                return inputs[query_key], inputs[documents_key]
+            except (KeyError, TypeError):
+                found = f"keys {sorted(map(str, inputs))}" if isinstance(inputs, dict) else type(inputs).__name__
+                raise InputError(
+                    f"{type(self).__name__} needs a dictionary with {query_key!r} and {documents_key!r}, got {found}."
+                ) from None
+
+        def run(inputs: dict[str, Any], **limits: Unpack[Limits]) -> list[Document]:
+            query, documents = unpack(inputs)
+            return self._copies(documents, self._rank(query, self._texts(documents), self._limits(limits)))
+
+        async def arun(inputs: dict[str, Any], **limits: Unpack[Limits]) -> list[Document]:
+            query, documents = unpack(inputs)
+            return self._copies(documents, await self._arank(query, self._texts(documents), self._limits(limits)))
+
+        return RunnableLambda(run, arun, name=type(self).__name__)
+
+    def _texts(self, documents: Sequence[Document]) -> list[str]:
+        return [
+            "\n".join([*(str(document.metadata[name]) for name in self._present(document)), document.page_content])
+            for document in documents
+        ]
+
+    def _present(self, document: Document) -> list[str]:
+        return [name for name in self.metadata_fields if document.metadata.get(name) is not None]
+
+    def _copies(self, documents: Sequence[Document], result: RankResult) -> list[Document]:
+        return [
+            documents[kept.index].model_copy(
+                update={"metadata": {**documents[kept.index].metadata, self.score_key: kept.score}}
+            )
+            for kept in result.kept
+        ]
+
+
+class RSRankRetriever(BaseRetriever):
+    """A retriever whose results have been through a compressor: retrieve widely, keep what is relevant.
+
+    ``threshold``, ``top_n`` and ``min_docs`` given to ``invoke`` go to the compressor, everything else to the base
+    retriever.
+
+    Attributes:
+        base_retriever: Finds candidates.
+        compressor: Chooses among them.
+    """
+
+    base_retriever: RetrieverLike
+    compressor: RSRankCompressor = Field(default_factory=RSRankCompressor)
+
+    def _get_relevant_documents(
+        self, query: str, *, run_manager: CallbackManagerForRetrieverRun, **kwargs: Any
+    ) -> list[Document]:
+        limits, rest = _split(kwargs)
+        callbacks = run_manager.get_child()
+        documents = self.base_retriever.invoke(query, {"callbacks": callbacks}, **rest)
+        return self.compressor.compress_documents(documents, query, callbacks, **limits)
+
+    async def _aget_relevant_documents(
+        self, query: str, *, run_manager: AsyncCallbackManagerForRetrieverRun, **kwargs: Any
+    ) -> list[Document]:
+        limits, rest = _split(kwargs)
+        callbacks = run_manager.get_child()
+        documents = await self.base_retriever.ainvoke(query, {"callbacks": callbacks}, **rest)
+        return await self.compressor.acompress_documents(documents, query, callbacks, **limits)
+
+
+def _split(kwargs: dict[str, Any]) -> tuple[Limits, dict[str, Any]]:
+    """Arguments of one call: the compressor's, and the base retriever's."""
+    limits: Any = {name: value for name, value in kwargs.items() if name in Limits.__annotations__}
+    return limits, {name: value for name, value in kwargs.items() if name not in limits}
+
+
+def __getattr__(name: str) -> Any:
+    """`RSRankCrossEncoder`'s base class is not in every langchain-core, so it is looked for when it is wanted."""
+    if name == "RSRankCrossEncoder":
+        from .langchain_cross_encoder import RSRankCrossEncoder
+
+        return RSRankCrossEncoder
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

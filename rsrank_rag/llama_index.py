@@ -1,0 +1,172 @@
+"""LlamaIndex: a node postprocessor that drops what scores below zero."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from pydantic import Field, model_validator
+from typing_extensions import Unpack
+
+from .adapter import Limits, RerankerAdapter
+from .errors import InputError, MissingDependencyError
+from .reranker import RankResult
+
+try:
+    from llama_index.core.callbacks.schema import CBEventType, EventPayload
+    from llama_index.core.instrumentation import get_dispatcher
+    from llama_index.core.instrumentation.events.rerank import ReRankEndEvent, ReRankStartEvent
+    from llama_index.core.postprocessor.types import BaseNodePostprocessor
+    from llama_index.core.schema import BaseNode, MetadataMode, NodeWithScore, QueryBundle
+except ModuleNotFoundError as error:
+    if error.name not in ("llama_index", "llama_index.core"):
+        raise
+    raise MissingDependencyError(
+        "rsrank_rag.llama_index needs llama-index-core. Install with: pip install 'rsrank-rag[llama-index]'"
+    ) from error
+
+__all__ = ["RSRankPostprocessor"]
+
+RETRIEVAL_SCORE = "retrieval_score"
+dispatcher = get_dispatcher(__name__)
+
+
+class RSRankPostprocessor(RerankerAdapter, BaseNodePostprocessor):
+    """Keeps the nodes that score above zero, best first.
+
+    The result is new ``NodeWithScore`` objects around the same nodes; nothing that was given is changed. If no node
+    is left, LlamaIndex's query engines answer "Empty Response" without asking the LLM; ``min_docs=1`` avoids it.
+
+    >>> RSRankPostprocessor(top_n=5).postprocess_nodes([], query_str="Nothing to do, nothing loaded")
+    []
+    """
+
+    metadata_mode: MetadataMode = Field(
+        default=MetadataMode.EMBED, description="Which of a node's metadata are read with its text."
+    )
+    keep_retrieval_score: bool = Field(
+        default=False,
+        description="Put the retriever's score into the metadata of copied nodes, hidden from embedding and LLM.",
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _class_name_is_no_setting(cls, data: Any) -> Any:
+        """LlamaIndex adds the class's name to what it writes down."""
+        if isinstance(data, dict) and data.get("class_name") == cls.class_name():
+            return {name: value for name, value in data.items() if name != "class_name"}
+        return data
+
+    @classmethod
+    def class_name(cls) -> str:
+        """Name under which LlamaIndex writes it down."""
+        return "RSRankPostprocessor"
+
+    def postprocess_nodes(
+        self,
+        nodes: list[NodeWithScore],
+        query_bundle: QueryBundle | None = None,
+        query_str: str | None = None,
+        **limits: Unpack[Limits],
+    ) -> list[NodeWithScore]:
+        """Rank nodes and keep the relevant ones.
+
+        Args:
+            nodes: What was retrieved. None of it is changed.
+            query_bundle: The question, or
+            query_str: the question.
+            **limits: ``threshold``, ``top_n`` and ``min_docs`` of this call only.
+
+        Raises:
+            InputError: No question, an empty or too long one, or a limit out of range.
+            ScoringError: A node could not be scored; it is named.
+        """
+        return self._postprocess_nodes(nodes, _bundle(query_bundle, query_str), **limits)
+
+    async def apostprocess_nodes(
+        self,
+        nodes: list[NodeWithScore],
+        query_bundle: QueryBundle | None = None,
+        query_str: str | None = None,
+        **limits: Unpack[Limits],
+    ) -> list[NodeWithScore]:
+        """As `postprocess_nodes`, without blocking the event loop; a cancelled call leaves the model's queue."""
+        return await self._apostprocess_nodes(nodes, _bundle(query_bundle, query_str), **limits)
+
+    @dispatcher.span
+    def _postprocess_nodes(
+        self, nodes: list[NodeWithScore], query_bundle: QueryBundle | None = None, **limits: Unpack[Limits]
+    ) -> list[NodeWithScore]:
+        query, chosen = _query(query_bundle), self._limits(limits)
+        with self._traced(query, nodes, chosen) as kept:
+            kept += self._scored(nodes, self._rank(query, self._texts(nodes), chosen))
+        return kept
+
+    @dispatcher.span
+    async def _apostprocess_nodes(
+        self, nodes: list[NodeWithScore], query_bundle: QueryBundle | None = None, **limits: Unpack[Limits]
+    ) -> list[NodeWithScore]:
+        query, chosen = _query(query_bundle), self._limits(limits)
+        with self._traced(query, nodes, chosen) as kept:
+            kept += self._scored(nodes, await self._arank(query, self._texts(nodes), chosen))
+        return kept
+
+    @contextmanager
+    def _traced(self, query: str, nodes: list[NodeWithScore], limits: Limits) -> Iterator[list[NodeWithScore]]:
+        """Events around one call, in both of LlamaIndex's systems; each start gets its end, also after an error."""
+        kept: list[NodeWithScore] = []
+        top_n = limits["top_n"] or len(nodes)
+        payload: dict[str, Any] = {
+            EventPayload.NODES: nodes,
+            EventPayload.MODEL_NAME: self.model_label,
+            EventPayload.QUERY_STR: query,
+            EventPayload.TOP_K: top_n,
+        }
+        with self.callback_manager.event(CBEventType.RERANKING, payload=payload) as event:
+            dispatcher.event(ReRankStartEvent(query=query, nodes=nodes, top_n=top_n, model_name=self.model_label))
+            try:
+                yield kept
+            finally:
+                dispatcher.event(ReRankEndEvent(nodes=kept))
+            event.on_end(payload={EventPayload.NODES: kept})
+
+    def _texts(self, nodes: list[NodeWithScore]) -> list[str]:
+        return [scored.node.get_content(metadata_mode=self.metadata_mode) for scored in nodes]
+
+    def _scored(self, nodes: list[NodeWithScore], result: RankResult) -> list[NodeWithScore]:
+        return [
+            NodeWithScore(
+                node=_with_score(nodes[kept.index]) if self.keep_retrieval_score else nodes[kept.index].node,
+                score=kept.score,
+            )
+            for kept in result.kept
+        ]
+
+
+def _with_score(scored: NodeWithScore) -> BaseNode:
+    """A copy of the node that holds its retriever's score where neither an embedding nor an LLM reads it."""
+    node = scored.node
+    return node.model_copy(
+        update={
+            "metadata": {**node.metadata, RETRIEVAL_SCORE: scored.score},
+            "excluded_embed_metadata_keys": _with(node.excluded_embed_metadata_keys, RETRIEVAL_SCORE),
+            "excluded_llm_metadata_keys": _with(node.excluded_llm_metadata_keys, RETRIEVAL_SCORE),
+        }
+    )
+
+
+def _with(names: list[str], name: str) -> list[str]:
+    return [*names, *([] if name in names else [name])]
+
+
+def _bundle(query_bundle: QueryBundle | None, query_str: str | None) -> QueryBundle | None:
+    if query_bundle is not None and query_str is not None:
+        raise InputError("Cannot specify both query_str and query_bundle. Give one of them.")
+    return query_bundle if query_str is None else QueryBundle(query_str)
+
+
+def _query(query_bundle: QueryBundle | None) -> str:
+    if query_bundle is None:
+        raise InputError("Missing query bundle in extra info. Give query_bundle or query_str.")
+    return query_bundle.query_str

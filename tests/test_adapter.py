@@ -1,0 +1,354 @@
+"""What both adapters share: one model per process and settings, one thread per model, settings that travel."""
+
+import asyncio
+import copy
+import gc
+import itertools
+import json
+import logging
+import multiprocessing
+import os
+import pickle
+import subprocess
+import sys
+import threading
+import time
+import weakref
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import DOCUMENTS, QUERY
+from pydantic import ValidationError
+
+import rsrank_rag
+from rsrank_rag import Reranker, RSRank, worker
+from rsrank_rag.adapter import RerankerAdapter
+from rsrank_rag.errors import ArtifactError, InputError
+
+pytest.importorskip("langchain_core")
+pytest.importorskip("llama_index.core")
+
+from rsrank_rag.langchain import RSRankCompressor
+from rsrank_rag.llama_index import RSRankPostprocessor
+
+ADAPTERS = [RSRankCompressor, RSRankPostprocessor]
+both = pytest.mark.parametrize("adapter", ADAPTERS, ids=lambda adapter: adapter.__name__)
+
+
+class Overlap(Reranker):
+    """Counts shared words; says when and where it ran."""
+
+    def __init__(self, seconds=0.0):
+        self.seconds, self.threads, self.running, self.most, self.calls = seconds, set(), 0, 0, 0
+
+    def score(self, query, documents):
+        self.threads.add(threading.get_ident())
+        self.running += 1
+        self.most = max(self.most, self.running)
+        self.calls += 1
+        time.sleep(self.seconds)
+        self.running -= 1
+        return [len(set(query.split()) & set(text.split())) - 1 for text in documents]
+
+
+@pytest.fixture
+def artifact(ranker, tmp_path):
+    ranker.save_pretrained(tmp_path / "artifact", include_backbone=True)
+    return tmp_path / "artifact"
+
+
+@pytest.fixture
+def loads(monkeypatch):
+    """How often a model was loaded."""
+    names = []
+    load = worker.ModelSettings.load
+
+    def counted(settings):
+        names.append(settings.name)
+        return load(settings)
+
+    monkeypatch.setattr(worker.ModelSettings, "load", counted)
+    return names
+
+
+@pytest.fixture(autouse=True)
+def _no_model_stays():
+    yield
+    for key in [key for key in worker._workers if isinstance(key, worker.ModelSettings)]:
+        worker.close(key)
+
+
+def test_adapters_are_made_and_written_down_without_torch():
+    code = """
+import sys, json, pickle
+from rsrank_rag import RSRankCompressor, RSRankPostprocessor
+made = [RSRankCompressor(model="some/where", device="cuda", load_in_8bit=True), RSRankPostprocessor(top_n=3)]
+made[0].compress_documents([], "nothing"), made[1].postprocess_nodes([], query_str="nothing")
+pickle.dumps(made), [m.model_dump() for m in made]
+print(json.dumps([m for m in ("torch", "transformers") if m in sys.modules]))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert json.loads(done.stdout) == []
+
+
+@both
+def test_an_adapter_can_be_imported_from_the_top(adapter):
+    assert getattr(rsrank_rag, adapter.__name__) is adapter
+    assert adapter.__name__ in dir(rsrank_rag)
+
+
+@pytest.mark.parametrize(
+    ("framework", "module", "extra"),
+    [("langchain_core", "langchain", "langchain"), ("llama_index.core", "llama_index", "llama-index")],
+)
+def test_a_missing_framework_gives_the_pip_command(framework, module, extra):
+    code = f"""
+import sys
+class NotInstalled:
+    def find_spec(self, name, path=None, target=None):
+        if name == {framework!r}:
+            raise ModuleNotFoundError(f"No module named {{name!r}}", name=name)
+sys.meta_path.insert(0, NotInstalled())
+try:
+    import rsrank_rag.{module}
+except ImportError as error:
+    print(error)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert f"pip install 'rsrank-rag[{extra}]'" in done.stdout
+
+
+@both
+def test_settings_survive_every_way_of_writing_them_down(adapter):
+    made = adapter(
+        model=Path("folder"), device=torch.device("cpu"), dtype=torch.float32, threshold=None, top_n=4, min_docs=2
+    )
+    settings = made.model_dump()
+    assert settings["dtype"] == "float32"
+    assert settings["device"] == "cpu"
+    copies = [
+        pickle.loads(pickle.dumps(made)),
+        copy.copy(made),
+        copy.deepcopy(made),
+        made.model_copy(),
+        adapter(**settings),
+        adapter.model_validate_json(made.model_dump_json()),
+    ]
+    for found in copies:
+        assert type(found) is adapter
+        assert found.model_dump() == settings
+
+
+def test_llama_index_can_write_the_postprocessor_down():
+    made = RSRankPostprocessor(model="a/b", revision="v1", threshold=None, keep_retrieval_score=True)
+    settings = made.to_dict()
+    assert settings["class_name"] == "RSRankPostprocessor"
+    assert RSRankPostprocessor.from_dict(settings).to_dict() == settings
+    assert RSRankPostprocessor.from_json(made.to_json()).to_dict() == settings
+
+
+@both
+def test_a_used_adapter_is_written_down_without_its_model(adapter, artifact):
+    made = adapter(model=artifact, device="cpu", dtype="float32")
+    made.warm_up()
+    assert worker.is_loaded(made._source())
+    assert len(pickle.dumps(made)) < 2000
+    assert "token" not in made.model_dump_json()
+
+
+@both
+def test_a_model_object_is_shared_by_copies_but_never_written_down(adapter):
+    reranker = Overlap()
+    made = adapter(model=reranker)
+    assert copy.deepcopy(made).model is reranker
+    assert made.model_copy().model is reranker
+    with pytest.raises(Exception, match=r"Overlap object, which cannot be written down\. Give model a name"):
+        made.model_dump()
+    with pytest.raises(Exception, match="cannot be written down"):
+        pickle.dumps(made)
+
+
+@both
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"treshold": 1.0}, "treshold"),
+        ({"top_n": 0}, "top_n must be at least 1"),
+        ({"top_n": 1, "min_docs": 2}, "asks for more documents than"),
+        ({"min_docs": -1}, "min_docs"),
+        ({"threshold": float("nan")}, "NaN"),
+        ({"token": "hf_secret"}, "token"),
+        ({"model": 3}, "model"),
+    ],
+)
+def test_a_setting_that_makes_no_sense_is_refused(adapter, settings, message):
+    with pytest.raises(ValidationError, match=message):
+        adapter(**settings)
+
+
+@both
+def test_loading_settings_beside_a_loaded_model_are_refused(adapter):
+    with pytest.raises(ValidationError, match="device would have no effect"):
+        adapter(model=Overlap(), device="cpu")
+
+
+@both
+def test_a_changed_setting_is_checked_too(adapter):
+    made = adapter()
+    made.top_n = 3
+    with pytest.raises(ValidationError, match="top_n"):
+        made.top_n = 0
+
+
+def test_equal_settings_share_one_model_which_loads_at_first_use(artifact, loads):
+    compressor = RSRankCompressor(model=artifact, device="cpu", dtype="float32")
+    postprocessor = RSRankPostprocessor(model=str(artifact), device="cpu", dtype="float32", threshold=None)
+    assert loads == []
+    adapters = [compressor, postprocessor, copy.deepcopy(compressor), pickle.loads(pickle.dumps(postprocessor))]
+    models = [made._submit(lambda reranker: reranker).result() for made in adapters]
+    assert loads == [str(artifact)]
+    assert all(model is models[0] for model in models)
+    other = RSRankCompressor(model=artifact, device="cpu", dtype="float32", max_length=64)
+    assert other._submit(lambda reranker: reranker).result() is not models[0]
+    assert len(loads) == 2
+
+
+def test_close_frees_the_model_and_the_next_call_loads_it_again(artifact, loads):
+    made = RSRankCompressor(model=artifact, device="cpu", dtype="float32")
+    freed = weakref.ref(made._submit(lambda reranker: reranker).result())
+    made.close()
+    gc.collect()
+    assert freed() is None
+    made.close()  # nothing left to close
+    assert made._rank(QUERY, DOCUMENTS, made._limits({})).query == QUERY
+    assert len(loads) == 2
+
+
+def test_a_failed_load_is_reported_and_tried_again(artifact, loads, tmp_path):
+    made = RSRankCompressor(model=tmp_path / "later", device="cpu", dtype="float32")
+    with pytest.raises(ArtifactError, match="later"):
+        made.warm_up()
+    artifact.rename(tmp_path / "later")
+    made.warm_up()
+    assert len(loads) == 2
+
+
+def test_a_rerankers_thread_ends_with_it():
+    reranker = Overlap()
+    made = RSRankCompressor(model=reranker)
+    made.warm_up()
+    (thread,) = [thread for thread in threading.enumerate() if thread.name.startswith("rsrank")]
+    del made, reranker
+    gc.collect()
+    thread.join(5)
+    assert not thread.is_alive()
+
+
+def test_64_concurrent_calls_load_one_model_and_score_as_one_call_after_another(artifact, loads, ranker):
+    adapters = [RSRankCompressor(model=artifact, device="cpu", dtype="float32", threshold=None) for _ in range(8)]
+    batches = [[f"{text} {number % 5}" for text in DOCUMENTS] for number in range(64)]
+    expected = [ranker.rank(QUERY, texts, threshold=None) for texts in batches]
+
+    async def together():
+        calls = (adapters[i % 8]._arank(QUERY, texts, adapters[0]._limits({})) for i, texts in enumerate(batches))
+        return await asyncio.gather(*calls)
+
+    assert asyncio.run(together()) == expected
+    assert len(loads) == 1
+
+
+def test_a_model_never_runs_twice_at_the_same_time_whoever_calls():
+    reranker = Overlap(seconds=0.002)
+    made = RSRankCompressor(model=reranker)
+
+    def call():
+        made._rank(QUERY, DOCUMENTS, made._limits({}))
+
+    threads = [threading.Thread(target=call) for _ in range(16)]
+    for thread in threads:
+        thread.start()
+
+    async def beside():
+        await asyncio.gather(*(made._arank(QUERY, DOCUMENTS, made._limits({})) for _ in range(16)))
+
+    asyncio.run(beside())
+    for thread in threads:
+        thread.join()
+    assert reranker.calls == 32
+    assert reranker.most == 1
+    assert len(reranker.threads) == 1
+    assert threading.get_ident() not in reranker.threads
+
+
+async def test_the_event_loop_stays_free_while_a_model_runs():
+    made = RSRankCompressor(model=Overlap(seconds=0.5))
+    beats = []
+
+    async def heartbeat():
+        while True:
+            beats.append(time.perf_counter())
+            await asyncio.sleep(0.005)
+
+    beating = asyncio.create_task(heartbeat())
+    await made._arank(QUERY, DOCUMENTS, made._limits({}))
+    beating.cancel()
+    assert len(beats) > 20
+    assert max(after - before for before, after in itertools.pairwise(beats)) < 0.25
+
+
+async def test_a_cancelled_call_gives_up_its_place_in_the_queue():
+    reranker = Overlap(seconds=0.2)
+    made = RSRankCompressor(model=reranker)
+    calls = [asyncio.create_task(made._arank(QUERY, DOCUMENTS, made._limits({}))) for _ in range(3)]
+    await asyncio.sleep(0.05)
+    calls[1].cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await calls[1]
+    await asyncio.gather(calls[0], calls[2])
+    assert reranker.calls == 2
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_a_forked_process_can_go_on_using_an_adapter():
+    made = RSRankCompressor(model=Overlap(), threshold=None)
+    expected = made._rank(QUERY, DOCUMENTS, made._limits({}))
+    context = multiprocessing.get_context("fork")
+    answers = context.SimpleQueue()
+    child = context.Process(target=lambda: answers.put(made._rank(QUERY, DOCUMENTS, made._limits({}))))
+    child.start()
+    child.join(20)
+    assert child.exitcode == 0
+    assert answers.get() == expected
+
+
+def test_limits_of_a_call_replace_those_of_the_adapter_one_by_one():
+    made = RerankerAdapter(model=Overlap(), threshold=1.0, top_n=3)
+    assert made._limits({}) == {"threshold": 1.0, "top_n": 3, "min_docs": 0}
+    assert made._limits({"threshold": None}) == {"threshold": None, "top_n": 3, "min_docs": 0}
+    assert made._limits({"threshold": 0.0, "top_n": None}) == {"threshold": 0.0, "top_n": None, "min_docs": 0}
+    with pytest.raises(TypeError, match=r"Unknown argument: k\. A call takes threshold, top_n, min_docs"):
+        made._limits({"k": 3})
+    with pytest.raises(InputError, match="min_docs=4 asks for more documents than top_n=3"):
+        made._limits({"min_docs": 4})
+
+
+def test_when_all_is_dropped_one_debug_line_says_so(caplog):
+    made = RerankerAdapter(model=Overlap())
+    with caplog.at_level(logging.DEBUG, logger="rsrank_rag"):
+        result = made._rank("nothing in common", ["a b", "in a"], made._limits({}))
+    assert result.kept == ()
+    assert caplog.messages == ["All 2 documents were dropped; the best scored +0.000, not above 0."]
+
+
+def test_documents_without_text_are_counted_in_a_warning(caplog):
+    made = RerankerAdapter(model=Overlap())
+    made._rank("a b", ["a b", " "], made._limits({}))
+    assert caplog.messages == ["1 of 2 documents hold no text to score."]
+
+
+def test_a_model_name_that_is_a_loaded_ranker_scores_as_itself(ranker):
+    made = RerankerAdapter(model=ranker)
+    assert made._rank(QUERY, DOCUMENTS, made._limits({})) == ranker.rank(QUERY, DOCUMENTS)
+    assert isinstance(made.model, RSRank)

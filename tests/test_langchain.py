@@ -1,0 +1,380 @@
+"""The LangChain adapter: LangChain's own objects around it, and what it does to documents."""
+
+import asyncio
+import logging
+from types import SimpleNamespace
+
+import pytest
+from conftest import DOCUMENTS, QUERY
+
+pytest.importorskip("langchain_core")
+
+from langchain_core.callbacks import AsyncCallbackHandler, BaseCallbackHandler
+from langchain_core.documents import BaseDocumentCompressor, Document
+from langchain_core.retrievers import BaseRetriever
+from langchain_core.runnables import RunnableLambda, RunnablePassthrough
+
+from rsrank_rag import Reranker, RSRankError
+from rsrank_rag.errors import InputError, ScoringError
+from rsrank_rag.evaluation.baselines import BM25
+from rsrank_rag.langchain import RSRankCompressor, RSRankRetriever
+
+try:
+    from langchain_classic.retrievers import ContextualCompressionRetriever
+    from langchain_classic.retrievers import document_compressors as compressors
+except ImportError:  # before 1.0 they were in langchain itself
+    try:
+        from langchain.retrievers import ContextualCompressionRetriever
+        from langchain.retrievers import document_compressors as compressors
+    except ImportError:
+        compressors = None
+
+needs_classic = pytest.mark.skipif(compressors is None, reason="needs langchain-classic")
+
+
+class Numbers(Reranker):
+    """A document's score is the number it starts with."""
+
+    def score(self, query, documents):
+        return [float(text.split()[0]) for text in documents]
+
+
+def documents(*scores):
+    return [Document(f"{score} points", id=f"id{i}", metadata={"page": i}) for i, score in enumerate(scores)]
+
+
+def texts(found):
+    return [document.page_content for document in found]
+
+
+@pytest.fixture
+def compressor():
+    return RSRankCompressor(model=Numbers())
+
+
+async def compress(compressor, asynchronous, *args, **kwargs):
+    if asynchronous:
+        return await compressor.acompress_documents(*args, **kwargs)
+    return await asyncio.to_thread(compressor.compress_documents, *args, **kwargs)
+
+
+both_ways = pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
+
+
+@both_ways
+async def test_documents_below_zero_are_dropped_and_the_rest_is_sorted(compressor, asynchronous):
+    found = await compress(compressor, asynchronous, documents(1, -1, 3, 0), "q")
+    assert texts(found) == ["3 points", "1 points"]
+    assert [document.metadata["relevance_score"] for document in found] == [3.0, 1.0]
+
+
+@both_ways
+@pytest.mark.parametrize(
+    ("limits", "expected"),
+    [
+        ({"threshold": None}, [3, 1, 0, -1]),
+        ({"threshold": 2}, [3]),
+        ({"threshold": 5}, []),
+        ({"threshold": 5, "min_docs": 2}, [3, 1]),
+        ({"top_n": 1}, [3]),
+        ({"top_n": 9}, [3, 1]),
+        ({"threshold": None, "top_n": 3}, [3, 1, 0]),
+    ],
+)
+async def test_limits_can_be_set_once_or_for_one_call(asynchronous, limits, expected):
+    wanted = [f"{score} points" for score in expected]
+    once = RSRankCompressor(model=Numbers(), **limits)
+    assert texts(await compress(once, asynchronous, documents(1, -1, 3, 0), "q")) == wanted
+    call = RSRankCompressor(model=Numbers(), threshold=2.5)
+    if "threshold" in limits:
+        assert texts(await compress(call, asynchronous, documents(1, -1, 3, 0), "q", **limits)) == wanted
+
+
+def test_an_unknown_argument_of_a_call_is_an_error(compressor):
+    with pytest.raises(TypeError, match="Unknown argument: k"):
+        compressor.compress_documents(documents(1), "q", k=3)
+
+
+def test_the_input_is_left_alone_and_what_comes_back_is_a_copy(compressor):
+    given = documents(1, 2)
+    given[0].metadata["relevance_score"] = 0.99
+    before = [document.model_copy(deep=True) for document in given]
+    found = compressor.compress_documents(given, "q")
+    assert given == before
+    found[0].metadata["page"] = "changed"
+    assert given == before
+    assert [document.id for document in found] == ["id1", "id0"]
+    assert found[1].metadata == {"page": 0, "relevance_score": 1.0}  # the stale score is gone
+    assert type(found[0].metadata["relevance_score"]) is float
+
+
+def test_a_subclass_of_document_keeps_its_class_and_fields(compressor):
+    class Chunk(Document):
+        state: dict = {}  # noqa: RUF012 - a pydantic default
+
+    (found,) = compressor.compress_documents([Chunk(page_content="2", state={"embedded": [1.0]}, id="x")], "q")
+    assert type(found) is Chunk
+    assert found.state == {"embedded": [1.0]}
+
+
+def test_the_score_key_can_be_chosen():
+    found = RSRankCompressor(model=Numbers(), score_key="rsrank").compress_documents(documents(1), "q")
+    assert found[0].metadata == {"page": 0, "rsrank": 1.0}
+
+
+def test_chosen_metadata_are_read_before_the_text():
+    class Recorder(Reranker):
+        def score(self, query, documents):
+            self.seen = list(documents)
+            return [1.0] * len(documents)
+
+    reranker = Recorder()
+    given = [Document("text", metadata={"title": "T", "year": 0, "none": None, "rest": "r"}), Document("bare")]
+    RSRankCompressor(model=reranker, metadata_fields=["title", "year", "none"]).compress_documents(given, "q")
+    assert reranker.seen == ["T\n0\ntext", "bare"]
+
+
+@both_ways
+async def test_no_documents_need_no_model(asynchronous):
+    assert await compress(RSRankCompressor(model="no/such-model"), asynchronous, [], "q") == []
+
+
+def test_when_all_is_dropped_the_list_is_empty_and_the_log_says_so(compressor, caplog):
+    with caplog.at_level(logging.DEBUG, logger="rsrank_rag"):
+        assert compressor.compress_documents(documents(-1, -2), "q") == []
+    assert "All 2 documents were dropped; the best scored -1.000" in caplog.text
+
+
+@both_ways
+async def test_a_document_that_cannot_be_scored_fails_the_call_and_is_named(compressor, asynchronous):
+    with pytest.raises(ScoringError, match="Document 1 scored nan"):
+        await compress(compressor, asynchronous, documents(1, "nan"), "q")
+
+
+def test_a_baseline_can_stand_in_for_the_model():
+    pytest.importorskip("bm25s")
+    found = RSRankCompressor(model=BM25(), threshold=None, top_n=1).compress_documents(
+        [Document(text) for text in DOCUMENTS], QUERY
+    )
+    assert found[0].page_content == DOCUMENTS[0]
+
+
+def test_scores_are_those_of_the_ranker(ranker):
+    found = RSRankCompressor(model=ranker, threshold=None).compress_documents(list(map(Document, DOCUMENTS)), QUERY)
+    expected = ranker.rank(QUERY, DOCUMENTS, threshold=None).kept
+    assert [(d.page_content, d.metadata["relevance_score"]) for d in found] == [(d.text, d.score) for d in expected]
+
+
+# Callbacks
+
+
+class Trace(BaseCallbackHandler):
+    def __init__(self):
+        self.events = []
+
+    def on_chain_start(self, serialized, inputs, *, run_id, parent_run_id=None, name=None, **kwargs):
+        self.events.append(("start", name, run_id, parent_run_id, inputs))
+
+    def on_chain_end(self, outputs, *, run_id, **kwargs):
+        self.events.append(("end", run_id, outputs))
+
+    def on_chain_error(self, error, *, run_id, **kwargs):
+        self.events.append(("error", run_id, error))
+
+
+class AsyncTrace(AsyncCallbackHandler):
+    def __init__(self):
+        self.events = []
+
+    on_start, on_end, on_error = Trace.on_chain_start, Trace.on_chain_end, Trace.on_chain_error
+
+    async def on_chain_start(self, *args, **kwargs):
+        self.on_start(*args, **kwargs)
+
+    async def on_chain_end(self, *args, **kwargs):
+        self.on_end(*args, **kwargs)
+
+    async def on_chain_error(self, *args, **kwargs):
+        self.on_error(*args, **kwargs)
+
+
+@pytest.mark.parametrize(("asynchronous", "handler"), [(False, Trace), (True, Trace), (True, AsyncTrace)])
+async def test_callbacks_see_a_run_with_inputs_and_outputs(compressor, asynchronous, handler):
+    trace = handler()
+    given = documents(1, -1)
+    found = await compress(compressor, asynchronous, given, "q", callbacks=[trace])
+    (_, name, run, parent, inputs), (_, ended, outputs) = trace.events
+    assert (name, parent, ended) == ("RSRankCompressor", None, run)
+    assert inputs == {"query": "q", "documents": given}
+    assert outputs == found
+
+
+@pytest.mark.parametrize(("asynchronous", "handler"), [(False, Trace), (True, Trace), (True, AsyncTrace)])
+async def test_callbacks_see_an_error(compressor, asynchronous, handler):
+    trace = handler()
+    with pytest.raises(ScoringError):
+        await compress(compressor, asynchronous, documents("inf"), "q", callbacks=[trace])
+    start, (_, failed, error) = trace.events
+    assert failed == start[2]
+    assert isinstance(error, RSRankError)
+
+
+def test_a_call_inside_a_chain_is_a_child_of_the_chains_run(compressor):
+    trace = Trace()
+    RunnableLambda(lambda query: compressor.compress_documents(documents(1), query), name="outer").invoke(
+        "q", {"callbacks": [trace]}
+    )
+    outer, inner = (event for event in trace.events if event[0] == "start")
+    assert (outer[1], inner[1]) == ("outer", "RSRankCompressor")
+    assert inner[3] == outer[2]
+
+
+def test_open_inference_exports_the_run():
+    instrumentation = pytest.importorskip("openinference.instrumentation.langchain")
+    from opentelemetry.sdk.trace import TracerProvider
+    from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+    from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+
+    exporter, provider = InMemorySpanExporter(), TracerProvider()
+    provider.add_span_processor(SimpleSpanProcessor(exporter))
+    instrumentor = instrumentation.LangChainInstrumentor()
+    instrumentor.instrument(tracer_provider=provider)
+    try:
+        RSRankCompressor(model=Numbers()).compress_documents(documents(2, -2), "which?")
+    finally:
+        instrumentor.uninstrument()
+    (span,) = exporter.get_finished_spans()
+    assert span.name == "RSRankCompressor"
+    assert "which?" in span.attributes["input.value"]
+    assert "2 points" in span.attributes["output.value"]
+    assert "-2 points" not in span.attributes["output.value"]
+
+
+# Chains
+
+
+async def test_as_runnable_fits_a_chain(compressor):
+    retrieve = RunnableLambda(lambda inputs: documents(1, -1, 2))
+    chain = RunnablePassthrough.assign(context=retrieve) | compressor.as_runnable("question", "context")
+    assert texts(chain.invoke({"question": "q"})) == ["2 points", "1 points"]
+    assert texts(await chain.ainvoke({"question": "q"})) == ["2 points", "1 points"]
+    assert [texts(found) for found in chain.batch([{"question": "q"}] * 2)] == [["2 points", "1 points"]] * 2
+    assert texts(compressor.as_runnable().invoke({"query": "q", "documents": documents(1, 2)}, top_n=1)) == ["2 points"]
+
+
+def test_a_runnable_says_what_its_dictionary_lacks(compressor):
+    with pytest.raises(InputError, match=r"needs a dictionary with 'query' and 'documents', got keys \['question'\]"):
+        compressor.as_runnable().invoke({"question": "q"})
+    with pytest.raises(InputError, match="got str"):
+        compressor.as_runnable().invoke("q")
+
+
+class Fixed(BaseRetriever):
+    """Finds everything, or the first k."""
+
+    found: list[Document]
+    k: int | None = None
+
+    def _get_relevant_documents(self, query, *, run_manager, k=None):
+        return self.found[: k or self.k]
+
+    async def _aget_relevant_documents(self, query, *, run_manager, k=None):
+        return self.found[: k or self.k]
+
+
+@pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
+async def test_the_retriever_keeps_what_is_relevant(compressor, asynchronous):
+    retriever = RSRankRetriever(base_retriever=Fixed(found=documents(1, -1, 3)), compressor=compressor)
+
+    async def ask(**kwargs):
+        return texts(await retriever.ainvoke("q", **kwargs) if asynchronous else retriever.invoke("q", **kwargs))
+
+    assert await ask() == ["3 points", "1 points"]
+    assert await ask(threshold=None, top_n=2) == ["3 points", "1 points"]
+    assert await ask(threshold=None) == ["3 points", "1 points", "-1 points"]
+    assert await ask(k=2) == ["1 points"]  # the base retriever's
+
+
+def test_the_retrievers_runs_nest(compressor):
+    trace = Trace()
+    trace.on_retriever_start = lambda serialized, query, *, run_id, name=None, parent_run_id=None, **kwargs: (
+        trace.events.append(("start", name, run_id, parent_run_id))
+    )
+    RSRankRetriever(base_retriever=Fixed(found=documents(1)), compressor=compressor).invoke("q", {"callbacks": [trace]})
+    outer, base, inner = (event for event in trace.events if event[0] == "start")
+    assert (outer[1], base[1], inner[1]) == ("RSRankRetriever", "Fixed", "RSRankCompressor")
+    assert base[3] == inner[3] == outer[2]
+
+
+@needs_classic
+@both_ways
+async def test_langchains_compression_retriever_takes_the_compressor(compressor, asynchronous):
+    retriever = ContextualCompressionRetriever(
+        base_compressor=compressor, base_retriever=Fixed(found=documents(1, -1, 3))
+    )
+    found = await retriever.ainvoke("q") if asynchronous else retriever.invoke("q")
+    assert texts(found) == ["3 points", "1 points"]
+
+
+@needs_classic
+@both_ways
+async def test_langchains_pipeline_takes_the_compressor(compressor, asynchronous):
+    class Nothing(BaseDocumentCompressor):
+        def compress_documents(self, documents, query, callbacks=None):
+            return []
+
+    for before, expected in ((None, ["3 points", "1 points"]), (Nothing(), [])):
+        pipeline = compressors.DocumentCompressorPipeline(transformers=[*filter(None, [before]), compressor])
+        found = await compress(pipeline, asynchronous, documents(1, -1, 3), "q")
+        assert texts(found) == expected
+
+
+@needs_classic
+def test_langchains_cross_encoder_reranker_takes_our_cross_encoder():
+    from rsrank_rag.langchain import RSRankCrossEncoder
+
+    scorer = RSRankCrossEncoder(model=Numbers())
+    assert scorer.score([("a", "1"), ("b", "-2"), ("a", "3")]) == [1.0, -2.0, 3.0]
+    assert scorer.score([]) == []
+    reranker = compressors.CrossEncoderReranker(model=scorer, top_n=2)
+    assert texts(reranker.compress_documents(documents(1, 2, 3), "q")) == ["3 points", "2 points"]
+
+
+def test_without_a_base_class_the_cross_encoder_says_what_to_install(monkeypatch):
+    from rsrank_rag import langchain_cross_encoder
+    from rsrank_rag.errors import MissingDependencyError
+
+    monkeypatch.setattr(langchain_cross_encoder, "HOMES", ("rsrank_rag.nowhere",))
+    with pytest.raises(MissingDependencyError, match="pip install -U langchain-core"):
+        langchain_cross_encoder._base_class()
+
+
+# LangChain's own standard tests
+
+try:
+    from langchain_tests.integration_tests import RetrieversIntegrationTests
+except ImportError:
+    RetrieversIntegrationTests = SimpleNamespace  # skipped below
+
+
+@pytest.mark.skipif(RetrieversIntegrationTests is SimpleNamespace, reason="needs langchain-tests")
+class TestStandard(RetrieversIntegrationTests):
+    """A retriever of ours, by LangChain's standard tests."""
+
+    @property
+    def retriever_constructor(self):
+        def construct(top_n=None):
+            return RSRankRetriever(
+                base_retriever=Fixed(found=documents(1, 2, -1, 3, 4)),
+                compressor=RSRankCompressor(model=Numbers(), top_n=top_n),
+            )
+
+        return construct
+
+    @property
+    def retriever_query_example(self):
+        return "which?"
+
+    @property
+    def num_results_arg_name(self):
+        return "top_n"

@@ -1,0 +1,299 @@
+"""The LlamaIndex adapter: LlamaIndex's own objects around it, and what it does to nodes."""
+
+import asyncio
+
+import pytest
+from conftest import DOCUMENTS, QUERY
+
+pytest.importorskip("llama_index.core")
+
+from llama_index.core import MockEmbedding, Settings, VectorStoreIndex
+from llama_index.core.callbacks import CallbackManager, LlamaDebugHandler
+from llama_index.core.callbacks.schema import CBEventType, EventPayload
+from llama_index.core.instrumentation import get_dispatcher
+from llama_index.core.instrumentation.event_handlers import BaseEventHandler
+from llama_index.core.instrumentation.events.rerank import ReRankEndEvent, ReRankStartEvent
+from llama_index.core.llms import MockLLM
+from llama_index.core.postprocessor.types import BaseNodePostprocessor
+from llama_index.core.schema import (
+    ImageNode,
+    MetadataMode,
+    NodeRelationship,
+    NodeWithScore,
+    QueryBundle,
+    RelatedNodeInfo,
+    TextNode,
+)
+
+from rsrank_rag import Reranker
+from rsrank_rag.errors import InputError, ScoringError
+from rsrank_rag.llama_index import RSRankPostprocessor
+
+
+class Numbers(Reranker):
+    """A document's score is the first number in it."""
+
+    def score(self, query, documents):
+        self.seen = list(documents)
+        return [float(text.split()[0]) if text.strip() else 0.0 for text in documents]
+
+
+def nodes(*scores):
+    return [
+        NodeWithScore(node=TextNode(text=f"{score} points", id_=f"id{i}"), score=0.5 + i)
+        for i, score in enumerate(scores)
+    ]
+
+
+def texts(found):
+    return [scored.node.text for scored in found]
+
+
+@pytest.fixture
+def postprocessor():
+    return RSRankPostprocessor(model=Numbers())
+
+
+async def process(postprocessor, asynchronous, *args, **kwargs):
+    if asynchronous:
+        return await postprocessor.apostprocess_nodes(*args, **kwargs)
+    return await asyncio.to_thread(postprocessor.postprocess_nodes, *args, **kwargs)
+
+
+both_ways = pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
+
+
+def test_it_is_a_node_postprocessor():
+    assert issubclass(RSRankPostprocessor, BaseNodePostprocessor)
+    assert RSRankPostprocessor.class_name() == "RSRankPostprocessor"
+
+
+@both_ways
+async def test_nodes_below_zero_are_dropped_and_the_rest_is_sorted(postprocessor, asynchronous):
+    found = await process(postprocessor, asynchronous, nodes(1, -1, 3, 0), query_str="q")
+    assert texts(found) == ["3 points", "1 points"]
+    assert [scored.score for scored in found] == [3.0, 1.0]
+    assert type(found[0].score) is float
+
+
+@both_ways
+@pytest.mark.parametrize(
+    ("limits", "expected"),
+    [
+        ({"threshold": None}, [3, 1, 0, -1]),
+        ({"threshold": 5}, []),
+        ({"threshold": 5, "min_docs": 2}, [3, 1]),
+        ({"top_n": 1}, [3]),
+        ({"top_n": 9}, [3, 1]),
+    ],
+)
+async def test_limits_can_be_set_once_or_for_one_call(asynchronous, limits, expected):
+    wanted = [f"{score} points" for score in expected]
+    once = RSRankPostprocessor(model=Numbers(), **limits)
+    assert texts(await process(once, asynchronous, nodes(1, -1, 3, 0), query_str="q")) == wanted
+    call = RSRankPostprocessor(model=Numbers())
+    assert texts(await process(call, asynchronous, nodes(1, -1, 3, 0), query_str="q", **limits)) == wanted
+
+
+@both_ways
+async def test_a_question_comes_as_bundle_or_text_but_not_both_nor_neither(postprocessor, asynchronous):
+    bundle = QueryBundle("q")
+    assert texts(await process(postprocessor, asynchronous, nodes(1), bundle)) == ["1 points"]
+    with pytest.raises(ValueError, match="Cannot specify both query_str and query_bundle"):
+        await process(postprocessor, asynchronous, nodes(1), bundle, "q")
+    with pytest.raises(InputError, match=r"Missing query bundle in extra info\. Give"):
+        await process(postprocessor, asynchronous, nodes(1))
+    with pytest.raises(TypeError, match="Unknown argument: top_k"):
+        await process(postprocessor, asynchronous, nodes(1), bundle, top_k=2)
+
+
+@both_ways
+async def test_no_nodes_need_no_model(asynchronous):
+    assert await process(RSRankPostprocessor(model="no/such-model"), asynchronous, [], query_str="q") == []
+
+
+@pytest.mark.parametrize("keep", [False, True])
+def test_the_input_is_left_alone(keep):
+    given = nodes(1, 2)
+    given[0].node.relationships[NodeRelationship.SOURCE] = RelatedNodeInfo(node_id="book")
+    before = [scored.model_copy(deep=True) for scored in given]
+    hashes = [scored.node.hash for scored in given]
+    found = RSRankPostprocessor(model=Numbers(), keep_retrieval_score=keep).postprocess_nodes(given, query_str="q")
+    assert given == before
+    assert [scored.node.hash for scored in given] == hashes
+    assert [scored.score for scored in given] == [0.5, 1.5]
+    assert [scored.node.node_id for scored in found] == ["id1", "id0"]
+    assert found[1].node.relationships[NodeRelationship.SOURCE].node_id == "book"
+
+
+def test_the_retrievers_score_is_kept_where_no_embedding_and_no_llm_reads_it():
+    made = RSRankPostprocessor(model=Numbers(), keep_retrieval_score=True)
+    (found,) = made.postprocess_nodes(nodes(1), query_str="q")
+    assert found.node.metadata == {"retrieval_score": 0.5}
+    for mode in (MetadataMode.EMBED, MetadataMode.LLM):
+        assert "retrieval_score" not in found.node.get_content(mode)
+    (again,) = made.postprocess_nodes([found], query_str="q")
+    assert again.node.excluded_llm_metadata_keys == ["retrieval_score"]
+    assert again.node.metadata == {"retrieval_score": 1.0}
+
+
+def test_metadata_mode_decides_what_is_read():
+    node = TextNode(
+        text="1",
+        metadata={"title": "0 T", "page": 7},
+        excluded_embed_metadata_keys=["page"],
+        metadata_template="{value}",
+    )
+    expected = {MetadataMode.EMBED: "0 T\n\n1", MetadataMode.NONE: "1", MetadataMode.ALL: "0 T\n7\n\n1"}
+    for mode, text in expected.items():
+        made = RSRankPostprocessor(model=Numbers(), metadata_mode=mode)
+        made.postprocess_nodes([NodeWithScore(node=node)], query_str="q")
+        assert made.model.seen == [text]
+    made = RSRankPostprocessor(model=Numbers())
+    made.postprocess_nodes([NodeWithScore(node=node)], query_str="q")
+    assert made.model.seen == [expected[MetadataMode.EMBED]]
+
+
+def test_a_node_without_text_is_scored_as_empty_and_reported(postprocessor, caplog):
+    given = [*nodes(1), NodeWithScore(node=ImageNode(image_url="http://localhost/picture.png"))]
+    assert texts(postprocessor.postprocess_nodes(given, query_str="q")) == ["1 points"]
+    assert "1 of 2 documents hold no text" in caplog.text
+
+
+def test_scores_are_those_of_the_ranker(ranker):
+    given = [NodeWithScore(node=TextNode(text=text)) for text in DOCUMENTS]
+    found = RSRankPostprocessor(model=ranker, threshold=None).postprocess_nodes(given, query_str=QUERY)
+    expected = ranker.rank(QUERY, DOCUMENTS, threshold=None).kept
+    assert [(scored.node.text, scored.score) for scored in found] == [(d.text, d.score) for d in expected]
+
+
+# Events and spans
+
+
+class Events(BaseEventHandler):
+    seen: list = []  # noqa: RUF012 - a pydantic default
+
+    def handle(self, event, **kwargs):
+        if isinstance(event, (ReRankStartEvent, ReRankEndEvent)):
+            self.seen.append(event)
+
+
+@pytest.fixture
+def events():
+    dispatcher, handler = get_dispatcher("rsrank_rag.llama_index"), Events(seen=[])
+    dispatcher.add_event_handler(handler)
+    yield handler.seen
+    dispatcher.event_handlers.remove(handler)
+
+
+@both_ways
+@pytest.mark.parametrize("given", [[1, -1], [-1], []], ids=["some kept", "none kept", "no nodes"])
+async def test_each_call_is_one_start_and_one_end_event(postprocessor, events, asynchronous, given):
+    given = nodes(*given)
+    found = await process(postprocessor, asynchronous, given, query_str="q", top_n=7)
+    start, end = events
+    assert (start.query, start.nodes, start.top_n, start.model_name) == ("q", given, 7, "Numbers")
+    assert end.nodes == found
+    assert start.span_id == end.span_id is not None
+    await process(postprocessor, asynchronous, given, query_str="q")
+    assert events[2].top_n == len(given)
+
+
+@both_ways
+async def test_a_failed_call_ends_its_event_too(postprocessor, events, asynchronous):
+    with pytest.raises(ScoringError):
+        await process(postprocessor, asynchronous, nodes("nan"), query_str="q")
+    assert [type(event) for event in events] == [ReRankStartEvent, ReRankEndEvent]
+    events.clear()
+    with pytest.raises(InputError):
+        await process(postprocessor, asynchronous, nodes(1))
+    assert events == []
+
+
+@both_ways
+async def test_the_callback_manager_sees_a_reranking(postprocessor, asynchronous):
+    debug = LlamaDebugHandler(print_trace_on_end=False)
+    postprocessor.callback_manager = CallbackManager([debug])
+    given = nodes(1, -1)
+    found = await process(postprocessor, asynchronous, given, query_str="q")
+    ((start, end),) = debug.get_event_pairs(CBEventType.RERANKING)
+    assert start.payload == {
+        EventPayload.NODES: given,
+        EventPayload.MODEL_NAME: "Numbers",
+        EventPayload.QUERY_STR: "q",
+        EventPayload.TOP_K: 2,
+    }
+    assert end.payload == {EventPayload.NODES: found}
+    with pytest.raises(ScoringError):
+        await process(postprocessor, asynchronous, nodes("nan"), query_str="q")
+    assert len(debug.get_event_pairs(CBEventType.RERANKING)) == 2
+
+
+@both_ways
+async def test_open_inference_exports_a_reranker_span(postprocessor, asynchronous):
+    instrumentation = pytest.importorskip("openinference.instrumentation.llama_index")
+    from opentelemetry.sdk.trace import TracerProvider
+    from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+    from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+
+    exporter, provider = InMemorySpanExporter(), TracerProvider()
+    provider.add_span_processor(SimpleSpanProcessor(exporter))
+    instrumentor = instrumentation.LlamaIndexInstrumentor()
+    instrumentor.instrument(tracer_provider=provider)
+    try:
+        await process(postprocessor, asynchronous, nodes(2, -2), query_str="which?")
+    finally:
+        instrumentor.uninstrument()
+    (span,) = [s for s in exporter.get_finished_spans() if s.attributes["openinference.span.kind"] == "RERANKER"]
+    assert span.attributes["reranker.query"] == "which?"
+    assert span.attributes["reranker.model_name"] == "Numbers"
+    assert span.attributes["reranker.input_documents.1.document.content"] == "-2 points"
+    assert span.attributes["reranker.output_documents.0.document.content"] == "2 points"
+    assert span.attributes["reranker.output_documents.0.document.score"] == 2.0
+    assert "reranker.output_documents.1.document.content" not in span.attributes
+
+
+# A query engine
+
+
+@pytest.fixture
+def index():
+    before = Settings._embed_model, Settings._llm
+    yield VectorStoreIndex([TextNode(text=text) for text in DOCUMENTS], embed_model=MockEmbedding(8))
+    Settings._embed_model, Settings._llm = before
+
+
+@both_ways
+async def test_a_query_engine_hands_on_what_is_relevant(index, ranker, asynchronous):
+    engine = index.as_query_engine(
+        llm=MockLLM(), similarity_top_k=len(DOCUMENTS), node_postprocessors=[RSRankPostprocessor(model=ranker)]
+    )
+    answer = await engine.aquery(QUERY) if asynchronous else engine.query(QUERY)
+    expected = ranker.rank(QUERY, DOCUMENTS).texts
+    assert 0 < len(expected) < len(DOCUMENTS)
+    assert [scored.node.text for scored in answer.source_nodes] == expected
+    assert all(text in str(answer) for text in expected)
+
+
+def test_a_query_engine_with_nothing_left_does_not_ask_the_llm_unless_min_docs_says_so(index):
+    class Never(Reranker):
+        def score(self, query, documents):
+            return [-1.0] * len(documents)
+
+    def answer(**limits):
+        made = RSRankPostprocessor(model=Never(), **limits)
+        return index.as_query_engine(llm=MockLLM(), node_postprocessors=[made]).query(QUERY)
+
+    assert str(answer()) == "Empty Response"
+    assert len(answer(min_docs=1).source_nodes) == 1
+
+
+def test_both_frameworks_share_a_model_in_one_process(ranker):
+    langchain_core = pytest.importorskip("langchain_core.documents")
+    from rsrank_rag.langchain import RSRankCompressor
+
+    compressor, made = RSRankCompressor(model=ranker), RSRankPostprocessor(model=ranker)
+    kept = compressor.compress_documents([langchain_core.Document(text) for text in DOCUMENTS], QUERY)
+    found = made.postprocess_nodes([NodeWithScore(node=TextNode(text=text)) for text in DOCUMENTS], query_str=QUERY)
+    assert [document.page_content for document in kept] == texts(found)
+    assert compressor._source() is made._source()
