@@ -2,14 +2,22 @@
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
+OLDEST := langchain-core==0.3.34 llama-index-core==0.13.0 'langchain<0.4'
 
-.PHONY: demo test lint clean
+.PHONY: demo test test-oldest docs lint clean
 
 demo: $(VENV)/.installed
 	@$(BIN)/python examples/demo.py
 
 test: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest
+
+docs: $(VENV)/.installed-dev
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+
+# The adapters with the oldest releases of LangChain and LlamaIndex that are supported; all else comes from $(VENV).
+test-oldest: $(VENV)-oldest/.installed
+	$(VENV)-oldest/bin/python -m pytest tests/test_adapter.py tests/test_langchain.py tests/test_llama_index.py
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check .
@@ -30,5 +38,13 @@ $(VENV)/.installed-dev: $(VENV)/.installed
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
 	@touch $@
 
+$(VENV)-oldest/.installed: $(VENV)/.installed-dev
+	@echo "Installing the oldest LangChain and LlamaIndex ..."
+	@$(PYTHON) -m venv --clear $(VENV)-oldest
+	@$(VENV)-oldest/bin/python -c 'import site, sys; open(site.getsitepackages()[0] + "/rest.pth", "w").write(sys.argv[1])' \
+		$$($(BIN)/python -c 'import site; print(site.getsitepackages()[0])')
+	@$(VENV)-oldest/bin/python -m pip install --quiet --disable-pip-version-check --no-warn-conflicts $(OLDEST)
+	@touch $@
+
 clean:
-	rm -rf $(VENV)
+	rm -rf $(VENV) $(VENV)-oldest

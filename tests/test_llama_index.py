@@ -240,6 +240,8 @@ async def test_open_inference_exports_a_reranker_span(postprocessor, asynchronou
     provider.add_span_processor(SimpleSpanProcessor(exporter))
     instrumentor = instrumentation.LlamaIndexInstrumentor()
     instrumentor.instrument(tracer_provider=provider)
+    if not instrumentor.is_instrumented_by_opentelemetry:
+        pytest.skip("the exporter takes only newer releases of llama-index-core")
     try:
         await process(postprocessor, asynchronous, nodes(2, -2), query_str="which?")
     finally:

