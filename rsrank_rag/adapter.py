@@ -9,7 +9,15 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Annotated, Any, TypedDict, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_serializer, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    field_serializer,
+    model_validator,
+)
 from typing_extensions import Self
 
 from . import worker
@@ -48,7 +56,13 @@ class ModelAdapter(BaseModel):
     for an access token: set ``HF_TOKEN``, or load the model yourself and pass it.
     """
 
-    model_config = ConfigDict(extra="forbid", validate_assignment=True, arbitrary_types_allowed=True)
+    model_config = ConfigDict(
+        extra="forbid",
+        validate_assignment=True,
+        arbitrary_types_allowed=True,
+        hide_input_in_errors=True,  # it may be an access token
+        ser_json_inf_nan="constants",  # an infinite threshold is not None
+    )
 
     model: Annotated[str | Reranker, BeforeValidator(_as_name)] = Field(
         default="mini", description="'mini', a local folder or a Hub id; or a Reranker that is already loaded."
@@ -65,7 +79,8 @@ class ModelAdapter(BaseModel):
 
     @model_validator(mode="after")
     def _settings_need_a_name(self) -> Self:
-        given = self.model_fields_set & (set(ModelAdapter.model_fields) - {"model"})
+        fields = ModelAdapter.model_fields.items()
+        given = [name for name, field in fields if name != "model" and getattr(self, name) != field.default]
         if isinstance(self.model, Reranker) and given:
             raise InputError(
                 f"model is a {type(self.model).__name__} that is already loaded, so {', '.join(sorted(given))} would "
@@ -84,8 +99,19 @@ class ModelAdapter(BaseModel):
 
     def __deepcopy__(self, memo: dict[int, Any] | None = None) -> Self:
         memo = {} if memo is None else memo
-        memo[id(self.model)] = self.model  # one model, however many copies
+        # One model, however many copies; nor are the callbacks of a framework this object's own.
+        for name in ("model", *(name for name, field in type(self).model_fields.items() if field.exclude)):
+            memo[id(getattr(self, name))] = getattr(self, name)
         return super().__deepcopy__(memo)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Assign, or refuse and stay as it was: pydantic assigns before its validators of several fields run."""
+        before = dict(self.__dict__)
+        try:
+            super().__setattr__(name, value)
+        except ValidationError:
+            self.__dict__.update(before)
+            raise
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _rebuild, (type(self), self.model_dump())
@@ -138,9 +164,13 @@ class RerankerAdapter(ModelAdapter):
     Each of its three limits can also be given to a single call.
     """
 
-    threshold: float | None = Field(default=0.0, description="Keep what scores above it; None ranks only.")
-    top_n: int | None = Field(default=None, description="Keep at most this many, applied after the threshold.")
-    min_docs: int = Field(default=0, description="Keep at least the best this many, even below the threshold.")
+    threshold: float | None = Field(default=0.0, strict=True, description="Keep what scores above it; None ranks only.")
+    top_n: int | None = Field(
+        default=None, strict=True, description="Keep at most this many, applied after the threshold."
+    )
+    min_docs: int = Field(
+        default=0, strict=True, description="Keep at least the best this many, even below the threshold."
+    )
 
     @model_validator(mode="after")
     def _limits_make_sense(self) -> Self:
@@ -181,9 +211,13 @@ class RerankerAdapter(ModelAdapter):
 
 def _report(result: RankResult) -> RankResult:
     """Log what an application would otherwise never hear of."""
-    blank = sum(not document.text.strip() for document in (*result.kept, *result.dropped))
+    documents = (*result.kept, *result.dropped)
+    blank = sum(not document.text.strip() for document in documents)
     if blank:
-        logger.warning("%d of %d documents hold no text to score.", blank, len(result.kept) + len(result.dropped))
+        logger.warning("%d of %d documents hold no text to score.", blank, len(documents))
+    cut = sum(document.truncated for document in documents)
+    if cut:
+        logger.info("%d of %d documents were too long and scored by their beginning.", cut, len(documents))
     if result.dropped and not result.kept:
         logger.debug(
             "All %d documents were dropped; the best scored %+.3f, not above %g.",

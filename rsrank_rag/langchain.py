@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from pydantic import Field
+from pydantic import ConfigDict, Field
 from typing_extensions import Unpack
 
 from .adapter import Limits, RerankerAdapter
@@ -29,9 +29,10 @@ except ModuleNotFoundError as error:
     ) from error
 
 if TYPE_CHECKING:
-    from .langchain_cross_encoder import RSRankCrossEncoder
+    from .langchain_cross_encoder import RSRankCrossEncoder as RSRankCrossEncoder
 
-__all__ = ["RSRankCompressor", "RSRankCrossEncoder", "RSRankRetriever"]
+# Without RSRankCrossEncoder: not every langchain-core has its base class.
+__all__ = ["RSRankCompressor", "RSRankRetriever"]
 
 
 class RSRankCompressor(RerankerAdapter, BaseDocumentCompressor):
@@ -149,6 +150,8 @@ class RSRankRetriever(BaseRetriever):
         base_retriever: Finds candidates.
         compressor: Chooses among them.
     """
+
+    model_config = ConfigDict(extra="forbid")
 
     base_retriever: RetrieverLike
     compressor: RSRankCompressor = Field(default_factory=RSRankCompressor)

@@ -86,7 +86,7 @@ class Reranker(ABC):
 
         Args:
             query: The question.
-            documents: Texts. Equal scores keep their order.
+            documents: Texts. Equal scores keep their order; those without text come last and are not relevant.
             threshold: Keep documents that score above it. None keeps all: ranking alone.
             top_n: Keep at most this many, applied after the threshold.
             min_docs: Keep at least the best this many, even below the threshold.
@@ -108,10 +108,11 @@ class Reranker(ABC):
                     "Look at its text, or load the model in float32.",
                     index,
                 )
-        order = sorted(range(len(documents)), key=lambda i: -scores[i])  # stable: ties by input order
+        blank = [not text.strip() for text in documents]  # come last: 0 is no better than a negative score
+        order = sorted(range(len(documents)), key=lambda i: (blank[i], -scores[i]))  # stable: ties by input order
         ranked = [RankedDocument(i, documents[i], float(scores[i]), bool(truncated[i])) for i in order]
-        above = len(ranked) if threshold is None else sum(doc.score > threshold for doc in ranked)
-        keep = max(above, min(min_docs, len(ranked)))
+        relevant = [threshold is None or (doc.score > threshold and not blank[doc.index]) for doc in ranked]
+        keep = max(sum(relevant), min(min_docs, len(ranked)))
         keep = keep if top_n is None else min(keep, top_n)
         return RankResult(query, threshold, tuple(ranked[:keep]), tuple(ranked[keep:]))
 
@@ -136,6 +137,13 @@ def check_limits(threshold: float | None, top_n: int | None, min_docs: int) -> N
     Raises:
         InputError: One is out of range, or they contradict each other.
     """
+    for name, value, kinds in (
+        ("threshold", threshold, (int, float, type(None))),
+        ("top_n", top_n, (int, type(None))),
+        ("min_docs", min_docs, (int,)),
+    ):
+        if not isinstance(value, kinds) or isinstance(value, bool):
+            raise InputError(f"{name} must be a number{' or None' if type(None) in kinds else ''}, got {value!r}.")
     if threshold is not None and math.isnan(threshold):
         raise InputError("threshold is NaN. Give a number, or None to rank without dropping.")
     if top_n is not None and top_n < 1:

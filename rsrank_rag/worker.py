@@ -6,6 +6,7 @@ call, in the thread, so that nobody holds a lock meanwhile.
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 import threading
@@ -64,6 +65,13 @@ class _Worker:
             self.loaded = source.load()
         return task(self.loaded)
 
+    def unload(self) -> None:
+        self.loaded = None
+        gc.collect()  # loading leaves cycles behind
+        torch = sys.modules.get("torch")
+        if torch is not None and torch.cuda.is_initialized():
+            torch.cuda.empty_cache()
+
 
 _workers: dict[ModelSettings | int, _Worker] = {}
 _lock = threading.Lock()
@@ -90,23 +98,14 @@ def submit(source: ModelSettings | Reranker, task: Callable[[Reranker], Result])
         return worker.thread.submit(copy_context().run, worker.run, source, task)
 
 
-def is_loaded(source: ModelSettings | Reranker) -> bool:
-    """Whether the model is in memory."""
-    worker = _workers.get(_key(source))
-    return isinstance(source, Reranker) or (worker is not None and worker.loaded is not None)
-
-
 def close(source: ModelSettings | Reranker) -> None:
-    """Finish what is queued and let the model go, for all who share it. The next task would load it again."""
+    """Let the model go when all that is queued is done, for all who share it. The next task loads it again."""
     with _lock:
-        worker = _workers.pop(_key(source), None)
-    if worker is None:
-        return
-    worker.thread.shutdown(wait=True)
-    worker.loaded = None
-    torch = sys.modules.get("torch")
-    if torch is not None and torch.cuda.is_initialized():
-        torch.cuda.empty_cache()
+        worker = _workers.get(_key(source))
+        if worker is None or isinstance(source, Reranker):
+            return
+        unloaded = worker.thread.submit(worker.unload)
+    unloaded.result()
 
 
 def _key(source: ModelSettings | Reranker) -> ModelSettings | int:

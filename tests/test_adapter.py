@@ -29,10 +29,25 @@ from rsrank_rag.errors import ArtifactError, InputError
 pytest.importorskip("langchain_core")
 pytest.importorskip("llama_index.core")
 
+from langchain_core.documents import Document
+from llama_index.core.schema import NodeWithScore, TextNode
+
 from rsrank_rag.langchain import RSRankCompressor
 from rsrank_rag.llama_index import RSRankPostprocessor
 
 ADAPTERS = [RSRankCompressor, RSRankPostprocessor]
+
+
+async def scores(made, query, texts, **limits):
+    """Scores of what a framework's asynchronous method keeps, by text."""
+    if isinstance(made, RSRankCompressor):
+        found = await made.acompress_documents([Document(text) for text in texts], query, **limits)
+        return {document.page_content: document.metadata["relevance_score"] for document in found}
+    nodes = [NodeWithScore(node=TextNode(text=text)) for text in texts]
+    found = await made.apostprocess_nodes(nodes, query_str=query, **limits)
+    return {scored.node.text: scored.score for scored in found}
+
+
 both = pytest.mark.parametrize("adapter", ADAPTERS, ids=lambda adapter: adapter.__name__)
 
 
@@ -152,9 +167,8 @@ def test_llama_index_can_write_the_postprocessor_down():
 def test_a_used_adapter_is_written_down_without_its_model(adapter, artifact):
     made = adapter(model=artifact, device="cpu", dtype="float32")
     made.warm_up()
-    assert worker.is_loaded(made._source())
+    assert worker._workers[made._source()].loaded is not None
     assert len(pickle.dumps(made)) < 2000
-    assert "token" not in made.model_dump_json()
 
 
 @both
@@ -180,6 +194,8 @@ def test_a_model_object_is_shared_by_copies_but_never_written_down(adapter):
         ({"threshold": float("nan")}, "NaN"),
         ({"token": "hf_secret"}, "token"),
         ({"model": 3}, "model"),
+        ({"top_n": "3"}, "top_n"),
+        ({"threshold": True}, "threshold"),
     ],
 )
 def test_a_setting_that_makes_no_sense_is_refused(adapter, settings, message):
@@ -199,6 +215,38 @@ def test_a_changed_setting_is_checked_too(adapter):
     made.top_n = 3
     with pytest.raises(ValidationError, match="top_n"):
         made.top_n = 0
+    assert made.top_n == 3
+    made.device = "cpu"
+    with pytest.raises(ValidationError, match="device would have no effect"):
+        made.model = Overlap()
+    assert made.model == "mini"
+
+
+@both
+def test_a_copy_may_do_what_its_original_may(adapter):
+    reranker = Overlap()
+    for made in (adapter(), pickle.loads(pickle.dumps(adapter())), adapter(**adapter().model_dump())):
+        made.model = reranker
+        assert made.model is reranker
+
+
+@both
+def test_an_infinite_threshold_is_not_written_as_none(adapter):
+    made = adapter(threshold=float("inf"), min_docs=2)
+    assert adapter.model_validate_json(made.model_dump_json()).threshold == float("inf")
+
+
+@both
+def test_what_was_given_by_mistake_does_not_stand_in_the_error(adapter):
+    with pytest.raises(ValidationError) as caught:
+        adapter(token="hf_secret")
+    assert "hf_secret" not in str(caught.value)
+
+
+def test_a_deepcopy_keeps_the_callbacks_of_its_framework():
+    made = RSRankPostprocessor()
+    made.callback_manager.lock = threading.Lock()  # what exporters hold cannot be copied
+    assert copy.deepcopy(made).callback_manager is made.callback_manager
 
 
 def test_equal_settings_share_one_model_which_loads_at_first_use(artifact, loads):
@@ -225,6 +273,23 @@ def test_close_frees_the_model_and_the_next_call_loads_it_again(artifact, loads)
     assert len(loads) == 2
 
 
+def test_a_call_that_comes_while_the_model_is_being_closed_waits_for_it(loads, monkeypatch):
+    reranker = Overlap(seconds=0.1)
+    monkeypatch.setattr(worker.ModelSettings, "load", lambda settings: loads.append(settings) or reranker)
+    made = RSRankCompressor(model="some/model")
+    calls = [threading.Thread(target=made._rank, args=(QUERY, DOCUMENTS, made._limits({}))) for _ in range(2)]
+    closing = threading.Thread(target=made.close)
+    for thread in (calls[0], closing, calls[1]):
+        thread.start()
+        time.sleep(0.02)
+    for thread in (*calls, closing):
+        thread.join(5)
+    assert reranker.calls == 2
+    assert reranker.most == 1
+    assert len(reranker.threads) == 1
+    assert len(loads) == 2  # before and after the closing
+
+
 def test_a_failed_load_is_reported_and_tried_again(artifact, loads, tmp_path):
     made = RSRankCompressor(model=tmp_path / "later", device="cpu", dtype="float32")
     with pytest.raises(ArtifactError, match="later"):
@@ -246,16 +311,16 @@ def test_a_rerankers_thread_ends_with_it():
     assert not thread.is_alive()
 
 
-def test_64_concurrent_calls_load_one_model_and_score_as_one_call_after_another(artifact, loads, ranker):
-    adapters = [RSRankCompressor(model=artifact, device="cpu", dtype="float32", threshold=None) for _ in range(8)]
+@both
+async def test_64_concurrent_calls_load_one_model_and_score_as_one_call_after_another(adapter, artifact, loads, ranker):
+    adapters = [adapter(model=artifact, device="cpu", dtype="float32", threshold=None) for _ in range(8)]
     batches = [[f"{text} {number % 5}" for text in DOCUMENTS] for number in range(64)]
-    expected = [ranker.rank(QUERY, texts, threshold=None) for texts in batches]
-
-    async def together():
-        calls = (adapters[i % 8]._arank(QUERY, texts, adapters[0]._limits({})) for i, texts in enumerate(batches))
-        return await asyncio.gather(*calls)
-
-    assert asyncio.run(together()) == expected
+    expected = [
+        {document.text: document.score for document in ranker.rank(QUERY, texts, threshold=None).kept}
+        for texts in batches
+    ]
+    found = await asyncio.gather(*(scores(adapters[i % 8], QUERY, texts) for i, texts in enumerate(batches)))
+    assert found == expected
     assert len(loads) == 1
 
 
@@ -282,9 +347,10 @@ def test_a_model_never_runs_twice_at_the_same_time_whoever_calls():
     assert threading.get_ident() not in reranker.threads
 
 
+@both
 @pytest.mark.parametrize("kind", ["a fake", "a real model"])
-async def test_the_event_loop_stays_free_while_a_model_runs(kind, ranker):
-    made = RSRankCompressor(model=Overlap(seconds=0.5) if kind == "a fake" else ranker)
+async def test_the_event_loop_stays_free_while_a_model_runs(adapter, kind, ranker):
+    made = adapter(model=Overlap(seconds=0.5) if kind == "a fake" else ranker)
     texts = DOCUMENTS if kind == "a fake" else [f"{text} {number}" for text in DOCUMENTS for number in range(100)]
     made.warm_up()
     beats = []
@@ -295,16 +361,17 @@ async def test_the_event_loop_stays_free_while_a_model_runs(kind, ranker):
             await asyncio.sleep(0.005)
 
     beating = asyncio.create_task(heartbeat())
-    await made._arank(QUERY, texts, made._limits({}))
+    await scores(made, QUERY, texts)
     beating.cancel()
     assert len(beats) > 20
     assert max(after - before for before, after in itertools.pairwise(beats)) < 0.25
 
 
-async def test_a_cancelled_call_gives_up_its_place_in_the_queue():
+@both
+async def test_a_cancelled_call_gives_up_its_place_in_the_queue(adapter):
     reranker = Overlap(seconds=0.2)
-    made = RSRankCompressor(model=reranker)
-    calls = [asyncio.create_task(made._arank(QUERY, DOCUMENTS, made._limits({}))) for _ in range(3)]
+    made = adapter(model=reranker)
+    calls = [asyncio.create_task(scores(made, QUERY, DOCUMENTS)) for _ in range(3)]
     await asyncio.sleep(0.05)
     calls[1].cancel()
     with pytest.raises(asyncio.CancelledError):
@@ -336,6 +403,9 @@ def test_limits_of_a_call_replace_those_of_the_adapter_one_by_one():
         made._limits({"k": 3})
     with pytest.raises(InputError, match="min_docs=4 asks for more documents than top_n=3"):
         made._limits({"min_docs": 4})
+    for wrong in ({"top_n": 2.5}, {"top_n": "3"}, {"min_docs": None}, {"threshold": "0"}, {"threshold": True}):
+        with pytest.raises(InputError, match=f"{next(iter(wrong))} must be a number"):
+            made._limits(wrong)
 
 
 def test_when_all_is_dropped_one_debug_line_says_so(caplog):
@@ -350,6 +420,13 @@ def test_documents_without_text_are_counted_in_a_warning(caplog):
     made = RerankerAdapter(model=Overlap())
     made._rank("a b", ["a b", " "], made._limits({}))
     assert caplog.messages == ["1 of 2 documents hold no text to score."]
+
+
+def test_cut_documents_are_counted_in_the_log(ranker, caplog):
+    made = RerankerAdapter(model=ranker)
+    with caplog.at_level(logging.INFO, logger="rsrank_rag.adapter"):
+        made._rank(QUERY, ["word " * 2000, "short"], made._limits({}))
+    assert "1 of 2 documents were too long and scored by their beginning." in caplog.messages
 
 
 def test_a_model_name_that_is_a_loaded_ranker_scores_as_itself(ranker):

