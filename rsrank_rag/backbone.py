@@ -12,6 +12,7 @@ Axes: N documents, H KV heads, S prefix positions, T query tokens, D head dimens
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,6 +20,7 @@ from transformers import PreTrainedModel
 
 from .batching import is_out_of_memory
 from .cache import Consumer, LastLayerReached, Prefixes, Probe, Reader, Recorder
+from .config import Signal
 from .errors import BackboneError
 from .trial import ADVICE, try_out
 
@@ -97,11 +99,12 @@ class Backbone:
             limit = min(limit, int(rope.get("original_max_position_embeddings") or limit))
         return limit if self.causal else limit - self._position_offset
 
-    def prefill(self, documents: Sequence[Sequence[int]]) -> Prefixes:
+    def prefill(self, documents: Sequence[Sequence[int]], *, whole: bool = False) -> Prefixes:
         """Run documents' prefixes and keep their keys and values.
 
         Args:
             documents: Token ids of ``instruction + document + separator``, one list a document.
+            whole: Keep those of all layers, which hidden states need.
 
         Returns:
             Keys and values of the layers below ``last_layer``; the last one's are never attended to.
@@ -109,15 +112,17 @@ class Backbone:
         lengths = torch.tensor([len(ids) for ids in documents], device=self.device)
         width = int(lengths.max())
         ids = torch.tensor([[*doc, *[0] * (width - len(doc))] for doc in documents], device=self.device)
-        recorder = Recorder(self.last_layer - 1)
+        recorder = Recorder(self.num_layers - 1 if whole else self.last_layer - 1)
         valid = torch.arange(width, device=self.device) < lengths[:, None]
         # Right padding: in a causal model no real token sees it, so the model may build its own (faster) mask.
         mask = None if self.causal else valid.long()
         positions = torch.arange(width, device=self.device).expand(len(documents), -1)
-        self.run(recorder, ids, mask, positions)
+        self.run_to_the_end_of(recorder, ids, mask, positions)
         return Prefixes(tuple(recorder.keys), tuple(recorder.recorded_values), lengths)
 
-    def query_values(self, queries: Sequence[Sequence[int]], prefixes: Prefixes, consume: Consumer) -> None:
+    def query_values(
+        self, queries: Sequence[Sequence[int]], prefixes: Prefixes, consume: Consumer, *, signal: Signal = "values"
+    ) -> None:
         """Run queries after every prefix and hand over their value vectors, layer by layer.
 
         Several queries may be packed into one row: each sees the document and itself only. Values are handed
@@ -127,6 +132,7 @@ class Backbone:
             queries: Token ids of ``query + suffix``, one list a query; T is their total length.
             prefixes: From `prefill`.
             consume: Called with each layer's index and values (N, H, T, D), ascending up to ``last_layer``.
+            signal: Hand over keys, or hidden states as (N, 1, T, hidden), instead. Hidden states need whole prefixes.
         """
         lengths = torch.tensor([len(ids) for ids in queries], device=self.device)
         owner = torch.repeat_interleave(torch.arange(len(queries), device=self.device), lengths)  # (T,)
@@ -134,8 +140,15 @@ class Backbone:
         ids = torch.tensor([[i for query in queries for i in query]], device=self.device).expand(len(prefixes), -1)
         start = prefixes.lengths[:, None] if self.causal else torch.zeros_like(prefixes.lengths)[:, None]
         positions = start + within  # (N, T)
-        reader = Reader(prefixes, consume, self.last_layer)
-        self.run(reader, ids, self._query_mask(prefixes, owner, within, positions), positions)
+        mask = self._query_mask(prefixes, owner, within, positions)
+        if signal != "hidden":
+            reader = Reader(prefixes, consume, self.last_layer, keys=signal == "keys")
+            self.run_to_the_end_of(reader, ids, mask, positions)
+            return
+        whole = Reader(prefixes, lambda layer, value: None, self.num_layers)
+        hidden = self.run(whole, ids, mask, positions, output_hidden_states=True).hidden_states
+        for layer in range(self.last_layer + 1):
+            consume(layer, hidden[layer][:, None])
 
     def _query_mask(
         self, prefixes: Prefixes, owner: Tensor, within: Tensor, positions: Tensor
@@ -175,26 +188,45 @@ class Backbone:
         padding = getattr(table, "padding_idx", None)
         return 0 if padding is None else int(padding) + 1
 
-    def run(self, cache: Probe, ids: Tensor, mask: Tensor | dict[str, Tensor] | None, positions: Tensor) -> None:
-        """One forward pass through a cache of ours, up to the layer where it ends the run.
+    def run(
+        self,
+        cache: Probe,
+        ids: Tensor,
+        mask: Tensor | dict[str, Tensor] | None,
+        positions: Tensor,
+        **outputs: bool,
+    ) -> Any:
+        """One forward pass through a cache of ours.
 
         Args:
             cache: Records or reads.
             ids: (N, T).
             mask: As the model takes it.
             positions: (N, T), each part counted from 0.
+            **outputs: What else the model should give.
 
-        Raises:
-            BackboneError: The model never passed that layer through its cache.
+        Returns:
+            The model's output; None where the cache ended the run.
         """
         try:
-            self.model(
+            return self.model(
                 input_ids=ids,
                 attention_mask=mask,
                 position_ids=positions + self._position_offset,
                 past_key_values=cache,
                 use_cache=True,
+                **outputs,
             )
         except LastLayerReached:
-            return
-        raise BackboneError(f"{self.name} ran without passing layer {self.last_layer} through its KV cache. {ADVICE}")
+            return None
+
+    def run_to_the_end_of(
+        self, cache: Probe, ids: Tensor, mask: Tensor | dict[str, Tensor] | None, positions: Tensor
+    ) -> None:
+        """A forward pass that the cache has to end.
+
+        Raises:
+            BackboneError: The model never passed the cache's last layer through it.
+        """
+        if self.run(cache, ids, mask, positions) is not None:
+            raise BackboneError(f"{self.name} ran without passing layer {cache.stop} through its KV cache. {ADVICE}")

@@ -82,17 +82,17 @@ class Recorder(Probe):
 
 
 class Reader(Probe):
-    """Phase 2: hand the prefix to attention and the query's value vectors to the consumer."""
+    """Phase 2: hand the prefix to attention and the query's value vectors (or keys) to the consumer."""
 
-    def __init__(self, prefixes: Prefixes, consume: Consumer, stop: int) -> None:
+    def __init__(self, prefixes: Prefixes, consume: Consumer, stop: int, *, keys: bool = False) -> None:
         super().__init__(stop, prefixes.keys[0].shape[2])
-        self.prefixes, self.consume = prefixes, consume
+        self.prefixes, self.consume, self.show_keys = prefixes, consume, keys
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: object, **kwargs: object
     ) -> tuple[Tensor, Tensor]:
         """Show the query's values to the consumer; give attention the prefix followed by them."""
-        self.consume(layer_idx, value_states)
+        self.consume(layer_idx, key_states if self.show_keys else value_states)
         if layer_idx == self.stop:
             raise LastLayerReached
         return (

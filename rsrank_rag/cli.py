@@ -4,18 +4,16 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
-from rich.console import Console
 from rich.progress import track
-from rich.text import Text
 
-from . import __version__
-from .errors import InputError, RSRankError
+from . import __version__, cli_training
+from .console import catch_errors, problems, screen
+from .errors import InputError
 from .tables import evaluation_table, explanation_table, info_table, result_table
 from .template import clean
 
@@ -30,8 +28,7 @@ app = typer.Typer(
     help="Rerank documents for a query and drop the irrelevant ones at zero.",
     epilog="Try: `rsrank rank --query 'Who painted it?' --documents passages.txt`",
 )
-screen = Console(highlight=False)
-problems = Console(stderr=True, highlight=False)
+app.add_typer(cli_training.app)
 
 BASELINES = "bm25, bi-encoder:NAME, cross-encoder:NAME"
 Model = Annotated[str, typer.Option("--model", "-m", help="Built-in name, artifact folder or Hub id.")]
@@ -43,16 +40,6 @@ EightBit = Annotated[bool, typer.Option("--load-in-8bit", help="int8 weights (bi
 FourBit = Annotated[bool, typer.Option("--load-in-4bit", help="4-bit weights (bitsandbytes).")]
 Offline = Annotated[bool, typer.Option("--local-files-only", help="Never ask the Hub.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
-
-
-@contextmanager
-def _errors() -> Iterator[None]:
-    """Turn our errors into one line on stderr: exit code 2 for bad input, 1 for everything else."""
-    try:
-        yield
-    except RSRankError as error:
-        problems.print(Text.assemble(("error: ", "bold red"), str(error)), soft_wrap=True)
-        raise typer.Exit(2 if isinstance(error, InputError) else 1) from None
 
 
 def _load(
@@ -130,7 +117,7 @@ def rank(
 
     `cat passages.jsonl | rsrank rank -q "How do bees find flowers?" -d - --json`
     """
-    with _errors():
+    with catch_errors():
         query, texts = clean(query), read_documents(documents)
         ranker = _load(model, revision, device, dtype, load_in_8bit, load_in_4bit, local_files_only)
         result = ranker.rank(
@@ -176,7 +163,7 @@ def explain(
 
     `rsrank explain -q "How do bees find flowers?" -d "Bees see ultraviolet patterns on petals."`
     """
-    with _errors():
+    with catch_errors():
         ranker = _load(model, revision, device, dtype, load_in_8bit, load_in_4bit, local_files_only)
         explanation = ranker.explain(clean(query), clean(document))
     if as_json:
@@ -199,7 +186,7 @@ def info(
     """
     from . import hub
 
-    with _errors():
+    with catch_errors():
         folder = hub.resolve(model, revision=revision, local_files_only=local_files_only)
         config = hub.read_config(folder)
     if as_json:
@@ -251,7 +238,7 @@ def evaluate(
     from .evaluation.evaluate import score_dataset, shared_threshold, summarise
     from .evaluation.metrics import ranking_metrics
 
-    with _errors():
+    with catch_errors():
         ranking_metrics([])  # fails now, not after the work, where ir-measures is missing
         if output is not None:
             _write(output, "")

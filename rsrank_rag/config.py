@@ -13,6 +13,13 @@ from .template import Template
 
 FORMAT_VERSION: Literal[1] = 1
 
+Signal = Literal["values", "keys", "hidden"]
+"""Value vectors (the paper's choice), keys, or the hidden states that enter a layer (Appendix B.2)."""
+
+NullPrefix = Literal["empty", "matched", "none"]
+"""What is subtracted: the query after no document (Eq. 3, for rotary positions), the query after filler of the
+document's length (Eq. 2), or nothing at all (raw representations, Appendix B.1)."""
+
 
 class BackboneSpec(BaseModel):
     """The language model B was trained on, by name and by what can be checked after loading."""
@@ -25,8 +32,19 @@ class BackboneSpec(BaseModel):
     num_layers: int = Field(gt=1)
     num_heads: int = Field(gt=0, description="KV heads, H.")
     head_dim: int = Field(gt=0, description="D.")
+    hidden_size: int | None = Field(default=None, gt=0, description="Width of the hidden states.")
     tokenizer: str = Field(description="Fingerprint of how the tokenizer splits a fixed text.")
     values: tuple[float, ...] = Field(description="Entries of the last read layer's value vectors on fixed tokens.")
+
+
+class Histogram(BaseModel):
+    """Scores of labelled documents, counted in bins. Shown in the model card."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+    edges: tuple[float, ...] = Field(description="One more than there are bins, ascending.")
+    relevant: tuple[int, ...]
+    irrelevant: tuple[int, ...]
 
 
 class TrainingRecord(BaseModel):
@@ -38,6 +56,8 @@ class TrainingRecord(BaseModel):
     data: tuple[str, ...] = ()
     seed: int | None = None
     metrics: dict[str, dict[str, float]] = Field(default_factory=dict, description="Dataset -> metric -> value.")
+    settings: dict[str, str | int | float | bool] = Field(default_factory=dict, description="How B was trained.")
+    histogram: Histogram | None = None
     notes: str = ""
 
 
@@ -50,6 +70,8 @@ class RSRankConfig(BaseModel):
     backbone: BackboneSpec
     layers: tuple[int, ...] = Field(min_length=1, description="Backbone layers B reads, from 0; layer 0 is left out.")
     projection_dim: int = Field(gt=0, description="P.")
+    signal: Signal = Field(default="values", description="What is read of the backbone.")
+    null_prefix: NullPrefix = Field(default="empty", description="What is subtracted from it.")
     template: Template = Template()
     max_length: int | None = Field(default=None, gt=0, description="Positions to use, if fewer than the model has.")
     license: str | None = None
@@ -64,12 +86,20 @@ class RSRankConfig(BaseModel):
                 f"layers must lie in 1..{self.backbone.num_layers - 1} (layer 0 holds raw token embeddings, which "
                 f"no document can shift), got {self.layers[0]}..{self.layers[-1]}"
             )
+        if self.signal == "keys" and self.null_prefix == "empty":
+            raise ValueError(
+                "keys hold their position, which a document moves: with signal='keys', null_prefix must be 'matched' "
+                "(the same positions) or 'none'"
+            )
         return self
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
-        """Shape of B, (L, H, P, D)."""
-        return len(self.layers), self.backbone.num_heads, self.projection_dim, self.backbone.head_dim
+        """Shape of B, (L, H, P, D); for hidden states H is 1 and D the hidden size."""
+        heads, width = self.backbone.num_heads, self.backbone.head_dim
+        if self.signal == "hidden":
+            heads, width = 1, self.backbone.hidden_size or heads * width
+        return len(self.layers), heads, self.projection_dim, width
 
     @property
     def digest(self) -> str:

@@ -31,5 +31,9 @@ class ScoringError(RSRankError):
         self.index = index
 
 
+class TrainingError(RSRankError):
+    """Features or a training run that cannot be used or continued as asked."""
+
+
 class MissingDependencyError(RSRankError, ImportError):
     """An optional package is not installed; the message holds the exact pip command."""

@@ -18,7 +18,7 @@ from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 
-from .config import RSRankConfig, content_digest
+from .config import Histogram, RSRankConfig, content_digest
 from .errors import ArtifactError
 
 if TYPE_CHECKING:
@@ -216,9 +216,15 @@ def is_hub_id(name: str) -> bool:
     return True
 
 
-def model_card(config: RSRankConfig) -> str:
-    """The README.md of an artifact, made from its config."""
-    heads, dim = config.backbone.num_heads, config.backbone.head_dim
+def model_card(config: RSRankConfig, name: str = "PATH_OR_HUB_ID") -> str:
+    """The README.md of an artifact, made from its config.
+
+    Args:
+        config: The artifact's.
+        name: What its examples load.
+    """
+    heads, dim = config.shape[1], config.shape[3]
+    training = config.training
     front = ["---", "library_name: rsrank-rag", "pipeline_tag: text-ranking", "tags: [reranker, rag, rsrank]"]
     if config.license:
         front.append(f"license: {config.license}")
@@ -235,23 +241,54 @@ def model_card(config: RSRankConfig) -> str:
         "```python",
         "from rsrank_rag import RSRank",
         "",
-        'ranker = RSRank.from_pretrained("PATH_OR_HUB_ID")',
+        f'ranker = RSRank.from_pretrained("{name}")',
         'print(ranker.rank("your question", ["a document", "another document"]))',
+        "```",
+        "",
+        "In LangChain and LlamaIndex:",
+        "",
+        "```python",
+        "from rsrank_rag.langchain import RSRankCompressor",
+        "from rsrank_rag.llama_index import RSRankPostprocessor",
+        "",
+        f'compressor = RSRankCompressor(model="{name}")',
+        f'postprocessor = RSRankPostprocessor(model="{name}")',
         "```",
         "",
         f"- Backbone: `{config.backbone.name}`, revision `{config.backbone.revision or 'not pinned'}` "
         f"({config.backbone.model_type}, {config.backbone.num_layers} layers)",
         f"- B: layers {config.layers[0]}-{config.layers[-1]} ({len(config.layers)}), {heads} KV heads, "
         f"P = {config.projection_dim}, D = {dim}: {len(config.layers) * heads * config.projection_dim * dim:,} numbers",
+        f"- Reads: {config.signal}, null prefix: {config.null_prefix}",
         f"- Template: `{config.template.model_dump_json()}`",
-        f"- Training data: {', '.join(config.training.data) or 'not recorded'}; seed {config.training.seed}",
+        f"- Training data: {', '.join(training.data) or 'not recorded'}; seed {training.seed}",
     ]
-    if config.training.notes:
-        lines += ["", config.training.notes]
-    if config.training.metrics:
-        columns = sorted({key for row in config.training.metrics.values() for key in row})
+    if training.settings:
+        lines.append("- Settings: " + ", ".join(f"{name} {value}" for name, value in training.settings.items()))
+    if config.license:
+        lines.append(f"- Licence of B: {config.license}")
+    if training.notes:
+        lines += ["", training.notes]
+    if training.metrics:
+        columns = sorted({key for row in training.metrics.values() for key in row})
         lines += ["", "| dataset | " + " | ".join(columns) + " |", "|---" * (len(columns) + 1) + "|"]
-        for dataset, row in config.training.metrics.items():
+        for dataset, row in training.metrics.items():
             cells = [f"{row[key]:.3f}" if key in row else "" for key in columns]
             lines.append(f"| {dataset} | " + " | ".join(cells) + " |")
+    if training.histogram is not None:
+        lines += ["", *_histogram_lines(training.histogram)]
     return "\n".join(lines) + "\n"
+
+
+def _histogram_lines(histogram: Histogram, width: int = 30) -> list[str]:
+    """Two columns of bars, each class scaled to its own largest bin; a rule at zero."""
+    tops = [max(counts, default=0) or 1 for counts in (histogram.relevant, histogram.irrelevant)]
+    lines = ["Scores (bars: share of the class's largest bin):", "", "```"]
+    lines.append(f"{'score':>18}  {'relevant':{width}}  irrelevant")
+    rows = zip(histogram.edges, histogram.edges[1:], histogram.relevant, histogram.irrelevant, strict=False)
+    for low, high, relevant, irrelevant in rows:
+        if abs(low) < 1e-9:
+            lines.append(f"{'-- zero --':>18}  {'-' * (2 * width + 2)}")
+        bars = ["#" * round(width * count / top) for count, top in zip((relevant, irrelevant), tops, strict=True)]
+        lines.append(f"{low:+8.2f} .. {high:+6.2f}  {bars[0]:{width}}  {bars[1]}".rstrip())
+    return [*lines, "```"]

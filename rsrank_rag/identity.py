@@ -30,6 +30,7 @@ def describe(core: Backbone, prompts: PromptTokenizer, name: str, revision: str 
         num_layers=core.num_layers,
         num_heads=core.num_heads,
         head_dim=core.head_dim,
+        hidden_size=core.config.hidden_size,
         tokenizer=prompts.fingerprint,
         values=core.value_sample,
     )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -14,22 +15,18 @@ from tqdm.auto import tqdm
 from . import hub
 from .backbone import Backbone
 from .batching import DoesNotFitError, Ids, run_batches
-from .cache import Prefixes
 from .config import RSRankConfig, TrainingRecord
 from .errors import ArtifactError, InputError, ScoringError
 from .explanation import Explanation
 from .identity import check_after_run, check_before_run, describe
 from .loading import LoadOptions, load_model
 from .projection import Projection
+from .reading import NullRun, ShiftReader
 from .reranker import Reranker, as_list
-from .shift import representational_shift
-from .template import PromptTokenizer, Template, TokenisedDocument, TokenisedQuery
+from .template import PromptTokenizer, Template, TokenisedDocument
 
 TOKEN_BUDGET = {"cuda": 16384, "cpu": 2048, "mps": 4096}
 """Padded tokens of documents and query in one batch, by device. A batch holds at least one document."""
-
-
-ValuesByLayer = dict[int, Tensor]
 
 INSIDE = "./backbone"
 """How an artifact names a language model that lies in its own folder."""
@@ -63,7 +60,10 @@ class RSRank(Reranker):
         # A copy: the caller may be training the original.
         self.projection = Projection(projection.weight.detach().clone(), projection.layers).to(backbone.device)
         self.projection.requires_grad_(False)
-        self.token_budget = token_budget or TOKEN_BUDGET.get(backbone.device.type, 2048)
+        self.reader = ShiftReader(
+            backbone, prompts, config.layers, signal=config.signal, null_prefix=config.null_prefix
+        )
+        self.token_budget = token_budget or token_budget_for(backbone.device)
 
     @classmethod
     def from_pretrained(
@@ -292,14 +292,18 @@ class RSRank(Reranker):
         scores = [[0.0] * len(flags) for flags in truncated]
         with tqdm(total=len(places), disable=not show_progress, unit="doc", desc="scoring") as bar:
             for rows, group in _groups(places).items():
-                alone = {row: self._query_alone(tokenised[row]) for row in rows}
+                runs = {row: NullRun(tokenised[row]) for row in rows}
 
-                def score_batch(batch: list[Ids], alone: dict[int, ValuesByLayer] = alone) -> None:
-                    prefixes = self.backbone.prefill(batch)
-                    found = {row: self._scores(tokenised[row], prefixes, alone[row]) for row in alone}
-                    for position, ids in enumerate(batch):
-                        for row, column in places[ids]:
-                            scores[row][column] = _finite(found[row][position], row, column)
+                def score_batch(batch: list[Ids], runs: dict[int, NullRun] = runs) -> None:
+                    prefixes = self.reader.prefill(batch)
+                    for row, run in runs.items():
+                        total = torch.zeros(len(batch), device=self.backbone.device)
+                        self.reader.read(run, prefixes, partial(self._add, total))
+                        found = total.tolist()
+                        for position, ids in enumerate(batch):
+                            for owner, column in places[ids]:
+                                if owner == row:
+                                    scores[row][column] = _finite(found[position], row, column)
 
                 try:
                     run_batches(
@@ -313,29 +317,9 @@ class RSRank(Reranker):
                     raise _too_large(error, *places[error.ids][0]) from None
         return scores, truncated
 
-    def _query_alone(self, query: TokenisedQuery) -> ValuesByLayer:
-        """The query-only run: each read layer's value vectors of the scored tokens, (1, H, T, D)."""
-        values: ValuesByLayer = {}
-
-        def keep(layer: int, value: Tensor) -> None:
-            if self.projection.reads(layer):
-                values[layer] = value[:, :, query.scored].float()
-
-        self.backbone.query_values([query.ids], self.backbone.prefill([self.prompts.null_prefix]), keep)
-        return values
-
-    def _scores(self, query: TokenisedQuery, prefixes: Prefixes, alone: ValuesByLayer) -> list[float]:
-        """One query after N prefixes; every layer is folded into the score as it passes."""
-        total = torch.zeros(len(prefixes), device=self.backbone.device)
-
-        def fold(layer: int, value: Tensor) -> None:
-            if self.projection.reads(layer):
-                shift = representational_shift(value[:, :, query.scored], alone[layer])
-                total.add_(self.projection.cosines(layer, shift).mean(-1).sum(-1))
-
-        self.backbone.query_values([query.ids], prefixes, fold)
-        scores: list[float] = total.tolist()
-        return scores
+    def _add(self, total: Tensor, layer: int, shift: Tensor) -> None:
+        """Fold one layer's shifts into the scores (N,) and forget them."""
+        total.add_(self.projection.cosines(layer, shift).mean(-1).sum(-1))
 
     @torch.inference_mode()
     def explain(self, query: str, document: str) -> Explanation:
@@ -351,16 +335,13 @@ class RSRank(Reranker):
         """
         tokens = self.prompts.query(query)
         prompt = self.prompts.documents([document], len(tokens.ids))[0]
-        alone = self._query_alone(tokens)
         terms: list[Tensor] = []
 
-        def keep(layer: int, value: Tensor) -> None:
-            if self.projection.reads(layer):
-                shift = representational_shift(value[:, :, tokens.scored], alone[layer])
-                terms.append(self.projection.cosines(layer, shift)[0] / tokens.length)  # (H, T)
+        def keep(layer: int, shift: Tensor) -> None:
+            terms.append(self.projection.cosines(layer, shift)[0] / tokens.length)  # (H, T)
 
         def read(batch: list[Ids]) -> None:
-            self.backbone.query_values([tokens.ids], self.backbone.prefill(batch), keep)
+            self.reader.read(NullRun(tokens), self.reader.prefill(batch), keep)
 
         try:
             run_batches([prompt.ids], read, budget=1)
@@ -377,6 +358,11 @@ class RSRank(Reranker):
             parts=tuple(tuple(row) for row in parts.sum(-1).tolist()),
             head_parts=tuple(tuple(tuple(heads) for heads in row) for row in parts.tolist()),
         )
+
+
+def token_budget_for(device: torch.device) -> int:
+    """Padded tokens of one batch that suit a device."""
+    return TOKEN_BUDGET.get(device.type, 2048)
 
 
 def _finite(score: float, row: int, column: int) -> float:

@@ -39,6 +39,7 @@ class Template(BaseModel):
     separator: str = "\nQuery: "
     suffix: str = ""
     positions: Literal["query", "suffix", "query+suffix"] = "query"
+    filler: str = Field(default=".", min_length=1, description="Repeated for a null prefix of a document's length.")
 
 
 @dataclass(frozen=True)
@@ -151,6 +152,44 @@ class PromptTokenizer:
         """Ids of the template before the query, without a document: the query-only run."""
         return self._instruction + self._separator
 
+    def together(self, documents: Sequence[str], query_length: int) -> tuple[int, ...]:
+        """One prefix with several documents, a line break between them, for the oracle shift (paper, Section 4.2).
+
+        If they do not fit together, each gets the same number of tokens; what a shorter one leaves goes to the others.
+        """
+        encoded = [
+            item.ids for item in self._text.encode_batch([clean(text) for text in documents], add_special_tokens=False)
+        ]
+        seam = tuple(self._text.encode("\n", add_special_tokens=False).ids)
+        room = self._room(query_length) - len(seam) * (len(encoded) - 1)
+        shares = dict.fromkeys(range(len(encoded)), 0)
+        for rank, index in enumerate(sorted(shares, key=lambda i: len(encoded[i]))):
+            shares[index] = min(len(encoded[index]), max(room, 0) // (len(encoded) - rank))
+            room -= shares[index]
+        joined: tuple[int, ...] = ()
+        for index, ids in enumerate(encoded):
+            joined += (*(seam if index else ()), *ids[: shares[index]])
+        return (*self._instruction, *joined[: self._room(query_length)], *self._separator)
+
+    def _room(self, query_length: int) -> int:
+        """Tokens that a document may have beside a query."""
+        room = self.max_length - self.overhead
+        if self.shared_positions:
+            room -= max(query_length, min(QUERY_RESERVE, self.max_length // 4))
+        return max(room, 1)
+
+    def filled_prefix(self, length: int) -> tuple[int, ...]:
+        """A null prefix of a document's length: filler in the document's place (paper, Eq. 2).
+
+        Raises:
+            InputError: The template's filler has no tokens.
+        """
+        filler = self._part(self.template.filler)
+        if not filler:
+            raise InputError(f"The template's filler {self.template.filler!r} has no tokens, so it fills nothing.")
+        room = length - self.overhead
+        return (*self._instruction, *(filler * room)[:room], *self._separator)
+
     @property
     def fingerprint(self) -> str:
         """See `tokenizer_fingerprint`."""
@@ -195,10 +234,7 @@ class PromptTokenizer:
         for index, text in enumerate(documents):
             if not isinstance(text, str):
                 raise InputError(f"Document {index} must be a string, got {type(text).__name__}.")
-        room = self.max_length - self.overhead
-        if self.shared_positions:
-            room -= max(query_length, min(QUERY_RESERVE, self.max_length // 4))
-        room = max(room, 1)
+        room = self._room(query_length)
         encoded = self._text.encode_batch([clean(text) for text in documents], add_special_tokens=False)
         return [
             TokenisedDocument(

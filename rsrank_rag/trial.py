@@ -127,7 +127,9 @@ def _recorded(backbone: Backbone, ids: list[int], recorder: Recorder | None = No
     """Every layer's values with all tokens run at once, under the model's own mask."""
     recorder = Recorder(backbone.last_layer) if recorder is None else recorder  # an empty cache is falsy
     tokens = torch.tensor([ids], device=backbone.device)
-    backbone.run(recorder, tokens, torch.ones_like(tokens), torch.arange(len(ids), device=backbone.device)[None])
+    backbone.run_to_the_end_of(
+        recorder, tokens, torch.ones_like(tokens), torch.arange(len(ids), device=backbone.device)[None]
+    )
     return recorder.recorded_values
 
 
@@ -138,7 +140,7 @@ def _block_masked_run(backbone: Backbone, ids: list[int]) -> list[Tensor]:
     allowed = torch.ones(IDS, IDS, dtype=torch.bool, device=backbone.device)
     allowed[:CUT, CUT:] = False
     recorder = Recorder(backbone.last_layer)
-    backbone.run(recorder, tokens, backbone.mask(allowed[None]), positions)
+    backbone.run_to_the_end_of(recorder, tokens, backbone.mask(allowed[None]), positions)
     return recorder.recorded_values
 
 

@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from urllib.parse import unquote, urlsplit
 
 import huggingface_hub
@@ -41,7 +41,7 @@ class Problem(Exception):
 
 @dataclass
 class Repository:
-    """One model repository."""
+    """One repository. The names of dataset repositories start with ``datasets/``, as their addresses do."""
 
     private: bool = False
     commits: dict[str, dict[str, bytes]] = field(default_factory=dict)
@@ -120,12 +120,13 @@ class HubServer:
         branch: str = "main",
         private: bool = False,
         message: str = "",
+        sha: str | None = None,
     ) -> str:
         """Replace a branch's content, making repository and branch if need be; gives the commit's id."""
         repository = self.repositories.setdefault(repo_id, Repository(private=private))
         parent = repository.refs.get(branch, "")
         content = [(path, hashlib.sha256(data).hexdigest()) for path, data in sorted(files.items())]
-        sha = hashlib.sha1(repr((repo_id, parent, len(repository.commits), content)).encode()).hexdigest()
+        sha = sha or hashlib.sha1(repr((repo_id, parent, len(repository.commits), content)).encode()).hexdigest()
         repository.commits[sha] = dict(files)
         repository.refs[branch] = sha
         repository.messages[sha] = message
@@ -187,21 +188,22 @@ class _Handler(BaseHTTPRequestHandler):
         return body
 
     def _route(self, method: str, path: str) -> None:
-        repo = r"(?P<repo>[^/]+/[^/]+)"
+        repo = r"(?P<repo>(datasets/)?[^/]+/[^/]+)"
+        api = rf"/api/(models/|(?=datasets/)){repo}"
         routes = {
             "GET": {
-                rf"/api/models/{repo}(/revision/(?P<rev>[^/]+))?": self._info,
-                rf"/api/models/{repo}/tree/(?P<rev>[^/]+)(/(?P<under>.+))?": self._tree,
+                rf"{api}(/revision/(?P<rev>[^/]+))?": self._info,
+                rf"{api}/tree/(?P<rev>[^/]+)(/(?P<under>.+))?": self._tree,
                 rf"/{repo}/resolve/(?P<rev>[^/]+)/(?P<file>.+)": self._resolve,
                 rf"/store/{repo}/(?P<sha>[^/]+)/(?P<file>.+)": self._stored,
             },
             "POST": {
                 r"/api/repos/create": self._create,
                 r"/api/validate-yaml": self._validate_card,
-                rf"/api/models/{repo}/branch/(?P<branch>[^/]+)": self._branch,
-                rf"/api/models/{repo}/preupload/(?P<rev>[^/]+)": self._preupload,
+                rf"{api}/branch/(?P<branch>[^/]+)": self._branch,
+                rf"{api}/preupload/(?P<rev>[^/]+)": self._preupload,
                 rf"/{repo}\.git/info/lfs/objects/batch": self._lfs_batch,
-                rf"/api/models/{repo}/commit/(?P<rev>[^/]+)": self._commit,
+                rf"{api}/commit/(?P<rev>[^/]+)": self._commit,
             },
             "PUT": {r"/lfs/(?P<oid>[0-9a-f]{64})": self._lfs_put},
         }
@@ -261,20 +263,27 @@ class _Handler(BaseHTTPRequestHandler):
         sha, files = self._revision(repo, rev)
         private = self.hub.repositories[repo].private
         siblings = [{"rfilename": file} for file in files]
-        self._json({"id": repo, "sha": sha, "private": private, "tags": [], "siblings": siblings})
+        self._json(
+            {"id": repo.removeprefix("datasets/"), "sha": sha, "private": private, "tags": [], "siblings": siblings}
+        )
 
     def _tree(self, repo: str, rev: str, under: str | None) -> None:
         sha, files = self._revision(repo, rev)
-        entries = []
-        for file, data in files.items():
-            if under and not file.startswith(under + "/"):
-                continue
+        start = f"{under}/" if under else ""
+        inside = {file: data for file, data in files.items() if file.startswith(start)}
+        folders = sorted({str(p) for file in inside for p in PurePosixPath(file).parents} - {".", under})
+        entries = [
+            {"type": "directory", "path": p, "oid": _git_oid(p.encode())} for p in folders if p.startswith(start)
+        ]
+        for file, data in inside.items():
             entry = {"type": "file", "path": file, "size": len(data), "oid": _git_oid(data)}
             if self._is_large(file):
                 entry["lfs"] = {"oid": hashlib.sha256(data).hexdigest(), "size": len(data), "pointerSize": 130}
             entries.append(entry)
         if under and not entries:
             raise Problem(404, "EntryNotFound", f"{under} does not exist on {sha}")
+        if "recursive=true" not in self.path.lower():
+            entries = [entry for entry in entries if "/" not in entry["path"].removeprefix(start)]
         self._json(entries)
 
     def _file(self, repo: str, rev: str, file: str) -> tuple[str, bytes]:

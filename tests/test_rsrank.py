@@ -707,9 +707,9 @@ def test_each_query_runs_once_a_batch_of_its_own_documents(ranker, monkeypatch):
     runs = []
     query_values = ranker.backbone.query_values
 
-    def counted(queries, prefixes, consume):
+    def counted(queries, prefixes, consume, **options):
         runs.append(len(prefixes))
-        query_values(queries, prefixes, consume)
+        query_values(queries, prefixes, consume, **options)
 
     monkeypatch.setattr(ranker.backbone, "query_values", counted)
     own = [[f"{number} {text}" for text in DOCUMENTS] for number in range(3)]

@@ -1,7 +1,9 @@
 """The paper's training objective (Section 4.3.2), each term a pure function of scores, B or cosines.
 
-Axes: N documents of one query, L layers, H KV heads, P projection dimension, D head dimension.
-A term over an empty class is 0, so queries whose documents are all relevant or all irrelevant still count.
+Axes: Q queries, N documents of one query, L layers, H KV heads, P projection dimension, D head dimension.
+Scores and labels are those of one query, (N,), or of a batch of queries padded to a common N, (Q, N), whose terms
+are averaged. A term over an empty class is 0, so queries whose documents are all relevant or all irrelevant still
+count.
 """
 
 from __future__ import annotations
@@ -10,34 +12,41 @@ import torch
 from torch import Tensor
 
 
-def _mean(values: Tensor) -> Tensor:
-    return values.mean() if values.numel() else values.sum()
-
-
-def calibration_loss(scores: Tensor, relevant: Tensor) -> Tensor:
+def calibration_loss(scores: Tensor, relevant: Tensor, valid: Tensor | None = None) -> Tensor:
     """Relevant documents above zero, irrelevant ones below (L_cal).
 
     Args:
-        scores: (N,).
-        relevant: (N,) bool.
+        scores: (N,) or (Q, N).
+        relevant: Labels, bool, of the same shape.
+        valid: Which entries are documents; None for all.
 
     >>> calibration_loss(torch.tensor([-1.0, 3.0, 2.0]), torch.tensor([True, True, False]))
     tensor(2.5000)
     """
-    return _mean((-scores[relevant]).relu()) + _mean(scores[~relevant].relu())
+    positive, negative = _classes(relevant, valid)
+    return (_mean((-scores).relu(), positive) + _mean(scores.relu(), negative)).mean()
 
 
-def margin_loss(scores: Tensor, relevant: Tensor, margin: float = 0.5) -> Tensor:
+def margin_loss(scores: Tensor, relevant: Tensor, margin: float = 0.5, valid: Tensor | None = None) -> Tensor:
     """Both classes beyond the margin, and the worst relevant one above the best irrelevant one (L_margin).
+
+    Args:
+        scores: (N,) or (Q, N).
+        relevant: Labels, bool, of the same shape.
+        margin: m.
+        valid: Which entries are documents; None for all.
 
     >>> margin_loss(torch.tensor([1.0, 0.0]), torch.tensor([True, False]))
     tensor(0.5000)
     """
-    positive, negative = scores[relevant], scores[~relevant]
-    loss = _mean((margin - positive).relu()) + _mean((negative + margin).relu())
-    if positive.numel() and negative.numel():
-        loss = loss + (margin - (positive.min() - negative.max())).relu()
-    return loss
+    positive, negative = _classes(relevant, valid)
+    loss = _mean((margin - scores).relu(), positive) + _mean((scores + margin).relu(), negative)
+    if scores.shape[-1]:
+        # Without a document of one class this is margin - infinity, which the ReLU makes 0.
+        worst = scores.masked_fill(~positive, torch.inf).amin(-1)
+        best = scores.masked_fill(~negative, -torch.inf).amax(-1)
+        loss = loss + (margin - (worst - best)).relu()
+    return loss.mean()
 
 
 def orthogonality_loss(weight: Tensor) -> Tensor:
@@ -76,3 +85,12 @@ def frobenius_loss(weight: Tensor) -> Tensor:
     bound = 0.5 * weight.numel() ** 0.5
     excess: Tensor = torch.linalg.vector_norm(weight) - bound
     return excess.relu()
+
+
+def _classes(relevant: Tensor, valid: Tensor | None) -> tuple[Tensor, Tensor]:
+    return (relevant, ~relevant) if valid is None else (relevant & valid, ~relevant & valid)
+
+
+def _mean(values: Tensor, chosen: Tensor) -> Tensor:
+    """Mean over the chosen entries of each row; 0 where there are none."""
+    return values.masked_fill(~chosen, 0.0).sum(-1) / chosen.sum(-1).clamp_min(1)

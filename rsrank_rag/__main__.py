@@ -1,0 +1,5 @@
+"""``python -m rsrank_rag`` is ``rsrank``."""
+
+from .cli import app
+
+app()

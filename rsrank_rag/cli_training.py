@@ -1,0 +1,142 @@
+"""The ``rsrank`` commands that make artifacts: features, train, push."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.table import Table
+
+from .console import catch_errors, problems, screen
+from .errors import ArtifactError, InputError
+
+if TYPE_CHECKING:
+    from .training.recipe import Kitchen, Recipe, Result
+
+app = typer.Typer()
+
+Config = Annotated[
+    str, typer.Option("--config", "-c", help="A recipe: qwen3-8b, qwen3-0.6b, mini, your-data, or a TOML file.")
+]
+Data = Annotated[
+    list[Path] | None, typer.Option("--data", help="Labelled .jsonl or .jsonl.gz, instead of the recipe's data.")
+]
+Output = Annotated[Path, typer.Option("--output", "-o", help="Folder for features, checkpoint, figures and artifact.")]
+Setting = Annotated[
+    list[str] | None, typer.Option("--set", help="Change one entry of the recipe, such as fit.epochs=10.")
+]
+DryRun = Annotated[bool, typer.Option("--dry-run", help="Print disk, memory and hours, and stop.")]
+
+
+def _kitchen(config: str, data: list[Path] | None, output: Path, settings: list[str] | None) -> Kitchen:
+    from transformers.utils import logging
+
+    from .training.recipe import Kitchen, Recipe
+
+    logging.disable_progress_bar()
+    recipe = Recipe.load(config, settings or (), data or ())
+    return Kitchen(recipe, output, say=problems.print, progress=problems.is_terminal)
+
+
+def _plan(kitchen: Kitchen) -> None:
+    recipe: Recipe = kitchen.recipe
+    sources = ", ".join(part.label for part in recipe.data)
+    screen.print(f"recipe       {recipe.name}: {recipe.model.name}, {recipe.method}\ndata         {sources}")
+    screen.print(str(kitchen.estimate()))
+
+
+@app.command()
+def features(
+    config: Config = "your-data",
+    data: Data = None,
+    output: Output = Path("runs/rsrank"),
+    settings: Setting = None,
+    dry_run: DryRun = False,
+) -> None:
+    """Read the shifts of labelled queries from the frozen language model, into OUTPUT/features.
+
+    A run that was interrupted goes on where it stopped. Several GPUs:
+    `accelerate launch --num_processes 4 -m rsrank_rag features ...`
+
+    Too large? `--set features.max_tokens=8` keeps 8 tokens of each query, `--set features.max_documents=10` so many
+    documents.
+    """
+    with catch_errors():
+        kitchen = _kitchen(config, data, output, settings)
+        if dry_run:
+            _plan(kitchen)
+            return
+        store = kitchen.extract()
+        screen.print(f"{len(store):,} queries in {store.folder}")
+
+
+@app.command()
+def train(
+    config: Config = "your-data",
+    data: Data = None,
+    output: Output = Path("runs/rsrank"),
+    settings: Setting = None,
+    features: Annotated[
+        Path | None, typer.Option(help="Train on this feature store, without the language model.")
+    ] = None,
+    dry_run: DryRun = False,
+) -> None:
+    """Run a recipe: data, features, B, evaluation, model card, artifact (OUTPUT/artifact).
+
+    `rsrank train --config your-data --data labelled.jsonl --output runs/mine`
+
+    The same command goes on after an interruption.
+    """
+    with catch_errors():
+        kitchen = _kitchen(config, data, output, settings)
+        if dry_run:
+            _plan(kitchen)
+            return
+        if features is None:
+            result = kitchen.cook()
+        else:
+            from .training.features import FeatureStore
+
+            result = kitchen.cook_from(FeatureStore(features))
+    _show(result)
+
+
+def _show(result: Result) -> None:
+    table = Table(title="natural threshold: 0", title_justify="left")
+    columns = sorted({name for row in result.metrics.values() for name in row})
+    for name in ("dataset", *columns):
+        table.add_column(name, justify="left" if name == "dataset" else "right")
+    for dataset, row in result.metrics.items():
+        table.add_row(dataset, *(f"{row[name]:.3f}" if name in row else "" for name in columns))
+    screen.print(table)
+    screen.print(f"artifact: {result.artifact}\nTry it:   rsrank rank --model {result.artifact} -q ... -d FILE")
+
+
+@app.command()
+def push(
+    artifact: Annotated[Path, typer.Argument(help="Folder of an artifact.")],
+    repo_id: Annotated[str, typer.Argument(help="owner/name on the Hub; made if it does not exist.")],
+    private: Annotated[bool, typer.Option("--private", help="Make a new repository private.")] = False,
+    revision: Annotated[str | None, typer.Option(help="Branch; made if it does not exist.")] = None,
+    message: Annotated[str, typer.Option(help="First line of the commit.")] = "Upload RSRank projection",
+) -> None:
+    """Publish an artifact and its model card on the Hugging Face Hub (log in first: `hf auth login`).
+
+    `rsrank push runs/mine/artifact me/my-reranker`
+    """
+    from . import hub
+
+    with catch_errors():
+        if not artifact.is_dir():
+            raise InputError(f"{artifact} is no folder. Give the artifact folder that rsrank train made.")
+        config = hub.read_config(artifact)
+        hub.read_projection(artifact, config)
+        if not (hub.is_hub_id(config.backbone.name) or config.backbone.name.startswith("./")):
+            raise ArtifactError(
+                f"The artifact's language model is the local folder {config.backbone.name!r}, which nobody else could "
+                "load. Train with the model's Hub id as model.name."
+            )
+        (artifact / hub.CARD).write_text(hub.model_card(config, repo_id), encoding="utf-8")
+        address = hub.push(artifact, repo_id, private=private, revision=revision, token=None, message=message)
+    screen.print(address)

@@ -1,0 +1,228 @@
+"""The paper's six sets (Section 5.1) by name, from the Hugging Face Hub.
+
+Each set is read at a fixed commit of a repository that holds plain data files, so the same call gives the same queries.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, Literal
+
+from ..errors import InputError, MissingDependencyError
+from ..hub import HUB_ERRORS
+from .datasets import LabelledDocument, LabelledQuery
+
+Split = Literal["test", "train", "validation"]
+Granularity = Literal["sentence", "paragraph"]
+
+
+@dataclass(frozen=True)
+class _Source:
+    """Where a set lies on the Hub, how its rows are laid out, and what it calls the three splits."""
+
+    layout: Literal["hotpotqa", "musique", "beir"]
+    repository: str
+    config: str | None
+    splits: Mapping[str, str]
+    revision: str
+
+    def table(self, config: str | None, split: str) -> Any:
+        """A `datasets.Dataset`: Arrow files, mapped into memory."""
+        try:
+            import datasets
+        except ImportError:
+            raise MissingDependencyError(
+                f"Loading {self.repository} needs datasets. Install with: pip install 'rsrank-rag[train]'"
+            ) from None
+        try:
+            return datasets.load_dataset(self.repository, config, split=split, revision=self.revision)
+        except (*HUB_ERRORS, datasets.exceptions.DatasetsError) as error:
+            cause = error.__cause__ or error  # a failed build names its reason only there
+            raise InputError(
+                f"{self.repository} (config {config or 'default'!r}, split {split!r}, revision {self.revision!r}) "
+                f"could not be loaded from the Hub: {type(cause).__name__}: {str(cause).rstrip('. ')}. Connect once to "
+                "download it, leave revision out if you gave one, or read a file of your own with read_labelled."
+            ) from error
+
+
+_OPEN = {"train": "train", "validation": "dev", "test": "test"}
+_HIDDEN = {"train": "train", "validation": "validation", "test": "validation"}
+_BEIR_TABLES = (("queries", "queries"), ("corpus", "corpus"))
+_SOURCES: Mapping[str, _Source] = {
+    "2wiki": _Source(
+        "hotpotqa", "framolfese/2WikiMultihopQA", None, _HIDDEN, "fe713bfbd1afbca1a65246741a75890405d56a3a"
+    ),
+    "hotpotqa": _Source(
+        "hotpotqa", "hotpotqa/hotpot_qa", "distractor", _HIDDEN, "1908d6afbbead072334abe2965f91bd2709910ab"
+    ),
+    "musique": _Source("musique", "dgslibisey/MuSiQue", None, _HIDDEN, "c8f4f8c9465fb69d31a8eae894c3fd509c4ca321"),
+    "fiqa": _Source("beir", "mteb/fiqa", "default", _OPEN, "27a168819829fe9bcd655c2df245fb19452e8e06"),
+    "nfcorpus": _Source("beir", "mteb/nfcorpus", "default", _OPEN, "ec0fa4fe99da2ff19ca1214b7966684033a58814"),
+    "fever": _Source("beir", "mteb/fever", "default", _OPEN, "bea83ef9e8fb933d90a2f1d5515737465d613e12"),
+}
+
+NAMES: tuple[str, ...] = tuple(_SOURCES)
+"""The sets that `load_named` knows."""
+
+
+def load_named(
+    name: str,
+    *,
+    split: Split = "test",
+    queries: int | None = None,
+    granularity: Granularity | None = None,
+    negatives: int = 15,
+    seed: int = 0,
+    revision: str | None = None,
+) -> list[LabelledQuery]:
+    """Load one of the paper's sets. Downloads are kept in the cache of `datasets`.
+
+    2wiki, hotpotqa and musique come with each question's own gold and distractor paragraphs, and musique holds
+    answerable questions only. Their test labels are hidden, so "test" gives the validation split. fiqa, nfcorpus and
+    fever have test labels; their documents are the relevant ones and random others of the whole corpus, shuffled.
+    fever's corpus takes several GB on disk, but only the rows that are drawn are read. It is the paper's zero-shot
+    set: measure on it, do not train on it.
+
+    Args:
+        name: One of `NAMES`.
+        split: Which part.
+        queries: At most so many, at random; None for all. The choice depends on the ids and the seed alone.
+        granularity: What a document of 2wiki and hotpotqa is; None for the paper's choice, "sentence". The other sets
+            have paragraphs only.
+        negatives: Irrelevant documents a query of fiqa, nfcorpus and fever, drawn from (seed, query id).
+        seed: Of the sample of queries and the negatives.
+        revision: Another commit, branch or tag of the repository than the one this package was written against.
+
+    Returns:
+        Queries in order of their id. In fiqa, nfcorpus and fever each has a relevant document.
+
+    Raises:
+        InputError: An argument that cannot be used, or a set that cannot be downloaded or has other columns.
+        MissingDependencyError: datasets is not installed.
+    """
+    if name not in _SOURCES:
+        raise InputError(f"There is no set {name!r}. Choose one of: {', '.join(NAMES)}.")
+    source = _SOURCES[name] if revision is None else replace(_SOURCES[name], revision=revision)
+    if split not in source.splits:
+        raise InputError(f"There is no split {split!r} of {name}. Choose one of: {', '.join(source.splits)}.")
+    if granularity not in (None, "paragraph", *(["sentence"] if source.layout == "hotpotqa" else [])):
+        raise InputError(f"{name} cannot be had with granularity {granularity!r}. Leave it out.")
+    if negatives < 0 or (queries is not None and queries < 1):
+        raise InputError(f"Give queries >= 1 or None and negatives >= 0, not {queries} and {negatives}.")
+    draw = partial(_sample, count=queries, seed=seed)
+    try:
+        if source.layout == "beir":
+            tables = [source.table(c, s) for c, s in ((source.config, source.splits[split]), *_BEIR_TABLES)]
+            found = _from_beir(*tables, draw=draw, negatives=negatives, seed=seed)
+        else:
+            found = _from_multihop(source.table(source.config, source.splits[split]), source.layout, granularity, draw)
+    except KeyError as error:
+        raise InputError(
+            f"{source.repository} at revision {source.revision!r} has no column {error.args[0]!r}, which {name} needs. "
+            "Leave revision out."
+        ) from None
+    if not found:
+        raise InputError(f"{source.repository} has no labelled queries in {split!r} at revision {source.revision!r}.")
+    return found
+
+
+def _sample(ids: Iterable[str], *, count: int | None, seed: int) -> list[str]:
+    """Some of the ids, sorted; the same ones in whatever order they come."""
+    ordered = sorted(ids)
+    if count is None or count >= len(ordered):
+        return ordered
+    return sorted(random.Random(seed).sample(ordered, count))
+
+
+def _column(table: Any, name: str) -> Any:
+    """A column as a pyarrow array, which is not copied."""
+    if name not in table.column_names:
+        raise KeyError(name)
+    return table.data.column(name)
+
+
+def _from_multihop(
+    table: Any,
+    layout: Literal["hotpotqa", "musique"],
+    granularity: Granularity | None,
+    draw: Callable[[Iterable[str]], list[str]],
+) -> list[LabelledQuery]:
+    rows = {str(key): row for row, key in enumerate(_column(table, "id").to_pylist())}
+    if layout == "musique":
+        answerable = _column(table, "answerable").to_pylist()
+        return [_from_musique(table[rows[key]]) for key in draw(key for key, row in rows.items() if answerable[row])]
+    return [_from_hotpotqa(table[rows[key]], granularity or "sentence") for key in draw(rows)]
+
+
+def _from_hotpotqa(row: Mapping[str, Any], granularity: Granularity) -> LabelledQuery:
+    facts, context = row["supporting_facts"], row["context"]
+    gold = set(zip(facts["title"], facts["sent_id"], strict=True))
+    documents = []
+    for number, (title, texts) in enumerate(zip(context["title"], context["sentences"], strict=True)):
+        place = f"{number}:{title}"  # two paragraphs may have one title
+        sentences = [(i, text.strip()) for i, text in enumerate(texts) if text.strip()]
+        if granularity == "sentence":
+            found = [(f"{place}#{i}", text, (title, i) in gold) for i, text in sentences]
+        else:
+            found = [(place, " ".join(text for _, text in sentences), title in facts["title"])] if sentences else []
+        documents += [LabelledDocument(id=i, title=title, text=text, relevant=label) for i, text, label in found]
+    return LabelledQuery(id=str(row["id"]), query=row["question"], documents=tuple(documents))
+
+
+def _from_musique(row: Mapping[str, Any]) -> LabelledQuery:
+    documents = tuple(
+        LabelledDocument(id=str(p["idx"]), title=p["title"], text=p["paragraph_text"], relevant=p["is_supporting"])
+        for p in row["paragraphs"]
+    )
+    return LabelledQuery(id=str(row["id"]), query=row["question"], documents=documents)
+
+
+def _from_beir(
+    labels: Any,
+    queries: Any,
+    corpus: Any,
+    *,
+    draw: Callable[[Iterable[str]], list[str]],
+    negatives: int,
+    seed: int,
+) -> list[LabelledQuery]:
+    relevant: dict[str, set[str]] = defaultdict(set)
+    columns = (_column(labels, name).to_pylist() for name in ("query-id", "corpus-id", "score"))
+    for query, document, score in zip(*columns, strict=True):
+        if score > 0:
+            relevant[str(query)].add(str(document))
+    query_rows = _rows(_column(queries, "_id"), relevant)
+    corpus_rows = _rows(_column(corpus, "_id"), set().union(*relevant.values()))
+    gold = {key: {corpus_rows[i] for i in relevant[key] if i in corpus_rows} for key in query_rows}
+    found = []
+    for key in draw(key for key, rows in gold.items() if rows):
+        rng = random.Random(f"{seed}:{key}")
+        rows = [*sorted(gold[key]), *_others(len(corpus), gold[key], negatives, rng)]
+        rng.shuffle(rows)
+        drawn = corpus[rows]
+        documents = tuple(
+            LabelledDocument(id=str(i), title=title or None, text=text, relevant=row in gold[key])
+            for row, i, title, text in zip(rows, drawn["_id"], drawn["title"], drawn["text"], strict=True)
+        )
+        found.append(LabelledQuery(id=key, query=queries[query_rows[key]]["text"], documents=documents))
+    return found
+
+
+def _rows(ids: Any, wanted: Collection[str]) -> dict[str, int]:
+    """Row number of each wanted id that is there. A column of millions of ids is searched by Arrow, not by Python."""
+    import pyarrow as pa
+    import pyarrow.compute as pc
+
+    ids = ids.cast(pa.string())
+    rows = pc.indices_nonzero(pc.is_in(ids, value_set=pa.array(list(wanted), pa.string())))
+    return dict(zip(ids.take(rows).to_pylist(), rows.to_pylist(), strict=True))
+
+
+def _others(size: int, relevant: Collection[int], count: int, rng: random.Random) -> list[int]:
+    """Row numbers of `count` documents that are not relevant, or of all there are, out of a corpus of `size`."""
+    drawn = rng.sample(range(size), min(size, count + len(relevant)))
+    return [row for row in drawn if row not in relevant][:count]

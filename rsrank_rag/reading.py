@@ -1,0 +1,102 @@
+"""Reading shifts: the backbone's signal at the query's tokens after a document, minus the same without it.
+
+Scoring and training read through here, so that B sees the same numbers in both.
+
+Axes: N documents, H heads, T scored query tokens, D head dimension.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from .backbone import Backbone
+from .batching import Ids
+from .cache import Prefixes
+from .config import NullPrefix, Signal
+from .shift import representational_shift
+from .template import PromptTokenizer, TokenisedQuery
+
+ShiftConsumer = Callable[[int, Tensor], None]
+"""Receives a read layer's index and its shifts, (N, H, T, D) fp32."""
+
+
+@dataclass
+class NullRun:
+    """One query's signal without a document, kept for as long as the query is being scored.
+
+    Attributes:
+        query: The query.
+        by_length: Layer -> (1, H, T, D), for each length of null prefix that was needed so far.
+    """
+
+    query: TokenisedQuery
+    by_length: dict[int, dict[int, Tensor]] = field(default_factory=dict)
+
+
+class ShiftReader:
+    """Reads the shifts that B is made for.
+
+    Args:
+        backbone: The frozen language model.
+        prompts: Its tokenizer with the artifact's template.
+        layers: Layers to read.
+        signal: Value vectors, keys, or the hidden states that enter a layer (then H = 1 and D is the hidden size).
+        null_prefix: What stands for "no document" in the run that is subtracted; see `RSRankConfig`.
+    """
+
+    def __init__(
+        self,
+        backbone: Backbone,
+        prompts: PromptTokenizer,
+        layers: Sequence[int],
+        *,
+        signal: Signal = "values",
+        null_prefix: NullPrefix = "empty",
+    ) -> None:
+        self.backbone, self.prompts, self.layers = backbone, prompts, frozenset(layers)
+        self.signal, self.null_prefix = signal, null_prefix
+
+    def prefill(self, documents: Sequence[Ids]) -> Prefixes:
+        """Run documents, as far as this signal needs them."""
+        return self.backbone.prefill(documents, whole=self.signal == "hidden")
+
+    def read(self, run: NullRun, prefixes: Prefixes, consume: ShiftConsumer) -> None:
+        """One query after N prefixes: hand each read layer's shifts over, in ascending order.
+
+        Args:
+            run: The query; what is computed for it without a document is kept there.
+            prefixes: From `prefill`.
+            consume: Called once a layer.
+        """
+        lengths = prefixes.lengths.tolist()
+        if self.null_prefix == "none":
+            self._signal(run.query, prefixes, lambda layer, found: consume(layer, found.float()))
+            return
+        wanted = [length if self.null_prefix == "matched" else 0 for length in lengths]
+        missing = sorted(set(wanted) - set(run.by_length))
+        if missing:
+            found: dict[int, Tensor] = {}
+            self._signal(run.query, self.prefill([self._null(n) for n in missing]), found.__setitem__)
+            for row, length in enumerate(missing):
+                run.by_length[length] = {layer: value[row : row + 1] for layer, value in found.items()}
+
+        def subtract(layer: int, found: Tensor) -> None:
+            alone = [run.by_length[length][layer] for length in (wanted if self.null_prefix == "matched" else [0])]
+            consume(layer, representational_shift(found, alone[0] if len(alone) == 1 else torch.cat(alone)))
+
+        self._signal(run.query, prefixes, subtract)
+
+    def _null(self, length: int) -> Ids:
+        """The template before the query without a document, or with filler up to a length."""
+        return self.prompts.filled_prefix(length) if length else self.prompts.null_prefix
+
+    def _signal(self, query: TokenisedQuery, prefixes: Prefixes, consume: ShiftConsumer) -> None:
+        def scored_tokens(layer: int, found: Tensor) -> None:
+            if layer in self.layers:
+                consume(layer, found[:, :, query.scored].float())
+
+        self.backbone.query_values([query.ids], prefixes, scored_tokens, signal=self.signal)

@@ -1,0 +1,601 @@
+"""A recipe: from labelled queries to a published artifact, described in one TOML file and run by one command.
+
+Data, features, B, evaluation, model card. Every step leaves its result in the output folder and is not repeated when
+the same recipe is run again.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import math
+import os
+import random
+import shutil
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from tqdm.auto import tqdm
+
+from .. import hub
+from ..backbone import Backbone
+from ..config import BackboneSpec, Histogram, NullPrefix, RSRankConfig, Signal, TrainingRecord
+from ..errors import InputError, TrainingError
+from ..evaluation.datasets import LabelledQuery, dataset_name, read_labelled
+from ..evaluation.evaluate import score_dataset, summarise
+from ..evaluation.metrics import ScoredQuery, f1_at, ranking_metrics
+from ..identity import describe
+from ..loading import LoadOptions, load_model
+from ..projection import Projection
+from ..reading import ShiftReader
+from ..rsrank import INSIDE, RSRank, token_budget_for
+from ..template import PromptTokenizer, Template
+from .closed_form import Method, closed_form
+from .features import FeatureExtractor, FeatureSource, FeatureStore, Plan, spec_for, subsample
+from .fit import Epoch, FitOptions, Resident, Subset, fit, plot_curves, scored, split
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:  # pragma: no cover - the standard library has it from 3.11 on
+    import tomli as tomllib
+
+SHIPPED = Path(__file__).parent / "recipes"
+_STRICT = ConfigDict(extra="forbid", frozen=True)
+
+
+class ModelPart(BaseModel):
+    """The language model, and how to load it."""
+
+    model_config = _STRICT
+
+    name: str
+    revision: str | None = None
+    device: str | None = None
+    dtype: str | None = None
+    load_in_8bit: bool = False
+    load_in_4bit: bool = False
+    max_length: int | None = Field(default=None, gt=0)
+    local_files_only: bool = False
+
+    @property
+    def source(self) -> str:
+        """Folder or Hub id; a built-in model's name stands for the language model inside it."""
+        return str(hub.BUILTIN / self.name / INSIDE) if self.name in hub.builtin_names() else self.name
+
+    def options(self) -> LoadOptions:
+        """For `load_model`."""
+        return LoadOptions(
+            self.device, self.dtype, self.load_in_8bit, self.load_in_4bit, local_files_only=self.local_files_only
+        )
+
+
+class DataPart(BaseModel):
+    """Labelled queries: a JSON-lines file, or one of the paper's sets by name from the Hub."""
+
+    model_config = _STRICT
+
+    file: str | None = None
+    dataset: str | None = None
+    split: Literal["train", "validation", "test"] = "train"
+    queries: int | None = Field(default=None, gt=0, description="At most so many, at random.")
+
+    @model_validator(mode="after")
+    def _one_source(self) -> DataPart:
+        if (self.file is None) == (self.dataset is None):
+            raise ValueError("give either file or dataset")
+        return self
+
+    @property
+    def label(self) -> str:
+        """Name of the set."""
+        return self.dataset or dataset_name(str(self.file))
+
+    def load(self, seed: int) -> list[LabelledQuery]:
+        """Read it.
+
+        Raises:
+            InputError: Missing, or not labelled queries.
+        """
+        if self.file is None:
+            from ..evaluation.hub_datasets import load_named
+
+            return load_named(str(self.dataset), split=self.split, queries=self.queries, seed=seed)
+        queries = read_labelled(self.file)
+        if self.queries is not None and self.queries < len(queries):
+            queries = random.Random(f"{seed}-{self.label}").sample(queries, self.queries)
+        return queries
+
+
+class FeaturePart(BaseModel):
+    """What is read of the language model."""
+
+    model_config = _STRICT
+
+    layers: tuple[int, ...] | None = Field(default=None, description="None for all but layer 0.")
+    signal: Signal = "values"
+    null_prefix: NullPrefix = "empty"
+    dtype: Literal["float16", "bfloat16"] = "float16"
+    max_tokens: int | None = Field(default=None, gt=0)
+    max_documents: int | None = Field(default=None, gt=1)
+    titles: bool = True
+    token_budget: int | None = Field(default=None, gt=0)
+
+
+class Recipe(BaseModel):
+    """Everything that decides which artifact comes out."""
+
+    model_config = _STRICT
+
+    name: str
+    model: ModelPart
+    template: Template = Template()
+    data: tuple[DataPart, ...] = ()
+    features: FeaturePart = FeaturePart()
+    method: Literal["gradient"] | Method = "gradient"
+    fit: FitOptions = FitOptions()
+    validation_share: float = Field(default=0.1, gt=0, lt=1)
+    evaluation: tuple[DataPart, ...] = ()
+    sample_sizes: tuple[int, ...] = Field(default=(), description="Also train on so many queries, for a curve.")
+    sample_epochs: int = Field(default=10, gt=0, description="Epochs for each of them (the paper's Table 3).")
+    minimum_queries: int = Field(default=2, ge=2)
+    license: str | None = None
+
+    @classmethod
+    def load(cls, source: str, overrides: Sequence[str] = (), data: Sequence[str | Path] = ()) -> Recipe:
+        """Read a recipe.
+
+        Args:
+            source: Name of one that ships with the package, or a TOML file.
+            overrides: ``key=value`` in TOML, such as ``fit.epochs=10``.
+            data: Labelled files to train on instead of the recipe's.
+
+        Raises:
+            InputError: There is none, or it is not a valid one.
+        """
+        path = SHIPPED / f"{source}.toml" if source in shipped() else Path(source)
+        try:
+            raw = tomllib.loads(path.read_text(encoding="utf-8"))
+            for override in overrides:
+                _merge(raw, tomllib.loads(_assignment(override)))
+        except OSError as error:
+            raise InputError(
+                f"There is no recipe {source!r}: neither one of {', '.join(shipped())} nor a TOML file ({error})."
+            ) from None
+        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+            raise InputError(f"{source} with {list(overrides)} is not valid TOML: {error}") from None
+        if data:
+            raw["data"] = [{"file": str(file)} for file in data]
+        try:
+            return cls.model_validate(raw)
+        except ValidationError as error:
+            problems = "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors())
+            raise InputError(f"{source} is not a valid recipe: {problems}.") from None
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """What a recipe will take on this machine.
+
+    Attributes:
+        plan: Tokens and bytes of the features.
+        weight_bytes: Of the language model in memory.
+        flops: Of the language model's pass.
+        flops_per_second: Half of what a large matrix product reached here just now.
+        parameters: Numbers in B.
+    """
+
+    plan: Plan
+    weight_bytes: int
+    flops: float
+    flops_per_second: float
+    parameters: int
+
+    @property
+    def hours(self) -> float:
+        """Of the language model's pass."""
+        return self.flops / self.flops_per_second / 3600
+
+    def __str__(self) -> str:
+        plan = self.plan
+        return "\n".join(
+            [
+                f"queries      {plan.queries:,} with {plan.documents:,} documents",
+                f"reading      {plan.prompt_tokens:,} tokens, {self.flops / 1e12:,.1f} TFLOP: about "
+                f"{_hours(self.hours)} here (at {self.flops_per_second / 1e12:,.2f} TFLOP/s, half of what a large "
+                "matrix product reaches)",
+                f"memory       {self.weight_bytes / 1e9:,.2f} GB for the language model's weights",
+                f"disk         {plan.bytes / 1e9:,.2f} GB for the features",
+                f"B            {self.parameters:,} numbers",
+            ]
+        )
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a recipe made.
+
+    Attributes:
+        artifact: Folder of the artifact.
+        metrics: Dataset -> metric -> value.
+        samples: Rows of the sample-efficiency table, if asked for.
+    """
+
+    artifact: Path
+    metrics: dict[str, dict[str, float]]
+    samples: list[dict[str, float]]
+
+
+def shipped() -> list[str]:
+    """Names of the recipes inside the package."""
+    return sorted(path.stem for path in SHIPPED.glob("*.toml"))
+
+
+class Kitchen:
+    """Runs a recipe step by step.
+
+    Args:
+        recipe: What to make.
+        output: Where to leave it.
+        say: Told what is going on.
+        progress: Show progress bars.
+    """
+
+    def __init__(
+        self, recipe: Recipe, output: str | Path, *, say: Callable[[str], object] = str, progress: bool = False
+    ) -> None:
+        self.recipe, self.output, self.say, self.progress = recipe, Path(output), say, progress
+
+    @cached_property
+    def queries(self) -> list[LabelledQuery]:
+        """The recipe's queries, read when they are first needed."""
+        recipe = self.recipe
+        if not recipe.data:
+            raise InputError(f"The recipe {recipe.name!r} names no data. Pass --data FILE with labelled queries.")
+        queries = [query for part in recipe.data for query in part.load(recipe.fit.seed)]
+        if len(queries) < recipe.minimum_queries:
+            raise TrainingError(
+                f"{len(queries)} labelled queries are too few: this recipe asks for {recipe.minimum_queries}. The "
+                "paper reaches 95% of its recall with 50; with fewer, B learns its examples by heart. Label more "
+                "queries, or take an artifact that exists."
+            )
+        return subsample(queries, recipe.features.max_documents, recipe.fit.seed)
+
+    def estimate(self) -> Estimate:
+        """Disk, memory and time, without loading the language model's weights."""
+        from transformers import AutoConfig, AutoModel, AutoTokenizer
+
+        part, options = self.recipe.model, self.recipe.model.options()
+        known = {"revision": part.revision, "local_files_only": part.local_files_only}
+        config = AutoConfig.from_pretrained(part.source, **known).get_text_config()
+        tokenizer = AutoTokenizer.from_pretrained(part.source, **known)
+        with torch.device("meta"):
+            model = AutoModel.from_config(config)
+        weights = sum(parameter.numel() for parameter in model.parameters())
+        working = weights - model.get_input_embeddings().weight.numel()
+        dtype, device = options.resolved_dtype(), options.resolved_device()
+        heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+        width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        if self.recipe.features.signal == "hidden":
+            heads, width = 1, config.hidden_size
+        limit = min(config.max_position_embeddings, part.max_length or config.max_position_embeddings)
+        prompts = PromptTokenizer(tokenizer, self.recipe.template, max_length=limit, shared_positions=True)
+        layers = self._layers(config.num_hidden_layers)
+        reader = _Unread(prompts, frozenset(layers))
+        plan = self._extractor(reader).plan(self.queries, heads, width)  # type: ignore[arg-type]
+        bits = 8 if part.load_in_8bit else 4 if part.load_in_4bit else dtype.itemsize * 8
+        return Estimate(
+            plan=plan,
+            weight_bytes=weights * bits // 8,
+            flops=2.0 * working * plan.prompt_tokens,
+            flops_per_second=_matmul_rate(device, dtype) / 2,
+            parameters=len(layers) * heads * self.recipe.fit.projection_dim * width,
+        )
+
+    def cook(self) -> Result:
+        """Run the recipe, or what is left of it.
+
+        Raises:
+            BackboneError: The language model cannot be loaded or read.
+            InputError: The data are missing.
+            TrainingError: They are too few, or features or a checkpoint in the output folder belong to something else.
+        """
+        self.say(f"{len(self.queries):,} labelled queries")  # before the language model, which takes minutes
+        core, prompts, spec = self._backbone()
+        store = self.features(core, prompts, spec)
+        projection, config = self._learn(store)
+        ranker = RSRank(core, prompts, projection, config, token_budget=self.recipe.features.token_budget)
+        found: dict[str, list[ScoredQuery]] = {}
+        for part in self.recipe.evaluation:
+            queries = tqdm(part.load(self.recipe.fit.seed), desc=part.label, unit="query", disable=not self.progress)
+            found[part.label] = score_dataset(ranker, queries, titles=self.recipe.features.titles)
+        config = self._recorded(config, found)
+        RSRank(core, prompts, projection, config).save_pretrained(self.output / "artifact")
+        return Result(self.output / "artifact", config.training.metrics, self.samples)
+
+    def cook_from(self, store: FeatureStore) -> Result:
+        """Train B on features that exist, without the language model; metrics are of the validation queries.
+
+        Raises:
+            TrainingError: The store is unfinished, or a checkpoint in the output folder belongs to something else.
+        """
+        projection, config = self._learn(store)
+        config = self._recorded(config, {})
+        artifact = self.output / "artifact"
+        hub.write_artifact(artifact, config, projection.weight, hub.model_card(config))
+        if config.backbone.name == INSIDE:
+            shutil.copytree(self.recipe.model.source, artifact / INSIDE, dirs_exist_ok=True)
+        return Result(self.output / "artifact", config.training.metrics, self.samples)
+
+    def _learn(self, store: FeatureStore) -> tuple[Projection, RSRankConfig]:
+        """B, and its config without metrics."""
+        recipe, spec = self.recipe, store.spec
+        train, held = split(len(store), recipe.validation_share, recipe.fit.seed)
+        features = Resident(store) if _fits_in_memory(store) else store
+        projection = self._train(features, train, held, spec.layers)
+        self.samples = self._samples(features, train, held, spec.layers)
+        self.output.mkdir(parents=True, exist_ok=True)
+        if self.samples:
+            _dump(self.output / "samples.json", self.samples)
+        self.validation = scored(Subset(features, held), projection, device=recipe.model.device)
+        config = RSRankConfig(
+            backbone=spec.backbone,
+            layers=spec.layers,
+            projection_dim=recipe.fit.projection_dim,
+            signal=spec.signal,
+            null_prefix=spec.null_prefix,
+            template=spec.template,
+            max_length=recipe.model.max_length,
+            license=recipe.license,
+        )
+        return projection, config
+
+    def extract(self) -> FeatureStore:
+        """Only the features."""
+        self.say(f"{len(self.queries):,} labelled queries")
+        return self.features(*self._backbone())
+
+    def features(self, core: Backbone, prompts: PromptTokenizer, spec: BackboneSpec) -> FeatureStore:
+        """Make the feature store, or what is missing of it; several processes of ``accelerate launch`` share it."""
+        part = self.recipe.features
+        reader = ShiftReader(
+            core, prompts, self._layers(core.num_layers), signal=part.signal, null_prefix=part.null_prefix
+        )
+        extractor = self._extractor(reader)
+        heads, width = (1, core.config.hidden_size) if part.signal == "hidden" else (core.num_heads, core.head_dim)
+        plan = extractor.plan(self.queries, heads, width)
+        worker, workers = _place()
+        store = FeatureStore.create(self.output / "features", spec_for(extractor, self.queries, plan, spec), plan.bytes)
+        if store.missing():
+            self.say(self._forecast(extractor, plan))
+        done = store.fill(self.queries, extractor, worker=worker, workers=workers)
+        for _ in tqdm(done, total=len(self.queries), desc="features", unit="query", disable=not self.progress):
+            pass
+        _wait_for_all(workers)
+        return store
+
+    def _forecast(self, extractor: FeatureExtractor, plan: Plan) -> str:
+        """Size, and time measured on the shortest query."""
+        sample = min(range(len(self.queries)), key=plan.query_bytes.__getitem__)
+        started = time.perf_counter()
+        extractor.extract(self.queries[sample])
+        seconds = time.perf_counter() - started
+        tokens = extractor.plan([self.queries[sample]], 1, 1).prompt_tokens
+        return (
+            f"Features of {plan.queries:,} queries with {plan.documents:,} documents: {plan.bytes / 1e9:.2f} GB, about "
+            f"{_hours(seconds * plan.prompt_tokens / tokens / 3600)} on one device (measured on one query)."
+        )
+
+    def _extractor(self, reader: ShiftReader) -> FeatureExtractor:
+        part = self.recipe.features
+        device = self.recipe.model.options().resolved_device()
+        return FeatureExtractor(
+            reader,
+            dtype=part.dtype,
+            max_tokens=part.max_tokens,
+            token_budget=part.token_budget or token_budget_for(device),
+            titles=part.titles,
+        )
+
+    def _layers(self, count: int) -> tuple[int, ...]:
+        return self.recipe.features.layers or tuple(range(1, count))
+
+    def _backbone(self) -> tuple[Backbone, PromptTokenizer, BackboneSpec]:
+        part = self.recipe.model
+        options = part.options()
+        if _place()[1] > 1 and options.device is None:
+            options = replace(options, device=_local_device())
+        model, tokenizer = load_model(part.source, revision=part.revision, options=options)
+        chosen = self.recipe.features.layers
+        core = Backbone(model, last_layer=None if chosen is None else max(chosen))
+        prompts = PromptTokenizer(
+            tokenizer,
+            self.recipe.template,
+            max_length=min(core.max_length, part.max_length or core.max_length),
+            shared_positions=core.causal,
+        )
+        name = part.name if part.source == part.name else INSIDE
+        return core, prompts, describe(core, prompts, name, part.revision)
+
+    def _train(self, features: FeatureSource, train: list[int], held: list[int], layers: tuple[int, ...]) -> Projection:
+        recipe = self.recipe
+        self.history: tuple[Epoch, ...] = ()
+        if recipe.method != "gradient":
+            dim = recipe.fit.projection_dim
+            return closed_form(Subset(features, train), layers, recipe.method, projection_dim=dim)
+        with tqdm(total=recipe.fit.epochs, desc="training B", unit="epoch", disable=not self.progress) as bar:
+
+            def show(epoch: Epoch) -> None:
+                bar.n = epoch.epoch
+                bar.set_postfix(loss=f"{epoch.loss:.3f}", f1=f"{epoch.validation_f1:.3f}")
+
+            fitted = fit(
+                Subset(features, train),
+                Subset(features, held),
+                layers,
+                recipe.fit,
+                output=self.output / "fit",
+                device=recipe.model.device,
+                on_epoch=show,
+            )
+        self.history = fitted.history
+        if importlib.util.find_spec("matplotlib") is not None:
+            plot_curves(fitted.history, self.output / "curves.png")
+        self.say(
+            f"B of epoch {fitted.best.epoch} of {len(fitted.history)}: F1 at zero {fitted.best.validation_f1:.3f} on "
+            f"{len(held)} validation queries."
+        )
+        return fitted.projection
+
+    def _samples(
+        self, features: FeatureSource, train: list[int], held: list[int], layers: tuple[int, ...]
+    ) -> list[dict[str, float]]:
+        """Recall@5 and F1 at zero on the validation queries, by number of training queries; 0 is a random B."""
+        rows: list[dict[str, float]] = []
+        options = self.recipe.fit.model_copy(update={"epochs": self.recipe.sample_epochs, "keep": "last"})
+        order = random.Random(f"samples-{options.seed}").sample(train, len(train))
+        heads, width = features[0].shifts.shape[1], features[0].shifts.shape[-1]
+        validation = Subset(features, held)
+        for size in self.recipe.sample_sizes:
+            if size > len(train):
+                self.say(f"{size} samples were asked for, but there are {len(train)} to train on.")
+                continue
+            if size:
+                chosen = Subset(features, order[:size])
+                projection = fit(chosen, validation, layers, options, device=self.recipe.model.device).projection
+            else:
+                projection = Projection.random(layers, heads, options.projection_dim, width, seed=options.seed)
+            found = scored(validation, projection, device=self.recipe.model.device)
+            rows.append({"samples": size, "recall@5": ranking_metrics(found)["recall@5"], "f1@0": _mean_f1(found)})
+            self.say(f"{size:5} samples: Recall@5 {rows[-1]['recall@5']:.3f}, F1 at zero {rows[-1]['f1@0']:.3f}")
+        return rows
+
+    def _recorded(self, config: RSRankConfig, found: dict[str, list[ScoredQuery]]) -> RSRankConfig:
+        """The config with metrics and a histogram of the evaluation sets, else of the validation queries."""
+        recipe = self.recipe
+        scored_sets = found or {"validation": self.validation}
+        metrics = {}
+        for label, rows in scored_sets.items():
+            record = summarise(label, rows).as_dict()
+            metrics[label] = {name.replace("@tau", "@0"): float(v) for name, v in record.items() if name != "dataset"}
+        _dump(self.output / "metrics.json", metrics)
+        settings: dict[str, Any] = {"method": recipe.method, **recipe.fit.model_dump(exclude={"seed"})}
+        settings["epochs_run"] = len(self.history)
+        training = TrainingRecord(
+            data=tuple(part.label for part in recipe.data),
+            seed=recipe.fit.seed,
+            metrics=metrics,
+            settings=settings,
+            histogram=histogram_of([row for rows in scored_sets.values() for row in rows]),
+            notes=f"Made by the recipe {recipe.name!r}."
+            + ("" if found else " Metrics are of the validation queries, which also chose the epoch."),
+        )
+        return config.model_copy(update={"training": training})
+
+
+@dataclass(frozen=True)
+class _Unread:
+    """What planning needs of a reader: no language model."""
+
+    prompts: PromptTokenizer
+    layers: frozenset[int]
+
+
+def histogram_of(queries: Sequence[ScoredQuery], bins: int = 20) -> Histogram:
+    """Scores of relevant and irrelevant documents in equal bins, one of whose edges is zero."""
+    scores = [score for query in queries for score in query.scores]
+    reach = max((abs(score) for score in scores), default=1.0) or 1.0
+    step = 2 * reach / bins
+    counts = {True: [0] * bins, False: [0] * bins}
+    for query in queries:
+        for score, label in zip(query.scores, query.relevant, strict=True):
+            # (-reach, ...]: a score of exactly 0 is not above zero, so it belongs to the bin below it.
+            place = min(max(math.ceil((score + reach) / step) - 1, 0), bins - 1)
+            counts[bool(label)][place] += 1
+    return Histogram(
+        edges=tuple(-reach + step * i for i in range(bins + 1)),
+        relevant=tuple(counts[True]),
+        irrelevant=tuple(counts[False]),
+    )
+
+
+def _mean_f1(found: Sequence[ScoredQuery]) -> float:
+    return math.fsum(f1_at(query, 0.0) for query in found) / max(len(found), 1)
+
+
+def _merge(target: dict[str, Any], extra: dict[str, Any]) -> None:
+    for key, value in extra.items():
+        if isinstance(value, dict) and isinstance(target.get(key), dict):
+            _merge(target[key], value)
+        else:
+            target[key] = value
+
+
+def _assignment(override: str) -> str:
+    """``key=value`` as TOML; a value that is no TOML is taken as text."""
+    key, found, value = override.partition("=")
+    if not found:
+        raise InputError(f"{override!r} is no setting. Write key=value, such as fit.epochs=10.")
+    try:
+        tomllib.loads(f"x = {value}")
+    except tomllib.TOMLDecodeError:
+        value = json.dumps(value)
+    return f"{key} = {value}"
+
+
+def _matmul_rate(device: torch.device, dtype: torch.dtype) -> float:
+    """FLOP/s of a large matrix product here and now."""
+    size = 8192 if device.type == "cuda" else 1024
+    a = torch.randn(size, size, device=device).to(dtype)
+    best = math.inf
+    for _ in range(4):
+        started = time.perf_counter()
+        a @ a
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        best = min(best, time.perf_counter() - started)
+    return 2.0 * size**3 / best
+
+
+def _fits_in_memory(store: FeatureStore) -> bool:
+    """Whether the features may be copied into memory: a quarter of what is free."""
+    size = sum(store.path(shard).stat().st_size for shard in range(len(store.spec.shards)))
+    try:
+        free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (ValueError, AttributeError, OSError):
+        return False
+    return size < free / 4
+
+
+def _place() -> tuple[int, int]:
+    """This process's number and how many there are, under ``accelerate launch`` or ``torchrun``."""
+    return int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def _local_device() -> str:
+    from accelerate import PartialState
+
+    return str(PartialState().device)
+
+
+def _wait_for_all(workers: int) -> None:
+    if workers > 1:
+        from accelerate import PartialState
+
+        PartialState().wait_for_everyone()
+
+
+def _hours(hours: float) -> str:
+    if hours < 1 / 60:
+        return f"{hours * 3600:.0f} s"
+    return f"{hours * 60:.0f} min" if hours < 2 else f"{hours:.1f} h"
+
+
+def _dump(path: Path, content: Any) -> None:
+    path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")

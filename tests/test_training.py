@@ -1,0 +1,794 @@
+"""Training B: features on disk, the gradient loop, closed forms, recipes, the commands."""
+
+import json
+import math
+import subprocess
+import sys
+
+import pytest
+import torch
+from conftest import CHAT, DOCUMENTS, ENCODER, LAYERS, QUERIES, random_projection
+from hub_server import WRITER, HubServer, connected
+from safetensors import safe_open
+from safetensors.torch import save_file
+from typer.testing import CliRunner
+
+from rsrank_rag import Projection, RSRank
+from rsrank_rag.backbone import Backbone
+from rsrank_rag.cli import app
+from rsrank_rag.config import Histogram, RSRankConfig
+from rsrank_rag.errors import InputError, TrainingError
+from rsrank_rag.evaluation.datasets import LabelledDocument, LabelledQuery
+from rsrank_rag.evaluation.metrics import ScoredQuery
+from rsrank_rag.identity import describe
+from rsrank_rag.loading import LoadOptions, load_model
+from rsrank_rag.reading import NullRun, ShiftReader
+from rsrank_rag.shift import cosine_to_ones
+from rsrank_rag.template import PromptTokenizer
+from rsrank_rag.training.closed_form import closed_form
+from rsrank_rag.training.features import (
+    FeatureExtractor,
+    FeatureStore,
+    QueryFeatures,
+    digest,
+    spec_for,
+    subsample,
+)
+from rsrank_rag.training.fit import Batch, FitOptions, Resident, Subset, batch_scores, fit, scored, split
+from rsrank_rag.training.losses import calibration_loss, margin_loss
+from rsrank_rag.training.recipe import Kitchen, Recipe, histogram_of, shipped
+
+
+def labelled(count=6, documents=DOCUMENTS):
+    return [
+        LabelledQuery(
+            id=f"q{number}",
+            query=f"{QUERIES[number % 3]} {number}",
+            documents=[
+                LabelledDocument(id=str(i), text=f"{text} {number}", title=f"T{i}", relevant=i in (number % 3, 5))
+                for i, text in enumerate(documents)
+            ],
+        )
+        for number in range(count)
+    ]
+
+
+def written(path, queries):
+    path.write_text("\n".join(query.model_dump_json() for query in queries), encoding="utf-8")
+    return path
+
+
+@pytest.fixture(scope="module")
+def loaded(tiny_folder):
+    """Function: kind -> (backbone, prompts, backbone spec) of a tiny fp32 model."""
+    made = {}
+
+    def load(kind, **template):
+        key = kind, tuple(template.items())
+        if key not in made:
+            model, tokenizer = load_model(tiny_folder(kind), revision=None, options=LoadOptions("cpu", "float32"))
+            core = Backbone(model)
+            chosen = (ENCODER if kind == "bert" else CHAT).model_copy(update=template)
+            prompts = PromptTokenizer(tokenizer, chosen, max_length=core.max_length, shared_positions=core.causal)
+            made[key] = core, prompts, describe(core, prompts, str(tiny_folder(kind)), None)
+        return made[key]
+
+    return load
+
+
+@pytest.fixture
+def extractor(loaded):
+    core, prompts, _ = loaded("qwen3")
+    return FeatureExtractor(ShiftReader(core, prompts, range(1, LAYERS)), token_budget=500)
+
+
+@pytest.fixture
+def store_of(loaded, tmp_path):
+    """Function: queries -> a finished store."""
+
+    def make(queries, extractor, folder="features", shard_bytes=1 << 30):
+        core, _, spec = loaded("qwen3")
+        plan = extractor.plan(queries, core.num_heads, core.head_dim)
+        found = spec_for(extractor, queries, plan, spec, shard_bytes=shard_bytes)
+        store = FeatureStore.create(tmp_path / folder, found, plan.bytes)
+        list(store.fill(queries, extractor))
+        return store, plan
+
+    return make
+
+
+def toy(count=12, tokens=3, seed=0, layers=2, heads=2, width=8):
+    """Features that one direction separates: relevant shifts point along it, irrelevant ones against it."""
+    generator = torch.Generator().manual_seed(seed)
+    direction = torch.randn(layers, heads, 1, width, generator=torch.Generator().manual_seed(99))
+    made = []
+    for _ in range(count):
+        relevant = (True, False, False, True)
+        signs = torch.tensor([1.0, -1.0, -1.0, 1.0, 1.0]).repeat_interleave(tokens)[:, None]
+        noise = 0.3 * torch.randn(layers, heads, 5 * tokens, width, generator=generator)
+        made.append(QueryFeatures((direction * signs + noise).half(), relevant, tokens, oracle=True))
+    return made
+
+
+# Reading
+
+
+@pytest.mark.parametrize("kind", ["qwen3", "gpt2", "bert"])
+def test_hidden_states_are_those_of_a_plain_run(loaded, kind):
+    core, prompts, _ = loaded(kind)
+    if not core.causal:
+        pytest.skip("an encoder's plain run has no block mask")
+    query, document = prompts.query(QUERIES[0]), prompts.documents([DOCUMENTS[0]], 10)[0].ids
+    found = {}
+    prefixes = core.prefill([document], whole=True)
+    core.query_values([query.ids], prefixes, found.__setitem__, signal="hidden")
+    ids = torch.tensor([[*document, *query.ids]])
+    with torch.no_grad():
+        expected = core.model(input_ids=ids, output_hidden_states=True).hidden_states
+    assert sorted(found) == list(range(LAYERS))
+    for layer, value in found.items():
+        assert torch.allclose(value[:, 0], expected[layer][:, len(document) :], atol=1e-5)
+
+
+def test_keys_are_those_that_attention_caches(loaded):
+    core, prompts, _ = loaded("qwen3")
+    query, document = prompts.query(QUERIES[0]), prompts.documents([DOCUMENTS[0]], 10)[0].ids
+    found = {}
+    with torch.no_grad():
+        core.query_values([query.ids], core.prefill([document]), found.__setitem__, signal="keys")
+        cache = core.model(input_ids=torch.tensor([[*document, *query.ids]]), use_cache=True).past_key_values
+    for layer, value in found.items():
+        assert torch.allclose(value, cache.layers[layer].keys[:, :, len(document) :], atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["qwen3", "gpt2"])
+def test_a_matched_null_prefix_subtracts_a_run_after_filler_of_the_same_length(loaded, kind):
+    core, prompts, _ = loaded(kind)
+    query = prompts.query(QUERIES[0])
+    documents = [prompt.ids for prompt in prompts.documents(DOCUMENTS, len(query.ids))]
+    reader = ShiftReader(core, prompts, range(1, LAYERS), null_prefix="matched")
+    found = {}
+    with torch.no_grad():
+        reader.read(NullRun(query), reader.prefill(documents), found.__setitem__)
+    plain = ShiftReader(core, prompts, range(1, LAYERS), null_prefix="none")
+    for row, ids in enumerate(documents):
+        filler = prompts.filled_prefix(len(ids))
+        assert len(filler) == len(ids)
+        assert filler[: len(prompts._instruction)] == ids[: len(prompts._instruction)]
+        with_document, with_filler = {}, {}
+        with torch.no_grad():
+            plain.read(NullRun(query), plain.prefill([ids]), with_document.__setitem__)
+            plain.read(NullRun(query), plain.prefill([filler]), with_filler.__setitem__)
+        for layer, shift in found.items():
+            assert torch.allclose(shift[row], (with_document[layer] - with_filler[layer])[0], atol=1e-4)
+
+
+def test_filler_as_document_has_no_matched_shift(loaded):
+    core, prompts, _ = loaded("gpt2")
+    query = prompts.query(QUERIES[0])
+    reader = ShiftReader(core, prompts, range(1, LAYERS), null_prefix="matched")
+    found = {}
+    with torch.no_grad():
+        reader.read(NullRun(query), reader.prefill([prompts.filled_prefix(40)]), found.__setitem__)
+    assert all(shift.abs().max() == 0 for shift in found.values())
+
+
+def test_keys_need_equal_positions(ranker):
+    with pytest.raises(ValueError, match="null_prefix must be 'matched'"):
+        RSRankConfig.model_validate({**ranker.config.model_dump(), "signal": "keys"})
+
+
+@pytest.mark.parametrize(
+    ("signal", "null_prefix"), [("values", "none"), ("values", "matched"), ("keys", "matched"), ("hidden", "empty")]
+)
+def test_an_artifact_of_another_signal_scores_what_its_features_say(loaded, tmp_path, signal, null_prefix):
+    core, prompts, spec = loaded("qwen3")
+    reader = ShiftReader(core, prompts, range(1, LAYERS), signal=signal, null_prefix=null_prefix)
+    query = labelled(1)[0]
+    features = FeatureExtractor(reader, dtype="bfloat16").extract(query)
+    _, heads, _, width = features.shifts.shape
+    projection = Projection.random(range(1, LAYERS), heads, 4, width, seed=3)
+    config = RSRankConfig(
+        backbone=spec,
+        layers=tuple(range(1, LAYERS)),
+        projection_dim=4,
+        signal=signal,
+        null_prefix=null_prefix,
+        template=prompts.template,
+    )
+    assert config.shape == tuple(projection.weight.shape)
+    RSRank(core, prompts, projection, config).save_pretrained(tmp_path)
+    ranker = RSRank.from_pretrained(tmp_path, device="cpu", dtype="float32")
+    texts = [document.content() for document in query.documents]
+    expected = scored([features], projection, device="cpu")[0].scores
+    assert ranker.score(query.query, texts) == pytest.approx(expected, abs=0.05)  # stored in bfloat16
+    assert ranker.explain(query.query, texts[0]).score == pytest.approx(
+        ranker.score(query.query, texts[:1])[0], abs=1e-4
+    )
+
+
+def test_documents_that_are_read_together_get_fair_shares(loaded):
+    _, prompts, _ = loaded("qwen3")
+    room = prompts._room(10)
+    long, short = "word " * 2000, "bridge"
+    ids = prompts.together([long, short, long], 10)
+    assert len(ids) == prompts.overhead + room
+    text = "".join(prompts.text_of(ids))
+    first, middle, last = text.removeprefix("".join(prompts.text_of(prompts._instruction))).split("\n")[:3]
+    assert middle == short
+    assert abs(len(first) - len(last.split("<|im_end|>")[0])) < 20
+    assert "".join(prompts.text_of(prompts.together([short, "frost"], 10))).count("bridge\nfrost") == 1
+
+
+# The store
+
+
+def test_stored_shifts_are_those_that_scoring_reads(extractor, ranker):
+    query = labelled(1)[0]
+    found = extractor.extract(query)
+    projection = random_projection("qwen3")
+    texts = [document.content() for document in query.documents]
+    expected = RSRank(ranker.backbone, ranker.prompts, projection, ranker.config).score(query.query, texts)
+    assert found.relevant == tuple(document.relevant for document in query.documents)
+    assert scored([found], projection, device="cpu")[0].scores == pytest.approx(expected, abs=0.02)  # fp16
+
+
+def test_the_oracle_is_the_shift_of_all_relevant_documents_together(extractor):
+    query = labelled(1)[0]
+    together = "\n".join(document.content() for document in query.documents if document.relevant)
+    alone = LabelledQuery(
+        id="x", query=query.query, documents=[LabelledDocument(id="0", text=together, relevant=False)]
+    )
+    oracle = extractor.extract(query).shifts[:, :, -extractor.extract(query).tokens :]
+    assert torch.allclose(oracle.float(), extractor.extract(alone).shifts.float(), atol=0.05)
+    assert not extractor.extract(alone).oracle
+
+
+def test_an_empty_document_shifts_nothing(extractor):
+    query = labelled(1)[0]
+    documents = (LabelledDocument(id="e", text="", relevant=False), *query.documents)
+    found = extractor.extract(query.model_copy(update={"documents": documents}))
+    assert found.shifts[:, :, : found.tokens].abs().max() == 0
+
+
+def test_fewer_tokens_are_spread_evenly(loaded):
+    core, prompts, _ = loaded("qwen3")
+    reader = ShiftReader(core, prompts, range(1, LAYERS))
+    query = labelled(1)[0]
+    full, few = FeatureExtractor(reader).extract(query), FeatureExtractor(reader, max_tokens=3).extract(query)
+    assert few.tokens == 3
+    positions = [int(full.tokens / 3 * (i + 0.5)) for i in range(3)]
+    for document in range(len(query.documents)):
+        whole = full.shifts[:, :, document * full.tokens : (document + 1) * full.tokens]
+        assert torch.equal(few.shifts[:, :, 3 * document : 3 * document + 3], whole[:, :, positions])
+
+
+def test_a_store_holds_what_was_extracted_and_the_plan_knew_its_size(extractor, store_of):
+    queries = labelled(5)
+    store, plan = store_of(queries, extractor, shard_bytes=30_000)
+    assert len(store.spec.shards) > 1
+    assert len(store) == 5
+    for number, query in enumerate(queries):
+        expected = extractor.extract(query)
+        assert torch.equal(store[number].shifts, expected.shifts)
+        assert store[number].shifts.nbytes == plan.query_bytes[number]
+        assert (store[number].relevant, store[number].tokens, store[number].oracle) == (
+            expected.relevant,
+            expected.tokens,
+            expected.oracle,
+        )
+    sizes = sum(store.path(shard).stat().st_size for shard in range(len(store.spec.shards)))
+    assert plan.bytes <= sizes < plan.bytes + 4096 * len(store.spec.shards)
+    with pytest.raises(IndexError):
+        store[5]
+
+
+def test_a_store_that_was_interrupted_goes_on_without_loss_or_repetition(extractor, store_of, monkeypatch):
+    queries = labelled(5)
+    whole, _ = store_of(queries, extractor, "whole", shard_bytes=30_000)
+    calls = []
+    extract = FeatureExtractor.extract
+
+    def killed(self, query):
+        calls.append(query.id)
+        if len(calls) == 4:
+            raise KeyboardInterrupt
+        return extract(self, query)
+
+    monkeypatch.setattr(FeatureExtractor, "extract", killed)
+    with pytest.raises(KeyboardInterrupt):
+        store_of(queries, extractor, "parts", shard_bytes=30_000)
+    finished = calls[:3]
+    store, _ = store_of(queries, extractor, "parts", shard_bytes=30_000)
+    assert len(calls) <= len(queries) + 2  # the unfinished shard again, the finished ones not
+    assert len(finished) + len(calls) >= len(queries)
+    assert len(store) == 5
+    for number in range(5):
+        assert torch.equal(store[number].shifts, whole[number].shifts)
+    assert not list(store.folder.glob("*.partial"))
+
+
+def test_workers_share_the_shards_between_them(extractor, store_of, loaded, tmp_path):
+    queries = labelled(5)
+    core, _, spec = loaded("qwen3")
+    plan = extractor.plan(queries, core.num_heads, core.head_dim)
+    found = spec_for(extractor, queries, plan, spec, shard_bytes=1)
+    store = FeatureStore.create(tmp_path / "shared", found, plan.bytes)
+    done = list(store.fill(queries, extractor, worker=0, workers=2))
+    assert done == [0, 2, 4]
+    with pytest.raises(TrainingError, match=r"2 of 5 shards are missing\. Run the same"):
+        len(store)
+    again = FeatureStore.create(tmp_path / "shared", found, plan.bytes)
+    assert sorted(again.fill(queries, extractor, worker=1, workers=2)) == [0, 1, 2, 3, 4]
+    assert len(again) == 5
+
+
+@pytest.mark.parametrize("change", ["data", "dtype", "layers", "tokens", "template"])
+def test_a_store_made_otherwise_is_refused_and_says_how(extractor, store_of, loaded, change):
+    queries = labelled(2)
+    store_of(queries, extractor)
+    core, prompts, _ = loaded("qwen3", **({"suffix": "!"} if change == "template" else {}))
+    layers = (1, 2) if change == "layers" else range(1, LAYERS)
+    other = FeatureExtractor(
+        ShiftReader(core, prompts, layers),
+        dtype="bfloat16" if change == "dtype" else "float16",
+        max_tokens=2 if change == "tokens" else None,
+    )
+    names = {"tokens": "max_tokens"}
+    with pytest.raises(TrainingError, match=rf"holds features made otherwise.*{names.get(change, change)}="):
+        store_of(labelled(3)[1:] if change == "data" else queries, other)
+
+
+def test_a_damaged_shard_is_one_clear_error(extractor, store_of):
+    store, _ = store_of(labelled(2), extractor)
+    store.path(0).write_bytes(b"no safetensors")
+    with pytest.raises(TrainingError, match=r"is damaged .* Remove it and run the same"):
+        store[0]
+    with pytest.raises(TrainingError, match="is no feature store"):
+        FeatureStore(store.folder / "elsewhere")
+
+
+def test_a_disk_that_is_too_small_is_refused_before_the_work(extractor, loaded, tmp_path):
+    queries = labelled(1)
+    core, _, spec = loaded("qwen3")
+    plan = extractor.plan(queries, core.num_heads, core.head_dim)
+    with pytest.raises(TrainingError, match=r"need 9000000.0 GB .* Use fewer query"):
+        FeatureStore.create(tmp_path / "s", spec_for(extractor, queries, plan, spec), int(9e15))
+    assert not (tmp_path / "s" / "store.json").exists()
+
+
+def test_values_that_overflow_are_refused(loaded, monkeypatch):
+    core, prompts, _ = loaded("qwen3")
+    reader = ShiftReader(core, prompts, range(1, LAYERS))
+    read = reader.read
+    monkeypatch.setattr(
+        reader, "read", lambda run, prefixes, consume: read(run, prefixes, lambda i, s: consume(i, s * 1e6))
+    )
+    with pytest.raises(TrainingError, match=r"not finite in float16\. Use bfloat16"):
+        FeatureExtractor(reader).extract(labelled(1)[0])
+
+
+def test_subsampling_keeps_both_classes_and_depends_on_the_query_alone():
+    queries = labelled(4)
+    few = subsample(queries, 4, seed=1)
+    for query in few:
+        labels = [document.relevant for document in query.documents]
+        assert (sum(labels), len(labels)) == (2, 4)
+    assert few == [subsample([query], 4, seed=1)[0] for query in queries]
+    assert subsample(queries, None) == queries
+    everything = subsample(queries, 100)
+    assert [len(query.documents) for query in everything] == [len(query.documents) for query in queries]
+    with pytest.raises(InputError, match="max_documents"):
+        subsample(queries, 1)
+
+
+def test_the_digest_sees_texts_and_labels():
+    queries = labelled(2)
+    flipped = queries[0].documents[0].model_copy(update={"relevant": not queries[0].documents[0].relevant})
+    other = queries[0].model_copy(update={"documents": (flipped, *queries[0].documents[1:])})
+    assert digest(queries) == digest(labelled(2))
+    assert len({digest(queries), digest([other, queries[1]]), digest(queries, titles=False)}) == 3
+
+
+# Training
+
+
+def slow_scores(weight, query):
+    """The paper's score, document by document and token by token."""
+    found = []
+    for document in range(len(query.relevant)):
+        total = 0.0
+        for layer in range(weight.shape[0]):
+            for head in range(weight.shape[1]):
+                for token in range(query.tokens):
+                    shift = query.shifts[layer, head, document * query.tokens + token].double()
+                    z = weight[layer, head].double() @ shift
+                    total += float(z.sum() / (z.norm() * math.sqrt(len(z)))) / query.tokens
+        found.append(total)
+    return found
+
+
+def test_scores_of_a_batch_are_the_papers_whatever_else_is_in_it():
+    queries = [*toy(2), *toy(1, tokens=5, seed=4)]
+    queries[1] = QueryFeatures(queries[1].shifts[:, :, :6], (True, False), 3, oracle=False)
+    weight = torch.randn(2, 2, 4, 8, generator=torch.Generator().manual_seed(1))
+    scores, oracle = batch_scores(weight, Batch.of(queries), torch.float32)
+    for row, query in enumerate(queries):
+        assert scores[row, : len(query.relevant)].tolist() == pytest.approx(slow_scores(weight, query), abs=1e-4)
+    assert oracle.shape == (2, 2, 3 + 5)
+    expected = torch.cat([queries[0].shifts[:, :, -3:], queries[2].shifts[:, :, -5:]], dim=2).float()
+    assert torch.allclose(oracle, cosine_to_ones(expected @ weight.mT), atol=1e-5)
+
+
+def test_losses_of_a_padded_batch_are_the_mean_of_each_querys_own():
+    scores = torch.tensor([[1.0, -2.0, 0.3], [0.2, 0.1, 9.0], [-0.4, 9.0, 9.0]])
+    relevant = torch.tensor([[True, False, False], [True, True, True], [False, True, True]])
+    valid = torch.tensor([[True, True, True], [True, True, False], [True, False, False]])
+    for loss in (calibration_loss, margin_loss):
+        each = [loss(row[mask], labels[mask]) for row, labels, mask in zip(scores, relevant, valid, strict=True)]
+        assert loss(scores, relevant, valid=valid).item() == pytest.approx(sum(each).item() / 3)
+
+
+def test_a_separable_set_reaches_f1_one_at_zero():
+    fitted = fit(toy(), toy(4, seed=7), [1, 2], FitOptions(projection_dim=4, epochs=10), device="cpu")
+    assert fitted.best.validation_f1 == 1.0
+    assert fitted.history[0].loss > fitted.history[-1].loss
+    unseen = scored(toy(5, seed=11), fitted.projection, device="cpu")
+    assert all((score > 0) == label for row in unseen for score, label in zip(row.scores, row.relevant, strict=True))
+
+
+def test_queries_of_one_class_are_trained_on_too():
+    queries = toy(4)
+    only = [
+        QueryFeatures(q.shifts[:, :, :3], (label,), 3, oracle=False)
+        for q, label in zip(queries, (True, False) * 2, strict=True)
+    ]
+    fitted = fit(only, queries, [1, 2], FitOptions(projection_dim=4, epochs=2), device="cpu")
+    assert all(math.isfinite(value) for row in fitted.history for value in (row.loss, row.margin))
+    assert fitted.history[0].alignment == 0.0
+
+
+def test_training_through_a_store_equals_training_in_memory(extractor, store_of):
+    queries = labelled(6)
+    store, _ = store_of(queries, extractor, shard_bytes=30_000)
+    memory = [extractor.extract(query) for query in queries]
+    options = FitOptions(projection_dim=4, epochs=3, batch_queries=2)
+    layers = range(1, LAYERS)
+    results = [
+        fit(Subset(source, range(4)), Subset(source, [4, 5]), layers, options, device="cpu")
+        for source in (store, Resident(store), memory)
+    ]
+    for other in results[1:]:
+        assert torch.equal(results[0].projection.weight, other.projection.weight)
+        assert results[0].history == other.history
+
+
+def test_a_run_that_was_killed_ends_with_the_same_b_as_an_unbroken_one(tmp_path):
+    train, held = toy(), toy(4, seed=7)
+    options = FitOptions(projection_dim=4, epochs=6, batch_queries=5, learning_rate=0.01)
+    unbroken = fit(train, held, [1, 2], options, output=tmp_path / "a", device="cpu")
+
+    def kill(epoch):
+        if epoch.epoch == 4:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        fit(train, held, [1, 2], options, output=tmp_path / "b", device="cpu", on_epoch=kill)
+    seen = []
+    resumed = fit(train, held, [1, 2], options, output=tmp_path / "b", device="cpu", on_epoch=seen.append)
+    assert [epoch.epoch for epoch in seen] == [4, 5, 6]
+    assert torch.equal(unbroken.projection.weight, resumed.projection.weight)
+    assert unbroken.history == resumed.history
+    log = [json.loads(line) for line in (tmp_path / "b" / "log.jsonl").read_text().splitlines()]
+    assert [row["epoch"] for row in log] == [1, 2, 3, 4, 5, 6]
+    with pytest.raises(TrainingError, match="belongs to a run with"):
+        fit(train, held, [1, 2], options.model_copy(update={"seed": 1}), output=tmp_path / "b", device="cpu")
+
+
+def test_training_stops_when_validation_no_longer_improves():
+    fitted = fit(toy(), toy(4, seed=7), [1, 2], FitOptions(projection_dim=4, epochs=50, patience=3), device="cpu")
+    assert len(fitted.history) == fitted.best.epoch + 3 < 50
+
+
+@pytest.mark.parametrize("term", ["calibration", "margin", "orthogonality", "alignment", "frobenius"])
+def test_each_term_can_be_removed_and_matters_while_it_is_there(term):
+    wrong = [QueryFeatures(-query.shifts, query.relevant, query.tokens, query.oracle) for query in toy(2, seed=5)]
+    rate = 1.0 if term == "frobenius" else 0.01  # an orthonormal B lies far within the bound
+
+    def weight(**changed):
+        options = FitOptions(projection_dim=4, epochs=4, learning_rate=rate, keep="last", **changed)
+        return fit([*toy(2), *wrong], toy(2), [1, 2], options, device="cpu").projection.weight
+
+    assert not torch.equal(weight(**{f"{term}_weight": 0.0}), weight())
+
+
+def test_the_defaults_are_the_papers():
+    options = FitOptions()
+    assert (options.projection_dim, options.margin, options.epochs, options.patience) == (64, 0.5, 120, 35)
+    assert (options.calibration_weight, options.orthogonality_weight) == (0.8, 0.05)
+    assert (options.alignment_weight, options.frobenius_weight, options.margin_weight) == (0.5, 0.1, 1.0)
+    assert (options.learning_rate, options.final_learning_rate, options.weight_decay) == (0.05, 0.001, 1e-3)
+
+
+def test_the_learning_rate_falls_along_a_cosine():
+    rates = [
+        row.learning_rate
+        for row in fit(toy(), toy(2), [1, 2], FitOptions(epochs=8, projection_dim=4), device="cpu").history
+    ]
+    for epoch, rate in enumerate(rates):
+        assert rate == pytest.approx(0.001 + 0.049 * (1 + math.cos(math.pi * epoch / 8)) / 2, abs=1e-6)
+
+
+def test_nothing_to_learn_from_is_refused():
+    with pytest.raises(TrainingError, match="got 0 and 1"):
+        fit([], toy(1), [1, 2], device="cpu")
+    with pytest.raises(TrainingError, match="hold 2 layers, but 3 were named"):
+        fit(toy(2), toy(1), [1, 2, 3], device="cpu")
+    with pytest.raises(TrainingError, match="cannot be split"):
+        split(1, 0.1)
+
+
+@pytest.mark.parametrize("count", [2, 3, 10, 100])
+def test_a_split_covers_every_query_once(count):
+    train, held = split(count, 0.1)
+    assert sorted([*train, *held]) == list(range(count))
+    assert train
+    assert held
+
+
+# Closed forms
+
+
+def test_the_oracle_form_maps_the_mean_oracle_shift_to_ones():
+    queries = toy(5)
+    weight = closed_form(queries, [1, 2], "oracle", projection_dim=3).weight
+    mean = torch.stack([query.shifts[:, :, -3:].double().mean(2) for query in queries]).mean(0)
+    assert torch.allclose(
+        torch.einsum("lhpd,lhd->lhp", weight.double(), mean), torch.ones(2, 2, 3, dtype=torch.double), atol=1e-4
+    )
+    assert torch.allclose(weight[0, 0, 0].double(), mean[0, 0] / mean[0, 0].square().sum(), atol=1e-5)
+
+
+def test_separation_is_ridge_regression():
+    queries = toy(5)
+    weight = closed_form(queries, [1, 2], "separation", projection_dim=3, ridge=0.01).weight
+    rows = torch.cat([query.shifts[1, 0, :12] for query in queries]).double()
+    labels = torch.tensor([1.0, 0, 0, 1], dtype=torch.double).repeat_interleave(3).repeat(5)
+    penalty = 0.01 * (rows.T @ rows).diagonal().mean()
+    expected = torch.linalg.lstsq(
+        torch.cat([rows, penalty.sqrt() * torch.eye(8, dtype=torch.double)]),
+        torch.cat([labels, torch.zeros(8, dtype=torch.double)])[:, None],
+    ).solution[:, 0]
+    for p in range(3):
+        assert torch.allclose(weight[1, 0, p].double(), expected, atol=1e-5)
+
+
+def test_the_combined_form_meets_its_constraint_with_less_response_to_irrelevant_shifts():
+    queries = toy(5)
+    combined, oracle = (
+        closed_form(queries, [1, 2], name, projection_dim=1).weight[:, :, 0].double() for name in ("combined", "oracle")
+    )
+    mean = torch.stack([query.shifts[:, :, -3:].double().mean(2) for query in queries]).mean(0)
+    assert torch.allclose((combined * mean).sum(-1), torch.ones(2, 2, dtype=torch.double), atol=1e-4)
+    irrelevant = torch.cat([query.shifts[:, :, 3:9] for query in queries], dim=2).double()
+    response = [torch.einsum("lhmd,lhd->lhm", irrelevant, w).square().sum() for w in (combined, oracle)]
+    assert response[0] < response[1]
+
+
+def test_closed_forms_name_what_they_lack():
+    with pytest.raises(InputError, match="Choose one of oracle, separation, combined"):
+        closed_form(toy(1), [1, 2], "magic")
+    without = [QueryFeatures(query.shifts[:, :, :12], query.relevant, 3, oracle=False) for query in toy(2)]
+    with pytest.raises(TrainingError, match="no oracle shift"):
+        closed_form(without, [1, 2], "oracle")
+
+
+# Recipes and commands
+
+
+@pytest.fixture
+def recipe_file(tiny_folder, tmp_path):
+    data = written(tmp_path / "train.jsonl", labelled(12))
+    held = written(tmp_path / "held.jsonl", labelled(3))
+    path = tmp_path / "recipe.toml"
+    path.write_text(
+        f"""
+name = "tiny"
+license = "mit"
+sample_sizes = [0, 4, 500]
+sample_epochs = 2
+[model]
+name = "{tiny_folder("qwen3")}"
+device = "cpu"
+dtype = "float32"
+[template]
+instruction = "<s>Document: "
+[fit]
+projection_dim = 4
+epochs = 3
+[[data]]
+file = "{data}"
+[[evaluation]]
+file = "{held}"
+"""
+    )
+    return path
+
+
+def run(*arguments, code=0):
+    result = CliRunner().invoke(app, [str(argument) for argument in arguments])
+    assert result.exit_code == code, result.output + str(result.exception)
+    return " ".join(result.output.split())
+
+
+def test_a_recipe_goes_from_labelled_queries_to_an_artifact(recipe_file, tmp_path):
+    out = tmp_path / "run"
+    said = run("train", "--config", recipe_file, "--output", out)
+    assert "Features of 12 queries with 72 documents" in said
+    assert "500 samples were asked for, but there are 11" in said
+    for name in ("curves.png", "metrics.json", "samples.json", "fit/log.jsonl", "fit/checkpoint.safetensors"):
+        assert (out / name).stat().st_size > 0
+    ranker = RSRank.from_pretrained(out / "artifact", device="cpu", dtype="float32")
+    training = ranker.config.training
+    assert (training.data, training.settings["epochs"], ranker.config.license) == (("train",), 3, "mit")
+    assert list(training.metrics) == ["held"]
+    held = labelled(3)
+    found = [
+        ScoredQuery(ranker.score(q.query, [d.content() for d in q.documents]), [d.relevant for d in q.documents])
+        for q in held
+    ]
+    from rsrank_rag.evaluation.evaluate import summarise
+
+    assert training.metrics["held"]["f1@0"] == pytest.approx(summarise("held", found).f1_tau, abs=1e-6)
+    assert sum(training.histogram.relevant) == sum(document.relevant for q in held for document in q.documents)
+    samples = json.loads((out / "samples.json").read_text())
+    assert [row["samples"] for row in samples] == [0, 4]
+    before = (out / "artifact" / "projection.safetensors").read_bytes()
+    assert "Features of" not in run("train", "--config", recipe_file, "--output", out)  # nothing is done twice
+    assert (out / "artifact" / "projection.safetensors").read_bytes() == before
+
+
+def test_features_and_training_can_be_two_commands(recipe_file, tmp_path):
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    run("train", "--config", recipe_file, "--output", whole)
+    assert "12 queries in" in run("features", "--config", recipe_file, "--output", parts)
+    run("train", "--config", recipe_file, "--features", parts / "features", "--output", parts)
+    weights = []
+    for folder in (whole, parts):
+        with safe_open(folder / "artifact" / "projection.safetensors", "pt") as file:
+            weights.append(file.get_tensor("weight"))
+    assert torch.equal(*weights)
+    assert "validation" in RSRank.from_pretrained(parts / "artifact", device="cpu").config.training.metrics
+
+
+@pytest.mark.parametrize("method", ["oracle", "separation", "combined"])
+def test_a_recipe_can_use_a_closed_form(recipe_file, tmp_path, method):
+    run(
+        "train",
+        "--config",
+        recipe_file,
+        "--output",
+        tmp_path / "run",
+        "--set",
+        f"method={method}",
+        "--set",
+        "sample_sizes=[]",
+    )
+    ranker = RSRank.from_pretrained(tmp_path / "run" / "artifact", device="cpu", dtype="float32")
+    assert ranker.config.training.settings["method"] == method
+    assert len(ranker.score(QUERIES[0], DOCUMENTS)) == len(DOCUMENTS)
+
+
+def test_a_dry_run_prints_disk_memory_and_hours_and_leaves_nothing(recipe_file, tmp_path):
+    said = run("train", "--config", recipe_file, "--output", tmp_path / "run", "--dry-run")
+    for word in (
+        "12 with 72 documents",
+        "TFLOP",
+        "GB for the language model's weights",
+        "GB for the features",
+        "numbers",
+    ):
+        assert word in said
+    assert not (tmp_path / "run").exists()
+    made = Kitchen(Recipe.load(str(recipe_file)), tmp_path / "run")
+    estimate = made.estimate()
+    store = made.extract()
+    assert estimate.plan.bytes == sum(store[i].shifts.nbytes for i in range(len(store)))
+
+
+def test_too_few_queries_are_refused_with_the_reason(recipe_file, tmp_path):
+    few = written(tmp_path / "few.jsonl", labelled(5))
+    said = run("train", "--config", "your-data", "--data", few, "--output", tmp_path / "run", code=1)
+    assert "5 labelled queries are too few: this recipe asks for 50" in said
+    assert "names no data" in run("train", "--config", "your-data", "--output", tmp_path / "run", code=2)
+
+
+def test_the_shipped_recipes_are_valid_and_keep_fever_out_of_training():
+    assert shipped() == ["mini", "qwen3-0.6b", "qwen3-8b", "your-data"]
+    for name in shipped():
+        Recipe.load(name)
+    paper = Recipe.load("qwen3-8b")
+    assert paper.fit == FitOptions()
+    assert sum(part.queries for part in paper.data) == 2000
+    assert {part.dataset for part in paper.data} == {"2wiki", "hotpotqa", "musique", "fiqa", "nfcorpus"}
+    assert {part.dataset for part in paper.evaluation} - {part.dataset for part in paper.data} == {"fever"}
+    assert paper.model.name == "Qwen/Qwen3-8B"
+
+
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        ("fit.epoch=3", "fit.epoch: Extra inputs"),
+        ("fit.epochs=0", "fit.epochs"),
+        ("fit.epochs", "is no setting. Write key=value"),
+        ("method=magic", "method"),
+    ],
+)
+def test_a_wrong_setting_is_one_clear_error(recipe_file, setting, message):
+    with pytest.raises(InputError, match=message):
+        Recipe.load(str(recipe_file), [setting])
+
+
+def test_an_unknown_recipe_lists_those_there_are():
+    with pytest.raises(InputError, match=r"neither one of mini, qwen3-0\.6b, qwen3-8b, your-data nor a TOML"):
+        Recipe.load("qwen4")
+
+
+def test_the_mini_recipe_trains_a_b_for_the_built_in_encoder(tmp_path):
+    data = written(tmp_path / "own.jsonl", labelled(6))
+    settings = ["--set", "fit.epochs=1", "--set", "model.dtype=float32", "--set", "model.device=cpu"]
+    run("train", "--config", "mini", "--data", data, "--output", tmp_path / "run", *settings)
+    ranker = RSRank.from_pretrained(tmp_path / "run" / "artifact", device="cpu", dtype="float32")
+    assert ranker.config.backbone.name == "./backbone"
+    assert len(ranker.score(QUERIES[0], DOCUMENTS)) == len(DOCUMENTS)
+
+
+def test_two_processes_make_one_store(recipe_file, tmp_path):
+    pytest.importorskip("accelerate")
+    command = [
+        sys.executable,
+        "-m",
+        "accelerate.commands.launch",
+        "--cpu",
+        "--num_processes",
+        "2",
+        "--num_machines",
+        "1",
+    ]
+    command += ["--mixed_precision", "no", "--dynamo_backend", "no", "-m", "rsrank_rag", "features"]
+    command += ["--config", str(recipe_file), "--output", str(tmp_path / "two")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=180)
+    assert done.returncode == 0, done.stderr[-2000:]
+    store = FeatureStore(tmp_path / "two" / "features")
+    assert len(store) == 12
+
+
+def test_a_histogram_has_an_edge_at_zero_and_counts_every_document():
+    found = histogram_of([ScoredQuery([2.0, -1.0, 0.0, 0.1], [True, False, False, True])], bins=4)
+    assert found == Histogram(edges=(-2.0, -1.0, 0.0, 1.0, 2.0), relevant=(0, 0, 1, 1), irrelevant=(1, 1, 0, 0))
+
+
+def test_push_publishes_an_artifact_with_its_card(ranker, tmp_path, monkeypatch):
+    ranker.save_pretrained(tmp_path / "artifact", include_backbone=True)
+    with HubServer() as server, connected(server, tmp_path / "home"):
+        monkeypatch.setenv("HF_TOKEN", WRITER)
+        said = run("push", tmp_path / "artifact", "me/tiny-rsrank", "--private")
+        assert "me/tiny-rsrank" in said
+        loaded = RSRank.from_pretrained("me/tiny-rsrank", device="cpu", dtype="float32", cache_dir=tmp_path / "cache")
+    assert loaded.score(QUERIES[0], DOCUMENTS) == pytest.approx(ranker.score(QUERIES[0], DOCUMENTS), abs=1e-4)
+    card = (tmp_path / "artifact" / "README.md").read_text()
+    for text in (
+        'RSRank.from_pretrained("me/tiny-rsrank")',
+        'RSRankCompressor(model="me/tiny-rsrank")',
+        "RSRankPostprocessor",
+    ):
+        assert text in card
+
+
+def test_push_refuses_what_nobody_else_could_load(ranker, tmp_path):
+    ranker.save_pretrained(tmp_path / "artifact")
+    assert "which nobody else could load" in run("push", tmp_path / "artifact", "me/x", code=1)
+    assert "is no folder" in run("push", tmp_path / "nothing", "me/x", code=2)
+    (tmp_path / "artifact" / "projection.safetensors").unlink()
+    save_file({"weight": torch.zeros(1)}, tmp_path / "artifact" / "projection.safetensors")
+    run("push", tmp_path / "artifact", "me/x", code=1)
