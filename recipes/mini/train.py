@@ -203,6 +203,14 @@ class Trainer:
         self.backbone.model.load_state_dict(self.master.state_dict())
         self.step = state["step"]
 
+    @property
+    def notes(self) -> str:
+        """How the weights came about, for the artifact."""
+        this = f"{self.step} steps of {self.options.queries} queries."
+        if self.options.from_artifact is not None:
+            return f"{read_config(self.options.from_artifact).training.notes} Then {this}"
+        return f"Encoder and B trained together from all-MiniLM-L6-v2 (Apache-2.0) by recipes/mini/train.py, {this}"
+
     def export(self, folder: Path) -> None:
         """Write a self-contained artifact: fp16 encoder, tokenizer, B, config, card."""
         encoder = folder / "backbone"
@@ -211,8 +219,7 @@ class Trainer:
         record = TrainingRecord(
             data=tuple(SETS),
             seed=self.options.seed,
-            notes="Encoder and B trained together from all-MiniLM-L6-v2 (Apache-2.0) by recipes/mini/train.py, "
-            f"{self.step} steps of {self.options.queries} queries.",
+            notes=self.notes,
         )
         ranker = RSRank.from_backbone(
             encoder,
