@@ -39,7 +39,7 @@ def run_batches(
     budget: int,
     extra: int = 0,
     done: Callable[[int], object] = int,
-) -> None:
+) -> int:
     """Hand all sequences to ``run`` in batches of at most ``budget`` padded tokens (at least one sequence).
 
     Only sequences of like length share a batch. The longest come first, so that too large a budget shows at once; when
@@ -51,6 +51,9 @@ def run_batches(
         budget: Rows times the longest row's tokens.
         extra: Tokens that each row costs beside its own.
         done: Told how many sequences each batch had.
+
+    Returns:
+        The budget that fitted.
 
     Raises:
         DoesNotFitError: One sequence alone runs out of memory.
@@ -72,6 +75,7 @@ def run_batches(
             raise DoesNotFitError(waiting[-1])
         budget = cost * (size // 2)
         logger.warning("Out of memory with %d documents at once; going on with %d.", size, size // 2)
+    return budget
 
 
 def _fits(run: Callable[[list[Ids]], None], batch: list[Ids]) -> bool:

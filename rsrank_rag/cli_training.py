@@ -137,6 +137,8 @@ def push(
                 f"The artifact's language model is the local folder {config.backbone.name!r}, which nobody else could "
                 "load. Train with the model's Hub id as model.name."
             )
-        (artifact / hub.CARD).write_text(hub.model_card(config, repo_id), encoding="utf-8")
+        card = artifact / hub.CARD
+        text = card.read_text(encoding="utf-8") if card.exists() else hub.model_card(config)
+        card.write_text(text.replace(hub.UNNAMED, repo_id), encoding="utf-8")
         address = hub.push(artifact, repo_id, private=private, revision=revision, token=None, message=message)
     screen.print(address)

@@ -216,13 +216,12 @@ def is_hub_id(name: str) -> bool:
     return True
 
 
-def model_card(config: RSRankConfig, name: str = "PATH_OR_HUB_ID") -> str:
-    """The README.md of an artifact, made from its config.
+UNNAMED = "PATH_OR_HUB_ID"
+"""Stands in a model card's examples until the artifact is published."""
 
-    Args:
-        config: The artifact's.
-        name: What its examples load.
-    """
+
+def model_card(config: RSRankConfig) -> str:
+    """The README.md of an artifact, made from its config."""
     heads, dim = config.shape[1], config.shape[3]
     training = config.training
     front = ["---", "library_name: rsrank-rag", "pipeline_tag: text-ranking", "tags: [reranker, rag, rsrank]"]
@@ -241,7 +240,7 @@ def model_card(config: RSRankConfig, name: str = "PATH_OR_HUB_ID") -> str:
         "```python",
         "from rsrank_rag import RSRank",
         "",
-        f'ranker = RSRank.from_pretrained("{name}")',
+        f'ranker = RSRank.from_pretrained("{UNNAMED}")',
         'print(ranker.rank("your question", ["a document", "another document"]))',
         "```",
         "",
@@ -251,8 +250,8 @@ def model_card(config: RSRankConfig, name: str = "PATH_OR_HUB_ID") -> str:
         "from rsrank_rag.langchain import RSRankCompressor",
         "from rsrank_rag.llama_index import RSRankPostprocessor",
         "",
-        f'compressor = RSRankCompressor(model="{name}")',
-        f'postprocessor = RSRankPostprocessor(model="{name}")',
+        f'compressor = RSRankCompressor(model="{UNNAMED}")',
+        f'postprocessor = RSRankPostprocessor(model="{UNNAMED}")',
         "```",
         "",
         f"- Backbone: `{config.backbone.name}`, revision `{config.backbone.revision or 'not pinned'}` "

@@ -75,7 +75,7 @@ def check_after_run(core: Backbone, spec: BackboneSpec, source: str) -> None:
             f"This artifact belongs to {spec.name} with {spec.num_heads} KV heads of {spec.head_dim}, but {source} "
             f"has {core.num_heads} of {core.head_dim}. {ADVICE}"
         )
-    difference = _relative_difference(core.value_sample, spec.values)
+    difference = relative_difference(core.value_sample, spec.values)
     if not difference <= TOLERANCE[core.bits]:
         raise ArtifactError(
             f"The weights of {source} are not those of {spec.name} (revision {spec.revision or 'not pinned'}) that "
@@ -83,7 +83,8 @@ def check_after_run(core: Backbone, spec: BackboneSpec, source: str) -> None:
         )
 
 
-def _relative_difference(found: Sequence[float], expected: Sequence[float]) -> float:
+def relative_difference(found: Sequence[float], expected: Sequence[float]) -> float:
+    """Distance of two fingerprints, relative to the expected one's length."""
     if len(found) != len(expected):
         return math.inf
     return math.dist(found, expected) / max(math.hypot(*expected), 1e-6)

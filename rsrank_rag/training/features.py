@@ -17,7 +17,7 @@ import shutil
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -29,6 +29,7 @@ from ..batching import DoesNotFitError, Ids, run_batches
 from ..config import BackboneSpec, NullPrefix, Signal
 from ..errors import InputError, ScoringError, TrainingError
 from ..evaluation.datasets import LabelledQuery
+from ..identity import TOLERANCE, relative_difference
 from ..reading import NullRun, ShiftReader
 from ..template import Template, TokenisedQuery
 
@@ -55,6 +56,7 @@ class FeatureSpec(BaseModel):
     data: str = Field(description="sha256 of the queries, their documents and labels.")
     queries: int
     max_tokens: int | None = None
+    sources: tuple[str, ...] = Field(default=(), description="Names of the data sets.")
     shards: tuple[int, ...] = Field(description="First query of each shard.")
 
     @property
@@ -136,10 +138,16 @@ class FeatureExtractor:
         self.dtype, self.max_tokens, self.token_budget, self.titles = dtype, max_tokens, token_budget, titles
 
     def plan(self, queries: Sequence[LabelledQuery], heads: int, width: int) -> Plan:
-        """Tokenise everything and add up what it will take."""
+        """Tokenise everything and add up what it will take.
+
+        Raises:
+            InputError: A query is empty or too long, or none of its documents has text.
+        """
         sizes, tokens = [], 0
         for query in queries:
             tokenised, prompts, oracle = self._prompts(query)
+            if all(len(ids) == self._bare for ids in prompts):
+                raise InputError(f"Query {query.id!r} has no document with text. Remove it from the data.")
             rows = (len(prompts) + (oracle is not None)) * len(self._positions(tokenised))
             sizes.append(rows * len(self.layers) * heads * width * STORE_DTYPES[self.dtype].itemsize)
             parts = [*prompts, *([oracle] if oracle is not None else [])]
@@ -152,7 +160,7 @@ class FeatureExtractor:
         """Features of one query.
 
         Raises:
-            InputError: The query is empty or too long.
+            InputError: The query is empty or too long, or none of its documents has text.
             TrainingError: A shift is not finite in the store's dtype.
             ScoringError: A document does not fit into memory even alone; it is named.
         """
@@ -182,16 +190,16 @@ class FeatureExtractor:
 
         run = NullRun(tokenised)
         try:
-            run_batches(list(wanted), read, budget=self.token_budget, extra=len(tokenised.ids))
+            # What fitted once stays: memory would run out again with every query.
+            self.token_budget = run_batches(list(wanted), read, budget=self.token_budget, extra=len(tokenised.ids))
         except DoesNotFitError as error:
             place = wanted[error.ids][0]
+            name = f"Document {place}" if place < len(prompts) else "All relevant documents together"
             raise ScoringError(
-                f"Document {place} of query {query.id!r} ({len(error.ids)} tokens) does not fit into memory even by "
-                "itself. Pass a smaller max_length, or load the model in 8-bit or on another device.",
+                f"{name} of query {query.id!r} ({len(error.ids)} tokens) do not fit into memory even alone. Set a "
+                "smaller model.max_length, or load the model in 8-bit or on another device.",
                 place,
             ) from None
-        if not found:
-            raise TrainingError(f"Query {query.id!r} has no document with text, so there is nothing to learn from.")
         shifts = torch.stack(found)
         if not bool(torch.isfinite(shifts).all()):
             raise TrainingError(
@@ -257,13 +265,15 @@ class FeatureStore:
         folder = Path(folder)
         if (folder / STORE).exists():
             found = cls(folder)
-            different = [name for name in FeatureSpec.model_fields if getattr(found.spec, name) != getattr(spec, name)]
+            different = _differences(found.spec, spec)
             if different:
-                theirs, ours = ({name: getattr(s, name) for name in different} for s in (found.spec, spec))
                 raise TrainingError(
-                    f"{folder} holds features made otherwise: {_short(theirs)}; asked for was {_short(ours)}. Use "
-                    "another folder, or remove this one."
+                    f"{folder} holds features made otherwise ({'; '.join(different)}). Use another folder, or remove "
+                    "this one."
                 )
+            for partial in folder.glob("*.partial"):  # of a run that was killed
+                if not is_running(partial):
+                    partial.unlink(missing_ok=True)
             return found
         folder.mkdir(parents=True, exist_ok=True)
         free = shutil.disk_usage(folder).free
@@ -369,9 +379,15 @@ def spec_for(
     plan: Plan,
     backbone: BackboneSpec,
     *,
-    shard_bytes: int = SHARD_BYTES,
+    sources: Sequence[str] = (),
+    shard_bytes: int | None = None,
 ) -> FeatureSpec:
-    """What a store of these queries would be."""
+    """What a store of these queries would be.
+
+    Shards are small enough that several workers all get some and that little is lost to a kill: 64 of them, each of
+    at most a gigabyte.
+    """
+    shard_bytes = min(SHARD_BYTES, plan.bytes // 64) if shard_bytes is None else shard_bytes
     reader = extractor.reader
     return FeatureSpec(
         backbone=backbone,
@@ -386,6 +402,7 @@ def spec_for(
         data=digest(queries, titles=extractor.titles),
         queries=len(queries),
         max_tokens=extractor.max_tokens,
+        sources=tuple(sources),
         shards=tuple(_shards(plan.query_bytes, shard_bytes)),
     )
 
@@ -429,8 +446,38 @@ def _shards(sizes: Sequence[int], limit: int) -> Iterator[int]:
             total = size
 
 
-def _short(values: dict[str, object]) -> str:
-    return ", ".join(f"{name}={str(value)[:60]}" for name, value in values.items())
+def _differences(found: FeatureSpec, wanted: FeatureSpec) -> list[str]:
+    """What differs, entry by entry. Value vectors may differ as much as other devices and dtypes make them."""
+    theirs, ours = (_flat(spec.model_dump(exclude={"shards"})) for spec in (found, wanted))
+    values = [entries.pop("backbone.values") for entries in (theirs, ours)]
+    different = [
+        f"{name}: {theirs.get(name)!r} there, {ours.get(name)!r} asked for"
+        for name in sorted(set(theirs) | set(ours))
+        if theirs.get(name) != ours.get(name)
+    ]
+    if relative_difference(values[1], values[0]) > TOLERANCE[wanted.bits]:
+        different.append("the weights of the language model")
+    if not different and found.shards != wanted.shards:
+        different.append("other shards")
+    return different
+
+
+def _flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for name, value in values.items():
+        flat |= _flat(value, f"{prefix}{name}.") if isinstance(value, dict) else {f"{prefix}{name}": value}
+    return flat
+
+
+def is_running(partial: Path) -> bool:
+    """Whether the process that began a ``name.PID.partial`` is still there, on this machine."""
+    try:
+        os.kill(int(partial.name.split(".")[-2]), 0)
+    except (ValueError, ProcessLookupError):
+        return False
+    except PermissionError:
+        return True
+    return True
 
 
 def _write(path: Path, content: bytes) -> None:

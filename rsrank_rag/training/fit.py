@@ -22,6 +22,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from ..batching import is_out_of_memory
 from ..errors import MissingDependencyError, TrainingError
 from ..evaluation.metrics import ScoredQuery, f1_at
 from ..loading import has_fast_bfloat16
@@ -30,7 +31,7 @@ from ..shift import cosine_to_ones
 from .features import FeatureSource, QueryFeatures
 from .losses import alignment_loss, calibration_loss, frobenius_loss, margin_loss, orthogonality_loss
 
-AHEAD = 4
+AHEAD = 3
 """Batches that are read from the disk while earlier ones are trained on."""
 
 
@@ -93,7 +94,8 @@ class Batch:
 
     Attributes:
         shifts: (L, H, M, D).
-        slot: Flat (query, document) place of each row in the padded scores; rows of oracles point behind the last.
+        slot: Flat (query, document) place of each row in the padded scores; oracles have places of their own behind.
+        oracles: Number of oracles.
         share: 1 / T of each row's query.
         relevant: (Q, N) labels.
         valid: (Q, N), which places hold a document.
@@ -104,15 +106,18 @@ class Batch:
     share: Tensor
     relevant: Tensor
     valid: Tensor
+    oracles: int
 
     @classmethod
     def of(cls, queries: Sequence[QueryFeatures]) -> Batch:
         """Join queries."""
         width = max(len(query.relevant) for query in queries)
-        slots, shares = [], []
+        slots, shares, oracles = [], [], 0
         for row, query in enumerate(queries):
             places = [row * width + i for i in range(len(query.relevant))]
-            places += [len(queries) * width] * query.oracle
+            if query.oracle:
+                places.append(len(queries) * width + oracles)
+                oracles += 1
             slots += [place for place in places for _ in range(query.tokens)]
             shares += [1 / query.tokens] * (len(places) * query.tokens)
         return cls(
@@ -121,16 +126,25 @@ class Batch:
             torch.tensor(shares),
             torch.tensor([[*query.relevant, *[False] * (width - len(query.relevant))] for query in queries]),
             torch.tensor([[i < len(query.relevant) for i in range(width)] for query in queries]),
+            oracles,
         )
 
     def to(self, device: torch.device) -> Batch:
-        """Copy to a device; from pinned memory without waiting."""
-        parts = (self.shifts, self.slot, self.share, self.relevant, self.valid)
-        return Batch(*(part.to(device, non_blocking=True) for part in parts))
+        """On a device. Copies from host memory go through page-locked memory and are not waited for."""
 
-    def pinned(self) -> Batch:
-        """In page-locked memory."""
-        return Batch(*(p.pin_memory() for p in (self.shifts, self.slot, self.share, self.relevant, self.valid)))
+        def moved(part: Tensor) -> Tensor:
+            if device.type == "cuda" and part.device.type == "cpu":
+                part = part.pin_memory()
+            return part.to(device, non_blocking=True)
+
+        return Batch(
+            moved(self.shifts),
+            moved(self.slot),
+            moved(self.share),
+            moved(self.relevant),
+            moved(self.valid),
+            self.oracles,
+        )
 
 
 def batch_scores(weight: Tensor, batch: Batch, precision: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -142,14 +156,14 @@ def batch_scores(weight: Tensor, batch: Batch, precision: torch.dtype) -> tuple[
         precision: Of the matrix product; cosines and sums are fp32.
 
     Returns:
-        Scores (Q, N), 0 where there is no document, and (L, H, rows of oracles) cosines.
+        Scores (Q, N), 0 where there is no document, and each oracle's mean cosine over layers, heads and tokens.
     """
     projected = batch.shifts.to(precision) @ weight.to(precision).mT  # (L, H, M, P)
     cosines = cosine_to_ones(projected.float())
-    flat = torch.zeros(batch.valid.numel() + 1, device=weight.device)
+    places = batch.valid.numel()
+    flat = torch.zeros(places + batch.oracles, device=weight.device)
     flat = flat.index_add(0, batch.slot, cosines.sum((0, 1)) * batch.share)
-    oracle = batch.slot == batch.valid.numel()
-    return flat[:-1].view(batch.valid.shape), cosines[:, :, oracle]
+    return flat[:places].view(batch.valid.shape), flat[places:] / (weight.shape[0] * weight.shape[1])
 
 
 def fit(
@@ -160,6 +174,7 @@ def fit(
     *,
     output: str | Path | None = None,
     device: str | torch.device | None = None,
+    identity: str = "",
     on_epoch: Callable[[Epoch], object] = lambda epoch: None,
 ) -> Fitted:
     """Train B, and keep the one with the best F1 at zero on the validation queries.
@@ -172,14 +187,15 @@ def fit(
         output: Folder for ``checkpoint.safetensors`` and ``log.jsonl``. If it holds the checkpoint of a run with these
             options that was interrupted, that run goes on and ends with the same B.
         device: Where to train; None for CUDA if present, else the CPU.
+        identity: What the features are of. A checkpoint of another identity is not continued.
         on_epoch: Told about each epoch.
 
     Raises:
-        TrainingError: No queries, labels of one class only, or the checkpoint is another run's.
+        TrainingError: No queries, labels of one class only, too little memory, or the checkpoint is another run's.
     """
     options = options or FitOptions()
     _check(train, validation)
-    run = _Run(train, validation, tuple(layers), options, device)
+    run = _Run(train, validation, tuple(layers), options, device, identity)
     folder = None if output is None else Path(output)
     if folder is not None:
         folder.mkdir(parents=True, exist_ok=True)
@@ -215,7 +231,9 @@ class _Run:
         layers: tuple[int, ...],
         options: FitOptions,
         device: str | torch.device | None,
+        identity: str,
     ) -> None:
+        self.layers, self.features = layers, identity
         self.train, self.validation, self.options = train, validation, options
         self.device = _device(device)
         self.precision = _precision(options.precision, self.device)
@@ -241,6 +259,22 @@ class _Run:
         return len(self.history) >= self.options.epochs or len(self.history) - self.best.epoch >= self.options.patience
 
     def epoch(self) -> Epoch:
+        """One epoch.
+
+        Raises:
+            TrainingError: The loss is not finite, or a batch does not fit into memory.
+        """
+        try:
+            return self._epoch()
+        except (MemoryError, RuntimeError) as error:
+            if not is_out_of_memory(error):
+                raise
+            raise TrainingError(
+                f"{self.options.batch_queries} queries at once do not fit into the memory of {self.device}. Set a "
+                "smaller fit.batch_queries."
+            ) from error
+
+    def _epoch(self) -> Epoch:
         """One pass over the training queries, in an order that depends on the seed and the epoch alone."""
         number, options = len(self.history) + 1, self.options
         order = list(range(len(self.train)))
@@ -299,7 +333,8 @@ class _Run:
 
     @property
     def identity(self) -> dict[str, Any]:
-        return {**self.options.model_dump(), "train": len(self.train), "validation": len(self.validation)}
+        queries = {"train": len(self.train), "validation": len(self.validation), "features": self.features}
+        return {**self.options.model_dump(), **queries, "layers": list(self.layers)}
 
     def save(self, path: Path) -> None:
         moments = self.optimizer.state[self.weight]
@@ -318,7 +353,7 @@ class _Run:
     def resume(self, path: Path) -> None:
         if not path.exists():
             return
-        with safe_open(path, framework="pt", device=str(self.device)) as file:
+        with safe_open(path, framework="pt") as file:
             record = json.loads(file.metadata()["run"])
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - no dictionary
         if record["options"] != self.identity:
@@ -328,12 +363,11 @@ class _Run:
             )
         with torch.no_grad():
             self.weight.copy_(tensors["weight"])
-        self.best_weight = tensors["best_weight"].cpu()
-        step = tensors["step"] if self.device.type == "cuda" else tensors["step"].cpu()
+        self.best_weight = tensors["best_weight"]
         self.optimizer.state[self.weight] = {
-            "step": step,
-            "exp_avg": tensors["exp_avg"],
-            "exp_avg_sq": tensors["exp_avg_sq"],
+            "step": tensors["step"].to(self.device),  # the fused optimiser wants it there, the other does not mind
+            "exp_avg": tensors["exp_avg"].to(self.device),
+            "exp_avg_sq": tensors["exp_avg_sq"].to(self.device),
         }
         self.history = [Epoch(**row) for row in record["history"]]
 
@@ -342,17 +376,16 @@ def _batches(features: FeatureSource, order: Sequence[int], size: int, device: t
     """Batches in order, read ahead by threads."""
 
     def make(numbers: Sequence[int]) -> Batch:
-        batch = Batch.of([features[number] for number in numbers])
-        return batch.pinned() if device.type == "cuda" else batch
+        return Batch.of([features[number] for number in numbers]).to(device)
 
     groups = [order[start : start + size] for start in range(0, len(order), size)]
-    with ThreadPoolExecutor(2 if device.type == "cpu" else AHEAD) as threads:
+    with ThreadPoolExecutor(2) as threads:
         waiting = deque(threads.submit(make, group) for group in groups[:AHEAD])
         for following in [*groups[AHEAD:], *[None] * min(AHEAD, len(groups))]:
             batch = waiting.popleft().result()
             if following is not None:
                 waiting.append(threads.submit(make, following))
-            yield batch.to(device)
+            yield batch
 
 
 @torch.no_grad()
@@ -368,6 +401,10 @@ def _check(train: FeatureSource, validation: FeatureSource) -> None:
             f"Training needs queries to learn from and others to choose the epoch by; got {len(train)} and "
             f"{len(validation)}."
         )
+    labels = {label for number in range(len(train)) for label in train[number].relevant}
+    if len(labels) < 2:
+        kind = "relevant" if labels == {True} else "irrelevant"
+        raise TrainingError(f"All documents are {kind}. Add some of the other kind: B learns to tell them apart.")
 
 
 def _device(device: str | torch.device | None) -> torch.device:

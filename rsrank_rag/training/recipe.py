@@ -6,6 +6,7 @@ the same recipe is run again.
 
 from __future__ import annotations
 
+import hashlib
 import importlib.util
 import json
 import math
@@ -27,18 +28,18 @@ from tqdm.auto import tqdm
 from .. import hub
 from ..backbone import Backbone
 from ..config import BackboneSpec, Histogram, NullPrefix, RSRankConfig, Signal, TrainingRecord
-from ..errors import InputError, TrainingError
+from ..errors import BackboneError, InputError, TrainingError
 from ..evaluation.datasets import LabelledQuery, dataset_name, read_labelled
 from ..evaluation.evaluate import score_dataset, summarise
 from ..evaluation.metrics import ScoredQuery, f1_at, ranking_metrics
 from ..identity import describe
-from ..loading import LoadOptions, load_model
+from ..loading import LOAD_ERRORS, LoadOptions, load_model
 from ..projection import Projection
 from ..reading import ShiftReader
 from ..rsrank import INSIDE, RSRank, token_budget_for
 from ..template import PromptTokenizer, Template
 from .closed_form import Method, closed_form
-from .features import FeatureExtractor, FeatureSource, FeatureStore, Plan, spec_for, subsample
+from .features import FeatureExtractor, FeatureSource, FeatureStore, Plan, digest, spec_for, subsample
 from .fit import Epoch, FitOptions, Resident, Subset, fit, plot_curves, scored, split
 
 if sys.version_info >= (3, 11):
@@ -127,6 +128,17 @@ class FeaturePart(BaseModel):
     titles: bool = True
     token_budget: int | None = Field(default=None, gt=0)
 
+    @model_validator(mode="after")
+    def _can_be_scored(self) -> FeaturePart:
+        """What `RSRankConfig` would refuse after hours of work."""
+        if self.signal == "keys" and self.null_prefix == "empty":
+            raise ValueError("signal 'keys' needs null_prefix 'matched' or 'none': keys hold their position")
+        if self.layers is not None and (not self.layers or sorted(set(self.layers)) != list(self.layers)):
+            raise ValueError("layers must ascend without repeats")
+        if self.layers is not None and self.layers[0] < 1:
+            raise ValueError("layers start at 1: layer 0 holds raw token embeddings")
+        return self
+
 
 class Recipe(BaseModel):
     """Everything that decides which artifact comes out."""
@@ -185,6 +197,7 @@ class Estimate:
 
     Attributes:
         plan: Tokens and bytes of the features.
+        evaluation_tokens: Tokens that the language model reads for the evaluation.
         weight_bytes: Of the language model in memory.
         flops: Of the language model's pass.
         flops_per_second: Half of what a large matrix product reached here just now.
@@ -192,6 +205,7 @@ class Estimate:
     """
 
     plan: Plan
+    evaluation_tokens: int
     weight_bytes: int
     flops: float
     flops_per_second: float
@@ -207,11 +221,13 @@ class Estimate:
         return "\n".join(
             [
                 f"queries      {plan.queries:,} with {plan.documents:,} documents",
-                f"reading      {plan.prompt_tokens:,} tokens, {self.flops / 1e12:,.1f} TFLOP: about "
+                f"reading      {plan.prompt_tokens:,} tokens and {self.evaluation_tokens:,} for the evaluation, "
+                f"{self.flops / 1e12:,.1f} TFLOP: about "
                 f"{_hours(self.hours)} here (at {self.flops_per_second / 1e12:,.2f} TFLOP/s, half of what a large "
                 "matrix product reaches)",
                 f"memory       {self.weight_bytes / 1e9:,.2f} GB for the language model's weights",
-                f"disk         {plan.bytes / 1e9:,.2f} GB for the features",
+                f"disk         {plan.bytes / 1e9:,.2f} GB for the features (less with features.max_tokens or "
+                "features.max_documents)",
                 f"B            {self.parameters:,} numbers",
             ]
         )
@@ -259,22 +275,37 @@ class Kitchen:
         if not recipe.data:
             raise InputError(f"The recipe {recipe.name!r} names no data. Pass --data FILE with labelled queries.")
         queries = [query for part in recipe.data for query in part.load(recipe.fit.seed)]
-        if len(queries) < recipe.minimum_queries:
-            raise TrainingError(
-                f"{len(queries)} labelled queries are too few: this recipe asks for {recipe.minimum_queries}. The "
-                "paper reaches 95% of its recall with 50; with fewer, B learns its examples by heart. Label more "
-                "queries, or take an artifact that exists."
-            )
+        self._check_count(len(queries))
         return subsample(queries, recipe.features.max_documents, recipe.fit.seed)
 
+    def _check_count(self, count: int) -> None:
+        if count < self.recipe.minimum_queries:
+            raise TrainingError(
+                f"{count} labelled queries are too few: this recipe asks for {self.recipe.minimum_queries}. The paper "
+                "reaches 95% of its recall with 50; with fewer, B learns its examples by heart. Label more queries, or "
+                "take an artifact that exists."
+            )
+
+    @cached_property
+    def evaluation(self) -> dict[str, list[LabelledQuery]]:
+        """The recipe's evaluation sets, by name."""
+        return {part.label: part.load(self.recipe.fit.seed) for part in self.recipe.evaluation}
+
     def estimate(self) -> Estimate:
-        """Disk, memory and time, without loading the language model's weights."""
+        """Disk, memory and time, without loading the language model's weights.
+
+        Raises:
+            BackboneError: There is no such language model.
+        """
         from transformers import AutoConfig, AutoModel, AutoTokenizer
 
         part, options = self.recipe.model, self.recipe.model.options()
         known = {"revision": part.revision, "local_files_only": part.local_files_only}
-        config = AutoConfig.from_pretrained(part.source, **known).get_text_config()
-        tokenizer = AutoTokenizer.from_pretrained(part.source, **known)
+        try:
+            config = AutoConfig.from_pretrained(part.source, **known).get_text_config()
+            tokenizer = AutoTokenizer.from_pretrained(part.source, **known)
+        except LOAD_ERRORS as error:
+            raise BackboneError(f"The language model {part.name!r} could not be found: {error}") from error
         with torch.device("meta"):
             model = AutoModel.from_config(config)
         weights = sum(parameter.numel() for parameter in model.parameters())
@@ -288,12 +319,16 @@ class Kitchen:
         prompts = PromptTokenizer(tokenizer, self.recipe.template, max_length=limit, shared_positions=True)
         layers = self._layers(config.num_hidden_layers)
         reader = _Unread(prompts, frozenset(layers))
-        plan = self._extractor(reader).plan(self.queries, heads, width)  # type: ignore[arg-type]
+        extractor = self._extractor(reader)  # type: ignore[arg-type]
+        plan = extractor.plan(self.queries, heads, width)
+        held = [query for queries in self.evaluation.values() for query in queries]
+        evaluation = extractor.plan(held, 1, 1).prompt_tokens
         bits = 8 if part.load_in_8bit else 4 if part.load_in_4bit else dtype.itemsize * 8
         return Estimate(
             plan=plan,
+            evaluation_tokens=evaluation,
             weight_bytes=weights * bits // 8,
-            flops=2.0 * working * plan.prompt_tokens,
+            flops=2.0 * working * (plan.prompt_tokens + evaluation),
             flops_per_second=_matmul_rate(device, dtype) / 2,
             parameters=len(layers) * heads * self.recipe.fit.projection_dim * width,
         )
@@ -306,15 +341,19 @@ class Kitchen:
             InputError: The data are missing.
             TrainingError: They are too few, or features or a checkpoint in the output folder belong to something else.
         """
-        self.say(f"{len(self.queries):,} labelled queries")  # before the language model, which takes minutes
+        if _place()[1] > 1:
+            raise InputError(
+                "Only the features are made by several processes. Run rsrank features under accelerate launch, and "
+                "then rsrank train by itself."
+            )
+        ranking_metrics([])  # fails now, not after the work, where ir-measures is missing; likewise without data
+        held = sum(map(len, self.evaluation.values()))
+        self.say(f"{len(self.queries):,} labelled queries, {held:,} for evaluation")
         core, prompts, spec = self._backbone()
         store = self.features(core, prompts, spec)
         projection, config = self._learn(store)
         ranker = RSRank(core, prompts, projection, config, token_budget=self.recipe.features.token_budget)
-        found: dict[str, list[ScoredQuery]] = {}
-        for part in self.recipe.evaluation:
-            queries = tqdm(part.load(self.recipe.fit.seed), desc=part.label, unit="query", disable=not self.progress)
-            found[part.label] = score_dataset(ranker, queries, titles=self.recipe.features.titles)
+        found = {label: self._scored(ranker, label, queries) for label, queries in self.evaluation.items()}
         config = self._recorded(config, found)
         RSRank(core, prompts, projection, config).save_pretrained(self.output / "artifact")
         return Result(self.output / "artifact", config.training.metrics, self.samples)
@@ -323,27 +362,47 @@ class Kitchen:
         """Train B on features that exist, without the language model; metrics are of the validation queries.
 
         Raises:
-            TrainingError: The store is unfinished, or a checkpoint in the output folder belongs to something else.
+            TrainingError: The store is unfinished or of another model than the recipe's, or a checkpoint in the output
+                folder belongs to something else.
         """
+        recipe, spec = self.recipe, store.spec
+        inside = recipe.model.source != recipe.model.name
+        wanted = {
+            "model.name": (INSIDE if inside else recipe.model.name, spec.backbone.name),
+            "template": (recipe.template, spec.template),
+            "features.signal": (recipe.features.signal, spec.signal),
+            "features.null_prefix": (recipe.features.null_prefix, spec.null_prefix),
+        }
+        different = [f"{name} {theirs!r}, not {ours!r}" for name, (ours, theirs) in wanted.items() if ours != theirs]
+        if different:
+            raise TrainingError(
+                f"{store.folder} was made with {'; '.join(different)} as in the recipe {recipe.name!r}. Pass the "
+                "recipe and settings that it was made with."
+            )
+        self._check_count(len(store))
         projection, config = self._learn(store)
         config = self._recorded(config, {})
         artifact = self.output / "artifact"
         hub.write_artifact(artifact, config, projection.weight, hub.model_card(config))
-        if config.backbone.name == INSIDE:
-            shutil.copytree(self.recipe.model.source, artifact / INSIDE, dirs_exist_ok=True)
-        return Result(self.output / "artifact", config.training.metrics, self.samples)
+        if inside:
+            shutil.copytree(recipe.model.source, artifact / INSIDE, dirs_exist_ok=True)
+        return Result(artifact, config.training.metrics, self.samples)
 
     def _learn(self, store: FeatureStore) -> tuple[Projection, RSRankConfig]:
         """B, and its config without metrics."""
         recipe, spec = self.recipe, store.spec
         train, held = split(len(store), recipe.validation_share, recipe.fit.seed)
-        features = Resident(store) if _fits_in_memory(store) else store
+        device = torch.device(recipe.model.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        place = _place_for(store, device)
+        features: FeatureSource = store if place is None else Resident(store, place)
+        self.identity = hashlib.sha256(f"{spec.model_dump_json()} {train} {held}".encode()).hexdigest()
         projection = self._train(features, train, held, spec.layers)
         self.samples = self._samples(features, train, held, spec.layers)
         self.output.mkdir(parents=True, exist_ok=True)
         if self.samples:
             _dump(self.output / "samples.json", self.samples)
         self.validation = scored(Subset(features, held), projection, device=recipe.model.device)
+        self.sources = spec.sources
         config = RSRankConfig(
             backbone=spec.backbone,
             layers=spec.layers,
@@ -351,10 +410,27 @@ class Kitchen:
             signal=spec.signal,
             null_prefix=spec.null_prefix,
             template=spec.template,
-            max_length=recipe.model.max_length,
+            max_length=spec.max_length,
             license=recipe.license,
         )
         return projection, config
+
+    def _scored(self, ranker: RSRank, label: str, queries: list[LabelledQuery]) -> list[ScoredQuery]:
+        """Scores of an evaluation set; those of an earlier run with the same B are taken from its file."""
+        titles = self.recipe.features.titles
+        content = ranker.projection.weight.detach().cpu().numpy().tobytes()
+        key = hashlib.sha256(content + digest(queries, titles=titles).encode()).hexdigest()
+        path = self.output / "scores" / f"{label}.json"
+        if path.exists():
+            kept = json.loads(path.read_text(encoding="utf-8"))
+            if kept["key"] == key:
+                return [ScoredQuery(**row) for row in kept["queries"]]
+        bar = tqdm(queries, desc=label, unit="query", disable=not self.progress)
+        found = score_dataset(ranker, bar, titles=titles)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        rows = [{"scores": list(row.scores), "relevant": list(row.relevant)} for row in found]
+        _dump(path, {"key": key, "queries": rows})
+        return found
 
     def extract(self) -> FeatureStore:
         """Only the features."""
@@ -362,7 +438,11 @@ class Kitchen:
         return self.features(*self._backbone())
 
     def features(self, core: Backbone, prompts: PromptTokenizer, spec: BackboneSpec) -> FeatureStore:
-        """Make the feature store, or what is missing of it; several processes of ``accelerate launch`` share it."""
+        """Make the feature store, or what is missing of it; several processes of ``accelerate launch`` share it.
+
+        Raises:
+            TrainingError: The folder holds other features, or the disk is too small.
+        """
         part = self.recipe.features
         reader = ShiftReader(
             core, prompts, self._layers(core.num_layers), signal=part.signal, null_prefix=part.null_prefix
@@ -371,25 +451,31 @@ class Kitchen:
         heads, width = (1, core.config.hidden_size) if part.signal == "hidden" else (core.num_heads, core.head_dim)
         plan = extractor.plan(self.queries, heads, width)
         worker, workers = _place()
-        store = FeatureStore.create(self.output / "features", spec_for(extractor, self.queries, plan, spec), plan.bytes)
+        sources = [part.label for part in self.recipe.data]
+        wanted = spec_for(extractor, self.queries, plan, spec, sources=sources)
+        store = FeatureStore.create(self.output / "features", wanted, plan.bytes)
         if store.missing():
             self.say(self._forecast(extractor, plan))
         done = store.fill(self.queries, extractor, worker=worker, workers=workers)
         for _ in tqdm(done, total=len(self.queries), desc="features", unit="query", disable=not self.progress):
             pass
-        _wait_for_all(workers)
+        while workers > 1 and store.missing():  # the others' shards; accelerate ends all if one fails
+            time.sleep(0.5)
         return store
 
     def _forecast(self, extractor: FeatureExtractor, plan: Plan) -> str:
-        """Size, and time measured on the shortest query."""
-        sample = min(range(len(self.queries)), key=plan.query_bytes.__getitem__)
-        started = time.perf_counter()
-        extractor.extract(self.queries[sample])
-        seconds = time.perf_counter() - started
-        tokens = extractor.plan([self.queries[sample]], 1, 1).prompt_tokens
+        """Size, and time measured on a query of middling size after a warm-up."""
+        order = sorted(range(len(self.queries)), key=plan.query_bytes.__getitem__)
+        sample = self.queries[order[len(order) // 2]]
+        for _ in range(2):
+            started = time.perf_counter()
+            extractor.extract(sample)
+            seconds = time.perf_counter() - started
+        tokens = extractor.plan([sample], 1, 1).prompt_tokens
         return (
             f"Features of {plan.queries:,} queries with {plan.documents:,} documents: {plan.bytes / 1e9:.2f} GB, about "
-            f"{_hours(seconds * plan.prompt_tokens / tokens / 3600)} on one device (measured on one query)."
+            f"{_hours(seconds * plan.prompt_tokens / tokens / 3600)} on one device (measured on one query). It takes "
+            "less with --set features.max_tokens=8 or features.max_documents=10."
         )
 
     def _extractor(self, reader: ShiftReader) -> FeatureExtractor:
@@ -421,7 +507,8 @@ class Kitchen:
             shared_positions=core.causal,
         )
         name = part.name if part.source == part.name else INSIDE
-        return core, prompts, describe(core, prompts, name, part.revision)
+        revision = part.revision or getattr(model.config, "_commit_hash", None)
+        return core, prompts, describe(core, prompts, name, None if name == INSIDE else revision)
 
     def _train(self, features: FeatureSource, train: list[int], held: list[int], layers: tuple[int, ...]) -> Projection:
         recipe = self.recipe
@@ -442,6 +529,7 @@ class Kitchen:
                 recipe.fit,
                 output=self.output / "fit",
                 device=recipe.model.device,
+                identity=self.identity,
                 on_epoch=show,
             )
         self.history = fitted.history
@@ -462,15 +550,23 @@ class Kitchen:
         order = random.Random(f"samples-{options.seed}").sample(train, len(train))
         heads, width = features[0].shifts.shape[1], features[0].shifts.shape[-1]
         validation = Subset(features, held)
-        for size in self.recipe.sample_sizes:
-            if size > len(train):
-                self.say(f"{size} samples were asked for, but there are {len(train)} to train on.")
-                continue
-            if size:
-                chosen = Subset(features, order[:size])
-                projection = fit(chosen, validation, layers, options, device=self.recipe.model.device).projection
-            else:
+        sizes = [size for size in self.recipe.sample_sizes if size < len(train)]
+        for size in [*sizes, len(train)] if self.recipe.sample_sizes else []:
+            chosen = Subset(features, order[:size])
+            if not size:
                 projection = Projection.random(layers, heads, options.projection_dim, width, seed=options.seed)
+            elif self.recipe.method != "gradient":
+                projection = closed_form(chosen, layers, self.recipe.method, projection_dim=options.projection_dim)
+            else:
+                projection = fit(
+                    chosen,
+                    validation,
+                    layers,
+                    options,
+                    output=self.output / "fit-samples" / str(size),
+                    device=self.recipe.model.device,
+                    identity=self.identity,
+                ).projection
             found = scored(validation, projection, device=self.recipe.model.device)
             rows.append({"samples": size, "recall@5": ranking_metrics(found)["recall@5"], "f1@0": _mean_f1(found)})
             self.say(f"{size:5} samples: Recall@5 {rows[-1]['recall@5']:.3f}, F1 at zero {rows[-1]['f1@0']:.3f}")
@@ -485,16 +581,18 @@ class Kitchen:
             record = summarise(label, rows).as_dict()
             metrics[label] = {name.replace("@tau", "@0"): float(v) for name, v in record.items() if name != "dataset"}
         _dump(self.output / "metrics.json", metrics)
-        settings: dict[str, Any] = {"method": recipe.method, **recipe.fit.model_dump(exclude={"seed"})}
-        settings["epochs_run"] = len(self.history)
+        settings: dict[str, Any] = {"method": recipe.method, "projection_dim": recipe.fit.projection_dim}
+        if recipe.method == "gradient":
+            settings |= {**recipe.fit.model_dump(exclude={"seed"}), "epochs_run": len(self.history)}
+        chose = ", which also chose the epoch" if recipe.method == "gradient" else ""
         training = TrainingRecord(
-            data=tuple(part.label for part in recipe.data),
+            data=self.sources,
             seed=recipe.fit.seed,
             metrics=metrics,
             settings=settings,
             histogram=histogram_of([row for rows in scored_sets.values() for row in rows]),
             notes=f"Made by the recipe {recipe.name!r}."
-            + ("" if found else " Metrics are of the validation queries, which also chose the epoch."),
+            + ("" if found else f" Metrics are of the validation queries{chose}."),
         )
         return config.model_copy(update={"training": training})
 
@@ -563,14 +661,24 @@ def _matmul_rate(device: torch.device, dtype: torch.dtype) -> float:
     return 2.0 * size**3 / best
 
 
-def _fits_in_memory(store: FeatureStore) -> bool:
-    """Whether the features may be copied into memory: a quarter of what is free."""
+def _place_for(store: FeatureStore, device: torch.device) -> torch.device | None:
+    """Where features may be copied to once: the GPU or host memory, if they take up at most half of what is free."""
     size = sum(store.path(shard).stat().st_size for shard in range(len(store.spec.shards)))
+    if device.type == "cuda" and size < torch.cuda.mem_get_info(device)[0] / 2:
+        return device
+    return torch.device("cpu") if size < _free_memory() / 2 else None
+
+
+def _free_memory() -> int:
+    """Bytes of host memory that can still be had, within a container's limit."""
+    limits = []
     try:
-        free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        limits.append(os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
+        group = Path("/sys/fs/cgroup")
+        limits.append(int((group / "memory.max").read_text()) - int((group / "memory.current").read_text()))
     except (ValueError, AttributeError, OSError):
-        return False
-    return size < free / 4
+        pass  # no such limit, or not Linux
+    return min(limits, default=0)
 
 
 def _place() -> tuple[int, int]:
@@ -582,13 +690,6 @@ def _local_device() -> str:
     from accelerate import PartialState
 
     return str(PartialState().device)
-
-
-def _wait_for_all(workers: int) -> None:
-    if workers > 1:
-        from accelerate import PartialState
-
-        PartialState().wait_for_everyone()
 
 
 def _hours(hours: float) -> str:
