@@ -12,18 +12,22 @@ from __future__ import annotations
 import argparse
 import json
 import random
+import tempfile
 import time
+from collections.abc import Sequence
 
 import torch
 from transformers import AutoModel, Qwen3Config
 
 from rsrank_rag.backbone import Backbone
-from rsrank_rag.reading import NullRun, ShiftReader
-from rsrank_rag.template import TokenisedQuery
-from rsrank_rag.training.features import QueryFeatures
-from rsrank_rag.training.fit import FitOptions, fit
+from rsrank_rag.evaluation.datasets import LabelledDocument, LabelledQuery
+from rsrank_rag.identity import describe
+from rsrank_rag.reading import ShiftReader
+from rsrank_rag.template import Template, TokenisedDocument, TokenisedQuery
+from rsrank_rag.training.features import FeatureExtractor, FeatureStore, spec_for
+from rsrank_rag.training.fit import FitOptions, Resident, Subset, fit
 
-DOCUMENT_TOKENS, QUERY_TOKENS = 204, 20
+DOCUMENT_TOKENS, QUERY_TOKENS = 184, 20
 
 
 def options() -> argparse.Namespace:
@@ -43,8 +47,33 @@ def options() -> argparse.Namespace:
     return parser.parse_args()
 
 
+class RandomWords:
+    """Stands for a tokenizer, which a random model has none of: every text is random ids of a fixed length."""
+
+    def __init__(self, vocabulary: int) -> None:
+        self.vocabulary, self.template, self.max_length, self.fingerprint = vocabulary, Template(), 4096, "random"
+        self.null_prefix = self.ids("template", 20)
+
+    def ids(self, text: str, count: int) -> tuple[int, ...]:
+        """A text as so many ids."""
+        rng = random.Random(text)
+        return tuple(rng.randrange(self.vocabulary) for _ in range(count))
+
+    def query(self, text: str) -> TokenisedQuery:
+        """A query."""
+        return TokenisedQuery(self.ids(text, QUERY_TOKENS), slice(0, QUERY_TOKENS))
+
+    def documents(self, texts: Sequence[str], query_length: int) -> list[TokenisedDocument]:
+        """Documents behind the template."""
+        return [TokenisedDocument(self.null_prefix + self.ids(t, DOCUMENT_TOKENS), False, False) for t in texts]
+
+    def together(self, texts: Sequence[str], query_length: int) -> tuple[int, ...]:
+        """Several documents in one prompt."""
+        return self.null_prefix + tuple(i for text in texts for i in self.ids(text, DOCUMENT_TOKENS))
+
+
 def main() -> None:
-    """Extract features, train B, print figures."""
+    """Extract features into a store on disk, train B from it, print figures."""
     chosen = options()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     torch.manual_seed(0)
@@ -60,71 +89,59 @@ def main() -> None:
     )
     with torch.device(device):
         model = AutoModel.from_config(config, dtype=torch.bfloat16)
-    core = Backbone(model.requires_grad_(False))
+    core, words = Backbone(model.requires_grad_(False)), RandomWords(chosen.vocabulary)
     working = sum(p.numel() for p in model.parameters()) - model.get_input_embeddings().weight.numel()
     layers = tuple(range(1, chosen.layers))
-    reader = ShiftReader(core, _Prompts(), layers)  # type: ignore[arg-type]
-
-    features, seconds = extract(reader, chosen)
-    tokens = chosen.queries * (chosen.documents + 1) * (DOCUMENT_TOKENS + QUERY_TOKENS)
-    figures = {
-        "device": torch.cuda.get_device_name() if device.type == "cuda" else "cpu",
-        "queries": chosen.queries,
-        "documents": chosen.documents,
-        "feature_gb": sum(query.shifts.nbytes for query in features) / 1e9,
-        "features_s": seconds,
-        "features_tflop": 2e-12 * working * tokens,
-        "features_tflop_per_s": 2e-12 * working * tokens / seconds,
-    }
-    del model, core, reader
-    if device.type == "cuda":
-        figures["peak_gb_features"] = torch.cuda.max_memory_allocated() / 1e9
-        torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats()
-    held = max(1, len(features) // 10)
-    settings = FitOptions(projection_dim=chosen.projection_dim, epochs=chosen.epochs, keep="last")
-    started = time.perf_counter()
-    fit(features[held:], features[:held], layers, settings, device=device)
-    figures["fit_s_per_epoch"] = (time.perf_counter() - started) / chosen.epochs
-    rows = sum(query.shifts.shape[2] for query in features[held:])
-    numbers = len(layers) * chosen.kv_heads * chosen.projection_dim * chosen.width
-    figures["fit_tflop_per_epoch"] = 6e-12 * rows * numbers
-    if device.type == "cuda":
-        figures["peak_gb_fit"] = torch.cuda.max_memory_allocated() / 1e9
-    print(json.dumps({name: round(v, 3) if isinstance(v, float) else v for name, v in figures.items()}, indent=2))
-
-
-def extract(reader: ShiftReader, chosen: argparse.Namespace) -> tuple[list[QueryFeatures], float]:
-    """Features of random token sequences, and the seconds they took after a warm-up."""
-    rng = random.Random(0)
-
-    def ids(count: int) -> tuple[int, ...]:
-        return tuple(rng.randrange(chosen.vocabulary) for _ in range(count))
-
-    features, started = [], 0.0
-    for number in range(chosen.queries + 1):
-        if number == 1:  # the first one warms up
+    extractor = FeatureExtractor(ShiftReader(core, words, layers), dtype="bfloat16")  # type: ignore[arg-type]
+    queries = [
+        LabelledQuery(
+            id=str(number),
+            query=f"query {number}",
+            documents=[
+                LabelledDocument(id=str(i), text=f"document {number}-{i}", relevant=i % 5 == 0)
+                for i in range(chosen.documents)
+            ],
+        )
+        for number in range(chosen.queries)
+    ]
+    plan = extractor.plan(queries, core.num_heads, core.head_dim)
+    extractor.extract(queries[0])  # warms up
+    with tempfile.TemporaryDirectory() as folder:
+        spec = spec_for(extractor, queries, plan, describe(core, words, "random", None))  # type: ignore[arg-type]
+        store = FeatureStore.create(f"{folder}/features", spec, plan.bytes)
+        started = time.perf_counter()
+        for _ in store.fill(queries, extractor):
+            pass
+        seconds = time.perf_counter() - started
+        figures: dict[str, object] = {
+            "device": torch.cuda.get_device_name() if device.type == "cuda" else "cpu",
+            "queries": chosen.queries,
+            "documents": chosen.documents,
+            "feature_gb": plan.bytes / 1e9,
+            "features_s": seconds,
+            "features_tflop": 2e-12 * working * plan.prompt_tokens,
+            "features_tflop_per_s": 2e-12 * working * plan.prompt_tokens / seconds,
+        }
+        if device.type == "cuda":
+            figures["peak_gb_features"] = torch.cuda.max_memory_allocated() / 1e9
+        del model, core, extractor
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats()
+        held = max(1, chosen.queries // 10)
+        settings = FitOptions(projection_dim=chosen.projection_dim, epochs=chosen.epochs, keep="last")
+        numbers = len(layers) * chosen.kv_heads * chosen.projection_dim * chosen.width
+        figures["fit_tflop_per_epoch"] = (
+            6e-12 * numbers * sum(store[number].shifts.shape[2] for number in range(held, chosen.queries))
+        )
+        for name, source in (("streamed", store), ("resident", Resident(store, device))):
             started = time.perf_counter()
-        query = TokenisedQuery(ids(QUERY_TOKENS), slice(0, QUERY_TOKENS))
-        documents = [ids(DOCUMENT_TOKENS) for _ in range(chosen.documents + 1)]  # one plays the oracle
-        found: list[torch.Tensor] = []
-
-        def keep(layer: int, shift: torch.Tensor, found: list[torch.Tensor] = found) -> None:
-            n, heads, tokens, width = shift.shape
-            found.append(shift.permute(1, 0, 2, 3).reshape(heads, n * tokens, width).to(torch.bfloat16).cpu())
-
-        with torch.inference_mode():
-            reader.read(NullRun(query), reader.prefill(documents), keep)
-        labels = tuple(rng.random() < 0.2 for _ in range(chosen.documents))
-        if number:
-            features.append(QueryFeatures(torch.stack(found), labels, QUERY_TOKENS, oracle=True))
-    return features, time.perf_counter() - started
-
-
-class _Prompts:
-    """Stands for a tokenizer: random models have none."""
-
-    null_prefix = tuple(range(10, 30))
+            train, validation = Subset(source, range(held, chosen.queries)), Subset(source, range(held))
+            fit(train, validation, layers, settings, device=device)
+            figures[f"fit_s_per_epoch_{name}"] = (time.perf_counter() - started) / chosen.epochs
+        if device.type == "cuda":
+            figures["peak_gb_fit"] = torch.cuda.max_memory_allocated() / 1e9
+    print(json.dumps({name: round(v, 4) if isinstance(v, float) else v for name, v in figures.items()}, indent=2))
 
 
 if __name__ == "__main__":
