@@ -11,6 +11,7 @@ Axes: N documents, H KV heads, S prefix positions, T query tokens, D head dimens
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -88,6 +89,17 @@ class Backbone:
         if getattr(self.model, "is_loaded_in_4bit", False):
             return 4
         return 8 if getattr(self.model, "is_loaded_in_8bit", False) else 16
+
+    def fingerprint(self) -> str:
+        """Hash of up to 1,024 evenly spread entries of every weight: it differs for any other checkpoint or dtype."""
+        digest = hashlib.sha256()
+        for name, weight in self.model.state_dict(keep_vars=True).items():
+            if isinstance(weight, Tensor):
+                flat = weight.detach().reshape(-1)
+                sample = flat[:: max(1, len(flat) // 1024)][:1024].cpu().contiguous()
+                digest.update(f"{name} {tuple(weight.shape)} {weight.dtype}".encode())
+                digest.update(sample.view(torch.uint8).numpy().tobytes())
+        return digest.hexdigest()
 
     @property
     def max_length(self) -> int:

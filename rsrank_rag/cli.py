@@ -50,6 +50,7 @@ def _load(
     eight_bit: bool = False,
     four_bit: bool = False,
     offline: bool = False,
+    prefix_cache: bool | Path = True,
 ) -> RSRank:
     from transformers.utils import logging
 
@@ -65,6 +66,7 @@ def _load(
             load_in_8bit=eight_bit,
             load_in_4bit=four_bit,
             local_files_only=offline,
+            prefix_cache=prefix_cache,
         )
 
 
@@ -144,6 +146,35 @@ def _as_json(result: RankResult) -> dict[str, Any]:
         "kept": rows(result.kept),
         "dropped": rows(result.dropped),
     }
+
+
+@app.command()
+def index(
+    documents: Annotated[str, typer.Option("--documents", "-d", help="A file, or - for standard input.")],
+    prefixes: Annotated[Path, typer.Option("--prefixes", "-p", help="Folder to keep them in.")],
+    model: Model = "mini",
+    revision: Revision = None,
+    device: Device = None,
+    dtype: Dtype = None,
+    load_in_8bit: EightBit = False,
+    load_in_4bit: FourBit = False,
+    local_files_only: Offline = False,
+) -> None:
+    """Read documents ahead of time: later calls with `prefix_cache=FOLDER` run only the query.
+
+    The folder holds the documents in recoverable form: protect it as you protect them. An interrupted run goes on.
+
+    `rsrank index --documents passages.txt --prefixes prefixes`
+    """
+    with catch_errors():
+        texts = read_documents(documents)
+        ranker = _load(
+            model, revision, device, dtype, load_in_8bit, load_in_4bit, local_files_only, prefix_cache=prefixes
+        )
+        count, size = ranker.index_size(texts)
+        problems.print(f"{len(texts):,} documents, {count:,} new: {size / 1e6:,.1f} MB")
+        ranker.index(texts, show_progress=problems.is_terminal)
+    screen.print(f"{len(texts):,} documents, {count} new, in {prefixes}")
 
 
 @app.command()

@@ -17,6 +17,7 @@ from .backbone import Backbone
 from .batching import Ids
 from .cache import Prefixes
 from .config import NullPrefix, Signal
+from .prefix_store import PrefixStore
 from .shift import representational_shift
 from .template import PromptTokenizer, TokenisedQuery
 
@@ -46,6 +47,7 @@ class ShiftReader:
         layers: Layers to read.
         signal: Value vectors, keys, or the hidden states that enter a layer (then H = 1 and D is the hidden size).
         null_prefix: What stands for "no document" in the run that is subtracted; see `RSRankConfig`.
+        store: Where documents' prefixes are kept; None runs every document anew.
     """
 
     def __init__(
@@ -56,11 +58,19 @@ class ShiftReader:
         *,
         signal: Signal = "values",
         null_prefix: NullPrefix = "empty",
+        store: PrefixStore | None = None,
     ) -> None:
         self.backbone, self.prompts, self.layers = backbone, prompts, frozenset(layers)
-        self.signal, self.null_prefix = signal, null_prefix
+        self.signal, self.null_prefix, self.store = signal, null_prefix, store
+        self._empty: Prefixes | None = None  # the template without a document: the same for every query
 
     def prefill(self, documents: Sequence[Ids]) -> Prefixes:
+        """Documents' prefixes, from the store where it has them."""
+        if self.store is not None:
+            return self.store.prefill(documents, self.run)
+        return self.run(documents)
+
+    def run(self, documents: Sequence[Ids]) -> Prefixes:
         """Run documents, as far as this signal needs them."""
         return self.backbone.prefill(documents, whole=self.signal == "hidden")
 
@@ -80,7 +90,7 @@ class ShiftReader:
         missing = sorted(set(wanted) - set(run.by_length))
         if missing:
             found: dict[int, Tensor] = {}
-            self._signal(run.query, self.prefill([self._null(n) for n in missing]), found.__setitem__)
+            self._signal(run.query, self._null_prefixes(missing), found.__setitem__)
             for row, length in enumerate(missing):
                 run.by_length[length] = {layer: value[row : row + 1] for layer, value in found.items()}
 
@@ -90,9 +100,13 @@ class ShiftReader:
 
         self._signal(run.query, prefixes, subtract)
 
-    def _null(self, length: int) -> Ids:
-        """The template before the query without a document, or with filler up to a length."""
-        return self.prompts.filled_prefix(length) if length else self.prompts.null_prefix
+    def _null_prefixes(self, lengths: Sequence[int]) -> Prefixes:
+        """The template before the query with filler up to each length; 0 stands for no document and no filler."""
+        if list(lengths) != [0]:
+            return self.run([self.prompts.filled_prefix(length) for length in lengths])
+        if self._empty is None:
+            self._empty = self.run([self.prompts.null_prefix])
+        return self._empty
 
     def _signal(self, query: TokenisedQuery, prefixes: Prefixes, consume: ShiftConsumer) -> None:
         def scored_tokens(layer: int, found: Tensor) -> None:

@@ -20,6 +20,7 @@ from .errors import ArtifactError, InputError, ScoringError
 from .explanation import Explanation
 from .identity import check_after_run, check_before_run, describe
 from .loading import LoadOptions, load_model
+from .prefix_store import PrefixStore, as_limit, parse_size
 from .projection import Projection
 from .reading import NullRun, ShiftReader
 from .reranker import Reranker, as_list
@@ -27,6 +28,11 @@ from .template import PromptTokenizer, Template, TokenisedDocument
 
 TOKEN_BUDGET = {"cuda": 16384, "cpu": 2048, "mps": 4096}
 """Padded tokens of documents and query in one batch, by device. A batch holds at least one document."""
+
+DEVICE_BYTES = {"cpu": 256_000_000, "mps": 1_000_000_000}
+"""Prefixes kept by default; on CUDA a quarter of what is free after loading."""
+
+PrefixCache = bool | int | str | Path | PrefixStore
 
 INSIDE = "./backbone"
 """How an artifact names a language model that lies in its own folder."""
@@ -43,6 +49,7 @@ class RSRank(Reranker):
         projection: B.
         config: The artifact's config.
         token_budget: Padded tokens of documents and query in one batch; None for the device's default.
+        prefix_cache: Where documents' prefixes are kept between calls; see `from_pretrained`.
     """
 
     def __init__(
@@ -53,6 +60,7 @@ class RSRank(Reranker):
         config: RSRankConfig,
         *,
         token_budget: int | None = None,
+        prefix_cache: PrefixCache = True,
     ) -> None:
         if token_budget is not None and token_budget < 1:
             raise InputError(f"token_budget must be at least 1, got {token_budget}.")
@@ -61,7 +69,12 @@ class RSRank(Reranker):
         self.projection = Projection(projection.weight.detach().clone(), projection.layers).to(backbone.device)
         self.projection.requires_grad_(False)
         self.reader = ShiftReader(
-            backbone, prompts, config.layers, signal=config.signal, null_prefix=config.null_prefix
+            backbone,
+            prompts,
+            config.layers,
+            signal=config.signal,
+            null_prefix=config.null_prefix,
+            store=store_for(backbone, config, prefix_cache),
         )
         self.token_budget = token_budget or token_budget_for(backbone.device)
 
@@ -78,6 +91,7 @@ class RSRank(Reranker):
         load_in_4bit: bool = False,
         max_length: int | None = None,
         token_budget: int | None = None,
+        prefix_cache: PrefixCache = True,
         local_files_only: bool = False,
         token: str | bool | None = None,
         cache_dir: str | Path | None = None,
@@ -95,6 +109,9 @@ class RSRank(Reranker):
             load_in_4bit: nf4 weights through bitsandbytes (needs the ``8bit`` extra).
             max_length: Use at most this many positions; longer documents are cut.
             token_budget: Padded tokens of documents and query in one batch.
+            prefix_cache: Where documents' prefixes are kept, so that a document that comes back is not read again.
+                True for some of the device's memory, a size such as ``"512MB"`` for so much of it, a folder for that
+                and the disk, a `PrefixStore`, or False for nowhere.
             local_files_only: Use what is already on disk, never the network.
             token: Hub access token.
             cache_dir: Hub cache folder.
@@ -127,7 +144,7 @@ class RSRank(Reranker):
             max_length=min(limit for limit in limits if limit is not None),
             shared_positions=core.causal,
         )
-        return cls(core, prompts, projection, config, token_budget=token_budget)
+        return cls(core, prompts, projection, config, token_budget=token_budget, prefix_cache=prefix_cache)
 
     @classmethod
     def from_backbone(
@@ -228,6 +245,52 @@ class RSRank(Reranker):
             return hub.push(
                 Path(folder), repo_id, private=private, revision=revision, token=token, message=commit_message
             )
+
+    def index_size(self, documents: Sequence[str]) -> tuple[int, int]:
+        """How many distinct documents `index` would read, and the bytes of disk that their prefixes take."""
+        core, waiting = self.backbone, self._unindexed(documents)
+        per_token = 2 * core.last_layer * core.num_heads * (core.head_dim + 2)  # int8 and a scale for each head
+        return len(waiting), sum(map(len, waiting)) * per_token
+
+    def index(self, documents: Sequence[str], *, show_progress: bool = False) -> int:
+        """Read documents ahead of time, so that later calls find their prefixes on disk. It can be interrupted.
+
+        Args:
+            documents: Texts.
+            show_progress: Show a progress bar.
+
+        Returns:
+            How many were not there yet.
+
+        Raises:
+            InputError: This ranker keeps no prefixes on disk, or something is not text.
+            ScoringError: A document does not fit into memory even alone.
+        """
+        waiting, store = self._unindexed(documents), self.reader.store
+        assert store is not None
+        with tqdm(total=len(waiting), disable=not show_progress, unit="doc", desc="reading") as bar:
+            try:
+                with torch.inference_mode():
+                    run_batches(
+                        waiting,
+                        lambda batch: store.add(batch, self.reader.run),
+                        budget=self.token_budget,
+                        done=bar.update,
+                    )
+            except DoesNotFitError as error:
+                raise _too_large(error, 0, waiting.index(error.ids)) from None
+        return len(waiting)
+
+    def _unindexed(self, documents: Sequence[str]) -> list[Ids]:
+        store = self.reader.store
+        if store is None or not store.has_disk:
+            raise InputError("There is no folder to keep prefixes in. Load the model with prefix_cache=FOLDER.")
+        prompts = self.prompts.documents(as_list(documents), 0)
+        return [ids for ids in dict.fromkeys(p.ids for p in prompts if not p.empty) if not store.holds(ids)]
+
+    def stats(self) -> dict[str, int]:
+        """Hits, misses, bytes and evictions of the kept prefixes; empty if none are kept."""
+        return {} if self.reader.store is None else self.reader.store.stats()
 
     def score(self, query: str, documents: Sequence[str], *, show_progress: bool = False) -> list[float]:
         """Score documents for one query, in input order (paper, Section 4.3).
@@ -358,6 +421,34 @@ class RSRank(Reranker):
             parts=tuple(tuple(row) for row in parts.sum(-1).tolist()),
             head_parts=tuple(tuple(tuple(heads) for heads in row) for row in parts.tolist()),
         )
+
+
+def store_for(core: Backbone, config: RSRankConfig, choice: PrefixCache) -> PrefixStore | None:
+    """The prefix store that a choice of ``prefix_cache`` stands for.
+
+    Raises:
+        InputError: Not a choice.
+    """
+    if choice is False or isinstance(choice, PrefixStore):
+        return choice or None
+    limit, folder = DEVICE_BYTES.get(core.device.type, DEVICE_BYTES["cpu"]), None
+    if core.device.type == "cuda":
+        limit = torch.cuda.mem_get_info(core.device)[0] // 4
+    if isinstance(choice, int) and choice is not True:
+        limit = as_limit(choice)
+    elif isinstance(choice, (str, Path)):
+        size = parse_size(choice) if isinstance(choice, str) else None
+        limit, folder = (limit, choice) if size is None else (size, None)
+    identity = {
+        "backbone": config.backbone.name,
+        "revision": config.backbone.revision,
+        "weights": core.fingerprint(),
+        "tokenizer": config.backbone.tokenizer,
+        "template": config.template.model_dump(),
+        "layers": core.num_layers if config.signal == "hidden" else core.last_layer,
+        "bits": core.bits,
+    }
+    return PrefixStore(identity, device=core.device, dtype=core.dtype, device_bytes=limit, folder=folder)
 
 
 def token_budget_for(device: torch.device) -> int:

@@ -180,7 +180,13 @@ def load_ranker(folder: Path, kind: str, **options: object) -> RSRank:
     """A tiny ranker of its own, which a test may change."""
     chosen = LoadOptions(**{"device": "cpu", "dtype": "float32", "local_files_only": True, **options})
     template = ENCODER if kind == "bert" else CHAT
-    return RSRank.from_backbone(folder, random_projection(kind), template=template, options=chosen)
+    return unkept(RSRank.from_backbone(folder, random_projection(kind), template=template, options=chosen))
+
+
+def unkept(ranker: RSRank) -> RSRank:
+    """A ranker that reads every document anew: tests are about what it computes."""
+    ranker.reader.store = None
+    return ranker
 
 
 @pytest.fixture(scope="session")
@@ -227,6 +233,8 @@ def stories():
     if not STORIES.is_dir():
         pytest.skip("needs ../shared/models/stories260K")
     projection = Projection.random(range(1, 5), 4, 4, 8, seed=1)
-    return RSRank.from_backbone(
-        STORIES, projection, options=LoadOptions(device="cpu", dtype="float32", local_files_only=True)
+    return unkept(
+        RSRank.from_backbone(
+            STORIES, projection, options=LoadOptions(device="cpu", dtype="float32", local_files_only=True)
+        )
     )

@@ -1,0 +1,452 @@
+"""Document prefixes kept between calls: on the device, in host memory and on disk, in this order.
+
+A document's keys and values do not depend on the query, so a document that comes back needs only the query's tokens.
+Entries are found by a hash of everything they depend on, so a foreign or stale one is never served.
+
+Axes: N documents, L layers, H KV heads, S prefix positions, D head dimension.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import logging
+import os
+import re
+import threading
+from collections import OrderedDict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Generic, TypeVar
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save
+from torch import Tensor
+
+from .batching import Ids
+from .cache import Prefixes
+from .errors import InputError
+
+logger = logging.getLogger(__name__)
+
+FORMAT = "rsrank-prefix-1"
+_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)B?\s*", re.IGNORECASE)
+
+
+@dataclass(frozen=True)
+class Prefix:
+    """One document's keys and values.
+
+    Attributes:
+        keys: (L, H, S, D).
+        values: (L, H, S, D).
+    """
+
+    keys: Tensor
+    values: Tensor
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of both."""
+        return self.keys.nbytes + self.values.nbytes
+
+
+@dataclass(frozen=True)
+class PackedPrefix:
+    """A prefix in 8 bits: one scale for each token and head, so that a sink token's large values cost no other.
+
+    Attributes:
+        codes: Keys, then values, (2, L, H, S, D) int8.
+        scales: (2, L, H, S, 1) fp16.
+    """
+
+    codes: Tensor
+    scales: Tensor
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of both."""
+        return self.codes.nbytes + self.scales.nbytes
+
+    @classmethod
+    def of(cls, prefix: Prefix) -> PackedPrefix:
+        """Quantise; the largest error is half a scale, 0.4% of the token's largest entry."""
+        both = torch.stack([prefix.keys, prefix.values]).float()
+        scales = (both.abs().amax(-1, keepdim=True) / 127).clamp(1e-7, 65504).half()
+        codes = (both / scales.float()).round_().clamp_(-127, 127).to(torch.int8)
+        return cls(codes.cpu(), scales.cpu())
+
+    def unpack(self, device: torch.device, dtype: torch.dtype) -> Prefix:
+        """Back on the device."""
+        both = (self.codes.to(device).float() * self.scales.to(device).float()).to(dtype)
+        return Prefix(both[0], both[1])
+
+
+@dataclass
+class Statistics:
+    """What a store has done and holds.
+
+    Attributes:
+        device_hits: Documents found on the device; likewise in host memory and on disk.
+        misses: Documents that had to be run.
+        evictions: Entries that a tier gave up for newer ones.
+        corrupt: Files that were damaged, removed and computed again.
+        write_errors: Files that could not be written, such as on a full disk.
+        device_bytes: Bytes held now; likewise in host memory and on disk.
+    """
+
+    device_hits: int = 0
+    host_hits: int = 0
+    disk_hits: int = 0
+    misses: int = 0
+    evictions: int = 0
+    corrupt: int = 0
+    write_errors: int = 0
+    device_bytes: int = 0
+    host_bytes: int = 0
+    disk_bytes: int = 0
+
+
+Entry = TypeVar("Entry", Prefix, PackedPrefix)
+
+
+class _Tier(Generic[Entry]):
+    """The most recently used entries that fit into so many bytes. Not safe for threads by itself."""
+
+    def __init__(self, limit: int) -> None:
+        self.limit, self.bytes = limit, 0
+        self.entries: OrderedDict[str, Entry] = OrderedDict()
+
+    def get(self, key: str) -> Entry | None:
+        entry = self.entries.get(key)
+        if entry is not None:
+            self.entries.move_to_end(key)
+        return entry
+
+    def put(self, key: str, entry: Entry) -> list[tuple[str, Entry]]:
+        """Add an entry; gives those that had to go, which may be the new one."""
+        if key in self.entries:
+            self.entries.move_to_end(key)
+            return []
+        if entry.nbytes > self.limit:
+            return [(key, entry)]
+        self.entries[key] = entry
+        self.bytes += entry.nbytes
+        gone = []
+        while self.bytes > self.limit:
+            old = self.entries.popitem(last=False)
+            self.bytes -= old[1].nbytes
+            gone.append(old)
+        return gone
+
+
+class _Disk:
+    """Entries as files, one each. Several processes may share a folder.
+
+    A file appears only when it is complete and carries a checksum. The least recently used go when the folder outgrows
+    its limit.
+    """
+
+    def __init__(self, folder: Path, limit: int | None) -> None:
+        self.folder, self.limit = folder, limit
+        folder.mkdir(parents=True, exist_ok=True)
+        for partial in folder.glob("*/*.partial"):  # of writers that were killed
+            if not _is_running(partial):
+                partial.unlink(missing_ok=True)
+        self.bytes = sum(size for _, size, _ in self._files())
+
+    def path(self, key: str) -> Path:
+        return self.folder / key[:2] / f"{key}.safetensors"
+
+    def has(self, key: str) -> bool:
+        return self.path(key).exists()
+
+    def get(self, key: str) -> PackedPrefix | None:
+        """An entry, or None if there is none.
+
+        Raises:
+            ValueError: The file is damaged; it is gone now.
+        """
+        path = self.path(key)
+        try:
+            with safe_open(path, framework="pt") as file:
+                metadata = file.metadata() or {}
+                entry = PackedPrefix(file.get_tensor("codes").clone(), file.get_tensor("scales").clone())
+            if metadata.get("key") != key or metadata.get("sha256") != _checksum(entry):
+                raise SafetensorError("checksum")
+            os.utime(path)
+        except FileNotFoundError:
+            return None
+        except (OSError, SafetensorError) as error:
+            with contextlib.suppress(OSError):
+                self.bytes -= path.stat().st_size
+                path.unlink()
+            raise ValueError(f"{path}: {error}") from error
+        return entry
+
+    def put(self, key: str, entry: PackedPrefix) -> int:
+        """Write an entry; gives the number of older ones that had to go.
+
+        Raises:
+            OSError: It could not be written.
+        """
+        path = self.path(key)
+        if path.exists():
+            return 0
+        path.parent.mkdir(exist_ok=True)
+        metadata = {"format": FORMAT, "key": key, "sha256": _checksum(entry)}
+        content = save({"codes": entry.codes.contiguous(), "scales": entry.scales.contiguous()}, metadata)
+        partial = path.with_suffix(f".{os.getpid()}-{threading.get_ident()}.partial")
+        try:
+            partial.write_bytes(content)
+            partial.replace(path)
+        except OSError:
+            partial.unlink(missing_ok=True)
+            raise
+        self.bytes += len(content)
+        return self._shrink() if self.limit is not None and self.bytes > self.limit else 0
+
+    def _shrink(self) -> int:
+        """Remove the least recently used files until the rest fits with a tenth to spare."""
+        files = sorted(self._files())
+        self.bytes = sum(size for _, size, _ in files)
+        gone = 0
+        for _, size, path in files:
+            if self.limit is None or self.bytes <= 0.9 * self.limit:
+                break
+            path.unlink(missing_ok=True)
+            self.bytes -= size
+            gone += 1
+        return gone
+
+    def _files(self) -> list[tuple[float, int, Path]]:
+        found = []
+        for path in self.folder.glob("*/*.safetensors"):
+            with contextlib.suppress(FileNotFoundError):  # another process removed it
+                state = path.stat()
+                found.append((state.st_mtime, state.st_size, path))
+        return found
+
+
+class PrefixStore:
+    """Keeps document prefixes. Safe for threads; several processes may share its folder.
+
+    Args:
+        identity: Everything that a prefix depends on beside its token ids: model, weights, dtype, layers.
+        device: Where prefixes are used.
+        dtype: Of keys and values there.
+        device_bytes: Kept on the device as they are.
+        host_bytes: Kept in host memory in 8 bits.
+        folder: Kept on disk in 8 bits; None for no disk.
+        disk_bytes: Limit of the folder; None for none.
+        salt: Entries of one salt are invisible to every other: one for each tenant.
+    """
+
+    def __init__(
+        self,
+        identity: Mapping[str, object],
+        *,
+        device: torch.device,
+        dtype: torch.dtype,
+        device_bytes: int = 0,
+        host_bytes: int = 0,
+        folder: str | Path | None = None,
+        disk_bytes: int | None = None,
+        salt: str = "",
+    ) -> None:
+        content = json.dumps({**identity, "format": FORMAT, "dtype": str(dtype), "salt": salt}, sort_keys=True)
+        self._identity = hashlib.sha256(content.encode()).digest()
+        self.device, self.dtype = device, dtype
+        self._on_device: _Tier[Prefix] = _Tier(device_bytes)
+        self._in_host: _Tier[PackedPrefix] = _Tier(host_bytes)
+        self._disk = None if folder is None else _Disk(Path(folder), disk_bytes)
+        self._counts = Statistics()
+        self._lock = threading.Lock()
+
+    def key(self, ids: Ids) -> str:
+        """Name of a document's entry."""
+        digest = hashlib.sha256(self._identity)
+        digest.update(torch.tensor(ids, dtype=torch.int64).numpy().tobytes())
+        return digest.hexdigest()
+
+    def prefill(self, documents: Sequence[Ids], run: Callable[[list[Ids]], Prefixes]) -> Prefixes:
+        """Prefixes of documents: those that are kept, and the others run in one batch and kept from now on.
+
+        Args:
+            documents: Token ids of ``instruction + document + separator``.
+            run: Runs documents through the model.
+
+        Returns:
+            As `Backbone.prefill`.
+        """
+        keys = [self.key(ids) for ids in documents]
+        found = [self._get(key) for key in keys]
+        missing = [i for i, prefix in enumerate(found) if prefix is None]
+        if not missing:
+            return _joined([prefix for prefix in found if prefix is not None])
+        made = run([documents[i] for i in missing])
+        rows = [_row(made, row) for row in range(len(missing))]
+        for i, prefix in zip(missing, rows, strict=True):
+            self._put(keys[i], prefix)
+            found[i] = prefix
+        if len(missing) == len(documents):
+            return made
+        return _joined([prefix for prefix in found if prefix is not None])
+
+    @property
+    def has_disk(self) -> bool:
+        """Whether entries are kept on disk."""
+        return self._disk is not None
+
+    def add(self, documents: Sequence[Ids], run: Callable[[list[Ids]], Prefixes]) -> None:
+        """Run documents and put them on disk, and nowhere else."""
+        made = run(list(documents))
+        for row, ids in enumerate(documents):
+            self._write(self.key(ids), PackedPrefix.of(_row(made, row)))
+
+    def holds(self, ids: Ids) -> bool:
+        """Whether a document is on disk."""
+        return self._disk is not None and self._disk.has(self.key(ids))
+
+    def stats(self) -> dict[str, int]:
+        """See `Statistics`."""
+        with self._lock:
+            self._counts.device_bytes, self._counts.host_bytes = self._on_device.bytes, self._in_host.bytes
+            self._counts.disk_bytes = 0 if self._disk is None else self._disk.bytes
+            return asdict(self._counts)
+
+    def clear(self) -> None:
+        """Forget what is in memory; files stay."""
+        with self._lock:
+            self._on_device, self._in_host = _Tier(self._on_device.limit), _Tier(self._in_host.limit)
+
+    def _get(self, key: str) -> Prefix | None:
+        with self._lock:
+            entry = self._on_device.get(key)
+            if entry is not None:
+                self._counts.device_hits += 1
+                return entry
+            packed = self._in_host.get(key)
+            if packed is not None:
+                self._counts.host_hits += 1
+        if packed is None:
+            packed = self._read(key)
+        if packed is None:
+            return None
+        prefix = packed.unpack(self.device, self.dtype)
+        self._keep(key, prefix)
+        return prefix
+
+    def _read(self, key: str) -> PackedPrefix | None:
+        packed = None
+        try:
+            packed = None if self._disk is None else self._disk.get(key)
+        except ValueError as error:
+            logger.warning("A kept prefix is damaged and is computed again: %s", error)
+            with self._lock:
+                self._counts.corrupt += 1
+        with self._lock:
+            if packed is None:
+                self._counts.misses += 1
+            else:
+                self._counts.disk_hits += 1
+        return packed
+
+    def _put(self, key: str, prefix: Prefix) -> None:
+        self._keep(key, prefix)
+        if self._disk is not None and not self._disk.has(key):
+            self._write(key, PackedPrefix.of(prefix))
+
+    def _keep(self, key: str, prefix: Prefix) -> None:
+        """On the device; what has to leave it goes to host memory."""
+        with self._lock:
+            leaving = self._on_device.put(key, prefix)
+            self._counts.evictions += sum(old != key for old, _ in leaving)
+        for old, entry in leaving:
+            if self._in_host.limit:
+                packed = PackedPrefix.of(entry)
+                with self._lock:
+                    gone = self._in_host.put(old, packed)
+                    self._counts.evictions += sum(name != old for name, _ in gone)
+
+    def _write(self, key: str, packed: PackedPrefix) -> None:
+        assert self._disk is not None
+        try:
+            gone = self._disk.put(key, packed)
+        except OSError as error:
+            with self._lock:
+                first = self._counts.write_errors == 0
+                self._counts.write_errors += 1
+            if first:
+                logger.warning("Prefixes cannot be written to %s: %s. Going on without.", self._disk.folder, error)
+            return
+        with self._lock:
+            self._counts.evictions += gone
+
+
+def parse_size(text: str) -> int | None:
+    """Bytes of a size such as ``"512MB"`` or ``"1.5 GB"`` (powers of 1000); None if it is not one.
+
+    >>> parse_size("512MB"), parse_size("2g"), parse_size("prefixes/")
+    (512000000, 2000000000, None)
+    """
+    match = _SIZE.fullmatch(text)
+    if match is None:
+        return None
+    return int(float(match[1]) * 1000 ** " KMGT".index(match[2].upper() or " "))
+
+
+def _row(prefixes: Prefixes, row: int) -> Prefix:
+    """One document of a batch, without padding, in memory of its own."""
+    length = int(prefixes.lengths[row])
+    keys = torch.stack([layer[row, :, :length] for layer in prefixes.keys])
+    values = torch.stack([layer[row, :, :length] for layer in prefixes.values])
+    return Prefix(keys, values)
+
+
+def _joined(found: Sequence[Prefix]) -> Prefixes:
+    """Prefixes of several documents as one batch, padded on the right."""
+    lengths = [prefix.keys.shape[2] for prefix in found]
+    layers, heads, _, width = found[0].keys.shape
+    shape = (layers, len(found), heads, max(lengths), width)
+    keys, values = found[0].keys.new_zeros(shape), found[0].keys.new_zeros(shape)
+    for row, (prefix, length) in enumerate(zip(found, lengths, strict=True)):
+        keys[:, row, :, :length] = prefix.keys
+        values[:, row, :, :length] = prefix.values
+    return Prefixes(tuple(keys), tuple(values), torch.tensor(lengths, device=keys.device))
+
+
+def _checksum(entry: PackedPrefix) -> str:
+    digest = hashlib.sha256(repr((tuple(entry.codes.shape), tuple(entry.scales.shape))).encode())
+    digest.update(entry.codes.contiguous().numpy().tobytes())
+    digest.update(entry.scales.contiguous().numpy().tobytes())
+    return digest.hexdigest()
+
+
+def _is_running(partial: Path) -> bool:
+    """Whether the process that began a file is still there (on this machine)."""
+    number = partial.name.split(".")[1].partition("-")[0]
+    try:
+        os.kill(int(number), 0)
+    except ValueError:
+        return False
+    except ProcessLookupError:
+        return False
+    except PermissionError:
+        return True
+    return True
+
+
+def as_limit(size: str | int) -> int:
+    """Bytes of a size.
+
+    Raises:
+        InputError: Not a size.
+    """
+    limit = size if isinstance(size, int) else parse_size(size)
+    if limit is None or limit < 0:
+        raise InputError(f"{size!r} is no size. Write bytes, or such as '512MB'.")
+    return limit

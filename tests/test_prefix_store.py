@@ -1,0 +1,409 @@
+"""Kept prefixes: found again, never a foreign or damaged one, bounded, shared by threads and processes."""
+
+import json
+import logging
+import multiprocessing
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import DOCUMENTS, QUERIES, QUERY, random_projection, unkept
+from safetensors.torch import load_file
+from typer.testing import CliRunner
+
+from rsrank_rag import RSRank
+from rsrank_rag.cache import Prefixes
+from rsrank_rag.cli import app
+from rsrank_rag.errors import InputError
+from rsrank_rag.prefix_store import PackedPrefix, Prefix, PrefixStore, as_limit, parse_size
+
+LAYERS, HEADS, WIDTH = 3, 2, 8
+CPU = torch.device("cpu")
+
+
+def made_up(ids):
+    """What a model would leave behind: numbers that depend on the ids alone."""
+    generator = torch.Generator().manual_seed(hash(ids) % 2**31)
+    return [torch.randn(LAYERS, HEADS, len(ids), WIDTH, generator=generator) for _ in range(2)]
+
+
+class Model:
+    """Runs documents and counts them."""
+
+    def __init__(self):
+        self.ran = []
+
+    def __call__(self, documents):
+        self.ran += documents
+        width = max(map(len, documents))
+        keys, values = (torch.zeros(LAYERS, len(documents), HEADS, width, WIDTH) for _ in range(2))
+        for row, ids in enumerate(documents):
+            keys[:, row, :, : len(ids)], values[:, row, :, : len(ids)] = made_up(ids)
+        return Prefixes(tuple(keys), tuple(values), torch.tensor([len(ids) for ids in documents]))
+
+
+def store(**options):
+    return PrefixStore({"model": "m"}, device=CPU, dtype=torch.float32, **options)
+
+
+def check(found, documents, error=0.0):
+    for row, ids in enumerate(documents):
+        for layers, expected in zip((found.keys, found.values), made_up(ids), strict=True):
+            rows = torch.stack([layer[row, :, : len(ids)] for layer in layers])
+            assert (rows - expected).abs().max() <= error
+    assert found.lengths.tolist() == [len(ids) for ids in documents]
+
+
+DOCS = [(1, 2, 3), (4, 5), (6, 7, 8, 9, 10)]
+BYTES = 2 * LAYERS * HEADS * WIDTH * 4  # of a token
+
+
+def test_what_was_run_once_is_not_run_again():
+    kept, model = store(device_bytes=1 << 20), Model()
+    check(kept.prefill(DOCS, model), DOCS)
+    check(kept.prefill(DOCS[::-1], model), DOCS[::-1])
+    assert model.ran == DOCS
+    found = kept.stats()
+    assert (found["device_hits"], found["misses"], found["device_bytes"]) == (3, 3, 10 * BYTES)
+
+
+def test_one_call_may_mix_hits_and_misses():
+    kept, model = store(device_bytes=1 << 20), Model()
+    kept.prefill(DOCS[:1], model)
+    mixed = [DOCS[1], DOCS[0], DOCS[2]]
+    check(kept.prefill(mixed, model), mixed)
+    assert model.ran == [DOCS[0], DOCS[1], DOCS[2]]
+
+
+def test_the_least_recently_used_go_first_and_the_bound_holds():
+    kept, model = store(device_bytes=8 * BYTES), Model()
+    kept.prefill([DOCS[0]], model)
+    kept.prefill([DOCS[1]], model)
+    kept.prefill([DOCS[0]], model)  # now the second is the older one
+    kept.prefill([(11, 12, 13, 14)], model)
+    assert kept.stats()["device_bytes"] <= 8 * BYTES
+    assert kept.stats()["evictions"] == 1
+    model.ran.clear()
+    kept.prefill([DOCS[0], (11, 12, 13, 14)], model)
+    assert model.ran == []
+    kept.prefill([DOCS[1]], model)
+    assert model.ran == [DOCS[1]]
+
+
+def test_a_document_larger_than_a_tier_is_run_each_time():
+    kept, model = store(device_bytes=2 * BYTES), Model()
+    for _ in range(2):
+        check(kept.prefill([DOCS[2]], model), [DOCS[2]])
+    assert model.ran == [DOCS[2], DOCS[2]]
+    assert kept.stats()["device_bytes"] == 0
+
+
+def test_what_leaves_the_device_waits_in_host_memory_in_8_bits():
+    kept, model = store(device_bytes=5 * BYTES, host_bytes=1 << 20), Model()
+    kept.prefill([DOCS[2]], model)
+    kept.prefill([DOCS[0]], model)
+    assert 0 < kept.stats()["host_bytes"] < 5 * BYTES * 0.4
+    check(kept.prefill([DOCS[2]], model), [DOCS[2]], error=0.02)
+    assert model.ran == [DOCS[2], DOCS[0]]
+    assert kept.stats()["host_hits"] == 1
+
+
+def test_the_disk_keeps_what_the_process_forgets(tmp_path):
+    model = Model()
+    store(folder=tmp_path).prefill(DOCS, model)
+    again = store(folder=tmp_path, device_bytes=1 << 20)
+    check(again.prefill(DOCS, model), DOCS, error=0.02)
+    check(again.prefill(DOCS, model), DOCS, error=0.02)
+    assert model.ran == DOCS
+    found = again.stats()
+    assert (found["disk_hits"], found["device_hits"], found["misses"]) == (3, 3, 0)
+    assert found["disk_bytes"] == sum(path.stat().st_size for path in tmp_path.glob("*/*"))
+
+
+def test_8_bits_err_by_half_a_scale_at_most_and_a_sink_token_costs_no_other():
+    keys, values = made_up(tuple(range(20)))
+    keys[:, :, 0] *= 1000
+    prefix = Prefix(keys, values)
+    back = PackedPrefix.of(prefix).unpack(CPU, torch.float32)
+    for found, expected in ((back.keys, keys), (back.values, values)):
+        bound = expected.abs().amax(-1, keepdim=True) / 127 * 0.51
+        assert ((found - expected).abs() <= bound).all()
+
+
+def test_extreme_and_zero_values_survive_8_bits():
+    zero = Prefix(torch.zeros(1, 1, 2, 4), torch.full((1, 1, 2, 4), 1e5))
+    back = PackedPrefix.of(zero).unpack(CPU, torch.float32)
+    assert back.keys.abs().max() == 0
+    assert torch.allclose(back.values, zero.values, rtol=0.01)
+
+
+@pytest.mark.parametrize("change", ["identity", "dtype", "salt"])
+def test_a_foreign_prefix_is_never_found(tmp_path, change):
+    model = Model()
+    store(folder=tmp_path).prefill(DOCS, model)
+    other = PrefixStore(
+        {"model": "other" if change == "identity" else "m"},
+        device=CPU,
+        dtype=torch.bfloat16 if change == "dtype" else torch.float32,
+        salt="tenant" if change == "salt" else "",
+        folder=tmp_path,
+    )
+    assert not any(map(other.holds, DOCS))
+    other.prefill(DOCS, model)
+    assert model.ran == DOCS * 2
+
+
+def test_ids_that_run_together_are_different_documents():
+    kept = store()
+    assert len({kept.key(ids) for ids in ((1, 23), (12, 3), (123,), (1, 2, 3))}) == 4
+
+
+@pytest.mark.parametrize("damage", ["cut", "flipped", "renamed", "empty", "text"])
+def test_a_damaged_file_is_computed_again_and_counted(tmp_path, damage, caplog):
+    model = Model()
+    store(folder=tmp_path).prefill(DOCS[:2], model)
+    first, second = (store(folder=tmp_path)._disk.path(store().key(ids)) for ids in DOCS[:2])
+    content = first.read_bytes()
+    expected = {name: part.tolist() for name, part in load_file(first).items()}
+    flipped = content[:-5] + bytes([content[-5] ^ 1]) + content[-4:]
+    broken = {"cut": content[:-9], "flipped": flipped, "renamed": second.read_bytes(), "empty": b"", "text": b"{}" * 99}
+    first.write_bytes(broken[damage])
+    again = store(folder=tmp_path)
+    check(again.prefill(DOCS[:2], model), DOCS[:2], error=0.02)
+    assert model.ran == [*DOCS[:2], DOCS[0]]
+    assert again.stats()["corrupt"] == 1
+    assert "is damaged and is computed again" in caplog.text
+    assert store(folder=tmp_path).stats()["disk_bytes"] == len(content) + len(second.read_bytes())
+    assert {name: part.tolist() for name, part in load_file(first).items()} == expected  # written anew
+
+
+def test_a_disk_that_cannot_be_written_is_done_without(tmp_path, caplog, monkeypatch):
+    kept, model = store(folder=tmp_path, device_bytes=1 << 20), Model()
+
+    def full(path, content):
+        path.touch()
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("pathlib.Path.write_bytes", full)
+    with caplog.at_level(logging.WARNING):
+        check(kept.prefill(DOCS, model), DOCS)
+    check(kept.prefill(DOCS, model), DOCS)
+    assert kept.stats()["write_errors"] == 3
+    assert caplog.text.count("No space left on device") == 1
+    assert not list(tmp_path.glob("*/*"))
+
+
+def test_the_folder_stays_within_its_bound_and_the_oldest_go(tmp_path):
+    kept, model = store(folder=tmp_path, disk_bytes=10_000), Model()
+    documents = [(i, i + 1, i + 2) for i in range(30)]
+    for ids in documents:
+        kept.prefill([ids], model)
+    assert sum(path.stat().st_size for path in tmp_path.glob("*/*")) <= 10_000
+    assert kept.holds(documents[-1])
+    assert not kept.holds(documents[0])
+    assert kept.stats()["evictions"] > 0
+
+
+def test_what_a_killed_writer_left_is_cleared_away(tmp_path):
+    (tmp_path / "ab").mkdir()
+    stale = tmp_path / "ab" / "abcd.999999999-1.partial"
+    stale.write_bytes(b"half")
+    kept, model = store(folder=tmp_path), Model()
+    assert not stale.exists()
+    check(kept.prefill(DOCS, model), DOCS)
+
+
+def _fill(folder, documents, answers):
+    kept, model = store(folder=folder), Model()
+    for _ in range(3):
+        for ids in documents:
+            check(kept.prefill([ids], model), [ids], error=0.02)
+    answers.put(kept.stats()["corrupt"])
+
+
+def test_two_processes_share_a_folder(tmp_path):
+    documents = [(i, i + 1, i + 2) for i in range(40)]
+    context = multiprocessing.get_context("spawn")
+    answers = context.SimpleQueue()
+    both = [context.Process(target=_fill, args=(tmp_path, documents[::step], answers)) for step in (1, -1)]
+    for process in both:
+        process.start()
+    for process in both:
+        process.join(60)
+    assert [process.exitcode for process in both] == [0, 0]
+    assert [answers.get(), answers.get()] == [0, 0]
+    assert len(list(tmp_path.glob("*/*.safetensors"))) == len(documents)
+    for path in tmp_path.glob("*/*"):
+        assert set(load_file(path)) == {"codes", "scales"}
+
+
+def test_threads_share_a_store(tmp_path):
+    kept, model = store(folder=tmp_path, device_bytes=20 * BYTES, host_bytes=10 * BYTES), Model()
+    documents = [(i, i + 1, i + 2) for i in range(20)]
+
+    def use(seed):
+        order = sorted(documents, key=lambda ids: hash((seed, ids)))
+        for start in range(0, 20, 4):
+            check(kept.prefill(order[start : start + 4], model), order[start : start + 4], error=0.02)
+
+    with ThreadPoolExecutor(8) as threads:
+        list(threads.map(use, range(24)))
+    found = kept.stats()
+    assert found["device_bytes"] <= 20 * BYTES
+    hits = found["device_hits"] + found["host_hits"] + found["disk_hits"]
+    assert hits + found["misses"] == 24 * 20
+
+
+def test_a_writer_that_is_killed_leaves_nothing_that_is_served(tmp_path):
+    code = f"""
+import os, sys
+sys.path.insert(0, {str(Path(__file__).parent)!r})
+from pathlib import Path
+from test_prefix_store import DOCS, Model, store
+write = Path.write_bytes
+def dies(path, content):
+    write(path, content[:len(content) // 2])
+    os._exit(9)
+Path.write_bytes = dies
+store(folder={str(tmp_path / "kept")!r}).prefill(DOCS, Model())
+"""
+    root = Path(__file__).parents[1]
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=root)
+    assert done.returncode == 9, done.stderr
+    assert len(list((tmp_path / "kept").glob("*/*.partial"))) == 1
+    kept, model = store(folder=tmp_path / "kept"), Model()
+    check(kept.prefill(DOCS, model), DOCS)
+    assert model.ran == DOCS
+    assert kept.stats()["corrupt"] == 0
+
+
+# With a ranker
+
+
+def keeping(ranker, choice=True):
+    return RSRank(ranker.backbone, ranker.prompts, ranker.projection, ranker.config, prefix_cache=choice)
+
+
+@pytest.mark.parametrize("kind", ["qwen3", "gemma2", "gpt2", "bert"])
+def test_scores_with_kept_prefixes_are_the_same(tiny_ranker, kind):
+    ranker = tiny_ranker(kind)
+    kept = keeping(ranker)
+    expected = ranker.score_many(QUERIES, [DOCUMENTS] * 3)
+    for _ in range(2):
+        for found, wanted in zip(kept.score_many(QUERIES, [DOCUMENTS] * 3), expected, strict=True):
+            assert found == pytest.approx(wanted, abs=1e-4)
+    assert kept.stats()["misses"] == len(DOCUMENTS)
+    mixed = [*DOCUMENTS[::-1], "something new"]
+    assert kept.score(QUERY, mixed) == pytest.approx(ranker.score(QUERY, mixed), abs=1e-4)
+    assert kept.stats()["misses"] == len(DOCUMENTS) + 1
+
+
+def test_a_second_call_runs_no_document(ranker, monkeypatch):
+    kept = keeping(ranker)
+    expected = kept.score(QUERY, DOCUMENTS)
+    kept.score(QUERIES[1], DOCUMENTS)
+
+    def forbidden(documents, **options):
+        raise AssertionError("a document was run again")
+
+    monkeypatch.setattr(kept.backbone, "prefill", forbidden)
+    assert kept.score(QUERY, DOCUMENTS) == pytest.approx(expected, abs=1e-4)
+
+
+def test_a_changed_document_is_another_document(ranker):
+    kept = keeping(ranker)
+    kept.score(QUERY, ["The bridge was opened in 1932."])
+    changed = ["The bridge was opened in 1933."]
+    assert kept.score(QUERY, changed) == pytest.approx(ranker.score(QUERY, changed), abs=1e-4)
+    assert kept.stats()["misses"] == 2
+
+
+def test_prefixes_on_disk_serve_the_next_process_but_no_other_model(tiny_ranker, tmp_path):
+    first = keeping(tiny_ranker("qwen3"), tmp_path)
+    expected = first.score(QUERY, DOCUMENTS)
+    again = keeping(tiny_ranker("qwen3"), str(tmp_path))
+    assert again.score(QUERY, DOCUMENTS) == pytest.approx(expected, abs=0.05)  # 8 bits
+    assert again.stats()["disk_hits"] == len(DOCUMENTS)
+    other = tiny_ranker("qwen3")
+    weight = next(other.backbone.model.parameters())
+    with torch.no_grad():
+        weight[3] += 1.0
+    try:
+        foreign = keeping(other, tmp_path)
+    finally:
+        with torch.no_grad():
+            weight[3] -= 1.0
+    assert foreign.reader.store._identity != again.reader.store._identity
+
+
+@pytest.mark.parametrize(
+    ("choice", "limit", "folder"), [("1KB", 1000, False), (5000, 5000, False), ("folder", 256_000_000, True)]
+)
+def test_the_cache_can_be_chosen_by_size_or_folder(ranker, tmp_path, choice, limit, folder):
+    made = keeping(ranker, tmp_path / "folder" if folder else choice).reader.store
+    assert made._on_device.limit == limit
+    assert (made._disk is not None) == folder
+
+
+def test_without_a_cache_there_are_no_statistics(ranker):
+    made = keeping(ranker, False)
+    assert made.reader.store is None
+    assert made.stats() == {}
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [("512MB", 512_000_000), ("1.5 gb", 1_500_000_000), ("20", 20), ("7k", 7000), ("MB", None), ("a/b", None)],
+)
+def test_sizes_are_read_as_people_write_them(text, expected):
+    assert parse_size(text) == expected
+    if expected is None:
+        with pytest.raises(InputError, match="is no size"):
+            as_limit(text)
+
+
+def test_a_b_for_the_same_model_shares_its_prefixes(ranker, tmp_path):
+    keeping(ranker, tmp_path).score(QUERY, DOCUMENTS)
+    other = RSRank(
+        ranker.backbone, ranker.prompts, random_projection("qwen3", seed=8), ranker.config, prefix_cache=tmp_path
+    )
+    other.score(QUERY, DOCUMENTS)
+    assert other.stats()["disk_hits"] == len(DOCUMENTS)
+
+
+def test_index_fills_a_folder_ahead_of_time_and_goes_on(ranker, tmp_path):
+    ranker.save_pretrained(tmp_path / "artifact", include_backbone=True)
+    (tmp_path / "passages.txt").write_text("\n".join(DOCUMENTS))
+    command = ["index", "--model", tmp_path / "artifact", "--documents", tmp_path / "passages.txt"]
+    command += ["--prefixes", tmp_path / "prefixes", "--device", "cpu", "--dtype", "float32"]
+    said = [CliRunner().invoke(app, [str(part) for part in command]) for _ in range(2)]
+    assert [result.exit_code for result in said] == [0, 0], said[0].output
+    assert f"{len(DOCUMENTS)} new" in said[0].output
+    assert "0 new" in said[1].output
+    loaded = RSRank.from_pretrained(
+        tmp_path / "artifact", device="cpu", dtype="float32", prefix_cache=tmp_path / "prefixes"
+    )
+    loaded.score(QUERY, DOCUMENTS)
+    found = loaded.stats()
+    assert (found["disk_hits"], found["misses"]) == (len(DOCUMENTS), 0)
+    assert json.dumps(found)
+
+
+@pytest.mark.shared
+def test_8_bits_move_scores_of_a_trained_model_by_less_than_its_rounding(stories, tmp_path):
+    documents = [
+        "Lily had a red ball. She threw it to her dog Max.",
+        "The sun was hot.",
+        "Tom lost his boat in the lake.",
+    ]
+    expected = stories.score("What did Lily throw?", documents)
+    keeping(stories, tmp_path).score("What did Lily throw?", documents)
+    found = keeping(stories, tmp_path).score("What did Lily throw?", documents)
+    assert found == pytest.approx(expected, abs=1.6)
+
+
+def test_rankers_of_tests_keep_nothing(ranker):
+    assert unkept(ranker).stats() == {}
