@@ -93,12 +93,12 @@ class Backbone:
     def fingerprint(self) -> str:
         """Hash of up to 1,024 evenly spread entries of every weight: it differs for any other checkpoint or dtype."""
         digest = hashlib.sha256()
-        for name, weight in self.model.state_dict(keep_vars=True).items():
-            if isinstance(weight, Tensor):
-                flat = weight.detach().reshape(-1)
-                sample = flat[:: max(1, len(flat) // 1024)][:1024].cpu().contiguous()
-                digest.update(f"{name} {tuple(weight.shape)} {weight.dtype}".encode())
-                digest.update(sample.view(torch.uint8).numpy().tobytes())
+        # Not state_dict(): bitsandbytes repacks its weights when it is asked for one.
+        for name, weight in (*self.model.named_parameters(), *self.model.named_buffers()):
+            flat = weight.detach().reshape(-1)
+            sample = flat[:: max(1, len(flat) // 1024)][:1024].cpu().contiguous()
+            digest.update(f"{name} {tuple(weight.shape)} {weight.dtype}".encode())
+            digest.update(sample.view(torch.uint8).numpy().tobytes())
         return digest.hexdigest()
 
     @property
