@@ -111,11 +111,12 @@ class Backbone:
             limit = min(limit, int(rope.get("original_max_position_embeddings") or limit))
         return limit if self.causal else limit - self._position_offset
 
-    def prefill(self, documents: Sequence[Sequence[int]], *, whole: bool = False) -> Prefixes:
+    def prefill(self, documents: Sequence[Sequence[int]], *, room: int = 0, whole: bool = False) -> Prefixes:
         """Run documents' prefixes and keep their keys and values.
 
         Args:
             documents: Token ids of ``instruction + document + separator``, one list a document.
+            room: Tokens of the queries that will be run after them, so that these need no copy.
             whole: Keep those of all layers, which hidden states need.
 
         Returns:
@@ -124,13 +125,13 @@ class Backbone:
         lengths = torch.tensor([len(ids) for ids in documents], device=self.device)
         width = int(lengths.max())
         ids = torch.tensor([[*doc, *[0] * (width - len(doc))] for doc in documents], device=self.device)
-        recorder = Recorder(self.num_layers - 1 if whole else self.last_layer - 1)
+        recorder = Recorder(self.num_layers - 1 if whole else self.last_layer - 1, room)
         valid = torch.arange(width, device=self.device) < lengths[:, None]
         # Right padding: in a causal model no real token sees it, so the model may build its own (faster) mask.
         mask = None if self.causal else valid.long()
         positions = torch.arange(width, device=self.device).expand(len(documents), -1)
         self.run_to_the_end_of(recorder, ids, mask, positions)
-        return Prefixes(tuple(recorder.keys), tuple(recorder.recorded_values), lengths)
+        return Prefixes(tuple(recorder.keys), tuple(recorder.recorded_values), lengths, width)
 
     def query_values(
         self, queries: Sequence[Sequence[int]], prefixes: Prefixes, consume: Consumer, *, signal: Signal = "values"
@@ -150,6 +151,7 @@ class Backbone:
         owner = torch.repeat_interleave(torch.arange(len(queries), device=self.device), lengths)  # (T,)
         within = torch.cat([torch.arange(len(ids), device=self.device) for ids in queries])  # (T,)
         ids = torch.tensor([[i for query in queries for i in query]], device=self.device).expand(len(prefixes), -1)
+        prefixes = prefixes.with_room(ids.shape[1])
         start = prefixes.lengths[:, None] if self.causal else torch.zeros_like(prefixes.lengths)[:, None]
         positions = start + within  # (N, T)
         mask = self._query_mask(prefixes, owner, within, positions)
@@ -166,8 +168,7 @@ class Backbone:
         self, prefixes: Prefixes, owner: Tensor, within: Tensor, positions: Tensor
     ) -> Tensor | dict[str, Tensor]:
         """Mask (N, 1, T, S + T), one for each kind of attention layer the model has."""
-        width = prefixes.keys[0].shape[2]
-        columns = torch.arange(width, device=self.device)
+        columns = torch.arange(prefixes.width, device=self.device)
         document = (columns < prefixes.lengths[:, None])[:, None].expand(-1, len(owner), -1)  # (N, T, S)
         query = owner[:, None] == owner  # (T, T)
         if self.causal:

@@ -4,12 +4,12 @@ Attention layers pass every key and value vector through ``Cache.update`` before
 keep a document's, hand a stored prefix to attention, show each value vector of the query to whoever reads it, and end
 the run at the last layer that is read. Nothing is installed on the model, so concurrent calls are safe.
 
-Axes: N documents, H KV heads, S prefix positions, T query tokens, D head dimension.
+Axes: N documents, L layers, H KV heads, S prefix positions, T query tokens, R positions of room, D head dimension.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -26,20 +26,57 @@ class LastLayerReached(Exception):  # noqa: N818 - a signal, not a failure
 
 @dataclass(frozen=True)
 class Prefixes:
-    """Keys and values of document prefixes, right-padded to a common length.
+    """Keys and values of document prefixes, right-padded to a common length, with room for a query behind them.
+
+    A query's keys and values are written into the room, so that attention finds both in one piece without a copy of
+    the prefix. Two queries may use the same prefixes one after the other, but not at the same time.
 
     Attributes:
-        keys: Per layer, (N, H, S, D). Rotary positions are already in them.
-        values: Per layer, (N, H, S, D).
+        keys: Per layer, (N, H, S + R, D). Rotary positions are already in them.
+        values: Per layer, (N, H, S + R, D).
         lengths: Valid positions of each prefix, (N,).
+        width: S.
     """
 
     keys: tuple[Tensor, ...]
     values: tuple[Tensor, ...]
     lengths: Tensor
+    width: int
 
     def __len__(self) -> int:
         return len(self.lengths)
+
+    @classmethod
+    def of(cls, rows: Sequence[Tensor], room: int = 0) -> Prefixes:
+        """Join single prefixes, each (2, L, H, its length, D): keys, then values."""
+        lengths = [row.shape[3] for row in rows]
+        _, layers, heads, _, dim = rows[0].shape
+        # Zeros, not whatever memory held: a masked NaN would still be NaN.
+        both = rows[0].new_zeros(2, layers, len(rows), heads, max(lengths) + room, dim)
+        for number, (row, length) in enumerate(zip(rows, lengths, strict=True)):
+            both[:, :, number, :, :length] = row
+        return cls(tuple(both[0]), tuple(both[1]), torch.tensor(lengths, device=both.device), max(lengths))
+
+    def row(self, number: int) -> Tensor:
+        """One prefix without padding, in memory of its own, (2, L, H, its length, D)."""
+        length = int(self.lengths[number])
+        keys, values = ([layer[number, :, :length] for layer in part] for part in (self.keys, self.values))
+        return torch.stack([*keys, *values]).view(2, len(keys), *keys[0].shape)
+
+    def with_room(self, room: int) -> Prefixes:
+        """These, or a copy of them, with room for so many tokens."""
+        if self.keys[0].shape[2] - self.width >= room:
+            return self
+        both = [tuple(roomy(layer[:, :, : self.width], room) for layer in part) for part in (self.keys, self.values)]
+        return Prefixes(both[0], both[1], self.lengths, self.width)
+
+
+def roomy(states: Tensor, room: int) -> Tensor:
+    """A copy of (N, H, S, D) states with ``room`` more positions that hold nothing yet."""
+    rows, heads, width, dim = states.shape
+    copy = states.new_empty(rows, heads, width + room, dim)
+    copy[:, :, :width] = states
+    return copy
 
 
 class Probe(Cache):  # type: ignore[misc]  # transformers has no types
@@ -65,8 +102,9 @@ class Probe(Cache):  # type: ignore[misc]  # transformers has no types
 class Recorder(Probe):
     """Phase 1: keep what the document's tokens leave behind, up to and including layer ``stop``."""
 
-    def __init__(self, stop: int) -> None:
+    def __init__(self, stop: int, room: int = 0) -> None:
         super().__init__(stop)
+        self.room = room
         self.keys: list[Tensor] = []
         self.recorded_values: list[Tensor] = []
 
@@ -74,8 +112,8 @@ class Recorder(Probe):
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: object, **kwargs: object
     ) -> tuple[Tensor, Tensor]:
         """Keep a layer's keys and values, (N, H, S, D)."""
-        self.keys.append(key_states)
-        self.recorded_values.append(value_states)
+        self.keys.append(roomy(key_states, self.room) if self.room else key_states)
+        self.recorded_values.append(roomy(value_states, self.room) if self.room else value_states)
         if layer_idx == self.stop:
             raise LastLayerReached
         return key_states, value_states
@@ -85,7 +123,7 @@ class Reader(Probe):
     """Phase 2: hand the prefix to attention and the query's value vectors (or keys) to the consumer."""
 
     def __init__(self, prefixes: Prefixes, consume: Consumer, stop: int, *, keys: bool = False) -> None:
-        super().__init__(stop, prefixes.keys[0].shape[2])
+        super().__init__(stop, prefixes.width)
         self.prefixes, self.consume, self.show_keys = prefixes, consume, keys
 
     def update(
@@ -95,7 +133,7 @@ class Reader(Probe):
         self.consume(layer_idx, key_states if self.show_keys else value_states)
         if layer_idx == self.stop:
             raise LastLayerReached
-        return (
-            torch.cat([self.prefixes.keys[layer_idx], key_states], dim=2),
-            torch.cat([self.prefixes.values[layer_idx], value_states], dim=2),
-        )
+        keys, values = self.prefixes.keys[layer_idx], self.prefixes.values[layer_idx]
+        start, end = self.length, self.length + key_states.shape[2]
+        keys[:, :, start:end], values[:, :, start:end] = key_states, value_states
+        return keys[:, :, :end], values[:, :, :end]

@@ -37,24 +37,6 @@ _SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)B?\s*", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
-class Prefix:
-    """One document's keys and values.
-
-    Attributes:
-        keys: (L, H, S, D).
-        values: (L, H, S, D).
-    """
-
-    keys: Tensor
-    values: Tensor
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of both."""
-        return self.keys.nbytes + self.values.nbytes
-
-
-@dataclass(frozen=True)
 class PackedPrefix:
     """A prefix in 8 bits: one scale for each token and head, so that a sink token's large values cost no other.
 
@@ -72,17 +54,16 @@ class PackedPrefix:
         return self.codes.nbytes + self.scales.nbytes
 
     @classmethod
-    def of(cls, prefix: Prefix) -> PackedPrefix:
-        """Quantise; the largest error is half a scale, 0.4% of the token's largest entry."""
-        both = torch.stack([prefix.keys, prefix.values]).float()
+    def of(cls, prefix: Tensor) -> PackedPrefix:
+        """Quantise (2, L, H, S, D); the largest error is half a scale, 0.4% of the token's largest entry."""
+        both = prefix.float()
         scales = (both.abs().amax(-1, keepdim=True) / 127).clamp(1e-7, 65504).half()
         codes = (both / scales.float()).round_().clamp_(-127, 127).to(torch.int8)
         return cls(codes.cpu(), scales.cpu())
 
-    def unpack(self, device: torch.device, dtype: torch.dtype) -> Prefix:
-        """Back on the device."""
-        both = (self.codes.to(device).float() * self.scales.to(device).float()).to(dtype)
-        return Prefix(both[0], both[1])
+    def unpack(self, device: torch.device, dtype: torch.dtype) -> Tensor:
+        """Back on the device, (2, L, H, S, D)."""
+        return (self.codes.to(device).float() * self.scales.to(device).float()).to(dtype)
 
 
 @dataclass
@@ -110,7 +91,10 @@ class Statistics:
     disk_bytes: int = 0
 
 
-Entry = TypeVar("Entry", Prefix, PackedPrefix)
+Run = Callable[[list[Ids], int], Prefixes]
+"""Runs documents through the model, with room for so many tokens after them."""
+
+Entry = TypeVar("Entry", Tensor, PackedPrefix)
 
 
 class _Tier(Generic[Entry]):
@@ -260,7 +244,7 @@ class PrefixStore:
         content = json.dumps({**identity, "format": FORMAT, "dtype": str(dtype), "salt": salt}, sort_keys=True)
         self._identity = hashlib.sha256(content.encode()).digest()
         self.device, self.dtype = device, dtype
-        self._on_device: _Tier[Prefix] = _Tier(device_bytes)
+        self._on_device: _Tier[Tensor] = _Tier(device_bytes)
         self._in_host: _Tier[PackedPrefix] = _Tier(host_bytes)
         self._disk = None if folder is None else _Disk(Path(folder), disk_bytes)
         self._counts = Statistics()
@@ -272,12 +256,13 @@ class PrefixStore:
         digest.update(torch.tensor(ids, dtype=torch.int64).numpy().tobytes())
         return digest.hexdigest()
 
-    def prefill(self, documents: Sequence[Ids], run: Callable[[list[Ids]], Prefixes]) -> Prefixes:
+    def prefill(self, documents: Sequence[Ids], run: Run, room: int = 0) -> Prefixes:
         """Prefixes of documents: those that are kept, and the others run in one batch and kept from now on.
 
         Args:
             documents: Token ids of ``instruction + document + separator``.
             run: Runs documents through the model.
+            room: Tokens of the queries that will be run after them.
 
         Returns:
             As `Backbone.prefill`.
@@ -286,26 +271,25 @@ class PrefixStore:
         found = [self._get(key) for key in keys]
         missing = [i for i, prefix in enumerate(found) if prefix is None]
         if not missing:
-            return _joined([prefix for prefix in found if prefix is not None])
-        made = run([documents[i] for i in missing])
-        rows = [_row(made, row) for row in range(len(missing))]
-        for i, prefix in zip(missing, rows, strict=True):
+            return Prefixes.of([prefix for prefix in found if prefix is not None], room)
+        made = run([documents[i] for i in missing], room)
+        for row, i in enumerate(missing):
+            found[i] = prefix = made.row(row)
             self._put(keys[i], prefix)
-            found[i] = prefix
         if len(missing) == len(documents):
             return made
-        return _joined([prefix for prefix in found if prefix is not None])
+        return Prefixes.of([prefix for prefix in found if prefix is not None], room)
 
     @property
     def has_disk(self) -> bool:
         """Whether entries are kept on disk."""
         return self._disk is not None
 
-    def add(self, documents: Sequence[Ids], run: Callable[[list[Ids]], Prefixes]) -> None:
+    def add(self, documents: Sequence[Ids], run: Run) -> None:
         """Run documents and put them on disk, and nowhere else."""
-        made = run(list(documents))
+        made = run(list(documents), 0)
         for row, ids in enumerate(documents):
-            self._write(self.key(ids), PackedPrefix.of(_row(made, row)))
+            self._write(self.key(ids), PackedPrefix.of(made.row(row)))
 
     def holds(self, ids: Ids) -> bool:
         """Whether a document is on disk."""
@@ -323,7 +307,7 @@ class PrefixStore:
         with self._lock:
             self._on_device, self._in_host = _Tier(self._on_device.limit), _Tier(self._in_host.limit)
 
-    def _get(self, key: str) -> Prefix | None:
+    def _get(self, key: str) -> Tensor | None:
         with self._lock:
             entry = self._on_device.get(key)
             if entry is not None:
@@ -355,12 +339,12 @@ class PrefixStore:
                 self._counts.disk_hits += 1
         return packed
 
-    def _put(self, key: str, prefix: Prefix) -> None:
+    def _put(self, key: str, prefix: Tensor) -> None:
         self._keep(key, prefix)
         if self._disk is not None and not self._disk.has(key):
             self._write(key, PackedPrefix.of(prefix))
 
-    def _keep(self, key: str, prefix: Prefix) -> None:
+    def _keep(self, key: str, prefix: Tensor) -> None:
         """On the device; what has to leave it goes to host memory."""
         with self._lock:
             leaving = self._on_device.put(key, prefix)
@@ -397,26 +381,6 @@ def parse_size(text: str) -> int | None:
     if match is None:
         return None
     return int(float(match[1]) * 1000 ** " KMGT".index(match[2].upper() or " "))
-
-
-def _row(prefixes: Prefixes, row: int) -> Prefix:
-    """One document of a batch, without padding, in memory of its own."""
-    length = int(prefixes.lengths[row])
-    keys = torch.stack([layer[row, :, :length] for layer in prefixes.keys])
-    values = torch.stack([layer[row, :, :length] for layer in prefixes.values])
-    return Prefix(keys, values)
-
-
-def _joined(found: Sequence[Prefix]) -> Prefixes:
-    """Prefixes of several documents as one batch, padded on the right."""
-    lengths = [prefix.keys.shape[2] for prefix in found]
-    layers, heads, _, width = found[0].keys.shape
-    shape = (layers, len(found), heads, max(lengths), width)
-    keys, values = found[0].keys.new_zeros(shape), found[0].keys.new_zeros(shape)
-    for row, (prefix, length) in enumerate(zip(found, lengths, strict=True)):
-        keys[:, row, :, :length] = prefix.keys
-        values[:, row, :, :length] = prefix.values
-    return Prefixes(tuple(keys), tuple(values), torch.tensor(lengths, device=keys.device))
 
 
 def _checksum(entry: PackedPrefix) -> str:

@@ -62,17 +62,17 @@ class ShiftReader:
     ) -> None:
         self.backbone, self.prompts, self.layers = backbone, prompts, frozenset(layers)
         self.signal, self.null_prefix, self.store = signal, null_prefix, store
-        self._empty: Prefixes | None = None  # the template without a document: the same for every query
+        self._empty: Tensor | None = None  # the template without a document: the same for every query
 
-    def prefill(self, documents: Sequence[Ids]) -> Prefixes:
-        """Documents' prefixes, from the store where it has them."""
+    def prefill(self, documents: Sequence[Ids], room: int = 0) -> Prefixes:
+        """Documents' prefixes, from the store where it has them, with room for a query's tokens."""
         if self.store is not None:
-            return self.store.prefill(documents, self.run)
-        return self.run(documents)
+            return self.store.prefill(documents, self.run, room)
+        return self.run(documents, room)
 
-    def run(self, documents: Sequence[Ids]) -> Prefixes:
+    def run(self, documents: Sequence[Ids], room: int = 0) -> Prefixes:
         """Run documents, as far as this signal needs them."""
-        return self.backbone.prefill(documents, whole=self.signal == "hidden")
+        return self.backbone.prefill(documents, room=room, whole=self.signal == "hidden")
 
     def read(self, run: NullRun, prefixes: Prefixes, consume: ShiftConsumer) -> None:
         """One query after N prefixes: hand each read layer's shifts over, in ascending order.
@@ -90,7 +90,7 @@ class ShiftReader:
         missing = sorted(set(wanted) - set(run.by_length))
         if missing:
             found: dict[int, Tensor] = {}
-            self._signal(run.query, self._null_prefixes(missing), found.__setitem__)
+            self._signal(run.query, self._null_prefixes(missing, len(run.query.ids)), found.__setitem__)
             for row, length in enumerate(missing):
                 run.by_length[length] = {layer: value[row : row + 1] for layer, value in found.items()}
 
@@ -100,13 +100,13 @@ class ShiftReader:
 
         self._signal(run.query, prefixes, subtract)
 
-    def _null_prefixes(self, lengths: Sequence[int]) -> Prefixes:
+    def _null_prefixes(self, lengths: Sequence[int], room: int) -> Prefixes:
         """The template before the query with filler up to each length; 0 stands for no document and no filler."""
         if list(lengths) != [0]:
-            return self.run([self.prompts.filled_prefix(length) for length in lengths])
+            return self.run([self.prompts.filled_prefix(length) for length in lengths], room)
         if self._empty is None:
-            self._empty = self.run([self.prompts.null_prefix])
-        return self._empty
+            self._empty = self.run([self.prompts.null_prefix]).row(0)
+        return Prefixes.of([self._empty], room)
 
     def _signal(self, query: TokenisedQuery, prefixes: Prefixes, consume: ShiftConsumer) -> None:
         def scored_tokens(layer: int, found: Tensor) -> None:

@@ -357,8 +357,10 @@ class RSRank(Reranker):
             for rows, group in _groups(places).items():
                 runs = {row: NullRun(tokenised[row]) for row in rows}
 
-                def score_batch(batch: list[Ids], runs: dict[int, NullRun] = runs) -> None:
-                    prefixes = self.reader.prefill(batch)
+                room = max(len(tokenised[row].ids) for row in rows)
+
+                def score_batch(batch: list[Ids], runs: dict[int, NullRun] = runs, room: int = room) -> None:
+                    prefixes = self.reader.prefill(batch, room)
                     for row, run in runs.items():
                         total = torch.zeros(len(batch), device=self.backbone.device)
                         self.reader.read(run, prefixes, partial(self._add, total))
@@ -373,7 +375,7 @@ class RSRank(Reranker):
                         group,
                         score_batch,
                         budget=self.token_budget,
-                        extra=max(len(tokenised[row].ids) for row in rows),
+                        extra=room,
                         done=bar.update,
                     )
                 except DoesNotFitError as error:
@@ -404,7 +406,7 @@ class RSRank(Reranker):
             terms.append(self.projection.cosines(layer, shift)[0] / tokens.length)  # (H, T)
 
         def read(batch: list[Ids]) -> None:
-            self.reader.read(NullRun(tokens), self.reader.prefill(batch), keep)
+            self.reader.read(NullRun(tokens), self.reader.prefill(batch, len(tokens.ids)), keep)
 
         try:
             run_batches([prompt.ids], read, budget=1)

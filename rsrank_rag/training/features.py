@@ -186,7 +186,7 @@ class FeatureExtractor:
                         found[row][:, place * count : (place + 1) * count] = chosen[i]
                 row += 1
 
-            self.reader.read(run, self.reader.prefill(batch), keep)
+            self.reader.read(run, self.reader.prefill(batch, len(tokenised.ids)), keep)
 
         run = NullRun(tokenised)
         try:
