@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from .attention import NAME
 from .batching import is_out_of_memory
 from .cache import Consumer, LastLayerReached, Prefixes, Probe, Reader, Recorder
 from .config import Signal
@@ -50,7 +51,7 @@ class Backbone:
         self.last_layer = self.num_layers - 1 if last_layer is None else last_layer
         if not 0 < self.last_layer < self.num_layers:
             raise BackboneError(f"Layer {self.last_layer} was asked for; {self.name} has 1..{self.num_layers - 1}.")
-        self._attend_bool = self.config._attn_implementation == "sdpa"
+        self._attend_bool = self.config._attn_implementation in ("sdpa", NAME)
         self.causal = True  # until the trial has found out
         try:
             trial = try_out(self)

@@ -14,6 +14,7 @@ from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModel, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.models.auto.modeling_auto import MODEL_MAPPING
 
+from .attention import use_grouped_sdpa
 from .errors import BackboneError, InputError, MissingDependencyError
 from .hub import HUB_ERRORS
 
@@ -123,6 +124,7 @@ def load_model(
             f"The language model {str(name)!r} (revision {revision or 'main'}) could not be loaded: {error}"
         ) from error
     model = getattr(model, "language_model", model)  # the text part of a vision-language model
+    use_grouped_sdpa(model)
     if quantization is None:
         try:
             model = model.to(device)
