@@ -9,6 +9,8 @@ Axes: N documents, L layers, H KV heads, S prefix positions, T query tokens, R p
 
 from __future__ import annotations
 
+import math
+import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -47,15 +49,22 @@ class Prefixes:
         return len(self.lengths)
 
     @classmethod
-    def of(cls, rows: Sequence[Tensor], room: int = 0) -> Prefixes:
-        """Join single prefixes, each (2, L, H, its length, D): keys, then values."""
+    def of(cls, rows: Sequence[Tensor], room: int = 0, scratch: Scratch | None = None) -> Prefixes:
+        """Join single prefixes, each (2, L, H, its length, D): keys, then values.
+
+        Args:
+            rows: The prefixes.
+            room: Tokens of the queries that will be run after them.
+            scratch: Memory to join them in; the result then holds until this thread's next use of it.
+        """
         lengths = [row.shape[3] for row in rows]
         _, layers, heads, _, dim = rows[0].shape
-        # Zeros, not whatever memory held: a masked NaN would still be NaN.
-        both = rows[0].new_zeros(2, layers, len(rows), heads, max(lengths) + room, dim)
+        width = max(lengths)
+        both = (scratch or Scratch()).take(rows[0], (2, layers, len(rows), heads, width + room, dim))
         for number, (row, length) in enumerate(zip(rows, lengths, strict=True)):
             both[:, :, number, :, :length] = row
-        return cls(tuple(both[0]), tuple(both[1]), torch.tensor(lengths, device=both.device), max(lengths))
+            both[:, :, number, :, length:width] = 0  # whatever lay there might be NaN, and a masked NaN is still NaN
+        return cls(tuple(both[0]), tuple(both[1]), torch.tensor(lengths, device=both.device), width)
 
     def row(self, number: int) -> Tensor:
         """One prefix without padding, in memory of its own, (2, L, H, its length, D)."""
@@ -69,6 +78,23 @@ class Prefixes:
             return self
         both = [tuple(roomy(layer[:, :, : self.width], room) for layer in part) for part in (self.keys, self.values)]
         return Prefixes(both[0], both[1], self.lengths, self.width)
+
+
+class Scratch(threading.local):
+    """A thread's memory for joined prefixes. Fresh memory on a CPU costs as much as filling it does."""
+
+    def __init__(self) -> None:
+        self.memory: Tensor | None = None
+
+    def take(self, like: Tensor, shape: tuple[int, ...]) -> Tensor:
+        """A tensor of this shape; what was taken before is gone."""
+        count = math.prod(shape)
+        if like.device.type != "cpu":  # other allocators keep what is given back
+            return like.new_empty(shape)
+        if self.memory is None or len(self.memory) < count or self.memory.dtype != like.dtype:
+            self.memory = None
+            self.memory = like.new_empty(count)
+        return self.memory[:count].view(shape)
 
 
 def roomy(states: Tensor, room: int) -> Tensor:

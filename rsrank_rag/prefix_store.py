@@ -27,7 +27,7 @@ from safetensors.torch import save
 from torch import Tensor
 
 from .batching import Ids
-from .cache import Prefixes
+from .cache import Prefixes, Scratch
 from .errors import InputError
 
 logger = logging.getLogger(__name__)
@@ -249,6 +249,7 @@ class PrefixStore:
         self._disk = None if folder is None else _Disk(Path(folder), disk_bytes)
         self._counts = Statistics()
         self._lock = threading.Lock()
+        self._scratch = Scratch()
 
     def key(self, ids: Ids) -> str:
         """Name of a document's entry."""
@@ -265,20 +266,20 @@ class PrefixStore:
             room: Tokens of the queries that will be run after them.
 
         Returns:
-            As `Backbone.prefill`.
+            As `Backbone.prefill`; to be used before the same thread calls this again.
         """
         keys = [self.key(ids) for ids in documents]
         found = [self._get(key) for key in keys]
         missing = [i for i, prefix in enumerate(found) if prefix is None]
         if not missing:
-            return Prefixes.of([prefix for prefix in found if prefix is not None], room)
+            return Prefixes.of([prefix for prefix in found if prefix is not None], room, self._scratch)
         made = run([documents[i] for i in missing], room)
         for row, i in enumerate(missing):
             found[i] = prefix = made.row(row)
             self._put(keys[i], prefix)
         if len(missing) == len(documents):
             return made
-        return Prefixes.of([prefix for prefix in found if prefix is not None], room)
+        return Prefixes.of([prefix for prefix in found if prefix is not None], room, self._scratch)
 
     @property
     def has_disk(self) -> bool:
