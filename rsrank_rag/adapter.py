@@ -7,13 +7,15 @@ import logging
 import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
-from typing import Annotated, Any, TypedDict, TypeVar
+from typing import Annotated, Any, Literal, TypedDict, TypeVar
 
 from pydantic import (
     BaseModel,
     BeforeValidator,
     ConfigDict,
     Field,
+    StrictBool,
+    StrictInt,
     ValidationError,
     field_serializer,
     model_validator,
@@ -22,6 +24,7 @@ from typing_extensions import Self
 
 from . import worker
 from .errors import InputError
+from .prefix_cache import PrefixCache
 from .reranker import RankResult, Reranker, check_limits
 
 logger = logging.getLogger(__name__)
@@ -76,6 +79,14 @@ class ModelAdapter(BaseModel):
     max_length: int | None = Field(default=None, ge=1, description="Most positions; longer documents are cut.")
     local_files_only: bool = Field(default=False, description="Never use the network.")
     cache_dir: _Name | None = Field(default=None, description="Hub cache folder.")
+    prefix_cache: Annotated[StrictBool | StrictInt | str | PrefixCache, BeforeValidator(_as_name)] = Field(
+        default=True,
+        union_mode="left_to_right",
+        description="Where documents' prefixes are kept: True, False, a size, a folder, or a PrefixCache.",
+    )
+    early_decisions: Literal["exact", "calibrated"] | None = Field(
+        default=None, description="Drop documents before the last layer where that is safe, or nearly so."
+    )
 
     @model_validator(mode="after")
     def _settings_need_a_name(self) -> Self:
@@ -152,6 +163,8 @@ class ModelAdapter(BaseModel):
             max_length=self.max_length,
             local_files_only=self.local_files_only,
             cache_dir=self.cache_dir,
+            prefix_cache=self.prefix_cache,
+            early_decisions=self.early_decisions,
         )
 
     def _submit(self, task: Callable[[Reranker], Result]) -> Future[Result]:

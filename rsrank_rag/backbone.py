@@ -13,18 +13,25 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
+from torch.nn import ModuleList
 from transformers import PreTrainedModel
 
 from .attention import NAME
 from .batching import is_out_of_memory
-from .cache import Consumer, LastLayerReached, Prefixes, Probe, Reader, Recorder
+from .cache import Consumer, LastLayerReached, Prefixes, Probe, Reader, Recorder, Whole
 from .config import Signal
 from .errors import BackboneError
-from .trial import ADVICE, try_out
+from .trial import ADVICE, rows_can_leave, try_out
+
+NOT_EARLY = "Load it without early_decisions."
+
+_LETTING_LEAVE: WeakSet[torch.nn.Module] = WeakSet()
+"""Models that have the hooks of `Backbone.let_rows_leave`."""
 
 
 class Backbone:
@@ -155,7 +162,7 @@ class Backbone:
         prefixes = prefixes.with_room(ids.shape[1])
         start = prefixes.lengths[:, None] if self.causal else torch.zeros_like(prefixes.lengths)[:, None]
         positions = start + within  # (N, T)
-        mask = self._query_mask(prefixes, owner, within, positions)
+        mask = self._mask(prefixes.lengths, prefixes.width, owner, within, positions)
         if signal != "hidden":
             reader = Reader(prefixes, consume, self.last_layer, keys=signal == "keys")
             self.run_to_the_end_of(reader, ids, mask, positions)
@@ -165,28 +172,91 @@ class Backbone:
         for layer in range(self.last_layer + 1):
             consume(layer, hidden[layer][:, None])
 
-    def _query_mask(
-        self, prefixes: Prefixes, owner: Tensor, within: Tensor, positions: Tensor
+    def values_in_one_run(
+        self,
+        documents: Sequence[Sequence[int]],
+        query: Sequence[int],
+        consume: Consumer,
+        *,
+        signal: Literal["values", "keys"] = "values",
+    ) -> None:
+        """Both phases in one pass, which keeps nothing: what `prefill` and `query_values` give, where rows may leave.
+
+        Args:
+            documents: Token ids of ``instruction + document + separator``, one list a document.
+            query: Token ids of ``query + suffix``.
+            consume: As in `query_values`.
+            signal: As in `query_values`.
+        """
+        lengths = torch.tensor([len(ids) for ids in documents], device=self.device)
+        width, count = int(lengths.max()), len(query)
+        ids = torch.tensor([[*doc, *[0] * (width - len(doc)), *query] for doc in documents], device=self.device)
+        columns, within = torch.arange(width, device=self.device), torch.arange(count, device=self.device)
+        start = lengths[:, None] if self.causal else torch.zeros_like(lengths)[:, None]
+        positions = torch.cat([columns.expand(len(documents), -1), start + within], dim=1)
+        mask = self._mask(lengths, width, torch.zeros_like(within), within, start + within, whole=True)
+        cache = Whole(count, consume, self.last_layer, keys=signal == "keys")
+        self.run_to_the_end_of(cache, ids, mask, positions)
+
+    def let_rows_leave(self) -> None:
+        """Make `query_values` and `values_in_one_run` drop rows that their consumer gives up.
+
+        It needs a hook on each layer of the model, which does nothing for any cache but ours.
+
+        Raises:
+            BackboneError: The layers of this model cannot do with fewer rows.
+        """
+        if self.model in _LETTING_LEAVE:
+            return
+        stacks = (m for m in self.model.modules() if isinstance(m, ModuleList) and len(m) > self.last_layer)
+        layers = next(stacks, ModuleList())
+        for layer in layers:
+            layer.register_forward_pre_hook(_without_leavers, with_kwargs=True)
+        try:
+            fits = rows_can_leave(self)
+        except (ValueError, TypeError, LookupError, AttributeError, RuntimeError) as error:
+            raise BackboneError(f"{self.name} cannot drop rows between its layers ({error}). {NOT_EARLY}") from error
+        if not fits:
+            raise BackboneError(f"{self.name} gives other values when rows leave between its layers. {NOT_EARLY}")
+        _LETTING_LEAVE.add(self.model)
+
+    def _mask(
+        self, lengths: Tensor, width: int, owner: Tensor, within: Tensor, positions: Tensor, *, whole: bool = False
     ) -> Tensor | dict[str, Tensor]:
-        """Mask (N, 1, T, S + T), one for each kind of attention layer the model has."""
-        columns = torch.arange(prefixes.width, device=self.device)
-        document = (columns < prefixes.lengths[:, None])[:, None].expand(-1, len(owner), -1)  # (N, T, S)
+        """Mask (N, 1, T, S + T), or (N, 1, S + T, S + T), one for each kind of attention layer the model has."""
+        columns = torch.arange(width, device=self.device)
+        valid = columns < lengths[:, None]  # (N, S)
+        document = valid[:, None].expand(-1, len(owner), -1)  # (N, T, S)
         query = owner[:, None] == owner  # (T, T)
         if self.causal:
             query = query & (within <= within[:, None])
-        query = query.expand(len(prefixes), -1, -1)
+        query = query.expand(len(lengths), -1, -1)
 
         full = torch.cat([document, query], dim=2)
         window = getattr(self.config, "sliding_window", None)
         kinds = set(getattr(self.config, "layer_types", None) or ())
         if not self.causal or not window or kinds == {"full_attention"}:
-            return self.mask(full)
+            return self.mask(self._above(full, valid, None) if whole else full)
         near_document = document & (positions[..., None] - columns < window)
         near_query = query & (within[:, None] - within < window)
         sliding = torch.cat([near_document, near_query], dim=2)
+        if whole:
+            full, sliding = self._above(full, valid, None), self._above(sliding, valid, int(window))
         if "full_attention" in kinds:
             return {"full_attention": self.mask(full), "sliding_attention": self.mask(sliding)}
         return self.mask(sliding)
+
+    def _above(self, query: Tensor, valid: Tensor, window: int | None) -> Tensor:
+        """The mask of the document's tokens, which see no query, above the query's (N, T, S + T)."""
+        width = valid.shape[1]
+        columns = torch.arange(width, device=self.device)
+        if self.causal:  # padding stands behind the document, so no token of it sees any
+            before = columns[:, None] - columns
+            seen = ((before >= 0) if window is None else (before >= 0) & (before < window)).expand(len(valid), -1, -1)
+        else:
+            seen = valid[:, None].expand(-1, width, -1)
+        nothing = seen.new_zeros(len(valid), width, query.shape[2] - width)
+        return torch.cat([torch.cat([seen, nothing], dim=2), query], dim=1)
 
     def mask(self, allowed: Tensor) -> Tensor:
         """(N, T, S) permissions as the (N, 1, T, S) mask that the model's attention takes."""
@@ -244,3 +314,18 @@ class Backbone:
         """
         if self.run(cache, ids, mask, positions) is not None:
             raise BackboneError(f"{self.name} ran without passing layer {cache.stop} through its KV cache. {ADVICE}")
+
+
+def _without_leavers(
+    layer: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    """Before a layer: what it is called with, less the rows that have left the run."""
+    cache = next((value for value in (*args, *kwargs.values()) if isinstance(value, Probe)), None)
+    if cache is None:
+        return None
+    names = list(kwargs)
+    values = [*args, *kwargs.values()]
+    place = 0 if args else names.index("hidden_states")
+    hidden, others = cache.without_leavers(values[place], values[:place] + values[place + 1 :])
+    values = [*others[:place], hidden, *others[place:]]
+    return tuple(values[: len(args)]), dict(zip(names, values[len(args) :], strict=True))

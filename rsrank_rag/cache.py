@@ -13,13 +13,18 @@ import math
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import Cache
 
-Consumer = Callable[[int, Tensor], None]
-"""Receives a layer's index and its value vectors, (N, H, T, D)."""
+Consumer = Callable[[int, Tensor], Tensor | None]
+"""Receives a layer's index and its value vectors, (N, H, T, D).
+
+It may give the rows that are still needed, counted among those it received: the others leave the run
+(`Backbone.let_rows_leave`).
+"""
 
 
 class LastLayerReached(Exception):  # noqa: N818 - a signal, not a failure
@@ -106,11 +111,14 @@ def roomy(states: Tensor, room: int) -> Tensor:
 
 
 class Probe(Cache):  # type: ignore[misc]  # transformers has no types
-    """What all caches of ours share: no state of transformers' own, a length, and an end."""
+    """What all caches of ours share: no state of transformers' own, a length, an end, and rows that leave."""
 
     def __init__(self, stop: int, length: int = 0) -> None:
         super().__init__(layers=[])
         self.stop, self.length = stop, length
+        self.rows: Tensor | None = None  # still in the run, of the batch's; None for all
+        self._stay: Tensor | None = None  # of these, from the next layer on
+        self._batch: int | None = None
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Positions before the tokens of this run."""
@@ -123,6 +131,38 @@ class Probe(Cache):  # type: ignore[misc]  # transformers has no types
     def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
         """Keys that a mask covers, and where they start."""
         return self.length + query_length, 0
+
+    def show(self, consume: Consumer, layer: int, states: Tensor) -> None:
+        """Hand a layer's states to their consumer, and remember what it no longer needs.
+
+        Raises:
+            LastLayerReached: The run can end here.
+        """
+        stay = consume(layer, states)
+        if layer == self.stop or (stay is not None and len(stay) == 0):
+            raise LastLayerReached
+        self._stay = stay
+
+    def without_leavers(self, hidden: Tensor, others: Sequence[Any]) -> tuple[Tensor, list[Any]]:
+        """What enters a layer, less the rows that left before it. To be called for every layer.
+
+        Args:
+            hidden: Hidden states, of the rows that were in the layer before.
+            others: The layer's other inputs, such as masks and positions: those of the whole batch.
+        """
+        self._batch = len(hidden) if self._batch is None else self._batch
+        if self._stay is not None:
+            hidden = hidden[self._stay]
+            self.rows = self._stay if self.rows is None else self.rows[self._stay]
+            self._stay = None
+        return hidden, [self._remaining(other) for other in others]
+
+    def _remaining(self, value: Any) -> Any:
+        if isinstance(value, tuple):
+            return tuple(self._remaining(part) for part in value)
+        if self.rows is None or not isinstance(value, Tensor) or value.ndim < 2 or len(value) != self._batch:
+            return value
+        return value[self.rows]
 
 
 class Recorder(Probe):
@@ -156,10 +196,26 @@ class Reader(Probe):
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: object, **kwargs: object
     ) -> tuple[Tensor, Tensor]:
         """Show the query's values to the consumer; give attention the prefix followed by them."""
-        self.consume(layer_idx, key_states if self.show_keys else value_states)
-        if layer_idx == self.stop:
-            raise LastLayerReached
+        self.show(self.consume, layer_idx, key_states if self.show_keys else value_states)
         keys, values = self.prefixes.keys[layer_idx], self.prefixes.values[layer_idx]
+        if self.rows is not None:
+            keys, values = keys[self.rows], values[self.rows]
         start, end = self.length, self.length + key_states.shape[2]
         keys[:, :, start:end], values[:, :, start:end] = key_states, value_states
         return keys[:, :, :end], values[:, :, :end]
+
+
+class Whole(Probe):
+    """Both phases in one: show the values of the last T tokens, and keep nothing."""
+
+    def __init__(self, count: int, consume: Consumer, stop: int, *, keys: bool = False) -> None:
+        super().__init__(stop)
+        self.count, self.consume, self.show_keys = count, consume, keys
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: object, **kwargs: object
+    ) -> tuple[Tensor, Tensor]:
+        """Show the query's values to the consumer."""
+        shown = key_states if self.show_keys else value_states
+        self.show(self.consume, layer_idx, shown[:, :, -self.count :])
+        return key_states, value_states

@@ -6,7 +6,7 @@ import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 from rich.progress import track
@@ -18,6 +18,7 @@ from .tables import evaluation_table, explanation_table, info_table, result_tabl
 from .template import clean
 
 if TYPE_CHECKING:
+    from .early import EarlyDecisions
     from .reranker import RankedDocument, RankResult, Reranker
     from .rsrank import RSRank
 
@@ -51,6 +52,7 @@ def _load(
     four_bit: bool = False,
     offline: bool = False,
     prefix_cache: bool | Path = True,
+    early: str | None = None,
 ) -> RSRank:
     from transformers.utils import logging
 
@@ -67,6 +69,7 @@ def _load(
             load_in_4bit=four_bit,
             local_files_only=offline,
             prefix_cache=prefix_cache,
+            early_decisions=cast("EarlyDecisions | None", early),  # RSRank refuses what is not one
         )
 
 
@@ -103,6 +106,9 @@ def rank(
     keep_all: Annotated[bool, typer.Option("--keep-all", help="Rank only, drop nothing.")] = False,
     top_n: Annotated[int | None, typer.Option(help="Keep at most this many.")] = None,
     min_docs: Annotated[int, typer.Option(help="Keep at least the best this many.")] = 0,
+    early: Annotated[
+        str | None, typer.Option(help="Drop documents before the last layer: exact, or calibrated (rsrank calibrate).")
+    ] = None,
     as_json: AsJson = False,
     revision: Revision = None,
     device: Device = None,
@@ -121,7 +127,17 @@ def rank(
     """
     with catch_errors():
         query, texts = clean(query), read_documents(documents)
-        ranker = _load(model, revision, device, dtype, load_in_8bit, load_in_4bit, local_files_only)
+        ranker = _load(
+            model,
+            revision,
+            device,
+            dtype,
+            load_in_8bit,
+            load_in_4bit,
+            local_files_only,
+            prefix_cache=False,
+            early=early,
+        )
         result = ranker.rank(
             query,
             texts,
@@ -138,7 +154,10 @@ def rank(
 
 def _as_json(result: RankResult) -> dict[str, Any]:
     def rows(documents: tuple[RankedDocument, ...]) -> list[dict[str, Any]]:
-        return [{"index": d.index, "score": d.score, "truncated": d.truncated, "text": d.text} for d in documents]
+        return [
+            {"index": d.index, "score": d.score, "truncated": d.truncated, "is_bound": d.is_bound, "text": d.text}
+            for d in documents
+        ]
 
     return {
         "query": result.query,
@@ -175,6 +194,43 @@ def index(
         problems.print(f"{len(texts):,} documents, {count:,} new: {size / 1e6:,.1f} MB")
         ranker.index(texts, show_progress=problems.is_terminal)
     screen.print(f"{len(texts):,} documents, {count} new, in {prefixes}")
+
+
+@app.command()
+def calibrate(
+    data: Annotated[list[Path], typer.Option("--data", help="Held-out labelled .jsonl or .jsonl.gz.")],
+    output: Annotated[Path, typer.Option("--output", "-o", help="Folder for the calibrated artifact.")],
+    model: Model = "mini",
+    miss_rate: Annotated[float, typer.Option(help="Share of the kept documents that may be lost.")] = 0.05,
+    revision: Revision = None,
+    device: Device = None,
+    dtype: Dtype = None,
+    load_in_8bit: EightBit = False,
+    load_in_4bit: FourBit = False,
+    local_files_only: Offline = False,
+) -> None:
+    """Measure bounds for early decisions (`rank --early calibrated`) and write an artifact that holds them.
+
+    `rsrank calibrate --model mini --data held-out.jsonl --output mini-early`
+    """
+    with catch_errors():
+        from .calibration import calibrated
+        from .evaluation.datasets import read_labelled
+
+        queries = [query for path in data for query in read_labelled(path)]
+        ranker = _load(model, revision, device, dtype, load_in_8bit, load_in_4bit, local_files_only, prefix_cache=False)
+        watched = track(queries, "Scoring", console=problems, disable=not problems.is_terminal)
+        made = calibrated(ranker, watched, miss_rate=miss_rate)
+        made.save_pretrained(output)
+        found = made.config.calibration
+        assert found is not None
+    screen.print(
+        f"{found.kept:,} of {found.documents:,} documents of {found.queries:,} queries score above zero.\n"
+        "To these, later layers add"
+    )
+    for layer, bound in found.bounds.items():
+        screen.print(f"  at most {bound:+.3f} after layer {layer}")
+    screen.print(f"Try it:   rsrank rank --model {output} --early calibrated -q ... -d FILE")
 
 
 @app.command()

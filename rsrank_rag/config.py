@@ -61,6 +61,18 @@ class TrainingRecord(BaseModel):
     notes: str = ""
 
 
+class Calibration(BaseModel):
+    """Bounds for early decisions, from held-out queries; see `early.calibrate`."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    miss_rate: float = Field(gt=0, lt=1, description="Share of the kept documents that may be lost.")
+    bounds: dict[int, float] = Field(min_length=1, description="Layer -> what later layers add to a score at most.")
+    queries: int = Field(gt=0)
+    documents: int = Field(gt=0)
+    kept: int = Field(gt=0, description="Documents above zero, which the bounds come from.")
+
+
 class RSRankConfig(BaseModel):
     """Everything about an artifact except the numbers in B."""
 
@@ -75,6 +87,7 @@ class RSRankConfig(BaseModel):
     template: Template = Template()
     max_length: int | None = Field(default=None, gt=0, description="Positions to use, if fewer than the model has.")
     license: str | None = None
+    calibration: Calibration | None = None
     training: TrainingRecord = TrainingRecord()
 
     @model_validator(mode="after")
@@ -86,6 +99,8 @@ class RSRankConfig(BaseModel):
                 f"layers must lie in 1..{self.backbone.num_layers - 1} (layer 0 holds raw token embeddings, which "
                 f"no document can shift), got {self.layers[0]}..{self.layers[-1]}"
             )
+        if self.calibration is not None and not set(self.calibration.bounds) <= set(self.layers):
+            raise ValueError(f"calibration names layers {sorted(self.calibration.bounds)}, but B reads {self.layers}")
         if self.signal == "keys" and self.null_prefix == "empty":
             raise ValueError(
                 "keys hold their position, which a document moves: with signal='keys', null_prefix must be 'matched' "

@@ -13,7 +13,6 @@ import hashlib
 import json
 import logging
 import os
-import re
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
@@ -28,12 +27,10 @@ from torch import Tensor
 
 from .batching import Ids
 from .cache import Prefixes, Scratch
-from .errors import InputError
 
 logger = logging.getLogger(__name__)
 
 FORMAT = "rsrank-prefix-1"
-_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)B?\s*", re.IGNORECASE)
 
 
 @dataclass(frozen=True)
@@ -372,18 +369,6 @@ class PrefixStore:
             self._counts.evictions += gone
 
 
-def parse_size(text: str) -> int | None:
-    """Bytes of a size such as ``"512MB"`` or ``"1.5 GB"`` (powers of 1000); None if it is not one.
-
-    >>> parse_size("512MB"), parse_size("2g"), parse_size("prefixes/")
-    (512000000, 2000000000, None)
-    """
-    match = _SIZE.fullmatch(text)
-    if match is None:
-        return None
-    return int(float(match[1]) * 1000 ** " KMGT".index(match[2].upper() or " "))
-
-
 def _checksum(entry: PackedPrefix) -> str:
     digest = hashlib.sha256(repr((tuple(entry.codes.shape), tuple(entry.scales.shape))).encode())
     digest.update(entry.codes.contiguous().numpy().tobytes())
@@ -403,15 +388,3 @@ def _is_running(partial: Path) -> bool:
     except PermissionError:
         return True
     return True
-
-
-def as_limit(size: str | int) -> int:
-    """Bytes of a size.
-
-    Raises:
-        InputError: Not a size.
-    """
-    limit = size if isinstance(size, int) else parse_size(size)
-    if limit is None or limit < 0:
-        raise InputError(f"{size!r} is no size. Write bytes, or such as '512MB'.")
-    return limit

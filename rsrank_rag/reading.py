@@ -15,14 +15,14 @@ from torch import Tensor
 
 from .backbone import Backbone
 from .batching import Ids
-from .cache import Prefixes
+from .cache import Consumer, Prefixes
 from .config import NullPrefix, Signal
 from .prefix_store import PrefixStore
 from .shift import representational_shift
 from .template import PromptTokenizer, TokenisedQuery
 
-ShiftConsumer = Callable[[int, Tensor], None]
-"""Receives a read layer's index and its shifts, (N, H, T, D) fp32."""
+ShiftConsumer = Callable[[int, Tensor], Tensor | None]
+"""Receives a read layer's index and its shifts, (N, H, T, D) fp32; may let documents leave, as `cache.Consumer`."""
 
 
 @dataclass
@@ -80,25 +80,45 @@ class ShiftReader:
         Args:
             run: The query; what is computed for it without a document is kept there.
             prefixes: From `prefill`.
+            consume: Called once a layer. It may let documents leave where the null prefix is not "matched".
+        """
+        self._signal(run.query, prefixes, self._subtracting(run, prefixes.lengths.tolist(), consume))
+
+    def read_in_one_run(self, run: NullRun, documents: Sequence[Ids], consume: ShiftConsumer) -> None:
+        """The same for documents of which nothing is kept: one that leaves early saves the work on its own tokens too.
+
+        Args:
+            run: The query.
+            documents: Token ids of ``instruction + document + separator``.
             consume: Called once a layer.
         """
-        lengths = prefixes.lengths.tolist()
+        subtract = self._subtracting(run, [len(ids) for ids in documents], consume)
+        assert self.signal != "hidden"
+        self.backbone.values_in_one_run(
+            documents, run.query.ids, self._scored_tokens(run.query, subtract), signal=self.signal
+        )
+
+    def _subtracting(self, run: NullRun, lengths: list[int], consume: ShiftConsumer) -> Consumer:
+        """A consumer of signals that hands shifts on."""
         if self.null_prefix == "none":
-            self._signal(run.query, prefixes, lambda layer, found: consume(layer, found.float()))
-            return
+            return lambda layer, found: consume(layer, found.float())
         wanted = [length if self.null_prefix == "matched" else 0 for length in lengths]
         missing = sorted(set(wanted) - set(run.by_length))
         if missing:
             found: dict[int, Tensor] = {}
-            self._signal(run.query, self._null_prefixes(missing, len(run.query.ids)), found.__setitem__)
+            self._signal(
+                run.query,
+                self._null_prefixes(missing, len(run.query.ids)),
+                lambda layer, value: found.__setitem__(layer, value),
+            )
             for row, length in enumerate(missing):
                 run.by_length[length] = {layer: value[row : row + 1] for layer, value in found.items()}
 
-        def subtract(layer: int, found: Tensor) -> None:
+        def subtract(layer: int, found: Tensor) -> Tensor | None:
             alone = [run.by_length[length][layer] for length in (wanted if self.null_prefix == "matched" else [0])]
-            consume(layer, representational_shift(found, alone[0] if len(alone) == 1 else torch.cat(alone)))
+            return consume(layer, representational_shift(found, alone[0] if len(alone) == 1 else torch.cat(alone)))
 
-        self._signal(run.query, prefixes, subtract)
+        return subtract
 
     def _null_prefixes(self, lengths: Sequence[int], room: int) -> Prefixes:
         """The template before the query with filler up to each length; 0 stands for no document and no filler."""
@@ -108,9 +128,9 @@ class ShiftReader:
             self._empty = self.run([self.prompts.null_prefix]).row(0)
         return Prefixes.of([self._empty], room)
 
-    def _signal(self, query: TokenisedQuery, prefixes: Prefixes, consume: ShiftConsumer) -> None:
-        def scored_tokens(layer: int, found: Tensor) -> None:
-            if layer in self.layers:
-                consume(layer, found[:, :, query.scored].float())
+    def _signal(self, query: TokenisedQuery, prefixes: Prefixes, consume: Consumer) -> None:
+        self.backbone.query_values([query.ids], prefixes, self._scored_tokens(query, consume), signal=self.signal)
 
-        self.backbone.query_values([query.ids], prefixes, scored_tokens, signal=self.signal)
+    def _scored_tokens(self, query: TokenisedQuery, consume: Consumer) -> Consumer:
+        """Pass on what B reads: its layers, at the tokens that are scored, in fp32."""
+        return lambda layer, found: consume(layer, found[:, :, query.scored].float()) if layer in self.layers else None

@@ -19,12 +19,23 @@ class RankedDocument:
         text: The document as it was given.
         score: Relevance; above 0 means relevant.
         truncated: Whether the model read only its beginning, because it was too long.
+        is_bound: Whether ``score`` is an upper bound: the document was dropped before its score was known.
     """
 
     index: int
     text: str
     score: float
     truncated: bool = False
+    is_bound: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Scored:
+    """A document's score, and what there is to say about it; see `RankedDocument`."""
+
+    score: float
+    truncated: bool = False
+    is_bound: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +66,8 @@ class RankResult:
             for doc in documents:
                 text = " ".join(doc.text.split())
                 text = text if len(text) <= 88 else text[:87] + "…"
-                lines.append(f"{mark} {doc.score:+8.2f}  [{doc.index}] {text}{' (truncated)' * doc.truncated}")
+                sign = "<" if doc.is_bound else " "
+                lines.append(f"{mark}{sign}{doc.score:+8.2f}  [{doc.index}] {text}{' (truncated)' * doc.truncated}")
         return "\n".join(lines)
 
 
@@ -66,11 +78,18 @@ class Reranker(ABC):
     def score(self, query: str, documents: Sequence[str]) -> list[float]:
         """Relevance of each document to the query, in input order; above 0 means relevant."""
 
-    def _score_and_truncation(
-        self, query: str, documents: Sequence[str], show_progress: bool
-    ) -> tuple[list[float], list[bool]]:
-        """Scores, and which documents were cut. Override it where documents can be too long or take long."""
-        return self.score(query, documents), [False] * len(documents)
+    def _scored(
+        self, query: str, documents: Sequence[str], *, cutoff: float | None, show_progress: bool
+    ) -> list[Scored]:
+        """What `rank` sorts. Override it where there is more to say than a score.
+
+        Args:
+            query: The question.
+            documents: Texts.
+            cutoff: A document that scores no higher is dropped, so that a bound will do. None asks for all scores.
+            show_progress: Show a progress bar.
+        """
+        return [Scored(score) for score in self.score(query, documents)]
 
     def rank(
         self,
@@ -98,19 +117,23 @@ class Reranker(ABC):
         """
         documents = as_list(documents)
         check_limits(threshold, top_n, min_docs)
-        scores, truncated = self._score_and_truncation(query, documents, show_progress)
-        if len(scores) != len(documents):
-            raise InputError(f"{type(self).__name__}.score gave {len(scores)} scores for {len(documents)} documents.")
-        for index, score in enumerate(scores):
-            if not math.isfinite(score):
+        cutoff = None if min_docs else threshold  # the best of the dropped must be known to be kept after all
+        scored = self._scored(query, documents, cutoff=cutoff, show_progress=show_progress)
+        if len(scored) != len(documents):
+            raise InputError(f"{type(self).__name__}.score gave {len(scored)} scores for {len(documents)} documents.")
+        for index, found in enumerate(scored):
+            if not math.isfinite(found.score):
                 raise ScoringError(
-                    f"Document {index} scored {score}, which can be neither kept nor dropped. "
+                    f"Document {index} scored {found.score}, which can be neither kept nor dropped. "
                     "Look at its text, or load the model in float32.",
                     index,
                 )
         blank = [not text.strip() for text in documents]  # come last: 0 is no better than a negative score
-        order = sorted(range(len(documents)), key=lambda i: (blank[i], -scores[i]))  # stable: ties by input order
-        ranked = [RankedDocument(i, documents[i], float(scores[i]), bool(truncated[i])) for i in order]
+        order = sorted(range(len(documents)), key=lambda i: (blank[i], -scored[i].score))  # stable: ties by input order
+        ranked = [
+            RankedDocument(i, documents[i], float(scored[i].score), scored[i].truncated, scored[i].is_bound)
+            for i in order
+        ]
         relevant = [threshold is None or (doc.score > threshold and not blank[doc.index]) for doc in ranked]
         keep = max(sum(relevant), min(min_docs, len(ranked)))
         keep = keep if top_n is None else min(keep, top_n)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -16,14 +17,16 @@ from . import hub
 from .backbone import Backbone
 from .batching import DoesNotFitError, Ids, run_batches
 from .config import RSRankConfig, TrainingRecord
+from .early import EarlyDecisions, Undecided, bounds_for
 from .errors import ArtifactError, InputError, ScoringError
 from .explanation import Explanation
 from .identity import check_after_run, check_before_run, describe
 from .loading import LoadOptions, load_model
-from .prefix_store import PrefixStore, as_limit, parse_size
+from .prefix_cache import Choice, as_prefix_cache
+from .prefix_store import PrefixStore
 from .projection import Projection
 from .reading import NullRun, ShiftReader
-from .reranker import Reranker, as_list
+from .reranker import Reranker, Scored, as_list
 from .template import PromptTokenizer, Template, TokenisedDocument
 
 TOKEN_BUDGET = {"cuda": 16384, "cpu": 2048, "mps": 4096}
@@ -31,8 +34,6 @@ TOKEN_BUDGET = {"cuda": 16384, "cpu": 2048, "mps": 4096}
 
 DEVICE_BYTES = {"cpu": 256_000_000, "mps": 1_000_000_000}
 """Prefixes kept by default; on CUDA a quarter of what is free after loading."""
-
-PrefixCache = bool | int | str | Path | PrefixStore
 
 INSIDE = "./backbone"
 """How an artifact names a language model that lies in its own folder."""
@@ -50,6 +51,11 @@ class RSRank(Reranker):
         config: The artifact's config.
         token_budget: Padded tokens of documents and query in one batch; None for the device's default.
         prefix_cache: Where documents' prefixes are kept between calls; see `from_pretrained`.
+        early_decisions: How documents may be dropped before their last layer; see `from_pretrained`.
+
+    Raises:
+        InputError: A choice that cannot be used.
+        BackboneError: Early decisions with a model whose layers cannot do with fewer rows.
     """
 
     def __init__(
@@ -60,7 +66,8 @@ class RSRank(Reranker):
         config: RSRankConfig,
         *,
         token_budget: int | None = None,
-        prefix_cache: PrefixCache = True,
+        prefix_cache: Choice = True,
+        early_decisions: EarlyDecisions | None = None,
     ) -> None:
         if token_budget is not None and token_budget < 1:
             raise InputError(f"token_budget must be at least 1, got {token_budget}.")
@@ -77,6 +84,9 @@ class RSRank(Reranker):
             store=store_for(backbone, config, prefix_cache),
         )
         self.token_budget = token_budget or token_budget_for(backbone.device)
+        self._bounds = {} if early_decisions is None else bounds_for(early_decisions, config)
+        if early_decisions is not None:
+            backbone.let_rows_leave()
 
     @classmethod
     def from_pretrained(
@@ -91,7 +101,8 @@ class RSRank(Reranker):
         load_in_4bit: bool = False,
         max_length: int | None = None,
         token_budget: int | None = None,
-        prefix_cache: PrefixCache = True,
+        prefix_cache: Choice = True,
+        early_decisions: EarlyDecisions | None = None,
         local_files_only: bool = False,
         token: str | bool | None = None,
         cache_dir: str | Path | None = None,
@@ -111,7 +122,10 @@ class RSRank(Reranker):
             token_budget: Padded tokens of documents and query in one batch.
             prefix_cache: Where documents' prefixes are kept, so that a document that comes back is not read again.
                 True for some of the device's memory, a size such as ``"512MB"`` for so much of it, a folder for that
-                and the disk, a `PrefixStore`, or False for nowhere.
+                and the disk, a `PrefixCache` or its fields for more, or False for nowhere.
+            early_decisions: Let `rank` drop a document as soon as the layers read so far say that it cannot score
+                above the threshold: ``"exact"`` never changes a decision, ``"calibrated"`` loses a share of the kept
+                documents that the artifact states. Dropped documents then carry a bound instead of a score.
             local_files_only: Use what is already on disk, never the network.
             token: Hub access token.
             cache_dir: Hub cache folder.
@@ -144,7 +158,15 @@ class RSRank(Reranker):
             max_length=min(limit for limit in limits if limit is not None),
             shared_positions=core.causal,
         )
-        return cls(core, prompts, projection, config, token_budget=token_budget, prefix_cache=prefix_cache)
+        return cls(
+            core,
+            prompts,
+            projection,
+            config,
+            token_budget=token_budget,
+            prefix_cache=prefix_cache,
+            early_decisions=early_decisions,
+        )
 
     @classmethod
     def from_backbone(
@@ -307,7 +329,7 @@ class RSRank(Reranker):
             InputError: The query is empty or too long, or something is not text.
             ScoringError: A document could not be scored; it is named.
         """
-        return self._score_pairs([query], [documents], show_progress)[0][0]
+        return self._score_pairs([query], [documents], show_progress).scores[0]
 
     def score_many(
         self, queries: Sequence[str], documents: Sequence[Sequence[str]], *, show_progress: bool = False
@@ -328,19 +350,23 @@ class RSRank(Reranker):
                 f"score_many needs one list of documents for each query, got {len(documents)} lists for "
                 f"{'one string' if isinstance(queries, str) else f'{len(queries)} queries'}."
             )
-        return self._score_pairs(queries, documents, show_progress)[0]
+        return self._score_pairs(queries, documents, show_progress).scores
 
-    def _score_and_truncation(
-        self, query: str, documents: Sequence[str], show_progress: bool
-    ) -> tuple[list[float], list[bool]]:
-        scores, truncated = self._score_pairs([query], [documents], show_progress)
-        return scores[0], truncated[0]
+    def _scored(
+        self, query: str, documents: Sequence[str], *, cutoff: float | None, show_progress: bool
+    ) -> list[Scored]:
+        found = self._score_pairs([query], [documents], show_progress, cutoff)
+        return [Scored(*row) for row in zip(found.scores[0], found.truncated[0], found.bounds[0], strict=True)]
 
     @torch.inference_mode()
     def _score_pairs(
-        self, queries: Sequence[str], documents: Sequence[Sequence[str]], show_progress: bool
-    ) -> tuple[list[list[float]], list[list[bool]]]:
-        """Scores and truncation flags of every query's documents.
+        self,
+        queries: Sequence[str],
+        documents: Sequence[Sequence[str]],
+        show_progress: bool,
+        cutoff: float | None = None,
+    ) -> _Found:
+        """Scores of every query's documents.
 
         Documents are grouped by the queries that want them: a group is prefilled in full batches, and each of its
         queries runs once a batch.
@@ -351,40 +377,48 @@ class RSRank(Reranker):
             for tokens, texts in zip(tokenised, documents, strict=True)
         ]
         places = _places(prompts)
-        truncated = [[prompt.truncated for prompt in row] for row in prompts]
-        scores = [[0.0] * len(flags) for flags in truncated]
+        found = _Found(
+            scores=[[0.0] * len(row) for row in prompts],
+            truncated=[[prompt.truncated for prompt in row] for row in prompts],
+            bounds=[[False] * len(row) for row in prompts],
+        )
         with tqdm(total=len(places), disable=not show_progress, unit="doc", desc="scoring") as bar:
             for rows, group in _groups(places).items():
                 runs = {row: NullRun(tokenised[row]) for row in rows}
-
                 room = max(len(tokenised[row].ids) for row in rows)
 
                 def score_batch(batch: list[Ids], runs: dict[int, NullRun] = runs, room: int = room) -> None:
-                    prefixes = self.reader.prefill(batch, room)
-                    for row, run in runs.items():
-                        total = torch.zeros(len(batch), device=self.backbone.device)
-                        self.reader.read(run, prefixes, partial(self._add, total))
-                        found = total.tolist()
-                        for position, ids in enumerate(batch):
-                            for owner, column in places[ids]:
-                                if owner == row:
-                                    scores[row][column] = _finite(found[position], row, column)
+                    for row, sums in self._sums(batch, runs, room, cutoff):
+                        for ids, score, left in zip(batch, sums.scores.tolist(), sums.left(), strict=True):
+                            for column in (column for owner, column in places[ids] if owner == row):
+                                found.scores[row][column] = _finite(score, row, column)
+                                found.bounds[row][column] = left
 
                 try:
-                    run_batches(
-                        group,
-                        score_batch,
-                        budget=self.token_budget,
-                        extra=room,
-                        done=bar.update,
-                    )
+                    run_batches(group, score_batch, budget=self.token_budget, extra=room, done=bar.update)
                 except DoesNotFitError as error:
                     raise _too_large(error, *places[error.ids][0]) from None
-        return scores, truncated
+        return found
 
-    def _add(self, total: Tensor, layer: int, shift: Tensor) -> None:
+    def _sums(
+        self, batch: list[Ids], runs: dict[int, NullRun], room: int, cutoff: float | None
+    ) -> Iterator[tuple[int, Undecided]]:
+        """Each query's scores of one batch."""
+        bounds = {} if cutoff is None else self._bounds
+        # With nothing to keep, a document that leaves early saves the rest of its own run too.
+        once = bool(bounds) and self.reader.store is None and len(runs) == 1
+        prefixes = None if once else self.reader.prefill(batch, room)
+        for row, run in runs.items():
+            sums = Undecided(len(batch), self.backbone.device, bounds, -math.inf if cutoff is None else cutoff)
+            if prefixes is None:
+                self.reader.read_in_one_run(run, batch, partial(self._add, sums))
+            else:
+                self.reader.read(run, prefixes, partial(self._add, sums))
+            yield row, sums
+
+    def _add(self, sums: Undecided, layer: int, shift: Tensor) -> Tensor | None:
         """Fold one layer's shifts into the scores (N,) and forget them."""
-        total.add_(self.projection.cosines(layer, shift).mean(-1).sum(-1))
+        return sums.add(layer, self.projection.cosines(layer, shift).mean(-1).sum(-1))
 
     @torch.inference_mode()
     def explain(self, query: str, document: str) -> Explanation:
@@ -425,22 +459,29 @@ class RSRank(Reranker):
         )
 
 
-def store_for(core: Backbone, config: RSRankConfig, choice: PrefixCache) -> PrefixStore | None:
+@dataclass(frozen=True)
+class _Found:
+    """What is known of every query's documents: scores, whether they were cut, and whether the score is a bound."""
+
+    scores: list[list[float]]
+    truncated: list[list[bool]]
+    bounds: list[list[bool]]
+
+
+def store_for(core: Backbone, config: RSRankConfig, choice: Choice) -> PrefixStore | None:
     """The prefix store that a choice of ``prefix_cache`` stands for.
 
     Raises:
         InputError: Not a choice.
     """
-    if choice is False or isinstance(choice, PrefixStore):
-        return choice or None
-    limit, folder = DEVICE_BYTES.get(core.device.type, DEVICE_BYTES["cpu"]), None
-    if core.device.type == "cuda":
+    chosen = as_prefix_cache(choice)
+    if chosen is None:
+        return None
+    limit = chosen.device
+    if limit is None and core.device.type == "cuda":
         limit = torch.cuda.mem_get_info(core.device)[0] // 4
-    if isinstance(choice, int) and choice is not True:
-        limit = as_limit(choice)
-    elif isinstance(choice, (str, Path)):
-        size = parse_size(choice) if isinstance(choice, str) else None
-        limit, folder = (limit, choice) if size is None else (size, None)
+    elif limit is None:
+        limit = DEVICE_BYTES.get(core.device.type, DEVICE_BYTES["cpu"])
     identity = {
         "backbone": config.backbone.name,
         "revision": config.backbone.revision,
@@ -450,7 +491,16 @@ def store_for(core: Backbone, config: RSRankConfig, choice: PrefixCache) -> Pref
         "layers": core.num_layers if config.signal == "hidden" else core.last_layer,
         "bits": core.bits,
     }
-    return PrefixStore(identity, device=core.device, dtype=core.dtype, device_bytes=limit, folder=folder)
+    return PrefixStore(
+        identity,
+        device=core.device,
+        dtype=core.dtype,
+        device_bytes=limit,
+        host_bytes=chosen.host,
+        folder=chosen.folder,
+        disk_bytes=chosen.disk,
+        salt=chosen.salt,
+    )
 
 
 def token_budget_for(device: torch.device) -> int:

@@ -31,7 +31,9 @@ def result_table(result: RankResult) -> Table:
             text.truncate(240, overflow="ellipsis")
             if document.truncated:
                 text.append(" (cut: too long)", style="yellow")
-            table.add_row(name, f"{document.score:+.2f}", str(document.index), text, style=style)
+            table.add_row(
+                name, f"{'<' * document.is_bound}{document.score:+.2f}", str(document.index), text, style=style
+            )
         table.add_section()
     return table
 

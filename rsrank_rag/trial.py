@@ -78,6 +78,34 @@ def try_out(backbone: Backbone) -> Trial:
     return Trial(backbone.causal, values[0].shape[1], values[0].shape[3], tuple(round(x, 6) for x in sample.tolist()))
 
 
+@torch.no_grad()
+def rows_can_leave(backbone: Backbone) -> bool:
+    """Whether the other rows' values stay as they are when one leaves after the first layer, in both kinds of run."""
+    vocabulary = backbone.model.get_input_embeddings().weight.shape[0]
+    ids = [int(i) for i in torch.linspace(1, vocabulary - 1, IDS)]
+    documents, query, stay = [ids[:CUT], ids[::-1], ids[:4]], ids[CUT:], torch.tensor([0, 2], device=backbone.device)
+
+    def read(*, leaving: bool, once: bool) -> list[Tensor]:
+        found: list[Tensor] = []
+
+        def consume(layer: int, value: Tensor) -> Tensor | None:
+            found.append(value)
+            return stay if leaving and layer == 0 else None
+
+        if once:
+            backbone.values_in_one_run(documents, query, consume)
+        else:
+            backbone.query_values([query], backbone.prefill(documents), consume)
+        return found
+
+    expected = read(leaving=False, once=False)
+    return all(
+        len(value) == 2 and _distance(value, whole[stay]) <= (1e-3 if backbone.dtype == torch.float32 else 0.1)
+        for once in (False, True)
+        for value, whole in zip(read(leaving=True, once=once)[1:], expected[1:], strict=True)
+    )
+
+
 def _check_attention_kinds(backbone: Backbone) -> None:
     """Refuse masks that a short trial could not tell from the ones made here."""
     kinds = set(getattr(backbone.config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}

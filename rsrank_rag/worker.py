@@ -14,9 +14,10 @@ import weakref
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextvars import copy_context
-from dataclasses import asdict, dataclass
-from typing import TypeVar
+from dataclasses import dataclass, fields
+from typing import Literal, TypeVar
 
+from .prefix_cache import PrefixCache
 from .reranker import Reranker
 
 Result = TypeVar("Result")
@@ -40,12 +41,14 @@ class ModelSettings:
     max_length: int | None = None
     local_files_only: bool = False
     cache_dir: str | None = None
+    prefix_cache: bool | int | str | PrefixCache = True
+    early_decisions: Literal["exact", "calibrated"] | None = None
 
     def load(self) -> Reranker:
         """Load it."""
         from .rsrank import RSRank
 
-        return RSRank.from_pretrained(**asdict(self))
+        return RSRank.from_pretrained(**{field.name: getattr(self, field.name) for field in fields(self)})
 
 
 class _Worker:

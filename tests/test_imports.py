@@ -107,7 +107,7 @@ def test_an_unknown_name_is_an_attribute_error():
 
 
 @pytest.mark.parametrize(
-    "module", ["errors", "shift", "explanation", "reranker", "training.losses", "evaluation.metrics"]
+    "module", ["errors", "shift", "explanation", "prefix_cache", "reranker", "training.losses", "evaluation.metrics"]
 )
 def test_the_foundations_import_nothing_of_ours_but_errors(module):
     if module not in MODULES:
@@ -121,7 +121,7 @@ def test_the_foundations_import_nothing_of_ours_but_errors(module):
 def test_adapters_know_only_the_reranker(module):
     if module not in MODULES:
         pytest.skip(f"{module} is not there")
-    assert own_imports(module, lazy=False) <= {"errors", "reranker", "worker", "adapter"}
+    assert own_imports(module, lazy=False) <= {"errors", "prefix_cache", "reranker", "worker", "adapter"}
 
 
 def test_nothing_imports_the_command_line():

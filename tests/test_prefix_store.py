@@ -18,7 +18,8 @@ from rsrank_rag import RSRank
 from rsrank_rag.cache import Prefixes
 from rsrank_rag.cli import app
 from rsrank_rag.errors import InputError
-from rsrank_rag.prefix_store import PackedPrefix, PrefixStore, as_limit, parse_size
+from rsrank_rag.prefix_cache import PrefixCache, as_bytes, as_prefix_cache, parse_size
+from rsrank_rag.prefix_store import PackedPrefix, PrefixStore
 
 LAYERS, HEADS, WIDTH = 3, 2, 8
 CPU = torch.device("cpu")
@@ -347,6 +348,36 @@ def test_the_cache_can_be_chosen_by_size_or_folder(ranker, tmp_path, choice, lim
     assert (made._disk is not None) == folder
 
 
+def test_every_place_has_its_own_limit(ranker, tmp_path):
+    folder = tmp_path / "kept"
+    chosen = {"device": "1KB", "host": "2MB", "folder": str(folder), "disk": "3GB", "salt": "tenant"}
+    for choice in (chosen, PrefixCache(**chosen)):
+        made = keeping(ranker, choice).reader.store
+        assert (made._on_device.limit, made._in_host.limit, made._disk.limit) == (1000, 2_000_000, 3_000_000_000)
+        assert made._identity != keeping(ranker, {**chosen, "salt": "another"}).reader.store._identity
+
+
+@pytest.mark.parametrize(
+    ("choice", "message"),
+    [
+        ({"device": "much"}, "device: .*'much' is no size"),
+        ({"devise": 1}, "devise"),
+        ({"disk": "1GB"}, "limits a folder"),
+        (-1, "-1 is no size"),
+        ("", "neither True"),
+        (1.5, "neither True"),
+    ],
+)
+def test_a_choice_that_means_nothing_is_refused(ranker, choice, message):
+    with pytest.raises(InputError, match=message):
+        keeping(ranker, choice)
+
+
+def test_a_choice_is_made_only_once():
+    settings = PrefixCache(folder="kept", disk=5)
+    assert as_prefix_cache(settings) is settings
+
+
 def test_without_a_cache_there_are_no_statistics(ranker):
     made = keeping(ranker, False)
     assert made.reader.store is None
@@ -361,7 +392,7 @@ def test_sizes_are_read_as_people_write_them(text, expected):
     assert parse_size(text) == expected
     if expected is None:
         with pytest.raises(InputError, match="is no size"):
-            as_limit(text)
+            as_bytes(text)
 
 
 def test_a_b_for_the_same_model_shares_its_prefixes(ranker, tmp_path):

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from rsrank_rag import RankedDocument, RankResult, Reranker
 from rsrank_rag.errors import InputError, RSRankError, ScoringError
+from rsrank_rag.reranker import Scored
 
 
 class Fake(Reranker):
@@ -133,8 +134,10 @@ def test_a_reranker_without_score_cannot_be_made():
 
 def test_truncated_documents_are_marked():
     class Cutting(Fake):
-        def _score_and_truncation(self, query, documents, show_progress):
-            return self.score(query, documents), [False, True]
+        def _scored(self, query, documents, *, cutoff, show_progress):
+            return [
+                Scored(score, truncated=document == "b") for score, document in zip([1.0, 2.0], documents, strict=True)
+            ]
 
     result = Cutting([1.0, 2.0]).rank("query", ["a", "b"])
     assert [(doc.text, doc.truncated) for doc in result.kept] == [("b", True), ("a", False)]

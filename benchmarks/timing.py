@@ -1,0 +1,137 @@
+"""Honest timings: systems take turns in random order, and ratios are taken within a turn."""
+
+from __future__ import annotations
+
+import random
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import transformers
+from torch.utils.flop_counter import FlopCounterMode
+
+
+@dataclass(frozen=True)
+class System:
+    """Something to be timed.
+
+    Attributes:
+        name: Of its row.
+        run: What is timed.
+        prepare: Run before each timing, not timed.
+    """
+
+    name: str
+    run: Callable[[], object]
+    prepare: Callable[[], object] = lambda: None
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What one system took.
+
+    Attributes:
+        name: Of its row.
+        seconds: Each turn's time.
+        flops: Floating-point operations of one run, as torch counts them.
+        peak: Bytes of memory at the highest, above those held before the run.
+    """
+
+    name: str
+    seconds: tuple[float, ...]
+    flops: int
+    peak: int
+
+    @property
+    def median(self) -> float:
+        """Median seconds."""
+        return statistics.median(self.seconds)
+
+    def times_faster_than(self, other: Measured) -> float:
+        """Median over turns of the other's time by this one's."""
+        return statistics.median(b / a for a, b in zip(self.seconds, other.seconds, strict=True))
+
+
+def measure(systems: list[System], turns: int, seed: int = 0) -> list[Measured]:
+    """Count, then time: one run each for memory and operations, which also warms up, then the turns."""
+    counted = [(_peak(system), _flops(system)) for system in systems]
+    times: dict[str, list[float]] = {system.name: [] for system in systems}
+    rng = random.Random(seed)
+    for _ in range(turns):
+        for system in rng.sample(systems, len(systems)):
+            system.prepare()
+            _wait()
+            started = time.perf_counter()
+            system.run()
+            _wait()
+            times[system.name].append(time.perf_counter() - started)
+    return [
+        Measured(system.name, tuple(times[system.name]), flops, peak)
+        for system, (peak, flops) in zip(systems, counted, strict=True)
+    ]
+
+
+def matmul_ceiling(device: torch.device, dtype: torch.dtype) -> float:
+    """FLOP/s of the fastest of several large matrix products: what this machine can do at all."""
+    size = 8192 if device.type == "cuda" else 2048
+    a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
+    best = float("inf")
+    for _ in range(8):
+        _wait()
+        started = time.perf_counter()
+        torch.mm(a, b)
+        _wait()
+        best = min(best, time.perf_counter() - started)
+    return 2 * size**3 / best
+
+
+def machine() -> str:
+    """Device and versions, for the head of a table."""
+    if torch.cuda.is_available():
+        name = torch.cuda.get_device_name()
+    else:
+        info = Path("/proc/cpuinfo")
+        lines = info.read_text().splitlines() if info.exists() else []
+        models = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
+        name = f"{models[0] if models else 'CPU'}, {torch.get_num_threads()} threads"
+    return f"{name}; torch {torch.__version__}, transformers {transformers.__version__}"
+
+
+def _wait() -> None:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+def _flops(system: System) -> int:
+    system.prepare()
+    with FlopCounterMode(display=False) as counter:
+        system.run()
+    return int(counter.get_total_flops())
+
+
+def _peak(system: System) -> int:
+    """Highest memory of a run above what was held before it; -1 where the system does not tell."""
+    system.prepare()
+    if torch.cuda.is_available():
+        _wait()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        system.run()
+        _wait()
+        return torch.cuda.max_memory_allocated() - before
+    try:
+        Path("/proc/self/clear_refs").write_text("5")  # resets the high-water mark
+        before = _status("VmRSS")
+        system.run()
+        return _status("VmHWM") - before
+    except OSError:
+        system.run()
+        return -1
+
+
+def _status(field: str) -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(field))

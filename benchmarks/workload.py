@@ -1,0 +1,235 @@
+"""What the benchmarks run: language models of several sizes, made-up passages, and the plain code to compare with.
+
+The plain code gives the same scores as `RSRank` in the way one would first write it: document and query in one padded
+sequence, rows in input order, all layers.
+
+Axes: N documents, S padded document tokens, T query tokens.
+"""
+
+from __future__ import annotations
+
+import random
+import tempfile
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from tokenizers import Tokenizer, models, pre_tokenizers
+from torch import Tensor
+from transformers import AutoModel, AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen3Config
+
+from rsrank_rag import Projection, RSRank, Template
+from rsrank_rag.loading import LoadOptions
+from rsrank_rag.shift import representational_shift
+
+WORDS = """
+river stone early market signal window quiet number garden engine letter summer copper valley reason method island
+paper winter harbour doctor bridge season colour forest answer people travel yellow morning
+""".split()  # noqa: SIM905 - words read better as words
+QUERY = "Which harbour did the early copper market use in winter ?"
+TEMPLATE = Template(instruction="Judge the document : ", separator=" Query : ")
+"""For the random models, whose tokenizer has a token for each word."""
+
+SHAPES = {
+    "qwen3-0.6b": {"hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28, "num_attention_heads": 16},
+    "qwen3-4b": {"hidden_size": 2560, "intermediate_size": 9728, "num_hidden_layers": 36, "num_attention_heads": 32},
+    "qwen3-8b": {"hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 36, "num_attention_heads": 32},
+}
+SIZES = ("mini", *SHAPES)
+
+
+def passages(count: int, words: int, spread: float = 0.0, seed: int = 0) -> list[str]:
+    """Made-up passages of about ``words`` words; ``spread`` 1/3 lets lengths lie within a third of it."""
+    rng = random.Random(seed)
+    lengths = [rng.randint(round(words * (1 - spread)), round(words * (1 + spread))) for _ in range(count)]
+    return [" ".join(rng.choices(WORDS, k=length)) for length in lengths]
+
+
+def question(tokens: int) -> str:
+    """A made-up query of so many words."""
+    return " ".join(random.Random(1).choices(WORDS, k=tokens))
+
+
+def load(
+    size: str, *, device: str | None = None, dtype: str | None = None, bits: int = 16, layers: int | None = None
+) -> RSRank:
+    """`mini`, or a Qwen3 of this size with random weights and a random B. It keeps no prefixes.
+
+    Args:
+        size: One of `SIZES`.
+        device: None for the best one present.
+        dtype: None for bfloat16 where it is fast.
+        bits: 8 or 4 for bitsandbytes.
+        layers: Use only so many layers of the random model, to try things out.
+    """
+    if size == "mini":
+        return RSRank.from_pretrained(
+            "mini", device=device, dtype=dtype, load_in_8bit=bits == 8, load_in_4bit=bits == 4, prefix_cache=False
+        )
+    shape = {**SHAPES[size], **({} if layers is None else {"num_hidden_layers": layers})}
+    config = Qwen3Config(
+        vocab_size=151936, head_dim=128, num_key_value_heads=8, max_position_embeddings=4096, **shape, pad_token_id=0
+    )
+    options = LoadOptions(device=device, dtype=dtype, load_in_8bit=bits == 8, load_in_4bit=bits == 4)
+    torch.manual_seed(0)
+    with tempfile.TemporaryDirectory() as folder:
+        with torch.device(options.resolved_device()):
+            AutoModel.from_config(config, dtype=options.resolved_dtype()).save_pretrained(folder)
+        tokenizer().save_pretrained(folder)
+        projection = Projection.random(range(1, config.num_hidden_layers), 8, 64, 128)
+        ranker = RSRank.from_backbone(folder, projection, template=TEMPLATE, options=options)
+    return RSRank(ranker.backbone, ranker.prompts, ranker.projection, ranker.config, prefix_cache=False)
+
+
+def tokenizer() -> PreTrainedTokenizerFast:
+    """One token for each word that the made-up texts and the template have."""
+    pieces = ["<pad>", "<unk>", "<s>", *WORDS, *f"{QUERY} {TEMPLATE.instruction} {TEMPLATE.separator} .".split()]
+    words = Tokenizer(models.WordLevel({p: i for i, p in enumerate(dict.fromkeys(pieces))}, unk_token="<unk>"))
+    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return PreTrainedTokenizerFast(tokenizer_object=words, pad_token="<pad>", unk_token="<unk>", bos_token="<s>")
+
+
+Values = Callable[[list[tuple[int, ...]], tuple[int, ...]], list[Tensor]]
+"""Gives each layer's value vectors at the query's tokens, (N, H, T, D), for documents' prefixes and a query."""
+
+
+@dataclass(frozen=True)
+class Plain:
+    """RSRank's score by plain transformers code.
+
+    Attributes:
+        ranker: Whose score.
+        values: How value vectors are read.
+        rows: Documents in one batch.
+    """
+
+    ranker: RSRank
+    values: Values
+    rows: int
+
+    @torch.inference_mode()
+    def score(self, query: str, documents: Sequence[str]) -> list[float]:
+        """Scores in input order."""
+        prompts, projection = self.ranker.prompts, self.ranker.projection
+        tokens = prompts.query(query)
+        prefixes = [document.ids for document in prompts.documents(list(documents), len(tokens.ids))]
+        alone = self.values([prompts.null_prefix], tokens.ids)
+        scores: list[float] = []
+        for start in range(0, len(prefixes), self.rows):
+            batch = prefixes[start : start + self.rows]
+            found = self.values(batch, tokens.ids)
+            total = torch.zeros(len(batch), device=self.ranker.backbone.device)
+            for layer in projection.layers:
+                shift = representational_shift(found[layer][:, :, tokens.scored], alone[layer][:, :, tokens.scored])
+                total += projection.cosines(layer, shift).mean(-1).sum(-1)
+            scores += total.tolist()
+        return scores
+
+
+def value_projections(model: torch.nn.Module) -> list[torch.nn.Module]:
+    """Each layer's value projection, of a decoder or of a BERT."""
+    if hasattr(model, "encoder"):
+        return [layer.attention.self.value for layer in model.encoder.layer]
+    return [layer.self_attn.v_proj for layer in model.layers]
+
+
+def _inputs(ranker: RSRank, prefixes: list[tuple[int, ...]], query: tuple[int, ...]) -> dict[str, Tensor]:
+    """One padded batch: a decoder is padded on the left; an encoder gets the block mask."""
+    width, count, device = max(map(len, prefixes)), len(query), ranker.backbone.device
+    if ranker.backbone.causal:
+        ids = torch.tensor([[*[0] * (width - len(p)), *p, *query] for p in prefixes], device=device)
+        valid = torch.tensor([[0] * (width - len(p)) + [1] * (len(p) + count) for p in prefixes], device=device)
+        positions = (valid.cumsum(1) - 1).clamp_min(0)
+        return {"input_ids": ids, "attention_mask": valid, "position_ids": positions}
+    ids = torch.tensor([[*p, *[0] * (width - len(p)), *query] for p in prefixes], device=device)
+    positions = torch.tensor([[*range(width), *range(count)]] * len(prefixes), device=device)
+    valid = torch.tensor([[True] * len(p) + [False] * (width - len(p)) + [True] * count for p in prefixes])
+    allowed = valid[:, None].repeat(1, width + count, 1)
+    allowed[:, :width, width:] = False
+    return {"input_ids": ids, "attention_mask": allowed[:, None].to(device), "position_ids": positions}
+
+
+def by_hidden_states(ranker: RSRank) -> Values:
+    """The first thing one writes: the causal LM with logits and hidden states, then the value projections again."""
+    base = ranker.backbone.model
+    whole = base if not ranker.backbone.causal else _with_head(base)
+
+    def values(prefixes: list[tuple[int, ...]], query: tuple[int, ...]) -> list[Tensor]:
+        hidden = whole(**_inputs(ranker, prefixes, query), output_hidden_states=True, use_cache=False).hidden_states
+        found = []
+        for layer, projection in enumerate(value_projections(base)):
+            states = hidden[layer] if not ranker.backbone.causal else base.layers[layer].input_layernorm(hidden[layer])
+            found.append(_heads(projection(states[:, -len(query) :]), ranker))
+        return found
+
+    return values
+
+
+def by_hooks(ranker: RSRank) -> Values:
+    """The second: the base model with a hook on each value projection that keeps the query's tokens."""
+    model = ranker.backbone.model
+
+    def values(prefixes: list[tuple[int, ...]], query: tuple[int, ...]) -> list[Tensor]:
+        found: list[Tensor] = []
+        hooks = [
+            p.register_forward_hook(lambda _m, _i, out: found.append(_heads(out[:, -len(query) :], ranker)))
+            for p in value_projections(model)
+        ]
+        try:
+            model(**_inputs(ranker, prefixes, query), use_cache=False)
+        finally:
+            for hook in hooks:
+                hook.remove()
+        return found
+
+    return values
+
+
+def _heads(states: Tensor, ranker: RSRank) -> Tensor:
+    return states.unflatten(-1, (ranker.backbone.num_heads, -1)).transpose(1, 2)
+
+
+def _with_head(base: torch.nn.Module) -> torch.nn.Module:
+    """The causal LM around a base model, its output matrix tied to the embeddings."""
+    with torch.device("meta"):
+        whole = AutoModelForCausalLM.from_config(base.config)
+    whole.model = base
+    whole.lm_head.weight = base.embed_tokens.weight
+    return whole.eval()
+
+
+class SameSizeCrossEncoder:
+    """sentence-transformers' CrossEncoder over a model of the same size with a random head.
+
+    Its scores mean nothing; its time is what such a model costs.
+
+    Args:
+        ranker: Whose language model to put under the head.
+    """
+
+    def __init__(self, ranker: RSRank) -> None:
+        from sentence_transformers import CrossEncoder
+        from transformers import AutoModelForSequenceClassification
+
+        base = ranker.backbone.model
+        labels = {"id2label": {0: "relevant"}, "label2id": {"relevant": 0}, "pad_token_id": 0}
+        config = type(base.config).from_dict({**base.config.to_dict(), **labels})
+        device, dtype = ranker.backbone.device, ranker.backbone.dtype
+        small = type(config).from_dict({**config.to_dict(), "num_hidden_layers": 1, "layer_types": None})
+        with tempfile.TemporaryDirectory() as folder:
+            path = Path(folder)
+            AutoModelForSequenceClassification.from_config(small, dtype=dtype).save_pretrained(path)
+            ranker.prompts.tokenizer.save_pretrained(path)
+            self.model = CrossEncoder(str(path), device=str(device), max_length=ranker.prompts.max_length)
+        with torch.device(device):
+            whole = AutoModelForSequenceClassification.from_config(config, dtype=dtype)
+        if ranker.backbone.causal:
+            whole.model = base  # one copy of the weights is enough
+        self.model[0].model = whole.eval()
+        self.instruction = ranker.prompts.template.instruction if ranker.backbone.causal else ""
+
+    def score(self, query: str, documents: Sequence[str]) -> list[float]:
+        """A number for each document."""
+        pairs = [(self.instruction + document, query) for document in documents]
+        return [float(score) for score in self.model.predict(pairs, show_progress_bar=False)]
