@@ -45,13 +45,17 @@ def save_qwen(folder, answers=("yes", "no"), tied=False):
     return folder
 
 
-def save_t5(folder, tied=True):
-    """T5 with its own tokenizer class: unigram pieces with word boundaries, ``</s>`` at the end."""
+def t5_pieces():
+    """Unigram pieces with word boundaries and their log probabilities, in T5's order."""
     letters = sorted(set("".join([*CORPUS, *DOCUMENTS, "Query: Document: Relevant: true false"])) - {" "})
     words = ["Query", "Document", "Relevant", "true", "false", "the", "bridge", "three", "water"]
-    vocabulary = [("<pad>", 0.0), ("</s>", 0.0), ("<unk>", -20.0), ("▁", -3.0)]
-    vocabulary += [(f"▁{word}", -4.0) for word in words] + [(letter, -6.0) for letter in letters]
-    tokenizer = transformers.T5Tokenizer(vocab=vocabulary, extra_ids=4)
+    pieces = [("<pad>", 0.0), ("</s>", 0.0), ("<unk>", -20.0), ("▁", -3.0)]
+    return pieces + [(f"▁{word}", -4.0) for word in words] + [(letter, -6.0) for letter in letters]
+
+
+def save_t5(folder, tied=True, save_tokenizer=True):
+    """T5 with its own tokenizer class, which puts ``</s>`` at the end."""
+    tokenizer = transformers.T5Tokenizer(vocab=t5_pieces(), extra_ids=4)
     config = transformers.T5Config(
         vocab_size=len(tokenizer),
         d_model=32,
@@ -67,7 +71,8 @@ def save_t5(folder, tied=True):
     )
     torch.manual_seed(1)
     transformers.T5ForConditionalGeneration(config).save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
+    if save_tokenizer:
+        tokenizer.save_pretrained(folder)
     return folder
 
 
@@ -239,28 +244,19 @@ def test_monot5_reads_the_kind_of_weights_that_castorini_published(folders, rera
     assert found == pytest.approx(rerankers["t5"].score(QUERY, DOCUMENTS), abs=1e-6)
 
 
-def test_monot5_reads_a_sentencepiece_model(folders, tmp_path):
-    spm = pytest.importorskip("sentencepiece")
+def test_monot5_reads_a_sentencepiece_model(rerankers, tmp_path):
     pytest.importorskip("google.protobuf")
-    lines = [*CORPUS, *["Query: who Document: it Relevant: true false"] * 30]
-    with (tmp_path / "spiece.model").open("wb") as file:
-        spm.SentencePieceTrainer.train(
-            sentence_iterator=iter(lines),
-            model_writer=file,
-            vocab_size=200,
-            pad_id=0,
-            eos_id=1,
-            unk_id=2,
-            bos_id=-1,
-            user_defined_symbols=["▁true", "▁false"],
-            minloglevel=2,
-        )
-    (tmp_path / "tokenizer_config.json").write_text('{"model_max_length": 512}', encoding="utf-8")
-    config = transformers.T5Config.from_pretrained(folders["t5"], vocab_size=400)
-    torch.manual_seed(2)
-    transformers.T5ForConditionalGeneration(config).save_pretrained(tmp_path)
-    expected = [t5_reference(tmp_path, QUERY, text) for text in DOCUMENTS]
-    assert MonoT5(tmp_path, options=CPU).score(QUERY, DOCUMENTS) == pytest.approx(expected, abs=1e-5)
+    format = pytest.importorskip("sentencepiece.sentencepiece_model_pb2")
+    kinds = {"<pad>": 3, "</s>": 3, "<unk>": 2}  # control and unknown pieces; 1 is a normal one
+    model = format.ModelProto(
+        pieces=[{"piece": piece, "score": score, "type": kinds.get(piece, 1)} for piece, score in t5_pieces()],
+        trainer_spec={"model_type": 1, "unk_id": 2, "pad_id": 0, "eos_id": 1, "bos_id": -1},
+    )
+    save_t5(tmp_path, save_tokenizer=False)
+    (tmp_path / "spiece.model").write_bytes(model.SerializeToString())
+    (tmp_path / "tokenizer_config.json").write_text('{"model_max_length": 512, "extra_ids": 4}', encoding="utf-8")
+    found = MonoT5(tmp_path, options=CPU).score(QUERY, DOCUMENTS)
+    assert found == pytest.approx(rerankers["t5"].score(QUERY, DOCUMENTS), abs=1e-6)
 
 
 def test_a_sentencepiece_model_without_sentencepiece_is_a_clear_error(folders, tmp_path, monkeypatch):

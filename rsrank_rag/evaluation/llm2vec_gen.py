@@ -77,23 +77,23 @@ class LLM2VecGen(Reranker):
         self.query_instruction, self.document_instruction = query_instruction, document_instruction
         folder = _download(name, revision, options)
         run = _run_config(folder)
-        tokenizer, base = _load(folder, str(run["model_name_or_path"]), options)
-        self.model = _with_adapter(base, folder / "encoder", len(tokenizer), options)
+        tokenizer = _tokenizer(folder)
         vocabulary = tokenizer.get_vocab()
         missing = [token for token in run["special_tokens"] if token not in vocabulary]
         if missing:
             raise BackboneError(f"The tokenizer in {folder} lacks the special token {missing[0]!r} of run_config.yml.")
         self.special: Ids = tuple(vocabulary[token] for token in run["special_tokens"])
         self.read = _read_tokens(str(run["encoding_mode"]), len(self.special))
-        device = base.device
         maps = [_linear(folder / part) for part in ("reconstruction_mlp", "alignment_mlp") if (folder / part).exists()]
-        self.maps = nn.Sequential(*maps).to(device).requires_grad_(False)
         self.padding = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else 0
         if max_length <= len(self.special):
             raise InputError(f"max_length={max_length} leaves no room beside {len(self.special)} special tokens.")
         self.max_length = max_length
-        self.token_budget = token_budget or token_budget_for(device)
         self._text = private_copy(tokenizer, special_tokens=False)
+        base, _ = load_model(str(run["model_name_or_path"]), revision=None, options=options)
+        self.model = _with_adapter(base, folder / "encoder", len(tokenizer), options)
+        self.maps = nn.Sequential(*maps).to(base.device).requires_grad_(False)
+        self.token_budget = token_budget or token_budget_for(base.device)
 
     def score(self, query: str, documents: Sequence[str]) -> list[float]:
         """Cosine of query and document.
@@ -171,12 +171,11 @@ def _run_config(folder: Path) -> dict[str, Any]:
     return run
 
 
-def _load(folder: Path, base: str, options: LoadOptions) -> tuple[Any, PreTrainedModel]:
+def _tokenizer(folder: Path) -> Any:
     try:
-        tokenizer = AutoTokenizer.from_pretrained(str(folder))
+        return AutoTokenizer.from_pretrained(str(folder))
     except LOAD_ERRORS as error:
         raise BackboneError(f"The tokenizer in {folder} could not be loaded: {error}") from error
-    return tokenizer, load_model(base, revision=None, options=options)[0]
 
 
 def _with_adapter(base: PreTrainedModel, folder: Path, vocabulary: int, options: LoadOptions) -> Any:
