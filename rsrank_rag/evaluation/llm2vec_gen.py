@@ -28,6 +28,7 @@ from transformers import AutoTokenizer, PreTrainedModel
 
 from ..batching import Ids, compute_each, pad_right, token_budget_for
 from ..errors import BackboneError, InputError, MissingDependencyError
+from ..hub import is_folder
 from ..loading import LOAD_ERRORS, LoadOptions, load_model
 from ..reranker import Reranker, as_list
 from ..template import clean, private_copy
@@ -135,7 +136,7 @@ class LLM2VecGen(Reranker):
 
 
 def _download(name: str | Path, revision: str | None, options: LoadOptions) -> Path:
-    if Path(name).is_dir():
+    if is_folder(name):
         return Path(name)
     try:
         return Path(

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..errors import InputError
@@ -158,7 +157,7 @@ def parse(text: str) -> tuple[Kind, str]:
 
     name, colon, rest = text.partition(":")
     if name not in KINDS:
-        if text in hub.builtin_names() or Path(text).is_dir() or ("/" in text and hub.is_hub_id(text)):
+        if text in hub.builtin_names() or hub.is_folder(text) or ("/" in text and hub.is_hub_id(text)):
             return KINDS["rsrank"], text
         raise InputError(f"There is no system {text!r}. Give an RSRank artifact (folder or Hub id), or: {forms()}.")
     kind = KINDS[name]
