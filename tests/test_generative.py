@@ -10,7 +10,7 @@ from conftest import CORPUS, DOCUMENTS, QUERY, tiny_config
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokenizer, PreTrainedTokenizerFast
 
-from rsrank_rag.errors import BackboneError, InputError, MissingDependencyError
+from rsrank_rag.errors import BackboneError, InputError, MissingDependencyError, ScoringError
 from rsrank_rag.evaluation.generative import AnswerHead, MonoT5, Qwen3Reranker
 from rsrank_rag.loading import LoadOptions
 
@@ -282,6 +282,41 @@ def test_scores_of_a_bfloat16_model_are_not_rounded_to_bfloat16(folders):
     logits = half.logits(*(torch.tensor([row]) for row in ([5, 6, 7], [1, 1, 1])))
     assert logits.dtype == torch.float32
     assert not torch.equal(logits, logits.to(torch.bfloat16).float())
+
+
+class Cramped(Qwen3Reranker):
+    """Memory for two short prompts."""
+
+    def logits(self, ids, mask):
+        if ids.numel() > 500:
+            raise torch.OutOfMemoryError
+        return super().logits(ids, mask)
+
+
+def test_batches_shrink_when_memory_runs_out_and_stay_small(folders, rerankers):
+    cramped = Cramped(folders["qwen"], options=CPU, token_budget=100_000)
+    assert cramped.score(QUERY, TEXTS[:6]) == pytest.approx(rerankers["qwen"].score(QUERY, TEXTS[:6]), abs=1e-5)
+    assert cramped.token_budget < 1000
+
+
+def test_a_document_that_does_not_fit_into_memory_even_alone_is_named(folders):
+    with pytest.raises(ScoringError, match=r"Document 1 \(\d+ tokens with the prompt\) does not fit") as caught:
+        Cramped(folders["qwen"], options=CPU).score(QUERY, ["Frost", LONG * 3])
+    assert caught.value.index == 1
+
+
+def test_a_score_that_is_not_finite_names_its_document(folders):
+    broken = Qwen3Reranker(folders["qwen"], options=CPU)
+    with torch.no_grad():
+        broken.model.get_input_embeddings().weight[broken.prompts(QUERY, ["zz"])[0][0][-20]] = torch.inf
+    with pytest.raises(ScoringError, match="Document 0 scored nan"):
+        broken.score(QUERY, ["zz"])
+
+
+def test_monot5_computes_in_float32_unless_told_otherwise(folders):
+    assert MonoT5(folders["t5"], options=LoadOptions(device="cpu")).model.dtype == torch.float32
+    half = MonoT5(folders["t5"], options=LoadOptions(device="cpu", dtype="bfloat16"))
+    assert half.model.dtype == torch.bfloat16
 
 
 def test_8_bit_weights_score_alike(folders, rerankers):

@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from abc import abstractmethod
 from collections.abc import Sequence
+from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
 
@@ -216,7 +217,7 @@ class MonoT5(GenerativeReranker):
         name: Hub id or local folder.
         max_length: Positions of one prompt, 512 in training.
         revision: Commit, tag or branch on the Hub.
-        options: Device, dtype, quantisation, access.
+        options: Device, dtype, quantisation, access; float32 unless they name a dtype, as T5 was not made for less.
         token_budget: Padded tokens in one batch.
 
     Raises:
@@ -233,10 +234,10 @@ class MonoT5(GenerativeReranker):
         options: LoadOptions | None = None,
         token_budget: int | None = None,
     ) -> None:
+        options = options or LoadOptions()
+        chosen = options if options.dtype is not None else replace(options, dtype="float32")
         try:
-            model, tokenizer = load_model(
-                name, revision=revision, options=options or LoadOptions(), head="seq2seq-lm", allow_bin=True
-            )
+            model, tokenizer = load_model(name, revision=revision, options=chosen, head="seq2seq-lm", allow_bin=True)
         except BackboneError as error:
             if "spiece.model" in str(error):
                 _require_sentencepiece()
