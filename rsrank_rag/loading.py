@@ -128,7 +128,7 @@ def load_model(
         "cache_dir": options.cache_dir,
         "trust_remote_code": options.trust_remote_code,
     }
-    device, dtype, quantization = options.resolved_device(), options.resolved_dtype(), quantization_config(options)
+    device, dtype, quantization = options.resolved_device(), options.resolved_dtype(), _quantization(options)
     try:
         config = AutoConfig.from_pretrained(str(name), **hub)
         tokenizer = AutoTokenizer.from_pretrained(str(name), **hub)  # first: its errors come before the long download
@@ -172,7 +172,7 @@ def _is_no_cast_notice(record: logging.LogRecord) -> bool:
     return "inputs will be cast" not in record.getMessage()
 
 
-def quantization_config(options: LoadOptions) -> Any:
+def _quantization(options: LoadOptions) -> Any:
     """What transformers' ``quantization_config`` has to be; None without quantisation.
 
     Raises:

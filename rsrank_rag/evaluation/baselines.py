@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..errors import BackboneError, MissingDependencyError
+from ..errors import BackboneError, InputError, MissingDependencyError
 from ..reranker import Reranker
 
 if TYPE_CHECKING:
@@ -136,13 +136,15 @@ def _load(kind: str, name: str | Path, device: str | None, revision: str | None,
         raise MissingDependencyError(
             "Bi-encoders and cross-encoders need sentence-transformers. Install with: pip install 'rsrank-rag[eval]'"
         ) from None
-    from ..loading import LOAD_ERRORS, LoadOptions, quantization_config
+    from ..loading import LOAD_ERRORS, LoadOptions
 
     options = options or LoadOptions(device)
-    quantization = quantization_config(options)
-    model: dict[str, Any] = {"dtype": "float32" if options.dtype is None else options.resolved_dtype()}
-    if quantization is not None:
-        model |= {"quantization_config": quantization, "device_map": {"": options.resolved_device()}}
+    if options.load_in_8bit or options.load_in_4bit:
+        raise InputError(
+            f"{str(name)!r} is a sentence-transformers model, which is not loaded in 8-bit or 4-bit here. Use "
+            "dtype='bfloat16' (--dtype bfloat16) to save memory."
+        )
+    model = {"dtype": "float32" if options.dtype is None else options.resolved_dtype()}
     if options.trust_remote_code:
         _keep_what_jina_imports()
     hub = {
@@ -158,7 +160,7 @@ def _load(kind: str, name: str | Path, device: str | None, revision: str | None,
             _refuse_own_code(str(name), cache_dir=cache, **hub)
         return getattr(sentence_transformers, kind)(
             str(name),
-            device=None if quantization is not None else str(options.resolved_device()),
+            device=str(options.resolved_device()),
             cache_folder=cache,
             trust_remote_code=options.trust_remote_code,
             model_kwargs=model,
