@@ -8,10 +8,16 @@ from bisect import bisect_left
 from collections.abc import Callable, Sequence
 
 import torch
+from torch import Tensor
+
+from .errors import ScoringError
 
 logger = logging.getLogger(__name__)
 
 Ids = tuple[int, ...]
+
+TOKEN_BUDGET = {"cuda": 16384, "cpu": 2048, "mps": 4096}
+"""Padded tokens in one batch, by device. A batch holds at least one sequence."""
 
 ALIKE = 0.7
 """Sequences shorter than this share of a batch's longest wait for a later one, so that little of a batch is padding."""
@@ -88,9 +94,55 @@ def _fits(run: Callable[[list[Ids]], None], batch: list[Ids]) -> bool:
     return True
 
 
+def token_budget_for(device: torch.device) -> int:
+    """Padded tokens of one batch that suit a device."""
+    return TOKEN_BUDGET.get(device.type, 2048)
+
+
 def is_out_of_memory(error: BaseException) -> bool:
     """CUDA has its own exception; allocators, cuBLAS and MPS also raise plain RuntimeErrors."""
     if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
         return True
     signs = ("can't allocate memory", "not enough memory", "out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
     return isinstance(error, RuntimeError) and any(sign in str(error) for sign in signs)
+
+
+def compute_each(
+    sequences: Sequence[Ids], compute: Callable[[list[Ids]], Tensor], *, budget: int
+) -> tuple[list[Tensor], int]:
+    """What a model gives for each sequence, computed in batches; equal sequences are computed once.
+
+    Args:
+        sequences: Token ids.
+        compute: One batch of N sequences -> (N, ...).
+        budget: As in `run_batches`.
+
+    Returns:
+        One result a sequence, in input order, and the budget that fitted.
+
+    Raises:
+        ScoringError: A sequence does not fit into memory even alone; its position is given.
+    """
+    found: dict[Ids, Tensor] = {}
+
+    def run(batch: list[Ids]) -> None:
+        found.update(zip(batch, compute(batch), strict=True))
+
+    try:
+        budget = run_batches(list(dict.fromkeys(sequences)), run, budget=budget)
+    except DoesNotFitError as error:
+        index = sequences.index(error.ids)
+        raise ScoringError(
+            f"Document {index} ({len(error.ids)} tokens with the prompt) does not fit into memory even by itself. Pass "
+            "a smaller max_length, or load the model in 8-bit or on another device.",
+            index,
+        ) from None
+    return [found[ids] for ids in sequences], budget
+
+
+def pad_right(batch: Sequence[Ids], padding: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Token ids (N, T) and their mask (N, T). Padding on the right leaves the positions of real tokens alone."""
+    longest = max(map(len, batch))
+    ids = torch.tensor([[*row, *[padding] * (longest - len(row))] for row in batch], device=device)
+    mask = torch.tensor([[1] * len(row) + [0] * (longest - len(row)) for row in batch], device=device)
+    return ids, mask

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, cast
 
@@ -14,12 +13,15 @@ from rich.progress import track
 from . import __version__, cli_training
 from .console import catch_errors, problems, screen
 from .errors import InputError
+from .evaluation.systems import forms
 from .tables import evaluation_table, explanation_table, info_table, result_table
 from .template import clean
 
 if TYPE_CHECKING:
     from .early import EarlyDecisions
-    from .reranker import RankedDocument, RankResult, Reranker
+    from .evaluation.evaluate import System
+    from .evaluation.metrics import ScoredQuery
+    from .reranker import RankedDocument, RankResult
     from .rsrank import RSRank
 
 app = typer.Typer(
@@ -31,7 +33,6 @@ app = typer.Typer(
 )
 app.add_typer(cli_training.app)
 
-BASELINES = "bm25, bi-encoder:NAME, cross-encoder:NAME"
 Model = Annotated[str, typer.Option("--model", "-m", help="Built-in name, artifact folder or Hub id.")]
 Query = Annotated[str, typer.Option("--query", "-q", help="The question.")]
 Revision = Annotated[str | None, typer.Option(help="Commit, tag or branch of the artifact on the Hub.")]
@@ -282,29 +283,32 @@ def info(
     screen.print(info_table(model, config))
 
 
-def _evaluated(model: str, device: str | None, load: Callable[[], Reranker]) -> Reranker:
-    kind, _, name = model.partition(":")
-    if model == "bm25":
-        from .evaluation.baselines import BM25
+def _tau(threshold: str, system: System, scored: list[list[ScoredQuery]]) -> tuple[float, str]:
+    """The threshold for f1@tau, and where it comes from."""
+    from .evaluation.evaluate import shared_threshold
 
-        return BM25()
-    if kind in ("bi-encoder", "cross-encoder") and name:
-        from .evaluation.baselines import BiEncoder, CrossEncoder
-
-        return (BiEncoder if kind == "bi-encoder" else CrossEncoder)(name, device=device)
-    return load()
+    if threshold == "native" and system.threshold is not None:
+        return system.threshold, "native"
+    if threshold in ("native", "shared"):
+        why = "" if threshold == "shared" else "; this system has no native threshold"
+        return shared_threshold(scored), f"the best over all files{why}"
+    return _number(threshold), "given"
 
 
 @app.command()
 def evaluate(
     data: Annotated[list[Path], typer.Option("--data", help="Labelled .jsonl or .jsonl.gz; may be given again.")],
     model: Annotated[
-        str, typer.Option("--model", "-m", help=f"Built-in name, artifact folder, Hub id, or {BASELINES}.")
+        str, typer.Option("--model", "-m", help=f"Built-in name, artifact folder or Hub id; or {forms()}.")
     ] = "mini",
     output: Annotated[Path | None, typer.Option("--json", help="Write the metrics here, an object a file.")] = None,
     threshold: Annotated[
-        str, typer.Option(help="For f1@tau: a number, or 'shared' for the best single one over all files.")
-    ] = "0",
+        str,
+        typer.Option(
+            help="For f1@tau: a number, 'native' for the system's own (0 for RSRank), or 'shared' for the best single "
+            "one over all files, which is also what a system without a native one gets."
+        ),
+    ] = "native",
     titles: Annotated[bool, typer.Option(help="Put a document's title in front of its text.")] = True,
     limit: Annotated[int | None, typer.Option(min=1, help="Use only the first queries of each file.")] = None,
     revision: Revision = None,
@@ -313,6 +317,9 @@ def evaluate(
     load_in_8bit: EightBit = False,
     load_in_4bit: FourBit = False,
     local_files_only: Offline = False,
+    trust_remote_code: Annotated[
+        bool, typer.Option("--trust-remote-code", help="Run code from the model's repository (jina-reranker-v2).")
+    ] = False,
 ) -> None:
     """Measure ranking (nDCG@5, Recall@5) and selection (F1 at the threshold) on labelled passages.
 
@@ -320,43 +327,50 @@ def evaluate(
     f1@best is the F1 at the best single threshold of the file, f1@query_best at each query's own.
 
     `rsrank evaluate --data dev.jsonl.gz --json metrics.json`
+
+    `rsrank evaluate --data dev.jsonl.gz --model qwen3-reranker:0.6b`
     """
+    from transformers.utils import logging
+
     from .evaluation.datasets import dataset_name, read_labelled
-    from .evaluation.evaluate import score_dataset, shared_threshold, summarise
+    from .evaluation.evaluate import score_dataset, summarise
     from .evaluation.metrics import ranking_metrics
+    from .evaluation.systems import load_system, parse
+    from .loading import LoadOptions
 
     with catch_errors():
         ranking_metrics([])  # fails now, not after the work, where ir-measures is missing
         if output is not None:
             _write(output, "")
-        if threshold != "shared":
-            tau = _number(threshold)
+        if threshold not in ("native", "shared"):
+            _number(threshold)
+        parse(model)  # a wrong name is said before the data are read
         sets = {path: read_labelled(path)[:limit] for path in data}
-        ranker = _evaluated(
-            model,
-            device,
-            lambda: _load(model, revision, device, dtype, load_in_8bit, load_in_4bit, local_files_only),
-        )
+        with problems.status(f"Loading {model} ..."):
+            logging.disable_progress_bar()
+            options = LoadOptions(
+                device, dtype, load_in_8bit, load_in_4bit, local_files_only, trust_remote_code=trust_remote_code
+            )
+            system = load_system(model, revision=revision, options=options)
         scored = {
             path: score_dataset(
-                ranker, track(queries, description=dataset_name(path), console=problems, transient=True), titles=titles
+                system, track(queries, description=dataset_name(path), console=problems, transient=True), titles=titles
             )
             for path, queries in sets.items()
         }
-        if threshold == "shared":
-            tau = shared_threshold(list(scored.values()))
+        tau, origin = _tau(threshold, system, list(scored.values()))
         results = [summarise(dataset_name(path), queries, threshold=tau) for path, queries in scored.items()]
         records = [result.as_dict() for result in results]
         if output is not None:
             _write(output, json.dumps(records, indent=2) + "\n")
-    screen.print(evaluation_table(f"{model}, tau = {tau:.4g}", records))
+    screen.print(evaluation_table(f"{model}, tau = {tau:.4g} ({origin})", records))
 
 
 def _number(text: str) -> float:
     try:
         return float(text)
     except ValueError:
-        raise InputError(f"--threshold must be a number or 'shared', got {text!r}.") from None
+        raise InputError(f"--threshold must be a number, 'native' or 'shared', got {text!r}.") from None
 
 
 def _write(path: Path, text: str) -> None:

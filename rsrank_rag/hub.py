@@ -57,7 +57,7 @@ def resolve(
     Raises:
         ArtifactError: Nothing there, or the Hub cannot be reached.
     """
-    if str(name) in builtin_names() or _is_folder(name):
+    if str(name) in builtin_names() or is_folder(name):
         if revision is not None:
             raise ArtifactError(
                 f"Revision {revision!r} of {str(name)!r} was asked for, but that is a local folder: only artifacts on "
@@ -97,7 +97,8 @@ def resolve(
     return Path(folder)
 
 
-def _is_folder(name: str | Path) -> bool:
+def is_folder(name: str | Path) -> bool:
+    """Whether a name is that of a folder here; anything may be asked."""
     try:
         return bool(str(name)) and Path(name).is_dir()
     except (OSError, ValueError):  # a name too long for a path, a folder that may not be looked into

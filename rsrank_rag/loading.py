@@ -7,11 +7,19 @@ import inspect
 import logging
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from safetensors import SafetensorError
-from transformers import AutoConfig, AutoModel, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    AutoConfig,
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForSeq2SeqLM,
+    AutoTokenizer,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 from transformers.models.auto.modeling_auto import MODEL_MAPPING
 
 from .attention import use_grouped_sdpa
@@ -20,6 +28,13 @@ from .hub import HUB_ERRORS
 
 LOAD_ERRORS: tuple[type[Exception], ...] = (*HUB_ERRORS, SafetensorError, ImportError)
 """What transformers raises for a model that is absent, damaged or in need of a package."""
+
+Head = Literal["causal-lm", "seq2seq-lm"]
+_AUTO: dict[Head | None, Any] = {
+    None: AutoModel,
+    "causal-lm": AutoModelForCausalLM,
+    "seq2seq-lm": AutoModelForSeq2SeqLM,
+}
 
 
 @dataclass(frozen=True)
@@ -86,14 +101,21 @@ def has_fast_bfloat16(device: torch.device) -> bool:
 
 
 def load_model(
-    name: str | Path, *, revision: str | None, options: LoadOptions
+    name: str | Path,
+    *,
+    revision: str | None,
+    options: LoadOptions,
+    head: Head | None = None,
+    allow_bin: bool = False,
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """Load a base model without head and its tokenizer.
+    """Load a frozen model and its tokenizer.
 
     Args:
         name: Local folder or Hub id.
         revision: Commit, tag or branch on the Hub.
         options: Device, dtype, quantisation, access.
+        head: The output layer to load with it; None for the base model alone.
+        allow_bin: Where there are no safetensors, read ``pytorch_model.bin`` (through torch's weights-only reader).
 
     Raises:
         BackboneError: Not found, or it cannot be loaded.
@@ -109,22 +131,26 @@ def load_model(
     device, dtype, quantization = options.resolved_device(), options.resolved_dtype(), _quantization(options)
     try:
         config = AutoConfig.from_pretrained(str(name), **hub)
+        tokenizer = AutoTokenizer.from_pretrained(str(name), **hub)  # first: its errors come before the long download
         text = config.get_text_config()
         extra: dict[str, Any] = {}
         if getattr(text, "attn_logit_softcapping", None):
             extra["attn_implementation"] = "eager"  # SDPA has no soft cap
-        if _has_pooler(config):
+        if head is None and _has_pooler(config):
             extra["add_pooling_layer"] = False
         if quantization is not None:
             extra |= {"quantization_config": quantization, "device_map": {"": device}}
-        model = AutoModel.from_pretrained(str(name), config=config, dtype=dtype, use_safetensors=True, **hub, **extra)
-        tokenizer = AutoTokenizer.from_pretrained(str(name), **hub)
+        safetensors = None if allow_bin else True  # None: where there are any
+        model = _AUTO[head].from_pretrained(
+            str(name), config=config, dtype=dtype, use_safetensors=safetensors, **hub, **extra
+        )
     except LOAD_ERRORS as error:
         raise BackboneError(
             f"The language model {str(name)!r} (revision {revision or 'main'}) could not be loaded: {error}"
         ) from error
-    model = getattr(model, "language_model", model)  # the text part of a vision-language model
-    use_grouped_sdpa(model)
+    if head is None:
+        model = getattr(model, "language_model", model)  # the text part of a vision-language model
+        use_grouped_sdpa(model)
     if quantization is None:
         try:
             model = model.to(device)
@@ -147,6 +173,12 @@ def _is_no_cast_notice(record: logging.LogRecord) -> bool:
 
 
 def _quantization(options: LoadOptions) -> Any:
+    """What transformers' ``quantization_config`` has to be; None without quantisation.
+
+    Raises:
+        InputError: 8-bit and 4-bit at once.
+        MissingDependencyError: bitsandbytes or accelerate is missing.
+    """
     if not (options.load_in_8bit or options.load_in_4bit):
         return None
     if options.load_in_8bit and options.load_in_4bit:

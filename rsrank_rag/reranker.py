@@ -6,6 +6,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 from .errors import InputError, ScoringError
 
@@ -17,7 +18,7 @@ class RankedDocument:
     Attributes:
         index: Position in the list that was ranked.
         text: The document as it was given.
-        score: Relevance; above 0 means relevant.
+        score: Relevance, on the reranker's own scale.
         truncated: Whether the model read only its beginning, because it was too long.
         is_bound: Whether ``score`` is an upper bound: the document was dropped before its score was known.
     """
@@ -72,11 +73,18 @@ class RankResult:
 
 
 class Reranker(ABC):
-    """Scores documents for a query, one by one, and keeps those above a threshold."""
+    """Scores documents for a query, one by one, and keeps those above a threshold.
+
+    Attributes:
+        threshold: The native threshold: what scores above it is relevant, by how the scores are made. None where
+            nothing separates relevant from irrelevant scores (a cosine, BM25).
+    """
+
+    threshold: float | None = 0.0
 
     @abstractmethod
     def score(self, query: str, documents: Sequence[str]) -> list[float]:
-        """Relevance of each document to the query, in input order; above 0 means relevant."""
+        """Relevance of each document to the query, in input order; above the native threshold means relevant."""
 
     def _scored(
         self, query: str, documents: Sequence[str], *, cutoff: float | None, show_progress: bool
@@ -96,7 +104,7 @@ class Reranker(ABC):
         query: str,
         documents: Sequence[str],
         *,
-        threshold: float | None = 0.0,
+        threshold: float | Literal["native"] | None = "native",
         top_n: int | None = None,
         min_docs: int = 0,
         show_progress: bool = False,
@@ -106,7 +114,8 @@ class Reranker(ABC):
         Args:
             query: The question.
             documents: Texts. Equal scores keep their order; those without text come last and are not relevant.
-            threshold: Keep documents that score above it. None keeps all: ranking alone.
+            threshold: Keep documents that score above it; by default this reranker's own (0 for RSRank). None keeps
+                all: ranking alone.
             top_n: Keep at most this many, applied after the threshold.
             min_docs: Keep at least the best this many, even below the threshold.
             show_progress: Show a progress bar, if this reranker has one.
@@ -116,8 +125,9 @@ class Reranker(ABC):
             ScoringError: A document has no finite score; it is named, and nothing is returned.
         """
         documents = as_list(documents)
-        check_limits(threshold, top_n, min_docs)
-        cutoff = None if min_docs else threshold  # the best of the dropped must be known to be kept after all
+        limit = self.threshold if threshold == "native" else threshold
+        check_limits(limit, top_n, min_docs)
+        cutoff = None if min_docs else limit  # the best of the dropped must be known to be kept after all
         scored = self._scored(query, documents, cutoff=cutoff, show_progress=show_progress)
         if len(scored) != len(documents):
             raise InputError(f"{type(self).__name__}.score gave {len(scored)} scores for {len(documents)} documents.")
@@ -134,10 +144,10 @@ class Reranker(ABC):
             RankedDocument(i, documents[i], float(scored[i].score), scored[i].truncated, scored[i].is_bound)
             for i in order
         ]
-        relevant = [threshold is None or (doc.score > threshold and not blank[doc.index]) for doc in ranked]
+        relevant = [limit is None or (doc.score > limit and not blank[doc.index]) for doc in ranked]
         keep = max(sum(relevant), min(min_docs, len(ranked)))
         keep = keep if top_n is None else min(keep, top_n)
-        return RankResult(query, threshold, tuple(ranked[:keep]), tuple(ranked[keep:]))
+        return RankResult(query, limit, tuple(ranked[:keep]), tuple(ranked[keep:]))
 
 
 def as_list(documents: Iterable[str]) -> list[str]:

@@ -15,7 +15,7 @@ from tqdm.auto import tqdm
 
 from . import hub
 from .backbone import Backbone
-from .batching import DoesNotFitError, Ids, run_batches
+from .batching import DoesNotFitError, Ids, run_batches, token_budget_for
 from .config import RSRankConfig, TrainingRecord
 from .early import EarlyDecisions, Undecided, bounds_for
 from .errors import ArtifactError, InputError, ScoringError
@@ -28,9 +28,6 @@ from .projection import Projection
 from .reading import NullRun, ShiftReader
 from .reranker import Reranker, Scored, as_list
 from .template import PromptTokenizer, Template, TokenisedDocument
-
-TOKEN_BUDGET = {"cuda": 16384, "cpu": 2048, "mps": 4096}
-"""Padded tokens of documents and query in one batch, by device. A batch holds at least one document."""
 
 DEVICE_BYTES = {"cpu": 256_000_000, "mps": 1_000_000_000}
 """Prefixes kept by default; on CUDA a quarter of what is free after loading."""
@@ -501,11 +498,6 @@ def store_for(core: Backbone, config: RSRankConfig, choice: Choice) -> PrefixSto
         disk_bytes=chosen.disk,
         salt=chosen.salt,
     )
-
-
-def token_budget_for(device: torch.device) -> int:
-    """Padded tokens of one batch that suit a device."""
-    return TOKEN_BUDGET.get(device.type, 2048)
 
 
 def _finite(score: float, row: int, column: int) -> float:

@@ -77,7 +77,7 @@ def clean(text: str) -> str:
     return text
 
 
-def _private_copy(tokenizer: PreTrainedTokenizerBase, *, special_tokens: bool) -> Tokenizer:
+def private_copy(tokenizer: PreTrainedTokenizerBase, *, special_tokens: bool) -> Tokenizer:
     """A copy that nobody else reconfigures; with or without an eye for special tokens written in the text."""
     from tokenizers import Tokenizer
 
@@ -100,7 +100,7 @@ def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
     Raises:
         BackboneError: Not a fast tokenizer.
     """
-    copy = _private_copy(tokenizer, special_tokens=False)
+    copy = private_copy(tokenizer, special_tokens=False)
     ids = [copy.get_vocab_size(), *copy.encode(_PROBE, add_special_tokens=False).ids]
     return hashlib.sha256(repr(ids).encode()).hexdigest()[:16]
 
@@ -128,8 +128,8 @@ class PromptTokenizer:
     ) -> None:
         self.tokenizer, self.template = tokenizer, template
         self.max_length, self.shared_positions = max_length, shared_positions
-        self._parts = _private_copy(tokenizer, special_tokens=True)
-        self._text = _private_copy(tokenizer, special_tokens=False)
+        self._parts = private_copy(tokenizer, special_tokens=True)
+        self._text = private_copy(tokenizer, special_tokens=False)
         self._instruction = self._part(template.instruction)
         self._separator = self._part(template.separator)
         self._suffix = self._part(template.suffix)

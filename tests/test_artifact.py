@@ -183,7 +183,12 @@ def test_nothing_is_pickled(ranker, tmp_path):
     for name in names_in(tmp_path):
         assert Path(name).suffix in {".json", ".md", ".safetensors", ".jinja"}
         assert not (tmp_path / name).read_bytes().startswith((b"\x80", b"PK"))
-    sources = [path.read_text() for path in Path(rsrank_rag.__file__).parent.rglob("*.py")]
+    package = Path(rsrank_rag.__file__).parent
+    foreign = package / "evaluation" / "llm2vec_gen.py"  # two maps of another project's model come in no other form
+    assert re.findall(r"torch\.(?:load|save)\(.*", foreign.read_text()) == [
+        'torch.load(path, map_location="cpu", weights_only=True)'
+    ]
+    sources = [path.read_text() for path in package.rglob("*.py") if path != foreign]
     assert not [text for text in sources if re.search(r"\bpickle\b(?!\.$)|torch\.(load|save)\(", text)]
 
 

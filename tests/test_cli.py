@@ -147,7 +147,7 @@ def test_limit_takes_the_first_queries(labelled, tmp_path):
         (["rank", "-q", "x", "-d", "-", "-m", "ARTIFACT", "--dtype", "int8"], 2, "is not a dtype"),
         (["info", "nowhere at all"], 1, "neither built in"),
         (["evaluate", "-m", "bm25", "--data", "nowhere.jsonl"], 2, "no data file"),
-        (["evaluate", "-m", "bm25", "--data", "x", "--threshold", "high"], 2, "a number or 'shared'"),
+        (["evaluate", "-m", "bm25", "--data", "x", "--threshold", "high"], 2, "a number, 'native' or 'shared'"),
         (["rank", "--nonsense"], 2, "No such option"),
     ],
 )

@@ -17,10 +17,9 @@ from hypothesis import strategies as st
 from transformers import AutoModel
 
 from rsrank_rag import Explanation, Projection, RSRank
-from rsrank_rag.batching import run_batches
+from rsrank_rag.batching import TOKEN_BUDGET, run_batches
 from rsrank_rag.errors import BackboneError, InputError, MissingDependencyError, ScoringError
 from rsrank_rag.loading import LoadOptions
-from rsrank_rag.rsrank import TOKEN_BUDGET
 
 EXACT = 1e-4  # fp32: rounding alone
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 from ..reranker import Reranker
 from .datasets import LabelledQuery
@@ -48,21 +49,35 @@ class Evaluation:
         }
 
 
-def score_dataset(reranker: Reranker, queries: Iterable[LabelledQuery], *, titles: bool = True) -> list[ScoredQuery]:
+class LabelledScorer(Protocol):
+    """Scores documents knowing which of them are relevant: a yardstick, such as oracle similarity, no reranker."""
+
+    threshold: float | None
+
+    def score_labelled(self, query: LabelledQuery, *, titles: bool = True) -> list[float]:
+        """One score a document, in input order."""
+        ...
+
+
+System = Reranker | LabelledScorer
+"""What can be measured. Its ``threshold`` is its native one, or None."""
+
+
+def score_dataset(system: System, queries: Iterable[LabelledQuery], *, titles: bool = True) -> list[ScoredQuery]:
     """Score every query's documents.
 
     Args:
-        reranker: Any reranker.
+        system: Any reranker, or a scorer that knows the labels.
         queries: Labelled queries.
         titles: Put a document's title, if it has one, in front of its text.
     """
-    return [
-        ScoredQuery(
-            reranker.score(query.query, [document.content(titles=titles) for document in query.documents]),
-            [document.relevant for document in query.documents],
-        )
-        for query in queries
-    ]
+
+    def scores(query: LabelledQuery) -> list[float]:
+        if isinstance(system, Reranker):
+            return system.score(query.query, [document.content(titles=titles) for document in query.documents])
+        return system.score_labelled(query, titles=titles)
+
+    return [ScoredQuery(scores(query), [document.relevant for document in query.documents]) for query in queries]
 
 
 def summarise(dataset: str, scored: Sequence[ScoredQuery], *, threshold: float = 0.0) -> Evaluation:

@@ -27,6 +27,7 @@ from tqdm.auto import tqdm
 
 from .. import hub
 from ..backbone import Backbone
+from ..batching import token_budget_for
 from ..config import BackboneSpec, Histogram, NullPrefix, RSRankConfig, Signal, TrainingRecord
 from ..errors import BackboneError, InputError, TrainingError
 from ..evaluation.datasets import LabelledQuery, dataset_name, read_labelled
@@ -36,7 +37,7 @@ from ..identity import describe
 from ..loading import LOAD_ERRORS, LoadOptions, load_model
 from ..projection import Projection
 from ..reading import ShiftReader
-from ..rsrank import INSIDE, RSRank, token_budget_for
+from ..rsrank import INSIDE, RSRank
 from ..template import PromptTokenizer, Template
 from .closed_form import Method, closed_form
 from .features import FeatureExtractor, FeatureSource, FeatureStore, Plan, digest, spec_for, subsample
