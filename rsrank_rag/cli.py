@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, cast
 
@@ -19,6 +20,8 @@ from .template import clean
 
 if TYPE_CHECKING:
     from .early import EarlyDecisions
+    from .evaluation.comparison import Measured
+    from .evaluation.datasets import LabelledQuery
     from .evaluation.evaluate import System
     from .evaluation.metrics import ScoredQuery
     from .reranker import RankedDocument, RankResult
@@ -299,9 +302,20 @@ def _tau(threshold: str, system: System, scored: list[list[ScoredQuery]]) -> tup
 def evaluate(
     data: Annotated[list[Path], typer.Option("--data", help="Labelled .jsonl or .jsonl.gz; may be given again.")],
     model: Annotated[
-        str, typer.Option("--model", "-m", help=f"Built-in name, artifact folder or Hub id; or {forms()}.")
-    ] = "mini",
-    output: Annotated[Path | None, typer.Option("--json", help="Write the metrics here, an object a file.")] = None,
+        list[str],
+        typer.Option(
+            "--model", "-m", help=f"Built-in name, artifact folder or Hub id; or {forms()}. May be given again."
+        ),
+    ] = ["mini"],  # noqa: B006 - typer copies it
+    output: Annotated[
+        Path | None, typer.Option("--json", help="Write the metrics here, an object a model and file.")
+    ] = None,
+    report: Annotated[
+        Path | None, typer.Option("--report", help="Write a page with tables, figures and the worst queries here.")
+    ] = None,
+    umap: Annotated[
+        bool, typer.Option("--umap", help="In the report, draw RSRank's shifts before and after B.")
+    ] = False,
     threshold: Annotated[
         str,
         typer.Option(
@@ -329,41 +343,82 @@ def evaluate(
     `rsrank evaluate --data dev.jsonl.gz --json metrics.json`
 
     `rsrank evaluate --data dev.jsonl.gz --model qwen3-reranker:0.6b`
+
+    `rsrank evaluate --data dev.jsonl.gz --model mini --model bm25 --report report`
     """
     from transformers.utils import logging
 
-    from .evaluation.datasets import dataset_name, read_labelled
-    from .evaluation.evaluate import score_dataset, summarise
-    from .evaluation.metrics import ranking_metrics
+    from .evaluation.comparison import Measured
+    from .evaluation.datasets import read_sets
+    from .evaluation.report import shift_pictures, write_report
     from .evaluation.systems import load_system, parse
     from .loading import LoadOptions
 
+    measured, pictures = [], []
     with catch_errors():
-        ranking_metrics([])  # fails now, not after the work, where ir-measures is missing
-        if output is not None:
-            _write(output, "")
+        _check_outputs(output, report, umap)
         if threshold not in ("native", "shared"):
             _number(threshold)
-        parse(model)  # a wrong name is said before the data are read
-        sets = {path: read_labelled(path)[:limit] for path in data}
-        with problems.status(f"Loading {model} ..."):
-            logging.disable_progress_bar()
-            options = LoadOptions(
-                device, dtype, load_in_8bit, load_in_4bit, local_files_only, trust_remote_code=trust_remote_code
-            )
-            system = load_system(model, revision=revision, options=options)
-        scored = {
-            path: score_dataset(
-                system, track(queries, description=dataset_name(path), console=problems, transient=True), titles=titles
-            )
-            for path, queries in sets.items()
-        }
-        tau, origin = _tau(threshold, system, list(scored.values()))
-        results = [summarise(dataset_name(path), queries, threshold=tau) for path, queries in scored.items()]
-        records = [result.as_dict() for result in results]
+        for name in model:
+            parse(name)  # a wrong name is said before the data are read
+        sets = read_sets(data, limit=limit)
+        logging.disable_progress_bar()
+        options = LoadOptions(
+            device, dtype, load_in_8bit, load_in_4bit, local_files_only, trust_remote_code=trust_remote_code
+        )
+        for name in dict.fromkeys(model):
+            with problems.status(f"Loading {name} ..."):
+                system = load_system(name, revision=revision, options=options)
+            scored = _scored(name, system, sets, titles)
+            measured.append(Measured(name, *_tau(threshold, system, list(scored.values())), scored))
+            if umap:
+                pictures += shift_pictures(name, system, sets, titles=titles)
+        records = [_records(found) for found in measured]
         if output is not None:
-            _write(output, json.dumps(records, indent=2) + "\n")
-    screen.print(evaluation_table(f"{model}, tau = {tau:.4g} ({origin})", records))
+            _write(output, json.dumps([row for rows in records for row in rows], indent=2) + "\n")
+        if report is not None:
+            with problems.status("Writing the report ..."):
+                write_report(report, measured, sets, titles=titles, pictures=pictures)
+            problems.print(f"Report: {report / 'index.html'}", soft_wrap=True)
+    for found, rows in zip(measured, records, strict=True):
+        screen.print(evaluation_table(f"{found.name}, tau = {found.threshold:.4g} ({found.origin})", rows))
+
+
+def _check_outputs(output: Path | None, report: Path | None, umap: bool) -> None:
+    """Fail now and not after the work, where something is missing or cannot be written."""
+    from .evaluation.metrics import ranking_metrics
+    from .evaluation.report import check_report
+
+    ranking_metrics([])
+    if report is not None:
+        check_report(report, umap=umap)
+    elif umap:
+        raise InputError("--umap draws into a report. Give --report DIR too.")
+    if output is not None:
+        _write(output, "")
+
+
+def _scored(
+    name: str, system: System, sets: Mapping[str, Sequence[LabelledQuery]], titles: bool
+) -> dict[str, list[ScoredQuery]]:
+    from .evaluation.evaluate import score_dataset
+
+    return {
+        label: score_dataset(
+            system, track(queries, description=f"{name}, {label}", console=problems, transient=True), titles=titles
+        )
+        for label, queries in sets.items()
+    }
+
+
+def _records(system: Measured) -> list[dict[str, str | int | float]]:
+    """Metrics of each set."""
+    from .evaluation.evaluate import summarise
+
+    return [
+        {"model": system.name, **summarise(label, queries, threshold=system.threshold).as_dict()}
+        for label, queries in system.scored.items()
+    ]
 
 
 def _number(text: str) -> float:

@@ -42,6 +42,18 @@ class Projection(nn.Module):
         """Whether B has a matrix for this backbone layer."""
         return layer in self._row
 
+    def projected(self, layer: int, shift: Tensor) -> Tensor:
+        """B[l, h] @ shift.
+
+        Args:
+            layer: Backbone layer, one of ``layers``.
+            shift: (N, H, T, D) fp32.
+
+        Returns:
+            (N, H, T, P).
+        """
+        return torch.einsum("hpd,nhtd->nhtp", self.weight[self._row[layer]], shift.float())
+
     def cosines(self, layer: int, shift: Tensor) -> Tensor:
         """Score terms of one layer: cos(B[l, h] @ shift, ones).
 
@@ -52,8 +64,7 @@ class Projection(nn.Module):
         Returns:
             (N, H, T) in [-1, 1]. Sum over H and over layers and average over T for the score.
         """
-        projected = torch.einsum("hpd,nhtd->nhtp", self.weight[self._row[layer]], shift.float())
-        return cosine_to_ones(projected)
+        return cosine_to_ones(self.projected(layer, shift))
 
     def forward(self, shift: Tensor) -> Tensor:
         """The paper's score of whole shift tensors.

@@ -89,12 +89,13 @@ def info_table(name: str, config: RSRankConfig) -> Table:
 
 
 def evaluation_table(title: str, records: Sequence[Mapping[str, str | int | float]]) -> Table:
-    """A row a dataset, a column a metric."""
+    """A row a dataset, a column a metric; the title names the model."""
     table = Table(title=Text(title), title_justify="left", padding=(0, 0, 0, 1))
     table.add_column("dataset", no_wrap=True)
-    for name in list(records[0])[1:]:
+    names = [name for name in records[0] if name not in ("model", "dataset")]
+    for name in names:
         table.add_column(name.replace("@query_best", "@query"), justify="right")
     for record in records:
-        values = [value if isinstance(value, int) else f"{value:.3f}" for value in list(record.values())[1:]]
+        values = [value if isinstance(value, int) else f"{value:.3f}" for value in map(record.__getitem__, names)]
         table.add_row(Text(str(record["dataset"])), *map(str, values))
     return table

@@ -110,7 +110,7 @@ def labelled(tmp_path):
     return [str(tmp_path / "first.set.jsonl"), str(tmp_path / "second.jsonl")]
 
 
-KEYS = ["dataset", "queries", "ndcg@5", "recall@5", "f1@tau", "f1@best", "tau_best", "f1@query_best"]
+KEYS = ["model", "dataset", "queries", "ndcg@5", "recall@5", "f1@tau", "f1@best", "tau_best", "f1@query_best"]
 
 
 def test_evaluate_writes_one_record_a_file_and_shows_the_same_table(artifact, labelled, tmp_path):
@@ -129,6 +129,31 @@ def test_evaluate_takes_baselines_and_the_best_threshold_over_all_files(labelled
     run("evaluate", "-m", "bm25", "--data", labelled[0], "--threshold", "shared", "--json", str(output))
     (record,) = json.loads(output.read_text(encoding="utf-8"))
     assert record["f1@tau"] == pytest.approx(record["f1@best"])  # one file: the shared threshold is its own
+
+
+def test_evaluate_takes_several_models_and_writes_one_report(artifact, labelled, tmp_path):
+    output, report = tmp_path / "metrics.json", tmp_path / "a" / "report"
+    models = ["-m", artifact, "-m", "bm25", "-m", "bm25"]
+    data = ["--data", labelled[0], "--data", labelled[1]]
+    said = run("evaluate", *models, *data, "--json", str(output), "--report", str(report)).stderr
+    records = json.loads(output.read_text(encoding="utf-8"))
+    assert [(record["model"], record["dataset"]) for record in records] == [
+        (model, name) for model in (artifact, "bm25") for name in ("first.set", "second")
+    ]
+    numbers = json.loads((report / "report.json").read_text(encoding="utf-8"))
+    assert [system["name"] for system in numbers["systems"]] == [artifact, "bm25"]
+    assert numbers["systems"][1]["sets"]["second"]["metrics"]["ndcg@5"]["mean"] == records[3]["ndcg@5"]
+    assert "index.html" in said
+    assert (report / "index.html").read_text(encoding="utf-8").startswith("<!DOCTYPE html>")
+
+
+def test_evaluate_says_before_the_work_that_its_report_cannot_be_written(labelled, tmp_path):
+    (tmp_path / "file").write_text("")
+    report = str(tmp_path / "file" / "report")
+    result = run("evaluate", "-m", "no such model", "--data", labelled[0], "--report", report, code=2)
+    assert "cannot be made" in " ".join(result.stderr.split())
+    result = run("evaluate", "-m", "no such model", "--data", labelled[0], "--umap", code=2)
+    assert "--report" in result.stderr
 
 
 def test_limit_takes_the_first_queries(labelled, tmp_path):

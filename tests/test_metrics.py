@@ -19,6 +19,7 @@ from rsrank_rag.evaluation.metrics import (
     best_threshold,
     f1_at,
     query_best_f1,
+    ranking_by_query,
     ranking_metrics,
 )
 from rsrank_rag.reranker import Reranker
@@ -73,6 +74,22 @@ def test_no_query_does_better_than_at_its_own_best_threshold(queries):
     assert all(query_best_f1(query) >= f1_at(query, threshold) - 1e-12 for query in queries)
 
 
+def test_the_best_threshold_moves_with_the_scores_even_where_all_or_nothing_is_best():
+    everything, nothing = ScoredQuery([0.2, 0.1], [True, True]), ScoredQuery([0.2, 0.1], [False, False])
+    assert best_threshold([everything]) == (pytest.approx(0.1), 1.0)
+    assert f1_at(everything, best_threshold([everything])[0]) == 1.0
+    assert best_threshold([nothing]) == (0.2, 1.0)
+    assert f1_at(nothing, 0.2) == 1.0
+
+
+@pytest.mark.parametrize("score", [math.nan, math.inf, -math.inf])
+def test_a_score_that_is_no_number_never_reaches_a_metric(score):
+    with pytest.raises(InputError, match="Document 1 scored"):
+        ScoredQuery([0.0, score], [True, False])
+    with pytest.raises(InputError, match="1 for 2"):
+        ScoredQuery([0.0], [True, False])
+
+
 def test_the_shared_threshold_counts_each_set_the_same_whatever_its_size():
     large = [ScoredQuery([0.0], [False])] * 9 + [ScoredQuery([1.0], [True])]
     small = [ScoredQuery([5.0, 0.5], [True, True])]
@@ -98,6 +115,14 @@ def test_equal_scores_rank_by_input_order():
 def test_every_query_counts_in_the_mean_of_the_ranking_metrics():
     found, lost = ScoredQuery([1.0], [True]), ScoredQuery([1.0], [False])
     assert ranking_metrics([found, lost])["ndcg@5"] == pytest.approx(1 / 2)
+
+
+def test_the_mean_of_the_ranking_metrics_is_over_its_queries_values():
+    queries = [MIXED, ScoredQuery([1.0], [False]), ScoredQuery([2.0, 1.0], [False, True])]
+    values = ranking_by_query(queries)
+    assert values["recall@5"] == [1.0, 0.0, 1.0]
+    assert values["ndcg@5"][2] == pytest.approx(1 / math.log2(3))
+    assert ranking_metrics(queries)["ndcg@5"] == pytest.approx(math.fsum(values["ndcg@5"]) / 3)
 
 
 def test_missing_ir_measures_is_an_error_with_the_pip_command(monkeypatch):
@@ -159,7 +184,22 @@ class Length(Reranker):
 def test_a_reranker_is_scored_on_the_titled_texts_of_every_query(tmp_path):
     (tmp_path / "a.jsonl").write_text(json.dumps(LINE), encoding="utf-8")
     queries = read_labelled(tmp_path / "a.jsonl")
-    assert score_dataset(Length(), queries) == [ScoredQuery([9.0], [True])]
+    (found,) = score_dataset(Length(), queries)
+    assert found == ScoredQuery([9.0], [True])
+    assert 0 < found.seconds < 1
+
+
+class Broken(Reranker):
+    """Gives no number."""
+
+    def score(self, query, documents):
+        return [math.nan] * len(documents)
+
+
+def test_a_reranker_that_gives_no_number_is_an_error_that_names_the_query(tmp_path):
+    (tmp_path / "a.jsonl").write_text(json.dumps(LINE), encoding="utf-8")
+    with pytest.raises(InputError, match="Query 'q': Document 0 scored nan"):
+        score_dataset(Broken(), read_labelled(tmp_path / "a.jsonl"))
 
 
 def test_bm25_equals_okapi_by_hand():

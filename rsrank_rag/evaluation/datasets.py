@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+from collections.abc import Iterable
 from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, StrictBool, ValidationError
@@ -44,6 +45,24 @@ def dataset_name(path: str | Path) -> str:
     'hotpotqa.sentence'
     """
     return Path(path).name.removesuffix(".gz").removesuffix(".jsonl")
+
+
+def read_sets(paths: Iterable[str | Path], *, limit: int | None = None) -> dict[str, list[LabelledQuery]]:
+    """Read several files: name -> queries. Files that share a name go by their paths; one given twice is read once.
+
+    Args:
+        paths: ``.jsonl`` or ``.jsonl.gz`` files.
+        limit: Only the first queries of each file.
+
+    Raises:
+        InputError: As `read_labelled`.
+    """
+    files = list(dict.fromkeys(map(Path, paths)))
+    names = [dataset_name(path) for path in files]
+    return {
+        name if names.count(name) == 1 else str(path): read_labelled(path)[:limit]
+        for name, path in zip(names, files, strict=True)
+    }
 
 
 def read_labelled(path: str | Path) -> list[LabelledQuery]:

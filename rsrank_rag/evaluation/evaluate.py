@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from ..errors import InputError
 from ..reranker import Reranker
 from .datasets import LabelledQuery
 from .metrics import ScoredQuery, best_threshold, f1_at, query_best_f1, ranking_metrics
@@ -64,20 +66,30 @@ System = Reranker | LabelledScorer
 
 
 def score_dataset(system: System, queries: Iterable[LabelledQuery], *, titles: bool = True) -> list[ScoredQuery]:
-    """Score every query's documents.
+    """Score every query's documents, one query after another, and take the time each needs.
 
     Args:
         system: Any reranker, or a scorer that knows the labels.
         queries: Labelled queries.
         titles: Put a document's title, if it has one, in front of its text.
+
+    Raises:
+        InputError: A score is not finite; the query is named.
     """
+    return [_scored(system, query, titles) for query in queries]
 
-    def scores(query: LabelledQuery) -> list[float]:
-        if isinstance(system, Reranker):
-            return system.score(query.query, [document.content(titles=titles) for document in query.documents])
-        return system.score_labelled(query, titles=titles)
 
-    return [ScoredQuery(scores(query), [document.relevant for document in query.documents]) for query in queries]
+def _scored(system: System, query: LabelledQuery, titles: bool) -> ScoredQuery:
+    started = time.perf_counter()
+    if isinstance(system, Reranker):
+        scores = system.score(query.query, [document.content(titles=titles) for document in query.documents])
+    else:
+        scores = system.score_labelled(query, titles=titles)
+    seconds = time.perf_counter() - started
+    try:
+        return ScoredQuery(scores, [document.relevant for document in query.documents], seconds)
+    except InputError as error:
+        raise InputError(f"Query {query.id!r}: {error}") from None
 
 
 def summarise(dataset: str, scored: Sequence[ScoredQuery], *, threshold: float = 0.0) -> Evaluation:

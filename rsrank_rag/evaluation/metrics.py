@@ -1,24 +1,45 @@
 """Ranking quality (through ir-measures) and selection quality (F1 of what a threshold keeps).
 
 Per query first, then the mean over all queries: a query for which nothing relevant was kept counts 0.
-A document is kept when its score is above the threshold.
+A document is kept when its score is above the threshold. Equal scores rank by input order.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-from ..errors import MissingDependencyError
+from ..errors import InputError, MissingDependencyError
 
 
 @dataclass(frozen=True, slots=True)
 class ScoredQuery:
-    """Scores and labels of one query's documents, in input order."""
+    """Scores and labels of one query's documents, in input order.
+
+    Attributes:
+        scores: Finite numbers.
+        relevant: As many labels.
+        seconds: How long the scoring took; None where it was not measured.
+
+    Raises:
+        InputError: A score is not finite, so it could be neither ranked nor compared; or there is not one a label.
+    """
 
     scores: Sequence[float]
     relevant: Sequence[bool]
+    seconds: float | None = field(default=None, compare=False)
+
+    def __post_init__(self) -> None:
+        if len(self.scores) != len(self.relevant):
+            raise InputError(f"A query needs a score a document, got {len(self.scores)} for {len(self.relevant)}.")
+        for number, score in enumerate(self.scores):
+            if not math.isfinite(score):
+                raise InputError(f"Document {number} scored {score}, which can be neither ranked nor measured.")
+
+    def order(self) -> list[int]:
+        """Positions of the documents, best first."""
+        return sorted(range(len(self.scores)), key=lambda i: -self.scores[i])
 
 
 def f1(kept_relevant: int, kept: int, relevant: int) -> float:
@@ -46,7 +67,9 @@ def best_threshold(queries: Sequence[ScoredQuery], weights: Sequence[float] | No
         weights: Weight of each query in the mean; None weighs all the same.
 
     Returns:
-        The threshold (halfway between the last score kept and the first one not) and the mean F1 there.
+        The threshold and the mean F1 there. The threshold lies halfway between the last score kept and the first one
+        not; on the highest score where nothing is best kept, and a hair below the lowest where everything is, so that
+        it scales and moves with the scores. Of several equally good ones it is the highest.
 
     >>> best_threshold([ScoredQuery([3.0, 1.0], [True, False]), ScoredQuery([2.0, 0.0], [True, False])])
     (1.5, 1.0)
@@ -62,14 +85,14 @@ def best_threshold(queries: Sequence[ScoredQuery], weights: Sequence[float] | No
     weights = [1.0] * len(queries) if weights is None else weights
     values = [f1(0, 0, count) * weight for count, weight in zip(relevant, weights, strict=True)]
     total = math.fsum(values)
-    best_total, best = total, documents[0][0] + 1.0 if documents else 0.0
+    best_total, best = total, documents[0][0] if documents else 0.0
     for position, (score, label, row) in enumerate(documents):
         kept[row] += 1
         hits[row] += label
         value = f1(hits[row], kept[row], relevant[row]) * weights[row]
         total += value - values[row]
         values[row] = value
-        following = documents[position + 1][0] if position + 1 < len(documents) else score - 2.0
+        following = documents[position + 1][0] if position + 1 < len(documents) else math.nextafter(score, -math.inf)
         if following < score and total > best_total + 1e-12:
             middle = (score + following) / 2
             best_total, best = total, middle if middle < score else following
@@ -82,7 +105,16 @@ def query_best_f1(query: ScoredQuery) -> float:
 
 
 def ranking_metrics(queries: Sequence[ScoredQuery]) -> dict[str, float]:
-    """Mean nDCG@5 and Recall@5 by ir-measures. Equal scores rank by input order.
+    """Mean nDCG@5 and Recall@5 by ir-measures.
+
+    Raises:
+        MissingDependencyError: ir-measures is not installed.
+    """
+    return {name: math.fsum(values) / max(len(values), 1) for name, values in ranking_by_query(queries).items()}
+
+
+def ranking_by_query(queries: Sequence[ScoredQuery]) -> dict[str, list[float]]:
+    """nDCG@5 and Recall@5 of each query by ir-measures; 0 for a query without relevant documents.
 
     Raises:
         MissingDependencyError: ir-measures is not installed.
@@ -96,11 +128,11 @@ def ranking_metrics(queries: Sequence[ScoredQuery]) -> dict[str, float]:
         ) from None
     qrels, run = {}, {}
     for number, query in enumerate(queries):
-        order = sorted(range(len(query.scores)), key=lambda i: -query.scores[i])
+        order = query.order()
         run[str(number)] = {str(i): float(len(order) - rank) for rank, i in enumerate(order)}
         qrels[str(number)] = {str(i): int(label) for i, label in enumerate(query.relevant)}
     found = {(m.query_id, str(m.measure)): m.value for m in ir_measures.iter_calc([nDCG @ 5, R @ 5], qrels, run)}
     return {
-        name: math.fsum(found.get((key, measure), 0.0) for key in qrels) / max(len(queries), 1)
+        name: [float(found.get((key, measure), 0.0)) for key in qrels]
         for name, measure in (("ndcg@5", "nDCG@5"), ("recall@5", "R@5"))
     }

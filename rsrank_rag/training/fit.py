@@ -23,7 +23,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from ..batching import is_out_of_memory
-from ..errors import MissingDependencyError, TrainingError
+from ..errors import TrainingError
 from ..evaluation.metrics import ScoredQuery, f1_at
 from ..loading import has_fast_bfloat16
 from ..projection import Projection
@@ -468,27 +468,3 @@ def split(count: int, share: float, seed: int = 0) -> tuple[list[int], list[int]
     random.Random(f"split-{seed}").shuffle(order)
     held = min(max(1, round(count * share)), count - 1)
     return sorted(order[held:]), sorted(order[:held])
-
-
-def plot_curves(history: Sequence[Epoch], path: str | Path) -> None:
-    """Draw loss terms and validation F1 over the epochs.
-
-    Raises:
-        MissingDependencyError: matplotlib is not installed.
-    """
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise MissingDependencyError("Curves need matplotlib. Install with: pip install 'rsrank-rag[plots]'") from None
-    figure = Figure(figsize=(8, 3.5), layout="constrained")
-    left, right = figure.subplots(1, 2)
-    epochs = [row.epoch for row in history]
-    for name in ("loss", "calibration", "margin", "orthogonality", "alignment", "frobenius"):
-        left.plot(epochs, [getattr(row, name) for row in history], label=name, linewidth=2 if name == "loss" else 1)
-    left.set(xlabel="epoch", title="training loss and its terms (unweighted)")
-    left.legend(fontsize=8)
-    best = max(history, key=lambda row: (row.validation_f1, -row.epoch))
-    right.plot(epochs, [row.validation_f1 for row in history], color="tab:blue")
-    right.plot([best.epoch], [best.validation_f1], "o", color="tab:blue")
-    right.set(xlabel="epoch", title=f"validation F1 at zero (best: {best.validation_f1:.3f}, epoch {best.epoch})")
-    figure.savefig(path, dpi=150)

@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
@@ -30,6 +30,7 @@ from ..backbone import Backbone
 from ..batching import token_budget_for
 from ..config import BackboneSpec, Histogram, NullPrefix, RSRankConfig, Signal, TrainingRecord
 from ..errors import BackboneError, InputError, TrainingError
+from ..evaluation import plots
 from ..evaluation.datasets import LabelledQuery, dataset_name, read_labelled
 from ..evaluation.evaluate import score_dataset, summarise
 from ..evaluation.metrics import ScoredQuery, f1_at, ranking_metrics
@@ -41,7 +42,10 @@ from ..rsrank import INSIDE, RSRank
 from ..template import PromptTokenizer, Template
 from .closed_form import Method, closed_form
 from .features import FeatureExtractor, FeatureSource, FeatureStore, Plan, digest, spec_for, subsample
-from .fit import Epoch, FitOptions, Resident, Subset, fit, plot_curves, scored, split
+from .fit import Epoch, FitOptions, Fitted, Resident, Subset, fit, scored, split
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -402,6 +406,7 @@ class Kitchen:
         self.output.mkdir(parents=True, exist_ok=True)
         if self.samples:
             _dump(self.output / "samples.json", self.samples)
+            self._draw(lambda: _sample_curves(self.samples), "samples")
         self.validation = scored(Subset(features, held), projection, device=recipe.model.device)
         self.sources = spec.sources
         config = RSRankConfig(
@@ -534,13 +539,16 @@ class Kitchen:
                 on_epoch=show,
             )
         self.history = fitted.history
-        if importlib.util.find_spec("matplotlib") is not None:
-            plot_curves(fitted.history, self.output / "curves.png")
+        self._draw(lambda: _curves(fitted), "curves")
         self.say(
             f"B of epoch {fitted.best.epoch} of {len(fitted.history)}: F1 at zero {fitted.best.validation_f1:.3f} on "
             f"{len(held)} validation queries."
         )
         return fitted.projection
+
+    def _draw(self, figure: Callable[[], Figure], name: str) -> None:
+        if importlib.util.find_spec("matplotlib") is not None:
+            plots.save(figure(), self.output / name)
 
     def _samples(
         self, features: FeatureSource, train: list[int], held: list[int], layers: tuple[int, ...]
@@ -622,6 +630,21 @@ def histogram_of(queries: Sequence[ScoredQuery], bins: int = 20) -> Histogram:
         relevant=tuple(counts[True]),
         irrelevant=tuple(counts[False]),
     )
+
+
+def _curves(fitted: Fitted) -> Figure:
+    names = ("loss", "calibration", "margin", "orthogonality", "alignment", "frobenius")
+    return plots.learning_curves(
+        [row.epoch for row in fitted.history],
+        {name: [getattr(row, name) for row in fitted.history] for name in names},
+        [row.validation_f1 for row in fitted.history],
+        fitted.best.epoch,
+    )
+
+
+def _sample_curves(rows: Sequence[dict[str, float]]) -> Figure:
+    curves = {"Recall@5": [row["recall@5"] for row in rows], "F1 at zero": [row["f1@0"] for row in rows]}
+    return plots.sample_efficiency([int(row["samples"]) for row in rows], curves)
 
 
 def _mean_f1(found: Sequence[ScoredQuery]) -> float:

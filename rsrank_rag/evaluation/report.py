@@ -1,0 +1,350 @@
+"""The report of ``rsrank evaluate --report``: one HTML page that needs nothing else, the figures, and the numbers."""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ..errors import InputError, MissingDependencyError
+from . import plots
+from .comparison import METRICS, Comparison, Measured, QueryLabels, QueryResult, SetResult, SystemResult, compare
+from .datasets import LabelledQuery
+from .metrics import ranking_metrics
+from .statistics import scipy_stats
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+WORST = 3
+"""Queries shown of each set and system for each of the two reasons."""
+
+TEXT_LENGTH = 400
+"""Characters of a document that are shown."""
+
+TITLES = {
+    "ndcg@5": "nDCG@5",
+    "recall@5": "Recall@5",
+    "f1@tau": "F1 at the threshold",
+    "f1@best": "F1 at the set's best threshold",
+    "f1@query_best": "F1 at each query's best threshold",
+}
+
+
+@dataclass(frozen=True)
+class Picture:
+    """A figure on the page.
+
+    Attributes:
+        section: Where it stands: "thresholds", "gaps", "selection", "scores", "latency" or "shifts".
+        name: Of its files, without a suffix.
+        caption: What it shows; also its text for those who cannot see it.
+        figure: It.
+    """
+
+    section: str
+    name: str
+    caption: str
+    figure: Figure
+
+
+def check_report(folder: str | Path, *, umap: bool = False) -> None:
+    """Say before the work that the report could not be written after it.
+
+    Args:
+        folder: Of the report.
+        umap: Whether `shift_pictures` will be asked for.
+
+    Raises:
+        InputError: The folder cannot be made.
+        MissingDependencyError: ir-measures, scipy, matplotlib, jinja2 or umap-learn is not installed.
+    """
+    ranking_metrics([])
+    scipy_stats()
+    plots.check()
+    _template()
+    if umap:
+        from .shifts import load_umap
+
+        load_umap()
+    try:
+        Path(folder).mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InputError(f"The report's folder {folder} cannot be made: {error}") from error
+
+
+def write_report(
+    folder: str | Path,
+    systems: Sequence[Measured],
+    sets: Mapping[str, Sequence[LabelledQuery]],
+    *,
+    titles: bool = True,
+    pictures: Sequence[Picture] = (),
+    seed: int = 0,
+) -> Comparison:
+    """Compare systems and write ``index.html``, ``report.json`` and ``figures/*.png`` and ``*.svg``.
+
+    Args:
+        folder: Where to; made if need be.
+        systems: Their scores.
+        sets: The labelled queries that were scored.
+        titles: Show a document's title, if it has one, in front of its text: as it was scored.
+        pictures: More figures, such as shifts before and after B.
+        seed: Of the confidence intervals.
+
+    Returns:
+        What report.json holds.
+
+    Raises:
+        InputError: The folder cannot be written.
+        MissingDependencyError: ir-measures, scipy, matplotlib or jinja2 is not installed.
+    """
+    found = compare(systems, sets, seed=seed)
+    folder = Path(folder)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "report.json").write_text(found.model_dump_json(indent=1) + "\n", encoding="utf-8")
+        drawn = [
+            (picture, plots.save(picture.figure, folder / "figures" / picture.name)[1])
+            for picture in [*figures_of(found), *pictures]
+        ]
+        (folder / "index.html").write_text(page(found, sets, drawn, titles=titles), encoding="utf-8")
+    except OSError as error:
+        raise InputError(f"The report could not be written to {folder}: {error}") from error
+    return found
+
+
+def figures_of(found: Comparison) -> Iterator[Picture]:
+    """All figures that need nothing but scores and labels."""
+    systems = found.systems
+    sets = list(found.labels)
+    for number, system in enumerate(systems):
+        yield Picture(
+            "thresholds",
+            f"score-range-{number}",
+            f"{system.name}: the range of scores of each set and the threshold with the highest mean F1, normalised "
+            "over all sets.",
+            plots.score_ranges(
+                {name: result.score_range for name, result in system.sets.items()},
+                {name: result.tau_best_normalised for name, result in system.sets.items()},
+                system.threshold_normalised,
+                title=f"{system.name}: bias {system.bias:.3f}, variance {system.variance:.4f}",
+            ),
+        )
+    yield Picture(
+        "gaps",
+        "f1-gap",
+        "Share of queries whose F1 at the set's best threshold falls short of their own best by more than x.",
+        plots.f1_gap_curves(
+            {s: {system.name: [q.gap for q in system.sets[s].queries] for system in systems} for s in sets}
+        ),
+    )
+    yield Picture(
+        "gaps",
+        "headroom",
+        "Mean F1 at each set's best threshold, what each query's own best threshold would add (in points), and the F1 "
+        "at the natural threshold.",
+        plots.headroom_bars({system.name: {s: _headroom(system.sets[s]) for s in sets} for system in systems}),
+    )
+    for number, system in enumerate(systems):
+        yield Picture(
+            "selection",
+            f"selection-{number}",
+            f"{system.name}: mean F1 by documents kept, of the best k of each query and of one threshold for all "
+            "queries that keeps as many.",
+            plots.selection_curves({s: _budgets(system.sets[s]) for s in sets}, title=system.name),
+        )
+        yield Picture(
+            "scores",
+            f"scores-{number}",
+            f"{system.name}: scores of relevant and of irrelevant documents.",
+            plots.score_histograms(
+                {s: _by_label(found.labels[s], system.sets[s].queries) for s in sets},
+                system.threshold,
+                title=system.name,
+            ),
+        )
+    timed = {system.name: _cost(system) for system in systems if system.latency is not None}
+    if timed:
+        yield Picture(
+            "latency",
+            "latency",
+            "Median time a query and F1 at the threshold (mean over sets, with its confidence interval).",
+            plots.quality_against_latency(timed, quality="F1 at the threshold, mean over sets"),
+        )
+
+
+def _headroom(result: SetResult) -> tuple[float, float, float]:
+    tau, best, own = (result.metrics[name].mean for name in ("f1@tau", "f1@best", "f1@query_best"))
+    return tau, best, own
+
+
+def _budgets(result: SetResult) -> tuple[list[float], list[float], list[float], tuple[float, float]]:
+    rows, natural = result.selection.budgets, result.selection.natural
+    return (
+        [row.top_k.kept for row in rows],
+        [row.top_k.f1.mean for row in rows],
+        [row.threshold.f1.mean for row in rows],
+        (natural.kept, natural.f1.mean),
+    )
+
+
+def _by_label(labels: Sequence[QueryLabels], queries: Sequence[QueryResult]) -> tuple[list[float], list[float]]:
+    """Scores of the relevant, and of the irrelevant documents."""
+    pairs = [
+        pair
+        for label, query in zip(labels, queries, strict=True)
+        for pair in zip(query.scores, label.relevant, strict=True)
+    ]
+    return [score for score, relevant in pairs if relevant], [score for score, relevant in pairs if not relevant]
+
+
+def _cost(system: SystemResult) -> tuple[float, float, tuple[float, float] | None]:
+    quality = system.metrics["f1@tau"]
+    assert system.latency is not None
+    interval = None if quality.low is None or quality.high is None else (quality.low, quality.high)
+    return system.latency.median, quality.mean, interval
+
+
+def shift_pictures(
+    name: str,
+    system: object,
+    sets: Mapping[str, Sequence[LabelledQuery]],
+    *,
+    titles: bool = True,
+    queries: int = 100,
+) -> list[Picture]:
+    """Shifts before and after B for `write_report`, one figure a set.
+
+    None for a system that is no `RSRank`, nor for a set of fewer documents than UMAP can lay out.
+
+    Args:
+        name: Of the system.
+        system: It.
+        sets: Labelled queries.
+        titles: Put a document's title, if it has one, in front of its text.
+        queries: Only the first ones of each set.
+
+    Raises:
+        MissingDependencyError: matplotlib or umap-learn is not installed.
+    """
+    from ..rsrank import RSRank
+    from .shifts import FEWEST, shift_vectors, umap_plane
+
+    if not isinstance(system, RSRank):
+        return []
+    pictures = []
+    for number, (label, labelled) in enumerate(sets.items()):
+        vectors = shift_vectors(system, labelled[:queries], titles=titles)
+        if len(vectors.relevant) < FEWEST:
+            continue
+        figure = plots.shift_map(
+            umap_plane(vectors.before), umap_plane(vectors.after), vectors.relevant, title=f"{name}, {label}"
+        )
+        caption = f"{name}, {label}: documents by their shifts (UMAP), before and after B."
+        stem = "".join(letter if letter.isalnum() else "-" for letter in name)
+        pictures.append(Picture("shifts", f"shifts-{stem}-{number}", caption, figure))
+    return pictures
+
+
+def page(
+    found: Comparison,
+    sets: Mapping[str, Sequence[LabelledQuery]],
+    drawn: Sequence[tuple[Picture, Path]] = (),
+    *,
+    titles: bool = True,
+) -> str:
+    """The report as one HTML page with its figures inside; every text from elsewhere is escaped (jinja2).
+
+    Args:
+        found: The numbers.
+        sets: The labelled queries, for their texts.
+        drawn: Figures with their SVG files.
+        titles: Show a document's title in front of its text.
+
+    Raises:
+        MissingDependencyError: jinja2 is not installed.
+    """
+    pictures: dict[str, list[dict[str, str]]] = {}
+    for picture, svg in drawn:
+        data = base64.b64encode(svg.read_bytes()).decode()
+        pictures.setdefault(picture.section, []).append({"caption": picture.caption, "data": data})
+    text: str = _template().render(
+        found=found,
+        metrics=METRICS,
+        names=TITLES,
+        sets=sets,
+        pictures=pictures,
+        worst=[
+            (system, name, [_shown(sets[name][row], system, name, row, why, titles) for row, why in chosen.items()])
+            for system in found.systems
+            for name, chosen in ((name, worst_queries(system.sets[name].queries)) for name in sets)
+        ],
+    )
+    return text
+
+
+def worst_queries(queries: Sequence[QueryResult], count: int = WORST) -> dict[int, str]:
+    """Rows of the queries with the lowest F1 at the threshold, then of those with the largest gap, and the reason.
+
+    Queries with a perfect F1, or without a gap, are not among them. Of equal ones the first are taken.
+    """
+    rows = range(len(queries))
+    lowest = sorted(rows, key=lambda row: queries[row].metrics["f1@tau"])[:count]
+    widest = sorted(rows, key=lambda row: -queries[row].gap)[:count]
+    chosen = {row: "lowest F1 at the threshold" for row in lowest if queries[row].metrics["f1@tau"] < 1}
+    for row in widest:
+        if queries[row].gap > 1e-9:
+            chosen[row] = f"{chosen[row]}, largest gap" if row in chosen else "largest gap"
+    return chosen
+
+
+def _shown(
+    query: LabelledQuery, system: SystemResult, name: str, row: int, reason: str, titles: bool
+) -> dict[str, Any]:
+    """A query with its documents, best first, as the page shows it."""
+    result = system.sets[name].queries[row]
+    order = sorted(range(len(result.scores)), key=lambda i: -result.scores[i])
+    documents = [
+        {
+            "rank": rank,
+            "id": query.documents[i].id,
+            "text": _cut(query.documents[i].content(titles=titles)),
+            "relevant": query.documents[i].relevant,
+            "score": result.scores[i],
+            "kept": result.scores[i] > system.threshold,
+        }
+        for rank, i in enumerate(order, start=1)
+    ]
+    kept = [document for document in documents if document["kept"]]
+    return {
+        "query": query,
+        "reason": reason,
+        "result": result,
+        "kept": kept,
+        "dropped": documents[len(kept) :],
+    }
+
+
+def _cut(text: str) -> str:
+    text = " ".join(text.split())
+    return text if len(text) <= TEXT_LENGTH else f"{text[: TEXT_LENGTH - 1]}…"
+
+
+def _template() -> Any:
+    try:
+        from jinja2 import Environment, PackageLoader, StrictUndefined
+    except ImportError:
+        raise MissingDependencyError(
+            "The report needs jinja2. Install with: pip install 'rsrank-rag[eval,plots]'"
+        ) from None
+    environment = Environment(
+        loader=PackageLoader(__package__, "templates"),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    return environment.get_template("report.html")

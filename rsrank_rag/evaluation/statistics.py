@@ -1,0 +1,136 @@
+"""How sure a mean or a difference is: bootstrap intervals and the paired t-test (scipy), over queries."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+from pydantic import BaseModel, ConfigDict
+
+from ..errors import MissingDependencyError
+
+LEVEL = 0.95
+"""Confidence level of the intervals."""
+
+RESAMPLES = 2000
+"""Bootstrap samples."""
+
+_AT_ONCE = 1_000_000  # numbers drawn at a time, so that memory does not grow with the number of queries
+
+
+class Estimate(BaseModel):
+    """A mean and its bootstrap confidence interval; no interval (None) with fewer than two queries in a set."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+    mean: float
+    low: float | None
+    high: float | None
+
+
+class PairedTest(BaseModel):
+    """A paired t-test.
+
+    Attributes:
+        difference: Mean of first minus second.
+        t: The statistic; None where it is not defined: fewer than two pairs, or all differ by the same amount.
+        p: Two-sided; None with fewer than two pairs, 1 where no pair differs, 0 where all differ by the same amount.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+    difference: float
+    t: float | None
+    p: float | None
+
+
+def estimate_mean(
+    *samples: Sequence[float], level: float = LEVEL, resamples: int = RESAMPLES, seed: int = 0
+) -> Estimate:
+    """Mean of the samples' means with its percentile bootstrap interval.
+
+    With one sample that is the mean over queries. With several it is the mean over sets, each counting the same
+    whatever its size, and each resampled by itself.
+
+    Args:
+        samples: One number a query; for the paired difference of two systems, the differences.
+        level: Confidence level.
+        resamples: Bootstrap samples.
+        seed: Of the resampling: the same numbers give the same interval.
+
+    Raises:
+        MissingDependencyError: scipy is not installed.
+        ValueError: A sample is empty, or there is none.
+    """
+    if not samples or not all(samples):
+        raise ValueError("estimate_mean needs samples with numbers in them.")
+    mean = math.fsum(math.fsum(sample) / len(sample) for sample in samples) / len(samples)
+    if min(map(len, samples)) < 2:
+        return Estimate(mean=mean, low=None, high=None)
+
+    def mean_of_means(*drawn: Any, axis: int) -> Any:
+        return sum(sample.mean(axis=axis) for sample in drawn) / len(drawn)
+
+    interval = (
+        scipy_stats()
+        .bootstrap(
+            [np.asarray(sample, dtype=float) for sample in samples],
+            mean_of_means,
+            n_resamples=resamples,
+            batch=max(1, _AT_ONCE // max(map(len, samples))),
+            confidence_level=level,
+            method="percentile",  # BCa, the default, has no answer where a metric is the same for all queries
+            rng=np.random.default_rng(seed),
+        )
+        .confidence_interval
+    )
+    # Of equal numbers the resampled means differ from the mean by rounding.
+    return Estimate(mean=mean, low=min(float(interval.low), mean), high=max(float(interval.high), mean))
+
+
+def paired_differences(first: Sequence[float], second: Sequence[float]) -> list[float]:
+    """First minus second, query by query.
+
+    Raises:
+        ValueError: They differ in length, so they are not pairs.
+    """
+    return [a - b for a, b in zip(first, second, strict=True)]
+
+
+def paired_t_test(first: Sequence[float], second: Sequence[float]) -> PairedTest:
+    """Paired t-test, such as the paper's Table 1: each query's best F1 against its F1 at the set's best threshold.
+
+    Args:
+        first: One number a query.
+        second: The same queries under the other condition.
+
+    Raises:
+        MissingDependencyError: scipy is not installed.
+        ValueError: They differ in length.
+    """
+    differences = paired_differences(first, second)
+    mean = math.fsum(differences) / max(len(differences), 1)
+    if len(differences) < 2:
+        return PairedTest(difference=mean, t=None, p=None)
+    if max(differences) - min(differences) < 1e-12:
+        same = abs(mean) < 1e-12
+        return PairedTest(difference=mean, t=0.0 if same else None, p=1.0 if same else 0.0)
+    found = scipy_stats().ttest_rel(first, second)
+    return PairedTest(difference=mean, t=float(found.statistic), p=float(found.pvalue))
+
+
+def scipy_stats() -> Any:
+    """The library.
+
+    Raises:
+        MissingDependencyError: scipy is not installed.
+    """
+    try:
+        from scipy import stats
+    except ImportError:
+        raise MissingDependencyError(
+            "Intervals and tests need scipy. Install with: pip install 'rsrank-rag[eval]'"
+        ) from None
+    return stats

@@ -1,0 +1,178 @@
+"""Every figure is drawn from plain numbers, and what it shows are those numbers."""
+
+import sys
+
+import numpy as np
+import pytest
+
+from rsrank_rag.errors import MissingDependencyError
+
+pytest.importorskip("matplotlib")
+
+from matplotlib.colors import to_hex
+
+from rsrank_rag.evaluation import plots
+
+SETS = ["first", "second", "third", "fourth"]
+
+
+def legend(figure):
+    return {text.get_text() for found in figure.legends for text in found.get_texts()}
+
+
+def titles(figure):
+    return [axes.get_title(loc="left") for axes in figure.axes]
+
+
+def draw_everything(figure):
+    figure.canvas.draw()  # layout and fonts may fail only here
+    return figure
+
+
+def test_score_ranges_show_each_sets_range_and_best_threshold():
+    ranges = {name: (0.1 * i, 0.5 + 0.1 * i) for i, name in enumerate(SETS)}
+    best = {name: 0.3 + 0.1 * i for i, name in enumerate(SETS)}
+    figure = draw_everything(plots.score_ranges(ranges, best, 0.4, title="mini"))
+    (axes,) = figure.axes
+    ends = [end for bar in axes.patches for end in (bar.get_x(), bar.get_x() + bar.get_width())]
+    assert ends == pytest.approx([end for pair in ranges.values() for end in pair])
+    natural, dots = axes.lines
+    assert list(natural.get_xdata()) == [0.4, 0.4]
+    assert list(dots.get_xdata()) == list(best.values())
+    assert [label.get_text() for label in axes.get_yticklabels()] == SETS
+    assert (axes.get_xlabel(), titles(figure)) == ("score, normalised over all sets", ["mini"])
+    assert legend(figure) == {"scores", "natural threshold", "best threshold"}
+
+
+def test_a_natural_threshold_outside_of_all_scores_is_still_on_the_figure():
+    (axes,) = plots.score_ranges({"a": (0.0, 1.0)}, {"a": 0.5}, 1.4).axes
+    assert axes.get_xlim()[1] > 1.4
+
+
+def test_f1_gap_curves_give_the_share_of_queries_above_each_gap():
+    gaps = {"mini": [0.0, 0.2, 0.2, 0.5], "bm25": [0.1] * 4}
+    figure = draw_everything(plots.f1_gap_curves(dict.fromkeys(SETS, gaps)))
+    assert titles(figure) == SETS
+    line = figure.axes[0].lines[0]
+    shares = dict(zip(line.get_xdata(), line.get_ydata(), strict=True))  # of equal x the last one counts: steps "post"
+    assert shares == {0.0: 0.75, 0.2: 0.25, 0.5: 0.0, 1.0: 0.0}
+    assert legend(figure) == {"mini", "bm25"}
+    assert figure.axes[3].get_xlabel() == "F1 below the query's best by more"
+    assert figure.axes[0].get_ylabel() == figure.axes[3].get_ylabel() == "share of queries"
+
+
+def test_headroom_bars_stack_what_calibration_would_add_on_what_there_is():
+    values = {name: (0.3, 0.5, 0.5 + 0.1 * i) for i, name in enumerate(SETS)}
+    figure = draw_everything(plots.headroom_bars({"mini": values, "bm25": values, "other": values}))
+    assert titles(figure) == ["mini", "bm25", "other"]
+    axes = figure.axes[0]
+    bars = [bar.get_height() for bar in axes.patches]
+    assert bars == pytest.approx([0.5] * 4 + [0.0, 0.1, 0.2, 0.3])
+    assert [bar.get_y() for bar in axes.patches] == pytest.approx([0.0] * 4 + [0.5] * 4)
+    assert list(axes.lines[0].get_ydata()) == [0.3] * 4
+    assert [text.get_text() for text in axes.texts] == ["+0", "+10", "+20", "+30"]
+    assert axes.get_ylabel() == "mean F1"
+
+
+def test_score_histograms_count_every_document_of_its_class():
+    rng = np.random.default_rng(0)
+    pair = (list(rng.normal(3, 1, 20)), list(rng.normal(-3, 1, 300)))
+    figure = draw_everything(plots.score_histograms({"a": pair, "none": ([], [0.5])}, 0.0, title="mini", bins=10))
+    areas, lines = figure.axes[0].patches[::2], figure.axes[0].patches[1::2]
+    assert len(areas) == len(lines) == 2
+    for patch, scores in zip(lines, pair[::-1], strict=True):
+        values, edges, _ = patch.get_data()
+        assert values.sum() == pytest.approx(1.0)
+        assert list(values) == pytest.approx(list(np.histogram(scores, edges)[0] / len(scores)))
+    assert legend(figure) == {"relevant", "irrelevant", "threshold"}
+    assert figure.get_suptitle() == "mini"
+
+
+def test_selection_curves_show_both_ways_to_spend_a_budget():
+    ks = list(range(1, 11))
+    panel = (ks, [0.5] * 10, [0.6] * 10, (2.5, 0.7))
+    figure = draw_everything(plots.selection_curves(dict.fromkeys(SETS[:2], panel), title="mini"))
+    threshold, top, star = figure.axes[0].lines
+    assert (list(threshold.get_ydata()), list(top.get_ydata())) == ([0.6] * 10, [0.5] * 10)
+    assert (list(star.get_xdata()), list(star.get_ydata())) == ([2.5], [0.7])
+    assert legend(figure) == {"one threshold, same budget", "top-k", "natural threshold"}
+
+
+def test_quality_against_latency_has_a_point_and_an_interval_a_system():
+    figure = draw_everything(
+        plots.quality_against_latency({"mini": (0.05, 0.6, (0.5, 0.7)), "bm25": (0.002, 0.4, None)})
+    )
+    (axes,) = figure.axes
+    points = [container.lines[0] for container in axes.containers]
+    assert [list(point.get_xdata()) for point in points] == [[50.0], [2.0]]
+    assert [list(point.get_ydata()) for point in points] == [[0.6], [0.4]]
+    (segment,) = axes.containers[0].lines[2][0].get_segments()
+    assert [y for _, y in segment] == pytest.approx([0.5, 0.7])
+    assert axes.get_xscale() == "log"
+    assert legend(figure) == {"mini", "bm25"}
+
+
+def test_learning_curves_mark_the_chosen_epoch():
+    figure = draw_everything(
+        plots.learning_curves([1, 2, 3], {"loss": [3, 2, 1], "margin": [1, 1, 0]}, [0.1, 0.5, 0.4], 2)
+    )
+    left, right = figure.axes
+    assert [line.get_label() for line in left.lines] == ["loss", "margin"]
+    assert [list(part) for part in right.lines[1].get_data()] == [[2], [0.5]]
+    assert right.get_title(loc="left") == "validation F1 at zero (best: 0.500, epoch 2)"
+
+
+@pytest.mark.parametrize("samples", [[0, 50, 100], [0], [7]])
+def test_sample_efficiency_has_a_place_for_no_samples_at_all(samples):
+    figure = draw_everything(plots.sample_efficiency(samples, {"Recall@5": [0.3] * len(samples)}))
+    (axes,) = figure.axes
+    assert [label.get_text() for label in axes.get_xticklabels()] == [str(size) for size in samples]
+    assert list(axes.lines[0].get_xdata()) == samples
+
+
+def test_the_shift_map_shows_every_document_on_both_sides():
+    rng = np.random.default_rng(0)
+    before, after, relevant = rng.random((30, 2)), rng.random((30, 2)), [True] * 4 + [False] * 26
+    figure = draw_everything(plots.shift_map(before, after, relevant, title="first"))
+    for axes, points in zip(figure.axes, (before, after), strict=True):
+        irrelevant, found = (group.get_offsets() for group in axes.collections)
+        assert np.array_equal(found, points[:4])
+        assert np.array_equal(irrelevant, points[4:])
+    assert titles(figure) == ["before B", "after B"]
+    assert legend(figure) == {"relevant (4)", "irrelevant (26)"}
+
+
+def test_colours_and_shapes_both_differ_so_that_neither_is_needed():
+    lines = plots.f1_gap_curves({"a": {str(i): [0.1] for i in range(5)}}).axes[0].lines
+    assert len({(to_hex(line.get_color()), line.get_linestyle()) for line in lines}) == 5
+    assert len({line.get_color() for line in lines}) == 5
+
+
+def test_the_same_figure_is_saved_as_the_same_bytes(tmp_path):
+    def write(name):
+        figure = plots.score_ranges({"a": (0.0, 1.0)}, {"a": 0.5}, 0.4, title="x")
+        return [path.read_bytes() for path in plots.save(figure, tmp_path / name / "figure.png")]
+
+    png, svg = write("one")
+    assert (png[:4], svg[:5]) == (b"\x89PNG", b"<?xml")
+    assert write("two") == [png, svg]
+    assert sorted(path.name for path in (tmp_path / "one").iterdir()) == ["figure.png", "figure.svg"]
+
+
+def test_a_name_with_a_dot_keeps_it(tmp_path):
+    png, _ = plots.save(plots.sample_efficiency([1], {"a": [0.5]}), tmp_path / "2wiki.sentence")
+    assert png.name == "2wiki.sentence.png"
+
+
+def test_drawing_changes_no_global_settings():
+    import matplotlib
+
+    before = dict(matplotlib.rcParams)
+    plots.sample_efficiency([1], {"a": [0.5]})
+    assert dict(matplotlib.rcParams) == before
+
+
+def test_missing_matplotlib_is_an_error_with_the_pip_command(monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    with pytest.raises(MissingDependencyError, match=r"pip install 'rsrank-rag\[plots\]'"):
+        plots.sample_efficiency([1], {"a": [0.5]})

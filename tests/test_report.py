@@ -1,0 +1,329 @@
+"""The comparison of systems and its page: numbers by hand, well-formed HTML, hostile text, nothing from elsewhere."""
+
+import json
+import random
+import re
+import sys
+from html.parser import HTMLParser
+
+import pytest
+from conftest import DOCUMENTS, QUERIES
+from test_metrics import Length
+
+from rsrank_rag.errors import InputError, MissingDependencyError
+from rsrank_rag.evaluation import report
+from rsrank_rag.evaluation.comparison import METRICS, Comparison, Measured, compare
+from rsrank_rag.evaluation.datasets import LabelledDocument, LabelledQuery, read_sets
+from rsrank_rag.evaluation.evaluate import score_dataset, summarise
+from rsrank_rag.evaluation.metrics import ScoredQuery
+
+pytest.importorskip("jinja2")
+pytest.importorskip("matplotlib")
+
+HOSTILE = "<script>alert('x')</script> & \"quotes\" {{ 7 * 7 }} </table>"
+VOID = {"br", "col", "hr", "img", "input", "link", "meta"}
+
+
+class Page(HTMLParser):
+    """Reads a page and checks that every tag is closed where it was opened."""
+
+    def __init__(self, text):
+        super().__init__()
+        self.open, self.tags, self.text = [], [], []
+        self.feed(text)
+        self.close()
+        assert self.open == []
+
+    def handle_starttag(self, tag, attributes):
+        self.tags.append((tag, dict(attributes)))
+        if tag not in VOID:
+            self.open.append(tag)
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+    def handle_data(self, data):
+        self.text.append(data)
+
+    def all(self, tag):
+        return [attributes for name, attributes in self.tags if name == tag]
+
+
+def made_up(count, seed, hostile=False):
+    rng = random.Random(seed)
+    queries = []
+    for number in range(count):
+        documents = tuple(
+            LabelledDocument(
+                id=f"d{i}",
+                text=HOSTILE if hostile and not i else f"passage {i}",
+                title="Title",
+                relevant=rng.random() < 0.3,
+            )
+            for i in range(rng.randint(3, 8))
+        )
+        name = f"{seed}-{number}" + ("<b>" if hostile else "")
+        queries.append(LabelledQuery(id=name, query=HOSTILE if hostile else f"question {number}?", documents=documents))
+    return queries
+
+
+SETS = {"first.set": made_up(8, 0, hostile=True), "second": made_up(6, 1)}
+
+
+def measured(name, seed, skill, threshold=0.0, seconds=0.01):
+    """A system whose scores rise with the labels, and less so with noise."""
+    rng = random.Random(seed)
+    scored = {
+        label: [
+            ScoredQuery(
+                [rng.gauss(skill if document.relevant else -skill, 1.0) for document in query.documents],
+                [document.relevant for document in query.documents],
+                None if seconds is None else seconds * (1 + rng.random()),
+            )
+            for query in queries
+        ]
+        for label, queries in SETS.items()
+    }
+    return Measured(name, threshold, "native", scored)
+
+
+SYSTEMS = [measured("good <i>", 2, 1.0), measured("bad", 3, 0.1, threshold=0.5)]
+
+
+@pytest.fixture(scope="module")
+def found():
+    return compare(SYSTEMS, SETS, resamples=200)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("reports") / "report"
+    report.write_report(folder, SYSTEMS, SETS)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def html(folder):
+    return (folder / "index.html").read_text(encoding="utf-8")
+
+
+# Numbers
+
+
+def test_means_equal_those_of_the_plain_evaluation(found):
+    for system, result in zip(SYSTEMS, found.systems, strict=True):
+        for name, queries in system.scored.items():
+            expected = summarise(name, queries, threshold=system.threshold).as_dict()
+            assert {m: result.sets[name].metrics[m].mean for m in METRICS} == pytest.approx(
+                {m: expected[m] for m in METRICS}
+            )
+            assert result.sets[name].tau_best == expected["tau_best"]
+        for metric in METRICS:
+            means = [result.sets[name].metrics[metric].mean for name in SETS]
+            assert result.metrics[metric].mean == pytest.approx(sum(means) / 2)
+
+
+def test_differences_are_paired_and_over_sets_each_counts_the_same(found):
+    first, second = found.systems
+    (pair,) = found.differences
+    assert (pair.first, pair.second) == ("good <i>", "bad")
+    for metric in METRICS:
+        by_set = {n: first.sets[n].metrics[metric].mean - second.sets[n].metrics[metric].mean for n in SETS}
+        assert {n: pair.sets[n][metric].mean for n in SETS} == pytest.approx(by_set)
+        assert pair.mean[metric].mean == pytest.approx(sum(by_set.values()) / 2)
+    assert pair.mean["f1@query_best"].low > 0  # it is much better
+
+
+def test_a_comparison_by_hand():
+    documents = tuple(
+        LabelledDocument(id=str(i), text="x", relevant=label) for i, label in enumerate([True, False, True])
+    )
+    queries = [LabelledQuery(id="a", query="?", documents=documents)] * 2
+    # Thresholds: 0 keeps the first document of either query; the best one for both, 1.5, that of the first query only.
+    scored = [
+        ScoredQuery([4.0, -1.0, -2.0], [True, False, True], 0.1),
+        ScoredQuery([-4.0, 1.0, 0.0], [True, False, True], 0.3),
+    ]
+    (system,) = compare([Measured("x", 0.5, "given", {"s": scored})], {"s": queries}, resamples=50).systems
+    result = system.sets["s"]
+    assert [row.metrics["f1@tau"] for row in result.queries] == pytest.approx([2 / 3, 0.0])
+    assert [row.kept for row in result.queries] == [1, 1]
+    assert [row.metrics["f1@query_best"] for row in result.queries] == pytest.approx([4 / 5, 4 / 5])
+    # Everything kept is best: 4/5 for both.
+    assert result.metrics["f1@best"].mean == pytest.approx(4 / 5)
+    assert (result.gap.mean, result.gap_above, result.t_test.p) == (pytest.approx(0), {"0.1": 0.0, "0.3": 0.0}, 1.0)
+    assert system.threshold_normalised == pytest.approx(4.5 / 8)
+    assert (system.bias, system.variance) == (pytest.approx(4.5 / 8), 0.0)
+    assert (result.latency.median, result.latency.mean.mean, result.latency.p90) == (0.2, 0.2, 0.3)
+    natural, top = result.selection.natural, result.selection.top_k
+    assert (natural.kept, natural.precision.mean, natural.recall.mean, natural.f1.mean) == pytest.approx(
+        (1, 1 / 2, 1 / 4, 1 / 3)
+    )
+    assert (top.kept, top.f1.mean) == pytest.approx((1, 1 / 3))  # top-1 is the same choice here
+    second = result.selection.budgets[1]
+    # Two each: 4, -1 and 1, 0. Four in all: 4, 1, 0, -1: the same.
+    assert (second.k, second.top_k, second.f1_difference.mean) == (2, second.threshold, 0.0)
+    assert [row.top_k.kept for row in result.selection.budgets] == [1, 2] + [3] * 8
+
+
+def test_a_system_that_was_not_timed_has_no_latency():
+    found = compare([measured("x", 1, 1.0, seconds=None)], SETS, resamples=20)
+    assert found.systems[0].latency is None
+    assert found.systems[0].sets["second"].latency is None
+    assert [picture.name for picture in report.figures_of(found) if picture.section == "latency"] == []
+    Page(report.page(found, SETS))
+
+
+def test_the_report_reads_back_as_what_was_measured(folder, found):
+    text = (folder / "report.json").read_text(encoding="utf-8")
+    again = Comparison.model_validate_json(text)
+    assert again == compare(SYSTEMS, SETS)
+    assert (
+        json.loads(text)["systems"][0]["sets"]["second"]["queries"][0]["scores"]
+        == SYSTEMS[0].scored["second"][0].scores
+    )
+    assert again.labels["second"][0].relevant == tuple(document.relevant for document in SETS["second"][0].documents)
+
+
+# The page
+
+
+def test_the_page_is_well_formed_and_every_table_has_a_caption_and_headers(html):
+    page = Page(html)
+    assert html.startswith("<!DOCTYPE html>")
+    assert page.all("html") == [{"lang": "en"}]
+    assert len(page.all("table")) == len(page.all("caption")) == len(page.all("thead")) > 20
+    assert all(attributes["scope"] in ("col", "row") for attributes in page.all("th"))
+    ids = {attributes["id"] for _, attributes in page.tags if "id" in attributes}
+    assert {attributes["href"].removeprefix("#") for attributes in page.all("a")} <= ids
+    assert all(image["alt"] for image in page.all("img"))
+    scrolling = [attributes for attributes in page.all("div") if attributes.get("class") == "scroll"]
+    assert all(attributes["tabindex"] == "0" and attributes["aria-label"] for attributes in scrolling)
+
+
+def test_the_page_holds_every_query(html):
+    text = Page(html).text
+    assert {query.id for queries in SETS.values() for query in queries} <= set(text)
+    assert HOSTILE in text  # as a query, as it is
+    assert any(f"Title {HOSTILE}" in part for part in text)  # as a document
+
+
+def test_hostile_text_stays_text(html):
+    page = Page(html)
+    assert page.all("script") == page.all("b") == page.all("i") == []
+    assert "good <i>" in page.text
+    assert " 49 " not in html
+
+
+def test_the_page_needs_nothing_from_elsewhere(html):
+    page = Page(html)
+    assert page.all("link") == page.all("iframe") == []
+    assert all(image["src"].startswith("data:image/svg+xml;base64,") for image in page.all("img"))
+    outside = re.sub(r"base64,[A-Za-z0-9+/=]+", "", html)
+    assert not re.search(r"https?://|url\(|@import", outside)
+
+
+def test_worst_queries_show_the_threshold_between_kept_and_dropped_documents(html):
+    for rows in re.findall(r"<caption>Documents of.*?</table>", html, flags=re.DOTALL):
+        above, line, below = re.split(r'(<tr class="threshold">.*?</tr>)', rows, flags=re.DOTALL)
+        threshold = float(re.search(r"threshold (\S+):", line)[1])
+        scores = [[float(found) for found in re.findall(r"[+-]\d+\.\d{3}", part)] for part in (above, below)]
+        assert scores[0] + scores[1] == sorted(scores[0] + scores[1], reverse=True)
+        assert all(score >= threshold for score in scores[0])
+        assert all(score <= threshold for score in scores[1])
+
+
+def test_the_worst_queries_are_those_with_the_lowest_f1_and_the_largest_gap(found):
+    queries = found.systems[1].sets["first.set"].queries
+    chosen = report.worst_queries(queries, count=2)
+    lowest = sorted(query.metrics["f1@tau"] for query in queries)[:2]
+    assert sorted(queries[row].metrics["f1@tau"] for row, why in chosen.items() if "lowest" in why) == lowest
+    widest = sorted((query.gap for query in queries), reverse=True)[:2]
+    assert sorted((queries[row].gap for row, why in chosen.items() if "gap" in why), reverse=True) == widest
+
+
+def test_perfect_queries_are_not_the_worst():
+    perfect = {
+        name: [
+            ScoredQuery([1.0 if d.relevant else -1.0 for d in q.documents], [d.relevant for d in q.documents])
+            for q in qs
+        ]
+        for name, qs in SETS.items()
+    }
+    found = compare([Measured("x", 0.0, "given", perfect)], SETS, resamples=20)
+    assert report.worst_queries(found.systems[0].sets["second"].queries) == {}
+    assert "every query is selected perfectly" in report.page(found, SETS)
+    assert found.systems[0].bias == pytest.approx(0.0)
+
+
+def test_every_figure_is_written_as_png_and_svg_and_is_on_the_page(folder, html):
+    names = {path.stem for path in (folder / "figures").glob("*.png")}
+    assert names == {path.stem for path in (folder / "figures").glob("*.svg")}
+    kinds = {"score-range", "selection", "scores"}
+    assert names == {"f1-gap", "headroom", "latency", *(f"{kind}-{i}" for kind in kinds for i in range(2))}
+    assert len(Page(html).all("img")) == len(names)
+
+
+def test_a_set_of_one_query_has_numbers_without_intervals(tmp_path):
+    sets = {"one": made_up(1, 5)}
+    scored = {"one": score_dataset(Length(), sets["one"])}
+    found = report.write_report(tmp_path, [Measured("length", 3.0, "given", scored)], sets)
+    assert found.systems[0].metrics["ndcg@5"].low is None
+    Page((tmp_path / "index.html").read_text(encoding="utf-8"))
+
+
+def test_a_document_is_shown_as_it_was_scored_and_cut_where_it_is_long():
+    document = LabelledDocument(id="d", text="word " * 500, title="Title", relevant=True)
+    sets = {"s": [LabelledQuery(id="q", query="?", documents=(document,))]}
+    found = compare([Measured("x", 0.0, "given", {"s": [ScoredQuery([-1.0], [True])]})], sets, resamples=20)
+    shown = report.page(found, sets)
+    assert len(re.search(r"Title word[^<]*…", shown)[0]) == report.TEXT_LENGTH
+    assert "Title word" not in report.page(found, sets, titles=False)
+
+
+def test_shifts_before_and_after_b_come_onto_the_page_for_rsrank_only(ranker, tmp_path):
+    pytest.importorskip("umap")
+    documents = tuple(LabelledDocument(id=str(i), text=text, relevant=not i) for i, text in enumerate(DOCUMENTS))
+    sets = {"small": [LabelledQuery(id=query, query=query, documents=documents) for query in QUERIES]}
+    assert report.shift_pictures("length", Length(), sets) == []
+    few = {"few": [sets["small"][0].model_copy(update={"documents": documents[:3]})]}
+    assert report.shift_pictures("tiny/model", ranker, few) == []
+    pictures = report.shift_pictures("tiny/model", ranker, sets)
+    assert [picture.name for picture in pictures] == ["shifts-tiny-model-0"]
+    scored = {"small": score_dataset(ranker, sets["small"])}
+    report.write_report(tmp_path, [Measured("tiny/model", 0.0, "given", scored)], sets, pictures=pictures)
+    page = Page((tmp_path / "index.html").read_text(encoding="utf-8"))
+    assert any("before and after B" in image["alt"] for image in page.all("img"))
+    assert (tmp_path / "figures" / "shifts-tiny-model-0.svg").is_file()
+
+
+@pytest.mark.parametrize(("module", "extra"), [("jinja2", "eval,plots"), ("matplotlib", "plots"), ("scipy", "eval")])
+def test_a_missing_package_is_said_before_the_work(monkeypatch, tmp_path, module, extra):
+    monkeypatch.setitem(sys.modules, module, None)
+    with pytest.raises(MissingDependencyError, match=rf"pip install 'rsrank-rag\[{extra}\]'"):
+        report.check_report(tmp_path)
+    monkeypatch.undo()
+    monkeypatch.setitem(sys.modules, "umap", None)
+    report.check_report(tmp_path)
+    with pytest.raises(MissingDependencyError, match="umap-learn"):
+        report.check_report(tmp_path, umap=True)
+
+
+def test_a_folder_that_cannot_be_made_is_an_error(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(InputError, match="cannot be made"):
+        report.check_report(tmp_path / "file" / "report")
+    with pytest.raises(InputError, match="could not be written"):
+        report.write_report(tmp_path / "file" / "report", SYSTEMS[:1], SETS)
+
+
+def test_sets_that_share_a_name_go_by_their_paths(tmp_path):
+    paths = []
+    for name in ("a/one.jsonl", "b/one.jsonl", "b/two.jsonl"):
+        path = tmp_path / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_text("\n".join(query.model_dump_json() for query in SETS["second"]), encoding="utf-8")
+        paths.append(path)
+    found = read_sets([*paths, paths[0]], limit=2)
+    assert list(found) == [str(paths[0]), str(paths[1]), "two"]
+    assert found["two"] == SETS["second"][:2]
