@@ -218,7 +218,7 @@ def calibrate(
     `rsrank calibrate --model mini --data held-out.jsonl --output mini-early`
     """
     with catch_errors():
-        from .calibration import calibrated
+        from .early_calibration import calibrated
         from .evaluation.datasets import read_labelled
 
         queries = [query for path in data for query in read_labelled(path)]

@@ -10,9 +10,9 @@ from transformers import AutoModel
 
 from rsrank_rag import RSRank
 from rsrank_rag.backbone import Backbone
-from rsrank_rag.calibration import calibrated, layer_parts
 from rsrank_rag.config import Calibration
 from rsrank_rag.early import Undecided, bounds_for, calibrate, check_layers, exact_bounds
+from rsrank_rag.early_calibration import calibrated, layer_parts
 from rsrank_rag.errors import BackboneError, InputError
 from rsrank_rag.evaluation.datasets import LabelledDocument, LabelledQuery
 from rsrank_rag.reranker import Reranker, Scored

@@ -127,5 +127,5 @@ def load_umap() -> Any:
     try:
         import umap
     except ImportError:
-        raise MissingDependencyError("UMAP needs umap-learn. Install with: pip install 'rsrank-rag[plots]'") from None
+        raise MissingDependencyError("UMAP needs umap-learn. Install with: pip install 'rsrank-rag[umap]'") from None
     return umap
