@@ -72,5 +72,5 @@ def test_too_few_documents_for_umap_are_an_error():
 
 def test_missing_umap_is_an_error_with_the_pip_command(monkeypatch):
     monkeypatch.setitem(sys.modules, "umap", None)
-    with pytest.raises(MissingDependencyError, match=r"pip install 'rsrank-rag\[plots\]'"):
+    with pytest.raises(MissingDependencyError, match=r"pip install 'rsrank-rag\[umap\]'"):
         umap_plane(np.ones((30, 4)))
