@@ -20,7 +20,7 @@ TOKEN_BUDGET = {"cuda": 16384, "cpu": 2048, "mps": 4096}
 """Padded tokens in one batch, by device. A batch holds at least one sequence."""
 
 ALIKE = 0.7
-"""Sequences shorter than this share of a batch's longest wait for a later one, so that little of a batch is padding."""
+"""How short a sequence may be beside a batch's longest, so that little of the batch is padding."""
 
 SMALL = 8
 """... but not while the batch is below this part of the budget: there, padding costs less than another run."""
@@ -44,6 +44,7 @@ def run_batches(
     *,
     budget: int,
     extra: int = 0,
+    alike: float = ALIKE,
     done: Callable[[int], object] = int,
 ) -> int:
     """Hand all sequences to ``run`` in batches of at most ``budget`` padded tokens (at least one sequence).
@@ -56,6 +57,7 @@ def run_batches(
         run: Handles one batch; called again with fewer sequences when it runs out of memory.
         budget: Rows times the longest row's tokens.
         extra: Tokens that each row costs beside its own.
+        alike: Sequences shorter than this share of a batch's longest wait for a later one.
         done: Told how many sequences each batch had.
 
     Returns:
@@ -67,8 +69,8 @@ def run_batches(
     waiting = sorted(sequences, key=len)
     while waiting:
         cost = len(waiting[-1]) + extra
-        alike = len(waiting) - bisect_left(waiting, cost * ALIKE - extra, key=len)
-        size = max(1, min(len(waiting), budget // cost, max(alike, budget // SMALL // cost)))
+        similar = len(waiting) - bisect_left(waiting, cost * alike - extra, key=len)
+        size = max(1, min(len(waiting), budget // cost, max(similar, budget // SMALL // cost)))
         if _fits(run, waiting[-size:]):
             del waiting[-size:]
             done(size)

@@ -289,6 +289,14 @@ class PrefixStore:
         for row, ids in enumerate(documents):
             self._write(self.key(ids), PackedPrefix.of(made.row(row)))
 
+    def has(self, ids: Ids) -> bool:
+        """Whether a document is kept, anywhere."""
+        key = self.key(ids)
+        with self._lock:
+            if key in self._on_device.entries or key in self._in_host.entries:
+                return True
+        return self._disk is not None and self._disk.has(key)
+
     def holds(self, ids: Ids) -> bool:
         """Whether a document is on disk."""
         return self._disk is not None and self._disk.has(self.key(ids))

@@ -29,6 +29,12 @@ from .reading import NullRun, ShiftReader
 from .reranker import Reranker, Scored, as_list
 from .template import PromptTokenizer, Template, TokenisedDocument
 
+ALIKE_KEPT = 0.4
+"""As `batching.ALIKE`, for kept documents: padding costs them attention only."""
+
+JOINED_BYTES = {"cpu": 128_000_000, "cuda": 4_000_000_000, "mps": 1_000_000_000}
+"""Kept prefixes that are joined for one batch."""
+
 DEVICE_BYTES = {"cpu": 256_000_000, "mps": 1_000_000_000}
 """Prefixes kept by default; on CUDA a quarter of what is free after loading."""
 
@@ -391,11 +397,31 @@ class RSRank(Reranker):
                                 found.scores[row][column] = _finite(score, row, column)
                                 found.bounds[row][column] = left
 
+                kept = {ids for ids in group if self.reader.store is not None and self.reader.store.has(ids)}
                 try:
-                    run_batches(group, score_batch, budget=self.token_budget, extra=room, done=bar.update)
+                    # Apart, because a kept document costs only the query's tokens: more of them fill a batch.
+                    new = [ids for ids in group if ids not in kept]
+                    run_batches(new, score_batch, budget=self.token_budget, extra=room, done=bar.update)
+                    run_batches(
+                        list(kept),
+                        score_batch,
+                        budget=self._budget_of_kept(),
+                        extra=room,
+                        alike=ALIKE_KEPT,
+                        done=bar.update,
+                    )
                 except DoesNotFitError as error:
                     raise _too_large(error, *places[error.ids][0]) from None
         return found
+
+    def _budget_of_kept(self) -> int:
+        """Padded tokens of a batch whose documents are kept: what their joined prefixes may take."""
+        core = self.backbone
+        per_token = 2 * core.last_layer * core.num_heads * core.head_dim * core.dtype.itemsize
+        return max(
+            self.token_budget,
+            min(JOINED_BYTES.get(core.device.type, JOINED_BYTES["cpu"]) // per_token, 8 * self.token_budget),
+        )
 
     def _sums(
         self, batch: list[Ids], runs: dict[int, NullRun], room: int, cutoff: float | None
