@@ -1,6 +1,6 @@
 """The built-in model: what ships is what the docs describe."""
 
-import importlib.util
+import importlib
 import json
 import subprocess
 import sys
@@ -38,11 +38,12 @@ def test_the_passage_that_answers_is_kept_and_foreign_ones_are_dropped_last(mini
     assert {document.index for document in result.dropped[-3:]} == {6, 8, 9}  # trains, bread, tulips
 
 
-def test_scores_equal_plain_transformers_code_with_hooks(mini):
-    spec = importlib.util.spec_from_file_location("mini_cpu", ROOT / "benchmarks" / "mini_cpu.py")
-    benchmark = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(benchmark)
-    assert mini.score(QUERY, PASSAGES) == pytest.approx(benchmark.plain_scores(mini, QUERY, PASSAGES, 4), abs=1e-4)
+def test_scores_equal_plain_transformers_code(mini, monkeypatch):
+    monkeypatch.syspath_prepend(ROOT)
+    workload = importlib.import_module("benchmarks.workload")
+    for values in (workload.by_hooks(mini), workload.by_hidden_states(mini)):
+        plain = workload.Plain(mini, values, rows=4)
+        assert mini.score(QUERY, PASSAGES) == pytest.approx(plain.score(QUERY, PASSAGES), abs=1e-4)
 
 
 def test_a_score_does_not_depend_on_the_other_passages(mini):
