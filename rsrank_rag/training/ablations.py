@@ -20,14 +20,13 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from ..errors import InputError, RSRankError
 from ..evaluation.calibration import select_top
-from ..evaluation.datasets import LabelledQuery
 from ..evaluation.evaluate import score_dataset
 from ..evaluation.metrics import ScoredQuery, best_threshold, f1_at, ranking_by_query
 from ..prefix_cache import PrefixCache
 from ..projection import Projection
 from ..rsrank import RSRank
 from .closed_form import closed_form
-from .features import FeatureSource, FeatureStore, QueryFeatures, digest
+from .features import FeatureSource, FeatureStore, QueryFeatures
 from .fit import Subset, fit, scored, split
 from .recipe import DataPart, Kitchen, Recipe
 
@@ -205,7 +204,7 @@ class Ablations:
         return found.model_copy(update=update)
 
     def run(self, ablations: Sequence[Ablation]) -> Iterator[tuple[Ablation, list[AblationRow] | RSRankError]]:
-        """Each ablation with its rows, one a set; or with the error that it ended with, after which the others go on."""
+        """Each ablation with its rows, one a set; or with the error that it ended with. The others go on."""
         for ablation in ablations:
             try:
                 yield ablation, self._rows(ablation)
@@ -375,7 +374,8 @@ def describe_changes(ablation: Ablation) -> str:
         bits = "8-bit weights" if ablation.load.eight_bit else "4-bit weights" if ablation.load.four_bit else ""
         parts += [part for part in ("scored by the artifact", bits) if part]
         if ablation.load.prefixes is not False:
-            parts.append("second call, prefixes kept " + ("in 8 bits" if ablation.load.prefixes.host else "as they are"))
+            kept = "in 8 bits" if ablation.load.prefixes.host else "as they are"
+            parts.append(f"second call, prefixes kept {kept}")
     return ", ".join(parts) or "nothing"
 
 
@@ -400,8 +400,3 @@ def _read(path: Path) -> _Kept | None:
 
 def _sha(*texts: str) -> str:
     return hashlib.sha256(json.dumps(texts).encode()).hexdigest()
-
-
-def data_digest(queries: Sequence[LabelledQuery]) -> str:
-    """sha256 of texts and labels."""
-    return digest(queries)
