@@ -11,6 +11,7 @@ from rsrank_rag.evaluation import negatives as module
 from rsrank_rag.evaluation.baselines import BM25, BiEncoder
 from rsrank_rag.evaluation.datasets import LabelledDocument, LabelledQuery
 from rsrank_rag.evaluation.negatives import Negatives, choose, replace_negatives, top
+from rsrank_rag.loading import LoadOptions
 
 WORDS = ["lamp", "oil", "tower", "bee", "honey", "salt", "rope", "bell", "bridge", "frost", "dough", "starter"]
 
@@ -24,18 +25,18 @@ TEXTS = corpus()
 QUERIES = [("a", "lamp oil tower", {3, 5}), ("b", "honey of the bee", {7}), ("c", "salt", {0, 1, 2})]
 
 
-class FakeEncoder:
-    """Counts letters; made for tests, as a sentence-transformers model would answer."""
+@pytest.fixture(scope="module")
+def encoder(tiny_folder, tmp_path_factory):
+    """Folder of a tiny random sentence-transformers model."""
+    st = pytest.importorskip("sentence_transformers")
+    from sentence_transformers.models import Pooling, Transformer
 
-    def __init__(self, name, options=None):
-        self.name = name
-
-    def encode_queries(self, texts):
-        return self.encode_documents(texts)
-
-    def encode_documents(self, texts):
-        counts = np.array([[text.count(letter) for letter in "abcdefghijklmnopqrstuvwxyz"] for text in texts], float)
-        return counts / np.linalg.norm(counts, axis=1, keepdims=True)
+    folder = tmp_path_factory.mktemp("encoder")
+    words = Transformer(str(tiny_folder("bert")), max_seq_length=64)
+    st.SentenceTransformer(modules=[words, Pooling(words.get_word_embedding_dimension())], device="cpu").save(
+        str(folder)
+    )
+    return folder
 
 
 def read(rows):
@@ -80,15 +81,18 @@ def test_bm25_negatives_are_those_of_scoring_every_document():
         assert len(set(rows)) == 6
 
 
-@pytest.mark.parametrize("chunk", [1, 7, 1000])
-def test_dense_negatives_are_those_of_the_whole_matrix_however_it_is_cut(monkeypatch, chunk):
-    monkeypatch.setattr(module, "BiEncoder", FakeEncoder)
+@pytest.mark.parametrize("chunk", [17, 1000])
+def test_dense_negatives_are_those_of_scoring_every_document_however_the_corpus_is_cut(monkeypatch, chunk, encoder):
     monkeypatch.setattr(module, "CHUNK", chunk)
-    found = chosen(Negatives(kind="dense", count=6))
-    encoder = FakeEncoder("x")
+    found = choose(
+        Negatives(kind="dense", count=6, encoder=str(encoder)), QUERIES, len(TEXTS), read, options=LoadOptions("cpu")
+    )
+    ranker = BiEncoder(encoder, device="cpu")
     for (_, text, relevant), rows in zip(QUERIES, found, strict=True):
-        cosines = [float(encoder.encode_queries([text])[0] @ encoder.encode_documents([other])[0]) for other in TEXTS]
-        assert [cosines[row] for row in rows] == pytest.approx([cosines[r] for r in best_of(cosines, relevant, 6)])
+        cosines = ranker.score(text, TEXTS)
+        assert [cosines[row] for row in rows] == pytest.approx(
+            [cosines[row] for row in best_of(cosines, relevant, 6)], abs=1e-5
+        )
         assert not relevant & set(rows)
 
 
@@ -159,16 +163,3 @@ def test_the_candidates_of_all_queries_are_the_corpus_of_a_file():
     assert len({d.id for d in two.documents}) == 3
     assert replace_negatives(queries, Negatives(kind="bm25", count=2)) == [one, two]
     assert queries[0].documents[1].text == "bees hum"  # what was given is as it was
-
-
-def test_embeddings_of_a_batch_are_those_of_score(monkeypatch):
-    class Model:
-        def encode_query(self, texts, **_):
-            return FakeEncoder("x").encode_queries(texts)
-
-        encode_document = encode_query
-
-    encoder = BiEncoder.__new__(BiEncoder)
-    encoder._model = Model()
-    cosines = encoder.encode_documents(TEXTS[:3]) @ encoder.encode_queries(["lamp"])[0]
-    assert encoder.score("lamp", TEXTS[:3]) == list(cosines)
