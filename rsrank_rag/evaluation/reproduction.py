@@ -189,7 +189,7 @@ class Reproduction(BaseModel):
             raw = tomllib.loads(path.read_text(encoding="utf-8"))
         except OSError as error:
             raise InputError(
-                f"There is no configuration {source!r}: neither one of {', '.join(shipped())} nor a TOML file ({error})."
+                f"There is no configuration {source!r}: neither {' nor '.join(shipped())} nor a TOML file ({error})."
             ) from None
         except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
             raise InputError(f"{source} is not valid TOML: {error}") from None
