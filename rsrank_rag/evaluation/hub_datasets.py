@@ -77,15 +77,6 @@ NAMES: tuple[str, ...] = tuple(_SOURCES)
 _BEIR_NAME = re.compile(r"beir[:/]([A-Za-z0-9][A-Za-z0-9._-]*)")
 
 
-def is_named(name: str) -> bool:
-    """Whether `load_named` takes it: one of `NAMES`, or ``beir:`` and anything.
-
-    >>> is_named("fiqa"), is_named("beir:scifact"), is_named("beir/scidocs"), is_named("scifact")
-    (True, True, True, False)
-    """
-    return name in _SOURCES or _BEIR_NAME.fullmatch(name) is not None
-
-
 def _source(name: str) -> _Source:
     if name in _SOURCES:
         return _SOURCES[name]

@@ -30,7 +30,7 @@ from .metrics import ScoredQuery
 from .negatives import Kind, Negatives, replace_negatives
 from .paper_tables import TABLES, Table, page
 from .report import Picture, check_report, shift_pictures, write_report
-from .systems import load_system, parse
+from .systems import KINDS, load_system, parse
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -41,8 +41,8 @@ SHIPPED = Path(__file__).parent / "reproductions"
 ARTIFACT = "artifact"
 """Stands in a system's name for the artifact that is given on the command line."""
 
-FIGURES = ("thresholds", "gaps", "selection", "scores", "latency", "shifts")
 Figure = Literal["thresholds", "gaps", "selection", "scores", "latency", "shifts"]
+FIGURES: tuple[Figure, ...] = ("thresholds", "gaps", "selection", "scores", "latency", "shifts")
 _STRICT = ConfigDict(extra="forbid", frozen=True)
 
 
@@ -222,13 +222,17 @@ class Reproduction(BaseModel):
         """With the artifact's name in place.
 
         Raises:
-            InputError: No sets, no artifact, two systems or sets of one name, or an unknown system.
+            InputError: No sets, no artifact, two systems or sets of one name, or an unknown system or ablation.
         """
         if not self.sets:
             raise InputError(f"{source} names no sets. Pass --data FILE with labelled queries.")
         systems = tuple(part.model_copy(update={"name": self._named(part.name, source)}) for part in self.systems)
         for system in systems:
             parse(system.name)
+        if self.ablations is not None:
+            from ..training.ablations import chosen
+
+            chosen(self.ablations.names)
         for kind, titles in (("systems", [p.title for p in systems]), ("sets", [p.title for p in self.sets])):
             twice = sorted({title for title in titles if titles.count(title) > 1})
             if twice:
@@ -384,7 +388,7 @@ class _Run:
         keys = {label: self._key(part, queries) for label, queries in sets.items()}
         kept = {label: _read(files[label], keys[label], sets[label]) for label in sets}
         system: System | None = None
-        draw = self.config.umap and parse(part.name)[0] is parse("mini")[0]
+        draw = self.config.umap and parse(part.name)[0] is KINDS["rsrank"]
         if draw or not all(kept.values()):
             try:
                 system = load_system(part.name, revision=part.revision, options=part.options(self.options))
@@ -392,21 +396,7 @@ class _Run:
                 self.fail(part.title, error)
         if system is not None:
             for label in [label for label, found in kept.items() if found is None]:
-                try:
-                    queries = self.watch(sets[label], f"{part.title}, {label}")
-                    scored = score_dataset(system, queries, titles=self.config.titles)
-                except RSRankError as error:
-                    self.fail(f"{part.title}, {label}", error)
-                    continue
-                kept[label] = _Kept(
-                    key=keys[label],
-                    system=part.name,
-                    set=label,
-                    threshold=system.threshold,
-                    scores=tuple(tuple(q.scores) for q in scored),
-                    seconds=tuple(q.seconds for q in scored),
-                )
-                _write(files[label], kept[label].model_dump_json() + "\n")  # type: ignore[union-attr]
+                kept[label] = self._score(part, system, label, sets[label], keys[label], files[label])
             if draw:
                 self.pictures += shift_pictures(part.title, system, sets, titles=self.config.titles)
         done = {label: found for label, found in kept.items() if found is not None}
@@ -415,6 +405,26 @@ class _Run:
             native = next(iter(done.values())).threshold
             threshold, origin = _threshold(part.threshold, native, list(scores.values()))
             self.outcome.measured.append(Measured(part.title, threshold, origin, scores))
+
+    def _score(
+        self, part: SystemPart, system: System, label: str, queries: Sequence[LabelledQuery], key: str, path: Path
+    ) -> _Kept | None:
+        """Score a set and keep the scores; None where that failed."""
+        try:
+            scored = score_dataset(system, self.watch(queries, f"{part.title}, {label}"), titles=self.config.titles)
+        except RSRankError as error:
+            self.fail(f"{part.title}, {label}", error)
+            return None
+        found = _Kept(
+            key=key,
+            system=part.name,
+            set=label,
+            threshold=system.threshold,
+            scores=tuple(tuple(query.scores) for query in scored),
+            seconds=tuple(query.seconds for query in scored),
+        )
+        _write(path, found.model_dump_json() + "\n")
+        return found
 
     def _key(self, part: SystemPart, queries: Sequence[LabelledQuery]) -> str:
         """Of everything that scores depend on."""

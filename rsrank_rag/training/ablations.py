@@ -190,6 +190,7 @@ class Ablations:
     say: Callable[[str], object] = str
     progress: bool = False
     _artifact: Path | None = field(default=None, init=False)
+    _stores: dict[str, FeatureStore] = field(default_factory=dict, init=False)
 
     def recipe(self, ablation: Ablation) -> Recipe:
         """The changed recipe.
@@ -270,13 +271,11 @@ class Ablations:
     def _store(self, recipe: Recipe) -> FeatureStore:
         """Features of the recipe's data, made if need be; shared by all that read the same."""
         same = recipe.model_dump_json(include={"model", "template", "features", "data"})
-        kitchen = Kitchen(
-            recipe,
-            self.output / "stores" / _sha(same, str(recipe.fit.seed))[:16],
-            say=self.say,
-            progress=self.progress,
-        )
-        return kitchen.extract()
+        key = _sha(same, str(recipe.fit.seed))[:16]
+        if key not in self._stores:  # finding it again would load the language model
+            kitchen = Kitchen(recipe, self.output / "stores" / key, say=self.say, progress=self.progress)
+            self._stores[key] = kitchen.extract()
+        return self._stores[key]
 
     def _end_to_end(self, load: Load, recipe: Recipe) -> tuple[int, dict[str, list[ScoredQuery]]]:
         if self._artifact is None:
