@@ -239,10 +239,10 @@ def _from_beir(
         rows = [*sorted(gold[key]), *others]
         random.Random(f"order:{seed}:{key}").shuffle(rows)
         drawn = corpus[rows]
-        columns = zip(rows, drawn["_id"], drawn["title"], drawn["text"], strict=True)
+        lines = zip(rows, drawn["_id"], drawn["title"], drawn["text"], strict=True)
         documents = tuple(
             LabelledDocument(id=str(i), title=title or None, text=body, relevant=row in gold[key])
-            for row, i, title, body in columns
+            for row, i, title, body in lines
         )
         found.append(LabelledQuery(id=key, query=text, documents=documents))
     return found
