@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Any, cast
 import typer
 from rich.progress import track
 
-from . import __version__, cli_training
+from . import __version__, cli_evaluation, cli_training
 from .console import catch_errors, problems, screen
 from .errors import InputError
 from .evaluation.systems import forms
@@ -34,6 +34,7 @@ app = typer.Typer(
     help="Rerank documents for a query and drop the irrelevant ones at zero.",
     epilog="Try: `rsrank rank --query 'Who painted it?' --documents passages.txt`",
 )
+app.add_typer(cli_evaluation.app)
 app.add_typer(cli_training.app)
 
 Model = Annotated[str, typer.Option("--model", "-m", help="Built-in name, artifact folder or Hub id.")]

@@ -10,7 +10,8 @@ import pytest
 from hub_server import HubServer, connected
 
 from rsrank_rag.errors import InputError, MissingDependencyError
-from rsrank_rag.evaluation.hub_datasets import _SOURCES, NAMES, _from_hotpotqa, _others, _rows, _sample, load_named
+from rsrank_rag.evaluation.hub_datasets import _SOURCES, NAMES, _from_hotpotqa, _rows, _sample, load_named
+from rsrank_rag.evaluation.negatives import Negatives, _others
 
 datasets = pytest.importorskip("datasets")
 pa = pytest.importorskip("pyarrow")
@@ -283,6 +284,37 @@ def test_ids_are_found_across_the_chunks_of_a_column():
     assert _rows(column, set()) == {}
 
 
+WORDS = [
+    {"_id": f"w{i}", "title": "", "text": text}
+    for i, text in enumerate(
+        ["The lamp is lit.", "A lamp burns oil.", "Bees make honey.", "Oil lamp, lamp oil.", "The tower is tall."]
+    )
+]
+
+
+def test_hard_negatives_are_what_the_first_stage_ranks_highest_without_the_relevant_ones(publish):
+    asked = [{"_id": "q0", "text": "lamp oil"}]
+    publish("fiqa", beir(corpus=WORDS, queries=asked, labels=[{"query-id": "q0", "corpus-id": "w3", "score": 1}]))
+    (query,) = load_named("fiqa", negatives=Negatives(kind="bm25", count=2))
+    assert labels_of(query) == {"w3": True, "w1": False, "w0": False}
+    (query,) = load_named("fiqa", negatives=Negatives(kind="bm25", count=4))
+    assert set(labels_of(query)) == {f"w{i}" for i in range(5)}  # no other has a common word: the rest comes at random
+    (query,) = load_named("fiqa", negatives=Negatives(corpus=2))
+    assert len(query.documents) in (2, 3)  # the relevant one may be among the two
+    assert load_named("fiqa", negatives=Negatives(corpus=2)) == [query]
+
+
+@pytest.mark.parametrize("name", ["beir:made-up", "beir/made-up"])
+def test_any_set_in_the_layout_of_beir_is_found_by_its_name(name, hub):
+    hub.commit("datasets/mteb/made-up", beir())
+    assert [query.id for query in load_named(name)] == ["q0", "q1", "q4"]
+
+
+def test_a_set_of_the_paper_is_pinned_under_its_beir_name_too(publish):
+    publish("fiqa", beir())
+    assert load_named("beir:fiqa") == load_named("fiqa")
+
+
 # The Hub
 
 
@@ -310,11 +342,15 @@ def test_without_datasets_the_pip_command_is_named(monkeypatch):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"name": "squad"}, "no set 'squad'. Choose one of: 2wiki, hotpotqa, musique, fiqa, nfcorpus, fever"),
+        (
+            {"name": "squad"},
+            "no set 'squad'. Choose one of: 2wiki, hotpotqa, musique, fiqa, nfcorpus, fever; or beir:NAME",
+        ),
+        ({"name": "beir:../x"}, "no set 'beir:../x'"),
         ({"name": "fiqa", "split": "dev"}, "no split 'dev' of fiqa. Choose one of: train, validation, test"),
         ({"name": "fever", "granularity": "sentence"}, "fever cannot be had with granularity 'sentence'"),
         ({"name": "2wiki", "granularity": "page"}, "2wiki cannot be had with granularity 'page'"),
-        ({"name": "fiqa", "negatives": -1}, "negatives >= 0, not None and -1"),
+        ({"name": "fiqa", "negatives": -1}, "negatives >= 0, not -1"),
         ({"name": "fiqa", "queries": 0}, "queries >= 1 or None"),
     ],
 )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -33,17 +33,21 @@ class BM25(Reranker):
 
     def score(self, query: str, documents: Sequence[str]) -> list[float]:
         """BM25 scores; 0 where no word is shared."""
+        return [float(score) for score in next(self.scores([query], documents))]
+
+    def scores(self, queries: Sequence[str], documents: Sequence[str]) -> Iterator[Any]:
+        """Scores of all documents for one query after another, from one index: a list or a NumPy array each."""
 
         def tokenize(texts: list[str]) -> list[list[str]]:
             found: list[list[str]] = self._bm25s.tokenize(texts, stopwords="en", return_ids=False, show_progress=False)
             return found
 
-        words, corpus = tokenize([query])[0], tokenize(list(documents))
-        if not words or not any(corpus):
-            return [0.0] * len(documents)
+        corpus = tokenize(list(documents))
         index = self._bm25s.BM25()
-        index.index(corpus, show_progress=False)
-        return [float(score) for score in index.get_scores(words)]
+        if any(corpus):
+            index.index(corpus, show_progress=False)
+        for words in tokenize(list(queries)):
+            yield index.get_scores(words) if words and any(corpus) else [0.0] * len(documents)
 
 
 class BiEncoder(Reranker):
@@ -78,9 +82,16 @@ class BiEncoder(Reranker):
         """Cosine of query and document."""
         if not documents:
             return []
-        chosen = {"normalize_embeddings": True, "show_progress_bar": False}
-        target = self._model.encode_query([query], **chosen)[0]
-        return [float(score) for score in self._model.encode_document(list(documents), **chosen) @ target]
+        target = self.encode_queries([query])[0]
+        return [float(score) for score in self.encode_documents(documents) @ target]
+
+    def encode_queries(self, queries: Sequence[str]) -> Any:
+        """Embeddings of length 1, a NumPy array of a row a query."""
+        return self._model.encode_query(list(queries), normalize_embeddings=True, show_progress_bar=False)
+
+    def encode_documents(self, documents: Sequence[str]) -> Any:
+        """Embeddings of length 1, a NumPy array of a row a document."""
+        return self._model.encode_document(list(documents), normalize_embeddings=True, show_progress_bar=False)
 
 
 class CrossEncoder(Reranker):

@@ -1,20 +1,26 @@
-"""The paper's six sets (Section 5.1) by name, from the Hugging Face Hub.
+"""The paper's six sets (Section 5.1) and those of BEIR by name, from the Hugging Face Hub.
 
-Each set is read at a fixed commit of a repository that holds plain data files, so the same call gives the same queries.
+Each of the six is read at a fixed commit of a repository that holds plain data files, so the same call gives the same
+queries. Other sets of BEIR are read as they are on the Hub, at a commit of your choice.
 """
 
 from __future__ import annotations
 
 import random
+import re
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from ..errors import InputError, MissingDependencyError
 from ..hub import HUB_ERRORS
 from .datasets import LabelledDocument, LabelledQuery
+from .negatives import Negatives, choose
+
+if TYPE_CHECKING:
+    from ..loading import LoadOptions
 
 Split = Literal["test", "train", "validation"]
 Granularity = Literal["sentence", "paragraph"]
@@ -28,7 +34,7 @@ class _Source:
     repository: str
     config: str | None
     splits: Mapping[str, str]
-    revision: str
+    revision: str | None
 
     def table(self, config: str | None, split: str) -> Any:
         """A `datasets.Dataset`: Arrow files, mapped into memory."""
@@ -66,7 +72,20 @@ _SOURCES: Mapping[str, _Source] = {
 }
 
 NAMES: tuple[str, ...] = tuple(_SOURCES)
-"""The sets that `load_named` knows."""
+"""The sets that `load_named` knows, besides those of BEIR."""
+
+_BEIR_NAME = re.compile(r"beir[:/]([A-Za-z0-9][A-Za-z0-9._-]*)")
+
+
+def _source(name: str) -> _Source:
+    if name in _SOURCES:
+        return _SOURCES[name]
+    match = _BEIR_NAME.fullmatch(name)
+    if match is None:
+        raise InputError(f"There is no set {name!r}. Choose one of: {', '.join(NAMES)}; or beir:NAME, as beir:scifact.")
+    repository = f"mteb/{match[1]}"
+    pinned = [source for source in _SOURCES.values() if source.repository == repository]
+    return pinned[0] if pinned else _Source("beir", repository, "default", _OPEN, None)
 
 
 def load_named(
@@ -75,9 +94,10 @@ def load_named(
     split: Split = "test",
     queries: int | None = None,
     granularity: Granularity | None = None,
-    negatives: int = 15,
+    negatives: int | Negatives = 15,
     seed: int = 0,
     revision: str | None = None,
+    options: LoadOptions | None = None,
 ) -> list[LabelledQuery]:
     """Load one of the paper's sets. Downloads are kept in the cache of `datasets`.
 
@@ -88,36 +108,41 @@ def load_named(
     set: measure on it, do not train on it.
 
     Args:
-        name: One of `NAMES`.
+        name: One of `NAMES`, or ``beir:scifact`` for the set of BEIR that stands as mteb/scifact on the Hub.
         split: Which part.
         queries: At most so many, at random; None for all. The choice depends on the ids and the seed alone.
         granularity: What a document of 2wiki and hotpotqa is; None for the paper's choice, "sentence". The other sets
             have paragraphs only.
-        negatives: Irrelevant documents a query of fiqa, nfcorpus and fever, drawn from (seed, query id).
+        negatives: Irrelevant documents a query of fiqa, nfcorpus, fever and other sets of BEIR. A number stands for so
+            many at random, drawn from (seed, query id); `Negatives` for hard ones of BM25 or a bi-encoder.
         seed: Of the sample of queries and the negatives.
         revision: Another commit, branch or tag of the repository than the one this package was written against.
+        options: How to load the bi-encoder of dense negatives.
 
     Returns:
-        Queries in order of their id. In fiqa, nfcorpus and fever each has a relevant document.
+        Queries in order of their id. In the sets of BEIR each has a relevant document.
 
     Raises:
         InputError: An argument that cannot be used, or a set that cannot be downloaded or has other columns.
-        MissingDependencyError: datasets is not installed.
+        BackboneError: The bi-encoder cannot be loaded.
+        MissingDependencyError: datasets is not installed, or what hard negatives need.
     """
-    if name not in _SOURCES:
-        raise InputError(f"There is no set {name!r}. Choose one of: {', '.join(NAMES)}.")
-    source = _SOURCES[name] if revision is None else replace(_SOURCES[name], revision=revision)
+    source = _source(name) if revision is None else replace(_source(name), revision=revision)
     if split not in source.splits:
         raise InputError(f"There is no split {split!r} of {name}. Choose one of: {', '.join(source.splits)}.")
     if granularity not in (None, "paragraph", *(["sentence"] if source.layout == "hotpotqa" else [])):
         raise InputError(f"{name} cannot be had with granularity {granularity!r}. Leave it out.")
-    if negatives < 0 or (queries is not None and queries < 1):
-        raise InputError(f"Give queries >= 1 or None and negatives >= 0, not {queries} and {negatives}.")
+    if isinstance(negatives, int):
+        if negatives < 0:
+            raise InputError(f"Give negatives >= 0, not {negatives}.")
+        negatives = Negatives(count=negatives)
+    if queries is not None and queries < 1:
+        raise InputError(f"Give queries >= 1 or None, not {queries}.")
     draw = partial(_sample, count=queries, seed=seed)
     try:
         if source.layout == "beir":
             tables = [source.table(c, s) for c, s in ((source.config, source.splits[split]), *_BEIR_TABLES)]
-            found = _from_beir(*tables, draw=draw, negatives=negatives, seed=seed)
+            found = _from_beir(*tables, draw=draw, negatives=negatives, seed=seed, options=options)
         else:
             found = _from_multihop(source.table(source.config, source.splits[split]), source.layout, granularity, draw)
     except KeyError as error:
@@ -187,8 +212,9 @@ def _from_beir(
     corpus: Any,
     *,
     draw: Callable[[Iterable[str]], list[str]],
-    negatives: int,
+    negatives: Negatives,
     seed: int,
+    options: LoadOptions | None,
 ) -> list[LabelledQuery]:
     relevant: dict[str, set[str]] = defaultdict(set)
     columns = (_column(labels, name).to_pylist() for name in ("query-id", "corpus-id", "score"))
@@ -198,18 +224,34 @@ def _from_beir(
     query_rows = _rows(_column(queries, "_id"), relevant)
     corpus_rows = _rows(_column(corpus, "_id"), set().union(*relevant.values()))
     gold = {key: {corpus_rows[i] for i in relevant[key] if i in corpus_rows} for key in query_rows}
+    keys = draw(key for key, rows in gold.items() if rows)
+    texts = [queries[query_rows[key]]["text"] for key in keys]
+    chosen = choose(
+        negatives,
+        [(key, text, gold[key]) for key, text in zip(keys, texts, strict=True)],
+        len(corpus),
+        lambda rows: _contents(corpus[list(rows)]),
+        seed=seed,
+        options=options,
+    )
     found = []
-    for key in draw(key for key, rows in gold.items() if rows):
-        rng = random.Random(f"{seed}:{key}")
-        rows = [*sorted(gold[key]), *_others(len(corpus), gold[key], negatives, rng)]
-        rng.shuffle(rows)
+    for key, text, others in zip(keys, texts, chosen, strict=True):
+        rows = [*sorted(gold[key]), *others]
+        random.Random(f"order:{seed}:{key}").shuffle(rows)
         drawn = corpus[rows]
+        lines = zip(rows, drawn["_id"], drawn["title"], drawn["text"], strict=True)
         documents = tuple(
-            LabelledDocument(id=str(i), title=title or None, text=text, relevant=row in gold[key])
-            for row, i, title, text in zip(rows, drawn["_id"], drawn["title"], drawn["text"], strict=True)
+            LabelledDocument(id=str(i), title=title or None, text=body, relevant=row in gold[key])
+            for row, i, title, body in lines
         )
-        found.append(LabelledQuery(id=key, query=queries[query_rows[key]]["text"], documents=documents))
+        found.append(LabelledQuery(id=key, query=text, documents=documents))
     return found
+
+
+def _contents(rows: Mapping[str, list[str]]) -> list[str]:
+    """What a reranker reads of rows of a corpus."""
+    pairs = zip(rows["title"], rows["text"], strict=True)
+    return [LabelledDocument(id="", title=title, text=text, relevant=False).content() for title, text in pairs]
 
 
 def _rows(ids: Any, wanted: Collection[str]) -> dict[str, int]:
@@ -220,9 +262,3 @@ def _rows(ids: Any, wanted: Collection[str]) -> dict[str, int]:
     ids = ids.cast(pa.string())
     rows = pc.indices_nonzero(pc.is_in(ids, value_set=pa.array(list(wanted), pa.string())))
     return dict(zip(ids.take(rows).to_pylist(), rows.to_pylist(), strict=True))
-
-
-def _others(size: int, relevant: Collection[int], count: int, rng: random.Random) -> list[int]:
-    """Row numbers of `count` documents that are not relevant, or of all there are, out of a corpus of `size`."""
-    drawn = rng.sample(range(size), min(size, count + len(relevant)))
-    return [row for row in drawn if row not in relevant][:count]

@@ -1,0 +1,231 @@
+"""Irrelevant candidates for a query: at random, as in the paper, or the hard ones that its Limitations ask for.
+
+Hard ones are what a first stage, BM25 or a bi-encoder, ranks highest in the corpus and nobody has labelled relevant.
+Some may be relevant all the same: labels of large corpora are never complete.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+from bisect import bisect_left
+from collections.abc import Callable, Collection, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from .baselines import BM25, BiEncoder
+from .datasets import LabelledDocument, LabelledQuery
+
+if TYPE_CHECKING:
+    import numpy as np
+
+    from ..loading import LoadOptions
+
+logger = logging.getLogger(__name__)
+
+LARGE = 1_000_000
+"""Documents of a corpus beyond which a warning says what a first stage will take."""
+
+CHUNK = 4096
+"""Documents that are embedded at a time."""
+
+Kind = Literal["random", "bm25", "dense"]
+
+
+class Negatives(BaseModel):
+    """How a query's irrelevant documents are chosen.
+
+    Attributes:
+        kind: At random, or the best of BM25 or of a bi-encoder over the corpus.
+        count: Documents a query; all there are where the corpus is smaller.
+        encoder: The bi-encoder of "dense": a sentence-transformers model, by Hub id or folder.
+        corpus: Draw them from so many documents of the corpus, chosen at random; None for all of it.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    kind: Kind = "random"
+    count: int = Field(default=15, ge=0)
+    encoder: str = "sentence-transformers/all-MiniLM-L6-v2"
+    corpus: int | None = Field(default=None, gt=0)
+
+
+def choose(
+    negatives: Negatives,
+    queries: Sequence[tuple[str, str, Collection[int]]],
+    size: int,
+    read: Callable[[Sequence[int]], Sequence[str]],
+    *,
+    seed: int = 0,
+    options: LoadOptions | None = None,
+) -> list[list[int]]:
+    """Rows of each query's irrelevant documents; hard ones best first, random ones in random order.
+
+    Documents that share no word with the query are no hard negatives: where BM25 finds too few, random ones follow.
+
+    Args:
+        negatives: Which, and how many.
+        queries: Id, text and the rows of the relevant documents of each.
+        size: Documents in the corpus.
+        read: Texts of some rows, as a reranker reads them.
+        seed: Of everything random. What a query gets depends on no other query.
+        options: How to load the encoder.
+
+    Raises:
+        BackboneError: The encoder cannot be loaded.
+        MissingDependencyError: bm25s or sentence-transformers is not installed.
+    """
+    rows: Sequence[int] = range(size)
+    if negatives.corpus is not None and negatives.corpus < size:
+        rows = sorted(random.Random(f"corpus:{seed}").sample(rows, negatives.corpus))
+    # From here on by their places in rows.
+    relevant = [{place for row in gold if (place := _place(rows, row)) is not None} for _, _, gold in queries]
+    ranked = _ranked(negatives, [text for _, text, _ in queries], relevant, rows, read, options)
+    chosen = []
+    for (key, _, _), gold, best in zip(queries, relevant, ranked, strict=True):
+        hard = [place for place in best if place not in gold][: negatives.count]
+        rng = random.Random(f"{seed}:{key}")
+        others = _others(len(rows), gold.union(hard), negatives.count - len(hard), rng)
+        chosen.append([rows[place] for place in [*hard, *others]])
+    return chosen
+
+
+def _ranked(
+    negatives: Negatives,
+    texts: Sequence[str],
+    relevant: Sequence[Collection[int]],
+    rows: Sequence[int],
+    read: Callable[[Sequence[int]], Sequence[str]],
+    options: LoadOptions | None,
+) -> list[list[int]]:
+    """The first stage's best documents of each query; so many that enough are left without the relevant ones."""
+    if negatives.kind == "random":
+        return [[] for _ in texts]
+    if len(rows) > LARGE:
+        logger.warning(
+            "Negatives by %s read all %s documents of the corpus, which takes hours and many GB. Negatives(corpus=%d) "
+            "draws them from so many at random.",
+            negatives.kind,
+            f"{len(rows):,}",
+            LARGE // 10,
+        )
+    depths = [negatives.count + len(gold) for gold in relevant]
+    if negatives.kind == "bm25":
+        return _bm25(texts, depths, read(rows))
+    return _dense(texts, depths, _chunks(rows, read), BiEncoder(negatives.encoder, options=options))
+
+
+def _place(rows: Sequence[int], row: int) -> int | None:
+    """Where a row stands in ascending rows."""
+    place = bisect_left(rows, row)
+    return place if place < len(rows) and rows[place] == row else None
+
+
+def replace_negatives(
+    queries: Sequence[LabelledQuery],
+    negatives: Negatives,
+    *,
+    titles: bool = True,
+    seed: int = 0,
+    options: LoadOptions | None = None,
+) -> list[LabelledQuery]:
+    """The queries with their relevant documents and other irrelevant ones, from the candidates of all queries.
+
+    Args:
+        queries: Labelled queries, such as those of a file.
+        negatives: Which, and how many.
+        titles: The first stage reads a document's title in front of its text.
+        seed: Of everything random, such as the documents' order.
+        options: How to load the encoder.
+
+    Raises:
+        BackboneError: The encoder cannot be loaded.
+        MissingDependencyError: bm25s or sentence-transformers is not installed.
+    """
+    corpus: dict[tuple[str | None, str], LabelledDocument] = {}
+    for query in queries:
+        for document in query.documents:
+            corpus.setdefault((document.title, document.text), document)
+    documents = list(corpus.values())
+    place = {key: number for number, key in enumerate(corpus)}
+    wanted = [
+        (query.id, query.query, {place[d.title, d.text] for d in query.documents if d.relevant}) for query in queries
+    ]
+    found = choose(
+        negatives,
+        wanted,
+        len(documents),
+        lambda rows: [documents[row].content(titles=titles) for row in rows],
+        seed=seed,
+        options=options,
+    )
+    changed = []
+    for query, rows in zip(queries, found, strict=True):
+        # An id may stand for another text at another query.
+        others = [documents[row].model_copy(update={"id": f"negative-{row}", "relevant": False}) for row in rows]
+        mixed = [document for document in query.documents if document.relevant] + others
+        random.Random(f"order:{seed}:{query.id}").shuffle(mixed)
+        changed.append(query.model_copy(update={"documents": tuple(mixed)}))
+    return changed
+
+
+def _others(size: int, relevant: Collection[int], count: int, rng: random.Random) -> list[int]:
+    """Row numbers of `count` documents that are not relevant, or of all there are, out of a corpus of `size`."""
+    drawn = rng.sample(range(size), min(size, count + len(relevant)))
+    return [row for row in drawn if row not in relevant][:count]
+
+
+def _chunks(rows: Sequence[int], read: Callable[[Sequence[int]], Sequence[str]]) -> Iterator[Sequence[str]]:
+    for start in range(0, len(rows), CHUNK):
+        yield read(rows[start : start + CHUNK])
+
+
+def _bm25(queries: Sequence[str], depths: Sequence[int], corpus: Sequence[str]) -> list[list[int]]:
+    """The best of the corpus by BM25 of each query, as deep as asked for; none without a common word."""
+    import numpy as np
+
+    found = []
+    for scores, depth in zip(BM25().scores(queries, corpus), depths, strict=True):
+        scores = np.asarray(scores)
+        found.append([row for row in top(scores, depth) if scores[row] > 0])
+    return found
+
+
+def _dense(
+    queries: Sequence[str], depths: Sequence[int], corpus: Iterator[Sequence[str]], encoder: BiEncoder
+) -> list[list[int]]:
+    """The best of the corpus by cosine of each query; the corpus passes by in chunks and only the best are kept."""
+    import numpy as np
+
+    targets = encoder.encode_queries(queries)
+    rows: list[Any] = [np.empty(0, dtype=np.int64) for _ in queries]
+    values: list[Any] = [np.empty(0, dtype=np.float32) for _ in queries]
+    start = 0
+    for texts in corpus:
+        cosines = targets @ encoder.encode_documents(texts).T
+        for number, depth in enumerate(depths):
+            merged = np.concatenate([values[number], cosines[number]])
+            merged_rows = np.concatenate([rows[number], np.arange(start, start + len(texts))])
+            best = top(merged, depth)
+            values[number], rows[number] = merged[best], merged_rows[best]
+        start += len(texts)
+    return [[int(row) for row in found] for found in rows]
+
+
+def top(scores: np.ndarray, depth: int) -> list[int]:
+    """Places of the highest scores, best first; of equal ones the first.
+
+    >>> import numpy as np
+    >>> top(np.array([1.0, 3.0, 2.0, 3.0, 2.0]), 3)
+    [1, 3, 2]
+    """
+    import numpy as np
+
+    if depth <= 0:
+        return []
+    places = np.arange(len(scores))
+    if depth < len(scores):
+        places = np.flatnonzero(scores >= np.partition(scores, -depth)[-depth])
+    order = np.argsort(-scores[places], kind="stable")[:depth]
+    return [int(place) for place in places[order]]

@@ -1,0 +1,336 @@
+"""rsrank reproduce: its configuration, going on after an interruption, and a whole run on tiny random models."""
+
+import json
+import random
+import re
+
+import pytest
+from conftest import CHAT, DOCUMENTS, QUERIES
+from typer.testing import CliRunner
+
+from rsrank_rag.cli import app
+from rsrank_rag.errors import InputError
+from rsrank_rag.evaluation import paper_tables
+from rsrank_rag.evaluation.comparison import Measured, compare
+from rsrank_rag.evaluation.datasets import LabelledDocument, LabelledQuery, read_labelled
+from rsrank_rag.evaluation.evaluate import score_dataset, summarise
+from rsrank_rag.evaluation.metrics import ScoredQuery
+from rsrank_rag.evaluation.reproduction import Reproduction, plan, reproduce, shipped
+from rsrank_rag.loading import LoadOptions
+from rsrank_rag.training.ablations import ABLATIONS, GROUPS, Ablations, chosen, pick
+from rsrank_rag.training.recipe import DataPart, Recipe
+
+CPU = LoadOptions(device="cpu", dtype="float32", local_files_only=True)
+
+
+def made_up(count, seed):
+    rng = random.Random(seed)
+    return [
+        LabelledQuery(
+            id=f"{seed}-{number}",
+            query=rng.choice(QUERIES),
+            documents=tuple(
+                LabelledDocument(id=f"d{i}", text=f"{text} {rng.randint(0, 9)}", relevant=i == 0 or rng.random() < 0.3)
+                for i, text in enumerate(rng.sample(DOCUMENTS, 4))
+            ),
+        )
+        for number in range(count)
+    ]
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("data")
+    for name, count, seed in (("one", 6, 1), ("two", 5, 2)):
+        lines = "".join(query.model_dump_json() + "\n" for query in made_up(count, seed))
+        (folder / f"{name}.jsonl").write_text(lines, encoding="utf-8")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def artifact(ranker, tiny_folder, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("artifact")
+    ranker.save_pretrained(folder)
+    return folder
+
+
+def written(tmp_path, text):
+    path = tmp_path / "config.toml"
+    path.write_text(text, encoding="utf-8")
+    return str(path)
+
+
+# The configuration
+
+
+def test_the_papers_configuration_is_its_protocol():
+    found = Reproduction.load("paper", artifact="mini")
+    assert [(part.title, part.queries, part.granularity) for part in found.sets] == [
+        ("2wiki", 500, "sentence"),
+        ("hotpotqa", 500, "sentence"),
+        ("musique", 500, None),
+        ("fiqa", 500, None),
+        ("fever", 500, None),
+        ("nfcorpus", 500, None),
+    ]
+    assert [part.name for part in found.systems] == [
+        "monot5:base",
+        "monot5:3b",
+        "llm2vec-gen",
+        "qwen3-reranker:8b",
+        "mini",
+    ]
+    assert {part.split for part in found.sets} == {"test"}
+    text = plan(found)
+    assert "15 random negatives" in text
+    assert all(name in text for name in ABLATIONS)
+    assert "15 bm25 negatives" in plan(Reproduction.load("paper", artifact="mini", negatives="bm25"))
+
+
+@pytest.mark.parametrize("name", shipped())
+def test_every_shipped_configuration_is_valid(name, data):
+    assert Reproduction.load(name, data=[data], artifact="mini").sets
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('name = "x"\nsystems = []', "systems: "),
+        ('name = "x"\nsystems = [{name = "bm25"}]', "names no sets. Pass --data"),
+        ('name = "x"\nfoo = 1\nsystems = [{name = "bm25"}]', "foo: Extra inputs"),
+        ('name = "x"\nsystems = [{name = "bm52"}]\nsets = [{name = "fiqa"}]', "no system 'bm52'"),
+        ('name = "x"\nsystems = [{name = "artifact"}]\nsets = [{name = "fiqa"}]', "Pass --model ARTIFACT"),
+        ('name = "x"\nsystems = [{name = "bm25"}, {name = "bm25"}]\nsets = [{name = "fiqa"}]', "two systems called"),
+        ('name = "x"\nsystems = [{name = "bm25"}]\nsets = [{name = "fiqa"}, {name = "fiqa"}]', "two sets called"),
+        ('name = "x"\nsystems = [{name = "bm25"}]\nsets = [{}]', "either name or file"),
+        ('name = "x"\ntables = ["best"]\nsystems = [{name = "bm25"}]\nsets = [{name = "fiqa"}]', "tables.0: "),
+        (
+            'name = "x"\nsystems = [{name = "bm25"}]\nsets = [{name = "fiqa", negatives = {kind = "x"}}]',
+            "negatives.kind",
+        ),
+        ("name = ", "not valid TOML"),
+    ],
+)
+def test_a_wrong_configuration_is_refused_with_the_place(tmp_path, text, message):
+    with pytest.raises(InputError, match=re.escape(message)):
+        Reproduction.load(written(tmp_path, text))
+
+
+def test_a_configuration_or_a_folder_without_data_is_named(tmp_path):
+    with pytest.raises(InputError, match="neither local nor paper nor a TOML file"):
+        Reproduction.load("papers")
+    with pytest.raises(InputError, match="holds no"):
+        Reproduction.load("local", data=[tmp_path])
+
+
+def test_the_artifact_stands_inside_other_names_too(tmp_path):
+    text = 'name = "x"\nsets = [{name = "fiqa"}]\nsystems = [{name = "oracle:artifact"}, {name = "artifact"}]'
+    found = Reproduction.load(written(tmp_path, text), artifact="mini", systems=["bm25"])
+    assert [part.name for part in found.systems] == ["oracle:mini", "mini", "bm25"]
+
+
+# Runs
+
+
+def small(data, **changes):
+    return Reproduction.load("local", data=[data], artifact=changes.pop("artifact", "mini"), **changes)
+
+
+def test_a_run_goes_on_where_it_was_interrupted_and_scores_nothing_twice(data, tmp_path, monkeypatch):
+    config = small(data)
+    only = config.model_copy(update={"systems": config.systems[1:], "tables": ("main",), "figures": ()})
+    watched = []
+
+    def stops(queries, what):
+        watched.append(what)
+        if what.endswith("two"):
+            raise KeyboardInterrupt
+        return queries
+
+    with pytest.raises(KeyboardInterrupt):
+        reproduce(only, tmp_path, options=CPU, watch=stops)
+
+    def goes_on(queries, what):
+        watched.append(what)
+        return queries
+
+    first = reproduce(only, tmp_path, options=CPU, watch=goes_on)
+    assert watched == ["bm25, one", "bm25, two", "bm25, two"]
+    again = reproduce(only, tmp_path, options=CPU, watch=goes_on)
+    assert len(watched) == 3
+    assert again.comparison == first.comparison
+    # Other data under the same name are other scores.
+    changed = tmp_path / "other"
+    changed.mkdir()
+    for path in data.iterdir():
+        (changed / path.name).write_text(path.read_text().replace("bridge", "tunnel"), encoding="utf-8")
+    other = small(changed).model_copy(update={"systems": only.systems, "tables": ("main",), "figures": ()})
+    reproduce(other, tmp_path, options=CPU, watch=goes_on)
+    assert watched[3:] == ["bm25, one", "bm25, two"]
+
+
+def test_what_cannot_be_loaded_is_named_and_the_others_still_run(data, tmp_path):
+    said = []
+    config = small(data)
+    missing = config.sets[0].model_copy(update={"file": str(tmp_path / "gone.jsonl")})
+    broken = config.systems[0].model_copy(update={"name": "bi-encoder:./no-such-model", "label": "broken"})
+    config = config.model_copy(
+        update={"sets": (missing, config.sets[1]), "systems": (broken, config.systems[1]), "figures": ()}
+    )
+    outcome = reproduce(config, tmp_path / "out", options=CPU, say=said.append)
+    assert set(outcome.failures) == {"gone", "broken"}
+    assert all(line.startswith("failed: ") for line in said)
+    assert [found.name for found in outcome.measured] == ["bm25"]
+    text = outcome.tables.read_text(encoding="utf-8")
+    assert "## What failed" in text
+    assert "no-such-model" in text
+    with pytest.raises(InputError, match="None of the sets"):
+        reproduce(config.model_copy(update={"sets": (missing,)}), tmp_path / "none", options=CPU)
+
+
+def test_a_whole_run_gives_tables_and_figures_of_the_scores(artifact, ranker, data, tmp_path):
+    text = f"""
+        name = "tiny"
+        sets = [{{file = "{data / "one.jsonl"}"}}, {{file = "{data / "two.jsonl"}", queries = 3}}]
+        systems = [{{name = "artifact", label = "tiny"}}, {{name = "bm25"}}]
+        stages = "{tmp_path / "stages.json"}"
+        [ablations]
+        recipe = "{tmp_path / "recipe.toml"}"
+        names = ["no-margin", "closed-separation", "layers: last", "raw"]
+        train = [{{file = "{data / "one.jsonl"}"}}]
+        evaluation = [{{file = "{data / "two.jsonl"}"}}]
+    """
+    (tmp_path / "stages.json").write_text(
+        json.dumps({"rows": [{"stage": "100 fwd", "seconds": 2.0}, {"stage": "101 fwd", "seconds": 2.1}]})
+    )
+    (tmp_path / "recipe.toml").write_text(recipe_text(artifact), encoding="utf-8")
+    outcome = reproduce(
+        Reproduction.load(written(tmp_path, text), artifact=str(artifact)), tmp_path / "out", options=CPU
+    )
+    assert outcome.failures == {}
+    one, two = (outcome.comparison.labels[name] for name in ("one", "two"))
+    assert (len(one), len(two)) == (6, 3)
+    expected = score_dataset(ranker, read_labelled(data / "one.jsonl"))
+    assert [q.scores for q in outcome.measured[0].scored["one"]] == [
+        pytest.approx(q.scores, abs=1e-4) for q in expected
+    ]
+    page = outcome.tables.read_text(encoding="utf-8")
+    for title in ("Ranking", "Thresholds", "F1 gap", "Headroom", "Threshold or top-k", "Inference", "Ablations on two"):
+        assert f"## {title}" in page
+    value = summarise("one", expected).ndcg5
+    assert re.search(rf"\| tiny \| (\*\*)?{100 * value:.1f}(\*\*)? \|", page)
+    assert "| 101 fwd | 2100.0 | +5.00% |" in page
+    for name in ("base", "no-margin", "closed-separation", "layers: last", "raw"):
+        assert f"| {name} |" in page
+    figures = {path.stem for path in (tmp_path / "out" / "report" / "figures").glob("*.png")}
+    assert {"headroom", "f1-gap", "score-range-0", "selection-1", "scores-0", "latency"} <= figures
+
+
+def recipe_text(artifact):
+    config = json.loads((artifact / "config.json").read_text(encoding="utf-8"))
+    return f"""
+        name = "tiny"
+        validation_share = 0.3
+        [model]
+        name = "{config["backbone"]["name"]}"
+        device = "cpu"
+        dtype = "float32"
+        [template]
+        instruction = {json.dumps(CHAT.instruction)}
+        [fit]
+        epochs = 2
+        projection_dim = 4
+    """
+
+
+def test_the_command_prints_its_plan_and_refuses_what_is_wrong(data):
+    done = CliRunner().invoke(app, ["reproduce", "--config", "local", "--data", str(data), "--dry-run"])
+    assert done.exit_code == 0
+    assert "one" in done.output
+    assert "bm25" in done.output
+    wrong = CliRunner().invoke(app, ["reproduce", "--data", str(data), "--negatives", "hard"])
+    assert wrong.exit_code == 2
+
+
+# Tables
+
+
+def test_the_best_of_a_column_and_its_ties_are_bold_and_a_missing_set_has_no_average():
+    full = {"a": [ScoredQuery([1.0, -1.0], [True, False])], "b": [ScoredQuery([1.0, 2.0], [True, False])]}
+    text = paper_tables.main_table(
+        ["a", "b"], [Measured("x", 0.0, "native", full), Measured("y", 0.0, "native", {"a": full["a"]})]
+    )
+    f1 = text.split("**F1@τ**")[1]
+    assert "| x | **100.0** | **66.7** | **83.3** |" in f1
+    assert "| y | **100.0** | – | – |" in f1
+
+
+def test_the_gap_table_holds_the_papers_columns():
+    sets = {"a": made_up(4, 3)}
+    rng = random.Random(0)
+    scored = [ScoredQuery([rng.random() for _ in q.documents], [d.relevant for d in q.documents]) for q in sets["a"]]
+    found = compare([Measured("x", 0.5, "given", {"a": scored})], sets, resamples=20)
+    result = found.systems[0].sets["a"]
+    own, best = (100 * result.metrics[name].mean for name in ("f1@query_best", "f1@best"))
+    assert f"| a | 4 | {own:.1f} | {best:.1f} |" in paper_tables.gap_tables(found)
+
+
+# Ablations
+
+
+@pytest.mark.parametrize("recipe", ["mini", "qwen3-8b"])
+@pytest.mark.parametrize("name", list(ABLATIONS))
+def test_every_ablation_is_a_valid_change_of_a_shipped_recipe(recipe, name):
+    ablation = ABLATIONS[name]
+    changed = Recipe.load(recipe, ablation.changes)
+    if ablation.changes:
+        assert changed != Recipe.load(recipe) or name == "P=32" or name == "P=64"
+
+
+def test_ablations_are_found_by_name_group_or_all():
+    assert [a.name for a in chosen(["keys"])] == ["base", "keys"]
+    assert [a.name for a in chosen(["loss"])][1:] == [
+        "no-calibration",
+        "no-margin",
+        "no-orthogonality",
+        "no-alignment",
+        "no-frobenius",
+    ]
+    assert [a.name for a in chosen(["all"])] == list(ABLATIONS)
+    with pytest.raises(InputError, match="no ablation 'lossy'"):
+        chosen(["lossy"])
+    assert len(GROUPS) > 8
+
+
+@pytest.mark.parametrize("count", [1, 2, 7])
+def test_halves_are_the_whole(count):
+    items = list(range(5, 5 + count))
+    halves = pick(items, "first half") + pick(items, "second half")
+    assert set(halves) == set(items)
+    assert pick(items, "last") == (items[-1],)
+    assert all(pick(items, share) for share in ("first", "last", "every second", "second half"))
+
+
+def test_ablations_are_run_once_and_a_failure_stops_no_other(artifact, data, tmp_path):
+    (tmp_path / "recipe.toml").write_text(recipe_text(artifact), encoding="utf-8")
+    said = []
+    runner = Ablations(
+        str(tmp_path / "recipe.toml"),
+        tmp_path / "runs",
+        train=(DataPart(file=str(data / "one.jsonl")),),
+        evaluation=(DataPart(file=str(data / "two.jsonl")),),
+        say=said.append,
+    )
+    wanted = [ABLATIONS[name] for name in ("800 queries", "0 queries", "P=4", "heads: first half")]
+    found = {ablation.name: rows for ablation, rows in runner.run(wanted)}
+    assert isinstance(found.pop("800 queries"), InputError)
+    assert {name: rows[0].parameters for name, rows in found.items()} == {
+        "0 queries": 3 * 2 * 4 * 16,
+        "P=4": 3 * 2 * 4 * 16,
+        "heads: first half": 3 * 1 * 4 * 16,
+    }
+    assert {len(rows[0].metrics["f1@0"]) for rows in found.values()} == {5}
+    said.clear()
+    again = {ablation.name: rows for ablation, rows in runner.run(wanted[1:])}
+    assert again == found
+    assert said == []
