@@ -2,8 +2,8 @@
 
 Every rule is a function from one query's scores (N,), in any order, to the threshold above which documents are kept.
 Some look at the scores of random documents for the same query instead or as well: an empirical null (M,). Parameters
-are chosen on other, labelled queries, by `best_choice`; the two conformal rules take theirs from `guaranteed_recall` and
-`guaranteed_evidence`.
+are chosen on other, labelled queries, by `best_choice`; `guaranteed_recall` and `guaranteed_evidence` make one
+threshold for all queries from them, with a promise.
 
 "Moves and scales": adding a number to all scores (and null scores) adds it to the threshold, and multiplying them by a
 positive one multiplies it, so that the same documents are kept.
@@ -14,6 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from statistics import NormalDist
 from typing import TypeVar
 
@@ -85,7 +86,7 @@ def gap_near_zero(scores: Sequence[float], weight: float) -> float:
         best, threshold = 0.0, 0.0
     else:
         best, threshold = -math.inf, 0.0
-    for high, low in zip(ordered[:-1], ordered[1:], strict=True):
+    for high, low in pairwise(ordered):
         value = (high - low) - weight * max(low, -high, 0.0)
         if high > low and value > best:
             best, threshold = value, _between(high, low)
