@@ -68,9 +68,6 @@ FIT = (
 )
 """Sets with enough queries that `mini` was not trained on; of MuSiQue's 100 there are two."""
 
-UNSEEN = ("fever.sentence", "fiqa", "nfcorpus")
-"""Sets without any training queries."""
-
 TOP = (1, 2, 3, 4, 5, 7, 10, 15, 20)
 
 STEPS = [round(0.1 * i, 1) for i in range(-10, 21)]  # -1 to 2
@@ -306,18 +303,27 @@ PROMISES = (0.8, 0.9, 0.95)
 
 
 def conformal(fit: Mapping[str, Sequence[Observed]], dev: Mapping[str, Sequence[Observed]]) -> list[dict[str, Any]]:
-    """Promised and measured recall and complete evidence, with calibration on all training sets or on a set's own."""
+    """Promised and measured recall and complete evidence.
+
+    Calibrated on every other query of the same set and measured on the rest, as with labels of one's own; on the other
+    held-out sets; and on the training sets.
+    """
     rows = []
-    everything = [seen.query for queries in fit.values() for seen in queries]
-    for (name, queries), promise in product(dev.items(), PROMISES):
-        calibrations = {"all training sets": everything}
-        if name in fit:
-            calibrations["its own training set"] = [seen.query for seen in fit[name]]
-        for source, calibration in calibrations.items():
-            for kind, promised in (("recall", guaranteed_recall), ("complete", guaranteed_evidence)):
-                threshold = promised(calibration, promise)
-                row = {"set": name, "calibration": source, "kind": kind, "promise": promise}
-                rows.append({**row, "threshold": threshold, **_delivered([seen.query for seen in queries], threshold)})
+    for name, seen in dev.items():
+        queries = [one.query for one in seen]
+        others = [one.query for other, some in dev.items() if other != name for one in some]
+        training = [one.query for some in fit.values() for one in some]
+        calibrations = {
+            "same set": (queries[::2], queries[1::2]),
+            "other held-out sets": (others, queries),
+            "training sets": (training, queries),
+        }
+        kinds = {"recall": guaranteed_recall, "complete": guaranteed_evidence}
+        for (source, (known, new)), (kind, promised), promise in product(calibrations.items(), kinds.items(), PROMISES):
+            threshold = promised(known, promise)
+            row = {"set": name, "calibration": source, "kind": kind, "promise": promise, "queries": len(known)}
+            finite = threshold if math.isfinite(threshold) else None
+            rows.append({**row, "threshold": finite, **_delivered(new, threshold)})
     return rows
 
 
@@ -374,12 +380,12 @@ def draw(found: Mapping[str, Mapping[str, Mapping[str, Any]]], systems: Sequence
     plots.evidence_curves(panels, points, point=f"{systems[0]}, zero threshold").savefig(path, dpi=80)
 
 
-def _signed(value: Mapping[str, Any]) -> str:
-    parts = Estimate.model_validate(value)
-    if parts.low is None or parts.high is None:
-        return f"{100 * parts.mean:+.1f}"
-    mark = "**" if parts.low > 0 else ""
-    return f"{mark}{100 * parts.mean:+.1f}{mark} ({100 * parts.low:+.1f}, {100 * parts.high:+.1f})"
+def _signed(value: Mapping[str, Any], *, interval: bool = False) -> str:
+    """Points; bold where the whole interval is above zero, in italics where it is below."""
+    found = Estimate.model_validate(value)
+    low, high = 100 * (found.low or 0.0), 100 * (found.high or 0.0)
+    mark = "**" if low > 0 else "*" if high < 0 else ""
+    return f"{mark}{100 * found.mean:+.1f}{mark}" + (f" ({low:+.1f}, {high:+.1f})" if interval else "")
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -392,11 +398,65 @@ def rule_table(found: Mapping[str, Any]) -> str:
     """Differences to zero, a row a rule."""
     sets = list(found["zero"]["difference"])
     rows = [
-        [name, json.dumps(row["choice"]), *(_signed(row["difference"][one]) for one in sets), _signed(row["mean"])]
+        [
+            name,
+            json.dumps(row["choice"]).strip("[]"),
+            *(_signed(row["difference"][one]) for one in sets),
+            _signed(row["mean"], interval=True),
+        ]
         for name, row in found.items()
         if name != "zero"
     ]
     return table(["rule", "chosen", *sets, "mean"], rows)
+
+
+def headroom_table(found: Mapping[str, Any]) -> str:
+    """F1 in points and what the ranking allows."""
+    rows = [
+        [
+            name,
+            str(row["queries"]),
+            *(f"{100 * row[key]:.1f}" for key in ("zero", "best", "query_best")),
+            f"{100 * (row['query_best'] - row['zero']):.1f}",
+            f"{row['tau_best']:+.2f}",
+            f"{row['own_deviation']:.2f}",
+            f"{row['kept']:.1f} / {row['relevant']:.1f}",
+            f"{100 * row['perfectly_ranked']:.0f}",
+        ]
+        for name, row in found.items()
+    ]
+    head = ["set", "queries", "zero", "set's best", "query's best", "headroom", "set's best tau"]
+    return table([*head, "deviation of queries' best", "kept / relevant", "% perfectly ranked"], rows)
+
+
+def conformal_table(found: Sequence[Mapping[str, Any]], kind: str, promise: float) -> str:
+    """What one promise delivers, a row a set: measured, and the share of the candidates kept."""
+    rows: dict[str, dict[str, str]] = {}
+    for row in found:
+        if (row["kind"], row["promise"]) == (kind, promise):
+            measured = row[kind]
+            broken = measured["high"] is not None and measured["high"] < promise
+            value = f"{100 * measured['mean']:.0f} / {100 * row['precision']:.0f} / "
+            value += f"{100 * row['kept'] / row['candidates']:.0f}"
+            rows.setdefault(row["set"], {})[row["calibration"]] = f"*{value}*" if broken else value
+    sources = list(next(iter(rows.values())))
+    return table(["set", *sources], [[name, *(row[one] for one in sources)] for name, row in rows.items()])
+
+
+def evidence_table(found: Mapping[str, Any], choices: Sequence[str]) -> str:
+    """Evidence found, complete evidence, precision (of documents) and tokens, a row a set and choice."""
+    rows = [
+        [
+            name,
+            choice,
+            f"{row['documents']:.1f}",
+            f"{row['tokens']:.0f}",
+            *(f"{100 * row[key]:.1f}" for key in ("recall", "complete", "precision")),
+        ]
+        for name, sent in found.items()
+        for choice, row in ((choice, sent[choice]) for choice in choices)
+    ]
+    return table(["set", "sent", "documents", "tokens", "evidence found", "all found", "precision"], rows)
 
 
 def arguments() -> argparse.Namespace:
@@ -406,6 +466,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--dev", type=Path, required=True, help="folder with the held-out sets")
     parser.add_argument("--model", default="mini")
     parser.add_argument("--cache", type=Path, required=True, help="JSON file for the scores")
+    parser.add_argument("--fit-sets", nargs="+", default=FIT, help="training sets to choose parameters on")
     parser.add_argument("--fit-queries", type=int, default=40, help="of each training set")
     parser.add_argument("--null-documents", type=int, default=16)
     parser.add_argument("--null-queries", type=int, default=60, help="of each held-out set")
@@ -420,7 +481,7 @@ def main() -> None:
     cache, ranker = Cache(options.cache), RSRank.from_pretrained(options.model, device="cpu")
     seen = cache("seen", lambda: seen_in_training(options.train))
     fit, dev = {}, {}
-    for name in FIT:
+    for name in options.fit_sets:
         whole = read_labelled(options.train / f"{name}.jsonl.gz")
         known = set(seen[name])
         rows = random.Random(0).sample([query for query in whole if query.id not in known], options.fit_queries)
@@ -452,8 +513,11 @@ def main() -> None:
     }
     options.output.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
     draw(found["evidence"], list(systems), options.figure)
-    for part in ("rules", "best_case"):
-        print(f"{rule_table(found[part])}\n")
+    choices = ["all", "zero", *(f"{system}, top {k}" for system in systems for k in (1, 3, 5, 10))]
+    print(headroom_table(found["headroom"]), rule_table(found["best_case"]), rule_table(found["rules"]), sep="\n\n")
+    for kind, promise in product(("recall", "complete"), PROMISES):
+        print(f"\n{kind} {promise}\n\n{conformal_table(found['conformal'], kind, promise)}")
+    print(f"\n{evidence_table(found['evidence'], choices)}")
 
 
 if __name__ == "__main__":
