@@ -225,10 +225,16 @@ def with_null(sets: Mapping[str, Sequence[Observed]]) -> dict[str, list[Observed
     return {name: [seen for seen in queries if seen.null] for name, queries in sets.items()}
 
 
+def usable(dev: Mapping[str, Sequence[Observed]]) -> dict[str, Family]:
+    """All families, or those that need no null where there is none."""
+    there = all(any(seen.null for seen in queries) for queries in dev.values())
+    return {name: family for name, family in FAMILIES.items() if there or not family.needs_null}
+
+
 def compare_rules(fit: Mapping[str, Sequence[Observed]], dev: Mapping[str, Sequence[Observed]]) -> dict[str, Any]:
     """Each family's parameter from the training sets, its F1 and the paired difference to zero on each held-out set."""
     found = {}
-    for name, family in tqdm(FAMILIES.items(), desc="rules"):
+    for name, family in tqdm(usable(dev).items(), desc="rules"):
         source, target = (with_null(sets) if family.needs_null else sets for sets in (fit, dev))
         choice = best_choice(family.make, family.choices, list(source.values()))
         rule = family.make(choice)
@@ -253,7 +259,7 @@ def best_case(dev: Mapping[str, Sequence[Observed]]) -> dict[str, Any]:
     No way to choose parameters can do better on the worst set; a family that loses there loses however it is fitted.
     """
     found = {}
-    for name, family in tqdm(FAMILIES.items(), desc="best case"):
+    for name, family in tqdm(usable(dev).items(), desc="best case"):
         target = with_null(dev) if family.needs_null else dev
         zero = {dataset: [f1_at(seen.query, 0.0) for seen in queries] for dataset, queries in target.items()}
         gains = [
@@ -468,7 +474,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--cache", type=Path, required=True, help="JSON file for the scores")
     parser.add_argument("--fit-sets", nargs="+", default=FIT, help="training sets to choose parameters on")
     parser.add_argument("--fit-queries", type=int, default=40, help="of each training set")
-    parser.add_argument("--null-documents", type=int, default=16)
+    parser.add_argument("--null-documents", type=int, default=16, help="0 leaves the rules that need them out")
     parser.add_argument("--null-queries", type=int, default=60, help="of each held-out set")
     parser.add_argument("--output", type=Path, required=True, help="JSON file for every figure")
     parser.add_argument("--figure", type=Path, required=True, help="PNG of evidence against tokens")
@@ -486,13 +492,15 @@ def main() -> None:
         known = set(seen[name])
         rows = random.Random(0).sample([query for query in whole if query.id not in known], options.fit_queries)
         scores = cache(f"fit/{name}/scores", partial(candidates, ranker, rows, name))
-        nulls = cache(f"fit/{name}/null", partial(null, ranker, rows, pool(whole, options.null_documents)))
+        documents = pool(whole, options.null_documents)
+        nulls = cache(f"fit/{name}/null", partial(null, ranker, rows, documents)) if documents else []
         fit[name] = observed(rows, scores, nulls)
     held_out = read_sets(sorted(options.dev.glob("*.jsonl.gz")))
     for name, rows in held_out.items():
         scores = cache(f"dev/{name}/scores", partial(candidates, ranker, rows, name))
         few, documents = rows[: options.null_queries], pool(rows, options.null_documents)
-        dev[name] = observed(rows, scores, cache(f"dev/{name}/null", partial(null, ranker, few, documents)))
+        nulls = cache(f"dev/{name}/null", partial(null, ranker, few, documents)) if documents else []
+        dev[name] = observed(rows, scores, nulls)
     words = {
         name: cache(f"dev/{name}/bm25", partial(candidates, BM25(), rows, name)) for name, rows in held_out.items()
     }

@@ -125,7 +125,8 @@ def mixture(scores: Sequence[float], *, steps: int = 200, otherwise: float = 0.0
     place = _otsu(ordered)
     if place is None:
         return otherwise
-    scale = ordered.std()
+    width = ordered[0] - ordered[-1]  # first, lest the squares of tiny scores vanish
+    scale = width * (ordered / width).std()
     values = (ordered - ordered.mean()) / scale
     upper = (np.arange(len(values)) <= place).astype(float)
     means, share, variance = np.zeros(2), 0.5, 1.0
@@ -390,7 +391,7 @@ def _otsu(ordered: np.ndarray) -> int | None:
     """Position of the last score of the upper group; None without two different scores."""
     if len(ordered) < 2 or ordered[0] == ordered[-1]:
         return None
-    values = ordered - ordered.mean()
+    values = (ordered - ordered.mean()) / (ordered[0] - ordered[-1])
     upper, size = np.cumsum(values)[:-1], np.arange(1, len(values))
     between = upper**2 / (size * (len(values) - size))  # proportional to the variance between the groups
     between[ordered[:-1] == ordered[1:]] = -1.0
