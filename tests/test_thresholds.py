@@ -198,8 +198,8 @@ def test_expected_f1_is_the_best_of_all_cuts(scores, slope, offset):
 
 def test_sure_documents_raise_the_bar_for_the_others():
     unsure, sure = [0.0, -0.5], [3.0, 3.0, 0.0, -0.5]
-    assert kept(unsure, expected_f1(unsure, 2.0, 0.0)) == [0, 1]
-    assert kept(sure, expected_f1(sure, 2.0, 0.0)) == [0, 1, 2]
+    assert kept(unsure, expected_f1(unsure, 1.0, 0.0)) == [0, 1]
+    assert kept(sure, expected_f1(sure, 1.0, 0.0)) == [0, 1, 2]
 
 
 def test_the_best_choice_weighs_sets_and_not_queries():

@@ -218,7 +218,7 @@ def false_discovery(scores: Sequence[float], null: Sequence[float], rate: float,
     else:
         p_values = (1 + (random[None, :] >= ordered[:, None]).sum(1)) / (len(random) + 1)
     adjusted = scipy_stats().false_discovery_control(p_values)
-    return _keeping(ordered, int((adjusted <= rate).sum()))
+    return _keeping(ordered, int((adjusted <= rate * (1 + 1e-9)).sum()))
 
 
 def expected_f1(scores: Sequence[float], slope: float, offset: float) -> float:
