@@ -4,8 +4,8 @@
         --cache runs/thresholds.json --output docs/thresholds.json --figure docs/evidence.png
 
 Parameters are chosen on training queries that `mini` was not trained on (found by drawing the recipe's batches once
-more); every figure is measured on the held-out sets, as paired differences to zero. Scoring takes long on a CPU: scores are
-kept in the cache file, and a stopped run goes on from there.
+more); every figure is measured on the held-out sets, as paired differences to zero. Scoring takes long on a CPU: scores
+are kept in the cache file, and a stopped run goes on from there.
 """
 
 from __future__ import annotations
