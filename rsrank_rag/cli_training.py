@@ -12,7 +12,8 @@ from .console import catch_errors, problems, screen
 from .errors import ArtifactError, InputError
 
 if TYPE_CHECKING:
-    from .training.recipe import Kitchen, Recipe, Result
+    from .training.kitchen import Kitchen, Result
+    from .training.recipe import Recipe
 
 app = typer.Typer()
 
@@ -32,7 +33,8 @@ DryRun = Annotated[bool, typer.Option("--dry-run", help="Print disk, memory and 
 def _kitchen(config: str, data: list[Path] | None, output: Path, settings: list[str] | None) -> Kitchen:
     from transformers.utils import logging
 
-    from .training.recipe import Kitchen, Recipe
+    from .training.kitchen import Kitchen
+    from .training.recipe import Recipe
 
     logging.disable_progress_bar()
     recipe = Recipe.load(config, settings or (), data or ())

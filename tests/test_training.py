@@ -36,8 +36,9 @@ from rsrank_rag.training.features import (
     subsample,
 )
 from rsrank_rag.training.fit import Batch, FitOptions, Resident, Subset, batch_scores, fit, scored, split
+from rsrank_rag.training.kitchen import Kitchen, histogram_of
 from rsrank_rag.training.losses import calibration_loss, margin_loss
-from rsrank_rag.training.recipe import Kitchen, Recipe, histogram_of, shipped
+from rsrank_rag.training.recipe import Recipe, shipped
 
 
 def labelled(count=6, documents=DOCUMENTS):
