@@ -68,7 +68,7 @@ def loaded(tiny_folder):
     def load(kind, **template):
         key = kind, tuple(template.items())
         if key not in made:
-            model, tokenizer = load_model(tiny_folder(kind), revision=None, options=LoadOptions("cpu", "float32"))
+            model, tokenizer, _ = load_model(tiny_folder(kind), revision=None, options=LoadOptions("cpu", "float32"))
             core = Backbone(model)
             chosen = (ENCODER if kind == "bert" else CHAT).model_copy(update=template)
             prompts = PromptTokenizer(tokenizer, chosen, max_length=core.max_length, shared_positions=core.causal)

@@ -32,7 +32,7 @@ from ..evaluation.datasets import LabelledQuery
 from ..evaluation.evaluate import score_dataset, summarise
 from ..evaluation.metrics import ScoredQuery, f1_at, ranking_metrics
 from ..identity import describe
-from ..loading import LOAD_ERRORS, load_model
+from ..loading import LOAD_ERRORS, load_model, shortened
 from ..projection import Projection
 from ..reading import ShiftReader
 from ..rsrank import INSIDE, RSRank
@@ -153,11 +153,12 @@ class Kitchen:
         known = {"revision": part.revision, "local_files_only": part.local_files_only}
         try:
             config = AutoConfig.from_pretrained(part.source, **known).get_text_config()
+            layers = self._layers(config.num_hidden_layers)
             tokenizer = AutoTokenizer.from_pretrained(part.source, **known)
         except LOAD_ERRORS as error:
             raise BackboneError(f"The language model {part.name!r} could not be found: {error}") from error
         with torch.device("meta"):
-            model = AutoModel.from_config(config)
+            model = AutoModel.from_config(shortened(config, layers[-1] + 1))
         weights = sum(parameter.numel() for parameter in model.parameters())
         working = weights - model.get_input_embeddings().weight.numel()
         dtype, device = options.resolved_dtype(), options.resolved_device()
@@ -167,7 +168,6 @@ class Kitchen:
             heads, width = 1, config.hidden_size
         limit = min(config.max_position_embeddings, part.max_length or config.max_position_embeddings)
         prompts = PromptTokenizer(tokenizer, self.recipe.template, max_length=limit, shared_positions=True)
-        layers = self._layers(config.num_hidden_layers)
         reader = _Unread(prompts, frozenset(layers))
         extractor = self._extractor(reader)  # type: ignore[arg-type]
         plan = extractor.plan(self.queries, heads, width)
@@ -222,6 +222,7 @@ class Kitchen:
             "template": (recipe.template, spec.template),
             "features.signal": (recipe.features.signal, spec.signal),
             "features.null_prefix": (recipe.features.null_prefix, spec.null_prefix),
+            "features.layers": (recipe.features.layers or spec.layers, spec.layers),
         }
         different = [f"{name} {theirs!r}, not {ours!r}" for name, (ours, theirs) in wanted.items() if ours != theirs]
         if different:
@@ -341,24 +342,28 @@ class Kitchen:
         )
 
     def _layers(self, count: int) -> tuple[int, ...]:
-        return self.recipe.features.layers or tuple(range(1, count))
+        chosen = self.recipe.features.layers or tuple(range(1, count))
+        if chosen[-1] >= count:
+            raise BackboneError(f"Layer {chosen[-1]} was asked for; {self.recipe.model.name} has 1..{count - 1}.")
+        return chosen
 
     def _backbone(self) -> tuple[Backbone, PromptTokenizer, BackboneSpec]:
         part = self.recipe.model
         options = part.options()
         if _place()[1] > 1 and options.device is None:
             options = replace(options, device=_local_device())
-        model, tokenizer = load_model(part.source, revision=part.revision, options=options)
         chosen = self.recipe.features.layers
-        core = Backbone(model, last_layer=None if chosen is None else max(chosen))
+        last_layer = None if chosen is None else chosen[-1]
+        loaded = load_model(part.source, revision=part.revision, options=options, last_layer=last_layer)
+        core = Backbone(loaded.model, last_layer, num_layers=loaded.num_layers)
         prompts = PromptTokenizer(
-            tokenizer,
+            loaded.tokenizer,
             self.recipe.template,
             max_length=min(core.max_length, part.max_length or core.max_length),
             shared_positions=core.causal,
         )
         name = part.name if part.source == part.name else INSIDE
-        revision = part.revision or getattr(model.config, "_commit_hash", None)
+        revision = part.revision or getattr(loaded.model.config, "_commit_hash", None)
         return core, prompts, describe(core, prompts, name, None if name == INSIDE else revision)
 
     def _train(self, features: FeatureSource, train: list[int], held: list[int], layers: tuple[int, ...]) -> Projection:

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import random
+import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
 from .. import hub
 from ..config import NullPrefix, Signal
@@ -93,12 +94,37 @@ class DataPart(BaseModel):
         return queries
 
 
+def parse_layers(value: Any) -> Any:
+    """Numbers and ranges as a tuple of layers; anything but text and a number is left to the validation.
+
+    >>> parse_layers("1-4,8")
+    (1, 2, 3, 4, 8)
+
+    Raises:
+        ValueError: Text that is neither.
+    """
+    if isinstance(value, int) and not isinstance(value, bool):
+        return (value,)
+    if not isinstance(value, str):
+        return value
+    layers: list[int] = []
+    for part in value.split(","):
+        found = re.fullmatch(r"\s*(\d{1,4})\s*(?:-\s*(\d{1,4})\s*)?", part)
+        first, last = (0, -1) if found is None else (int(found[1]), int(found[2] or found[1]))
+        if last < first:
+            raise ValueError(f"{value!r} is no choice of layers. Write numbers and ranges, such as 1-24 or 1-8,12")
+        layers += range(first, last + 1)
+    return tuple(layers)
+
+
 class FeaturePart(BaseModel):
     """What is read of the language model."""
 
     model_config = _STRICT
 
-    layers: tuple[int, ...] | None = Field(default=None, description="None for all but layer 0.")
+    layers: Annotated[tuple[int, ...] | None, BeforeValidator(parse_layers)] = Field(
+        default=None, description="Such as '1-24' or [1, 2, 3]; None for all but layer 0. Later ones are not loaded."
+    )
     signal: Signal = "values"
     null_prefix: NullPrefix = "empty"
     dtype: Literal["float16", "bfloat16"] = "float16"
