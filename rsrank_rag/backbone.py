@@ -39,9 +39,13 @@ class Backbone:
 
     Args:
         model: A base model without head (``AutoModel``). It is switched to eval mode.
-        last_layer: The last layer whose value vectors are read (counted from 0); later ones never run.
+        last_layer: The last layer whose value vectors are read (counted from 0); later ones never run, and need not
+            be loaded.
+        num_layers: Layers of the checkpoint; None if all are loaded.
 
     Attributes:
+        num_layers: Layers of the checkpoint, L + 1 where B reads all but layer 0.
+        loaded_layers: How many of them the model holds.
         causal: Whether tokens see only earlier ones (a decoder), found out by running the model.
         num_heads: KV heads, H.
         head_dim: D.
@@ -51,13 +55,14 @@ class Backbone:
         BackboneError: The model's cache does not hold its value vectors, or it cannot be run in two phases.
     """
 
-    def __init__(self, model: PreTrainedModel, last_layer: int | None = None) -> None:
+    def __init__(self, model: PreTrainedModel, last_layer: int | None = None, *, num_layers: int | None = None) -> None:
         self.model = model.eval()
         self.config = model.config.get_text_config()
-        self.num_layers: int = self.config.num_hidden_layers
-        self.last_layer = self.num_layers - 1 if last_layer is None else last_layer
-        if not 0 < self.last_layer < self.num_layers:
-            raise BackboneError(f"Layer {self.last_layer} was asked for; {self.name} has 1..{self.num_layers - 1}.")
+        self.loaded_layers: int = self.config.num_hidden_layers
+        self.num_layers = self.loaded_layers if num_layers is None else num_layers
+        self.last_layer = self.loaded_layers - 1 if last_layer is None else last_layer
+        if not 0 < self.last_layer < self.loaded_layers:
+            raise BackboneError(f"Layer {self.last_layer} was asked for; {self.name} has 1..{self.loaded_layers - 1}.")
         self._attend_bool = self.config._attn_implementation in ("sdpa", NAME)
         self.causal = True  # until the trial has found out
         try:
@@ -125,7 +130,7 @@ class Backbone:
         Args:
             documents: Token ids of ``instruction + document + separator``, one list a document.
             room: Tokens of the queries that will be run after them, so that these need no copy.
-            whole: Keep those of all layers, which hidden states need.
+            whole: Keep those of all loaded layers, which hidden states need.
 
         Returns:
             Keys and values of the layers below ``last_layer``; the last one's are never attended to.
@@ -133,7 +138,7 @@ class Backbone:
         lengths = torch.tensor([len(ids) for ids in documents], device=self.device)
         width = int(lengths.max())
         ids = torch.tensor([[*doc, *[0] * (width - len(doc))] for doc in documents], device=self.device)
-        recorder = Recorder(self.num_layers - 1 if whole else self.last_layer - 1, room)
+        recorder = Recorder(self.loaded_layers - 1 if whole else self.last_layer - 1, room)
         valid = torch.arange(width, device=self.device) < lengths[:, None]
         # Right padding: in a causal model no real token sees it, so the model may build its own (faster) mask.
         mask = None if self.causal else valid.long()
@@ -167,7 +172,7 @@ class Backbone:
             reader = Reader(prefixes, consume, self.last_layer, keys=signal == "keys")
             self.run_to_the_end_of(reader, ids, mask, positions)
             return
-        whole = Reader(prefixes, lambda layer, value: None, self.num_layers)
+        whole = Reader(prefixes, lambda layer, value: None, self.loaded_layers)
         hidden = self.run(whole, ids, mask, positions, output_hidden_states=True).hidden_states
         for layer in range(self.last_layer + 1):
             consume(layer, hidden[layer][:, None])

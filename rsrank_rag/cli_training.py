@@ -12,7 +12,8 @@ from .console import catch_errors, problems, screen
 from .errors import ArtifactError, InputError
 
 if TYPE_CHECKING:
-    from .training.recipe import Kitchen, Recipe, Result
+    from .training.kitchen import Kitchen, Result
+    from .training.recipe import Recipe
 
 app = typer.Typer()
 
@@ -26,16 +27,24 @@ Output = Annotated[Path, typer.Option("--output", "-o", help="Folder for feature
 Setting = Annotated[
     list[str] | None, typer.Option("--set", help="Change one entry of the recipe, such as fit.epochs=10.")
 ]
+Layers = Annotated[
+    str | None,
+    typer.Option("--layers", help="Layers that B reads, such as 1-24 or 1-8,12; those after the last are not loaded."),
+]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Print disk, memory and hours, and stop.")]
 
 
-def _kitchen(config: str, data: list[Path] | None, output: Path, settings: list[str] | None) -> Kitchen:
+def _kitchen(
+    config: str, data: list[Path] | None, output: Path, settings: list[str] | None, layers: str | None
+) -> Kitchen:
     from transformers.utils import logging
 
-    from .training.recipe import Kitchen, Recipe
+    from .training.kitchen import Kitchen
+    from .training.recipe import Recipe
 
     logging.disable_progress_bar()
-    recipe = Recipe.load(config, settings or (), data or ())
+    overrides = [*(settings or ()), *([] if layers is None else [f"features.layers={layers}"])]
+    recipe = Recipe.load(config, overrides, data or ())
     return Kitchen(recipe, output, say=problems.print, progress=problems.is_terminal)
 
 
@@ -52,6 +61,7 @@ def features(
     data: Data = None,
     output: Output = Path("runs/rsrank"),
     settings: Setting = None,
+    layers: Layers = None,
     dry_run: DryRun = False,
 ) -> None:
     """Read the shifts of labelled queries from the frozen language model, into OUTPUT/features.
@@ -63,7 +73,7 @@ def features(
     documents.
     """
     with catch_errors():
-        kitchen = _kitchen(config, data, output, settings)
+        kitchen = _kitchen(config, data, output, settings, layers)
         if dry_run:
             _plan(kitchen)
             return
@@ -77,6 +87,7 @@ def train(
     data: Data = None,
     output: Output = Path("runs/rsrank"),
     settings: Setting = None,
+    layers: Layers = None,
     features: Annotated[
         Path | None, typer.Option(help="Train on this feature store, without the language model.")
     ] = None,
@@ -89,7 +100,7 @@ def train(
     The same command goes on after an interruption.
     """
     with catch_errors():
-        kitchen = _kitchen(config, data, output, settings)
+        kitchen = _kitchen(config, data, output, settings, layers)
         if dry_run:
             _plan(kitchen)
             return

@@ -117,6 +117,12 @@ class RSRankConfig(BaseModel):
         return len(self.layers), heads, self.projection_dim, width
 
     @property
+    def depth(self) -> str:
+        """The backbone's layers in words, and how many of them are loaded if B needs fewer."""
+        count, needed = self.backbone.num_layers, self.layers[-1] + 1
+        return f"{count} layers" + (f", the first {needed} are loaded" if needed < count else "")
+
+    @property
     def digest(self) -> str:
         """sha256 of the config's content, which `projection.safetensors` repeats."""
         return content_digest(self.model_dump_json())

@@ -256,7 +256,7 @@ def model_card(config: RSRankConfig) -> str:
         "```",
         "",
         f"- Backbone: `{config.backbone.name}`, revision `{config.backbone.revision or 'not pinned'}` "
-        f"({config.backbone.model_type}, {config.backbone.num_layers} layers)",
+        f"({config.backbone.model_type}, {config.depth})",
         f"- B: layers {config.layers[0]}-{config.layers[-1]} ({len(config.layers)}), {heads} KV heads, "
         f"P = {config.projection_dim}, D = {dim}: {len(config.layers) * heads * config.projection_dim * dim:,} numbers",
         f"- Reads: {config.signal}, null prefix: {config.null_prefix}",

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
 
 from .backbone import Backbone
 from .config import BackboneSpec
 from .errors import ArtifactError
+from .loading import LoadedModel
 from .template import PromptTokenizer, tokenizer_fingerprint
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 TOLERANCE = {16: 0.1, 8: 0.3, 4: 0.7}
 """How far value vectors may lie from the recorded ones, by the weights' bits (16 or more count as 16).
@@ -39,24 +36,24 @@ def describe(core: Backbone, prompts: PromptTokenizer, name: str, revision: str 
 ADVICE = "Load the backbone the artifact names (and its revision), or train B for this one."
 
 
-def check_before_run(found: Any, tokenizer: PreTrainedTokenizerBase, spec: BackboneSpec, source: str) -> None:
+def check_before_run(loaded: LoadedModel, spec: BackboneSpec, source: str) -> None:
     """Compare what can be compared before the model runs, so that a foreign one gives these errors and no others.
 
     Args:
-        found: The model's config.
-        tokenizer: Its tokenizer.
+        loaded: The model, its tokenizer and its checkpoint's depth.
         spec: What the artifact recorded.
         source: Where both were loaded from.
 
     Raises:
         ArtifactError: Another architecture, depth or tokenizer.
     """
-    if (found.num_hidden_layers, found.model_type) != (spec.num_layers, spec.model_type):
+    model_type = loaded.model.config.get_text_config().model_type
+    if (loaded.num_layers, model_type) != (spec.num_layers, spec.model_type):
         raise ArtifactError(
             f"This artifact belongs to {spec.name} ({spec.model_type}, {spec.num_layers} layers), but {source} is a "
-            f"{found.model_type} with {found.num_hidden_layers} layers. {ADVICE}"
+            f"{model_type} with {loaded.num_layers} layers. {ADVICE}"
         )
-    fingerprint = tokenizer_fingerprint(tokenizer)
+    fingerprint = tokenizer_fingerprint(loaded.tokenizer)
     if fingerprint != spec.tokenizer:
         raise ArtifactError(
             f"The tokenizer of {source} splits text differently from the one this artifact was made with "

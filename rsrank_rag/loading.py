@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import importlib.util
 import inspect
 import logging
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from safetensors import SafetensorError
@@ -17,6 +20,7 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForSeq2SeqLM,
     AutoTokenizer,
+    PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
@@ -100,6 +104,20 @@ def has_fast_bfloat16(device: torch.device) -> bool:
     return any(getattr(torch.cpu, name, lambda: False)() for name in checks)
 
 
+class LoadedModel(NamedTuple):
+    """A frozen language model in memory.
+
+    Attributes:
+        model: Without the layers that nobody reads.
+        tokenizer: Its tokenizer.
+        num_layers: Layers of the checkpoint; the model may hold only its first ones.
+    """
+
+    model: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase
+    num_layers: int
+
+
 def load_model(
     name: str | Path,
     *,
@@ -107,7 +125,8 @@ def load_model(
     options: LoadOptions,
     head: Head | None = None,
     allow_bin: bool = False,
-) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    last_layer: int | None = None,
+) -> LoadedModel:
     """Load a frozen model and its tokenizer.
 
     Args:
@@ -116,6 +135,7 @@ def load_model(
         options: Device, dtype, quantisation, access.
         head: The output layer to load with it; None for the base model alone.
         allow_bin: Where there are no safetensors, read ``pytorch_model.bin`` (through torch's weights-only reader).
+        last_layer: The last layer that is read (counted from 0): later ones are left on the disk. None for all.
 
     Raises:
         BackboneError: Not found, or it cannot be loaded.
@@ -132,6 +152,9 @@ def load_model(
     try:
         config = AutoConfig.from_pretrained(str(name), **hub)
         tokenizer = AutoTokenizer.from_pretrained(str(name), **hub)  # first: its errors come before the long download
+        num_layers = _depth(config)
+        if last_layer is not None:
+            config = shortened(config, last_layer + 1)
         text = config.get_text_config()
         extra: dict[str, Any] = {}
         if getattr(text, "attn_logit_softcapping", None):
@@ -141,9 +164,10 @@ def load_model(
         if quantization is not None:
             extra |= {"quantization_config": quantization, "device_map": {"": device}}
         safetensors = None if allow_bin else True  # None: where there are any
-        model = _AUTO[head].from_pretrained(
-            str(name), config=config, dtype=dtype, use_safetensors=safetensors, **hub, **extra
-        )
+        with _silent_about_unread_weights():
+            model = _AUTO[head].from_pretrained(
+                str(name), config=config, dtype=dtype, use_safetensors=safetensors, **hub, **extra
+            )
     except LOAD_ERRORS as error:
         raise BackboneError(
             f"The language model {str(name)!r} (revision {revision or 'main'}) could not be loaded: {error}"
@@ -159,7 +183,47 @@ def load_model(
                 f"The language model {str(name)!r} was loaded but could not be moved to {device}: {error} "
                 "Choose another device, or load it in 8-bit or 4-bit if it is too large."
             ) from error
-    return model.requires_grad_(False), tokenizer
+    return LoadedModel(model.requires_grad_(False), tokenizer, num_layers)
+
+
+def shortened(config: PreTrainedConfig, layers: int) -> PreTrainedConfig:
+    """A copy of a model's config that describes its first layers alone; the config itself if there are no more.
+
+    Args:
+        config: Of the whole checkpoint; of a vision-language model, the text part is what is shortened.
+        layers: How many to keep.
+    """
+    count = _depth(config)
+    if layers >= count:
+        return config
+    config = copy.deepcopy(config)
+    text = config.get_text_config()
+    for name, value in list(vars(text).items()):
+        if isinstance(value, (list, tuple)) and len(value) == count:  # one entry a layer: layer_types, no_rope_layers
+            setattr(text, name, value[:layers])
+    text.num_hidden_layers = layers
+    return config
+
+
+def _depth(config: PreTrainedConfig) -> int:
+    """Layers of the text model; 0 where a config does not say, as some of models with a head do not."""
+    return int(getattr(config.get_text_config(), "num_hidden_layers", 0))
+
+
+@contextlib.contextmanager
+def _silent_about_unread_weights() -> Iterator[None]:
+    """Keep transformers from listing weights that the checkpoint has and nobody asked for; what is missing is told."""
+    logger = logging.getLogger("transformers.modeling_utils")
+
+    def says_more(record: logging.LogRecord) -> bool:
+        text = record.getMessage()
+        return "UNEXPECTED" not in text or any(word in text for word in ("MISSING", "MISMATCH", "CONVERSION"))
+
+    logger.addFilter(says_more)
+    try:
+        yield
+    finally:
+        logger.removeFilter(says_more)
 
 
 def _has_pooler(config: Any) -> bool:

@@ -150,13 +150,14 @@ class RSRank(Reranker):
         inside = config.backbone.name == INSIDE
         source = backbone or (folder / config.backbone.name if inside else config.backbone.name)
         pinned = config.backbone.revision if backbone is None and not inside else None
-        model, tokenizer = load_model(source, revision=pinned, options=options)
-        check_before_run(model.config.get_text_config(), tokenizer, config.backbone, str(source))
-        core = Backbone(model, last_layer=config.layers[-1])
+        last_layer = config.layers[-1]
+        loaded = load_model(source, revision=pinned, options=options, last_layer=last_layer)
+        check_before_run(loaded, config.backbone, str(source))
+        core = Backbone(loaded.model, last_layer, num_layers=loaded.num_layers)
         check_after_run(core, config.backbone, str(source))
         limits = (core.max_length, config.max_length, max_length)
         prompts = PromptTokenizer(
-            tokenizer,
+            loaded.tokenizer,
             config.template,
             max_length=min(limit for limit in limits if limit is not None),
             shared_positions=core.causal,
@@ -198,10 +199,11 @@ class RSRank(Reranker):
             BackboneError: The model cannot be loaded or read.
             ArtifactError: B's shape does not fit it.
         """
-        model, tokenizer = load_model(name, revision=revision, options=options or LoadOptions())
-        core = Backbone(model, last_layer=projection.layers[-1])
+        last_layer = projection.layers[-1]
+        loaded = load_model(name, revision=revision, options=options or LoadOptions(), last_layer=last_layer)
+        core = Backbone(loaded.model, last_layer, num_layers=loaded.num_layers)
         prompts = PromptTokenizer(
-            tokenizer, template or Template(), max_length=core.max_length, shared_positions=core.causal
+            loaded.tokenizer, template or Template(), max_length=core.max_length, shared_positions=core.causal
         )
         config = RSRankConfig(
             backbone=describe(core, prompts, str(name), revision),
@@ -223,11 +225,13 @@ class RSRank(Reranker):
         Args:
             folder: Where to; made if need be.
             include_backbone: Also write the language model and its tokenizer, so that the folder is all one needs.
-                Always so for an artifact that came with its own model.
+                Always so for an artifact that came with its own model. Layers after the last one that B reads are not
+                loaded and so not written: the folder holds a language model with fewer layers, and says so.
         """
         path, config = Path(folder), self.config
         if include_backbone or config.backbone.name == INSIDE:
-            spec = config.backbone.model_copy(update={"name": INSIDE, "revision": None})
+            inside = {"name": INSIDE, "revision": None, "num_layers": self.backbone.loaded_layers}
+            spec = config.backbone.model_copy(update=inside)
             config = config.model_copy(update={"backbone": spec})
             self.backbone.model.save_pretrained(path / INSIDE)
             self.prompts.tokenizer.save_pretrained(path / INSIDE)
@@ -511,7 +515,7 @@ def store_for(core: Backbone, config: RSRankConfig, choice: Choice) -> PrefixSto
         "weights": core.fingerprint(),
         "tokenizer": config.backbone.tokenizer,
         "template": config.template.model_dump(),
-        "layers": core.num_layers if config.signal == "hidden" else core.last_layer,
+        "layers": core.loaded_layers if config.signal == "hidden" else core.last_layer,
         "bits": core.bits,
     }
     return PrefixStore(

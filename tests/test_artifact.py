@@ -246,6 +246,8 @@ def test_the_model_card_tells_the_hub_and_the_reader_what_it_is():
     for part in ("`lab/tiny`", "`4f1c`", "768 numbers", "layers 1-3 (3)", "harbour logs, recipes", "seed 17"):
         assert part in text
     assert "Two epochs." in text
+    assert "are loaded" not in text
+    assert "4 layers, the first 3 are loaded)" in model_card(config_with(layers=(1, 2)))
     assert "| dataset | f1 | ndcg@10 |\n|---|---|---|\n| tide tables | 0.812 | 0.500 |\n| bread | 0.400 |  |\n" in text
 
 

@@ -50,7 +50,7 @@ def test_a_model_reads_the_same_values_with_and_without_repeated_keys(kind, tiny
             backbone.query_values([[9, 10, 11], [12, 13, 14]], prefixes, found.__setitem__)
         return torch.stack([found[layer] for layer in sorted(found)])
 
-    grouped, _ = load_model(tiny_folder(kind), revision=None, options=LoadOptions(device="cpu", dtype="float32"))
+    grouped, *_ = load_model(tiny_folder(kind), revision=None, options=LoadOptions(device="cpu", dtype="float32"))
     plain = AutoModel.from_pretrained(tiny_folder(kind)).eval()
     assert (grouped.config._attn_implementation, plain.config._attn_implementation) == (NAME, "sdpa")
     assert torch.allclose(read(grouped), read(plain), atol=1e-6)
@@ -64,7 +64,7 @@ def test_models_without_groups_and_other_attention_are_left_alone(tiny_folder):
 
 
 def test_a_saved_model_does_not_ask_for_our_attention(tiny_folder, tmp_path):
-    model, _ = load_model(tiny_folder("qwen3"), revision=None, options=LoadOptions(device="cpu"))
+    model, *_ = load_model(tiny_folder("qwen3"), revision=None, options=LoadOptions(device="cpu"))
     model.save_pretrained(tmp_path)
     assert NAME not in json.dumps(json.loads((tmp_path / "config.json").read_text()))
     AutoModel.from_pretrained(tmp_path)

@@ -89,6 +89,7 @@ def test_info_describes_the_artifact_and_needs_no_language_model(artifact, ranke
     output = run("info", artifact).stdout
     assert f"{ranker.projection.weight.numel():,} numbers" in output
     assert ranker.config.backbone.name in output
+    assert f"{ranker.config.backbone.num_layers} layers)" in output
     assert json.loads(run("info", artifact, "--json").stdout) == json.loads(ranker.config.model_dump_json())
 
 

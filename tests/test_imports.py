@@ -129,6 +129,10 @@ def test_nothing_imports_the_command_line():
     assert importers == []
 
 
+def test_a_recipe_is_settings_and_knows_nothing_of_its_running():
+    assert not own_imports("training.recipe") & {"training.kitchen", "training.features", "backbone", "reading"}
+
+
 def test_imports_have_no_cycle_not_even_lazy_ones():
     graph = {module: own_imports(module) for module in MODULES}
     assert sum(map(len, graph.values())) > 10

@@ -36,8 +36,9 @@ from rsrank_rag.training.features import (
     subsample,
 )
 from rsrank_rag.training.fit import Batch, FitOptions, Resident, Subset, batch_scores, fit, scored, split
+from rsrank_rag.training.kitchen import Kitchen, histogram_of
 from rsrank_rag.training.losses import calibration_loss, margin_loss
-from rsrank_rag.training.recipe import Kitchen, Recipe, histogram_of, shipped
+from rsrank_rag.training.recipe import Recipe, shipped
 
 
 def labelled(count=6, documents=DOCUMENTS):
@@ -67,7 +68,7 @@ def loaded(tiny_folder):
     def load(kind, **template):
         key = kind, tuple(template.items())
         if key not in made:
-            model, tokenizer = load_model(tiny_folder(kind), revision=None, options=LoadOptions("cpu", "float32"))
+            model, tokenizer, _ = load_model(tiny_folder(kind), revision=None, options=LoadOptions("cpu", "float32"))
             core = Backbone(model)
             chosen = (ENCODER if kind == "bert" else CHAT).model_copy(update=template)
             prompts = PromptTokenizer(tokenizer, chosen, max_length=core.max_length, shared_positions=core.causal)

@@ -187,7 +187,7 @@ class Qwen3Reranker(GenerativeReranker):
         options: LoadOptions | None = None,
         token_budget: int | None = None,
     ) -> None:
-        model, tokenizer = load_model(name, revision=revision, options=options or LoadOptions(), head="causal-lm")
+        model, tokenizer, _ = load_model(name, revision=revision, options=options or LoadOptions(), head="causal-lm")
         parts = private_copy(tokenizer, special_tokens=True)
         super().__init__(
             model,
@@ -237,7 +237,7 @@ class MonoT5(GenerativeReranker):
         options = options or LoadOptions()
         chosen = options if options.dtype is not None else replace(options, dtype="float32")
         try:
-            model, tokenizer = load_model(name, revision=revision, options=chosen, head="seq2seq-lm", allow_bin=True)
+            model, tokenizer, _ = load_model(name, revision=revision, options=chosen, head="seq2seq-lm", allow_bin=True)
         except BackboneError as error:
             if "spiece.model" in str(error):
                 _require_sentencepiece()

@@ -91,7 +91,7 @@ class LLM2VecGen(Reranker):
             raise InputError(f"max_length={max_length} leaves no room beside {len(self.special)} special tokens.")
         self.max_length = max_length
         self._text = private_copy(tokenizer, special_tokens=False)
-        base, _ = load_model(str(run["model_name_or_path"]), revision=None, options=options)
+        base = load_model(str(run["model_name_or_path"]), revision=None, options=options).model
         self.model = _with_adapter(base, folder / "encoder", len(tokenizer), options)
         self.maps = nn.Sequential(*maps).to(base.device).requires_grad_(False)
         self.token_budget = token_budget or token_budget_for(base.device)
