@@ -28,7 +28,8 @@ from ..rsrank import RSRank
 from .closed_form import closed_form
 from .features import FeatureSource, FeatureStore, QueryFeatures
 from .fit import Subset, fit, scored, split
-from .recipe import DataPart, Kitchen, Recipe
+from .kitchen import Kitchen
+from .recipe import DataPart, Recipe
 
 Share = Literal["all", "first half", "second half", "every second", "first", "last"]
 """Which of the layers or heads that the recipe reads."""
