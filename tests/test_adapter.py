@@ -320,7 +320,8 @@ async def test_64_concurrent_calls_load_one_model_and_score_as_one_call_after_an
         for texts in batches
     ]
     found = await asyncio.gather(*(scores(adapters[i % 8], QUERY, texts) for i, texts in enumerate(batches)))
-    assert found == expected
+    for one, wanted in zip(found, expected, strict=True):
+        assert one == pytest.approx(wanted, abs=1e-4)  # kept documents run in other batches
     assert len(loads) == 1
 
 
