@@ -85,6 +85,10 @@ class Prefixes:
         return Prefixes(both[0], both[1], self.lengths, self.width)
 
 
+LARGEST_SCRATCH = 128_000_000
+"""Bytes that a thread goes on holding for joined prefixes."""
+
+
 class Scratch(threading.local):
     """A thread's memory for joined prefixes. Fresh memory on a CPU costs as much as filling it does."""
 
@@ -95,6 +99,8 @@ class Scratch(threading.local):
         """A tensor of this shape; what was taken before is gone."""
         count = math.prod(shape)
         if like.device.type != "cpu":  # other allocators keep what is given back
+            return like.new_empty(shape)
+        if count * like.element_size() > LARGEST_SCRATCH:
             return like.new_empty(shape)
         if self.memory is None or len(self.memory) < count or self.memory.dtype != like.dtype:
             self.memory = None

@@ -69,6 +69,8 @@ def calibrate(parts: Tensor, layers: Sequence[int], *, miss_rate: float, queries
     running = parts.double().cumsum(1)
     kept = running[running[:, -1] > 0]
     checks = check_layers(layers)
+    if not checks:
+        raise InputError("B reads one layer, so there is nothing to decide before its last one.")
     rank = math.ceil((len(kept) + 1) * (1 - miss_rate / len(checks)))
     if rank > len(kept):
         raise InputError(
@@ -80,17 +82,26 @@ def calibrate(parts: Tensor, layers: Sequence[int], *, miss_rate: float, queries
     return Calibration(miss_rate=miss_rate, bounds=found, queries=queries, documents=len(parts), kept=len(kept))
 
 
-def bounds_for(mode: EarlyDecisions, config: RSRankConfig) -> dict[int, float]:
-    """What the layers after each checked one are taken to add at most.
+def check_readable(config: RSRankConfig) -> None:
+    """Refuse what cannot be read layer by layer, with rows leaving.
 
     Raises:
-        InputError: Not a mode, or the artifact was never calibrated, or it reads something this cannot do.
+        InputError: B reads hidden states, or the null prefix is as long as each document.
     """
     if config.signal == "hidden" or config.null_prefix == "matched":
         raise InputError(
             f"Early decisions do not work with signal={config.signal!r} and null_prefix={config.null_prefix!r}. Leave "
             "early_decisions out."
         )
+
+
+def bounds_for(mode: EarlyDecisions, config: RSRankConfig) -> dict[int, float]:
+    """What the layers after each checked one are taken to add at most.
+
+    Raises:
+        InputError: Not a mode, or the artifact was never calibrated, or it reads something this cannot do.
+    """
+    check_readable(config)
     if mode == "exact":
         return exact_bounds(config.layers, config.shape[1])
     if mode != "calibrated":

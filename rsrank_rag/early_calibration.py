@@ -7,8 +7,9 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
-from .batching import Ids, run_batches
-from .early import calibrate
+from .batching import DoesNotFitError, Ids, run_batches
+from .early import calibrate, check_readable
+from .errors import ScoringError
 from .evaluation.datasets import LabelledQuery
 from .reading import NullRun
 from .rsrank import RSRank
@@ -27,7 +28,8 @@ def layer_parts(ranker: RSRank, query: str, documents: Sequence[str]) -> Tensor:
         (N, L), fp32, on the CPU; a row adds up to a score.
     """
     tokens = ranker.prompts.query(query)
-    wanted = [prompt.ids for prompt in ranker.prompts.documents(documents, len(tokens.ids)) if not prompt.empty]
+    prompts = ranker.prompts.documents(documents, len(tokens.ids))
+    wanted = [prompt.ids for prompt in prompts if not prompt.empty]
     run = NullRun(tokens)
     found: dict[Ids, Tensor] = {}
 
@@ -40,7 +42,15 @@ def layer_parts(ranker: RSRank, query: str, documents: Sequence[str]) -> Tensor:
         ranker.reader.read(run, ranker.reader.prefill(batch, len(tokens.ids)), keep)
         found.update(zip(batch, torch.stack(parts, dim=1).cpu(), strict=True))
 
-    run_batches(list(dict.fromkeys(wanted)), read, budget=ranker.token_budget, extra=len(tokens.ids))
+    try:
+        run_batches(list(dict.fromkeys(wanted)), read, budget=ranker.token_budget, extra=len(tokens.ids))
+    except DoesNotFitError as error:
+        index = [prompt.ids for prompt in prompts].index(error.ids)
+        raise ScoringError(
+            f"Document {index} of the query {query!r} ({len(error.ids)} tokens with the template) does not fit into "
+            "memory even by itself. Pass a smaller max_length, or load the model in 8-bit or on another device.",
+            index,
+        ) from None
     return torch.stack([found[ids] for ids in wanted]) if wanted else torch.zeros(0, len(ranker.projection.layers))
 
 
@@ -58,8 +68,10 @@ def calibrated(
         titles: Put a document's title, if it has one, in front of its text.
 
     Raises:
-        InputError: Too few of the documents score above zero.
+        InputError: Too few of the documents score above zero, or the artifact reads something that cannot leave early.
+        ScoringError: A document does not fit into memory.
     """
+    check_readable(ranker.config)
     parts = [layer_parts(ranker, q.query, [d.content(titles=titles) for d in q.documents]) for q in queries]
     every = torch.cat(parts) if parts else torch.zeros(0, len(ranker.projection.layers))
     found = calibrate(every, ranker.projection.layers, miss_rate=miss_rate, queries=len(parts))

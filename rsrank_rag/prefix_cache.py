@@ -12,11 +12,11 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError, mo
 
 from .errors import InputError
 
-_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)B?\s*", re.IGNORECASE)
+_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)B?\s*", re.IGNORECASE)
 
 
 def parse_size(text: str) -> int | None:
-    """Bytes of a size such as ``"512MB"`` or ``"1.5 GB"`` (powers of 1000); None if it is not one.
+    """Bytes of a size such as ``"512MB"``, ``"1.5 GB"`` or ``"2GiB"``; None if it is not one.
 
     >>> parse_size("512MB"), parse_size("2g"), parse_size("prefixes/")
     (512000000, 2000000000, None)
@@ -24,7 +24,7 @@ def parse_size(text: str) -> int | None:
     match = _SIZE.fullmatch(text)
     if match is None:
         return None
-    return int(float(match[1]) * 1000 ** " KMGT".index(match[2].upper() or " "))
+    return int(float(match[1]) * (1024 if match[3] else 1000) ** " KMGT".index(match[2].upper() or " "))
 
 
 def as_bytes(size: Any) -> int:
@@ -39,6 +39,10 @@ def as_bytes(size: Any) -> int:
     return limit
 
 
+def _as_text(folder: Any) -> Any:
+    return os.fspath(folder) if isinstance(folder, os.PathLike) else folder
+
+
 Size = Annotated[int, BeforeValidator(as_bytes)]
 
 
@@ -51,7 +55,7 @@ class PrefixCache(BaseModel):
     """On the device, as they are; None for 256 MB on a CPU and a quarter of what is free on a GPU."""
     host: Size = 0
     """In host memory, in 8 bits: what had to leave the device."""
-    folder: str | None = None
+    folder: Annotated[str, BeforeValidator(_as_text)] | None = None
     """On disk, in 8 bits; None for not at all."""
     disk: Size | None = None
     """Limit of the folder: the least recently used files go. None for none."""

@@ -27,6 +27,7 @@ from torch import Tensor
 
 from .batching import Ids
 from .cache import Prefixes, Scratch
+from .errors import InputError
 
 logger = logging.getLogger(__name__)
 
@@ -60,7 +61,8 @@ class PackedPrefix:
 
     def unpack(self, device: torch.device, dtype: torch.dtype) -> Tensor:
         """Back on the device, (2, L, H, S, D)."""
-        return (self.codes.to(device).float() * self.scales.to(device).float()).to(dtype)
+        largest = torch.finfo(dtype).max  # rounding the scale up may pass it
+        return (self.codes.to(device).float() * self.scales.to(device).float()).clamp(-largest, largest).to(dtype)
 
 
 @dataclass
@@ -136,8 +138,11 @@ class _Disk:
         folder.mkdir(parents=True, exist_ok=True)
         for partial in folder.glob("*/*.partial"):  # of writers that were killed
             if not _is_running(partial):
-                partial.unlink(missing_ok=True)
+                with contextlib.suppress(OSError):
+                    partial.unlink()
         self.bytes = sum(size for _, size, _ in self._files())
+        self._since = 0  # bytes written since the folder was last looked through: others write there too
+        self._lock = threading.Lock()
 
     def path(self, key: str) -> Path:
         return self.folder / key[:2] / f"{key}.safetensors"
@@ -158,14 +163,16 @@ class _Disk:
                 entry = PackedPrefix(file.get_tensor("codes").clone(), file.get_tensor("scales").clone())
             if metadata.get("key") != key or metadata.get("sha256") != _checksum(entry):
                 raise SafetensorError("checksum")
-            os.utime(path)
-        except FileNotFoundError:
-            return None
-        except (OSError, SafetensorError) as error:
-            with contextlib.suppress(OSError):
-                self.bytes -= path.stat().st_size
+        except SafetensorError as error:
+            with contextlib.suppress(OSError), self._lock:
+                size = path.stat().st_size
                 path.unlink()
+                self.bytes -= size
             raise ValueError(f"{path}: {error}") from error
+        except OSError:  # not there, or not to be read now
+            return None
+        with contextlib.suppress(OSError):  # a folder of somebody else's
+            os.utime(path)
         return entry
 
     def put(self, key: str, entry: PackedPrefix) -> int:
@@ -187,16 +194,21 @@ class _Disk:
         except OSError:
             partial.unlink(missing_ok=True)
             raise
-        self.bytes += len(content)
-        return self._shrink() if self.limit is not None and self.bytes > self.limit else 0
+        with self._lock:
+            self.bytes += len(content)
+            self._since += len(content)
+            if self.limit is None or (self.bytes <= self.limit and self._since <= self.limit / 20):
+                return 0
+            return self._shrink()
 
     def _shrink(self) -> int:
         """Remove the least recently used files until the rest fits with a tenth to spare."""
         files = sorted(self._files())
-        self.bytes = sum(size for _, size, _ in files)
+        self.bytes, self._since = sum(size for _, size, _ in files), 0
         gone = 0
+        enough = self.limit if self.limit is None or self.bytes <= self.limit else 0.9 * self.limit
         for _, size, path in files:
-            if self.limit is None or self.bytes <= 0.9 * self.limit:
+            if enough is None or self.bytes <= enough:
                 break
             path.unlink(missing_ok=True)
             self.bytes -= size
@@ -224,6 +236,9 @@ class PrefixStore:
         folder: Kept on disk in 8 bits; None for no disk.
         disk_bytes: Limit of the folder; None for none.
         salt: Entries of one salt are invisible to every other: one for each tenant.
+
+    Raises:
+        InputError: The folder cannot be made or read.
     """
 
     def __init__(
@@ -243,7 +258,10 @@ class PrefixStore:
         self.device, self.dtype = device, dtype
         self._on_device: _Tier[Tensor] = _Tier(device_bytes)
         self._in_host: _Tier[PackedPrefix] = _Tier(host_bytes)
-        self._disk = None if folder is None else _Disk(Path(folder), disk_bytes)
+        try:
+            self._disk = None if folder is None else _Disk(Path(folder), disk_bytes)
+        except OSError as error:
+            raise InputError(f"Prefixes cannot be kept in {str(folder)!r}: {error}. Give another folder.") from error
         self._counts = Statistics()
         self._lock = threading.Lock()
         self._scratch = Scratch()
@@ -297,6 +315,11 @@ class PrefixStore:
                 return True
         return self._disk is not None and self._disk.has(key)
 
+    @property
+    def disk_limit(self) -> int | None:
+        """Bytes that the folder may fill; None for no limit."""
+        return None if self._disk is None else self._disk.limit
+
     def holds(self, ids: Ids) -> bool:
         """Whether a document is on disk."""
         return self._disk is not None and self._disk.has(self.key(ids))
@@ -346,6 +369,8 @@ class PrefixStore:
         return packed
 
     def _put(self, key: str, prefix: Tensor) -> None:
+        if not bool(prefix.isfinite().all()):  # in 8 bits it would look as if it were
+            return
         self._keep(key, prefix)
         if self._disk is not None and not self._disk.has(key):
             self._write(key, PackedPrefix.of(prefix))
@@ -356,7 +381,7 @@ class PrefixStore:
             leaving = self._on_device.put(key, prefix)
             self._counts.evictions += sum(old != key for old, _ in leaving)
         for old, entry in leaving:
-            if self._in_host.limit:
+            if self._in_host.limit and old not in self._in_host.entries:
                 packed = PackedPrefix.of(entry)
                 with self._lock:
                     gone = self._in_host.put(old, packed)

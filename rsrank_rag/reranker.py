@@ -144,7 +144,9 @@ class Reranker(ABC):
             RankedDocument(i, documents[i], float(scored[i].score), scored[i].truncated, scored[i].is_bound)
             for i in order
         ]
-        relevant = [limit is None or (doc.score > limit and not blank[doc.index]) for doc in ranked]
+        relevant = [
+            limit is None or (doc.score > limit and not doc.is_bound and not blank[doc.index]) for doc in ranked
+        ]
         keep = max(sum(relevant), min(min_docs, len(ranked)))
         keep = keep if top_n is None else min(keep, top_n)
         return RankResult(query, limit, tuple(ranked[:keep]), tuple(ranked[keep:]))

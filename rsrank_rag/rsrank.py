@@ -88,6 +88,7 @@ class RSRank(Reranker):
         )
         self.token_budget = token_budget or token_budget_for(backbone.device)
         self._bounds = {} if early_decisions is None else bounds_for(early_decisions, config)
+        self._calibrated = early_decisions == "calibrated"  # by documents above zero
         if early_decisions is not None:
             backbone.let_rows_leave()
 
@@ -128,7 +129,8 @@ class RSRank(Reranker):
                 and the disk, a `PrefixCache` or its fields for more, or False for nowhere.
             early_decisions: Let `rank` drop a document as soon as the layers read so far say that it cannot score
                 above the threshold: ``"exact"`` never changes a decision, ``"calibrated"`` loses a share of the kept
-                documents that the artifact states. Dropped documents then carry a bound instead of a score.
+                documents that the artifact states, at thresholds up to zero (above it, every document runs to the
+                end). Dropped documents then carry a bound instead of a score.
             local_files_only: Use what is already on disk, never the network.
             token: Hub access token.
             cache_dir: Hub cache folder.
@@ -292,30 +294,49 @@ class RSRank(Reranker):
             How many were not there yet.
 
         Raises:
-            InputError: This ranker keeps no prefixes on disk, or something is not text.
+            InputError: This ranker keeps no prefixes on disk, they could not be written or are more than the folder
+                may hold, or something is not text.
             ScoringError: A document does not fit into memory even alone.
         """
         waiting, store = self._unindexed(documents), self.reader.store
         assert store is not None
+        size = self.index_size(documents)[1]
+        if store.disk_limit is not None and size > store.disk_limit:
+            raise InputError(
+                f"The prefixes take {size / 1e9:.2f} GB and the folder may hold {store.disk_limit / 1e9:.2f} GB: the "
+                "first would have left before the last is written. Raise disk=, or index fewer documents."
+            )
+        failed = store.stats()["write_errors"]
         with tqdm(total=len(waiting), disable=not show_progress, unit="doc", desc="reading") as bar:
             try:
                 with torch.inference_mode():
                     run_batches(
-                        waiting,
+                        list(waiting),
                         lambda batch: store.add(batch, self.reader.run),
                         budget=self.token_budget,
                         done=bar.update,
                     )
             except DoesNotFitError as error:
-                raise _too_large(error, 0, waiting.index(error.ids)) from None
+                raise _too_large(error, 0, waiting[error.ids]) from None
+        failed = store.stats()["write_errors"] - failed
+        if failed:
+            raise InputError(
+                f"{failed} of {len(waiting)} prefixes could not be written (is the disk full?). Make room and index "
+                "again: what was written is not read again."
+            )
         return len(waiting)
 
-    def _unindexed(self, documents: Sequence[str]) -> list[Ids]:
+    def _unindexed(self, documents: Sequence[str]) -> dict[Ids, int]:
+        """Documents that are not on disk, and where each first stands."""
         store = self.reader.store
         if store is None or not store.has_disk:
             raise InputError("There is no folder to keep prefixes in. Load the model with prefix_cache=FOLDER.")
         prompts = self.prompts.documents(as_list(documents), 0)
-        return [ids for ids in dict.fromkeys(p.ids for p in prompts if not p.empty) if not store.holds(ids)]
+        first: dict[Ids, int] = {}
+        for position, prompt in enumerate(prompts):
+            if not prompt.empty:
+                first.setdefault(prompt.ids, position)
+        return {ids: position for ids, position in first.items() if not store.holds(ids)}
 
     def stats(self) -> dict[str, int]:
         """Hits, misses, bytes and evictions of the kept prefixes; empty if none are kept."""
@@ -403,9 +424,8 @@ class RSRank(Reranker):
 
                 kept = {ids for ids in group if self.reader.store is not None and self.reader.store.has(ids)}
                 try:
-                    # Apart, because a kept document costs only the query's tokens: more of them fill a batch.
-                    new = [ids for ids in group if ids not in kept]
-                    run_batches(new, score_batch, budget=self.token_budget, extra=room, done=bar.update)
+                    # Apart, because a kept document costs only the query's tokens: more of them fill a batch. First,
+                    # because the new ones may push them out.
                     run_batches(
                         list(kept),
                         score_batch,
@@ -414,6 +434,8 @@ class RSRank(Reranker):
                         alike=ALIKE_KEPT,
                         done=bar.update,
                     )
+                    new = [ids for ids in group if ids not in kept]
+                    run_batches(new, score_batch, budget=self.token_budget, extra=room, done=bar.update)
                 except DoesNotFitError as error:
                     raise _too_large(error, *places[error.ids][0]) from None
         return found
@@ -431,7 +453,7 @@ class RSRank(Reranker):
         self, batch: list[Ids], runs: dict[int, NullRun], room: int, cutoff: float | None
     ) -> Iterator[tuple[int, Undecided]]:
         """Each query's scores of one batch."""
-        bounds = {} if cutoff is None else self._bounds
+        bounds = {} if cutoff is None or (self._calibrated and cutoff > 0) else self._bounds
         # With nothing to keep, a document that leaves early saves the rest of its own run too.
         once = bool(bounds) and self.reader.store is None and len(runs) == 1
         prefixes = None if once else self.reader.prefill(batch, room)

@@ -205,3 +205,26 @@ def test_a_model_whose_layers_cannot_drop_rows_is_refused(tiny_folder, monkeypat
     monkeypatch.setattr("rsrank_rag.backbone.ModuleList", tuple)  # finds no layers
     with pytest.raises(BackboneError, match="without early_decisions"):
         backbone.let_rows_leave()
+
+
+def test_a_calibration_is_not_used_above_zero_where_it_promises_nothing(ranker):
+    made = calibrated(ranker, labelled(10), miss_rate=0.4)
+    quick = eager(made, "calibrated", bounds={1: -1e6})
+    assert all(document.is_bound for document in quick.rank(QUERY, DOCUMENTS).dropped)
+    assert not any(document.is_bound for document in quick.rank(QUERY, DOCUMENTS, threshold=0.5).dropped)
+
+
+def test_what_left_is_never_kept_not_even_where_its_bound_is_the_threshold():
+    class Fake(Reranker):
+        def score(self, query, documents):
+            return [1.0]
+
+        def _scored(self, query, documents, *, cutoff, show_progress):
+            return [Scored(cutoff + 1e-9, is_bound=True)]
+
+    assert Fake().rank("q", ["a"], threshold=0.1).kept == ()
+
+
+def test_a_b_of_one_layer_has_nothing_to_calibrate():
+    with pytest.raises(InputError, match="one layer"):
+        calibrate(torch.ones(500, 1), [3], miss_rate=0.05, queries=3)

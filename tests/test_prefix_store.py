@@ -3,6 +3,7 @@
 import json
 import logging
 import multiprocessing
+import os
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -17,7 +18,7 @@ from typer.testing import CliRunner
 from rsrank_rag import RSRank
 from rsrank_rag.cache import Prefixes
 from rsrank_rag.cli import app
-from rsrank_rag.errors import InputError
+from rsrank_rag.errors import InputError, ScoringError
 from rsrank_rag.prefix_cache import PrefixCache, as_bytes, as_prefix_cache, parse_size
 from rsrank_rag.prefix_store import PackedPrefix, PrefixStore
 
@@ -437,3 +438,95 @@ def test_8_bits_move_scores_of_a_trained_model_by_less_than_its_rounding(stories
 
 def test_rankers_of_tests_keep_nothing(ranker):
     assert unkept(ranker).stats() == {}
+
+
+# Limits, and what other programs do to a folder
+
+
+def test_kept_documents_are_read_before_new_ones_can_push_them_out(ranker):
+    first, second = [f"{text} {i}" for i in range(4) for text in DOCUMENTS], [f"new {text}" for text in DOCUMENTS]
+    sized = keeping(ranker)
+    sized.score(QUERY, first)
+    kept = keeping(ranker, sized.stats()["device_bytes"])  # just large enough for the first
+    kept.score(QUERY, first)
+    hits = kept.stats()["device_hits"]
+    kept.score(QUERY, [*second, *first])
+    assert kept.stats()["device_hits"] - hits == len(first)
+
+
+def test_a_folder_that_cannot_be_touched_still_serves(tmp_path, monkeypatch):
+    model = Model()
+    store(folder=tmp_path).prefill(DOCS, model)
+
+    def refuse(*args, **options):
+        raise PermissionError("read-only")
+
+    monkeypatch.setattr(os, "utime", refuse)
+    again = store(folder=tmp_path)
+    check(again.prefill(DOCS, model), DOCS, error=0.02)
+    assert (again.stats()["disk_hits"], again.stats()["corrupt"], model.ran) == (3, 0, DOCS)
+
+
+def test_the_limit_of_a_folder_holds_for_several_stores_together(tmp_path):
+    sized = tmp_path / "sized"
+    store(folder=sized).prefill(DOCS[:1], Model())
+    size = sum(path.stat().st_size for path in sized.glob("*/*"))
+    folder, limit = tmp_path / "kept", 25 * size
+    stores = [store(folder=folder, disk_bytes=limit) for _ in range(4)]
+    for i in range(80):
+        stores[i % 4].prefill([(100 + i, 1, 2)], Model())
+    assert sum(path.stat().st_size for path in folder.glob("*/*")) <= 1.2 * limit
+
+
+def test_indexing_that_could_not_write_is_an_error(ranker, tmp_path, monkeypatch):
+    kept = keeping(ranker, tmp_path)
+
+    def full(*args, **options):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("pathlib.Path.write_bytes", full)
+    with pytest.raises(InputError, match="6 of 6 prefixes could not be written"):
+        kept.index(DOCUMENTS)
+
+
+def test_indexing_more_than_the_folder_may_hold_is_refused_before_it_starts(ranker, tmp_path):
+    kept = keeping(ranker, {"folder": str(tmp_path), "disk": "1KB"})
+    with pytest.raises(InputError, match="Raise disk="):
+        kept.index(DOCUMENTS)
+    assert kept.stats()["misses"] == 0
+
+
+def test_indexing_names_a_document_by_its_place_in_the_list(ranker, tmp_path, monkeypatch):
+    kept = keeping(ranker, tmp_path)
+    kept.index(DOCUMENTS[:3])
+
+    def never_fits(documents, **options):
+        raise MemoryError
+
+    monkeypatch.setattr(kept.backbone, "prefill", never_fits)
+    with pytest.raises(ScoringError, match="Document 4"):
+        kept.index(["", *DOCUMENTS[:4]])
+
+
+def test_what_is_not_finite_is_not_kept_and_the_largest_number_stays_finite():
+    def broken(documents, room=0):
+        keys = torch.full((LAYERS, len(documents), HEADS, 3 + room, WIDTH), float("inf"))
+        return Prefixes(tuple(keys), tuple(keys), torch.tensor([3] * len(documents)), 3)
+
+    kept = store(device_bytes=10**6)
+    kept.prefill([(1, 2, 3)], broken)
+    assert kept.stats()["device_bytes"] == 0
+    largest = torch.full((2, 1, 1, 1, 4), 65504.0)
+    assert PackedPrefix.of(largest).unpack(CPU, torch.float16).isfinite().all()
+
+
+def test_a_file_in_place_of_a_folder_is_a_clear_error(ranker, tmp_path):
+    path = tmp_path / "file"
+    path.write_text("")
+    with pytest.raises(InputError, match="Give another folder"):
+        keeping(ranker, path)
+
+
+def test_binary_units_are_sizes_and_not_folders():
+    assert parse_size("512MiB") == 512 * 1024**2
+    assert as_prefix_cache(PrefixCache(folder=Path("kept"))).folder == "kept"
