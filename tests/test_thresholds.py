@@ -276,3 +276,8 @@ def test_too_few_queries_can_promise_nothing_but_everything(promised):
 def test_a_promise_that_is_no_share_is_refused(promised, promise):
     with pytest.raises(InputError, match="between 0 and 1"):
         promised([ScoredQuery([1.0], [True])], promise)
+
+
+def test_of_two_equally_good_splits_the_one_that_keeps_fewer_is_taken_at_every_scale():
+    scores = [0.0, -0.125, 0.375, -0.375, -0.625, 1.375, -1.5, 1.625, -2.25]
+    assert two_means([0.25 * score - 4.0 for score in scores]) == 0.25 * two_means(scores) - 4.0

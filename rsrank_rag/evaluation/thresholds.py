@@ -395,4 +395,5 @@ def _otsu(ordered: np.ndarray) -> int | None:
     upper, size = np.cumsum(values)[:-1], np.arange(1, len(values))
     between = upper**2 / (size * (len(values) - size))  # proportional to the variance between the groups
     between[ordered[:-1] == ordered[1:]] = -1.0
-    return int(np.argmax(between))
+    # Of splits that differ by rounding alone, the one with the smallest upper group.
+    return int(np.flatnonzero(between >= between.max() * (1 - 1e-9))[0])
