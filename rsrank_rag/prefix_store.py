@@ -52,10 +52,16 @@ class PackedPrefix:
         return self.codes.nbytes + self.scales.nbytes
 
     @classmethod
-    def of(cls, prefix: Tensor) -> PackedPrefix:
-        """Quantise (2, L, H, S, D); the largest error is half a scale, 0.4% of the token's largest entry."""
+    def of(cls, prefix: Tensor) -> PackedPrefix | None:
+        """Quantise (2, L, H, S, D); the largest error is half a scale, 0.4% of the token's largest entry.
+
+        None where something is infinite, NaN or too large: in 8 bits it would look as if it were not.
+        """
         both = prefix.float()
-        scales = (both.abs().amax(-1, keepdim=True) / 127).clamp(1e-7, 65504).half()
+        scales = (both.abs().amax(-1, keepdim=True) / 127).clamp_min(1e-7)
+        if not bool((scales <= 65504).all()):
+            return None
+        scales = scales.half()
         codes = (both / scales.float()).round_().clamp_(-127, 127).to(torch.int8)
         return cls(codes.cpu(), scales.cpu())
 
@@ -369,8 +375,6 @@ class PrefixStore:
         return packed
 
     def _put(self, key: str, prefix: Tensor) -> None:
-        if not bool(prefix.isfinite().all()):  # in 8 bits it would look as if it were
-            return
         self._keep(key, prefix)
         if self._disk is not None and not self._disk.has(key):
             self._write(key, PackedPrefix.of(prefix))
@@ -383,12 +387,16 @@ class PrefixStore:
         for old, entry in leaving:
             if self._in_host.limit and old not in self._in_host.entries:
                 packed = PackedPrefix.of(entry)
+                if packed is None:
+                    continue
                 with self._lock:
                     gone = self._in_host.put(old, packed)
                     self._counts.evictions += sum(name != old for name, _ in gone)
 
-    def _write(self, key: str, packed: PackedPrefix) -> None:
+    def _write(self, key: str, packed: PackedPrefix | None) -> None:
         assert self._disk is not None
+        if packed is None:
+            return
         try:
             gone = self._disk.put(key, packed)
         except OSError as error:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -279,9 +279,13 @@ class RSRank(Reranker):
 
     def index_size(self, documents: Sequence[str]) -> tuple[int, int]:
         """How many distinct documents `index` would read, and the bytes of disk that their prefixes take."""
-        core, waiting = self.backbone, self._unindexed(documents)
+        waiting = self._unindexed(documents)
+        return len(waiting), self._disk_bytes(waiting)
+
+    def _disk_bytes(self, waiting: Iterable[Ids]) -> int:
+        core = self.backbone
         per_token = 2 * core.last_layer * core.num_heads * (core.head_dim + 2)  # int8 and a scale for each head
-        return len(waiting), sum(map(len, waiting)) * per_token
+        return sum(map(len, waiting)) * per_token
 
     def index(self, documents: Sequence[str], *, show_progress: bool = False) -> int:
         """Read documents ahead of time, so that later calls find their prefixes on disk. It can be interrupted.
@@ -300,7 +304,7 @@ class RSRank(Reranker):
         """
         waiting, store = self._unindexed(documents), self.reader.store
         assert store is not None
-        size = self.index_size(documents)[1]
+        size = self._disk_bytes(waiting)
         if store.disk_limit is not None and size > store.disk_limit:
             raise InputError(
                 f"The prefixes take {size / 1e9:.2f} GB and the folder may hold {store.disk_limit / 1e9:.2f} GB: the "

@@ -508,14 +508,18 @@ def test_indexing_names_a_document_by_its_place_in_the_list(ranker, tmp_path, mo
         kept.index(["", *DOCUMENTS[:4]])
 
 
-def test_what_is_not_finite_is_not_kept_and_the_largest_number_stays_finite():
+@pytest.mark.parametrize("number", [float("inf"), float("nan"), 1e30])
+def test_what_8_bits_cannot_hold_is_not_kept_in_them(number, tmp_path):
     def broken(documents, room=0):
-        keys = torch.full((LAYERS, len(documents), HEADS, 3 + room, WIDTH), float("inf"))
+        keys = torch.full((LAYERS, len(documents), HEADS, 3 + room, WIDTH), number)
         return Prefixes(tuple(keys), tuple(keys), torch.tensor([3] * len(documents)), 3)
 
-    kept = store(device_bytes=10**6)
+    kept = store(host_bytes=10**6, folder=tmp_path)
     kept.prefill([(1, 2, 3)], broken)
-    assert kept.stats()["device_bytes"] == 0
+    assert (kept.stats()["host_bytes"], kept.stats()["disk_bytes"]) == (0, 0)
+
+
+def test_the_largest_number_of_float16_stays_finite():
     largest = torch.full((2, 1, 1, 1, 4), 65504.0)
     assert PackedPrefix.of(largest).unpack(CPU, torch.float16).isfinite().all()
 
