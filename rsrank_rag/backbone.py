@@ -164,10 +164,45 @@ class Backbone:
         owner = torch.repeat_interleave(torch.arange(len(queries), device=self.device), lengths)  # (T,)
         within = torch.cat([torch.arange(len(ids), device=self.device) for ids in queries])  # (T,)
         ids = torch.tensor([[i for query in queries for i in query]], device=self.device).expand(len(prefixes), -1)
-        prefixes = prefixes.with_room(ids.shape[1])
-        start = prefixes.lengths[:, None] if self.causal else torch.zeros_like(prefixes.lengths)[:, None]
-        positions = start + within  # (N, T)
+        positions = self._start(prefixes) + within  # (N, T)
         mask = self._mask(prefixes.lengths, prefixes.width, owner, within, positions)
+        self._run_queries(ids, mask, positions, prefixes, consume, signal)
+
+    def own_query_values(
+        self, queries: Sequence[Sequence[int]], prefixes: Prefixes, consume: Consumer, *, signal: Signal = "values"
+    ) -> None:
+        """As `query_values`, with a query of its own after each prefix.
+
+        Args:
+            queries: Token ids, one list a prefix; T is the longest's length. Behind a shorter one stands padding,
+                whose values mean nothing.
+            prefixes: From `prefill`.
+            consume: As in `query_values`.
+            signal: As in `query_values`.
+        """
+        lengths = torch.tensor([len(ids) for ids in queries], device=self.device)
+        width = int(lengths.max())
+        within = torch.arange(width, device=self.device)
+        real = within < lengths[:, None]  # (N, T)
+        ids = torch.tensor([[*query, *[0] * (width - len(query))] for query in queries], device=self.device)
+        positions = (self._start(prefixes) + within) * real  # padding must not stand behind the model's last position
+        mask = self._mask(prefixes.lengths, prefixes.width, torch.zeros_like(within), within, positions, real=real)
+        self._run_queries(ids, mask, positions, prefixes, consume, signal)
+
+    def _start(self, prefixes: Prefixes) -> Tensor:
+        """Position of a query's first token after each prefix, (N, 1)."""
+        return prefixes.lengths[:, None] if self.causal else torch.zeros_like(prefixes.lengths)[:, None]
+
+    def _run_queries(
+        self,
+        ids: Tensor,
+        mask: Tensor | dict[str, Tensor],
+        positions: Tensor,
+        prefixes: Prefixes,
+        consume: Consumer,
+        signal: Signal,
+    ) -> None:
+        prefixes = prefixes.with_room(ids.shape[1])
         if signal != "hidden":
             reader = Reader(prefixes, consume, self.last_layer, keys=signal == "keys")
             self.run_to_the_end_of(reader, ids, mask, positions)
@@ -215,20 +250,33 @@ class Backbone:
             return
         stacks = (m for m in self.model.modules() if isinstance(m, ModuleList) and len(m) > self.last_layer)
         layers = next(stacks, ModuleList())
-        for layer in layers:
-            layer.register_forward_pre_hook(_without_leavers, with_kwargs=True)
+        hooks = [layer.register_forward_pre_hook(_without_leavers, with_kwargs=True) for layer in layers]
         try:
-            fits = rows_can_leave(self)
+            if not rows_can_leave(self):
+                raise BackboneError(f"{self.name} gives other values when rows leave between its layers. {NOT_EARLY}")
+            _LETTING_LEAVE.add(self.model)
         except (ValueError, TypeError, LookupError, AttributeError, RuntimeError) as error:
             raise BackboneError(f"{self.name} cannot drop rows between its layers ({error}). {NOT_EARLY}") from error
-        if not fits:
-            raise BackboneError(f"{self.name} gives other values when rows leave between its layers. {NOT_EARLY}")
-        _LETTING_LEAVE.add(self.model)
+        finally:
+            if self.model not in _LETTING_LEAVE:
+                for hook in hooks:
+                    hook.remove()
 
     def _mask(
-        self, lengths: Tensor, width: int, owner: Tensor, within: Tensor, positions: Tensor, *, whole: bool = False
+        self,
+        lengths: Tensor,
+        width: int,
+        owner: Tensor,
+        within: Tensor,
+        positions: Tensor,
+        *,
+        whole: bool = False,
+        real: Tensor | None = None,
     ) -> Tensor | dict[str, Tensor]:
-        """Mask (N, 1, T, S + T), or (N, 1, S + T, S + T), one for each kind of attention layer the model has."""
+        """Mask (N, 1, T, S + T), or (N, 1, S + T, S + T), one for each kind of attention layer the model has.
+
+        ``real`` says which of a row's query tokens are no padding, (N, T); None if all are.
+        """
         columns = torch.arange(width, device=self.device)
         valid = columns < lengths[:, None]  # (N, S)
         document = valid[:, None].expand(-1, len(owner), -1)  # (N, T, S)
@@ -236,6 +284,8 @@ class Backbone:
         if self.causal:
             query = query & (within <= within[:, None])
         query = query.expand(len(lengths), -1, -1)
+        if real is not None and not self.causal:  # in a causal model nothing sees the padding behind it
+            query = query & real[:, None]
 
         full = torch.cat([document, query], dim=2)
         window = getattr(self.config, "sliding_window", None)

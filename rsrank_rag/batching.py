@@ -5,7 +5,8 @@ from __future__ import annotations
 import gc
 import logging
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Sized
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -26,26 +27,31 @@ SMALL = 8
 """... but not while the batch is below this part of the budget: there, padding costs less than another run."""
 
 
+Item = TypeVar("Item", bound=Sized)
+"""Token ids, or what has as many."""
+
+
 class DoesNotFitError(Exception):
     """Even one sequence alone is too large for the memory.
 
     Attributes:
-        ids: The sequence.
+        ids: The sequence, as it was given.
     """
 
-    def __init__(self, ids: Ids) -> None:
+    def __init__(self, ids: Any) -> None:
         super().__init__(f"{len(ids)} tokens do not fit")
         self.ids = ids
 
 
 def run_batches(
-    sequences: Sequence[Ids],
-    run: Callable[[list[Ids]], None],
+    sequences: Sequence[Item],
+    run: Callable[[list[Item]], None],
     *,
     budget: int,
     extra: int = 0,
     alike: float = ALIKE,
     done: Callable[[int], object] = int,
+    halved: Callable[[int], object] = int,
 ) -> int:
     """Hand all sequences to ``run`` in batches of at most ``budget`` padded tokens (at least one sequence).
 
@@ -59,6 +65,7 @@ def run_batches(
         extra: Tokens that each row costs beside its own.
         alike: Sequences shorter than this share of a batch's longest wait for a later one.
         done: Told how many sequences each batch had.
+        halved: Told how many sequences a batch had that ran out of memory.
 
     Returns:
         The budget that fitted.
@@ -81,12 +88,13 @@ def run_batches(
             torch.cuda.empty_cache()
         if size == 1:
             raise DoesNotFitError(waiting[-1])
+        halved(size)
         budget = cost * (size // 2)
         logger.warning("Out of memory with %d documents at once; going on with %d.", size, size // 2)
     return budget
 
 
-def _fits(run: Callable[[list[Ids]], None], batch: list[Ids]) -> bool:
+def _fits(run: Callable[[list[Item]], None], batch: list[Item]) -> bool:
     try:
         run(batch)
     except (MemoryError, RuntimeError) as error:

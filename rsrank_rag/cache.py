@@ -43,24 +43,27 @@ class Prefixes:
         values: Per layer, (N, H, S + R, D).
         lengths: Valid positions of each prefix, (N,).
         width: S.
+        nulls: How many of the rows, the last ones, hold no document.
     """
 
     keys: tuple[Tensor, ...]
     values: tuple[Tensor, ...]
     lengths: Tensor
     width: int
+    nulls: int = 0
 
     def __len__(self) -> int:
         return len(self.lengths)
 
     @classmethod
-    def of(cls, rows: Sequence[Tensor], room: int = 0, scratch: Scratch | None = None) -> Prefixes:
+    def of(cls, rows: Sequence[Tensor], room: int = 0, scratch: Scratch | None = None, *, nulls: int = 0) -> Prefixes:
         """Join single prefixes, each (2, L, H, its length, D): keys, then values.
 
         Args:
             rows: The prefixes.
             room: Tokens of the queries that will be run after them.
             scratch: Memory to join them in; the result then holds until this thread's next use of it.
+            nulls: How many of them, the last ones, hold no document.
         """
         lengths = [row.shape[3] for row in rows]
         _, layers, heads, _, dim = rows[0].shape
@@ -69,7 +72,7 @@ class Prefixes:
         for number, (row, length) in enumerate(zip(rows, lengths, strict=True)):
             both[:, :, number, :, :length] = row
             both[:, :, number, :, length:width] = 0  # whatever lay there might be NaN, and a masked NaN is still NaN
-        return cls(tuple(both[0]), tuple(both[1]), torch.tensor(lengths, device=both.device), width)
+        return cls(tuple(both[0]), tuple(both[1]), torch.tensor(lengths, device=both.device), width, nulls)
 
     def row(self, number: int) -> Tensor:
         """One prefix without padding, in memory of its own, (2, L, H, its length, D)."""
@@ -82,7 +85,7 @@ class Prefixes:
         if self.keys[0].shape[2] - self.width >= room:
             return self
         both = [tuple(roomy(layer[:, :, : self.width], room) for layer in part) for part in (self.keys, self.values)]
-        return Prefixes(both[0], both[1], self.lengths, self.width)
+        return Prefixes(both[0], both[1], self.lengths, self.width, self.nulls)
 
 
 LARGEST_SCRATCH = 128_000_000

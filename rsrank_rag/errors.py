@@ -30,6 +30,28 @@ class ScoringError(RSRankError):
         super().__init__(message)
         self.index = index
 
+    def __reduce__(self) -> tuple[type[ScoringError], tuple[str, int]]:
+        return ScoringError, (str(self), self.index)
+
+
+class RemoteError(RSRankError):
+    """A service that could not be reached, was not ready in time, or answered what cannot be used.
+
+    Attributes:
+        status: The HTTP status; None if there was no answer.
+        transient: Whether the same request may succeed later.
+        retry_after: Seconds that the service asked to wait for; None if it did not say.
+    """
+
+    def __init__(
+        self, message: str, status: int | None = None, transient: bool = False, retry_after: float | None = None
+    ) -> None:
+        super().__init__(message)
+        self.status, self.transient, self.retry_after = status, transient, retry_after
+
+    def __reduce__(self) -> tuple[type[RemoteError], tuple[str, int | None, bool, float | None]]:
+        return RemoteError, (str(self), self.status, self.transient, self.retry_after)
+
 
 class TrainingError(RSRankError):
     """Features or a training run that cannot be used or continued as asked."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -139,9 +141,10 @@ def read_projection(folder: Path, config: RSRankConfig) -> Tensor:
         raise ArtifactError(f"{folder} holds no {PROJECTION}. The artifact is incomplete: download it again.")
     try:
         with safe_open(path, framework="pt") as file:
-            digest = (file.metadata() or {}).get("config_sha256")
+            written = (file.metadata() or {}).get("sha256")
             names = list(file.keys())
-            weight = file.get_tensor("weight") if "weight" in names else None
+            # A copy: what safetensors gives is the file itself, and changes with it.
+            weight = file.get_tensor("weight").clone() if "weight" in names else None
     except (SafetensorError, OSError) as error:
         raise ArtifactError(f"{path} is damaged or truncated ({error}). Download it again.") from error
     if weight is None:
@@ -156,14 +159,30 @@ def read_projection(folder: Path, config: RSRankConfig) -> Tensor:
     if not bool(torch.isfinite(weight).all()):
         bad = int((~torch.isfinite(weight)).sum())
         raise ArtifactError(f"{path}: {bad} of {weight.numel()} entries of B are NaN or infinite. Train it again.")
+    digests = _digests(written)
     expected = content_digest((folder / CONFIG).read_text(encoding="utf-8"))
-    if digest != expected:
+    if digests.get("config") != expected:
         raise ArtifactError(
-            f"{path} was written with another {CONFIG} (sha256 {digest or 'missing'}, found {expected}). "
+            f"{path} was written with another {CONFIG} (sha256 {digests.get('config', 'missing')}, found {expected}). "
             "Restore the original config.json, or save the artifact again with save_pretrained."
         )
+    if digests.get("weight") != _digest_of(weight):
+        raise ArtifactError(f"{path} is damaged: its numbers are not those that were written. Download it again.")
     tensor: Tensor = weight.float()
     return tensor
+
+
+def _digest_of(weight: Tensor) -> str:
+    return hashlib.sha256(weight.contiguous().numpy().tobytes()).hexdigest()
+
+
+def _digests(written: str | None) -> dict[str, str]:
+    """What the file says of the config and of B; empty if it says nothing that can be read."""
+    try:
+        found = json.loads(written or "{}")
+    except json.JSONDecodeError:
+        return {}
+    return found if isinstance(found, dict) else {}
 
 
 def write_artifact(folder: Path, config: RSRankConfig, weight: Tensor, card: str) -> None:
@@ -171,9 +190,10 @@ def write_artifact(folder: Path, config: RSRankConfig, weight: Tensor, card: str
     folder.mkdir(parents=True, exist_ok=True)
     (folder / CONFIG).write_text(config.model_dump_json(indent=2) + "\n", encoding="utf-8")
     tensors = {"weight": weight.detach().float().cpu().contiguous()}
+    digests = {"config": config.digest, "weight": _digest_of(tensors["weight"])}
     # One entry only: safetensors writes several in random order, and the same B would give other bytes each time.
     # Not save_file: it makes files that only their owner can read.
-    (folder / PROJECTION).write_bytes(save(tensors, metadata={"config_sha256": config.digest}))
+    (folder / PROJECTION).write_bytes(save(tensors, metadata={"sha256": json.dumps(digests)}))
     (folder / CARD).write_text(card, encoding="utf-8")
 
 

@@ -28,6 +28,7 @@ from torch import Tensor
 from .batching import Ids
 from .cache import Prefixes, Scratch
 from .errors import InputError
+from .partial_files import is_running, partial_of
 
 logger = logging.getLogger(__name__)
 
@@ -143,7 +144,7 @@ class _Disk:
         self.folder, self.limit = folder, limit
         folder.mkdir(parents=True, exist_ok=True)
         for partial in folder.glob("*/*.partial"):  # of writers that were killed
-            if not _is_running(partial):
+            if not is_running(partial):
                 with contextlib.suppress(OSError):
                     partial.unlink()
         self.bytes = sum(size for _, size, _ in self._files())
@@ -193,7 +194,7 @@ class _Disk:
         path.parent.mkdir(exist_ok=True)
         metadata = {"format": FORMAT, "key": key, "sha256": _checksum(entry)}
         content = save({"codes": entry.codes.contiguous(), "scales": entry.scales.contiguous()}, metadata)
-        partial = path.with_suffix(f".{os.getpid()}-{threading.get_ident()}.partial")
+        partial = partial_of(path)
         try:
             partial.write_bytes(content)
             partial.replace(path)
@@ -278,13 +279,14 @@ class PrefixStore:
         digest.update(torch.tensor(ids, dtype=torch.int64).numpy().tobytes())
         return digest.hexdigest()
 
-    def prefill(self, documents: Sequence[Ids], run: Run, room: int = 0) -> Prefixes:
+    def prefill(self, documents: Sequence[Ids], run: Run, room: int = 0, *, nulls: Sequence[Tensor] = ()) -> Prefixes:
         """Prefixes of documents: those that are kept, and the others run in one batch and kept from now on.
 
         Args:
             documents: Token ids of ``instruction + document + separator``.
             run: Runs documents through the model.
             room: Tokens of the queries that will be run after them.
+            nulls: Prefixes without a document, to stand behind the others where these are joined in any case.
 
         Returns:
             As `Backbone.prefill`; to be used before the same thread calls this again.
@@ -292,15 +294,15 @@ class PrefixStore:
         keys = [self.key(ids) for ids in documents]
         found = [self._get(key) for key in keys]
         missing = [i for i, prefix in enumerate(found) if prefix is None]
-        if not missing:
-            return Prefixes.of([prefix for prefix in found if prefix is not None], room, self._scratch)
-        made = run([documents[i] for i in missing], room)
-        for row, i in enumerate(missing):
-            found[i] = prefix = made.row(row)
-            self._put(keys[i], prefix)
-        if len(missing) == len(documents):
-            return made
-        return Prefixes.of([prefix for prefix in found if prefix is not None], room, self._scratch)
+        if missing:
+            made = run([documents[i] for i in missing], room)
+            for row, i in enumerate(missing):
+                found[i] = prefix = made.row(row)
+                self._put(keys[i], prefix)
+            if len(missing) == len(documents):
+                return made
+        rows = [prefix for prefix in found if prefix is not None]
+        return Prefixes.of([*rows, *nulls], room, self._scratch, nulls=len(nulls))
 
     @property
     def has_disk(self) -> bool:
@@ -415,17 +417,3 @@ def _checksum(entry: PackedPrefix) -> str:
     digest.update(entry.codes.contiguous().numpy().tobytes())
     digest.update(entry.scales.contiguous().numpy().tobytes())
     return digest.hexdigest()
-
-
-def _is_running(partial: Path) -> bool:
-    """Whether the process that began a file is still there (on this machine)."""
-    number = partial.name.split(".")[1].partition("-")[0]
-    try:
-        os.kill(int(number), 0)
-    except ValueError:
-        return False
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
-    return True

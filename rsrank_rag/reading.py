@@ -17,6 +17,7 @@ from .backbone import Backbone
 from .batching import Ids
 from .cache import Consumer, Prefixes
 from .config import NullPrefix, Signal
+from .errors import InputError
 from .prefix_store import PrefixStore
 from .shift import representational_shift
 from .template import PromptTokenizer, TokenisedQuery
@@ -64,11 +65,19 @@ class ShiftReader:
         self.signal, self.null_prefix, self.store = signal, null_prefix, store
         self._empty: Tensor | None = None  # the template without a document: the same for every query
 
-    def prefill(self, documents: Sequence[Ids], room: int = 0) -> Prefixes:
-        """Documents' prefixes, from the store where it has them, with room for a query's tokens."""
-        if self.store is not None:
-            return self.store.prefill(documents, self.run, room)
-        return self.run(documents, room)
+    def prefill(self, documents: Sequence[Ids], room: int = 0, *, runs: Sequence[NullRun] = ()) -> Prefixes:
+        """Documents' prefixes, from the store where it has them, with room for a query's tokens.
+
+        Args:
+            documents: Token ids of ``instruction + document + separator``.
+            room: Tokens of the queries that will be run after them.
+            runs: Queries that will be. Where the documents are joined from kept ones, a query that has not been run
+                without a document gets a row for it: it then costs no pass of its own.
+        """
+        if self.store is None:
+            return self.run(documents, room)
+        fresh = len(_fresh(runs)) if self.null_prefix == "empty" else 0
+        return self.store.prefill(documents, self.run, room, nulls=[self._no_document()] * fresh if fresh else ())
 
     def run(self, documents: Sequence[Ids], room: int = 0) -> Prefixes:
         """Run documents, as far as this signal needs them."""
@@ -82,7 +91,69 @@ class ShiftReader:
             prefixes: From `prefill`.
             consume: Called once a layer. It may let documents leave where the null prefix is not "matched".
         """
-        self._signal(run.query, prefixes, self._subtracting(run, prefixes.lengths.tolist(), consume))
+        if prefixes.nulls:
+            alone = run.by_length.get(0, {})
+            self._signal(run.query, prefixes, _last_row_apart(alone, consume))
+            run.by_length[0] = alone  # only now: a run that fails half-way leaves nothing behind
+        else:
+            self._signal(run.query, prefixes, self._subtracting(run, prefixes.lengths.tolist(), consume))
+
+    def read_own(self, runs: Sequence[NullRun], prefixes: Prefixes, consume: ShiftConsumer) -> None:
+        """As `read`, with a query of its own after each prefix.
+
+        Args:
+            runs: One a document; the same one may stand there again.
+            prefixes: From `prefill`.
+            consume: Called once a layer with shifts (N, H, T, D), T being the longest query's: behind a shorter one's
+                tokens they are 0. No document may leave.
+
+        Raises:
+            InputError: The null prefix depends on the document's length.
+        """
+        if self.null_prefix == "matched":
+            raise InputError("With null_prefix='matched', queries are read one after another.")
+        if self.null_prefix == "empty" and not prefixes.nulls:
+            self._run_without_document(_fresh(runs))
+        fresh = _fresh(runs)[: prefixes.nulls]
+        tokens = _Tokens([run.query for run in (*runs, *fresh)], self.backbone.device)
+        distinct = list({id(run): run for run in runs}.values())
+        place = {id(run): number for number, run in enumerate(distinct)}
+        owner = torch.tensor([place[id(run)] for run in runs], device=self.backbone.device)
+        alone: dict[int, dict[int, Tensor]] = {id(run): {} for run in fresh}
+
+        def subtract(layer: int, found: Tensor) -> None:
+            if layer not in self.layers:
+                return
+            signal = tokens.scored(found).float()
+            for row, run in enumerate(fresh, start=len(runs)):
+                alone[id(run)][layer] = signal[row : row + 1, :, : run.query.length].clone()
+            shift = signal[: len(runs)]
+            if self.null_prefix == "empty":
+                nulls = tokens.padded([(alone.get(id(run)) or run.by_length[0])[layer] for run in distinct])
+                shift = representational_shift(shift, nulls[owner])
+            consume(layer, shift)
+
+        queries = [run.query.ids for run in (*runs, *fresh)]
+        self.backbone.own_query_values(queries, prefixes, subtract, signal=self.signal)
+        for run in fresh:
+            run.by_length[0] = alone[id(run)]
+
+    def _run_without_document(self, runs: Sequence[NullRun]) -> None:
+        """Fill in what queries give without a document, all of them in one pass."""
+        if not runs:
+            return
+        queries = [run.query for run in runs]
+        prefixes = Prefixes.of([self._no_document()] * len(runs), max(len(query.ids) for query in queries))
+        found: list[dict[int, Tensor]] = [{} for _ in runs]
+
+        def keep(layer: int, signal: Tensor) -> None:
+            if layer in self.layers:
+                for row, query in enumerate(queries):
+                    found[row][layer] = signal[row : row + 1, :, query.scored].float()
+
+        self.backbone.own_query_values([query.ids for query in queries], prefixes, keep, signal=self.signal)
+        for run, layers in zip(runs, found, strict=True):
+            run.by_length[0] = layers
 
     def read_in_one_run(self, run: NullRun, documents: Sequence[Ids], consume: ShiftConsumer) -> None:
         """The same for documents of which nothing is kept: one that leaves early saves the work on its own tokens too.
@@ -122,11 +193,15 @@ class ShiftReader:
 
     def _null_prefixes(self, lengths: Sequence[int], room: int) -> Prefixes:
         """The template before the query with filler up to each length; 0 stands for no document and no filler."""
-        if list(lengths) != [0]:
+        if any(lengths):
             return self.run([self.prompts.filled_prefix(length) for length in lengths], room)
+        return Prefixes.of([self._no_document()], room)
+
+    def _no_document(self) -> Tensor:
+        """The template before the query, run once."""
         if self._empty is None:
             self._empty = self.run([self.prompts.null_prefix]).row(0)
-        return Prefixes.of([self._empty], room)
+        return self._empty
 
     def _signal(self, query: TokenisedQuery, prefixes: Prefixes, consume: Consumer) -> None:
         self.backbone.query_values([query.ids], prefixes, self._scored_tokens(query, consume), signal=self.signal)
@@ -134,3 +209,56 @@ class ShiftReader:
     def _scored_tokens(self, query: TokenisedQuery, consume: Consumer) -> Consumer:
         """Pass on what B reads: its layers, at the tokens that are scored, in fp32."""
         return lambda layer, found: consume(layer, found[:, :, query.scored].float()) if layer in self.layers else None
+
+
+def _fresh(runs: Sequence[NullRun]) -> list[NullRun]:
+    """Those, each once, that have not been run without a document."""
+    return list({id(run): run for run in runs if 0 not in run.by_length}.values())
+
+
+def _last_row_apart(alone: dict[int, Tensor], consume: ShiftConsumer) -> Consumer:
+    """A consumer of rows of which the last holds no document: it is subtracted from the others, and never leaves.
+
+    Args:
+        alone: The same signal by layer, if it is known; filled in if not.
+        consume: Gets shifts.
+    """
+    known = bool(alone)
+
+    def subtract(layer: int, found: Tensor) -> Tensor | None:
+        if not known:
+            alone[layer] = found[-1:].clone()
+        stay = consume(layer, representational_shift(found[:-1], alone[layer]))
+        return None if stay is None else torch.cat([stay, stay.new_tensor([len(found) - 1])])
+
+    return subtract
+
+
+class _Tokens:
+    """The scored tokens of several queries, one query a row, padded to the longest.
+
+    Args:
+        queries: One a row.
+        device: Of the signals.
+    """
+
+    def __init__(self, queries: Sequence[TokenisedQuery], device: torch.device) -> None:
+        starts = torch.tensor([query.scored.start for query in queries], device=device)
+        lengths = torch.tensor([query.length for query in queries], device=device)
+        self.width = int(lengths.max())
+        columns = torch.arange(self.width, device=device)
+        self.real = (columns < lengths[:, None])[:, None, :, None]  # (N, 1, T, 1)
+        last = max(len(query.ids) for query in queries) - 1
+        self.places = (starts[:, None] + columns).clamp(max=last)[:, None, :, None]
+
+    def scored(self, found: Tensor) -> Tensor:
+        """Of signals (N, H, all tokens, D) those that are scored, (N, H, T, D), and 0 behind them."""
+        chosen = found.gather(2, self.places.expand(-1, found.shape[1], -1, found.shape[3]))
+        return chosen.where(self.real, 0)
+
+    def padded(self, rows: Sequence[Tensor]) -> Tensor:
+        """Each row's (1, H, its tokens, D) as one (N, H, T, D)."""
+        together = rows[0].new_zeros(len(rows), rows[0].shape[1], self.width, rows[0].shape[3])
+        for number, row in enumerate(rows):
+            together[number, :, : row.shape[2]] = row[0]
+        return together

@@ -32,11 +32,29 @@ class RankedDocument:
 
 @dataclass(frozen=True, slots=True)
 class Scored:
-    """A document's score, and what there is to say about it; see `RankedDocument`."""
+    """A document's score, and what there is to say about it; see `RankedDocument`.
+
+    Attributes:
+        tokens: Tokens read of the query and the document, the prompt around them included; 0 where nobody counts.
+    """
 
     score: float
     truncated: bool = False
     is_bound: bool = False
+    tokens: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Pair:
+    """A query and a document to be scored beside other pairs.
+
+    Attributes:
+        max_tokens: Read at most so many tokens of the document.
+    """
+
+    query: str
+    document: str
+    max_tokens: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +117,34 @@ class Reranker(ABC):
         """
         return [Scored(score) for score in self.score(query, documents)]
 
+    def score_pairs(self, pairs: Sequence[Pair]) -> list[Scored]:
+        """Score pairs of any queries and documents, as a service that joins the requests of many does.
+
+        Args:
+            pairs: Each with a query of its own, or the same as others.
+
+        Returns:
+            One result a pair, in input order, equal to what `score` gives. Here query by query; override it where
+            queries can share a batch.
+
+        Raises:
+            InputError: This reranker cannot use a pair as it is.
+            ScoringError: A pair could not be scored; its position in ``pairs`` is given.
+        """
+        if any(pair.max_tokens is not None for pair in pairs):
+            raise InputError(f"{type(self).__name__} cannot cut documents after a number of tokens. Send them shorter.")
+        places: dict[str, list[int]] = {}
+        for place, pair in enumerate(pairs):
+            places.setdefault(pair.query, []).append(place)
+        found: dict[int, Scored] = {}
+        for query, own in places.items():
+            try:
+                scored = self._scored(query, [pairs[i].document for i in own], cutoff=None, show_progress=False)
+            except ScoringError as error:
+                raise ScoringError(str(error), own[error.index]) from error
+            found.update(zip(own, scored, strict=True))
+        return [found[place] for place in range(len(pairs))]
+
     def rank(
         self,
         query: str,
@@ -131,25 +177,61 @@ class Reranker(ABC):
         scored = self._scored(query, documents, cutoff=cutoff, show_progress=show_progress)
         if len(scored) != len(documents):
             raise InputError(f"{type(self).__name__}.score gave {len(scored)} scores for {len(documents)} documents.")
-        for index, found in enumerate(scored):
-            if not math.isfinite(found.score):
-                raise ScoringError(
-                    f"Document {index} scored {found.score}, which can be neither kept nor dropped. "
-                    "Look at its text, or load the model in float32.",
-                    index,
-                )
-        blank = [not text.strip() for text in documents]  # come last: 0 is no better than a negative score
-        order = sorted(range(len(documents)), key=lambda i: (blank[i], -scored[i].score))  # stable: ties by input order
-        ranked = [
-            RankedDocument(i, documents[i], float(scored[i].score), scored[i].truncated, scored[i].is_bound)
-            for i in order
-        ]
-        relevant = [
-            limit is None or (doc.score > limit and not doc.is_bound and not blank[doc.index]) for doc in ranked
-        ]
-        keep = max(sum(relevant), min(min_docs, len(ranked)))
-        keep = keep if top_n is None else min(keep, top_n)
-        return RankResult(query, limit, tuple(ranked[:keep]), tuple(ranked[keep:]))
+        return choose(query, documents, scored, limit, top_n=top_n, min_docs=min_docs)
+
+
+class ConcurrentReranker(Reranker):
+    """A reranker whose model runs elsewhere: calls need no queue and wait in the thread or loop they came from."""
+
+    @abstractmethod
+    async def arank(
+        self,
+        query: str,
+        documents: Sequence[str],
+        *,
+        threshold: float | Literal["native"] | None = "native",
+        top_n: int | None = None,
+        min_docs: int = 0,
+    ) -> RankResult:
+        """As `rank`, without blocking the event loop; cancelling it cancels the work."""
+
+    @abstractmethod
+    def warm_up(self) -> None:
+        """Return when calls will be answered, or raise the error that they would."""
+
+
+def choose(
+    query: str,
+    documents: Sequence[str],
+    scored: Sequence[Scored],
+    threshold: float | None,
+    *,
+    top_n: int | None = None,
+    min_docs: int = 0,
+) -> RankResult:
+    """Sort scored documents and keep the relevant ones, as `Reranker.rank` says.
+
+    Raises:
+        ScoringError: A document has no finite score; it is named.
+    """
+    for index, found in enumerate(scored):
+        if not math.isfinite(found.score):
+            raise ScoringError(
+                f"Document {index} scored {found.score}, which can be neither kept nor dropped. "
+                "Look at its text, or load the model in float32.",
+                index,
+            )
+    blank = [not text.strip() for text in documents]  # come last: 0 is no better than a negative score
+    order = sorted(range(len(documents)), key=lambda i: (blank[i], -scored[i].score))  # stable: ties by input order
+    ranked = [
+        RankedDocument(i, documents[i], float(scored[i].score), scored[i].truncated, scored[i].is_bound) for i in order
+    ]
+    relevant = [
+        threshold is None or (doc.score > threshold and not doc.is_bound and not blank[doc.index]) for doc in ranked
+    ]
+    keep = max(sum(relevant), min(min_docs, len(ranked)))
+    keep = keep if top_n is None else min(keep, top_n)
+    return RankResult(query, threshold, tuple(ranked[:keep]), tuple(ranked[keep:]))
 
 
 def as_list(documents: Iterable[str]) -> list[str]:

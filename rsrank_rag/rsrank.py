@@ -20,14 +20,15 @@ from .config import RSRankConfig, TrainingRecord
 from .early import EarlyDecisions, Undecided, bounds_for
 from .errors import ArtifactError, InputError, ScoringError
 from .explanation import Explanation
+from .grouping import Row, groups_of, places_of
 from .identity import check_after_run, check_before_run, describe
 from .loading import LoadOptions, load_model
 from .prefix_cache import Choice, as_prefix_cache
 from .prefix_store import PrefixStore
 from .projection import Projection
 from .reading import NullRun, ShiftReader
-from .reranker import Reranker, Scored, as_list
-from .template import PromptTokenizer, Template, TokenisedDocument
+from .reranker import Pair, Reranker, Scored, as_list
+from .template import PromptTokenizer, Template, TokenisedDocument, TokenisedQuery
 
 ALIKE_KEPT = 0.4
 """As `batching.ALIKE`, for kept documents: padding costs them attention only."""
@@ -87,6 +88,7 @@ class RSRank(Reranker):
             store=store_for(backbone, config, prefix_cache),
         )
         self.token_budget = token_budget or token_budget_for(backbone.device)
+        self._halved: list[int] = []  # sizes of batches; threads may append without a lock
         self._bounds = {} if early_decisions is None else bounds_for(early_decisions, config)
         self._calibrated = early_decisions == "calibrated"  # by documents above zero
         if early_decisions is not None:
@@ -319,9 +321,10 @@ class RSRank(Reranker):
                         lambda batch: store.add(batch, self.reader.run),
                         budget=self.token_budget,
                         done=bar.update,
+                        halved=self._halved.append,
                     )
             except DoesNotFitError as error:
-                raise _too_large(error, 0, waiting[error.ids]) from None
+                raise _too_large(error.ids, 0, waiting[error.ids]) from None
         failed = store.stats()["write_errors"] - failed
         if failed:
             raise InputError(
@@ -343,8 +346,12 @@ class RSRank(Reranker):
         return {ids: position for ids, position in first.items() if not store.holds(ids)}
 
     def stats(self) -> dict[str, int]:
-        """Hits, misses, bytes and evictions of the kept prefixes; empty if none are kept."""
-        return {} if self.reader.store is None else self.reader.store.stats()
+        """Batches halved because memory ran out (``memory_retries``).
+
+        With the hits, misses, bytes and evictions of the prefixes, if any are kept.
+        """
+        kept = {} if self.reader.store is None else self.reader.store.stats()
+        return {"memory_retries": len(self._halved), **kept}
 
     def score(self, query: str, documents: Sequence[str], *, show_progress: bool = False) -> list[float]:
         """Score documents for one query, in input order (paper, Section 4.3).
@@ -361,7 +368,7 @@ class RSRank(Reranker):
             InputError: The query is empty or too long, or something is not text.
             ScoringError: A document could not be scored; it is named.
         """
-        return self._score_pairs([query], [documents], show_progress).scores[0]
+        return self._score_lists([query], [documents], show_progress).scores[0]
 
     def score_many(
         self, queries: Sequence[str], documents: Sequence[Sequence[str]], *, show_progress: bool = False
@@ -382,51 +389,84 @@ class RSRank(Reranker):
                 f"score_many needs one list of documents for each query, got {len(documents)} lists for "
                 f"{'one string' if isinstance(queries, str) else f'{len(queries)} queries'}."
             )
-        return self._score_pairs(queries, documents, show_progress).scores
+        return self._score_lists(queries, documents, show_progress).scores
+
+    def score_pairs(self, pairs: Sequence[Pair]) -> list[Scored]:
+        """Score pairs of any queries and documents: pairs of several queries share batches.
+
+        Args:
+            pairs: Each with a query of its own, or the same as others.
+
+        Returns:
+            One result a pair, in input order.
+
+        Raises:
+            InputError: As `score`.
+            ScoringError: As `score`; the position in ``pairs`` is given.
+        """
+        rows = {query: row for row, query in enumerate(dict.fromkeys(pair.query for pair in pairs))}
+        queries = [self.prompts.query(query) for query in rows]
+        documents: list[list[TokenisedDocument]] = [[] for _ in rows]
+        places, columns = [], dict[tuple[int, int], int]()
+        for number, pair in enumerate(pairs):
+            row = rows[pair.query]
+            places.append((row, len(documents[row])))
+            columns[places[-1]] = number
+            documents[row] += self.prompts.documents([pair.document], len(queries[row].ids), max_tokens=pair.max_tokens)
+        try:
+            found = self._score_tokenised(queries, documents, False)
+        except _UnscoredError as error:
+            raise error.at(columns[error.row, error.column]) from None
+        return [found.scored(row, column) for row, column in places]
 
     def _scored(
         self, query: str, documents: Sequence[str], *, cutoff: float | None, show_progress: bool
     ) -> list[Scored]:
-        found = self._score_pairs([query], [documents], show_progress, cutoff)
-        return [Scored(*row) for row in zip(found.scores[0], found.truncated[0], found.bounds[0], strict=True)]
+        found = self._score_lists([query], [documents], show_progress, cutoff)
+        return [found.scored(0, column) for column in range(len(found.scores[0]))]
 
-    @torch.inference_mode()
-    def _score_pairs(
+    def _score_lists(
         self,
         queries: Sequence[str],
         documents: Sequence[Sequence[str]],
         show_progress: bool,
         cutoff: float | None = None,
     ) -> _Found:
-        """Scores of every query's documents.
-
-        Documents are grouped by the queries that want them: a group is prefilled in full batches, and each of its
-        queries runs once a batch.
-        """
         tokenised = [self.prompts.query(query) for query in queries]
         prompts = [
             self.prompts.documents(as_list(texts), len(tokens.ids))
             for tokens, texts in zip(tokenised, documents, strict=True)
         ]
-        places = _places(prompts)
-        found = _Found(
-            scores=[[0.0] * len(row) for row in prompts],
-            truncated=[[prompt.truncated for prompt in row] for row in prompts],
-            bounds=[[False] * len(row) for row in prompts],
-        )
-        with tqdm(total=len(places), disable=not show_progress, unit="doc", desc="scoring") as bar:
-            for rows, group in _groups(places).items():
-                runs = {row: NullRun(tokenised[row]) for row in rows}
-                room = max(len(tokenised[row].ids) for row in rows)
+        return self._score_tokenised(tokenised, prompts, show_progress, cutoff)
 
-                def score_batch(batch: list[Ids], runs: dict[int, NullRun] = runs, room: int = room) -> None:
-                    for row, sums in self._sums(batch, runs, room, cutoff):
-                        for ids, score, left in zip(batch, sums.scores.tolist(), sums.left(), strict=True):
-                            for column in (column for owner, column in places[ids] if owner == row):
-                                found.scores[row][column] = _finite(score, row, column)
-                                found.bounds[row][column] = left
+    @torch.inference_mode()
+    def _score_tokenised(
+        self,
+        queries: Sequence[TokenisedQuery],
+        documents: Sequence[Sequence[TokenisedDocument]],
+        show_progress: bool,
+        cutoff: float | None = None,
+    ) -> _Found:
+        """Scores of every query's documents, group by group."""
+        store = self.reader.store
+        places = places_of(documents)
+        groups = groups_of(places, queries, joined=self.reader.null_prefix != "matched", keeps=store is not None)
+        found = _Found.empty(queries, documents)
+        runs = {row: NullRun(query) for row, query in enumerate(queries)}
 
-                kept = {ids for ids in group if self.reader.store is not None and self.reader.store.has(ids)}
+        def score_batch(batch: list[Row]) -> None:
+            for rows, sums in self._sums(batch, runs, cutoff):
+                results = zip(batch, rows, sums.scores.tolist(), sums.left(), strict=True)
+                for item, row, score, left in results:
+                    for column in (column for owner, column in places[item.ids] if owner == row):
+                        found.scores[row][column] = _finite(score, row, column)
+                        found.bounds[row][column] = left
+
+        total = sum(len(group.rows) for group in groups)
+        with tqdm(total=total, disable=not show_progress, unit="doc", desc="scoring") as bar:
+            for group in groups:
+                room = max(len(queries[row].ids) for row in group.queries)
+                kept = {row for row in group.rows if store is not None and store.has(row.ids)}
                 try:
                     # Apart, because a kept document costs only the query's tokens: more of them fill a batch. First,
                     # because the new ones may push them out.
@@ -437,11 +477,18 @@ class RSRank(Reranker):
                         extra=room,
                         alike=ALIKE_KEPT,
                         done=bar.update,
+                        halved=self._halved.append,
                     )
-                    new = [ids for ids in group if ids not in kept]
-                    run_batches(new, score_batch, budget=self.token_budget, extra=room, done=bar.update)
+                    run_batches(
+                        [row for row in group.rows if row not in kept],
+                        score_batch,
+                        budget=self.token_budget,
+                        extra=room,
+                        done=bar.update,
+                        halved=self._halved.append,
+                    )
                 except DoesNotFitError as error:
-                    raise _too_large(error, *places[error.ids][0]) from None
+                    raise _too_large(error.ids.ids, *places[error.ids.ids][0]) from None
         return found
 
     def _budget_of_kept(self) -> int:
@@ -454,20 +501,35 @@ class RSRank(Reranker):
         )
 
     def _sums(
-        self, batch: list[Ids], runs: dict[int, NullRun], room: int, cutoff: float | None
-    ) -> Iterator[tuple[int, Undecided]]:
-        """Each query's scores of one batch."""
+        self, batch: list[Row], runs: dict[int, NullRun], cutoff: float | None
+    ) -> Iterator[tuple[list[int], Undecided]]:
+        """Scores of one batch: each row's query, and the rows' scores; once for each query that all of them share."""
+        documents, queries = [row.ids for row in batch], batch[0].queries
+        room = max(len(runs[query].query.ids) for row in batch for query in row.queries)
+        if any(row.queries != queries for row in batch):
+            own = [runs[row.queries[0]] for row in batch]
+            sums = Undecided(len(batch), self.backbone.device, {}, -math.inf)
+            lengths = torch.tensor([run.query.length for run in own], device=self.backbone.device)
+            prefixes = self.reader.prefill(documents, room, runs=own)
+            self.reader.read_own(own, prefixes, partial(self._add_own, sums, lengths[:, None]))
+            yield [row.queries[0] for row in batch], sums
+            return
         bounds = {} if cutoff is None or (self._calibrated and cutoff > 0) else self._bounds
         # With nothing to keep, a document that leaves early saves the rest of its own run too.
-        once = bool(bounds) and self.reader.store is None and len(runs) == 1
-        prefixes = None if once else self.reader.prefill(batch, room)
-        for row, run in runs.items():
+        once = bool(bounds) and self.reader.store is None and len(queries) == 1
+        # Where one query has to be run without a document, a row for it does for all of them.
+        joined = None if once else self.reader.prefill(documents, room, runs=[runs[queries[0]]])
+        for query in queries:
             sums = Undecided(len(batch), self.backbone.device, bounds, -math.inf if cutoff is None else cutoff)
-            if prefixes is None:
-                self.reader.read_in_one_run(run, batch, partial(self._add, sums))
+            if joined is None:
+                self.reader.read_in_one_run(runs[query], documents, partial(self._add, sums))
             else:
-                self.reader.read(run, prefixes, partial(self._add, sums))
-            yield row, sums
+                self.reader.read(runs[query], joined, partial(self._add, sums))
+            yield [query] * len(batch), sums
+
+    def _add_own(self, sums: Undecided, lengths: Tensor, layer: int, shift: Tensor) -> None:
+        """As `_add`, with queries of different lengths (N, 1): a shift of 0, as behind a shorter one, adds nothing."""
+        sums.add(layer, (self.projection.cosines(layer, shift).sum(-1) / lengths).sum(-1))
 
     def _add(self, sums: Undecided, layer: int, shift: Tensor) -> Tensor | None:
         """Fold one layer's shifts into the scores (N,) and forget them."""
@@ -498,7 +560,7 @@ class RSRank(Reranker):
         try:
             run_batches([prompt.ids], read, budget=1)
         except DoesNotFitError as error:
-            raise _too_large(error, 0, 0) from None
+            raise _too_large(error.ids, 0, 0) from None
         parts = torch.stack(terms).permute(2, 0, 1).double() * (not prompt.empty)  # (T, L, H)
         return Explanation(
             query=query,
@@ -514,11 +576,43 @@ class RSRank(Reranker):
 
 @dataclass(frozen=True)
 class _Found:
-    """What is known of every query's documents: scores, whether they were cut, and whether the score is a bound."""
+    """What is known of every query's documents: see `Scored`."""
 
     scores: list[list[float]]
     truncated: list[list[bool]]
     bounds: list[list[bool]]
+    tokens: list[list[int]]
+
+    @classmethod
+    def empty(cls, queries: Sequence[TokenisedQuery], documents: Sequence[Sequence[TokenisedDocument]]) -> _Found:
+        """What is known before anything has been scored."""
+        return cls(
+            scores=[[0.0] * len(row) for row in documents],
+            truncated=[[document.truncated for document in row] for row in documents],
+            bounds=[[False] * len(row) for row in documents],
+            tokens=[
+                [len(query.ids) + len(document.ids) for document in row]
+                for query, row in zip(queries, documents, strict=True)
+            ],
+        )
+
+    def scored(self, row: int, column: int) -> Scored:
+        """One document's."""
+        return Scored(
+            self.scores[row][column], self.truncated[row][column], self.bounds[row][column], self.tokens[row][column]
+        )
+
+
+class _UnscoredError(ScoringError):
+    """A document that could not be scored, of several queries'."""
+
+    def __init__(self, what: str, row: int, column: int) -> None:
+        super().__init__(f"Document {column}{f' of query {row}' if row else ''} {what}", column)
+        self.what, self.row, self.column = what, row, column
+
+    def at(self, place: int) -> ScoringError:
+        """The same, by its place among pairs."""
+        return ScoringError(f"Document {place} {self.what}", place)
 
 
 def store_for(core: Backbone, config: RSRankConfig, choice: Choice) -> PrefixStore | None:
@@ -559,39 +653,13 @@ def store_for(core: Backbone, config: RSRankConfig, choice: Choice) -> PrefixSto
 def _finite(score: float, row: int, column: int) -> float:
     if math.isfinite(score):
         return score
-    raise ScoringError(
-        f"{_name(row, column)} scored {score}. The model overflowed on it: load it in bfloat16 or float32.", column
-    )
+    raise _UnscoredError(f"scored {score}. The model overflowed on it: load it in bfloat16 or float32.", row, column)
 
 
-def _too_large(error: DoesNotFitError, row: int, column: int) -> ScoringError:
-    return ScoringError(
-        f"{_name(row, column)} ({len(error.ids)} tokens with the template) does not fit into memory even by itself. "
+def _too_large(ids: Ids, row: int, column: int) -> ScoringError:
+    return _UnscoredError(
+        f"({len(ids)} tokens with the template) does not fit into memory even by itself. "
         "Pass a smaller max_length, or load the model in 8-bit or on another device.",
+        row,
         column,
     )
-
-
-def _name(row: int, column: int) -> str:
-    return f"Document {column}" + (f" of query {row}" if row else "")
-
-
-def _places(prompts: Sequence[Sequence[TokenisedDocument]]) -> dict[Ids, list[tuple[int, int]]]:
-    """Where each distinct document stands: its prefix -> (query, document) positions.
-
-    A document without tokens is left out: without a document there is no shift, and its score is exactly 0.
-    """
-    places: dict[Ids, list[tuple[int, int]]] = {}
-    for row, documents in enumerate(prompts):
-        for column, prompt in enumerate(documents):
-            if not prompt.empty:
-                places.setdefault(prompt.ids, []).append((row, column))
-    return places
-
-
-def _groups(places: dict[Ids, list[tuple[int, int]]]) -> dict[tuple[int, ...], list[Ids]]:
-    """Documents by the queries that want them."""
-    groups: dict[tuple[int, ...], list[Ids]] = {}
-    for ids, positions in places.items():
-        groups.setdefault(tuple(dict.fromkeys(row for row, _ in positions)), []).append(ids)
-    return groups

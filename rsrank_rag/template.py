@@ -220,13 +220,16 @@ class PromptTokenizer:
         stop = len(own) if self.template.positions == "query" else len(own) + len(self._suffix)
         return TokenisedQuery(own + self._suffix, slice(start, stop))
 
-    def documents(self, documents: Sequence[str], query_length: int) -> list[TokenisedDocument]:
+    def documents(
+        self, documents: Sequence[str], query_length: int, *, max_tokens: int | None = None
+    ) -> list[TokenisedDocument]:
         """Tokenise documents; each that is too long is cut at its end.
 
         Args:
             documents: Texts.
             query_length: Tokens of the query part. Up to ``QUERY_RESERVE`` (or a quarter of the model's
                 positions) it does not change where a document is cut.
+            max_tokens: Cut documents after so many tokens of their own.
 
         Raises:
             InputError: An entry is not a string (it is named).
@@ -235,6 +238,7 @@ class PromptTokenizer:
             if not isinstance(text, str):
                 raise InputError(f"Document {index} must be a string, got {type(text).__name__}.")
         room = self._room(query_length)
+        room = room if max_tokens is None else min(room, max_tokens)
         encoded = self._text.encode_batch([clean(text) for text in documents], add_special_tokens=False)
         return [
             TokenisedDocument(

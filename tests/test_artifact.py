@@ -170,7 +170,7 @@ def test_template_limit_and_training_record_survive(tiny_folder, tmp_path):
 
 def test_b_is_kept_in_fp32_under_the_sha256_of_the_config(saved, ranker):
     with safe_open(saved / "projection.safetensors", framework="pt") as file:
-        assert file.metadata()["config_sha256"] == ranker.config.digest
+        assert json.loads(file.metadata()["sha256"])["config"] == ranker.config.digest
         assert file.get_tensor("weight").dtype == torch.float32
         assert torch.equal(file.get_tensor("weight"), ranker.projection.weight)
 
@@ -295,6 +295,13 @@ def poison(value):
     return change_b(change)
 
 
+def flip_a_bit(folder):
+    path = folder / PROJECTION
+    content = bytearray(path.read_bytes())
+    content[-6] ^= 1
+    path.write_bytes(content)
+
+
 DAMAGES = {
     "config missing": (remove(CONFIG), ["holds no config.json", "save_pretrained"]),
     "config cut": (cut(CONFIG, 100), ["config.json is not valid JSON", "Download it again"]),
@@ -329,6 +336,10 @@ DAMAGES = {
     "B without digest": (
         change_b(keep_digest=False),
         ["written with another config.json (sha256 missing", "save_pretrained"],
+    ),
+    "a flipped bit in B": (
+        flip_a_bit,
+        [PROJECTION, "its numbers are not those that were written", "Download it again"],
     ),
     "B by another name": (
         change_b(name="B"),

@@ -207,6 +207,23 @@ def test_a_model_whose_layers_cannot_drop_rows_is_refused(tiny_folder, monkeypat
         backbone.let_rows_leave()
 
 
+@pytest.mark.parametrize("fault", ["other values", "an error"])
+def test_a_model_that_is_refused_is_left_without_hooks(tiny_folder, fault):
+    model = AutoModel.from_pretrained(tiny_folder("llama"))
+    backbone = Backbone(model)
+
+    def minds_the_number_of_rows(layer, inputs, output):
+        if fault == "an error" and len(output) == 2:
+            raise RuntimeError("three rows or nothing")
+        return output * len(output)
+
+    model.layers[1].register_forward_hook(minds_the_number_of_rows)
+    for _ in range(2):
+        with pytest.raises(BackboneError, match="without early_decisions"):
+            backbone.let_rows_leave()
+        assert not any(layer._forward_pre_hooks for layer in model.layers)
+
+
 def test_a_calibration_is_not_used_above_zero_where_it_promises_nothing(ranker):
     made = calibrated(ranker, labelled(10), miss_rate=0.4)
     quick = eager(made, "calibrated", bounds={1: -1e6})

@@ -124,6 +124,27 @@ def test_adapters_know_only_the_reranker(module):
     assert own_imports(module, lazy=False) <= {"errors", "prefix_cache", "reranker", "worker", "adapter"}
 
 
+def test_what_asks_a_service_knows_nothing_of_models_nor_of_the_service():
+    assert own_imports("remote") == {"connections", "errors", "reranker", "template"}
+    assert own_imports("connections") == set()
+
+
+@pytest.mark.parametrize("module", [name for name in MODULES if name.startswith("serving.")])
+def test_the_service_knows_only_the_reranker(module):
+    others = {name for name in own_imports(module) if not name.startswith("serving.")}
+    assert others <= {"errors", "explanation", "reranker"}
+
+
+def test_what_the_service_asks_for_scores_knows_nothing_of_http():
+    for module in ("backend", "engine", "scheduler"):
+        assert not own_imports(f"serving.{module}") & {
+            "serving.app",
+            "serving.shapes",
+            "serving.metrics",
+            "serving.logs",
+        }
+
+
 def test_nothing_imports_the_command_line():
     importers = [module for module in MODULES if not module.startswith("cli") and "cli" in own_imports(module)]
     assert importers == []

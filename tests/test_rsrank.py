@@ -431,6 +431,7 @@ def test_a_model_that_runs_out_of_memory_gets_half_as_many_documents(error, tiny
     expected = tiny_ranker("llama").score(QUERY, DOCUMENTS)
     assert ranker.score(QUERY, DOCUMENTS) == pytest.approx(expected, abs=EXACT)
     assert "Out of memory with 6 documents at once; going on with 3" in caplog.text
+    assert ranker.stats() == {"memory_retries": 1}
     assert ranker.token_budget == 100_000
 
 
@@ -704,7 +705,7 @@ def test_what_is_no_list_of_documents_is_refused(ranker, nothing):
         ranker.rank(QUERY, nothing)
 
 
-def test_each_query_runs_once_a_batch_of_its_own_documents(ranker, monkeypatch):
+def test_each_query_runs_once_a_batch_of_shared_documents(ranker, monkeypatch):
     runs = []
     query_values = ranker.backbone.query_values
 
@@ -713,9 +714,8 @@ def test_each_query_runs_once_a_batch_of_its_own_documents(ranker, monkeypatch):
         query_values(queries, prefixes, consume, **options)
 
     monkeypatch.setattr(ranker.backbone, "query_values", counted)
-    own = [[f"{number} {text}" for text in DOCUMENTS] for number in range(3)]
-    budgeted(ranker, 100_000).score_many(QUERIES, own)
-    assert sorted(runs) == [1, 1, 1, *[len(DOCUMENTS)] * 3]  # the query alone, then all of its documents at once
+    budgeted(ranker, 100_000).score_many(QUERIES, [DOCUMENTS] * 3)
+    assert sorted(runs) == [1, 1, 1, *[len(DOCUMENTS)] * 3]  # the query alone, then all documents at once
 
 
 def test_the_callers_projection_stays_trainable(tiny_folder):

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import random
 import shutil
 from collections.abc import Iterator, Sequence
@@ -30,6 +29,7 @@ from ..config import BackboneSpec, NullPrefix, Signal
 from ..errors import InputError, ScoringError, TrainingError
 from ..evaluation.datasets import LabelledQuery
 from ..identity import TOLERANCE, relative_difference
+from ..partial_files import is_running, partial_of
 from ..reading import NullRun, ShiftReader
 from ..template import Template, TokenisedQuery
 
@@ -307,7 +307,7 @@ class FeatureStore:
             str(number): {"relevant": list(query.relevant), "tokens": query.tokens, "oracle": query.oracle}
             for number, query in zip(self.ranges()[shard], features, strict=True)
         }
-        partial = self.path(shard).with_suffix(f".{os.getpid()}.partial")
+        partial = partial_of(self.path(shard))
         save_file(tensors, partial, metadata={"queries": json.dumps(table)})
         partial.chmod(0o644)
         partial.replace(self.path(shard))
@@ -470,18 +470,7 @@ def _flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     return flat
 
 
-def is_running(partial: Path) -> bool:
-    """Whether the process that began a ``name.PID.partial`` is still there, on this machine."""
-    try:
-        os.kill(int(partial.name.split(".")[-2]), 0)
-    except (ValueError, ProcessLookupError):
-        return False
-    except PermissionError:
-        return True
-    return True
-
-
 def _write(path: Path, content: bytes) -> None:
-    partial = path.with_suffix(f".{os.getpid()}.partial")
+    partial = partial_of(path)
     partial.write_bytes(content)
     partial.replace(path)

@@ -295,17 +295,8 @@ class Kitchen:
         Raises:
             TrainingError: The folder holds other features, or the disk is too small.
         """
-        part = self.recipe.features
-        reader = ShiftReader(
-            core, prompts, self._layers(core.num_layers), signal=part.signal, null_prefix=part.null_prefix
-        )
-        extractor = self._extractor(reader)
-        heads, width = (1, core.config.hidden_size) if part.signal == "hidden" else (core.num_heads, core.head_dim)
-        plan = extractor.plan(self.queries, heads, width)
+        store, extractor, plan = self._begin(core, prompts, spec)
         worker, workers = _place()
-        sources = [part.label for part in self.recipe.data]
-        wanted = spec_for(extractor, self.queries, plan, spec, sources=sources)
-        store = FeatureStore.create(self.output / "features", wanted, plan.bytes)
         if store.missing():
             self.say(self._forecast(extractor, plan))
         done = store.fill(self.queries, extractor, worker=worker, workers=workers)
@@ -314,6 +305,34 @@ class Kitchen:
         while workers > 1 and store.missing():  # the others' shards; accelerate ends all if one fails
             time.sleep(0.5)
         return store
+
+    def extract_part(self, worker: int, workers: int) -> None:
+        """Make the shards of the feature store that fall to one of several workers, and wait for no other.
+
+        Raises:
+            RSRankError: As `features`.
+        """
+        store, extractor, _ = self._begun
+        for _ in store.fill(self.queries, extractor, worker=worker, workers=workers):
+            pass
+
+    @cached_property
+    def _begun(self) -> tuple[FeatureStore, FeatureExtractor, Plan]:
+        return self._begin(*self._backbone())
+
+    def _begin(
+        self, core: Backbone, prompts: PromptTokenizer, spec: BackboneSpec
+    ) -> tuple[FeatureStore, FeatureExtractor, Plan]:
+        part = self.recipe.features
+        reader = ShiftReader(
+            core, prompts, self._layers(core.num_layers), signal=part.signal, null_prefix=part.null_prefix
+        )
+        extractor = self._extractor(reader)
+        heads, width = (1, core.config.hidden_size) if part.signal == "hidden" else (core.num_heads, core.head_dim)
+        plan = extractor.plan(self.queries, heads, width)
+        sources = [part.label for part in self.recipe.data]
+        wanted = spec_for(extractor, self.queries, plan, spec, sources=sources)
+        return FeatureStore.create(self.output / "features", wanted, plan.bytes), extractor, plan
 
     def _forecast(self, extractor: FeatureExtractor, plan: Plan) -> str:
         """Size, and time measured on a query of middling size after a warm-up."""

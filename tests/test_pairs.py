@@ -1,0 +1,193 @@
+"""Pairs of several queries in one batch: what they score is what each query's own call gives."""
+
+import math
+
+import pytest
+import torch
+from conftest import CHAT, DOCUMENTS, LAYERS, QUERIES, QUERY, load_ranker, random_projection, unkept
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rsrank_rag import Projection, Reranker, RSRank, Template
+from rsrank_rag.errors import InputError, ScoringError
+from rsrank_rag.loading import LoadOptions
+from rsrank_rag.reranker import Pair, Scored
+
+EXACT = 1e-4  # fp32: rounding alone
+LONG = "How long is it, and what holds it?"  # shorter than a sliding window: beyond it a document shifts nothing
+ALL = [Pair(query, document) for query in (*QUERIES, LONG) for document in DOCUMENTS]
+MIXED = [pair for number in range(len(DOCUMENTS)) for pair in ALL[number :: len(DOCUMENTS)]]
+
+
+def one_by_one(ranker, pairs):
+    return [ranker.score(pair.query, [pair.document])[0] for pair in pairs]
+
+
+def together(ranker, pairs):
+    return [found.score for found in ranker.score_pairs(pairs)]
+
+
+@pytest.mark.parametrize(
+    "kind",
+    ["qwen3", "llama", "gemma2", "gemma3", "mistral", "gpt2", "opt", "falcon", "phi3", "gpt_neox", "bert", "roberta"],
+)
+def test_pairs_of_several_queries_score_as_alone_in_any_architecture(kind, tiny_ranker):
+    own = [Pair(query, f"{number} {text}") for number, (query, text) in enumerate((p.query, p.document) for p in MIXED)]
+    ranker = tiny_ranker(kind)
+    assert together(ranker, own) == pytest.approx(one_by_one(ranker, own), abs=EXACT)
+
+
+def test_documents_that_several_queries_share_score_as_alone(ranker):
+    assert together(ranker, MIXED) == pytest.approx(one_by_one(ranker, MIXED), abs=EXACT)
+
+
+@pytest.mark.parametrize("positions", ["query", "suffix", "query+suffix"])
+def test_any_scored_positions_are_found_in_every_row(positions, tiny_folder):
+    template = CHAT.model_copy(update={"suffix": "<|im_end|>\nRelevant: ", "positions": positions})
+    options = LoadOptions(device="cpu", dtype="float32", local_files_only=True)
+    ranker = unkept(
+        RSRank.from_backbone(tiny_folder("qwen3"), random_projection("qwen3"), template=template, options=options)
+    )
+    pairs = [Pair(QUERIES[i % 3], f"{i} {text}") for i, text in enumerate(DOCUMENTS)]
+    assert together(ranker, pairs) == pytest.approx(one_by_one(ranker, pairs), abs=EXACT)
+
+
+@pytest.mark.parametrize(("signal", "null_prefix"), [("values", "none"), ("values", "matched"), ("hidden", "empty")])
+def test_pairs_score_as_alone_whatever_is_read_and_subtracted(signal, null_prefix, ranker):
+    width = 64 if signal == "hidden" else 16
+    projection = Projection.random(range(1, LAYERS), 1 if signal == "hidden" else 2, 4, width, seed=3)
+    config = ranker.config.model_copy(update={"signal": signal, "null_prefix": null_prefix, "projection_dim": 4})
+    other = RSRank(ranker.backbone, ranker.prompts, projection, config, prefix_cache=False)
+    pairs = [Pair(QUERIES[i % 3], f"{i} {text}") for i, text in enumerate(DOCUMENTS)]
+    assert together(other, pairs) == pytest.approx(one_by_one(other, pairs), abs=EXACT)
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    st.lists(st.tuples(st.sampled_from(range(4)), st.sampled_from(range(6))), max_size=12),
+    st.sampled_from([1, 150, 100_000]),
+)
+def test_any_pairs_in_any_batches_score_as_alone(ranker, chosen, budget):
+    parts = (ranker.backbone, ranker.prompts, ranker.projection, ranker.config)
+    budgeted = RSRank(*parts, token_budget=budget, prefix_cache=False)
+    pairs = [Pair((*QUERIES, LONG)[query], DOCUMENTS[document]) for query, document in chosen]
+    assert together(budgeted, pairs) == pytest.approx(one_by_one(ranker, pairs), abs=EXACT)
+
+
+def test_kept_documents_score_as_new_ones(tiny_folder):
+    ranker = load_ranker(tiny_folder("qwen3"), "qwen3")
+    parts = (ranker.backbone, ranker.prompts, ranker.projection, ranker.config)
+    keeping = RSRank(*parts, prefix_cache="64MB")
+    pairs = [Pair(QUERIES[i % 3], f"{i} {text}") for i, text in enumerate(DOCUMENTS)]
+    cold = together(keeping, pairs)
+    warm = together(keeping, pairs)
+    assert keeping.stats()["device_hits"] == len(pairs)
+    assert cold == pytest.approx(one_by_one(ranker, pairs), abs=EXACT)
+    assert warm == pytest.approx(cold, abs=EXACT)
+
+
+def test_queries_of_like_length_share_one_pass_with_and_one_without_documents(ranker, monkeypatch):
+    runs = []
+    own_query_values = ranker.backbone.own_query_values
+
+    def counted(queries, prefixes, consume, **options):
+        runs.append(len(prefixes))
+        own_query_values(queries, prefixes, consume, **options)
+
+    monkeypatch.setattr(ranker.backbone, "own_query_values", counted)
+    queries = ["When was it opened?", "How long is it now?", "What holds the ice?"]
+    assert len({len(ranker.prompts.query(query).ids).bit_length() for query in queries}) == 1
+    ranker.score_pairs([Pair(query, f"{number} {DOCUMENTS[1]}") for number, query in enumerate(queries)])
+    assert runs == [3, 3]
+
+
+def test_a_long_query_does_not_widen_the_rows_of_short_ones(ranker, monkeypatch):
+    widths = []
+    query_values = ranker.backbone.query_values
+
+    def counted(queries, prefixes, consume, **options):
+        widths.append((len(prefixes), len(queries[0])))
+        query_values(queries, prefixes, consume, **options)
+
+    monkeypatch.setattr(ranker.backbone, "query_values", counted)
+    short, long = QUERY, LONG * 4
+    pairs = [*(Pair(short, text) for text in DOCUMENTS), Pair(long, "another text")]
+    ranker.score_pairs(pairs)
+    expected = [len(ranker.prompts.query(query).ids) for query in (short, long)]
+    documents = {width: sum(rows for rows, found in widths if found == width) - 1 for _, width in widths}
+    assert documents == {expected[0]: len(DOCUMENTS), expected[1]: 1}
+
+
+def test_results_say_what_was_read(ranker):
+    query, prompts = ranker.prompts.query(QUERY), ranker.prompts
+    whole, cut, empty = ranker.score_pairs(
+        [Pair(QUERY, DOCUMENTS[0]), Pair(QUERY, DOCUMENTS[0], max_tokens=3), Pair(QUERY, "")]
+    )
+    own = len(prompts.documents([DOCUMENTS[0]], 0)[0].ids)
+    assert (whole.truncated, whole.tokens) == (False, own + len(query.ids))
+    assert (cut.truncated, cut.tokens) == (True, prompts.overhead + 3 + len(query.ids))
+    assert empty == Scored(0.0, tokens=prompts.overhead + len(query.ids))
+
+
+def test_a_document_cut_by_the_pair_scores_as_one_that_ends_there(ranker):
+    text = DOCUMENTS[1]
+    ids = ranker.prompts.documents([text], 0)[0].ids
+    start = "".join(ranker.prompts.text_of(ids[len(ranker.prompts._instruction) :][:6]))
+    assert text.startswith(start)
+    found = ranker.score_pairs([Pair(QUERY, text, max_tokens=6)])[0]
+    assert found.score == pytest.approx(ranker.score(QUERY, [start])[0], abs=EXACT)
+
+
+def test_a_pair_that_cannot_be_scored_is_named_by_its_place(tiny_folder):
+    ranker = load_ranker(tiny_folder("llama"), "llama")
+    with torch.no_grad():
+        ranker.backbone.model.get_input_embeddings().weight[ranker.prompts.query("~").ids[0]] = math.inf
+    pairs = [Pair(QUERIES[0], "Frost."), Pair(QUERIES[1], "Ice."), Pair(QUERIES[0], "Sun."), Pair(QUERIES[1], "a ~ b")]
+    with pytest.raises(ScoringError, match="Document 3 scored nan") as caught:
+        ranker.score_pairs(pairs)
+    assert caught.value.index == 3
+    assert len(ranker.score_pairs(pairs[:3])) == 3
+
+
+def test_no_pairs_give_no_results(ranker):
+    assert ranker.score_pairs([]) == []
+
+
+def test_a_pair_without_a_question_is_refused(ranker):
+    with pytest.raises(InputError, match="has no tokens"):
+        ranker.score_pairs([Pair(QUERY, "text"), Pair("", "text")])
+
+
+class Lengths(Reranker):
+    """Scores a document by its length, and fails where it holds an x."""
+
+    def score(self, query, documents):
+        for index, text in enumerate(documents):
+            if "x" in text:
+                raise ScoringError(f"Document {index} holds an x.", index)
+        return [float(len(query) * 100 + len(text)) for text in documents]
+
+
+def test_any_reranker_scores_pairs_query_by_query_in_their_order():
+    pairs = [Pair("ab", "c"), Pair("a", "ccc"), Pair("ab", "cc")]
+    assert Lengths().score_pairs(pairs) == [Scored(201.0), Scored(103.0), Scored(202.0)]
+
+
+def test_any_rerankers_error_names_the_pair():
+    with pytest.raises(ScoringError) as caught:
+        Lengths().score_pairs([Pair("a", "b"), Pair("c", "b"), Pair("c", "x")])
+    assert caught.value.index == 2
+
+
+def test_a_reranker_that_cannot_cut_documents_says_so():
+    with pytest.raises(InputError, match="Lengths cannot cut documents"):
+        Lengths().score_pairs([Pair("a", "b", max_tokens=3)])
+
+
+def test_the_default_template_can_be_scored_in_pairs(tiny_folder):
+    options = LoadOptions(device="cpu", dtype="float32", local_files_only=True)
+    ranker = unkept(
+        RSRank.from_backbone(tiny_folder("qwen3"), random_projection("qwen3"), template=Template(), options=options)
+    )
+    pairs = [Pair(QUERIES[i % 3], f"{i} {text}") for i, text in enumerate(DOCUMENTS)]
+    assert together(ranker, pairs) == pytest.approx(one_by_one(ranker, pairs), abs=EXACT)
