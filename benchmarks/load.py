@@ -1,0 +1,453 @@
+"""The service under load: `rsrank serve` in processes of its own, asked by many clients over HTTP.
+
+    python -m benchmarks.load throughput     # requests a second and latencies, against a cross-encoder of the same size
+    python -m benchmarks.load soak --minutes 20      # constant load: does memory stay where it is?
+    python -m benchmarks.load kill           # the model's process is killed again and again under load
+    python -m benchmarks.load restart        # the server itself is killed and started again
+    python -m benchmarks.load disk           # the disk under the kept prefixes is full (Linux, as root)
+
+Every answer is compared with scores computed without a server. A request holds a made-up question and passages that are
+drawn from a corpus by popularity (Zipf), as in a RAG application, so that some of them come back.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import os
+import random
+import signal
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import httpx
+import torch
+
+from rsrank_rag import RSRank
+
+from .timing import machine
+from .workload import passages, question
+
+TOLERANCE = 0.12
+"""Scores move so much with their neighbours in bfloat16."""
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """What clients ask.
+
+    Attributes:
+        corpus: Passages.
+        questions: Questions.
+        count: Passages in a request.
+    """
+
+    corpus: list[str]
+    questions: list[str]
+    count: int
+
+    @classmethod
+    def made_up(cls, options: argparse.Namespace) -> Traffic:
+        """A corpus of passages of like length, and questions of twelve words."""
+        corpus = passages(options.corpus, options.words, 1 / 3)
+        rng = random.Random(2)
+        words = question(200).split()
+        return cls(corpus, [" ".join(rng.sample(words, 12)) for _ in range(50)], options.documents)
+
+    def request(self, rng: random.Random) -> tuple[int, list[int]]:
+        """Numbers of a question and of distinct passages, the popular ones more often."""
+        chosen: dict[int, None] = {}
+        while len(chosen) < self.count:
+            chosen.setdefault(min(int(rng.paretovariate(0.7)) - 1, 10**9) % len(self.corpus))
+        return rng.randrange(len(self.questions)), list(chosen)
+
+
+@dataclass
+class Record:
+    """What became of requests.
+
+    Attributes:
+        latencies: Seconds of those that were answered.
+        outcomes: How many had which status; "lost" for those without an answer.
+        wrong: Answers with a missing row or another score than without a server.
+        started: When the load began.
+        ended: When it ended.
+    """
+
+    latencies: list[float] = field(default_factory=list)
+    outcomes: Counter[str] = field(default_factory=Counter)
+    wrong: int = 0
+    started: float = field(default_factory=time.perf_counter)
+    ended: float = 0.0
+
+    @property
+    def rate(self) -> float:
+        """Requests answered a second."""
+        return len(self.latencies) / (self.ended - self.started)
+
+    def quantile(self, share: float) -> float:
+        """Milliseconds within which this share was answered."""
+        ranked = sorted(self.latencies)
+        return 1000 * ranked[min(len(ranked) - 1, int(share * len(ranked)))] if ranked else float("nan")
+
+
+class Server:
+    """`rsrank serve` as a process.
+
+    Args:
+        model: What it serves.
+        arguments: More of its options.
+    """
+
+    def __init__(self, model: str, *arguments: str) -> None:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            self.port = probe.getsockname()[1]
+        self.url = f"http://127.0.0.1:{self.port}"
+        self.command = [sys.executable, "-m", "rsrank_rag", "serve", "--model", model, "--port", str(self.port)]
+        self.command += ["--no-canary", "--log-level", "warning", *arguments]
+        self.process: subprocess.Popen[bytes] | None = None
+
+    def __enter__(self) -> Server:
+        self.start()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.end(signal.SIGTERM)
+
+    def start(self) -> None:
+        """Start it and wait until it is ready."""
+        self.process = subprocess.Popen(self.command)
+        for _ in range(1200):
+            with contextlib.suppress(httpx.TransportError):
+                if httpx.get(f"{self.url}/ready").status_code == 200:
+                    return
+            if self.process.poll() is not None:
+                sys.exit(f"The server ended with {self.process.returncode}.")
+            time.sleep(0.05)
+        sys.exit("The server did not become ready in a minute.")
+
+    def end(self, how: signal.Signals) -> None:
+        """Send a signal and wait for the end."""
+        assert self.process is not None
+        self.process.send_signal(how)
+        self.process.wait(60)
+
+    @property
+    def model_process(self) -> int | None:
+        """Number of the process that holds the model: the largest of the server's children."""
+        assert self.process is not None
+        children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
+        sizes = {int(child): resident(int(child)) for child in children}
+        return max(sizes, key=lambda child: sizes[child], default=None)
+
+    def metric(self, name: str) -> float:
+        """A sum over a metric's samples, as /metrics gives them."""
+        lines = httpx.get(f"{self.url}/metrics").text.splitlines()
+        return sum(float(line.rpartition(" ")[2]) for line in lines if line.partition("{")[0].partition(" ")[0] == name)
+
+
+def resident(process: int) -> int:
+    """Bytes of memory that a process holds; 0 if it is gone."""
+    try:
+        lines = Path(f"/proc/{process}/status").read_text().splitlines()
+    except OSError:
+        return 0
+    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("VmRSS")), 0)
+
+
+class Reference:
+    """Scores without a server, each computed when it is first asked for."""
+
+    def __init__(self, traffic: Traffic) -> None:
+        self.traffic, self.ranker = traffic, RSRank.from_pretrained("mini")
+        self.known: dict[tuple[int, int], float] = {}
+
+    def prepare(self, count: int) -> None:
+        """Compute all scores of the first questions, so that none has to be while the clock runs."""
+        for number, query in enumerate(self.traffic.questions[:count]):
+            scores = self.ranker.score(query, self.traffic.corpus)
+            self.known.update({(number, place): score for place, score in enumerate(scores)})
+
+    def agrees(self, query: int, chosen: list[int], answer: list[dict[str, float]]) -> bool:
+        """Whether there is one row for each passage, with its score where that is known."""
+        if sorted(int(row["index"]) for row in answer) != list(range(len(chosen))):
+            return False
+        expected = [self.known.get((query, chosen[int(row["index"])]), row["relevance_score"]) for row in answer]
+        return all(
+            abs(row["relevance_score"] - score) <= TOLERANCE for row, score in zip(answer, expected, strict=True)
+        )
+
+
+async def ask(
+    client: httpx.AsyncClient, traffic: Traffic, rng: random.Random, record: Record, reference: Reference | None
+) -> None:
+    """One request, recorded."""
+    query, chosen = traffic.request(rng)
+    body = {"model": "any", "query": traffic.questions[query], "documents": [traffic.corpus[i] for i in chosen]}
+    started = time.perf_counter()
+    try:
+        response = await client.post("/v1/rerank", json=body)
+    except httpx.TransportError as error:
+        record.outcomes[f"no connection ({type(error).__name__})"] += 1
+        await asyncio.sleep(0.05)
+        return
+    record.outcomes[str(response.status_code)] += 1
+    if response.status_code == 200:
+        record.latencies.append(time.perf_counter() - started)
+        if reference is not None and not reference.agrees(query, chosen, response.json()["results"]):
+            record.wrong += 1
+
+
+@contextlib.asynccontextmanager
+async def clients(url: str) -> AsyncIterator[httpx.AsyncClient]:
+    """Connections without a limit of their own."""
+    limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
+    async with httpx.AsyncClient(base_url=url, timeout=120, limits=limits) as client:
+        yield client
+
+
+async def closed_loop(
+    url: str,
+    traffic: Traffic,
+    concurrency: int,
+    seconds: float,
+    reference: Reference | None = None,
+    beside: Callable[[], Awaitable[None]] | None = None,
+) -> Record:
+    """So many clients, each of which asks again as soon as it has been answered."""
+    async with clients(url) as client:
+        record = Record()
+        ends = record.started + seconds
+
+        async def one(number: int) -> None:
+            rng = random.Random(number)
+            while time.perf_counter() < ends:
+                await ask(client, traffic, rng, record, reference)
+
+        await asyncio.gather(*(one(number) for number in range(concurrency)), *([beside()] if beside else []))
+        record.ended = time.perf_counter()
+    return record
+
+
+async def open_loop(url: str, traffic: Traffic, rate: float, seconds: float) -> Record:
+    """Requests that come when they come (a Poisson process), whether or not the last one has been answered."""
+    async with clients(url) as client:
+        record, rng = Record(), random.Random(0)
+        running = []
+        due = record.started
+        while due < record.started + seconds:
+            await asyncio.sleep(max(0.0, due - time.perf_counter()))
+            running.append(asyncio.create_task(ask(client, traffic, rng, record, None)))
+            due += rng.expovariate(rate)
+        await asyncio.gather(*running)
+        record.ended = time.perf_counter()
+    return record
+
+
+@contextlib.contextmanager
+def cross_encoder() -> Iterator[str]:
+    """A sentence-transformers cross-encoder of mini's size with random weights, by its name for `rsrank serve`."""
+    from transformers import AutoModelForSequenceClassification
+
+    ranker = RSRank.from_pretrained("mini", prefix_cache=False)
+    base = ranker.backbone.model.config
+    config = type(base).from_dict({**base.to_dict(), "id2label": {0: "relevant"}, "label2id": {"relevant": 0}})
+    torch.manual_seed(0)
+    with tempfile.TemporaryDirectory() as folder:
+        AutoModelForSequenceClassification.from_config(config).save_pretrained(folder)
+        ranker.prompts.tokenizer.save_pretrained(folder)
+        yield f"cross-encoder:{folder}"
+
+
+def throughput(options: argparse.Namespace) -> None:
+    """Requests a second and latencies, for mini and a cross-encoder, in turns."""
+    traffic = Traffic.made_up(options)
+    reference = Reference(traffic)
+    reference.prepare(5)
+    found: dict[tuple[str, str], list[Record]] = {}
+    hits: list[float] = []
+    with cross_encoder() as other:
+        for turn in range(options.turns):
+            models = ["mini", other]
+            for model in models if turn % 2 == 0 else reversed(models):
+                name = model.partition(":")[0]
+                with Server(model, "--dtype", options.dtype) as server:
+                    for concurrency in options.clients:
+                        record = asyncio.run(
+                            closed_loop(
+                                server.url,
+                                traffic,
+                                concurrency,
+                                options.seconds,
+                                reference if model == "mini" else None,
+                            )
+                        )
+                        found.setdefault((name, f"{concurrency} clients"), []).append(record)
+                    best = max(found[name, f"{concurrency} clients"][-1].rate for concurrency in options.clients)
+                    record = asyncio.run(open_loop(server.url, traffic, 0.6 * best, options.seconds))
+                    found.setdefault((name, "60% of the most, at random times"), []).append(record)
+                    if model == "mini":
+                        taken = server.metric("rsrank_prefix_hits_total")
+                        hits.append(taken / (taken + server.metric("rsrank_prefix_misses_total")))
+    print(f"{traffic.count} passages of {options.words} words a request, {options.dtype}; {machine()}\n")
+    print("| | load | requests/s | p50 ms | p99 ms | other than 200 | wrong |\n|---|---|--:|--:|--:|--:|--:|")
+    for (name, load), records in found.items():
+        median = sorted(records, key=lambda record: record.rate)[len(records) // 2]
+        failed = sum(sum(record.outcomes.values()) - len(record.latencies) for record in records)
+        wrong = sum(record.wrong for record in records)
+        print(
+            f"| {name} | {load} | {median.rate:.1f} | {median.quantile(0.5):.0f} | {median.quantile(0.99):.0f} | "
+            f"{failed} | {wrong if name == 'mini' else ''} |"
+        )
+    for load in dict.fromkeys(load for _, load in found):
+        pairs = zip(found["mini", load], found["cross-encoder", load], strict=True)
+        print(f"mini / cross-encoder, {load}: {statistics.median(a.rate / b.rate for a, b in pairs):.2f} x requests/s")
+    print(f"passages found among the kept ones: {statistics.median(hits):.0%}")
+
+
+def soak(options: argparse.Namespace) -> None:
+    """Constant load for long: answers, and memory over time."""
+    traffic = Traffic.made_up(options)
+    reference = Reference(traffic)
+    reference.prepare(5)
+    samples: list[tuple[float, int, int]] = []
+    with Server("mini", "--dtype", options.dtype) as server:
+        assert server.process is not None
+        process, child = server.process.pid, server.model_process
+        assert child is not None
+        ends = time.perf_counter() + 60 * options.minutes
+
+        async def watch() -> None:
+            started = time.perf_counter()
+            while time.perf_counter() < ends:
+                samples.append((time.perf_counter() - started, resident(process), resident(child)))
+                await asyncio.sleep(5)
+
+        record = asyncio.run(
+            closed_loop(server.url, traffic, options.clients[-1], 60 * options.minutes, reference, watch)
+        )
+    print(f"{options.minutes} minutes, {options.clients[-1]} clients; {machine()}\n")
+    print(f"{sum(record.outcomes.values()):,} requests: {dict(record.outcomes)}, {record.wrong} wrong")
+    print("\n| minute | server MB | model MB |\n|--:|--:|--:|")
+    for share in (0.05, 0.1, 0.25, 0.5, 0.75, 0.999):
+        at, server_bytes, model_bytes = samples[int(share * len(samples))]
+        print(f"| {at / 60:.1f} | {server_bytes / 1e6:.0f} | {model_bytes / 1e6:.0f} |")
+
+
+def kill(options: argparse.Namespace) -> None:
+    """The model's process is killed under load; nobody may notice but by waiting."""
+    traffic = Traffic.made_up(options)
+    reference = Reference(traffic)
+    reference.prepare(len(traffic.questions))
+    killed = 0
+    with Server("mini", "--dtype", options.dtype) as server:
+        ends = time.perf_counter() + options.seconds
+
+        async def murder() -> None:
+            nonlocal killed
+            while time.perf_counter() < ends - 5:
+                await asyncio.sleep(4)
+                child = server.model_process
+                if child is not None:
+                    os.kill(child, signal.SIGKILL)
+                    killed += 1
+
+        record = asyncio.run(closed_loop(server.url, traffic, options.clients[-1], options.seconds, reference, murder))
+    print(f"{killed} kills of the model's process in {options.seconds:.0f} s, {options.clients[-1]} clients")
+    print(f"{sum(record.outcomes.values()):,} requests: {dict(record.outcomes)}, {record.wrong} wrong")
+    print(f"p50 {record.quantile(0.5):.0f} ms, p99 {record.quantile(0.99):.0f} ms, most {record.quantile(1):.0f} ms")
+
+
+def restart(options: argparse.Namespace) -> None:
+    """The server is killed and started again under load by our own client, which tries again."""
+    from rsrank_rag.errors import RSRankError
+    from rsrank_rag.remote import RemoteReranker
+
+    traffic = Traffic.made_up(options)
+    reference = Reference(traffic)
+    reference.prepare(len(traffic.questions))
+    server = Server("mini", "--dtype", options.dtype)
+    server.start()
+    counts: Counter[str] = Counter()
+    ends = time.perf_counter() + options.seconds
+
+    async def one(number: int, ranker: RemoteReranker) -> None:
+        rng = random.Random(number)
+        while time.perf_counter() < ends:
+            query, chosen = traffic.request(rng)
+            try:
+                ranked = await ranker.arank(
+                    traffic.questions[query], [traffic.corpus[i] for i in chosen], threshold=None
+                )
+            except RSRankError as error:
+                counts[type(error).__name__] += 1
+                continue
+            rows = [{"index": document.index, "relevance_score": document.score} for document in ranked.kept]
+            counts["answered" if reference.agrees(query, chosen, rows) else "wrong"] += 1
+
+    async def murder() -> None:
+        while time.perf_counter() < ends - 15:
+            await asyncio.sleep(5)
+            await asyncio.to_thread(server.end, signal.SIGKILL)
+            counts["server killed"] += 1
+            await asyncio.to_thread(server.start)
+
+    async def run() -> None:
+        async with RemoteReranker(server.url, timeout=60, max_retries=12) as ranker:
+            await asyncio.gather(murder(), *(one(number, ranker) for number in range(options.clients[-1])))
+
+    try:
+        asyncio.run(run())
+    finally:
+        server.end(signal.SIGTERM)
+    print(f"{options.seconds:.0f} s, {options.clients[-1]} clients: {dict(counts)}")
+
+
+def disk(options: argparse.Namespace) -> None:
+    """Prefixes are kept in a file system of one megabyte, which is soon full."""
+    traffic = Traffic.made_up(options)
+    reference = Reference(traffic)
+    reference.prepare(5)
+    with tempfile.TemporaryDirectory() as folder:
+        done = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", folder], capture_output=True)
+        if done.returncode:
+            sys.exit(f"No file system of one megabyte could be made: {done.stderr.decode().strip()}")
+        try:
+            with Server("mini", "--dtype", options.dtype, "--prefixes", folder) as server:
+                record = asyncio.run(closed_loop(server.url, traffic, options.clients[-1], options.seconds, reference))
+                errors = server.metric("rsrank_prefix_write_errors_total")
+        finally:
+            subprocess.run(["umount", folder], check=True)
+    print(f"{sum(record.outcomes.values()):,} requests: {dict(record.outcomes)}, {record.wrong} wrong")
+    print(f"{errors:.0f} prefixes could not be written")
+
+
+def main() -> None:
+    """Command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parts = {part.__name__: part for part in (throughput, soak, kill, restart, disk)}
+    parser.add_argument("part", choices=parts)
+    parser.add_argument("--clients", type=int, nargs="+", default=[1, 4, 16])
+    parser.add_argument("--documents", type=int, default=20, help="passages in a request")
+    parser.add_argument("--words", type=int, default=100)
+    parser.add_argument("--corpus", type=int, default=2000, help="passages in all")
+    parser.add_argument("--seconds", type=float, default=20.0)
+    parser.add_argument("--turns", type=int, default=3)
+    parser.add_argument("--minutes", type=float, default=20.0)
+    parser.add_argument("--dtype", default="bfloat16")
+    options = parser.parse_args()
+    parts[options.part](options)
+
+
+if __name__ == "__main__":
+    main()

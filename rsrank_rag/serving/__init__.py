@@ -1,0 +1,1 @@
+"""The HTTP service: one model for many applications."""

@@ -1,0 +1,90 @@
+"""Rerankers, and the HTTP service around them, for tests."""
+
+import socket
+import threading
+import time
+from contextlib import asynccontextmanager, contextmanager
+
+import httpx
+import uvicorn
+
+from rsrank_rag import Reranker
+from rsrank_rag.errors import InputError, ScoringError
+from rsrank_rag.explanation import Explanation
+from rsrank_rag.reranker import Scored
+from rsrank_rag.serving.app import Settings, create_app
+from rsrank_rag.serving.scheduler import QueueLimits, Scheduler
+
+
+class Numbers(Reranker):
+    """Scores "3.5" as 3.5, a blank document as 0; reads a word a token, and at most ten."""
+
+    threshold = 1.0
+
+    def __init__(self):
+        self.batches = 0
+        self.may_go_on = threading.Event()
+        self.may_go_on.set()
+
+    def score_pairs(self, pairs):
+        self.batches += 1
+        self.may_go_on.wait(20)  # a test that fails must end
+        return [self.scored(number, pair) for number, pair in enumerate(pairs)]
+
+    def scored(self, number, pair):
+        text, most = pair.document, min(pair.max_tokens or 10, 10)
+        if pair.query == "refused":
+            raise InputError("The query is refused.")
+        if text == "no score":
+            raise ScoringError(f"Document {number} has no score.", number)
+        if text == "broken":
+            raise ZeroDivisionError
+        words = text.split()
+        return Scored(float(words[0]) if words else 0.0, len(words) > most, tokens=min(len(words), most) + 1)
+
+    def score(self, query, documents):
+        raise NotImplementedError
+
+    def explain(self, query, document):
+        return Explanation(query, document, 3.0, False, ("a", "b"), (1, 2), ((1.0, 0.5), (1.0, 0.5)), ())
+
+
+class Words(Reranker):
+    """The share of the query's words that a document holds, less a half; whatever the text."""
+
+    def score(self, query, documents):
+        words = set(query.lower().split())
+        return [len(words & set(text.lower().split())) / max(1, len(words)) - 0.5 for text in documents]
+
+
+def scheduler(reranker, canary=None, **limits):
+    return Scheduler(lambda: reranker, "fake", in_process=True, canary=canary, limits=QueueLimits(**limits))
+
+
+@asynccontextmanager
+async def client_of(backend, **settings):
+    """An HTTP client of a service in this process, without a network."""
+    app = create_app(backend, Settings(**settings))
+    transport = httpx.ASGITransport(app, raise_app_exceptions=False)
+    async with app.router.lifespan_context(app), httpx.AsyncClient(transport=transport, base_url="http://test") as http:
+        http.app = app
+        yield http
+
+
+@contextmanager
+def address_of(backend, **settings):
+    """The address of a service in a thread, on a port of its own."""
+    with socket.socket() as bound:
+        bound.bind(("127.0.0.1", 0))
+        config = uvicorn.Config(create_app(backend, Settings(**settings)), log_config=None, access_log=False)
+        server = uvicorn.Server(config)
+        thread = threading.Thread(target=server.run, kwargs={"sockets": [bound]})
+        thread.start()
+        try:
+            while not server.started:
+                assert thread.is_alive()
+                time.sleep(0.01)
+            yield f"http://127.0.0.1:{bound.getsockname()[1]}"
+        finally:
+            server.should_exit = True
+            thread.join()

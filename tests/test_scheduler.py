@@ -1,0 +1,609 @@
+"""The service's queue: batches over requests, fairness, deadlines, faults, and the death of the model's process."""
+
+import asyncio
+import json
+import multiprocessing
+import os
+import signal
+import sys
+import threading
+import time
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from rsrank_rag import Reranker
+from rsrank_rag.errors import ArtifactError, InputError, RSRankError, ScoringError
+from rsrank_rag.reranker import Pair, Scored
+from rsrank_rag.serving.backend import DeadlineError, OverloadedError, UnavailableError
+from rsrank_rag.serving.engine import FAILURES, Canary, Engine
+from rsrank_rag.serving.scheduler import QueueLimits, Scheduler
+
+
+class Numbers(Reranker):
+    """Scores "3.5" as 3.5; remembers its batches."""
+
+    def __init__(self, seconds=0.0):
+        self.seconds, self.batches = seconds, []
+        self.may_go_on = threading.Event()
+        self.may_go_on.set()
+
+    def score_pairs(self, pairs):
+        self.may_go_on.wait()
+        self.batches.append([pair.document for pair in pairs])
+        time.sleep(self.seconds)
+        return super().score_pairs(pairs)
+
+    def score(self, query, documents):
+        for index, text in enumerate(documents):
+            if text == "no score":
+                raise ScoringError(f"Document {index} has no score.", index)
+            if text == "broken":
+                raise ZeroDivisionError
+        if query == "refused":
+            raise InputError("The query is refused.")
+        return [float(text) for text in documents]
+
+
+class Mortal(Reranker):
+    """Kills its process at "die", and at "die once" if a file is there, which it removes."""
+
+    def __init__(self, folder):
+        self.folder, self.lost = folder, False
+
+    def score(self, query, documents):
+        flag = self.folder / "flag"
+        for text in documents:
+            if text == "die" or (text == "die once" and flag.exists()):
+                flag.unlink(missing_ok=True)
+                os.kill(os.getpid(), signal.SIGKILL)
+            if text == "lost" and flag.exists():  # as CUDA does, in whatever is asked of it from then on
+                flag.unlink()
+                self.lost = True
+        if self.lost:
+            raise RuntimeError("CUDA error: device-side assert triggered\nSearch for it.")
+        for text in documents:
+            if text == "hang" and flag.exists():
+                flag.unlink()
+                time.sleep(60)
+        return [float(len(text)) for text in documents]
+
+    def explain(self, query, document):
+        if document == "broken":
+            raise ZeroDivisionError
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+class Miscounting(Numbers):
+    """Counts nothing, and says so in an odd way."""
+
+    def stats(self):
+        return None
+
+
+class Counting(Mortal):
+    """Says how often it was asked, and that it holds ten bytes."""
+
+    calls = 0
+
+    def score(self, query, documents):
+        self.calls += 1
+        return super().score(query, documents)
+
+    def stats(self):
+        return {"calls": self.calls, "kept_bytes": 10}
+
+
+def refuse_to_load():
+    raise ArtifactError("There is no such artifact.")
+
+
+def load_once(folder):
+    """Loads the first time only."""
+    try:
+        (folder / "may load").unlink()
+    except FileNotFoundError:
+        raise ArtifactError("The artifact is gone.") from None
+    return Mortal(folder)
+
+
+def load_on_a_free_device(folder):
+    """As `load_once`, with an error that is none of ours."""
+    try:
+        (folder / "may load").unlink()
+    except FileNotFoundError:
+        raise RuntimeError("CUDA out of memory.") from None
+    return Mortal(folder)
+
+
+class running:
+    """A started scheduler, stopped at the end."""
+
+    def __init__(self, make, **options):
+        self.scheduler = Scheduler(make, "fake", **{"canary": None, **options})
+
+    async def __aenter__(self):
+        await self.scheduler.start()
+        return self.scheduler
+
+    async def __aexit__(self, *error):
+        await self.scheduler.stop()
+
+
+def numbers(reranker, **limits):
+    return running(lambda: reranker, in_process=True, limits=QueueLimits(**limits))
+
+
+def pairs(*texts, query="q"):
+    return [Pair(query, str(text)) for text in texts]
+
+
+def scores(outcomes):
+    return [outcome.score for outcome in outcomes]
+
+
+async def until(condition):
+    for _ in range(2000):
+        if condition():
+            return
+        await asyncio.sleep(0.005)
+    raise AssertionError("it never came true")
+
+
+async def test_scores_come_back_in_the_order_of_the_request():
+    async with numbers(Numbers()) as scheduler:
+        assert scores(await scheduler.score(pairs(3, 1, 2))) == [3, 1, 2]
+        assert await scheduler.score([]) == []
+        assert scheduler.stats()["pairs"] == 3
+
+
+async def test_requests_that_wait_together_share_a_batch():
+    reranker = Numbers()
+    async with numbers(reranker) as scheduler:
+        reranker.may_go_on.clear()
+        first = asyncio.create_task(scheduler.score(pairs(-1)))
+        await asyncio.sleep(0.02)
+        tasks = [asyncio.create_task(scheduler.score(pairs(i, i + 0.5), client=str(i))) for i in range(10)]
+        await asyncio.sleep(0.02)
+        reranker.may_go_on.set()
+        assert [scores(found) for found in await asyncio.gather(*tasks)] == [[i, i + 0.5] for i in range(10)]
+        await first
+    assert [len(batch) for batch in reranker.batches] == [1, 20]  # what was there first, then all that came meanwhile
+
+
+async def test_a_batch_holds_no_more_than_its_tokens():
+    reranker = Numbers()
+    async with numbers(reranker, least_tokens=3 * 16, step_seconds=1e-9) as scheduler:
+        await scheduler.score(pairs(*range(8)))
+    assert [len(batch) for batch in reranker.batches] == [3, 3, 2]
+
+
+async def test_a_document_larger_than_a_batch_runs_by_itself():
+    reranker = Numbers()
+    async with numbers(reranker, least_tokens=50, step_seconds=1e-9) as scheduler:
+        assert scores(await scheduler.score(pairs("1" + " " * 4000, 2))) == [1, 2]
+    assert [len(batch) for batch in reranker.batches] == [1, 1]
+
+
+async def test_batches_grow_until_they_take_as_long_as_they_may():
+    reranker = Numbers(seconds=0.002)
+    async with numbers(reranker, least_tokens=32, step_seconds=0.02) as scheduler:
+        await scheduler.score(pairs(*range(3000)))
+    sizes = [len(batch) for batch in reranker.batches]
+    assert sizes[0] <= 4
+    assert max(sizes) > 20 * sizes[0]
+
+
+class Uneven(Numbers):
+    """Takes much longer for "2" than for others."""
+
+    def score(self, query, documents):
+        time.sleep(sum(0.002 if text == "2" else 0.00004 for text in documents))
+        return super().score(query, documents)
+
+
+async def test_after_one_batch_that_took_too_long_the_next_is_small():
+    reranker = Uneven()
+    async with numbers(reranker, least_tokens=32, step_seconds=0.02) as scheduler:
+        await scheduler.score(pairs(*[1] * 4000))
+        await scheduler.score(pairs(*[2] * 600))
+    slow = [len(batch) for batch in reranker.batches if "2" in batch]
+    assert slow[0] > 50
+    assert max(slow[1:]) <= 25  # of which 10 would take as long as a batch should
+
+
+async def test_a_small_request_does_not_wait_for_another_clients_large_one():
+    reranker = Numbers()
+    async with numbers(reranker, least_tokens=10 * 16, step_seconds=1e-9) as scheduler:
+        reranker.may_go_on.clear()
+        large = asyncio.create_task(scheduler.score(pairs(*range(200)), client="large"))
+        await asyncio.sleep(0.02)
+        small = asyncio.create_task(scheduler.score(pairs(-1, -2), client="small"))
+        await asyncio.sleep(0.02)
+        reranker.may_go_on.set()
+        await asyncio.gather(large, small)
+    places = [number for number, batch in enumerate(reranker.batches) if "-1" in batch or "-2" in batch]
+    assert places == [1]  # the batch after the one that was running
+
+
+async def test_two_clients_get_equal_shares():
+    reranker = Numbers()
+    async with numbers(reranker, least_tokens=10 * 16, step_seconds=1e-9) as scheduler:
+        reranker.may_go_on.clear()
+        tasks = [asyncio.create_task(scheduler.score(pairs(*[number] * 100), client=str(number))) for number in (1, 2)]
+        await asyncio.sleep(0.02)
+        reranker.may_go_on.set()
+        await asyncio.gather(*tasks)
+    shares = [batch.count("1") for batch in reranker.batches[1:10]]
+    assert all(4 <= share <= 6 for share in shares)
+
+
+async def test_asking_again_and_again_gives_no_larger_share_than_waiting():
+    reranker = Numbers(seconds=0.002)
+    async with numbers(reranker, least_tokens=10 * 16, step_seconds=1e-9) as scheduler:
+        patient = asyncio.create_task(scheduler.score(pairs(*[1] * 300), client="patient"))
+
+        async def ask_again():  # each time with a document that fills a batch
+            while not patient.done() and len(reranker.batches) < 200:
+                await scheduler.score(pairs("2" + " " * 4 * 143), client="busy")
+
+        first = asyncio.create_task(ask_again())
+        await until(lambda: any("2" in text for batch in reranker.batches for text in batch))
+        await asyncio.gather(patient, first, ask_again())  # from here on one always waits while the other is scored
+    tokens = {1: 0, 2: 0}
+    for text in [text for batch in reranker.batches for text in batch]:
+        tokens[int(text)] += len(text) // 4 + 16
+    assert tokens[2] < 1.5 * tokens[1]
+    assert not scheduler._ahead  # nobody waits, so nobody is ahead
+
+
+async def test_a_request_beyond_the_limit_is_refused_with_a_time_to_come_back():
+    reranker = Numbers()
+    async with numbers(reranker, pairs=5) as scheduler:
+        reranker.may_go_on.clear()
+        first = asyncio.create_task(scheduler.score(pairs(1)))  # runs
+        await asyncio.sleep(0.02)
+        second = asyncio.create_task(scheduler.score(pairs(1, 2, 3)))  # waits
+        await asyncio.sleep(0.02)
+        with pytest.raises(
+            OverloadedError, match=r"3 documents of about 48 tokens are waiting\. With 3 more"
+        ) as caught:
+            await scheduler.score(pairs(1, 2, 3))
+        assert caught.value.retry_after >= 1
+        reranker.may_go_on.set()
+        assert scores(await second) == [1, 2, 3]
+        await first
+        assert scheduler.stats()["refused"] == 1
+        assert scores(await scheduler.score(pairs(*range(9)))) == list(range(9))  # one that is too large waits for none
+
+
+async def test_long_documents_fill_the_queue_before_many_do():
+    reranker = Numbers()
+    async with numbers(reranker, tokens=2000) as scheduler:
+        reranker.may_go_on.clear()
+        first = asyncio.create_task(scheduler.score(pairs(0)))
+        await asyncio.sleep(0.02)
+        second = asyncio.create_task(scheduler.score(pairs("1" + " " * 4000)))
+        await asyncio.sleep(0.02)
+        with pytest.raises(OverloadedError, match=r"1 documents of about 1,016 tokens are waiting"):
+            await scheduler.score(pairs("2" + " " * 4000))
+        reranker.may_go_on.set()
+        await asyncio.gather(first, second)
+        assert scores(await scheduler.score(pairs("2" + " " * 40_000))) == [2]
+        assert scheduler._waiting_tokens == 0
+
+
+async def test_late_work_is_cancelled_and_says_so():
+    reranker = Numbers()
+    async with numbers(reranker, least_tokens=2 * 16, step_seconds=1e-9) as scheduler:
+        reranker.may_go_on.clear()
+        with pytest.raises(DeadlineError, match=r"no answer in 0\.05 seconds"):
+            await scheduler.score(pairs(*range(20)), timeout=0.05)
+        assert scheduler.stats()["waiting"] == 0
+        reranker.may_go_on.set()
+        assert scores(await scheduler.score(pairs(7), timeout=5)) == [7]
+        assert scheduler.stats()["late"] == 1
+        assert scheduler.stats()["cancelled"] == 18
+    assert reranker.batches == [["0", "1"], ["7"]]  # the running batch ended, the rest never ran
+
+
+async def test_a_cancelled_request_leaves_the_queue_and_the_others_stay():
+    reranker = Numbers()
+    async with numbers(reranker) as scheduler:
+        reranker.may_go_on.clear()
+        first = asyncio.create_task(scheduler.score(pairs(0)))
+        await asyncio.sleep(0.02)
+        gone = asyncio.create_task(scheduler.score(pairs(1, 2)))
+        stays = asyncio.create_task(scheduler.score(pairs(3)))
+        await asyncio.sleep(0.02)
+        gone.cancel()
+        await asyncio.sleep(0)
+        await asyncio.sleep(0)
+        assert scheduler.stats()["waiting"] == 1
+        reranker.may_go_on.set()
+        assert scores(await stays) == [3]
+        await first
+    assert reranker.batches == [["0"], ["3"]]
+
+
+async def test_a_document_without_a_score_fails_alone():
+    async with numbers(Numbers()) as scheduler:
+        found = await scheduler.score(pairs(1, "no score", 2))
+    assert scores(found) == [1, None, 2]
+    assert (found[1].fault, found[1].error) == ("unscored", "has no score.")
+
+
+@pytest.mark.parametrize("bad", ["broken", "nan", "inf"])
+async def test_whatever_the_model_does_on_one_document_the_others_get_their_scores(bad):
+    async with numbers(Numbers()) as scheduler:
+        found = await scheduler.score([*pairs(1, 2, bad, 3), *pairs(4, query="other")])
+        assert scores(found) == [1, 2, None, 3, 4]
+        assert found[2].fault == ("internal" if bad == "broken" else "unscored")
+        assert scores(await scheduler.score(pairs(5))) == [5]
+
+
+async def test_a_refused_query_concerns_no_other_clients_pairs():
+    async with numbers(Numbers()) as scheduler:
+        found = await scheduler.score([*pairs(1, 2, query="refused"), *pairs(3)])
+    assert scores(found) == [None, None, 3]
+    assert [outcome.fault for outcome in found[:2]] == ["input"] * 2
+    assert found[0].error == "The query is refused."
+
+
+@pytest.mark.parametrize("count", [0, 1, FAILURES, 40])
+def test_many_documents_without_scores_are_found_in_few_runs(count):
+    reranker = Numbers()
+    texts = [*["no score"] * count, *map(str, range(40))]
+    found = Engine(reranker, "fake").step(pairs(*texts)).outcomes
+    assert scores(found) == [*[None] * count, *range(40)]
+    assert len(reranker.batches) <= 2 * count + 10
+
+
+class Wrong(Numbers):
+    """Forgets a score at "too few", blames a document that is not there at "elsewhere", and says None at "none"."""
+
+    def score_pairs(self, pairs):
+        texts = [pair.document for pair in pairs]
+        if "elsewhere" in texts:
+            raise ScoringError("Document 1000 has no score.", 1000)
+        found = [Scored(None if text == "none" else float(text)) for text in texts if text != "too few"]
+        return found
+
+
+@pytest.mark.parametrize("bad", ["too few", "elsewhere", "none"])
+def test_a_model_that_breaks_its_contract_on_one_document_costs_no_other_its_score(bad):
+    found = Engine(Wrong(), "fake").step(pairs(1, 2, bad, 3)).outcomes
+    assert scores(found) == [1, 2, None, 3]
+    assert found[2].error
+
+
+class Refusing(Numbers):
+    """Remembers the queries of the batches that it scored."""
+
+    def score_pairs(self, pairs):
+        found = super().score_pairs(pairs)
+        self.scored = [*getattr(self, "scored", []), {pair.query for pair in pairs}]
+        return found
+
+
+@pytest.mark.parametrize("clients", [2, 40])
+def test_a_refused_query_does_not_take_the_others_batches_apart(clients):
+    reranker = Refusing()
+    asked = [Pair("refused" if client == 0 else str(client), str(n)) for n in range(20) for client in range(clients)]
+    found = Engine(reranker, "fake").step(asked).outcomes
+    assert [outcome.score is None for outcome in found] == [pair.query == "refused" for pair in asked]
+    assert len(reranker.scored) <= 6  # halves of the other queries, not each of their documents by itself
+
+
+async def test_the_canary_must_rank_the_right_way_round():
+    canary = Canary("q", "2", "1")
+    async with running(Numbers, in_process=True, canary=canary) as scheduler:
+        assert scheduler.readiness() is None
+    assert scheduler.readiness() == "The service is stopping."
+    async with running(Numbers, in_process=True, canary=Canary("q", "1", "2")) as scheduler:
+        assert scheduler.readiness() == "The canary's relevant passage scored 1, its irrelevant one 2."
+    async with running(Numbers, in_process=True, canary=Canary("q", "1", "no score")) as scheduler:
+        assert scheduler.readiness().startswith("The canary could not be scored: ")
+
+
+async def test_a_model_that_cannot_be_loaded_leaves_no_process_behind():
+    with pytest.raises(ArtifactError):
+        await Scheduler(refuse_to_load, "fake").start()
+    await until(lambda: not multiprocessing.active_children())
+
+
+async def test_a_model_that_cannot_be_loaded_is_an_error_at_the_start():
+    with pytest.raises(ArtifactError, match="no such artifact"):
+        await Scheduler(refuse_to_load, "fake").start()
+
+
+async def test_nothing_is_taken_before_the_start_or_after_the_end():
+    scheduler = Scheduler(Numbers, "fake", in_process=True, canary=None)
+    with pytest.raises(UnavailableError, match="has not been started"):
+        await scheduler.score(pairs(1))
+    with pytest.raises(UnavailableError, match="not loaded"):
+        scheduler.description  # noqa: B018
+    await scheduler.start()
+    await scheduler.stop()
+    with pytest.raises(UnavailableError, match="stopping"):
+        await scheduler.score(pairs(1))
+
+
+async def test_what_waits_is_finished_before_the_end():
+    reranker = Numbers(seconds=0.01)
+    async with numbers(reranker, least_tokens=16, step_seconds=1e-9) as scheduler:
+        task = asyncio.create_task(scheduler.score(pairs(*range(10))))
+        await asyncio.sleep(0.02)
+    assert scores(await task) == list(range(10))
+
+
+async def test_a_model_without_explanations_says_so():
+    async with numbers(Numbers()) as scheduler:
+        assert not scheduler.description.explains
+        with pytest.raises(InputError, match="cannot take its scores apart"):
+            await scheduler.explain("q", "1")
+
+
+async def test_an_explanation_that_nobody_waits_for_leaves_the_queue():
+    reranker = Numbers()
+    async with numbers(reranker, pairs=2) as scheduler:
+        reranker.may_go_on.clear()
+        first = asyncio.create_task(scheduler.score(pairs(1)))
+        await asyncio.sleep(0.02)
+        for _ in range(4):  # not one of them finds a full queue
+            with pytest.raises(DeadlineError):
+                await scheduler.explain("q", "d", timeout=0.01)
+        second = asyncio.create_task(scheduler.score(pairs(2, 3)))
+        await asyncio.sleep(0.02)
+        reranker.may_go_on.set()
+        assert [scores(found) for found in await asyncio.gather(first, second)] == [[1], [2, 3]]
+
+
+async def test_whatever_a_model_raises_on_an_explanation_the_next_request_is_served(tmp_path):
+    async with running(lambda: Mortal(tmp_path), in_process=True) as scheduler:
+        with pytest.raises(RSRankError, match=r"The model failed \(ZeroDivisionError\)"):
+            await scheduler.explain("q", "broken", timeout=10)
+        assert scores(await scheduler.score(pairs("a"), timeout=10)) == [1]
+
+
+async def test_odd_counters_of_the_model_stop_nobody():
+    async with running(Miscounting, in_process=True) as scheduler:
+        for _ in range(2):
+            assert [found.fault for found in await scheduler.score(pairs(1, 2), timeout=10)] == ["internal"] * 2
+
+
+async def test_a_real_model_explains_and_counts(ranker):
+    async with running(lambda: ranker, in_process=True) as scheduler:
+        explanation = await scheduler.explain("When?", "In 1932.")
+        assert explanation.score == pytest.approx(ranker.score("When?", ["In 1932."])[0], abs=1e-5)
+        assert (await scheduler.score(pairs("In 1932.", query="When?")))[0].tokens > 3
+
+
+async def test_a_process_that_dies_is_replaced_and_no_request_is_lost(tmp_path):
+    (tmp_path / "flag").touch()
+    async with running(partial(Mortal, tmp_path)) as scheduler:
+        first = scheduler._loaded.process
+        assert first != os.getpid()
+        found = await asyncio.gather(
+            scheduler.score(pairs("a", "die once", "bb"), client="one"),
+            scheduler.score(pairs("ccc"), client="two"),
+        )
+        assert [scores(outcomes) for outcomes in found] == [[1, 8, 2], [3]]
+        assert scheduler.stats()["restarts"] == 1
+        assert scheduler._loaded.process != first
+
+
+async def test_a_process_killed_from_outside_is_replaced(tmp_path):
+    async with running(partial(Mortal, tmp_path)) as scheduler:
+        os.kill(scheduler._loaded.process, signal.SIGKILL)
+        assert scores(await scheduler.score(pairs("a", "bb"), timeout=60)) == [1, 2]
+
+
+async def test_a_process_killed_while_idle_is_missed_by_whoever_asks_whether_all_is_well(tmp_path):
+    async with running(partial(Mortal, tmp_path)) as scheduler:
+        os.kill(scheduler._loaded.process, signal.SIGKILL)
+        await until(lambda: scheduler.readiness() is not None)
+        await until(lambda: scheduler.readiness() is None)
+        assert scheduler.stats()["restarts"] == 1
+        assert scores(await scheduler.score(pairs("a"), timeout=60)) == [1]
+
+
+async def test_a_document_on_which_the_process_dies_each_time_fails_alone(tmp_path):
+    async with running(partial(Mortal, tmp_path)) as scheduler:
+        found = await scheduler.score(pairs("a", "bb", "die", "dddd"))
+        assert scores(found) == [1, 2, None, 4]
+        assert found[2].error == "ended the model's process, twice."
+
+
+async def test_what_the_model_counted_outlives_its_process_but_not_what_it_held(tmp_path):
+    async with running(partial(Counting, tmp_path)) as scheduler:
+        await scheduler.score(pairs("a"))
+        os.kill(scheduler._loaded.process, signal.SIGKILL)
+        await scheduler.score(pairs("b"), timeout=60)
+        found = scheduler.stats()
+    assert (found["model_calls"], found["model_kept_bytes"]) == (2, 10)
+
+
+async def test_the_models_process_logs_as_it_is_told_to(tmp_path, capfd):
+    pytest.importorskip("pythonjsonlogger")
+    from rsrank_rag.serving.logs import configure
+
+    (tmp_path / "flag").touch()
+    async with running(partial(Mortal, tmp_path), prepare=partial(configure, "INFO")) as scheduler:
+        await scheduler.score(pairs("lost"))
+    lines = [json.loads(line) for line in capfd.readouterr().err.splitlines()]
+    assert [line["level"] for line in lines if "device is lost" in line["message"]] == ["ERROR"]
+
+
+async def test_a_process_that_loses_its_device_is_replaced(tmp_path):
+    (tmp_path / "flag").touch()
+    async with running(partial(Mortal, tmp_path)) as scheduler:
+        assert scores(await scheduler.score(pairs("a", "lost", "bb"))) == [1, 4, 2]
+        assert scheduler.stats()["restarts"] == 1
+
+
+async def test_a_process_that_hangs_is_replaced(tmp_path):
+    (tmp_path / "flag").touch()
+    async with running(partial(Mortal, tmp_path), limits=QueueLimits(longest_step=3.0)) as scheduler:
+        assert scores(await scheduler.score(pairs("a", "hang"))) == [1, 4]
+        assert scheduler.stats()["restarts"] == 1
+
+
+async def test_an_explanation_on_which_the_process_dies_is_an_error_and_the_next_request_is_served(tmp_path):
+    async with running(partial(Mortal, tmp_path)) as scheduler:
+        with pytest.raises(UnavailableError, match="being replaced"):
+            await scheduler.explain("q", "d")
+        assert scores(await scheduler.score(pairs("a"))) == [1]
+
+
+async def test_without_a_model_requests_are_answered_when_the_service_stops(tmp_path):
+    (tmp_path / "may load").touch()
+    async with running(partial(load_once, tmp_path)) as scheduler:
+        task = asyncio.create_task(scheduler.score(pairs("die")))
+        await until(lambda: "could not be replaced" in (scheduler.readiness() or ""))
+    with pytest.raises(UnavailableError, match="could not be replaced"):
+        await task
+
+
+@pytest.mark.parametrize("load", [load_once, load_on_a_free_device])
+async def test_a_model_that_can_be_loaded_again_goes_on_with_what_waited(tmp_path, load):
+    (tmp_path / "may load").touch()
+    (tmp_path / "flag").touch()
+    async with running(partial(load, tmp_path)) as scheduler:
+        task = asyncio.create_task(scheduler.score(pairs("die once", "bb")))
+        await until(lambda: "could not be replaced" in (scheduler.readiness() or ""))
+        (tmp_path / "may load").touch()
+        assert scores(await asyncio.wait_for(task, 60)) == [8, 2]
+        assert scheduler.readiness() is None
+
+
+async def test_the_end_does_not_wait_for_the_pause_before_the_next_try(tmp_path):
+    (tmp_path / "may load").touch()
+    async with running(partial(load_once, tmp_path), in_process=True) as scheduler:
+        restart = asyncio.create_task(scheduler._restart())
+        await until(lambda: scheduler.stats()["restarts"] == 3)  # two seconds would pass before the fourth
+        await asyncio.sleep(0.1)
+        started = time.monotonic()
+    await restart
+    assert time.monotonic() - started < 1
+
+
+async def test_the_models_process_ends_with_its_parent(tmp_path):
+    code = (
+        "import asyncio, sys; sys.path.insert(0, sys.argv[2])\n"
+        "from functools import partial; from pathlib import Path\n"
+        "import test_scheduler as t\n"
+        "async def main():\n"
+        "    s = t.Scheduler(partial(t.Mortal, Path(sys.argv[1])), 'fake', canary=None); await s.start()\n"
+        "    print(s._loaded.process, flush=True); await asyncio.sleep(60)\n"
+        "if __name__ == '__main__': asyncio.run(main())\n"
+    )
+    script = tmp_path / "main.py"
+    script.write_text(code)
+    arguments = [sys.executable, str(script), str(tmp_path), str(Path(__file__).parent)]
+    parent = await asyncio.create_subprocess_exec(*arguments, stdout=asyncio.subprocess.PIPE)
+    child = int(await parent.stdout.readline())
+    parent.kill()
+    await parent.wait()
+    await until(lambda: not Path(f"/proc/{child}").exists())

@@ -1,0 +1,950 @@
+"""The HTTP service: shapes, limits, errors, keys, metrics, logs, and its life as a process."""
+
+import asyncio
+import io
+import json
+import logging
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx
+import pytest
+
+pytest.importorskip("fastapi")
+pytest.importorskip("uvicorn")
+
+from conftest import load_ranker
+from prometheus_client.parser import text_string_to_metric_families
+from service import Numbers, Words, client_of, scheduler
+from typer.testing import CliRunner
+
+from rsrank_rag import RSRank
+from rsrank_rag.cli import app
+from rsrank_rag.cli_serving import Loader, prefix_choice, read_canary, read_keys
+from rsrank_rag.errors import InputError
+from rsrank_rag.prefix_cache import PrefixCache
+from rsrank_rag.rsrank import store_for
+from rsrank_rag.serving import app as app_module
+from rsrank_rag.serving.engine import Canary
+from rsrank_rag.serving.logs import TextlessFormatter
+
+JSON = {"content-type": "application/json"}
+RERANK = {"query": "q", "documents": ["3", "1", "2"]}
+ALL_SHAPES = [
+    ("/v1/rerank", RERANK),
+    ("/v2/rerank", RERANK),
+    ("/rerank", RERANK),
+    ("/rerank", {"query": "q", "texts": ["3", "1", "2"]}),
+    ("/score", {"text_1": "q", "text_2": ["3", "1", "2"]}),
+    ("/v1/score", {"queries": "q", "documents": ["3", "1", "2"]}),
+    ("/v1/ranking", {"query": {"text": "q"}, "passages": [{"text": "3"}, {"text": "1"}, {"text": "2"}]}),
+    ("/explain", {"query": "q", "document": "3"}),
+]
+
+
+def serving(reranker=None, limits=None, canary=None, **settings):
+    return client_of(scheduler(reranker or Numbers(), canary, **(limits or {})), **settings)
+
+
+def scores(found):
+    """Index and score of every row, whatever the shape."""
+    rows = found if isinstance(found, list) else found.get("results") or found.get("data") or found["rankings"]
+    names = ("relevance_score", "score", "logit")
+    return [(row["index"], next(row[name] for name in names if name in row)) for row in rows]
+
+
+async def until(condition):
+    for _ in range(2000):
+        if condition():
+            return
+        await asyncio.sleep(0.005)
+    raise AssertionError("it never came true")
+
+
+# Shapes
+
+
+@pytest.mark.parametrize("path", ["/v1/rerank", "/v2/rerank", "/rerank"])
+async def test_documents_come_back_best_first_under_every_path(path):
+    async with serving() as http:
+        found = (await http.post(path, json=RERANK)).json()
+    assert scores(found) == [(0, 3), (2, 2), (1, 1)]
+    assert (found["object"], found["model"], found["threshold"]) == ("rerank", "fake", 1.0)
+    assert found["usage"] == {"prompt_tokens": 6, "total_tokens": 6}
+    assert found["meta"]["billed_units"]["search_units"] == 1
+    assert not any("document" in row for row in found["results"])
+    assert "errors" not in found
+
+
+async def test_texts_get_teis_bare_array():
+    async with serving() as http:
+        assert (await http.post("/rerank", json={"query": "q", "texts": ["1", "2"]})).json() == [
+            {"index": 1, "score": 2.0},
+            {"index": 0, "score": 1.0},
+        ]
+        found = (await http.post("/rerank", json={"query": "q", "texts": ["1"], "return_text": True})).json()
+        assert found == [{"index": 0, "score": 1.0, "text": "1"}]
+        assert (await http.post("/rerank", json={"query": "q", "texts": []})).json() == []
+
+
+async def test_pairs_keep_their_order_in_vllms_shape():
+    async with serving() as http:
+        found = (await http.post("/score", json={"text_1": ["q", "r"], "text_2": ["1", "2"]})).json()
+        assert scores(found) == [(0, 1), (1, 2)]
+        assert (found["object"], found["data"][0]["object"]) == ("list", "score")
+
+
+async def test_nvidia_gets_rankings_and_the_list_of_models():
+    async with serving(normalize=True) as http:
+        body = {"query": {"text": "q"}, "passages": [{"text": "1"}, {"text": "2"}]}
+        assert scores((await http.post("/v1/ranking", json=body)).json()) == [(1, 2), (0, 1)]  # logits are raw
+        assert [model["id"] for model in (await http.get("/v1/models")).json()["data"]] == ["fake"]
+
+
+async def test_documents_may_be_objects_and_come_back_if_asked_for():
+    body = {"query": {"text": "q"}, "documents": [{"text": "1"}, "2"], "return_documents": True}
+    async with serving() as http:
+        found = (await http.post("/v1/rerank", json=body)).json()
+        assert [row["document"] for row in found["results"]] == [{"text": "2"}, {"text": "1"}]
+        body = {"query": "q", "documents": [{"n": 3, "m": "x"}], "rank_fields": ["n", "m"]}
+        assert scores((await http.post("/v1/rerank", json=body)).json()) == [(0, 3)]
+
+
+@pytest.mark.parametrize("fields", [{"normalize": True}, {"raw_scores": False}, {"use_activation": True}])
+async def test_scores_between_0_and_1_on_request(fields):
+    async with serving() as http:
+        found = scores((await http.post("/rerank", json={**RERANK, **fields})).json())
+    assert [index for index, _ in found] == [0, 2, 1]
+    assert [score for _, score in found] == pytest.approx([0.880797, 0.731059, 0.5], abs=1e-6)
+
+
+async def test_scores_between_0_and_1_by_a_setting_which_a_request_overrides():
+    async with serving(normalize=True) as http:
+        assert dict(scores((await http.post("/score", json={"text_1": "q", "text_2": "1"})).json())) == {0: 0.5}
+        raw = {"query": "q", "texts": ["1"], "raw_scores": True}
+        assert scores((await http.post("/rerank", json=raw)).json()) == [(0, 1)]
+
+
+async def test_irrelevant_documents_are_dropped_only_where_somebody_asked_for_it():
+    async with serving() as http:
+
+        async def rows(**fields):
+            return len((await http.post("/v1/rerank", json={**RERANK, **fields})).json()["results"])
+
+        assert await rows() == 3
+        assert await rows(threshold="native") == 2
+        assert await rows(threshold=2) == 1
+        assert await rows(threshold=2, min_docs=2) == 2
+        assert await rows(threshold=1.5, top_n=1) == 1
+        assert await rows(threshold=9) == 0
+        assert await rows(top_n=0) == 3
+
+
+@pytest.mark.parametrize(("path", "body"), ALL_SHAPES[:-1])
+async def test_dropping_as_a_setting_concerns_only_shapes_that_allow_it(path, body):
+    async with serving(drop=True) as http:
+        found = (await http.post(path, json=body)).json()
+    assert len(scores(found)) == (2 if "documents" in body and "rerank" in path else 3)
+
+
+async def test_a_model_without_a_native_threshold_cannot_drop_by_a_setting():
+    ranker = Numbers()
+    ranker.threshold = None
+    with pytest.raises(InputError, match="no native threshold"):
+        async with serving(ranker, drop=True):
+            pass
+    async with serving(ranker) as http:
+        assert (await http.post("/v1/rerank", json={**RERANK, "threshold": "native"})).status_code == 422
+        assert (await http.post("/v1/rerank", json=RERANK)).json()["threshold"] is None
+
+
+async def test_an_explanation_has_its_exact_parts():
+    async with serving() as http:
+        found = (await http.post("/explain", json={"query": "q", "document": "3"})).json()
+        assert found == {
+            "query": "q",
+            "document": "3",
+            "score": 3.0,
+            "truncated": False,
+            "tokens": ["a", "b"],
+            "layers": [1, 2],
+            "parts": [[1.0, 0.5], [1.0, 0.5]],
+        }
+    async with serving(Words()) as http:
+        response = await http.post("/explain", json={"query": "q", "document": "3"})
+        assert (response.status_code, "cannot take its scores apart" in response.text) == (422, True)
+
+
+async def test_the_service_says_what_it_serves():
+    async with serving(max_documents=7) as http:
+        found = (await http.get("/info")).json()
+    assert (found["model_id"], found["threshold"], found["explains"]) == ("fake", 1.0, True)
+    assert found["max_documents"] == found["max_client_batch_size"] == 7
+
+
+async def test_the_page_is_served_if_it_is_there(monkeypatch, tmp_path):
+    monkeypatch.setattr(app_module, "PAGE", tmp_path / "page.html")
+    async with serving() as http:
+        response = await http.get("/")
+        assert (response.status_code, "no page" in response.json()["error"]) == (404, True)
+    (tmp_path / "page.html").write_text("<p>Grüße</p>", encoding="utf-8")
+    async with serving(api_keys=["secret"]) as http:
+        response = await http.get("/")
+        assert (response.text, response.headers["content-type"]) == ("<p>Grüße</p>", "text/html; charset=utf-8")
+
+
+# One bad document
+
+
+@pytest.mark.parametrize("bad", ["no score", "nan", "broken"])
+@pytest.mark.parametrize(("path", "body"), ALL_SHAPES[:-1])
+async def test_a_bad_document_is_named_in_every_shape_and_nothing_else_is_answered(path, body, bad):
+    body = json.loads(json.dumps(body).replace('"1"', f'"{bad}"'))
+    async with serving() as http:
+        response = await http.post(path, json=body)
+    assert response.status_code == 422
+    assert [document["index"] for document in response.json()["documents"]] == [1]
+    assert response.json()["error"].startswith("Document 1 ")
+
+
+async def test_other_requests_of_the_same_batch_are_answered():
+    ranker = Numbers()
+    backend = scheduler(ranker)
+    async with client_of(backend) as http:
+        ranker.may_go_on.clear()
+        first = asyncio.create_task(http.post("/v1/rerank", json=RERANK))
+        await until(lambda: ranker.batches)
+        tasks = [
+            asyncio.create_task(http.post("/v1/rerank", json={"query": query, "documents": ["1", bad]}))
+            for query, bad in [("q", "2"), ("q", "nan"), ("refused", "2"), ("q", "no score"), ("q", "3")]
+        ]
+        await until(lambda: backend.stats()["waiting"] == 10)
+        ranker.may_go_on.set()
+        assert [response.status_code for response in await asyncio.gather(*tasks)] == [200, 422, 422, 422, 200]
+        assert (await first).status_code == 200
+
+
+async def test_with_partial_the_others_are_answered_and_the_bad_ones_named():
+    body = {"query": "q", "documents": ["1", "nan", {"title": "x"}, "2", "no score"], "partial": True}
+    async with serving() as http:
+        found = (await http.post("/v1/rerank", json=body)).json()
+        assert scores(found) == [(3, 2), (0, 1)]
+        assert {error["index"]: error["message"] for error in found["errors"]} == {
+            1: "scored nan.",
+            2: 'has no "text".',
+            4: "has no score.",
+        }
+        none = {"query": "q", "documents": ["nan", "no score"], "partial": True}
+        assert (await http.post("/v1/rerank", json=none)).status_code == 422
+
+
+async def test_a_refused_query_blames_no_document():
+    async with serving() as http:
+        response = await http.post("/v1/rerank", json={**RERANK, "query": "refused", "partial": True})
+    assert (response.status_code, response.json()["error"]) == (422, "The query is refused.")
+    assert "documents" not in response.json()
+
+
+async def test_a_model_that_fails_on_everything_is_the_services_fault():
+    async with serving() as http:
+        response = await http.post("/v1/rerank", json={"query": "q", "documents": ["broken", "broken"]})
+    assert (response.status_code, response.json()["error_type"]) == (500, "Backend")
+
+
+# Long documents
+
+
+LONG = " ".join(["5"] * 12)
+
+
+async def test_documents_are_cut_and_marked_unless_the_request_forbids_it():
+    async with serving() as http:
+
+        async def post(path, **body):
+            return await http.post(path, json={"query": "q", **body})
+
+        found = (await post("/v1/rerank", documents=["1", LONG])).json()
+        assert [row["truncated"] for row in found["results"]] == [True, False]
+        response = await post("/rerank", texts=["1", LONG], truncate=False)
+        assert (response.status_code, response.json()["error_type"]) == (413, "Validation")
+        assert [document["index"] for document in response.json()["documents"]] == [1]
+        passages = {"query": {"text": "q"}, "passages": [{"text": LONG}], "truncate": "NONE"}
+        assert (await http.post("/v1/ranking", json=passages)).status_code == 413
+        found = (await post("/v1/rerank", documents=["1", LONG], truncate=False, partial=True)).json()
+        assert (scores(found), [error["index"] for error in found["errors"]]) == ([(0, 1)], [1])
+
+
+async def test_a_request_may_have_documents_cut_after_some_tokens():
+    async with serving() as http:
+        for field in ("max_tokens_per_doc", "truncate_prompt_tokens"):
+            body = {"query": "q", "documents": ["1 2 3", "1 2"], field: 2}
+            found = (await http.post("/v1/rerank", json=body)).json()
+            assert [row["truncated"] for row in found["results"]] == [True, False]
+            assert found["usage"]["total_tokens"] == 6
+
+
+async def test_documents_beyond_the_services_limit_of_tokens_are_refused_and_not_cut():
+    async with serving(max_document_tokens=2) as http:
+
+        async def status(**fields):
+            body = {"query": "q", "documents": ["1 2 3", "1 2"], **fields}
+            return (await http.post("/v1/rerank", json=body)).status_code
+
+        assert await status() == 413
+        assert await status(max_tokens_per_doc=3) == 413
+        assert await status(max_tokens_per_doc=1) == 200
+        assert await status(truncate=True) == 200
+        assert await status(documents=["1 2"]) == 200
+
+
+# Limits and errors
+
+
+LIMITED = {"max_documents": 3, "max_query_characters": 4, "max_document_characters": 5, "max_body_bytes": 300}
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"documents": ["1"] * 4}, "4 documents; a request may have 3"),
+        ({"query": "queer"}, "The query has 5 characters"),
+        ({"documents": ["1", "1.0000"]}, "Document 1 has 6 characters"),
+        ({"user": "x" * 300}, "The body is too large; it may have 300 bytes"),
+    ],
+)
+async def test_what_is_too_large_is_413_and_says_what(fields, message):
+    async with serving(**LIMITED) as http:
+        response = await http.post("/v1/rerank", json={**RERANK, **fields})
+        assert (response.status_code, message in response.json()["message"]) == (413, True)
+        assert (await http.post("/v1/rerank", json=RERANK)).status_code == 200
+
+
+async def test_a_body_without_a_length_is_measured_as_it_comes():
+    sent = []
+
+    async def chunks(count):
+        for _ in range(count):
+            sent.append(100)
+            yield b" " * 100
+        yield json.dumps(RERANK).encode()
+
+    async with serving(max_body_bytes=1000) as http:
+        assert (await http.post("/v1/rerank", content=chunks(5), headers=JSON)).status_code == 200
+        sent.clear()
+        response = await http.post("/v1/rerank", content=chunks(1000), headers=JSON)
+        assert (response.status_code, response.json()["error_type"]) == (413, "Validation")
+        assert sum(sent) <= 1200
+
+
+async def test_a_body_that_does_not_come_is_not_waited_for():
+    async def slowly():
+        yield b'{"query": '
+        await asyncio.sleep(30)
+        yield b'"q", "documents": []}'
+
+    async with serving(timeout=0.1) as http:
+        assert (await http.post("/v1/rerank", content=slowly(), headers=JSON)).status_code == 408
+
+
+@pytest.mark.parametrize(
+    ("content", "says"),
+    [
+        (b"{", "The body is not JSON"),
+        (b'{"query": "q", "documents": ["a", 1]}', "documents.1"),
+        (b'{"query": "q", "documents": "a"}', "documents"),
+        (b'{"query": "q", "documents": ["a"], "top_n": "5"}', "top_n"),
+        (b'{"query": "q", "documents": ["a"], "threshold": 1e999}', "threshold"),
+        (b'{"query": "q", "texts": ["a", {}]}', "texts.1"),
+        (b'{"query": "q"}', "documents: Field required"),
+        (b"[]", "The body"),
+        (b"", "The body"),
+        (b"\xff\xfe", ""),
+        (b"[" * 100_000, ""),
+    ],
+)
+async def test_bad_json_and_wrong_types_are_400(content, says):
+    async with serving() as http:
+        response = await http.post("/rerank", content=content, headers=JSON)
+        assert (response.status_code, says in response.json()["error"]) == (400, True), response.text
+
+
+async def test_half_a_surrogate_pair_is_no_text():
+    async with serving() as http:
+        for text in (r'{"query": "\ud800", "documents": ["1"]}', r'{"query": {"text": "\udfff"}, "documents": ["1"]}'):
+            assert (await http.post("/rerank", content=text.encode(), headers=JSON)).status_code == 400
+        for text in (r'{"query": "q", "documents": ["1", "\ud800"]}', r'{"query": "q", "texts": ["1", "\ud800"]}'):
+            response = await http.post("/rerank", content=text.encode(), headers=JSON)
+            assert (response.status_code, response.json()["documents"][0]["index"]) == (422, 1)
+        partial = r'{"query": "q", "documents": ["1", "\ud800"], "partial": true, "return_documents": true}'
+        response = await http.post("/rerank", content=partial.encode(), headers=JSON)
+        assert (scores(response.json()), response.json()["errors"][0]["index"]) == ([(0, 1)], 1)
+
+
+async def test_documents_of_a_wrong_type_are_named():
+    async with serving() as http:
+        response = await http.post("/rerank", json={"query": "q", "documents": ["a", 1, {"text": "b"}, None]})
+    assert [document["index"] for document in response.json()["documents"]] == [1, 3]
+
+
+@pytest.mark.parametrize(
+    ("path", "name", "wrong", "rest"),
+    [
+        ("/v1/rerank", "documents", 1, {"query": "q"}),
+        ("/v1/rerank", "rank_fields", 1, {"query": "q", "documents": ["1"]}),
+        ("/rerank", "texts", 1, {"query": "q"}),
+        ("/score", "text_1", 1, {"text_2": ["1"]}),
+        ("/score", "text_2", 1, {"text_1": "q"}),
+        ("/v1/ranking", "passages", {}, {"query": {"text": "q"}}),
+    ],
+)
+async def test_an_answer_to_a_flood_of_wrong_entries_is_short(path, name, wrong, rest):
+    async with serving() as http:
+        response = await http.post(path, json={**rest, name: [wrong] * 20_000})
+    assert (response.status_code, len(response.content) < 2000) == (400, True)
+    assert f"{name}: 20,000 of 20,000 entries are of a wrong type" in response.json()["error"]
+
+
+async def test_fields_to_read_multiply_neither_texts_nor_errors():
+    async with serving() as http:
+        documents = [{"text": "3"}, {"other": "1"}]
+        body = {"query": "q", "documents": documents, "rank_fields": ["text"] * 100, "return_documents": True}
+        response = await http.post("/v1/rerank", json=body)
+        assert response.json()["error"] == 'Document 1 has no "text".'
+        response = await http.post("/v1/rerank", json={**body, "partial": True})
+        assert response.json()["results"][0]["document"]["text"] == "3"
+        for fields in (["a"] * 101, ["a" * 201]):
+            response = await http.post("/v1/rerank", json={**body, "rank_fields": fields})
+            assert (response.status_code, len(response.content) < 2000) == (400, True)
+        response = await http.post(
+            "/v1/rerank",
+            content=rb'{"query": "q", "documents": [{"a": "1"}], "rank_fields": ["\ud800"], "partial": true}',
+            headers=JSON,
+        )
+        assert (response.status_code, "surrogate" in response.json()["error"]) == (400, True)
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "status"), [("GET", "/nothing", 404), ("GET", "/rerank", 405), ("DELETE", "/", 405)]
+)
+async def test_every_error_has_one_body(method, path, status):
+    async with serving() as http:
+        response = await http.request(method, path)
+    assert response.status_code == status
+    assert response.json().keys() == {"error", "error_type", "message", "detail"}
+
+
+async def test_a_full_queue_is_429_with_a_time_to_come_back():
+    ranker = Numbers()
+    backend = scheduler(ranker, pairs=2)
+    async with client_of(backend) as http:
+        ranker.may_go_on.clear()
+        tasks = [asyncio.create_task(http.post("/v1/rerank", json=RERANK))]
+        await until(lambda: ranker.batches)
+        tasks.append(asyncio.create_task(http.post("/v1/rerank", json=RERANK)))
+        await until(lambda: backend.stats()["waiting"] == 3)
+        response = await http.post("/v1/rerank", json=RERANK)
+        assert (response.status_code, response.json()["error_type"]) == (429, "Overloaded")
+        assert int(response.headers["retry-after"]) >= 1
+        ranker.may_go_on.set()
+        assert [found.status_code for found in await asyncio.gather(*tasks)] == [200, 200]
+
+
+async def test_a_deadline_is_504_and_the_work_is_cancelled():
+    ranker = Numbers()
+    backend = scheduler(ranker)
+    async with client_of(backend, timeout=1.0) as http:
+        ranker.may_go_on.clear()
+        responses = await asyncio.gather(*(http.post("/v1/rerank", json=RERANK) for _ in range(2)))
+        assert [response.status_code for response in responses] == [504, 504]
+        assert backend.stats()["waiting"] == 0
+        ranker.may_go_on.set()
+        assert (await http.post("/v1/rerank", json=RERANK)).status_code == 200
+
+
+async def test_a_client_that_leaves_takes_its_work_with_it(caplog):
+    caplog.set_level(logging.INFO, "rsrank_rag")
+    ranker = Numbers()
+    backend = scheduler(ranker)
+    async with client_of(backend) as http:
+        ranker.may_go_on.clear()
+        running = asyncio.create_task(http.post("/v1/rerank", json=RERANK))
+        await until(lambda: ranker.batches)
+        left = asyncio.Event()
+        messages = [{"type": "http.request", "body": json.dumps(RERANK).encode()}]
+
+        async def receive():
+            if messages:
+                return messages.pop()
+            await left.wait()
+            return {"type": "http.disconnect"}
+
+        async def send(message):
+            pass
+
+        headers = [(b"content-type", b"application/json")]
+        scope = {"type": "http", "method": "POST", "path": "/v1/rerank", "headers": headers, "query_string": b""}
+        call = asyncio.create_task(http.app(scope, receive, send))
+        await until(lambda: backend.stats()["waiting"] == 3)
+        left.set()
+        await call
+        assert backend.stats()["waiting"] == 0
+        assert backend.stats()["cancelled"] == 3
+        assert [record.status for record in caplog.records if hasattr(record, "status")] == [499]
+        ranker.may_go_on.set()
+        assert (await running).status_code == 200
+
+
+async def test_a_stopping_service_is_503_with_a_time_to_come_back():
+    backend = scheduler(Numbers())
+    async with client_of(backend) as http:
+        await backend.stop()
+        response = await http.post("/v1/rerank", json=RERANK)
+        assert (response.status_code, response.headers["retry-after"]) == (503, "5")
+        assert (await http.get("/ready")).status_code == 503
+        assert (await http.get("/health")).status_code == 200
+
+
+class Broken:
+    """A backend with an error that nobody thought of."""
+
+    async def start(self):
+        pass
+
+    stop = start
+
+    @property
+    def description(self):
+        raise ZeroDivisionError("secret passage")
+
+    def readiness(self):
+        return None
+
+    def stats(self):
+        return {}
+
+
+async def test_an_error_that_nobody_thought_of_is_500_and_says_nothing_of_its_inside(caplog):
+    async with client_of(Broken()) as http:
+        response = await http.post("/v1/rerank", json=RERANK, headers={"X-Request-ID": "mine"})
+    assert (response.status_code, response.headers["x-request-id"]) == (500, "mine")
+    assert "passage" not in response.text
+    assert "A request failed." in caplog.text
+
+
+@pytest.mark.parametrize(("canary", "status"), [(Canary("q", "2", "1"), 200), (Canary("q", "1", "2"), 503)])
+async def test_the_service_is_ready_if_the_canary_ranks_the_right_way_round(canary, status):
+    async with serving(canary=canary) as http:
+        response = await http.get("/ready")
+        assert response.status_code == status
+        assert status == 200 or "irrelevant one 2" in response.json()["error"]
+        assert (await http.get("/health")).status_code == 200
+
+
+# Keys
+
+
+@pytest.mark.parametrize(
+    ("header", "status"),
+    [
+        (None, 401),
+        ("Bearer one", 200),
+        ("bearer two", 200),
+        ("Bearer three", 401),
+        ("Bearer ", 401),
+        ("Basic one", 401),
+        ("one", 401),
+        ("Bearer onetwo", 401),
+    ],
+)
+async def test_with_keys_only_they_open_the_service(header, status):
+    async with serving(api_keys=["one", "two"]) as http:
+        headers = {} if header is None else {"Authorization": header}
+        for path, body in ALL_SHAPES:
+            assert (await http.post(path, json=body, headers=headers)).status_code == status
+        for path in ("/v1/models", "/info", "/metrics", "/openapi.json"):
+            assert (await http.get(path, headers=headers)).status_code == status
+        assert (await http.get("/nothing", headers=headers)).status_code == (404 if status == 200 else 401)
+        for path in ("/health", "/ready"):
+            assert (await http.get(path)).status_code == 200
+
+
+async def test_nobody_without_a_key_gets_a_body_read():
+    async def never():
+        raise AssertionError("it was read")
+        yield b""
+
+    async with serving(api_keys=["one"]) as http:
+        response = await http.post("/v1/rerank", content=never(), headers=JSON)
+    assert (response.status_code, response.headers["www-authenticate"]) == (401, "Bearer")
+
+
+def test_settings_neither_show_keys_nor_take_empty_ones():
+    assert "hidden" not in repr(app_module.Settings(api_keys=["hidden"]))
+    with pytest.raises(ValueError, match="empty") as caught:
+        app_module.Settings(api_keys=["hidden", " "])
+    assert "hidden" not in str(caught.value)
+
+
+async def test_clients_with_different_keys_share_the_model():
+    ranker = Numbers()
+    backend = scheduler(ranker, least_tokens=10 * 16, step_seconds=1e-9)
+    async with client_of(backend, api_keys=["a", "b"]) as http:
+        ranker.may_go_on.clear()
+        done = []
+
+        async def ask(key, count):
+            body = {"query": "q", "documents": ["1"] * count}
+            await http.post("/v1/rerank", json=body, headers={"Authorization": f"Bearer {key}"})
+            done.append(key)
+
+        tasks = [asyncio.create_task(ask("a", 900))]
+        await until(lambda: ranker.batches)
+        tasks.append(asyncio.create_task(ask("b", 5)))
+        await until(lambda: backend.stats()["clients"] == 2)
+        ranker.may_go_on.set()
+        await asyncio.gather(*tasks)
+    assert done == ["b", "a"]
+
+
+# Metrics and logs
+
+
+def metrics(text):
+    return {
+        (sample.name, *sorted(sample.labels.items())): sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+    }
+
+
+async def test_prometheus_reads_what_was_counted():
+    async with serving() as http:
+        await http.post("/v1/rerank", json={"query": "q", "documents": ["1", LONG, "2"]})
+        await http.post("/v1/rerank", json={"query": "q", "documents": ["nan", "1"]})
+        await http.get("/some/path")
+        response = await http.get("/metrics")
+    found = metrics(response.text)
+    assert response.headers["content-type"].startswith("text/plain")
+    assert found["rsrank_documents_total",] == 5
+    assert found["rsrank_truncated_documents_total",] == 1
+    assert found["rsrank_unscored_documents_total",] == 1
+    assert found["rsrank_waiting_documents",] == 0
+    assert found["rsrank_ready",] == 1
+    assert found["rsrank_request_seconds_count", ("route", "/v1/rerank"), ("status", "200")] == 1
+    assert found["rsrank_request_seconds_count", ("route", "/v1/rerank"), ("status", "422")] == 1
+    assert found["rsrank_request_seconds_count", ("route", "other"), ("status", "404")] == 1
+    assert found["rsrank_request_documents_sum", ("route", "/v1/rerank")] == 5
+
+
+async def test_two_services_in_one_process_count_apart():
+    async with serving() as one, serving() as two:
+        await one.post("/v1/rerank", json=RERANK)
+        assert metrics((await one.get("/metrics")).text)["rsrank_documents_total",] == 3
+        assert metrics((await two.get("/metrics")).text)["rsrank_documents_total",] == 0
+
+
+async def test_a_real_models_prefixes_and_memory_retries_are_counted(tiny_folder):
+    own = load_ranker(tiny_folder("qwen3"), "qwen3")
+    own.reader.store = store_for(own.backbone, own.config, True)
+    async with serving(own) as http:
+        for _ in range(2):
+            await http.post("/v1/rerank", json={"query": "When?", "documents": ["In 1932.", "Never."]})
+        found = metrics((await http.get("/metrics")).text)
+    assert found["rsrank_prefix_misses_total",] == 2
+    assert found["rsrank_prefix_hits_total", ("place", "device")] == 2
+    assert found["rsrank_prefix_hit_ratio",] == 0.5
+    assert found["rsrank_prefix_bytes", ("place", "device")] > 0
+    assert found["rsrank_memory_retries_total",] == 0
+
+
+@contextmanager
+def logged():
+    """Lines that the package logs, as the service writes them."""
+    stream, logger = io.StringIO(), logging.getLogger("rsrank_rag")
+    handler = logging.StreamHandler(stream)
+    handler.setFormatter(TextlessFormatter())
+    level = logger.level
+    logger.addHandler(handler)
+    logger.setLevel(logging.DEBUG)
+    try:
+        yield lambda: [json.loads(line) for line in stream.getvalue().splitlines()]
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(level)
+
+
+async def test_a_request_is_one_line_with_what_it_cost_and_without_a_word_of_it():
+    with logged() as lines:
+        async with serving(api_keys=["secretkey"]) as http:
+            headers = {"X-Request-ID": "r-1", "Authorization": "Bearer secretkey"}
+            body = {"query": "secretquery", "documents": ["3 secretpassage", "1"], "threshold": 2}
+            response = await http.post("/v1/rerank", json=body, headers=headers)
+            assert response.headers["x-request-id"] == response.json()["id"] == "r-1"
+            for bad in (
+                {"query": "refused", "documents": ["secretpassage"]},
+                {"query": "secretquery", "documents": ["secretpassage"], "partial": True},
+                {"secretfield": "secretpassage"},
+                {"query": "secretquery", "documents": [{"secretkey": "secretpassage"}]},
+            ):
+                await http.post("/v1/rerank", json=bad, headers=headers)
+            await http.post("/v1/rerank", content=b'{"secretpassage', headers={**JSON, **headers})
+            await http.get("/secretpassage?secretquery", headers=headers)
+    requests = [line for line in lines() if line["message"] == "request"]
+    first = requests[0]
+    assert {name: first[name] for name in ("id", "method", "route", "status", "documents", "tokens", "kept")} == {
+        "id": "r-1",
+        "method": "POST",
+        "route": "/v1/rerank",
+        "status": 200,
+        "documents": 2,
+        "tokens": 5,
+        "kept": 1,
+    }
+    assert first["milliseconds"] > 0
+    assert [line["status"] for line in requests] == [200, 422, 500, 400, 422, 400, 404]
+    assert "secret" not in json.dumps(lines())
+
+
+async def test_an_odd_request_id_is_replaced():
+    async with serving() as http:
+        for given in ("", "a b", "x" * 200, 'a"\\n'):
+            response = await http.get("/health", headers={"X-Request-ID": given})
+            assert re.fullmatch("[0-9a-f]{32}", response.headers["x-request-id"])
+
+
+async def test_errors_are_logged_by_kind_and_place_without_their_message():
+    with logged() as lines:
+        async with client_of(Broken()) as http:
+            await http.post("/v1/rerank", json=RERANK)
+    line = next(line for line in lines() if line["level"] == "ERROR")
+    assert "ZeroDivisionError" in line["exc_info"]
+    assert "in description" in line["exc_info"]
+    assert "passage" not in json.dumps(lines()).replace('raise ZeroDivisionError(\\"secret passage\\")', "")
+
+
+async def test_health_checks_are_logged_only_at_debug(caplog):
+    caplog.set_level(logging.INFO, "rsrank_rag")
+    async with serving() as http:
+        for path in ("/health", "/ready", "/metrics"):
+            await http.get(path)
+        await http.get("/info")
+    assert [record.route for record in caplog.records if hasattr(record, "route")] == ["/info"]
+
+
+# The command
+
+
+def test_keys_come_from_a_file_and_from_the_environment(tmp_path):
+    file = tmp_path / "keys"
+    file.write_text("one\n\n two \n", encoding="utf-8")
+    assert read_keys(file, "three, one,") == ("three", "one", "two")
+    assert read_keys(None, "") == ()
+    file.write_text("\n", encoding="utf-8")
+    with pytest.raises(InputError, match="holds no key"):
+        read_keys(file, "")
+    with pytest.raises(InputError, match="could not be read"):
+        read_keys(tmp_path / "none", "")
+
+
+def test_a_canary_is_three_texts(tmp_path):
+    file = tmp_path / "canary.json"
+    file.write_text('{"query": "q", "relevant": "r", "irrelevant": "i"}', encoding="utf-8")
+    assert read_canary(file) == Canary("q", "r", "i")
+    for text in ("{", "[]", '{"query": "q"}', '{"query": 1, "relevant": "r", "irrelevant": "i"}'):
+        file.write_text(text, encoding="utf-8")
+        with pytest.raises(InputError, match="--canary"):
+            read_canary(file)
+
+
+def test_what_the_prefix_options_stand_for(tmp_path):
+    assert prefix_choice(None, None) == PrefixCache()
+    assert prefix_choice("0", None) is False
+    assert prefix_choice("5MB", tmp_path) == PrefixCache(device=5_000_000, folder=str(tmp_path))
+    with pytest.raises(InputError, match="no size"):
+        prefix_choice("much", None)
+
+
+def test_the_loader_loads_systems_and_refuses_those_that_need_labels(ranker, tmp_path):
+    assert type(Loader("bm25")()).__name__ == "BM25"
+    ranker.save_pretrained(tmp_path)
+    with pytest.raises(InputError, match="needs labels"):
+        Loader(f"oracle:{tmp_path}", dtype="float32", device="cpu", local_files_only=True)()
+    loaded = Loader(str(tmp_path), dtype="float32", device="cpu", prefix_cache=False)()
+    assert isinstance(loaded, RSRank)
+    assert loaded.reader.store is None
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (["--model", "nothing"], "There is no system 'nothing'"),
+        (["--max-body", "much"], "is no size"),
+        (["--max-body", "0"], "max_body_bytes"),
+        (["--timeout", "inf"], "timeout"),
+        (["--log-level", "loud"], "--log-level must be one of"),
+        (["--canary", "x.json", "--no-canary"], "contradict"),
+        (["--host", "203.0.113.1"], "Nobody can listen at 203.0.113.1"),
+    ],
+)
+def test_what_cannot_be_served_is_said_in_one_line(arguments, says):
+    done = CliRunner().invoke(app, ["serve", "--port", "0", *arguments], env={"COLUMNS": "200"})
+    assert done.exit_code == 2
+    assert says in done.stderr
+    assert len(done.stderr.splitlines()) == 1
+
+
+def test_the_models_process_logs_as_the_service_does():
+    code = (
+        "import logging, warnings; from rsrank_rag.cli_serving import Loader; Loader('bm25', log_level='INFO')()\n"
+        "logging.getLogger('rsrank_rag.batching').info('one')\n"
+        "logging.getLogger('transformers.models').warning('two')\n"
+        "logging.getLogger('urllib3').info('too much'); warnings.warn('three')\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
+    messages = [json.loads(line)["message"] for line in done.stderr.splitlines()]
+    assert messages[:2] == ["one", "two"]
+    assert "three" in messages[2]
+    assert len(messages) == 3
+
+
+def in_fresh_python(*arguments, **environment):
+    command = [sys.executable, "-m", "rsrank_rag", "serve", "--port", "0", *arguments]
+    environment = {**os.environ, "COLUMNS": "200", **environment}
+    return subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment)
+
+
+def test_what_the_loaded_model_cannot_do_is_said_in_one_line_too():
+    done = in_fresh_python("--model", "bm25", "--drop", "--no-canary", "--log-level", "warning")
+    assert done.returncode == 2
+    assert re.fullmatch(r"error: bm25 has no native threshold.*\n", done.stderr)
+
+
+def test_without_the_extra_the_command_to_install_it_is_named(tmp_path):
+    (tmp_path / "fastapi.py").write_text("raise ModuleNotFoundError('gone', name='fastapi')", encoding="utf-8")
+    path = os.pathsep.join([str(tmp_path), str(Path(__file__).parents[1])])
+    done = in_fresh_python(PYTHONPATH=path)
+    assert "pip install 'rsrank-rag[serve]'" in done.stderr
+    assert (done.returncode, "Traceback" in done.stderr) == (1, False)
+
+
+# The process
+
+
+@contextmanager
+def process(*arguments):
+    """A running `rsrank serve`: the process and a client of it."""
+    command = [sys.executable, "-m", "rsrank_rag", "serve", "--model", "mini", "--port", "0", "--dtype", "float32"]
+    environment = {**os.environ, "RSRANK_API_KEYS": "secretkey", "COLUMNS": "200"}
+    options = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "env": environment}
+    with subprocess.Popen([*command, "--device", "cpu", *arguments], **options) as service:
+        service.log = []
+        reader = threading.Thread(target=lambda: service.log.extend(service.stderr), daemon=True)
+        reader.start()
+        try:
+            line = service.stdout.readline()
+            address = re.fullmatch(r"mini answers at (http://127\.0\.0\.1:\d+)\n", line)
+            assert address, line
+            headers = {"Authorization": "Bearer secretkey"}
+            with httpx.Client(base_url=address[1], headers=headers, timeout=120) as http:
+                yield service, http
+        finally:
+            service.kill()
+            reader.join(10)
+
+
+def worker_of(service):
+    """The process that the model is in."""
+    children = Path(f"/proc/{service.pid}/task/{service.pid}/children").read_text().split()
+    return next(int(child) for child in children if b"spawn_main" in Path(f"/proc/{child}/cmdline").read_bytes())
+
+
+@pytest.fixture(scope="module")
+def service():
+    if not Path("/proc/self/task").is_dir():
+        pytest.skip("needs /proc")
+    with process() as made:
+        yield made
+
+
+PASSAGES = ["A bee's waggle dance tells the hive where flowers are.", "Trains run on rails.", "", "Honey keeps."]
+BEES = "How do bees tell each other where flowers are?"
+
+
+def test_a_served_model_is_ready_and_scores_as_in_python(service):
+    _, http = service
+    assert http.get("/ready").json() == {"status": "ready"}
+    found = http.post("/v1/rerank", json={"query": BEES, "documents": PASSAGES}).json()
+    expected = RSRank.from_pretrained("mini", dtype="float32", device="cpu").rank(BEES, PASSAGES, threshold=None)
+    assert [index for index, _ in scores(found)] == [document.index for document in expected.kept]
+    assert [score for _, score in scores(found)] == pytest.approx([d.score for d in expected.kept], abs=1e-4)
+    assert "server" not in http.get("/health").headers
+
+
+def test_no_request_is_lost_when_the_models_process_is_killed(service):
+    process_, http = service
+    expected = dict(scores(http.post("/v1/rerank", json={"query": BEES, "documents": PASSAGES}).json()))
+    answers, stop = [], threading.Event()
+
+    def ask():
+        while not stop.is_set():
+            answers.append(http.post("/v1/rerank", json={"query": BEES, "documents": PASSAGES}))
+
+    threads = [threading.Thread(target=ask) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    time.sleep(0.3)
+    before, first = len(answers), worker_of(process_)
+    os.kill(first, signal.SIGKILL)
+    deadline = time.monotonic() + 100
+    while len(answers) < before + 20 and time.monotonic() < deadline:
+        time.sleep(0.05)
+    stop.set()
+    for thread in threads:
+        thread.join()
+    assert len(answers) >= before + 20
+    assert {answer.status_code for answer in answers} == {200}
+    assert all(dict(scores(answer.json())) == pytest.approx(expected, abs=1e-4) for answer in answers)
+    assert worker_of(process_) != first
+    assert metrics(http.get("/metrics").text)["rsrank_restarts_total",] == 1
+
+
+def test_the_log_is_json_without_texts_or_keys(service):
+    process_, http = service
+    http.post("/v1/rerank", json={"query": BEES, "documents": PASSAGES})
+    time.sleep(0.2)
+    lines = [json.loads(line) for line in process_.log]
+    assert any(line["message"] == "request" and line["documents"] == 4 for line in lines)
+    # Whole words: an identifier in hexadecimal digits may well contain "bee".
+    assert not re.search(r"\b(bees?|flowers?|rails?|honey|secretkey)\b", "".join(process_.log), re.IGNORECASE)
+
+
+def test_sigterm_ends_the_service_when_what_is_in_flight_has_been_answered():
+    documents = [f"{number} {' '.join(PASSAGES * 8)}" for number in range(30)]
+    with process("--prefix-cache", "0", "--no-canary") as (process_, http):
+        answers = []
+
+        def ask():
+            answers.append(http.post("/v1/rerank", json={"query": BEES, "documents": documents}))
+
+        threads = [threading.Thread(target=ask) for _ in range(2)]
+        for thread in threads:
+            thread.start()
+        # In flight: the model has begun and has not ended.
+        while not 0 < metrics(http.get("/metrics").text)["rsrank_waiting_documents",] < 60:
+            time.sleep(0.01)
+        process_.send_signal(signal.SIGTERM)
+        time.sleep(0.3)
+        assert not answers
+        with pytest.raises(httpx.ConnectError):
+            httpx.get(f"{http.base_url}/health")
+        for thread in threads:
+            thread.join(120)
+        assert [len(answer.json()["results"]) for answer in answers] == [30, 30]
+        assert process_.wait(60) in (0, -signal.SIGTERM)

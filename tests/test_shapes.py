@@ -1,0 +1,338 @@
+"""Wire shapes as pure functions: requests to pairs, outcomes to answers, scores between 0 and 1."""
+
+import math
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import TypeAdapter, ValidationError
+
+from rsrank_rag.reranker import Pair
+from rsrank_rag.serving.backend import Description, Outcome
+from rsrank_rag.serving.shapes import (
+    AnyRerankRequest,
+    Heading,
+    RankingRequest,
+    RefusedError,
+    RerankRequest,
+    ScoreRequest,
+    TextsRequest,
+    complaints,
+    error_body,
+    normalise,
+    ranking_response,
+    refusal,
+    rerank_response,
+    score_response,
+    texts_of,
+    texts_response,
+)
+
+FINITE = st.floats(allow_nan=False, allow_infinity=False)
+MODEL = Description("fake", 1.0, False)
+HEADING = Heading("some-id", 12, MODEL)
+
+
+def rerank(**fields):
+    return RerankRequest.model_validate({"query": "q", "documents": ["a", "b"], **fields})
+
+
+def outcomes(*scores):
+    return [
+        Outcome(score, tokens=3) if score is not None else Outcome(None, fault="unscored", error="has no score.")
+        for score in scores
+    ]
+
+
+def answer(request, found, *, cutoff=None, normalised=False, faults=()):
+    return rerank_response(
+        request,
+        request.asked(),
+        found,
+        HEADING,
+        cutoff=cutoff,
+        normalised=normalised,
+        faults={place: "has no score." for place in faults},
+    )
+
+
+# Scores between 0 and 1
+
+
+@given(FINITE, FINITE)
+def test_a_half_means_exactly_the_threshold(score, threshold):
+    found = normalise(score, threshold)
+    assert 0 <= found <= 1
+    assert (found > 0.5, found == 0.5, found < 0.5) == (score > threshold, score == threshold, score < threshold)
+
+
+@given(FINITE, FINITE, FINITE)
+def test_a_higher_score_is_never_lower_between_0_and_1(first, second, threshold):
+    low, high = sorted([first, second])
+    assert normalise(low, threshold) <= normalise(high, threshold)
+
+
+@given(st.floats(-30, 30))
+def test_it_is_the_logistic_function(score):
+    assert normalise(score + 2, 2.0) == pytest.approx(1 / (1 + math.exp(-(score + 2 - 2.0))), rel=1e-12)
+
+
+def test_without_a_threshold_the_middle_is_zero():
+    assert normalise(0.0, None) == 0.5
+    assert normalise(2.0, None) == normalise(2.0, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("fields", "default", "expected"),
+    [
+        ({}, False, False),
+        ({}, True, True),
+        ({"normalize": True}, False, True),
+        ({"normalize": False}, True, False),
+        ({"normalize": None}, True, True),
+        ({"raw_scores": False}, False, True),
+        ({"raw_scores": True}, True, False),
+        ({"use_activation": True}, False, True),
+        ({"use_activation": False}, True, False),
+        ({"normalize": False, "raw_scores": False}, True, False),
+    ],
+)
+def test_who_asks_for_scores_between_0_and_1_gets_them(fields, default, expected):
+    assert rerank(**fields).normalised(default) is expected
+
+
+# Documents
+
+
+def test_objects_are_read_by_their_text_or_by_the_fields_asked_for():
+    assert texts_of(["a", {"text": "b", "id": [1]}]) == (["a", "b"], {})
+    assert texts_of([{"title": "t", "body": "b", "n": 1.5}], ["body", "n", "title"]) == (["b\n1.5\nt"], {})
+    assert texts_of([{"title": None, "body": ""}], ["title", "body"]) == ([""], {})
+
+
+def test_an_object_without_text_is_named_and_the_others_are_read():
+    texts, faults = texts_of(["a", {"body": "b"}, {"text": ["c"]}, {"text": "d"}])
+    assert texts == ["a", "", "", "d"]
+    assert faults == {1: 'has no "text".', 2: 'has a "text" that is no text.'}
+    assert rerank(documents=["a", {"text": "\ud800"}]).asked().faults.keys() == {1}
+
+
+@given(st.lists(st.one_of(st.text(), st.fixed_dictionaries({"text": st.text()}))))
+def test_every_document_gives_one_pair_with_its_own_text(documents):
+    pairs = rerank(documents=documents).asked().pairs
+    assert [pair.document for pair in pairs] == [d if isinstance(d, str) else d["text"] for d in documents]
+
+
+# Requests
+
+
+def test_jinas_query_may_be_an_object():
+    assert rerank(query={"text": "who?"}, documents=["a"]).asked().pairs == [Pair("who?", "a")]
+
+
+def test_texts_mean_tei_and_documents_the_others():
+    read = TypeAdapter(AnyRerankRequest).validate_python
+    assert isinstance(read({"query": "q", "texts": ["a"]}), TextsRequest)
+    assert isinstance(read({"query": "q", "documents": ["a"]}), RerankRequest)
+
+
+@pytest.mark.parametrize(
+    ("one", "two"), [("text_1", "text_2"), ("queries", "documents"), ("queries", "items"), ("data_1", "data_2")]
+)
+def test_all_of_vllms_names_are_known(one, two):
+    def pairs(first, second):
+        return ScoreRequest.model_validate({one: first, two: second}).asked().pairs
+
+    assert pairs("q", "d") == [Pair("q", "d")]
+    assert pairs("q", ["d", "e"]) == pairs(["q"], ["d", "e"]) == [Pair("q", "d"), Pair("q", "e")]
+    assert pairs(["q", "r"], ["d", "e"]) == [Pair("q", "d"), Pair("r", "e")]
+    assert pairs("q", []) == []
+    with pytest.raises(ValidationError, match="2 queries and 3 documents"):
+        pairs(["q", "r"], ["d", "e", "f"])
+
+
+def test_unknown_fields_and_any_model_are_accepted():
+    rerank(model={"name": 3}, priority=1, max_chunks_per_doc=10, overlap_tokens="x", user=None)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"query": 1},
+        {"documents": "a"},
+        {"documents": [1]},
+        {"documents": ["a", None]},
+        {"top_n": "5"},
+        {"top_n": -1},
+        {"top_n": 1, "min_docs": 2},
+        {"threshold": math.nan},
+        {"threshold": math.inf},
+        {"threshold": "mine"},
+        {"normalize": "yes"},
+        {"max_tokens_per_doc": 0},
+        {"truncate_prompt_tokens": 0},
+        {"truncate": "START"},
+        {"truncation_direction": "Left"},
+        {"truncation_side": "left"},
+    ],
+)
+def test_what_means_nothing_is_refused(fields):
+    with pytest.raises(ValidationError):
+        rerank(**fields)
+
+
+@pytest.mark.parametrize(
+    ("fields", "expected"),
+    [
+        ({}, None),
+        ({"max_tokens_per_doc": 7}, 7),
+        ({"truncate_prompt_tokens": 5}, 5),
+        ({"truncate_prompt_tokens": -1}, None),
+        ({"max_tokens_per_doc": 7, "truncate_prompt_tokens": 5}, 5),
+    ],
+)
+def test_limits_of_tokens_reach_every_pair(fields, expected):
+    assert [pair.max_tokens for pair in rerank(**fields).asked().pairs] == [expected] * 2
+
+
+@pytest.mark.parametrize(
+    ("fields", "limit", "tokens", "may_be_cut"),
+    [
+        ({}, None, None, None),
+        ({}, 9, 9, False),
+        ({"truncate": True}, 9, 9, True),
+        ({"truncate": "END"}, 9, 9, True),
+        ({"truncate": "NONE"}, None, None, False),
+        ({"truncate": False, "max_tokens_per_doc": 5}, 9, 5, False),
+        ({"max_tokens_per_doc": 5}, 9, 5, True),
+        ({"max_tokens_per_doc": 50}, 9, 9, False),
+    ],
+)
+def test_under_a_limit_only_a_cut_that_was_asked_for_is_made(fields, limit, tokens, may_be_cut):
+    question = rerank(**fields).asked().bounded(limit)
+    assert {pair.max_tokens for pair in question.pairs} == {tokens}
+    assert question.may_be_cut is may_be_cut
+
+
+@pytest.mark.parametrize(
+    ("fields", "drop", "expected"),
+    [
+        ({}, False, None),
+        ({}, True, 1.0),
+        ({"threshold": None}, True, None),
+        ({"threshold": "native"}, False, 1.0),
+        ({"threshold": 0}, True, 0.0),
+        ({"threshold": -2.5}, False, -2.5),
+    ],
+)
+def test_the_request_decides_what_is_dropped_and_else_the_service(fields, drop, expected):
+    assert rerank(**fields).cutoff(MODEL, drop) == expected
+
+
+def test_the_native_threshold_of_a_model_without_one_is_refused():
+    with pytest.raises(RefusedError, match="fake has no native threshold"):
+        rerank(threshold="native").cutoff(Description("fake", None, False), False)
+
+
+# Outcomes
+
+
+def test_a_document_that_was_cut_is_an_error_only_if_it_may_not_be():
+    cut = [Outcome(1.0), Outcome(2.0, truncated=True)]
+    assert complaints(rerank().asked(), cut)[0] == {}
+    assert complaints(rerank(truncate=True).asked(), cut)[0] == {}
+    faults, status = complaints(rerank(truncate=False).asked(), cut)
+    assert (list(faults), status) == ([1], 413)
+
+
+def test_bad_documents_are_the_requests_fault_and_a_model_that_always_fails_is_not():
+    internal = Outcome(None, fault="internal", error="The model failed.")
+    assert complaints(rerank().asked(), [*outcomes(None), internal])[1] == 422
+    assert complaints(rerank().asked(), [*outcomes(1.0), internal])[1] == 422
+    assert complaints(rerank().asked(), [internal, internal])[1] == 500
+
+
+def test_a_query_that_cannot_be_used_is_said_once_and_no_document_is_blamed():
+    error = refusal({0: "The query is empty.", 1: "The query is empty."}, 422)
+    assert (str(error), error.documents) == ("The query is empty.", {})
+    error = refusal({4: "has no score.", 2: "scored nan."}, 422)
+    assert str(error) == "Document 2 scored nan. So it is with 1 more."
+    assert error.documents == {4: "has no score.", 2: "scored nan."}
+
+
+def test_an_error_has_the_fields_of_every_client():
+    body = error_body(422, "Document 1 has no score.", {1: "has no score."}).model_dump()
+    assert body["error"] == body["message"] == body["detail"] == "Document 1 has no score."
+    assert body["documents"] == [{"index": 1, "message": "has no score."}]
+    assert body["error_type"] == "Validation"
+    assert error_body(500, "\ud800").error == "?"
+
+
+# Answers
+
+
+@given(st.data())
+def test_rows_are_sorted_by_the_raw_score_and_hold_what_was_asked_for(data):
+    scores = data.draw(st.lists(st.integers(-5, 5).map(float), min_size=1, max_size=20))
+    cutoff = data.draw(st.none() | st.integers(-6, 6).map(float))
+    top_n = data.draw(st.none() | st.integers(0, 22))
+    normalised = data.draw(st.booleans())
+    request = rerank(documents=[f"text {i}" for i in range(len(scores))], top_n=top_n, return_documents=True)
+    rows = answer(request, outcomes(*scores), cutoff=cutoff, normalised=normalised).results
+
+    expected = sorted(
+        (i for i, score in enumerate(scores) if cutoff is None or score > cutoff), key=lambda i: -scores[i]
+    )
+    expected = expected[:top_n] if top_n else expected
+    assert [row.index for row in rows] == expected
+    assert [row.document.text for row in rows] == [f"text {i}" for i in expected]
+    assert [row.relevance_score for row in rows] == [
+        normalise(scores[i], 1.0) if normalised else scores[i] for i in expected
+    ]
+
+
+def test_the_best_stay_even_below_the_threshold():
+    request = rerank(documents=["a", "b", "c"], min_docs=2)
+    assert [row.index for row in answer(request, outcomes(1, 3, 2), cutoff=5.0).results] == [1, 2]
+
+
+def test_blank_documents_come_last_and_are_never_relevant():
+    request = rerank(documents=[" ", "a", "b"])
+    assert [row.index for row in answer(request, outcomes(0, -2, -1)).results] == [2, 1, 0]
+    assert [row.index for row in answer(request, outcomes(0, -2, -1), cutoff=-5.0).results] == [2, 1]
+
+
+def test_documents_without_a_score_are_in_errors_and_the_others_keep_their_index():
+    request = rerank(documents=["a", "b", "c", "d"])
+    found = answer(request, outcomes(1, None, 3, 2), faults=[1])
+    assert [row.index for row in found.results] == [2, 3, 0]
+    assert [error.index for error in found.errors] == [1]
+
+
+def test_the_answer_has_the_fields_of_cohere_jina_infinity_and_vllm():
+    found = answer(rerank(), outcomes(1, 2)).model_dump(exclude_unset=True)
+    assert found == {
+        "id": "some-id",
+        "object": "rerank",
+        "created": 12,
+        "model": "fake",
+        "results": [
+            {"index": 1, "relevance_score": 2.0, "truncated": False},
+            {"index": 0, "relevance_score": 1.0, "truncated": False},
+        ],
+        "meta": {"api_version": {"version": "2"}, "billed_units": {"search_units": 1}},
+        "usage": {"prompt_tokens": 6, "total_tokens": 6},
+        "threshold": 1.0,
+    }
+
+
+def test_tei_and_nvidia_get_all_rows_best_first_and_vllm_in_input_order():
+    texts = TextsRequest(query="q", texts=["a", "b", ""])
+    rows = texts_response(texts, texts.asked(), outcomes(-3, 2, 0), 1.0, False)
+    assert [(row.index, row.score) for row in rows] == [(1, 2), (0, -3), (2, 0)]
+    ranking = RankingRequest.model_validate({"query": {"text": "q"}, "passages": [{"text": "a"}, {"text": "b"}]})
+    assert [(row.index, row.logit) for row in ranking_response(ranking.asked(), outcomes(-3, 2)).rankings] == [
+        (1, 2),
+        (0, -3),
+    ]
+    assert [(row.index, row.score) for row in score_response(outcomes(-3, 2), HEADING, False).data] == [(0, -3), (1, 2)]
