@@ -10,10 +10,12 @@ from concurrent.futures import Future
 from typing import Annotated, Any, Literal, TypedDict, TypeVar
 
 from pydantic import (
+    AfterValidator,
     BaseModel,
     BeforeValidator,
     ConfigDict,
     Field,
+    SecretStr,
     StrictBool,
     StrictInt,
     ValidationError,
@@ -25,7 +27,7 @@ from typing_extensions import Self
 from . import worker
 from .errors import InputError
 from .prefix_cache import PrefixCache
-from .reranker import RankResult, Reranker, check_limits
+from .reranker import ConcurrentReranker, RankResult, Reranker, check_limits
 
 logger = logging.getLogger(__name__)
 
@@ -49,14 +51,34 @@ def _as_name(value: Any) -> Any:
     return value
 
 
+def _as_address(value: Any) -> Any:
+    """The address of a service in its shortest form."""
+    if not isinstance(value, str):
+        return value
+    from .remote import service_address  # httpx takes time to import
+
+    return service_address(value)
+
+
+def _as_key(value: SecretStr | None) -> SecretStr | None:
+    if value is None:
+        return None
+    from .remote import usable_key
+
+    return usable_key(value)
+
+
 _Name = Annotated[str, BeforeValidator(_as_name)]
+_Address = Annotated[str, BeforeValidator(_as_address)]
+_Key = Annotated[SecretStr | None, AfterValidator(_as_key)]
 
 
 class ModelAdapter(BaseModel):
     """A framework's object around a model that is loaded at first use and shared by all with the same settings.
 
-    Making one is cheap and needs no torch. Copies and pickles hold the settings, never the model. There is no field
-    for an access token: set ``HF_TOKEN``, or load the model yourself and pass it.
+    With ``base_url`` it is a service that holds the model instead, and nothing is loaded here. Making an adapter is
+    cheap and needs no torch. Pickles and dumps hold the settings, never the model nor the service's key. There is no
+    field for an access token of the Hub: set ``HF_TOKEN``, or load the model yourself and pass it.
     """
 
     model_config = ConfigDict(
@@ -88,14 +110,44 @@ class ModelAdapter(BaseModel):
         default=None, description="Drop documents before the last layer where that is safe, or nearly so."
     )
 
+    base_url: _Address | None = Field(
+        default=None, description="Address of a service (`rsrank serve`) to ask, instead of loading a model."
+    )
+    api_key: _Key = Field(
+        default=None,
+        exclude=True,
+        repr=False,
+        description="The service's key, never written down; by default RSRANK_API_KEY at the time of a call.",
+    )
+    timeout: float = Field(
+        default=60.0,
+        gt=0,
+        allow_inf_nan=False,
+        description="Seconds that a call of the service may take in all, retries included.",
+    )
+    max_retries: int = Field(
+        default=3, ge=0, strict=True, description="How often the service is asked again when it is busy or away."
+    )
+
     @model_validator(mode="after")
-    def _settings_need_a_name(self) -> Self:
-        fields = ModelAdapter.model_fields.items()
-        given = [name for name, field in fields if name != "model" and getattr(self, name) != field.default]
+    def _settings_have_an_effect(self) -> Self:
+        given = {name for name, field in ModelAdapter.model_fields.items() if getattr(self, name) != field.default}
+        given -= {"model"}
+        of_service = given & {"base_url", "api_key", "timeout", "max_retries"}
         if isinstance(self.model, Reranker) and given:
             raise InputError(
                 f"model is a {type(self.model).__name__} that is already loaded, so {', '.join(sorted(given))} would "
                 "have no effect. Load it with those settings, or give model a name."
+            )
+        if self.base_url is not None and given > of_service:
+            raise InputError(
+                f"With base_url the model is loaded by the service, so {', '.join(sorted(given - of_service))} would "
+                "have no effect. Start the service with those settings, or leave base_url out."
+            )
+        if self.base_url is None and of_service:
+            raise InputError(
+                f"Without base_url no service is asked, so {', '.join(sorted(of_service))} would have no effect. "
+                "Give base_url, or leave the rest out."
             )
         return self
 
@@ -129,25 +181,39 @@ class ModelAdapter(BaseModel):
 
     @property
     def model_label(self) -> str:
-        """The model's name for traces and messages."""
-        return self.model if isinstance(self.model, str) else type(self.model).__name__
+        """The model's name for traces and messages; a service's address, unless it is asked for a model by name."""
+        if isinstance(self.model, Reranker):
+            return type(self.model).__name__
+        return self.model if self.base_url is None else self._asked_for or self.base_url
 
     def warm_up(self) -> None:
-        """Load the model now instead of at the first call.
+        """Load the model now instead of at the first call; of a service, ask whether it is ready.
 
         Raises:
             ArtifactError: The artifact is missing, damaged, or belongs to another language model.
             BackboneError: The language model cannot be loaded or read.
             MissingDependencyError: 8-bit or 4-bit without bitsandbytes and accelerate.
+            InputError: There is no service at ``base_url``, or it refuses the key.
+            RemoteError: The service cannot be reached or is not ready.
         """
-        self._submit(lambda reranker: None).result()
+        concurrent = self._concurrent()
+        if concurrent is not None:
+            concurrent.warm_up()
+        else:
+            self._submit(lambda reranker: None).result()
 
     def close(self) -> None:
         """Finish the calls under way and free the model, for every adapter with these settings.
 
-        The next call loads it again. A `Reranker` that was passed as ``model`` stays with whoever made it.
+        The next call loads it again. A `Reranker` that was passed as ``model`` stays with whoever made it. With
+        ``base_url``, the connections to the service are closed instead.
         """
-        worker.close(self._source())
+        if self.base_url is None:
+            worker.close(self._source())
+        else:
+            from . import connections
+
+            connections.close(self.base_url)
 
     def _source(self) -> worker.ModelSettings | Reranker:
         if isinstance(self.model, Reranker):
@@ -166,6 +232,37 @@ class ModelAdapter(BaseModel):
             prefix_cache=self.prefix_cache,
             early_decisions=self.early_decisions,
         )
+
+    @property
+    def _asked_for(self) -> str | None:
+        """The model that a service is asked for: the default is a name for here, not for there."""
+        named = isinstance(self.model, str) and self.model != ModelAdapter.model_fields["model"].default
+        return str(self.model) if named else None
+
+    def _concurrent(self) -> ConcurrentReranker | None:
+        """What computes elsewhere, so that its calls need no queue; None for a model of this process."""
+        if self.base_url is None:
+            return self.model if isinstance(self.model, ConcurrentReranker) else None
+        from .remote import RemoteReranker
+
+        return RemoteReranker(
+            self.base_url,
+            model=self._asked_for,
+            api_key=self.api_key,
+            timeout=self.timeout,
+            max_retries=self.max_retries,
+        )
+
+    def _run(self, task: Callable[[Reranker], Result]) -> Result:
+        """Run a task with the model and wait."""
+        concurrent = self._concurrent()
+        if concurrent is not None:
+            return task(concurrent)
+        future = self._submit(task)
+        try:
+            return future.result()
+        finally:
+            future.cancel()  # no effect unless waiting was interrupted
 
     def _submit(self, task: Callable[[Reranker], Result]) -> Future[Result]:
         return worker.submit(self._source(), task)
@@ -205,19 +302,18 @@ class RerankerAdapter(ModelAdapter):
         return chosen
 
     def _rank(self, query: str, texts: Sequence[str], limits: Limits) -> RankResult:
-        """Rank in the model's thread and wait."""
+        """Rank and wait."""
         if not texts:
             return RankResult(query, limits["threshold"], (), ())
-        future = self._submit(lambda reranker: reranker.rank(query, texts, **limits))
-        try:
-            return _report(future.result())
-        finally:
-            future.cancel()  # no effect unless waiting was interrupted
+        return _report(self._run(lambda reranker: reranker.rank(query, texts, **limits)))
 
     async def _arank(self, query: str, texts: Sequence[str], limits: Limits) -> RankResult:
-        """Rank in the model's thread; a cancelled call leaves its queue."""
+        """Rank in the model's thread, or where it computes; a cancelled call leaves its queue."""
         if not texts:
             return RankResult(query, limits["threshold"], (), ())
+        concurrent = self._concurrent()
+        if concurrent is not None:
+            return _report(await concurrent.arank(query, texts, **limits))
         future = self._submit(lambda reranker: reranker.rank(query, texts, **limits))
         return _report(await asyncio.wrap_future(future))
 

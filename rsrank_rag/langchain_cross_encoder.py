@@ -48,6 +48,7 @@ class RSRankCrossEncoder(ModelAdapter, BaseCrossEncoder):
         Raises:
             InputError: An empty or too long query.
             ScoringError: A document could not be scored. Its index counts the documents of its query.
+            RemoteError: With ``base_url``, there was no usable answer in time.
         """
         scores = [0.0] * len(text_pairs)
         places: dict[str, list[int]] = {}
@@ -55,7 +56,7 @@ class RSRankCrossEncoder(ModelAdapter, BaseCrossEncoder):
             places.setdefault(query, []).append(place)
         for query, wanted in places.items():
             documents = [text_pairs[place][1] for place in wanted]
-            result = self._submit(partial(_rank_only, query=query, documents=documents)).result()
+            result = self._run(partial(_rank_only, query=query, documents=documents))
             for document in result.kept:
                 scores[wanted[document.index]] = document.score
         return scores

@@ -24,7 +24,7 @@ from pydantic import ValidationError
 import rsrank_rag
 from rsrank_rag import Reranker, RSRank, worker
 from rsrank_rag.adapter import RerankerAdapter
-from rsrank_rag.errors import ArtifactError, InputError
+from rsrank_rag.errors import ArtifactError, InputError, RemoteError
 
 pytest.importorskip("langchain_core")
 pytest.importorskip("llama_index.core")
@@ -92,6 +92,7 @@ def _no_model_stays():
     yield
     for key in [key for key in worker._workers if isinstance(key, worker.ModelSettings)]:
         worker.close(key)
+        del worker._workers[key]  # or each test after this one would close it again, which takes a collection
 
 
 def test_adapters_are_made_and_written_down_without_torch():
@@ -434,3 +435,224 @@ def test_a_model_name_that_is_a_loaded_ranker_scores_as_itself(ranker):
     made = RerankerAdapter(model=ranker)
     assert made._rank(QUERY, DOCUMENTS, made._limits({})) == ranker.rank(QUERY, DOCUMENTS)
     assert isinstance(made.model, RSRank)
+
+
+# A service instead of a model
+
+SECRET = "sk-very-secret"
+
+
+@pytest.fixture(scope="module")
+def service():
+    pytest.importorskip("uvicorn")
+    from stub_service import Service, listening
+
+    app = Service()
+    with listening(app) as address:
+        app.address = address
+        yield app
+
+
+@pytest.fixture
+def remote(service, monkeypatch):
+    monkeypatch.delenv("RSRANK_API_KEY", raising=False)
+    service.renew()
+    return service
+
+
+def kept(made, query, texts):
+    """As `scores`, of the framework's synchronous method."""
+    if isinstance(made, RSRankCompressor):
+        found = made.compress_documents([Document(text) for text in texts], query)
+        return {document.page_content: document.metadata["relevance_score"] for document in found}
+    found = made.postprocess_nodes([NodeWithScore(node=TextNode(text=text)) for text in texts], query_str=query)
+    return {scored.node.text: scored.score for scored in found}
+
+
+@both
+async def test_with_base_url_a_service_is_asked_and_nothing_is_loaded_nor_queued(adapter, remote, loads):
+    made = adapter(base_url=remote.address, api_key=SECRET)
+    local = adapter(model=Overlap())
+    expected = await scores(local, QUERY, DOCUMENTS)
+    before = set(threading.enumerate())
+    assert expected
+    assert kept(made, QUERY, DOCUMENTS) == expected
+    assert await scores(made, QUERY, DOCUMENTS) == expected
+    assert await scores(made, QUERY, DOCUMENTS, threshold=None) == await scores(local, QUERY, DOCUMENTS, threshold=None)
+    assert await scores(made, QUERY, DOCUMENTS, threshold=99, min_docs=1) == dict(
+        [max(expected.items(), key=lambda x: x[1])]
+    )
+    assert set(threading.enumerate()) <= before
+    assert loads == []
+    assert len(remote.seen) == 4
+    assert all(asked["documents"] == DOCUMENTS for asked in remote.seen)
+    assert all(headers["authorization"] == f"Bearer {SECRET}" for headers in remote.headers)
+
+
+@both
+async def test_64_calls_of_a_service_run_beside_each_other(adapter, remote):
+    made = adapter(base_url=remote.address, threshold=None)
+    remote.script += [0.2] * 64
+    batches = [[f"{text} {number}" for text in DOCUMENTS] for number in range(64)]
+    found = await asyncio.gather(*(scores(made, QUERY, texts) for texts in batches))
+    assert [set(one) for one in found] == [set(texts) for texts in batches]
+    assert remote.most > 32
+
+
+@both
+async def test_a_cancelled_call_of_a_service_closes_its_request(adapter, remote):
+    made = adapter(base_url=remote.address)
+    remote.script += [20]
+    call = asyncio.create_task(scores(made, QUERY, DOCUMENTS))
+    while not remote.running:
+        await asyncio.sleep(0.01)
+    call.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await call
+    for _ in range(200):
+        if remote.left:
+            break
+        await asyncio.sleep(0.01)
+    assert remote.left == 1
+
+
+@both
+async def test_a_failing_service_gives_our_errors(adapter, remote):
+    made = adapter(base_url=remote.address, max_retries=0, timeout=5)
+    remote.script += [
+        (503, {"message": "Loading."}),
+        (401, {"message": "No."}),
+        lambda answer: {**answer, "results": []},
+    ]
+    with pytest.raises(RemoteError, match="503: Loading"):
+        await scores(made, QUERY, DOCUMENTS)
+    with pytest.raises(InputError, match="refused a request without a key"):
+        kept(made, QUERY, DOCUMENTS)
+    with pytest.raises(RemoteError, match="gave 0 scores for document 0"):
+        await scores(made, QUERY, DOCUMENTS)
+
+
+@both
+def test_the_address_survives_every_way_of_writing_it_down_and_the_key_none(adapter, monkeypatch):
+    made = adapter(base_url="http://rerank.internal:8000/v1/", api_key=SECRET, timeout=5, max_retries=1, top_n=4)
+    settings = made.model_dump()
+    assert (settings["base_url"], settings["timeout"]) == ("http://rerank.internal:8000", 5.0)
+    assert "api_key" not in settings
+    written = [made.model_dump_json(), str(made), repr(made), str(settings), pickle.dumps(made).decode("latin-1")]
+    if adapter is RSRankPostprocessor:
+        written += [made.to_json(), str(made.to_dict())]
+    assert not any(SECRET in text for text in written)
+    with_key = [copy.copy(made), copy.deepcopy(made), made.model_copy(), made.model_copy(deep=True)]
+    without_key = [pickle.loads(pickle.dumps(made)), adapter(**settings), adapter.model_validate_json(written[0])]
+    if adapter is RSRankPostprocessor:
+        without_key += [adapter.from_dict(made.to_dict()), adapter.from_json(made.to_json())]
+    for found in (*with_key, *without_key):
+        assert found.model_dump() == settings
+        assert found._concurrent().base_url == "http://rerank.internal:8000"
+        assert (found._concurrent().timeout, found._concurrent().max_retries) == (5.0, 1)
+    assert {found.api_key.get_secret_value() for found in with_key} == {SECRET}
+    assert {found.api_key for found in without_key} == {None}
+
+
+@both
+def test_the_key_may_come_from_the_environment_after_unpickling(adapter, remote, monkeypatch):
+    remote.key = SECRET
+    made = pickle.loads(pickle.dumps(adapter(base_url=remote.address, api_key=SECRET)))
+    with pytest.raises(InputError, match="give api_key or set RSRANK_API_KEY"):
+        kept(made, QUERY, DOCUMENTS)
+    monkeypatch.setenv("RSRANK_API_KEY", SECRET)
+    assert kept(made, QUERY, DOCUMENTS)
+
+
+@both
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (
+            {"base_url": "http://a", "device": "cpu", "load_in_8bit": True},
+            "so device, load_in_8bit would have no effect",
+        ),
+        ({"base_url": "http://a", "prefix_cache": False}, "so prefix_cache would have no effect"),
+        ({"base_url": "http://a", "revision": "v1"}, "Start the service with those settings"),
+        ({"base_url": "http://a", "model": Overlap()}, "model is a Overlap that is already loaded, so base_url would"),
+        ({"api_key": SECRET}, "Without base_url no service is asked, so api_key would have no effect"),
+        ({"timeout": 5}, "timeout would have no effect"),
+        ({"max_retries": 0}, "max_retries would have no effect"),
+        ({"base_url": "a:8000"}, "base_url must begin with http://"),
+        ({"base_url": 8000}, "base_url"),
+        ({"base_url": f"http://user:{SECRET}@a"}, "A key belongs into api_key"),
+        ({"base_url": "http://a", "timeout": 0}, "timeout"),
+        ({"base_url": "http://a", "timeout": float("inf")}, "timeout"),
+        ({"base_url": "http://a", "max_retries": -1}, "max_retries"),
+        ({"base_url": "http://a", "max_retries": True}, "max_retries"),
+        ({"base_url": "http://a", "api_key": f"{SECRET}\x00"}, "api_key holds characters"),
+    ],
+)
+def test_settings_of_a_service_that_make_no_sense_are_refused(adapter, settings, message):
+    with pytest.raises(ValidationError, match=message) as caught:
+        adapter(**settings)
+    assert SECRET not in str(caught.value)
+
+
+@both
+def test_a_service_may_be_asked_for_a_model_by_name_which_traces_show(adapter, remote):
+    named = adapter(base_url=remote.address, model="overlap")
+    assert kept(named, QUERY, DOCUMENTS)
+    assert remote.seen[-1]["model"] == named.model_label == "overlap"
+    unnamed = adapter(base_url=remote.address)
+    assert kept(unnamed, QUERY, DOCUMENTS)
+    assert "model" not in remote.seen[-1]
+    assert unnamed.model_label == remote.address
+    with pytest.raises(RemoteError, match="asked for 'large' and holds 'overlap'"):
+        kept(adapter(base_url=remote.address, model="large"), QUERY, DOCUMENTS)
+
+
+@both
+def test_warming_up_asks_the_service_and_closing_lets_its_connections_go(adapter, remote):
+    from rsrank_rag import connections
+
+    made = adapter(base_url=remote.address)
+    made.warm_up()
+    assert kept(made, QUERY, DOCUMENTS)
+    with connections.client(remote.address) as client:
+        pass
+    made.close()
+    assert client.is_closed
+    assert kept(made, QUERY, DOCUMENTS)
+    with pytest.raises(RemoteError, match="could not be reached"):
+        adapter(base_url="http://127.0.0.1:9", max_retries=0).warm_up()
+
+
+@both
+async def test_a_remote_reranker_as_model_is_not_queued_either(adapter, remote):
+    from rsrank_rag.remote import RemoteReranker
+
+    made = adapter(model=RemoteReranker(remote.address))
+    made.warm_up()
+    remote.script += [0.3] * 8
+    await asyncio.gather(*(scores(made, QUERY, DOCUMENTS) for _ in range(8)))
+    assert remote.most > 4
+    assert id(made.model) not in worker._workers
+
+
+def test_a_cross_encoder_asks_a_service_too(remote):
+    pytest.importorskip("langchain_core.cross_encoders")
+    from rsrank_rag.langchain import RSRankCrossEncoder
+
+    made = RSRankCrossEncoder(base_url=remote.address)
+    assert made.score([("a b", "a b"), ("c", "d"), ("a b", "a")]) == [1.0, -1.0, 0.0]
+    assert [asked["documents"] for asked in remote.seen] == [["a b", "a"], ["d"]]
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_a_forked_process_can_go_on_asking_a_service(remote):
+    made = RSRankCompressor(base_url=remote.address)
+    expected = kept(made, QUERY, DOCUMENTS)
+    context = multiprocessing.get_context("fork")
+    answers = context.SimpleQueue()
+    child = context.Process(target=lambda: answers.put(kept(made, QUERY, DOCUMENTS)))
+    child.start()
+    child.join(20)
+    assert child.exitcode == 0
+    assert answers.get() == expected

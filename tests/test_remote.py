@@ -1,0 +1,811 @@
+"""Asking a service: the same results as at home, and clear errors whatever the service does; over real sockets."""
+
+import asyncio
+import copy
+import gc
+import itertools
+import json
+import logging
+import multiprocessing
+import os
+import pickle
+import subprocess
+import sys
+import threading
+import time
+from contextlib import contextmanager
+from datetime import datetime, timedelta, timezone
+from email.utils import format_datetime
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+pytest.importorskip("uvicorn")
+
+from stub_service import Overlap, Service, listening, talking
+
+from rsrank_rag import Reranker, connections, remote
+from rsrank_rag.errors import InputError, RemoteError, RSRankError, ScoringError
+from rsrank_rag.remote import RemoteReranker
+
+QUERY = "when was the bridge opened"
+DOCUMENTS = ["the bridge was opened in 1932", "frost", "when it was opened", "", "the bridge"]
+SECRET = "sk-very-secret"
+MISSING = "This service needs an API key."
+
+
+@pytest.fixture(scope="module")
+def running():
+    service = Service()
+    with listening(service) as address:
+        yield service, address
+
+
+@pytest.fixture
+def service(running, monkeypatch):
+    monkeypatch.delenv("RSRANK_API_KEY", raising=False)
+    running[0].renew()
+    return running[0]
+
+
+@pytest.fixture
+def address(running, service):
+    return running[1]
+
+
+@contextmanager
+def serving(reranker, limits=None, **settings):
+    """`rsrank serve` itself, around a fake; gives its address and its queue."""
+    app = pytest.importorskip("rsrank_rag.serving.app", exc_type=ImportError)
+    from rsrank_rag.serving.scheduler import Scheduler
+
+    queue = Scheduler(lambda: reranker, "fake", limits=limits, canary=None, in_process=True)
+    with listening(app.create_app(queue, app.Settings(**settings))) as address:
+        yield address, queue
+
+
+@pytest.fixture(scope="module")
+def served():
+    with serving(Overlap()) as (address, _):
+        yield address
+
+
+@pytest.fixture
+def hurried(monkeypatch):
+    """Short pauses between tries."""
+    monkeypatch.setattr(remote, "FIRST_PAUSE", 0.01)
+
+
+async def rank(reranker, asynchronous, query=QUERY, documents=DOCUMENTS, **limits):
+    if asynchronous:
+        return await reranker.arank(query, documents, **limits)
+    return await asyncio.to_thread(reranker.rank, query, documents, **limits)
+
+
+both_ways = pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
+
+
+# Results
+
+texts = st.text(alphabet=st.sampled_from("ab \ud800é\n"), max_size=6)
+limits = st.fixed_dictionaries(
+    {},
+    optional={
+        "threshold": st.none() | st.floats(-3, 3) | st.just("native"),
+        "top_n": st.none() | st.integers(2, 5),
+        "min_docs": st.integers(0, 2),
+    },
+)
+
+
+@pytest.mark.parametrize("kind", ["a stub", "rsrank serve"])
+@settings(deadline=None, max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(query=texts, documents=st.lists(texts, max_size=6), limits=limits)
+def test_a_remote_rank_is_the_local_one(running, served, kind, query, documents, limits):
+    expected = Overlap().rank(query, documents, **limits)
+    reranker = RemoteReranker(running[1] if kind == "a stub" else served)
+    # A lone surrogate is no text that can be sent; the mark in its place is read as RSRank reads it.
+    if "\ud800" not in query + "".join(documents):
+        assert reranker.rank(query, documents, **limits) == expected
+        assert asyncio.run(reranker.arank(query, documents, **limits)) == expected
+        assert reranker.score(query, documents) == Overlap().score(query, documents)
+    else:
+        found = reranker.rank(query, documents, threshold=None)
+        assert sorted(document.text for document in found.kept) == sorted(documents)
+
+
+@both_ways
+async def test_the_native_threshold_is_that_of_the_services_model(service, address, asynchronous):
+    for threshold in (1.5, None):
+        service.threshold = threshold
+        found = await rank(RemoteReranker(address), asynchronous)
+        assert found.threshold == threshold
+        assert len(found.kept) == (2 if threshold else len(DOCUMENTS))
+        assert (await rank(RemoteReranker(address), asynchronous, documents=[])).threshold == threshold
+        assert RemoteReranker(address).threshold == threshold
+
+
+def test_rows_are_read_by_their_number_and_say_what_was_cut(service, address):
+    service.script += [lambda answer: {**answer, "results": answer["results"][::-1]}]
+    found = RemoteReranker(address).rank(QUERY, ["frost", "the bridge was opened...", "bridge"], threshold=None)
+    assert [(d.index, d.truncated) for d in found.kept] == [(1, True), (2, False), (0, False)]
+    assert type(found.kept[0].score) is float
+
+
+def test_pairs_of_several_queries_are_scored_as_at_home(address):
+    from rsrank_rag.reranker import Pair
+
+    pairs = [Pair("a b", "a b"), Pair("c", "c d"), Pair("a b", "x")]
+    assert RemoteReranker(address).score_pairs(pairs) == Overlap().score_pairs(pairs)
+    with pytest.raises(InputError, match="cannot cut documents"):
+        RemoteReranker(address).score_pairs([Pair("a", "b", max_tokens=3)])
+
+
+@both_ways
+async def test_all_scores_are_asked_for_raw_whatever_the_services_settings(service, address, asynchronous):
+    await rank(RemoteReranker(address), asynchronous, documents=["a\ud83d\ude00", "b\ud800"], threshold=1.0, top_n=1)
+    assert service.seen == [
+        {"query": QUERY, "documents": ["a😀", "b\ufffd"], "partial": True, "threshold": None, "normalize": False}
+    ]
+
+
+@both_ways
+async def test_a_model_can_be_asked_for_by_name_and_another_one_is_not_taken(service, address, asynchronous):
+    await rank(RemoteReranker(address, model="overlap"), asynchronous)
+    assert service.seen[-1]["model"] == "overlap"
+    for asked in (
+        rank(RemoteReranker(address, model="large"), asynchronous, documents=documents) for documents in ([], DOCUMENTS)
+    ):
+        with pytest.raises(RemoteError, match="asked for 'large' and holds 'overlap'"):
+            await asked
+
+
+@both_ways
+@pytest.mark.parametrize(
+    ("query", "documents", "limits", "message"),
+    [
+        (QUERY, "one text", {}, "documents must be a list"),
+        (QUERY, ["a", None], {}, "Document 1 must be a string, got NoneType"),
+        (3, ["a"], {}, "A query must be a string, got int"),
+        (QUERY, ["a"], {"top_n": 0}, "top_n must be at least 1"),
+        (QUERY, ["a"], {"threshold": float("nan")}, "NaN"),
+    ],
+)
+async def test_what_makes_no_sense_is_not_sent(service, address, asynchronous, query, documents, limits, message):
+    with pytest.raises(InputError, match=message):
+        await rank(RemoteReranker(address), asynchronous, query, documents, **limits)
+    assert service.seen == []
+
+
+# Addresses and keys
+
+
+@pytest.mark.parametrize("ending", ["", "/", "/v1", "/v1/", "/v1/rerank", "//"])
+def test_the_address_may_end_as_other_clients_want_it(address, ending):
+    assert RemoteReranker(address + ending).base_url == address
+    assert RemoteReranker(address + ending).score("a", ["a"]) == [0.0]
+    assert RemoteReranker("https://gate/way" + ending).base_url == "https://gate/way"
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        "localhost:8000",
+        "",
+        "ftp://host",
+        "http://",
+        "http://user:pass@host",
+        "http://host?key=pass",
+        "http://host#pass",
+        "http://host:port",
+        "http://..",
+        None,
+    ],
+)
+def test_what_is_no_address_is_refused_and_no_password_repeated(wrong):
+    with pytest.raises(InputError, match="base_url must") as caught:
+        RemoteReranker(wrong)
+    assert "pass@" not in str(caught.value)
+    assert "key=" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"timeout": 0}, {"timeout": float("inf")}, {"timeout": float("nan")}, {"max_retries": -1}]
+)
+def test_settings_out_of_range_are_refused(wrong):
+    with pytest.raises(InputError, match=next(iter(wrong))):
+        RemoteReranker("http://localhost", **wrong)
+
+
+@both_ways
+@pytest.mark.parametrize("source", ["argument", "environment"])
+async def test_the_key_is_sent_and_a_wrong_or_missing_one_is_explained(
+    service, address, asynchronous, source, monkeypatch
+):
+    service.key = SECRET
+
+    def keyed(key):
+        if source == "argument":
+            return RemoteReranker(address, api_key=key)
+        monkeypatch.setenv("RSRANK_API_KEY", key)
+        return RemoteReranker(address)
+
+    assert len((await rank(keyed(SECRET + "\n"), asynchronous)).kept) > 0
+    assert service.headers[-1]["authorization"] == f"Bearer {SECRET}"
+    name = "api_key" if source == "argument" else "RSRANK_API_KEY"
+    with pytest.raises(InputError, match=rf"refused the key in {name} \(401\): {MISSING}$"):
+        await rank(keyed("wrong"), asynchronous)
+    monkeypatch.delenv("RSRANK_API_KEY", raising=False)
+    with pytest.raises(InputError, match="a request without a key; give api_key or set RSRANK_API_KEY"):
+        await rank(RemoteReranker(address), asynchronous)
+    assert len(service.headers) == 3  # nothing is tried again
+
+
+def test_the_keys_variable_is_read_at_each_call(service, address, monkeypatch):
+    reranker = RemoteReranker(address)
+    for key in ("first", "second"):
+        monkeypatch.setenv("RSRANK_API_KEY", key)
+        reranker.score("a", ["a"])
+        assert service.headers[-1]["authorization"] == f"Bearer {key}"
+
+
+def test_the_key_is_never_shown_pickled_or_logged(service, address, caplog, hurried):
+    reranker = RemoteReranker(address, api_key=SECRET)
+    service.script += [(503, {"message": "Busy."}), (500, {"message": "Broken."})]
+    with caplog.at_level(logging.DEBUG), pytest.raises(RSRankError) as caught:
+        reranker.rank(QUERY, DOCUMENTS)
+    shown = [repr(reranker), str(reranker), str(vars(reranker)), repr(caught.value), str(caught.value.args)]
+    assert len(caplog.messages) > 1
+    assert not any(SECRET in text for text in (*shown, *caplog.messages, caplog.text))
+    assert not any("1932" in text for text in (*shown, *caplog.messages))
+    assert SECRET.encode() not in pickle.dumps(reranker)
+    for copied in (copy.copy(reranker), copy.deepcopy(reranker)):
+        copied.score("a", ["a"])
+        assert service.headers[-1]["authorization"] == f"Bearer {SECRET}"
+    pickle.loads(pickle.dumps(reranker)).score("a", ["a"])
+    assert "authorization" not in service.headers[-1]
+
+
+@pytest.mark.parametrize("key", ["sk\nX-Other: 1", "schlüssel", "sk\x00"])
+def test_a_key_that_cannot_be_sent_is_refused_without_being_shown(key, monkeypatch):
+    with pytest.raises(InputError, match="api_key holds characters") as caught:
+        RemoteReranker("http://localhost", api_key=key)
+    assert key not in str(caught.value)
+    if "\x00" not in key:
+        monkeypatch.setenv("RSRANK_API_KEY", key)
+        with pytest.raises(InputError, match="RSRANK_API_KEY holds characters"):
+            RemoteReranker("http://localhost").score("a", ["a"])
+
+
+@both_ways
+async def test_redirects_are_not_followed(service, address, asynchronous):
+    with talking() as (elsewhere, heard):
+        service.script += [(307, {}, {"Location": f"{elsewhere}/v1/rerank"})]
+        with pytest.raises(RemoteError, match=rf"sends on to {elsewhere[7:]} \(307\), where nothing was sent"):
+            await rank(RemoteReranker(address, api_key=SECRET), asynchronous)
+        assert heard == []
+    assert len(service.seen) == 1
+
+
+# Failures that may pass
+
+
+@both_ways
+@pytest.mark.parametrize("status", [429, 502, 503])
+async def test_a_busy_service_is_asked_again(service, address, asynchronous, status, hurried):
+    service.script += [(status, {"message": "Busy."})] * 2
+    assert await rank(RemoteReranker(address, max_retries=2), asynchronous) == Overlap().rank(QUERY, DOCUMENTS)
+    assert len(service.seen) == 3
+    assert service.seen[0] == service.seen[2]
+
+
+@both_ways
+async def test_after_the_last_try_the_services_own_words_are_the_error(service, address, asynchronous, hurried):
+    service.script += [(429, {"message": "40 documents are waiting."}, {"Retry-After": "0"})] * 3
+    with pytest.raises(RemoteError, match=r"answered 429: 40 documents are waiting\. Asked 3 times\.$") as caught:
+        await rank(RemoteReranker(address, max_retries=2), asynchronous)
+    assert (caught.value.status, caught.value.transient, caught.value.retry_after) == (429, True, 0.0)
+    again = pickle.loads(pickle.dumps(caught.value))
+    assert (str(again), vars(again)) == (str(caught.value), vars(caught.value))
+    assert len(service.seen) == 3
+
+
+@both_ways
+@pytest.mark.parametrize("kind", ["seconds", "date"])
+async def test_the_wait_that_the_service_asks_for_is_kept(service, address, asynchronous, kind, hurried):
+    date = format_datetime(datetime.now(timezone.utc) + timedelta(seconds=2), usegmt=True)  # in whole seconds
+    service.script += [(503, {}, {"Retry-After": "1" if kind == "seconds" else date})]
+    started = time.monotonic()
+    await rank(RemoteReranker(address), asynchronous)
+    assert 0.8 < time.monotonic() - started < 3.0
+
+
+@both_ways
+async def test_a_wait_beyond_the_timeout_is_not_begun(service, address, asynchronous):
+    service.script += [(503, {"message": "Loading."}, {"Retry-After": "30"})]
+    started = time.monotonic()
+    with pytest.raises(RemoteError, match=r"503: Loading\. Asked once and there is no time for another try") as caught:
+        await rank(RemoteReranker(address, timeout=5), asynchronous)
+    assert caught.value.retry_after == 30
+    assert time.monotonic() - started < 1
+
+
+def test_pauses_grow_to_a_limit_and_differ():
+    def pauses():
+        patience = remote._Patience(1e6, 8)
+        return [patience.pause(RemoteError("busy", 503, True)) for _ in range(8)]
+
+    first, second = pauses(), pauses()
+    assert first != second
+    for number, pause in enumerate(first):
+        least = min(0.25 * 2**number, 8.0)
+        assert least <= pause <= 2 * least
+
+
+@both_ways
+@pytest.mark.parametrize("status", [408, 500, 501, 504])
+async def test_other_failures_of_the_service_are_not_tried_again(service, address, asynchronous, status):
+    service.script += [(status, b"<html>proxy</html>")]
+    with pytest.raises(RemoteError, match=f"answered {status}\\.") as caught:
+        await rank(RemoteReranker(address), asynchronous)
+    assert (caught.value.status, caught.value.transient, len(service.seen)) == (status, False, 1)
+
+
+@both_ways
+@pytest.mark.parametrize(
+    ("status", "body", "message"),
+    [
+        (400, {"message": "The body is not JSON."}, r"refused the request \(400\): The body is not JSON\.$"),
+        (404, b"<html>", r"has no /v1/rerank \(404\)\. Is it the address of an rsrank service\?"),
+        (413, {"message": "1,001 documents; a request may have 1,000."}, r"\(413\): 1,001 documents;"),
+        (422, {"detail": "The query has no tokens"}, r"\(422\): The query has no tokens\.$"),
+        (422, {"detail": [{"input": "1932"}]}, r"refused the request \(422\)\.$"),
+        (418, b"[" * 100_000, r"refused the request \(418\)\.$"),
+    ],
+)
+async def test_a_refused_request_is_an_input_error_in_the_services_words(
+    service, address, asynchronous, status, body, message
+):
+    service.script += [(status, body)]
+    with pytest.raises(InputError, match=message) as caught:
+        await rank(RemoteReranker(address), asynchronous)
+    assert "1932" not in str(caught.value)
+    assert len(service.seen) == 1
+
+
+@both_ways
+async def test_what_takes_too_long_ends_with_the_timeout_and_is_not_asked_again(service, address, asynchronous):
+    service.script += [20]
+    started = time.monotonic()
+    with pytest.raises(RemoteError, match=r"did not answer in 0\.3 seconds\. Raise timeout"):
+        await rank(RemoteReranker(address, timeout=0.3), asynchronous)
+    assert time.monotonic() - started < 1.5
+    await until(lambda: service.left == 1)  # the service is told
+    assert len(service.seen) == 1
+
+
+@both_ways
+async def test_an_answer_in_drops_ends_with_the_timeout(asynchronous):
+    head = b"HTTP/1.1 200 OK\r\nContent-Length: 1000\r\n\r\n"
+    with talking([head, *[b" "] * 50]) as (elsewhere, _):
+        started = time.monotonic()
+        with pytest.raises(RemoteError, match="did not answer in 0"):
+            await rank(RemoteReranker(elsewhere, timeout=0.5), asynchronous)
+        assert time.monotonic() - started < 1.5
+
+
+@both_ways
+@pytest.mark.parametrize("cut", [[], [b"HTTP/1.1 200 OK\r\nContent-Length: 1000\r\n\r\n{"], [b"hello\r\n\r\n"]])
+async def test_a_lost_connection_is_tried_again(asynchronous, cut, hurried):
+    answer = json.dumps(Service().rows({"query": QUERY, "documents": DOCUMENTS})).encode()
+    whole = b"HTTP/1.1 200 OK\r\nConnection: close\r\nContent-Length: %d\r\n\r\n" % len(answer)
+    with talking(cut, [whole + answer]) as (elsewhere, heard):
+        assert await rank(RemoteReranker(elsewhere), asynchronous) == Overlap().rank(QUERY, DOCUMENTS)
+        assert len(heard) == 2
+    with talking(*[cut] * 2) as (elsewhere, heard):
+        with pytest.raises(RemoteError, match=r"could not be reached \(.*Asked 2 times") as caught:
+            await rank(RemoteReranker(elsewhere, max_retries=1), asynchronous)
+        assert caught.value.transient
+        assert len(heard) == 2
+
+
+@both_ways
+async def test_where_nobody_listens_the_error_says_so(asynchronous, hurried):
+    with pytest.raises(RemoteError, match=r"http://127\.0\.0\.1:9 could not be reached .*Asked 4 times\.") as caught:
+        await rank(RemoteReranker("http://127.0.0.1:9"), asynchronous)
+    assert caught.value.status is None
+
+
+# Answers that cannot be used
+
+
+def without(name):
+    return lambda answer: {key: value for key, value in answer.items() if key != name}
+
+
+def with_rows(change):
+    return lambda answer: {**answer, "results": change(answer["results"])}
+
+
+def with_first(**fields):
+    return with_rows(lambda rows: [{**rows[0], **fields}, *rows[1:]])
+
+
+@both_ways
+@pytest.mark.parametrize(
+    ("break_it", "message"),
+    [
+        (with_rows(lambda rows: rows[1:]), r"asked about 5 documents and gave 0 scores for document 0"),
+        (with_rows(lambda rows: [*rows, rows[0]]), "gave 2 scores for document 0"),
+        (with_rows(lambda rows: [*rows[1:], rows[1]]), "gave 0 scores for document 0"),
+        (with_first(index=5), "gave 0 scores for document 0"),
+        (with_rows(lambda rows: [*rows, {**rows[0], "index": -1}]), "gave 1 scores for document -1"),
+        (with_rows(lambda rows: [*rows, {**rows[0], "index": 5}]), "gave 1 scores for document 5"),
+        (with_first(relevance_score="0.5"), "did not answer as an rsrank service does"),
+        (with_first(index=True), "did not answer as an rsrank service does"),
+        (with_first(index=0.0), "did not answer as an rsrank service does"),
+        (without("threshold"), r"threshold: Field required\)\. Is it one\?"),
+        (without("results"), "results: Field required"),
+        (lambda answer: b"{'results'", "Invalid JSON"),
+        (lambda answer: b"", "did not answer as"),
+        (lambda answer: [answer], "did not answer as"),
+        (lambda answer: {**answer, "filler": "x" * 2_000_000}, "too long to be scores: more than 1,069,056 bytes"),
+        (lambda answer: {**answer, "errors": [{"index": 0, "message": "scored nan."}]}, "gave 2 scores for document 0"),
+    ],
+)
+async def test_an_answer_that_cannot_be_trusted_is_an_error(service, address, asynchronous, break_it, message):
+    service.script += [break_it]
+    with pytest.raises(RemoteError, match=message) as caught:
+        await rank(RemoteReranker(address), asynchronous)
+    assert not caught.value.transient
+    assert len(str(caught.value)) < 300
+    assert len(service.seen) == 1
+
+
+@both_ways
+@pytest.mark.parametrize("score", ["null", "NaN", "Infinity", "-Infinity", "1e999"])
+async def test_a_document_without_a_finite_score_is_named(service, address, asynchronous, score):
+    def spoil(answer):
+        rows = ", ".join(
+            f'{{"index": {i}, "relevance_score": {score if i == 2 else 1.0}}}' for i in range(len(DOCUMENTS))
+        )
+        return f'{{"model": "overlap", "threshold": 0.0, "results": [{rows}]}}'.encode()
+
+    service.script += [spoil]
+    with pytest.raises(ScoringError, match="document 2 the score") as caught:
+        await rank(RemoteReranker(address), asynchronous, threshold=None)
+    assert caught.value.index == 2
+
+
+@both_ways
+async def test_a_document_that_the_service_could_not_score_is_named(service, address, asynchronous):
+    def spoil(answer):
+        rows = [row for row in answer["results"] if row["index"] not in (1, 3)]
+        errors = [{"index": 3, "message": "scored inf."}, {"index": 1, "message": "scored nan."}]
+        return {**answer, "results": rows, "errors": errors}
+
+    refused = {"message": "Document 1 scored nan.", "documents": [{"index": 1, "message": "scored nan."}]}
+    service.script += [spoil, (422, refused)]
+    for message in (r"^Document 1 scored nan\. So it is with 1 more\.$", r"^Document 1 scored nan\.$"):
+        with pytest.raises(ScoringError, match=message) as caught:
+            await rank(RemoteReranker(address), asynchronous)
+        assert caught.value.index == 1
+
+
+# Ready or not
+
+
+def test_warming_up_asks_whether_the_service_is_ready_and_takes_the_key(service, address, hurried):
+    service.key = SECRET
+    service.threshold = 2.0
+    reranker = RemoteReranker(address, api_key=SECRET)
+    reranker.warm_up()
+    service.script += [(503, {"message": "The model is being loaded."})]
+    reranker.warm_up()
+    assert reranker.threshold == 2.0
+    with pytest.raises(InputError, match="refused the key in api_key"):
+        RemoteReranker(address, api_key="wrong").warm_up()
+    with pytest.raises(RemoteError, match="holds 'overlap'"):
+        RemoteReranker(address, api_key=SECRET, model="large").warm_up()
+    service.script += [(503, {"message": "The model is being loaded."})]
+    with pytest.raises(RemoteError, match=r"503: The model is being loaded\."):
+        RemoteReranker(address, max_retries=0).warm_up()
+    with pytest.raises(RemoteError, match="could not be reached"):
+        RemoteReranker("http://127.0.0.1:9", max_retries=0).warm_up()
+
+
+# With the service itself
+
+
+class Numbers(Reranker):
+    """A document's score is the number it starts with; calls wait for ``open``."""
+
+    threshold = 1.0
+
+    def __init__(self):
+        self.open = threading.Event()
+        self.open.set()
+
+    def score(self, query, documents):
+        self.open.wait(20)
+        return [float(text.split()[0]) for text in documents]
+
+
+@both_ways
+async def test_a_service_that_drops_and_normalises_by_itself_still_gives_all_and_raw(asynchronous):
+    with serving(Numbers(), drop=True, normalize=True) as (address, _):
+        for limits in ({}, {"threshold": None}, {"threshold": -2.5, "top_n": 2}, {"threshold": 9, "min_docs": 1}):
+            found = await rank(RemoteReranker(address), asynchronous, "q", ["1.5 a", "-2", "1", " 7"], **limits)
+            assert found == Numbers().rank("q", ["1.5 a", "-2", "1", " 7"], **limits)
+
+
+@both_ways
+async def test_the_services_refusals_are_our_errors(asynchronous, monkeypatch):
+    monkeypatch.delenv("RSRANK_API_KEY", raising=False)
+    with serving(Numbers(), api_keys=(SECRET,), max_documents=3, max_document_characters=50) as (address, _):
+        keyed = RemoteReranker(address, api_key=SECRET)
+        keyed.warm_up()
+        assert keyed.threshold == 1.0
+        with pytest.raises(InputError, match=r"a request without a key.* \(401\): This service needs an API key"):
+            await rank(RemoteReranker(address), asynchronous)
+        with pytest.raises(InputError, match=r"\(413\): 4 documents; a request may have 3\."):
+            await rank(keyed, asynchronous, "q", ["1"] * 4)
+        with pytest.raises(InputError, match=r"\(413\): Document 1 has 60 characters"):
+            await rank(keyed, asynchronous, "q", ["1", "1" * 60])
+        with pytest.raises(RemoteError, match="asked for 'large' and holds 'fake'"):
+            await rank(RemoteReranker(address, model="large", api_key=SECRET), asynchronous, "q", ["1"])
+        for documents in (["1", "nan", "2"], ["3", "inf"], ["3", "nan", "inf"]):
+            with pytest.raises(ScoringError, match=r"^Document 1 scored (nan|inf)") as caught:
+                await rank(keyed, asynchronous, "q", documents)
+            assert caught.value.index == 1
+        with pytest.raises(ScoringError, match=r"^Document 0 scored nan") as caught:
+            await rank(keyed, asynchronous, "q", ["nan"])
+        assert caught.value.index == 0
+        with pytest.raises(RemoteError, match=r"answered 500: .*made the model fail") as caught:
+            await rank(keyed, asynchronous, "q", ["no number"])
+        assert "no number" not in str(caught.value)
+        with pytest.raises(InputError, match=r"/elsewhere has no /v1/rerank \(404\): Not Found\. Is it the address"):
+            await rank(RemoteReranker(address + "/elsewhere", api_key=SECRET), asynchronous, "q", ["1"])
+
+
+@both_ways
+async def test_a_full_queue_is_waited_for_and_a_deadline_is_not_tried_again(asynchronous):
+    from rsrank_rag.serving.scheduler import QueueLimits
+
+    model = Numbers()
+    with serving(model, QueueLimits(pairs=1), timeout=3.0) as (address, queue):
+        model.open.clear()
+        first, second, third = (asyncio.create_task(RemoteReranker(address).arank("q", ["1"])) for _ in range(3))
+        await until(lambda: queue.stats()["refused"] > 0)
+        model.open.set()
+        assert {len((await call).dropped) for call in (first, second, third)} == {1}
+        model.open.clear()
+        with pytest.raises(RemoteError, match=r"answered 504: There was no answer in") as caught:
+            await rank(RemoteReranker(address), asynchronous, "q", ["1"])
+        assert (caught.value.status, caught.value.transient, queue.stats()["late"]) == (504, False, 1)
+        model.open.set()
+
+
+async def test_a_cancelled_call_leaves_the_services_queue():
+    model = Numbers()
+    with serving(model) as (address, queue):
+        model.open.clear()
+        busy = asyncio.create_task(RemoteReranker(address).arank("q", ["1"]))
+        await asyncio.sleep(0.3)  # it is being scored, so that the next has to wait
+        waiting = asyncio.create_task(RemoteReranker(address).arank("q", ["2"]))
+        await until(lambda: queue.stats()["waiting"] == 1)
+        waiting.cancel()
+        busy.cancel()
+        await until(lambda: queue.stats()["cancelled"] == 1)
+        model.open.set()
+        await asyncio.gather(busy, waiting, return_exceptions=True)
+
+
+# Loops, threads, processes
+
+
+async def until(done, seconds=5.0):
+    for _ in range(int(seconds / 0.02)):
+        if done():
+            return
+        await asyncio.sleep(0.02)
+    raise AssertionError("It did not happen.")
+
+
+async def test_a_cancelled_call_closes_its_request(service, address):
+    service.script += [20]
+    reranker = RemoteReranker(address)
+    call = asyncio.create_task(reranker.arank(QUERY, DOCUMENTS))
+    await until(lambda: service.running == 1)
+    call.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await call
+    await until(lambda: service.left == 1)
+    assert await reranker.arank(QUERY, DOCUMENTS) == Overlap().rank(QUERY, DOCUMENTS)
+
+
+async def test_64_calls_at_once_are_all_answered_beside_each_other_and_none_in_a_thread(service, address):
+    reranker = RemoteReranker(address)
+    await reranker.arank(QUERY, DOCUMENTS)
+    service.script += [0.3] * 64
+    threads, most = threading.active_count(), 0
+    batches = [[f"{text} {number}" for text in DOCUMENTS] for number in range(64)]
+    calls = [asyncio.create_task(reranker.arank(f"{QUERY} {i}", texts)) for i, texts in enumerate(batches)]
+    while not all(call.done() for call in calls):
+        most = max(most, threading.active_count())
+        await asyncio.sleep(0.01)
+    expected = [Overlap().rank(f"{QUERY} {i}", texts) for i, texts in enumerate(batches)]
+    assert [call.result() for call in calls] == expected
+    assert service.most > 32
+    assert most == threads
+
+
+async def test_the_event_loop_stays_free_while_a_service_thinks(service, address):
+    reranker = RemoteReranker(address)
+    await reranker.arank(QUERY, DOCUMENTS)
+    service.script += [(503, {}, {"Retry-After": "1"}), 1.0]
+    beats = []
+
+    async def heartbeat():
+        while True:
+            beats.append(time.perf_counter())
+            await asyncio.sleep(0.005)
+
+    beating = asyncio.create_task(heartbeat())
+    await reranker.arank(QUERY, DOCUMENTS)
+    beating.cancel()
+    assert beats[-1] - beats[0] > 1.9
+    assert max(after - before for before, after in itertools.pairwise(beats)) < 0.5
+
+
+def test_connections_are_used_again_by_all_who_talk_to_an_address(service, address):
+    connections.close(address)
+    for _ in range(3):
+        RemoteReranker(address, timeout=5).score("a", ["a"])
+    assert len(service.peers) == 1
+
+    async def several():
+        for _ in range(3):
+            await RemoteReranker(address, timeout=5).arank("a", ["a"])
+
+    asyncio.run(several())
+    assert len(service.peers) == 2
+
+
+def test_one_reranker_serves_loops_one_after_another_and_each_closes_its_connections(service, address):
+    reranker, clients = RemoteReranker(address), []
+
+    async def call():
+        async with connections.async_client(address) as client:
+            clients.append(client)
+        return await reranker.arank(QUERY, DOCUMENTS)
+
+    for _ in range(3):
+        assert asyncio.run(call()) == Overlap().rank(QUERY, DOCUMENTS)
+        assert clients[-1].is_closed
+    assert len(set(map(id, clients))) == 3
+    assert not [key for key in connections._loops if key[0] == address]
+
+
+@pytest.mark.filterwarnings("ignore:unclosed:ResourceWarning", "ignore::pytest.PytestUnraisableExceptionWarning")
+def test_a_loop_that_ends_without_a_word_leaves_nothing_behind_for_long(address):
+    reranker = RemoteReranker(address)
+    for _ in range(3):
+        loop = asyncio.new_event_loop()
+        assert loop.run_until_complete(reranker.arank("a", ["a"])).kept == ()
+        loop.close()
+    assert len([key for key in connections._loops if key[0] == address]) == 1
+    asyncio.run(reranker.arank("a", ["a"]))
+    assert not [key for key in connections._loops if key[0] == address]
+    gc.collect()
+
+
+def test_one_reranker_serves_threads_and_loops_at_once(service, address):
+    reranker = RemoteReranker(address)
+    expected, found = Overlap().rank(QUERY, DOCUMENTS), []
+
+    def blocking():
+        found.append(reranker.rank(QUERY, DOCUMENTS))
+
+    def looping():
+        async def several():
+            found.extend(await asyncio.gather(*(reranker.arank(QUERY, DOCUMENTS) for _ in range(4))))
+
+        asyncio.run(several())
+
+    threads = [threading.Thread(target=target) for target in (blocking, looping) * 4]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+    assert found == [expected] * 20
+
+
+@pytest.mark.parametrize("way", ["close", "aclose"])
+async def test_closing_lets_calls_under_way_finish_and_the_next_opens_anew(service, address, way):
+    reranker = RemoteReranker(address)
+    await asyncio.to_thread(reranker.rank, QUERY, DOCUMENTS)
+    await reranker.arank(QUERY, DOCUMENTS)
+    with connections.client(address) as threads:
+        async with connections.async_client(address) as loops:
+            service.script += [0.3, 0.3]
+            calls = [asyncio.create_task(rank(reranker, asynchronous)) for asynchronous in (False, True)]
+            await until(lambda: service.running == 2)
+            if way == "close":
+                reranker.close()
+            else:
+                await reranker.aclose()
+            assert await asyncio.gather(*calls) == [Overlap().rank(QUERY, DOCUMENTS)] * 2
+            assert not threads.is_closed
+            assert not loops.is_closed
+    assert threads.is_closed
+    assert loops.is_closed
+    assert await reranker.arank(QUERY, DOCUMENTS) == Overlap().rank(QUERY, DOCUMENTS)
+
+
+async def test_context_managers_close_idle_connections(address):
+    with RemoteReranker(address) as reranker:
+        await asyncio.to_thread(reranker.rank, QUERY, DOCUMENTS)
+        with connections.client(address) as client:
+            pass
+        assert not client.is_closed
+    assert client.is_closed
+    async with RemoteReranker(address) as reranker:
+        await reranker.arank(QUERY, DOCUMENTS)
+        async with connections.async_client(address) as client:
+            pass
+        assert not client.is_closed
+    assert client.is_closed
+    await reranker.arank(QUERY, DOCUMENTS)
+    async with connections.async_client(address) as client:
+        pass
+    await asyncio.to_thread(reranker.close)  # from another thread: the loop does it when it comes to it
+    await until(lambda: client.is_closed)
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+@pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
+def test_a_forked_process_opens_its_own_connections(service, address):
+    connections.close(address)
+    reranker = RemoteReranker(address)
+    expected = reranker.rank(QUERY, DOCUMENTS)
+    context = multiprocessing.get_context("fork")
+    answers = context.SimpleQueue()
+
+    def child():
+        answers.put((reranker.rank(QUERY, DOCUMENTS), asyncio.run(reranker.arank(QUERY, DOCUMENTS))))
+
+    process = context.Process(target=child)
+    process.start()
+    process.join(20)
+    assert process.exitcode == 0
+    assert answers.get() == (expected, expected)
+    assert reranker.rank(QUERY, DOCUMENTS) == expected
+    assert len(service.peers) == 3  # this process's, and two of the child
+
+
+# Without torch
+
+FRESH = """
+import asyncio, json, sys
+from langchain_core.documents import Document
+from rsrank_rag import RSRankCompressor
+compressor = RSRankCompressor(base_url=sys.argv[1])
+documents = [Document(text) for text in ("a b", "c", "a b c")]
+compressor.warm_up()
+found = compressor.compress_documents(documents, "a b c d")
+assert asyncio.run(compressor.acompress_documents(documents, "a b c d")) == found
+heavy = [name for name in ("torch", "transformers", "huggingface_hub") if name in sys.modules]
+print(json.dumps([[document.page_content for document in found], heavy]))
+"""
+
+
+def test_a_fresh_interpreter_asks_a_service_without_torch(address):
+    pytest.importorskip("langchain_core")
+    done = subprocess.run([sys.executable, "-c", FRESH, address], capture_output=True, text=True, check=True)
+    assert json.loads(done.stdout) == [["a b c", "a b"], []]
+
+
+def test_it_is_a_reranker():
+    assert isinstance(RemoteReranker("http://localhost"), Reranker)
