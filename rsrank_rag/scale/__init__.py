@@ -1,0 +1,1 @@
+"""Many pairs: files in, files out, on one machine or on many."""

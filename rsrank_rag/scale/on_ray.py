@@ -1,0 +1,173 @@
+"""Work on a Ray cluster: actors that each load their model once and take items until there are none left."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import json
+import logging
+import os
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ..errors import InputError, MissingDependencyError, RSRankError
+
+Worker = Callable[[Any], Any]
+"""Does one item. Items and results are plain JSON values."""
+
+LIVES = 3
+"""Times that an item is tried if the actor's process dies on it."""
+
+MOST_BLOCKS = 10_000
+"""Ray Data keeps an entry a block; beyond this, several items share one."""
+
+
+@dataclass(frozen=True)
+class Actors:
+    """Who does the work.
+
+    Attributes:
+        count: How many; None for as many as the cluster has room for now.
+        cpus: CPU cores of each. On a CPU this is also the number of threads that its model uses.
+        gpus: GPUs of each; a half lets two share one.
+        address: Of the cluster, such as ``"auto"`` or ``"ray://head:10001"``; None for ``RAY_ADDRESS``, or else a
+            cluster on this machine for as long as it takes.
+    """
+
+    count: int | None = None
+    cpus: float = 1.0
+    gpus: float = 0.0
+    address: str | None = None
+
+    def __post_init__(self) -> None:
+        if self.count is not None and self.count < 1:
+            raise InputError(f"--actors must be at least 1, got {self.count}.")
+        if self.cpus < 0 or self.gpus < 0 or self.cpus + self.gpus == 0:
+            raise InputError(f"An actor needs CPUs or GPUs, got {self.cpus:g} and {self.gpus:g}.")
+
+
+@contextmanager
+def cluster(address: str | None) -> Iterator[Any]:
+    """Ray, connected. What was begun here is ended here: a connection, or a cluster of this machine.
+
+    Raises:
+        MissingDependencyError: Ray is not installed.
+        RSRankError: There is no cluster at the address.
+    """
+    if importlib.util.find_spec("ray") is None:
+        raise MissingDependencyError("--engine ray needs Ray. Install with: pip install 'rsrank-rag[ray]'")
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    import ray
+
+    if ray.is_initialized():
+        yield ray
+        return
+    own = {} if address or os.environ.get("RAY_ADDRESS") else {"include_dashboard": False}
+    try:
+        ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR, **own)
+    except (ConnectionError, ValueError, RuntimeError, TimeoutError) as error:
+        raise RSRankError(
+            f"There is no Ray cluster at {address or os.environ.get('RAY_ADDRESS') or 'this machine'}: {error}"
+        ) from error
+    try:
+        yield ray
+    finally:
+        ray.shutdown()
+
+
+def each(make: Callable[[], Worker], items: Sequence[Any], actors: Actors) -> Iterator[Any]:
+    """Have every item done by some actor; results come as they are ready, in any order.
+
+    Args:
+        make: Makes an actor's worker; called when its first item comes. Picklable.
+        items: JSON values.
+        actors: Who does them.
+
+    Raises:
+        RSRankError: What a worker raised; or an actor died again and again; or the cluster has no room for one.
+    """
+    if not items:
+        return
+    with cluster(actors.address) as ray:
+        from ray import data
+
+        count = min(_count(ray, actors), len(items))
+        context = data.DataContext.get_current()
+        context.enable_progress_bars = False
+        logging.getLogger("ray.data").setLevel(logging.ERROR)
+        rows = [{"item": json.dumps(item)} for item in items]
+        blocks = data.from_items(rows, override_num_blocks=min(len(rows), MOST_BLOCKS))
+        with warnings.catch_warnings():
+            # Without max_task_retries an item on which the process dies would be tried for ever.
+            warnings.filterwarnings("ignore", message=".*ray_remote_args.*")
+            done = blocks.map_batches(
+                _Actor,
+                fn_constructor_args=(make, str(Path.cwd())),
+                batch_size=1,
+                compute=data.ActorPoolStrategy(size=count),
+                num_cpus=actors.cpus,
+                num_gpus=actors.gpus or None,
+                max_restarts=-1,
+                max_task_retries=LIVES - 1,
+            )
+        try:
+            for row in done.iter_rows():
+                if row["problem"]:
+                    raise RSRankError(row["problem"])
+                yield json.loads(row["result"])
+        except ray.exceptions.RayError as error:
+            raise RSRankError(_reason(error)) from error
+
+
+def _count(ray: Any, actors: Actors) -> int:
+    """How many actors; a machine of one's own that has no room for any would be waited for in vain."""
+    there = ray.cluster_resources()
+    rooms = [int(there.get(name, 0) // need) for name, need in (("CPU", actors.cpus), ("GPU", actors.gpus)) if need]
+    if actors.count is not None and len(ray.nodes()) > 1:
+        return actors.count  # the cluster may grow
+    if min(rooms) < (actors.count or 1):
+        raise RSRankError(
+            f"{actors.count or 1} actors of {actors.cpus:g} CPUs and {actors.gpus:g} GPUs were asked for, and the "
+            f"cluster has {there.get('CPU', 0):g} CPUs and {there.get('GPU', 0):g} GPUs. Ask for less, or give the "
+            "--address of a larger one."
+        )
+    return actors.count or min(rooms)
+
+
+def _reason(error: BaseException) -> str:
+    """What ended the work, without Ray's frames."""
+    import ray.exceptions
+
+    cause: BaseException = error
+    while isinstance(cause, ray.exceptions.RayTaskError) and cause.cause is not None:
+        cause = cause.cause
+    if isinstance(cause, ray.exceptions.RayActorError):
+        return (
+            f"An actor's process died {LIVES} times on one item: out of memory, or something in the input ends it. "
+            f"Run the same command again: what is done stays. Ray says: {str(cause).splitlines()[0]}"
+        )
+    lines = [line for line in str(cause).splitlines() if line.strip()] or [""]
+    return f"An actor failed ({type(cause).__name__}): {lines[-1]}"
+
+
+class _Actor:
+    """What Ray Data calls with batches of one item."""
+
+    def __init__(self, make: Callable[[], Worker], folder: str) -> None:
+        with contextlib.suppress(OSError):  # a machine without it can still use full paths
+            os.chdir(folder)  # relative names are those of whoever asked
+        self.make = make
+        self.worker: Worker | None = None
+
+    def __call__(self, batch: dict[str, Any]) -> dict[str, list[str]]:
+        result, problem = "null", ""
+        try:
+            self.worker = self.worker or self.make()
+            result = json.dumps(self.worker(json.loads(batch["item"][0])))
+        except RSRankError as error:  # as a value: Ray would bury it in frames, and try again
+            problem = str(error)
+        return {"result": [result], "problem": [problem]}

@@ -1,0 +1,483 @@
+"""Many pairs: files in, files out, whatever is in them, whoever does the work, and however often it is killed."""
+
+import gzip
+import json
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import time
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.dataset
+import pyarrow.parquet
+import pytest
+from ray_models import Fatal, Lengths, refuse, worker_of_nothing
+from typer.testing import CliRunner
+
+from rsrank_rag import Reranker, RSRank
+from rsrank_rag.cli import app
+from rsrank_rag.errors import InputError, RSRankError
+from rsrank_rag.partial_files import is_running, partial_of
+from rsrank_rag.scale.on_ray import Actors, each
+from rsrank_rag.scale.pairs import PairScorer
+from rsrank_rag.scale.run import score_files
+
+TEXTS = ["A cow gives milk.", "Trains run on rails.", "Honey keeps.", "Bees dance. " * 20, "Salt", ""]
+
+
+def rows_of(count):
+    return [{"id": f"row {i}", "query": f"query {i % 7}", "document": f"{TEXTS[i % 6]}{i}"} for i in range(count)]
+
+
+def write_lines(path, rows):
+    text = "".join(json.dumps(row) + "\n" for row in rows)
+    path.write_bytes(gzip.compress(text.encode()) if path.suffix == ".gz" else text.encode())
+    return path
+
+
+def table_of(folder):
+    return pyarrow.dataset.dataset(folder).to_table()
+
+
+def read(folder):
+    return table_of(folder).to_pylist()
+
+
+class Counting(Lengths):
+    """Remembers what it scored, and ends the run at a text."""
+
+    def __init__(self, stop_at=None):
+        super().__init__()
+        self.seen, self.stop_at = [], stop_at
+
+    def score_pairs(self, pairs):
+        if any(pair.document == self.stop_at for pair in pairs):
+            raise KeyboardInterrupt
+        self.seen += [pair.document for pair in pairs]
+        return super().score_pairs(pairs)
+
+
+class Broken(Reranker):
+    """Fails on everything once something has broken it."""
+
+    broken = False
+
+    def score(self, query, documents):
+        self.broken = self.broken or "break" in documents
+        if self.broken:
+            raise RuntimeError("CUDA error: an illegal memory access was encountered")
+        return [1.0] * len(documents)
+
+
+def score(source, output, make=Lengths, **options):
+    return score_files(str(source), output, make, **{"model": "lengths", **options})
+
+
+# Rows
+
+
+def test_scores_are_those_of_the_model(ranker, tmp_path):
+    rows = rows_of(40)
+    source = write_lines(tmp_path / "rows.jsonl", rows)
+    found = score(source, tmp_path / "out", lambda: ranker, rows_per_part=7)
+    assert (found.rows, found.pairs, found.errors, found.parts, found.found) == (40, 40, 0, 6, 0)
+    out = read(tmp_path / "out")
+    assert [{name: row[name] for name in ("id", "query", "document")} for row in out] == rows
+    expected = [ranker.score(row["query"], [row["document"]])[0] for row in rows]
+    assert [row["score"] for row in out] == pytest.approx(expected, abs=1e-5)
+    assert [row["kept"] for row in out] == [score > 0 for score in expected]
+    assert {row["error"] for row in out} == {None}
+
+
+@pytest.mark.parametrize("name", ["rows.jsonl.gz", "rows.parquet", "folder", "pattern"])
+def test_every_form_of_input_gives_the_same_rows(name, tmp_path):
+    rows = rows_of(50)
+    expected = score(write_lines(tmp_path / "rows.jsonl", rows), tmp_path / "expected", rows_per_part=8)
+    source = tmp_path / name
+    if name == "rows.parquet":
+        pyarrow.parquet.write_table(pa.Table.from_pylist(rows), source, row_group_size=11)
+    elif name == "rows.jsonl.gz":
+        write_lines(source, rows)
+    else:
+        (tmp_path / "in" / "deep").mkdir(parents=True)
+        write_lines(tmp_path / "in" / "a.jsonl", rows[:20])
+        write_lines(tmp_path / "in" / "b.jsonl.gz", rows[20:30])
+        pyarrow.parquet.write_table(pa.Table.from_pylist(rows[30:]), tmp_path / "in" / "deep" / "c.parquet")
+        (tmp_path / "in" / "_notes.jsonl").write_text("not read")
+        source = tmp_path / "in" if name == "folder" else f"{tmp_path}/in/**/[a-c].*"
+    found = score(source, tmp_path / "out", rows_per_part=8)
+    assert read(tmp_path / "out") == read(tmp_path / "expected")
+    assert found.rows == expected.rows == 50
+
+
+def test_rows_with_lists_get_lists(tmp_path):
+    rows = [
+        {"query": "q", "documents": ["a", "no score", "", None]},
+        {"query": "q", "documents": []},
+        {"query": None, "documents": ["a", "b"]},
+        {"query": "q"},
+    ]
+    found = score(write_lines(tmp_path / "rows.jsonl", rows), tmp_path / "out", partial(Threshold, -1000))
+    out = read(tmp_path / "out")
+    assert [row["score"] for row in out] == [[-999.0, None, -1000.0, None], [], [None, None], [None]]
+    assert [row["kept"] for row in out] == [[True, None, False, None], [], [None, None], [None]]
+    assert out[0]["error"] == [None, "has no score.", None, "The document is no text but null."]
+    assert out[2]["error"] == ["The query is no text but null."] * 2
+    assert out[3]["error"] == ["The row's documents are no list but null."]
+    assert (found.pairs, found.errors) == (7, 5)
+
+
+class Threshold(Lengths):
+    """With another native threshold."""
+
+    def __init__(self, threshold):
+        super().__init__()
+        self.threshold = threshold
+
+
+def test_a_blank_document_is_not_kept_and_without_a_threshold_nothing_is():
+    batch = {"query": ["q", "q"], "document": ["aa", "  "]}
+    assert PairScorer(partial(Threshold, -5000.0))(batch)["kept"] == [True, False]
+    assert PairScorer(partial(Threshold, None))(batch)["kept"] == [None, None]
+
+
+def test_pairs_without_a_score_are_named_and_the_others_scored(tmp_path):
+    rows = [*rows_of(3), {"query": "q", "document": None}, {"query": "q", "document": "no score"}, {"document": "d"}]
+    score(write_lines(tmp_path / "rows.jsonl", rows), tmp_path / "out")
+    out = read(tmp_path / "out")
+    assert [row["score"] is None for row in out] == [False] * 3 + [True] * 3
+    assert [row["error"] for row in out][3:] == [
+        "The document is no text but null.",
+        "has no score.",
+        "The query is no text but null.",
+    ]
+    assert [row["kept"] for row in out][3:] == [None] * 3
+
+
+def test_whatever_else_a_row_has_is_carried_along(tmp_path):
+    rows = [
+        {"query": "q", "document": "d", "n": 1, "when": "2020-01-01", "deep": {"a": [1, 2]}, "late": None},
+        {"query": "q", "document": "\ud83d\ude00 \ud83d", "n": 2.5, "when": None, "deep": None, "late": "here"},
+        {"query": "q", "document": "e", "extra": True},
+    ]
+    score(write_lines(tmp_path / "rows.jsonl", rows), tmp_path / "out", rows_per_part=1)
+    out = read(tmp_path / "out")
+    assert [row["n"] for row in out] == [1.0, 2.5, None]
+    assert [row["when"] for row in out] == ["2020-01-01", None, None]
+    assert [row["deep"] for row in out] == [{"a": [1, 2]}, None, None]
+    assert [row["late"] for row in out] == [None, "here", None]
+    assert [row["extra"] for row in out] == [None, None, True]
+    assert out[1]["document"] == "😀 \ufffd"
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ('{"query": "q", "document": "d"}\n{"query": ', r"rows\.jsonl, row 1 \(from 0\) is no JSON object"),
+        ('["q", "d"]\n', "it is no object but list"),
+        ('{"question": "q", "document": "d"}\n', 'need a "query".*found question, document'),
+        ('{"query": "q", "document": "d", "documents": []}\n', 'either a "document" or "documents"'),
+        ('{"query": "q", "document": "d", "score": 1}\n', "have score already"),
+        ('{"query": "q", "document": 7}\n', 'Column "document" must hold texts, got int64'),
+        ('{"query": "q", "documents": "d"}\n', 'Column "documents" must hold lists of texts, got string'),
+        ('{"query": "q", "document": "d"}\n{"query": 1, "document": "d"}\n', 'column "query" holds values of several'),
+        ("\n\n", "there are no rows"),
+    ],
+)
+def test_input_that_cannot_be_used_is_refused_before_anything_is_scored(content, message, tmp_path):
+    (tmp_path / "rows.jsonl").write_text(content)
+    with pytest.raises(InputError, match=message):
+        score(tmp_path / "rows.jsonl", tmp_path / "out", refuse)
+    assert not (tmp_path / "out").exists()
+
+
+def test_columns_that_do_not_fit_between_files_are_named(tmp_path):
+    write_lines(tmp_path / "a.jsonl", [{"query": "q", "document": "d", "n": "one"}])
+    write_lines(tmp_path / "b.jsonl", [{"query": "q", "document": "d", "n": 1}])
+    with pytest.raises(InputError, match=r"b\.jsonl, rows 0 to 0: the columns do not fit"):
+        score(tmp_path, tmp_path / "out")
+
+
+def test_a_source_that_is_not_there_is_said(tmp_path):
+    with pytest.raises(InputError, match=r"there is no \.jsonl"):
+        score(tmp_path / "none*.jsonl", tmp_path / "out")
+    (tmp_path / "rows.csv").write_text("a")
+    with pytest.raises(InputError, match=r"rows\.csv is none of \.jsonl"):
+        score(tmp_path / "rows.csv", tmp_path / "out")
+
+
+# Interruptions
+
+
+def test_an_interrupted_run_goes_on_and_does_nothing_twice(tmp_path):
+    source = write_lines(tmp_path / "rows.jsonl", rows_of(30))
+    stops = Counting(stop_at=rows_of(30)[17]["document"])
+    with pytest.raises(KeyboardInterrupt):
+        score(source, tmp_path / "out", lambda: stops, rows_per_part=4)
+    assert len(list((tmp_path / "out").glob("part-*"))) == 4
+    goes_on = Counting()
+    found = score(source, tmp_path / "out", lambda: goes_on, rows_per_part=4)
+    assert (found.found, found.parts, found.rows) == (4, 8, 30)
+    assert goes_on.seen == [row["document"] for row in rows_of(30)[16:]]
+    score(source, tmp_path / "once", rows_per_part=4)
+    assert table_of(tmp_path / "out").equals(table_of(tmp_path / "once"))
+    assert score(source, tmp_path / "out", refuse, rows_per_part=4).found == 8  # nothing to do, nothing loaded
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"model": "another"}, "model: 'lengths' there, 'another' asked for"),
+        ({"settings": {"dtype": "bfloat16"}}, "dtype: None there, 'bfloat16' asked for"),
+        ({"rows_per_part": 5}, "rows_per_part: 4 there, 5 asked for"),
+        ({"edit": True}, r"the content of .*rows\.jsonl"),
+        ({"more": True}, "1 input files there, 2 asked for"),
+    ],
+)
+def test_a_folder_of_something_else_is_not_continued_and_the_difference_is_named(change, message, tmp_path):
+    (tmp_path / "in").mkdir()
+    source = write_lines(tmp_path / "in" / "rows.jsonl", rows_of(9))
+    score(tmp_path / "in", tmp_path / "out", rows_per_part=4)
+    if change.pop("edit", False):
+        source.write_text(source.read_text().replace("row 3", "row X"))
+    if change.pop("more", False):
+        write_lines(tmp_path / "in" / "more.jsonl", rows_of(1))
+    with pytest.raises(InputError, match=message):
+        score(tmp_path / "in", tmp_path / "out", **{"rows_per_part": 4, **change})
+
+
+def test_the_same_content_elsewhere_is_the_same_input(tmp_path):
+    source = write_lines(tmp_path / "rows.jsonl", rows_of(9))
+    score(source, tmp_path / "out", rows_per_part=4)
+    (tmp_path / "out" / "part-000001.parquet").unlink()
+    moved = source.rename(tmp_path / "moved.jsonl")
+    assert score(moved, tmp_path / "out", rows_per_part=4).found == 2
+    assert len(read(tmp_path / "out")) == 9
+
+
+def test_a_folder_that_holds_other_files_is_left_alone(tmp_path):
+    source = write_lines(tmp_path / "rows.jsonl", rows_of(2))
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "thesis.txt").write_text("dear")
+    with pytest.raises(InputError, match="is no empty folder"):
+        score(source, tmp_path / "out")
+
+
+def test_what_a_killed_run_left_half_written_is_removed_and_what_another_writes_is_not(tmp_path):
+    source = write_lines(tmp_path / "rows.jsonl", rows_of(2))
+    (tmp_path / "out").mkdir()
+    dead = tmp_path / "out" / "_part-000000.999999999-1.partial"
+    mine = partial_of(tmp_path / "out" / "_part-000000.parquet")
+    elsewhere = tmp_path / "out" / "_part-000000.999999999-1-otherhost.partial"
+    for file in (dead, mine, elsewhere):
+        file.write_text("half")
+    score(source, tmp_path / "out")
+    assert not dead.exists()
+    assert not mine.exists()  # it has become the part
+    assert elsewhere.exists()
+    os.utime(elsewhere, (0, 0))
+    assert not is_running(elsewhere)
+
+
+def test_a_damaged_part_is_named(tmp_path):
+    source = write_lines(tmp_path / "rows.jsonl", rows_of(4))
+    score(source, tmp_path / "out", rows_per_part=2)
+    (tmp_path / "out" / "part-000001.parquet").write_bytes(b"PAR1")
+    with pytest.raises(InputError, match=r"part-000001\.parquet is damaged"):
+        score(source, tmp_path / "out", rows_per_part=2)
+
+
+def test_a_model_that_fails_on_everything_fills_no_file_with_errors(tmp_path):
+    rows = [{"query": "q", "document": text} for text in ("a", "b", "break", "d")]
+    source = write_lines(tmp_path / "rows.jsonl", rows)
+    with pytest.raises(RSRankError, match="lengths fails on every pair"):
+        score(source, tmp_path / "out", Broken, rows_per_part=2)
+    assert [file.name for file in (tmp_path / "out").glob("part-*")] == ["part-000000.parquet"]
+
+
+# Other frameworks
+
+
+def test_one_callable_serves_arrays_frames_and_datasets():
+    rows = rows_of(10)
+    columns = {name: [row[name] for row in rows] for name in rows[0]}
+    expected = PairScorer(Lengths)(columns)["score"]
+    arrays = {name: np.array(values, dtype=object) for name, values in columns.items()}
+    assert PairScorer(Lengths)(arrays)["score"] == expected
+    pandas, datasets = pytest.importorskip("pandas"), pytest.importorskip("datasets")
+    frame = pandas.DataFrame(PairScorer(Lengths)(pandas.DataFrame(columns)))  # what mapInPandas of Spark is given
+    assert frame["score"].tolist() == expected
+    mapped = datasets.Dataset.from_dict(columns).map(PairScorer(Lengths), batched=True, batch_size=4)
+    assert mapped["score"] == expected
+    assert mapped["id"] == columns["id"]
+    scorer = PairScorer(Lengths)
+    scorer(columns)
+    assert pickle.loads(pickle.dumps(scorer))(columns)["score"] == expected
+
+
+def test_one_callable_serves_ray_data(ray_cluster):
+    from ray import data
+
+    done = data.from_items(rows_of(20)).map_batches(
+        PairScorer, fn_constructor_args=(Lengths,), batch_size=8, compute=data.ActorPoolStrategy(size=1), num_cpus=0.5
+    )
+    found = {row["id"]: row["score"] for row in done.take_all()}
+    assert found == {row["id"]: Lengths().score(row["query"], [row["document"]])[0] for row in rows_of(20)}
+
+
+# On Ray
+
+TWO = Actors(2, cpus=0.5)
+
+
+def test_actors_write_what_one_process_writes(ray_cluster, tmp_path):
+    source = write_lines(tmp_path / "rows.jsonl", rows_of(60))
+    score(source, tmp_path / "local", rows_per_part=7)
+    seen = []
+
+    def watch(plan, done):
+        for rows in done:
+            seen.append(rows)
+            yield rows
+
+    found = score(source, tmp_path / "ray", rows_per_part=7, actors=TWO, progress=watch)
+    assert found.rows == sum(seen) == 60
+    assert table_of(tmp_path / "ray").equals(table_of(tmp_path / "local"))
+
+
+def test_an_actor_that_dies_is_replaced_and_one_that_dies_each_time_ends_the_run(ray_cluster, tmp_path):
+    rows = rows_of(12)
+    rows[7]["document"] = "kill this process"
+    source = write_lines(tmp_path / "rows.jsonl", rows)
+    (tmp_path / "flag").touch()
+    with pytest.raises(RSRankError, match="process died 3 times on one item"):
+        score(source, tmp_path / "out", partial(Fatal, tmp_path / "flag", False), rows_per_part=2, actors=TWO)
+    found = score(source, tmp_path / "out", partial(Fatal, tmp_path / "flag", True), rows_per_part=2, actors=TWO)
+    assert found.rows == 12
+    assert [row["score"] for row in read(tmp_path / "out")] == [
+        Lengths().score(row["query"], [row["document"]])[0] for row in rows
+    ]
+
+
+def test_what_an_actor_says_reaches_the_user_as_one_line(ray_cluster, tmp_path):
+    source = write_lines(tmp_path / "rows.jsonl", rows_of(4))
+    with pytest.raises(RSRankError, match=r"^There is no such artifact\.$"):
+        score(source, tmp_path / "out", refuse, actors=TWO)
+
+
+def test_every_item_is_done_once(ray_cluster):
+    items = [{"number": number, "text": "ä\n"} for number in range(40)]
+    found = list(each(worker_of_nothing, items, TWO))
+    assert sorted(found, key=lambda item: item["number"]) == items
+    assert list(each(worker_of_nothing, [], TWO)) == []
+
+
+def test_a_machine_without_room_for_an_actor_says_so(ray_cluster):
+    with pytest.raises(RSRankError, match=r"1 actors of 1 CPUs and 4 GPUs were asked for, and the cluster has 8 CPUs"):
+        list(each(worker_of_nothing, [1], Actors(gpus=4)))
+    with pytest.raises(InputError, match="--actors must be at least 1"):
+        Actors(0)
+
+
+# The commands
+
+
+def run(*arguments):
+    return CliRunner().invoke(app, [str(argument) for argument in arguments])
+
+
+def small_rows(count):
+    return [
+        {"id": i, "query": f"Which animal number {i % 5} gives milk?", "document": f"{i}: {TEXTS[i % 6]}"}
+        for i in range(count)
+    ]
+
+
+def killed(arguments, output, parts):
+    """Run the command and kill it, with kill -9, when so many parts are there."""
+    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])}
+    process = subprocess.Popen(
+        [sys.executable, "-m", "rsrank_rag", *map(str, arguments)], env=environment, stderr=subprocess.PIPE, text=True
+    )
+    for _ in range(1200):
+        if len(list(output.glob("part-*.parquet"))) >= parts or process.poll() is not None:
+            break
+        time.sleep(0.05)
+    assert process.poll() is None, process.stderr.read()
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    process.stderr.close()
+
+
+@pytest.mark.parametrize("engine", ["local", "ray"])
+def test_the_command_goes_on_after_kill_9_and_the_rows_are_the_models(engine, ray_cluster, tmp_path):
+    rows = small_rows(160)
+    source, output = write_lines(tmp_path / "rows.jsonl", rows), tmp_path / "out"
+    arguments = ["score", "--input", source, "--output", output, "--rows-per-part", 4, "--dtype", "float32"]
+    address = ray_cluster.get_runtime_context().gcs_address
+    actors = ["--engine", "ray", "--actors", 2, "--cpus-per-actor", 0.5, "--address", address]
+    killed([*arguments, *(actors if engine == "ray" else [])], output, parts=2)
+    there = len(list(output.glob("part-*.parquet")))
+    assert 2 <= there < 40
+    done = run(*arguments)  # by whichever engine
+    assert done.exit_code == 0, done.stderr
+    assert "160 rows, 160 pairs, in 40 files (" in done.stdout.replace("\n", " ")
+    out = read(output)
+    assert [row["id"] for row in out] == list(range(160))
+    ranker = RSRank.from_pretrained("mini", dtype="float32", prefix_cache=False)
+    queries = sorted({row["query"] for row in rows})
+    texts = [[row["document"] for row in rows if row["query"] == query] for query in queries]
+    expected = dict(zip(queries, map(iter, ranker.score_many(queries, texts)), strict=True))
+    assert [row["score"] for row in out] == pytest.approx([next(expected[row["query"]]) for row in rows], abs=1e-4)
+
+
+def test_the_command_names_what_is_wrong(ray_cluster, tmp_path):
+    source = write_lines(tmp_path / "rows.jsonl", small_rows(4))
+    refused = run(
+        "score", "--input", source, "--output", tmp_path / "out", "--model", "nobody/nothing", "--local-files-only"
+    )
+    assert refused.exit_code == 1
+    assert "nobody/nothing" in refused.stderr
+    failed = run("score", "-i", source, "-o", tmp_path / "out", "--dtype", "float99", "--engine", "ray", "--actors", 1)
+    assert failed.exit_code == 1
+    assert "float99" in failed.stderr
+    assert "Traceback" not in failed.stderr
+
+
+def test_documents_are_read_ahead_of_time_by_actors(ray_cluster, tmp_path):
+    documents = tmp_path / "passages.txt"
+    documents.write_text("\n".join(f"{i}: {TEXTS[i % 5]}" for i in range(300)))
+    arguments = ["index", "--documents", documents, "--prefixes", tmp_path / "kept"]
+    actors = ["--engine", "ray", "--actors", 2, "--cpus-per-actor", 0.5]
+    done = run(*arguments, *actors)
+    assert done.exit_code == 0, done.stderr
+    assert "300 documents, 300 new" in done.stdout
+    again = run(*arguments)
+    assert "300 documents, 0 new" in again.stdout
+
+
+def test_features_are_made_by_actors(ray_cluster, tiny_folder, tmp_path):
+    data = tmp_path / "labelled.jsonl"
+    lines = []
+    for number in range(12):
+        documents = [{"id": str(i), "text": f"{text}{number}", "relevant": i < 1} for i, text in enumerate(TEXTS[:3])]
+        lines.append(json.dumps({"id": str(number), "query": f"query {number}", "documents": documents}))
+    data.write_text("\n".join(lines) + "\n")
+    options = ["--config", "your-data", "--data", data, "--set", f"model.name={tiny_folder('qwen3')}"]
+    options += ["--set", "model.device=cpu", "--set", "minimum_queries=4"]
+    local = run("features", *options, "--output", tmp_path / "local")
+    assert local.exit_code == 0, local.stderr
+    actors = ["--engine", "ray", "--actors", 2, "--cpus-per-actor", 0.5]
+    done = run("features", *options, "--output", tmp_path / "ray", *actors)
+    assert done.exit_code == 0, done.stderr
+    assert "12 queries" in done.stdout
+    from rsrank_rag.training.features import FeatureStore
+
+    expected, found = FeatureStore(tmp_path / "local" / "features"), FeatureStore(tmp_path / "ray" / "features")
+    for number in range(12):
+        assert found[number].shifts.equal(expected[number].shifts)
