@@ -3,14 +3,24 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 OLDEST := langchain-core==0.3.34 llama-index-core==0.13.0 'langchain<0.4'
+CLIENTS_langchain := langchain-cohere langchain-community infinity-client langchain-nvidia-ai-endpoints haystack-ai \
+	huggingface-api-haystack rerankers
+CLIENTS_llama := $(addprefix llama-index-postprocessor-,cohere-rerank jinaai-rerank tei-rerank nvidia-rerank \
+	siliconflow-rerank xinference-rerank)
+CLIENTS_newest := 'cohere>=7' xinference-client
 
-.PHONY: demo test test-oldest docs lint clean
+.PHONY: demo test test-oldest test-clients docs lint clean
 
 demo: $(VENV)/.installed
 	@$(BIN)/python examples/demo.py
 
 test: $(VENV)/.installed-dev
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2
+
+# Client libraries of other rerankers against the service; they want versions that do not go together.
+test-clients: $(foreach group,langchain llama newest,$(VENV)-clients-$(group)/.installed)
+	@set -e; for group in langchain llama newest; do \
+		$(VENV)-clients-$$group/bin/python -m pytest tests/test_clients.py; done
 
 docs: $(VENV)/.installed-dev
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
@@ -46,5 +56,13 @@ $(VENV)-oldest/.installed: $(VENV)/.installed-dev
 	@$(VENV)-oldest/bin/python -m pip install --quiet --disable-pip-version-check --no-warn-conflicts $(OLDEST)
 	@touch $@
 
+$(VENV)-clients-%/.installed: $(VENV)/.installed-dev
+	@echo "Installing clients ($*) ..."
+	@$(PYTHON) -m venv --clear $(VENV)-clients-$*
+	@$(VENV)-clients-$*/bin/python -c 'import site, sys; open(site.getsitepackages()[0] + "/rest.pth", "w").write(sys.argv[1])' \
+		$$($(BIN)/python -c 'import site; print(site.getsitepackages()[0])')
+	@$(VENV)-clients-$*/bin/python -m pip install --quiet --disable-pip-version-check --no-warn-conflicts $(CLIENTS_$*)
+	@touch $@
+
 clean:
-	rm -rf $(VENV) $(VENV)-oldest
+	rm -rf $(VENV) $(VENV)-oldest $(VENV)-clients-*

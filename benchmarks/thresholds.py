@@ -25,7 +25,7 @@ from typing import Any
 from tqdm import tqdm
 
 from rsrank_rag import Reranker, RSRank
-from rsrank_rag.evaluation.baselines import BM25
+from rsrank_rag.evaluation.baselines import BM25, BiEncoder
 from rsrank_rag.evaluation.calibration import select_above
 from rsrank_rag.evaluation.datasets import LabelledQuery, read_labelled, read_sets
 from rsrank_rag.evaluation.evidence import Evidence, evidence, sent_above, sent_top
@@ -367,6 +367,15 @@ def _means(found: Evidence) -> dict[str, Any]:
     return {**{name: _mean(getattr(found, name)) for name in fields}, "intervals": intervals}
 
 
+def short(found: Any) -> Any:
+    """The same record with its numbers to five places."""
+    if isinstance(found, Mapping):
+        return {key: short(value) for key, value in found.items()}
+    if isinstance(found, (list, tuple)):
+        return [short(value) for value in found]
+    return round(found, 5) if isinstance(found, float) else found
+
+
 def _mean(values: Sequence[float]) -> float:
     return math.fsum(values) / max(len(values), 1)
 
@@ -471,11 +480,14 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--train", type=Path, required=True, help="folder with the training sets")
     parser.add_argument("--dev", type=Path, required=True, help="folder with the held-out sets")
     parser.add_argument("--model", default="mini")
+    parser.add_argument(
+        "--minilm", default="sentence-transformers/all-MiniLM-L6-v2", help="Hub id or folder of the bi-encoder"
+    )
     parser.add_argument("--cache", type=Path, required=True, help="JSON file for the scores")
     parser.add_argument("--fit-sets", nargs="+", default=FIT, help="training sets to choose parameters on")
     parser.add_argument("--fit-queries", type=int, default=40, help="of each training set")
     parser.add_argument("--null-documents", type=int, default=16, help="0 leaves the rules that need them out")
-    parser.add_argument("--null-queries", type=int, default=60, help="of each held-out set")
+    parser.add_argument("--null-queries", type=int, default=300, help="the first ones of each held-out set")
     parser.add_argument("--output", type=Path, required=True, help="JSON file for every figure")
     parser.add_argument("--figure", type=Path, required=True, help="PNG of evidence against tokens")
     return parser.parse_args()
@@ -491,26 +503,25 @@ def main() -> None:
         whole = read_labelled(options.train / f"{name}.jsonl.gz")
         known = set(seen[name])
         rows = random.Random(0).sample([query for query in whole if query.id not in known], options.fit_queries)
-        scores = cache(f"fit/{name}/scores", partial(candidates, ranker, rows, name))
+        scores = cache(f"fit/{name}/{len(rows)}", partial(candidates, ranker, rows, name))
         documents = pool(whole, options.null_documents)
-        nulls = cache(f"fit/{name}/null", partial(null, ranker, rows, documents)) if documents else []
+        key = f"fit/{name}/{len(rows)}/null/{options.null_documents}"
+        nulls = cache(key, partial(null, ranker, rows, documents)) if documents else []
         fit[name] = observed(rows, scores, nulls)
     held_out = read_sets(sorted(options.dev.glob("*.jsonl.gz")))
     for name, rows in held_out.items():
-        scores = cache(f"dev/{name}/scores", partial(candidates, ranker, rows, name))
+        scores = cache(f"dev/{name}/mini", partial(candidates, ranker, rows, name))
         few, documents = rows[: options.null_queries], pool(rows, options.null_documents)
-        nulls = cache(f"dev/{name}/null", partial(null, ranker, few, documents)) if documents else []
+        key = f"dev/{name}/null/{options.null_documents}/{len(few)}"
+        nulls = cache(key, partial(null, ranker, few, documents)) if documents else []
         dev[name] = observed(rows, scores, nulls)
-    words = {
-        name: cache(f"dev/{name}/bm25", partial(candidates, BM25(), rows, name)) for name, rows in held_out.items()
-    }
-    systems = {
-        "mini": {name: [seen.query for seen in rows] for name, rows in dev.items()},
-        "BM25": {
-            name: [ScoredQuery(row, one.query.relevant) for row, one in zip(words[name], rows, strict=True)]
-            for name, rows in dev.items()
-        },
-    }
+    systems = {"mini": {name: [seen.query for seen in rows] for name, rows in dev.items()}}
+    for system, rival in (("MiniLM cosine", BiEncoder(options.minilm, device="cpu")), ("BM25", BM25())):
+        systems[system] = {}
+        for name, rows in held_out.items():
+            scores = cache(f"dev/{name}/{system}", partial(candidates, rival, rows, name))
+            labels = [[document.relevant for document in query.documents] for query in rows]
+            systems[system][name] = list(map(ScoredQuery, scores, labels))
     lengths = {name: cache(f"dev/{name}/tokens", partial(tokens, ranker, rows)) for name, rows in held_out.items()}
     found = {
         "headroom": headroom(dev),
@@ -519,7 +530,8 @@ def main() -> None:
         "conformal": conformal(fit, dev),
         "evidence": send(systems, lengths),
     }
-    options.output.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+    text = json.dumps(short(found), separators=(",", ":"))
+    options.output.write_text(text + "\n", encoding="utf-8")
     draw(found["evidence"], list(systems), options.figure)
     choices = ["all", "zero", *(f"{system}, top {k}" for system in systems for k in (1, 3, 5, 10))]
     print(headroom_table(found["headroom"]), rule_table(found["best_case"]), rule_table(found["rules"]), sep="\n\n")

@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, cast
 
 import typer
 from rich.progress import track
 
-from . import __version__, cli_evaluation, cli_training
+from . import __version__, cli_evaluation, cli_scale, cli_serving, cli_training
 from .console import catch_errors, problems, screen
 from .errors import InputError
 from .evaluation.systems import forms
@@ -35,7 +36,9 @@ app = typer.Typer(
     epilog="Try: `rsrank rank --query 'Who painted it?' --documents passages.txt`",
 )
 app.add_typer(cli_evaluation.app)
+app.add_typer(cli_serving.app)
 app.add_typer(cli_training.app)
+app.add_typer(cli_scale.app)
 
 Model = Annotated[str, typer.Option("--model", "-m", help="Built-in name, artifact folder or Hub id.")]
 Query = Annotated[str, typer.Option("--query", "-q", help="The question.")]
@@ -183,6 +186,11 @@ def index(
     load_in_8bit: EightBit = False,
     load_in_4bit: FourBit = False,
     local_files_only: Offline = False,
+    engine: cli_scale.Engine = cli_serving.Where.local,
+    actors: cli_scale.Count = None,
+    cpus_per_actor: cli_scale.Cpus = 1.0,
+    gpus_per_actor: cli_scale.Gpus = 0.0,
+    address: cli_serving.Address = None,
 ) -> None:
     """Read documents ahead of time: later calls with `prefix_cache=FOLDER` run only the query.
 
@@ -192,12 +200,27 @@ def index(
     """
     with catch_errors():
         texts = read_documents(documents)
-        ranker = _load(
-            model, revision, device, dtype, load_in_8bit, load_in_4bit, local_files_only, prefix_cache=prefixes
+        load = partial(
+            _load,
+            model,
+            revision,
+            device,
+            dtype,
+            load_in_8bit,
+            load_in_4bit,
+            local_files_only,
+            prefix_cache=prefixes.absolute(),
         )
-        count, size = ranker.index_size(texts)
-        problems.print(f"{len(texts):,} documents, {count:,} new: {size / 1e6:,.1f} MB")
-        ranker.index(texts, show_progress=problems.is_terminal)
+        chosen = cli_scale.chosen(engine, actors, cpus_per_actor, gpus_per_actor, address)
+        if chosen is not None:
+            from .scale.workers import index_on
+
+            count = index_on(chosen, load, texts)
+        else:
+            ranker = load()
+            count, size = ranker.index_size(texts)
+            problems.print(f"{len(texts):,} documents, {count:,} new: {size / 1e6:,.1f} MB")
+            ranker.index(texts, show_progress=problems.is_terminal)
     screen.print(f"{len(texts):,} documents, {count} new, in {prefixes}")
 
 
@@ -301,7 +324,12 @@ def _tau(threshold: str, system: System, scored: list[list[ScoredQuery]]) -> tup
 
 @app.command()
 def evaluate(
-    data: Annotated[list[Path], typer.Option("--data", help="Labelled .jsonl or .jsonl.gz; may be given again.")],
+    data: Annotated[
+        list[str],
+        typer.Option(
+            "--data", help="Labelled .jsonl or .jsonl.gz, or a set on the Hub: hotpotqa, beir:NAME. May be given again."
+        ),
+    ],
     model: Annotated[
         list[str],
         typer.Option(
@@ -325,7 +353,10 @@ def evaluate(
         ),
     ] = "native",
     titles: Annotated[bool, typer.Option(help="Put a document's title in front of its text.")] = True,
-    limit: Annotated[int | None, typer.Option(min=1, help="Use only the first queries of each file.")] = None,
+    limit: Annotated[
+        int | None, typer.Option(min=1, help="Use only the first queries of each file; so many at random from the Hub.")
+    ] = None,
+    negatives: Annotated[str | None, typer.Option(help=cli_evaluation.NEGATIVES)] = None,
     revision: Revision = None,
     device: Device = None,
     dtype: Dtype = None,
@@ -346,11 +377,14 @@ def evaluate(
     `rsrank evaluate --data dev.jsonl.gz --model qwen3-reranker:0.6b`
 
     `rsrank evaluate --data dev.jsonl.gz --model mini --model bm25 --report report`
+
+    `rsrank evaluate --data dev.jsonl.gz --model mini --negatives bm25`
     """
     from transformers.utils import logging
 
     from .evaluation.comparison import Measured
-    from .evaluation.datasets import read_sets
+    from .evaluation.hub_datasets import load_sets
+    from .evaluation.negatives import Negatives
     from .evaluation.report import shift_pictures, write_report
     from .evaluation.systems import load_system, parse
     from .loading import LoadOptions
@@ -362,11 +396,12 @@ def evaluate(
             _number(threshold)
         for name in model:
             parse(name)  # a wrong name is said before the data are read
-        sets = read_sets(data, limit=limit)
+        hard = None if negatives is None else Negatives.parse(negatives)
         logging.disable_progress_bar()
         options = LoadOptions(
             device, dtype, load_in_8bit, load_in_4bit, local_files_only, trust_remote_code=trust_remote_code
         )
+        sets = load_sets(data, limit=limit, negatives=hard, titles=titles, options=options)
         for name in dict.fromkeys(model):
             with problems.status(f"Loading {name} ..."):
                 system = load_system(name, revision=revision, options=options)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.table import Table
 
+from . import cli_scale, cli_serving
 from .console import catch_errors, problems, screen
 from .errors import ArtifactError, InputError
 
@@ -63,11 +64,16 @@ def features(
     settings: Setting = None,
     layers: Layers = None,
     dry_run: DryRun = False,
+    engine: cli_scale.Engine = cli_serving.Where.local,
+    actors: cli_scale.Count = None,
+    cpus_per_actor: cli_scale.Cpus = 1.0,
+    gpus_per_actor: cli_scale.Gpus = 0.0,
+    address: cli_serving.Address = None,
 ) -> None:
     """Read the shifts of labelled queries from the frozen language model, into OUTPUT/features.
 
     A run that was interrupted goes on where it stopped. Several GPUs:
-    `accelerate launch --num_processes 4 -m rsrank_rag features ...`
+    `accelerate launch --num_processes 4 -m rsrank_rag features ...`, or several machines: `--engine ray`.
 
     Too large? `--set features.max_tokens=8` keeps 8 tokens of each query, `--set features.max_documents=10` so many
     documents.
@@ -77,7 +83,13 @@ def features(
         if dry_run:
             _plan(kitchen)
             return
-        store = kitchen.extract()
+        chosen = cli_scale.chosen(engine, actors, cpus_per_actor, gpus_per_actor, address)
+        if chosen is None:
+            store = kitchen.extract()
+        else:
+            from .scale.workers import features_on
+
+            store = features_on(chosen, kitchen.recipe, output)
         screen.print(f"{len(store):,} queries in {store.folder}")
 
 

@@ -94,7 +94,8 @@ def evaluation_table(title: str, records: Sequence[Mapping[str, str | int | floa
     table.add_column("dataset", no_wrap=True)
     names = [name for name in records[0] if name not in ("model", "dataset")]
     for name in names:
-        table.add_column(name.replace("@query_best", "@query"), justify="right")
+        heading = name.replace("@query_best", "@query").replace("@", "\n@").replace("_", "\n")  # fits into 80 columns
+        table.add_column(heading, justify="right")
     for record in records:
         values = [value if isinstance(value, int) else f"{value:.3f}" for value in map(record.__getitem__, names)]
         table.add_row(Text(str(record["dataset"])), *map(str, values))

@@ -1,14 +1,17 @@
 """The command line, called as a user calls it."""
 
+import io
 import json
 
 import pytest
 from conftest import DOCUMENTS, QUERY
+from rich.console import Console
 from typer.testing import CliRunner
 
 from rsrank_rag import __version__
 from rsrank_rag.cli import app, read_documents
 from rsrank_rag.errors import InputError
+from rsrank_rag.tables import evaluation_table
 
 runner = CliRunner()
 
@@ -125,6 +128,17 @@ def test_evaluate_writes_one_record_a_file_and_shows_the_same_table(artifact, la
         assert f"{record['ndcg@5']:.3f}" in table
 
 
+def test_the_table_of_a_long_name_fits_into_eighty_columns():
+    record = {"model": "m", "dataset": "hotpotqa.paragraph", "queries": 7405}
+    record |= dict.fromkeys(KEYS[3:], -0.123)
+    console = Console(width=80, file=io.StringIO())
+    console.print(evaluation_table("title", [record]))
+    shown = console.file.getvalue()
+    assert "…" not in shown
+    assert "hotpotqa.paragraph" in shown
+    assert shown.count("-0.123") == 6
+
+
 def test_evaluate_takes_baselines_and_the_best_threshold_over_all_files(labelled, tmp_path):
     output = tmp_path / "metrics.json"
     run("evaluate", "-m", "bm25", "--data", labelled[0], "--threshold", "shared", "--json", str(output))
@@ -157,6 +171,22 @@ def test_evaluate_says_before_the_work_that_its_report_cannot_be_written(labelle
     assert "--report" in result.stderr
 
 
+def test_evaluate_takes_negatives_from_the_whole_file(tmp_path):
+    rows = [
+        {"id": "0", "query": "lamp oil", "documents": [{"id": "a", "text": "oil of the lamp", "relevant": True}]},
+        {"id": "1", "query": "rope", "documents": [{"id": "b", "text": "lamp oil, lamp oil", "relevant": True}]},
+    ]
+    data, output = tmp_path / "data.jsonl", tmp_path / "metrics.json"
+    data.write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
+
+    def ndcg(*arguments):
+        run("evaluate", "-m", "bm25", "--data", str(data), "--limit", "1", "--json", str(output), *arguments)
+        return json.loads(output.read_text(encoding="utf-8"))[0]["ndcg@5"]
+
+    assert ndcg() == 1.0
+    assert ndcg("--negatives", "bm25") < 1.0
+
+
 def test_limit_takes_the_first_queries(labelled, tmp_path):
     output = tmp_path / "metrics.json"
     run("evaluate", "-m", "bm25", "--data", labelled[0], "--limit", "1", "--json", str(output))
@@ -173,6 +203,7 @@ def test_limit_takes_the_first_queries(labelled, tmp_path):
         (["rank", "-q", "x", "-d", "-", "-m", "ARTIFACT", "--dtype", "int8"], 2, "is not a dtype"),
         (["info", "nowhere at all"], 1, "neither built in"),
         (["evaluate", "-m", "bm25", "--data", "nowhere.jsonl"], 2, "no data file"),
+        (["evaluate", "-m", "bm25", "--data", "x", "--negatives", "hard"], 2, "random, bm25, dense or dense:ENCODER"),
         (["evaluate", "-m", "bm25", "--data", "x", "--threshold", "high"], 2, "a number, 'native' or 'shared'"),
         (["rank", "--nonsense"], 2, "No such option"),
     ],

@@ -10,8 +10,9 @@ import pytest
 from hub_server import HubServer, connected
 
 from rsrank_rag.errors import InputError, MissingDependencyError
-from rsrank_rag.evaluation.hub_datasets import _SOURCES, NAMES, _from_hotpotqa, _rows, _sample, load_named
-from rsrank_rag.evaluation.negatives import Negatives, _others
+from rsrank_rag.evaluation.datasets import read_labelled
+from rsrank_rag.evaluation.hub_datasets import _SOURCES, NAMES, _from_hotpotqa, _rows, _sample, load_named, load_sets
+from rsrank_rag.evaluation.negatives import Negatives, _others, replace_negatives
 
 datasets = pytest.importorskip("datasets")
 pa = pytest.importorskip("pyarrow")
@@ -313,6 +314,52 @@ def test_any_set_in_the_layout_of_beir_is_found_by_its_name(name, hub):
 def test_a_set_of_the_paper_is_pinned_under_its_beir_name_too(publish):
     publish("fiqa", beir())
     assert load_named("beir:fiqa") == load_named("fiqa")
+
+
+# Files and names together
+
+
+@pytest.fixture
+def file(tmp_path):
+    """Two queries: each one's documents are candidates of the other."""
+    path = tmp_path / "mine.jsonl"
+    words = [["lamp oil burns", "bees hum", "rope"], ["bees make honey", "lamp posts", "salt"]]
+    rows = [
+        {
+            "id": f"f{i}",
+            "query": text,
+            "documents": [{"id": str(j), "text": t, "relevant": j == 0} for j, t in enumerate(words[i])],
+        }
+        for i, text in enumerate(["a lamp", "the bees"])
+    ]
+    path.write_bytes(lines(rows))
+    return path
+
+
+def test_files_and_names_are_read_side_by_side(publish, file):
+    publish("fiqa", beir())
+    found = load_sets([file, "fiqa", str(file)])
+    assert found == {"mine": read_labelled(file), "fiqa": load_named("fiqa")}
+    cut = load_sets(["beir:fiqa", file], limit=1)
+    assert cut == {"mine": read_labelled(file)[:1], "beir:fiqa": load_named("fiqa", queries=1)}
+
+
+def test_a_file_that_is_called_like_a_set_is_the_file(hub, file, monkeypatch):
+    monkeypatch.chdir(file.parent)
+    file.rename(file.parent / "fiqa")
+    assert [query.id for query in load_sets(["fiqa"])["fiqa"]] == ["f0", "f1"]
+    assert hub.log == []
+    with pytest.raises(InputError, match="no data file scifact"):
+        load_sets(["scifact"])
+
+
+def test_negatives_of_a_file_come_from_all_of_it_also_where_few_queries_are_taken(publish, file):
+    publish("fiqa", beir(corpus=WORDS, queries=QUERIES[:1], labels=[{"query-id": "q0", "corpus-id": "w3", "score": 1}]))
+    hard = Negatives(kind="bm25", count=1)
+    found = load_sets([file, "fiqa"], limit=1, negatives=hard)
+    assert found["mine"] == replace_negatives(read_labelled(file), hard)[:1]
+    assert {d.text: d.relevant for d in found["mine"][0].documents} == {"lamp oil burns": True, "lamp posts": False}
+    assert found["fiqa"] == load_named("fiqa", negatives=hard)
 
 
 # The Hub

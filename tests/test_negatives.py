@@ -7,6 +7,7 @@ import random
 import numpy as np
 import pytest
 
+from rsrank_rag.errors import InputError
 from rsrank_rag.evaluation import negatives as module
 from rsrank_rag.evaluation.baselines import BM25, BiEncoder
 from rsrank_rag.evaluation.datasets import LabelledDocument, LabelledQuery
@@ -158,3 +159,18 @@ def test_the_candidates_of_all_queries_are_the_corpus_of_a_file():
     assert len({d.id for d in two.documents}) == 3
     assert replace_negatives(queries, Negatives(kind="bm25", count=2)) == [one, two]
     assert queries[0].documents[1].text == "bees hum"  # what was given is as it was
+
+
+def test_negatives_are_written_as_a_kind_and_an_encoder():
+    assert [Negatives.parse(kind) for kind in ("random", "bm25", "dense")] == [
+        Negatives(),
+        Negatives(kind="bm25"),
+        Negatives(kind="dense"),
+    ]
+    assert Negatives.parse("dense:./models/mine:v2") == Negatives(kind="dense", encoder="./models/mine:v2")
+
+
+@pytest.mark.parametrize("text", ["", "hard", "BM25", "bm25:x", "random:", "dense:"])
+def test_other_negatives_are_refused(text):
+    with pytest.raises(InputError, match="random, bm25, dense or dense:ENCODER"):
+        Negatives.parse(text)

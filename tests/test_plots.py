@@ -36,15 +36,17 @@ def test_score_ranges_show_each_sets_range_and_best_threshold():
     (axes,) = figure.axes
     ends = [end for bar in axes.patches for end in (bar.get_x(), bar.get_x() + bar.get_width())]
     assert ends == pytest.approx([end for pair in ranges.values() for end in pair])
-    natural, dots = axes.lines
-    assert list(natural.get_xdata()) == [0.4, 0.4]
+    line, dots = axes.lines
+    assert list(line.get_xdata()) == [0.4, 0.4]
     assert list(dots.get_xdata()) == list(best.values())
     assert [label.get_text() for label in axes.get_yticklabels()] == SETS
     assert (axes.get_xlabel(), titles(figure)) == ("score, normalised over all sets", ["mini"])
-    assert legend(figure) == {"scores", "natural threshold", "best threshold"}
+    assert legend(figure) == {"scores", "threshold in use", "best threshold"}
+    named = plots.score_ranges(ranges, best, 0.4, label="tuned threshold")
+    assert legend(named) == {"scores", "tuned threshold", "best threshold"}
 
 
-def test_a_natural_threshold_outside_of_all_scores_is_still_on_the_figure():
+def test_a_threshold_outside_of_all_scores_is_still_on_the_figure():
     (axes,) = plots.score_ranges({"a": (0.0, 1.0)}, {"a": 0.5}, 1.4).axes
     assert axes.get_xlim()[1] > 1.4
 
@@ -72,6 +74,7 @@ def test_headroom_bars_stack_what_calibration_would_add_on_what_there_is():
     assert list(axes.lines[0].get_ydata()) == [0.3] * 4
     assert [text.get_text() for text in axes.texts] == ["+0", "+10", "+20", "+30"]
     assert axes.get_ylabel() == "mean F1"
+    assert "threshold in use" in legend(figure)
 
 
 def test_score_histograms_count_every_document_of_its_class():
@@ -95,7 +98,9 @@ def test_selection_curves_show_both_ways_to_spend_a_budget():
     threshold, top, star = figure.axes[0].lines
     assert (list(threshold.get_ydata()), list(top.get_ydata())) == ([0.6] * 10, [0.5] * 10)
     assert (list(star.get_xdata()), list(star.get_ydata())) == ([2.5], [0.7])
-    assert legend(figure) == {"one threshold, same budget", "top-k", "natural threshold"}
+    assert legend(figure) == {"one threshold, same budget", "top-k", "threshold in use"}
+    named = plots.selection_curves({"a": panel}, label="native threshold")
+    assert legend(named) == {"one threshold, same budget", "top-k", "native threshold"}
 
 
 def test_evidence_curves_show_top_k_as_lines_and_the_threshold_as_a_star():

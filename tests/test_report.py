@@ -4,6 +4,7 @@ import json
 import random
 import re
 import sys
+from dataclasses import replace
 from html.parser import HTMLParser
 
 import pytest
@@ -121,6 +122,29 @@ def test_means_equal_those_of_the_plain_evaluation(found):
         for metric in METRICS:
             means = [result.sets[name].metrics[metric].mean for name in SETS]
             assert result.metrics[metric].mean == pytest.approx(sum(means) / 2)
+
+
+@pytest.mark.parametrize(
+    ("origin", "kind"),
+    [
+        ("native", "native threshold"),
+        ("given", "given threshold"),
+        ("the best over all sets; no native one", "tuned threshold"),
+        ("the best over all files; this system has no native threshold", "tuned threshold"),
+    ],
+)
+def test_only_a_native_threshold_is_called_so_in_the_figures(origin, kind):
+    system = replace(SYSTEMS[1], origin=origin)
+    pictures = {picture.name: picture for picture in report.figures_of(compare([system], SETS, resamples=20))}
+    legends = {
+        name: {text.get_text() for legend in picture.figure.legends for text in legend.get_texts()}
+        for name, picture in pictures.items()
+    }
+    assert kind in legends["score-range-0"] & legends["selection-0"]
+    assert f"bad: {kind}" in pictures["headroom"].caption
+    words = " ".join([*legends["headroom"], *(picture.caption for picture in pictures.values())])
+    assert "natural" not in words
+    assert ("native" in words) == (origin == "native")
 
 
 def test_differences_are_paired_and_over_sets_each_counts_the_same(found):

@@ -17,7 +17,7 @@ from rsrank_rag.evaluation.evaluate import score_dataset, summarise
 from rsrank_rag.evaluation.metrics import ScoredQuery
 from rsrank_rag.evaluation.reproduction import Reproduction, plan, reproduce, shipped
 from rsrank_rag.loading import LoadOptions
-from rsrank_rag.training.ablations import ABLATIONS, GROUPS, Ablations, chosen, pick
+from rsrank_rag.training.ablations import ABLATIONS, GROUPS, AblationRow, Ablations, chosen, pick
 from rsrank_rag.training.recipe import DataPart, Recipe
 
 CPU = LoadOptions(device="cpu", dtype="float32", local_files_only=True)
@@ -85,6 +85,8 @@ def test_the_papers_configuration_is_its_protocol():
     assert "15 random negatives" in text
     assert all(name in text for name in ABLATIONS)
     assert "15 bm25 negatives" in plan(Reproduction.load("paper", artifact="mini", negatives="bm25"))
+    dense = Reproduction.load("paper", artifact="mini", negatives="dense:./encoder").sets[0].negatives
+    assert (dense.kind, dense.encoder, dense.count) == ("dense", "./encoder", 15)
 
 
 @pytest.mark.parametrize("name", shipped())
@@ -215,7 +217,16 @@ def test_a_whole_run_gives_tables_and_figures_of_the_scores(artifact, ranker, da
         pytest.approx(q.scores, abs=1e-4) for q in expected
     ]
     page = outcome.tables.read_text(encoding="utf-8")
-    for title in ("Ranking", "Thresholds", "F1 gap", "Headroom", "Threshold or top-k", "Inference", "Ablations on two"):
+    for title in (
+        "Ranking",
+        "Intervals",
+        "Thresholds",
+        "F1 gap",
+        "Headroom",
+        "Threshold or top-k",
+        "Inference",
+        "Ablations on two",
+    ):
         assert f"## {title}" in page
     value = summarise("one", expected).ndcg5
     assert re.search(rf"\| tiny \| (\*\*)?{100 * value:.1f}(\*\*)? \|", page)
@@ -273,6 +284,35 @@ def test_the_gap_table_holds_the_papers_columns():
     result = found.systems[0].sets["a"]
     own, best = (100 * result.metrics[name].mean for name in ("f1@query_best", "f1@best"))
     assert f"| a | 4 | {own:.1f} | {best:.1f} |" in paper_tables.gap_tables(found)
+
+
+def test_differences_are_those_of_the_means_and_bold_where_zero_is_outside_of_the_interval():
+    sets = {"a": made_up(12, 3)}
+    labels = [[d.relevant for d in q.documents] for q in sets["a"]]
+    right = [ScoredQuery([1.0 if label else -1.0 for label in row], row) for row in labels]
+    wrong = [ScoredQuery([-1.0 if label else 1.0 for label in row], row) for row in labels]
+    systems = [Measured(name, 0.0, "native", {"a": rows}) for name, rows in (("x", right), ("y", wrong), ("z", wrong))]
+    text = paper_tables.difference_tables(compare(systems, sets, resamples=50))
+    assert "| x | 100.0 [100.0, 100.0] |" in text
+    better, same = (text.split(f"**{pair}**")[1] for pair in ("x minus y", "y minus z"))
+    expected = [summarise("a", rows).as_dict()["ndcg@5"] for rows in (right, wrong)]
+    assert f"| a | **{100 * (expected[0] - expected[1]):+.1f} [" in better
+    assert "| mean | +0.0 [+0.0, +0.0] | +0.0 [+0.0, +0.0] | +0.0 [+0.0, +0.0] |" in same
+
+
+def test_an_ablation_stands_beside_its_paired_difference_to_the_base():
+    def row(name, f1, ndcg):
+        metrics = {"recall@5": (0.5,) * 4, "ndcg@5": ndcg, "f1@0": f1, "f1@5": (0.5,) * 4, "f1@best": (0.5,) * 4}
+        return AblationRow(
+            name=name, group="g", changes="c", dataset="a", parameters=1234, metrics=metrics, tau_best=0, seconds=1
+        )
+
+    text = paper_tables.ablation_tables(
+        [row("base", (0.5, 0.6, 0.7, 0.8), (0.5,) * 4), row("worse", (0.1, 0.2, 0.3, 0.4), (0.4, 0.6, 0.4, 0.6))]
+    )
+    base, worse = (line.split(" | ") for line in text.splitlines() if line.startswith("| g |"))
+    assert base[-3:-1] == ["", ""]
+    assert worse[-3:] == ["+0.0 [-10.0, +10.0]", "**-40.0 [-40.0, -40.0]**", "1,234 |"]
 
 
 # Ablations

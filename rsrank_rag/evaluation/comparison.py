@@ -26,10 +26,13 @@ from .metrics import ScoredQuery, best_threshold, f1_at, query_best_f1, ranking_
 from .statistics import LEVEL, RESAMPLES, Estimate, PairedTest, estimate_mean, paired_differences, paired_t_test
 
 METRICS = ("ndcg@5", "recall@5", "f1@tau", "f1@best", "f1@query_best")
-"""Per query and in the mean: ranking, then F1 at the natural, the set's best and the query's own best threshold."""
+"""Per query and in the mean: ranking, then F1 at the threshold in use, the set's best and the query's own best one."""
 
 GAP_LIMITS = (0.1, 0.3)
 """F1 gaps of which the share of queries above is given, as in the paper's Section 2.2."""
+
+TUNED = "tuned threshold"
+"""The best single one over all sets, found on the labels: where there is no native one, or where it was asked for."""
 
 _Estimator = Callable[..., Estimate]
 
@@ -80,7 +83,7 @@ class BudgetRow(_Record):
 
 
 class SelectionResult(_Record):
-    """The natural threshold, top-k with the same mean number of documents, the difference, and both for each k."""
+    """The threshold in use, native or not, top-k with the same mean number of documents, the difference; each k."""
 
     natural: Spending
     top_k: Spending
@@ -148,6 +151,11 @@ class SystemResult(_Record):
     metrics: dict[str, Estimate]
     latency: Latency | None
     sets: dict[str, SetResult]
+
+    @property
+    def threshold_kind(self) -> str:
+        """What figures call the threshold: only a native one is a property of the system."""
+        return {"native": "native threshold", "given": "given threshold"}.get(self.threshold_origin, TUNED)
 
 
 class Difference(_Record):

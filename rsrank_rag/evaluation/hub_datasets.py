@@ -12,12 +12,13 @@ from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from ..errors import InputError, MissingDependencyError
 from ..hub import HUB_ERRORS
-from .datasets import LabelledDocument, LabelledQuery
-from .negatives import Negatives, choose
+from .datasets import LabelledDocument, LabelledQuery, read_sets
+from .negatives import Negatives, choose, replace_negatives
 
 if TYPE_CHECKING:
     from ..loading import LoadOptions
@@ -75,6 +76,46 @@ NAMES: tuple[str, ...] = tuple(_SOURCES)
 """The sets that `load_named` knows, besides those of BEIR."""
 
 _BEIR_NAME = re.compile(r"beir[:/]([A-Za-z0-9][A-Za-z0-9._-]*)")
+
+
+def load_sets(
+    places: Iterable[str | Path],
+    *,
+    limit: int | None = None,
+    negatives: Negatives | None = None,
+    titles: bool = True,
+    options: LoadOptions | None = None,
+) -> dict[str, list[LabelledQuery]]:
+    """Files of labelled queries and sets by name from the Hub: name -> queries.
+
+    Args:
+        places: ``.jsonl`` or ``.jsonl.gz`` files, names of `NAMES` or ``beir:NAME``. A file goes before a name.
+        limit: Only the first queries of each file; of a set by name so many at random.
+        negatives: Irrelevant documents of each query, of a file from the candidates of all its queries. None for the
+            file's own, and 15 at random for sets of BEIR by name. The multi-hop sets by name keep their own.
+        titles: The first stage reads a file's titles in front of the texts.
+        options: How to load the bi-encoder of dense negatives.
+
+    Raises:
+        RSRankError: As `read_labelled`, `load_named` and `replace_negatives`.
+    """
+    given = dict.fromkeys(map(str, places))
+    named = [place for place in given if is_name(place)]
+    files = [place for place in given if place not in named]
+    found = read_sets(files, limit=limit if negatives is None else None)
+    if negatives is not None:  # before the cut: the corpus is the whole file's
+        found = {
+            name: replace_negatives(queries, negatives, titles=titles, options=options)[:limit]
+            for name, queries in found.items()
+        }
+    for name in named:
+        found[name] = load_named(name, queries=limit, negatives=negatives or Negatives(), options=options)
+    return found
+
+
+def is_name(place: str) -> bool:
+    """Whether this is a set on the Hub, and no file."""
+    return not Path(place).is_file() and (place in _SOURCES or _BEIR_NAME.fullmatch(place) is not None)
 
 
 def _source(name: str) -> _Source:

@@ -10,10 +10,11 @@ import logging
 import random
 from bisect import bisect_left
 from collections.abc import Callable, Collection, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from ..errors import InputError
 from .baselines import BM25, BiEncoder
 from .datasets import LabelledDocument, LabelledQuery
 
@@ -49,6 +50,21 @@ class Negatives(BaseModel):
     count: int = Field(default=15, ge=0)
     encoder: str = "sentence-transformers/all-MiniLM-L6-v2"
     corpus: int | None = Field(default=None, gt=0)
+
+    @classmethod
+    def parse(cls, text: str) -> Negatives:
+        """As on the command line: ``random``, ``bm25``, ``dense`` or ``dense:ENCODER``.
+
+        >>> Negatives.parse("dense:BAAI/bge-m3").encoder
+        'BAAI/bge-m3'
+
+        Raises:
+            InputError: It is none of them.
+        """
+        kind, colon, encoder = text.partition(":")
+        if kind not in get_args(Kind) or (colon and not (kind == "dense" and encoder)):
+            raise InputError(f"Negatives are random, bm25, dense or dense:ENCODER (a bi-encoder), not {text!r}.")
+        return cls.model_validate({"kind": kind, "encoder": encoder} if encoder else {"kind": kind})
 
 
 def choose(

@@ -12,8 +12,17 @@ from .statistics import Estimate, estimate_mean, paired_differences
 if TYPE_CHECKING:
     from ..training.ablations import AblationRow
 
-Table = Literal["main", "thresholds", "gaps", "headroom", "selection", "stages", "ablations"]
-TABLES: tuple[Table, ...] = ("main", "thresholds", "gaps", "headroom", "selection", "stages", "ablations")
+Table = Literal["main", "differences", "thresholds", "gaps", "headroom", "selection", "stages", "ablations"]
+TABLES: tuple[Table, ...] = (
+    "main",
+    "differences",
+    "thresholds",
+    "gaps",
+    "headroom",
+    "selection",
+    "stages",
+    "ablations",
+)
 """All tables, in their order."""
 
 TIE = 0.01
@@ -44,6 +53,7 @@ def page(
     """
     makers: dict[Table, Callable[[], str]] = {
         "main": lambda: main_table(sets, measured),
+        "differences": lambda: "" if found is None else difference_tables(found),
         "thresholds": lambda: "" if found is None else threshold_table(found),
         "gaps": lambda: "" if found is None else gap_tables(found),
         "headroom": lambda: "" if found is None else headroom_table(found),
@@ -79,6 +89,20 @@ def main_table(sets: Sequence[str], measured: Sequence[Measured]) -> str:
             rows[name] = [*values, sum(known) / len(known) if len(known) == len(sets) else None]
         text.append(f"**{title}**\n\n" + _grid(["system", *sets, "Avg"], _bold(rows)))
     return "\n\n".join(text)
+
+
+def difference_tables(found: Comparison) -> str:
+    """Means over sets with their intervals, and what the systems differ by, query by query."""
+    rows = [[s.name, *(_interval(s.metrics[metric]) for metric in _METRICS)] for s in found.systems]
+    parts = [
+        "## Intervals and differences\n\nIn brackets: 95% bootstrap interval over queries; a difference whose interval "
+        "leaves zero out is bold.\n\n**Means over the sets**\n\n" + _grid(["system", *_METRICS.values()], rows)
+    ]
+    for pair in found.differences:
+        by_set = {**pair.sets, "mean": pair.mean}
+        rows = [[label, *(_sure(values[metric]) for metric in _METRICS)] for label, values in by_set.items()]
+        parts.append(f"**{pair.first} minus {pair.second}**\n\n" + _grid(["set", *_METRICS.values()], rows))
+    return "\n\n".join(parts)
 
 
 def threshold_table(found: Comparison) -> str:
@@ -132,7 +156,7 @@ def headroom_table(found: Comparison) -> str:
 
 
 def selection_table(found: Comparison) -> str:
-    """The natural threshold against top-k with as many documents, by set."""
+    """The threshold in use against top-k with as many documents, by set."""
     rows = []
     for system in found.systems:
         for label, result in system.sets.items():
@@ -144,7 +168,7 @@ def selection_table(found: Comparison) -> str:
                     f"{chosen.natural.kept:.2f}",
                     _points(chosen.natural.f1.mean),
                     _points(chosen.top_k.f1.mean),
-                    _signed(chosen.f1_difference.mean, *_ends(chosen.f1_difference)),
+                    _sure(chosen.f1_difference),
                 ]
             )
     return (
@@ -164,35 +188,45 @@ def stage_table(stages: Sequence[Mapping[str, Any]]) -> str:
 
 
 def ablation_tables(rows: Sequence[AblationRow]) -> str:
-    """One table a set: each change beside the unchanged recipe, with the paired difference of F1 at zero."""
+    """One table a set: each change beside the unchanged recipe, with paired differences of nDCG@5 and F1 at zero."""
     parts = []
     for dataset in dict.fromkeys(row.dataset for row in rows):
         chosen = [row for row in rows if row.dataset == dataset]
         base = next((row for row in chosen if row.name == "base"), None)
         lines = []
         for row in chosen:
-            change = ""
+            changes = ["", ""]
             if base is not None and row is not base:
-                difference = estimate_mean(paired_differences(row.metrics["f1@0"], base.metrics["f1@0"]))
-                change = _signed(difference.mean, difference.low, difference.high)
+                changes = [
+                    _sure(estimate_mean(paired_differences(row.metrics[metric], base.metrics[metric])))
+                    for metric in ("ndcg@5", "f1@0")
+                ]
             lines.append(
                 [
                     row.group,
                     row.name,
                     row.changes,
                     *(_points(row.mean(metric)) for metric in ("recall@5", "ndcg@5", "f1@5", "f1@0", "f1@best")),
-                    change,
+                    *changes,
                     f"{row.parameters:,}",
                 ]
             )
-        head = ["group", "ablation", "change", "R@5", "nDCG@5", "F1@5", "F1@0", "F1@best", "ΔF1@0", "B"]
+        head = ["group", "ablation", "change", "R@5", "nDCG@5", "F1@5", "F1@0", "F1@best", "ΔnDCG@5", "ΔF1@0", "B"]
         count = len(chosen[0].metrics["f1@0"])
         parts.append(f"## Ablations on {dataset} ({count} queries)\n\n" + _grid(head, lines))
     return "\n\n".join(parts)
 
 
-def _ends(estimate: Estimate) -> tuple[float | None, float | None]:
-    return estimate.low, estimate.high
+def _interval(estimate: Estimate) -> str:
+    if estimate.low is None or estimate.high is None:
+        return _points(estimate.mean)
+    return f"{_points(estimate.mean)} [{_points(estimate.low)}, {_points(estimate.high)}]"
+
+
+def _sure(estimate: Estimate) -> str:
+    """A difference; bold where its interval leaves zero out."""
+    text = _signed(estimate.mean, estimate.low, estimate.high)
+    return f"**{text}**" if (estimate.low or 0) > 0 or (estimate.high or 0) < 0 else text
 
 
 def _signed(mean: float, low: float | None, high: float | None) -> str:

@@ -33,6 +33,9 @@ RELEVANT, IRRELEVANT, NEUTRAL = VERMILION, BLUE, "#767676"
 LINES = ("-", "--", "-.", ":")
 MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 
+IN_USE = "threshold in use"
+"""What a threshold is called where nothing better is known of it: not every system has a native one."""
+
 STYLE: dict[str, Any] = {
     "axes.axisbelow": True,
     "axes.edgecolor": "#4d4d4d",
@@ -90,14 +93,20 @@ def save(figure: Figure, path: str | Path) -> tuple[Path, Path]:
 
 
 def score_ranges(
-    ranges: Mapping[str, tuple[float, float]], best: Mapping[str, float], natural: float, *, title: str = ""
+    ranges: Mapping[str, tuple[float, float]],
+    best: Mapping[str, float],
+    threshold: float,
+    *,
+    label: str = IN_USE,
+    title: str = "",
 ) -> Figure:
     """Each set's range of scores with its best threshold, on the axis of all scores together (paper, Fig. 1).
 
     Args:
         ranges: Set -> lowest and highest normalised score.
         best: Set -> normalised threshold with the highest mean F1.
-        natural: The normalised threshold that the system is used with.
+        threshold: The normalised one that the system is used with.
+        label: What kind of threshold that is.
         title: Such as the system's name.
     """
     with _canvas(7.0, 1.5 + 0.36 * len(ranges)) as figure:
@@ -106,14 +115,15 @@ def score_ranges(
         lows = [low for low, _ in ranges.values()]
         widths = [high - low for low, high in ranges.values()]
         axes.barh(rows, widths, left=lows, height=0.5, color=SKY, alpha=0.6, label="scores")
-        axes.axvline(natural, color=BLACK, linestyle="--", linewidth=1.2, label="natural threshold", zorder=2)
+        axes.axvline(threshold, color=BLACK, linestyle="--", linewidth=1.2, label=label, zorder=2)
         axes.plot(
             [best[name] for name in ranges], rows, "o", color=VERMILION, markersize=8, label="best threshold", zorder=3
         )
         axes.set_yticks(rows, list(ranges))
         axes.invert_yaxis()
         axes.grid(axis="y", visible=False)
-        axes.set(xlabel="score, normalised over all sets", xlim=(min(-0.02, natural - 0.02), max(1.02, natural + 0.02)))
+        ends = min(-0.02, threshold - 0.02), max(1.02, threshold + 0.02)
+        axes.set(xlabel="score, normalised over all sets", xlim=ends)
         axes.set_title(title)
         figure.legend(loc="outside lower center", ncols=3)
         return figure
@@ -144,13 +154,13 @@ def headroom_bars(panels: Mapping[str, Mapping[str, tuple[float, float, float]]]
     """F1 at the set's best threshold, and what each query's own best threshold would add (paper, Fig. 5).
 
     Args:
-        panels: System -> set -> mean F1 at the natural, at the set's best and at each query's best threshold.
+        panels: System -> set -> mean F1 at the threshold in use, at the set's best and at each query's best one.
     """
     with _canvas(*_size(len(panels), 3.0, columns=2)) as figure:
         grid = _grid(figure, len(panels), columns=2, share="y")
         for axes, (system, sets) in zip(grid, panels.items(), strict=True):
             places = np.arange(len(sets))
-            natural, best, query_best = (np.array(column) for column in zip(*sets.values(), strict=True))
+            used, best, query_best = (np.array(column) for column in zip(*sets.values(), strict=True))
             axes.bar(places, best, 0.64, color=BLUE, label="best threshold of the set")
             axes.bar(
                 places,
@@ -163,7 +173,7 @@ def headroom_bars(panels: Mapping[str, Mapping[str, tuple[float, float, float]]]
                 linewidth=0,
                 label="headroom to each query's best",
             )
-            axes.plot(places, natural, "D", color=ORANGE, markeredgecolor=BLACK, label="natural threshold")
+            axes.plot(places, used, "D", color=ORANGE, markeredgecolor=BLACK, label=IN_USE)
             for place, low, high in zip(places, best, query_best, strict=True):
                 axes.annotate(f"+{100 * (high - low):.0f}", (place, high), (0, 2), **_ABOVE)
             axes.set_xticks(places, list(sets), rotation=35, ha="right", rotation_mode="anchor")
@@ -207,21 +217,23 @@ def score_histograms(
 def selection_curves(
     panels: Mapping[str, tuple[Sequence[float], Sequence[float], Sequence[float], tuple[float, float]]],
     *,
+    label: str = IN_USE,
     title: str = "",
 ) -> Figure:
-    """F1 against documents kept: top-k, one threshold for all queries with the same budget, the natural threshold.
+    """F1 against documents kept: top-k, one threshold for all queries with the same budget, the threshold in use.
 
     Args:
-        panels: Set -> mean documents kept, F1 of top-k, F1 of the threshold that keeps as many, and the natural
-            threshold's (documents kept, F1).
+        panels: Set -> mean documents kept, F1 of top-k, F1 of the threshold that keeps as many, and (documents kept,
+            F1) at the threshold in use.
+        label: What kind of threshold that is.
         title: Such as the system's name.
     """
     with _canvas(*_size(len(panels), 2.4)) as figure:
         grid = _grid(figure, len(panels), share="y")
-        for axes, (name, (budgets, top, threshold, natural)) in zip(grid, panels.items(), strict=True):
+        for axes, (name, (budgets, top, threshold, used)) in zip(grid, panels.items(), strict=True):
             axes.plot(budgets, threshold, label="one threshold, same budget", **_line(0))
             axes.plot(budgets, top, label="top-k", **_line(1))
-            axes.plot(*natural, "*", color=ORANGE, markeredgecolor=BLACK, markersize=14, label="natural threshold")
+            axes.plot(*used, "*", color=ORANGE, markeredgecolor=BLACK, markersize=14, label=label)
             axes.set_title(name)
             axes.set_xlim(left=0)
             axes.set_ylim(0, 1)

@@ -133,6 +133,7 @@ def figures_of(found: Comparison) -> Iterator[Picture]:
                 {name: result.score_range for name, result in system.sets.items()},
                 {name: result.tau_best_normalised for name, result in system.sets.items()},
                 system.threshold_normalised,
+                label=system.threshold_kind,
                 title=f"{system.name}: bias {system.bias:.3f}, variance {system.variance:.4f}",
             ),
         )
@@ -148,7 +149,7 @@ def figures_of(found: Comparison) -> Iterator[Picture]:
         "gaps",
         "headroom",
         "Mean F1 at each set's best threshold, what each query's own best threshold would add (in points), and the F1 "
-        "at the natural threshold.",
+        f"at the threshold in use ({'; '.join(f'{s.name}: {s.threshold_kind}' for s in systems)}).",
         plots.headroom_bars({system.name: {s: _headroom(system.sets[s]) for s in sets} for system in systems}),
     )
     for number, system in enumerate(systems):
@@ -157,7 +158,9 @@ def figures_of(found: Comparison) -> Iterator[Picture]:
             f"selection-{number}",
             f"{system.name}: mean F1 by documents kept, of the best k of each query and of one threshold for all "
             "queries that keeps as many.",
-            plots.selection_curves({s: _budgets(system.sets[s]) for s in sets}, title=system.name),
+            plots.selection_curves(
+                {s: _budgets(system.sets[s]) for s in sets}, label=system.threshold_kind, title=system.name
+            ),
         )
         yield Picture(
             "scores",
@@ -246,7 +249,10 @@ def shift_pictures(
         figure = plots.shift_map(
             umap_plane(vectors.before), umap_plane(vectors.after), vectors.relevant, title=f"{name}, {label}"
         )
-        caption = f"{name}, {label}: documents by their shifts (UMAP), before and after B."
+        caption = (
+            f"{name}, {label}: documents by their shifts (UMAP), before and after B. Those of one query may gather: "
+            "they shift the same tokens."
+        )
         stem = "".join(letter if letter.isalnum() else "-" for letter in name)
         pictures.append(Picture("shifts", f"shifts-{stem}-{number}", caption, figure))
     return pictures

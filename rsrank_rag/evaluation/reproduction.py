@@ -27,7 +27,7 @@ from .datasets import LabelledQuery, dataset_name, read_labelled
 from .evaluate import System, score_dataset, shared_threshold
 from .hub_datasets import Granularity, Split, load_named
 from .metrics import ScoredQuery
-from .negatives import Kind, Negatives, replace_negatives
+from .negatives import Negatives, replace_negatives
 from .paper_tables import TABLES, Table, page
 from .report import Picture, check_report, shift_pictures, write_report
 from .systems import KINDS, load_system, parse
@@ -168,7 +168,7 @@ class Reproduction(BaseModel):
         data: Sequence[str | Path] = (),
         artifact: str | None = None,
         systems: Sequence[str] = (),
-        negatives: Kind | None = None,
+        negatives: str | None = None,
         queries: int | None = None,
     ) -> Reproduction:
         """Read a configuration.
@@ -178,11 +178,11 @@ class Reproduction(BaseModel):
             data: Labelled files, or folders of them, instead of its sets.
             artifact: What its system "artifact" stands for.
             systems: More systems.
-            negatives: Of this kind for all sets but the multi-hop ones by name, which have their own.
+            negatives: For all sets but the multi-hop ones by name, which have their own (`Negatives.parse`).
             queries: At most so many a set.
 
         Raises:
-            InputError: There is none, or it is not a valid one.
+            InputError: There is none, or it is not a valid one; or there are no such negatives.
         """
         path = SHIPPED / f"{source}.toml" if source in shipped() else Path(source)
         try:
@@ -204,13 +204,13 @@ class Reproduction(BaseModel):
             raise InputError(f"{source} is not a valid configuration: {problems}.") from None
         return found._with(systems, negatives, queries)._checked(source)
 
-    def _with(self, systems: Sequence[str], negatives: Kind | None, queries: int | None) -> Reproduction:
+    def _with(self, systems: Sequence[str], negatives: str | None, queries: int | None) -> Reproduction:
         sets = self.sets
         if negatives is not None:
+            given = Negatives.parse(negatives)
+            update = {name: getattr(given, name) for name in given.model_fields_set}
             sets = tuple(
-                part.model_copy(
-                    update={"negatives": (part.negatives or Negatives()).model_copy(update={"kind": negatives})}
-                )
+                part.model_copy(update={"negatives": (part.negatives or Negatives()).model_copy(update=update)})
                 for part in sets
             )
         if queries is not None:
