@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import torch
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from rsrank_rag.attention import grouped_sdpa
+from rsrank_rag.attention import attend as grouped_attention
 
 DOCUMENTS, POSITIONS, TOKENS, HEADS, GROUPS, WIDTH = 16, 229, 25, 8, 4, 128
 
@@ -28,9 +28,9 @@ def main() -> None:
         times: dict[str, list[float]] = {"repeated": [], "grouped": []}
         found = {}
         for _ in range(16):
-            for name, attend in (("repeated", sdpa_attention_forward), ("grouped", grouped_sdpa)):
+            for name, run in (("repeated", sdpa_attention_forward), ("grouped", grouped_attention)):
                 started = time.perf_counter()
-                found[name] = attend(layer, queries, keys, values, mask, scaling=WIDTH**-0.5)[0]
+                found[name] = run(layer, queries, keys, values, mask, scaling=WIDTH**-0.5)[0]
                 times[name].append(1e3 * (time.perf_counter() - started))
         repeated, grouped = (statistics.median(times[name][1:]) for name in times)
         same = torch.equal(found["repeated"], found["grouped"])

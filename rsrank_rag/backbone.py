@@ -12,6 +12,7 @@ Axes: N documents, H KV heads, S prefix positions, T query tokens, D head dimens
 from __future__ import annotations
 
 import hashlib
+import logging
 from collections.abc import Sequence
 from typing import Any, Literal
 from weakref import WeakSet
@@ -21,12 +22,14 @@ from torch import Tensor
 from torch.nn import ModuleList
 from transformers import PreTrainedModel
 
-from .attention import NAME
+from .attention import NAME, Packing, packed
 from .batching import is_out_of_memory
 from .cache import Consumer, LastLayerReached, Prefixes, Probe, Reader, Recorder, Whole
 from .config import Signal
 from .errors import BackboneError
-from .trial import ADVICE, rows_can_leave, try_out
+from .trial import ADVICE, packed_alike, rows_can_leave, try_out
+
+logger = logging.getLogger(__name__)
 
 NOT_EARLY = "Load it without early_decisions."
 
@@ -50,6 +53,7 @@ class Backbone:
         num_heads: KV heads, H.
         head_dim: D.
         value_sample: A fingerprint of the checkpoint: entries of the last read layer's value vectors.
+        packs: Whether documents of different lengths are run without padding between them.
 
     Raises:
         BackboneError: The model's cache does not hold its value vectors, or it cannot be run in two phases.
@@ -64,7 +68,7 @@ class Backbone:
         if not 0 < self.last_layer < self.loaded_layers:
             raise BackboneError(f"Layer {self.last_layer} was asked for; {self.name} has 1..{self.loaded_layers - 1}.")
         self._attend_bool = self.config._attn_implementation in ("sdpa", NAME)
-        self.causal = True  # until the trial has found out
+        self.causal, self.packs = True, False  # until the trial has found out
         try:
             trial = try_out(self)
         except (ValueError, TypeError, LookupError, AttributeError, RuntimeError, AssertionError) as error:
@@ -78,6 +82,7 @@ class Backbone:
             ) from error
         self.causal, self.num_heads, self.head_dim = trial.causal, trial.num_heads, trial.head_dim
         self.value_sample = trial.sample
+        self.packs = self._can_pack()
 
     @property
     def name(self) -> str:
@@ -127,6 +132,8 @@ class Backbone:
     def prefill(self, documents: Sequence[Sequence[int]], *, room: int = 0, whole: bool = False) -> Prefixes:
         """Run documents' prefixes and keep their keys and values.
 
+        Documents of different lengths are run in one row without padding, where the model can do that (`packs`).
+
         Args:
             documents: Token ids of ``instruction + document + separator``, one list a document.
             room: Tokens of the queries that will be run after them, so that these need no copy.
@@ -135,16 +142,41 @@ class Backbone:
         Returns:
             Keys and values of the layers below ``last_layer``; the last one's are never attended to.
         """
-        lengths = torch.tensor([len(ids) for ids in documents], device=self.device)
-        width = int(lengths.max())
-        ids = torch.tensor([[*doc, *[0] * (width - len(doc))] for doc in documents], device=self.device)
-        recorder = Recorder(self.loaded_layers - 1 if whole else self.last_layer - 1, room)
-        valid = torch.arange(width, device=self.device) < lengths[:, None]
-        # Right padding: in a causal model no real token sees it, so the model may build its own (faster) mask.
-        mask = None if self.causal else valid.long()
-        positions = torch.arange(width, device=self.device).expand(len(documents), -1)
-        self.run_to_the_end_of(recorder, ids, mask, positions)
+        lengths = tuple(len(ids) for ids in documents)
+        width = max(lengths)
+        packs = self.packs and min(lengths) < width <= self._widest_pack
+        packing = Packing.of(lengths, self.device, causal=self.causal) if packs else None
+        recorder = Recorder(self.loaded_layers - 1 if whole else self.last_layer - 1, room, packing)
+        if packing is not None:
+            ids = torch.tensor([[i for document in documents for i in document]], device=self.device)
+            with packed(packing):
+                self.run_to_the_end_of(recorder, ids, None, packing.places[1:])
+        else:
+            ids = torch.tensor([[*doc, *[0] * (width - len(doc))] for doc in documents], device=self.device)
+            columns = torch.arange(width, device=self.device)
+            # Right padding: in a causal model no real token sees it, so the model may build its own (faster) mask.
+            mask = None if self.causal else (columns < self._column(lengths)).long()
+            self.run_to_the_end_of(recorder, ids, mask, columns.expand(len(documents), -1))
         return Prefixes(tuple(recorder.keys), tuple(recorder.recorded_values), lengths, width)
+
+    @property
+    def _widest_pack(self) -> int:
+        """The longest document of a packed row: there, no attention window is kept."""
+        kinds = set(getattr(self.config, "layer_types", None) or ())
+        window = None if kinds == {"full_attention"} else getattr(self.config, "sliding_window", None)
+        return int(window or 2**31)
+
+    def _can_pack(self) -> bool:
+        """Whether a packed row gives what a padded batch gives, tried out: kernels differ from device to device."""
+        half = self.dtype in (torch.bfloat16, torch.float16)
+        kernels = self.device.type == "cpu" or (self.device.type == "cuda" and half)
+        if self.config._attn_implementation != NAME or not kernels:
+            return False
+        try:
+            return packed_alike(self)
+        except (ValueError, TypeError, LookupError, AttributeError, RuntimeError, ImportError) as error:
+            logger.info("%s runs documents with padding: %s", self.name, error)
+            return False
 
     def query_values(
         self, queries: Sequence[Sequence[int]], prefixes: Prefixes, consume: Consumer, *, signal: Signal = "values"
@@ -165,7 +197,7 @@ class Backbone:
         within = torch.cat([torch.arange(len(ids), device=self.device) for ids in queries])  # (T,)
         ids = torch.tensor([[i for query in queries for i in query]], device=self.device).expand(len(prefixes), -1)
         positions = self._start(prefixes) + within  # (N, T)
-        mask = self._mask(prefixes.lengths, prefixes.width, owner, within, positions)
+        mask = self._mask(self._column(prefixes.lengths), prefixes.width, owner, within, positions)
         self._run_queries(ids, mask, positions, prefixes, consume, signal)
 
     def own_query_values(
@@ -180,18 +212,21 @@ class Backbone:
             consume: As in `query_values`.
             signal: As in `query_values`.
         """
-        lengths = torch.tensor([len(ids) for ids in queries], device=self.device)
-        width = int(lengths.max())
+        width = max(map(len, queries))
         within = torch.arange(width, device=self.device)
-        real = within < lengths[:, None]  # (N, T)
+        real = within < self._column([len(ids) for ids in queries])  # (N, T)
         ids = torch.tensor([[*query, *[0] * (width - len(query))] for query in queries], device=self.device)
         positions = (self._start(prefixes) + within) * real  # padding must not stand behind the model's last position
-        mask = self._mask(prefixes.lengths, prefixes.width, torch.zeros_like(within), within, positions, real=real)
+        mask = self._mask(self._column(prefixes.lengths), prefixes.width, torch.zeros_like(within), within, positions, real=real)
         self._run_queries(ids, mask, positions, prefixes, consume, signal)
 
     def _start(self, prefixes: Prefixes) -> Tensor:
         """Position of a query's first token after each prefix, (N, 1)."""
-        return prefixes.lengths[:, None] if self.causal else torch.zeros_like(prefixes.lengths)[:, None]
+        lengths = self._column(prefixes.lengths)
+        return lengths if self.causal else torch.zeros_like(lengths)
+
+    def _column(self, lengths: Sequence[int]) -> Tensor:
+        return torch.tensor(lengths, device=self.device)[:, None]
 
     def _run_queries(
         self,
@@ -228,11 +263,11 @@ class Backbone:
             consume: As in `query_values`.
             signal: As in `query_values`.
         """
-        lengths = torch.tensor([len(ids) for ids in documents], device=self.device)
-        width, count = int(lengths.max()), len(query)
+        lengths = self._column([len(ids) for ids in documents])
+        width, count = max(map(len, documents)), len(query)
         ids = torch.tensor([[*doc, *[0] * (width - len(doc)), *query] for doc in documents], device=self.device)
         columns, within = torch.arange(width, device=self.device), torch.arange(count, device=self.device)
-        start = lengths[:, None] if self.causal else torch.zeros_like(lengths)[:, None]
+        start = lengths if self.causal else torch.zeros_like(lengths)
         positions = torch.cat([columns.expand(len(documents), -1), start + within], dim=1)
         mask = self._mask(lengths, width, torch.zeros_like(within), within, start + within, whole=True)
         cache = Whole(count, consume, self.last_layer, keys=signal == "keys")
@@ -278,7 +313,7 @@ class Backbone:
         ``real`` says which of a row's query tokens are no padding, (N, T); None if all are.
         """
         columns = torch.arange(width, device=self.device)
-        valid = columns < lengths[:, None]  # (N, S)
+        valid = columns < lengths  # (N, S)
         document = valid[:, None].expand(-1, len(owner), -1)  # (N, T, S)
         query = owner[:, None] == owner  # (T, T)
         if self.causal:

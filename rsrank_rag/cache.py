@@ -19,6 +19,8 @@ import torch
 from torch import Tensor
 from transformers import Cache
 
+from .attention import Packing
+
 Consumer = Callable[[int, Tensor], Tensor | None]
 """Receives a layer's index and its value vectors, (N, H, T, D).
 
@@ -41,14 +43,14 @@ class Prefixes:
     Attributes:
         keys: Per layer, (N, H, S + R, D). Rotary positions are already in them.
         values: Per layer, (N, H, S + R, D).
-        lengths: Valid positions of each prefix, (N,).
+        lengths: Valid positions of each prefix.
         width: S.
         nulls: How many of the rows, the last ones, hold no document.
     """
 
     keys: tuple[Tensor, ...]
     values: tuple[Tensor, ...]
-    lengths: Tensor
+    lengths: tuple[int, ...]
     width: int
     nulls: int = 0
 
@@ -65,18 +67,18 @@ class Prefixes:
             scratch: Memory to join them in; the result then holds until this thread's next use of it.
             nulls: How many of them, the last ones, hold no document.
         """
-        lengths = [row.shape[3] for row in rows]
+        lengths = tuple(row.shape[3] for row in rows)
         _, layers, heads, _, dim = rows[0].shape
         width = max(lengths)
         both = (scratch or Scratch()).take(rows[0], (2, layers, len(rows), heads, width + room, dim))
         for number, (row, length) in enumerate(zip(rows, lengths, strict=True)):
             both[:, :, number, :, :length] = row
             both[:, :, number, :, length:width] = 0  # whatever lay there might be NaN, and a masked NaN is still NaN
-        return cls(tuple(both[0]), tuple(both[1]), torch.tensor(lengths, device=both.device), width, nulls)
+        return cls(tuple(both[0]), tuple(both[1]), lengths, width, nulls)
 
     def row(self, number: int) -> Tensor:
         """One prefix without padding, in memory of its own, (2, L, H, its length, D)."""
-        length = int(self.lengths[number])
+        length = self.lengths[number]
         keys, values = ([layer[number, :, :length] for layer in part] for part in (self.keys, self.values))
         return torch.stack([*keys, *values]).view(2, len(keys), *keys[0].shape)
 
@@ -175,11 +177,17 @@ class Probe(Cache):  # type: ignore[misc]  # transformers has no types
 
 
 class Recorder(Probe):
-    """Phase 1: keep what the document's tokens leave behind, up to and including layer ``stop``."""
+    """Phase 1: keep what the document's tokens leave behind, up to and including layer ``stop``.
 
-    def __init__(self, stop: int, room: int = 0) -> None:
+    Args:
+        stop: The last layer.
+        room: Positions to leave free behind each document.
+        packing: Where the documents stand, if all of them are in one row.
+    """
+
+    def __init__(self, stop: int, room: int = 0, packing: Packing | None = None) -> None:
         super().__init__(stop)
-        self.room = room
+        self.room, self.packing = room, packing
         self.keys: list[Tensor] = []
         self.recorded_values: list[Tensor] = []
 
@@ -187,11 +195,16 @@ class Recorder(Probe):
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: object, **kwargs: object
     ) -> tuple[Tensor, Tensor]:
         """Keep a layer's keys and values, (N, H, S, D)."""
-        self.keys.append(roomy(key_states, self.room) if self.room else key_states)
-        self.recorded_values.append(roomy(value_states, self.room) if self.room else value_states)
+        self.keys.append(self._kept(key_states))
+        self.recorded_values.append(self._kept(value_states))
         if layer_idx == self.stop:
             raise LastLayerReached
         return key_states, value_states
+
+    def _kept(self, states: Tensor) -> Tensor:
+        if self.packing is not None:
+            return self.packing.spread(states, max(self.packing.lengths) + self.room)
+        return roomy(states, self.room) if self.room else states
 
 
 class Reader(Probe):

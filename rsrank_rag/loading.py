@@ -26,7 +26,7 @@ from transformers import (
 )
 from transformers.models.auto.modeling_auto import MODEL_MAPPING
 
-from .attention import use_grouped_sdpa
+from .attention import use_own_attention
 from .errors import BackboneError, InputError, MissingDependencyError
 from .hub import HUB_ERRORS
 
@@ -174,7 +174,7 @@ def load_model(
         ) from error
     if head is None:
         model = getattr(model, "language_model", model)  # the text part of a vision-language model
-        use_grouped_sdpa(model)
+        use_own_attention(model)
     if quantization is None:
         try:
             model = model.to(device)

@@ -96,7 +96,7 @@ class ShiftReader:
             self._signal(run.query, prefixes, _last_row_apart(alone, consume))
             run.by_length[0] = alone  # only now: a run that fails half-way leaves nothing behind
         else:
-            self._signal(run.query, prefixes, self._subtracting(run, prefixes.lengths.tolist(), consume))
+            self._signal(run.query, prefixes, self._subtracting(run, prefixes.lengths, consume))
 
     def read_own(self, runs: Sequence[NullRun], prefixes: Prefixes, consume: ShiftConsumer) -> None:
         """As `read`, with a query of its own after each prefix.
@@ -169,7 +169,7 @@ class ShiftReader:
             documents, run.query.ids, self._scored_tokens(run.query, subtract), signal=self.signal
         )
 
-    def _subtracting(self, run: NullRun, lengths: list[int], consume: ShiftConsumer) -> Consumer:
+    def _subtracting(self, run: NullRun, lengths: Sequence[int], consume: ShiftConsumer) -> Consumer:
         """A consumer of signals that hands shifts on."""
         if self.null_prefix == "none":
             return lambda layer, found: consume(layer, found.float())
@@ -245,7 +245,7 @@ class _Tokens:
     def __init__(self, queries: Sequence[TokenisedQuery], device: torch.device) -> None:
         starts = torch.tensor([query.scored.start for query in queries], device=device)
         lengths = torch.tensor([query.length for query in queries], device=device)
-        self.width = int(lengths.max())
+        self.width = max(query.length for query in queries)
         columns = torch.arange(self.width, device=device)
         self.real = (columns < lengths[:, None])[:, None, :, None]  # (N, 1, T, 1)
         last = max(len(query.ids) for query in queries) - 1

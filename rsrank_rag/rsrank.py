@@ -15,7 +15,7 @@ from tqdm.auto import tqdm
 
 from . import hub
 from .backbone import Backbone
-from .batching import DoesNotFitError, Ids, run_batches, token_budget_for
+from .batching import ALIKE, DoesNotFitError, Ids, run_batches, token_budget_for
 from .config import RSRankConfig, TrainingRecord
 from .early import EarlyDecisions, Undecided, bounds_for
 from .errors import ArtifactError, InputError, ScoringError
@@ -31,7 +31,7 @@ from .reranker import Pair, Reranker, Scored, as_list
 from .template import PromptTokenizer, Template, TokenisedDocument, TokenisedQuery
 
 ALIKE_KEPT = 0.4
-"""As `batching.ALIKE`, for kept documents: padding costs them attention only."""
+"""As `batching.ALIKE`, for documents that are kept or packed into one row: padding costs them attention only."""
 
 JOINED_BYTES = {"cpu": 128_000_000, "cuda": 4_000_000_000, "mps": 1_000_000_000}
 """Kept prefixes that are joined for one batch."""
@@ -484,6 +484,7 @@ class RSRank(Reranker):
                         score_batch,
                         budget=self.token_budget,
                         extra=room,
+                        alike=ALIKE_KEPT if self.backbone.packs else ALIKE,
                         done=bar.update,
                         halved=self._halved.append,
                     )

@@ -106,6 +106,25 @@ def rows_can_leave(backbone: Backbone) -> bool:
     )
 
 
+@torch.no_grad()
+def packed_alike(backbone: Backbone) -> bool:
+    """Whether documents leave the same behind in one row as they do in a padded batch. It leaves ``packs`` on."""
+    vocabulary = backbone.model.get_input_embeddings().weight.shape[0]
+    ids = [int(i) for i in torch.linspace(1, vocabulary - 1, IDS)]
+    documents = [ids[:CUT], ids[::-1], ids[:4], ids[:4]]
+    if not backbone.causal:  # such models have tables of positions, and the row is longer than these
+        documents += [ids] * (backbone.max_length // IDS)
+    padded = backbone.prefill(documents)
+    backbone.packs = True
+    packed = backbone.prefill(documents)
+    return all(
+        _distance(found[row, :, :length], expected[row, :, :length])
+        <= (1e-3 if backbone.dtype == torch.float32 else 0.1)
+        for found, expected in zip(packed.keys + packed.values, padded.keys + padded.values, strict=True)
+        for row, length in enumerate(map(len, documents[:4]))
+    )
+
+
 def _check_attention_kinds(backbone: Backbone) -> None:
     """Refuse masks that a short trial could not tell from the ones made here."""
     kinds = set(getattr(backbone.config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}

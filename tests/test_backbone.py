@@ -24,6 +24,7 @@ from conftest import (
 from transformers import AutoModel, AutoTokenizer
 
 from rsrank_rag import Projection, RSRank, Template
+from rsrank_rag.attention import use_own_attention
 from rsrank_rag.backbone import Backbone
 from rsrank_rag.errors import BackboneError
 from rsrank_rag.loading import LoadOptions
@@ -456,3 +457,68 @@ def test_whether_a_model_is_causal_is_found_out_in_every_dtype_and_with_weak_att
     config = tiny_config(kind)
     config.initializer_range = 0.02
     assert Backbone(AutoModel.from_config(config).to(dtype), last_layer=1).causal is causal
+
+
+def packing_backbone(kind):
+    torch.manual_seed(0)
+    model = AutoModel.from_config(tiny_config(kind))
+    use_own_attention(model)
+    return Backbone(model)
+
+
+TOKENS = [list(range(5, 45)), [7, 8], [9, 10, 11], [11, 10, 9], list(range(60, 30, -1)), [5]]
+
+
+@pytest.mark.parametrize("kind", sorted({*DECODERS, *ENCODERS} - {"falcon", "gemma2"}))
+def test_documents_of_different_lengths_run_in_one_row_and_leave_the_same_behind(kind, monkeypatch):
+    backbone = packing_backbone(kind)
+    documents = [ids for ids in TOKENS if len(ids) <= WINDOW]
+    shapes = []
+    monkeypatch.setattr(
+        backbone, "run", lambda cache, ids, *rest: shapes.append(ids.shape) or Backbone.run(backbone, cache, ids, *rest)
+    )
+    with torch.inference_mode():
+        found = backbone.prefill(documents, room=3)
+        for row, ids in enumerate(documents):
+            assert torch.allclose(found.row(row), backbone.prefill([ids]).row(0), atol=1e-5)
+    assert shapes[0] == (1, sum(map(len, documents)))
+    assert found.keys[0].shape[2] == found.width + 3 == 33
+
+
+def test_a_row_longer_than_an_encoders_positions_holds_many_documents():
+    backbone = packing_backbone("bert")
+    documents = TOKENS * (MAX_LENGTH // 10)
+    assert sum(map(len, documents)) > 2 * MAX_LENGTH
+    with torch.inference_mode():
+        found = backbone.prefill(documents)
+        assert torch.allclose(found.row(0), backbone.prefill([documents[0]]).row(0), atol=1e-5)
+
+
+@pytest.mark.parametrize(("longest", "rows"), [(WINDOW, 1), (WINDOW + 1, 2)])
+def test_documents_beyond_an_attention_window_are_padded(longest, rows, monkeypatch):
+    backbone = packing_backbone("mistral")
+    shapes = []
+    monkeypatch.setattr(
+        backbone, "run", lambda cache, ids, *rest: shapes.append(ids.shape) or Backbone.run(backbone, cache, ids, *rest)
+    )
+    documents = [[5 + i % 40 for i in range(longest)], [7, 8]]
+    with torch.inference_mode():
+        found = backbone.prefill(documents)
+        assert torch.allclose(found.row(0), backbone.prefill(documents[:1]).row(0), atol=1e-5)
+    assert shapes[0][0] == rows
+
+
+@pytest.mark.parametrize("fault", ["wrong", "raises"])
+def test_a_device_whose_packed_attention_fails_gets_padded_batches(fault, monkeypatch):
+    def attend(self, query, key, value, scale):
+        if fault == "raises":
+            raise RuntimeError("FlashAttention only supports Ampere GPUs or newer.")
+        return torch.zeros_like(query.transpose(1, 2))
+
+    with torch.inference_mode():
+        expected = packing_backbone("qwen3").prefill(TOKENS)
+        monkeypatch.setattr("rsrank_rag.attention.Packing.attend", attend)
+        backbone = packing_backbone("qwen3")
+        found = backbone.prefill(TOKENS)
+    assert not backbone.packs
+    assert all(torch.allclose(found.row(i), expected.row(i), atol=1e-5) for i in range(len(TOKENS)))

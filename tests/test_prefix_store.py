@@ -45,7 +45,7 @@ class Model:
         keys, values = (torch.zeros(LAYERS, len(documents), HEADS, width + room, WIDTH) for _ in range(2))
         for row, ids in enumerate(documents):
             keys[:, row, :, : len(ids)], values[:, row, :, : len(ids)] = made_up(ids)
-        return Prefixes(tuple(keys), tuple(values), torch.tensor([len(ids) for ids in documents]), width)
+        return Prefixes(tuple(keys), tuple(values), tuple(len(ids) for ids in documents), width)
 
 
 def store(**options):
@@ -57,7 +57,7 @@ def check(found, documents, error=0.0):
         for layers, expected in zip((found.keys, found.values), made_up(ids), strict=True):
             rows = torch.stack([layer[row, :, : len(ids)] for layer in layers])
             assert (rows - expected).abs().max() <= error
-    assert found.lengths.tolist() == [len(ids) for ids in documents]
+    assert found.lengths == tuple(len(ids) for ids in documents)
 
 
 DOCS = [(1, 2, 3), (4, 5), (6, 7, 8, 9, 10)]
@@ -534,7 +534,7 @@ def test_indexing_names_a_document_by_its_place_in_the_list(ranker, tmp_path, mo
 def test_what_8_bits_cannot_hold_is_not_kept_in_them(number, tmp_path):
     def broken(documents, room=0):
         keys = torch.full((LAYERS, len(documents), HEADS, 3 + room, WIDTH), number)
-        return Prefixes(tuple(keys), tuple(keys), torch.tensor([3] * len(documents)), 3)
+        return Prefixes(tuple(keys), tuple(keys), (3,) * len(documents), 3)
 
     kept = store(host_bytes=10**6, folder=tmp_path)
     kept.prefill([(1, 2, 3)], broken)
