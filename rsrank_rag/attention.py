@@ -80,7 +80,9 @@ class Packing:
         options = {"is_causal": self.causal, "scale": scale, "enable_gqa": query.shape[1] != key.shape[1]}
         for length, alike in groupby(self.lengths):
             stop = start + length * len(list(alike))
-            rows = (states[0, :, start:stop].unflatten(1, (-1, length)).transpose(0, 1) for states in (query, key, value))
+            rows = (
+                states[0, :, start:stop].unflatten(1, (-1, length)).transpose(0, 1) for states in (query, key, value)
+            )
             part = scaled_dot_product_attention(*rows, **options)
             found.append(part.transpose(1, 2).flatten(0, 1))
             start = stop

@@ -144,7 +144,8 @@ class Backbone:
         """
         lengths = tuple(len(ids) for ids in documents)
         width = max(lengths)
-        packs = self.packs and min(lengths) < width <= self._widest_pack
+        # In a packed row, no attention window is kept.
+        packs = self.packs and min(lengths) < width <= min((w for w in self._windows if w is not None), default=width)
         packing = Packing.of(lengths, self.device, causal=self.causal) if packs else None
         recorder = Recorder(self.loaded_layers - 1 if whole else self.last_layer - 1, room, packing)
         if packing is not None:
@@ -160,11 +161,19 @@ class Backbone:
         return Prefixes(tuple(recorder.keys), tuple(recorder.recorded_values), lengths, width)
 
     @property
-    def _widest_pack(self) -> int:
-        """The longest document of a packed row: there, no attention window is kept."""
-        kinds = set(getattr(self.config, "layer_types", None) or ())
-        window = None if kinds == {"full_attention"} else getattr(self.config, "sliding_window", None)
-        return int(window or 2**31)
+    def _windows(self) -> list[int | None]:
+        """How many positions each loaded layer's tokens see, themselves included; None for all."""
+        window = getattr(self.config, "sliding_window", None) or None
+        kinds = getattr(self.config, "layer_types", None) or ["sliding_attention"] * self.loaded_layers
+        return [window if kind == "sliding_attention" else None for kind in kinds[: self.loaded_layers]]
+
+    def reach(self, layer: int) -> int | None:
+        """How many positions back a token's signal at a layer can know of; None if there is no limit.
+
+        It has passed the attention of all layers below, each of which carries as far as its window.
+        """
+        windows = [window for window in self._windows[:layer] if window is not None]
+        return sum(window - 1 for window in windows) if self.causal and len(windows) == layer else None
 
     def _can_pack(self) -> bool:
         """Whether a packed row gives what a padded batch gives, tried out: kernels differ from device to device."""
@@ -217,7 +226,9 @@ class Backbone:
         real = within < self._column([len(ids) for ids in queries])  # (N, T)
         ids = torch.tensor([[*query, *[0] * (width - len(query))] for query in queries], device=self.device)
         positions = (self._start(prefixes) + within) * real  # padding must not stand behind the model's last position
-        mask = self._mask(self._column(prefixes.lengths), prefixes.width, torch.zeros_like(within), within, positions, real=real)
+        mask = self._mask(
+            self._column(prefixes.lengths), prefixes.width, torch.zeros_like(within), within, positions, real=real
+        )
         self._run_queries(ids, mask, positions, prefixes, consume, signal)
 
     def _start(self, prefixes: Prefixes) -> Tensor:

@@ -124,7 +124,7 @@ class ShiftReader:
         def subtract(layer: int, found: Tensor) -> None:
             if layer not in self.layers:
                 return
-            signal = tokens.scored(found).float()
+            signal = tokens.scored(found, self._reached(layer)).float()
             for row, run in enumerate(fresh, start=len(runs)):
                 alone[id(run)][layer] = signal[row : row + 1, :, : run.query.length].clone()
             shift = signal[: len(runs)]
@@ -146,10 +146,13 @@ class ShiftReader:
         prefixes = Prefixes.of([self._no_document()] * len(runs), max(len(query.ids) for query in queries))
         found: list[dict[int, Tensor]] = [{} for _ in runs]
 
+        tokens = _Tokens(queries, self.backbone.device)
+
         def keep(layer: int, signal: Tensor) -> None:
             if layer in self.layers:
+                signal = tokens.scored(signal, self._reached(layer)).float()
                 for row, query in enumerate(queries):
-                    found[row][layer] = signal[row : row + 1, :, query.scored].float()
+                    found[row][layer] = signal[row : row + 1, :, : query.length]
 
         self.backbone.own_query_values([query.ids for query in queries], prefixes, keep, signal=self.signal)
         for run, layers in zip(runs, found, strict=True):
@@ -208,7 +211,28 @@ class ShiftReader:
 
     def _scored_tokens(self, query: TokenisedQuery, consume: Consumer) -> Consumer:
         """Pass on what B reads: its layers, at the tokens that are scored, in fp32."""
-        return lambda layer, found: consume(layer, found[:, :, query.scored].float()) if layer in self.layers else None
+
+        def pass_on(layer: int, found: Tensor) -> Tensor | None:
+            if layer not in self.layers:
+                return None
+            signal, reached = found[:, :, query.scored].float(), self._reached(layer)
+            if reached is not None and reached < query.scored.start + query.length:
+                signal = signal.clone()
+                signal[:, :, max(0, reached - query.scored.start) :] = 0
+            return consume(layer, signal)
+
+        return pass_on
+
+    def _reached(self, layer: int) -> int | None:
+        """How many of a query's tokens can know of the document at a layer; None for all.
+
+        Where all layers have windows, others cannot. Their shift is no more than rounding, and the direction of that
+        would count as much as any other, so their signal is set to 0 with and without a document.
+        """
+        reach = self.backbone.reach(layer)
+        if reach is None or self.null_prefix == "none":
+            return None
+        return max(0, reach - self.prompts.after_document)
 
 
 def _fresh(runs: Sequence[NullRun]) -> list[NullRun]:
@@ -251,10 +275,15 @@ class _Tokens:
         last = max(len(query.ids) for query in queries) - 1
         self.places = (starts[:, None] + columns).clamp(max=last)[:, None, :, None]
 
-    def scored(self, found: Tensor) -> Tensor:
-        """Of signals (N, H, all tokens, D) those that are scored, (N, H, T, D), and 0 behind them."""
+    def scored(self, found: Tensor, reached: int | None = None) -> Tensor:
+        """Of signals (N, H, all tokens, D) those that are scored, (N, H, T, D), and 0 behind them.
+
+        Args:
+            found: The signals.
+            reached: Tokens after the first so many get 0 as well.
+        """
         chosen = found.gather(2, self.places.expand(-1, found.shape[1], -1, found.shape[3]))
-        return chosen.where(self.real, 0)
+        return chosen.where(self.real if reached is None else self.real & (self.places < reached), 0)
 
     def padded(self, rows: Sequence[Tensor]) -> Tensor:
         """Each row's (1, H, its tokens, D) as one (N, H, T, D)."""

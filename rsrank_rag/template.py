@@ -138,6 +138,7 @@ class PromptTokenizer:
         if "suffix" in template.positions and not self._suffix:
             raise InputError(f"The template scores its suffix, but {template.suffix!r} has no tokens.")
         self.overhead = len(self._instruction) + len(self._separator)
+        self.after_document = len(self._separator)
         if max_length <= self.overhead + len(self._suffix):
             raise InputError(
                 f"max_length={max_length} leaves no room for a document: the template alone has "

@@ -1,5 +1,6 @@
 """The two-phase run against an independent slow one: whole sequences, one at a time, read by forward hooks."""
 
+import itertools
 import math
 
 import pytest
@@ -28,6 +29,7 @@ from rsrank_rag.attention import use_own_attention
 from rsrank_rag.backbone import Backbone
 from rsrank_rag.errors import BackboneError
 from rsrank_rag.loading import LoadOptions
+from rsrank_rag.reranker import Pair
 
 DECODERS = [
     "falcon",
@@ -172,6 +174,48 @@ def test_scores_equal_those_of_whole_sequences_read_by_hooks(kind, tiny_ranker, 
         expected.append(reference_score(eager(kind), parts, slice(0, stop), weight))
     assert ranker.score(QUERY, DOCUMENTS) == pytest.approx(expected, abs=1e-3)
     assert len({round(score, 2) for score in expected}) > 3  # documents differ, so equality says something
+
+
+def reached(windows, before, separator, query):
+    """Whether each query token can know of what stands before the separator, in each layer but the first."""
+    place = torch.arange(before + separator + query)
+    knows, found = place < before, []
+    for window in windows:  # a token sees those before it, itself included, and the window is counted from it
+        found.append(knows[-query:])
+        distance = place[:, None] - place
+        knows = ((distance >= 0) & (distance < window) & knows).any(1)
+    return torch.stack(found[1:])  # (L, T)
+
+
+@pytest.mark.parametrize(
+    ("kind", "windows", "tolerance"),
+    [
+        ("mistral", [WINDOW] * LAYERS, 0.02),  # at a window's edge, a shift may be hardly more than rounding
+        ("gemma3", [WINDOW, 10**6] * 2, 1e-3),
+        ("llama", [10**6] * LAYERS, 1e-3),
+    ],
+)
+@torch.no_grad()
+def test_query_tokens_that_no_document_reaches_add_nothing(kind, windows, tolerance, tiny_ranker, tiny_folder, eager):
+    ranker, tokenizer = tiny_ranker(kind), AutoTokenizer.from_pretrained(tiny_folder(kind))
+    scores = {}
+    for query, document in itertools.product((QUERY, LONG_QUERY * 2), DOCUMENTS):
+        parts = reference_parts(tokenizer, CHAT, document, query)
+        instruction, text, separator, own = parts
+        after = reference_values(eager(kind), instruction + text + separator, own)
+        shift = (after - reference_values(eager(kind), instruction + separator, own))[1:]  # (L, H, T, D)
+        projected = torch.einsum("lhpd,lhtd->lhtp", ranker.projection.weight, shift)
+        cosines = torch.cosine_similarity(projected, torch.ones_like(projected), dim=-1)
+        known = reached(windows, len(instruction + text), len(separator), len(own))
+        scores[query, document] = float(cosines.masked_fill(~known[:, None], 0).mean(-1).sum())
+        explained = torch.tensor(ranker.explain(query, document).head_parts)  # (T, L, H)
+        assert torch.equal(explained.any(-1).T, known)
+    assert bool(known.all()) is (kind == "llama")
+    for query in (QUERY, LONG_QUERY * 2):
+        expected = [scores[query, document] for document in DOCUMENTS]
+        assert ranker.score(query, DOCUMENTS) == pytest.approx(expected, abs=tolerance)
+    found = [found.score for found in ranker.score_pairs([Pair(*pair) for pair in scores])]
+    assert found == pytest.approx(list(scores.values()), abs=tolerance)
 
 
 @pytest.mark.parametrize("positions", ["query", "suffix", "query+suffix"])
