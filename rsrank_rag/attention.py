@@ -68,22 +68,36 @@ class Packing:
         """FlashAttention's kernel for sequences of different lengths, which comes with torch for CUDA."""
         from torch.nn.attention.varlen import varlen_attn
 
-        tokens = (states[0].transpose(0, 1) for states in (query, key, value))  # (C, heads, D)
-        longest, window = max(self.lengths), (-1, 0 if self.causal else -1)
-        options = {"scale": scale, "window_size": window, "enable_gqa": query.shape[1] != key.shape[1]}
-        out: Tensor = varlen_attn(*tokens, self.ends, self.ends, longest, longest, **options)
+        tokens, others, theirs = (states[0].transpose(0, 1) for states in (query, key, value))  # (C, heads, D)
+        longest = max(self.lengths)
+        out = varlen_attn(
+            tokens,
+            others,
+            theirs,
+            self.ends,
+            self.ends,
+            longest,
+            longest,
+            scale=scale,
+            window_size=(-1, 0 if self.causal else -1),
+            enable_gqa=query.shape[1] != key.shape[1],
+        )
+        assert isinstance(out, Tensor)  # as nothing else was asked for
         return out[None]
 
     def _one_by_one(self, query: Tensor, key: Tensor, value: Tensor, scale: float | None) -> Tensor:
         """SDPA for each sequence, or each run of sequences of one length."""
         found, start = [], 0
-        options = {"is_causal": self.causal, "scale": scale, "enable_gqa": query.shape[1] != key.shape[1]}
         for length, alike in groupby(self.lengths):
-            stop = start + length * len(list(alike))
-            rows = (
-                states[0, :, start:stop].unflatten(1, (-1, length)).transpose(0, 1) for states in (query, key, value)
+            count = len(list(alike))
+            stop = start + length * count
+            rows, others, theirs = (
+                states[0, :, start:stop].reshape(states.shape[1], count, length, -1).transpose(0, 1)
+                for states in (query, key, value)
             )
-            part = scaled_dot_product_attention(*rows, **options)
+            part = scaled_dot_product_attention(
+                rows, others, theirs, is_causal=self.causal, scale=scale, enable_gqa=query.shape[1] != key.shape[1]
+            )
             found.append(part.transpose(1, 2).flatten(0, 1))
             start = stop
         return torch.cat(found)[None]
