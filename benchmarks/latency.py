@@ -35,15 +35,22 @@ def systems(ranker: RSRank, query: str, documents: list[str], keep: int) -> list
     tokens = max(len(p.ids) for p in ranker.prompts.documents(documents, 0)) + len(ranker.prompts.query(query).ids)
     rows = max(1, ranker.token_budget // tokens)  # as many padded tokens at once as ours
     kept = RSRank(core, ranker.prompts, ranker.projection, ranker.config, prefix_cache=keep)
-    grouped = model.config.get_text_config()._attn_implementation
+    own = model.config.get_text_config()._attn_implementation
+    packs = core.packs
 
-    def attend(name: str) -> Callable[[], None]:
+    def attend(name: str, *, padded: bool = False) -> Callable[[], None]:
         """The plain systems get transformers' own attention."""
-        return lambda: model.set_attn_implementation(name) if grouped == NAME else None
+
+        def prepare() -> None:
+            if own == NAME:
+                model.set_attn_implementation(name)
+            core.packs = packs and not padded
+
+        return prepare
 
     def warm(share: float) -> Callable[[], None]:
         def prepare() -> None:
-            attend(grouped)()
+            attend(own)()
             store = kept.reader.store
             assert store is not None
             store.clear()
@@ -55,12 +62,15 @@ def systems(ranker: RSRank, query: str, documents: list[str], keep: int) -> list
     found = [
         System(BASE, lambda: Plain(ranker, by_hidden_states(ranker), rows).score(query, documents), attend("sdpa")),
         System("plain, hooks", lambda: Plain(ranker, by_hooks(ranker), rows).score(query, documents), attend("sdpa")),
-        System(OURS, lambda: ranker.score(query, documents), attend(grouped)),
+        System(OURS, lambda: ranker.score(query, documents), attend(own)),
         *[
             System(f"ours, warm {share:.0%}", lambda: kept.score(query, documents), warm(share))
             for share in (0.5, 0.84, 1.0)
         ],
     ]
+    if packs and len({len(document.split()) for document in documents}) > 1:
+        padded = System("ours, cold, padded", lambda: ranker.score(query, documents), attend(own, padded=True))
+        found.append(padded)
     if core.bits == 16:
         cross = SameSizeCrossEncoder(ranker)
         found.append(System("CrossEncoder", lambda: cross.score(query, documents), attend("sdpa")))
