@@ -537,19 +537,20 @@ class RSRank(Reranker):
         return sums.add(layer, self.projection.cosines(layer, shift).mean(-1).sum(-1))
 
     @torch.inference_mode()
-    def explain(self, query: str, document: str) -> Explanation:
+    def explain(self, query: str, document: str, *, max_tokens: int | None = None) -> Explanation:
         """Take a score apart, exactly, per query token, layer and head.
 
         Args:
             query: The question.
             document: One document.
+            max_tokens: Read at most so many tokens of the document.
 
         Raises:
             InputError: As `score`.
             ScoringError: As `score`.
         """
         tokens = self.prompts.query(query)
-        prompt = self.prompts.documents([document], len(tokens.ids))[0]
+        prompt = self.prompts.documents([document], len(tokens.ids), max_tokens=max_tokens)[0]
         terms: list[Tensor] = []
 
         def keep(layer: int, shift: Tensor) -> None:

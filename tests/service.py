@@ -45,8 +45,9 @@ class Numbers(Reranker):
     def score(self, query, documents):
         raise NotImplementedError
 
-    def explain(self, query, document):
-        return Explanation(query, document, 3.0, False, ("a", "b"), (1, 2), ((1.0, 0.5), (1.0, 0.5)), ())
+    def explain(self, query, document, *, max_tokens=None):
+        truncated = len(document.split()) > (max_tokens or 10)
+        return Explanation(query, document, 3.0, truncated, ("a", "b"), (1, 2), ((1.0, 0.5), (1.0, 0.5)), ())
 
 
 class Words(Reranker):

@@ -105,7 +105,7 @@ async def test_what_is_wrong_with_a_pair_is_said_of_it_alone(service):
         assert (found[1].fault, found[1].error) == ("unscored", "has no score.")
         assert found[3].error == "ended the model's process, twice."
         with pytest.raises(InputError, match="cannot take its scores apart"):
-            await made.explain("q", "a")
+            await made.explain(Pair("q", "a"))
 
 
 async def test_a_document_goes_to_the_same_replica_from_every_gateway(service):

@@ -20,6 +20,7 @@ from rsrank_rag import Explanation, Projection, RSRank
 from rsrank_rag.batching import TOKEN_BUDGET, run_batches
 from rsrank_rag.errors import BackboneError, InputError, MissingDependencyError, ScoringError
 from rsrank_rag.loading import LoadOptions
+from rsrank_rag.reranker import Pair
 
 EXACT = 1e-4  # fp32: rounding alone
 
@@ -338,6 +339,8 @@ def test_an_explanation_escapes_html(ranker):
 
 def test_an_explanation_says_whether_it_was_kept_and_cut(ranker):
     assert ranker.explain(QUERY, "bridge " * 5000).truncated
+    few = ranker.explain(QUERY, DOCUMENTS[0], max_tokens=4)
+    assert (few.score, few.truncated) == (ranker.score_pairs([Pair(QUERY, DOCUMENTS[0], 4)])[0].score, True)
     assert "(truncated)" in ranker.explain(QUERY, "bridge " * 5000)._repr_html_()
     for document in DOCUMENTS:
         found = ranker.explain(QUERY, document)

@@ -69,7 +69,7 @@ class Mortal(Reranker):
                 time.sleep(60)
         return [float(len(text)) for text in documents]
 
-    def explain(self, query, document):
+    def explain(self, query, document, *, max_tokens=None):
         if document == "broken":
             raise ZeroDivisionError
         os.kill(os.getpid(), signal.SIGKILL)
@@ -442,7 +442,7 @@ async def test_a_model_without_explanations_says_so():
     async with numbers(Numbers()) as scheduler:
         assert not scheduler.description.explains
         with pytest.raises(InputError, match="cannot take its scores apart"):
-            await scheduler.explain("q", "1")
+            await scheduler.explain(Pair("q", "1"))
 
 
 async def test_an_explanation_that_nobody_waits_for_leaves_the_queue():
@@ -453,7 +453,7 @@ async def test_an_explanation_that_nobody_waits_for_leaves_the_queue():
         await asyncio.sleep(0.02)
         for _ in range(4):  # not one of them finds a full queue
             with pytest.raises(DeadlineError):
-                await scheduler.explain("q", "d", timeout=0.01)
+                await scheduler.explain(Pair("q", "d"), timeout=0.01)
         second = asyncio.create_task(scheduler.score(pairs(2, 3)))
         await asyncio.sleep(0.02)
         reranker.may_go_on.set()
@@ -463,7 +463,7 @@ async def test_an_explanation_that_nobody_waits_for_leaves_the_queue():
 async def test_whatever_a_model_raises_on_an_explanation_the_next_request_is_served(tmp_path):
     async with running(lambda: Mortal(tmp_path), in_process=True) as scheduler:
         with pytest.raises(RSRankError, match=r"The model failed \(ZeroDivisionError\)"):
-            await scheduler.explain("q", "broken", timeout=10)
+            await scheduler.explain(Pair("q", "broken"), timeout=10)
         assert scores(await scheduler.score(pairs("a"), timeout=10)) == [1]
 
 
@@ -475,7 +475,7 @@ async def test_odd_counters_of_the_model_stop_nobody():
 
 async def test_a_real_model_explains_and_counts(ranker):
     async with running(lambda: ranker, in_process=True) as scheduler:
-        explanation = await scheduler.explain("When?", "In 1932.")
+        explanation = await scheduler.explain(Pair("When?", "In 1932."))
         assert explanation.score == pytest.approx(ranker.score("When?", ["In 1932."])[0], abs=1e-5)
         assert (await scheduler.score(pairs("In 1932.", query="When?")))[0].tokens > 3
 
@@ -553,7 +553,7 @@ async def test_a_process_that_hangs_is_replaced(tmp_path):
 async def test_an_explanation_on_which_the_process_dies_is_an_error_and_the_next_request_is_served(tmp_path):
     async with running(partial(Mortal, tmp_path)) as scheduler:
         with pytest.raises(UnavailableError, match="being replaced"):
-            await scheduler.explain("q", "d")
+            await scheduler.explain(Pair("q", "d"))
         assert scores(await scheduler.score(pairs("a"))) == [1]
 
 

@@ -177,6 +177,9 @@ async def test_an_explanation_has_its_exact_parts():
             "layers": [1, 2],
             "parts": [[1.0, 0.5], [1.0, 0.5]],
         }
+    async with serving(max_document_tokens=2) as http:
+        cut = [await http.post("/explain", json={"query": "q", "document": text}) for text in ("3 4", "3 4 5")]
+        assert [answer.json()["truncated"] for answer in cut] == [False, True]
     async with serving(Words()) as http:
         response = await http.post("/explain", json={"query": "q", "document": "3"})
         assert (response.status_code, "cannot take its scores apart" in response.text) == (422, True)

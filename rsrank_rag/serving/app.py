@@ -252,11 +252,15 @@ class _Service:
         return _json(ranking_response(question, outcomes))
 
     async def explain(self, body: ExplainRequest, request: Request) -> Response:
-        """Take one score apart: what each token of the query adds to it in each layer."""
-        self._check_size(Question([Pair(body.query, body.document)]))
+        """Take one score apart: what each token of the query adds to it in each layer.
+
+        Of a document beyond the service's limit of tokens, the first ones are read; the answer says so.
+        """
+        pair = Pair(body.query, body.document, self.settings.max_document_tokens)
+        self._check_size(Question([pair]))
         record = _record(request)
         record.documents = 1
-        work = self.backend.explain(body.query, body.document, client=record.client, timeout=self._time_left(record))
+        work = self.backend.explain(pair, client=record.client, timeout=self._time_left(record))
         return _json(explain_response(await _while_connected(request, work)))
 
     async def models(self, request: Request) -> Response:

@@ -110,9 +110,7 @@ class Backend(Protocol):
             UnavailableError: The service is stopping.
         """
 
-    async def explain(
-        self, query: str, document: str, *, client: str = "", timeout: float | None = None
-    ) -> Explanation:
+    async def explain(self, pair: Pair, *, client: str = "", timeout: float | None = None) -> Explanation:
         """Take one score apart.
 
         Raises:

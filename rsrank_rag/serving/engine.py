@@ -71,7 +71,7 @@ class Loaded:
 
 @runtime_checkable
 class _Explains(Protocol):
-    def explain(self, query: str, document: str) -> Explanation: ...
+    def explain(self, query: str, document: str, *, max_tokens: int | None = None) -> Explanation: ...
 
 
 @runtime_checkable
@@ -106,11 +106,11 @@ class Engine:
         stats = self.reranker.stats() if isinstance(self.reranker, _Counts) else {}
         return Step(outcomes, time.perf_counter() - started, stats)
 
-    def explain(self, query: str, document: str) -> Explanation:
+    def explain(self, pair: Pair) -> Explanation:
         """See `Backend.explain`."""
         if not isinstance(self.reranker, _Explains):
             raise InputError(f"{self.name} cannot take its scores apart. RSRank models can.")
-        return self.reranker.explain(query, document)
+        return self.reranker.explain(pair.query, pair.document, max_tokens=pair.max_tokens)
 
     def check(self, canary: Canary) -> str | None:
         """What is wrong with how the model ranks the canary; None if nothing is."""
@@ -203,10 +203,10 @@ class Host:
         assert self._engine is not None
         return self._engine.step(pairs)
 
-    def explain(self, query: str, document: str) -> Explanation:
+    def explain(self, pair: Pair) -> Explanation:
         """`Engine.explain` of the loaded model."""
         assert self._engine is not None
-        return self._engine.explain(query, document)
+        return self._engine.explain(pair)
 
 
 _host = Host()
@@ -243,10 +243,10 @@ def step(pairs: Sequence[Pair]) -> Step:
         _end_for(error.__cause__)
 
 
-def explain(query: str, document: str) -> Explanation:
+def explain(pair: Pair) -> Explanation:
     """`Host.explain` in this process, which ends as `step` says."""
     try:
-        return _host.explain(query, document)
+        return _host.explain(pair)
     except RuntimeError as error:
         if not _is_final(error):
             raise

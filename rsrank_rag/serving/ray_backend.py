@@ -139,9 +139,9 @@ class Shard:
         """Outcomes; see `Backend.score`."""
         return self._reply(await self.scheduler.score(pairs, client=client, timeout=timeout))
 
-    async def explain(self, query: str, document: str, client: str, timeout: float | None) -> Reply:
+    async def explain(self, pair: Pair, client: str, timeout: float | None) -> Reply:
         """An `Explanation`; see `Backend.explain`."""
-        return self._reply(await self.scheduler.explain(query, document, client=client, timeout=timeout))
+        return self._reply(await self.scheduler.explain(pair, client=client, timeout=timeout))
 
     async def describe(self) -> Reply:
         """A `Description`."""
@@ -284,12 +284,10 @@ class RayBackend:
         await self._answered(self._all([self._score_group(request, group) for group in groups]), timeout, len(pairs))
         return [self._counted(outcome) for outcome in request.found if outcome is not None]
 
-    async def explain(
-        self, query: str, document: str, *, client: str = "", timeout: float | None = None
-    ) -> Explanation:
+    async def explain(self, pair: Pair, *, client: str = "", timeout: float | None = None) -> Explanation:
         """See `Backend`."""
         self._admit()
-        call = self._call(key_of(document), "explain", lambda: (query, document, client, timeout))
+        call = self._call(key_of(pair.document), "explain", lambda: (pair, client, timeout))
         try:
             explanation: Explanation = await self._answered(call, timeout, 0)
         except _DiedError:

@@ -124,7 +124,7 @@ class Scheduler:
         self._clients: dict[str, _Client] = {}
         self._ahead: dict[str, float] = {}  # clients that wait for nothing, but have had more than others who do
         self._suspects: deque[list[_Item]] = deque()
-        self._explaining: deque[tuple[asyncio.Future[Explanation], str, str]] = deque()
+        self._explaining: deque[tuple[asyncio.Future[Explanation], Pair]] = deque()
         self._waiting = self._waiting_tokens = 0
         self._clock = 0.0
         self._rate = self.limits.least_tokens / self.limits.step_seconds
@@ -228,13 +228,11 @@ class Scheduler:
                 self._withdraw(job)
         return [outcome for outcome in job.outcomes if outcome is not None]
 
-    async def explain(
-        self, query: str, document: str, *, client: str = "", timeout: float | None = None
-    ) -> Explanation:
+    async def explain(self, pair: Pair, *, client: str = "", timeout: float | None = None) -> Explanation:
         """See `Backend`."""
-        self._admit(1, _estimate(Pair(query, document)))
+        self._admit(1, _estimate(pair))
         done: asyncio.Future[Explanation] = asyncio.get_running_loop().create_future()
-        mine = (done, query, document)
+        mine = (done, pair)
         self._explaining.append(mine)
         try:
             return await self._finished(done, timeout)
@@ -384,11 +382,11 @@ class Scheduler:
         self._counts["failed"] += outcome.fault in ("input", "internal")
 
     async def _explain_one(self) -> None:
-        done, query, document = self._explaining.popleft()
+        done, pair = self._explaining.popleft()
         if done.done():
             return
         try:
-            explanation: Explanation = await self._call(self._target.explain, query, document)
+            explanation: Explanation = await self._call(self._target.explain, pair)
         except BrokenProcessPool:
             if not done.done():
                 done.set_exception(UnavailableError("The model's process died; it is being replaced.", 5.0))
