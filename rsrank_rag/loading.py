@@ -162,6 +162,7 @@ def load_model(
         "trust_remote_code": options.trust_remote_code,
     }
     device, dtype, quantization = options.resolved_device(), options.resolved_dtype(), _quantization(options)
+    failures = LOAD_ERRORS
     try:
         config = AutoConfig.from_pretrained(str(name), **hub)
         tokenizer = AutoTokenizer.from_pretrained(str(name), **hub)  # first: its errors come before the long download
@@ -176,13 +177,14 @@ def load_model(
             extra["add_pooling_layer"] = False
         if quantization is not None:
             extra |= {"quantization_config": quantization, "device_map": {"": device}}
+            failures = (*LOAD_ERRORS, RuntimeError, AssertionError)  # it is moved and rounded as it is loaded
         safetensors = None if allow_bin else True  # None: where there are any
         # Weights that the checkpoint has and nobody asked for are listed otherwise.
         with only(_says_more_than_unexpected, "transformers.modeling_utils"):
             model = _AUTO[head].from_pretrained(
                 str(name), config=config, dtype=dtype, use_safetensors=safetensors, **hub, **extra
             )
-    except LOAD_ERRORS as error:
+    except failures as error:
         raise BackboneError(
             f"The language model {str(name)!r} (revision {revision or 'main'}) could not be loaded: {error}"
         ) from error
@@ -197,8 +199,8 @@ def load_model(
                 f"The language model {str(name)!r} was loaded but could not be moved to {device}: {error} "
                 "Choose another device, or load it in 8-bit or 4-bit if it is too large."
             ) from error
-    if options.load_in_fp8 and bits_of(model) != 8:
-        raise BackboneError(f"{str(name)!r} has no linear maps that torchao keeps in fp8. Load it without load_in_fp8.")
+    if options.load_in_fp8:
+        _finish_fp8(model, str(name))
     return LoadedModel(model.requires_grad_(False), tokenizer, num_layers)
 
 
@@ -294,7 +296,24 @@ def _fp8(options: LoadOptions) -> Any:
         from torchao.quantization import Float8DynamicActivationFloat8WeightConfig, Float8WeightOnlyConfig, PerRow
     # set_inductor_config changes the whole process: in older releases even how exactly it multiplies float32 matrices.
     if has_fast_fp8(options.resolved_device()) and options.resolved_dtype() == torch.bfloat16:
-        kind = Float8DynamicActivationFloat8WeightConfig(granularity=PerRow(), set_inductor_config=False)
+        # Without a lower bound, a row of zeros (the embedding of padding) is divided by zero.
+        kind = Float8DynamicActivationFloat8WeightConfig(
+            granularity=PerRow(), activation_value_lb=1e-12, set_inductor_config=False
+        )
     else:
         kind = Float8WeightOnlyConfig(set_inductor_config=False)
     return TorchAoConfig(kind)
+
+
+def _finish_fp8(model: PreTrainedModel, name: str) -> None:
+    """Undo what torchao makes of a weight's row of zeros: its scale is zero, and it is divided by it.
+
+    Raises:
+        BackboneError: No weight is in fp8.
+    """
+    if bits_of(model) != 8:
+        raise BackboneError(f"{name!r} has no linear maps that torchao keeps in fp8. Load it without load_in_fp8.")
+    for weight in model.parameters():
+        data, scale = getattr(weight, "qdata", None), getattr(weight, "scale", None)
+        if data is not None and scale is not None:
+            data.view(torch.uint8)[(scale == 0).squeeze(-1)] = 0
