@@ -37,6 +37,15 @@ def round_activations(ranker: RSRank) -> None:
             module.register_forward_pre_hook(lambda _module, inputs: (fp8_rows(inputs[0]),))
 
 
+def nf4_weights(ranker: RSRank) -> None:
+    """Round the weights as bitsandbytes does. (Its own product on a CPU computes in bfloat16.)"""
+    from bitsandbytes.functional import dequantize_4bit, quantize_4bit
+
+    for module in ranker.backbone.model.modules():
+        if isinstance(module, nn.Linear):
+            module.weight.data = dequantize_4bit(*quantize_4bit(module.weight.data, blocksize=64, quant_type="nf4"))
+
+
 def bfloat16_weights(ranker: RSRank) -> None:
     """Round the weights, and compute as before."""
     for weight in ranker.backbone.model.parameters():
@@ -47,7 +56,7 @@ FORMS: dict[str, tuple[dict[str, Any], Any]] = {
     "bfloat16": ({}, bfloat16_weights),
     "all in bfloat16": ({"dtype": "bfloat16"}, None),
     "int8": ({"load_in_8bit": True}, None),
-    "nf4": ({"load_in_4bit": True}, None),
+    "nf4": ({}, nf4_weights),
     "fp8": ({"load_in_fp8": True}, None),
     "fp8, activations too": ({"load_in_fp8": True}, round_activations),
 }
