@@ -38,7 +38,7 @@ def round_activations(ranker: RSRank) -> None:
 
 
 def nf4_weights(ranker: RSRank) -> None:
-    """Round the weights as bitsandbytes does. (Its own product on a CPU computes in bfloat16.)"""
+    """Round the weights as bitsandbytes does, whose own product on a CPU is coarser than float32."""
     from bitsandbytes.functional import dequantize_4bit, quantize_4bit
 
     for module in ranker.backbone.model.modules():

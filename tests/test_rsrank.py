@@ -635,7 +635,7 @@ def test_4bit_scores_are_those_of_fp32_with_the_rounded_weights(tiny_folder):
     torch.testing.assert_close(all_scores(ranker), scores_alone(ranker), rtol=0, atol=NF4)
 
 
-@pytest.mark.parametrize("options", itertools.combinations(["load_in_8bit", "load_in_4bit", "load_in_fp8"], 2))
+@pytest.mark.parametrize("options", [*itertools.combinations(["load_in_8bit", "load_in_4bit", "load_in_fp8"], 2)])
 def test_two_quantisations_at_once_are_refused(tiny_folder, options):
     with pytest.raises(InputError, match=f"^{' and '.join(options)} exclude each other. Choose one"):
         load_ranker(tiny_folder("llama"), "llama", **dict.fromkeys(options, True))
