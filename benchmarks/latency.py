@@ -2,8 +2,8 @@
 
     python -m benchmarks.latency --size mini
     python -m benchmarks.latency --size qwen3-0.6b --documents 10 --turns 3
-    python -m benchmarks.latency --size qwen3-8b --bits 8 --json h200.json      # a CUDA GPU
-    python -m benchmarks.latency --size qwen3-8b --paper                         # the paper's table
+    python -m benchmarks.latency --size qwen3-8b --weights fp8 --json h200.json  # a CUDA GPU
+    python -m benchmarks.latency --size qwen3-8b --paper                           # the paper's table
 
 "warm 84%" finds the prefixes of 84% of the documents. All systems take turns in random order in one process; times are
 medians, ratios medians over turns. Weights of the Qwen3 sizes are random: time and memory only.
@@ -24,7 +24,18 @@ from rsrank_rag.attention import NAME
 from rsrank_rag.batching import Ids, run_batches
 
 from .timing import Measured, System, machine, matmul_ceiling, measure
-from .workload import QUERY, SIZES, Plain, SameSizeCrossEncoder, by_hidden_states, by_hooks, load, passages, question
+from .workload import (
+    QUERY,
+    SIZES,
+    WEIGHTS,
+    Plain,
+    SameSizeCrossEncoder,
+    by_hidden_states,
+    by_hooks,
+    load,
+    passages,
+    question,
+)
 
 BASE, OURS = "plain, hidden states", "ours, cold"
 
@@ -168,7 +179,7 @@ def main() -> None:
     parser.add_argument("--size", choices=SIZES, default="mini")
     parser.add_argument("--device")
     parser.add_argument("--dtype")
-    parser.add_argument("--bits", type=int, choices=(4, 8, 16), default=16)
+    parser.add_argument("--weights", choices=WEIGHTS, default="bf16", help="bf16: in --dtype")
     parser.add_argument("--layers", type=int, help="fewer layers of a random model, to try things out")
     parser.add_argument("--documents", type=int, nargs="+", default=[10, 50, 100])
     parser.add_argument("--words", type=int, nargs="+", default=[50, 100, 200])
@@ -177,10 +188,13 @@ def main() -> None:
     parser.add_argument("--paper", action="store_true", help="only the paper's table")
     parser.add_argument("--json", help="file to write the figures to")
     options = parser.parse_args()
-    ranker = load(options.size, device=options.device, dtype=options.dtype, bits=options.bits, layers=options.layers)
+    ranker = load(
+        options.size, device=options.device, dtype=options.dtype, weights=options.weights, layers=options.layers
+    )
     core = ranker.backbone
     ceiling = matmul_ceiling(core.device, core.dtype)
-    head = f"{options.size}, {core.bits if core.bits < 16 else core.dtype}; {machine()}; {ceiling / 1e12:.2f} TFLOP/s"
+    kept = "" if options.weights == "bf16" else f"weights in {options.weights}, "
+    head = f"{options.size}, {kept}{core.dtype}; {machine()}; {ceiling / 1e12:.2f} TFLOP/s"
     print(f"{head} in a large matrix product")
     print(f"largest difference from the plain code's scores: {largest_difference(ranker, QUERY, passages(8, 60)):.1e}")
     records = paper_table(ranker, options.turns) if options.paper else compare(ranker, options, ceiling)

@@ -19,7 +19,7 @@ import torch
 from rsrank_rag import RSRank
 
 from .timing import System, machine, measure
-from .workload import QUERY, SIZES, load, passages
+from .workload import QUERY, SIZES, WEIGHTS, load, passages
 
 Sweep = dict[str, list[dict[str, Any]]]
 
@@ -131,7 +131,7 @@ def main() -> None:
     parser.add_argument("--size", choices=SIZES, default="mini")
     parser.add_argument("--device")
     parser.add_argument("--dtype")
-    parser.add_argument("--bits", type=int, choices=(4, 8, 16), default=16)
+    parser.add_argument("--weights", choices=WEIGHTS, default="bf16", help="bf16: in --dtype")
     parser.add_argument("--layers", type=int, help="fewer layers of a random model")
     parser.add_argument("--documents", type=int, nargs="+", default=[10, 25, 50, 100, 200])
     parser.add_argument("--words", type=int, nargs="+", default=[25, 50, 100, 200, 400])
@@ -141,7 +141,9 @@ def main() -> None:
     parser.add_argument("--chart", type=Path, help="PNG to draw")
     parser.add_argument("--json", type=Path, help="file to write the figures to")
     options = parser.parse_args()
-    ranker = load(options.size, device=options.device, dtype=options.dtype, bits=options.bits, layers=options.layers)
+    ranker = load(
+        options.size, device=options.device, dtype=options.dtype, weights=options.weights, layers=options.layers
+    )
     head = f"{options.size}, {ranker.backbone.dtype}; {machine()}"
     print(head)
     found = sweep(ranker, options)

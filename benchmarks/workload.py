@@ -37,6 +37,13 @@ SHAPES = {
     "qwen3-8b": {"hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 36, "num_attention_heads": 32},
 }
 SIZES = ("mini", *SHAPES)
+WEIGHTS: dict[str, dict[str, bool]] = {
+    "bf16": {},
+    "int8": {"load_in_8bit": True},
+    "nf4": {"load_in_4bit": True},
+    "fp8": {"load_in_fp8": True},
+}
+"""How weights are kept; bf16 stands for the dtype that the model computes in."""
 
 
 def passages(count: int, words: int, spread: float = 0.0, seed: int = 0) -> list[str]:
@@ -52,7 +59,7 @@ def question(tokens: int) -> str:
 
 
 def load(
-    size: str, *, device: str | None = None, dtype: str | None = None, bits: int = 16, layers: int | None = None
+    size: str, *, device: str | None = None, dtype: str | None = None, weights: str = "bf16", layers: int | None = None
 ) -> RSRank:
     """`mini`, or a Qwen3 of this size with random weights and a random B. It keeps no prefixes.
 
@@ -60,18 +67,16 @@ def load(
         size: One of `SIZES`.
         device: None for the best one present.
         dtype: None for bfloat16 where it is fast.
-        bits: 8 or 4 for bitsandbytes.
+        weights: One of `WEIGHTS`.
         layers: Use only so many layers of the random model, to try things out.
     """
     if size == "mini":
-        return RSRank.from_pretrained(
-            "mini", device=device, dtype=dtype, load_in_8bit=bits == 8, load_in_4bit=bits == 4, prefix_cache=False
-        )
+        return RSRank.from_pretrained("mini", device=device, dtype=dtype, prefix_cache=False, **WEIGHTS[weights])
     shape = {**SHAPES[size], **({} if layers is None else {"num_hidden_layers": layers})}
     config = Qwen3Config(
         vocab_size=151936, head_dim=128, num_key_value_heads=8, max_position_embeddings=4096, **shape, pad_token_id=0
     )
-    options = LoadOptions(device=device, dtype=dtype, load_in_8bit=bits == 8, load_in_4bit=bits == 4)
+    options = LoadOptions(device=device, dtype=dtype, **WEIGHTS[weights])
     torch.manual_seed(0)
     with tempfile.TemporaryDirectory() as folder:
         with torch.device(options.resolved_device()):

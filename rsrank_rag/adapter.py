@@ -98,6 +98,7 @@ class ModelAdapter(BaseModel):
     dtype: _Name | None = Field(default=None, description="None for bfloat16 where it is fast, else float32.")
     load_in_8bit: bool = Field(default=False, description="int8 weights (needs the '8bit' extra).")
     load_in_4bit: bool = Field(default=False, description="nf4 weights (needs the '8bit' extra).")
+    load_in_fp8: bool = Field(default=False, description="float8 weights (needs the 'fp8' extra).")
     max_length: int | None = Field(default=None, ge=1, description="Most positions; longer documents are cut.")
     local_files_only: bool = Field(default=False, description="Never use the network.")
     cache_dir: _Name | None = Field(default=None, description="Hub cache folder.")
@@ -192,7 +193,7 @@ class ModelAdapter(BaseModel):
         Raises:
             ArtifactError: The artifact is missing, damaged, or belongs to another language model.
             BackboneError: The language model cannot be loaded or read.
-            MissingDependencyError: 8-bit or 4-bit without bitsandbytes and accelerate.
+            MissingDependencyError: 8-bit or 4-bit without bitsandbytes, fp8 without torchao, any without accelerate.
             InputError: There is no service at ``base_url``, or it refuses the key.
             RemoteError: The service cannot be reached or is not ready.
         """
@@ -226,6 +227,7 @@ class ModelAdapter(BaseModel):
             dtype=self.dtype,
             load_in_8bit=self.load_in_8bit,
             load_in_4bit=self.load_in_4bit,
+            load_in_fp8=self.load_in_fp8,
             max_length=self.max_length,
             local_files_only=self.local_files_only,
             cache_dir=self.cache_dir,

@@ -11,16 +11,14 @@ Axes: N documents, H KV heads, S prefix positions, T query tokens, D head dimens
 
 from __future__ import annotations
 
-import hashlib
 import logging
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 from weakref import WeakSet
 
 import torch
 from torch import Tensor
 from torch.nn import ModuleList
-from transformers import PreTrainedModel
 
 from .attention import NAME, Packing, packed
 from .batching import is_out_of_memory
@@ -28,6 +26,10 @@ from .cache import Consumer, LastLayerReached, Prefixes, Probe, Reader, Recorder
 from .config import Signal
 from .errors import BackboneError
 from .trial import ADVICE, packed_alike, rows_can_leave, try_out
+from .weights import bits_of, fingerprint
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 logger = logging.getLogger(__name__)
 
@@ -103,21 +105,12 @@ class Backbone:
 
     @property
     def bits(self) -> int:
-        """Bits of the weights: 4 and 8 when bitsandbytes quantised them, else 16 (also for 32)."""
-        if getattr(self.model, "is_loaded_in_4bit", False):
-            return 4
-        return 8 if getattr(self.model, "is_loaded_in_8bit", False) else 16
+        """Bits of the weights: 4 (nf4), 8 (int8, fp8), else 16 (also for 32)."""
+        return bits_of(self.model)
 
     def fingerprint(self) -> str:
-        """Hash of up to 1,024 evenly spread entries of every weight: it differs for any other checkpoint or dtype."""
-        digest = hashlib.sha256()
-        # Not state_dict(): bitsandbytes repacks its weights when it is asked for one.
-        for name, weight in (*self.model.named_parameters(), *self.model.named_buffers()):
-            flat = weight.detach().reshape(-1)
-            sample = flat[:: max(1, len(flat) // 1024)][:1024].cpu().contiguous()
-            digest.update(f"{name} {tuple(weight.shape)} {weight.dtype}".encode())
-            digest.update(sample.view(torch.uint8).numpy().tobytes())
-        return digest.hexdigest()
+        """Of the weights: it differs for any other checkpoint, dtype or quantisation."""
+        return fingerprint(self.model)
 
     @property
     def max_length(self) -> int:

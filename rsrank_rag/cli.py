@@ -13,6 +13,7 @@ import typer
 from rich.progress import track
 
 from . import __version__, cli_evaluation, cli_scale, cli_serving, cli_training
+from .cli_options import Device, Dtype, EightBit, FourBit, Fp8, Model, Offline, Revision, TrustRemoteCode
 from .console import catch_errors, problems, screen
 from .errors import InputError
 from .evaluation.systems import forms
@@ -40,25 +41,20 @@ app.add_typer(cli_serving.app)
 app.add_typer(cli_training.app)
 app.add_typer(cli_scale.app)
 
-Model = Annotated[str, typer.Option("--model", "-m", help="Built-in name, artifact folder or Hub id.")]
 Query = Annotated[str, typer.Option("--query", "-q", help="The question.")]
-Revision = Annotated[str | None, typer.Option(help="Commit, tag or branch of the artifact on the Hub.")]
-Device = Annotated[str | None, typer.Option(help="cuda, cuda:1, mps, cpu. Default: the best one present.")]
-Dtype = Annotated[str | None, typer.Option(help="float32, bfloat16, float16. Default: bfloat16 where it is fast.")]
-EightBit = Annotated[bool, typer.Option("--load-in-8bit", help="int8 weights (bitsandbytes).")]
-FourBit = Annotated[bool, typer.Option("--load-in-4bit", help="4-bit weights (bitsandbytes).")]
-Offline = Annotated[bool, typer.Option("--local-files-only", help="Never ask the Hub.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
 
 
 def _load(
     model: str,
-    revision: str | None = None,
-    device: str | None = None,
-    dtype: str | None = None,
-    eight_bit: bool = False,
-    four_bit: bool = False,
-    offline: bool = False,
+    *,
+    revision: str | None,
+    device: str | None,
+    dtype: str | None,
+    load_in_8bit: bool,
+    load_in_4bit: bool,
+    load_in_fp8: bool,
+    local_files_only: bool,
     prefix_cache: bool | Path = True,
     early: str | None = None,
 ) -> RSRank:
@@ -73,9 +69,10 @@ def _load(
             revision=revision,
             device=device,
             dtype=dtype,
-            load_in_8bit=eight_bit,
-            load_in_4bit=four_bit,
-            local_files_only=offline,
+            load_in_8bit=load_in_8bit,
+            load_in_4bit=load_in_4bit,
+            load_in_fp8=load_in_fp8,
+            local_files_only=local_files_only,
             prefix_cache=prefix_cache,
             early_decisions=cast("EarlyDecisions | None", early),  # RSRank refuses what is not one
         )
@@ -123,6 +120,7 @@ def rank(
     dtype: Dtype = None,
     load_in_8bit: EightBit = False,
     load_in_4bit: FourBit = False,
+    load_in_fp8: Fp8 = False,
     local_files_only: Offline = False,
 ) -> None:
     """Score documents for a query: what scores above zero is kept, the rest is dropped.
@@ -137,12 +135,13 @@ def rank(
         query, texts = clean(query), read_documents(documents)
         ranker = _load(
             model,
-            revision,
-            device,
-            dtype,
-            load_in_8bit,
-            load_in_4bit,
-            local_files_only,
+            revision=revision,
+            device=device,
+            dtype=dtype,
+            load_in_8bit=load_in_8bit,
+            load_in_4bit=load_in_4bit,
+            load_in_fp8=load_in_fp8,
+            local_files_only=local_files_only,
             prefix_cache=False,
             early=early,
         )
@@ -185,6 +184,7 @@ def index(
     dtype: Dtype = None,
     load_in_8bit: EightBit = False,
     load_in_4bit: FourBit = False,
+    load_in_fp8: Fp8 = False,
     local_files_only: Offline = False,
     engine: cli_scale.Engine = cli_serving.Where.local,
     actors: cli_scale.Count = None,
@@ -203,12 +203,13 @@ def index(
         load = partial(
             _load,
             model,
-            revision,
-            device,
-            dtype,
-            load_in_8bit,
-            load_in_4bit,
-            local_files_only,
+            revision=revision,
+            device=device,
+            dtype=dtype,
+            load_in_8bit=load_in_8bit,
+            load_in_4bit=load_in_4bit,
+            load_in_fp8=load_in_fp8,
+            local_files_only=local_files_only,
             prefix_cache=prefixes.absolute(),
         )
         chosen = cli_scale.chosen(engine, actors, cpus_per_actor, gpus_per_actor, address)
@@ -235,6 +236,7 @@ def calibrate(
     dtype: Dtype = None,
     load_in_8bit: EightBit = False,
     load_in_4bit: FourBit = False,
+    load_in_fp8: Fp8 = False,
     local_files_only: Offline = False,
 ) -> None:
     """Measure bounds for early decisions (`rank --early calibrated`) and write an artifact that holds them.
@@ -246,7 +248,17 @@ def calibrate(
         from .evaluation.datasets import read_labelled
 
         queries = [query for path in data for query in read_labelled(path)]
-        ranker = _load(model, revision, device, dtype, load_in_8bit, load_in_4bit, local_files_only, prefix_cache=False)
+        ranker = _load(
+            model,
+            revision=revision,
+            device=device,
+            dtype=dtype,
+            load_in_8bit=load_in_8bit,
+            load_in_4bit=load_in_4bit,
+            load_in_fp8=load_in_fp8,
+            local_files_only=local_files_only,
+            prefix_cache=False,
+        )
         watched = track(queries, "Scoring", console=problems, disable=not problems.is_terminal)
         made = calibrated(ranker, watched, miss_rate=miss_rate)
         made.save_pretrained(output)
@@ -272,6 +284,7 @@ def explain(
     dtype: Dtype = None,
     load_in_8bit: EightBit = False,
     load_in_4bit: FourBit = False,
+    load_in_fp8: Fp8 = False,
     local_files_only: Offline = False,
 ) -> None:
     """Show where a score comes from: its exact parts per query token and per layer (L1, L2, ...).
@@ -279,7 +292,16 @@ def explain(
     `rsrank explain -q "How do bees find flowers?" -d "Bees see ultraviolet patterns on petals."`
     """
     with catch_errors():
-        ranker = _load(model, revision, device, dtype, load_in_8bit, load_in_4bit, local_files_only)
+        ranker = _load(
+            model,
+            revision=revision,
+            device=device,
+            dtype=dtype,
+            load_in_8bit=load_in_8bit,
+            load_in_4bit=load_in_4bit,
+            load_in_fp8=load_in_fp8,
+            local_files_only=local_files_only,
+        )
         explanation = ranker.explain(clean(query), clean(document))
     if as_json:
         fields = ("query", "document", "score", "truncated", "tokens", "layers", "parts")
@@ -362,10 +384,9 @@ def evaluate(
     dtype: Dtype = None,
     load_in_8bit: EightBit = False,
     load_in_4bit: FourBit = False,
+    load_in_fp8: Fp8 = False,
     local_files_only: Offline = False,
-    trust_remote_code: Annotated[
-        bool, typer.Option("--trust-remote-code", help="Run code from the model's repository (jina-reranker-v2).")
-    ] = False,
+    trust_remote_code: TrustRemoteCode = False,
 ) -> None:
     """Measure ranking (nDCG@5, Recall@5) and selection (F1 at the threshold) on labelled passages.
 
@@ -399,7 +420,13 @@ def evaluate(
         hard = None if negatives is None else Negatives.parse(negatives)
         logging.disable_progress_bar()
         options = LoadOptions(
-            device, dtype, load_in_8bit, load_in_4bit, local_files_only, trust_remote_code=trust_remote_code
+            device=device,
+            dtype=dtype,
+            load_in_8bit=load_in_8bit,
+            load_in_4bit=load_in_4bit,
+            load_in_fp8=load_in_fp8,
+            local_files_only=local_files_only,
+            trust_remote_code=trust_remote_code,
         )
         sets = load_sets(data, limit=limit, negatives=hard, titles=titles, options=options)
         for name in dict.fromkeys(model):

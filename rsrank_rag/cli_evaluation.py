@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.progress import track
 
+from .cli_options import Device, Dtype, EightBit, FourBit, Fp8, Offline
 from .console import catch_errors, problems, screen
 from .evaluation.systems import forms
 
@@ -35,11 +36,12 @@ def reproduce(
     negatives: Annotated[str | None, typer.Option(help=NEGATIVES)] = None,
     queries: Annotated[int | None, typer.Option(min=1, help="At most so many of each set.")] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the plan and stop.")] = False,
-    device: Annotated[str | None, typer.Option(help="cuda, cuda:1, mps, cpu. Default: the best one present.")] = None,
-    dtype: Annotated[str | None, typer.Option(help="float32, bfloat16, float16.")] = None,
-    load_in_8bit: Annotated[bool, typer.Option("--load-in-8bit", help="int8 weights (bitsandbytes).")] = False,
-    load_in_4bit: Annotated[bool, typer.Option("--load-in-4bit", help="4-bit weights (bitsandbytes).")] = False,
-    local_files_only: Annotated[bool, typer.Option("--local-files-only", help="Never ask the Hub.")] = False,
+    device: Device = None,
+    dtype: Dtype = None,
+    load_in_8bit: EightBit = False,
+    load_in_4bit: FourBit = False,
+    load_in_fp8: Fp8 = False,
+    local_files_only: Offline = False,
 ) -> None:
     """Make the paper's tables and figures for an artifact, into OUTPUT/tables.md and OUTPUT/report.
 
@@ -72,7 +74,14 @@ def reproduce(
         def watch(found: Sequence[LabelledQuery], what: str) -> Iterable[LabelledQuery]:
             return track(found, description=what, console=problems, transient=True)
 
-        options = LoadOptions(device, dtype, load_in_8bit, load_in_4bit, local_files_only)
+        options = LoadOptions(
+            device=device,
+            dtype=dtype,
+            load_in_8bit=load_in_8bit,
+            load_in_4bit=load_in_4bit,
+            load_in_fp8=load_in_fp8,
+            local_files_only=local_files_only,
+        )
         outcome = run(chosen, output, options=options, say=lambda text: problems.print(text, markup=False), watch=watch)
     screen.print(f"{outcome.tables}\n{output / 'report' / 'index.html'}", soft_wrap=True)
     if outcome.failures:

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from .cli_options import Device, Dtype, EightBit, FourBit, Fp8, Offline, Revision, System
 from .cli_serving import Address, Loader, Where
 from .console import catch_errors, problems, screen
-from .evaluation.systems import forms
 
 if TYPE_CHECKING:
     from .scale.files import Plan
@@ -38,9 +38,7 @@ def score(
         str, typer.Option("--input", "-i", help="A .jsonl(.gz) or .parquet file, a folder or a pattern.")
     ],
     output: Annotated[Path, typer.Option("--output", "-o", help="Folder for the Parquet files.")],
-    model: Annotated[
-        str, typer.Option("--model", "-m", help=f"Built-in name, artifact folder or Hub id; or {forms()}.")
-    ] = "mini",
+    model: System = "mini",
     engine: Engine = Where.local,
     actors: Count = None,
     cpus_per_actor: Cpus = 1.0,
@@ -52,12 +50,13 @@ def score(
     prefixes: Annotated[
         Path | None, typer.Option("--prefixes", "-p", help="Folder with documents read ahead of time (rsrank index).")
     ] = None,
-    revision: Annotated[str | None, typer.Option(help="Commit, tag or branch of the artifact on the Hub.")] = None,
-    device: Annotated[str | None, typer.Option(help="cuda, cuda:1, mps, cpu. Default: the best one present.")] = None,
-    dtype: Annotated[str | None, typer.Option(help="float32, bfloat16, float16. Default: bfloat16 where fast.")] = None,
-    load_in_8bit: Annotated[bool, typer.Option("--load-in-8bit", help="int8 weights (bitsandbytes).")] = False,
-    load_in_4bit: Annotated[bool, typer.Option("--load-in-4bit", help="4-bit weights (bitsandbytes).")] = False,
-    local_files_only: Annotated[bool, typer.Option("--local-files-only", help="Never ask the Hub.")] = False,
+    revision: Revision = None,
+    device: Device = None,
+    dtype: Dtype = None,
+    load_in_8bit: EightBit = False,
+    load_in_4bit: FourBit = False,
+    load_in_fp8: Fp8 = False,
+    local_files_only: Offline = False,
 ) -> None:
     """Score many pairs: JSON lines or Parquet in, Parquet out. The same command goes on after an interruption.
 
@@ -73,12 +72,13 @@ def score(
 
         loader = Loader(
             model,
-            revision,
-            device,
-            dtype,
-            load_in_8bit,
-            load_in_4bit,
-            local_files_only,
+            revision=revision,
+            device=device,
+            dtype=dtype,
+            load_in_8bit=load_in_8bit,
+            load_in_4bit=load_in_4bit,
+            load_in_fp8=load_in_fp8,
+            local_files_only=local_files_only,
             # Nothing is kept between parts unless asked for: a part's scores must not depend on what was done before.
             prefix_cache=False if prefixes is None else str(prefixes.absolute()),
         )
@@ -86,6 +86,7 @@ def score(
             "dtype": dtype,
             "load_in_8bit": load_in_8bit,
             "load_in_4bit": load_in_4bit,
+            "load_in_fp8": load_in_fp8,
             "prefixes": prefixes is not None,
         }
         found = score_files(

@@ -18,9 +18,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from pydantic import ValidationError
 
+from .cli_options import Device, Dtype, EightBit, FourBit, Fp8, Offline, Revision, System, TrustRemoteCode
 from .console import catch_errors, screen
 from .errors import InputError, MissingDependencyError
-from .evaluation.systems import KINDS, forms, load_system, parse
+from .evaluation.systems import KINDS, load_system, parse
 from .prefix_cache import Choice, PrefixCache, as_bytes
 from .reranker import Reranker
 
@@ -71,6 +72,7 @@ class Loader:
     dtype: str | None = None
     load_in_8bit: bool = False
     load_in_4bit: bool = False
+    load_in_fp8: bool = False
     local_files_only: bool = False
     trust_remote_code: bool = False
     prefix_cache: Choice = True
@@ -100,11 +102,12 @@ class Loader:
             del own["model"], own["log_level"]
             return RSRank.from_pretrained(name, **own)
         options = LoadOptions(
-            self.device,
-            self.dtype,
-            self.load_in_8bit,
-            self.load_in_4bit,
-            self.local_files_only,
+            device=self.device,
+            dtype=self.dtype,
+            load_in_8bit=self.load_in_8bit,
+            load_in_4bit=self.load_in_4bit,
+            load_in_fp8=self.load_in_fp8,
+            local_files_only=self.local_files_only,
             trust_remote_code=self.trust_remote_code,
         )
         system = load_system(self.model, revision=self.revision, options=options)
@@ -159,9 +162,7 @@ def prefix_choice(size: str | None, folder: Path | None) -> Choice:
 
 @app.command()
 def serve(
-    model: Annotated[
-        str, typer.Option("--model", "-m", help=f"Built-in name, artifact folder or Hub id; or {forms()}.")
-    ] = "mini",
+    model: System = "mini",
     host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 for all.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="0 for any that is free.")] = 8080,
     api_key_file: Annotated[
@@ -203,15 +204,14 @@ def serve(
     gateways: Annotated[int, typer.Option(min=1, help="With ray: processes that answer HTTP.")] = 1,
     address: Address = None,
     log_level: Annotated[str, typer.Option(help=f"{', '.join(LEVELS)}.")] = "info",
-    revision: Annotated[str | None, typer.Option(help="Commit, tag or branch on the Hub.")] = None,
-    device: Annotated[str | None, typer.Option(help="cuda, cuda:1, mps, cpu. Default: the best one present.")] = None,
-    dtype: Annotated[str | None, typer.Option(help="float32, bfloat16, float16.")] = None,
-    load_in_8bit: Annotated[bool, typer.Option("--load-in-8bit", help="int8 weights (bitsandbytes).")] = False,
-    load_in_4bit: Annotated[bool, typer.Option("--load-in-4bit", help="4-bit weights (bitsandbytes).")] = False,
-    local_files_only: Annotated[bool, typer.Option("--local-files-only", help="Never ask the Hub.")] = False,
-    trust_remote_code: Annotated[
-        bool, typer.Option("--trust-remote-code", help="Run code from the model's repository (jina-reranker-v2).")
-    ] = False,
+    revision: Revision = None,
+    device: Device = None,
+    dtype: Dtype = None,
+    load_in_8bit: EightBit = False,
+    load_in_4bit: FourBit = False,
+    load_in_fp8: Fp8 = False,
+    local_files_only: Offline = False,
+    trust_remote_code: TrustRemoteCode = False,
 ) -> None:
     """Answer over HTTP, in the shapes that clients of Cohere, Jina, TEI, vLLM, Infinity and NVIDIA send.
 
@@ -229,15 +229,16 @@ def serve(
         parse(model)
         loader = Loader(
             model,
-            revision,
-            device,
-            dtype,
-            load_in_8bit,
-            load_in_4bit,
-            local_files_only,
-            trust_remote_code,
-            prefix_choice(prefix_cache, prefixes),
-            log_level.upper(),
+            revision=revision,
+            device=device,
+            dtype=dtype,
+            load_in_8bit=load_in_8bit,
+            load_in_4bit=load_in_4bit,
+            load_in_fp8=load_in_fp8,
+            local_files_only=local_files_only,
+            trust_remote_code=trust_remote_code,
+            prefix_cache=prefix_choice(prefix_cache, prefixes),
+            log_level=log_level.upper(),
         )
         settings = {
             "api_keys": read_keys(api_key_file, os.environ.get(KEYS, "")),

@@ -1,16 +1,14 @@
-"""From a name to a frozen language model in memory: device, dtype, 8-bit and 4-bit."""
+"""From a name to a frozen language model in memory: device, dtype, int8, nf4 and fp8."""
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import importlib.util
 import inspect
 import logging
-from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 from safetensors import SafetensorError
@@ -21,7 +19,6 @@ from transformers import (
     AutoModelForSeq2SeqLM,
     AutoTokenizer,
     PreTrainedConfig,
-    PreTrainedModel,
     PreTrainedTokenizerBase,
 )
 from transformers.models.auto.modeling_auto import MODEL_MAPPING
@@ -29,6 +26,11 @@ from transformers.models.auto.modeling_auto import MODEL_MAPPING
 from .attention import use_own_attention
 from .errors import BackboneError, InputError, MissingDependencyError
 from .hub import HUB_ERRORS
+from .quiet import importing_torchao, only
+from .weights import bits_of
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 LOAD_ERRORS: tuple[type[Exception], ...] = (*HUB_ERRORS, SafetensorError, ImportError)
 """What transformers raises for a model that is absent, damaged or in need of a package."""
@@ -50,6 +52,8 @@ class LoadOptions:
         dtype: None picks bfloat16 where the hardware computes in it, else float32.
         load_in_8bit: bitsandbytes int8 weights. Saves memory, not time.
         load_in_4bit: bitsandbytes nf4 weights.
+        load_in_fp8: torchao float8 weights. On CUDA devices that multiply them (Ada, Hopper and later), in bfloat16,
+            activations are rounded too, token by token; elsewhere this saves memory, not time.
         local_files_only: Never ask the Hub.
         token: Hub access token.
         cache_dir: Hub cache folder.
@@ -60,6 +64,7 @@ class LoadOptions:
     dtype: str | torch.dtype | None = None
     load_in_8bit: bool = False
     load_in_4bit: bool = False
+    load_in_fp8: bool = field(default=False, kw_only=True)
     local_files_only: bool = False
     token: str | bool | None = None
     cache_dir: str | Path | None = None
@@ -92,6 +97,13 @@ class LoadOptions:
                 raise InputError(f"dtype={self.dtype!r} is not a dtype. Use 'float32', 'bfloat16' or 'float16'.")
             return found
         return torch.bfloat16 if has_fast_bfloat16(self.resolved_device()) else torch.float32
+
+
+def has_fast_fp8(device: torch.device) -> bool:
+    """Whether the hardware multiplies float8 matrices: NVIDIA's since Ada and Hopper."""
+    if device.type != "cuda" or torch.version.hip is not None or not torch.cuda.is_available():
+        return False
+    return torch.cuda.get_device_capability(device) >= (8, 9)
 
 
 def has_fast_bfloat16(device: torch.device) -> bool:
@@ -139,7 +151,8 @@ def load_model(
 
     Raises:
         BackboneError: Not found, or it cannot be loaded.
-        MissingDependencyError: 8-bit or 4-bit without bitsandbytes.
+        InputError: More than one quantisation.
+        MissingDependencyError: 8-bit or 4-bit without bitsandbytes, fp8 without torchao.
     """
     hub = {
         "revision": revision,
@@ -149,6 +162,7 @@ def load_model(
         "trust_remote_code": options.trust_remote_code,
     }
     device, dtype, quantization = options.resolved_device(), options.resolved_dtype(), _quantization(options)
+    failures = LOAD_ERRORS
     try:
         config = AutoConfig.from_pretrained(str(name), **hub)
         tokenizer = AutoTokenizer.from_pretrained(str(name), **hub)  # first: its errors come before the long download
@@ -163,12 +177,14 @@ def load_model(
             extra["add_pooling_layer"] = False
         if quantization is not None:
             extra |= {"quantization_config": quantization, "device_map": {"": device}}
+            failures = (*LOAD_ERRORS, RuntimeError, AssertionError)  # it is moved and rounded as it is loaded
         safetensors = None if allow_bin else True  # None: where there are any
-        with _silent_about_unread_weights():
+        # Weights that the checkpoint has and nobody asked for are listed otherwise.
+        with only(_says_more_than_unexpected, "transformers.modeling_utils"):
             model = _AUTO[head].from_pretrained(
                 str(name), config=config, dtype=dtype, use_safetensors=safetensors, **hub, **extra
             )
-    except LOAD_ERRORS as error:
+    except failures as error:
         raise BackboneError(
             f"The language model {str(name)!r} (revision {revision or 'main'}) could not be loaded: {error}"
         ) from error
@@ -183,6 +199,8 @@ def load_model(
                 f"The language model {str(name)!r} was loaded but could not be moved to {device}: {error} "
                 "Choose another device, or load it in 8-bit or 4-bit if it is too large."
             ) from error
+    if options.load_in_fp8:
+        _finish_fp8(model, str(name))
     return LoadedModel(model.requires_grad_(False), tokenizer, num_layers)
 
 
@@ -210,20 +228,9 @@ def _depth(config: PreTrainedConfig) -> int:
     return int(getattr(config.get_text_config(), "num_hidden_layers", 0))
 
 
-@contextlib.contextmanager
-def _silent_about_unread_weights() -> Iterator[None]:
-    """Keep transformers from listing weights that the checkpoint has and nobody asked for; what is missing is told."""
-    logger = logging.getLogger("transformers.modeling_utils")
-
-    def says_more(record: logging.LogRecord) -> bool:
-        text = record.getMessage()
-        return "UNEXPECTED" not in text or any(word in text for word in ("MISSING", "MISMATCH", "CONVERSION"))
-
-    logger.addFilter(says_more)
-    try:
-        yield
-    finally:
-        logger.removeFilter(says_more)
+def _says_more_than_unexpected(record: logging.LogRecord) -> bool:
+    text = record.getMessage()
+    return "UNEXPECTED" not in text or any(word in text for word in ("MISSING", "MISMATCH", "CONVERSION"))
 
 
 def _has_pooler(config: Any) -> bool:
@@ -240,18 +247,24 @@ def _quantization(options: LoadOptions) -> Any:
     """What transformers' ``quantization_config`` has to be; None without quantisation.
 
     Raises:
-        InputError: 8-bit and 4-bit at once.
-        MissingDependencyError: bitsandbytes or accelerate is missing.
+        InputError: More than one at once.
+        MissingDependencyError: bitsandbytes, torchao or accelerate is missing.
     """
-    if not (options.load_in_8bit or options.load_in_4bit):
+    chosen = [name for name in ("load_in_8bit", "load_in_4bit", "load_in_fp8") if getattr(options, name)]
+    if not chosen:
         return None
-    if options.load_in_8bit and options.load_in_4bit:
-        raise InputError("load_in_8bit and load_in_4bit exclude each other. Choose one.")
-    missing = [name for name in ("bitsandbytes", "accelerate") if importlib.util.find_spec(name) is None]
+    if len(chosen) > 1:
+        raise InputError(f"{' and '.join(chosen)} exclude each other. Choose one.")
+    package, extra = ("torchao", "fp8") if options.load_in_fp8 else ("bitsandbytes", "8bit")
+    missing = [name for name in (package, "accelerate") if importlib.util.find_spec(name) is None]
     if missing:
         raise MissingDependencyError(
-            f"8-bit and 4-bit loading need {' and '.join(missing)}. Install with: pip install 'rsrank-rag[8bit]'"
+            f"{chosen[0]} needs {' and '.join(missing)}. Install with: pip install 'rsrank-rag[{extra}]'"
         )
+    return _fp8(options) if options.load_in_fp8 else _bitsandbytes(options)
+
+
+def _bitsandbytes(options: LoadOptions) -> Any:
     from transformers import BitsAndBytesConfig
 
     # Otherwise every linear map of every run logs that it casts its input, thousands of lines for one query.
@@ -264,3 +277,43 @@ def _quantization(options: LoadOptions) -> Any:
         bnb_4bit_quant_type="nf4",
         bnb_4bit_compute_dtype=options.resolved_dtype(),
     )
+
+
+def _fp8(options: LoadOptions) -> Any:
+    """For torchao: a scale for each output row of a weight and, where activations are rounded too, for each token.
+
+    Raises:
+        MissingDependencyError: torchao is too old for transformers.
+    """
+    from transformers import TorchAoConfig
+    from transformers.utils import is_torchao_available
+
+    if not is_torchao_available():
+        raise MissingDependencyError(
+            "load_in_fp8 needs a newer torchao. Install with: pip install --upgrade 'rsrank-rag[fp8]'"
+        )
+    with importing_torchao():
+        from torchao.quantization import Float8DynamicActivationFloat8WeightConfig, Float8WeightOnlyConfig, PerRow
+    # set_inductor_config changes the whole process: in older releases even how exactly it multiplies float32 matrices.
+    if has_fast_fp8(options.resolved_device()) and options.resolved_dtype() == torch.bfloat16:
+        # Without a lower bound, a row of zeros (the embedding of padding) is divided by zero.
+        kind = Float8DynamicActivationFloat8WeightConfig(
+            granularity=PerRow(), activation_value_lb=1e-12, set_inductor_config=False
+        )
+    else:
+        kind = Float8WeightOnlyConfig(set_inductor_config=False)
+    return TorchAoConfig(kind)
+
+
+def _finish_fp8(model: PreTrainedModel, name: str) -> None:
+    """Undo what torchao makes of a weight's row of zeros: its scale is zero, and it is divided by it.
+
+    Raises:
+        BackboneError: No weight is in fp8.
+    """
+    if bits_of(model) != 8:
+        raise BackboneError(f"{name!r} has no linear maps that torchao keeps in fp8. Load it without load_in_fp8.")
+    for weight in model.parameters():
+        data, scale = getattr(weight, "qdata", None), getattr(weight, "scale", None)
+        if data is not None and scale is not None:
+            data.view(torch.uint8)[(scale == 0).squeeze(-1)] = 0

@@ -105,6 +105,7 @@ class RSRank(Reranker):
         dtype: str | torch.dtype | None = None,
         load_in_8bit: bool = False,
         load_in_4bit: bool = False,
+        load_in_fp8: bool = False,
         max_length: int | None = None,
         token_budget: int | None = None,
         prefix_cache: Choice = True,
@@ -124,6 +125,7 @@ class RSRank(Reranker):
             dtype: None for bfloat16 where it is fast, else float32.
             load_in_8bit: int8 weights through bitsandbytes (needs the ``8bit`` extra).
             load_in_4bit: nf4 weights through bitsandbytes (needs the ``8bit`` extra).
+            load_in_fp8: float8 weights through torchao (needs the ``fp8`` extra).
             max_length: Use at most this many positions; longer documents are cut.
             token_budget: Padded tokens of documents and query in one batch.
             prefix_cache: Where documents' prefixes are kept, so that a document that comes back is not read again.
@@ -141,10 +143,18 @@ class RSRank(Reranker):
         Raises:
             ArtifactError: The artifact is missing, damaged, or belongs to another model.
             BackboneError: The language model cannot be loaded or read.
-            MissingDependencyError: 8-bit or 4-bit without bitsandbytes and accelerate.
+            MissingDependencyError: 8-bit or 4-bit without bitsandbytes, fp8 without torchao, any without accelerate.
         """
         options = LoadOptions(
-            device, dtype, load_in_8bit, load_in_4bit, local_files_only, token, cache_dir, trust_remote_code
+            device=device,
+            dtype=dtype,
+            load_in_8bit=load_in_8bit,
+            load_in_4bit=load_in_4bit,
+            load_in_fp8=load_in_fp8,
+            local_files_only=local_files_only,
+            token=token,
+            cache_dir=cache_dir,
+            trust_remote_code=trust_remote_code,
         )
         folder = hub.resolve(
             name, revision=revision, local_files_only=local_files_only, token=token, cache_dir=cache_dir

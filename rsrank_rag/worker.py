@@ -38,6 +38,7 @@ class ModelSettings:
     dtype: str | None = None
     load_in_8bit: bool = False
     load_in_4bit: bool = False
+    load_in_fp8: bool = False
     max_length: int | None = None
     local_files_only: bool = False
     cache_dir: str | None = None

@@ -261,6 +261,10 @@ def test_equal_settings_share_one_model_which_loads_at_first_use(artifact, loads
     other = RSRankCompressor(model=artifact, device="cpu", dtype="float32", max_length=64)
     assert other._submit(lambda reranker: reranker).result() is not models[0]
     assert len(loads) == 2
+    pytest.importorskip("torchao")
+    rounded = RSRankCompressor(model=artifact, device="cpu", dtype="float32", load_in_fp8=True)
+    assert rounded._submit(lambda reranker: reranker).result().backbone.bits == 8
+    assert len(loads) == 3
 
 
 def test_close_frees_the_model_and_the_next_call_loads_it_again(artifact, loads):
@@ -572,6 +576,7 @@ def test_the_key_may_come_from_the_environment_after_unpickling(adapter, remote,
             {"base_url": "http://a", "device": "cpu", "load_in_8bit": True},
             "so device, load_in_8bit would have no effect",
         ),
+        ({"base_url": "http://a", "load_in_fp8": True}, "so load_in_fp8 would have no effect"),
         ({"base_url": "http://a", "prefix_cache": False}, "so prefix_cache would have no effect"),
         ({"base_url": "http://a", "revision": "v1"}, "Start the service with those settings"),
         ({"base_url": "http://a", "model": Overlap()}, "model is a Overlap that is already loaded, so base_url would"),

@@ -59,6 +59,16 @@ def test_bfloat16_scores_stay_within_the_stated_bound(mini):
     assert [fast.score(QUERY, [text])[0] for text in PASSAGES] == pytest.approx(together, abs=BFLOAT16_BOUND)
 
 
+@pytest.mark.parametrize(
+    ("option", "package"),
+    [("load_in_8bit", "bitsandbytes"), ("load_in_4bit", "bitsandbytes"), ("load_in_fp8", "torchao")],
+)
+def test_with_rounded_weights_the_same_passage_comes_first_in_float32_too(option, package):
+    pytest.importorskip(package)
+    ranker = RSRank.from_pretrained(device="cpu", dtype="float32", prefix_cache=False, **{option: True})
+    assert ranker.rank(QUERY, PASSAGES).kept[0].index == 0
+
+
 def test_the_demo_shows_kept_and_dropped_passages_and_the_parts_of_a_score():
     output = subprocess.run(
         [sys.executable, ROOT / "examples" / "demo.py"], capture_output=True, text=True, check=True, encoding="utf-8"

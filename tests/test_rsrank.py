@@ -1,6 +1,7 @@
 """The whole reranker on tiny models: what a score depends on, bad input, memory, threads, quantisation."""
 
 import importlib.util
+import itertools
 import json
 import math
 import subprocess
@@ -643,19 +644,30 @@ def test_4bit_scores_are_those_of_fp32_with_the_rounded_weights(tiny_folder):
     torch.testing.assert_close(all_scores(ranker), scores_alone(ranker), rtol=0, atol=NF4)
 
 
-def test_8bit_and_4bit_at_once_are_refused(tiny_folder):
-    with pytest.raises(InputError, match="exclude each other"):
-        load_ranker(tiny_folder("llama"), "llama", load_in_8bit=True, load_in_4bit=True)
+@pytest.mark.parametrize("options", [*itertools.combinations(["load_in_8bit", "load_in_4bit", "load_in_fp8"], 2)])
+def test_two_quantisations_at_once_are_refused(tiny_folder, options):
+    with pytest.raises(InputError, match=f"^{' and '.join(options)} exclude each other. Choose one"):
+        load_ranker(tiny_folder("llama"), "llama", **dict.fromkeys(options, True))
 
 
-@pytest.mark.parametrize("option", ["load_in_8bit", "load_in_4bit"])
-@pytest.mark.parametrize("missing", ["bitsandbytes", "accelerate"])
-def test_a_missing_package_is_named_with_the_command_that_installs_it(tiny_folder, monkeypatch, option, missing):
+@pytest.mark.parametrize(
+    ("option", "missing", "extra"),
+    [
+        ("load_in_8bit", "bitsandbytes", "8bit"),
+        ("load_in_8bit", "accelerate", "8bit"),
+        ("load_in_4bit", "bitsandbytes", "8bit"),
+        ("load_in_4bit", "accelerate", "8bit"),
+        ("load_in_fp8", "torchao", "fp8"),
+        ("load_in_fp8", "accelerate", "fp8"),
+    ],
+)
+def test_a_missing_package_is_named_with_the_command_that_installs_it(tiny_folder, monkeypatch, option, missing, extra):
     found = importlib.util.find_spec
     monkeypatch.setattr(
         importlib.util, "find_spec", lambda name, *args: None if name == missing else found(name, *args)
     )
-    with pytest.raises(MissingDependencyError, match=rf"need {missing}.*pip install 'rsrank-rag\[8bit\]'") as caught:
+    said = rf"needs {missing}.*pip install 'rsrank-rag\[{extra}\]'"
+    with pytest.raises(MissingDependencyError, match=said) as caught:
         load_ranker(tiny_folder("llama"), "llama", **{option: True})
     assert isinstance(caught.value, ImportError)
 
@@ -739,6 +751,15 @@ def test_a_device_that_is_not_there_is_one_clear_error(tiny_folder):
         pytest.skip("this machine has a GPU")
     with pytest.raises(BackboneError, match="could not be moved to cuda"):
         RSRank.from_backbone(tiny_folder("llama"), random_projection("llama"), options=LoadOptions(device="cuda"))
+
+
+@pytest.mark.parametrize("option", ["load_in_8bit", "load_in_fp8"])
+def test_so_it_is_for_quantised_weights(tiny_folder, option):
+    pytest.importorskip("bitsandbytes" if option == "load_in_8bit" else "torchao")
+    if torch.cuda.is_available():
+        pytest.skip("this machine has a GPU")
+    with pytest.raises(BackboneError, match="could not be loaded: "):
+        load_ranker(tiny_folder("llama"), "llama", device="cuda", **{option: True})
 
 
 def test_an_explanation_of_many_layers_fits_a_terminal():

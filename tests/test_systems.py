@@ -131,8 +131,9 @@ def test_encoders_honour_the_options(make, tmp_path):
     assert {parameter.dtype for parameter in plain._model.parameters()} == {torch.float32}
     with pytest.raises(BackboneError, match="could not be loaded"):
         make("nobody/nothing", options=CPU)
-    with pytest.raises(InputError, match="--dtype bfloat16"):
-        make(folder, options=LoadOptions(device="cpu", load_in_8bit=True))
+    for option in ("load_in_8bit", "load_in_fp8"):
+        with pytest.raises(InputError, match="--dtype bfloat16"):
+            make(folder, options=LoadOptions(device="cpu", **{option: True}))
 
 
 def test_a_bi_encoder_gives_queries_and_documents_their_prompts(tmp_path):

@@ -226,7 +226,7 @@ class Trainer:
             self.projection.cpu(),
             template=TEMPLATE,
             training=record,
-            options=LoadOptions("cpu", "float16"),
+            options=LoadOptions(device="cpu", dtype="float16"),
             license="apache-2.0",
         )
         ranker.save_pretrained(folder, include_backbone=True)

@@ -149,11 +149,11 @@ def _load(kind: str, name: str | Path, device: str | None, revision: str | None,
         ) from None
     from ..loading import LOAD_ERRORS, LoadOptions
 
-    options = options or LoadOptions(device)
-    if options.load_in_8bit or options.load_in_4bit:
+    options = options or LoadOptions(device=device)
+    if options.load_in_8bit or options.load_in_4bit or options.load_in_fp8:
         raise InputError(
-            f"{str(name)!r} is a sentence-transformers model, which is not loaded in 8-bit or 4-bit here. Use "
-            "dtype='bfloat16' (--dtype bfloat16) to save memory."
+            f"{str(name)!r} is a sentence-transformers model, which is not loaded in 8-bit, 4-bit or fp8 here. "
+            "Use dtype='bfloat16' (--dtype bfloat16) to save memory."
         )
     model = {"dtype": "float32" if options.dtype is None else options.resolved_dtype()}
     if options.trust_remote_code:

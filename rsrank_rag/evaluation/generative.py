@@ -13,16 +13,19 @@ from collections.abc import Sequence
 from dataclasses import replace
 from importlib import import_module
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ..batching import Ids, compute_each, pad_right, token_budget_for
 from ..errors import BackboneError, InputError, MissingDependencyError, ScoringError
 from ..loading import LoadOptions, load_model
 from ..reranker import Reranker, Scored, as_list
 from ..template import clean, private_copy
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 
 class AnswerHead(nn.Linear):
@@ -168,7 +171,7 @@ class Qwen3Reranker(GenerativeReranker):
 
     Raises:
         BackboneError: It cannot be loaded, or is no such model.
-        MissingDependencyError: 8-bit or 4-bit without bitsandbytes.
+        MissingDependencyError: 8-bit or 4-bit without bitsandbytes, fp8 without torchao.
     """
 
     PREFIX = (
@@ -222,7 +225,8 @@ class MonoT5(GenerativeReranker):
 
     Raises:
         BackboneError: It cannot be loaded, or is no such model.
-        MissingDependencyError: Its tokenizer needs sentencepiece and protobuf; 8-bit or 4-bit without bitsandbytes.
+        MissingDependencyError: Its tokenizer needs sentencepiece and protobuf; or a quantisation's package is
+            missing.
     """
 
     def __init__(

@@ -18,13 +18,13 @@ import re
 from collections.abc import Sequence
 from pathlib import Path
 from pickle import UnpicklingError
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import yaml
 from huggingface_hub import snapshot_download
 from torch import Tensor, nn
-from transformers import AutoTokenizer, PreTrainedModel
+from transformers import AutoTokenizer
 
 from ..batching import Ids, compute_each, pad_right, token_budget_for
 from ..errors import BackboneError, InputError, MissingDependencyError
@@ -32,6 +32,9 @@ from ..hub import is_folder
 from ..loading import LOAD_ERRORS, LoadOptions, load_model
 from ..reranker import Reranker, Scored, as_list
 from ..template import clean, private_copy
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 FILES = ["*.json", "*.jinja", "*.txt", "*.yml", "reconstruction_mlp", "alignment_mlp", "encoder/*"]
 """What is needed of a repository: all but the decoder's adapter."""
@@ -58,7 +61,7 @@ class LLM2VecGen(Reranker):
 
     Raises:
         BackboneError: It cannot be loaded, or is no such model.
-        MissingDependencyError: peft is not installed; 8-bit or 4-bit without bitsandbytes.
+        MissingDependencyError: peft is not installed; 8-bit or 4-bit without bitsandbytes, fp8 without torchao.
     """
 
     threshold: float | None = 0.0

@@ -113,6 +113,7 @@ class SystemPart(BaseModel):
     dtype: str | None = None
     load_in_8bit: bool = False
     load_in_4bit: bool = False
+    load_in_fp8: bool = False
     trust_remote_code: bool = False
 
     @property
@@ -127,6 +128,7 @@ class SystemPart(BaseModel):
             dtype=self.dtype or given.dtype,
             load_in_8bit=self.load_in_8bit or given.load_in_8bit,
             load_in_4bit=self.load_in_4bit or given.load_in_4bit,
+            load_in_fp8=self.load_in_fp8 or given.load_in_fp8,
             trust_remote_code=self.trust_remote_code or given.trust_remote_code,
         )
 
@@ -431,6 +433,7 @@ class _Run:
         texts = [query.model_dump_json() for query in queries]
         options = part.options(self.options)
         how = [options.dtype, options.load_in_8bit, options.load_in_4bit, self.config.titles]
+        how += ["fp8"] if options.load_in_fp8 else []
         return _sha(part.name, str(part.revision), str(how), _state(part.name), *texts)
 
     def ablations(self) -> list[Any]:

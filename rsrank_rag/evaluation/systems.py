@@ -51,6 +51,7 @@ def _rsrank(name: str, revision: str | None, options: LoadOptions) -> RSRank:
         dtype=options.dtype,
         load_in_8bit=options.load_in_8bit,
         load_in_4bit=options.load_in_4bit,
+        load_in_fp8=options.load_in_fp8,
         local_files_only=options.local_files_only,
         token=options.token,
         cache_dir=options.cache_dir,

@@ -173,7 +173,7 @@ class Kitchen:
         plan = extractor.plan(self.queries, heads, width)
         held = [query for queries in self.evaluation.values() for query in queries]
         evaluation = extractor.plan(held, 1, 1).prompt_tokens
-        bits = 8 if part.load_in_8bit else 4 if part.load_in_4bit else dtype.itemsize * 8
+        bits = 8 if part.load_in_8bit or part.load_in_fp8 else 4 if part.load_in_4bit else dtype.itemsize * 8
         return Estimate(
             plan=plan,
             evaluation_tokens=evaluation,

@@ -42,6 +42,7 @@ class ModelPart(BaseModel):
     dtype: str | None = None
     load_in_8bit: bool = False
     load_in_4bit: bool = False
+    load_in_fp8: bool = False
     max_length: int | None = Field(default=None, gt=0)
     local_files_only: bool = False
 
@@ -53,7 +54,12 @@ class ModelPart(BaseModel):
     def options(self) -> LoadOptions:
         """For `load_model`."""
         return LoadOptions(
-            self.device, self.dtype, self.load_in_8bit, self.load_in_4bit, local_files_only=self.local_files_only
+            device=self.device,
+            dtype=self.dtype,
+            load_in_8bit=self.load_in_8bit,
+            load_in_4bit=self.load_in_4bit,
+            load_in_fp8=self.load_in_fp8,
+            local_files_only=self.local_files_only,
         )
 
 

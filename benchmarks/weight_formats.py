@@ -1,0 +1,97 @@
+"""What rounding the language model's weights does to scores: bfloat16, int8, nf4 and fp8, on real passages.
+
+    python -m benchmarks.weight_formats --model mini --data ../shared/data/dev/hotpotqa.paragraph.jsonl.gz
+
+On the CPU in float32, but for "all in bfloat16". int8 and nf4 are bitsandbytes' (whose int8 rounds activations, too);
+fp8 is torchao's, with a scale for each output row. "activations too" emulates what a GPU that multiplies fp8 is given:
+each token's input of each linear map is rounded with a scale of its own; products and sums are float32.
+"""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from rsrank_rag import RSRank
+from rsrank_rag.evaluation.datasets import read_labelled
+from rsrank_rag.evaluation.evaluate import score_dataset, summarise
+
+LARGEST = torch.finfo(torch.float8_e4m3fn).max
+
+
+def fp8_rows(states: Tensor) -> Tensor:
+    """Round to float8 with a scale for each row."""
+    scale = states.abs().amax(-1, keepdim=True).clamp_min(1e-12) / LARGEST
+    return (states / scale).clamp(-LARGEST, LARGEST).to(torch.float8_e4m3fn).to(states.dtype) * scale
+
+
+def round_activations(ranker: RSRank) -> None:
+    """Have every linear map round what it is given."""
+    for module in ranker.backbone.model.modules():
+        if isinstance(module, nn.Linear):
+            module.register_forward_pre_hook(lambda _module, inputs: (fp8_rows(inputs[0]),))
+
+
+def nf4_weights(ranker: RSRank) -> None:
+    """Round the weights as bitsandbytes does, whose own product on a CPU is coarser than float32."""
+    from bitsandbytes.functional import dequantize_4bit, quantize_4bit
+
+    for module in ranker.backbone.model.modules():
+        if isinstance(module, nn.Linear):
+            module.weight.data = dequantize_4bit(*quantize_4bit(module.weight.data, blocksize=64, quant_type="nf4"))
+
+
+def bfloat16_weights(ranker: RSRank) -> None:
+    """Round the weights, and compute as before."""
+    for weight in ranker.backbone.model.parameters():
+        weight.data = weight.data.bfloat16().float()
+
+
+FORMS: dict[str, tuple[dict[str, Any], Any]] = {
+    "bfloat16": ({}, bfloat16_weights),
+    "all in bfloat16": ({"dtype": "bfloat16"}, None),
+    "int8": ({"load_in_8bit": True}, None),
+    "nf4": ({}, nf4_weights),
+    "fp8": ({"load_in_fp8": True}, None),
+    "fp8, activations too": ({"load_in_fp8": True}, round_activations),
+}
+"""How the model is loaded, and what is done to it then."""
+
+
+def main() -> None:
+    """Score everything in every form and print what moved."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="mini")
+    parser.add_argument("--data", type=Path, nargs="+", required=True)
+    parser.add_argument("--limit", type=int, default=20, help="queries of each file")
+    options = parser.parse_args()
+    sets = {path.name: read_labelled(path)[: options.limit] for path in options.data}
+
+    def measure(how: dict[str, Any], change: Any) -> tuple[Tensor, float, float]:
+        """Scores, and nDCG@5 and F1 at zero as means over the files."""
+        loading = {"device": "cpu", "dtype": "float32", "prefix_cache": False, **how}
+        ranker = RSRank.from_pretrained(options.model, **loading)
+        if change is not None:
+            change(ranker)
+        found = {name: score_dataset(ranker, queries) for name, queries in sets.items()}
+        records = [summarise(name, scored) for name, scored in found.items()]
+        scores = torch.tensor([score for scored in found.values() for query in scored for score in query.scores])
+        return scores, 100 * fmean(r.ndcg5 for r in records), 100 * fmean(r.f1_tau for r in records)
+
+    exact, *quality = measure({}, None)
+    print(f"{options.model}: {len(exact):,} documents, standard deviation of the scores {exact.std():.2f}")
+    print(f"{'':22}{'largest':>9}{'mean':>9}{'decisions changed':>20}{'nDCG@5':>9}{'F1 at 0':>9}")
+    print(f"{'float32':22}{'':9}{'':9}{'':20}{quality[0]:9.1f}{quality[1]:9.1f}")
+    for name, (how, change) in FORMS.items():
+        moved, *quality = measure(how, change)
+        error, changed = (moved - exact).abs(), ((moved > 0) != (exact > 0)).sum()
+        print(f"{name:22}{error.max():9.4f}{error.mean():9.4f}{changed:20}{quality[0]:9.1f}{quality[1]:9.1f}")
+
+
+if __name__ == "__main__":
+    main()
