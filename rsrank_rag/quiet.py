@@ -30,7 +30,10 @@ def importing_torchao() -> contextlib.AbstractContextManager[None]:
 
     Transformers' models import it wherever it is installed. What is used of it here needs none of those kernels.
     """
-    idle = ("Failed to load", "cpp extensions", "register_constant")
+    idle = ("Failed to load", "cpp extensions", "register_constant", "no triton")
     return only(
-        lambda record: not any(words in record.getMessage() for words in idle), "torchao", "torch.utils._pytree"
+        lambda record: not any(words in record.getMessage() for words in idle),
+        "torchao",
+        "torchao.kernel.intmm",
+        "torch.utils._pytree",
     )
