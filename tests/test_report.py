@@ -228,7 +228,7 @@ def test_the_page_is_well_formed_and_every_table_has_a_caption_and_headers(html)
     assert html.startswith("<!DOCTYPE html>")
     assert page.all("html") == [{"lang": "en"}]
     assert len(page.all("table")) == len(page.all("caption")) == len(page.all("thead")) > 20
-    assert all(attributes["scope"] in ("col", "row") for attributes in page.all("th"))
+    assert all(attributes["scope"] in ("col", "colgroup", "row") for attributes in page.all("th"))
     ids = {attributes["id"] for _, attributes in page.tags if "id" in attributes}
     assert {attributes["href"].removeprefix("#") for attributes in page.all("a")} <= ids
     assert all(image["alt"] for image in page.all("img"))
