@@ -296,6 +296,8 @@ def headroom(dev: Mapping[str, Sequence[Observed]]) -> dict[str, Any]:
             "perfectly_ranked": _mean(parted),
             "kept": _mean([float(sum(score > 0 for score in query.scores)) for query in queries]),
             "relevant": _mean([float(sum(query.relevant)) for query in queries]),
+            "mean_score": _mean([_mean(query.scores) for query in queries]),
+            "mean_null": _mean([_mean(one.null) for one in seen if one.null]),
         }
     return found
 

@@ -21,8 +21,8 @@ def result_table(result: RankResult) -> Table:
     rule = "ranked, nothing dropped" if result.threshold is None else f"kept above {result.threshold:g}"
     table = Table(title=_title(result.query, rule), title_justify="left", expand=True)
     table.add_column("", width=7)
-    table.add_column("score", justify="right", no_wrap=True)
-    table.add_column("#", justify="right", no_wrap=True)
+    table.add_column("score", justify="right")
+    table.add_column("#", justify="right")
     table.add_column("document", ratio=1)
     groups = (("kept", "green", result.kept), ("dropped", "dim", result.dropped))
     for name, style, documents in groups:
@@ -91,7 +91,7 @@ def info_table(name: str, config: RSRankConfig) -> Table:
 def evaluation_table(title: str, records: Sequence[Mapping[str, str | int | float]]) -> Table:
     """A row a dataset, a column a metric; the title names the model."""
     table = Table(title=Text(title), title_justify="left", padding=(0, 0, 0, 1))
-    table.add_column("dataset", no_wrap=True)
+    table.add_column("dataset", overflow="fold")  # a path may be longer than all else; the numbers stay whole
     names = [name for name in records[0] if name not in ("model", "dataset")]
     for name in names:
         heading = name.replace("@query_best", "@query").replace("@", "\n@").replace("_", "\n")  # fits into 80 columns

@@ -128,15 +128,29 @@ def test_evaluate_writes_one_record_a_file_and_shows_the_same_table(artifact, la
         assert f"{record['ndcg@5']:.3f}" in table
 
 
-def test_the_table_of_a_long_name_fits_into_eighty_columns():
-    record = {"model": "m", "dataset": "hotpotqa.paragraph", "queries": 7405}
-    record |= dict.fromkeys(KEYS[3:], -0.123)
+HEADINGS = ["dataset", "queries", "ndcg@5", "recall@5", "f1@tau", "f1@best", "taubest", "f1@query"]
+
+
+@pytest.mark.parametrize(
+    ("dataset", "lines"),
+    [("fiqa", 1), ("hotpotqa.paragraph", 1), ("beir:webis-touche2020", 1), ("shared/data/dev/2wiki.sentence.jsonl", 2)],
+)
+@pytest.mark.parametrize("tau", [-0.123, 23.456, -123.456])
+def test_the_table_fits_into_eighty_columns_with_every_heading_and_number_whole(dataset, lines, tau):
+    record = {"model": "m", "dataset": dataset, "queries": 13145} | dict.fromkeys(KEYS[3:], 0.123) | {"tau_best": tau}
     console = Console(width=80, file=io.StringIO())
-    console.print(evaluation_table("title", [record]))
+    console.print(evaluation_table("BAAI/bge-reranker-v2-m3, tau = 0.4567 (the best over all files)", [record] * 2))
     shown = console.file.getvalue()
+    assert max(map(len, shown.splitlines())) <= 80
     assert "…" not in shown
-    assert "hotpotqa.paragraph" in shown
-    assert shown.count("-0.123") == 6
+    heads = [line.strip("┃").split("┃") for line in shown.splitlines() if line.startswith("┃")]
+    assert len(heads) == 2
+    assert ["".join(map(str.strip, column)) for column in zip(*heads, strict=True)] == HEADINGS
+    rows = [line.strip("│").split("│") for line in shown.splitlines() if line.startswith("│")]
+    assert len(rows) == 2 * lines
+    for first in (0, lines):
+        cells = ["".join(map(str.strip, column)) for column in zip(*rows[first : first + lines], strict=True)]
+        assert cells == [dataset, "13145", "0.123", "0.123", "0.123", "0.123", str(tau), "0.123"]
 
 
 def test_evaluate_takes_baselines_and_the_best_threshold_over_all_files(labelled, tmp_path):

@@ -145,6 +145,17 @@ def test_sample_efficiency_has_a_place_for_no_samples_at_all(samples):
     assert list(axes.lines[0].get_xdata()) == samples
 
 
+def test_sample_efficiency_shows_the_intervals_of_its_points():
+    bars = {"Recall@5": [(0.2, 0.4), (0.5, 0.9)], "F1 at zero": [(0.0, 0.0), (0.4, 0.6)]}
+    curves = {"Recall@5": [0.3, 0.7], "F1 at zero": [0.0, 0.5]}
+    figure = draw_everything(plots.sample_efficiency([0, 50], curves, intervals=bars, label="on fiqa"))
+    (axes,) = figure.axes
+    drawn = [[(x, low, high) for (x, low), (_, high) in group.get_segments()] for group in axes.collections]
+    assert drawn == [[(0, 0.2, 0.4), (50, 0.5, 0.9)], [(0, 0.0, 0.0), (50, 0.4, 0.6)]]
+    assert [to_hex(group.get_color()[0]) for group in axes.collections] == [to_hex(x.get_color()) for x in axes.lines]
+    assert axes.get_ylabel() == "on fiqa"
+
+
 def test_the_shift_map_shows_every_document_on_both_sides():
     rng = np.random.default_rng(0)
     before, after, relevant = rng.random((30, 2)), rng.random((30, 2)), [True] * 4 + [False] * 26

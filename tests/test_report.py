@@ -147,6 +147,17 @@ def test_only_a_native_threshold_is_called_so_in_the_figures(origin, kind):
     assert ("native" in words) == (origin == "native")
 
 
+def test_figures_name_systems_of_long_names_by_their_ends_unless_these_are_the_same():
+    ends = {"bm25": "bm25", "a" * 32: "a" * 32, "x/" * 20 + "model": "…" + ("x/" * 20 + "model")[-31:]}
+    assert report._short(list(ends)) == ends
+    alike = ["one/" + "y" * 40, "two/" + "y" * 40, "bm25"]
+    assert report._short(alike) == {name: name for name in alike}
+    long = replace(SYSTEMS[1], name="folder/" * 20 + "model")
+    pictures = {p.name: p for p in report.figures_of(compare([long], SETS, resamples=20))}
+    assert pictures["headroom"].figure.axes[0].get_title(loc="left") == "…lder/folder/folder/folder/model"
+    assert long.name in pictures["headroom"].caption
+
+
 def test_differences_are_paired_and_over_sets_each_counts_the_same(found):
     first, second = found.systems
     (pair,) = found.differences
@@ -217,7 +228,7 @@ def test_the_page_is_well_formed_and_every_table_has_a_caption_and_headers(html)
     assert html.startswith("<!DOCTYPE html>")
     assert page.all("html") == [{"lang": "en"}]
     assert len(page.all("table")) == len(page.all("caption")) == len(page.all("thead")) > 20
-    assert all(attributes["scope"] in ("col", "row") for attributes in page.all("th"))
+    assert all(attributes["scope"] in ("col", "colgroup", "row") for attributes in page.all("th"))
     ids = {attributes["id"] for _, attributes in page.tags if "id" in attributes}
     assert {attributes["href"].removeprefix("#") for attributes in page.all("a")} <= ids
     assert all(image["alt"] for image in page.all("img"))

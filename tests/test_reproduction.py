@@ -17,7 +17,7 @@ from rsrank_rag.evaluation.evaluate import score_dataset, summarise
 from rsrank_rag.evaluation.metrics import ScoredQuery
 from rsrank_rag.evaluation.reproduction import Reproduction, plan, reproduce, shipped
 from rsrank_rag.loading import LoadOptions
-from rsrank_rag.training.ablations import ABLATIONS, GROUPS, AblationRow, Ablations, chosen, pick
+from rsrank_rag.training.ablations import ABLATIONS, GROUPS, AblationRow, Ablations, chosen, pick, sample_curves
 from rsrank_rag.training.recipe import DataPart, Recipe
 
 CPU = LoadOptions(device="cpu", dtype="float32", local_files_only=True)
@@ -198,7 +198,7 @@ def test_a_whole_run_gives_tables_and_figures_of_the_scores(artifact, ranker, da
         stages = "{tmp_path / "stages.json"}"
         [ablations]
         recipe = "{tmp_path / "recipe.toml"}"
-        names = ["no-margin", "closed-separation", "layers: last", "raw"]
+        names = ["no-margin", "closed-separation", "layers: last", "raw", "0 queries"]
         train = [{{file = "{data / "one.jsonl"}"}}]
         evaluation = [{{file = "{data / "two.jsonl"}"}}]
     """
@@ -231,10 +231,12 @@ def test_a_whole_run_gives_tables_and_figures_of_the_scores(artifact, ranker, da
     value = summarise("one", expected).ndcg5
     assert re.search(rf"\| tiny \| (\*\*)?{100 * value:.1f}(\*\*)? \|", page)
     assert "| 101 fwd | 2100.0 | +5.00% |" in page
-    for name in ("base", "no-margin", "closed-separation", "layers: last", "raw"):
+    for name in ("base", "no-margin", "closed-separation", "layers: last", "raw", "0 queries"):
         assert f"| {name} |" in page
     figures = {path.stem for path in (tmp_path / "out" / "report" / "figures").glob("*.png")}
-    assert {"headroom", "f1-gap", "score-range-0", "selection-1", "scores-0", "latency"} <= figures
+    assert {"headroom", "f1-gap", "score-range-0", "selection-1", "scores-0", "latency", "samples-0"} <= figures
+    (picture,) = re.findall(r"!\[two: [^]]+\]\((.*)\)", page)
+    assert (tmp_path / "out" / picture).is_file()
 
 
 def recipe_text(artifact):
@@ -316,6 +318,31 @@ def test_an_ablation_stands_beside_its_paired_difference_to_the_base():
 
 
 # Ablations
+
+
+def test_numbers_of_training_queries_become_a_curve_with_intervals_a_set():
+    def row(name, dataset, f1):
+        metrics = {metric: f1 for metric in ("recall@5", "ndcg@5", "f1@0")}
+        return AblationRow(
+            name=name,
+            group=ABLATIONS[name].group,
+            changes="",
+            dataset=dataset,
+            parameters=1,
+            metrics=metrics,
+            tau_best=0,
+            seconds=1,
+        )
+
+    names = {"100 queries": (0.5, 1.0), "0 queries": (0.0, 0.0), "base": (1.0, 1.0), "50 queries": (0.25, 0.75)}
+    figures = sample_curves([row(name, dataset, f1) for name, f1 in names.items() for dataset in ("a", "b")])
+    assert list(figures) == ["a", "b"]
+    (axes,) = figures["b"].axes
+    assert axes.get_ylabel() == "on b, 2 queries"
+    assert [list(part) for part in axes.lines[2].get_data()] == [[0, 50, 100], [0.0, 0.5, 0.75]]
+    bars = [segment[:, 1].tolist() for segment in axes.collections[2].get_segments()]
+    assert bars == [[0.0, 0.0], [0.25, 0.75], [0.5, 1.0]]
+    assert sample_curves([row("base", "a", (1.0,))]) == {}
 
 
 @pytest.mark.parametrize("recipe", ["mini", "qwen3-8b"])

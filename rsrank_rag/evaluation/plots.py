@@ -332,22 +332,33 @@ def learning_curves(
         return figure
 
 
-def sample_efficiency(samples: Sequence[int], curves: Mapping[str, Sequence[float]]) -> Figure:
+def sample_efficiency(
+    samples: Sequence[int],
+    curves: Mapping[str, Sequence[float]],
+    *,
+    intervals: Mapping[str, Sequence[tuple[float, float]]] | None = None,
+    label: str = "on the validation queries",
+) -> Figure:
     """Quality by number of training queries (paper, Section 7.2).
 
     Args:
         samples: Numbers of queries; 0 stands for an untrained B.
         curves: Name of the metric -> one value a number.
+        intervals: Name of the metric -> the confidence interval of each value, drawn as bars.
+        label: Of the vertical axis: what the values were measured on.
     """
     with _canvas(6.0, 3.6) as figure:
         axes = figure.subplots()
         for number, (name, values) in enumerate(curves.items()):
-            axes.plot(samples, values, label=name, **_line(number))
+            (line,) = axes.plot(samples, values, label=name, **_line(number))
+            if intervals is not None:
+                low, high = zip(*intervals[name], strict=True)
+                axes.vlines(samples, low, high, colors=line.get_color(), linewidth=1.0)
         # Doubling steps, and still a place for 0.
         axes.set_xscale("symlog", linthresh=min((size for size in samples if size), default=1), linscale=0.6)
         axes.set_xticks(samples, [f"{size:,}" for size in samples])
         axes.minorticks_off()
-        axes.set(xlabel="training queries", ylabel="on the validation queries", ylim=(0, 1))
+        axes.set(xlabel="training queries", ylabel=label, ylim=(0, 1))
         axes.legend(loc="lower right")
         return figure
 

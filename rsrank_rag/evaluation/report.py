@@ -24,6 +24,9 @@ WORST = 3
 TEXT_LENGTH = 400
 """Characters of a document that are shown."""
 
+NAME_LENGTH = 32
+"""Characters of a system's name in figures; captions have all of it."""
+
 TITLES = {
     "ndcg@5": "nDCG@5",
     "recall@5": "Recall@5",
@@ -123,6 +126,7 @@ def figures_of(found: Comparison) -> Iterator[Picture]:
     """All figures that need nothing but scores and labels."""
     systems = found.systems
     sets = list(found.labels)
+    short = _short([system.name for system in systems])
     for number, system in enumerate(systems):
         yield Picture(
             "thresholds",
@@ -134,7 +138,7 @@ def figures_of(found: Comparison) -> Iterator[Picture]:
                 {name: result.tau_best_normalised for name, result in system.sets.items()},
                 system.threshold_normalised,
                 label=system.threshold_kind,
-                title=f"{system.name}: bias {system.bias:.3f}, variance {system.variance:.4f}",
+                title=f"{short[system.name]}: bias {system.bias:.3f}, variance {system.variance:.4f}",
             ),
         )
     yield Picture(
@@ -142,7 +146,7 @@ def figures_of(found: Comparison) -> Iterator[Picture]:
         "f1-gap",
         "Share of queries whose F1 at the set's best threshold falls short of their own best by more than x.",
         plots.f1_gap_curves(
-            {s: {system.name: [q.gap for q in system.sets[s].queries] for system in systems} for s in sets}
+            {s: {short[system.name]: [q.gap for q in system.sets[s].queries] for system in systems} for s in sets}
         ),
     )
     yield Picture(
@@ -150,7 +154,7 @@ def figures_of(found: Comparison) -> Iterator[Picture]:
         "headroom",
         "Mean F1 at each set's best threshold, what each query's own best threshold would add (in points), and the F1 "
         f"at the threshold in use ({'; '.join(f'{s.name}: {s.threshold_kind}' for s in systems)}).",
-        plots.headroom_bars({system.name: {s: _headroom(system.sets[s]) for s in sets} for system in systems}),
+        plots.headroom_bars({short[system.name]: {s: _headroom(system.sets[s]) for s in sets} for system in systems}),
     )
     for number, system in enumerate(systems):
         yield Picture(
@@ -159,7 +163,7 @@ def figures_of(found: Comparison) -> Iterator[Picture]:
             f"{system.name}: mean F1 by documents kept, of the best k of each query and of one threshold for all "
             "queries that keeps as many.",
             plots.selection_curves(
-                {s: _budgets(system.sets[s]) for s in sets}, label=system.threshold_kind, title=system.name
+                {s: _budgets(system.sets[s]) for s in sets}, label=system.threshold_kind, title=short[system.name]
             ),
         )
         yield Picture(
@@ -169,10 +173,10 @@ def figures_of(found: Comparison) -> Iterator[Picture]:
             plots.score_histograms(
                 {s: _by_label(found.labels[s], system.sets[s].queries) for s in sets},
                 system.threshold,
-                title=system.name,
+                title=short[system.name],
             ),
         )
-    timed = {system.name: _cost(system) for system in systems if system.latency is not None}
+    timed = {short[system.name]: _cost(system) for system in systems if system.latency is not None}
     if timed:
         yield Picture(
             "latency",
@@ -180,6 +184,12 @@ def figures_of(found: Comparison) -> Iterator[Picture]:
             "Median time a query and F1 at the threshold (mean over sets, with its confidence interval).",
             plots.quality_against_latency(timed, quality="F1 at the threshold, mean over sets"),
         )
+
+
+def _short(names: Sequence[str]) -> dict[str, str]:
+    """What figures have room for: of a long name, such as a folder's path, its end, as much as tells it from others."""
+    found = {name: name if len(name) <= NAME_LENGTH else f"…{name[1 - NAME_LENGTH :]}" for name in names}
+    return found if len(set(found.values())) == len(found) else dict(zip(names, names, strict=True))
 
 
 def _headroom(result: SetResult) -> tuple[float, float, float]:
@@ -247,7 +257,10 @@ def shift_pictures(
         if len(vectors.relevant) < FEWEST:
             continue
         figure = plots.shift_map(
-            umap_plane(vectors.before), umap_plane(vectors.after), vectors.relevant, title=f"{name}, {label}"
+            umap_plane(vectors.before),
+            umap_plane(vectors.after),
+            vectors.relevant,
+            title=f"{_short([name])[name]}, {label}",
         )
         caption = (
             f"{name}, {label}: documents by their shifts (UMAP), before and after B. Those of one query may gather: "

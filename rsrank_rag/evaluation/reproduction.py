@@ -14,7 +14,7 @@ import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
@@ -22,6 +22,7 @@ from .. import hub
 from ..errors import InputError, RSRankError
 from ..loading import LoadOptions
 from ..training.recipe import DataPart
+from . import plots
 from .comparison import Comparison, Measured
 from .datasets import LabelledQuery, dataset_name, read_labelled
 from .evaluate import System, score_dataset, shared_threshold
@@ -31,6 +32,9 @@ from .negatives import Negatives, replace_negatives
 from .paper_tables import TABLES, Table, page
 from .report import Picture, check_report, shift_pictures, write_report
 from .systems import KINDS, load_system, parse
+
+if TYPE_CHECKING:
+    from ..training.ablations import AblationRow
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -350,6 +354,7 @@ def reproduce(
     stages = None if config.stages is None else _stages(Path(config.stages))
     outcome.tables = output / "tables.md"
     text = page(config.name, config.tables, list(sets), outcome.measured, outcome.comparison, rows, stages)
+    text += _sample_figures(rows, output)
     if outcome.failures:
         text += "\n## What failed\n\n" + "".join(f"- {what}: {why}\n" for what, why in outcome.failures.items())
     _write(outcome.tables, text)
@@ -505,6 +510,17 @@ def _stages(path: Path) -> list[dict[str, Any]]:
         return [row for row in rows if {"stage", "seconds"} <= set(row)]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise InputError(f"{path} is no output of benchmarks.latency --paper --json: {error}") from None
+
+
+def _sample_figures(rows: Sequence[AblationRow], output: Path) -> str:
+    """Draw quality by number of training queries, a figure a set; the Markdown that shows them."""
+    from ..training.ablations import sample_curves
+
+    lines = []
+    for number, (dataset, figure) in enumerate(sample_curves(rows).items()):
+        path, _ = plots.save(figure, output / "report" / "figures" / f"samples-{number}")
+        lines.append(f"\n![{dataset}: quality by number of training queries]({path.relative_to(output).as_posix()})\n")
+    return "".join(lines)
 
 
 def _free() -> None:

@@ -14,14 +14,16 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from ..errors import InputError, RSRankError
+from ..evaluation import plots
 from ..evaluation.calibration import select_top
 from ..evaluation.evaluate import score_dataset
 from ..evaluation.metrics import ScoredQuery, best_threshold, f1_at, ranking_by_query
+from ..evaluation.statistics import estimate_mean
 from ..prefix_cache import PrefixCache
 from ..projection import Projection
 from ..rsrank import RSRank
@@ -30,6 +32,9 @@ from .features import FeatureSource, FeatureStore, QueryFeatures
 from .fit import Subset, fit, scored, split
 from .kitchen import Kitchen
 from .recipe import DataPart, Recipe
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 Share = Literal["all", "first half", "second half", "every second", "first", "last"]
 """Which of the layers or heads that the recipe reads."""
@@ -108,6 +113,8 @@ ABLATIONS: Mapping[str, Ablation] = {
     )
 }
 """All that are known, by name."""
+
+_CURVES = {"recall@5": "Recall@5", "ndcg@5": "nDCG@5", "f1@0": "F1 at zero"}
 
 GROUPS: tuple[str, ...] = tuple(dict.fromkeys(ablation.group for ablation in ABLATIONS.values()))
 
@@ -377,6 +384,33 @@ def describe_changes(ablation: Ablation) -> str:
             kept = "in 8 bits" if ablation.load.prefixes.host else "as they are"
             parts.append(f"second call, prefixes kept {kept}")
     return ", ".join(parts) or "nothing"
+
+
+def sample_curves(rows: Sequence[AblationRow]) -> dict[str, Figure]:
+    """Set -> quality by number of training queries (paper, Section 7.2), with bootstrap intervals over queries.
+
+    Args:
+        rows: Of any ablations; those of the group "samples" are drawn.
+    """
+    figures = {}
+    measured = [row for row in rows if row.group == "samples"]
+    for dataset in dict.fromkeys(row.dataset for row in measured):
+        chosen = {ABLATIONS[row.name].queries or 0: row for row in measured if row.dataset == dataset}
+        samples = sorted(chosen)
+        points = {
+            title: [estimate_mean(chosen[count].metrics[metric]) for count in samples]
+            for metric, title in _CURVES.items()
+        }
+        figures[dataset] = plots.sample_efficiency(
+            samples,
+            {title: [point.mean for point in found] for title, found in points.items()},
+            intervals={
+                title: [(p.mean if p.low is None else p.low, p.mean if p.high is None else p.high) for p in found]
+                for title, found in points.items()
+            },
+            label=f"on {dataset}, {len(chosen[samples[0]].metrics['f1@0'])} queries",
+        )
+    return figures
 
 
 def _stamp(part: DataPart) -> str:
