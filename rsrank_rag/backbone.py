@@ -33,6 +33,9 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+FILLED = 0.9
+"""Documents that fill more of a padded batch than this are not packed: the kernels for equal lengths are faster."""
+
 NOT_EARLY = "Load it without early_decisions."
 
 _LETTING_LEAVE: WeakSet[torch.nn.Module] = WeakSet()
@@ -137,8 +140,9 @@ class Backbone:
         """
         lengths = tuple(len(ids) for ids in documents)
         width = max(lengths)
+        padded = sum(lengths) < FILLED * width * len(lengths)
         # In a packed row, no attention window is kept.
-        packs = self.packs and min(lengths) < width <= min((w for w in self._windows if w is not None), default=width)
+        packs = self.packs and padded and width <= min((w for w in self._windows if w is not None), default=width)
         packing = Packing.of(lengths, self.device, causal=self.causal) if packs else None
         recorder = Recorder(self.loaded_layers - 1 if whole else self.last_layer - 1, room, packing)
         if packing is not None:
