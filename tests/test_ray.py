@@ -244,7 +244,8 @@ async def test_the_app_answers_over_http_through_serve(service):
     build, replicas = partial(create_app, settings=Settings()), Replicas(2, **SMALL)
     await asyncio.to_thread(serve_on_ray, Lengths, "lengths", build, replicas, canary=None, port=PORT)
     documents = ["a", "bbb", "cc"]
-    async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{PORT}", timeout=60) as client:
+    waits = httpx.AsyncHTTPTransport(retries=6)  # Serve's proxy may begin to listen a little after its application
+    async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{PORT}", timeout=60, transport=waits) as client:
         answer = await client.post("/v1/rerank", json={"query": "q", "documents": documents})
         assert answer.status_code == 200, answer.text
         ranked = answer.json()["results"]

@@ -110,6 +110,8 @@ class Engine:
         """See `Backend.explain`."""
         if not isinstance(self.reranker, _Explains):
             raise InputError(f"{self.name} cannot take its scores apart. RSRank models can.")
+        if pair.max_tokens is None:
+            return self.reranker.explain(pair.query, pair.document)
         return self.reranker.explain(pair.query, pair.document, max_tokens=pair.max_tokens)
 
     def check(self, canary: Canary) -> str | None:
