@@ -36,6 +36,9 @@ if TYPE_CHECKING:
 NAME = "rsrank_sdpa"
 """What this attention is called in a model's config. It takes the masks that SDPA takes."""
 
+SPECIAL = ("position_bias", "softcap", "s_aux", "sinks", "indices", "block_indices")
+"""What models ask of attention that is more than a mask and a scale. It goes to transformers' own."""
+
 
 @dataclass(frozen=True)
 class Packing:
@@ -56,9 +59,10 @@ class Packing:
     @classmethod
     def of(cls, lengths: Sequence[int], device: torch.device, *, causal: bool) -> Packing:
         """For sequences of these lengths."""
-        ends = torch.tensor([0, *lengths]).cumsum(0, dtype=torch.int32)
-        places = torch.tensor([(row, place) for row, length in enumerate(lengths) for place in range(length)]).T
-        return cls(tuple(lengths), ends.to(device), places.to(device), causal)
+        ends = torch.tensor([0, *lengths]).cumsum(0)
+        owner = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths))
+        places = torch.stack([owner, torch.arange(len(owner)) - ends[owner]])
+        return cls(tuple(lengths), ends.to(device, torch.int32), places.to(device), causal)
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, scale: float | None = None) -> Tensor:
         """Attention within each sequence, (1, C, H * G, D).
@@ -140,11 +144,11 @@ _RUNNING = _Running()
 @contextmanager
 def packed(packing: Packing) -> Iterator[None]:
     """While this lasts, models that run in this thread with our attention attend as ``packing`` says."""
-    _RUNNING.packing = packing
+    before, _RUNNING.packing = _RUNNING.packing, packing
     try:
         yield
     finally:
-        _RUNNING.packing = None
+        _RUNNING.packing = before
 
 
 def attend(
@@ -163,10 +167,10 @@ def attend(
     Returns:
         (N, T, H * G, D), and None for the attention weights.
     """
-    special = options.get("position_bias") is not None or options.get("softcap") is not None
+    special = any(options.get(name) is not None for name in SPECIAL)
     if _RUNNING.packing is not None:
         if special:
-            raise ValueError("attention with a position bias or a soft cap cannot be packed")
+            raise ValueError(f"attention with one of {', '.join(SPECIAL)} cannot be packed")
         return _RUNNING.packing.attend(query, key, value, options.get("scaling")), None
     rows, heads, count, dim = query.shape
     groups = heads // key.shape[1]

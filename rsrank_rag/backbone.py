@@ -20,12 +20,13 @@ import torch
 from torch import Tensor
 from torch.nn import ModuleList
 
-from .attention import NAME, Packing, packed
+from .attention import NAME, Packing
+from .attention import packed as attending
 from .batching import is_out_of_memory
 from .cache import Consumer, LastLayerReached, Prefixes, Probe, Reader, Recorder, Whole
 from .config import Signal
 from .errors import BackboneError
-from .trial import ADVICE, packed_alike, rows_can_leave, try_out
+from .trial import ADVICE, LARGEST_TABLE, packed_alike, rows_can_leave, try_out
 from .weights import bits_of, fingerprint
 
 if TYPE_CHECKING:
@@ -138,16 +139,21 @@ class Backbone:
         Returns:
             Keys and values of the layers below ``last_layer``; the last one's are never attended to.
         """
+        lengths = [len(ids) for ids in documents]
+        worth = sum(lengths) < FILLED * max(lengths) * len(lengths)
+        return self.prefill_as(documents, room, whole=whole, packed=worth and self._fit_a_row(lengths))
+
+    def prefill_as(
+        self, documents: Sequence[Sequence[int]], room: int = 0, *, packed: bool, whole: bool = False
+    ) -> Prefixes:
+        """`prefill` in one row without padding, or in a padded batch."""
         lengths = tuple(len(ids) for ids in documents)
         width = max(lengths)
-        padded = sum(lengths) < FILLED * width * len(lengths)
-        # In a packed row, no attention window is kept.
-        packs = self.packs and padded and width <= min((w for w in self._windows if w is not None), default=width)
-        packing = Packing.of(lengths, self.device, causal=self.causal) if packs else None
+        packing = Packing.of(lengths, self.device, causal=self.causal) if packed else None
         recorder = Recorder(self.loaded_layers - 1 if whole else self.last_layer - 1, room, packing)
         if packing is not None:
             ids = torch.tensor([[i for document in documents for i in document]], device=self.device)
-            with packed(packing):
+            with attending(packing):
                 self.run_to_the_end_of(recorder, ids, None, packing.places[1:])
         else:
             ids = torch.tensor([[*doc, *[0] * (width - len(doc))] for doc in documents], device=self.device)
@@ -172,6 +178,15 @@ class Backbone:
         windows = [window for window in self._windows[:layer] if window is not None]
         return sum(window - 1 for window in windows) if self.causal and len(windows) == layer else None
 
+    def _fit_a_row(self, lengths: Sequence[int]) -> bool:
+        """Whether documents of these lengths can be packed."""
+        if not self.packs or self.config._attn_implementation != NAME:  # somebody may have set another since
+            return False
+        if not self.causal and self.max_length > LARGEST_TABLE and sum(lengths) > self.max_length:
+            return False
+        # In a packed row, no attention window is kept.
+        return max(lengths) <= min((window for window in self._windows if window is not None), default=2**31)
+
     def _can_pack(self) -> bool:
         """Whether a packed row gives what a padded batch gives, tried out: kernels differ from device to device."""
         half = self.dtype in (torch.bfloat16, torch.float16)
@@ -180,7 +195,16 @@ class Backbone:
             return False
         try:
             return packed_alike(self)
-        except (ValueError, TypeError, LookupError, AttributeError, RuntimeError, ImportError) as error:
+        except (
+            BackboneError,
+            ValueError,
+            TypeError,
+            LookupError,
+            AttributeError,
+            RuntimeError,
+            ImportError,
+            AssertionError,
+        ) as error:
             logger.info("%s runs documents with padding: %s", self.name, error)
             return False
 

@@ -86,7 +86,7 @@ def score(
             "dtype": dtype,
             "load_in_8bit": load_in_8bit,
             "load_in_4bit": load_in_4bit,
-            "load_in_fp8": load_in_fp8,
+            **({"load_in_fp8": True} if load_in_fp8 else {}),  # outputs begun before there was fp8 can be gone on with
             "prefixes": prefixes is not None,
         }
         found = score_files(

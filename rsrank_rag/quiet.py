@@ -16,13 +16,17 @@ def only(wanted: Callable[[logging.LogRecord], bool], *names: str) -> Iterator[N
         names: Of the loggers. What reaches their children is not filtered.
     """
     loggers = [logging.getLogger(name) for name in names]
+
+    def own(record: logging.LogRecord) -> bool:  # one for each use: two threads may ask for the same
+        return wanted(record)
+
     for logger in loggers:
-        logger.addFilter(wanted)
+        logger.addFilter(own)
     try:
         yield
     finally:
         for logger in loggers:
-            logger.removeFilter(wanted)
+            logger.removeFilter(own)
 
 
 def importing_torchao() -> contextlib.AbstractContextManager[None]:

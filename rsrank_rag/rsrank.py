@@ -463,6 +463,7 @@ class RSRank(Reranker):
         groups = groups_of(places, queries, joined=self.reader.null_prefix != "matched", keeps=store is not None)
         found = _Found.empty(queries, documents)
         runs = {row: NullRun(query) for row, query in enumerate(queries)}
+        packs = self.backbone.packs and not (self._bounds and store is None)  # see `once` in `_sums`
 
         def score_batch(batch: list[Row]) -> None:
             for rows, sums in self._sums(batch, runs, cutoff):
@@ -494,7 +495,7 @@ class RSRank(Reranker):
                         score_batch,
                         budget=self.token_budget,
                         extra=room,
-                        alike=ALIKE_KEPT if self.backbone.packs else ALIKE,
+                        alike=ALIKE_KEPT if packs else ALIKE,
                         done=bar.update,
                         halved=self._halved.append,
                     )

@@ -20,6 +20,9 @@ ADVICE = (
 )
 
 
+LARGEST_TABLE = 1024
+"""Positions of an encoder up to which the trial packs more documents into a row than it has positions."""
+
 IDS, CUT, SAMPLE = 9, 6, 64
 """Tokens of the trial, how many of them play the document, and value entries kept as a fingerprint."""
 
@@ -66,8 +69,7 @@ def try_out(backbone: Backbone) -> Trial:
     read: dict[int, Tensor] = {}
     longer = [*ids[::-1], *ids]
     backbone.query_values([ids[CUT:]], backbone.prefill([ids[:CUT], longer]), read.__setitem__)
-    # Rounding stays far below this, and a wrong mask or position far above. Products with quantised weights round more.
-    near = 1e-3 if backbone.dtype == torch.float32 and backbone.bits == 16 else 0.1
+    near = _near(backbone)
     for layer, value in enumerate(whole):
         if _distance(read[layer][:1], value[:, :, CUT:]) > near:
             raise BackboneError(
@@ -101,7 +103,7 @@ def rows_can_leave(backbone: Backbone) -> bool:
 
     expected = read(leaving=False, once=False)
     return all(
-        len(value) == 2 and _distance(value, whole[stay]) <= (1e-3 if backbone.dtype == torch.float32 else 0.1)
+        len(value) == 2 and _distance(value, whole[stay]) <= _near(backbone)
         for once in (False, True)
         for value, whole in zip(read(leaving=True, once=once)[1:], expected[1:], strict=True)
     )
@@ -109,20 +111,18 @@ def rows_can_leave(backbone: Backbone) -> bool:
 
 @torch.no_grad()
 def packed_alike(backbone: Backbone) -> bool:
-    """Whether documents leave the same behind in one row as they do in a padded batch. It leaves ``packs`` on."""
+    """Whether documents leave the same behind in one row as they do in a padded batch."""
     vocabulary = backbone.model.get_input_embeddings().weight.shape[0]
     ids = [int(i) for i in torch.linspace(1, vocabulary - 1, IDS)]
     documents = [ids[:CUT], ids[::-1], ids[:4], ids[:4]]
-    if not backbone.causal:  # such models have tables of positions, and the row is longer than these
-        documents += [ids] * (backbone.max_length // IDS)
-    padded = backbone.prefill(documents)
-    backbone.packs = True
-    packed = backbone.prefill(documents)
+    if not backbone.causal and backbone.max_length <= LARGEST_TABLE:
+        # Such models have a table of positions: the row has to be longer than that.
+        documents.append((ids * backbone.max_length)[: backbone.max_length])
+    padded, packed = (backbone.prefill_as(documents, packed=packed) for packed in (False, True))
     return all(
-        _distance(found[row, :, :length], expected[row, :, :length])
-        <= (1e-3 if backbone.dtype == torch.float32 else 0.1)
+        _distance(found[row, :, :length], expected[row, :, :length]) <= _near(backbone)
         for found, expected in zip(packed.keys + packed.values, padded.keys + padded.values, strict=True)
-        for row, length in enumerate(map(len, documents[:4]))
+        for row, length in enumerate(padded.lengths)
     )
 
 
@@ -190,6 +190,14 @@ def _block_masked_run(backbone: Backbone, ids: list[int]) -> list[Tensor]:
     recorder = Recorder(backbone.last_layer)
     backbone.run_to_the_end_of(recorder, tokens, backbone.mask(allowed[None]), positions)
     return recorder.recorded_values
+
+
+def _near(backbone: Backbone) -> float:
+    """Rounding stays far below this distance, and a wrong mask or position far above.
+
+    Products with quantised weights round more.
+    """
+    return 1e-3 if backbone.dtype == torch.float32 and backbone.bits == 16 else 0.1
 
 
 def _distance(found: Tensor, expected: Tensor) -> float:

@@ -26,12 +26,16 @@ def bits_of(model: torch.nn.Module) -> int:
     """Bits of most weights: 4 and 8 where bitsandbytes quantised them, 8 where they are fp8, else 16 (also for 32)."""
     if getattr(model, "is_loaded_in_4bit", False):
         return 4
-    eight = getattr(model, "is_loaded_in_8bit", False) or any(
+    return 8 if getattr(model, "is_loaded_in_8bit", False) or is_fp8(model) else 16
+
+
+def is_fp8(model: torch.nn.Module) -> bool:
+    """Whether any weights are fp8."""
+    return any(
         part.dtype.is_floating_point and part.dtype.itemsize == 1
         for name, weight in model.named_parameters()
         for _, part in plain(name, weight)
     )
-    return 8 if eight else 16
 
 
 def fingerprint(model: torch.nn.Module) -> str:

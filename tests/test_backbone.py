@@ -2,6 +2,7 @@
 
 import itertools
 import math
+import sys
 
 import pytest
 import torch
@@ -552,17 +553,47 @@ def test_documents_beyond_an_attention_window_are_padded(longest, rows, monkeypa
     assert shapes[0][0] == rows
 
 
-@pytest.mark.parametrize("fault", ["wrong", "raises"])
-def test_a_device_whose_packed_attention_fails_gets_padded_batches(fault, monkeypatch):
+@pytest.mark.parametrize("kind", ["qwen3", "bert", "roberta"])
+@pytest.mark.parametrize("fault", ["wrong", "raises", "is absent"])
+def test_a_device_whose_packed_attention_fails_gets_padded_batches(fault, kind, monkeypatch):
     def attend(self, query, key, value, scale):
         if fault == "raises":
             raise RuntimeError("FlashAttention only supports Ampere GPUs or newer.")
-        return torch.zeros_like(query.transpose(1, 2))
+        return (
+            torch.zeros_like(query.transpose(1, 2)) if fault == "wrong" else self._by_kernel(query, key, value, scale)
+        )
 
     with torch.inference_mode():
-        expected = packing_backbone("qwen3").prefill(TOKENS)
+        expected = packing_backbone(kind).prefill(TOKENS)
         monkeypatch.setattr("rsrank_rag.attention.Packing.attend", attend)
-        backbone = packing_backbone("qwen3")
+        monkeypatch.setitem(sys.modules, "torch.nn.attention.varlen", None)  # as in torch before 2.10
+        backbone = packing_backbone(kind)
         found = backbone.prefill(TOKENS)
     assert not backbone.packs
+    assert all(torch.allclose(found.row(i), expected.row(i), atol=1e-5) for i in range(len(TOKENS)))
+
+
+@pytest.mark.parametrize(("positions", "rows"), [(1024, 1), (1025, 3)])
+def test_an_encoder_with_a_large_table_of_positions_packs_no_more_tokens_than_it_has(positions, rows, monkeypatch):
+    config = tiny_config("bert")
+    config.max_position_embeddings = positions
+    model = AutoModel.from_config(config)
+    use_own_attention(model)
+    backbone, shapes = Backbone(model), []
+    assert backbone.packs
+    monkeypatch.setattr(
+        backbone, "run", lambda cache, ids, *rest: shapes.append(ids.shape) or Backbone.run(backbone, cache, ids, *rest)
+    )
+    with torch.inference_mode():
+        backbone.prefill([[5] * 800, [6] * 500, [7] * 30])
+        backbone.prefill([[5] * 300, [6] * 100])
+    assert [shape[0] for shape in shapes] == [rows, 1]
+
+
+def test_a_model_whose_attention_is_set_anew_gets_padded_batches():
+    backbone = packing_backbone("qwen3")
+    with torch.inference_mode():
+        expected = backbone.prefill(TOKENS)
+        backbone.model.set_attn_implementation("sdpa")
+        found = backbone.prefill(TOKENS)
     assert all(torch.allclose(found.row(i), expected.row(i), atol=1e-5) for i in range(len(TOKENS)))

@@ -32,6 +32,7 @@ from ..identity import TOLERANCE, relative_difference
 from ..partial_files import is_running, partial_of
 from ..reading import NullRun, ShiftReader
 from ..template import Template, TokenisedQuery
+from ..weights import is_fp8
 
 STORE = "store.json"
 STORE_DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
@@ -52,6 +53,7 @@ class FeatureSpec(BaseModel):
     dtype: Literal["float16", "bfloat16"]
     compute_dtype: str = Field(description="What the language model computed in.")
     bits: int = Field(description="Of the language model's weights.")
+    fp8: bool = Field(default=False, description="Whether these are fp8.")
     max_length: int
     data: str = Field(description="sha256 of the queries, their documents and labels.")
     queries: int
@@ -398,6 +400,7 @@ def spec_for(
         dtype=extractor.dtype,
         compute_dtype=str(reader.backbone.dtype).removeprefix("torch."),
         bits=reader.backbone.bits,
+        fp8=is_fp8(reader.backbone.model),
         max_length=reader.prompts.max_length,
         data=digest(queries, titles=extractor.titles),
         queries=len(queries),
