@@ -142,7 +142,7 @@ _RUNNING = _Running()
 
 
 @contextmanager
-def packed(packing: Packing) -> Iterator[None]:
+def attending(packing: Packing) -> Iterator[None]:
     """While this lasts, models that run in this thread with our attention attend as ``packing`` says."""
     before, _RUNNING.packing = _RUNNING.packing, packing
     try:

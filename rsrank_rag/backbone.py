@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal
 from weakref import WeakSet
 
@@ -20,8 +21,7 @@ import torch
 from torch import Tensor
 from torch.nn import ModuleList
 
-from .attention import NAME, Packing
-from .attention import packed as attending
+from .attention import NAME, Packing, attending
 from .batching import is_out_of_memory
 from .cache import Consumer, LastLayerReached, Prefixes, Probe, Reader, Recorder, Whole
 from .config import Signal
@@ -163,7 +163,7 @@ class Backbone:
             self.run_to_the_end_of(recorder, ids, mask, columns.expand(len(documents), -1))
         return Prefixes(tuple(recorder.keys), tuple(recorder.recorded_values), lengths, width)
 
-    @property
+    @cached_property
     def _windows(self) -> list[int | None]:
         """How many positions each loaded layer's tokens see, themselves included; None for all."""
         window = getattr(self.config, "sliding_window", None) or None

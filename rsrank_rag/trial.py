@@ -101,9 +101,9 @@ def rows_can_leave(backbone: Backbone) -> bool:
             backbone.query_values([query], backbone.prefill(documents), consume)
         return found
 
-    expected = read(leaving=False, once=False)
+    expected, near = read(leaving=False, once=False), _near(backbone)
     return all(
-        len(value) == 2 and _distance(value, whole[stay]) <= _near(backbone)
+        len(value) == 2 and _distance(value, whole[stay]) <= near
         for once in (False, True)
         for value, whole in zip(read(leaving=True, once=once)[1:], expected[1:], strict=True)
     )
@@ -118,9 +118,10 @@ def packed_alike(backbone: Backbone) -> bool:
     if not backbone.causal and backbone.max_length <= LARGEST_TABLE:
         # Such models have a table of positions: the row has to be longer than that.
         documents.append((ids * backbone.max_length)[: backbone.max_length])
+    near = _near(backbone)
     padded, packed = (backbone.prefill_as(documents, packed=packed) for packed in (False, True))
     return all(
-        _distance(found[row, :, :length], expected[row, :, :length]) <= _near(backbone)
+        _distance(found[row, :, :length], expected[row, :, :length]) <= near
         for found, expected in zip(packed.keys + packed.values, padded.keys + padded.values, strict=True)
         for row, length in enumerate(padded.lengths)
     )

@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import AutoModel
 
-from rsrank_rag.attention import NAME, Packing, attend, packed, use_own_attention
+from rsrank_rag.attention import NAME, Packing, attend, attending, use_own_attention
 from rsrank_rag.backbone import Backbone
 from rsrank_rag.loading import LoadOptions, load_model
 
@@ -90,7 +90,7 @@ def test_one_threads_packing_is_no_others(tiny_folder):
     query, key, value = torch.randn(3, 1, 2, 5, 4)
     packing = Packing.of([2, 3], torch.device("cpu"), causal=False)
     found = []
-    with packed(packing):
+    with attending(packing):
         thread = Thread(target=lambda: found.append(attend(torch.nn.Identity(), query, key, value, None)[0]))
         thread.start()
         thread.join()
@@ -103,7 +103,7 @@ def test_one_threads_packing_is_no_others(tiny_folder):
 @pytest.mark.parametrize("option", [{"position_bias": torch.zeros(1)}, {"softcap": 50.0}])
 def test_attention_with_more_to_it_cannot_be_packed(option):
     query, key, value = torch.randn(3, 1, 2, 5, 4)
-    with packed(Packing.of([2, 3], torch.device("cpu"), causal=True)), pytest.raises(ValueError, match="packed"):
+    with attending(Packing.of([2, 3], torch.device("cpu"), causal=True)), pytest.raises(ValueError, match="packed"):
         attend(torch.nn.Identity(), query, key, value, None, **option)
 
 

@@ -556,6 +556,7 @@ def test_a_service_that_has_gone_is_missed(browser):
         page = opened(browser, address)
     type_in(page, QUERY, PASSAGES)
     page.get_by_role("alert").get_by_text("cannot be reached").wait_for()
+    assert not page.locator("#results").is_visible()
     page.close()
 
 

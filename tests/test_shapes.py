@@ -152,7 +152,8 @@ def test_all_of_vllms_names_are_known(one, two):
 
 
 def test_unknown_fields_and_any_model_are_accepted():
-    rerank(model={"name": 3}, priority=1, max_chunks_per_doc=10, overlap_tokens="x", user=None)
+    found = rerank(model={"name": 3}, priority=1, max_chunks_per_doc=10, overlap_tokens="x", user=None)
+    assert found.asked() == rerank().asked()
 
 
 @pytest.mark.parametrize(
