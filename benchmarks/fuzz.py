@@ -24,7 +24,8 @@ from pathlib import Path
 import httpx
 from tqdm import tqdm
 
-from rsrank_rag import RSRank, hub
+from rsrank_rag import RSRank
+from rsrank_rag.artifact import hub
 from rsrank_rag.errors import ArtifactError
 
 from .load import Server

@@ -20,8 +20,8 @@ from typing import Any
 import torch
 
 from rsrank_rag import RSRank
-from rsrank_rag.attention import NAME
-from rsrank_rag.batching import Ids, run_batches
+from rsrank_rag.language_model.attention import NAME
+from rsrank_rag.method.batching import Ids, run_batches
 
 from .timing import Measured, System, machine, matmul_ceiling, measure
 from .workload import (

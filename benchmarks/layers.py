@@ -21,15 +21,15 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 from transformers.utils import logging
 
-from rsrank_rag.backbone import Backbone
 from rsrank_rag.evaluation.datasets import LabelledQuery
 from rsrank_rag.evaluation.evaluate import Evaluation, summarise
-from rsrank_rag.loading import load_model
-from rsrank_rag.template import PromptTokenizer
+from rsrank_rag.language_model.loading import load_model
+from rsrank_rag.method.backbone import Backbone
+from rsrank_rag.method.template import PromptTokenizer
 from rsrank_rag.training.features import FeatureSource, QueryFeatures
 from rsrank_rag.training.fit import Resident, Subset, fit, scored, split
-from rsrank_rag.training.kitchen import Kitchen
 from rsrank_rag.training.recipe import Recipe
+from rsrank_rag.training.run import Kitchen
 
 
 class FirstLayers:

@@ -371,7 +371,7 @@ def kill(options: argparse.Namespace) -> None:
 def restart(options: argparse.Namespace) -> None:
     """The server is killed and started again under load by our own client, which tries again."""
     from rsrank_rag.errors import RSRankError
-    from rsrank_rag.remote import RemoteReranker
+    from rsrank_rag.remote.client import RemoteReranker
 
     traffic = Traffic.made_up(options)
     reference = Reference(traffic)

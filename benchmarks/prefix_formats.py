@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from rsrank_rag import RSRank
-from rsrank_rag.cache import Prefixes
 from rsrank_rag.evaluation.datasets import read_labelled
-from rsrank_rag.prefix_store import PackedPrefix
+from rsrank_rag.method.probe import Prefixes
+from rsrank_rag.prefixes.store import PackedPrefix
 
 CPU = torch.device("cpu")
 

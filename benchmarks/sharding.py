@@ -18,10 +18,10 @@ from functools import partial
 import ray
 
 from rsrank_rag import RSRank
-from rsrank_rag.prefix_cache import PrefixCache
+from rsrank_rag.prefixes.settings import PrefixCache
 from rsrank_rag.reranker import Pair
-from rsrank_rag.serving import ray_backend
-from rsrank_rag.serving.ray_backend import RayBackend, Replicas, deploy, take_down
+from rsrank_rag.service import ray_backend
+from rsrank_rag.service.ray_backend import RayBackend, Replicas, deploy, take_down
 
 WORDS = "the bees dance a map of every flower near hive and keep honey for winter while trains run late".split()  # noqa: SIM905
 

@@ -25,12 +25,12 @@ from typing import Any
 from tqdm import tqdm
 
 from rsrank_rag import Reranker, RSRank
-from rsrank_rag.evaluation.baselines import BM25, BiEncoder
 from rsrank_rag.evaluation.calibration import select_above
 from rsrank_rag.evaluation.datasets import LabelledQuery, read_labelled, read_sets
 from rsrank_rag.evaluation.evidence import Evidence, evidence, sent_above, sent_top
 from rsrank_rag.evaluation.metrics import ScoredQuery, best_threshold, f1_at, query_best_f1
 from rsrank_rag.evaluation.statistics import Estimate, estimate_mean, paired_differences
+from rsrank_rag.evaluation.systems.baselines import BM25, BiEncoder
 from rsrank_rag.evaluation.thresholds import (
     Observed,
     Rule,

@@ -19,11 +19,11 @@ from collections.abc import Sequence
 import torch
 from transformers import AutoModel, Qwen3Config
 
-from rsrank_rag.backbone import Backbone
+from rsrank_rag.artifact.identity import describe
 from rsrank_rag.evaluation.datasets import LabelledDocument, LabelledQuery
-from rsrank_rag.identity import describe
-from rsrank_rag.reading import ShiftReader
-from rsrank_rag.template import Template, TokenisedDocument, TokenisedQuery
+from rsrank_rag.method.backbone import Backbone
+from rsrank_rag.method.reading import ShiftReader
+from rsrank_rag.method.template import Template, TokenisedDocument, TokenisedQuery
 from rsrank_rag.training.features import FeatureExtractor, FeatureStore, spec_for
 from rsrank_rag.training.fit import FitOptions, Resident, Subset, fit
 

@@ -20,8 +20,8 @@ from torch import Tensor
 from transformers import AutoModel, AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen3Config
 
 from rsrank_rag import Projection, RSRank, Template
-from rsrank_rag.loading import LoadOptions
-from rsrank_rag.shift import representational_shift
+from rsrank_rag.language_model.loading import LoadOptions
+from rsrank_rag.method.shift import representational_shift
 
 WORDS = """
 river stone early market signal window quiet number garden engine letter summer copper valley reason method island

@@ -9,7 +9,7 @@ from rich.console import Console
 from transformers.utils import logging
 
 from rsrank_rag import RSRank
-from rsrank_rag.tables import explanation_table, result_table
+from rsrank_rag.cli.tables import explanation_table, result_table
 
 QUERY = "How do honeybees tell each other where the flowers are?"
 

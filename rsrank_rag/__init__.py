@@ -6,23 +6,23 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .config import TrainingRecord
+    from .artifact.config import TrainingRecord
     from .errors import RSRankError
-    from .explanation import Explanation
     from .langchain import RSRankCompressor as RSRankCompressor
+    from .language_model.loading import LoadOptions
     from .llama_index import RSRankPostprocessor as RSRankPostprocessor
-    from .loading import LoadOptions
-    from .projection import Projection
+    from .method.explanation import Explanation
+    from .method.projection import Projection
+    from .method.template import Template
     from .reranker import RankedDocument, RankResult, Reranker
     from .rsrank import RSRank
-    from .template import Template
 
 __version__ = "0.1.0"
 
 _HOME = {
-    "Explanation": "explanation",
-    "LoadOptions": "loading",
-    "Projection": "projection",
+    "Explanation": "method.explanation",
+    "LoadOptions": "language_model.loading",
+    "Projection": "method.projection",
     "RSRank": "rsrank",
     "RSRankCompressor": "langchain",
     "RSRankError": "errors",
@@ -30,8 +30,8 @@ _HOME = {
     "RankResult": "reranker",
     "RankedDocument": "reranker",
     "Reranker": "reranker",
-    "Template": "template",
-    "TrainingRecord": "config",
+    "Template": "method.template",
+    "TrainingRecord": "artifact.config",
 }
 
 # Without the adapters: `from rsrank_rag import *` has to work where their frameworks are not installed.

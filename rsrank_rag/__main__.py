@@ -1,5 +1,5 @@
 """``python -m rsrank_rag`` is ``rsrank``."""
 
-from .cli import app
+from .cli.main import app
 
 app()

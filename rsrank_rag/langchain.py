@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from pydantic import ConfigDict, Field
 from typing_extensions import Unpack
 
-from .adapter import Limits, RerankerAdapter
+from .adapters.settings import Limits, RerankerAdapter
 from .errors import InputError, MissingDependencyError
 from .reranker import RankResult
 
@@ -29,7 +29,7 @@ except ModuleNotFoundError as error:
     ) from error
 
 if TYPE_CHECKING:
-    from .langchain_cross_encoder import RSRankCrossEncoder as RSRankCrossEncoder
+    from .adapters.cross_encoder import RSRankCrossEncoder as RSRankCrossEncoder
 
 # Without RSRankCrossEncoder: not every langchain-core has its base class.
 __all__ = ["RSRankCompressor", "RSRankRetriever"]
@@ -182,7 +182,7 @@ def _split(kwargs: dict[str, Any]) -> tuple[Limits, dict[str, Any]]:
 def __getattr__(name: str) -> Any:
     """`RSRankCrossEncoder`'s base class is not in every langchain-core, so it is looked for when it is wanted."""
     if name == "RSRankCrossEncoder":
-        from .langchain_cross_encoder import RSRankCrossEncoder
+        from .adapters.cross_encoder import RSRankCrossEncoder
 
         return RSRankCrossEncoder
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -9,7 +9,7 @@ from typing import Any
 from pydantic import Field, model_validator
 from typing_extensions import Unpack
 
-from .adapter import Limits, RerankerAdapter
+from .adapters.settings import Limits, RerankerAdapter
 from .errors import InputError, MissingDependencyError
 from .reranker import RankResult
 

@@ -13,22 +13,22 @@ import torch
 from torch import Tensor
 from tqdm.auto import tqdm
 
-from . import hub
-from .backbone import Backbone
-from .batching import ALIKE, DoesNotFitError, Ids, run_batches, token_budget_for
-from .config import RSRankConfig, TrainingRecord
-from .early import EarlyDecisions, Undecided, bounds_for
+from .artifact import hub
+from .artifact.config import RSRankConfig, TrainingRecord
+from .artifact.identity import check_after_run, check_before_run, describe
 from .errors import ArtifactError, InputError, ScoringError
-from .explanation import Explanation
-from .grouping import Row, groups_of, places_of
-from .identity import check_after_run, check_before_run, describe
-from .loading import LoadOptions, load_model
-from .prefix_cache import Choice, as_prefix_cache
-from .prefix_store import PrefixStore
-from .projection import Projection
-from .reading import NullRun, ShiftReader
+from .language_model.loading import LoadOptions, load_model
+from .method.backbone import Backbone
+from .method.batching import ALIKE, DoesNotFitError, Ids, run_batches, token_budget_for
+from .method.early import EarlyDecisions, Undecided, bounds_for
+from .method.explanation import Explanation
+from .method.grouping import Row, groups_of, places_of
+from .method.projection import Projection
+from .method.reading import NullRun, ShiftReader
+from .method.template import PromptTokenizer, Template, TokenisedDocument, TokenisedQuery
+from .prefixes.settings import Choice, as_prefix_cache
+from .prefixes.store import PrefixStore
 from .reranker import Pair, Reranker, Scored, as_list
-from .template import PromptTokenizer, Template, TokenisedDocument, TokenisedQuery
 
 ALIKE_KEPT = 0.4
 """As `batching.ALIKE`, for documents that are kept or packed into one row: padding costs them attention only."""

@@ -10,10 +10,10 @@ import uvicorn
 
 from rsrank_rag import Reranker
 from rsrank_rag.errors import InputError, ScoringError
-from rsrank_rag.explanation import Explanation
+from rsrank_rag.method.explanation import Explanation
 from rsrank_rag.reranker import Scored
-from rsrank_rag.serving.app import Settings, create_app
-from rsrank_rag.serving.scheduler import QueueLimits, Scheduler
+from rsrank_rag.service.app import Settings, create_app
+from rsrank_rag.service.scheduler import QueueLimits, Scheduler
 
 
 class Numbers(Reranker):

@@ -22,8 +22,9 @@ from conftest import DOCUMENTS, QUERY
 from pydantic import ValidationError
 
 import rsrank_rag
-from rsrank_rag import Reranker, RSRank, worker
-from rsrank_rag.adapter import RerankerAdapter
+from rsrank_rag import Reranker, RSRank
+from rsrank_rag.adapters import worker
+from rsrank_rag.adapters.settings import RerankerAdapter
 from rsrank_rag.errors import ArtifactError, InputError, RemoteError
 
 pytest.importorskip("langchain_core")
@@ -430,7 +431,7 @@ def test_documents_without_text_are_counted_in_a_warning(caplog):
 
 def test_cut_documents_are_counted_in_the_log(ranker, caplog):
     made = RerankerAdapter(model=ranker)
-    with caplog.at_level(logging.INFO, logger="rsrank_rag.adapter"):
+    with caplog.at_level(logging.INFO, logger="rsrank_rag.adapters.settings"):
         made._rank(QUERY, ["word " * 2000, "short"], made._limits({}))
     assert "1 of 2 documents were too long and scored by their beginning." in caplog.messages
 
@@ -614,7 +615,7 @@ def test_a_service_may_be_asked_for_a_model_by_name_which_traces_show(adapter, r
 
 @both
 def test_warming_up_asks_the_service_and_closing_lets_its_connections_go(adapter, remote):
-    from rsrank_rag import connections
+    from rsrank_rag.remote import connections
 
     made = adapter(base_url=remote.address)
     made.warm_up()
@@ -630,7 +631,7 @@ def test_warming_up_asks_the_service_and_closing_lets_its_connections_go(adapter
 
 @both
 async def test_a_remote_reranker_as_model_is_not_queued_either(adapter, remote):
-    from rsrank_rag.remote import RemoteReranker
+    from rsrank_rag.remote.client import RemoteReranker
 
     made = adapter(model=RemoteReranker(remote.address))
     made.warm_up()

@@ -19,11 +19,11 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 import rsrank_rag
 from rsrank_rag import RSRank, RSRankError
-from rsrank_rag.config import BackboneSpec, RSRankConfig, TrainingRecord
+from rsrank_rag.artifact.config import BackboneSpec, RSRankConfig, TrainingRecord
+from rsrank_rag.artifact.hub import model_card
 from rsrank_rag.errors import ArtifactError, BackboneError
-from rsrank_rag.hub import model_card
-from rsrank_rag.loading import LoadOptions
-from rsrank_rag.template import Template
+from rsrank_rag.language_model.loading import LoadOptions
+from rsrank_rag.method.template import Template
 
 
 def load(folder, **options):
@@ -574,7 +574,7 @@ def test_a_field_that_a_later_version_adds_does_not_change_the_digest_of_a_file(
     class Later(RSRankConfig):
         added: str = "default"
 
-    monkeypatch.setattr("rsrank_rag.hub.RSRankConfig", Later)
+    monkeypatch.setattr("rsrank_rag.artifact.hub.RSRankConfig", Later)
     assert load(folder).config.added == "default"
 
 

@@ -8,9 +8,9 @@ import pytest
 import torch
 from transformers import AutoModel
 
-from rsrank_rag.attention import NAME, Packing, attend, attending, use_own_attention
-from rsrank_rag.backbone import Backbone
-from rsrank_rag.loading import LoadOptions, load_model
+from rsrank_rag.language_model.attention import NAME, Packing, attend, attending, use_own_attention
+from rsrank_rag.language_model.loading import LoadOptions, load_model
+from rsrank_rag.method.backbone import Backbone
 
 
 def by_hand(query, key, value, allowed, scale):

@@ -26,10 +26,10 @@ from conftest import (
 from transformers import AutoModel, AutoTokenizer
 
 from rsrank_rag import Projection, RSRank, Template
-from rsrank_rag.attention import use_own_attention
-from rsrank_rag.backbone import Backbone
 from rsrank_rag.errors import BackboneError
-from rsrank_rag.loading import LoadOptions
+from rsrank_rag.language_model.attention import use_own_attention
+from rsrank_rag.language_model.loading import LoadOptions
+from rsrank_rag.method.backbone import Backbone
 from rsrank_rag.reranker import Pair
 
 DECODERS = [
@@ -565,7 +565,7 @@ def test_a_device_whose_packed_attention_fails_gets_padded_batches(fault, kind, 
 
     with torch.inference_mode():
         expected = packing_backbone(kind).prefill(TOKENS)
-        monkeypatch.setattr("rsrank_rag.attention.Packing.attend", attend)
+        monkeypatch.setattr("rsrank_rag.language_model.attention.Packing.attend", attend)
         monkeypatch.setitem(sys.modules, "torch.nn.attention.varlen", None)  # as in torch before 2.10
         backbone = packing_backbone(kind)
         found = backbone.prefill(TOKENS)

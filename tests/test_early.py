@@ -9,12 +9,12 @@ from conftest import DOCUMENTS, QUERIES, QUERY
 from transformers import AutoModel
 
 from rsrank_rag import RSRank
-from rsrank_rag.backbone import Backbone
-from rsrank_rag.config import Calibration
-from rsrank_rag.early import Undecided, bounds_for, calibrate, check_layers, exact_bounds
-from rsrank_rag.early_calibration import calibrated, layer_parts
+from rsrank_rag.artifact.config import Calibration
 from rsrank_rag.errors import BackboneError, InputError
 from rsrank_rag.evaluation.datasets import LabelledDocument, LabelledQuery
+from rsrank_rag.method.backbone import Backbone
+from rsrank_rag.method.early import Undecided, bounds_for, calibrate, check_layers, exact_bounds
+from rsrank_rag.method.early_calibration import calibrated, layer_parts
 from rsrank_rag.reranker import Reranker, Scored
 
 KINDS = ["qwen3", "llama", "gemma3", "mistral", "gpt2", "bert"]
@@ -202,7 +202,7 @@ def test_what_cannot_be_decided_early_is_refused(ranker):
 
 def test_a_model_whose_layers_cannot_drop_rows_is_refused(tiny_folder, monkeypatch):
     backbone = Backbone(AutoModel.from_pretrained(tiny_folder("llama")))
-    monkeypatch.setattr("rsrank_rag.backbone.ModuleList", tuple)  # finds no layers
+    monkeypatch.setattr("rsrank_rag.method.backbone.ModuleList", tuple)  # finds no layers
     with pytest.raises(BackboneError, match="without early_decisions"):
         backbone.let_rows_leave()
 

@@ -11,8 +11,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokenizer, PreTrainedTokenizerFast
 
 from rsrank_rag.errors import BackboneError, InputError, MissingDependencyError, ScoringError
-from rsrank_rag.evaluation.generative import AnswerHead, MonoT5, Qwen3Reranker
-from rsrank_rag.loading import LoadOptions
+from rsrank_rag.evaluation.systems.generative import AnswerHead, MonoT5, Qwen3Reranker
+from rsrank_rag.language_model.loading import LoadOptions
 
 CPU = LoadOptions(device="cpu", dtype="float32", local_files_only=True)
 LONG = " ".join(DOCUMENTS)

@@ -15,7 +15,7 @@ from langchain_core.runnables import RunnableLambda, RunnablePassthrough
 
 from rsrank_rag import Reranker, RSRankError
 from rsrank_rag.errors import InputError, ScoringError
-from rsrank_rag.evaluation.baselines import BM25
+from rsrank_rag.evaluation.systems.baselines import BM25
 from rsrank_rag.langchain import RSRankCompressor, RSRankRetriever
 
 try:
@@ -352,7 +352,7 @@ def test_the_module_can_be_imported_whole_without_a_base_class_for_cross_encoder
 
 
 def test_without_a_base_class_the_cross_encoder_says_what_to_install(monkeypatch):
-    from rsrank_rag import langchain_cross_encoder
+    from rsrank_rag.adapters import cross_encoder as langchain_cross_encoder
     from rsrank_rag.errors import MissingDependencyError
 
     monkeypatch.setattr(langchain_cross_encoder, "HOMES", ("rsrank_rag.nowhere",))

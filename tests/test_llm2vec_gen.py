@@ -12,8 +12,8 @@ from conftest import DOCUMENTS, QUERY, byte_level_tokenizer, tiny_config
 from transformers import AutoModel, AutoTokenizer
 
 from rsrank_rag.errors import BackboneError, InputError, MissingDependencyError
-from rsrank_rag.evaluation.llm2vec_gen import LLM2VecGen
-from rsrank_rag.loading import LoadOptions
+from rsrank_rag.evaluation.systems.llm2vec_gen import LLM2VecGen
+from rsrank_rag.language_model.loading import LoadOptions
 
 CPU = LoadOptions(device="cpu", dtype="float32", local_files_only=True)
 SPECIAL = [f"<question{i}>" for i in range(1, 6)]

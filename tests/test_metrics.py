@@ -11,7 +11,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rsrank_rag.errors import InputError, MissingDependencyError
-from rsrank_rag.evaluation.baselines import BM25
 from rsrank_rag.evaluation.datasets import LabelledDocument, read_labelled
 from rsrank_rag.evaluation.evaluate import score_dataset, shared_threshold, summarise
 from rsrank_rag.evaluation.metrics import (
@@ -22,6 +21,7 @@ from rsrank_rag.evaluation.metrics import (
     ranking_by_query,
     ranking_metrics,
 )
+from rsrank_rag.evaluation.systems.baselines import BM25
 from rsrank_rag.reranker import Reranker
 
 # scores, best first: 3+ 2- 1+ 0-   (+ relevant)

@@ -16,12 +16,12 @@ from safetensors.torch import load_file
 from typer.testing import CliRunner
 
 from rsrank_rag import RSRank
-from rsrank_rag.cache import Prefixes
-from rsrank_rag.cli import app
+from rsrank_rag.cli.main import app
 from rsrank_rag.errors import InputError, ScoringError
+from rsrank_rag.method.probe import Prefixes
 from rsrank_rag.partial_files import A_DAY, may_be_running
-from rsrank_rag.prefix_cache import PrefixCache, as_bytes, as_prefix_cache, parse_size
-from rsrank_rag.prefix_store import PackedPrefix, PrefixStore
+from rsrank_rag.prefixes.settings import PrefixCache, as_bytes, as_prefix_cache, parse_size
+from rsrank_rag.prefixes.store import PackedPrefix, PrefixStore
 
 LAYERS, HEADS, WIDTH = 3, 2, 8
 CPU = torch.device("cpu")

@@ -15,14 +15,14 @@ from ray_models import Lengths, refuse
 
 from rsrank_rag.errors import InputError
 from rsrank_rag.reranker import Pair
-from rsrank_rag.serving.backend import DeadlineError, OverloadedError, UnavailableError
-from rsrank_rag.serving.scheduler import QueueLimits
+from rsrank_rag.service.backend import DeadlineError, OverloadedError, UnavailableError
+from rsrank_rag.service.scheduler import QueueLimits
 
 pytest.importorskip("ray.serve")
 
-from rsrank_rag.serving import ray_backend
-from rsrank_rag.serving.app import Settings, create_app
-from rsrank_rag.serving.ray_backend import RayBackend, Replicas, deploy, key_of, serve_on_ray, take_down
+from rsrank_rag.service import ray_backend
+from rsrank_rag.service.app import Settings, create_app
+from rsrank_rag.service.ray_backend import RayBackend, Replicas, deploy, key_of, serve_on_ray, take_down
 
 with socket.socket() as made:
     made.bind(("127.0.0.1", 0))

@@ -25,9 +25,11 @@ pytest.importorskip("uvicorn")
 
 from stub_service import Overlap, Service, listening, talking
 
-from rsrank_rag import Reranker, connections, remote
+from rsrank_rag import Reranker
 from rsrank_rag.errors import InputError, RemoteError, RSRankError, ScoringError
-from rsrank_rag.remote import RemoteReranker
+from rsrank_rag.remote import client as remote
+from rsrank_rag.remote import connections
+from rsrank_rag.remote.client import RemoteReranker
 
 QUERY = "when was the bridge opened"
 DOCUMENTS = ["the bridge was opened in 1932", "frost", "when it was opened", "", "the bridge"]
@@ -57,8 +59,8 @@ def address(running, service):
 @contextmanager
 def serving(reranker, limits=None, **settings):
     """`rsrank serve` itself, around a fake; gives its address and its queue."""
-    app = pytest.importorskip("rsrank_rag.serving.app", exc_type=ImportError)
-    from rsrank_rag.serving.scheduler import Scheduler
+    app = pytest.importorskip("rsrank_rag.service.app", exc_type=ImportError)
+    from rsrank_rag.service.scheduler import Scheduler
 
     queue = Scheduler(lambda: reranker, "fake", limits=limits, canary=None, in_process=True)
     with listening(app.create_app(queue, app.Settings(**settings))) as address:
@@ -571,7 +573,7 @@ async def test_the_services_refusals_are_our_errors(asynchronous, monkeypatch):
 
 @both_ways
 async def test_a_full_queue_is_waited_for_and_a_deadline_is_not_tried_again(asynchronous):
-    from rsrank_rag.serving.scheduler import QueueLimits
+    from rsrank_rag.service.scheduler import QueueLimits
 
     model = Numbers()
     with serving(model, QueueLimits(pairs=1), timeout=3.0) as (address, queue):

@@ -9,11 +9,11 @@ from conftest import DOCUMENTS, QUERIES
 from test_page import CHROMIUM, CONTRASTS, browsing, fits
 from test_report import Page
 
-from rsrank_rag.evaluation.baselines import BM25
 from rsrank_rag.evaluation.comparison import Measured
 from rsrank_rag.evaluation.datasets import LabelledDocument, LabelledQuery
 from rsrank_rag.evaluation.evaluate import score_dataset
 from rsrank_rag.evaluation.report import write_report
+from rsrank_rag.evaluation.systems.baselines import BM25
 
 pytest.importorskip("jinja2")
 pytest.importorskip("matplotlib")

@@ -18,9 +18,9 @@ from hypothesis import strategies as st
 from transformers import AutoModel
 
 from rsrank_rag import Explanation, Projection, RSRank
-from rsrank_rag.batching import TOKEN_BUDGET, run_batches
 from rsrank_rag.errors import BackboneError, InputError, MissingDependencyError, ScoringError
-from rsrank_rag.loading import LoadOptions
+from rsrank_rag.language_model.loading import LoadOptions
+from rsrank_rag.method.batching import TOKEN_BUDGET, run_batches
 from rsrank_rag.reranker import Pair
 
 EXACT = 1e-4  # fp32: rounding alone

@@ -20,12 +20,12 @@ from ray_models import Fatal, Lengths, refuse, worker_of_nothing
 from typer.testing import CliRunner
 
 from rsrank_rag import Reranker, RSRank
-from rsrank_rag.cli import app
+from rsrank_rag.bulk.on_ray import Actors, each
+from rsrank_rag.bulk.pairs import PairScorer
+from rsrank_rag.bulk.run import score_files
+from rsrank_rag.cli.main import app
 from rsrank_rag.errors import InputError, RSRankError
 from rsrank_rag.partial_files import is_running, partial_of
-from rsrank_rag.scale.on_ray import Actors, each
-from rsrank_rag.scale.pairs import PairScorer
-from rsrank_rag.scale.run import score_files
 
 TEXTS = ["A cow gives milk.", "Trains run on rails.", "Honey keeps.", "Bees dance. " * 20, "Salt", ""]
 

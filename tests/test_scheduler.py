@@ -16,9 +16,9 @@ import pytest
 from rsrank_rag import Reranker
 from rsrank_rag.errors import ArtifactError, InputError, RSRankError, ScoringError
 from rsrank_rag.reranker import Pair, Scored
-from rsrank_rag.serving.backend import DeadlineError, OverloadedError, UnavailableError
-from rsrank_rag.serving.engine import FAILURES, Canary, Engine
-from rsrank_rag.serving.scheduler import QueueLimits, Scheduler
+from rsrank_rag.service.backend import DeadlineError, OverloadedError, UnavailableError
+from rsrank_rag.service.engine import FAILURES, Canary, Engine
+from rsrank_rag.service.scheduler import QueueLimits, Scheduler
 
 
 class Numbers(Reranker):
@@ -527,7 +527,7 @@ async def test_what_the_model_counted_outlives_its_process_but_not_what_it_held(
 
 async def test_the_models_process_logs_as_it_is_told_to(tmp_path, capfd):
     pytest.importorskip("pythonjsonlogger")
-    from rsrank_rag.serving.logs import configure
+    from rsrank_rag.service.logs import configure
 
     (tmp_path / "flag").touch()
     async with running(partial(Mortal, tmp_path), prepare=partial(configure, "INFO")) as scheduler:

@@ -26,14 +26,14 @@ from service import Numbers, Words, client_of, scheduler
 from typer.testing import CliRunner
 
 from rsrank_rag import RSRank
-from rsrank_rag.cli import app
-from rsrank_rag.cli_serving import Loader, prefix_choice, read_canary, read_keys
+from rsrank_rag.cli.main import app
+from rsrank_rag.cli.service import Loader, prefix_choice, read_canary, read_keys
 from rsrank_rag.errors import InputError
-from rsrank_rag.prefix_cache import PrefixCache
+from rsrank_rag.prefixes.settings import PrefixCache
 from rsrank_rag.rsrank import store_for
-from rsrank_rag.serving import app as app_module
-from rsrank_rag.serving.engine import Canary
-from rsrank_rag.serving.logs import TextlessFormatter
+from rsrank_rag.service import app as app_module
+from rsrank_rag.service.engine import Canary
+from rsrank_rag.service.logs import TextlessFormatter
 
 JSON = {"content-type": "application/json"}
 RERANK = {"query": "q", "documents": ["3", "1", "2"]}
@@ -805,8 +805,8 @@ def test_what_cannot_be_served_is_said_in_one_line(arguments, says):
 
 def test_the_models_process_logs_as_the_service_does():
     code = (
-        "import logging, warnings; from rsrank_rag.cli_serving import Loader; Loader('bm25', log_level='INFO')()\n"
-        "logging.getLogger('rsrank_rag.batching').info('one')\n"
+        "import logging, warnings; from rsrank_rag.cli.service import Loader; Loader('bm25', log_level='INFO')()\n"
+        "logging.getLogger('rsrank_rag.method.batching').info('one')\n"
         "logging.getLogger('transformers.models').warning('two')\n"
         "logging.getLogger('urllib3').info('too much'); warnings.warn('three')\n"
     )

@@ -8,8 +8,8 @@ from hypothesis import strategies as st
 from pydantic import TypeAdapter, ValidationError
 
 from rsrank_rag.reranker import Pair
-from rsrank_rag.serving.backend import Description, Outcome
-from rsrank_rag.serving.shapes import (
+from rsrank_rag.service.backend import Description, Outcome
+from rsrank_rag.service.dialects import (
     AnyRerankRequest,
     Heading,
     RankingRequest,

@@ -9,7 +9,7 @@ from transformers.models.ctrl.tokenization_ctrl import CTRLTokenizer
 
 from rsrank_rag import Template
 from rsrank_rag.errors import BackboneError, InputError, RSRankError
-from rsrank_rag.template import QUERY_RESERVE, PromptTokenizer, clean
+from rsrank_rag.method.template import QUERY_RESERVE, PromptTokenizer, clean
 
 TOKENIZER = byte_level_tokenizer()
 DEFAULT = Template()

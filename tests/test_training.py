@@ -15,30 +15,23 @@ from safetensors.torch import save_file
 from typer.testing import CliRunner
 
 from rsrank_rag import Projection, RSRank
-from rsrank_rag.backbone import Backbone
-from rsrank_rag.cli import app
-from rsrank_rag.config import Histogram, RSRankConfig
+from rsrank_rag.artifact.config import Histogram, RSRankConfig
+from rsrank_rag.artifact.identity import describe
+from rsrank_rag.cli.main import app
 from rsrank_rag.errors import InputError, TrainingError
 from rsrank_rag.evaluation.datasets import LabelledDocument, LabelledQuery
 from rsrank_rag.evaluation.metrics import ScoredQuery
-from rsrank_rag.identity import describe
-from rsrank_rag.loading import LoadOptions, load_model
-from rsrank_rag.reading import NullRun, ShiftReader
-from rsrank_rag.shift import cosine_to_ones
-from rsrank_rag.template import PromptTokenizer
-from rsrank_rag.training.closed_form import closed_form
-from rsrank_rag.training.features import (
-    FeatureExtractor,
-    FeatureStore,
-    QueryFeatures,
-    digest,
-    spec_for,
-    subsample,
-)
+from rsrank_rag.language_model.loading import LoadOptions, load_model
+from rsrank_rag.method.backbone import Backbone
+from rsrank_rag.method.losses import calibration_loss, margin_loss
+from rsrank_rag.method.reading import NullRun, ShiftReader
+from rsrank_rag.method.shift import cosine_to_ones
+from rsrank_rag.method.template import PromptTokenizer
+from rsrank_rag.reproduction.closed_form import closed_form
+from rsrank_rag.training.features import FeatureExtractor, FeatureStore, QueryFeatures, digest, spec_for, subsample
 from rsrank_rag.training.fit import Batch, FitOptions, Resident, Subset, batch_scores, fit, scored, split
-from rsrank_rag.training.kitchen import Kitchen, histogram_of
-from rsrank_rag.training.losses import calibration_loss, margin_loss
 from rsrank_rag.training.recipe import Recipe, shipped
+from rsrank_rag.training.run import Kitchen, histogram_of
 
 
 def labelled(count=6, documents=DOCUMENTS):

@@ -17,9 +17,9 @@ from typing import Any
 from tqdm import tqdm
 
 from rsrank_rag import Reranker, RSRank
-from rsrank_rag.evaluation.baselines import BM25, BiEncoder
 from rsrank_rag.evaluation.datasets import dataset_name, read_labelled
 from rsrank_rag.evaluation.evaluate import score_dataset, shared_threshold, summarise
+from rsrank_rag.evaluation.systems.baselines import BM25, BiEncoder
 
 Figures = dict[str, dict[str, Any]]
 

@@ -15,13 +15,13 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 from pydantic import BaseModel, ConfigDict, Field
 
 from ..errors import InputError
-from .baselines import BM25, BiEncoder
 from .datasets import LabelledDocument, LabelledQuery
+from .systems.baselines import BM25, BiEncoder
 
 if TYPE_CHECKING:
     import numpy as np
 
-    from ..loading import LoadOptions
+    from ..language_model.loading import LoadOptions
 
 logger = logging.getLogger(__name__)
 

@@ -69,7 +69,7 @@ def check_report(folder: str | Path, *, umap: bool = False) -> None:
     plots.check()
     _template()
     if umap:
-        from .shifts import load_umap
+        from .shift_map import load_umap
 
         load_umap()
     try:
@@ -247,7 +247,7 @@ def shift_pictures(
         MissingDependencyError: matplotlib or umap-learn is not installed.
     """
     from ..rsrank import RSRank
-    from .shifts import FEWEST, shift_vectors, umap_plane
+    from .shift_map import FEWEST, shift_vectors, umap_plane
 
     if not isinstance(system, RSRank):
         return []

@@ -24,15 +24,15 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from ..batching import DoesNotFitError, Ids, run_batches
-from ..config import BackboneSpec, NullPrefix, Signal
+from ..artifact.config import BackboneSpec, NullPrefix, Signal
+from ..artifact.identity import TOLERANCE, relative_difference
 from ..errors import InputError, ScoringError, TrainingError
 from ..evaluation.datasets import LabelledQuery
-from ..identity import TOLERANCE, relative_difference
+from ..language_model.weights import is_fp8
+from ..method.batching import DoesNotFitError, Ids, run_batches
+from ..method.reading import NullRun, ShiftReader
+from ..method.template import Template, TokenisedQuery
 from ..partial_files import is_running, partial_of
-from ..reading import NullRun, ShiftReader
-from ..template import Template, TokenisedQuery
-from ..weights import is_fp8
 
 STORE = "store.json"
 STORE_DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16}

@@ -22,14 +22,14 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from ..batching import is_out_of_memory
 from ..errors import TrainingError
 from ..evaluation.metrics import ScoredQuery, f1_at
-from ..loading import has_fast_bfloat16
-from ..projection import Projection
-from ..shift import cosine_to_ones
+from ..language_model.loading import has_fast_bfloat16
+from ..method.batching import is_out_of_memory
+from ..method.losses import alignment_loss, calibration_loss, frobenius_loss, margin_loss, orthogonality_loss
+from ..method.projection import Projection
+from ..method.shift import cosine_to_ones
 from .features import FeatureSource, QueryFeatures
-from .losses import alignment_loss, calibration_loss, frobenius_loss, margin_loss, orthogonality_loss
 
 AHEAD = 3
 """Batches that are read from the disk while earlier ones are trained on."""

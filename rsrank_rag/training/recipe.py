@@ -12,14 +12,14 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
-from .. import hub
-from ..config import NullPrefix, Signal
+from ..artifact import hub
+from ..artifact.config import NullPrefix, Signal
 from ..errors import InputError
 from ..evaluation.datasets import LabelledQuery, dataset_name, read_labelled
-from ..loading import LoadOptions
+from ..language_model.loading import LoadOptions
+from ..method.template import Template
+from ..reproduction.closed_form import Method
 from ..rsrank import INSIDE
-from ..template import Template
-from .closed_form import Method
 from .fit import FitOptions
 
 if sys.version_info >= (3, 11):

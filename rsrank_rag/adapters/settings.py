@@ -1,0 +1,343 @@
+"""What the LangChain and LlamaIndex adapters have in common: settings, the shared model, and calls to it."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from typing import Annotated, Any, Literal, TypedDict, TypeVar
+
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    SecretStr,
+    StrictBool,
+    StrictInt,
+    ValidationError,
+    field_serializer,
+    model_validator,
+)
+from typing_extensions import Self
+
+from ..errors import InputError
+from ..prefixes.settings import PrefixCache
+from ..reranker import ConcurrentReranker, RankResult, Reranker, check_limits
+from . import worker
+
+logger = logging.getLogger(__name__)
+
+Result = TypeVar("Result")
+
+
+class Limits(TypedDict, total=False):
+    """What a single call may choose differently: see `RerankerAdapter`."""
+
+    threshold: float | None
+    top_n: int | None
+    min_docs: int
+
+
+def _as_name(value: Any) -> Any:
+    """Paths, devices and dtypes as text."""
+    if isinstance(value, os.PathLike):
+        return os.fspath(value)
+    if type(value).__module__.partition(".")[0] == "torch":
+        return str(value).removeprefix("torch.")
+    return value
+
+
+def _as_address(value: Any) -> Any:
+    """The address of a service in its shortest form."""
+    if not isinstance(value, str):
+        return value
+    from ..remote.client import service_address
+
+    return service_address(value)
+
+
+def _as_key(value: SecretStr | None) -> SecretStr | None:
+    if value is None:
+        return None
+    from ..remote.client import usable_key
+
+    return usable_key(value)
+
+
+_Name = Annotated[str, BeforeValidator(_as_name)]
+_Address = Annotated[str, BeforeValidator(_as_address)]
+_Key = Annotated[SecretStr | None, AfterValidator(_as_key)]
+
+
+class ModelAdapter(BaseModel):
+    """A framework's object around a model that is loaded at first use and shared by all with the same settings.
+
+    With ``base_url`` it is a service that holds the model instead, and nothing is loaded here. Making an adapter is
+    cheap and needs no torch. Pickles and dumps hold the settings, never the model nor the service's key. There is no
+    field for an access token of the Hub: set ``HF_TOKEN``, or load the model yourself and pass it.
+    """
+
+    model_config = ConfigDict(
+        extra="forbid",
+        validate_assignment=True,
+        arbitrary_types_allowed=True,
+        hide_input_in_errors=True,  # it may be an access token
+        ser_json_inf_nan="constants",  # an infinite threshold is not None
+    )
+
+    model: Annotated[str | Reranker, BeforeValidator(_as_name)] = Field(
+        default="mini", description="'mini', a local folder or a Hub id; or a Reranker that is already loaded."
+    )
+    revision: str | None = Field(default=None, description="Commit, tag or branch of the artifact on the Hub.")
+    backbone: _Name | None = Field(default=None, description="Where to load the language model from instead.")
+    device: _Name | None = Field(default=None, description="'cuda', 'cpu', ...; None for the best one present.")
+    dtype: _Name | None = Field(default=None, description="None for bfloat16 where it is fast, else float32.")
+    load_in_8bit: bool = Field(default=False, description="int8 weights (needs the '8bit' extra).")
+    load_in_4bit: bool = Field(default=False, description="nf4 weights (needs the '8bit' extra).")
+    load_in_fp8: bool = Field(default=False, description="float8 weights (needs the 'fp8' extra).")
+    max_length: int | None = Field(default=None, ge=1, description="Most positions; longer documents are cut.")
+    local_files_only: bool = Field(default=False, description="Never use the network.")
+    cache_dir: _Name | None = Field(default=None, description="Hub cache folder.")
+    prefix_cache: Annotated[StrictBool | StrictInt | str | PrefixCache, BeforeValidator(_as_name)] = Field(
+        default=True,
+        union_mode="left_to_right",
+        description="Where documents' prefixes are kept: True, False, a size, a folder, or a PrefixCache.",
+    )
+    early_decisions: Literal["exact", "calibrated"] | None = Field(
+        default=None, description="Drop documents before the last layer where that is safe, or nearly so."
+    )
+
+    base_url: _Address | None = Field(
+        default=None, description="Address of a service (`rsrank serve`) to ask, instead of loading a model."
+    )
+    api_key: _Key = Field(
+        default=None,
+        exclude=True,
+        repr=False,
+        description="The service's key, never written down; by default RSRANK_API_KEY at the time of a call.",
+    )
+    timeout: float = Field(
+        default=60.0,
+        gt=0,
+        allow_inf_nan=False,
+        description="Seconds that a call of the service may take in all, retries included.",
+    )
+    max_retries: int = Field(
+        default=3, ge=0, strict=True, description="How often the service is asked again when it is busy or away."
+    )
+
+    @model_validator(mode="after")
+    def _settings_have_an_effect(self) -> Self:
+        given = {name for name, field in ModelAdapter.model_fields.items() if getattr(self, name) != field.default}
+        given -= {"model"}
+        of_service = given & {"base_url", "api_key", "timeout", "max_retries"}
+        if isinstance(self.model, Reranker) and given:
+            raise InputError(
+                f"model is a {type(self.model).__name__} that is already loaded, so {', '.join(sorted(given))} would "
+                "have no effect. Load it with those settings, or give model a name."
+            )
+        if self.base_url is not None and given > of_service:
+            raise InputError(
+                f"With base_url the model is loaded by the service, so {', '.join(sorted(given - of_service))} would "
+                "have no effect. Start the service with those settings, or leave base_url out."
+            )
+        if self.base_url is None and of_service:
+            raise InputError(
+                f"Without base_url no service is asked, so {', '.join(sorted(of_service))} would have no effect. "
+                "Give base_url, or leave the rest out."
+            )
+        return self
+
+    @field_serializer("model")
+    def _only_names_are_written_down(self, model: str | Reranker) -> str:
+        if isinstance(model, Reranker):
+            raise InputError(
+                f"model is a {type(model).__name__} object, which cannot be written down. Give model a name or a "
+                "folder instead, and it is loaded again where the settings are read."
+            )
+        return model
+
+    def __deepcopy__(self, memo: dict[int, Any] | None = None) -> Self:
+        memo = {} if memo is None else memo
+        # One model, however many copies; nor are the callbacks of a framework this object's own.
+        for name in ("model", *(name for name, field in type(self).model_fields.items() if field.exclude)):
+            memo[id(getattr(self, name))] = getattr(self, name)
+        return super().__deepcopy__(memo)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Assign, or refuse and stay as it was: pydantic assigns before its validators of several fields run."""
+        before = dict(self.__dict__)
+        try:
+            super().__setattr__(name, value)
+        except ValidationError:
+            self.__dict__.update(before)
+            raise
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _rebuild, (type(self), self.model_dump())
+
+    @property
+    def model_label(self) -> str:
+        """The model's name for traces and messages; a service's address, unless it is asked for a model by name."""
+        if isinstance(self.model, Reranker):
+            return type(self.model).__name__
+        return self.model if self.base_url is None else self._asked_for or self.base_url
+
+    def warm_up(self) -> None:
+        """Load the model now instead of at the first call; of a service, ask whether it is ready.
+
+        Raises:
+            ArtifactError: The artifact is missing, damaged, or belongs to another language model.
+            BackboneError: The language model cannot be loaded or read.
+            MissingDependencyError: 8-bit or 4-bit without bitsandbytes, fp8 without torchao, any without accelerate.
+            InputError: There is no service at ``base_url``, or it refuses the key.
+            RemoteError: The service cannot be reached or is not ready.
+        """
+        concurrent = self._concurrent()
+        if concurrent is not None:
+            concurrent.warm_up()
+        else:
+            self._submit(lambda reranker: None).result()
+
+    def close(self) -> None:
+        """Finish the calls under way and free the model, for every adapter with these settings.
+
+        The next call loads it again. A `Reranker` that was passed as ``model`` stays with whoever made it. With
+        ``base_url``, the connections to the service are closed instead.
+        """
+        if self.base_url is None:
+            worker.close(self._source())
+        else:
+            from ..remote import connections
+
+            connections.close(self.base_url)
+
+    def _source(self) -> worker.ModelSettings | Reranker:
+        if isinstance(self.model, Reranker):
+            return self.model
+        return worker.ModelSettings(
+            name=self.model,
+            revision=self.revision,
+            backbone=self.backbone,
+            device=self.device,
+            dtype=self.dtype,
+            load_in_8bit=self.load_in_8bit,
+            load_in_4bit=self.load_in_4bit,
+            load_in_fp8=self.load_in_fp8,
+            max_length=self.max_length,
+            local_files_only=self.local_files_only,
+            cache_dir=self.cache_dir,
+            prefix_cache=self.prefix_cache,
+            early_decisions=self.early_decisions,
+        )
+
+    @property
+    def _asked_for(self) -> str | None:
+        """The model that a service is asked for: the default is a name for here, not for there."""
+        named = isinstance(self.model, str) and self.model != ModelAdapter.model_fields["model"].default
+        return str(self.model) if named else None
+
+    def _concurrent(self) -> ConcurrentReranker | None:
+        """What computes elsewhere, so that its calls need no queue; None for a model of this process."""
+        if self.base_url is None:
+            return self.model if isinstance(self.model, ConcurrentReranker) else None
+        from ..remote.client import RemoteReranker
+
+        return RemoteReranker(
+            self.base_url,
+            model=self._asked_for,
+            api_key=self.api_key,
+            timeout=self.timeout,
+            max_retries=self.max_retries,
+        )
+
+    def _run(self, task: Callable[[Reranker], Result]) -> Result:
+        """Run a task with the model and wait."""
+        concurrent = self._concurrent()
+        if concurrent is not None:
+            return task(concurrent)
+        future = self._submit(task)
+        try:
+            return future.result()
+        finally:
+            future.cancel()  # no effect unless waiting was interrupted
+
+    def _submit(self, task: Callable[[Reranker], Result]) -> Future[Result]:
+        return worker.submit(self._source(), task)
+
+
+class RerankerAdapter(ModelAdapter):
+    """A model adapter that keeps what is relevant.
+
+    Each of its three limits can also be given to a single call.
+    """
+
+    threshold: float | None = Field(default=0.0, strict=True, description="Keep what scores above it; None ranks only.")
+    top_n: int | None = Field(
+        default=None, strict=True, description="Keep at most this many, applied after the threshold."
+    )
+    min_docs: int = Field(
+        default=0, strict=True, description="Keep at least the best this many, even below the threshold."
+    )
+
+    @model_validator(mode="after")
+    def _limits_make_sense(self) -> Self:
+        check_limits(self.threshold, self.top_n, self.min_docs)
+        return self
+
+    def _limits(self, limits: Limits) -> Limits:
+        """This adapter's limits, with those of one call in their place.
+
+        Raises:
+            TypeError: Something else was given.
+            InputError: A limit out of range.
+        """
+        unknown = ", ".join(sorted(set(limits) - set(Limits.__annotations__)))
+        if unknown:
+            raise TypeError(f"Unknown argument: {unknown}. A call takes {', '.join(Limits.__annotations__)}.")
+        chosen: Limits = {"threshold": self.threshold, "top_n": self.top_n, "min_docs": self.min_docs, **limits}
+        check_limits(**chosen)
+        return chosen
+
+    def _rank(self, query: str, texts: Sequence[str], limits: Limits) -> RankResult:
+        """Rank and wait."""
+        if not texts:
+            return RankResult(query, limits["threshold"], (), ())
+        return _report(self._run(lambda reranker: reranker.rank(query, texts, **limits)))
+
+    async def _arank(self, query: str, texts: Sequence[str], limits: Limits) -> RankResult:
+        """Rank in the model's thread, or where it computes; a cancelled call leaves its queue."""
+        if not texts:
+            return RankResult(query, limits["threshold"], (), ())
+        concurrent = self._concurrent()
+        if concurrent is not None:
+            return _report(await concurrent.arank(query, texts, **limits))
+        future = self._submit(lambda reranker: reranker.rank(query, texts, **limits))
+        return _report(await asyncio.wrap_future(future))
+
+
+def _report(result: RankResult) -> RankResult:
+    """Log what an application would otherwise never hear of."""
+    documents = (*result.kept, *result.dropped)
+    blank = sum(not document.text.strip() for document in documents)
+    if blank:
+        logger.warning("%d of %d documents hold no text to score.", blank, len(documents))
+    cut = sum(document.truncated for document in documents)
+    if cut:
+        logger.info("%d of %d documents were too long and scored by their beginning.", cut, len(documents))
+    if result.dropped and not result.kept:
+        logger.debug(
+            "All %d documents were dropped; the best scored %+.3f, not above %g.",
+            len(result.dropped),
+            result.dropped[0].score,
+            result.threshold,
+        )
+    return result
+
+
+def _rebuild(cls: type[ModelAdapter], settings: dict[str, Any]) -> ModelAdapter:
+    return cls(**settings)

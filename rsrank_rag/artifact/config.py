@@ -1,0 +1,164 @@
+"""The artifact's ``config.json``, validated: which backbone B belongs to and how it reads a prompt."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from ..errors import ArtifactError
+from ..method.template import Template
+
+FORMAT_VERSION: Literal[1] = 1
+
+Signal = Literal["values", "keys", "hidden"]
+"""Value vectors (the paper's choice), keys, or the hidden states that enter a layer (Appendix B.2)."""
+
+NullPrefix = Literal["empty", "matched", "none"]
+"""What is subtracted: the query after no document (Eq. 3, for rotary positions), the query after filler of the
+document's length (Eq. 2), or nothing at all (raw representations, Appendix B.1)."""
+
+
+class BackboneSpec(BaseModel):
+    """The language model B was trained on, by name and by what can be checked after loading."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
+
+    name: str = Field(description="Hub id or local path; './folder' lies inside the artifact.")
+    revision: str | None = Field(default=None, description="Commit, tag or branch on the Hub.")
+    model_type: str
+    num_layers: int = Field(gt=1)
+    num_heads: int = Field(gt=0, description="KV heads, H.")
+    head_dim: int = Field(gt=0, description="D.")
+    hidden_size: int | None = Field(default=None, gt=0, description="Width of the hidden states.")
+    tokenizer: str = Field(description="Fingerprint of how the tokenizer splits a fixed text.")
+    values: tuple[float, ...] = Field(description="Entries of the last read layer's value vectors on fixed tokens.")
+
+
+class Histogram(BaseModel):
+    """Scores of labelled documents, counted in bins. Shown in the model card."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+    edges: tuple[float, ...] = Field(description="One more than there are bins, ascending.")
+    relevant: tuple[int, ...]
+    irrelevant: tuple[int, ...]
+
+
+class TrainingRecord(BaseModel):
+    """Where B comes from. Shown in the model card."""
+
+    # JSON has no NaN or infinity: such a metric would be written as null and make the artifact unreadable.
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+    data: tuple[str, ...] = ()
+    seed: int | None = None
+    metrics: dict[str, dict[str, float]] = Field(default_factory=dict, description="Dataset -> metric -> value.")
+    settings: dict[str, str | int | float | bool] = Field(default_factory=dict, description="How B was trained.")
+    histogram: Histogram | None = None
+    notes: str = ""
+
+
+class Calibration(BaseModel):
+    """Bounds for early decisions, from held-out queries; see `early.calibrate`."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    miss_rate: float = Field(gt=0, lt=1, description="Share of the kept documents that may be lost.")
+    bounds: dict[int, float] = Field(min_length=1, description="Layer -> what later layers add to a score at most.")
+    queries: int = Field(gt=0)
+    documents: int = Field(gt=0)
+    kept: int = Field(gt=0, description="Documents above zero, which the bounds come from.")
+
+
+class RSRankConfig(BaseModel):
+    """Everything about an artifact except the numbers in B."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    format_version: Literal[1] = FORMAT_VERSION
+    backbone: BackboneSpec
+    layers: tuple[int, ...] = Field(min_length=1, description="Backbone layers B reads, from 0; layer 0 is left out.")
+    projection_dim: int = Field(gt=0, description="P.")
+    signal: Signal = Field(default="values", description="What is read of the backbone.")
+    null_prefix: NullPrefix = Field(default="empty", description="What is subtracted from it.")
+    template: Template = Template()
+    max_length: int | None = Field(default=None, gt=0, description="Positions to use, if fewer than the model has.")
+    license: str | None = None
+    calibration: Calibration | None = None
+    training: TrainingRecord = TrainingRecord()
+
+    @model_validator(mode="after")
+    def _layers_exist(self) -> RSRankConfig:
+        if list(self.layers) != sorted(set(self.layers)):
+            raise ValueError(f"layers must ascend without repeats, got {self.layers}")
+        if self.layers[0] < 1 or self.layers[-1] >= self.backbone.num_layers:
+            raise ValueError(
+                f"layers must lie in 1..{self.backbone.num_layers - 1} (layer 0 holds raw token embeddings, which "
+                f"no document can shift), got {self.layers[0]}..{self.layers[-1]}"
+            )
+        if self.calibration is not None and not set(self.calibration.bounds) <= set(self.layers):
+            raise ValueError(f"calibration names layers {sorted(self.calibration.bounds)}, but B reads {self.layers}")
+        if self.signal == "keys" and self.null_prefix == "empty":
+            raise ValueError(
+                "keys hold their position, which a document moves: with signal='keys', null_prefix must be 'matched' "
+                "(the same positions) or 'none'"
+            )
+        return self
+
+    @property
+    def shape(self) -> tuple[int, int, int, int]:
+        """Shape of B, (L, H, P, D); for hidden states H is 1 and D the hidden size."""
+        heads, width = self.backbone.num_heads, self.backbone.head_dim
+        if self.signal == "hidden":
+            heads, width = 1, self.backbone.hidden_size or heads * width
+        return len(self.layers), heads, self.projection_dim, width
+
+    @property
+    def depth(self) -> str:
+        """The backbone's layers in words, and how many of them are loaded if B needs fewer."""
+        count, needed = self.backbone.num_layers, self.layers[-1] + 1
+        return f"{count} layers" + (f", the first {needed} are loaded" if needed < count else "")
+
+    @property
+    def digest(self) -> str:
+        """sha256 of the config's content, which `projection.safetensors` repeats."""
+        return content_digest(self.model_dump_json())
+
+    @classmethod
+    def parse(cls, text: str, *, source: str) -> RSRankConfig:
+        """Read a ``config.json``.
+
+        Raises:
+            ArtifactError: Not JSON, not an RSRank config, or of an unknown format version.
+        """
+        try:
+            raw: Any = json.loads(text)
+        except json.JSONDecodeError as error:
+            raise ArtifactError(f"{source} is not valid JSON ({error}). Download it again.") from None
+        if not isinstance(raw, dict) or "format_version" not in raw:
+            raise ArtifactError(
+                f"{source} is not an RSRank config: it has no format_version. Is this the folder of a language model? "
+                "An RSRank artifact holds config.json and projection.safetensors, made by RSRank.save_pretrained."
+            )
+        if raw["format_version"] != FORMAT_VERSION:
+            raise ArtifactError(
+                f"{source} has format version {raw['format_version']!r}; this rsrank_rag reads version "
+                f"{FORMAT_VERSION}. Upgrade with: pip install -U rsrank-rag"
+            )
+        try:
+            return cls.model_validate(raw)
+        except ValidationError as error:
+            problems = "; ".join(f"{'.'.join(map(str, e['loc'])) or 'config'}: {e['msg']}" for e in error.errors())
+            raise ArtifactError(f"{source} is not a valid RSRank config: {problems}.") from None
+
+
+def content_digest(text: str) -> str:
+    """sha256 of a JSON text's content, whatever its layout and the order of its keys.
+
+    Taken from the file as written, so that fields which later versions add do not change it.
+    """
+    content = json.dumps(json.loads(text), sort_keys=True, ensure_ascii=True)
+    return hashlib.sha256(content.encode()).hexdigest()

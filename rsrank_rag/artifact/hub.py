@@ -1,0 +1,314 @@
+"""An artifact is a folder, here or on the Hugging Face Hub: config.json, projection.safetensors, README.md."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from huggingface_hub import HfApi, constants, snapshot_download
+from huggingface_hub.errors import (
+    EntryNotFoundError,
+    HfHubHTTPError,
+    HFValidationError,
+    LocalEntryNotFoundError,
+    RepositoryNotFoundError,
+    RevisionNotFoundError,
+)
+from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined] # public, but loaded lazily
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save
+
+from ..errors import ArtifactError
+from .config import Histogram, RSRankConfig, content_digest
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+CONFIG, PROJECTION, CARD = "config.json", "projection.safetensors", "README.md"
+BUILTIN = Path(__file__).parents[1] / "models"
+
+# What the Hub client raises: every HTTP error (from httpx or httpx2, so the class is reached through a child of it),
+# OSError (also from Xet), ValueError (an answer that is no JSON, such as a login page; a refused model card),
+# RuntimeError (an upload that failed in a thread) and EntryNotFoundError.
+HUB_ERRORS: tuple[type[Exception], ...] = (
+    *(base for base in HfHubHTTPError.__bases__ if issubclass(base, Exception)),
+    OSError,
+    ValueError,
+    RuntimeError,
+    EntryNotFoundError,
+)
+
+
+def builtin_names() -> list[str]:
+    """Models that ship inside the package."""
+    return sorted(path.parent.name for path in BUILTIN.glob(f"*/{CONFIG}"))
+
+
+def resolve(
+    name: str | Path,
+    *,
+    revision: str | None = None,
+    local_files_only: bool = False,
+    token: str | bool | None = None,
+    cache_dir: str | Path | None = None,
+) -> Path:
+    """Find an artifact's folder: a built-in name, a local path or a Hub id, in this order.
+
+    Raises:
+        ArtifactError: Nothing there, or the Hub cannot be reached.
+    """
+    if str(name) in builtin_names() or is_folder(name):
+        if revision is not None:
+            raise ArtifactError(
+                f"Revision {revision!r} of {str(name)!r} was asked for, but that is a local folder: only artifacts on "
+                "the Hub have revisions. Leave revision out."
+            )
+        return BUILTIN / str(name) if str(name) in builtin_names() else Path(name)
+    asked = f"The artifact {str(name)!r}" + (f" at revision {revision!r}" if revision else "")
+    found = f"is neither built in ({', '.join(builtin_names())}) nor a local folder"
+    try:
+        folder = snapshot_download(
+            str(name),
+            revision=revision,
+            local_files_only=local_files_only,
+            token=token,
+            cache_dir=cache_dir,
+            allow_patterns=[CONFIG, PROJECTION, CARD, "backbone/*"],
+        )
+    except HFValidationError:
+        raise ArtifactError(f"{asked} {found}, and it cannot be a Hub id (owner/name).") from None
+    except RevisionNotFoundError:
+        raise ArtifactError(f"{asked} {found}; the Hub has this repository but not this revision.") from None
+    except RepositoryNotFoundError:
+        raise ArtifactError(
+            f"{asked} {found}, and the Hub has no such repository, or it is private or gated: log in with "
+            "'hf auth login' or pass token=..."
+        ) from None
+    except LocalEntryNotFoundError as error:
+        where = "the local Hub cache" if local_files_only or constants.HF_HUB_OFFLINE else "the Hub"
+        raise ArtifactError(
+            f"{asked} {found}, and it could not be had from {where}: {error} Connect once to download it, "
+            "or pass the path of a local copy."
+        ) from error
+    except HUB_ERRORS as error:
+        raise ArtifactError(
+            f"{asked} {found}, and the download from {constants.ENDPOINT} failed: {_reason(error)} Try again."
+        ) from error
+    return Path(folder)
+
+
+def is_folder(name: str | Path) -> bool:
+    """Whether a name is that of a folder here; anything may be asked."""
+    try:
+        return bool(str(name)) and Path(name).is_dir()
+    except (OSError, ValueError):  # a name too long for a path, a folder that may not be looked into
+        return False
+
+
+def read_config(folder: Path) -> RSRankConfig:
+    """Read and validate ``config.json``.
+
+    Raises:
+        ArtifactError: Missing, unreadable, invalid or of an unknown version.
+    """
+    path = folder / CONFIG
+    if not path.is_file():
+        raise ArtifactError(
+            f"{folder} holds no {CONFIG}, so it is no RSRank artifact. Give a folder made by save_pretrained."
+        )
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ArtifactError(f"{path} cannot be read as text ({error}). Download it again.") from error
+    return RSRankConfig.parse(text, source=str(path))
+
+
+def read_projection(folder: Path, config: RSRankConfig) -> Tensor:
+    """Read B, checked against the config.
+
+    Returns:
+        (L, H, P, D), fp32.
+
+    Raises:
+        ArtifactError: Missing, truncated, of another shape, not finite, or written with another config.
+    """
+    import torch
+
+    path = folder / PROJECTION
+    if not path.is_file():
+        raise ArtifactError(f"{folder} holds no {PROJECTION}. The artifact is incomplete: download it again.")
+    try:
+        with safe_open(path, framework="pt") as file:
+            written = (file.metadata() or {}).get("sha256")
+            names = list(file.keys())
+            # A copy: what safetensors gives is the file itself, and changes with it.
+            weight = file.get_tensor("weight").clone() if "weight" in names else None
+    except (SafetensorError, OSError) as error:
+        raise ArtifactError(f"{path} is damaged or truncated ({error}). Download it again.") from error
+    if weight is None:
+        raise ArtifactError(
+            f"{path} holds {names or 'nothing'} where 'weight' was expected. Give a folder made by save_pretrained."
+        )
+    if tuple(weight.shape) != config.shape:
+        raise ArtifactError(
+            f"{path} holds B of shape {tuple(weight.shape)}, but {CONFIG} describes (layers, heads, P, head_dim) = "
+            f"{config.shape}. The two files do not belong together."
+        )
+    if not bool(torch.isfinite(weight).all()):
+        bad = int((~torch.isfinite(weight)).sum())
+        raise ArtifactError(f"{path}: {bad} of {weight.numel()} entries of B are NaN or infinite. Train it again.")
+    digests = _digests(written)
+    expected = content_digest((folder / CONFIG).read_text(encoding="utf-8"))
+    if digests.get("config") != expected:
+        raise ArtifactError(
+            f"{path} was written with another {CONFIG} (sha256 {digests.get('config', 'missing')}, found {expected}). "
+            "Restore the original config.json, or save the artifact again with save_pretrained."
+        )
+    if digests.get("weight") != _digest_of(weight):
+        raise ArtifactError(f"{path} is damaged: its numbers are not those that were written. Download it again.")
+    tensor: Tensor = weight.float()
+    return tensor
+
+
+def _digest_of(weight: Tensor) -> str:
+    return hashlib.sha256(weight.contiguous().numpy().tobytes()).hexdigest()
+
+
+def _digests(written: str | None) -> dict[str, str]:
+    """What the file says of the config and of B; empty if it says nothing that can be read."""
+    try:
+        found = json.loads(written or "{}")
+    except json.JSONDecodeError:
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def write_artifact(folder: Path, config: RSRankConfig, weight: Tensor, card: str) -> None:
+    """Write the three files of an artifact."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / CONFIG).write_text(config.model_dump_json(indent=2) + "\n", encoding="utf-8")
+    tensors = {"weight": weight.detach().float().cpu().contiguous()}
+    digests = {"config": config.digest, "weight": _digest_of(tensors["weight"])}
+    # One entry only: safetensors writes several in random order, and the same B would give other bytes each time.
+    # Not save_file: it makes files that only their owner can read.
+    (folder / PROJECTION).write_bytes(save(tensors, metadata={"sha256": json.dumps(digests)}))
+    (folder / CARD).write_text(card, encoding="utf-8")
+
+
+def push(
+    folder: Path, repo_id: str, *, private: bool, revision: str | None, token: str | bool | None, message: str
+) -> str:
+    """Upload an artifact folder to the Hub, making the repository if need be.
+
+    Returns:
+        Address of the commit.
+
+    Raises:
+        ArtifactError: The Hub refused.
+    """
+    api = HfApi(token=token)
+    try:
+        api.create_repo(repo_id, private=private, exist_ok=True)
+        if revision is not None:
+            api.create_branch(repo_id, branch=revision, exist_ok=True)
+        commit = api.upload_folder(repo_id=repo_id, folder_path=folder, revision=revision, commit_message=message)
+    except HUB_ERRORS as error:
+        raise ArtifactError(
+            f"Pushing to {repo_id!r} failed: {_reason(error)} Check the name (owner/name) and that you are logged in "
+            "with write access ('hf auth login')."
+        ) from error
+    return str(commit.commit_url)
+
+
+def _reason(error: BaseException) -> str:
+    """What went wrong, with the cause where the client wraps it; time-outs carry no text of their own."""
+    chain = [error] if error.__cause__ is None else [error, error.__cause__]
+    return " ".join(f"{type(link).__name__}: {str(link).strip() or 'no details'}" for link in chain)
+
+
+def is_hub_id(name: str) -> bool:
+    """Whether a name can be a Hub repository (``owner/name``)."""
+    try:
+        validate_repo_id(name)
+    except HFValidationError:
+        return False
+    return True
+
+
+UNNAMED = "PATH_OR_HUB_ID"
+"""Stands in a model card's examples until the artifact is published."""
+
+
+def model_card(config: RSRankConfig) -> str:
+    """The README.md of an artifact, made from its config."""
+    heads, dim = config.shape[1], config.shape[3]
+    training = config.training
+    front = ["---", "library_name: rsrank-rag", "pipeline_tag: text-ranking", "tags: [reranker, rag, rsrank]"]
+    if config.license:
+        front.append(f"license: {config.license}")
+    if is_hub_id(config.backbone.name):  # the Hub refuses a card that names anything else
+        front.append(f"base_model: {config.backbone.name}")
+    lines = [
+        *front,
+        "---",
+        "",
+        "# RSRank projection",
+        "",
+        "Scores how a document shifts the value vectors of a query's tokens. Documents above 0 are relevant.",
+        "",
+        "```python",
+        "from rsrank_rag import RSRank",
+        "",
+        f'ranker = RSRank.from_pretrained("{UNNAMED}")',
+        'print(ranker.rank("your question", ["a document", "another document"]))',
+        "```",
+        "",
+        "In LangChain and LlamaIndex:",
+        "",
+        "```python",
+        "from rsrank_rag.langchain import RSRankCompressor",
+        "from rsrank_rag.llama_index import RSRankPostprocessor",
+        "",
+        f'compressor = RSRankCompressor(model="{UNNAMED}")',
+        f'postprocessor = RSRankPostprocessor(model="{UNNAMED}")',
+        "```",
+        "",
+        f"- Backbone: `{config.backbone.name}`, revision `{config.backbone.revision or 'not pinned'}` "
+        f"({config.backbone.model_type}, {config.depth})",
+        f"- B: layers {config.layers[0]}-{config.layers[-1]} ({len(config.layers)}), {heads} KV heads, "
+        f"P = {config.projection_dim}, D = {dim}: {len(config.layers) * heads * config.projection_dim * dim:,} numbers",
+        f"- Reads: {config.signal}, null prefix: {config.null_prefix}",
+        f"- Template: `{config.template.model_dump_json()}`",
+        f"- Training data: {', '.join(training.data) or 'not recorded'}; seed {training.seed}",
+    ]
+    if training.settings:
+        lines.append("- Settings: " + ", ".join(f"{name} {value}" for name, value in training.settings.items()))
+    if config.license:
+        lines.append(f"- Licence of B: {config.license}")
+    if training.notes:
+        lines += ["", training.notes]
+    if training.metrics:
+        columns = sorted({key for row in training.metrics.values() for key in row})
+        lines += ["", "| dataset | " + " | ".join(columns) + " |", "|---" * (len(columns) + 1) + "|"]
+        for dataset, row in training.metrics.items():
+            cells = [f"{row[key]:.3f}" if key in row else "" for key in columns]
+            lines.append(f"| {dataset} | " + " | ".join(cells) + " |")
+    if training.histogram is not None:
+        lines += ["", *_histogram_lines(training.histogram)]
+    return "\n".join(lines) + "\n"
+
+
+def _histogram_lines(histogram: Histogram, width: int = 30) -> list[str]:
+    """Two columns of bars, each class scaled to its own largest bin; a rule at zero."""
+    tops = [max(counts, default=0) or 1 for counts in (histogram.relevant, histogram.irrelevant)]
+    lines = ["Scores (bars: share of the class's largest bin):", "", "```"]
+    lines.append(f"{'score':>18}  {'relevant':{width}}  irrelevant")
+    rows = zip(histogram.edges, histogram.edges[1:], histogram.relevant, histogram.irrelevant, strict=False)
+    for low, high, relevant, irrelevant in rows:
+        if abs(low) < 1e-9:
+            lines.append(f"{'-- zero --':>18}  {'-' * (2 * width + 2)}")
+        bars = ["#" * round(width * count / top) for count, top in zip((relevant, irrelevant), tops, strict=True)]
+        lines.append(f"{low:+8.2f} .. {high:+6.2f}  {bars[0]:{width}}  {bars[1]}".rstrip())
+    return [*lines, "```"]

@@ -1,0 +1,87 @@
+"""Does this language model belong to this artifact? B means nothing to any other model."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+from ..errors import ArtifactError
+from ..language_model.loading import LoadedModel
+from ..method.backbone import Backbone
+from ..method.template import PromptTokenizer, tokenizer_fingerprint
+from .config import BackboneSpec
+
+TOLERANCE = {16: 0.1, 8: 0.3, 4: 0.7}
+"""How far value vectors may lie from the recorded ones, by the weights' bits (16 or more count as 16).
+
+Other weights of the same shape differ by about the square root of 2.
+"""
+
+
+def describe(core: Backbone, prompts: PromptTokenizer, name: str, revision: str | None) -> BackboneSpec:
+    """What an artifact records of its language model."""
+    return BackboneSpec(
+        name=name,
+        revision=revision,
+        model_type=core.config.model_type,
+        num_layers=core.num_layers,
+        num_heads=core.num_heads,
+        head_dim=core.head_dim,
+        hidden_size=core.config.hidden_size,
+        tokenizer=prompts.fingerprint,
+        values=core.value_sample,
+    )
+
+
+ADVICE = "Load the backbone the artifact names (and its revision), or train B for this one."
+
+
+def check_before_run(loaded: LoadedModel, spec: BackboneSpec, source: str) -> None:
+    """Compare what can be compared before the model runs, so that a foreign one gives these errors and no others.
+
+    Args:
+        loaded: The model, its tokenizer and its checkpoint's depth.
+        spec: What the artifact recorded.
+        source: Where both were loaded from.
+
+    Raises:
+        ArtifactError: Another architecture, depth or tokenizer.
+    """
+    model_type = loaded.model.config.get_text_config().model_type
+    if (loaded.num_layers, model_type) != (spec.num_layers, spec.model_type):
+        raise ArtifactError(
+            f"This artifact belongs to {spec.name} ({spec.model_type}, {spec.num_layers} layers), but {source} is a "
+            f"{model_type} with {loaded.num_layers} layers. {ADVICE}"
+        )
+    fingerprint = tokenizer_fingerprint(loaded.tokenizer)
+    if fingerprint != spec.tokenizer:
+        raise ArtifactError(
+            f"The tokenizer of {source} splits text differently from the one this artifact was made with "
+            f"(fingerprint {fingerprint}, expected {spec.tokenizer}). {ADVICE}"
+        )
+
+
+def check_after_run(core: Backbone, spec: BackboneSpec, source: str) -> None:
+    """Compare heads and value vectors with the ones the artifact was made with.
+
+    Raises:
+        ArtifactError: Other heads or other weights.
+    """
+    if (core.num_heads, core.head_dim) != (spec.num_heads, spec.head_dim):
+        raise ArtifactError(
+            f"This artifact belongs to {spec.name} with {spec.num_heads} KV heads of {spec.head_dim}, but {source} "
+            f"has {core.num_heads} of {core.head_dim}. {ADVICE}"
+        )
+    difference = relative_difference(core.value_sample, spec.values)
+    if not difference <= TOLERANCE[core.bits]:
+        raise ArtifactError(
+            f"The weights of {source} are not those of {spec.name} (revision {spec.revision or 'not pinned'}) that "
+            f"this artifact was made with: value vectors differ by {difference:.0%}. {ADVICE}"
+        )
+
+
+def relative_difference(found: Sequence[float], expected: Sequence[float]) -> float:
+    """Distance of two fingerprints, relative to the expected one's length."""
+    if len(found) != len(expected):
+        return math.inf
+    return math.dist(found, expected) / max(math.hypot(*expected), 1e-6)

@@ -1,0 +1,128 @@
+"""Scoring files: here, or on a Ray cluster."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from ..artifact import hub
+from ..errors import InputError
+from ..evaluation.systems.registry import KINDS, parse
+from ..reranker import Reranker
+from . import files
+from .files import Part, Plan
+from .on_ray import Actors, each
+from .pairs import PairScorer
+
+
+@dataclass(frozen=True)
+class Summary:
+    """What is in a finished folder.
+
+    Attributes:
+        rows: Rows, as many as in the input.
+        pairs: Queries with a document; as many as rows, or more where a row has a list of documents.
+        errors: Pairs without a score.
+        parts: Files.
+        found: Files that were there already.
+    """
+
+    rows: int
+    pairs: int
+    errors: int
+    parts: int
+    found: int
+
+
+class PartScorer:
+    """Scores parts of a planned job, one after another.
+
+    Args:
+        scorer: Does the rows.
+        plan: What the parts are.
+        output: Where they are written.
+    """
+
+    def __init__(self, scorer: PairScorer, plan: Plan, output: Path) -> None:
+        # A part carries its number only, and a plan may name many: an actor keeps what it needs to read.
+        self.scorer, self.plan, self.output = scorer, plan.model_copy(update={"parts": ()}), output
+
+    def __call__(self, item: dict[str, int]) -> int:
+        """Score one part and return its number of rows.
+
+        Raises:
+            RSRankError: The input cannot be read, or the model cannot be loaded or used.
+        """
+        part = Part(**item)
+        table = files.read(self.plan, part)
+        columns = [name for name in table.column_names if name in ("query", "document", "documents")]
+        found = self.scorer({name: table[name].to_pylist() for name in columns})
+        files.write(self.output, part, table, found)
+        return part.rows
+
+
+def model_identity(name: str, *, revision: str | None = None, local_files_only: bool = False) -> str:
+    """What tells a model from another: its name and, of an RSRank artifact, a hash of its config and its B.
+
+    Raises:
+        ArtifactError: There is no such artifact.
+        InputError: It is the name of a system that there is not.
+    """
+    kind, rest = parse(name)
+    if kind is not KINDS["rsrank"]:
+        return name if revision is None else f"{name} at {revision}"
+    folder = hub.resolve(rest, revision=revision, local_files_only=local_files_only)
+    hub.read_projection(folder, hub.read_config(folder))
+    digest = hashlib.sha256()
+    for file in (hub.CONFIG, hub.PROJECTION):
+        digest.update((folder / file).read_bytes())
+    return f"{name} {digest.hexdigest()[:16]}"
+
+
+def score_files(
+    source: str,
+    output: str | Path,
+    make: Callable[[], Reranker],
+    *,
+    model: str,
+    settings: Mapping[str, Any] | None = None,
+    rows_per_part: int = files.ROWS,
+    actors: Actors | None = None,
+    progress: Callable[[Plan, Iterable[int]], Iterable[int]] | None = None,
+) -> Summary:
+    """Score the rows of files and write them, with their scores, into a folder of Parquet files.
+
+    The same call goes on with what is missing after an interruption. Whatever the engine, the folder ends up the same,
+    and its files hold the rows in input order.
+
+    Args:
+        source: A ``.jsonl``, ``.jsonl.gz`` or ``.parquet`` file, a folder or a pattern; columns as `PairScorer` says.
+        output: Folder, new or begun by the same call.
+        make: Loads the model; picklable if ``actors`` are given.
+        model: What the model is: an output of one is not continued with another.
+        settings: What else changes scores, likewise.
+        rows_per_part: Rows of an output file, of which as many are lost at most for each process that is killed.
+        actors: Ray actors to do the work; None to do it in this process.
+        progress: Wraps the numbers of rows that are done, as they come.
+
+    Raises:
+        InputError: The input cannot be used, or the folder holds something else.
+        RSRankError: The model cannot be loaded, or an actor failed.
+    """
+    if rows_per_part < 1:
+        raise InputError(f"--rows-per-part must be at least 1, got {rows_per_part}.")
+    folder = Path(output).absolute()
+    plan = files.open_output(folder, str(source), {"model": model, **(settings or {})}, rows_per_part)
+    todo = files.missing(folder, plan)
+    maker = partial(PartScorer, PairScorer(make, model), plan, folder)
+    items = [part.model_dump() for part in todo]
+    done = map(maker(), items) if actors is None else each(maker, items, actors)
+    for _ in done if progress is None else progress(plan, done):
+        pass
+    pairs, errors = files.finish(folder, plan)
+    rows = sum(part.rows for part in plan.parts)
+    return Summary(rows, pairs, errors, len(plan.parts), len(plan.parts) - len(todo))

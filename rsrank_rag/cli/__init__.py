@@ -1,0 +1,5 @@
+"""The ``rsrank`` command."""
+
+from .main import app
+
+__all__ = ["app"]

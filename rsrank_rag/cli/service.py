@@ -1,0 +1,409 @@
+"""The ``rsrank`` command that answers over HTTP: serve."""
+
+from __future__ import annotations
+
+import ipaddress
+import json
+import logging
+import math
+import os
+import signal
+import socket
+from dataclasses import dataclass, fields
+from enum import Enum
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from pydantic import ValidationError
+
+from ..errors import InputError, MissingDependencyError
+from ..evaluation.systems.registry import KINDS, load_system, parse
+from ..prefixes.settings import Choice, PrefixCache, as_bytes
+from ..reranker import Reranker
+from .console import catch_errors, screen
+from .options import Device, Dtype, EightBit, FourBit, Fp8, Offline, Revision, System, TrustRemoteCode
+
+if TYPE_CHECKING:
+    from ..service.backend import Backend
+    from ..service.engine import Canary
+    from ..service.scheduler import QueueLimits
+
+logger = logging.getLogger(__name__)
+
+app = typer.Typer()
+
+KEYS = "RSRANK_API_KEYS"
+"""Environment variable with API keys, separated by commas."""
+
+LEVELS = ("debug", "info", "warning", "error", "critical")
+
+GRACE = 5
+"""Seconds that a request in flight has beyond its timeout, when the service stops."""
+
+
+class Where(str, Enum):
+    """Where the work is done."""
+
+    local = "local"
+    ray = "ray"
+
+
+Address = Annotated[
+    str | None,
+    typer.Option(help="With ray: of the cluster, such as auto. Default: RAY_ADDRESS, or else one on this machine."),
+]
+
+
+@dataclass(frozen=True)
+class Loader:
+    """Loads the model where it is needed: in the service's own process for it.
+
+    Attributes:
+        model: Its name; see `load_system`.
+        prefix_cache: As for `RSRank.from_pretrained`; only for RSRank.
+        log_level: Write the logs of the process that it is called in as the service does; None to leave them alone.
+    """
+
+    model: str
+    revision: str | None = None
+    device: str | None = None
+    dtype: str | None = None
+    load_in_8bit: bool = False
+    load_in_4bit: bool = False
+    load_in_fp8: bool = False
+    local_files_only: bool = False
+    trust_remote_code: bool = False
+    prefix_cache: Choice = True
+    log_level: str | None = None
+
+    def __call__(self) -> Reranker:
+        """The model.
+
+        Raises:
+            RSRankError: It cannot be loaded, or needs labels to score.
+        """
+        from transformers.utils import logging as transformers_logging
+
+        from ..language_model.loading import LoadOptions
+        from ..rsrank import RSRank
+
+        transformers_logging.disable_progress_bar()
+        if self.log_level is not None:
+            from ..service.logs import configure
+
+            configure(self.log_level)
+            transformers_logging.disable_default_handler()
+            transformers_logging.enable_propagation()
+        kind, name = parse(self.model)
+        if kind is KINDS["rsrank"]:
+            own = {field.name: getattr(self, field.name) for field in fields(self)}
+            del own["model"], own["log_level"]
+            return RSRank.from_pretrained(name, **own)
+        options = LoadOptions(
+            device=self.device,
+            dtype=self.dtype,
+            load_in_8bit=self.load_in_8bit,
+            load_in_4bit=self.load_in_4bit,
+            load_in_fp8=self.load_in_fp8,
+            local_files_only=self.local_files_only,
+            trust_remote_code=self.trust_remote_code,
+        )
+        system = load_system(self.model, revision=self.revision, options=options)
+        if not isinstance(system, Reranker):
+            raise InputError(f"{self.model} needs labels to score, so it cannot answer requests. Serve another system.")
+        return system
+
+
+def read_keys(file: Path | None, environment: str) -> tuple[str, ...]:
+    """API keys of a file, one a line, and of the environment variable, separated by commas.
+
+    Raises:
+        InputError: The file cannot be read, or holds none.
+    """
+    found = [key.strip() for key in environment.split(",")]
+    if file is not None:
+        try:
+            lines = [line.strip() for line in file.read_text(encoding="utf-8").splitlines()]
+        except (OSError, UnicodeDecodeError) as error:
+            raise InputError(f"--api-key-file {file} could not be read: {error}") from error
+        if not any(lines):
+            raise InputError(f"--api-key-file {file} holds no key. Write one a line.")
+        found += lines
+    return tuple(dict.fromkeys(key for key in found if key))
+
+
+def read_canary(file: Path) -> Canary:
+    """A canary from a JSON file with ``query``, ``relevant`` and ``irrelevant``.
+
+    Raises:
+        InputError: The file cannot be read, or is not that.
+    """
+    from ..service.engine import Canary
+
+    names = {field.name for field in fields(Canary)}
+    try:
+        found = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise InputError(f"--canary {file} could not be read: {error}") from error
+    if not isinstance(found, dict) or found.keys() != names or not all(isinstance(t, str) for t in found.values()):
+        raise InputError(f"--canary {file} must be an object of three texts: {', '.join(sorted(names))}.")
+    return Canary(**found)
+
+
+def prefix_choice(size: str | None, folder: Path | None) -> Choice:
+    """What ``--prefix-cache`` and ``--prefixes`` say together."""
+    device = None if size is None else as_bytes(size)
+    if device == 0 and folder is None:
+        return False
+    return PrefixCache(device=device, folder=None if folder is None else os.fspath(folder))
+
+
+@app.command()
+def serve(
+    model: System = "mini",
+    host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 for all.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="0 for any that is free.")] = 8080,
+    api_key_file: Annotated[
+        Path | None, typer.Option(help=f"API keys, one a line. Also from the environment: {KEYS}, by commas.")
+    ] = None,
+    max_documents: Annotated[int, typer.Option(min=1, help="Documents of one request.")] = 1000,
+    max_tokens: Annotated[
+        int | None, typer.Option(min=1, help="Refuse longer documents, unless the request asks for a cut. RSRank only.")
+    ] = None,
+    max_body: Annotated[str, typer.Option(help="Size of one request, such as 20MB.")] = "20MB",
+    max_queue: Annotated[int, typer.Option(min=1, help="Documents that may wait, of all requests.")] = 10_000,
+    timeout: Annotated[float, typer.Option(min=0.001, help="Seconds from a request to its answer.")] = 60.0,
+    drop: Annotated[
+        bool, typer.Option("--drop", help="Leave out what scores below the native threshold, where clients allow it.")
+    ] = False,
+    normalize: Annotated[
+        bool, typer.Option("--normalize", help="Scores between 0 and 1; 0.5 is the native threshold.")
+    ] = False,
+    canary: Annotated[
+        Path | None, typer.Option(help="JSON with query, relevant, irrelevant: scored after each load, for /ready.")
+    ] = None,
+    no_canary: Annotated[bool, typer.Option("--no-canary", help="Be ready without scoring anything.")] = False,
+    prefix_cache: Annotated[
+        str | None,
+        typer.Option(help="Size of the prefixes kept on the device, such as 512MB; 0: none. RSRank only."),
+    ] = None,
+    prefixes: Annotated[
+        Path | None, typer.Option("--prefixes", "-p", help="Folder to keep prefixes in, as rsrank index does.")
+    ] = None,
+    engine: Annotated[
+        Where, typer.Option("--engine", help="local: one process with the model. ray: replicas on a Ray cluster.")
+    ] = Where.local,
+    replicas: Annotated[int, typer.Option(min=1, help="With ray: processes with the model.")] = 1,
+    max_replicas: Annotated[
+        int | None, typer.Option(min=1, help="With ray: more of them come and go with the load, up to so many.")
+    ] = None,
+    cpus_per_replica: Annotated[float, typer.Option(help="With ray: CPU cores of each.")] = 1.0,
+    gpus_per_replica: Annotated[float, typer.Option(help="With ray: GPUs of each, such as 1 or 0.5.")] = 0.0,
+    gateways: Annotated[int, typer.Option(min=1, help="With ray: processes that answer HTTP.")] = 1,
+    address: Address = None,
+    log_level: Annotated[str, typer.Option(help=f"{', '.join(LEVELS)}.")] = "info",
+    revision: Revision = None,
+    device: Device = None,
+    dtype: Dtype = None,
+    load_in_8bit: EightBit = False,
+    load_in_4bit: FourBit = False,
+    load_in_fp8: Fp8 = False,
+    local_files_only: Offline = False,
+    trust_remote_code: TrustRemoteCode = False,
+) -> None:
+    """Answer over HTTP, in the shapes that clients of Cohere, Jina, TEI, vLLM, Infinity and NVIDIA send.
+
+    `rsrank serve --model mini --port 8080`
+
+    `curl localhost:8080/v1/rerank --json '{"query": "Who painted it?", "documents": ["Ann did.", "It is old."]}'`
+
+    Ends at SIGTERM or Ctrl-C, when the requests in flight have been answered.
+    """
+    with catch_errors():
+        if log_level not in LEVELS:
+            raise InputError(f"--log-level must be one of {', '.join(LEVELS)}, got {log_level!r}.")
+        if canary is not None and no_canary:
+            raise InputError("--canary and --no-canary contradict each other.")
+        parse(model)
+        loader = Loader(
+            model,
+            revision=revision,
+            device=device,
+            dtype=dtype,
+            load_in_8bit=load_in_8bit,
+            load_in_4bit=load_in_4bit,
+            load_in_fp8=load_in_fp8,
+            local_files_only=local_files_only,
+            trust_remote_code=trust_remote_code,
+            prefix_cache=prefix_choice(prefix_cache, prefixes),
+            log_level=log_level.upper(),
+        )
+        settings = {
+            "api_keys": read_keys(api_key_file, os.environ.get(KEYS, "")),
+            "max_documents": max_documents,
+            "max_document_tokens": max_tokens,
+            "max_body_bytes": as_bytes(max_body),
+            "timeout": timeout,
+            "normalize": normalize,
+            "drop": drop,
+        }
+        from ..service.engine import Canary
+        from ..service.scheduler import QueueLimits, Scheduler
+
+        chosen = None if no_canary else Canary() if canary is None else read_canary(canary)
+        limits = QueueLimits(pairs=max_queue)
+        if engine is Where.ray:
+            wanted = (replicas, max_replicas, cpus_per_replica, gpus_per_replica)
+            run_on_ray(loader, settings, wanted, limits, chosen, gateways, address, host=host, port=port)
+            return
+        backend = Scheduler(loader, model, limits=limits, canary=chosen, prepare=partial(prepare_logs, log_level))
+        run(backend, settings, host=host, port=port, log_level=log_level)
+
+
+def prepare_logs(level: str) -> None:
+    """Have this process log as the service does."""
+    from ..service.logs import configure
+
+    configure(level.upper())
+
+
+def run(backend: Backend, settings: dict[str, Any], *, host: str, port: int, log_level: str) -> None:
+    """Serve until told to stop.
+
+    Args:
+        backend: Scores pairs.
+        settings: Of the app; see `serving.app.Settings`.
+        host: Address.
+        port: 0 for any that is free.
+        log_level: In lower case.
+
+    Raises:
+        MissingDependencyError: The packages of the ``serve`` extra are not there.
+        RSRankError: The backend cannot be started.
+        InputError: A setting or the address cannot be used.
+    """
+    try:
+        import uvicorn
+    except ModuleNotFoundError as error:
+        raise MissingDependencyError(
+            f"rsrank serve needs {error.name}. Install with: pip install 'rsrank-rag[serve]'"
+        ) from error
+    from ..service.app import Settings, create_app
+    from ..service.logs import configure
+
+    class Server(uvicorn.Server):
+        async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+            await super().startup(sockets)
+            if self.started:
+                screen.print(f"{backend.description.name} answers at {address}", soft_wrap=True)
+
+    try:
+        chosen = Settings(**settings)
+    except ValidationError as error:
+        wrong = error.errors(include_url=False, include_context=False, include_input=False)[0]
+        raise InputError(f"{'.'.join(map(str, wrong['loc']))}: {wrong['msg']}.") from None
+    with _bound(host, port) as bound:  # before the model is loaded, which may take minutes
+        name, number = bound.getsockname()[:2]
+        address = f"http://{f'[{name}]' if ':' in name else name}:{number}"
+        app = create_app(backend, chosen)
+        handler = configure(log_level.upper())
+        # What the app refuses to start for is said by the command, in one line.
+        handler.addFilter(lambda record: app.state.failure is None or not record.name.startswith("uvicorn"))
+        if not settings["api_keys"] and not _is_loopback(host):
+            logger.warning("Everybody who can reach %s may ask: no API keys are set.", host)
+        grace = math.ceil(settings["timeout"]) + GRACE
+        config = uvicorn.Config(
+            app, ws="none", log_config=None, access_log=False, server_header=False, timeout_graceful_shutdown=grace
+        )
+        try:
+            Server(config).run(sockets=[bound])
+        except SystemExit:
+            if app.state.failure is None:
+                raise
+        if app.state.failure is not None:
+            raise app.state.failure
+
+
+def run_on_ray(
+    loader: Loader,
+    settings: dict[str, Any],
+    replicas: tuple[int, int | None, float, float],
+    limits: QueueLimits,
+    canary: Canary | None,
+    gateways: int,
+    address: str | None,
+    *,
+    host: str,
+    port: int,
+) -> None:
+    """Serve on a Ray cluster until told to stop.
+
+    Args:
+        loader: Loads the model.
+        settings: Of the app.
+        replicas: The first fields of `serving.ray_backend.Replicas`.
+        limits: Of each replica's queue.
+        canary: Scored after each load.
+        gateways: Processes that answer HTTP.
+        address: Of the cluster; None for ``RAY_ADDRESS``, or else one on this machine.
+        host: Address to listen on.
+        port: Port to listen on.
+
+    Raises:
+        RSRankError: Ray is not installed, there is no such cluster, or the model cannot be loaded.
+    """
+    from ..bulk.on_ray import cluster
+
+    if not settings["api_keys"] and not _is_loopback(host):
+        logging.getLogger(__name__).warning("Everybody who can reach %s may ask: no API keys are set.", host)
+    with cluster(address):
+        from ..service.app import Settings, create_app
+        from ..service.ray_backend import Replicas, serve_on_ray, take_down
+
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, signal.default_int_handler)
+        try:
+            build = partial(create_app, settings=Settings(**settings))
+            serve_on_ray(
+                loader,
+                loader.model,
+                build,
+                Replicas(*replicas),
+                limits=limits,
+                canary=canary,
+                host=host,
+                port=port,
+                gateways=gateways,
+            )
+            screen.print(f"{loader.model} answers at http://{host}:{port}", soft_wrap=True)
+            while True:
+                signal.pause()
+        except KeyboardInterrupt:
+            pass
+        finally:
+            take_down()
+
+
+def _bound(host: str, port: int) -> socket.socket:
+    """A socket with that address, which nobody can reach yet.
+
+    Raises:
+        InputError: The address cannot be used.
+    """
+    made = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
+    made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        made.bind((host, port))
+    except OSError as error:
+        made.close()
+        raise InputError(f"Nobody can listen at {host}, port {port}: {error}. Choose --host and --port.") from error
+    return made
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"

@@ -1,0 +1,102 @@
+"""Results as tables for a terminal (rich)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from rich.table import Table
+from rich.text import Text
+
+from .. import __version__
+
+if TYPE_CHECKING:
+    from ..artifact.config import RSRankConfig
+    from ..method.explanation import Explanation
+    from ..reranker import RankResult
+
+
+def result_table(result: RankResult) -> Table:
+    """Kept documents in green, then dropped ones in grey."""
+    rule = "ranked, nothing dropped" if result.threshold is None else f"kept above {result.threshold:g}"
+    table = Table(title=_title(result.query, rule), title_justify="left", expand=True)
+    table.add_column("", width=7)
+    table.add_column("score", justify="right")
+    table.add_column("#", justify="right")
+    table.add_column("document", ratio=1)
+    groups = (("kept", "green", result.kept), ("dropped", "dim", result.dropped))
+    for name, style, documents in groups:
+        for document in documents:
+            text = Text(" ".join(document.text.split()), style=style)
+            text.truncate(240, overflow="ellipsis")
+            if document.truncated:
+                text.append(" (cut: too long)", style="yellow")
+            table.add_row(
+                name, f"{'<' * document.is_bound}{document.score:+.2f}", str(document.index), text, style=style
+            )
+        table.add_section()
+    return table
+
+
+def explanation_table(explanation: Explanation) -> Table:
+    """A row a query token, a column a layer; the parts add up to the score."""
+
+    def cell(part: float) -> Text:
+        return Text(f"{part:+.2f}", style="green" if part > 0.005 else "red" if part < -0.005 else "dim")
+
+    verdict = "kept" if explanation.score > 0 else "dropped"
+    table = Table(
+        title=_title(explanation.query, " ".join(explanation.document.split())[:200]),
+        title_justify="left",
+        show_footer=True,
+        padding=(0, 0, 0, 1),
+    )
+    table.add_column("query token", footer=verdict, no_wrap=True)
+    table.add_column("total", justify="right", footer=f"{explanation.score:+.2f}", no_wrap=True)
+    labels, rows = explanation.columns()
+    for label, parts in zip(labels, zip(*rows, strict=True), strict=True):
+        table.add_column(label, justify="right", footer=f"{sum(parts):+.2f}", no_wrap=True)
+    for position, token in enumerate(explanation.tokens):
+        table.add_row(Text(token), cell(explanation.by_token[position]), *map(cell, rows[position]))
+    return table
+
+
+def _title(first: str, second: str) -> Text:
+    """Two lines as they are: what stands in brackets in a query is no markup."""
+    return Text.assemble(first, "\n", (second, "dim"))
+
+
+def info_table(name: str, config: RSRankConfig) -> Table:
+    """What an artifact says of itself."""
+    layers, heads, dim, head_dim = config.shape
+    rows = {
+        "rsrank_rag": __version__,
+        "artifact": name,
+        "backbone": f"{config.backbone.name} at {config.backbone.revision or 'no pinned revision'} "
+        f"({config.backbone.model_type}, {config.depth})",
+        "B": f"{layers} layers ({config.layers[0]}-{config.layers[-1]}) x {heads} heads x P {dim} x D {head_dim} = "
+        f"{layers * heads * dim * head_dim:,} numbers; scores lie in ±{layers * heads}",
+        "template": f"{config.template.instruction!r} document {config.template.separator!r} query "
+        f"{config.template.suffix!r}, scored: {config.template.positions}",
+        "training data": ", ".join(config.training.data) or "not recorded",
+        "notes": config.training.notes or "-",
+        "licence": config.license or "not recorded",
+    }
+    table = Table(show_header=False)
+    for name, value in rows.items():
+        table.add_row(Text(name, style="bold"), Text(value))
+    return table
+
+
+def evaluation_table(title: str, records: Sequence[Mapping[str, str | int | float]]) -> Table:
+    """A row a dataset, a column a metric; the title names the model."""
+    table = Table(title=Text(title), title_justify="left", padding=(0, 0, 0, 1))
+    table.add_column("dataset", overflow="fold")  # a path may be longer than all else; the numbers stay whole
+    names = [name for name in records[0] if name not in ("model", "dataset")]
+    for name in names:
+        heading = name.replace("@query_best", "@query").replace("@", "\n@").replace("_", "\n")  # fits into 80 columns
+        table.add_column(heading, justify="right")
+    for record in records:
+        values = [value if isinstance(value, int) else f"{value:.3f}" for value in map(record.__getitem__, names)]
+        table.add_row(Text(str(record["dataset"])), *map(str, values))
+    return table

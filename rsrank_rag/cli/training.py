@@ -1,0 +1,168 @@
+"""The ``rsrank`` commands that make artifacts: features, train, push."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+from rich.table import Table
+
+from ..errors import ArtifactError, InputError
+from . import bulk as cli_scale
+from . import service as cli_serving
+from .console import catch_errors, problems, screen
+
+if TYPE_CHECKING:
+    from ..training.recipe import Recipe
+    from ..training.run import Kitchen, Result
+
+app = typer.Typer()
+
+Config = Annotated[
+    str, typer.Option("--config", "-c", help="A recipe: qwen3-8b, qwen3-0.6b, mini, your-data, or a TOML file.")
+]
+Data = Annotated[
+    list[Path] | None, typer.Option("--data", help="Labelled .jsonl or .jsonl.gz, instead of the recipe's data.")
+]
+Output = Annotated[Path, typer.Option("--output", "-o", help="Folder for features, checkpoint, figures and artifact.")]
+Setting = Annotated[
+    list[str] | None, typer.Option("--set", help="Change one entry of the recipe, such as fit.epochs=10.")
+]
+Layers = Annotated[
+    str | None,
+    typer.Option("--layers", help="Layers that B reads, such as 1-24 or 1-8,12; those after the last are not loaded."),
+]
+DryRun = Annotated[bool, typer.Option("--dry-run", help="Print disk, memory and hours, and stop.")]
+
+
+def _kitchen(
+    config: str, data: list[Path] | None, output: Path, settings: list[str] | None, layers: str | None
+) -> Kitchen:
+    from transformers.utils import logging
+
+    from ..training.recipe import Recipe
+    from ..training.run import Kitchen
+
+    logging.disable_progress_bar()
+    overrides = [*(settings or ()), *([] if layers is None else [f"features.layers={layers}"])]
+    recipe = Recipe.load(config, overrides, data or ())
+    return Kitchen(recipe, output, say=problems.print, progress=problems.is_terminal)
+
+
+def _plan(kitchen: Kitchen) -> None:
+    recipe: Recipe = kitchen.recipe
+    sources = ", ".join(part.label for part in recipe.data)
+    screen.print(f"recipe       {recipe.name}: {recipe.model.name}, {recipe.method}\ndata         {sources}")
+    screen.print(str(kitchen.estimate()))
+
+
+@app.command()
+def features(
+    config: Config = "your-data",
+    data: Data = None,
+    output: Output = Path("runs/rsrank"),
+    settings: Setting = None,
+    layers: Layers = None,
+    dry_run: DryRun = False,
+    engine: cli_scale.Engine = cli_serving.Where.local,
+    actors: cli_scale.Count = None,
+    cpus_per_actor: cli_scale.Cpus = 1.0,
+    gpus_per_actor: cli_scale.Gpus = 0.0,
+    address: cli_serving.Address = None,
+) -> None:
+    """Read the shifts of labelled queries from the frozen language model, into OUTPUT/features.
+
+    A run that was interrupted goes on where it stopped. Several GPUs:
+    `accelerate launch --num_processes 4 -m rsrank_rag features ...`, or several machines: `--engine ray`.
+
+    Too large? `--set features.max_tokens=8` keeps 8 tokens of each query, `--set features.max_documents=10` so many
+    documents.
+    """
+    with catch_errors():
+        kitchen = _kitchen(config, data, output, settings, layers)
+        if dry_run:
+            _plan(kitchen)
+            return
+        chosen = cli_scale.chosen(engine, actors, cpus_per_actor, gpus_per_actor, address)
+        if chosen is None:
+            store = kitchen.extract()
+        else:
+            from ..bulk.workers import features_on
+
+            store = features_on(chosen, kitchen.recipe, output)
+        screen.print(f"{len(store):,} queries in {store.folder}")
+
+
+@app.command()
+def train(
+    config: Config = "your-data",
+    data: Data = None,
+    output: Output = Path("runs/rsrank"),
+    settings: Setting = None,
+    layers: Layers = None,
+    features: Annotated[
+        Path | None, typer.Option(help="Train on this feature store, without the language model.")
+    ] = None,
+    dry_run: DryRun = False,
+) -> None:
+    """Run a recipe: data, features, B, evaluation, model card, artifact (OUTPUT/artifact).
+
+    `rsrank train --config your-data --data labelled.jsonl --output runs/mine`
+
+    The same command goes on after an interruption.
+    """
+    with catch_errors():
+        kitchen = _kitchen(config, data, output, settings, layers)
+        if dry_run:
+            _plan(kitchen)
+            return
+        if features is None:
+            result = kitchen.cook()
+        else:
+            from ..training.features import FeatureStore
+
+            result = kitchen.cook_from(FeatureStore(features))
+    _show(result)
+
+
+def _show(result: Result) -> None:
+    table = Table(title="natural threshold: 0", title_justify="left")
+    columns = sorted({name for row in result.metrics.values() for name in row})
+    for name in ("dataset", *columns):
+        table.add_column(name, justify="left" if name == "dataset" else "right")
+    for dataset, row in result.metrics.items():
+        table.add_row(dataset, *(f"{row[name]:.3f}" if name in row else "" for name in columns))
+    screen.print(table)
+    screen.print(f"artifact: {result.artifact}\nTry it:   rsrank rank --model {result.artifact} -q ... -d FILE")
+
+
+@app.command()
+def push(
+    artifact: Annotated[Path, typer.Argument(help="Folder of an artifact.")],
+    repo_id: Annotated[str, typer.Argument(help="owner/name on the Hub; made if it does not exist.")],
+    private: Annotated[bool, typer.Option("--private", help="Make a new repository private.")] = False,
+    revision: Annotated[str | None, typer.Option(help="Branch; made if it does not exist.")] = None,
+    message: Annotated[str, typer.Option(help="First line of the commit.")] = "Upload RSRank projection",
+) -> None:
+    """Publish an artifact and its model card on the Hugging Face Hub (log in first: `hf auth login`).
+
+    `rsrank push runs/mine/artifact me/my-reranker`
+    """
+    from ..artifact import hub
+
+    with catch_errors():
+        if not artifact.is_dir():
+            raise InputError(f"{artifact} is no folder. Give the artifact folder that rsrank train made.")
+        config = hub.read_config(artifact)
+        hub.read_projection(artifact, config)
+        if not (hub.is_hub_id(config.backbone.name) or config.backbone.name.startswith("./")):
+            raise ArtifactError(
+                f"The artifact's language model is the local folder {config.backbone.name!r}, which nobody else could "
+                "load. Train with the model's Hub id as model.name."
+            )
+        card = artifact / hub.CARD
+        text = card.read_text(encoding="utf-8") if card.exists() else hub.model_card(config)
+        card.write_text(text.replace(hub.UNNAMED, repo_id), encoding="utf-8")
+        address = hub.push(artifact, repo_id, private=private, revision=revision, token=None, message=message)
+    screen.print(address)

@@ -1,0 +1,131 @@
+"""What B does to the shifts, for the eye: documents as vectors before and after it, and as points on a plane (UMAP).
+
+Axes: N documents, L layers, H KV heads, T query tokens, D head dimension, P projection dimension.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn.functional import normalize
+
+from ..errors import InputError, MissingDependencyError
+from ..method.batching import Ids, run_batches
+from ..method.reading import NullRun
+from ..method.shift import EPSILON
+from ..rsrank import RSRank
+from .datasets import LabelledQuery
+
+FEWEST = 4
+"""Documents that UMAP can lay out."""
+
+
+@dataclass(frozen=True)
+class ShiftVectors:
+    """One vector a document before and after B, and its label.
+
+    Attributes:
+        before: (N, L * H * D) fp32: the shift's direction at each layer and head, averaged over the query's tokens.
+        after: (N, L * H * P) fp32: the same of the projected shift. A row's sum over the root of P is the score.
+        relevant: (N,) bool.
+    """
+
+    before: np.ndarray
+    after: np.ndarray
+    relevant: np.ndarray
+
+
+@torch.inference_mode()
+def shift_vectors(ranker: RSRank, queries: Sequence[LabelledQuery], *, titles: bool = True) -> ShiftVectors:
+    """Read the shifts of all documents (paper, Section 7.1).
+
+    Directions and not lengths, on both sides of B: the score knows nothing else, and the last layers' values are so
+    much longer that they would hide the others. Documents without tokens, which shift nothing, are left out.
+
+    Args:
+        ranker: Whose backbone and B.
+        queries: Labelled queries; their documents' vectors take 4 * L * H * (D + P) bytes each.
+        titles: Put a document's title, if it has one, in front of its text.
+
+    Raises:
+        InputError: A query is empty or too long.
+    """
+    rows: list[tuple[Tensor, Tensor]] = []
+    labels: list[bool] = []
+    for query in queries:
+        found = _of_query(ranker, query.query, [document.content(titles=titles) for document in query.documents])
+        for document, vectors in zip(query.documents, found, strict=True):
+            if vectors is not None:
+                rows.append(vectors)
+                labels.append(document.relevant)
+    layers, heads, dim, width = ranker.projection.weight.shape
+    before, after = (
+        np.stack([row[side].numpy() for row in rows]) if rows else np.empty((0, layers * heads * size), np.float32)
+        for side, size in ((0, width), (1, dim))
+    )
+    return ShiftVectors(before, after, np.array(labels, dtype=bool))
+
+
+def _of_query(ranker: RSRank, query: str, texts: Sequence[str]) -> list[tuple[Tensor, Tensor] | None]:
+    """Each document's vectors before and after B; None for one without tokens."""
+    tokens = ranker.prompts.query(query)
+    prompts = ranker.prompts.documents(texts, len(tokens.ids))
+    run, found = NullRun(tokens), dict[Ids, tuple[Tensor, Tensor]]()
+
+    def read(batch: list[Ids]) -> None:
+        before: list[Tensor] = []
+        after: list[Tensor] = []
+
+        def keep(layer: int, shift: Tensor) -> None:
+            projected = ranker.projection.projected(layer, shift)
+            before.append(normalize(shift, dim=-1, eps=EPSILON).mean(2).flatten(1).cpu())  # (N, H * D)
+            after.append(normalize(projected, dim=-1, eps=EPSILON).mean(2).flatten(1).cpu())  # (N, H * P)
+
+        ranker.reader.read(run, ranker.reader.prefill(batch), keep)
+        found.update(zip(batch, zip(torch.cat(before, 1), torch.cat(after, 1), strict=True), strict=True))
+
+    waiting = list(dict.fromkeys(prompt.ids for prompt in prompts if not prompt.empty))
+    run_batches(waiting, read, budget=ranker.token_budget, extra=len(tokens.ids))
+    return [None if prompt.empty else found[prompt.ids] for prompt in prompts]
+
+
+def umap_plane(vectors: np.ndarray, *, neighbours: int = 15, seed: int = 0) -> np.ndarray:
+    """Lay vectors out on a plane so that neighbours (by cosine) stay together (umap-learn, repeatable).
+
+    Args:
+        vectors: (N, F) with N at least `FEWEST`.
+        neighbours: How many neighbours of each vector to keep together; fewer where there are not so many vectors.
+        seed: Of the layout.
+
+    Returns:
+        (N, 2). Distances between groups and the axes themselves mean nothing.
+
+    Raises:
+        InputError: Too few vectors.
+        MissingDependencyError: umap-learn is not installed.
+    """
+    umap = load_umap()
+    if len(vectors) < FEWEST:
+        raise InputError(f"UMAP needs at least {FEWEST} documents, got {len(vectors)}.")
+    layout = umap.UMAP(
+        n_neighbors=min(neighbours, len(vectors) - 1), metric="cosine", random_state=seed, n_jobs=1, init="pca"
+    )
+    return np.asarray(layout.fit_transform(vectors), dtype=float)
+
+
+def load_umap() -> Any:
+    """The library, which takes seconds to import.
+
+    Raises:
+        MissingDependencyError: umap-learn is not installed.
+    """
+    try:
+        import umap
+    except ImportError:
+        raise MissingDependencyError("UMAP needs umap-learn. Install with: pip install 'rsrank-rag[umap]'") from None
+    return umap

@@ -1,0 +1,1 @@
+"""The systems that can be compared, by name."""

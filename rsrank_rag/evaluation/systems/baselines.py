@@ -1,0 +1,208 @@
+"""Other systems behind the same contract: BM25 and sentence-transformers models."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ...errors import BackboneError, InputError, MissingDependencyError
+from ...reranker import Reranker
+
+if TYPE_CHECKING:
+    from ...language_model.loading import LoadOptions
+
+_ALLOW = "options=LoadOptions(trust_remote_code=True), --trust-remote-code on the command line"
+
+
+class BM25(Reranker):
+    """Okapi BM25 with the candidates themselves as the corpus (bm25s, English stop words). No natural threshold.
+
+    Raises:
+        MissingDependencyError: bm25s is not installed.
+    """
+
+    threshold: float | None = None
+
+    def __init__(self) -> None:
+        try:
+            import bm25s
+        except ImportError:
+            raise MissingDependencyError("BM25 needs bm25s. Install with: pip install 'rsrank-rag[eval]'") from None
+        self._bm25s: Any = bm25s
+
+    def score(self, query: str, documents: Sequence[str]) -> list[float]:
+        """BM25 scores; 0 where no word is shared."""
+        return [float(score) for score in next(self.scores([query], documents))]
+
+    def scores(self, queries: Sequence[str], documents: Sequence[str]) -> Iterator[Any]:
+        """Scores of all documents for one query after another, from one index: a list or a NumPy array each."""
+
+        def tokenize(texts: list[str]) -> list[list[str]]:
+            found: list[list[str]] = self._bm25s.tokenize(texts, stopwords="en", return_ids=False, show_progress=False)
+            return found
+
+        corpus = tokenize(list(documents))
+        index = self._bm25s.BM25()
+        if any(corpus):
+            index.index(corpus, show_progress=False)
+        for words in tokenize(list(queries)):
+            yield index.get_scores(words) if words and any(corpus) else [0.0] * len(documents)
+
+
+class BiEncoder(Reranker):
+    """Cosine of sentence embeddings (sentence-transformers). No natural threshold.
+
+    Queries and documents get the prompts that the model has for them, if any.
+
+    Args:
+        name: Hub id or local folder.
+        device: Torch device; None for the best one present.
+        revision: Commit, tag or branch on the Hub.
+        options: All of how to load it; float32 unless they name a dtype.
+
+    Raises:
+        BackboneError: The model cannot be loaded.
+        MissingDependencyError: sentence-transformers is not installed.
+    """
+
+    threshold: float | None = None
+
+    def __init__(
+        self,
+        name: str | Path,
+        *,
+        device: str | None = None,
+        revision: str | None = None,
+        options: LoadOptions | None = None,
+    ) -> None:
+        self._model = _load("SentenceTransformer", name, device, revision, options)
+
+    def score(self, query: str, documents: Sequence[str]) -> list[float]:
+        """Cosine of query and document."""
+        if not documents:
+            return []
+        target = self.encode_queries([query])[0]
+        return [float(score) for score in self.encode_documents(documents) @ target]
+
+    def encode_queries(self, queries: Sequence[str]) -> Any:
+        """Embeddings of length 1, a NumPy array of a row a query."""
+        return self._model.encode_query(list(queries), normalize_embeddings=True, show_progress_bar=False)
+
+    def encode_documents(self, documents: Sequence[str]) -> Any:
+        """Embeddings of length 1, a NumPy array of a row a document."""
+        return self._model.encode_document(list(documents), normalize_embeddings=True, show_progress_bar=False)
+
+
+class CrossEncoder(Reranker):
+    """A sentence-transformers cross-encoder, by its raw output.
+
+    BGE-reranker-v2 and Jina-reranker-v2 are used with the sigmoid of that output as the probability of relevance, so
+    their native threshold is 0, where it is one half. Other models may be trained on order alone and have none.
+
+    Args:
+        name: Hub id or local folder.
+        threshold: The native threshold, in logits.
+        device: Torch device; None for the best one present.
+        revision: Commit, tag or branch on the Hub.
+        options: All of how to load it; float32 unless they name a dtype.
+
+    Raises:
+        BackboneError: The model cannot be loaded, or gives more than one number a pair.
+        MissingDependencyError: sentence-transformers is not installed.
+    """
+
+    def __init__(
+        self,
+        name: str | Path,
+        *,
+        threshold: float | None = None,
+        device: str | None = None,
+        revision: str | None = None,
+        options: LoadOptions | None = None,
+    ) -> None:
+        from torch.nn import Identity
+
+        self.threshold = threshold
+        self._model = _load("CrossEncoder", name, device, revision, options)
+        self._raw = Identity()
+        if self._model.num_labels != 1:
+            raise BackboneError(
+                f"{str(name)!r} is no reranker: it gives {self._model.num_labels} numbers a pair, not one score."
+            )
+
+    def score(self, query: str, documents: Sequence[str]) -> list[float]:
+        """The model's logit."""
+        if not documents:
+            return []
+        pairs = [(query, document) for document in documents]
+        scores = self._model.predict(pairs, activation_fn=self._raw, show_progress_bar=False)
+        return [float(score) for score in scores]
+
+
+def _load(kind: str, name: str | Path, device: str | None, revision: str | None, options: LoadOptions | None) -> Any:
+    try:
+        import sentence_transformers
+    except ImportError:
+        raise MissingDependencyError(
+            "Bi-encoders and cross-encoders need sentence-transformers. Install with: pip install 'rsrank-rag[eval]'"
+        ) from None
+    from ...language_model.loading import LOAD_ERRORS, LoadOptions
+
+    options = options or LoadOptions(device=device)
+    if options.load_in_8bit or options.load_in_4bit or options.load_in_fp8:
+        raise InputError(
+            f"{str(name)!r} is a sentence-transformers model, which is not loaded in 8-bit, 4-bit or fp8 here. "
+            "Use dtype='bfloat16' (--dtype bfloat16) to save memory."
+        )
+    model = {"dtype": "float32" if options.dtype is None else options.resolved_dtype()}
+    if options.trust_remote_code:
+        _keep_what_jina_imports()
+    hub = {
+        "revision": revision,
+        "local_files_only": options.local_files_only,
+        "token": options.token,
+    }
+    cache = None if options.cache_dir is None else str(options.cache_dir)
+    # The last two: a repository's own code, written for another version.
+    failures: tuple[type[Exception], ...] = (*LOAD_ERRORS, AttributeError, TypeError)
+    try:
+        if kind == "CrossEncoder" and not options.trust_remote_code:
+            _refuse_own_code(str(name), cache_dir=cache, **hub)
+        return getattr(sentence_transformers, kind)(
+            str(name),
+            device=str(options.resolved_device()),
+            cache_folder=cache,
+            trust_remote_code=options.trust_remote_code,
+            model_kwargs=model,
+            **hub,
+        )
+    except failures as error:
+        hint = ""
+        if "trust_remote_code" in str(error) and not options.trust_remote_code:
+            hint = f" Read that code, and allow it if you trust it: {_ALLOW}."
+        raise BackboneError(f"{str(name)!r} could not be loaded as a {kind}: {error}{hint}") from error
+
+
+def _refuse_own_code(name: str, **hub: Any) -> None:
+    """Without its own code, a model whose config names an architecture of transformers would be loaded as that.
+
+    Its weights have other names there, and random ones would take their place with no more than a warning.
+    """
+    from transformers import PreTrainedConfig
+
+    own = PreTrainedConfig.get_config_dict(name, **hub)[0].get("auto_map", {})
+    if "AutoModelForSequenceClassification" in own:
+        raise BackboneError(
+            f"{name!r} brings its own model code ({own['AutoModelForSequenceClassification']}), which is never run by "
+            f"itself. Read it, and allow it if you trust it: {_ALLOW}."
+        )
+
+
+def _keep_what_jina_imports() -> None:
+    """Give transformers 5 back a function that it moved into a class and that Jina-reranker-v2's own code imports."""
+    from transformers.models.xlm_roberta import modeling_xlm_roberta as module
+
+    if not hasattr(module, "create_position_ids_from_input_ids"):
+        found = module.XLMRobertaEmbeddings.create_position_ids_from_input_ids
+        module.create_position_ids_from_input_ids = found

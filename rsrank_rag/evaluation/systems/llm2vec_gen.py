@@ -1,0 +1,220 @@
+"""LLM2Vec-Gen: embeddings of the answer that a language model would give (arXiv:2603.10913).
+
+The published package, llm2vec-gen 0.1.3, pins torch 2.6, transformers 4.56 and flash-attn, so it cannot live beside
+this one. The recipe here follows its source and the retrieval example of its description: special tokens with trained
+embeddings are appended to the text, the frozen causal model runs over both, and the last hidden states at the last
+tokens go through two trained linear maps and are averaged. The decoder, which only turns embeddings back into text, is
+not loaded.
+
+Verified against that source, line by line and on tiny random models; not on the published weights.
+
+Axes: N texts, T tokens, S special tokens that are read, E embedding size.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from pickle import UnpicklingError
+from typing import TYPE_CHECKING, Any
+
+import torch
+import yaml
+from huggingface_hub import snapshot_download
+from torch import Tensor, nn
+from transformers import AutoTokenizer
+
+from ...artifact.hub import is_folder
+from ...errors import BackboneError, InputError, MissingDependencyError
+from ...language_model.loading import LOAD_ERRORS, LoadOptions, load_model
+from ...method.batching import Ids, compute_each, pad_right, token_budget_for
+from ...method.template import clean, private_copy
+from ...reranker import Reranker, Scored, as_list
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+FILES = ["*.json", "*.jinja", "*.txt", "*.yml", "reconstruction_mlp", "alignment_mlp", "encoder/*"]
+"""What is needed of a repository: all but the decoder's adapter."""
+
+
+class _Loader(yaml.SafeLoader):  # type: ignore[misc] # it comes without types
+    """Reads run_config.yml, whose training arguments may be Python enums: their values, nothing is constructed."""
+
+
+_Loader.add_multi_constructor("tag:yaml.org,2002:python/", lambda loader, suffix, node: None)
+
+
+class LLM2VecGen(Reranker):
+    """Cosine of the LLM2Vec-Gen embeddings of query and document; the paper keeps what scores above 0.
+
+    Args:
+        name: Hub id or local folder of the adapters. The base model is the one that their ``run_config.yml`` names.
+        query_instruction: Goes before the query; the retrieval example's by default.
+        document_instruction: Goes before each document; likewise.
+        max_length: Positions of one text with its instruction and the special tokens, 512 in training.
+        revision: Commit, tag or branch of the adapters on the Hub.
+        options: Device, dtype, quantisation, access.
+        token_budget: Padded tokens in one batch.
+
+    Raises:
+        BackboneError: It cannot be loaded, or is no such model.
+        MissingDependencyError: peft is not installed; 8-bit or 4-bit without bitsandbytes, fp8 without torchao.
+    """
+
+    threshold: float | None = 0.0
+
+    def __init__(
+        self,
+        name: str | Path = "McGill-NLP/LLM2Vec-Gen-Qwen3-8B",
+        *,
+        query_instruction: str = "Generate a passage that best answers this question: ",
+        document_instruction: str = "Summarize the following passage: ",
+        max_length: int = 512,
+        revision: str | None = None,
+        options: LoadOptions | None = None,
+        token_budget: int | None = None,
+    ) -> None:
+        options = options or LoadOptions()
+        self.query_instruction, self.document_instruction = query_instruction, document_instruction
+        folder = _download(name, revision, options)
+        run = _run_config(folder)
+        tokenizer = _tokenizer(folder)
+        vocabulary = tokenizer.get_vocab()
+        missing = [token for token in run["special_tokens"] if token not in vocabulary]
+        if missing:
+            raise BackboneError(f"The tokenizer in {folder} lacks the special token {missing[0]!r} of run_config.yml.")
+        self.special: Ids = tuple(vocabulary[token] for token in run["special_tokens"])
+        self.read = _read_tokens(str(run["encoding_mode"]), len(self.special))
+        maps = [_linear(folder / part) for part in ("reconstruction_mlp", "alignment_mlp") if (folder / part).exists()]
+        self.padding = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else 0
+        if max_length <= len(self.special):
+            raise InputError(f"max_length={max_length} leaves no room beside {len(self.special)} special tokens.")
+        self.max_length = max_length
+        self._text = private_copy(tokenizer, special_tokens=False)
+        base = load_model(str(run["model_name_or_path"]), revision=None, options=options).model
+        self.model = _with_adapter(base, folder / "encoder", len(tokenizer), options)
+        self.maps = nn.Sequential(*maps).to(base.device).requires_grad_(False)
+        self.token_budget = token_budget or token_budget_for(base.device)
+
+    def score(self, query: str, documents: Sequence[str]) -> list[float]:
+        """Cosine of query and document.
+
+        Raises:
+            ScoringError: A document does not fit into memory even alone.
+        """
+        return [found.score for found in self._scored(query, documents, cutoff=None, show_progress=False)]
+
+    @torch.inference_mode()
+    def _scored(
+        self, query: str, documents: Sequence[str], *, cutoff: float | None, show_progress: bool
+    ) -> list[Scored]:
+        asked, _ = self._prompts([query], self.query_instruction)
+        prompts, truncated = self._prompts(as_list(documents), self.document_instruction)
+        target = self.embed(asked)
+        scores = (self.embed(prompts) @ target[0]).tolist() if prompts else []
+        return [Scored(*row) for row in zip(scores, truncated, strict=True)]
+
+    def _prompts(self, texts: Sequence[str], instruction: str) -> tuple[list[Ids], list[bool]]:
+        """Instruction, text and special tokens; a text that is too long is cut at its end."""
+        if not all(isinstance(text, str) for text in texts):
+            raise InputError("The query and the documents must be strings.")
+        room = self.max_length - len(self.special)
+        encoded = [item.ids for item in self._text.encode_batch([instruction + clean(text).strip() for text in texts])]
+        return [(*ids[:room], *self.special) for ids in encoded], [len(ids) > room for ids in encoded]
+
+    def embed(self, prompts: Sequence[Ids]) -> Tensor:
+        """Embeddings of length 1, (N, E), fp32, on the CPU."""
+        found, self.token_budget = compute_each(prompts, self._embed_batch, budget=self.token_budget)
+        return torch.nn.functional.normalize(torch.stack(found), dim=-1)
+
+    def _embed_batch(self, batch: list[Ids]) -> Tensor:
+        ids, mask = pad_right(batch, self.padding, self.model.device)
+        hidden = self.model(input_ids=ids, attention_mask=mask, use_cache=False).last_hidden_state
+        places = mask.sum(1, keepdim=True) - self.read + torch.arange(self.read, device=ids.device)  # (N, S)
+        last = hidden[torch.arange(len(ids), device=ids.device)[:, None], places].float()
+        embedding: Tensor = self.maps(last).mean(1)
+        return embedding.cpu()
+
+
+def _download(name: str | Path, revision: str | None, options: LoadOptions) -> Path:
+    if is_folder(name):
+        return Path(name)
+    try:
+        return Path(
+            snapshot_download(
+                str(name),
+                revision=revision,
+                local_files_only=options.local_files_only,
+                token=options.token,
+                cache_dir=options.cache_dir,
+                allow_patterns=FILES,
+            )
+        )
+    except LOAD_ERRORS as error:
+        raise BackboneError(
+            f"{str(name)!r} (revision {revision or 'main'}) is no local folder and could not be downloaded: {error}"
+        ) from error
+
+
+def _run_config(folder: Path) -> dict[str, Any]:
+    """What the package wrote down in training, completed by what it saved with the weights."""
+    try:
+        found = yaml.load((folder / "run_config.yml").read_text(encoding="utf-8"), Loader=_Loader)
+        run = {"encoding_mode": "last_10_tokens", **found}
+        saved = folder / "encoder_decoder_config.json"
+        if saved.exists():
+            run |= json.loads(saved.read_text(encoding="utf-8"))
+        run["model_name_or_path"], run["special_tokens"]
+    except (OSError, yaml.YAMLError, ValueError, TypeError, KeyError) as error:
+        raise BackboneError(
+            f"{folder} is no LLM2Vec-Gen model: its run_config.yml must name model_name_or_path and special_tokens, "
+            f"and reading it gave {type(error).__name__}: {error}"
+        ) from error
+    return run
+
+
+def _tokenizer(folder: Path) -> Any:
+    try:
+        return AutoTokenizer.from_pretrained(str(folder))
+    except LOAD_ERRORS as error:
+        raise BackboneError(f"The tokenizer in {folder} could not be loaded: {error}") from error
+
+
+def _with_adapter(base: PreTrainedModel, folder: Path, vocabulary: int, options: LoadOptions) -> Any:
+    try:
+        from peft import PeftModel
+    except ImportError:
+        raise MissingDependencyError("LLM2Vec-Gen needs peft. Install with: pip install 'rsrank-rag[eval]'") from None
+    base.resize_token_embeddings(vocabulary, mean_resizing=False)  # as in training; the adapter holds the new rows
+    try:
+        model = PeftModel.from_pretrained(base, str(folder), torch_device=str(options.resolved_device()))
+    except LOAD_ERRORS as error:
+        raise BackboneError(f"The adapter in {folder} could not be loaded: {error}") from error
+    return model.eval().requires_grad_(False)
+
+
+def _read_tokens(mode: str, special: int) -> int:
+    """S of ``last_S_tokens``."""
+    found = re.fullmatch(r"last_(\d+)_tokens", mode)
+    if found is None or not 1 <= int(found[1]) <= special:
+        raise BackboneError(
+            f"encoding_mode is {mode!r}, expected 'last_N_tokens' with N at most the {special} special tokens."
+        )
+    return int(found[1])
+
+
+def _linear(path: Path) -> nn.Linear:
+    """One of the two trained maps, in fp32, read without running anything that a pickle may hold."""
+    try:
+        saved = torch.load(path, map_location="cpu", weights_only=True)
+        config, weights = saved["config"], saved["state_dict"]
+        if config.get("pooling_mode", "linear") != "linear" or config.get("size", 1) != 1:
+            raise BackboneError(f"{path} is not a single linear map: {config}. Only that kind is published and read.")
+        layer = nn.Linear(config["input_dim"], config["output_dim"])
+        layer.load_state_dict({name.removeprefix("projection."): value.float() for name, value in weights.items()})
+    except (OSError, RuntimeError, KeyError, TypeError, AttributeError, UnpicklingError) as error:
+        raise BackboneError(f"{path} could not be read as a linear map: {error}") from error
+    return layer

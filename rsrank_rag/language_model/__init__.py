@@ -1,0 +1,1 @@
+"""Frozen language models: how they are loaded, what they must be able to do, how they attend."""

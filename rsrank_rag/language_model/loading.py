@@ -1,0 +1,319 @@
+"""From a name to a frozen language model in memory: device, dtype, int8, nf4 and fp8."""
+
+from __future__ import annotations
+
+import copy
+import importlib.util
+import inspect
+import logging
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+
+import torch
+from safetensors import SafetensorError
+from transformers import (
+    AutoConfig,
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForSeq2SeqLM,
+    AutoTokenizer,
+    PreTrainedConfig,
+    PreTrainedTokenizerBase,
+)
+from transformers.models.auto.modeling_auto import MODEL_MAPPING
+
+from ..artifact.hub import HUB_ERRORS
+from ..errors import BackboneError, InputError, MissingDependencyError
+from .attention import use_own_attention
+from .log_filters import importing_torchao, only
+from .weights import bits_of
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+LOAD_ERRORS: tuple[type[Exception], ...] = (*HUB_ERRORS, SafetensorError, ImportError)
+"""What transformers raises for a model that is absent, damaged or in need of a package."""
+
+Head = Literal["causal-lm", "seq2seq-lm"]
+_AUTO: dict[Head | None, Any] = {
+    None: AutoModel,
+    "causal-lm": AutoModelForCausalLM,
+    "seq2seq-lm": AutoModelForSeq2SeqLM,
+}
+
+
+@dataclass(frozen=True)
+class LoadOptions:
+    """Where and how the language model is loaded.
+
+    Attributes:
+        device: ``cuda``, ``cuda:1``, ``mps``, ``cpu``; None for the best one present.
+        dtype: None picks bfloat16 where the hardware computes in it, else float32.
+        load_in_8bit: bitsandbytes int8 weights. Saves memory, not time.
+        load_in_4bit: bitsandbytes nf4 weights.
+        load_in_fp8: torchao float8 weights. On CUDA devices that multiply them (Ada, Hopper and later), in bfloat16,
+            activations are rounded too, token by token; elsewhere this saves memory, not time.
+        local_files_only: Never ask the Hub.
+        token: Hub access token.
+        cache_dir: Hub cache folder.
+        trust_remote_code: Run model code from the Hub repository.
+    """
+
+    device: str | torch.device | None = None
+    dtype: str | torch.dtype | None = None
+    load_in_8bit: bool = False
+    load_in_4bit: bool = False
+    load_in_fp8: bool = field(default=False, kw_only=True)
+    local_files_only: bool = False
+    token: str | bool | None = None
+    cache_dir: str | Path | None = None
+    trust_remote_code: bool = False
+
+    def resolved_device(self) -> torch.device:
+        """The device asked for, or the best one present.
+
+        Raises:
+            InputError: Not the name of a device.
+        """
+        if self.device is not None:
+            try:
+                return torch.device(self.device)
+            except RuntimeError as error:
+                raise InputError(f"device={self.device!r} is not a device: {error}") from None
+        if torch.cuda.is_available():
+            return torch.device("cuda")
+        return torch.device("mps" if torch.backends.mps.is_available() else "cpu")
+
+    def resolved_dtype(self) -> torch.dtype:
+        """The dtype asked for, or bfloat16 where it is fast.
+
+        Raises:
+            InputError: Not the name of a floating-point dtype.
+        """
+        if self.dtype is not None:
+            found = self.dtype if isinstance(self.dtype, torch.dtype) else getattr(torch, self.dtype, None)
+            if not isinstance(found, torch.dtype) or not found.is_floating_point:
+                raise InputError(f"dtype={self.dtype!r} is not a dtype. Use 'float32', 'bfloat16' or 'float16'.")
+            return found
+        return torch.bfloat16 if has_fast_bfloat16(self.resolved_device()) else torch.float32
+
+
+def has_fast_fp8(device: torch.device) -> bool:
+    """Whether the hardware multiplies float8 matrices: NVIDIA's since Ada and Hopper."""
+    if device.type != "cuda" or torch.version.hip is not None or not torch.cuda.is_available():
+        return False
+    return torch.cuda.get_device_capability(device) >= (8, 9)
+
+
+def has_fast_bfloat16(device: torch.device) -> bool:
+    """Whether the hardware multiplies bfloat16 matrices natively; emulated, it is several times slower."""
+    if device.type == "cuda":
+        return bool(torch.cuda.is_bf16_supported(including_emulation=False))
+    if device.type != "cpu":
+        return False
+    checks = ("_is_avx512_bf16_supported", "_is_amx_tile_supported")  # private, so they may vanish
+    return any(getattr(torch.cpu, name, lambda: False)() for name in checks)
+
+
+class LoadedModel(NamedTuple):
+    """A frozen language model in memory.
+
+    Attributes:
+        model: Without the layers that nobody reads.
+        tokenizer: Its tokenizer.
+        num_layers: Layers of the checkpoint; the model may hold only its first ones.
+    """
+
+    model: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase
+    num_layers: int
+
+
+def load_model(
+    name: str | Path,
+    *,
+    revision: str | None,
+    options: LoadOptions,
+    head: Head | None = None,
+    allow_bin: bool = False,
+    last_layer: int | None = None,
+) -> LoadedModel:
+    """Load a frozen model and its tokenizer.
+
+    Args:
+        name: Local folder or Hub id.
+        revision: Commit, tag or branch on the Hub.
+        options: Device, dtype, quantisation, access.
+        head: The output layer to load with it; None for the base model alone.
+        allow_bin: Where there are no safetensors, read ``pytorch_model.bin`` (through torch's weights-only reader).
+        last_layer: The last layer that is read (counted from 0): later ones are left on the disk. None for all.
+
+    Raises:
+        BackboneError: Not found, or it cannot be loaded.
+        InputError: More than one quantisation.
+        MissingDependencyError: 8-bit or 4-bit without bitsandbytes, fp8 without torchao.
+    """
+    hub = {
+        "revision": revision,
+        "local_files_only": options.local_files_only,
+        "token": options.token,
+        "cache_dir": options.cache_dir,
+        "trust_remote_code": options.trust_remote_code,
+    }
+    device, dtype, quantization = options.resolved_device(), options.resolved_dtype(), _quantization(options)
+    failures = LOAD_ERRORS
+    try:
+        config = AutoConfig.from_pretrained(str(name), **hub)
+        tokenizer = AutoTokenizer.from_pretrained(str(name), **hub)  # first: its errors come before the long download
+        num_layers = _depth(config)
+        if last_layer is not None:
+            config = shortened(config, last_layer + 1)
+        text = config.get_text_config()
+        extra: dict[str, Any] = {}
+        if getattr(text, "attn_logit_softcapping", None):
+            extra["attn_implementation"] = "eager"  # SDPA has no soft cap
+        if head is None and _has_pooler(config):
+            extra["add_pooling_layer"] = False
+        if quantization is not None:
+            extra |= {"quantization_config": quantization, "device_map": {"": device}}
+            failures = (*LOAD_ERRORS, RuntimeError, AssertionError)  # it is moved and rounded as it is loaded
+        safetensors = None if allow_bin else True  # None: where there are any
+        # Weights that the checkpoint has and nobody asked for are listed otherwise.
+        with only(_says_more_than_unexpected, "transformers.modeling_utils"):
+            model = _AUTO[head].from_pretrained(
+                str(name), config=config, dtype=dtype, use_safetensors=safetensors, **hub, **extra
+            )
+    except failures as error:
+        raise BackboneError(
+            f"The language model {str(name)!r} (revision {revision or 'main'}) could not be loaded: {error}"
+        ) from error
+    if head is None:
+        model = getattr(model, "language_model", model)  # the text part of a vision-language model
+        use_own_attention(model)
+    if quantization is None:
+        try:
+            model = model.to(device)
+        except (RuntimeError, AssertionError) as error:
+            raise BackboneError(
+                f"The language model {str(name)!r} was loaded but could not be moved to {device}: {error} "
+                "Choose another device, or load it in 8-bit or 4-bit if it is too large."
+            ) from error
+    if options.load_in_fp8:
+        _finish_fp8(model, str(name))
+    return LoadedModel(model.requires_grad_(False), tokenizer, num_layers)
+
+
+def shortened(config: PreTrainedConfig, layers: int) -> PreTrainedConfig:
+    """A copy of a model's config that describes its first layers alone; the config itself if there are no more.
+
+    Args:
+        config: Of the whole checkpoint; of a vision-language model, the text part is what is shortened.
+        layers: How many to keep.
+    """
+    count = _depth(config)
+    if layers >= count:
+        return config
+    config = copy.deepcopy(config)
+    text = config.get_text_config()
+    for name, value in list(vars(text).items()):
+        if isinstance(value, (list, tuple)) and len(value) == count:  # one entry a layer: layer_types, no_rope_layers
+            setattr(text, name, value[:layers])
+    text.num_hidden_layers = layers
+    return config
+
+
+def _depth(config: PreTrainedConfig) -> int:
+    """Layers of the text model; 0 where a config does not say, as some of models with a head do not."""
+    return int(getattr(config.get_text_config(), "num_hidden_layers", 0))
+
+
+def _says_more_than_unexpected(record: logging.LogRecord) -> bool:
+    text = record.getMessage()
+    return "UNEXPECTED" not in text or any(word in text for word in ("MISSING", "MISMATCH", "CONVERSION"))
+
+
+def _has_pooler(config: Any) -> bool:
+    """Whether the model class takes ``add_pooling_layer`` (the BERT family; nobody reads the pooler here)."""
+    model_class = MODEL_MAPPING.get(type(config), None)
+    return inspect.isclass(model_class) and "add_pooling_layer" in inspect.signature(model_class.__init__).parameters
+
+
+def _is_no_cast_notice(record: logging.LogRecord) -> bool:
+    return "inputs will be cast" not in record.getMessage()
+
+
+def _quantization(options: LoadOptions) -> Any:
+    """What transformers' ``quantization_config`` has to be; None without quantisation.
+
+    Raises:
+        InputError: More than one at once.
+        MissingDependencyError: bitsandbytes, torchao or accelerate is missing.
+    """
+    chosen = [name for name in ("load_in_8bit", "load_in_4bit", "load_in_fp8") if getattr(options, name)]
+    if not chosen:
+        return None
+    if len(chosen) > 1:
+        raise InputError(f"{' and '.join(chosen)} exclude each other. Choose one.")
+    package, extra = ("torchao", "fp8") if options.load_in_fp8 else ("bitsandbytes", "8bit")
+    missing = [name for name in (package, "accelerate") if importlib.util.find_spec(name) is None]
+    if missing:
+        raise MissingDependencyError(
+            f"{chosen[0]} needs {' and '.join(missing)}. Install with: pip install 'rsrank-rag[{extra}]'"
+        )
+    return _fp8(options) if options.load_in_fp8 else _bitsandbytes(options)
+
+
+def _bitsandbytes(options: LoadOptions) -> Any:
+    from transformers import BitsAndBytesConfig
+
+    # Otherwise every linear map of every run logs that it casts its input, thousands of lines for one query.
+    logging.getLogger("bitsandbytes.autograd._functions").addFilter(_is_no_cast_notice)
+    # The default threshold of 6 picks outlier columns from the whole batch: scores would depend on neighbours.
+    return BitsAndBytesConfig(
+        load_in_8bit=options.load_in_8bit,
+        load_in_4bit=options.load_in_4bit,
+        llm_int8_threshold=0.0,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_compute_dtype=options.resolved_dtype(),
+    )
+
+
+def _fp8(options: LoadOptions) -> Any:
+    """For torchao: a scale for each output row of a weight and, where activations are rounded too, for each token.
+
+    Raises:
+        MissingDependencyError: torchao is too old for transformers.
+    """
+    from transformers import TorchAoConfig
+    from transformers.utils import is_torchao_available
+
+    if not is_torchao_available():
+        raise MissingDependencyError(
+            "load_in_fp8 needs a newer torchao. Install with: pip install --upgrade 'rsrank-rag[fp8]'"
+        )
+    with importing_torchao():
+        from torchao.quantization import Float8DynamicActivationFloat8WeightConfig, Float8WeightOnlyConfig, PerRow
+    # set_inductor_config changes the whole process: in older releases even how exactly it multiplies float32 matrices.
+    if has_fast_fp8(options.resolved_device()) and options.resolved_dtype() == torch.bfloat16:
+        # Without a lower bound, a row of zeros (the embedding of padding) is divided by zero.
+        kind = Float8DynamicActivationFloat8WeightConfig(
+            granularity=PerRow(), activation_value_lb=1e-12, set_inductor_config=False
+        )
+    else:
+        kind = Float8WeightOnlyConfig(set_inductor_config=False)
+    return TorchAoConfig(kind)
+
+
+def _finish_fp8(model: PreTrainedModel, name: str) -> None:
+    """Undo what torchao makes of a weight's row of zeros: its scale is zero, and it is divided by it.
+
+    Raises:
+        BackboneError: No weight is in fp8.
+    """
+    if bits_of(model) != 8:
+        raise BackboneError(f"{name!r} has no linear maps that torchao keeps in fp8. Load it without load_in_fp8.")
+    for weight in model.parameters():
+        data, scale = getattr(weight, "qdata", None), getattr(weight, "scale", None)
+        if data is not None and scale is not None:
+            data.view(torch.uint8)[(scale == 0).squeeze(-1)] = 0

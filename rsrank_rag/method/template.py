@@ -1,0 +1,249 @@
+"""How a document and a query become one token sequence: instruction, document, separator, query, suffix.
+
+The parts are tokenised apart and their ids joined, so that no merge over a seam can misalign the
+query's tokens between the two runs. The instruction is the same in both runs and never empty: the first
+token of a sequence is an attention sink with abnormal values, which cancels only if both runs share it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from ..errors import BackboneError, InputError
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+    from transformers import PreTrainedTokenizerBase
+
+QUERY_RESERVE = 512
+"""Positions kept free for the query, so that where a document is cut does not depend on the query."""
+
+_PROBE = "Who wrote it, and when? 1984 naïve façade — 東京 Привет 😀\n\tdef f(x): return x**2 <s>[MASK]"
+
+
+class Template(BaseModel):
+    """The fixed text around document and query. It belongs to the artifact: B is trained with it.
+
+    Special tokens written in these parts (``[CLS]``, ``<|im_start|>``) are recognised; in documents and
+    queries they are plain text.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    instruction: str = Field(default="Judge whether the document helps to answer the query.\nDocument: ", min_length=1)
+    separator: str = "\nQuery: "
+    suffix: str = ""
+    positions: Literal["query", "suffix", "query+suffix"] = "query"
+    filler: str = Field(default=".", min_length=1, description="Repeated for a null prefix of a document's length.")
+
+
+@dataclass(frozen=True)
+class TokenisedDocument:
+    """Ids of ``instruction + document + separator``, and whether the document's end was cut off."""
+
+    ids: tuple[int, ...]
+    truncated: bool
+    empty: bool
+
+
+@dataclass(frozen=True)
+class TokenisedQuery:
+    """Ids of ``query + suffix`` and the slice of them whose value vectors are scored."""
+
+    ids: tuple[int, ...]
+    scored: slice
+
+    @property
+    def length(self) -> int:
+        """Number of scored tokens, T."""
+        return int(self.scored.stop - self.scored.start)
+
+
+def clean(text: str) -> str:
+    r"""Join surrogate pairs and replace lone surrogates by U+FFFD: tokenizers accept only valid Unicode.
+
+    >>> clean("a\ud83d\ude00b\ud83d")
+    'a😀b�'
+    """
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+    return text
+
+
+def private_copy(tokenizer: PreTrainedTokenizerBase, *, special_tokens: bool) -> Tokenizer:
+    """A copy that nobody else reconfigures; with or without an eye for special tokens written in the text."""
+    from tokenizers import Tokenizer
+
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is None:
+        raise BackboneError(
+            f"{type(tokenizer).__name__} is not a fast tokenizer (no tokenizers backend), so its text parts "
+            "cannot be tokenised safely under threads. Convert it: save the fast version beside the model."
+        )
+    copy = Tokenizer.from_str(backend.to_str())
+    copy.no_padding()
+    copy.no_truncation()
+    copy.encode_special_tokens = not special_tokens
+    return copy
+
+
+def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
+    """Short hash of how a tokenizer splits a fixed multilingual string, and of its vocabulary's size.
+
+    Raises:
+        BackboneError: Not a fast tokenizer.
+    """
+    copy = private_copy(tokenizer, special_tokens=False)
+    ids = [copy.get_vocab_size(), *copy.encode(_PROBE, add_special_tokens=False).ids]
+    return hashlib.sha256(repr(ids).encode()).hexdigest()[:16]
+
+
+class PromptTokenizer:
+    """Tokenises the parts of a `Template` with private copies of a fast tokenizer.
+
+    The copies are never reconfigured after construction: changing padding or truncation on a shared fast
+    tokenizer raises "Already borrowed" under threads.
+
+    Args:
+        tokenizer: The backbone's tokenizer (must be a fast one).
+        template: Text around document and query.
+        max_length: Positions the model has; for an encoder, in each of its two parts.
+        shared_positions: True where document and query share one sequence of positions (causal models).
+    """
+
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        template: Template,
+        *,
+        max_length: int,
+        shared_positions: bool,
+    ) -> None:
+        self.tokenizer, self.template = tokenizer, template
+        self.max_length, self.shared_positions = max_length, shared_positions
+        self._parts = private_copy(tokenizer, special_tokens=True)
+        self._text = private_copy(tokenizer, special_tokens=False)
+        self._instruction = self._part(template.instruction)
+        self._separator = self._part(template.separator)
+        self._suffix = self._part(template.suffix)
+        if not self._instruction:
+            raise InputError(f"The template's instruction {template.instruction!r} has no tokens; it needs one.")
+        if "suffix" in template.positions and not self._suffix:
+            raise InputError(f"The template scores its suffix, but {template.suffix!r} has no tokens.")
+        self.overhead = len(self._instruction) + len(self._separator)
+        self.after_document = len(self._separator)
+        if max_length <= self.overhead + len(self._suffix):
+            raise InputError(
+                f"max_length={max_length} leaves no room for a document: the template alone has "
+                f"{self.overhead + len(self._suffix)} tokens. Raise it."
+            )
+
+    def _part(self, text: str) -> tuple[int, ...]:
+        return tuple(self._parts.encode(text, add_special_tokens=False).ids) if text else ()
+
+    @property
+    def null_prefix(self) -> tuple[int, ...]:
+        """Ids of the template before the query, without a document: the query-only run."""
+        return self._instruction + self._separator
+
+    def together(self, documents: Sequence[str], query_length: int) -> tuple[int, ...]:
+        """One prefix with several documents, a line break between them, for the oracle shift (paper, Section 4.2).
+
+        If they do not fit together, each gets the same number of tokens; what a shorter one leaves goes to the others.
+        """
+        encoded = [
+            item.ids for item in self._text.encode_batch([clean(text) for text in documents], add_special_tokens=False)
+        ]
+        seam = tuple(self._text.encode("\n", add_special_tokens=False).ids)
+        room = self._room(query_length) - len(seam) * (len(encoded) - 1)
+        shares = dict.fromkeys(range(len(encoded)), 0)
+        for rank, index in enumerate(sorted(shares, key=lambda i: len(encoded[i]))):
+            shares[index] = min(len(encoded[index]), max(room, 0) // (len(encoded) - rank))
+            room -= shares[index]
+        joined: tuple[int, ...] = ()
+        for index, ids in enumerate(encoded):
+            joined += (*(seam if index else ()), *ids[: shares[index]])
+        return (*self._instruction, *joined[: self._room(query_length)], *self._separator)
+
+    def _room(self, query_length: int) -> int:
+        """Tokens that a document may have beside a query."""
+        room = self.max_length - self.overhead
+        if self.shared_positions:
+            room -= max(query_length, min(QUERY_RESERVE, self.max_length // 4))
+        return max(room, 1)
+
+    def filled_prefix(self, length: int) -> tuple[int, ...]:
+        """A null prefix of a document's length: filler in the document's place (paper, Eq. 2).
+
+        Raises:
+            InputError: The template's filler has no tokens.
+        """
+        filler = self._part(self.template.filler)
+        if not filler:
+            raise InputError(f"The template's filler {self.template.filler!r} has no tokens, so it fills nothing.")
+        room = length - self.overhead
+        return (*self._instruction, *(filler * room)[:room], *self._separator)
+
+    @property
+    def fingerprint(self) -> str:
+        """See `tokenizer_fingerprint`."""
+        return tokenizer_fingerprint(self.tokenizer)
+
+    def text_of(self, ids: Sequence[int]) -> list[str]:
+        """Readable text of each id."""
+        return [self._text.decode([i], skip_special_tokens=False) or str(self._text.id_to_token(i)) for i in ids]
+
+    def query(self, query: str) -> TokenisedQuery:
+        """Tokenise a query.
+
+        Raises:
+            InputError: The query is not a string, has no tokens, or does not fit the model by itself.
+        """
+        if not isinstance(query, str):
+            raise InputError(f"A query must be a string, got {type(query).__name__}.")
+        own = tuple(self._text.encode(clean(query), add_special_tokens=False).ids)
+        if not own:
+            raise InputError(f"The query {query!r} has no tokens, so nothing can be scored. Give a non-empty query.")
+        length = len(own) + len(self._suffix) + (self.overhead + 1 if self.shared_positions else 0)
+        if length > self.max_length:
+            raise InputError(
+                f"The query has {len(own)} tokens; with the template it needs {length} positions and the model has "
+                f"{self.max_length}. Shorten the query: it is never cut, because that would change what is asked."
+            )
+        start = len(own) if self.template.positions == "suffix" else 0
+        stop = len(own) if self.template.positions == "query" else len(own) + len(self._suffix)
+        return TokenisedQuery(own + self._suffix, slice(start, stop))
+
+    def documents(
+        self, documents: Sequence[str], query_length: int, *, max_tokens: int | None = None
+    ) -> list[TokenisedDocument]:
+        """Tokenise documents; each that is too long is cut at its end.
+
+        Args:
+            documents: Texts.
+            query_length: Tokens of the query part. Up to ``QUERY_RESERVE`` (or a quarter of the model's
+                positions) it does not change where a document is cut.
+            max_tokens: Cut documents after so many tokens of their own.
+
+        Raises:
+            InputError: An entry is not a string (it is named).
+        """
+        for index, text in enumerate(documents):
+            if not isinstance(text, str):
+                raise InputError(f"Document {index} must be a string, got {type(text).__name__}.")
+        room = self._room(query_length)
+        room = room if max_tokens is None else min(room, max_tokens)
+        encoded = self._text.encode_batch([clean(text) for text in documents], add_special_tokens=False)
+        return [
+            TokenisedDocument(
+                (*self._instruction, *item.ids[:room], *self._separator), len(item.ids) > room, not item.ids
+            )
+            for item in encoded
+        ]

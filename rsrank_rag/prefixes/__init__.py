@@ -1,0 +1,1 @@
+"""Documents' keys and values kept between calls."""

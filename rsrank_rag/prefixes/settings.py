@@ -1,0 +1,100 @@
+"""Where documents' prefixes are kept between calls: the choices behind ``prefix_cache=``."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError, model_validator
+
+from ..errors import InputError
+
+_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)B?\s*", re.IGNORECASE)
+
+
+def parse_size(text: str) -> int | None:
+    """Bytes of a size such as ``"512MB"``, ``"1.5 GB"`` or ``"2GiB"``; None if it is not one.
+
+    >>> parse_size("512MB"), parse_size("2g"), parse_size("prefixes/")
+    (512000000, 2000000000, None)
+    """
+    match = _SIZE.fullmatch(text)
+    if match is None:
+        return None
+    return int(float(match[1]) * (1024 if match[3] else 1000) ** " KMGT".index(match[2].upper() or " "))
+
+
+def as_bytes(size: Any) -> int:
+    """Bytes of a size.
+
+    Raises:
+        InputError: Not a size.
+    """
+    limit = parse_size(size) if isinstance(size, str) else size
+    if not isinstance(limit, int) or isinstance(limit, bool) or limit < 0:
+        raise InputError(f"{size!r} is no size. Write bytes, or such as '512MB'.")
+    return limit
+
+
+def _as_text(folder: Any) -> Any:
+    return os.fspath(folder) if isinstance(folder, os.PathLike) else folder
+
+
+Size = Annotated[int, BeforeValidator(as_bytes)]
+
+
+class PrefixCache(BaseModel):
+    """Where prefixes are kept and how much of each place they may fill. Sizes are bytes or such as ``"512MB"``."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    device: Size | None = None
+    """On the device, as they are; None for 256 MB on a CPU and a quarter of what is free on a GPU."""
+    host: Size = 0
+    """In host memory, in 8 bits: what had to leave the device."""
+    folder: Annotated[str, BeforeValidator(_as_text)] | None = None
+    """On disk, in 8 bits; None for not at all."""
+    disk: Size | None = None
+    """Limit of the folder: the least recently used files go. None for none."""
+    salt: str = ""
+    """Entries of one salt are invisible to every other: one for each tenant."""
+
+    @model_validator(mode="after")
+    def _a_limit_needs_a_folder(self) -> PrefixCache:
+        if self.disk is not None and self.folder is None:
+            raise InputError("disk limits a folder, and none was given. Add folder=.")
+        return self
+
+
+Choice = bool | int | str | Path | Mapping[str, Any] | PrefixCache
+
+
+def as_prefix_cache(choice: Choice) -> PrefixCache | None:
+    """The settings that a choice stands for: True and False, a size, a folder, or all settings.
+
+    Raises:
+        InputError: Not a choice.
+
+    >>> as_prefix_cache("512MB").device, as_prefix_cache("prefixes").folder, as_prefix_cache(False)
+    (512000000, 'prefixes', None)
+    """
+    if isinstance(choice, PrefixCache):
+        return choice
+    if isinstance(choice, bool):
+        return PrefixCache() if choice else None
+    if isinstance(choice, Mapping):
+        try:
+            return PrefixCache.model_validate(dict(choice))
+        except ValidationError as error:
+            first = error.errors()[0]
+            raise InputError(f"prefix_cache: {'.'.join(map(str, first['loc']))}: {first['msg']}.") from None
+    if isinstance(choice, int) or (isinstance(choice, str) and parse_size(choice) is not None):
+        return PrefixCache(device=as_bytes(choice))
+    if not isinstance(choice, (str, os.PathLike)) or not os.fspath(choice):
+        raise InputError(
+            f"prefix_cache={choice!r} is neither True, False, a size such as '512MB', a folder, nor a PrefixCache."
+        )
+    return PrefixCache(folder=os.fspath(choice))

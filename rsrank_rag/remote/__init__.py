@@ -1,0 +1,1 @@
+"""The same contract, answered by a service."""

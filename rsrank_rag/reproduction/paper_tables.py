@@ -1,0 +1,259 @@
+"""The paper's tables as Markdown, from numbers that were measured."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal
+
+from ..evaluation.comparison import Comparison, Measured
+from ..evaluation.evaluate import summarise
+from ..evaluation.statistics import Estimate, estimate_mean, paired_differences
+
+if TYPE_CHECKING:
+    from .ablations import AblationRow
+
+Table = Literal["main", "differences", "thresholds", "gaps", "headroom", "selection", "stages", "ablations"]
+TABLES: tuple[Table, ...] = (
+    "main",
+    "differences",
+    "thresholds",
+    "gaps",
+    "headroom",
+    "selection",
+    "stages",
+    "ablations",
+)
+"""All tables, in their order."""
+
+TIE = 0.01
+"""Values so close to the best of their column are bold too, as in the paper."""
+
+_METRICS = {"ndcg@5": "nDCG@5", "recall@5": "Recall@5", "f1@tau": "F1@τ"}
+
+
+def page(
+    name: str,
+    tables: Sequence[Table],
+    sets: Sequence[str],
+    measured: Sequence[Measured],
+    found: Comparison | None,
+    ablations: Sequence[AblationRow] = (),
+    stages: Sequence[Mapping[str, Any]] | None = None,
+) -> str:
+    """All tables that were asked for and can be filled.
+
+    Args:
+        name: Of the configuration.
+        tables: Which.
+        sets: Names of the sets, in order.
+        measured: Systems, also those that lack a set.
+        found: Of the systems that have all sets.
+        ablations: Their rows.
+        stages: Rows of ``benchmarks.latency --paper``.
+    """
+    makers: dict[Table, Callable[[], str]] = {
+        "main": lambda: main_table(sets, measured),
+        "differences": lambda: "" if found is None else difference_tables(found),
+        "thresholds": lambda: "" if found is None else threshold_table(found),
+        "gaps": lambda: "" if found is None else gap_tables(found),
+        "headroom": lambda: "" if found is None else headroom_table(found),
+        "selection": lambda: "" if found is None else selection_table(found),
+        "stages": lambda: stage_table(stages) if stages else "",
+        "ablations": lambda: ablation_tables(ablations),
+    }
+    parts = [f"# Measured: {name}", "Points of 100. Only what was computed in this run; figures: `report/`."]
+    parts += [text for table in tables if (text := makers[table]())]
+    return "\n\n".join(parts) + "\n"
+
+
+def main_table(sets: Sequence[str], measured: Sequence[Measured]) -> str:
+    """The paper's results table: nDCG@5, Recall@5 and F1 at the threshold by set, and their average.
+
+    A system that lacks a set has no average. The best of a column and what is within a point of it are bold.
+    """
+    records = {
+        system.name: {
+            label: summarise(label, rows, threshold=system.threshold).as_dict() for label, rows in system.scored.items()
+        }
+        for system in measured
+    }
+    text = [
+        "## Ranking and selection",
+        "Threshold τ: " + "; ".join(f"{s.name} {s.threshold:.4g} ({s.origin})" for s in measured) + ".",
+    ]
+    for metric, title in _METRICS.items():
+        rows = {}
+        for name, by_set in records.items():
+            values = [float(by_set[label][metric]) if label in by_set else None for label in sets]
+            known = [value for value in values if value is not None]
+            rows[name] = [*values, sum(known) / len(known) if len(known) == len(sets) else None]
+        text.append(f"**{title}**\n\n" + _grid(["system", *sets, "Avg"], _bold(rows)))
+    return "\n\n".join(text)
+
+
+def difference_tables(found: Comparison) -> str:
+    """Means over sets with their intervals, and what the systems differ by, query by query."""
+    rows = [[s.name, *(_interval(s.metrics[metric]) for metric in _METRICS)] for s in found.systems]
+    parts = [
+        "## Intervals and differences\n\nIn brackets: 95% bootstrap interval over queries; a difference whose interval "
+        "leaves zero out is bold.\n\n**Means over the sets**\n\n" + _grid(["system", *_METRICS.values()], rows)
+    ]
+    for pair in found.differences:
+        by_set = {**pair.sets, "mean": pair.mean}
+        rows = [[label, *(_sure(values[metric]) for metric in _METRICS)] for label, values in by_set.items()]
+        parts.append(f"**{pair.first} minus {pair.second}**\n\n" + _grid(["set", *_METRICS.values()], rows))
+    return "\n\n".join(parts)
+
+
+def threshold_table(found: Comparison) -> str:
+    """Bias and variance of the sets' best thresholds (paper, Sections 2.1 and 6.3), and where they lie."""
+    sets = list(found.labels)
+    rows = [
+        [
+            s.name,
+            f"{s.threshold_normalised:.3f}",
+            f"{s.bias:.4f}",
+            f"{s.variance:.5f}",
+            *(f"{s.sets[label].tau_best_normalised:.3f}" for label in sets),
+        ]
+        for s in found.systems
+    ]
+    return (
+        "## Thresholds across sets\n\nScores of all sets together are mapped to 0..1; each set's best threshold.\n\n"
+        + _grid(["system", "threshold", "bias", "variance", *sets], rows)
+    )
+
+
+def gap_tables(found: Comparison) -> str:
+    """F1 at each query's own best threshold against the set's best, with the paired t-test (paper, Table 1)."""
+    parts = ["## F1 gap of one threshold for all queries"]
+    for system in found.systems:
+        rows = []
+        for label, result in system.sets.items():
+            own, best, test = result.metrics["f1@query_best"].mean, result.metrics["f1@best"].mean, result.t_test
+            rows.append(
+                [
+                    label,
+                    str(len(result.queries)),
+                    _points(own),
+                    _points(best),
+                    _points(own - best),
+                    "" if test.t is None else f"{test.t:.2f}",
+                    "" if test.p is None else f"{test.p:.1e}",
+                ]
+            )
+        parts.append(f"**{system.name}**\n\n" + _grid(["set", "N", "Q-Opt", "D-Opt", "Gap", "t", "p"], rows))
+    return "\n\n".join(parts)
+
+
+def headroom_table(found: Comparison) -> str:
+    """F1 at the sets' best thresholds and what each query's own would add (paper, Section 7.3), means over sets."""
+    rows = []
+    for s in found.systems:
+        tau, best, own = (s.metrics[name].mean for name in ("f1@tau", "f1@best", "f1@query_best"))
+        rows.append([s.name, _points(tau), _points(best), _points(own), f"+{_points(own - best)}"])
+    return "## Headroom\n\n" + _grid(["system", "F1@τ", "set's best", "query's best", "headroom"], rows)
+
+
+def selection_table(found: Comparison) -> str:
+    """The threshold in use against top-k with as many documents, by set."""
+    rows = []
+    for system in found.systems:
+        for label, result in system.sets.items():
+            chosen = result.selection
+            rows.append(
+                [
+                    system.name,
+                    label,
+                    f"{chosen.natural.kept:.2f}",
+                    _points(chosen.natural.f1.mean),
+                    _points(chosen.top_k.f1.mean),
+                    _sure(chosen.f1_difference),
+                ]
+            )
+    return (
+        "## Threshold or top-k for the same number of documents\n\nIn brackets: 95% bootstrap interval over queries."
+        "\n\n" + _grid(["system", "set", "kept a query", "F1@τ", "F1 of top-k", "difference"], rows)
+    )
+
+
+def stage_table(stages: Sequence[Mapping[str, Any]]) -> str:
+    """Time to score 100 documents by stage (paper, Section 5.4)."""
+    first = float(stages[0]["seconds"])
+    rows = [
+        [str(row["stage"]), f"{1000 * float(row['seconds']):.1f}", f"{100 * (float(row['seconds']) / first - 1):+.2f}%"]
+        for row in stages
+    ]
+    return "## Inference stages\n\n" + _grid(["stage", "ms", "overhead"], rows)
+
+
+def ablation_tables(rows: Sequence[AblationRow]) -> str:
+    """One table a set: each change beside the unchanged recipe, with paired differences of nDCG@5 and F1 at zero."""
+    parts = []
+    for dataset in dict.fromkeys(row.dataset for row in rows):
+        chosen = [row for row in rows if row.dataset == dataset]
+        base = next((row for row in chosen if row.name == "base"), None)
+        lines = []
+        for row in chosen:
+            changes = ["", ""]
+            if base is not None and row is not base:
+                changes = [
+                    _sure(estimate_mean(paired_differences(row.metrics[metric], base.metrics[metric])))
+                    for metric in ("ndcg@5", "f1@0")
+                ]
+            lines.append(
+                [
+                    row.group,
+                    row.name,
+                    row.changes,
+                    *(_points(row.mean(metric)) for metric in ("recall@5", "ndcg@5", "f1@5", "f1@0", "f1@best")),
+                    *changes,
+                    f"{row.parameters:,}",
+                ]
+            )
+        head = ["group", "ablation", "change", "R@5", "nDCG@5", "F1@5", "F1@0", "F1@best", "ΔnDCG@5", "ΔF1@0", "B"]
+        count = len(chosen[0].metrics["f1@0"])
+        parts.append(f"## Ablations on {dataset} ({count} queries)\n\n" + _grid(head, lines))
+    return "\n\n".join(parts)
+
+
+def _interval(estimate: Estimate) -> str:
+    if estimate.low is None or estimate.high is None:
+        return _points(estimate.mean)
+    return f"{_points(estimate.mean)} [{_points(estimate.low)}, {_points(estimate.high)}]"
+
+
+def _sure(estimate: Estimate) -> str:
+    """A difference; bold where its interval leaves zero out."""
+    text = _signed(estimate.mean, estimate.low, estimate.high)
+    return f"**{text}**" if (estimate.low or 0) > 0 or (estimate.high or 0) < 0 else text
+
+
+def _signed(mean: float, low: float | None, high: float | None) -> str:
+    interval = "" if low is None or high is None else f" [{100 * low:+.1f}, {100 * high:+.1f}]"
+    return f"{100 * mean:+.1f}{interval}"
+
+
+def _points(value: float) -> str:
+    return f"{100 * value:.1f}"
+
+
+def _bold(rows: Mapping[str, Sequence[float | None]]) -> list[list[str]]:
+    columns = list(zip(*rows.values(), strict=True))
+    best = [max((value for value in column if value is not None), default=0.0) for column in columns]
+    return [
+        [
+            name,
+            *(
+                "–" if v is None else f"**{_points(v)}**" if v >= top - TIE - 1e-9 else _points(v)
+                for v, top in zip(values, best, strict=True)
+            ),
+        ]
+        for name, values in rows.items()
+    ]
+
+
+def _grid(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A Markdown table; the first column to the left."""
+    lines = [head, ["---", *["--:"] * (len(head) - 1)], *rows]
+    return "\n".join(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in line)} |" for line in lines)

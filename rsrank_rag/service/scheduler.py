@@ -1,0 +1,485 @@
+"""One queue before one model: pairs of all requests that wait share its batches, and clients share its time.
+
+The model scores one batch after another in a process of its own. Between two batches whatever has come meanwhile joins,
+and whatever was cancelled leaves. If the process dies, another takes its place and its batch is scored again; a pair on
+which it dies each time is found by halving and answered alone.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import logging
+import math
+import multiprocessing
+import os
+import signal
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Executor, ProcessPoolExecutor, ThreadPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from ..errors import RSRankError
+from ..method.explanation import Explanation
+from ..reranker import Pair, Reranker
+from . import engine
+from .backend import DeadlineError, Description, Outcome, OverloadedError, UnavailableError
+from .engine import Canary, Host, Loaded, Step
+
+logger = logging.getLogger(__name__)
+
+Result = TypeVar("Result")
+
+CHARACTERS_A_TOKEN = 4
+"""To plan with, before anybody has counted."""
+
+OVERHEAD = 16
+"""Tokens that a pair costs beside its texts, to plan with."""
+
+
+@dataclass(frozen=True)
+class QueueLimits:
+    """How much may wait, and how much is scored at once.
+
+    Attributes:
+        pairs: Pairs that may wait; a request beyond is refused with `OverloadedError`.
+        tokens: Tokens that they may have together, by estimate; likewise.
+        step_seconds: What a batch should take: the longest that a new request waits for its turn, roughly.
+        least_tokens: A batch may hold so many (estimated) tokens however slow the model is.
+        longest_step: Seconds after which the process is taken for hung and replaced.
+    """
+
+    pairs: int = 10_000
+    tokens: int = 25_000_000
+    step_seconds: float = 0.2
+    least_tokens: int = 2048
+    longest_step: float = 300.0
+
+
+@dataclass(eq=False)
+class _Job:
+    """One request that waits for its scores."""
+
+    client: str
+    outcomes: list[Outcome | None]
+    done: asyncio.Future[None]
+    left: int
+
+
+@dataclass(eq=False)
+class _Item:
+    """One pair of a request."""
+
+    job: _Job
+    place: int
+    pair: Pair
+    tokens: int
+
+    @property
+    def wanted(self) -> bool:
+        return not self.job.done.done()
+
+
+@dataclass(eq=False)
+class _Client:
+    """A client's pairs, first come first served, and the tokens it has had, on a clock that all clients share."""
+
+    waiting: deque[_Item] = field(default_factory=deque)
+    served: float = 0.0
+
+
+class Scheduler:
+    """A `Backend` with one model in one process.
+
+    Args:
+        make: Loads the model; it and what it gives must be picklable by reference unless ``in_process``.
+        name: What the model is called.
+        limits: See `QueueLimits`.
+        canary: Scored after each load; None for none.
+        in_process: Run the model in a thread of this process instead. Its death is then everybody's.
+        prepare: Called in the model's own process before all else, such as to set up its logs.
+    """
+
+    def __init__(
+        self,
+        make: Callable[[], Reranker],
+        name: str,
+        *,
+        limits: QueueLimits | None = None,
+        canary: Canary | None = Canary(),  # noqa: B008 - it is frozen
+        in_process: bool = False,
+        prepare: Callable[[], object] | None = None,
+    ) -> None:
+        self.make, self.name, self.canary, self.in_process = make, name, canary, in_process
+        self.limits, self.prepare = limits or QueueLimits(), prepare
+        self._target: Any = Host() if in_process else engine
+        self._pool: Executor | None = None
+        self._loaded: Loaded | None = None
+        self._trouble = "It has not been started."
+        self._stopping = False
+        self._clients: dict[str, _Client] = {}
+        self._ahead: dict[str, float] = {}  # clients that wait for nothing, but have had more than others who do
+        self._suspects: deque[list[_Item]] = deque()
+        self._explaining: deque[tuple[asyncio.Future[Explanation], Pair]] = deque()
+        self._waiting = self._waiting_tokens = 0
+        self._clock = 0.0
+        self._rate = self.limits.least_tokens / self.limits.step_seconds
+        self._work: asyncio.Event | None = None
+        self._ending: asyncio.Event | None = None
+        self._runner: asyncio.Task[None] | None = None
+        self._counts = dict.fromkeys(
+            ("pairs", "tokens", "truncated", "unscored", "failed", "cancelled", "refused", "late", "steps", "restarts"),
+            0,
+        )
+        self._busy_seconds = 0.0
+        self._model: dict[str, float] = {}
+        self._model_before: dict[str, float] = {}
+
+    @property
+    def description(self) -> Description:
+        """See `Backend`."""
+        if self._loaded is None:
+            raise UnavailableError(f"{self.name} is not loaded. {self._trouble}", retry_after=1.0)
+        return self._loaded.description
+
+    def readiness(self) -> str | None:
+        """See `Backend`."""
+        if self._stopping:
+            return "The service is stopping."
+        if not self._trouble and self._runner is not None and self._is_gone():
+            assert self._work is not None
+            self._work.set()  # nobody else would look before the next request
+            return "The model's process is gone; it is being replaced."
+        return self._trouble or (None if self._loaded is None else self._loaded.complaint)
+
+    def stats(self) -> dict[str, float]:
+        """Counters since the start, and levels of now.
+
+        ``pairs``, ``tokens``, ``truncated``, ``unscored`` (no finite score, or no room for it), ``failed`` (input or
+        model errors), ``cancelled`` (pairs whose request went away), ``refused`` and ``late`` (requests), ``steps``,
+        ``restarts``, ``busy_seconds``; ``waiting`` pairs, ``clients`` that wait, ``tokens_per_second`` (estimated
+        ones); and the reranker's own with ``model_`` before them.
+        """
+        return {
+            **self._counts,
+            "busy_seconds": self._busy_seconds,
+            "waiting": self._waiting,
+            "clients": len(self._clients),
+            "tokens_per_second": self._rate,
+            **{
+                f"model_{name}": self._model.get(name, 0) + self._model_before.get(name, 0)
+                for name in {**self._model_before, **self._model}
+            },
+        }
+
+    async def start(self) -> None:
+        """See `Backend`."""
+        self._work, self._ending = asyncio.Event(), asyncio.Event()
+        try:
+            await self._load()
+        except BaseException as error:
+            if self._pool is not None:
+                self._pool.shutdown(wait=False)
+            if isinstance(error, BrokenProcessPool):
+                told = f"The process that was to hold {self.name} ended while it was loading."
+                raise UnavailableError(told) from None
+            raise
+        if self.readiness() is not None:
+            logger.warning("%s", self.readiness())
+        self._runner = asyncio.create_task(self._run())
+
+    async def stop(self) -> None:
+        """See `Backend`."""
+        self._stopping = True
+        if self._runner is not None:
+            assert self._work is not None
+            assert self._ending is not None
+            self._work.set()
+            self._ending.set()
+            await self._runner
+            self._runner = None
+        if self._pool is not None:
+            await asyncio.to_thread(self._pool.shutdown)
+            self._pool = None
+
+    async def score(self, pairs: Sequence[Pair], *, client: str = "", timeout: float | None = None) -> list[Outcome]:
+        """See `Backend`."""
+        if not pairs:
+            return []
+        items = [(place, pair, _estimate(pair)) for place, pair in enumerate(pairs)]
+        tokens = sum(cost for _, _, cost in items)
+        self._admit(len(pairs), tokens)
+        job = _Job(client, [None] * len(pairs), asyncio.get_running_loop().create_future(), len(pairs))
+        mine = self._clients.get(client)
+        if mine is None:
+            # Whoever asks again and again must not begin each time as if they had had nothing.
+            mine = self._clients[client] = _Client(served=max(self._clock, self._ahead.pop(client, 0.0)))
+        mine.waiting.extend(_Item(job, *item) for item in items)
+        self._waiting += len(pairs)
+        self._waiting_tokens += tokens
+        try:
+            await self._finished(job.done, timeout)
+        finally:
+            if job.left:
+                self._withdraw(job)
+        return [outcome for outcome in job.outcomes if outcome is not None]
+
+    async def explain(self, pair: Pair, *, client: str = "", timeout: float | None = None) -> Explanation:
+        """See `Backend`."""
+        self._admit(1, _estimate(pair))
+        done: asyncio.Future[Explanation] = asyncio.get_running_loop().create_future()
+        mine = (done, pair)
+        self._explaining.append(mine)
+        try:
+            return await self._finished(done, timeout)
+        finally:
+            if mine in self._explaining:
+                self._explaining.remove(mine)
+
+    def _admit(self, count: int, tokens: int) -> None:
+        """Let a request in, or refuse it.
+
+        Raises:
+            OverloadedError: The queue is full.
+            UnavailableError: No more work is taken.
+        """
+        if self._runner is None or self._stopping:
+            raise UnavailableError(f"No requests are taken. {self.readiness()}", retry_after=5.0)
+        limits, waiting = self.limits, self._waiting + len(self._explaining)
+        if waiting and (waiting + count > limits.pairs or self._waiting_tokens + tokens > limits.tokens):
+            self._counts["refused"] += 1
+            raise OverloadedError(
+                f"{waiting:,} documents of about {self._waiting_tokens:,} tokens are waiting. With {count:,} more the "
+                f"queue would be over its limit of {limits.pairs:,} documents or {limits.tokens:,} tokens. Try again "
+                "later.",
+                retry_after=max(1.0, math.ceil(self._waiting_tokens / self._rate)),
+            )
+
+    async def _finished(self, done: asyncio.Future[Result], timeout: float | None) -> Result:
+        """Wait for a result; giving up cancels ``done``, which is how the loop hears of it."""
+        assert self._work is not None
+        self._work.set()
+        try:
+            return await asyncio.wait_for(done, timeout)
+        except asyncio.TimeoutError:
+            self._counts["late"] += 1
+            raise DeadlineError(f"There was no answer in {timeout:g} seconds; the work has been cancelled.") from None
+
+    def _withdraw(self, job: _Job) -> None:
+        """Take what nobody waits for any more out of the queue."""
+        mine = self._clients.get(job.client)
+        if mine is None:
+            return
+        gone = [item for item in mine.waiting if item.job is job]
+        mine.waiting = deque(item for item in mine.waiting if item.job is not job)
+        self._waiting -= len(gone)
+        self._waiting_tokens -= sum(item.tokens for item in gone)
+        self._counts["cancelled"] += len(gone)
+        if not mine.waiting:
+            self._leave(job.client)
+
+    def _leave(self, name: str) -> None:
+        """A client waits for nothing any more. What it has had counts for as long as others who wait have had less."""
+        self._ahead[name] = self._clients.pop(name).served
+        self._ahead = {name: served for name, served in self._ahead.items() if self._clients and served > self._clock}
+
+    # The loop
+
+    async def _run(self) -> None:
+        assert self._work is not None
+        while True:
+            self._work.clear()
+            if self._explaining:
+                await self._explain_one()
+            if self._suspects:
+                await self._score_batch(self._suspects.popleft(), suspect=True)
+            elif batch := self._next_batch():
+                await self._score_batch(batch)
+            elif not self._explaining:
+                if self._stopping:
+                    return
+                if self._is_gone():
+                    await self._restart()
+                else:
+                    await self._work.wait()
+
+    def _next_batch(self) -> list[_Item]:
+        """What is scored next: pairs of whichever client has had the least, until the batch takes long enough."""
+        room = max(self.limits.least_tokens, int(self._rate * self.limits.step_seconds))
+        batch: list[_Item] = []
+        while self._clients:
+            name = min(self._clients, key=lambda name: self._clients[name].served)
+            mine = self._clients[name]
+            if batch and mine.waiting[0].tokens > room:
+                break
+            item = mine.waiting.popleft()
+            self._waiting -= 1
+            self._waiting_tokens -= item.tokens
+            batch.append(item)
+            room -= item.tokens
+            self._clock = mine.served
+            mine.served += item.tokens
+            if not mine.waiting:
+                self._leave(name)
+        return batch
+
+    async def _score_batch(self, batch: list[_Item], *, suspect: bool = False) -> None:
+        batch = [item for item in batch if item.wanted]
+        if not batch:
+            return
+        try:
+            step: Step = await self._call(self._target.step, [item.pair for item in batch])
+            self._learn(step, sum(item.tokens for item in batch))
+            outcomes = step.outcomes
+        except BrokenProcessPool:
+            self._suspect(batch, suspect)
+            await self._restart()
+            return
+        except Exception as error:  # what cannot be sent to the process or back, such as an odd error of the model's
+            logger.exception("A batch failed.")
+            outcomes = [Outcome(None, fault="internal", error=f"{type(error).__name__}.")] * len(batch)
+        self._settle(batch, outcomes)
+
+    def _learn(self, step: Step, tokens: int) -> None:
+        """Take in what a batch of so many (estimated) tokens tells about the model."""
+        self._counts["steps"] += 1
+        self._busy_seconds += step.seconds
+        self._model = dict(step.stats)
+        speed = tokens / max(step.seconds, 1e-6)
+        # Small batches say little about how fast a full one would be, and one that took too long must not be repeated.
+        weight = min(1.0, 0.3 * step.seconds / self.limits.step_seconds)
+        self._rate += weight * (speed - self._rate)
+
+    def _suspect(self, batch: list[_Item], again: bool) -> None:
+        """The process died on a batch: try it once more, for it may have died of something else; then in halves."""
+        if not again:
+            self._suspects.appendleft(batch)
+        elif len(batch) == 1:
+            error = "ended the model's process, twice."
+            self._settle(batch, [Outcome(None, fault="internal", error=error)])
+        else:
+            middle = len(batch) // 2
+            self._suspects.extendleft([batch[middle:], batch[:middle]])
+
+    def _settle(self, batch: list[_Item], outcomes: Sequence[Outcome]) -> None:
+        for item, outcome in zip(batch, outcomes, strict=True):
+            self._count(outcome)
+            job = item.job
+            job.outcomes[item.place] = outcome
+            job.left -= 1
+            if job.left == 0 and not job.done.done():
+                job.done.set_result(None)
+
+    def _count(self, outcome: Outcome) -> None:
+        self._counts["pairs"] += 1
+        self._counts["tokens"] += outcome.tokens
+        self._counts["truncated"] += outcome.truncated
+        self._counts["unscored"] += outcome.fault == "unscored"
+        self._counts["failed"] += outcome.fault in ("input", "internal")
+
+    async def _explain_one(self) -> None:
+        done, pair = self._explaining.popleft()
+        if done.done():
+            return
+        try:
+            explanation: Explanation = await self._call(self._target.explain, pair)
+        except BrokenProcessPool:
+            if not done.done():
+                done.set_exception(UnavailableError("The model's process died; it is being replaced.", 5.0))
+            await self._restart()
+        except RSRankError as error:
+            if not done.done():
+                done.set_exception(error)
+        except Exception as error:  # whatever the model raises, this loop goes on: every other request waits for it
+            logger.exception("An explanation failed.")
+            if not done.done():
+                done.set_exception(RSRankError(f"The model failed ({type(error).__name__})."))
+        else:
+            if not done.done():
+                done.set_result(explanation)
+
+    # The process
+
+    def _is_gone(self) -> bool:
+        """Whether the process that held the model has ended; where one cannot ask, the next batch tells."""
+        if self.in_process or self._loaded is None or os.name != "posix":
+            return False
+        try:
+            os.kill(self._loaded.process, 0)
+        except ProcessLookupError:
+            return True
+        return False
+
+    async def _call(self, function: Callable[..., Result], *arguments: object) -> Result:
+        """Run a function where the model is.
+
+        Raises:
+            BrokenProcessPool: The process died, or was ended because it hung.
+        """
+        future = asyncio.get_running_loop().run_in_executor(self._pool, function, *arguments)
+        done, _ = await asyncio.wait([future], timeout=self.limits.longest_step)
+        if not done:
+            assert self._loaded is not None
+            logger.error("The model's process has not answered for %g seconds and is ended.", self.limits.longest_step)
+            if not self.in_process:
+                with contextlib.suppress(ProcessLookupError):  # it has ended just now
+                    os.kill(self._loaded.process, signal.SIGKILL)
+        return await future
+
+    async def _load(self) -> None:
+        self._trouble = "The model is being loaded."
+        if self.in_process:
+            self._pool = ThreadPoolExecutor(1, thread_name_prefix="rsrank-serve")
+        else:
+            context = multiprocessing.get_context("spawn")  # a forked copy of threads and CUDA would not work
+            self._pool = ProcessPoolExecutor(1, mp_context=context, initializer=engine.begin, initargs=(self.prepare,))
+        loop = asyncio.get_running_loop()
+        started = time.perf_counter()
+        self._loaded = await loop.run_in_executor(self._pool, self._target.load, self.make, self.name, self.canary)
+        logger.info("%s was loaded in %.1f s.", self.name, time.perf_counter() - started)
+        self._trouble = ""
+
+    async def _restart(self) -> None:
+        """Put a new process in the place of a dead one; while that fails, try again ever more slowly."""
+        assert self._pool is not None
+        assert self._ending is not None
+        for name, value in self._model.items():
+            if not name.endswith("_bytes"):  # what was held is gone with the process
+                self._model_before[name] = self._model_before.get(name, 0) + value
+        self._model = {}
+        for attempt in itertools.count():
+            self._counts["restarts"] += 1
+            self._pool.shutdown(wait=False)
+            try:
+                await self._load()
+            except Exception as error:  # whatever loading meets, such as a device that is still full: it may pass
+                self._trouble = f"The model's process died and could not be replaced ({error})."
+                logger.error("%s", self._trouble)
+                if self._stopping:
+                    self._give_up()
+                    return
+                with contextlib.suppress(asyncio.TimeoutError):
+                    await asyncio.wait_for(self._ending.wait(), min(30.0, 0.5 * 2 ** min(attempt, 6)))
+            else:
+                logger.warning("The model's process died and was replaced.")
+                return
+
+    def _give_up(self) -> None:
+        """Answer all that waits: there is no model and will be none."""
+        waiting = [*itertools.chain(*self._suspects), *itertools.chain(*(c.waiting for c in self._clients.values()))]
+        futures: list[asyncio.Future[Any]] = [item.job.done for item in waiting]
+        for done in (*futures, *(done for done, *_ in self._explaining)):
+            if not done.done():
+                done.set_exception(UnavailableError(self._trouble))
+        self._suspects.clear()
+        self._clients.clear()
+        self._explaining.clear()
+        self._waiting = self._waiting_tokens = 0
+
+
+def _estimate(pair: Pair) -> int:
+    return (len(pair.query) + len(pair.document)) // CHARACTERS_A_TOKEN + OVERHEAD
