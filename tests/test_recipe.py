@@ -13,7 +13,7 @@ import torch
 from conftest import DOCUMENTS, QUERIES
 
 from rsrank_rag import RSRank
-from rsrank_rag.evaluation.systems.baselines import BM25
+from rsrank_rag.evaluation.systems.bm25 import BM25
 
 RECIPE = Path(__file__).parents[1] / "recipes" / "mini"
 

@@ -9,8 +9,8 @@ from conftest import DOCUMENTS, QUERIES
 
 from rsrank_rag.errors import InputError, MissingDependencyError
 from rsrank_rag.evaluation.datasets import LabelledDocument, LabelledQuery
-from rsrank_rag.evaluation.shift_map import shift_vectors, umap_plane
 from rsrank_rag.method.reading import NullRun
+from rsrank_rag.reproduction.shift_map import shift_vectors, umap_plane
 
 
 def labelled(texts, relevant=frozenset({0})):

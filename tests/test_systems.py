@@ -21,9 +21,10 @@ from rsrank_rag.cli.main import app
 from rsrank_rag.errors import BackboneError, InputError, MissingDependencyError
 from rsrank_rag.evaluation.datasets import LabelledDocument, LabelledQuery
 from rsrank_rag.evaluation.evaluate import score_dataset
-from rsrank_rag.evaluation.systems.baselines import BM25, BiEncoder, CrossEncoder
+from rsrank_rag.evaluation.systems.bm25 import BM25
 from rsrank_rag.evaluation.systems.oracle import OracleSimilarity, oracle_scores
 from rsrank_rag.evaluation.systems.registry import KINDS, forms, load_system, parse
+from rsrank_rag.evaluation.systems.sentence_transformers import BiEncoder, CrossEncoder
 from rsrank_rag.language_model.loading import LoadOptions
 from rsrank_rag.training.features import QueryFeatures
 

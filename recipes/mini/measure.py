@@ -19,7 +19,8 @@ from tqdm import tqdm
 from rsrank_rag import Reranker, RSRank
 from rsrank_rag.evaluation.datasets import dataset_name, read_labelled
 from rsrank_rag.evaluation.evaluate import score_dataset, shared_threshold, summarise
-from rsrank_rag.evaluation.systems.baselines import BM25, BiEncoder
+from rsrank_rag.evaluation.systems.bm25 import BM25
+from rsrank_rag.evaluation.systems.sentence_transformers import BiEncoder
 
 Figures = dict[str, dict[str, Any]]
 

@@ -12,9 +12,9 @@ from .on_ray import Actors, each
 
 if TYPE_CHECKING:
     from ..rsrank import RSRank
-    from ..training.features import FeatureStore
     from ..training.recipe import Recipe
-    from ..training.run import Kitchen
+    from ..training.run import TrainingRun
+    from ..training.store import FeatureStore
 
 DOCUMENTS = 256
 """That an actor reads at a time."""
@@ -73,14 +73,14 @@ class FeatureMaker:
         self.recipe, self.output = recipe, output
 
     @cached_property
-    def _kitchen(self) -> Kitchen:
-        from ..training.run import Kitchen
+    def _run(self) -> TrainingRun:
+        from ..training.run import TrainingRun
 
-        return Kitchen(self.recipe, self.output)
+        return TrainingRun(self.recipe, self.output)
 
     def __call__(self, share: int) -> int:
         """Make one share of `SHARES` and return its number."""
-        self._kitchen.extract_part(share, SHARES)
+        self._run.extract_part(share, SHARES)
         return share
 
 
@@ -90,7 +90,7 @@ def features_on(actors: Actors, recipe: Recipe, output: Path) -> FeatureStore:
     Raises:
         RSRankError: An actor could not do it.
     """
-    from ..training.features import FeatureStore
+    from ..training.store import FeatureStore
 
     folder = output.absolute()
     for _ in each(partial(FeatureMaker, recipe, folder), list(range(SHARES)), actors):

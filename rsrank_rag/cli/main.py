@@ -410,7 +410,7 @@ def evaluate(
     from ..evaluation.comparison import Measured
     from ..evaluation.hub_datasets import load_sets
     from ..evaluation.negatives import Negatives
-    from ..evaluation.report import shift_pictures, write_report
+    from ..evaluation.report import write_report
     from ..evaluation.systems.registry import load_system, parse
     from ..language_model.loading import LoadOptions
 
@@ -439,6 +439,8 @@ def evaluate(
             scored = _scored(name, system, sets, titles)
             measured.append(Measured(name, *_tau(threshold, system, list(scored.values())), scored))
             if umap:
+                from ..reproduction.shift_map import shift_pictures
+
                 pictures += shift_pictures(name, system, sets, titles=titles)
         records = [_records(found) for found in measured]
         if output is not None:
@@ -458,7 +460,11 @@ def _check_outputs(output: Path | None, report: Path | None, umap: bool) -> None
 
     ranking_metrics([])
     if report is not None:
-        check_report(report, umap=umap)
+        check_report(report)
+        if umap:
+            from ..reproduction.shift_map import load_umap
+
+            load_umap()
     elif umap:
         raise InputError("--umap draws into a report. Give --report DIR too.")
     if output is not None:

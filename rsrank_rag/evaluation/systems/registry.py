@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
 from ...errors import InputError
 
@@ -15,6 +16,9 @@ if TYPE_CHECKING:
     from ...language_model.loading import LoadOptions
     from ...rsrank import RSRank
     from ..evaluate import System
+
+
+_Loader = Callable[[str, "str | None", "LoadOptions"], "System"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +32,7 @@ class Kind:
         named: Whether there is anything to name.
     """
 
-    load: Callable[[str, str | None, LoadOptions], System]
+    load: _Loader
     default: str | None = None
     short: Mapping[str, str] = field(default_factory=dict)
     named: bool = True
@@ -59,68 +63,39 @@ def _rsrank(name: str, revision: str | None, options: LoadOptions) -> RSRank:
     )
 
 
+def _of(module: str, name: str, *, alone: bool = False, **settings: Any) -> _Loader:
+    """A loader that imports its system when it is used, so that naming the systems costs nothing."""
+
+    def load(chosen: str, revision: str | None, options: LoadOptions) -> System:
+        kind = getattr(import_module(f".{module}", __package__), name)
+        made: System = kind() if alone else kind(chosen, revision=revision, options=options, **settings)
+        return made
+
+    return load
+
+
 def _oracle(name: str, revision: str | None, options: LoadOptions) -> System:
     from .oracle import OracleSimilarity
 
     return OracleSimilarity(_rsrank(name, revision, options))
 
 
-def _qwen3_reranker(name: str, revision: str | None, options: LoadOptions) -> System:
-    from .generative import Qwen3Reranker
-
-    return Qwen3Reranker(name, revision=revision, options=options)
-
-
-def _monot5(name: str, revision: str | None, options: LoadOptions) -> System:
-    from .generative import MonoT5
-
-    return MonoT5(name, revision=revision, options=options)
-
-
-def _llm2vec_gen(name: str, revision: str | None, options: LoadOptions) -> System:
-    from .llm2vec_gen import LLM2VecGen
-
-    return LLM2VecGen(name, revision=revision, options=options)
-
-
-def _calibrated_cross_encoder(name: str, revision: str | None, options: LoadOptions) -> System:
-    """One whose sigmoid is the probability of relevance."""
-    from .baselines import CrossEncoder
-
-    return CrossEncoder(name, threshold=0.0, revision=revision, options=options)
-
-
-def _cross_encoder(name: str, revision: str | None, options: LoadOptions) -> System:
-    from .baselines import CrossEncoder
-
-    return CrossEncoder(name, revision=revision, options=options)
-
-
-def _bi_encoder(name: str, revision: str | None, options: LoadOptions) -> System:
-    from .baselines import BiEncoder
-
-    return BiEncoder(name, revision=revision, options=options)
-
-
-def _bm25(name: str, revision: str | None, options: LoadOptions) -> System:
-    from .baselines import BM25
-
-    return BM25()
-
+# Of these two, the sigmoid is used as the probability of relevance, which is one half at 0.
+_CALIBRATED = _of("sentence_transformers", "CrossEncoder", threshold=0.0)
+_QWEN3 = {size.lower(): f"Qwen/Qwen3-Reranker-{size}" for size in ("0.6B", "4B", "8B")}
+_MONOT5 = {size: f"castorini/monot5-{size}-msmarco" for size in ("base", "3b")}
 
 KINDS: dict[str, Kind] = {
     "rsrank": Kind(_rsrank),
     "oracle": Kind(_oracle),
-    "qwen3-reranker": Kind(
-        _qwen3_reranker, short={size.lower(): f"Qwen/Qwen3-Reranker-{size}" for size in ("0.6B", "4B", "8B")}
-    ),
-    "monot5": Kind(_monot5, short={size: f"castorini/monot5-{size}-msmarco" for size in ("base", "3b")}),
-    "llm2vec-gen": Kind(_llm2vec_gen, default="McGill-NLP/LLM2Vec-Gen-Qwen3-8B"),
-    "bge-reranker-v2-m3": Kind(_calibrated_cross_encoder, default="BAAI/bge-reranker-v2-m3"),
-    "jina-reranker-v2": Kind(_calibrated_cross_encoder, default="jinaai/jina-reranker-v2-base-multilingual"),
-    "cross-encoder": Kind(_cross_encoder),
-    "bi-encoder": Kind(_bi_encoder),
-    "bm25": Kind(_bm25, default="", named=False),
+    "qwen3-reranker": Kind(_of("qwen3_reranker", "Qwen3Reranker"), short=_QWEN3),
+    "monot5": Kind(_of("monot5", "MonoT5"), short=_MONOT5),
+    "llm2vec-gen": Kind(_of("llm2vec_gen", "LLM2VecGen"), default="McGill-NLP/LLM2Vec-Gen-Qwen3-8B"),
+    "bge-reranker-v2-m3": Kind(_CALIBRATED, default="BAAI/bge-reranker-v2-m3"),
+    "jina-reranker-v2": Kind(_CALIBRATED, default="jinaai/jina-reranker-v2-base-multilingual"),
+    "cross-encoder": Kind(_of("sentence_transformers", "CrossEncoder")),
+    "bi-encoder": Kind(_of("sentence_transformers", "BiEncoder")),
+    "bm25": Kind(_of("bm25", "BM25", alone=True), default="", named=False),
 }
 
 
