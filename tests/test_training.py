@@ -28,10 +28,11 @@ from rsrank_rag.method.reading import NullRun, ShiftReader
 from rsrank_rag.method.shift import cosine_to_ones
 from rsrank_rag.method.template import PromptTokenizer
 from rsrank_rag.reproduction.closed_form import closed_form
-from rsrank_rag.training.features import FeatureExtractor, FeatureStore, QueryFeatures, digest, spec_for, subsample
-from rsrank_rag.training.fit import Batch, FitOptions, Resident, Subset, batch_scores, fit, scored, split
-from rsrank_rag.training.recipe import Recipe, shipped
-from rsrank_rag.training.run import Kitchen, histogram_of
+from rsrank_rag.training.features import FeatureExtractor, digest, plan_features, spec_for, subsample
+from rsrank_rag.training.fit import Batch, FitOptions, batch_scores, fit, scored, split
+from rsrank_rag.training.recipe import FeaturePart, Recipe, shipped
+from rsrank_rag.training.run import TrainingRun, histogram_of
+from rsrank_rag.training.store import FeatureStore, QueryFeatures, Resident, Subset
 
 
 def labelled(count=6, documents=DOCUMENTS):
@@ -77,16 +78,22 @@ def extractor(loaded):
     return FeatureExtractor(ShiftReader(core, prompts, range(1, LAYERS)), token_budget=500)
 
 
+def plan_of(queries, extractor):
+    reader = extractor.reader
+    numbers = len(reader.layers) * reader.backbone.num_heads * reader.backbone.head_dim
+    return plan_features(queries, reader.prompts, extractor.options, numbers)
+
+
 @pytest.fixture
 def store_of(loaded, tmp_path):
     """Function: queries -> a finished store."""
 
     def make(queries, extractor, folder="features", shard_bytes=1 << 30):
         core, _, spec = loaded("qwen3")
-        plan = extractor.plan(queries, core.num_heads, core.head_dim)
+        plan = plan_of(queries, extractor)
         found = spec_for(extractor, queries, plan, spec, shard_bytes=shard_bytes)
         store = FeatureStore.create(tmp_path / folder, found, plan.bytes)
-        list(store.fill(queries, extractor))
+        list(store.fill(lambda number: extractor.extract(queries[number])))
         return store, plan
 
     return make
@@ -179,7 +186,7 @@ def test_an_artifact_of_another_signal_scores_what_its_features_say(loaded, tmp_
     core, prompts, spec = loaded("qwen3")
     reader = ShiftReader(core, prompts, range(1, LAYERS), signal=signal, null_prefix=null_prefix)
     query = labelled(1)[0]
-    features = FeatureExtractor(reader, dtype="bfloat16").extract(query)
+    features = FeatureExtractor(reader, FeaturePart(dtype="bfloat16")).extract(query)
     _, heads, _, width = features.shifts.shape
     projection = Projection.random(range(1, LAYERS), heads, 4, width, seed=3)
     config = RSRankConfig(
@@ -249,7 +256,7 @@ def test_fewer_tokens_are_spread_evenly(loaded):
     core, prompts, _ = loaded("qwen3")
     reader = ShiftReader(core, prompts, range(1, LAYERS))
     query = labelled(1)[0]
-    full, few = FeatureExtractor(reader).extract(query), FeatureExtractor(reader, max_tokens=3).extract(query)
+    full, few = FeatureExtractor(reader).extract(query), FeatureExtractor(reader, FeaturePart(max_tokens=3)).extract(query)
     assert few.tokens == 3
     positions = [int(full.tokens / 3 * (i + 0.5)) for i in range(3)]
     for document in range(len(query.documents)):
@@ -306,15 +313,15 @@ def test_a_store_that_was_interrupted_goes_on_without_loss_or_repetition(extract
 def test_workers_share_the_shards_between_them(extractor, store_of, loaded, tmp_path):
     queries = labelled(5)
     core, _, spec = loaded("qwen3")
-    plan = extractor.plan(queries, core.num_heads, core.head_dim)
+    plan = plan_of(queries, extractor)
     found = spec_for(extractor, queries, plan, spec, shard_bytes=1)
     store = FeatureStore.create(tmp_path / "shared", found, plan.bytes)
-    done = list(store.fill(queries, extractor, worker=0, workers=2))
+    done = list(store.fill(lambda number: extractor.extract(queries[number]), worker=0, workers=2))
     assert done == [0, 2, 4]
     with pytest.raises(TrainingError, match=r"2 of 5 shards are missing\. Run the same"):
         len(store)
     again = FeatureStore.create(tmp_path / "shared", found, plan.bytes)
-    assert sorted(again.fill(queries, extractor, worker=1, workers=2)) == [0, 1, 2, 3, 4]
+    assert sorted(again.fill(lambda number: extractor.extract(queries[number]), worker=1, workers=2)) == [0, 1, 2, 3, 4]
     assert len(again) == 5
 
 
@@ -335,10 +342,11 @@ def test_a_store_made_otherwise_is_refused_and_says_how(extractor, loaded, tmp_p
     core, prompts, spec = loaded("qwen3", **({"suffix": "!"} if change == "template" else {}))
     other = FeatureExtractor(
         ShiftReader(core, prompts, (1, 2) if change == "layers" else range(1, LAYERS)),
-        dtype="bfloat16" if change == "dtype" else "float16",
-        max_tokens=2 if change == "tokens" else None,
+        FeaturePart(
+            dtype="bfloat16" if change == "dtype" else "float16", max_tokens=2 if change == "tokens" else None
+        ),
     )
-    plan = extractor.plan(queries, core.num_heads, core.head_dim)
+    plan = plan_of(queries, extractor)
     FeatureStore.create(tmp_path, spec_for(extractor, queries, plan, spec), plan.bytes)
     if change == "revision":
         spec = spec.model_copy(update={"revision": "v2"})
@@ -354,7 +362,7 @@ def test_a_store_made_otherwise_is_refused_and_says_how(extractor, loaded, tmp_p
 def test_value_vectors_that_another_device_rounds_otherwise_are_the_same_model(extractor, loaded, tmp_path):
     queries = labelled(2)
     core, _, spec = loaded("qwen3")
-    plan = extractor.plan(queries, core.num_heads, core.head_dim)
+    plan = plan_of(queries, extractor)
     FeatureStore.create(tmp_path, spec_for(extractor, queries, plan, spec), plan.bytes)
     rounded = spec.model_copy(update={"values": tuple(value * 1.01 for value in spec.values)})
     again = FeatureStore.create(tmp_path, spec_for(extractor, queries, plan, rounded), plan.bytes)
@@ -373,7 +381,7 @@ def test_a_damaged_shard_is_one_clear_error(extractor, store_of):
 def test_a_disk_that_is_too_small_is_refused_before_the_work(extractor, loaded, tmp_path):
     queries = labelled(1)
     core, _, spec = loaded("qwen3")
-    plan = extractor.plan(queries, core.num_heads, core.head_dim)
+    plan = plan_of(queries, extractor)
     with pytest.raises(TrainingError, match=r"need 9000000.0 GB .* Use fewer query"):
         FeatureStore.create(tmp_path / "s", spec_for(extractor, queries, plan, spec), int(9e15))
     assert not (tmp_path / "s" / "store.json").exists()
@@ -762,7 +770,7 @@ def test_a_dry_run_prints_disk_memory_and_hours_and_leaves_nothing(recipe_file, 
     ):
         assert word in said
     assert not (tmp_path / "run").exists()
-    made = Kitchen(Recipe.load(str(recipe_file)), tmp_path / "run")
+    made = TrainingRun(Recipe.load(str(recipe_file)), tmp_path / "run")
     estimate = made.estimate()
     store = made.extract()
     assert estimate.plan.bytes == sum(store[i].shifts.nbytes for i in range(len(store)))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from ..method.shift import oracle_similarity
-from ..training.features import QueryFeatures
+from ..training.store import QueryFeatures
 
 
 def oracle_scores(features: QueryFeatures) -> list[float]:

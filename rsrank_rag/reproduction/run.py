@@ -307,10 +307,10 @@ def plan(config: Reproduction) -> str:
     lines = [f"{config.name}: {len(config.systems)} systems on {len(config.sets)} sets, seed {config.seed}"]
     for part in config.sets:
         many = "all queries" if part.queries is None else f"{part.queries} queries"
-        chosen = part.negatives or (Negatives() if part.name else None)
-        kind = "" if chosen is None else f", {chosen.count} {chosen.kind} negatives where the set has none of its own"
-        if part.file is not None and chosen is not None:
-            kind = f", {chosen.count} {chosen.kind} negatives of the file's documents"
+        given = part.negatives or (Negatives() if part.name else None)
+        kind = "" if given is None else f", {given.count} {given.kind} negatives where the set has none of its own"
+        if part.file is not None and given is not None:
+            kind = f", {given.count} {given.kind} negatives of the file's documents"
         lines.append(f"  set      {part.title}: {part.split if part.name else part.file}, {many}{kind}")
     lines += [f"  system   {part.title}: {part.name}" for part in config.systems]
     lines.append(f"  tables   {', '.join(config.tables)}")
