@@ -243,7 +243,9 @@ class PromptTokenizer:
         encoded = self._text.encode_batch([clean(text) for text in documents], add_special_tokens=False)
         return [
             TokenisedDocument(
-                (*self._instruction, *item.ids[:room], *self._separator), len(item.ids) > room, not item.ids
+                (*self._instruction, *item.ids[:room], *self._separator),
+                len(item.ids) > room,
+                not (item.ids and text.strip()),
             )
-            for item in encoded
+            for text, item in zip(documents, encoded, strict=True)
         ]
