@@ -14,7 +14,7 @@ from rsrank_rag.errors import BackboneError, InputError, MissingDependencyError,
 from rsrank_rag.evaluation.systems.answer_odds import AnswerHead
 from rsrank_rag.evaluation.systems.monot5 import MonoT5
 from rsrank_rag.evaluation.systems.qwen3_reranker import Qwen3Reranker
-from rsrank_rag.language_model.loading import LoadOptions
+from rsrank_rag.language_model.options import LoadOptions
 
 CPU = LoadOptions(device="cpu", dtype="float32", local_files_only=True)
 LONG = " ".join(DOCUMENTS)

@@ -26,7 +26,7 @@ from service import Numbers, Words, client_of, scheduler
 from typer.testing import CliRunner
 
 from rsrank_rag import RSRank
-from rsrank_rag.cli.main import app
+from rsrank_rag.cli import app
 from rsrank_rag.cli.service import Loader, prefix_choice, read_canary, read_keys
 from rsrank_rag.errors import InputError
 from rsrank_rag.prefixes.settings import PrefixCache

@@ -17,11 +17,12 @@ from typer.testing import CliRunner
 from rsrank_rag import Projection, RSRank
 from rsrank_rag.artifact.config import Histogram, RSRankConfig
 from rsrank_rag.artifact.identity import describe
-from rsrank_rag.cli.main import app
+from rsrank_rag.cli import app
 from rsrank_rag.errors import InputError, TrainingError
 from rsrank_rag.evaluation.datasets import LabelledDocument, LabelledQuery
 from rsrank_rag.evaluation.metrics import ScoredQuery
-from rsrank_rag.language_model.loading import LoadOptions, load_model
+from rsrank_rag.language_model.loading import load_model
+from rsrank_rag.language_model.options import LoadOptions
 from rsrank_rag.method.backbone import Backbone
 from rsrank_rag.method.losses import calibration_loss, margin_loss
 from rsrank_rag.method.reading import NullRun, ShiftReader
@@ -256,7 +257,10 @@ def test_fewer_tokens_are_spread_evenly(loaded):
     core, prompts, _ = loaded("qwen3")
     reader = ShiftReader(core, prompts, range(1, LAYERS))
     query = labelled(1)[0]
-    full, few = FeatureExtractor(reader).extract(query), FeatureExtractor(reader, FeaturePart(max_tokens=3)).extract(query)
+    full, few = (
+        FeatureExtractor(reader).extract(query),
+        FeatureExtractor(reader, FeaturePart(max_tokens=3)).extract(query),
+    )
     assert few.tokens == 3
     positions = [int(full.tokens / 3 * (i + 0.5)) for i in range(3)]
     for document in range(len(query.documents)):
@@ -342,9 +346,7 @@ def test_a_store_made_otherwise_is_refused_and_says_how(extractor, loaded, tmp_p
     core, prompts, spec = loaded("qwen3", **({"suffix": "!"} if change == "template" else {}))
     other = FeatureExtractor(
         ShiftReader(core, prompts, (1, 2) if change == "layers" else range(1, LAYERS)),
-        FeaturePart(
-            dtype="bfloat16" if change == "dtype" else "float16", max_tokens=2 if change == "tokens" else None
-        ),
+        FeaturePart(dtype="bfloat16" if change == "dtype" else "float16", max_tokens=2 if change == "tokens" else None),
     )
     plan = plan_of(queries, extractor)
     FeatureStore.create(tmp_path, spec_for(extractor, queries, plan, spec), plan.bytes)

@@ -22,7 +22,7 @@ from .systems.sentence_transformers import BiEncoder
 if TYPE_CHECKING:
     import numpy as np
 
-    from ..language_model.loading import LoadOptions
+    from ..language_model.options import LoadOptions
 
 logger = logging.getLogger(__name__)
 

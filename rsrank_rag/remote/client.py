@@ -218,9 +218,8 @@ class RemoteReranker(ConcurrentReranker):
         """As `close`; those of the running event loop are closed when it returns, unless they are in use."""
         await connections.aclose(self.base_url)
 
-    def _scored(
-        self, query: str, documents: Sequence[str], *, cutoff: float | None, show_progress: bool
-    ) -> list[Scored]:
+    def score_documents(self, query: str, documents: Sequence[str], *, show_progress: bool = False) -> list[Scored]:
+        """As `score`, with whether a document was cut."""
         return self._ask(query, documents)[0]
 
     def _ask(self, query: str, documents: Sequence[str]) -> tuple[list[Scored], float | None]:

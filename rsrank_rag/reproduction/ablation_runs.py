@@ -23,11 +23,11 @@ from ..evaluation.metrics import ScoredQuery, best_threshold, f1_at, ranking_by_
 from ..evaluation.systems.registry import load_system
 from ..method.projection import Projection
 from ..partial_files import write_text
-from ..training.store import FeatureSource, FeatureStore, QueryFeatures
 from ..training.fit import scored, split
 from ..training.learn import Learner
 from ..training.recipe import DataPart, Recipe
 from ..training.run import TrainingRun
+from ..training.store import FeatureSource, FeatureStore, QueryFeatures
 from .ablations import Ablation, pick
 from .closed_form import closed_form
 from .oracle import oracle_scores

@@ -14,12 +14,12 @@ import torch
 from torch import Tensor
 from torch.nn.functional import normalize
 
-from ..errors import InputError, MissingDependencyError
+from ..errors import InputError, MissingDependencyError, ScoringError
 from ..evaluation import plots
 from ..evaluation.datasets import LabelledQuery
 from ..evaluation.report import Picture, short_names
-from ..method.batching import Ids, run_batches
-from ..method.reading import NullRun
+from ..method.batching import DoesNotFitError, Ids, run_batches
+from ..method.scoring import Row
 from ..method.shift import EPSILON
 from ..rsrank import RSRank
 
@@ -77,9 +77,9 @@ def _of_query(ranker: RSRank, query: str, texts: Sequence[str]) -> list[tuple[Te
     """Each document's vectors before and after B; None for one without tokens."""
     tokens = ranker.prompts.query(query)
     prompts = ranker.prompts.documents(texts, len(tokens.ids))
-    run, found = NullRun(tokens), dict[Ids, tuple[Tensor, Tensor]]()
+    found: dict[Ids, tuple[Tensor, Tensor]] = {}
 
-    def read(batch: list[Ids]) -> None:
+    def read(batch: list[Row]) -> None:
         before: list[Tensor] = []
         after: list[Tensor] = []
 
@@ -88,11 +88,16 @@ def _of_query(ranker: RSRank, query: str, texts: Sequence[str]) -> list[tuple[Te
             before.append(normalize(shift, dim=-1, eps=EPSILON).mean(2).flatten(1).cpu())  # (N, H * D)
             after.append(normalize(projected, dim=-1, eps=EPSILON).mean(2).flatten(1).cpu())  # (N, H * P)
 
-        ranker.reader.read(run, ranker.reader.prefill(batch), keep)
-        found.update(zip(batch, zip(torch.cat(before, 1), torch.cat(after, 1), strict=True), strict=True))
+        ranker.reader.read(batch, keep)
+        vectors = zip(torch.cat(before, 1), torch.cat(after, 1), strict=True)
+        found.update(zip((row.document for row in batch), vectors, strict=True))
 
-    waiting = list(dict.fromkeys(prompt.ids for prompt in prompts if not prompt.empty))
-    run_batches(waiting, read, budget=ranker.token_budget, extra=len(tokens.ids))
+    rows = [Row(ids, tokens) for ids in dict.fromkeys(prompt.ids for prompt in prompts if not prompt.empty)]
+    try:
+        run_batches(rows, read, budget=ranker.token_budget)
+    except DoesNotFitError as error:
+        index = next(i for i, prompt in enumerate(prompts) if prompt.ids == error.ids.document)
+        raise ScoringError(f"Document {index} does not fit into memory even by itself.", index) from None
     return [None if prompt.empty else found[prompt.ids] for prompt in prompts]
 
 

@@ -17,10 +17,10 @@ from torch import Tensor
 from ..artifact.config import BackboneSpec
 from ..errors import InputError, ScoringError, TrainingError
 from ..evaluation.datasets import LabelledQuery
-from ..language_model.weights import is_fp8
+from ..language_model.weights import bits_of, is_fp8
 from ..method.backbone import Backbone
-from ..method.batching import DoesNotFitError, Ids, run_batches
-from ..method.reading import NullRun, ShiftReader
+from ..method.batching import Batches, DoesNotFitError, Ids
+from ..method.scoring import Row, ShiftReader
 from ..method.template import PromptTokenizer, TokenisedQuery
 from .recipe import FeaturePart
 from .store import FeatureSpec, QueryFeatures
@@ -67,11 +67,9 @@ class Reading:
     null_prefix: str = "empty"
     reader: Callable[[Backbone, PromptTokenizer, Sequence[int]], ShiftReader] = ShiftReader
 
-    def shape(self, spec: BackboneSpec) -> tuple[int, int]:
+    def shape(self, core: Backbone) -> tuple[int, int]:
         """H and D. Hidden states are one head of their whole width."""
-        if self.signal == "hidden":
-            return 1, spec.hidden_size or spec.num_heads * spec.head_dim
-        return spec.num_heads, spec.head_dim
+        return (1, core.config.hidden_size) if self.signal == "hidden" else (core.num_heads, core.head_dim)
 
 
 VALUES = Reading()
@@ -167,28 +165,30 @@ class FeatureExtractor:
         wanted = {ids: [i for i, other in enumerate(texts) if other == ids] for ids in texts if len(ids) > bare}
         found: dict[int, Tensor] = {}  # layer -> (H, M, T, D)
 
-        def read(batch: list[Ids]) -> None:
+        def read(batch: list[Row]) -> None:
             def keep(layer: int, shift: Tensor) -> None:
                 heads, width = shift.shape[1], shift.shape[3]
                 if layer not in found:
                     found[layer] = torch.zeros(heads, len(texts), len(positions), width, dtype=dtype)
-                for row, ids in zip(shift[:, :, positions].to(dtype).cpu(), batch, strict=True):
-                    found[layer][:, wanted[ids]] = row[:, None]
+                for row, shifts in zip(batch, shift[:, :, positions].to(dtype).cpu(), strict=True):
+                    found[layer][:, wanted[row.document]] = shifts[:, None]
 
-            self.reader.read(run, self.reader.prefill(batch, len(asked.ids)), keep)
+            self.reader.read(batch, keep)
 
-        run = NullRun(asked)
+        batches = Batches([Row(ids, asked) for ids in wanted], self.token_budget, extra=len(asked.ids))
         try:
-            # What fitted once stays: memory would run out again with every query.
-            self.token_budget = run_batches(list(wanted), read, budget=self.token_budget, extra=len(asked.ids))
+            for batch in batches:
+                with batches.attempt():
+                    read(batch)
         except DoesNotFitError as error:
-            place = wanted[error.ids][0]
+            place = wanted[error.ids.document][0]
             name = f"Document {place}" if place < len(prompts.documents) else "All relevant documents together"
             raise ScoringError(
                 f"{name} of query {query.id!r} ({len(error.ids)} tokens) do not fit into memory even alone. Set a "
                 "smaller model.max_length, or load the model in 8-bit or on another device.",
                 place,
             ) from None
+        self.token_budget = batches.budget  # what fitted once stays: memory would run out again with every query
         shifts = torch.stack([found[layer] for layer in sorted(found)]).flatten(2, 3)  # (L, H, M * T, D)
         if not bool(torch.isfinite(shifts).all()):
             raise TrainingError(
@@ -224,7 +224,7 @@ def spec_for(
         null_prefix=reading.null_prefix,
         dtype=options.dtype,
         compute_dtype=str(reader.backbone.dtype).removeprefix("torch."),
-        bits=reader.backbone.bits,
+        bits=bits_of(reader.backbone.model),
         fp8=is_fp8(reader.backbone.model),
         max_length=reader.prompts.max_length,
         data=digest(queries, titles=options.titles),

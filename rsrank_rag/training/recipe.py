@@ -13,11 +13,11 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
 from ..artifact import hub
+from ..artifact.config import INSIDE
 from ..errors import BackboneError, InputError
 from ..evaluation.datasets import LabelledQuery, dataset_name, read_labelled
-from ..language_model.loading import LoadOptions
+from ..language_model.options import FLAGS, LoadOptions, Weights
 from ..method.template import Template
-from ..rsrank import INSIDE
 from .fit import FitOptions
 
 if sys.version_info >= (3, 11):
@@ -27,9 +27,6 @@ else:  # pragma: no cover - the standard library has it from 3.11 on
 
 Method = Literal["gradient", "oracle", "separation", "combined"]
 """How B is found: by gradient, or by one of the paper's closed forms (Appendix B.1)."""
-
-Weights = Literal["int8", "nf4", "fp8"]
-_OLD_WEIGHTS: dict[str, Weights] = {"load_in_8bit": "int8", "load_in_4bit": "nf4", "load_in_fp8": "fp8"}
 
 SHIPPED = Path(__file__).parent / "recipes"
 _STRICT = ConfigDict(extra="forbid", frozen=True)
@@ -41,19 +38,14 @@ def with_weights(values: Any) -> Any:
     Raises:
         ValueError: Two of them at once.
     """
-    if not isinstance(values, dict) or not values.keys() & _OLD_WEIGHTS.keys():
+    if not isinstance(values, dict) or not values.keys() & FLAGS.keys():
         return values
-    rest = {name: value for name, value in values.items() if name not in _OLD_WEIGHTS}
-    asked = [weights for flag, weights in _OLD_WEIGHTS.items() if values.get(flag)]
+    rest = {name: value for name, value in values.items() if name not in FLAGS}
+    asked = [weights for flag, weights in FLAGS.items() if values.get(flag)]
     asked += [rest["weights"]] if rest.get("weights") else []
     if len(set(asked)) > 1:
         raise ValueError(f"weights can be only one of {', '.join(asked)}")
     return {**rest, "weights": asked[0] if asked else None}
-
-
-def weight_flags(weights: Weights | None) -> dict[str, bool]:
-    """What `LoadOptions` calls them."""
-    return {flag: name == weights for flag, name in _OLD_WEIGHTS.items()}
 
 
 class ModelPart(BaseModel):
@@ -85,7 +77,7 @@ class ModelPart(BaseModel):
         return LoadOptions(
             device=self.device,
             dtype=self.dtype,
-            **weight_flags(self.weights),
+            weights=self.weights,
             local_files_only=self.local_files_only,
         )
 

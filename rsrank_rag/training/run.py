@@ -22,20 +22,21 @@ import torch
 from tqdm.auto import tqdm
 
 from ..artifact import hub
-from ..artifact.config import BackboneSpec, Histogram, RSRankConfig, TrainingRecord
+from ..artifact.config import INSIDE, BackboneSpec, Histogram, RSRankConfig, TrainingRecord
 from ..artifact.identity import describe
 from ..errors import InputError, TrainingError
 from ..evaluation import plots
 from ..evaluation.datasets import LabelledQuery
 from ..evaluation.evaluate import score_dataset, summarise
 from ..evaluation.metrics import ScoredQuery, ranking_metrics
+from ..language_model.check import open_backbone
 from ..language_model.loading import load_model
 from ..method.backbone import Backbone
 from ..method.batching import token_budget_for
 from ..method.projection import Projection
 from ..method.template import PromptTokenizer
 from ..partial_files import write_text
-from ..rsrank import INSIDE, RSRank
+from ..rsrank import RSRank
 from .estimate import Estimate, estimate
 from .features import VALUES, FeatureExtractor, Reading, digest, plan_features, spec_for, subsample
 from .fit import TERMS, Epoch, best_epoch, split
@@ -204,7 +205,7 @@ class TrainingRun:
         part, layers = self.recipe.features, self.recipe.layers(core.num_layers)
         budget = part.token_budget or token_budget_for(self.recipe.model.options().resolved_device())
         extractor = FeatureExtractor(self.reading.reader(core, prompts, layers), part, token_budget=budget)
-        heads, width = self.reading.shape(spec)
+        heads, width = self.reading.shape(core)
         plan = plan_features(self.queries, prompts, part, len(layers) * heads * width)
         sources = [source.label for source in self.recipe.data]
         wanted = spec_for(extractor, self.queries, plan, spec, self.reading, sources=sources)
@@ -225,7 +226,7 @@ class TrainingRun:
         chosen = self.recipe.features.layers
         last_layer = None if chosen is None else chosen[-1]
         loaded = load_model(part.source, revision=part.revision, options=options, last_layer=last_layer)
-        core = Backbone(loaded.model, last_layer, num_layers=loaded.num_layers)
+        core = open_backbone(loaded.model, last_layer, num_layers=loaded.num_layers)
         prompts = PromptTokenizer(
             loaded.tokenizer,
             self.recipe.template,

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Literal, Protocol
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
@@ -91,12 +91,15 @@ class FeatureStore:
     def __init__(self, folder: str | Path) -> None:
         self.folder = Path(folder)
         try:
-            self.spec = FeatureSpec.model_validate_json((self.folder / STORE).read_text(encoding="utf-8"))
+            raw = json.loads((self.folder / STORE).read_text(encoding="utf-8"))
+            for part, retired in (("backbone", "hidden_size"), ("template", "filler")):  # of earlier releases
+                raw.get(part, {}).pop(retired, None)
+            self.spec = FeatureSpec.model_validate(raw)
         except OSError:
             raise TrainingError(
                 f"{self.folder} is no feature store: it has no {STORE}. Make one with: rsrank features"
             ) from None
-        except (ValidationError, UnicodeDecodeError) as error:
+        except (ValueError, AttributeError) as error:
             raise TrainingError(f"{self.folder / STORE} is damaged: {error}") from None
 
     @classmethod

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from ...errors import BackboneError, MissingDependencyError
-from ...language_model.loading import LoadOptions, load_model
+from ...language_model.loading import load_model
+from ...language_model.options import LoadOptions
 from ...method.template import private_copy
 from .answer_odds import AnswerOdds
 

@@ -8,8 +8,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ...method.batching import Ids, run_batches
-from ...method.reading import NullRun
+from ...errors import ScoringError
+from ...method.batching import DoesNotFitError, Ids, run_batches
+from ...method.scoring import Row
 from ...method.shift import oracle_similarity
 from ...rsrank import RSRank
 from ..datasets import LabelledQuery
@@ -43,6 +44,7 @@ class OracleSimilarity:
 
         Raises:
             InputError: The query is empty or too long.
+            ScoringError: A document does not fit into memory even alone.
         """
         ranker, texts = self._ranker, [document.content(titles=titles) for document in query.documents]
         asked = ranker.prompts.query(query.query)
@@ -51,20 +53,23 @@ class OracleSimilarity:
             return [0.0] * len(texts)
         prompts = ranker.prompts.documents(texts, len(asked.ids))
         oracle: dict[int, Tensor] = {}  # layer -> (1, H, T, D)
-        run = NullRun(asked)
-        together = [ranker.prompts.together(relevant, len(asked.ids))]
-        ranker.reader.read(run, ranker.reader.prefill(together), oracle.__setitem__)
+        together = ranker.prompts.together(relevant, len(asked.ids))
+        ranker.reader.read([Row(together, asked)], oracle.__setitem__)
         found: dict[Ids, float] = {}
 
-        def read(batch: list[Ids]) -> None:
+        def read(batch: list[Row]) -> None:
             total = torch.zeros(len(batch), dtype=torch.float64)
 
             def add(layer: int, shift: Tensor) -> None:
                 total.add_(oracle_similarity(shift, oracle[layer][0]).double().mean(-1).sum(-1).cpu())
 
-            ranker.reader.read(run, ranker.reader.prefill(batch), add)
-            found.update(zip(batch, total.tolist(), strict=True))
+            ranker.reader.read(batch, add)
+            found.update(zip((row.document for row in batch), total.tolist(), strict=True))
 
-        waiting = list(dict.fromkeys(prompt.ids for prompt in prompts if not prompt.empty))
-        run_batches(waiting, read, budget=ranker.token_budget, extra=len(asked.ids))
+        rows = [Row(ids, asked) for ids in dict.fromkeys(prompt.ids for prompt in prompts if not prompt.empty)]
+        try:
+            run_batches(rows, read, budget=ranker.token_budget)
+        except DoesNotFitError as error:
+            index = next(i for i, prompt in enumerate(prompts) if prompt.ids == error.ids.document)
+            raise ScoringError(f"Document {index} does not fit into memory even by itself.", index) from None
         return [0.0 if prompt.empty else found[prompt.ids] for prompt in prompts]

@@ -7,7 +7,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from ...language_model.loading import LoadOptions, load_model
+from ...language_model.loading import load_model
+from ...language_model.options import LoadOptions
 from ...method.template import private_copy
 from .answer_odds import AnswerOdds
 
