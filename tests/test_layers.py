@@ -37,7 +37,7 @@ from rsrank_rag.language_model.options import LoadOptions
 from rsrank_rag.method.backbone import Backbone
 from rsrank_rag.method.template import PromptTokenizer
 from rsrank_rag.training.recipe import Recipe, parse_layers
-from rsrank_rag.training.run import Kitchen
+from rsrank_rag.training.run import TrainingRun
 
 READ = (1, 2)
 LOADED = 3
@@ -323,7 +323,7 @@ def test_layers_that_the_model_does_not_have_are_refused(recipe_file, tmp_path):
 
 def test_a_dry_run_counts_what_will_be_loaded(recipe_file, tmp_path):
     whole, part = (
-        Kitchen(Recipe.load(str(recipe_file), overrides), tmp_path / "run").estimate()
+        TrainingRun(Recipe.load(str(recipe_file), overrides), tmp_path / "run").estimate()
         for overrides in ([], ["features.layers=1-2"])
     )
     assert part.parameters * (LAYERS - 1) == whole.parameters * len(READ)

@@ -16,11 +16,11 @@ from pathlib import Path
 import torch
 from pydantic import BaseModel, ConfigDict, ValidationError
 
+from ..adapters.systems import load_system
 from ..errors import InputError, RSRankError
 from ..evaluation.calibration import select_top
 from ..evaluation.evaluate import score_dataset
 from ..evaluation.metrics import ScoredQuery, best_threshold, f1_at, ranking_by_query
-from ..evaluation.systems.registry import load_system
 from ..method.projection import Projection
 from ..partial_files import write_text
 from ..training.fit import scored, split
