@@ -28,7 +28,7 @@ from rsrank_rag.service.app import Settings, create_app
 from rsrank_rag.service.scheduler import Scheduler
 
 ROOT = Path(__file__).parents[1]
-PAGE = ROOT / "rsrank_rag" / "serving" / "page.html"
+PAGE = ROOT / "rsrank_rag" / "service" / "page.html"
 PICTURE = ROOT / "docs" / "images" / "page.png"
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 ALONE = [

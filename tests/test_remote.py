@@ -27,8 +27,7 @@ from stub_service import Overlap, Service, listening, talking
 
 from rsrank_rag import Reranker
 from rsrank_rag.errors import InputError, RemoteError, RSRankError, ScoringError
-from rsrank_rag.remote import client as remote
-from rsrank_rag.remote import connections
+from rsrank_rag.remote import connections, transport
 from rsrank_rag.remote.client import RemoteReranker
 
 QUERY = "when was the bridge opened"
@@ -76,7 +75,7 @@ def served():
 @pytest.fixture
 def hurried(monkeypatch):
     """Short pauses between tries."""
-    monkeypatch.setattr(remote, "FIRST_PAUSE", 0.01)
+    monkeypatch.setattr(transport, "FIRST_PAUSE", 0.01)
 
 
 async def rank(reranker, asynchronous, query=QUERY, documents=DOCUMENTS, **limits):
@@ -335,7 +334,7 @@ async def test_a_wait_beyond_the_timeout_is_not_begun(service, address, asynchro
 
 def test_pauses_grow_to_a_limit_and_differ():
     def pauses():
-        patience = remote._Patience(1e6, 8)
+        patience = transport._Patience(1e6, 8)
         return [patience.pause(RemoteError("busy", 503, True)) for _ in range(8)]
 
     first, second = pauses(), pauses()

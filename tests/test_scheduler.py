@@ -483,7 +483,7 @@ async def test_a_real_model_explains_and_counts(ranker):
 async def test_a_process_that_dies_is_replaced_and_no_request_is_lost(tmp_path):
     (tmp_path / "flag").touch()
     async with running(partial(Mortal, tmp_path)) as scheduler:
-        first = scheduler._loaded.process
+        first = scheduler.model.loaded.process
         assert first != os.getpid()
         found = await asyncio.gather(
             scheduler.score(pairs("a", "die once", "bb"), client="one"),
@@ -491,18 +491,18 @@ async def test_a_process_that_dies_is_replaced_and_no_request_is_lost(tmp_path):
         )
         assert [scores(outcomes) for outcomes in found] == [[1, 8, 2], [3]]
         assert scheduler.stats()["restarts"] == 1
-        assert scheduler._loaded.process != first
+        assert scheduler.model.loaded.process != first
 
 
 async def test_a_process_killed_from_outside_is_replaced(tmp_path):
     async with running(partial(Mortal, tmp_path)) as scheduler:
-        os.kill(scheduler._loaded.process, signal.SIGKILL)
+        os.kill(scheduler.model.loaded.process, signal.SIGKILL)
         assert scores(await scheduler.score(pairs("a", "bb"), timeout=60)) == [1, 2]
 
 
 async def test_a_process_killed_while_idle_is_missed_by_whoever_asks_whether_all_is_well(tmp_path):
     async with running(partial(Mortal, tmp_path)) as scheduler:
-        os.kill(scheduler._loaded.process, signal.SIGKILL)
+        os.kill(scheduler.model.loaded.process, signal.SIGKILL)
         await until(lambda: scheduler.readiness() is not None)
         await until(lambda: scheduler.readiness() is None)
         assert scheduler.stats()["restarts"] == 1
@@ -519,7 +519,7 @@ async def test_a_document_on_which_the_process_dies_each_time_fails_alone(tmp_pa
 async def test_what_the_model_counted_outlives_its_process_but_not_what_it_held(tmp_path):
     async with running(partial(Counting, tmp_path)) as scheduler:
         await scheduler.score(pairs("a"))
-        os.kill(scheduler._loaded.process, signal.SIGKILL)
+        os.kill(scheduler.model.loaded.process, signal.SIGKILL)
         await scheduler.score(pairs("b"), timeout=60)
         found = scheduler.stats()
     assert (found["model_calls"], found["model_kept_bytes"]) == (2, 10)
@@ -596,7 +596,7 @@ async def test_the_models_process_ends_with_its_parent(tmp_path):
         "import test_scheduler as t\n"
         "async def main():\n"
         "    s = t.Scheduler(partial(t.Mortal, Path(sys.argv[1])), 'fake', canary=None); await s.start()\n"
-        "    print(s._loaded.process, flush=True); await asyncio.sleep(60)\n"
+        "    print(s.model.loaded.process, flush=True); await asyncio.sleep(60)\n"
         "if __name__ == '__main__': asyncio.run(main())\n"
     )
     script = tmp_path / "main.py"

@@ -12,13 +12,8 @@ import contextlib
 import itertools
 import logging
 import math
-import multiprocessing
-import os
-import signal
-import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import Executor, ProcessPoolExecutor, ThreadPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -26,9 +21,9 @@ from typing import Any, TypeVar
 from ..errors import RSRankError
 from ..method.explanation import Explanation
 from ..reranker import Pair, Reranker
-from . import engine
 from .backend import DeadlineError, Description, Outcome, OverloadedError, UnavailableError
-from .engine import Canary, Host, Loaded, Step
+from .engine import Canary, Step
+from .worker import ModelProcess
 
 logger = logging.getLogger(__name__)
 
@@ -39,6 +34,8 @@ CHARACTERS_A_TOKEN = 4
 
 OVERHEAD = 16
 """Tokens that a pair costs beside its texts, to plan with."""
+
+COUNTED = ("pairs", "tokens", "truncated", "unscored", "failed", "cancelled", "refused", "late", "steps", "restarts")
 
 
 @dataclass(frozen=True)
@@ -79,10 +76,6 @@ class _Item:
     pair: Pair
     tokens: int
 
-    @property
-    def wanted(self) -> bool:
-        return not self.job.done.done()
-
 
 @dataclass(eq=False)
 class _Client:
@@ -93,7 +86,7 @@ class _Client:
 
 
 class Scheduler:
-    """A `Backend` with one model in one process.
+    """Scores pairs for many clients at once, with one model in one process.
 
     Args:
         make: Loads the model; it and what it gives must be picklable by reference unless ``in_process``.
@@ -114,11 +107,8 @@ class Scheduler:
         in_process: bool = False,
         prepare: Callable[[], object] | None = None,
     ) -> None:
-        self.make, self.name, self.canary, self.in_process = make, name, canary, in_process
-        self.limits, self.prepare = limits or QueueLimits(), prepare
-        self._target: Any = Host() if in_process else engine
-        self._pool: Executor | None = None
-        self._loaded: Loaded | None = None
+        self.name, self.limits = name, limits or QueueLimits()
+        self.model = ModelProcess((make, name, canary), self.limits.longest_step, in_process, prepare)
         self._trouble = "It has not been started."
         self._stopping = False
         self._clients: dict[str, _Client] = {}
@@ -128,33 +118,32 @@ class Scheduler:
         self._waiting = self._waiting_tokens = 0
         self._clock = 0.0
         self._rate = self.limits.least_tokens / self.limits.step_seconds
-        self._work: asyncio.Event | None = None
-        self._ending: asyncio.Event | None = None
+        self._work = self._ending = asyncio.Event()
         self._runner: asyncio.Task[None] | None = None
-        self._counts = dict.fromkeys(
-            ("pairs", "tokens", "truncated", "unscored", "failed", "cancelled", "refused", "late", "steps", "restarts"),
-            0,
-        )
+        self._counts = dict.fromkeys(COUNTED, 0)
         self._busy_seconds = 0.0
-        self._model: dict[str, float] = {}
-        self._model_before: dict[str, float] = {}
+        self._model_stats: dict[str, float] = {}
+        self._stats_before: dict[str, float] = {}  # of processes that have died
 
     @property
     def description(self) -> Description:
-        """See `Backend`."""
-        if self._loaded is None:
+        """What is being served.
+
+        Raises:
+            UnavailableError: Nothing is loaded yet.
+        """
+        if self.model.loaded is None:
             raise UnavailableError(f"{self.name} is not loaded. {self._trouble}", retry_after=1.0)
-        return self._loaded.description
+        return self.model.loaded.description
 
     def readiness(self) -> str | None:
-        """See `Backend`."""
+        """None if requests are answered and the last canary scored as it should; else what is the matter."""
         if self._stopping:
             return "The service is stopping."
-        if not self._trouble and self._runner is not None and self._is_gone():
-            assert self._work is not None
+        if not self._trouble and self._runner is not None and self.model.is_gone():
             self._work.set()  # nobody else would look before the next request
             return "The model's process is gone; it is being replaced."
-        return self._trouble or (None if self._loaded is None else self._loaded.complaint)
+        return self._trouble or (None if self.model.loaded is None else self.model.loaded.complaint)
 
     def stats(self) -> dict[str, float]:
         """Counters since the start, and levels of now.
@@ -164,61 +153,70 @@ class Scheduler:
         ``restarts``, ``busy_seconds``; ``waiting`` pairs, ``clients`` that wait, ``tokens_per_second`` (estimated
         ones); and the reranker's own with ``model_`` before them.
         """
+        before, now = self._stats_before, self._model_stats
         return {
             **self._counts,
             "busy_seconds": self._busy_seconds,
             "waiting": self._waiting,
             "clients": len(self._clients),
             "tokens_per_second": self._rate,
-            **{
-                f"model_{name}": self._model.get(name, 0) + self._model_before.get(name, 0)
-                for name in {**self._model_before, **self._model}
-            },
+            **{f"model_{name}": now.get(name, 0) + before.get(name, 0) for name in {**before, **now}},
         }
 
     async def start(self) -> None:
-        """See `Backend`."""
+        """Load the model and check it; returns when it can score.
+
+        Raises:
+            RSRankError: It cannot be loaded.
+        """
         self._work, self._ending = asyncio.Event(), asyncio.Event()
+        self._trouble = "The model is being loaded."
         try:
-            await self._load()
-        except BaseException as error:
-            if self._pool is not None:
-                self._pool.shutdown(wait=False)
-            if isinstance(error, BrokenProcessPool):
-                told = f"The process that was to hold {self.name} ended while it was loading."
-                raise UnavailableError(told) from None
+            await self.model.start()
+        except BaseException:
+            self.model.end(wait=False)
             raise
+        self._trouble = ""
         if self.readiness() is not None:
             logger.warning("%s", self.readiness())
         self._runner = asyncio.create_task(self._run())
 
     async def stop(self) -> None:
-        """See `Backend`."""
+        """Take no more work, finish what is there, and let the model go."""
         self._stopping = True
         if self._runner is not None:
-            assert self._work is not None
-            assert self._ending is not None
             self._work.set()
             self._ending.set()
             await self._runner
             self._runner = None
-        if self._pool is not None:
-            await asyncio.to_thread(self._pool.shutdown)
-            self._pool = None
+        await asyncio.to_thread(self.model.end)
 
     async def score(self, pairs: Sequence[Pair], *, client: str = "", timeout: float | None = None) -> list[Outcome]:
-        """See `Backend`."""
+        """Score pairs; cancelling the call cancels the work.
+
+        Args:
+            pairs: Of any number of queries.
+            client: Whose they are: clients share the model's time equally.
+            timeout: Seconds after which to give up.
+
+        Returns:
+            One outcome a pair, in input order.
+
+        Raises:
+            OverloadedError: The queue is full.
+            DeadlineError: Time was up.
+            UnavailableError: The service is stopping.
+        """
         if not pairs:
             return []
-        items = [(place, pair, _estimate(pair)) for place, pair in enumerate(pairs)]
-        tokens = sum(cost for _, _, cost in items)
-        self._admit(len(pairs), tokens)
         job = _Job(client, [None] * len(pairs), asyncio.get_running_loop().create_future(), len(pairs))
-        mine = self._clients.get(client)
-        if mine is None:
+        items = [_Item(job, place, pair, _estimate(pair)) for place, pair in enumerate(pairs)]
+        tokens = sum(item.tokens for item in items)
+        self._admit(len(pairs), tokens)
+        if client not in self._clients:
             # Whoever asks again and again must not begin each time as if they had had nothing.
-            mine = self._clients[client] = _Client(served=max(self._clock, self._ahead.pop(client, 0.0)))
-        mine.waiting.extend(_Item(job, *item) for item in items)
+            self._clients[client] = _Client(served=max(self._clock, self._ahead.pop(client, 0.0)))
+        self._clients[client].waiting.extend(items)
         self._waiting += len(pairs)
         self._waiting_tokens += tokens
         try:
@@ -229,7 +227,14 @@ class Scheduler:
         return [outcome for outcome in job.outcomes if outcome is not None]
 
     async def explain(self, pair: Pair, *, client: str = "", timeout: float | None = None) -> Explanation:
-        """See `Backend`."""
+        """Take one score apart.
+
+        Raises:
+            ServiceError: As `score`.
+            InputError: The pair cannot be used, or the model's scores cannot be taken apart.
+            ScoringError: The document could not be scored.
+            RSRankError: The model failed on it.
+        """
         self._admit(1, _estimate(pair))
         done: asyncio.Future[Explanation] = asyncio.get_running_loop().create_future()
         mine = (done, pair)
@@ -261,7 +266,6 @@ class Scheduler:
 
     async def _finished(self, done: asyncio.Future[Result], timeout: float | None) -> Result:
         """Wait for a result; giving up cancels ``done``, which is how the loop hears of it."""
-        assert self._work is not None
         self._work.set()
         try:
             return await asyncio.wait_for(done, timeout)
@@ -290,7 +294,6 @@ class Scheduler:
     # The loop
 
     async def _run(self) -> None:
-        assert self._work is not None
         while True:
             self._work.clear()
             if self._explaining:
@@ -302,7 +305,7 @@ class Scheduler:
             elif not self._explaining:
                 if self._stopping:
                     return
-                if self._is_gone():
+                if self.model.is_gone():
                     await self._restart()
                 else:
                     await self._work.wait()
@@ -328,11 +331,11 @@ class Scheduler:
         return batch
 
     async def _score_batch(self, batch: list[_Item], *, suspect: bool = False) -> None:
-        batch = [item for item in batch if item.wanted]
+        batch = [item for item in batch if not item.job.done.done()]
         if not batch:
             return
         try:
-            step: Step = await self._call(self._target.step, [item.pair for item in batch])
+            step: Step = await self.model.call("step", [item.pair for item in batch])
             self._learn(step, sum(item.tokens for item in batch))
             outcomes = step.outcomes
         except BrokenProcessPool:
@@ -348,7 +351,7 @@ class Scheduler:
         """Take in what a batch of so many (estimated) tokens tells about the model."""
         self._counts["steps"] += 1
         self._busy_seconds += step.seconds
-        self._model = dict(step.stats)
+        self._model_stats = dict(step.stats)
         speed = tokens / max(step.seconds, 1e-6)
         # Small batches say little about how fast a full one would be, and one that took too long must not be repeated.
         weight = min(1.0, 0.3 * step.seconds / self.limits.step_seconds)
@@ -359,103 +362,57 @@ class Scheduler:
         if not again:
             self._suspects.appendleft(batch)
         elif len(batch) == 1:
-            error = "ended the model's process, twice."
-            self._settle(batch, [Outcome(None, fault="internal", error=error)])
+            self._settle(batch, [Outcome(None, fault="internal", error="ended the model's process, twice.")])
         else:
             middle = len(batch) // 2
             self._suspects.extendleft([batch[middle:], batch[:middle]])
 
     def _settle(self, batch: list[_Item], outcomes: Sequence[Outcome]) -> None:
         for item, outcome in zip(batch, outcomes, strict=True):
-            self._count(outcome)
+            self._counts["pairs"] += 1
+            self._counts["tokens"] += outcome.tokens
+            self._counts["truncated"] += outcome.truncated
+            self._counts["unscored"] += outcome.fault == "unscored"
+            self._counts["failed"] += outcome.fault in ("input", "internal")
             job = item.job
             job.outcomes[item.place] = outcome
             job.left -= 1
             if job.left == 0 and not job.done.done():
                 job.done.set_result(None)
 
-    def _count(self, outcome: Outcome) -> None:
-        self._counts["pairs"] += 1
-        self._counts["tokens"] += outcome.tokens
-        self._counts["truncated"] += outcome.truncated
-        self._counts["unscored"] += outcome.fault == "unscored"
-        self._counts["failed"] += outcome.fault in ("input", "internal")
-
     async def _explain_one(self) -> None:
         done, pair = self._explaining.popleft()
         if done.done():
             return
         try:
-            explanation: Explanation = await self._call(self._target.explain, pair)
-        except BrokenProcessPool:
-            if not done.done():
-                done.set_exception(UnavailableError("The model's process died; it is being replaced.", 5.0))
-            await self._restart()
-        except RSRankError as error:
-            if not done.done():
-                done.set_exception(error)
+            explanation = await self.model.call("explain", pair)
         except Exception as error:  # whatever the model raises, this loop goes on: every other request waits for it
-            logger.exception("An explanation failed.")
+            died = isinstance(error, BrokenProcessPool)
+            failure: Exception = error
+            if died:
+                failure = UnavailableError("The model's process died; it is being replaced.", 5.0)
+            elif not isinstance(error, RSRankError):
+                logger.exception("An explanation failed.")
+                failure = RSRankError(f"The model failed ({type(error).__name__}).")
             if not done.done():
-                done.set_exception(RSRankError(f"The model failed ({type(error).__name__})."))
+                done.set_exception(failure)
+            if died:
+                await self._restart()
         else:
             if not done.done():
                 done.set_result(explanation)
 
-    # The process
-
-    def _is_gone(self) -> bool:
-        """Whether the process that held the model has ended; where one cannot ask, the next batch tells."""
-        if self.in_process or self._loaded is None or os.name != "posix":
-            return False
-        try:
-            os.kill(self._loaded.process, 0)
-        except ProcessLookupError:
-            return True
-        return False
-
-    async def _call(self, function: Callable[..., Result], *arguments: object) -> Result:
-        """Run a function where the model is.
-
-        Raises:
-            BrokenProcessPool: The process died, or was ended because it hung.
-        """
-        future = asyncio.get_running_loop().run_in_executor(self._pool, function, *arguments)
-        done, _ = await asyncio.wait([future], timeout=self.limits.longest_step)
-        if not done:
-            assert self._loaded is not None
-            logger.error("The model's process has not answered for %g seconds and is ended.", self.limits.longest_step)
-            if not self.in_process:
-                with contextlib.suppress(ProcessLookupError):  # it has ended just now
-                    os.kill(self._loaded.process, signal.SIGKILL)
-        return await future
-
-    async def _load(self) -> None:
-        self._trouble = "The model is being loaded."
-        if self.in_process:
-            self._pool = ThreadPoolExecutor(1, thread_name_prefix="rsrank-serve")
-        else:
-            context = multiprocessing.get_context("spawn")  # a forked copy of threads and CUDA would not work
-            self._pool = ProcessPoolExecutor(1, mp_context=context, initializer=engine.begin, initargs=(self.prepare,))
-        loop = asyncio.get_running_loop()
-        started = time.perf_counter()
-        self._loaded = await loop.run_in_executor(self._pool, self._target.load, self.make, self.name, self.canary)
-        logger.info("%s was loaded in %.1f s.", self.name, time.perf_counter() - started)
-        self._trouble = ""
-
     async def _restart(self) -> None:
         """Put a new process in the place of a dead one; while that fails, try again ever more slowly."""
-        assert self._pool is not None
-        assert self._ending is not None
-        for name, value in self._model.items():
+        for name, value in self._model_stats.items():
             if not name.endswith("_bytes"):  # what was held is gone with the process
-                self._model_before[name] = self._model_before.get(name, 0) + value
-        self._model = {}
+                self._stats_before[name] = self._stats_before.get(name, 0) + value
+        self._model_stats = {}
         for attempt in itertools.count():
             self._counts["restarts"] += 1
-            self._pool.shutdown(wait=False)
+            self._trouble = "The model is being loaded."
             try:
-                await self._load()
+                await self.model.start()
             except Exception as error:  # whatever loading meets, such as a device that is still full: it may pass
                 self._trouble = f"The model's process died and could not be replaced ({error})."
                 logger.error("%s", self._trouble)
@@ -465,6 +422,7 @@ class Scheduler:
                 with contextlib.suppress(asyncio.TimeoutError):
                     await asyncio.wait_for(self._ending.wait(), min(30.0, 0.5 * 2 ** min(attempt, 6)))
             else:
+                self._trouble = ""
                 logger.warning("The model's process died and was replaced.")
                 return
 
@@ -472,7 +430,7 @@ class Scheduler:
         """Answer all that waits: there is no model and will be none."""
         waiting = [*itertools.chain(*self._suspects), *itertools.chain(*(c.waiting for c in self._clients.values()))]
         futures: list[asyncio.Future[Any]] = [item.job.done for item in waiting]
-        for done in (*futures, *(done for done, *_ in self._explaining)):
+        for done in (*futures, *(done for done, _ in self._explaining)):
             if not done.done():
                 done.set_exception(UnavailableError(self._trouble))
         self._suspects.clear()
