@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from pydantic import TypeAdapter, ValidationError
 
 from rsrank_rag.reranker import Pair
-from rsrank_rag.service.backend import Description, Outcome
 from rsrank_rag.service.app import AnyRerankRequest
+from rsrank_rag.service.backend import Description, Outcome
 from rsrank_rag.service.dialects.cohere import RerankRequest, texts_of
 from rsrank_rag.service.dialects.common import Scores, normalise
 from rsrank_rag.service.dialects.nvidia import RankingRequest

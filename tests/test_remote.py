@@ -686,7 +686,7 @@ def test_one_reranker_serves_loops_one_after_another_and_each_closes_its_connect
         assert asyncio.run(call()) == Overlap().rank(QUERY, DOCUMENTS)
         assert clients[-1].is_closed
     assert len(set(map(id, clients))) == 3
-    assert not [key for key in connections._loops if key[0] == address]
+    assert not [key for key in connections._clients if key[0] == address and key[1]]
 
 
 @pytest.mark.filterwarnings("ignore:unclosed:ResourceWarning", "ignore::pytest.PytestUnraisableExceptionWarning")
@@ -696,9 +696,9 @@ def test_a_loop_that_ends_without_a_word_leaves_nothing_behind_for_long(address)
         loop = asyncio.new_event_loop()
         assert loop.run_until_complete(reranker.arank("a", ["a"])).kept == ()
         loop.close()
-    assert len([key for key in connections._loops if key[0] == address]) == 1
+    assert len([key for key in connections._clients if key[0] == address and key[1]]) == 1
     asyncio.run(reranker.arank("a", ["a"]))
-    assert not [key for key in connections._loops if key[0] == address]
+    assert not [key for key in connections._clients if key[0] == address and key[1]]
     gc.collect()
 
 

@@ -552,7 +552,7 @@ async def test_a_process_that_hangs_is_replaced(tmp_path):
 
 async def test_an_explanation_on_which_the_process_dies_is_an_error_and_the_next_request_is_served(tmp_path):
     async with running(partial(Mortal, tmp_path)) as scheduler:
-        with pytest.raises(UnavailableError, match="being replaced"):
+        with pytest.raises(RSRankError, match=r"ended the model's process, twice\."):
             await scheduler.explain(Pair("q", "d"))
         assert scores(await scheduler.score(pairs("a"))) == [1]
 

@@ -212,18 +212,14 @@ class _Service:
 
     async def info(self) -> Info:
         """What is served, and what is allowed."""
-        description, settings = self.backend.description, self.settings
+        model = self.backend.description
         return Info(
-            model_id=description.name,
-            threshold=description.threshold,
-            explains=description.explains,
-            normalize=settings.normalize,
-            drop=settings.drop,
-            max_documents=settings.max_documents,
-            max_client_batch_size=settings.max_documents,
-            max_document_tokens=settings.max_document_tokens,
-            max_body_bytes=settings.max_body_bytes,
+            model_id=model.name,
+            threshold=model.threshold,
+            explains=model.explains,
+            max_client_batch_size=self.settings.max_documents,
             version=__version__,
+            **self.settings.model_dump(include=set(Info.model_fields)),
         )
 
     async def health(self) -> Status:

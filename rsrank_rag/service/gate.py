@@ -92,7 +92,7 @@ class Gate:
             await send(message)
 
         try:
-            answer = self._refusal(scope, headers, key) or self.app
+            answer = self.app if key or not self._keys or scope["path"] in OPEN else _no_key()
             await answer(scope, _Body(receive, self.settings, record), send_marked)
         except Exception:  # whatever it is, the client gets an answer and the next request is served
             logger.exception("A request failed.", extra={"id": record.id})
@@ -115,24 +115,16 @@ class Gate:
         name = key if key is not None else (scope.get("client") or ("",))[0].encode()
         return hashlib.blake2b(name, digest_size=6, key=self._salt).hexdigest()
 
-    def _refusal(self, scope: Scope, headers: dict[bytes, bytes], key: bytes | None) -> Response | None:
-        if self._keys and key is None and scope["path"] not in OPEN:
-            response = error_answer(401, "This service needs an API key: send it as 'Authorization: Bearer KEY'.")
-            response.headers["WWW-Authenticate"] = "Bearer"
-            return response
-        length = headers.get(b"content-length", b"")
-        if length.isdigit() and int(length) > self.settings.max_body_bytes:
-            return error_answer(413, _too_many_bytes(self.settings))
-        return None
+
+def _no_key() -> Response:
+    response = error_answer(401, "This service needs an API key: send it as 'Authorization: Bearer KEY'.")
+    response.headers["WWW-Authenticate"] = "Bearer"
+    return response
 
 
 def _id(headers: dict[bytes, bytes]) -> str:
     given = headers.get(b"x-request-id", b"").decode("latin-1")
     return given if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
-
-
-def _too_many_bytes(settings: Settings) -> str:
-    return f"The body is too large; it may have {settings.max_body_bytes:,} bytes."
 
 
 class _Body:
@@ -154,5 +146,6 @@ class _Body:
         self._complete = message["type"] != "http.request" or not message.get("more_body", False)
         self._bytes += len(message.get("body", b""))
         if self._bytes > self._settings.max_body_bytes:
-            raise HTTPException(413, _too_many_bytes(self._settings))
+            most = self._settings.max_body_bytes
+            raise HTTPException(413, f"The body is too large; it may have {most:,} bytes.")
         return message

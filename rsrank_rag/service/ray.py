@@ -13,6 +13,7 @@ from .backend import UnavailableError
 
 try:
     from ray import serve
+    from ray.serve.exceptions import RayServeException
 except ModuleNotFoundError as error:
     if (error.name or "").partition(".")[0] != "ray":
         raise
@@ -22,6 +23,9 @@ except ModuleNotFoundError as error:
 
 APP = "rsrank"
 """Name of the Serve application."""
+
+WAITING = 4.0
+"""Requests in a replica at a time above which Serve adds another."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +37,6 @@ class Replicas:
         most: If more than ``least``, Serve adds and removes replicas with the load.
         cpus: CPU cores of each; also the threads of a model on a CPU.
         gpus: GPUs of each; a half lets two share one.
-        waiting: Requests in a replica at a time above which Serve adds another.
         drain: Seconds that a replica which is to go has for the requests it holds.
     """
 
@@ -41,7 +44,6 @@ class Replicas:
     most: int | None = None
     cpus: float = 1.0
     gpus: float = 0.0
-    waiting: float = 4.0
     drain: float = 120.0
 
 
@@ -62,21 +64,17 @@ def serve_on_ray(
     *,
     host: str = "127.0.0.1",
     port: int = 8080,
-    every_node: bool = False,
-    app: str = APP,
 ) -> None:
     """Answer over HTTP on the connected Ray cluster; returns when requests are answered. `take_down` ends it.
 
-    Called again, it changes how many replicas there are. The address is that of the cluster's Serve: if one is running
-    already, it keeps its own.
+    Called again, it puts new replicas in the place of the old ones, without a gap. The address is that of the cluster's
+    Serve: if one is running already, it keeps its own.
 
     Args:
         build: Makes the app, such as ``create_app(Scheduler(load, "mini"), settings)``, in each replica; picklable.
         replicas: How many.
-        host: Address to listen on.
+        host: Address to listen on; of the cluster's head.
         port: Port to listen on.
-        every_node: Listen on every node of the cluster which has a replica, and not on the head alone.
-        app: What the Serve application is called.
 
     Raises:
         UnavailableError: It cannot be brought up, such as for a model that cannot be loaded.
@@ -99,7 +97,7 @@ def serve_on_ray(
 
     chosen = replicas or Replicas()
     most = chosen.most or chosen.least
-    scaling = {"min_replicas": chosen.least, "max_replicas": most, "target_ongoing_requests": chosen.waiting}
+    scaling = {"min_replicas": chosen.least, "max_replicas": most, "target_ongoing_requests": WAITING}
     deployment = serve.deployment(
         serve.ingress(make_app)(_Replica),
         name="Service",
@@ -109,22 +107,22 @@ def serve_on_ray(
         graceful_shutdown_timeout_s=chosen.drain,
         ray_actor_options={"num_cpus": chosen.cpus, "num_gpus": chosen.gpus},
     )
-    serve.start(proxy_location="EveryNode" if every_node else "HeadOnly", http_options={"host": host, "port": port})
+    serve.start(proxy_location="HeadOnly", http_options={"host": host, "port": port})
     try:
-        serve.run(deployment.bind(), name=app, route_prefix="/")
-    except RuntimeError as error:
-        raise UnavailableError(f"The replicas could not be brought up: {_why(app, error)}") from error
+        serve.run(deployment.bind(), name=APP, route_prefix="/")
+    except (RuntimeError, RayServeException) as error:
+        raise UnavailableError(f"The replicas could not be brought up: {_why(error)}") from error
 
 
-def _why(app: str, error: Exception) -> str:
+def _why(error: Exception) -> str:
     """The last line of what Serve knows about a deployment that failed."""
-    status = serve.status().applications.get(app)
+    status = serve.status().applications.get(APP)
     messages = [] if status is None else [deployment.message for deployment in status.deployments.values()]
     lines = [line.strip() for message in messages for line in message.splitlines() if line.strip()]
     return lines[-1] if lines else str(error)
 
 
-def take_down(app: str = APP) -> None:
+def take_down() -> None:
     """Remove what `serve_on_ray` brought up; requests in flight are answered."""
-    if app in serve.status().applications:
-        serve.delete(app)
+    if APP in serve.status().applications:
+        serve.delete(APP)

@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, Literal
 
 from ..errors import RSRankError
 from ..method.explanation import Explanation
@@ -26,8 +26,6 @@ from .engine import Canary, Step
 from .worker import ModelProcess
 
 logger = logging.getLogger(__name__)
-
-Result = TypeVar("Result")
 
 CHARACTERS_A_TOKEN = 4
 """To plan with, before anybody has counted."""
@@ -58,23 +56,13 @@ class QueueLimits:
 
 
 @dataclass(eq=False)
-class _Job:
-    """One request that waits for its scores."""
-
-    client: str
-    outcomes: list[Outcome | None]
-    done: asyncio.Future[None]
-    left: int
-
-
-@dataclass(eq=False)
 class _Item:
-    """One pair of a request."""
+    """One pair of a request, to be scored with others (``step``) or taken apart by itself (``explain``)."""
 
-    job: _Job
-    place: int
+    method: Literal["step", "explain"]
     pair: Pair
     tokens: int
+    done: asyncio.Future[Any]
 
 
 @dataclass(eq=False)
@@ -114,7 +102,6 @@ class Scheduler:
         self._clients: dict[str, _Client] = {}
         self._ahead: dict[str, float] = {}  # clients that wait for nothing, but have had more than others who do
         self._suspects: deque[list[_Item]] = deque()
-        self._explaining: deque[tuple[asyncio.Future[Explanation], Pair]] = deque()
         self._waiting = self._waiting_tokens = 0
         self._clock = 0.0
         self._rate = self.limits.least_tokens / self.limits.step_seconds
@@ -207,24 +194,7 @@ class Scheduler:
             DeadlineError: Time was up.
             UnavailableError: The service is stopping.
         """
-        if not pairs:
-            return []
-        job = _Job(client, [None] * len(pairs), asyncio.get_running_loop().create_future(), len(pairs))
-        items = [_Item(job, place, pair, _estimate(pair)) for place, pair in enumerate(pairs)]
-        tokens = sum(item.tokens for item in items)
-        self._admit(len(pairs), tokens)
-        if client not in self._clients:
-            # Whoever asks again and again must not begin each time as if they had had nothing.
-            self._clients[client] = _Client(served=max(self._clock, self._ahead.pop(client, 0.0)))
-        self._clients[client].waiting.extend(items)
-        self._waiting += len(pairs)
-        self._waiting_tokens += tokens
-        try:
-            await self._finished(job.done, timeout)
-        finally:
-            if job.left:
-                self._withdraw(job)
-        return [outcome for outcome in job.outcomes if outcome is not None]
+        return await self._answered("step", pairs, client, timeout) if pairs else []
 
     async def explain(self, pair: Pair, *, client: str = "", timeout: float | None = None) -> Explanation:
         """Take one score apart.
@@ -235,17 +205,33 @@ class Scheduler:
             ScoringError: The document could not be scored.
             RSRankError: The model failed on it.
         """
-        self._admit(1, _estimate(pair))
-        done: asyncio.Future[Explanation] = asyncio.get_running_loop().create_future()
-        mine = (done, pair)
-        self._explaining.append(mine)
-        try:
-            return await self._finished(done, timeout)
-        finally:
-            if mine in self._explaining:
-                self._explaining.remove(mine)
+        found: list[Explanation] = await self._answered("explain", [pair], client, timeout)
+        return found[0]
 
-    def _admit(self, count: int, tokens: int) -> None:
+    async def _answered(
+        self, method: Literal["step", "explain"], pairs: Sequence[Pair], client: str, timeout: float | None
+    ) -> list[Any]:
+        """Put pairs into the queue and wait for what becomes of each; giving up takes them out again."""
+        loop = asyncio.get_running_loop()
+        items = [_Item(method, pair, _estimate(pair), loop.create_future()) for pair in pairs]
+        self._admit(items)
+        if client not in self._clients:
+            # Whoever asks again and again must not begin each time as if they had had nothing.
+            self._clients[client] = _Client(served=max(self._clock, self._ahead.pop(client, 0.0)))
+        self._clients[client].waiting.extend(items)
+        self._waiting += len(items)
+        self._waiting_tokens += sum(item.tokens for item in items)
+        self._work.set()
+        try:
+            return await asyncio.wait_for(asyncio.gather(*(item.done for item in items)), timeout)
+        except asyncio.TimeoutError:
+            self._counts["late"] += 1
+            raise DeadlineError(f"There was no answer in {timeout:g} seconds; the work has been cancelled.") from None
+        finally:
+            if any(item.done.cancelled() for item in items):
+                self._withdraw(client)
+
+    def _admit(self, items: Sequence[_Item]) -> None:
         """Let a request in, or refuse it.
 
         Raises:
@@ -254,37 +240,28 @@ class Scheduler:
         """
         if self._runner is None or self._stopping:
             raise UnavailableError(f"No requests are taken. {self.readiness()}", retry_after=5.0)
-        limits, waiting = self.limits, self._waiting + len(self._explaining)
-        if waiting and (waiting + count > limits.pairs or self._waiting_tokens + tokens > limits.tokens):
+        limits, waiting, tokens = self.limits, self._waiting, self._waiting_tokens
+        more = sum(item.tokens for item in items)
+        if waiting and (waiting + len(items) > limits.pairs or tokens + more > limits.tokens):
             self._counts["refused"] += 1
             raise OverloadedError(
-                f"{waiting:,} documents of about {self._waiting_tokens:,} tokens are waiting. With {count:,} more the "
-                f"queue would be over its limit of {limits.pairs:,} documents or {limits.tokens:,} tokens. Try again "
-                "later.",
-                retry_after=max(1.0, math.ceil(self._waiting_tokens / self._rate)),
+                f"{waiting:,} documents of about {tokens:,} tokens are waiting. With {len(items):,} more the queue "
+                f"would be over its limit of {limits.pairs:,} documents or {limits.tokens:,} tokens. Try again later.",
+                retry_after=max(1.0, math.ceil(tokens / self._rate)),
             )
 
-    async def _finished(self, done: asyncio.Future[Result], timeout: float | None) -> Result:
-        """Wait for a result; giving up cancels ``done``, which is how the loop hears of it."""
-        self._work.set()
-        try:
-            return await asyncio.wait_for(done, timeout)
-        except asyncio.TimeoutError:
-            self._counts["late"] += 1
-            raise DeadlineError(f"There was no answer in {timeout:g} seconds; the work has been cancelled.") from None
-
-    def _withdraw(self, job: _Job) -> None:
+    def _withdraw(self, client: str) -> None:
         """Take what nobody waits for any more out of the queue."""
-        mine = self._clients.get(job.client)
+        mine = self._clients.get(client)
         if mine is None:
             return
-        gone = [item for item in mine.waiting if item.job is job]
-        mine.waiting = deque(item for item in mine.waiting if item.job is not job)
+        gone = [item for item in mine.waiting if item.done.done()]
+        mine.waiting = deque(item for item in mine.waiting if not item.done.done())
         self._waiting -= len(gone)
         self._waiting_tokens -= sum(item.tokens for item in gone)
         self._counts["cancelled"] += len(gone)
         if not mine.waiting:
-            self._leave(job.client)
+            self._leave(client)
 
     def _leave(self, name: str) -> None:
         """A client waits for nothing any more. What it has had counts for as long as others who wait have had less."""
@@ -296,19 +273,16 @@ class Scheduler:
     async def _run(self) -> None:
         while True:
             self._work.clear()
-            if self._explaining:
-                await self._explain_one()
             if self._suspects:
-                await self._score_batch(self._suspects.popleft(), suspect=True)
+                await self._process(self._suspects.popleft(), suspect=True)
             elif batch := self._next_batch():
-                await self._score_batch(batch)
-            elif not self._explaining:
-                if self._stopping:
-                    return
-                if self.model.is_gone():
-                    await self._restart()
-                else:
-                    await self._work.wait()
+                await self._process(batch)
+            elif self._stopping:
+                return
+            elif self.model.is_gone():
+                await self._restart()
+            else:
+                await self._work.wait()
 
     def _next_batch(self) -> list[_Item]:
         """What is scored next: pairs of whichever client has had the least, until the batch takes long enough."""
@@ -317,7 +291,7 @@ class Scheduler:
         while self._clients:
             name = min(self._clients, key=lambda name: self._clients[name].served)
             mine = self._clients[name]
-            if batch and mine.waiting[0].tokens > room:
+            if batch and (mine.waiting[0].tokens > room or "explain" in (mine.waiting[0].method, batch[0].method)):
                 break
             item = mine.waiting.popleft()
             self._waiting -= 1
@@ -330,22 +304,27 @@ class Scheduler:
                 self._leave(name)
         return batch
 
-    async def _score_batch(self, batch: list[_Item], *, suspect: bool = False) -> None:
-        batch = [item for item in batch if not item.job.done.done()]
+    async def _process(self, batch: list[_Item], *, suspect: bool = False) -> None:
+        batch = [item for item in batch if not item.done.done()]
         if not batch:
             return
         try:
-            step: Step = await self.model.call("step", [item.pair for item in batch])
-            self._learn(step, sum(item.tokens for item in batch))
-            outcomes = step.outcomes
+            if batch[0].method == "explain":
+                results: list[Any] = [await self.model.call("explain", batch[0].pair)]
+            else:
+                step: Step = await self.model.call("step", [item.pair for item in batch])
+                self._learn(step, sum(item.tokens for item in batch))
+                results = step.outcomes
         except BrokenProcessPool:
             self._suspect(batch, suspect)
             await self._restart()
             return
-        except Exception as error:  # what cannot be sent to the process or back, such as an odd error of the model's
-            logger.exception("A batch failed.")
-            outcomes = [Outcome(None, fault="internal", error=f"{type(error).__name__}.")] * len(batch)
-        self._settle(batch, outcomes)
+        except Exception as error:  # whatever the model raises, this loop goes on: every other request waits for it
+            if not isinstance(error, RSRankError):
+                logger.exception("A batch failed.")
+                error = RSRankError(f"The model failed ({type(error).__name__}).")
+            results = [_failure(item, error) for item in batch]
+        self._settle(batch, results)
 
     def _learn(self, step: Step, tokens: int) -> None:
         """Take in what a batch of so many (estimated) tokens tells about the model."""
@@ -362,45 +341,25 @@ class Scheduler:
         if not again:
             self._suspects.appendleft(batch)
         elif len(batch) == 1:
-            self._settle(batch, [Outcome(None, fault="internal", error="ended the model's process, twice.")])
+            self._settle(batch, [_failure(batch[0], RSRankError("ended the model's process, twice."))])
         else:
             middle = len(batch) // 2
             self._suspects.extendleft([batch[middle:], batch[:middle]])
 
-    def _settle(self, batch: list[_Item], outcomes: Sequence[Outcome]) -> None:
-        for item, outcome in zip(batch, outcomes, strict=True):
-            self._counts["pairs"] += 1
-            self._counts["tokens"] += outcome.tokens
-            self._counts["truncated"] += outcome.truncated
-            self._counts["unscored"] += outcome.fault == "unscored"
-            self._counts["failed"] += outcome.fault in ("input", "internal")
-            job = item.job
-            job.outcomes[item.place] = outcome
-            job.left -= 1
-            if job.left == 0 and not job.done.done():
-                job.done.set_result(None)
-
-    async def _explain_one(self) -> None:
-        done, pair = self._explaining.popleft()
-        if done.done():
-            return
-        try:
-            explanation = await self.model.call("explain", pair)
-        except Exception as error:  # whatever the model raises, this loop goes on: every other request waits for it
-            died = isinstance(error, BrokenProcessPool)
-            failure: Exception = error
-            if died:
-                failure = UnavailableError("The model's process died; it is being replaced.", 5.0)
-            elif not isinstance(error, RSRankError):
-                logger.exception("An explanation failed.")
-                failure = RSRankError(f"The model failed ({type(error).__name__}).")
-            if not done.done():
-                done.set_exception(failure)
-            if died:
-                await self._restart()
-        else:
-            if not done.done():
-                done.set_result(explanation)
+    def _settle(self, batch: list[_Item], results: Sequence[Outcome | Explanation | Exception]) -> None:
+        for item, result in zip(batch, results, strict=True):
+            if isinstance(result, Outcome):
+                self._counts["pairs"] += 1
+                self._counts["tokens"] += result.tokens
+                self._counts["truncated"] += result.truncated
+                self._counts["unscored"] += result.fault == "unscored"
+                self._counts["failed"] += result.fault in ("input", "internal")
+            if item.done.done():
+                continue
+            if isinstance(result, Exception):
+                item.done.set_exception(result)
+            else:
+                item.done.set_result(result)
 
     async def _restart(self) -> None:
         """Put a new process in the place of a dead one; while that fails, try again ever more slowly."""
@@ -428,16 +387,19 @@ class Scheduler:
 
     def _give_up(self) -> None:
         """Answer all that waits: there is no model and will be none."""
-        waiting = [*itertools.chain(*self._suspects), *itertools.chain(*(c.waiting for c in self._clients.values()))]
-        futures: list[asyncio.Future[Any]] = [item.job.done for item in waiting]
-        for done in (*futures, *(done for done, _ in self._explaining)):
-            if not done.done():
-                done.set_exception(UnavailableError(self._trouble))
+        waiting = (client.waiting for client in self._clients.values())
+        for item in itertools.chain(*self._suspects, *waiting):
+            if not item.done.done():
+                item.done.set_exception(UnavailableError(self._trouble))
         self._suspects.clear()
         self._clients.clear()
-        self._explaining.clear()
         self._waiting = self._waiting_tokens = 0
 
 
 def _estimate(pair: Pair) -> int:
     return (len(pair.query) + len(pair.document)) // CHARACTERS_A_TOKEN + OVERHEAD
+
+
+def _failure(item: _Item, error: RSRankError) -> RSRankError | Outcome:
+    """An error is the whole answer to whoever wants an explanation, and that of one document to others."""
+    return error if item.method == "explain" else Outcome(None, fault="internal", error=str(error))

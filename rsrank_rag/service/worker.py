@@ -10,17 +10,15 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import Executor, ProcessPoolExecutor, ThreadPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
-from ..method.explanation import Explanation
-from ..reranker import Pair, Reranker
+from ..reranker import Reranker
 from .backend import Description, UnavailableError
-from .engine import Canary, DeviceLostError, Engine, Step
+from .engine import Canary, DeviceLostError, Engine
 
 logger = logging.getLogger(__name__)
 
@@ -41,7 +39,7 @@ class Loaded:
 
 
 class Holder:
-    """Holds an `Engine` where it was loaded: in this process, or, as `_holder`, in one of its own."""
+    """Holds a model where it was loaded: in this process, or, as `_holder`, in one of its own."""
 
     engine: Engine
 
@@ -51,22 +49,23 @@ class Holder:
         complaint = None if canary is None else self.engine.check(canary)
         return Loaded(os.getpid(), self.engine.description, complaint)
 
-    def step(self, pairs: Sequence[Pair]) -> Step:
-        """See `Engine.step`."""
-        return self.engine.step(pairs)
-
-    def explain(self, pair: Pair) -> Explanation:
-        """See `Engine.explain`."""
-        return self.engine.explain(pair)
+    def call(self, method: str, argument: Any) -> Any:
+        """Call a method of the `Engine`."""
+        return getattr(self.engine, method)(argument)
 
 
 _holder = Holder()
 
 
-def call(method: str, *arguments: Any) -> Any:
-    """Call this process's `Holder`. If the device is lost, the process ends, and whoever waits for it replaces it."""
+def load(make: Callable[[], Reranker], name: str, canary: Canary | None) -> Loaded:
+    """See `Holder.load`."""
+    return _holder.load(make, name, canary)
+
+
+def call(method: str, argument: Any) -> Any:
+    """See `Holder.call`. If the device is lost, the process ends, and whoever waits for it replaces it."""
     try:
-        return getattr(_holder, method)(*arguments)
+        return _holder.call(method, argument)
     except DeviceLostError as error:
         logger.error("The device is lost (%s); the model's process ends.", error)
         os._exit(1)
@@ -94,7 +93,7 @@ class ModelProcess:
     """Where the model is: a process that can be replaced, or a thread of this one.
 
     Args:
-        load: Arguments of `Holder.load`; picklable, and so must the model's results be, unless ``in_process``.
+        loading: Arguments of `Holder.load`; picklable, and so must the model's results be, unless ``in_process``.
         longest_step: Seconds after which the process is taken for hung and ended.
         in_process: Use a thread.
         prepare: Called in the process before all else.
@@ -102,15 +101,16 @@ class ModelProcess:
 
     def __init__(
         self,
-        load: tuple[Callable[[], Reranker], str, Canary | None],
+        loading: tuple[Callable[[], Reranker], str, Canary | None],
         longest_step: float,
         in_process: bool = False,
         prepare: Callable[[], object] | None = None,
     ) -> None:
-        self.loading, self.longest_step, self.in_process, self.prepare = load, longest_step, in_process, prepare
+        self.loading, self.longest_step, self.in_process, self.prepare = loading, longest_step, in_process, prepare
         self.loaded: Loaded | None = None
         self._pool: Executor | None = None
-        self._call: Callable[..., Any] = call
+        holder = Holder()
+        self._load, self._call = (holder.load, holder.call) if in_process else (load, call)
 
     async def start(self) -> None:
         """Load the model, in a new process in the place of one that is gone.
@@ -121,28 +121,24 @@ class ModelProcess:
         """
         self.end(wait=False)
         if self.in_process:
-            self._pool, holder = ThreadPoolExecutor(1, thread_name_prefix="rsrank-serve"), Holder()
-            self._call = lambda method, *arguments: getattr(holder, method)(*arguments)
+            self._pool = ThreadPoolExecutor(1, thread_name_prefix="rsrank-serve")
         else:
             context = multiprocessing.get_context("spawn")  # a forked copy of threads and CUDA would not work
             self._pool = ProcessPoolExecutor(1, mp_context=context, initializer=begin, initargs=(self.prepare,))
         name, started = self.loading[1], time.perf_counter()
         try:
-            self.loaded = await self._run("load", *self.loading)
+            self.loaded = await asyncio.get_running_loop().run_in_executor(self._pool, self._load, *self.loading)
         except BrokenProcessPool:
             raise UnavailableError(f"The process that was to hold {name} ended while it was loading.") from None
         logger.info("%s was loaded in %.1f s.", name, time.perf_counter() - started)
 
-    def _run(self, method: str, *arguments: Any) -> asyncio.Future[Any]:
-        return asyncio.get_running_loop().run_in_executor(self._pool, partial(self._call, method, *arguments))
-
     async def call(self, method: str, argument: Any) -> Any:
-        """Call a method of the `Holder`.
+        """Call a method of the `Engine`.
 
         Raises:
             BrokenProcessPool: The process died, or was ended because it hung.
         """
-        future = self._run(method, argument)
+        future = asyncio.get_running_loop().run_in_executor(self._pool, self._call, method, argument)
         done, _ = await asyncio.wait([future], timeout=self.longest_step)
         if not done:
             logger.error("The model's process has not answered for %g seconds and is ended.", self.longest_step)

@@ -13,7 +13,7 @@ from ...errors import InputError
 from ...reranker import check_limits
 from ..backend import Description
 from ..refusals import DocumentError, RefusedError, document_errors
-from .common import Query, Question, ScaledRequest, Scores, Strict, Usage, few_wrong, is_text
+from .common import Query, QueryObject, Question, ScaledRequest, Scores, TextObject, Usage, few_wrong, is_text
 
 SEARCH_UNIT = 100
 """Documents that Cohere bills as one search; nothing is billed here, but its clients read the number."""
@@ -30,12 +30,6 @@ def _is_short(name: str) -> str:
     if len(name) > LONGEST_FIELD:
         raise ValueError(f"a field's name may have {LONGEST_FIELD} characters")
     return name
-
-
-class QueryObject(Strict):
-    """A query in an object, as Jina and NVIDIA write it."""
-
-    text: Query
 
 
 class RerankRequest(ScaledRequest):
@@ -110,16 +104,16 @@ class RerankRequest(ScaledRequest):
                 truncated=document.truncated,
             )
             if self.return_documents:
-                row.document = ReturnedDocument(text=document.text)
+                row.document = TextObject(text=document.text)
             rows.append(row)
-        units = BilledUnits(search_units=math.ceil(len(scores.outcomes) / SEARCH_UNIT))
+        units = math.ceil(len(scores.outcomes) / SEARCH_UNIT)
         response = RerankResponse(
             id=scores.id,
             object="rerank",
             created=scores.created,
             model=scores.model.name,
             results=rows,
-            meta=Meta(api_version=ApiVersion(version="2"), billed_units=units),
+            meta={"api_version": {"version": "2"}, "billed_units": {"search_units": units}},
             usage=scores.usage,
             threshold=scores.model.threshold,
         )
@@ -166,38 +160,13 @@ def _text_of(document: Mapping[str, Any], names: Sequence[str]) -> str:
     return "\n".join(str(value) for _, value in found)
 
 
-class ReturnedDocument(BaseModel):
-    """A document's text as it was read."""
-
-    text: str
-
-
 class RerankedDocument(BaseModel):
     """One row of an answer."""
 
     index: int
     relevance_score: float
     truncated: bool
-    document: ReturnedDocument | None = None
-
-
-class ApiVersion(BaseModel):
-    """As Cohere's clients expect it."""
-
-    version: str
-
-
-class BilledUnits(BaseModel):
-    """As Cohere's clients expect it."""
-
-    search_units: int
-
-
-class Meta(BaseModel):
-    """As Cohere's clients expect it."""
-
-    api_version: ApiVersion
-    billed_units: BilledUnits
+    document: TextObject | None = Field(default=None, description="As it was read, if asked for.")
 
 
 class RerankResponse(BaseModel):
@@ -208,7 +177,7 @@ class RerankResponse(BaseModel):
     created: int
     model: str
     results: list[RerankedDocument] = Field(description="Best first; documents without text last.")
-    meta: Meta
+    meta: dict[str, dict[str, str | int]] = Field(description="As Cohere's clients expect it.")
     usage: Usage
     threshold: float | None = Field(description="The model's native threshold, on the raw scale.")
     errors: list[DocumentError] | None = Field(default=None, description="Documents without a score, if partial.")

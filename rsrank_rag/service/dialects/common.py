@@ -191,6 +191,18 @@ class Strict(BaseModel):
     model_config = ConfigDict(strict=True)
 
 
+class TextObject(Strict):
+    """A text in an object."""
+
+    text: str
+
+
+class QueryObject(Strict):
+    """A query in an object, as Jina and NVIDIA write it."""
+
+    text: Query
+
+
 class ScoringRequest(Strict, ABC):
     """A request for scores, with the options that every one may have."""
 

@@ -6,14 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel
 
-from .cohere import QueryObject
-from .common import Question, Scores, ScoringRequest, Strict, Usage, few_wrong
-
-
-class TextObject(Strict):
-    """A text in an object."""
-
-    text: str
+from .common import QueryObject, Question, Scores, ScoringRequest, TextObject, Usage, few_wrong
 
 
 def _is_object_with_text(entry: Any) -> bool:
