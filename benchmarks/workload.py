@@ -20,7 +20,7 @@ from torch import Tensor
 from transformers import AutoModel, AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen3Config
 
 from rsrank_rag import Projection, RSRank, Template
-from rsrank_rag.language_model.loading import LoadOptions
+from rsrank_rag.language_model.options import LoadOptions
 from rsrank_rag.method.shift import representational_shift
 
 WORDS = """

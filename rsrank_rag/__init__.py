@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from .artifact.config import TrainingRecord
     from .errors import RSRankError
     from .langchain import RSRankCompressor as RSRankCompressor
-    from .language_model.loading import LoadOptions
+    from .language_model.options import LoadOptions
     from .llama_index import RSRankPostprocessor as RSRankPostprocessor
     from .method.explanation import Explanation
     from .method.projection import Projection
@@ -21,7 +21,7 @@ __version__ = "0.1.0"
 
 _HOME = {
     "Explanation": "method.explanation",
-    "LoadOptions": "language_model.loading",
+    "LoadOptions": "language_model.options",
     "Projection": "method.projection",
     "RSRank": "rsrank",
     "RSRankCompressor": "langchain",

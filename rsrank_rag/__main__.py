@@ -1,5 +1,5 @@
 """``python -m rsrank_rag`` is ``rsrank``."""
 
-from .cli.main import app
+from .cli import app
 
 app()

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from pydantic import ConfigDict, Field
 from typing_extensions import Unpack
 
-from .adapters.settings import Limits, RerankerAdapter
+from .adapters.settings import Limits, RerankerAdapter, without_marks
 from .errors import InputError, MissingDependencyError
 from .reranker import RankResult
 
@@ -31,6 +32,8 @@ except ModuleNotFoundError as error:
 if TYPE_CHECKING:
     from .adapters.cross_encoder import RSRankCrossEncoder as RSRankCrossEncoder
 
+logger = logging.getLogger(__name__)
+
 # Without RSRankCrossEncoder: not every langchain-core has its base class.
 __all__ = ["RSRankCompressor", "RSRankRetriever"]
 
@@ -38,8 +41,8 @@ __all__ = ["RSRankCompressor", "RSRankRetriever"]
 class RSRankCompressor(RerankerAdapter, BaseDocumentCompressor):
     """Keeps the documents that score above zero, best first.
 
-    Kept documents are copies with their score in the metadata; the input stays as it was. Each call is one run in
-    LangChain's callbacks. For chains, see `as_runnable`.
+    Kept documents are copies with their score in the metadata; the input stays as it was. Each call is a run in
+    LangChain's callbacks, with a run inside that says what decided. For chains, see `as_runnable`.
 
     >>> compressor = RSRankCompressor(model="mini", top_n=5)
     >>> compressor.compress_documents([], "Nothing to do, nothing loaded")
@@ -112,17 +115,45 @@ class RSRankCompressor(RerankerAdapter, BaseDocumentCompressor):
                     f"{type(self).__name__} needs a dictionary with {query_key!r} and {documents_key!r}, got {found}."
                 ) from None
 
-        def run(inputs: dict[str, Any], **limits: Unpack[Limits]) -> list[Document]:
+        def run(inputs: dict[str, Any], config: RunnableConfig, **limits: Unpack[Limits]) -> list[Document]:
             query, documents = unpack(inputs)
-            return self._copies(documents, self._rank(query, self._texts(documents), self._limits(limits)))
+            chosen = self._limits(limits)
+            result = self._rank(query, self._texts(documents), chosen)
+            self._trace(result).invoke(chosen, config)
+            return self._copies(documents, result)
 
-        async def arun(inputs: dict[str, Any], **limits: Unpack[Limits]) -> list[Document]:
+        async def arun(inputs: dict[str, Any], config: RunnableConfig, **limits: Unpack[Limits]) -> list[Document]:
             query, documents = unpack(inputs)
-            return self._copies(documents, await self._arank(query, self._texts(documents), self._limits(limits)))
+            chosen = self._limits(limits)
+            result = await self._arank(query, self._texts(documents), chosen)
+            await self._trace(result).ainvoke(chosen, config)
+            return self._copies(documents, result)
 
         return RunnableLambda(run, arun, name=type(self).__name__)
 
+    def _trace(self, result: RankResult) -> Runnable[Limits, dict[str, Any]]:
+        """A run that says what a trace would not show otherwise: what decided, and the scores of what was dropped."""
+        documents = (*result.kept, *result.dropped)
+        summary = {
+            "model": self.model_label,
+            "threshold": result.threshold,
+            "documents": len(documents),
+            "kept": len(result.kept),
+            "truncated": sum(document.truncated for document in documents),
+            "dropped": [{"index": document.index, "score": document.score} for document in result.dropped],
+        }
+        return RunnableLambda(lambda asked: summary, name="RSRankRanking")
+
     def _texts(self, documents: Sequence[Document]) -> list[str]:
+        there = {name for document in documents for name in document.metadata}
+        unknown = [name for name in self.metadata_fields if name not in there]
+        if unknown and documents:
+            logger.warning(
+                "None of %d documents has the metadata field %s; there are: %s.",
+                len(documents),
+                ", ".join(map(repr, unknown)),
+                ", ".join(sorted(there)) or "none",
+            )
         return [
             "\n".join([*(str(document.metadata[name]) for name in self._present(document)), document.page_content])
             for document in documents
@@ -132,12 +163,12 @@ class RSRankCompressor(RerankerAdapter, BaseDocumentCompressor):
         return [name for name in self.metadata_fields if document.metadata.get(name) is not None]
 
     def _copies(self, documents: Sequence[Document], result: RankResult) -> list[Document]:
-        return [
-            documents[kept.index].model_copy(
-                update={"metadata": {**documents[kept.index].metadata, self.score_key: kept.score}}
-            )
-            for kept in result.kept
-        ]
+        copies = []
+        for ranked, marks in self._handed_on(result):
+            document = documents[ranked.index]
+            metadata = {**without_marks(document.metadata), self.score_key: ranked.score, **marks}
+            copies.append(document.model_copy(update={"metadata": metadata}))
+        return copies
 
 
 class RSRankRetriever(BaseRetriever):

@@ -9,7 +9,7 @@ from typing import Any
 from pydantic import Field, model_validator
 from typing_extensions import Unpack
 
-from .adapters.settings import Limits, RerankerAdapter
+from .adapters.settings import Limits, RerankerAdapter, without_marks
 from .errors import InputError, MissingDependencyError
 from .reranker import RankResult
 
@@ -35,8 +35,8 @@ dispatcher = get_dispatcher(__name__)
 class RSRankPostprocessor(RerankerAdapter, BaseNodePostprocessor):
     """Keeps the nodes that score above zero, best first.
 
-    The result is new ``NodeWithScore`` objects around the same nodes; nothing that was given is changed. If no node
-    is left, LlamaIndex's query engines answer "Empty Response" without asking the LLM; ``min_docs=1`` avoids it.
+    The result is copies, down to the lists in their metadata; nothing that was given is changed. If no node is left,
+    LlamaIndex's query engines answer "Empty Response" without asking the LLM; ``min_docs=1`` avoids it.
 
     >>> RSRankPostprocessor(top_n=5).postprocess_nodes([], query_str="Nothing to do, nothing loaded")
     []
@@ -135,29 +135,22 @@ class RSRankPostprocessor(RerankerAdapter, BaseNodePostprocessor):
         return [scored.node.get_content(metadata_mode=self.metadata_mode) for scored in nodes]
 
     def _scored(self, nodes: list[NodeWithScore], result: RankResult) -> list[NodeWithScore]:
-        return [
-            NodeWithScore(
-                node=_with_score(nodes[kept.index]) if self.keep_retrieval_score else nodes[kept.index].node,
-                score=kept.score,
-            )
-            for kept in result.kept
-        ]
+        found = []
+        for ranked, marks in self._handed_on(result):
+            given = nodes[ranked.index]
+            retrieval = {RETRIEVAL_SCORE: given.score} if self.keep_retrieval_score else {}
+            found.append(NodeWithScore(node=_copied(given.node, {**retrieval, **marks}), score=ranked.score))
+        return found
 
 
-def _with_score(scored: NodeWithScore) -> BaseNode:
-    """A copy of the node that holds its retriever's score where neither an embedding nor an LLM reads it."""
-    node = scored.node
-    return node.model_copy(
-        update={
-            "metadata": {**node.metadata, RETRIEVAL_SCORE: scored.score},
-            "excluded_embed_metadata_keys": _with(node.excluded_embed_metadata_keys, RETRIEVAL_SCORE),
-            "excluded_llm_metadata_keys": _with(node.excluded_llm_metadata_keys, RETRIEVAL_SCORE),
-        }
-    )
-
-
-def _with(names: list[str], name: str) -> list[str]:
-    return [*names, *([] if name in names else [name])]
+def _copied(node: BaseNode, hidden: dict[str, Any]) -> BaseNode:
+    """A copy of a node with more metadata, where neither an embedding nor an LLM reads them."""
+    excluded = {
+        name: [*keys, *(key for key in hidden if key not in keys)]
+        for name in ("excluded_embed_metadata_keys", "excluded_llm_metadata_keys")
+        for keys in [getattr(node, name)]
+    }
+    return node.model_copy(update={"metadata": {**without_marks(node.metadata), **hidden}, **excluded})
 
 
 def _bundle(query_bundle: QueryBundle | None, query_str: str | None) -> QueryBundle | None:

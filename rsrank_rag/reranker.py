@@ -5,10 +5,17 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from .errors import InputError, ScoringError
+
+BLANK_SCORE = -10_000.0
+"""What a document without text scores: less than any other, so that whatever sorts by score puts it last.
+
+Finite, because JSON has no infinity and other tools average or subtract; exact in float16. Scores of RSRank lie within
+plus or minus layers x heads (288 for Qwen3-8B), those of other systems are logits, cosines and probabilities.
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,16 +25,14 @@ class RankedDocument:
     Attributes:
         index: Position in the list that was ranked.
         text: The document as it was given.
-        score: Relevance, on the reranker's own scale.
+        score: Relevance, on the reranker's own scale; `BLANK_SCORE` for a document without text.
         truncated: Whether the model read only its beginning, because it was too long.
-        is_bound: Whether ``score`` is an upper bound: the document was dropped before its score was known.
     """
 
     index: int
     text: str
     score: float
     truncated: bool = False
-    is_bound: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +45,6 @@ class Scored:
 
     score: float
     truncated: bool = False
-    is_bound: bool = False
     tokens: int = 0
 
 
@@ -85,8 +89,7 @@ class RankResult:
             for doc in documents:
                 text = " ".join(doc.text.split())
                 text = text if len(text) <= 88 else text[:87] + "…"
-                sign = "<" if doc.is_bound else " "
-                lines.append(f"{mark}{sign}{doc.score:+8.2f}  [{doc.index}] {text}{' (truncated)' * doc.truncated}")
+                lines.append(f"{mark} {doc.score:+8.2f}  [{doc.index}] {text}{' (truncated)' * doc.truncated}")
         return "\n".join(lines)
 
 
@@ -104,16 +107,16 @@ class Reranker(ABC):
     def score(self, query: str, documents: Sequence[str]) -> list[float]:
         """Relevance of each document to the query, in input order; above the native threshold means relevant."""
 
-    def _scored(
-        self, query: str, documents: Sequence[str], *, cutoff: float | None, show_progress: bool
-    ) -> list[Scored]:
-        """What `rank` sorts. Override it where there is more to say than a score.
+    def score_documents(self, query: str, documents: Sequence[str], *, show_progress: bool = False) -> list[Scored]:
+        """What `rank` sorts, in input order. Override it where there is more to say than a score.
 
         Args:
             query: The question.
             documents: Texts.
-            cutoff: A document that scores no higher is dropped, so that a bound will do. None asks for all scores.
-            show_progress: Show a progress bar.
+            show_progress: Show a progress bar, if this reranker has one.
+
+        Raises:
+            ScoringError: A document could not be scored.
         """
         return [Scored(score) for score in self.score(query, documents)]
 
@@ -138,8 +141,9 @@ class Reranker(ABC):
             places.setdefault(pair.query, []).append(place)
         found: dict[int, Scored] = {}
         for query, own in places.items():
+            texts = [pairs[i].document for i in own]
             try:
-                scored = self._scored(query, [pairs[i].document for i in own], cutoff=None, show_progress=False)
+                scored = blanks_last(texts, self.score_documents(query, texts))
             except ScoringError as error:
                 raise ScoringError(str(error), own[error.index]) from error
             found.update(zip(own, scored, strict=True))
@@ -159,9 +163,9 @@ class Reranker(ABC):
 
         Args:
             query: The question.
-            documents: Texts. Equal scores keep their order; those without text come last and are not relevant.
+            documents: Texts. Equal scores keep their order; those without text come last and never pass a threshold.
             threshold: Keep documents that score above it; by default this reranker's own (0 for RSRank). None keeps
-                all: ranking alone.
+                all: ranking alone. Minus infinity keeps all that have text.
             top_n: Keep at most this many, applied after the threshold.
             min_docs: Keep at least the best this many, even below the threshold.
             show_progress: Show a progress bar, if this reranker has one.
@@ -173,8 +177,7 @@ class Reranker(ABC):
         documents = as_list(documents)
         limit = self.threshold if threshold == "native" else threshold
         check_limits(limit, top_n, min_docs)
-        cutoff = None if min_docs else limit  # the best of the dropped must be known to be kept after all
-        scored = self._scored(query, documents, cutoff=cutoff, show_progress=show_progress)
+        scored = self.score_documents(query, documents, show_progress=show_progress)
         if len(scored) != len(documents):
             raise InputError(f"{type(self).__name__}.score gave {len(scored)} scores for {len(documents)} documents.")
         return choose(query, documents, scored, limit, top_n=top_n, min_docs=min_docs)
@@ -214,6 +217,7 @@ def choose(
     Raises:
         ScoringError: A document has no finite score; it is named.
     """
+    scored = blanks_last(documents, scored)
     for index, found in enumerate(scored):
         if not math.isfinite(found.score):
             raise ScoringError(
@@ -221,17 +225,21 @@ def choose(
                 "Look at its text, or load the model in float32.",
                 index,
             )
-    blank = [not text.strip() for text in documents]  # come last: 0 is no better than a negative score
+    blank = [found.score == BLANK_SCORE for found in scored]  # apart: a reranker may give even lower scores
     order = sorted(range(len(documents)), key=lambda i: (blank[i], -scored[i].score))  # stable: ties by input order
-    ranked = [
-        RankedDocument(i, documents[i], float(scored[i].score), scored[i].truncated, scored[i].is_bound) for i in order
-    ]
-    relevant = [
-        threshold is None or (doc.score > threshold and not doc.is_bound and not blank[doc.index]) for doc in ranked
-    ]
-    keep = max(sum(relevant), min(min_docs, len(ranked)))
+    ranked = [RankedDocument(i, documents[i], float(scored[i].score), scored[i].truncated) for i in order]
+    relevant = sum(threshold is None or (doc.score > threshold and not blank[doc.index]) for doc in ranked)
+    keep = max(relevant, min(min_docs, len(ranked)))
     keep = keep if top_n is None else min(keep, top_n)
     return RankResult(query, threshold, tuple(ranked[:keep]), tuple(ranked[keep:]))
+
+
+def blanks_last(documents: Sequence[str], scored: Sequence[Scored]) -> list[Scored]:
+    """The same scores, with `BLANK_SCORE` for documents of nothing but white space, whatever a reranker gave them."""
+    return [
+        found if text.strip() else replace(found, score=BLANK_SCORE)
+        for text, found in zip(documents, scored, strict=True)
+    ]
 
 
 def as_list(documents: Iterable[str]) -> list[str]:
@@ -248,12 +256,13 @@ def as_list(documents: Iterable[str]) -> list[str]:
         raise InputError(f"documents must be a list of strings, got {type(documents).__name__}.") from None
 
 
-def check_limits(threshold: float | None, top_n: int | None, min_docs: int) -> None:
+def check_limits(threshold: float | Literal["native"] | None, top_n: int | None, min_docs: int) -> None:
     """Refuse limits of `Reranker.rank` that make no sense.
 
     Raises:
         InputError: One is out of range, or they contradict each other.
     """
+    threshold = None if threshold == "native" else threshold
     for name, value, kinds in (
         ("threshold", threshold, (int, float, type(None))),
         ("top_n", top_n, (int, type(None))),

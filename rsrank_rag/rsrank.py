@@ -17,10 +17,10 @@ from .artifact import hub
 from .artifact.config import RSRankConfig, TrainingRecord
 from .artifact.identity import check_after_run, check_before_run, describe
 from .errors import ArtifactError, InputError, ScoringError
-from .language_model.loading import LoadOptions, load_model
+from .language_model.loading import load_model
+from .language_model.options import LoadOptions, ModelSource
 from .method.backbone import Backbone
 from .method.batching import ALIKE, DoesNotFitError, Ids, run_batches, token_budget_for
-from .method.early import EarlyDecisions, Undecided, bounds_for
 from .method.explanation import Explanation
 from .method.grouping import Row, groups_of, places_of
 from .method.projection import Projection
@@ -28,7 +28,7 @@ from .method.reading import NullRun, ShiftReader
 from .method.template import PromptTokenizer, Template, TokenisedDocument, TokenisedQuery
 from .prefixes.settings import Choice, as_prefix_cache
 from .prefixes.store import PrefixStore
-from .reranker import Pair, Reranker, Scored, as_list
+from .reranker import BLANK_SCORE, Pair, Reranker, Scored, as_list
 
 ALIKE_KEPT = 0.4
 """As `batching.ALIKE`, for documents that are kept or packed into one row: padding costs them attention only."""
@@ -55,11 +55,9 @@ class RSRank(Reranker):
         config: The artifact's config.
         token_budget: Padded tokens of documents and query in one batch; None for the device's default.
         prefix_cache: Where documents' prefixes are kept between calls; see `from_pretrained`.
-        early_decisions: How documents may be dropped before their last layer; see `from_pretrained`.
 
     Raises:
         InputError: A choice that cannot be used.
-        BackboneError: Early decisions with a model whose layers cannot do with fewer rows.
     """
 
     def __init__(
@@ -71,7 +69,6 @@ class RSRank(Reranker):
         *,
         token_budget: int | None = None,
         prefix_cache: Choice = True,
-        early_decisions: EarlyDecisions | None = None,
     ) -> None:
         if token_budget is not None and token_budget < 1:
             raise InputError(f"token_budget must be at least 1, got {token_budget}.")
@@ -89,10 +86,6 @@ class RSRank(Reranker):
         )
         self.token_budget = token_budget or token_budget_for(backbone.device)
         self._halved: list[int] = []  # sizes of batches; threads may append without a lock
-        self._bounds = {} if early_decisions is None else bounds_for(early_decisions, config)
-        self._calibrated = early_decisions == "calibrated"  # by documents above zero
-        if early_decisions is not None:
-            backbone.let_rows_leave()
 
     @classmethod
     def from_pretrained(
@@ -109,7 +102,6 @@ class RSRank(Reranker):
         max_length: int | None = None,
         token_budget: int | None = None,
         prefix_cache: Choice = True,
-        early_decisions: EarlyDecisions | None = None,
         local_files_only: bool = False,
         token: str | bool | None = None,
         cache_dir: str | Path | None = None,
@@ -131,10 +123,6 @@ class RSRank(Reranker):
             prefix_cache: Where documents' prefixes are kept, so that a document that comes back is not read again.
                 True for some of the device's memory, a size such as ``"512MB"`` for so much of it, a folder for that
                 and the disk, a `PrefixCache` or its fields for more, or False for nowhere.
-            early_decisions: Let `rank` drop a document as soon as the layers read so far say that it cannot score
-                above the threshold: ``"exact"`` never changes a decision, ``"calibrated"`` loses a share of the kept
-                documents that the artifact states, at thresholds up to zero (above it, every document runs to the
-                end). Dropped documents then carry a bound instead of a score.
             local_files_only: Use what is already on disk, never the network.
             token: Hub access token.
             cache_dir: Hub cache folder.
@@ -145,7 +133,7 @@ class RSRank(Reranker):
             BackboneError: The language model cannot be loaded or read.
             MissingDependencyError: 8-bit or 4-bit without bitsandbytes, fp8 without torchao, any without accelerate.
         """
-        options = LoadOptions(
+        load = LoadOptions(
             device=device,
             dtype=dtype,
             load_in_8bit=load_in_8bit,
@@ -156,20 +144,32 @@ class RSRank(Reranker):
             cache_dir=cache_dir,
             trust_remote_code=trust_remote_code,
         )
+        elsewhere = None if backbone is None else str(backbone)
+        source = ModelSource(str(name), revision, load, elsewhere, max_length, token_budget, prefix_cache)
+        return cls.from_source(source)
+
+    @classmethod
+    def from_source(cls, source: ModelSource) -> RSRank:
+        """As `from_pretrained`, from one object that holds all of its arguments."""
+        load = source.load
         folder = hub.resolve(
-            name, revision=revision, local_files_only=local_files_only, token=token, cache_dir=cache_dir
+            source.name,
+            revision=source.revision,
+            local_files_only=load.local_files_only,
+            token=load.token,
+            cache_dir=load.cache_dir,
         )
         config = hub.read_config(folder)
         projection = Projection(hub.read_projection(folder, config), config.layers)
         inside = config.backbone.name == INSIDE
-        source = backbone or (folder / config.backbone.name if inside else config.backbone.name)
-        pinned = config.backbone.revision if backbone is None and not inside else None
+        model = source.backbone or (folder / config.backbone.name if inside else config.backbone.name)
+        pinned = config.backbone.revision if source.backbone is None and not inside else None
         last_layer = config.layers[-1]
-        loaded = load_model(source, revision=pinned, options=options, last_layer=last_layer)
-        check_before_run(loaded, config.backbone, str(source))
+        loaded = load_model(model, revision=pinned, options=load, last_layer=last_layer)
+        check_before_run(loaded, config.backbone, str(model))
         core = Backbone(loaded.model, last_layer, num_layers=loaded.num_layers)
-        check_after_run(core, config.backbone, str(source))
-        limits = (core.max_length, config.max_length, max_length)
+        check_after_run(core, config.backbone, str(model))
+        limits = (core.max_length, config.max_length, source.max_length)
         prompts = PromptTokenizer(
             loaded.tokenizer,
             config.template,
@@ -177,13 +177,7 @@ class RSRank(Reranker):
             shared_positions=core.causal,
         )
         return cls(
-            core,
-            prompts,
-            projection,
-            config,
-            token_budget=token_budget,
-            prefix_cache=prefix_cache,
-            early_decisions=early_decisions,
+            core, prompts, projection, config, token_budget=source.token_budget, prefix_cache=source.prefix_cache
         )
 
     @classmethod
@@ -368,7 +362,7 @@ class RSRank(Reranker):
 
         Args:
             query: The question. It is never cut.
-            documents: Texts. One that is too long is cut at its end; one without tokens scores exactly 0.
+            documents: Texts. One that is too long is cut at its end; one without text scores `BLANK_SCORE`.
             show_progress: Show a progress bar.
 
         Returns:
@@ -429,10 +423,14 @@ class RSRank(Reranker):
             raise error.at(columns[error.row, error.column]) from None
         return [found.scored(row, column) for row, column in places]
 
-    def _scored(
-        self, query: str, documents: Sequence[str], *, cutoff: float | None, show_progress: bool
-    ) -> list[Scored]:
-        found = self._score_lists([query], [documents], show_progress, cutoff)
+    def score_documents(self, query: str, documents: Sequence[str], *, show_progress: bool = False) -> list[Scored]:
+        """As `score`, with what else there is to say of each document.
+
+        Raises:
+            InputError: As `score`.
+            ScoringError: As `score`.
+        """
+        found = self._score_lists([query], [documents], show_progress)
         return [found.scored(0, column) for column in range(len(found.scores[0]))]
 
     def _score_lists(
@@ -440,14 +438,13 @@ class RSRank(Reranker):
         queries: Sequence[str],
         documents: Sequence[Sequence[str]],
         show_progress: bool,
-        cutoff: float | None = None,
     ) -> _Found:
         tokenised = [self.prompts.query(query) for query in queries]
         prompts = [
             self.prompts.documents(as_list(texts), len(tokens.ids))
             for tokens, texts in zip(tokenised, documents, strict=True)
         ]
-        return self._score_tokenised(tokenised, prompts, show_progress, cutoff)
+        return self._score_tokenised(tokenised, prompts, show_progress)
 
     @torch.inference_mode()
     def _score_tokenised(
@@ -455,7 +452,6 @@ class RSRank(Reranker):
         queries: Sequence[TokenisedQuery],
         documents: Sequence[Sequence[TokenisedDocument]],
         show_progress: bool,
-        cutoff: float | None = None,
     ) -> _Found:
         """Scores of every query's documents, group by group."""
         store = self.reader.store
@@ -463,15 +459,13 @@ class RSRank(Reranker):
         groups = groups_of(places, queries, joined=self.reader.null_prefix != "matched", keeps=store is not None)
         found = _Found.empty(queries, documents)
         runs = {row: NullRun(query) for row, query in enumerate(queries)}
-        packs = self.backbone.packs and not (self._bounds and store is None)  # see `once` in `_sums`
+        packs = self.backbone.packs
 
         def score_batch(batch: list[Row]) -> None:
-            for rows, sums in self._sums(batch, runs, cutoff):
-                results = zip(batch, rows, sums.scores.tolist(), sums.left(), strict=True)
-                for item, row, score, left in results:
+            for rows, sums in self._sums(batch, runs):
+                for item, row, score in zip(batch, rows, sums.tolist(), strict=True):
                     for column in (column for owner, column in places[item.ids] if owner == row):
                         found.scores[row][column] = _finite(score, row, column)
-                        found.bounds[row][column] = left
 
         total = sum(len(group.rows) for group in groups)
         with tqdm(total=total, disable=not show_progress, unit="doc", desc="scoring") as bar:
@@ -512,44 +506,36 @@ class RSRank(Reranker):
             min(JOINED_BYTES.get(core.device.type, JOINED_BYTES["cpu"]) // per_token, 8 * self.token_budget),
         )
 
-    def _sums(
-        self, batch: list[Row], runs: dict[int, NullRun], cutoff: float | None
-    ) -> Iterator[tuple[list[int], Undecided]]:
+    def _sums(self, batch: list[Row], runs: dict[int, NullRun]) -> Iterator[tuple[list[int], Tensor]]:
         """Scores of one batch: each row's query, and the rows' scores; once for each query that all of them share."""
         documents, queries = [row.ids for row in batch], batch[0].queries
         room = max(len(runs[query].query.ids) for row in batch for query in row.queries)
         if any(row.queries != queries for row in batch):
             own = [runs[row.queries[0]] for row in batch]
-            sums = Undecided(len(batch), self.backbone.device, {}, -math.inf)
+            sums = torch.zeros(len(batch), device=self.backbone.device)
             lengths = torch.tensor([run.query.length for run in own], device=self.backbone.device)
             prefixes = self.reader.prefill(documents, room, runs=own)
             self.reader.read_own(own, prefixes, partial(self._add_own, sums, lengths[:, None]))
             yield [row.queries[0] for row in batch], sums
             return
-        bounds = {} if cutoff is None or (self._calibrated and cutoff > 0) else self._bounds
-        # With nothing to keep, a document that leaves early saves the rest of its own run too.
-        once = bool(bounds) and self.reader.store is None and len(queries) == 1
         # Where one query has to be run without a document, a row for it does for all of them.
-        joined = None if once else self.reader.prefill(documents, room, runs=[runs[queries[0]]])
+        joined = self.reader.prefill(documents, room, runs=[runs[queries[0]]])
         for query in queries:
-            sums = Undecided(len(batch), self.backbone.device, bounds, -math.inf if cutoff is None else cutoff)
-            if joined is None:
-                self.reader.read_in_one_run(runs[query], documents, partial(self._add, sums))
-            else:
-                self.reader.read(runs[query], joined, partial(self._add, sums))
+            sums = torch.zeros(len(batch), device=self.backbone.device)
+            self.reader.read(runs[query], joined, partial(self._add, sums))
             yield [query] * len(batch), sums
 
-    def _add_own(self, sums: Undecided, lengths: Tensor, layer: int, shift: Tensor) -> None:
+    def _add_own(self, sums: Tensor, lengths: Tensor, layer: int, shift: Tensor) -> None:
         """As `_add`, with queries of different lengths (N, 1): a shift of 0, as behind a shorter one, adds nothing."""
-        sums.add(layer, (self.projection.cosines(layer, shift).sum(-1) / lengths).sum(-1))
+        sums += (self.projection.cosines(layer, shift).sum(-1) / lengths).sum(-1)
 
-    def _add(self, sums: Undecided, layer: int, shift: Tensor) -> Tensor | None:
+    def _add(self, sums: Tensor, layer: int, shift: Tensor) -> None:
         """Fold one layer's shifts into the scores (N,) and forget them."""
-        return sums.add(layer, self.projection.cosines(layer, shift).mean(-1).sum(-1))
+        sums += self.projection.cosines(layer, shift).mean(-1).sum(-1)
 
     @torch.inference_mode()
     def explain(self, query: str, document: str, *, max_tokens: int | None = None) -> Explanation:
-        """Take a score apart, exactly, per query token, layer and head.
+        """Take a score apart, exactly, per query token, layer and head. A document without text has no parts.
 
         Args:
             query: The question.
@@ -563,6 +549,8 @@ class RSRank(Reranker):
         tokens = self.prompts.query(query)
         prompt = self.prompts.documents([document], len(tokens.ids), max_tokens=max_tokens)[0]
         terms: list[Tensor] = []
+        if prompt.empty:
+            return Explanation(query, document, BLANK_SCORE, False, (), self.projection.layers, (), ())
 
         def keep(layer: int, shift: Tensor) -> None:
             terms.append(self.projection.cosines(layer, shift)[0] / tokens.length)  # (H, T)
@@ -574,7 +562,7 @@ class RSRank(Reranker):
             run_batches([prompt.ids], read, budget=1)
         except DoesNotFitError as error:
             raise _too_large(error.ids, 0, 0) from None
-        parts = torch.stack(terms).permute(2, 0, 1).double() * (not prompt.empty)  # (T, L, H)
+        parts = torch.stack(terms).permute(2, 0, 1).double()  # (T, L, H)
         return Explanation(
             query=query,
             document=document,
@@ -593,16 +581,14 @@ class _Found:
 
     scores: list[list[float]]
     truncated: list[list[bool]]
-    bounds: list[list[bool]]
     tokens: list[list[int]]
 
     @classmethod
     def empty(cls, queries: Sequence[TokenisedQuery], documents: Sequence[Sequence[TokenisedDocument]]) -> _Found:
         """What is known before anything has been scored."""
         return cls(
-            scores=[[0.0] * len(row) for row in documents],
+            scores=[[BLANK_SCORE] * len(row) for row in documents],  # of those without text
             truncated=[[document.truncated for document in row] for row in documents],
-            bounds=[[False] * len(row) for row in documents],
             tokens=[
                 [len(query.ids) + len(document.ids) for document in row]
                 for query, row in zip(queries, documents, strict=True)
@@ -611,9 +597,7 @@ class _Found:
 
     def scored(self, row: int, column: int) -> Scored:
         """One document's."""
-        return Scored(
-            self.scores[row][column], self.truncated[row][column], self.bounds[row][column], self.tokens[row][column]
-        )
+        return Scored(self.scores[row][column], self.truncated[row][column], self.tokens[row][column])
 
 
 class _UnscoredError(ScoringError):

@@ -15,7 +15,7 @@ from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers,
 from transformers import PreTrainedTokenizerFast
 
 from rsrank_rag import Projection, RSRank, Template
-from rsrank_rag.language_model.loading import LoadOptions
+from rsrank_rag.language_model.options import LoadOptions
 
 SHARED = Path(__file__).parents[1].parent / "shared"
 STORIES = SHARED / "models" / "stories260K"

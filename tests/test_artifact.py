@@ -22,7 +22,7 @@ from rsrank_rag import RSRank, RSRankError
 from rsrank_rag.artifact.config import BackboneSpec, RSRankConfig, TrainingRecord
 from rsrank_rag.artifact.hub import model_card
 from rsrank_rag.errors import ArtifactError, BackboneError
-from rsrank_rag.language_model.loading import LoadOptions
+from rsrank_rag.language_model.options import LoadOptions
 from rsrank_rag.method.template import Template
 
 

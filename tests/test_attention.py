@@ -9,7 +9,8 @@ import torch
 from transformers import AutoModel
 
 from rsrank_rag.language_model.attention import NAME, Packing, attend, attending, use_own_attention
-from rsrank_rag.language_model.loading import LoadOptions, load_model
+from rsrank_rag.language_model.loading import load_model
+from rsrank_rag.language_model.options import LoadOptions
 from rsrank_rag.method.backbone import Backbone
 
 

@@ -28,7 +28,7 @@ from transformers import AutoModel, AutoTokenizer
 from rsrank_rag import Projection, RSRank, Template
 from rsrank_rag.errors import BackboneError
 from rsrank_rag.language_model.attention import use_own_attention
-from rsrank_rag.language_model.loading import LoadOptions
+from rsrank_rag.language_model.options import LoadOptions
 from rsrank_rag.method.backbone import Backbone
 from rsrank_rag.reranker import Pair
 

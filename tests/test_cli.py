@@ -9,7 +9,8 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 from rsrank_rag import __version__
-from rsrank_rag.cli.main import app, read_documents
+from rsrank_rag.cli import app
+from rsrank_rag.cli.ranking import read_documents
 from rsrank_rag.cli.tables import evaluation_table
 from rsrank_rag.errors import InputError
 

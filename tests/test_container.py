@@ -13,7 +13,7 @@ import typer
 import yaml
 from dockerfile_parse import DockerfileParser
 
-from rsrank_rag.cli.main import app
+from rsrank_rag.cli import app
 
 if sys.version_info >= (3, 11):
     import tomllib

@@ -1,14 +1,13 @@
 """What clients say, as pure functions: requests to pairs, outcomes to answers, scores between 0 and 1."""
 
 import math
-import sys
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import TypeAdapter, ValidationError
 
-from rsrank_rag.reranker import Pair
+from rsrank_rag.reranker import BLANK_SCORE, Pair
 from rsrank_rag.service.app import AnyRerankRequest
 from rsrank_rag.service.backend import Description, Outcome
 from rsrank_rag.service.dialects.cohere import RerankRequest, texts_of
@@ -18,8 +17,6 @@ from rsrank_rag.service.dialects.tei import TextsRequest
 from rsrank_rag.service.dialects.vllm import ScoreRequest
 from rsrank_rag.service.refusals import RefusedError, error_body, refusal
 
-LOWEST = -sys.float_info.max
-"""Whatever number a blank document scores: none is lower."""
 FINITE = st.floats(allow_nan=False, allow_infinity=False)
 MODEL = Description("fake", 1.0, False)
 
@@ -318,8 +315,8 @@ def test_the_answer_has_the_fields_of_cohere_jina_infinity_and_vllm():
 
 def test_tei_and_nvidia_get_all_rows_best_first_and_vllm_in_input_order():
     texts = TextsRequest(query="q", texts=["a", "b", ""])
-    rows = texts.answer(scored(texts, outcomes(-3, 2, LOWEST)))
-    assert [(row.index, row.score) for row in rows] == [(1, 2), (0, -3), (2, LOWEST)]
+    rows = texts.answer(scored(texts, outcomes(-3, 2, 0)))
+    assert [(row.index, row.score) for row in rows] == [(1, 2), (0, -3), (2, BLANK_SCORE)]
     ranking = RankingRequest.model_validate({"query": {"text": "q"}, "passages": [{"text": "a"}, {"text": "b"}]})
     found = ranking.answer(scored(ranking, outcomes(-3, 2))).rankings
     assert [(row.index, row.logit) for row in found] == [(1, 2), (0, -3)]

@@ -10,7 +10,8 @@ from conftest import DOCUMENTS, QUERIES, QUERY, load_ranker
 
 from rsrank_rag import RSRank
 from rsrank_rag.errors import ArtifactError, BackboneError, MissingDependencyError
-from rsrank_rag.language_model.loading import LoadOptions, _quantization
+from rsrank_rag.language_model.loading import _quantization
+from rsrank_rag.language_model.options import LoadOptions
 from rsrank_rag.language_model.weights import bits_of, fingerprint
 
 quantization = pytest.importorskip("torchao.quantization")
@@ -227,7 +228,8 @@ def test_an_emulation_of_rounded_activations_keeps_to_the_same_bounds(kind, tiny
 def test_loading_says_nothing_about_kernels_that_nobody_asked_for(tiny_folder):
     code = (
         "import logging\n"
-        "from rsrank_rag.language_model.loading import LoadOptions, load_model\n"
+        "from rsrank_rag.language_model.loading import load_model\n"
+        "from rsrank_rag.language_model.options import LoadOptions\n"
         "load_model({folder!r}, revision=None, options=LoadOptions(device='cpu', load_in_fp8=True))\n"
         "assert not logging.getLogger('torchao').filters + logging.getLogger('torch.utils._pytree').filters\n"
         "logging.getLogger('torchao').warning('Failed to load, said later')\n"

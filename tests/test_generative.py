@@ -12,7 +12,7 @@ from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokeni
 
 from rsrank_rag.errors import BackboneError, InputError, MissingDependencyError, ScoringError
 from rsrank_rag.evaluation.systems.generative import AnswerHead, MonoT5, Qwen3Reranker
-from rsrank_rag.language_model.loading import LoadOptions
+from rsrank_rag.language_model.options import LoadOptions
 
 CPU = LoadOptions(device="cpu", dtype="float32", local_files_only=True)
 LONG = " ".join(DOCUMENTS)

@@ -30,9 +30,10 @@ from typer.testing import CliRunner
 from rsrank_rag import Projection, RSRank
 from rsrank_rag.artifact.config import RSRankConfig
 from rsrank_rag.artifact.identity import describe
-from rsrank_rag.cli.main import app
+from rsrank_rag.cli import app
 from rsrank_rag.errors import ArtifactError, InputError
-from rsrank_rag.language_model.loading import LoadOptions, load_model, shortened
+from rsrank_rag.language_model.loading import load_model, shortened
+from rsrank_rag.language_model.options import LoadOptions
 from rsrank_rag.method.backbone import Backbone
 from rsrank_rag.method.template import PromptTokenizer
 from rsrank_rag.training.recipe import Recipe, parse_layers

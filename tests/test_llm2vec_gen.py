@@ -13,7 +13,7 @@ from transformers import AutoModel, AutoTokenizer
 
 from rsrank_rag.errors import BackboneError, InputError, MissingDependencyError
 from rsrank_rag.evaluation.systems.llm2vec_gen import LLM2VecGen
-from rsrank_rag.language_model.loading import LoadOptions
+from rsrank_rag.language_model.options import LoadOptions
 
 CPU = LoadOptions(device="cpu", dtype="float32", local_files_only=True)
 SPECIAL = [f"<question{i}>" for i in range(1, 6)]

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from rsrank_rag import Projection, Reranker, RSRank, Template
 from rsrank_rag.errors import InputError, ScoringError
-from rsrank_rag.language_model.loading import LoadOptions
+from rsrank_rag.language_model.options import LoadOptions
 from rsrank_rag.reranker import Pair, Scored
 
 EXACT = 1e-4  # fp32: rounding alone

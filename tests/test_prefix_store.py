@@ -16,7 +16,7 @@ from safetensors.torch import load_file
 from typer.testing import CliRunner
 
 from rsrank_rag import RSRank
-from rsrank_rag.cli.main import app
+from rsrank_rag.cli import app
 from rsrank_rag.errors import InputError, ScoringError
 from rsrank_rag.method.probe import Prefixes
 from rsrank_rag.partial_files import A_DAY, may_be_running

@@ -8,13 +8,13 @@ import pytest
 from conftest import CHAT, DOCUMENTS, QUERIES
 from typer.testing import CliRunner
 
-from rsrank_rag.cli.main import app
+from rsrank_rag.cli import app
 from rsrank_rag.errors import InputError
 from rsrank_rag.evaluation.comparison import Measured, compare
 from rsrank_rag.evaluation.datasets import LabelledDocument, LabelledQuery, read_labelled
 from rsrank_rag.evaluation.evaluate import score_dataset, summarise
 from rsrank_rag.evaluation.metrics import ScoredQuery
-from rsrank_rag.language_model.loading import LoadOptions
+from rsrank_rag.language_model.options import LoadOptions
 from rsrank_rag.reproduction import paper_tables
 from rsrank_rag.reproduction.ablations import ABLATIONS, GROUPS, AblationRow, Ablations, chosen, pick, sample_curves
 from rsrank_rag.reproduction.run import Reproduction, plan, reproduce, shipped

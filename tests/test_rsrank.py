@@ -19,7 +19,7 @@ from transformers import AutoModel
 
 from rsrank_rag import Explanation, Projection, RSRank
 from rsrank_rag.errors import BackboneError, InputError, MissingDependencyError, ScoringError
-from rsrank_rag.language_model.loading import LoadOptions
+from rsrank_rag.language_model.options import LoadOptions
 from rsrank_rag.method.batching import TOKEN_BUDGET, run_batches
 from rsrank_rag.reranker import Pair
 

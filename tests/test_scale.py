@@ -23,7 +23,7 @@ from rsrank_rag import Reranker, RSRank
 from rsrank_rag.bulk.on_ray import Actors, each
 from rsrank_rag.bulk.pairs import PairScorer
 from rsrank_rag.bulk.run import score_files
-from rsrank_rag.cli.main import app
+from rsrank_rag.cli import app
 from rsrank_rag.errors import InputError, RSRankError
 from rsrank_rag.partial_files import is_running, partial_of
 

@@ -17,14 +17,14 @@ from transformers import AutoModelForSequenceClassification, AutoTokenizer
 from typer.testing import CliRunner
 
 from rsrank_rag import Reranker
-from rsrank_rag.cli.main import app
+from rsrank_rag.adapters.systems import KINDS, forms, load_system, parse
+from rsrank_rag.cli import app
 from rsrank_rag.errors import BackboneError, InputError, MissingDependencyError
 from rsrank_rag.evaluation.datasets import LabelledDocument, LabelledQuery
 from rsrank_rag.evaluation.evaluate import score_dataset
 from rsrank_rag.evaluation.systems.baselines import BM25, BiEncoder, CrossEncoder
 from rsrank_rag.evaluation.systems.oracle import OracleSimilarity, oracle_scores
-from rsrank_rag.evaluation.systems.registry import KINDS, forms, load_system, parse
-from rsrank_rag.language_model.loading import LoadOptions
+from rsrank_rag.language_model.options import LoadOptions
 from rsrank_rag.training.features import QueryFeatures
 
 CPU = LoadOptions(device="cpu", dtype="float32", local_files_only=True)
@@ -317,7 +317,7 @@ def test_a_name_written_the_wrong_way_is_answered_with_the_right_one(text):
 
 def test_names_are_listed_without_loading_torch():
     code = (
-        "import sys, rsrank_rag.evaluation.systems.registry as systems; systems.forms(); "
+        "import sys, rsrank_rag.adapters.systems as systems; systems.forms(); "
         "assert not {'torch', 'transformers', 'huggingface_hub'} & set(sys.modules), 'loaded'"
     )
     subprocess.run([sys.executable, "-c", code], check=True)

@@ -17,11 +17,12 @@ from typer.testing import CliRunner
 from rsrank_rag import Projection, RSRank
 from rsrank_rag.artifact.config import Histogram, RSRankConfig
 from rsrank_rag.artifact.identity import describe
-from rsrank_rag.cli.main import app
+from rsrank_rag.cli import app
 from rsrank_rag.errors import InputError, TrainingError
 from rsrank_rag.evaluation.datasets import LabelledDocument, LabelledQuery
 from rsrank_rag.evaluation.metrics import ScoredQuery
-from rsrank_rag.language_model.loading import LoadOptions, load_model
+from rsrank_rag.language_model.loading import load_model
+from rsrank_rag.language_model.options import LoadOptions
 from rsrank_rag.method.backbone import Backbone
 from rsrank_rag.method.losses import calibration_loss, margin_loss
 from rsrank_rag.method.reading import NullRun, ShiftReader

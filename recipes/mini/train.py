@@ -29,7 +29,7 @@ from measure import measure, store, systems_for, table
 from rsrank_rag import RSRank
 from rsrank_rag.artifact.config import TrainingRecord
 from rsrank_rag.artifact.hub import read_config, read_projection
-from rsrank_rag.language_model.loading import LoadOptions, has_fast_bfloat16
+from rsrank_rag.language_model.options import LoadOptions, has_fast_bfloat16
 from rsrank_rag.method.backbone import Backbone
 from rsrank_rag.method.losses import alignment_loss, calibration_loss, frobenius_loss, margin_loss, orthogonality_loss
 from rsrank_rag.method.projection import Projection

@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
+from copy import deepcopy
 from typing import Annotated, Any, Literal, TypedDict, TypeVar
 
 from pydantic import (
     AfterValidator,
-    BaseModel,
     BeforeValidator,
     ConfigDict,
     Field,
     SecretStr,
+    Strict,
     StrictBool,
     StrictInt,
     ValidationError,
@@ -25,30 +25,25 @@ from pydantic import (
 from typing_extensions import Self
 
 from ..errors import InputError
+from ..language_model.options import LoadSettings, ModelSource, Name
 from ..prefixes.settings import PrefixCache
-from ..reranker import ConcurrentReranker, RankResult, Reranker, check_limits
+from ..reranker import ConcurrentReranker, RankedDocument, RankResult, Reranker, check_limits
 from . import worker
 
 logger = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
 
+KEPT, TRUNCATED = "rsrank_kept", "rsrank_truncated"
+"""Metadata keys: whether a document passed (with ``keep_dropped``), and that it was cut (only where it was)."""
+
 
 class Limits(TypedDict, total=False):
     """What a single call may choose differently: see `RerankerAdapter`."""
 
-    threshold: float | None
+    threshold: float | Literal["native"] | None
     top_n: int | None
     min_docs: int
-
-
-def _as_name(value: Any) -> Any:
-    """Paths, devices and dtypes as text."""
-    if isinstance(value, os.PathLike):
-        return os.fspath(value)
-    if type(value).__module__.partition(".")[0] == "torch":
-        return str(value).removeprefix("torch.")
-    return value
 
 
 def _as_address(value: Any) -> Any:
@@ -68,12 +63,11 @@ def _as_key(value: SecretStr | None) -> SecretStr | None:
     return usable_key(value)
 
 
-_Name = Annotated[str, BeforeValidator(_as_name)]
 _Address = Annotated[str, BeforeValidator(_as_address)]
 _Key = Annotated[SecretStr | None, AfterValidator(_as_key)]
 
 
-class ModelAdapter(BaseModel):
+class ModelAdapter(LoadSettings):
     """A framework's object around a model that is loaded at first use and shared by all with the same settings.
 
     With ``base_url`` it is a service that holds the model instead, and nothing is loaded here. Making an adapter is
@@ -89,26 +83,19 @@ class ModelAdapter(BaseModel):
         ser_json_inf_nan="constants",  # an infinite threshold is not None
     )
 
-    model: Annotated[str | Reranker, BeforeValidator(_as_name)] = Field(
-        default="mini", description="'mini', a local folder or a Hub id; or a Reranker that is already loaded."
+    model: Name | Reranker = Field(
+        default="mini",
+        description="'mini', a local folder or a Hub id; another system by its name, such as "
+        "'cross-encoder:BAAI/bge-reranker-base'; or a Reranker that is already loaded.",
     )
-    revision: str | None = Field(default=None, description="Commit, tag or branch of the artifact on the Hub.")
-    backbone: _Name | None = Field(default=None, description="Where to load the language model from instead.")
-    device: _Name | None = Field(default=None, description="'cuda', 'cpu', ...; None for the best one present.")
-    dtype: _Name | None = Field(default=None, description="None for bfloat16 where it is fast, else float32.")
-    load_in_8bit: bool = Field(default=False, description="int8 weights (needs the '8bit' extra).")
-    load_in_4bit: bool = Field(default=False, description="nf4 weights (needs the '8bit' extra).")
-    load_in_fp8: bool = Field(default=False, description="float8 weights (needs the 'fp8' extra).")
+    revision: str | None = Field(default=None, description="Commit, tag or branch on the Hub.")
+    backbone: Name | None = Field(default=None, description="Where to load the language model from instead.")
     max_length: int | None = Field(default=None, ge=1, description="Most positions; longer documents are cut.")
-    local_files_only: bool = Field(default=False, description="Never use the network.")
-    cache_dir: _Name | None = Field(default=None, description="Hub cache folder.")
-    prefix_cache: Annotated[StrictBool | StrictInt | str | PrefixCache, BeforeValidator(_as_name)] = Field(
+    cache_dir: Name | None = Field(default=None, description="Hub cache folder.")
+    prefix_cache: StrictBool | StrictInt | Name | PrefixCache = Field(
         default=True,
         union_mode="left_to_right",
         description="Where documents' prefixes are kept: True, False, a size, a folder, or a PrefixCache.",
-    )
-    early_decisions: Literal["exact", "calibrated"] | None = Field(
-        default=None, description="Drop documents before the last layer where that is safe, or nearly so."
     )
 
     base_url: _Address | None = Field(
@@ -216,23 +203,12 @@ class ModelAdapter(BaseModel):
 
             connections.close(self.base_url)
 
-    def _source(self) -> worker.ModelSettings | Reranker:
+    def _source(self) -> ModelSource | Reranker:
         if isinstance(self.model, Reranker):
             return self.model
-        return worker.ModelSettings(
-            name=self.model,
-            revision=self.revision,
-            backbone=self.backbone,
-            device=self.device,
-            dtype=self.dtype,
-            load_in_8bit=self.load_in_8bit,
-            load_in_4bit=self.load_in_4bit,
-            load_in_fp8=self.load_in_fp8,
-            max_length=self.max_length,
-            local_files_only=self.local_files_only,
-            cache_dir=self.cache_dir,
-            prefix_cache=self.prefix_cache,
-            early_decisions=self.early_decisions,
+        load = self.load_options(cache_dir=self.cache_dir)
+        return ModelSource(
+            self.model, self.revision, load, self.backbone, self.max_length, prefix_cache=self.prefix_cache
         )
 
     @property
@@ -276,12 +252,17 @@ class RerankerAdapter(ModelAdapter):
     Each of its three limits can also be given to a single call.
     """
 
-    threshold: float | None = Field(default=0.0, strict=True, description="Keep what scores above it; None ranks only.")
+    threshold: Annotated[float, Strict()] | Literal["native"] | None = Field(
+        default="native", description="Keep what scores above it; by default the model's own. None ranks only."
+    )
     top_n: int | None = Field(
         default=None, strict=True, description="Keep at most this many, applied after the threshold."
     )
     min_docs: int = Field(
         default=0, strict=True, description="Keep at least the best this many, even below the threshold."
+    )
+    keep_dropped: bool = Field(
+        default=False, description="Hand on what is dropped, too, marked in its metadata: rsrank_kept is False."
     )
 
     @model_validator(mode="after")
@@ -306,22 +287,43 @@ class RerankerAdapter(ModelAdapter):
     def _rank(self, query: str, texts: Sequence[str], limits: Limits) -> RankResult:
         """Rank and wait."""
         if not texts:
-            return RankResult(query, limits["threshold"], (), ())
-        return _report(self._run(lambda reranker: reranker.rank(query, texts, **limits)))
+            return RankResult(query, None, (), ())
+        return self._checked(self._run(lambda reranker: reranker.rank(query, texts, **limits)), limits)
 
     async def _arank(self, query: str, texts: Sequence[str], limits: Limits) -> RankResult:
         """Rank in the model's thread, or where it computes; a cancelled call leaves its queue."""
         if not texts:
-            return RankResult(query, limits["threshold"], (), ())
+            return RankResult(query, None, (), ())
         concurrent = self._concurrent()
         if concurrent is not None:
-            return _report(await concurrent.arank(query, texts, **limits))
+            return self._checked(await concurrent.arank(query, texts, **limits), limits)
         future = self._submit(lambda reranker: reranker.rank(query, texts, **limits))
-        return _report(await asyncio.wrap_future(future))
+        return self._checked(await asyncio.wrap_future(future), limits)
+
+    def _checked(self, result: RankResult, limits: Limits) -> RankResult:
+        """Refuse to keep everything where nobody has asked for that; log what an application would never hear of."""
+        if result.threshold is None and limits["threshold"] == "native" and limits["top_n"] is None:
+            raise InputError(
+                f"{self.model_label} has no native threshold: nothing in its scores separates relevant from irrelevant "
+                "documents. Give a threshold, a top_n, or threshold=None to rank and keep all."
+            )
+        _report(result)
+        return result
+
+    def _handed_on(self, result: RankResult) -> Iterator[tuple[RankedDocument, dict[str, bool]]]:
+        """What a call gives back, best first, with the marks that go into its metadata."""
+        for was_kept, documents in ((True, result.kept), (False, result.dropped if self.keep_dropped else ())):
+            for document in documents:
+                marks = {KEPT: was_kept} if self.keep_dropped else {}
+                yield document, marks | ({TRUNCATED: True} if document.truncated else {})
 
 
-def _report(result: RankResult) -> RankResult:
-    """Log what an application would otherwise never hear of."""
+def without_marks(metadata: Mapping[str, Any]) -> dict[str, Any]:
+    """A copy, down to the lists inside, of what a store may still hold; without marks of an earlier call."""
+    return {name: deepcopy(value) for name, value in metadata.items() if name not in (KEPT, TRUNCATED)}
+
+
+def _report(result: RankResult) -> None:
     documents = (*result.kept, *result.dropped)
     blank = sum(not document.text.strip() for document in documents)
     if blank:
@@ -336,7 +338,6 @@ def _report(result: RankResult) -> RankResult:
             result.dropped[0].score,
             result.threshold,
         )
-    return result
 
 
 def _rebuild(cls: type[ModelAdapter], settings: dict[str, Any]) -> ModelAdapter:

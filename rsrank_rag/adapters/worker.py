@@ -14,42 +14,13 @@ import weakref
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextvars import copy_context
-from dataclasses import dataclass, fields
-from typing import Literal, TypeVar
+from typing import TypeVar
 
-from ..prefixes.settings import PrefixCache
+from ..language_model.options import ModelSource
 from ..reranker import Reranker
+from .systems import load
 
 Result = TypeVar("Result")
-
-
-@dataclass(frozen=True)
-class ModelSettings:
-    """Everything that decides which model is loaded and how; equal settings share one model.
-
-    Attributes:
-        name: As `RSRank.from_pretrained` takes it: ``"mini"``, a local folder or a Hub id. The others likewise.
-    """
-
-    name: str
-    revision: str | None = None
-    backbone: str | None = None
-    device: str | None = None
-    dtype: str | None = None
-    load_in_8bit: bool = False
-    load_in_4bit: bool = False
-    load_in_fp8: bool = False
-    max_length: int | None = None
-    local_files_only: bool = False
-    cache_dir: str | None = None
-    prefix_cache: bool | int | str | PrefixCache = True
-    early_decisions: Literal["exact", "calibrated"] | None = None
-
-    def load(self) -> Reranker:
-        """Load it."""
-        from ..rsrank import RSRank
-
-        return RSRank.from_pretrained(**{field.name: getattr(self, field.name) for field in fields(self)})
 
 
 class _Worker:
@@ -62,11 +33,11 @@ class _Worker:
     def renew(self) -> None:
         self.thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="rsrank")
 
-    def run(self, source: ModelSettings | Reranker, task: Callable[[Reranker], Result]) -> Result:
+    def run(self, source: ModelSource | Reranker, task: Callable[[Reranker], Result]) -> Result:
         if isinstance(source, Reranker):
             return task(source)
         if self.loaded is None:
-            self.loaded = source.load()
+            self.loaded = load(source)
         return task(self.loaded)
 
     def unload(self) -> None:
@@ -77,11 +48,11 @@ class _Worker:
             torch.cuda.empty_cache()
 
 
-_workers: dict[ModelSettings | int, _Worker] = {}
+_workers: dict[ModelSource | int, _Worker] = {}
 _lock = threading.Lock()
 
 
-def submit(source: ModelSettings | Reranker, task: Callable[[Reranker], Result]) -> Future[Result]:
+def submit(source: ModelSource | Reranker, task: Callable[[Reranker], Result]) -> Future[Result]:
     """Queue a task for a model's thread.
 
     Args:
@@ -102,7 +73,7 @@ def submit(source: ModelSettings | Reranker, task: Callable[[Reranker], Result])
         return worker.thread.submit(copy_context().run, worker.run, source, task)
 
 
-def close(source: ModelSettings | Reranker) -> None:
+def close(source: ModelSource | Reranker) -> None:
     """Let the model go when all that is queued is done, for all who share it. The next task loads it again."""
     with _lock:
         worker = _workers.get(_key(source))
@@ -112,7 +83,7 @@ def close(source: ModelSettings | Reranker) -> None:
     unloaded.result()
 
 
-def _key(source: ModelSettings | Reranker) -> ModelSettings | int:
+def _key(source: ModelSource | Reranker) -> ModelSource | int:
     return id(source) if isinstance(source, Reranker) else source
 
 

@@ -9,8 +9,6 @@ from typing import TYPE_CHECKING
 
 from huggingface_hub import HfApi, constants, snapshot_download
 from huggingface_hub.errors import (
-    EntryNotFoundError,
-    HfHubHTTPError,
     HFValidationError,
     LocalEntryNotFoundError,
     RepositoryNotFoundError,
@@ -21,6 +19,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 
 from ..errors import ArtifactError
+from ..language_model.hub_errors import HUB_ERRORS
 from .config import Histogram, RSRankConfig, content_digest
 
 if TYPE_CHECKING:
@@ -28,17 +27,6 @@ if TYPE_CHECKING:
 
 CONFIG, PROJECTION, CARD = "config.json", "projection.safetensors", "README.md"
 BUILTIN = Path(__file__).parents[1] / "models"
-
-# What the Hub client raises: every HTTP error (from httpx or httpx2, so the class is reached through a child of it),
-# OSError (also from Xet), ValueError (an answer that is no JSON, such as a login page; a refused model card),
-# RuntimeError (an upload that failed in a thread) and EntryNotFoundError.
-HUB_ERRORS: tuple[type[Exception], ...] = (
-    *(base for base in HfHubHTTPError.__bases__ if issubclass(base, Exception)),
-    OSError,
-    ValueError,
-    RuntimeError,
-    EntryNotFoundError,
-)
 
 
 def builtin_names() -> list[str]:

@@ -9,9 +9,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from ..adapters.systems import KINDS, parse
 from ..artifact import hub
 from ..errors import InputError
-from ..evaluation.systems.registry import KINDS, parse
 from ..reranker import Reranker
 from . import files
 from .files import Part, Plan

@@ -1,5 +1,31 @@
-"""The ``rsrank`` command."""
+"""The ``rsrank`` command: one module a group of commands. The only place of this package that prints."""
 
-from .main import app
+from __future__ import annotations
+
+from typing import Annotated
+
+import typer
+
+from .. import __version__
+from . import bulk, evaluation, ranking, service, training
+
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    rich_markup_mode="markdown",
+    help="Rerank documents for a query and drop the irrelevant ones at zero.",
+    epilog="Try: `rsrank rank --query 'Who painted it?' --documents passages.txt`",
+)
+for group in (ranking, evaluation, service, training, bulk):
+    app.add_typer(group.app)
+
+
+@app.callback(invoke_without_command=True)
+def main(version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False) -> None:
+    """Rerank documents for a query and drop the irrelevant ones at zero."""
+    if version:
+        typer.echo(__version__)
+        raise typer.Exit
+
 
 __all__ = ["app"]

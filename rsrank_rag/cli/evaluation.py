@@ -1,28 +1,184 @@
-"""The ``rsrank`` command that makes the paper's tables and figures anew: reproduce."""
+"""The ``rsrank`` commands that measure: evaluate, and reproduce for the paper's tables and figures."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import json
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.progress import track
 
-from ..evaluation.systems.registry import forms
-from .console import catch_errors, problems, screen
-from .options import Device, Dtype, EightBit, FourBit, Fp8, Offline
+from ..adapters.systems import forms
+from ..errors import InputError
+from ..language_model.options import LoadOptions
+from .console import problems, screen
+from .options import Revision, command
+from .tables import evaluation_table
 
 if TYPE_CHECKING:
+    from ..evaluation.comparison import Measured
     from ..evaluation.datasets import LabelledQuery
+    from ..evaluation.evaluate import System
+    from ..evaluation.metrics import ScoredQuery
 
 app = typer.Typer()
 
-NEGATIVES = "Irrelevant documents of each query anew: bm25, dense, dense:ENCODER or random."
+Negatives = Annotated[
+    str | None, typer.Option(help="Irrelevant documents of each query anew: bm25, dense, dense:ENCODER or random.")
+]
 
 
-@app.command()
+@command(app)
+def evaluate(
+    data: Annotated[
+        list[str],
+        typer.Option(
+            "--data", help="Labelled .jsonl or .jsonl.gz, or a set on the Hub: hotpotqa, beir:NAME. May be given again."
+        ),
+    ],
+    load: LoadOptions,
+    model: Annotated[
+        list[str],
+        typer.Option(
+            "--model", "-m", help=f"Built-in name, artifact folder or Hub id; or {forms()}. May be given again."
+        ),
+    ] = ["mini"],  # noqa: B006 - typer copies it
+    revision: Revision = None,
+    output: Annotated[
+        Path | None, typer.Option("--json", help="Write the metrics here, an object a model and file.")
+    ] = None,
+    report: Annotated[
+        Path | None, typer.Option("--report", help="Write a page with tables, figures and the worst queries here.")
+    ] = None,
+    umap: Annotated[
+        bool, typer.Option("--umap", help="In the report, draw RSRank's shifts before and after B.")
+    ] = False,
+    threshold: Annotated[
+        str,
+        typer.Option(
+            help="For f1@tau: a number, 'native' for the system's own (0 for RSRank), or 'shared' for the best single "
+            "one over all files, which is also what a system without a native one gets."
+        ),
+    ] = "native",
+    titles: Annotated[bool, typer.Option(help="Put a document's title in front of its text.")] = True,
+    limit: Annotated[
+        int | None, typer.Option(min=1, help="Use only the first queries of each file; so many at random from the Hub.")
+    ] = None,
+    negatives: Negatives = None,
+) -> None:
+    """Measure ranking (nDCG@5, Recall@5) and selection (F1 at the threshold) on labelled passages.
+
+    A line holds one query: `{"id", "query", "documents": [{"id", "text", "relevant", "title"?}]}`.
+    f1@best is the F1 at the best single threshold of the file, f1@query_best at each query's own.
+
+    `rsrank evaluate --data dev.jsonl.gz --json metrics.json`
+
+    `rsrank evaluate --data dev.jsonl.gz --model qwen3-reranker:0.6b`
+
+    `rsrank evaluate --data dev.jsonl.gz --model mini --model bm25 --report report`
+
+    `rsrank evaluate --data dev.jsonl.gz --model mini --negatives bm25`
+    """
+    from ..adapters.systems import load_system, parse
+    from ..evaluation import negatives as hard
+    from ..evaluation.comparison import Measured
+    from ..evaluation.hub_datasets import load_sets
+    from ..evaluation.report import shift_pictures, write_report
+
+    _check_outputs(output, report, umap)
+    if threshold not in ("native", "shared"):
+        _number(threshold)
+    for name in model:
+        parse(name)  # a wrong name is said before the data are read
+    chosen = None if negatives is None else hard.Negatives.parse(negatives)
+    sets = load_sets(data, limit=limit, negatives=chosen, titles=titles, options=load)
+    measured, pictures = [], []
+    for name in dict.fromkeys(model):
+        with problems.status(f"Loading {name} ..."):
+            system = load_system(name, revision=revision, options=load)
+        scored = _scored(name, system, sets, titles)
+        measured.append(Measured(name, *_tau(threshold, system, list(scored.values())), scored))
+        if umap:
+            pictures += shift_pictures(name, system, sets, titles=titles)
+    records = [_records(found) for found in measured]
+    if output is not None:
+        _write(output, json.dumps([row for rows in records for row in rows], indent=2) + "\n")
+    if report is not None:
+        with problems.status("Writing the report ..."):
+            write_report(report, measured, sets, titles=titles, pictures=pictures)
+        problems.print(f"Report: {report / 'index.html'}", soft_wrap=True)
+    for found, rows in zip(measured, records, strict=True):
+        screen.print(evaluation_table(f"{found.name}, tau = {found.threshold:.4g} ({found.origin})", rows))
+
+
+def _tau(threshold: str, system: System, scored: list[list[ScoredQuery]]) -> tuple[float, str]:
+    """The threshold for f1@tau, and where it comes from."""
+    from ..evaluation.evaluate import shared_threshold
+
+    if threshold == "native" and system.threshold is not None:
+        return system.threshold, "native"
+    if threshold in ("native", "shared"):
+        why = "" if threshold == "shared" else "; this system has no native threshold"
+        return shared_threshold(scored), f"the best over all files{why}"
+    return _number(threshold), "given"
+
+
+def _check_outputs(output: Path | None, report: Path | None, umap: bool) -> None:
+    """Fail now and not after the work, where something is missing or cannot be written."""
+    from ..evaluation.metrics import ranking_metrics
+    from ..evaluation.report import check_report
+
+    ranking_metrics([])
+    if report is not None:
+        check_report(report, umap=umap)
+    elif umap:
+        raise InputError("--umap draws into a report. Give --report DIR too.")
+    if output is not None:
+        _write(output, "")
+
+
+def _scored(
+    name: str, system: System, sets: Mapping[str, Sequence[LabelledQuery]], titles: bool
+) -> dict[str, list[ScoredQuery]]:
+    from ..evaluation.evaluate import score_dataset
+
+    return {
+        label: score_dataset(
+            system, track(queries, description=f"{name}, {label}", console=problems, transient=True), titles=titles
+        )
+        for label, queries in sets.items()
+    }
+
+
+def _records(system: Measured) -> list[dict[str, str | int | float]]:
+    """Metrics of each set."""
+    from ..evaluation.evaluate import summarise
+
+    return [
+        {"model": system.name, **summarise(label, queries, threshold=system.threshold).as_dict()}
+        for label, queries in system.scored.items()
+    ]
+
+
+def _number(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise InputError(f"--threshold must be a number, 'native' or 'shared', got {text!r}.") from None
+
+
+def _write(path: Path, text: str) -> None:
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise InputError(f"--json {path} could not be written: {error}") from error
+
+
+@command(app)
 def reproduce(
+    load: LoadOptions,
     config: Annotated[str, typer.Option("--config", "-c", help="paper, local, or a TOML file.")] = "local",
     data: Annotated[
         list[Path] | None,
@@ -33,15 +189,9 @@ def reproduce(
     output: Annotated[Path, typer.Option("--output", "-o", help="Folder for scores, tables and figures.")] = Path(
         "runs/reproduction"
     ),
-    negatives: Annotated[str | None, typer.Option(help=NEGATIVES)] = None,
+    negatives: Negatives = None,
     queries: Annotated[int | None, typer.Option(min=1, help="At most so many of each set.")] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the plan and stop.")] = False,
-    device: Device = None,
-    dtype: Dtype = None,
-    load_in_8bit: EightBit = False,
-    load_in_4bit: FourBit = False,
-    load_in_fp8: Fp8 = False,
-    local_files_only: Offline = False,
 ) -> None:
     """Make the paper's tables and figures for an artifact, into OUTPUT/tables.md and OUTPUT/report.
 
@@ -51,38 +201,20 @@ def reproduce(
 
     A run that was interrupted goes on where it stopped. What cannot be loaded is named, and the others still run.
     """
-    from transformers.utils import logging
-
-    from ..language_model.loading import LoadOptions
     from ..reproduction.run import Reproduction, plan
     from ..reproduction.run import reproduce as run
 
-    logging.disable_progress_bar()
-    with catch_errors():
-        chosen = Reproduction.load(
-            config,
-            data=data or (),
-            artifact=model,
-            systems=system or (),
-            negatives=negatives,
-            queries=queries,
-        )
-        if dry_run:
-            screen.print(plan(chosen), soft_wrap=True)
-            return
+    chosen = Reproduction.load(
+        config, data=data or (), artifact=model, systems=system or (), negatives=negatives, queries=queries
+    )
+    if dry_run:
+        screen.print(plan(chosen), soft_wrap=True)
+        return
 
-        def watch(found: Sequence[LabelledQuery], what: str) -> Iterable[LabelledQuery]:
-            return track(found, description=what, console=problems, transient=True)
+    def watch(found: Sequence[LabelledQuery], what: str) -> Iterable[LabelledQuery]:
+        return track(found, description=what, console=problems, transient=True)
 
-        options = LoadOptions(
-            device=device,
-            dtype=dtype,
-            load_in_8bit=load_in_8bit,
-            load_in_4bit=load_in_4bit,
-            load_in_fp8=load_in_fp8,
-            local_files_only=local_files_only,
-        )
-        outcome = run(chosen, output, options=options, say=lambda text: problems.print(text, markup=False), watch=watch)
+    outcome = run(chosen, output, options=load, say=lambda text: problems.print(text, markup=False), watch=watch)
     screen.print(f"{outcome.tables}\n{output / 'report' / 'index.html'}", soft_wrap=True)
     if outcome.failures:
         problems.print(f"{len(outcome.failures)} part(s) failed; they are named in {outcome.tables}.", soft_wrap=True)

@@ -1,22 +1,112 @@
-"""Options that several ``rsrank`` commands share: which model, and how it is loaded."""
+"""Options that several ``rsrank`` commands share, and the decorator that gives them to a command."""
 
 from __future__ import annotations
 
-from typing import Annotated
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from enum import Enum
+from functools import wraps
+from inspect import Parameter
+from typing import Annotated, Any
 
 import typer
+from huggingface_hub.utils import disable_progress_bars
 
-from ..evaluation.systems.registry import forms
+from ..adapters.systems import forms
+from ..bulk.on_ray import Actors
+from ..language_model.options import LoadOptions, LoadSettings
+from .console import catch_errors
 
 Model = Annotated[str, typer.Option("--model", "-m", help="Built-in name, artifact folder or Hub id.")]
 System = Annotated[str, typer.Option("--model", "-m", help=f"Built-in name, artifact folder or Hub id; or {forms()}.")]
 Revision = Annotated[str | None, typer.Option(help="Commit, tag or branch on the Hub.")]
-Device = Annotated[str | None, typer.Option(help="cuda, cuda:1, mps, cpu. Default: the best one present.")]
-Dtype = Annotated[str | None, typer.Option(help="float32, bfloat16, float16. Default: bfloat16 where it is fast.")]
-EightBit = Annotated[bool, typer.Option("--load-in-8bit", help="int8 weights (bitsandbytes).")]
-FourBit = Annotated[bool, typer.Option("--load-in-4bit", help="4-bit weights (bitsandbytes).")]
-Fp8 = Annotated[bool, typer.Option("--load-in-fp8", help="float8 weights (torchao).")]
-Offline = Annotated[bool, typer.Option("--local-files-only", help="Never ask the Hub.")]
-TrustRemoteCode = Annotated[
-    bool, typer.Option("--trust-remote-code", help="Run code from the model's repository (jina-reranker-v2).")
+Query = Annotated[str, typer.Option("--query", "-q", help="The question.")]
+Documents = Annotated[str, typer.Option("--documents", "-d", help="A file, or - for standard input.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
+Address = Annotated[
+    str | None,
+    typer.Option(help="With ray: of the cluster, such as auto. Default: RAY_ADDRESS, or else one on this machine."),
 ]
+
+
+class Where(str, Enum):
+    """Where the work is done."""
+
+    local = "local"
+    ray = "ray"
+
+
+def _load_options(**given: Any) -> LoadOptions:
+    return LoadSettings(**given).load_options()
+
+
+def _actors(
+    engine: Annotated[
+        Where, typer.Option(help="local: in this process. ray: by actors on a Ray cluster.")
+    ] = Where.local,
+    actors: Annotated[int | None, typer.Option(help="With ray: how many. Default: as many as have room.")] = None,
+    cpus_per_actor: Annotated[float, typer.Option(help="With ray: CPU cores, and threads on a CPU, of each.")] = 1.0,
+    gpus_per_actor: Annotated[float, typer.Option(help="With ray: GPUs of each, such as 1 or 0.5.")] = 0.0,
+    address: Address = None,
+) -> Actors | None:
+    """The actors that were asked for; None to work in this process."""
+    return Actors(actors, cpus_per_actor, gpus_per_actor, address) if engine is Where.ray else None
+
+
+def _loading_parameters() -> dict[str, Parameter]:
+    """An option for each field of `LoadSettings`."""
+    found = {}
+    for name, setting in LoadSettings.model_fields.items():
+        kind: Any = bool if setting.annotation is bool else str | None
+        option = typer.Option(f"--{name.replace('_', '-')}", help=setting.description)
+        annotation = Annotated[kind, option]
+        found[name] = Parameter(name, Parameter.KEYWORD_ONLY, default=setting.default, annotation=annotation)
+    return found
+
+
+@dataclass(frozen=True)
+class _Group:
+    """Options that reach a command as one argument.
+
+    Attributes:
+        parameters: The options.
+        make: Makes the argument of them.
+    """
+
+    parameters: Mapping[str, Parameter]
+    make: Callable[..., Any]
+
+
+GROUPS = {
+    "load": _Group(_loading_parameters(), _load_options),
+    "actors": _Group(inspect.signature(_actors, eval_str=True).parameters, _actors),
+}
+"""Parameters of commands that stand for several options."""
+
+
+def command(app: typer.Typer) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Make a function a command: our errors become one line, and a parameter named in `GROUPS` several options."""
+
+    def decorate(function: Callable[..., None]) -> Callable[..., None]:
+        own = inspect.signature(function, eval_str=True).parameters
+        groups = {name: GROUPS[name] for name in own if name in GROUPS}
+
+        @wraps(function)
+        def run(**given: Any) -> None:
+            with catch_errors():
+                if "load" in groups:
+                    disable_progress_bars()  # of downloads: the commands show what they are doing themselves
+                for name, group in groups.items():
+                    given[name] = group.make(**{option: given.pop(option) for option in group.parameters})
+                function(**given)
+
+        options = [parameter for name, parameter in own.items() if name not in groups]
+        options += [option for group in groups.values() for option in group.parameters.values()]
+        options = [option.replace(kind=Parameter.KEYWORD_ONLY) for option in options]
+        run.__signature__ = inspect.Signature(options)  # type: ignore[attr-defined] # it is what typer reads
+        run.__annotations__ = {option.name: option.annotation for option in options}
+        app.command()(run)
+        return function
+
+    return decorate

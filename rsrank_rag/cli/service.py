@@ -10,7 +10,6 @@ import os
 import signal
 import socket
 from dataclasses import dataclass, fields
-from enum import Enum
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -18,12 +17,14 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from pydantic import ValidationError
 
+from ..adapters.systems import load as load_reranker
+from ..adapters.systems import parse
 from ..errors import InputError, MissingDependencyError
-from ..evaluation.systems.registry import KINDS, load_system, parse
+from ..language_model.options import LoadOptions, ModelSource
 from ..prefixes.settings import Choice, PrefixCache, as_bytes
 from ..reranker import Reranker
-from .console import catch_errors, screen
-from .options import Device, Dtype, EightBit, FourBit, Fp8, Offline, Revision, System, TrustRemoteCode
+from .console import screen
+from .options import Address, Revision, System, Where, command
 
 if TYPE_CHECKING:
     from ..service.engine import Canary
@@ -42,40 +43,22 @@ GRACE = 5
 """Seconds that a request in flight has beyond its timeout, when the service stops."""
 
 
-class Where(str, Enum):
-    """Where the work is done."""
-
-    local = "local"
-    ray = "ray"
-
-
-Address = Annotated[
-    str | None,
-    typer.Option(help="With ray: of the cluster, such as auto. Default: RAY_ADDRESS, or else one on this machine."),
-]
-
-
 @dataclass(frozen=True)
 class Loader:
     """Loads the model where it is needed: in the service's own process for it.
 
     Attributes:
-        model: Its name; see `load_system`.
-        prefix_cache: As for `RSRank.from_pretrained`; only for RSRank.
+        source: What to load.
         log_level: Write the logs of the process that it is called in as the service does; None to leave them alone.
     """
 
-    model: str
-    revision: str | None = None
-    device: str | None = None
-    dtype: str | None = None
-    load_in_8bit: bool = False
-    load_in_4bit: bool = False
-    load_in_fp8: bool = False
-    local_files_only: bool = False
-    trust_remote_code: bool = False
-    prefix_cache: Choice = True
+    source: ModelSource
     log_level: str | None = None
+
+    @property
+    def model(self) -> str:
+        """Its name."""
+        return self.source.name
 
     def __call__(self) -> Reranker:
         """The model.
@@ -83,36 +66,15 @@ class Loader:
         Raises:
             RSRankError: It cannot be loaded, or needs labels to score.
         """
-        from transformers.utils import logging as transformers_logging
-
-        from ..language_model.loading import LoadOptions
-        from ..rsrank import RSRank
-
-        transformers_logging.disable_progress_bar()
         if self.log_level is not None:
+            from transformers.utils import logging as transformers_logging
+
             from ..service.logs import configure
 
             configure(self.log_level)
             transformers_logging.disable_default_handler()
             transformers_logging.enable_propagation()
-        kind, name = parse(self.model)
-        if kind is KINDS["rsrank"]:
-            own = {field.name: getattr(self, field.name) for field in fields(self)}
-            del own["model"], own["log_level"]
-            return RSRank.from_pretrained(name, **own)
-        options = LoadOptions(
-            device=self.device,
-            dtype=self.dtype,
-            load_in_8bit=self.load_in_8bit,
-            load_in_4bit=self.load_in_4bit,
-            load_in_fp8=self.load_in_fp8,
-            local_files_only=self.local_files_only,
-            trust_remote_code=self.trust_remote_code,
-        )
-        system = load_system(self.model, revision=self.revision, options=options)
-        if not isinstance(system, Reranker):
-            raise InputError(f"{self.model} needs labels to score, so it cannot answer requests. Serve another system.")
-        return system
+        return load_reranker(self.source)
 
 
 def read_keys(file: Path | None, environment: str) -> tuple[str, ...]:
@@ -153,15 +115,19 @@ def read_canary(file: Path) -> Canary:
 
 def prefix_choice(size: str | None, folder: Path | None) -> Choice:
     """What ``--prefix-cache`` and ``--prefixes`` say together."""
+    if size is None and folder is None:
+        return True
     device = None if size is None else as_bytes(size)
     if device == 0 and folder is None:
         return False
     return PrefixCache(device=device, folder=None if folder is None else os.fspath(folder))
 
 
-@app.command()
+@command(app)
 def serve(
+    load: LoadOptions,
     model: System = "mini",
+    revision: Revision = None,
     host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 for all.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="0 for any that is free.")] = 8080,
     api_key_file: Annotated[
@@ -202,14 +168,6 @@ def serve(
     gpus_per_replica: Annotated[float, typer.Option(help="With ray: GPUs of each, such as 1 or 0.5.")] = 0.0,
     address: Address = None,
     log_level: Annotated[str, typer.Option(help=f"{', '.join(LEVELS)}.")] = "info",
-    revision: Revision = None,
-    device: Device = None,
-    dtype: Dtype = None,
-    load_in_8bit: EightBit = False,
-    load_in_4bit: FourBit = False,
-    load_in_fp8: Fp8 = False,
-    local_files_only: Offline = False,
-    trust_remote_code: TrustRemoteCode = False,
 ) -> None:
     """Answer over HTTP, as clients of Cohere, Jina, TEI, vLLM, Infinity and NVIDIA ask.
 
@@ -219,45 +177,33 @@ def serve(
 
     Ends at SIGTERM or Ctrl-C, when the requests in flight have been answered.
     """
-    with catch_errors():
-        if log_level not in LEVELS:
-            raise InputError(f"--log-level must be one of {', '.join(LEVELS)}, got {log_level!r}.")
-        if canary is not None and no_canary:
-            raise InputError("--canary and --no-canary contradict each other.")
-        parse(model)
-        loader = Loader(
-            model,
-            revision=revision,
-            device=device,
-            dtype=dtype,
-            load_in_8bit=load_in_8bit,
-            load_in_4bit=load_in_4bit,
-            load_in_fp8=load_in_fp8,
-            local_files_only=local_files_only,
-            trust_remote_code=trust_remote_code,
-            prefix_cache=prefix_choice(prefix_cache, prefixes),
-            log_level=log_level.upper(),
-        )
-        settings = {
-            "api_keys": read_keys(api_key_file, ",".join(os.environ.get(name, "") for name in KEYS)),
-            "max_documents": max_documents,
-            "max_document_tokens": max_tokens,
-            "max_body_bytes": as_bytes(max_body),
-            "timeout": timeout,
-            "normalize": normalize,
-            "drop": drop,
-        }
-        from ..service.engine import Canary
-        from ..service.scheduler import QueueLimits, Scheduler
+    if log_level not in LEVELS:
+        raise InputError(f"--log-level must be one of {', '.join(LEVELS)}, got {log_level!r}.")
+    if canary is not None and no_canary:
+        raise InputError("--canary and --no-canary contradict each other.")
+    parse(model)
+    source = ModelSource(model, revision, load, prefix_cache=prefix_choice(prefix_cache, prefixes))
+    loader = Loader(source, log_level.upper())
+    settings = {
+        "api_keys": read_keys(api_key_file, ",".join(os.environ.get(name, "") for name in KEYS)),
+        "max_documents": max_documents,
+        "max_document_tokens": max_tokens,
+        "max_body_bytes": as_bytes(max_body),
+        "timeout": timeout,
+        "normalize": normalize,
+        "drop": drop,
+    }
+    from ..service.engine import Canary
+    from ..service.scheduler import QueueLimits, Scheduler
 
-        chosen = None if no_canary else Canary() if canary is None else read_canary(canary)
-        limits = QueueLimits(pairs=max_queue)
-        if engine is Where.ray:
-            wanted = (replicas, max_replicas, cpus_per_replica, gpus_per_replica)
-            run_on_ray(loader, settings, wanted, limits, chosen, address, host=host, port=port)
-            return
-        backend = Scheduler(loader, model, limits=limits, canary=chosen, prepare=partial(prepare_logs, log_level))
-        run(backend, settings, host=host, port=port, log_level=log_level)
+    chosen = None if no_canary else Canary() if canary is None else read_canary(canary)
+    limits = QueueLimits(pairs=max_queue)
+    if engine is Where.ray:
+        wanted = (replicas, max_replicas, cpus_per_replica, gpus_per_replica)
+        run_on_ray(loader, settings, wanted, limits, chosen, address, host=host, port=port)
+        return
+    backend = Scheduler(loader, model, limits=limits, canary=chosen, prepare=partial(prepare_logs, log_level))
+    run(backend, settings, host=host, port=port, log_level=log_level)
 
 
 def prepare_logs(level: str) -> None:
@@ -309,7 +255,7 @@ def run(backend: Scheduler, settings: dict[str, Any], *, host: str, port: int, l
         handler = configure(log_level.upper())
         # What the app refuses to start for is said by the command, in one line.
         handler.addFilter(lambda record: app.state.failure is None or not record.name.startswith("uvicorn"))
-        _warn_if_open(settings, host)
+        warn_if_open(settings, host)
         grace = math.ceil(settings["timeout"]) + GRACE
         config = uvicorn.Config(
             app, ws="none", log_config=None, access_log=False, server_header=False, timeout_graceful_shutdown=grace
@@ -351,7 +297,7 @@ def run_on_ray(
     """
     from ..bulk.on_ray import cluster
 
-    _warn_if_open(settings, host)
+    warn_if_open(settings, host)
     with cluster(address):
         from ..service.app import Settings, create_app
         from ..service.ray import Replicas, serve_on_ray, take_down
@@ -392,7 +338,8 @@ def _bound(host: str, port: int) -> socket.socket:
     return made
 
 
-def _warn_if_open(settings: dict[str, Any], host: str) -> None:
+def warn_if_open(settings: dict[str, Any], host: str) -> None:
+    """Say in the log that whoever can reach a service beyond this machine may ask it."""
     if not settings["api_keys"] and not _is_loopback(host):
         logger.warning(
             "The service listens at %s without an API key: whoever can reach it may ask. Set %s, or give "

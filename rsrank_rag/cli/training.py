@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.table import Table
 
+from ..bulk.on_ray import Actors
 from ..errors import ArtifactError, InputError
-from . import bulk as cli_scale
-from . import service as cli_serving
-from .console import catch_errors, problems, screen
+from .console import problems, screen
+from .options import command
 
 if TYPE_CHECKING:
     from ..training.recipe import Recipe
@@ -39,12 +39,9 @@ DryRun = Annotated[bool, typer.Option("--dry-run", help="Print disk, memory and 
 def _kitchen(
     config: str, data: list[Path] | None, output: Path, settings: list[str] | None, layers: str | None
 ) -> Kitchen:
-    from transformers.utils import logging
-
     from ..training.recipe import Recipe
     from ..training.run import Kitchen
 
-    logging.disable_progress_bar()
     overrides = [*(settings or ()), *([] if layers is None else [f"features.layers={layers}"])]
     recipe = Recipe.load(config, overrides, data or ())
     return Kitchen(recipe, output, say=problems.print, progress=problems.is_terminal)
@@ -57,19 +54,15 @@ def _plan(kitchen: Kitchen) -> None:
     screen.print(str(kitchen.estimate()))
 
 
-@app.command()
+@command(app)
 def features(
+    actors: Actors | None,
     config: Config = "your-data",
     data: Data = None,
     output: Output = Path("runs/rsrank"),
     settings: Setting = None,
     layers: Layers = None,
     dry_run: DryRun = False,
-    engine: cli_scale.Engine = cli_serving.Where.local,
-    actors: cli_scale.Count = None,
-    cpus_per_actor: cli_scale.Cpus = 1.0,
-    gpus_per_actor: cli_scale.Gpus = 0.0,
-    address: cli_serving.Address = None,
 ) -> None:
     """Read the shifts of labelled queries from the frozen language model, into OUTPUT/features.
 
@@ -79,22 +72,20 @@ def features(
     Too large? `--set features.max_tokens=8` keeps 8 tokens of each query, `--set features.max_documents=10` so many
     documents.
     """
-    with catch_errors():
-        kitchen = _kitchen(config, data, output, settings, layers)
-        if dry_run:
-            _plan(kitchen)
-            return
-        chosen = cli_scale.chosen(engine, actors, cpus_per_actor, gpus_per_actor, address)
-        if chosen is None:
-            store = kitchen.extract()
-        else:
-            from ..bulk.workers import features_on
+    kitchen = _kitchen(config, data, output, settings, layers)
+    if dry_run:
+        _plan(kitchen)
+        return
+    if actors is None:
+        store = kitchen.extract()
+    else:
+        from ..bulk.workers import features_on
 
-            store = features_on(chosen, kitchen.recipe, output)
-        screen.print(f"{len(store):,} queries in {store.folder}")
+        store = features_on(actors, kitchen.recipe, output)
+    screen.print(f"{len(store):,} queries in {store.folder}")
 
 
-@app.command()
+@command(app)
 def train(
     config: Config = "your-data",
     data: Data = None,
@@ -112,17 +103,16 @@ def train(
 
     The same command goes on after an interruption.
     """
-    with catch_errors():
-        kitchen = _kitchen(config, data, output, settings, layers)
-        if dry_run:
-            _plan(kitchen)
-            return
-        if features is None:
-            result = kitchen.cook()
-        else:
-            from ..training.features import FeatureStore
+    kitchen = _kitchen(config, data, output, settings, layers)
+    if dry_run:
+        _plan(kitchen)
+        return
+    if features is None:
+        result = kitchen.cook()
+    else:
+        from ..training.features import FeatureStore
 
-            result = kitchen.cook_from(FeatureStore(features))
+        result = kitchen.cook_from(FeatureStore(features))
     _show(result)
 
 
@@ -137,7 +127,7 @@ def _show(result: Result) -> None:
     screen.print(f"artifact: {result.artifact}\nTry it:   rsrank rank --model {result.artifact} -q ... -d FILE")
 
 
-@app.command()
+@command(app)
 def push(
     artifact: Annotated[Path, typer.Argument(help="Folder of an artifact.")],
     repo_id: Annotated[str, typer.Argument(help="owner/name on the Hub; made if it does not exist.")],
@@ -151,18 +141,17 @@ def push(
     """
     from ..artifact import hub
 
-    with catch_errors():
-        if not artifact.is_dir():
-            raise InputError(f"{artifact} is no folder. Give the artifact folder that rsrank train made.")
-        config = hub.read_config(artifact)
-        hub.read_projection(artifact, config)
-        if not (hub.is_hub_id(config.backbone.name) or config.backbone.name.startswith("./")):
-            raise ArtifactError(
-                f"The artifact's language model is the local folder {config.backbone.name!r}, which nobody else could "
-                "load. Train with the model's Hub id as model.name."
-            )
-        card = artifact / hub.CARD
-        text = card.read_text(encoding="utf-8") if card.exists() else hub.model_card(config)
-        card.write_text(text.replace(hub.UNNAMED, repo_id), encoding="utf-8")
-        address = hub.push(artifact, repo_id, private=private, revision=revision, token=None, message=message)
+    if not artifact.is_dir():
+        raise InputError(f"{artifact} is no folder. Give the artifact folder that rsrank train made.")
+    config = hub.read_config(artifact)
+    hub.read_projection(artifact, config)
+    if not (hub.is_hub_id(config.backbone.name) or config.backbone.name.startswith("./")):
+        raise ArtifactError(
+            f"The artifact's language model is the local folder {config.backbone.name!r}, which nobody else could "
+            "load. Train with the model's Hub id as model.name."
+        )
+    card = artifact / hub.CARD
+    text = card.read_text(encoding="utf-8") if card.exists() else hub.model_card(config)
+    card.write_text(text.replace(hub.UNNAMED, repo_id), encoding="utf-8")
+    address = hub.push(artifact, repo_id, private=private, revision=revision, token=None, message=message)
     screen.print(address)

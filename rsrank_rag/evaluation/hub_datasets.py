@@ -15,13 +15,13 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from ..artifact.hub import HUB_ERRORS
 from ..errors import InputError, MissingDependencyError
+from ..language_model.hub_errors import HUB_ERRORS
 from .datasets import LabelledDocument, LabelledQuery, read_sets
 from .negatives import Negatives, choose, replace_negatives
 
 if TYPE_CHECKING:
-    from ..language_model.loading import LoadOptions
+    from ..language_model.options import LoadOptions
 
 Split = Literal["test", "train", "validation"]
 Granularity = Literal["sentence", "paragraph"]

@@ -21,7 +21,7 @@ from .systems.baselines import BM25, BiEncoder
 if TYPE_CHECKING:
     import numpy as np
 
-    from ..language_model.loading import LoadOptions
+    from ..language_model.options import LoadOptions
 
 logger = logging.getLogger(__name__)
 

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 from torch.nn.functional import normalize
 
-from ..errors import InputError, MissingDependencyError
-from ..method.batching import Ids, run_batches
+from ..errors import InputError, MissingDependencyError, ScoringError
+from ..method.batching import DoesNotFitError, Ids, run_batches
 from ..method.reading import NullRun
 from ..method.shift import EPSILON
 from ..rsrank import RSRank
@@ -90,7 +90,11 @@ def _of_query(ranker: RSRank, query: str, texts: Sequence[str]) -> list[tuple[Te
         found.update(zip(batch, zip(torch.cat(before, 1), torch.cat(after, 1), strict=True), strict=True))
 
     waiting = list(dict.fromkeys(prompt.ids for prompt in prompts if not prompt.empty))
-    run_batches(waiting, read, budget=ranker.token_budget, extra=len(tokens.ids))
+    try:
+        run_batches(waiting, read, budget=ranker.token_budget, extra=len(tokens.ids))
+    except DoesNotFitError as error:
+        index = next(i for i, prompt in enumerate(prompts) if prompt.ids == error.ids)
+        raise ScoringError(f"Document {index} does not fit into memory even by itself.", index) from None
     return [None if prompt.empty else found[prompt.ids] for prompt in prompts]
 
 

@@ -6,7 +6,6 @@ import copy
 import importlib.util
 import inspect
 import logging
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
@@ -23,10 +22,11 @@ from transformers import (
 )
 from transformers.models.auto.modeling_auto import MODEL_MAPPING
 
-from ..artifact.hub import HUB_ERRORS
-from ..errors import BackboneError, InputError, MissingDependencyError
+from ..errors import BackboneError, MissingDependencyError
 from .attention import use_own_attention
-from .log_filters import importing_torchao, only
+from .hub_errors import HUB_ERRORS
+from .log_filters import importing_torchao, only, without_progress_bars
+from .options import FLAGS, LoadOptions
 from .weights import bits_of
 
 if TYPE_CHECKING:
@@ -43,77 +43,11 @@ _AUTO: dict[Head | None, Any] = {
 }
 
 
-@dataclass(frozen=True)
-class LoadOptions:
-    """Where and how the language model is loaded.
-
-    Attributes:
-        device: ``cuda``, ``cuda:1``, ``mps``, ``cpu``; None for the best one present.
-        dtype: None picks bfloat16 where the hardware computes in it, else float32.
-        load_in_8bit: bitsandbytes int8 weights. Saves memory, not time.
-        load_in_4bit: bitsandbytes nf4 weights.
-        load_in_fp8: torchao float8 weights. On CUDA devices that multiply them (Ada, Hopper and later), in bfloat16,
-            activations are rounded too, token by token; elsewhere this saves memory, not time.
-        local_files_only: Never ask the Hub.
-        token: Hub access token.
-        cache_dir: Hub cache folder.
-        trust_remote_code: Run model code from the Hub repository.
-    """
-
-    device: str | torch.device | None = None
-    dtype: str | torch.dtype | None = None
-    load_in_8bit: bool = False
-    load_in_4bit: bool = False
-    load_in_fp8: bool = field(default=False, kw_only=True)
-    local_files_only: bool = False
-    token: str | bool | None = None
-    cache_dir: str | Path | None = None
-    trust_remote_code: bool = False
-
-    def resolved_device(self) -> torch.device:
-        """The device asked for, or the best one present.
-
-        Raises:
-            InputError: Not the name of a device.
-        """
-        if self.device is not None:
-            try:
-                return torch.device(self.device)
-            except RuntimeError as error:
-                raise InputError(f"device={self.device!r} is not a device: {error}") from None
-        if torch.cuda.is_available():
-            return torch.device("cuda")
-        return torch.device("mps" if torch.backends.mps.is_available() else "cpu")
-
-    def resolved_dtype(self) -> torch.dtype:
-        """The dtype asked for, or bfloat16 where it is fast.
-
-        Raises:
-            InputError: Not the name of a floating-point dtype.
-        """
-        if self.dtype is not None:
-            found = self.dtype if isinstance(self.dtype, torch.dtype) else getattr(torch, self.dtype, None)
-            if not isinstance(found, torch.dtype) or not found.is_floating_point:
-                raise InputError(f"dtype={self.dtype!r} is not a dtype. Use 'float32', 'bfloat16' or 'float16'.")
-            return found
-        return torch.bfloat16 if has_fast_bfloat16(self.resolved_device()) else torch.float32
-
-
 def has_fast_fp8(device: torch.device) -> bool:
     """Whether the hardware multiplies float8 matrices: NVIDIA's since Ada and Hopper."""
     if device.type != "cuda" or torch.version.hip is not None or not torch.cuda.is_available():
         return False
     return torch.cuda.get_device_capability(device) >= (8, 9)
-
-
-def has_fast_bfloat16(device: torch.device) -> bool:
-    """Whether the hardware multiplies bfloat16 matrices natively; emulated, it is several times slower."""
-    if device.type == "cuda":
-        return bool(torch.cuda.is_bf16_supported(including_emulation=False))
-    if device.type != "cpu":
-        return False
-    checks = ("_is_avx512_bf16_supported", "_is_amx_tile_supported")  # private, so they may vanish
-    return any(getattr(torch.cpu, name, lambda: False)() for name in checks)
 
 
 class LoadedModel(NamedTuple):
@@ -151,7 +85,7 @@ def load_model(
 
     Raises:
         BackboneError: Not found, or it cannot be loaded.
-        InputError: More than one quantisation.
+        InputError: A device or dtype that there is not.
         MissingDependencyError: 8-bit or 4-bit without bitsandbytes, fp8 without torchao.
     """
     hub = {
@@ -180,7 +114,7 @@ def load_model(
             failures = (*LOAD_ERRORS, RuntimeError, AssertionError)  # it is moved and rounded as it is loaded
         safetensors = None if allow_bin else True  # None: where there are any
         # Weights that the checkpoint has and nobody asked for are listed otherwise.
-        with only(_says_more_than_unexpected, "transformers.modeling_utils"):
+        with only(_says_more_than_unexpected, "transformers.modeling_utils"), without_progress_bars():
             model = _AUTO[head].from_pretrained(
                 str(name), config=config, dtype=dtype, use_safetensors=safetensors, **hub, **extra
             )
@@ -199,7 +133,7 @@ def load_model(
                 f"The language model {str(name)!r} was loaded but could not be moved to {device}: {error} "
                 "Choose another device, or load it in 8-bit or 4-bit if it is too large."
             ) from error
-    if options.load_in_fp8:
+    if options.weights == "fp8":
         _finish_fp8(model, str(name))
     return LoadedModel(model.requires_grad_(False), tokenizer, num_layers)
 
@@ -247,21 +181,18 @@ def _quantization(options: LoadOptions) -> Any:
     """What transformers' ``quantization_config`` has to be; None without quantisation.
 
     Raises:
-        InputError: More than one at once.
         MissingDependencyError: bitsandbytes, torchao or accelerate is missing.
     """
-    chosen = [name for name in ("load_in_8bit", "load_in_4bit", "load_in_fp8") if getattr(options, name)]
-    if not chosen:
+    if options.weights is None:
         return None
-    if len(chosen) > 1:
-        raise InputError(f"{' and '.join(chosen)} exclude each other. Choose one.")
-    package, extra = ("torchao", "fp8") if options.load_in_fp8 else ("bitsandbytes", "8bit")
+    flag = next(name for name, weights in FLAGS.items() if weights == options.weights)
+    package, extra = ("torchao", "fp8") if options.weights == "fp8" else ("bitsandbytes", "8bit")
     missing = [name for name in (package, "accelerate") if importlib.util.find_spec(name) is None]
     if missing:
         raise MissingDependencyError(
-            f"{chosen[0]} needs {' and '.join(missing)}. Install with: pip install 'rsrank-rag[{extra}]'"
+            f"{flag} needs {' and '.join(missing)}. Install with: pip install 'rsrank-rag[{extra}]'"
         )
-    return _fp8(options) if options.load_in_fp8 else _bitsandbytes(options)
+    return _fp8(options) if options.weights == "fp8" else _bitsandbytes(options)
 
 
 def _bitsandbytes(options: LoadOptions) -> Any:
@@ -271,8 +202,8 @@ def _bitsandbytes(options: LoadOptions) -> Any:
     logging.getLogger("bitsandbytes.autograd._functions").addFilter(_is_no_cast_notice)
     # The default threshold of 6 picks outlier columns from the whole batch: scores would depend on neighbours.
     return BitsAndBytesConfig(
-        load_in_8bit=options.load_in_8bit,
-        load_in_4bit=options.load_in_4bit,
+        load_in_8bit=options.weights == "int8",
+        load_in_4bit=options.weights == "nf4",
         llm_int8_threshold=0.0,
         bnb_4bit_quant_type="nf4",
         bnb_4bit_compute_dtype=options.resolved_dtype(),

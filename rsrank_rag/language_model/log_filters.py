@@ -1,10 +1,12 @@
-"""Keeps from the log what libraries say there and nobody can act on, for as long as it lasts."""
+"""Keeps from log and terminal what libraries write there and nobody can act on, for as long as it lasts."""
 
 from __future__ import annotations
 
 import contextlib
 import logging
+import threading
 from collections.abc import Callable, Iterator
+from typing import Any
 
 
 @contextlib.contextmanager
@@ -41,3 +43,25 @@ def importing_torchao() -> contextlib.AbstractContextManager[None]:
         "torchao.kernel.intmm",
         "torch.utils._pytree",
     )
+
+
+_lock, _before = threading.Lock(), list[Any]()
+
+
+@contextlib.contextmanager
+def without_progress_bars() -> Iterator[None]:
+    """Load a model without transformers' "Loading weights" bar, which has no place in an application or a notebook.
+
+    Downloads keep theirs: they explain minutes of waiting. Several threads may load at once.
+    """
+    from transformers.utils import logging as bars
+
+    with _lock:
+        _before.append(bars.set_tqdm_hook(lambda make, args, kwargs: make(*args, **{**kwargs, "disable": True})))
+    try:
+        yield
+    finally:
+        with _lock:  # the last to leave puts back what the first found
+            found = _before.pop()
+            if not _before:
+                bars.set_tqdm_hook(found)

@@ -113,7 +113,7 @@ class RemoteReranker(ConcurrentReranker):
             ScoringError: A document could not be scored; it is named.
             RemoteError: There was no usable answer in time.
         """
-        return [found.score for found in self._scored(query, as_list(documents))]
+        return [found.score for found in self.score_documents(query, as_list(documents))]
 
     def rank(
         self,
@@ -179,9 +179,8 @@ class RemoteReranker(ConcurrentReranker):
         """As `close`; those of the running event loop are closed when it returns, unless they are in use."""
         await connections.aclose(self.base_url)
 
-    def _scored(
-        self, query: str, documents: Sequence[str], *, cutoff: float | None = None, show_progress: bool = False
-    ) -> list[Scored]:
+    def score_documents(self, query: str, documents: Sequence[str], *, show_progress: bool = False) -> list[Scored]:
+        """As `score`, with whether a document was cut."""
         call = self._call(query, documents)
         return self._read(self._transport.send(call), len(documents))[0] if call else []
 

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
+from ..adapters.systems import KINDS, load_system, parse
 from ..artifact import hub
 from ..errors import InputError, RSRankError
 from ..evaluation import plots
@@ -28,8 +29,7 @@ from ..evaluation.hub_datasets import Granularity, Split, load_named
 from ..evaluation.metrics import ScoredQuery
 from ..evaluation.negatives import Negatives, replace_negatives
 from ..evaluation.report import Picture, check_report, shift_pictures, write_report
-from ..evaluation.systems.registry import KINDS, load_system, parse
-from ..language_model.loading import LoadOptions
+from ..language_model.options import LoadOptions
 from ..training.recipe import DataPart
 from .paper_tables import TABLES, Table, page
 
@@ -127,12 +127,11 @@ class SystemPart(BaseModel):
 
     def options(self, given: LoadOptions) -> LoadOptions:
         """How to load it."""
+        own = LoadOptions(load_in_8bit=self.load_in_8bit, load_in_4bit=self.load_in_4bit, load_in_fp8=self.load_in_fp8)
         return replace(
             given,
             dtype=self.dtype or given.dtype,
-            load_in_8bit=self.load_in_8bit or given.load_in_8bit,
-            load_in_4bit=self.load_in_4bit or given.load_in_4bit,
-            load_in_fp8=self.load_in_fp8 or given.load_in_fp8,
+            weights=own.weights or given.weights,
             trust_remote_code=self.trust_remote_code or given.trust_remote_code,
         )
 
@@ -437,8 +436,8 @@ class _Run:
         """Of everything that scores depend on."""
         texts = [query.model_dump_json() for query in queries]
         options = part.options(self.options)
-        how = [options.dtype, options.load_in_8bit, options.load_in_4bit, self.config.titles]
-        how += ["fp8"] if options.load_in_fp8 else []
+        how = [options.dtype, options.weights == "int8", options.weights == "nf4", self.config.titles]
+        how += ["fp8"] if options.weights == "fp8" else []
         return _sha(part.name, str(part.revision), str(how), _state(part.name), *texts)
 
     def ablations(self) -> list[Any]:

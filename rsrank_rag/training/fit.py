@@ -24,7 +24,7 @@ from torch import Tensor
 
 from ..errors import TrainingError
 from ..evaluation.metrics import ScoredQuery, f1_at
-from ..language_model.loading import has_fast_bfloat16
+from ..language_model.options import has_fast_bfloat16
 from ..method.batching import is_out_of_memory
 from ..method.losses import alignment_loss, calibration_loss, frobenius_loss, margin_loss, orthogonality_loss
 from ..method.projection import Projection

@@ -16,7 +16,7 @@ from ..artifact import hub
 from ..artifact.config import NullPrefix, Signal
 from ..errors import InputError
 from ..evaluation.datasets import LabelledQuery, dataset_name, read_labelled
-from ..language_model.loading import LoadOptions
+from ..language_model.options import LoadOptions
 from ..method.template import Template
 from ..reproduction.closed_form import Method
 from ..rsrank import INSIDE

@@ -10,7 +10,7 @@ from ...errors import BackboneError, InputError, MissingDependencyError
 from ...reranker import Reranker
 
 if TYPE_CHECKING:
-    from ...language_model.loading import LoadOptions
+    from ...language_model.options import LoadOptions
 
 _ALLOW = "options=LoadOptions(trust_remote_code=True), --trust-remote-code on the command line"
 
@@ -147,10 +147,12 @@ def _load(kind: str, name: str | Path, device: str | None, revision: str | None,
         raise MissingDependencyError(
             "Bi-encoders and cross-encoders need sentence-transformers. Install with: pip install 'rsrank-rag[eval]'"
         ) from None
-    from ...language_model.loading import LOAD_ERRORS, LoadOptions
+    from ...language_model.loading import LOAD_ERRORS
+    from ...language_model.log_filters import without_progress_bars
+    from ...language_model.options import LoadOptions
 
     options = options or LoadOptions(device=device)
-    if options.load_in_8bit or options.load_in_4bit or options.load_in_fp8:
+    if options.weights is not None:
         raise InputError(
             f"{str(name)!r} is a sentence-transformers model, which is not loaded in 8-bit, 4-bit or fp8 here. "
             "Use dtype='bfloat16' (--dtype bfloat16) to save memory."
@@ -169,14 +171,15 @@ def _load(kind: str, name: str | Path, device: str | None, revision: str | None,
     try:
         if kind == "CrossEncoder" and not options.trust_remote_code:
             _refuse_own_code(str(name), cache_dir=cache, **hub)
-        return getattr(sentence_transformers, kind)(
-            str(name),
-            device=str(options.resolved_device()),
-            cache_folder=cache,
-            trust_remote_code=options.trust_remote_code,
-            model_kwargs=model,
-            **hub,
-        )
+        with without_progress_bars():
+            return getattr(sentence_transformers, kind)(
+                str(name),
+                device=str(options.resolved_device()),
+                cache_folder=cache,
+                trust_remote_code=options.trust_remote_code,
+                model_kwargs=model,
+                **hub,
+            )
     except failures as error:
         hint = ""
         if "trust_remote_code" in str(error) and not options.trust_remote_code:

@@ -19,7 +19,8 @@ import torch
 from torch import Tensor, nn
 
 from ...errors import BackboneError, InputError, MissingDependencyError, ScoringError
-from ...language_model.loading import LoadOptions, load_model
+from ...language_model.loading import load_model
+from ...language_model.options import LoadOptions
 from ...method.batching import Ids, compute_each, pad_right, token_budget_for
 from ...method.template import clean, private_copy
 from ...reranker import Reranker, Scored, as_list
@@ -136,12 +137,11 @@ class GenerativeReranker(Reranker):
             InputError: As `prompts`.
             ScoringError: A document could not be scored; it is named.
         """
-        return [found.score for found in self._scored(query, documents, cutoff=None, show_progress=False)]
+        return [found.score for found in self.score_documents(query, documents)]
 
     @torch.inference_mode()
-    def _scored(
-        self, query: str, documents: Sequence[str], *, cutoff: float | None, show_progress: bool
-    ) -> list[Scored]:
+    def score_documents(self, query: str, documents: Sequence[str], *, show_progress: bool = False) -> list[Scored]:
+        """As `score`, with whether a document was cut."""
         prompts, truncated = self.prompts(query, as_list(documents))
         found, self.token_budget = compute_each(prompts, self._probabilities, budget=self.token_budget)
         scores = [float(score) for score in found]

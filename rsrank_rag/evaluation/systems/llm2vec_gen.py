@@ -28,7 +28,8 @@ from transformers import AutoTokenizer
 
 from ...artifact.hub import is_folder
 from ...errors import BackboneError, InputError, MissingDependencyError
-from ...language_model.loading import LOAD_ERRORS, LoadOptions, load_model
+from ...language_model.loading import LOAD_ERRORS, load_model
+from ...language_model.options import LoadOptions
 from ...method.batching import Ids, compute_each, pad_right, token_budget_for
 from ...method.template import clean, private_copy
 from ...reranker import Reranker, Scored, as_list
@@ -105,12 +106,11 @@ class LLM2VecGen(Reranker):
         Raises:
             ScoringError: A document does not fit into memory even alone.
         """
-        return [found.score for found in self._scored(query, documents, cutoff=None, show_progress=False)]
+        return [found.score for found in self.score_documents(query, documents)]
 
     @torch.inference_mode()
-    def _scored(
-        self, query: str, documents: Sequence[str], *, cutoff: float | None, show_progress: bool
-    ) -> list[Scored]:
+    def score_documents(self, query: str, documents: Sequence[str], *, show_progress: bool = False) -> list[Scored]:
+        """As `score`, with whether a document was cut."""
         asked, _ = self._prompts([query], self.query_instruction)
         prompts, truncated = self._prompts(as_list(documents), self.document_instruction)
         target = self.embed(asked)

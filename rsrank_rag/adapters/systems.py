@@ -1,0 +1,157 @@
+"""Rerankers by name, from ``mini`` to ``qwen3-reranker:8b``: one list for adapters, commands and the evaluation.
+
+Importing this loads no model code: the command line lists the names in its help. Where a class stands is written as
+text and looked up when it is wanted, as in the package's own ``__init__``: the other systems are part of the
+evaluation, which nothing here has to know.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from importlib import import_module
+from typing import Any
+
+from ..errors import ArtifactError, InputError
+from ..language_model.options import LoadOptions, ModelSource
+from ..reranker import Reranker
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    """One kind of system.
+
+    Attributes:
+        home: Module and class.
+        default: What is loaded where nothing stands after the colon; None where something must.
+        short: Short names and the Hub ids they stand for.
+        named: Whether there is anything to name.
+        settings: Arguments of the class beside name, revision and options.
+    """
+
+    home: str
+    default: str | None = None
+    short: Mapping[str, str] = field(default_factory=dict)
+    named: bool = True
+    settings: Mapping[str, Any] = field(default_factory=dict)
+
+    def form(self, name: str) -> str:
+        """How it is written, such as ``monot5:base|3b|NAME``."""
+        if not self.named:
+            return name
+        choices = "|".join([*self.short, "NAME"])
+        return f"{name}:{choices}" if self.default is None else f"{name}[:{choices}]"
+
+    def load(self, name: str, revision: str | None = None, options: LoadOptions | None = None) -> Any:
+        """Make it from a Hub id or folder."""
+        module, made = self.home.rsplit(".", 1)
+        make = getattr(import_module(f"...{module}", __name__), made)
+        if not self.named:
+            return make()
+        chosen = LoadOptions() if options is None else options
+        if self in (KINDS["rsrank"], KINDS["oracle"]):
+            ranker = KINDS["rsrank"]._ranker(ModelSource(name, revision, chosen))
+            return ranker if self is KINDS["rsrank"] else make(ranker)
+        return make(name, revision=revision, options=chosen, **self.settings)
+
+    def _ranker(self, source: ModelSource) -> Reranker:
+        from ..artifact import hub
+        from ..rsrank import RSRank
+
+        try:
+            return RSRank.from_source(source)
+        except ArtifactError as error:
+            if source.name in hub.builtin_names() or not (hub.is_folder(source.name) or hub.is_hub_id(source.name)):
+                raise
+            others = ", ".join(f"{kind}:{source.name}" for kind in ("cross-encoder", "bi-encoder", "qwen3-reranker"))
+            raise ArtifactError(f"{error} If it is a reranker of another kind, say which: {others}, ...") from error
+
+
+_BASELINES = "evaluation.systems.baselines"
+_CALIBRATED = {"threshold": 0.0}  # the sigmoid of what these cross-encoders give is the probability of relevance
+KINDS: dict[str, Kind] = {
+    "rsrank": Kind("rsrank.RSRank"),
+    "oracle": Kind("evaluation.systems.oracle.OracleSimilarity"),
+    "qwen3-reranker": Kind(
+        "evaluation.systems.generative.Qwen3Reranker",
+        short={size.lower(): f"Qwen/Qwen3-Reranker-{size}" for size in ("0.6B", "4B", "8B")},
+    ),
+    "monot5": Kind(
+        "evaluation.systems.generative.MonoT5",
+        short={size: f"castorini/monot5-{size}-msmarco" for size in ("base", "3b")},
+    ),
+    "llm2vec-gen": Kind("evaluation.systems.llm2vec_gen.LLM2VecGen", default="McGill-NLP/LLM2Vec-Gen-Qwen3-8B"),
+    "bge-reranker-v2-m3": Kind(f"{_BASELINES}.CrossEncoder", default="BAAI/bge-reranker-v2-m3", settings=_CALIBRATED),
+    "jina-reranker-v2": Kind(
+        f"{_BASELINES}.CrossEncoder", default="jinaai/jina-reranker-v2-base-multilingual", settings=_CALIBRATED
+    ),
+    "cross-encoder": Kind(f"{_BASELINES}.CrossEncoder"),
+    "bi-encoder": Kind(f"{_BASELINES}.BiEncoder"),
+    "bm25": Kind(f"{_BASELINES}.BM25", default="", named=False),
+}
+
+
+def forms() -> str:
+    """All names, as they are written."""
+    return ", ".join(kind.form(name) for name, kind in KINDS.items())
+
+
+def load(source: ModelSource) -> Reranker:
+    """Load a reranker.
+
+    Args:
+        source: Its name is one of `KINDS`, with a short name, a Hub id or a folder after a colon; or an RSRank artifact
+            alone: ``mini``, a folder, a Hub id.
+
+    Raises:
+        InputError: The name is not how a system is written, the system needs labels to score, or something is set that
+            only RSRank has.
+        RSRankError: It cannot be loaded.
+    """
+    kind, name = parse(source.name) if source.name.partition(":")[0] in KINDS else (KINDS["rsrank"], source.name)
+    if kind is KINDS["rsrank"]:
+        return kind._ranker(replace(source, name=name))
+    idle = [what for what in ("backbone", "max_length", "token_budget") if getattr(source, what) is not None]
+    idle += ["prefix_cache"] * (not isinstance(source.prefix_cache, bool))  # to keep nothing is no wish
+    if idle:
+        raise InputError(f"{source.name} is no RSRank model, so {', '.join(idle)} would have no effect. Leave it out.")
+    system = kind.load(name, source.revision, source.load)
+    if not isinstance(system, Reranker):
+        raise InputError(f"{source.name} needs labels to score, so it can only be measured. Choose another system.")
+    return system
+
+
+def load_system(text: str, *, revision: str | None = None, options: LoadOptions | None = None) -> Any:
+    """Load a system by its name to measure it: a `Reranker`, or a scorer that knows the labels.
+
+    Args:
+        text: As for `load`.
+        revision: Commit, tag or branch on the Hub of what the name stands for.
+        options: Device, dtype, quantisation, access.
+
+    Raises:
+        InputError: There is no such system; all are listed.
+        RSRankError: It cannot be loaded.
+    """
+    kind, name = parse(text)
+    return kind.load(name, revision, options)
+
+
+def parse(text: str) -> tuple[Kind, str]:
+    """What a system's name says: its kind, and the Hub id or folder to load.
+
+    Raises:
+        InputError: There is no such system; all are listed.
+    """
+    from ..artifact import hub
+
+    name, colon, rest = text.partition(":")
+    if name not in KINDS:
+        if text in hub.builtin_names() or hub.is_folder(text) or ("/" in text and hub.is_hub_id(text)):
+            return KINDS["rsrank"], text
+        raise InputError(f"There is no system {text!r}. Give an RSRank artifact (folder or Hub id), or: {forms()}.")
+    kind = KINDS[name]
+    chosen = kind.short.get(rest, rest) if rest else kind.default
+    if chosen is None or (colon and not (rest and kind.named)):
+        raise InputError(f"{text!r} is not how that system is written. Write {kind.form(name)}.")
+    return kind, chosen

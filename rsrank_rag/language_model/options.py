@@ -1,0 +1,187 @@
+"""How a language model is loaded, and which: declared here once, for the library, adapters, commands and recipes.
+
+Importing this loads no torch: adapters and commands are made before anything is loaded.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
+
+from pydantic import BaseModel, BeforeValidator, Field
+
+from ..errors import InputError
+from ..prefixes.settings import Choice
+
+if TYPE_CHECKING:
+    import torch
+
+Weights = Literal["int8", "nf4", "fp8"]
+"""What weights are rounded to."""
+
+FLAGS: dict[str, Weights] = {"load_in_8bit": "int8", "load_in_4bit": "nf4", "load_in_fp8": "fp8"}
+"""How users ask for it, as in transformers."""
+
+
+@dataclass(frozen=True, init=False)
+class LoadOptions:
+    """Where and how a language model is loaded.
+
+    ``load_in_8bit``, ``load_in_4bit`` and ``load_in_fp8`` may be given instead of ``weights``.
+
+    Attributes:
+        device: ``cuda``, ``cuda:1``, ``mps``, ``cpu``; None for the best one present.
+        dtype: None picks bfloat16 where the hardware computes in it, else float32.
+        weights: None leaves them as they are. ``int8`` and ``nf4`` (bitsandbytes) save memory, not time. ``fp8``
+            (torchao) does so too; on CUDA devices that multiply float8 (Ada, Hopper and later), in bfloat16,
+            activations are rounded as well, token by token.
+        local_files_only: Never ask the Hub.
+        token: Hub access token.
+        cache_dir: Hub cache folder.
+        trust_remote_code: Run model code from the Hub repository.
+
+    Raises:
+        InputError: Weights that there are not, or two kinds of them.
+    """
+
+    device: str | torch.device | None = None
+    dtype: str | torch.dtype | None = None
+    weights: Weights | None = None
+    local_files_only: bool = False
+    token: str | bool | None = field(default=None, repr=False)
+    cache_dir: str | Path | None = None
+    trust_remote_code: bool = False
+
+    def __init__(
+        self,
+        device: str | torch.device | None = None,
+        dtype: str | torch.dtype | None = None,
+        weights: Weights | None = None,
+        *,
+        local_files_only: bool = False,
+        token: str | bool | None = None,
+        cache_dir: str | Path | None = None,
+        trust_remote_code: bool = False,
+        load_in_8bit: bool = False,
+        load_in_4bit: bool = False,
+        load_in_fp8: bool = False,
+    ) -> None:
+        given = zip(FLAGS, (load_in_8bit, load_in_4bit, load_in_fp8), strict=True)
+        asked = [f"weights={weights!r}"] * (weights is not None) + [flag for flag, wanted in given if wanted]
+        if len(asked) > 1:
+            raise InputError(f"{' and '.join(asked)} exclude each other. Choose one.")
+        chosen = FLAGS.get(asked[0], weights) if asked else None
+        if chosen is not None and chosen not in get_args(Weights):
+            raise InputError(f"weights={weights!r} is none of {', '.join(get_args(Weights))}.")
+        values = (device, dtype, chosen, local_files_only, token, cache_dir, trust_remote_code)
+        for own, value in zip(fields(self), values, strict=True):
+            object.__setattr__(self, own.name, value)
+
+    def resolved_device(self) -> torch.device:
+        """The device asked for, or the best one present.
+
+        Raises:
+            InputError: Not the name of a device.
+        """
+        import torch
+
+        if self.device is not None:
+            try:
+                return torch.device(self.device)
+            except RuntimeError as error:
+                raise InputError(f"device={self.device!r} is not a device: {error}") from None
+        if torch.cuda.is_available():
+            return torch.device("cuda")
+        return torch.device("mps" if torch.backends.mps.is_available() else "cpu")
+
+    def resolved_dtype(self) -> torch.dtype:
+        """The dtype asked for, or bfloat16 where it is fast.
+
+        Raises:
+            InputError: Not the name of a floating-point dtype.
+        """
+        import torch
+
+        if self.dtype is not None:
+            found = self.dtype if isinstance(self.dtype, torch.dtype) else getattr(torch, self.dtype, None)
+            if not isinstance(found, torch.dtype) or not found.is_floating_point:
+                raise InputError(f"dtype={self.dtype!r} is not a dtype. Use 'float32', 'bfloat16' or 'float16'.")
+            return found
+        return torch.bfloat16 if has_fast_bfloat16(self.resolved_device()) else torch.float32
+
+
+@dataclass(frozen=True)
+class ModelSource:
+    """Everything that decides which model is loaded and how; equal sources may share one model.
+
+    Attributes:
+        name: ``"mini"``, a local folder or a Hub id of an RSRank artifact, or another system's name.
+        revision: Commit, tag or branch on the Hub.
+        load: How.
+        backbone: Where to load the language model from instead.
+        max_length: Most positions; longer documents are cut.
+        token_budget: Padded tokens of documents and query in one batch; None for the device's default.
+        prefix_cache: Where documents' prefixes are kept; see `RSRank.from_pretrained`.
+    """
+
+    name: str
+    revision: str | None = None
+    load: LoadOptions = LoadOptions()
+    backbone: str | None = None
+    max_length: int | None = None
+    token_budget: int | None = None
+    prefix_cache: Choice = True
+
+
+def _as_name(value: Any) -> Any:
+    """Paths, devices and dtypes as text."""
+    if isinstance(value, os.PathLike):
+        return os.fspath(value)
+    if type(value).__module__.partition(".")[0] == "torch":
+        return str(value).removeprefix("torch.")
+    return value
+
+
+Name = Annotated[str, BeforeValidator(_as_name)]
+"""A text, which may be given as a path, a device or a dtype."""
+
+
+class LoadSettings(BaseModel):
+    """The same as fields with the names that users know: of adapters and recipes and, as options, of commands."""
+
+    device: Name | None = Field(default=None, description="cuda, cuda:1, mps, cpu. Default: the best one present.")
+    dtype: Name | None = Field(
+        default=None, description="float32, bfloat16, float16. Default: bfloat16 where it is fast, else float32."
+    )
+    load_in_8bit: bool = Field(default=False, description="int8 weights (needs the 8bit extra).")
+    load_in_4bit: bool = Field(default=False, description="nf4 weights (needs the 8bit extra).")
+    load_in_fp8: bool = Field(default=False, description="float8 weights (needs the fp8 extra).")
+    local_files_only: bool = Field(default=False, description="Never ask the Hub.")
+    trust_remote_code: bool = Field(
+        default=False, description="Run code from the model's repository (jina-reranker-v2)."
+    )
+
+    def load_options(self, **more: Any) -> LoadOptions:
+        """What these settings ask for.
+
+        Args:
+            **more: Options that have no field here.
+
+        Raises:
+            InputError: Two kinds of weights.
+        """
+        return LoadOptions(**{name: getattr(self, name) for name in LoadSettings.model_fields}, **more)
+
+
+def has_fast_bfloat16(device: torch.device) -> bool:
+    """Whether the hardware multiplies bfloat16 matrices natively; emulated, it is several times slower."""
+    import torch
+
+    if device.type == "cuda":
+        return bool(torch.cuda.is_bf16_supported(including_emulation=False))
+    if device.type != "cpu":
+        return False
+    checks = ("_is_avx512_bf16_supported", "_is_amx_tile_supported")  # private, so they may vanish
+    return any(getattr(torch.cpu, name, lambda: False)() for name in checks)
