@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 from data import SETS
-
 from rsrank_rag.evaluation.metrics import ScoredQuery, f1_at, ranking_by_query
 from rsrank_rag.evaluation.statistics import estimate_mean, paired_differences
 
