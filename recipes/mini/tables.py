@@ -1,4 +1,4 @@
-"""Write the tables of README.md, docs/mini.md and docs/research/results.md from docs/mini.json.
+"""Write the tables of README.md, docs/mini.md and docs/research from docs/mini.json and docs/research/minilm.json.
 
     python recipes/mini/tables.py          # after recipes/mini/measure.py has written docs/mini.json
 
@@ -17,9 +17,10 @@ from typing import Any
 from data import SETS
 from rsrank_rag.evaluation.metrics import ScoredQuery, f1_at, ranking_by_query
 from rsrank_rag.evaluation.statistics import estimate_mean, paired_differences
+from rsrank_rag.reproduction.ablation_figures import FigureFile, ablation_tables
 
 ROOT = Path(__file__).parents[2]
-PAGES = ("README.md", "docs/mini.md", "docs/research/results.md")
+PAGES = ("README.md", "docs/mini.md", "docs/research/results.md", "docs/research/ablations.md")
 METRICS = {"ndcg@5": "nDCG@5", "recall@5": "Recall@5", "f1@tau": "F1@τ"}
 BLOCK = re.compile(r"(<!-- figures: (\S+) -->\n).*?(<!-- end of figures -->)", re.S)
 
@@ -132,9 +133,10 @@ def differences(
     return made
 
 
-def blocks(figures: Figures) -> dict[str, str]:
+def blocks(figures: Figures, ablations: FigureFile) -> dict[str, str]:
     """Every table, by name."""
     return {
+        "minilm": ablation_tables(ablations.figures).replace("## ", "### "),
         "mini": table(figures, ("ndcg@5", "f1@tau")),
         "results": table(figures, tuple(METRICS)),
         "thresholds": threshold_table(figures),
@@ -151,9 +153,15 @@ def rewritten(text: str, found: Mapping[str, str]) -> str:
     return BLOCK.sub(lambda match: f"{match[1]}{found[match[2]]}\n{match[3]}", text)
 
 
+def read(root: Path = ROOT) -> tuple[Figures, FigureFile]:
+    """The figures of both files."""
+    ablations = (root / "docs/research/minilm.json").read_text(encoding="utf-8")
+    return json.loads((root / "docs/mini.json").read_text(encoding="utf-8")), FigureFile.model_validate_json(ablations)
+
+
 def main() -> None:
     """Rewrite the pages."""
-    found = blocks(json.loads((ROOT / "docs/mini.json").read_text(encoding="utf-8")))
+    found = blocks(*read())
     for page in PAGES:
         path = ROOT / page
         path.write_text(rewritten(path.read_text(encoding="utf-8"), found), encoding="utf-8")
