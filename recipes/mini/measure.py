@@ -38,8 +38,9 @@ def read_folder(data: Path, limit: int | None = None) -> dict[str, list[Labelled
     return {dataset_name(path): read_labelled(path)[:limit] for path in sorted(data.glob("*.jsonl*"))}
 
 
-def measure(sets: dict[str, list[LabelledQuery]], systems: dict[str, Callable[[], Reranker]]) -> Figures:
+def measure(data: Path, systems: dict[str, Callable[[], Reranker]], limit: int | None = None) -> Figures:
     """Score every set with every system; the first one is measured at zero, the others at their best threshold."""
+    sets = read_folder(data, limit)
     figures: Figures = {}
     first: Scored = {}
     for system, load in systems.items():
@@ -114,11 +115,10 @@ def main() -> None:
     parser.add_argument("--output", type=Path, required=True, help="JSON file for the figures")
     parser.add_argument("--limit", type=int, default=None, help="first queries of each set only")
     options = parser.parse_args()
-    sets = read_folder(options.data, options.limit)
-    figures = measure(sets, systems_for(options.model, str(get_model_path())))
-    figures["mini"]["examples"] = examples(options.model, sets)
+    figures = measure(options.data, systems_for(options.model, str(get_model_path())), options.limit)
+    figures["mini"]["examples"] = examples(options.model, read_folder(options.data, options.limit))
     options.output.write_text(json.dumps(figures, indent=2) + "\n", encoding="utf-8")
-    print(table(figures, ("ndcg@5", "f1@tau")))
+    print(table(figures))
 
 
 if __name__ == "__main__":

@@ -70,7 +70,7 @@ def columns_of(figures: Figures, metric: str) -> dict[str, dict[str, float]]:
     return found
 
 
-def table(figures: Figures, metrics: Sequence[str]) -> str:
+def table(figures: Figures, metrics: Sequence[str] = ("ndcg@5", "f1@tau")) -> str:
     """A row a set and mean, columns of several metrics; the best of each metric is bold."""
     systems, (seen, _) = list(figures), rows_of(figures)
     counts = {row["dataset"]: str(row["queries"]) for row in figures[systems[0]]["sets"]}
@@ -137,7 +137,7 @@ def blocks(figures: Figures, ablations: FigureFile) -> dict[str, str]:
     """Every table, by name."""
     return {
         "minilm": ablation_tables(ablations.figures).replace("## ", "### "),
-        "mini": table(figures, ("ndcg@5", "f1@tau")),
+        "mini": table(figures),
         "results": table(figures, tuple(METRICS)),
         "thresholds": threshold_table(figures),
         "differences": difference_tables(figures),
