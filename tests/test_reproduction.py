@@ -25,8 +25,9 @@ from rsrank_rag.reproduction import paper_tables
 from rsrank_rag.reproduction.ablation_figures import METRICS, FigureFile, ablation_tables, figures_of, sample_curves
 from rsrank_rag.reproduction.ablation_runs import AblationRow, Ablations
 from rsrank_rag.reproduction.ablations import ABLATIONS, GROUPS, chosen, pick
+from rsrank_rag.reproduction.config import Reproduction, plan, shipped
 from rsrank_rag.reproduction.oracle import oracle_scores
-from rsrank_rag.reproduction.run import Reproduction, plan, reproduce, shipped
+from rsrank_rag.reproduction.run import reproduce
 from rsrank_rag.reproduction.signals import SignalReader, reading
 from rsrank_rag.training.features import FeatureExtractor
 from rsrank_rag.training.recipe import DataPart, FeaturePart, Recipe
