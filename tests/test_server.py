@@ -30,7 +30,7 @@ from rsrank_rag.cli import app
 from rsrank_rag.cli import service as cli_service
 from rsrank_rag.cli.service import KEYS, Loader, prefix_choice, read_canary, read_keys
 from rsrank_rag.errors import InputError
-from rsrank_rag.language_model.options import ModelSource
+from rsrank_rag.language_model.options import LoadOptions, ModelSource
 from rsrank_rag.prefixes.settings import PrefixCache
 from rsrank_rag.prefixes.store import store_for
 from rsrank_rag.reranker import BLANK_SCORE
@@ -810,8 +810,8 @@ def test_the_loader_loads_systems_and_refuses_those_that_need_labels(ranker, tmp
     assert type(Loader(ModelSource("bm25"))()).__name__ == "BM25"
     ranker.save_pretrained(tmp_path)
     with pytest.raises(InputError, match="needs labels"):
-        Loader(ModelSource(f"oracle:{tmp_path}", load=CPU))()
-    loaded = Loader(ModelSource(str(tmp_path), load=CPU, prefix_cache=False))()
+        Loader(ModelSource(f"oracle:{tmp_path}", load=LoadOptions(device="cpu")))()
+    loaded = Loader(ModelSource(str(tmp_path), load=LoadOptions(device="cpu"), prefix_cache=False))()
     assert isinstance(loaded, RSRank)
     assert loaded.reader.store is None
 
@@ -838,7 +838,8 @@ def test_what_cannot_be_served_is_said_in_one_line(arguments, says):
 @pytest.mark.slow
 def test_the_models_process_logs_as_the_service_does():
     code = (
-        "import logging, warnings; from rsrank_rag.cli.service import Loader; from rsrank_rag.language_model.options import ModelSource; "
+        "import logging, warnings; from rsrank_rag.cli.service import Loader\n"
+        "from rsrank_rag.language_model.options import ModelSource\n"
         "Loader(ModelSource('bm25'), log_level='INFO')()\n"
         "logging.getLogger('rsrank_rag.method.batching').info('one')\n"
         "logging.getLogger('transformers.models').warning('two')\n"
