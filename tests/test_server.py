@@ -28,8 +28,8 @@ from typer.testing import CliRunner
 from rsrank_rag import RSRank
 from rsrank_rag.cli import app
 from rsrank_rag.cli.service import Loader, prefix_choice, read_canary, read_keys
-from rsrank_rag.language_model.options import LoadOptions, ModelSource
 from rsrank_rag.errors import InputError
+from rsrank_rag.language_model.options import LoadOptions, ModelSource
 from rsrank_rag.prefixes.settings import PrefixCache
 from rsrank_rag.rsrank import store_for
 from rsrank_rag.service import app as app_module
@@ -48,6 +48,8 @@ ALL_SHAPES = [
     ("/v1/ranking", {"query": {"text": "q"}, "passages": [{"text": "3"}, {"text": "1"}, {"text": "2"}]}),
     ("/explain", {"query": "q", "document": "3"}),
 ]
+
+CPU = LoadOptions(device="cpu", dtype="float32", local_files_only=True)
 
 
 def serving(reranker=None, limits=None, canary=None, **settings):
@@ -768,7 +770,7 @@ def test_a_canary_is_three_texts(tmp_path):
 
 
 def test_what_the_prefix_options_stand_for(tmp_path):
-    assert prefix_choice(None, None) == PrefixCache()
+    assert prefix_choice(None, None) is True
     assert prefix_choice("0", None) is False
     assert prefix_choice("5MB", tmp_path) == PrefixCache(device=5_000_000, folder=str(tmp_path))
     with pytest.raises(InputError, match="no size"):
@@ -806,8 +808,8 @@ def test_what_cannot_be_served_is_said_in_one_line(arguments, says):
 
 def test_the_models_process_logs_as_the_service_does():
     code = (
-        "import logging, warnings; from rsrank_rag.cli.service import Loader; from rsrank_rag.language_model.options import ModelSource; "
-        "Loader(ModelSource('bm25'), log_level='INFO')()\n"
+        "import logging, warnings\nfrom rsrank_rag.cli.service import Loader\n"
+        "from rsrank_rag.language_model.options import ModelSource\nLoader(ModelSource('bm25'), log_level='INFO')()\n"
         "logging.getLogger('rsrank_rag.method.batching').info('one')\n"
         "logging.getLogger('transformers.models').warning('two')\n"
         "logging.getLogger('urllib3').info('too much'); warnings.warn('three')\n"
