@@ -16,6 +16,8 @@ from rsrank_rag.service.app import create_app
 
 load_all_checks()
 
+pytestmark = pytest.mark.slow
+
 LIMITS = {"max_documents": 50, "max_document_characters": 2000, "max_body_bytes": 100_000}
 # A blank query or an object without text is no wrong type, and still cannot be scored.
 NOT_CHECKED = ["positive_data_acceptance"]

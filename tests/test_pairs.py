@@ -132,7 +132,8 @@ def test_results_say_what_was_read(ranker):
     assert ranker.score(QUERY, texts)[2:] == ranker.score_many([QUERY], [texts])[0][2:] == [BLANK_SCORE] * 2
     assert [found.score for found in ranker.score_documents(QUERY, texts)[2:]] == [BLANK_SCORE] * 2
     explanation = ranker.explain(QUERY, texts[3])
-    assert (explanation.score, explanation.tokens, explanation.parts) == (BLANK_SCORE, (), ())
+    assert explanation.score == BLANK_SCORE
+    assert not any(map(any, explanation.parts))
     assert "dropped" in explanation._repr_html_()
     assert str(BLANK_SCORE).rstrip("0") in str(explanation)
 

@@ -27,8 +27,7 @@ from stub_service import Overlap, Service, listening, talking
 
 from rsrank_rag import Reranker
 from rsrank_rag.errors import InputError, RemoteError, RSRankError, ScoringError
-from rsrank_rag.remote import client as remote
-from rsrank_rag.remote import connections
+from rsrank_rag.remote import connections, transport
 from rsrank_rag.remote.client import RemoteReranker
 
 QUERY = "when was the bridge opened"
@@ -76,7 +75,7 @@ def served():
 @pytest.fixture
 def hurried(monkeypatch):
     """Short pauses between tries."""
-    monkeypatch.setattr(remote, "FIRST_PAUSE", 0.01)
+    monkeypatch.setattr(transport, "FIRST_PAUSE", 0.01)
 
 
 async def rank(reranker, asynchronous, query=QUERY, documents=DOCUMENTS, **limits):
@@ -121,6 +120,7 @@ def test_a_remote_rank_is_the_local_one(running, served, kind, query, documents,
 async def test_the_native_threshold_is_that_of_the_services_model(service, address, asynchronous):
     for threshold in (1.5, None):
         service.threshold = threshold
+        assert await RemoteReranker(address).athreshold() == threshold
         found = await rank(RemoteReranker(address), asynchronous)
         assert found.threshold == threshold
         assert len(found.kept) == (2 if threshold else len(DOCUMENTS))
@@ -244,10 +244,10 @@ async def test_the_key_is_sent_and_a_wrong_or_missing_one_is_explained(
     assert len(service.headers) == 3  # nothing is tried again
 
 
-def test_the_keys_variable_is_read_at_each_call(service, address, monkeypatch):
+def test_the_keys_variable_is_read_at_each_call_and_of_several_keys_the_first_is_sent(service, address, monkeypatch):
     reranker = RemoteReranker(address)
-    for key in ("first", "second"):
-        monkeypatch.setenv("RSRANK_API_KEY", key)
+    for key, value in (("first", "first"), ("second", " second, third"), ("third", ",third")):
+        monkeypatch.setenv("RSRANK_API_KEY", value)
         reranker.score("a", ["a"])
         assert service.headers[-1]["authorization"] == f"Bearer {key}"
 
@@ -314,13 +314,18 @@ async def test_after_the_last_try_the_services_own_words_are_the_error(service, 
 
 
 @both_ways
-@pytest.mark.parametrize("kind", ["seconds", "date"])
-async def test_the_wait_that_the_service_asks_for_is_kept(service, address, asynchronous, kind, hurried):
-    date = format_datetime(datetime.now(timezone.utc) + timedelta(seconds=2), usegmt=True)  # in whole seconds
-    service.script += [(503, {}, {"Retry-After": "1" if kind == "seconds" else date})]
+async def test_the_wait_that_the_service_asks_for_is_kept(service, address, asynchronous, hurried):
+    service.script += [(503, {}, {"Retry-After": "0.3"})]
     started = time.monotonic()
     await rank(RemoteReranker(address), asynchronous)
-    assert 0.8 < time.monotonic() - started < 3.0
+    assert time.monotonic() - started > 0.29
+
+
+def test_a_service_may_name_a_date_to_come_back():
+    date = format_datetime(datetime.now(timezone.utc) + timedelta(seconds=1000), usegmt=True)
+    assert 900 < transport._seconds(date) <= 1000
+    assert transport._seconds("Sun, 06 Nov 1994 08:49:37 GMT") == 0.0
+    assert transport._seconds("soon") is None
 
 
 @both_ways
@@ -330,12 +335,12 @@ async def test_a_wait_beyond_the_timeout_is_not_begun(service, address, asynchro
     with pytest.raises(RemoteError, match=r"503: Loading\. Asked once and there is no time for another try") as caught:
         await rank(RemoteReranker(address, timeout=5), asynchronous)
     assert caught.value.retry_after == 30
-    assert time.monotonic() - started < 1
+    assert time.monotonic() - started < 5
 
 
 def test_pauses_grow_to_a_limit_and_differ():
     def pauses():
-        patience = remote._Patience(1e6, 8)
+        patience = transport._Patience(1e6, 8)
         return [patience.pause(RemoteError("busy", 503, True)) for _ in range(8)]
 
     first, second = pauses(), pauses()
@@ -382,7 +387,7 @@ async def test_what_takes_too_long_ends_with_the_timeout_and_is_not_asked_again(
     started = time.monotonic()
     with pytest.raises(RemoteError, match=r"did not answer in 0\.3 seconds\. Raise timeout"):
         await rank(RemoteReranker(address, timeout=0.3), asynchronous)
-    assert time.monotonic() - started < 1.5
+    assert time.monotonic() - started < 15
     await until(lambda: service.left == 1)  # the service is told
     assert len(service.seen) == 1
 
@@ -393,8 +398,8 @@ async def test_an_answer_in_drops_ends_with_the_timeout(asynchronous):
     with talking([head, *[b" "] * 50]) as (elsewhere, _):
         started = time.monotonic()
         with pytest.raises(RemoteError, match="did not answer in 0"):
-            await rank(RemoteReranker(elsewhere, timeout=0.5), asynchronous)
-        assert time.monotonic() - started < 1.5
+            await rank(RemoteReranker(elsewhere, timeout=0.3), asynchronous)
+        assert time.monotonic() - started < 4  # all drops would take five seconds
 
 
 @both_ways
@@ -526,10 +531,12 @@ class Numbers(Reranker):
     threshold = 1.0
 
     def __init__(self):
+        self.calls = 0
         self.open = threading.Event()
         self.open.set()
 
     def score(self, query, documents):
+        self.calls += 1
         self.open.wait(20)
         return [float(text.split()[0]) for text in documents]
 
@@ -576,7 +583,7 @@ async def test_a_full_queue_is_waited_for_and_a_deadline_is_not_tried_again(asyn
     from rsrank_rag.service.scheduler import QueueLimits
 
     model = Numbers()
-    with serving(model, QueueLimits(pairs=1), timeout=3.0) as (address, queue):
+    with serving(model, QueueLimits(pairs=1), timeout=2.0) as (address, queue):
         model.open.clear()
         first, second, third = (asyncio.create_task(RemoteReranker(address).arank("q", ["1"])) for _ in range(3))
         await until(lambda: queue.stats()["refused"] > 0)
@@ -594,7 +601,7 @@ async def test_a_cancelled_call_leaves_the_services_queue():
     with serving(model) as (address, queue):
         model.open.clear()
         busy = asyncio.create_task(RemoteReranker(address).arank("q", ["1"]))
-        await asyncio.sleep(0.3)  # it is being scored, so that the next has to wait
+        await until(lambda: model.calls)  # it is being scored, so that the next has to wait
         waiting = asyncio.create_task(RemoteReranker(address).arank("q", ["2"]))
         await until(lambda: queue.stats()["waiting"] == 1)
         waiting.cancel()
@@ -607,7 +614,7 @@ async def test_a_cancelled_call_leaves_the_services_queue():
 # Loops, threads, processes
 
 
-async def until(done, seconds=5.0):
+async def until(done, seconds=60.0):
     for _ in range(int(seconds / 0.02)):
         if done():
             return
@@ -646,7 +653,7 @@ async def test_64_calls_at_once_are_all_answered_beside_each_other_and_none_in_a
 async def test_the_event_loop_stays_free_while_a_service_thinks(service, address):
     reranker = RemoteReranker(address)
     await reranker.arank(QUERY, DOCUMENTS)
-    service.script += [(503, {}, {"Retry-After": "1"}), 1.0]
+    service.script += [(503, {}, {"Retry-After": "0.5"}), 0.5]
     beats = []
 
     async def heartbeat():
@@ -657,8 +664,8 @@ async def test_the_event_loop_stays_free_while_a_service_thinks(service, address
     beating = asyncio.create_task(heartbeat())
     await reranker.arank(QUERY, DOCUMENTS)
     beating.cancel()
-    assert beats[-1] - beats[0] > 1.9
-    assert max(after - before for before, after in itertools.pairwise(beats)) < 0.5
+    assert beats[-1] - beats[0] > 0.9
+    assert max(after - before for before, after in itertools.pairwise(beats)) < 0.9  # it is not one long wait
 
 
 def test_connections_are_used_again_by_all_who_talk_to_an_address(service, address):
@@ -687,7 +694,7 @@ def test_one_reranker_serves_loops_one_after_another_and_each_closes_its_connect
         assert asyncio.run(call()) == Overlap().rank(QUERY, DOCUMENTS)
         assert clients[-1].is_closed
     assert len(set(map(id, clients))) == 3
-    assert not [key for key in connections._loops if key[0] == address]
+    assert not [key for key in connections._clients if key[0] == address and key[1]]
 
 
 @pytest.mark.filterwarnings("ignore:unclosed:ResourceWarning", "ignore::pytest.PytestUnraisableExceptionWarning")
@@ -697,9 +704,9 @@ def test_a_loop_that_ends_without_a_word_leaves_nothing_behind_for_long(address)
         loop = asyncio.new_event_loop()
         assert loop.run_until_complete(reranker.arank("a", ["a"])).kept == ()
         loop.close()
-    assert len([key for key in connections._loops if key[0] == address]) == 1
+    assert len([key for key in connections._clients if key[0] == address and key[1]]) == 1
     asyncio.run(reranker.arank("a", ["a"]))
-    assert not [key for key in connections._loops if key[0] == address]
+    assert not [key for key in connections._clients if key[0] == address and key[1]]
     gc.collect()
 
 

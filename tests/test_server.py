@@ -1,4 +1,4 @@
-"""The HTTP service: shapes, limits, errors, keys, metrics, logs, and its life as a process."""
+"""The HTTP service: what clients send and get, limits, errors, keys, metrics, logs, and its life as a process."""
 
 import asyncio
 import io
@@ -27,18 +27,20 @@ from typer.testing import CliRunner
 
 from rsrank_rag import RSRank
 from rsrank_rag.cli import app
-from rsrank_rag.cli.service import Loader, prefix_choice, read_canary, read_keys
+from rsrank_rag.cli import service as cli_service
+from rsrank_rag.cli.service import KEYS, Loader, prefix_choice, read_canary, read_keys
 from rsrank_rag.errors import InputError
 from rsrank_rag.language_model.options import LoadOptions, ModelSource
 from rsrank_rag.prefixes.settings import PrefixCache
-from rsrank_rag.rsrank import store_for
+from rsrank_rag.prefixes.store import store_for
+from rsrank_rag.reranker import BLANK_SCORE
 from rsrank_rag.service import app as app_module
 from rsrank_rag.service.engine import Canary
 from rsrank_rag.service.logs import TextlessFormatter
 
 JSON = {"content-type": "application/json"}
 RERANK = {"query": "q", "documents": ["3", "1", "2"]}
-ALL_SHAPES = [
+REQUESTS = [
     ("/v1/rerank", RERANK),
     ("/v2/rerank", RERANK),
     ("/rerank", RERANK),
@@ -57,7 +59,7 @@ def serving(reranker=None, limits=None, canary=None, **settings):
 
 
 def scores(found):
-    """Index and score of every row, whatever the shape."""
+    """Index and score of every row, whatever the client."""
     rows = found if isinstance(found, list) else found.get("results") or found.get("data") or found["rankings"]
     names = ("relevance_score", "score", "logit")
     return [(row["index"], next(row[name] for name in names if name in row)) for row in rows]
@@ -71,7 +73,7 @@ async def until(condition):
     raise AssertionError("it never came true")
 
 
-# Shapes
+# Clients
 
 
 @pytest.mark.parametrize("path", ["/v1/rerank", "/v2/rerank", "/rerank"])
@@ -97,7 +99,7 @@ async def test_texts_get_teis_bare_array():
         assert (await http.post("/rerank", json={"query": "q", "texts": []})).json() == []
 
 
-async def test_pairs_keep_their_order_in_vllms_shape():
+async def test_pairs_keep_their_order_as_vllm_wants_it():
     async with serving() as http:
         found = (await http.post("/score", json={"text_1": ["q", "r"], "text_2": ["1", "2"]})).json()
         assert scores(found) == [(0, 1), (1, 2)]
@@ -150,8 +152,8 @@ async def test_irrelevant_documents_are_dropped_only_where_somebody_asked_for_it
         assert await rows(top_n=0) == 3
 
 
-@pytest.mark.parametrize(("path", "body"), ALL_SHAPES[:-1])
-async def test_dropping_as_a_setting_concerns_only_shapes_that_allow_it(path, body):
+@pytest.mark.parametrize(("path", "body"), REQUESTS[:-1])
+async def test_dropping_as_a_setting_concerns_only_clients_that_allow_it(path, body):
     async with serving(drop=True) as http:
         found = (await http.post(path, json=body)).json()
     assert len(scores(found)) == (2 if "documents" in body and "rerank" in path else 3)
@@ -206,12 +208,22 @@ async def test_the_page_is_served_if_it_is_there(monkeypatch, tmp_path):
         assert (response.text, response.headers["content-type"]) == ("<p>Grüße</p>", "text/html; charset=utf-8")
 
 
+async def test_a_blank_document_scores_lowest_and_the_answer_is_json():
+    async with serving(Words()) as http:
+        found = (await http.post("/v1/rerank", json={"query": "q", "documents": [" ", "x"]})).json()
+        assert scores(found) == [(1, -0.5), (0, BLANK_SCORE)]
+        found = (await http.post("/score", json={"text_1": "q", "text_2": ["", "x"]})).json()
+        assert scores(found) == [(0, BLANK_SCORE), (1, -0.5)]
+        found = (await http.post("/rerank", json={"query": "q", "texts": ["", "x"], "raw_scores": False})).json()
+        assert scores(found)[1] == (0, 0.0)
+
+
 # One bad document
 
 
 @pytest.mark.parametrize("bad", ["no score", "nan", "broken"])
-@pytest.mark.parametrize(("path", "body"), ALL_SHAPES[:-1])
-async def test_a_bad_document_is_named_in_every_shape_and_nothing_else_is_answered(path, body, bad):
+@pytest.mark.parametrize(("path", "body"), REQUESTS[:-1])
+async def test_a_bad_document_is_named_to_every_client_and_nothing_else_is_answered(path, body, bad):
     body = json.loads(json.dumps(body).replace('"1"', f'"{bad}"'))
     async with serving() as http:
         response = await http.post(path, json=body)
@@ -352,8 +364,7 @@ async def test_a_body_without_a_length_is_measured_as_it_comes():
 async def test_a_body_that_does_not_come_is_not_waited_for():
     async def slowly():
         yield b'{"query": '
-        await asyncio.sleep(30)
-        yield b'"q", "documents": []}'
+        await asyncio.Event().wait()
 
     async with serving(timeout=0.1) as http:
         assert (await http.post("/v1/rerank", content=slowly(), headers=JSON)).status_code == 408
@@ -572,7 +583,7 @@ async def test_the_service_is_ready_if_the_canary_ranks_the_right_way_round(cana
 async def test_with_keys_only_they_open_the_service(header, status):
     async with serving(api_keys=["one", "two"]) as http:
         headers = {} if header is None else {"Authorization": header}
-        for path, body in ALL_SHAPES:
+        for path, body in REQUESTS:
             assert (await http.post(path, json=body, headers=headers)).status_code == status
         for path in ("/v1/models", "/info", "/metrics", "/openapi.json"):
             assert (await http.get(path, headers=headers)).status_code == status
@@ -759,6 +770,26 @@ def test_keys_come_from_a_file_and_from_the_environment(tmp_path):
         read_keys(tmp_path / "none", "")
 
 
+@pytest.mark.parametrize("name", KEYS)
+def test_both_variables_close_a_service_and_clients_know_the_first(name, monkeypatch):
+    for other in KEYS:
+        monkeypatch.delenv(other, raising=False)
+    monkeypatch.setenv(name, " one, two")
+    asked = {}
+    monkeypatch.setattr(cli_service, "run", lambda backend, settings, **where: asked.update(settings))
+    assert CliRunner().invoke(app, ["serve", "--model", "bm25"]).exit_code == 0
+    assert asked["api_keys"] == ("one", "two")
+
+
+@pytest.mark.parametrize(
+    ("host", "keys", "warned"), [("0.0.0.0", (), True), ("0.0.0.0", ("k",), False), ("::1", (), False)]
+)
+def test_an_open_service_beyond_loopback_is_warned_of(host, keys, warned, caplog):
+    cli_service.warn_if_open({"api_keys": keys}, host)
+    assert ("listens at 0.0.0.0 without an API key" in caplog.text) is warned
+    assert ("RSRANK_API_KEY" in caplog.text) is warned
+
+
 def test_a_canary_is_three_texts(tmp_path):
     file = tmp_path / "canary.json"
     file.write_text('{"query": "q", "relevant": "r", "irrelevant": "i"}', encoding="utf-8")
@@ -806,6 +837,7 @@ def test_what_cannot_be_served_is_said_in_one_line(arguments, says):
     assert len(done.stderr.splitlines()) == 1
 
 
+@pytest.mark.slow
 def test_the_models_process_logs_as_the_service_does():
     code = (
         "import logging, warnings\nfrom rsrank_rag.cli.service import Loader\n"
@@ -827,12 +859,14 @@ def in_fresh_python(*arguments, **environment):
     return subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment)
 
 
+@pytest.mark.slow
 def test_what_the_loaded_model_cannot_do_is_said_in_one_line_too():
     done = in_fresh_python("--model", "bm25", "--drop", "--no-canary", "--log-level", "warning")
     assert done.returncode == 2
     assert re.fullmatch(r"error: bm25 has no native threshold.*\n", done.stderr)
 
 
+@pytest.mark.slow
 def test_without_the_extra_the_command_to_install_it_is_named(tmp_path):
     (tmp_path / "fastapi.py").write_text("raise ModuleNotFoundError('gone', name='fastapi')", encoding="utf-8")
     path = os.pathsep.join([str(tmp_path), str(Path(__file__).parents[1])])
@@ -866,6 +900,21 @@ def process(*arguments):
             reader.join(10)
 
 
+def wait_until(condition, seconds=100):
+    ends = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < ends, "it never came true"
+        time.sleep(0.02)
+
+
+def listens(address):
+    try:
+        httpx.get(f"{address}/health")
+    except httpx.ConnectError:
+        return False
+    return True
+
+
 def worker_of(service):
     """The process that the model is in."""
     children = Path(f"/proc/{service.pid}/task/{service.pid}/children").read_text().split()
@@ -884,6 +933,7 @@ PASSAGES = ["A bee's waggle dance tells the hive where flowers are.", "Trains ru
 BEES = "How do bees tell each other where flowers are?"
 
 
+@pytest.mark.slow
 def test_a_served_model_is_ready_and_scores_as_in_python(service):
     _, http = service
     assert http.get("/ready").json() == {"status": "ready"}
@@ -894,6 +944,7 @@ def test_a_served_model_is_ready_and_scores_as_in_python(service):
     assert "server" not in http.get("/health").headers
 
 
+@pytest.mark.slow
 def test_no_request_is_lost_when_the_models_process_is_killed(service):
     process_, http = service
     expected = dict(scores(http.post("/v1/rerank", json={"query": BEES, "documents": PASSAGES}).json()))
@@ -906,32 +957,31 @@ def test_no_request_is_lost_when_the_models_process_is_killed(service):
     threads = [threading.Thread(target=ask) for _ in range(4)]
     for thread in threads:
         thread.start()
-    time.sleep(0.3)
+    wait_until(lambda: len(answers) > 4)
     before, first = len(answers), worker_of(process_)
     os.kill(first, signal.SIGKILL)
-    deadline = time.monotonic() + 100
-    while len(answers) < before + 20 and time.monotonic() < deadline:
-        time.sleep(0.05)
+    wait_until(lambda: len(answers) >= before + 20)
     stop.set()
     for thread in threads:
         thread.join()
-    assert len(answers) >= before + 20
     assert {answer.status_code for answer in answers} == {200}
     assert all(dict(scores(answer.json())) == pytest.approx(expected, abs=1e-4) for answer in answers)
     assert worker_of(process_) != first
     assert metrics(http.get("/metrics").text)["rsrank_restarts_total",] == 1
 
 
+@pytest.mark.slow
 def test_the_log_is_json_without_texts_or_keys(service):
     process_, http = service
     http.post("/v1/rerank", json={"query": BEES, "documents": PASSAGES})
-    time.sleep(0.2)
+    wait_until(lambda: any('"documents": 4' in line for line in process_.log))  # a thread reads what it writes
     lines = [json.loads(line) for line in process_.log]
     assert any(line["message"] == "request" and line["documents"] == 4 for line in lines)
     # Whole words: an identifier in hexadecimal digits may well contain "bee".
     assert not re.search(r"\b(bees?|flowers?|rails?|honey|secretkey)\b", "".join(process_.log), re.IGNORECASE)
 
 
+@pytest.mark.slow
 def test_sigterm_ends_the_service_when_what_is_in_flight_has_been_answered():
     documents = [f"{number} {' '.join(PASSAGES * 8)}" for number in range(30)]
     with process("--prefix-cache", "0", "--no-canary") as (process_, http):
@@ -944,13 +994,10 @@ def test_sigterm_ends_the_service_when_what_is_in_flight_has_been_answered():
         for thread in threads:
             thread.start()
         # In flight: the model has begun and has not ended.
-        while not 0 < metrics(http.get("/metrics").text)["rsrank_waiting_documents",] < 60:
-            time.sleep(0.01)
+        wait_until(lambda: 0 < metrics(http.get("/metrics").text)["rsrank_waiting_documents",] < 60)
         process_.send_signal(signal.SIGTERM)
-        time.sleep(0.3)
+        wait_until(lambda: not listens(http.base_url))
         assert not answers
-        with pytest.raises(httpx.ConnectError):
-            httpx.get(f"{http.base_url}/health")
         for thread in threads:
             thread.join(120)
         assert [len(answer.json()["results"]) for answer in answers] == [30, 30]

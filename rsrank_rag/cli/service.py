@@ -27,16 +27,15 @@ from .console import screen
 from .options import Address, Revision, System, Where, command
 
 if TYPE_CHECKING:
-    from ..service.backend import Backend
     from ..service.engine import Canary
-    from ..service.scheduler import QueueLimits
+    from ..service.scheduler import QueueLimits, Scheduler
 
 logger = logging.getLogger(__name__)
 
 app = typer.Typer()
 
-KEYS = "RSRANK_API_KEYS"
-"""Environment variable with API keys, separated by commas."""
+KEYS = ("RSRANK_API_KEY", "RSRANK_API_KEYS")
+"""Environment variables with API keys, separated by commas. Clients send the first key of the first one."""
 
 LEVELS = ("debug", "info", "warning", "error", "critical")
 
@@ -132,7 +131,7 @@ def serve(
     host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 for all.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="0 for any that is free.")] = 8080,
     api_key_file: Annotated[
-        Path | None, typer.Option(help=f"API keys, one a line. Also from the environment: {KEYS}, by commas.")
+        Path | None, typer.Option(help=f"API keys, one a line. Also from the environment: {KEYS[0]}, by commas.")
     ] = None,
     max_documents: Annotated[int, typer.Option(min=1, help="Documents of one request.")] = 1000,
     max_tokens: Annotated[
@@ -167,11 +166,10 @@ def serve(
     ] = None,
     cpus_per_replica: Annotated[float, typer.Option(help="With ray: CPU cores of each.")] = 1.0,
     gpus_per_replica: Annotated[float, typer.Option(help="With ray: GPUs of each, such as 1 or 0.5.")] = 0.0,
-    gateways: Annotated[int, typer.Option(min=1, help="With ray: processes that answer HTTP.")] = 1,
     address: Address = None,
     log_level: Annotated[str, typer.Option(help=f"{', '.join(LEVELS)}.")] = "info",
 ) -> None:
-    """Answer over HTTP, in the shapes that clients of Cohere, Jina, TEI, vLLM, Infinity and NVIDIA send.
+    """Answer over HTTP, as clients of Cohere, Jina, TEI, vLLM, Infinity and NVIDIA ask.
 
     `rsrank serve --model mini --port 8080`
 
@@ -187,7 +185,7 @@ def serve(
     source = ModelSource(model, revision, load, prefix_cache=prefix_choice(prefix_cache, prefixes))
     loader = Loader(source, log_level.upper())
     settings = {
-        "api_keys": read_keys(api_key_file, os.environ.get(KEYS, "")),
+        "api_keys": read_keys(api_key_file, ",".join(os.environ.get(name, "") for name in KEYS)),
         "max_documents": max_documents,
         "max_document_tokens": max_tokens,
         "max_body_bytes": as_bytes(max_body),
@@ -202,7 +200,7 @@ def serve(
     limits = QueueLimits(pairs=max_queue)
     if engine is Where.ray:
         wanted = (replicas, max_replicas, cpus_per_replica, gpus_per_replica)
-        run_on_ray(loader, settings, wanted, limits, chosen, gateways, address, host=host, port=port)
+        run_on_ray(loader, settings, wanted, limits, chosen, address, host=host, port=port)
         return
     backend = Scheduler(loader, model, limits=limits, canary=chosen, prepare=partial(prepare_logs, log_level))
     run(backend, settings, host=host, port=port, log_level=log_level)
@@ -215,12 +213,12 @@ def prepare_logs(level: str) -> None:
     configure(level.upper())
 
 
-def run(backend: Backend, settings: dict[str, Any], *, host: str, port: int, log_level: str) -> None:
+def run(backend: Scheduler, settings: dict[str, Any], *, host: str, port: int, log_level: str) -> None:
     """Serve until told to stop.
 
     Args:
         backend: Scores pairs.
-        settings: Of the app; see `serving.app.Settings`.
+        settings: Of the app; see `service.gate.Settings`.
         host: Address.
         port: 0 for any that is free.
         log_level: In lower case.
@@ -257,8 +255,7 @@ def run(backend: Backend, settings: dict[str, Any], *, host: str, port: int, log
         handler = configure(log_level.upper())
         # What the app refuses to start for is said by the command, in one line.
         handler.addFilter(lambda record: app.state.failure is None or not record.name.startswith("uvicorn"))
-        if not settings["api_keys"] and not _is_loopback(host):
-            logger.warning("Everybody who can reach %s may ask: no API keys are set.", host)
+        warn_if_open(settings, host)
         grace = math.ceil(settings["timeout"]) + GRACE
         config = uvicorn.Config(
             app, ws="none", log_config=None, access_log=False, server_header=False, timeout_graceful_shutdown=grace
@@ -278,7 +275,6 @@ def run_on_ray(
     replicas: tuple[int, int | None, float, float],
     limits: QueueLimits,
     canary: Canary | None,
-    gateways: int,
     address: str | None,
     *,
     host: str,
@@ -289,10 +285,9 @@ def run_on_ray(
     Args:
         loader: Loads the model.
         settings: Of the app.
-        replicas: The first fields of `serving.ray_backend.Replicas`.
+        replicas: The first fields of `service.ray.Replicas`.
         limits: Of each replica's queue.
         canary: Scored after each load.
-        gateways: Processes that answer HTTP.
         address: Of the cluster; None for ``RAY_ADDRESS``, or else one on this machine.
         host: Address to listen on.
         port: Port to listen on.
@@ -302,26 +297,21 @@ def run_on_ray(
     """
     from ..bulk.on_ray import cluster
 
-    if not settings["api_keys"] and not _is_loopback(host):
-        logging.getLogger(__name__).warning("Everybody who can reach %s may ask: no API keys are set.", host)
+    warn_if_open(settings, host)
     with cluster(address):
         from ..service.app import Settings, create_app
-        from ..service.ray_backend import Replicas, serve_on_ray, take_down
+        from ..service.ray import Replicas, serve_on_ray, take_down
+        from ..service.scheduler import Scheduler
 
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, signal.default_int_handler)
         try:
-            build = partial(create_app, settings=Settings(**settings))
+            allowed = Settings(**settings)
             serve_on_ray(
-                loader,
-                loader.model,
-                build,
+                lambda: create_app(Scheduler(loader, loader.model, limits=limits, canary=canary), allowed),
                 Replicas(*replicas),
-                limits=limits,
-                canary=canary,
                 host=host,
                 port=port,
-                gateways=gateways,
             )
             screen.print(f"{loader.model} answers at http://{host}:{port}", soft_wrap=True)
             while True:
@@ -346,6 +336,17 @@ def _bound(host: str, port: int) -> socket.socket:
         made.close()
         raise InputError(f"Nobody can listen at {host}, port {port}: {error}. Choose --host and --port.") from error
     return made
+
+
+def warn_if_open(settings: dict[str, Any], host: str) -> None:
+    """Say in the log that whoever can reach a service beyond this machine may ask it."""
+    if not settings["api_keys"] and not _is_loopback(host):
+        logger.warning(
+            "The service listens at %s without an API key: whoever can reach it may ask. Set %s, or give "
+            "--api-key-file.",
+            host,
+            KEYS[0],
+        )
 
 
 def _is_loopback(host: str) -> bool:

@@ -2,203 +2,283 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import logging
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
+from torch.nn.functional import linear
 
 from ..errors import BackboneError
-from ..method.probe import Recorder
+from ..method.backbone import ADVICE, Backbone, Findings
+from ..method.batching import is_out_of_memory
+from ..method.probe import LastLayerReached, Probe
+from .attention import NAME
+from .packing import LARGEST_TABLE, RowPacker
+from .weights import bits_of
 
 if TYPE_CHECKING:
-    from ..method.backbone import Backbone
+    from transformers import PreTrainedModel
 
-ADVICE = (
-    "RSRank needs a decoder with an ordinary per-layer KV cache (Qwen2/3, Llama, Mistral, Gemma 1-3, SmolLM3, OLMo, "
-    "Phi, ...) or a BERT-like encoder; hybrid, linear-attention, ALiBi and MLA models do not work."
-)
-
-
-LARGEST_TABLE = 1024
-"""Positions of an encoder up to which the trial packs more documents into a row than it has positions."""
+logger = logging.getLogger(__name__)
 
 IDS, CUT, SAMPLE = 9, 6, 64
 """Tokens of the trial, how many of them play the document, and value entries kept as a fingerprint."""
 
+RUN_ERRORS = (ValueError, TypeError, LookupError, AttributeError, RuntimeError, ImportError, AssertionError)
+"""What a model may raise that cannot be run as we run it."""
 
-@dataclass(frozen=True)
-class Trial:
-    """What a trial run found out.
+MOST_STEADY = 512
+"""Tokens that a run is filled up to at most, so that each comes out as it would among many."""
 
-    Attributes:
-        causal: Whether tokens see only earlier ones.
-        num_heads: KV heads, H.
-        head_dim: D.
-        sample: Entries of the last read layer's value vectors: they depend on every weight below, so they tell one
-            checkpoint from another in just what B reads.
+
+class Watcher(Probe):
+    """Keeps every layer's values with all tokens run at once, (N, H, T, D)."""
+
+    def __init__(self, stop: int) -> None:
+        super().__init__(stop)
+        self.values: list[Tensor] = []
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: object, **kwargs: object
+    ) -> tuple[Tensor, Tensor]:
+        """Keep a layer's values."""
+        self.values.append(value_states)
+        if layer_idx == self.stop:
+            raise LastLayerReached
+        return key_states, value_states
+
+
+def open_backbone(model: PreTrainedModel, last_layer: int | None = None, *, num_layers: int | None = None) -> Backbone:
+    """Try a model out and make it ready to be read.
+
+    Args:
+        model: A base model without head (``AutoModel``). It is switched to eval mode.
+        last_layer: The last layer whose value vectors are read (counted from 0); None for the last one loaded.
+        num_layers: Layers of the checkpoint; None if all are loaded.
+
+    Raises:
+        BackboneError: The model's cache does not hold its value vectors, or it cannot be run in two phases.
     """
+    loaded = model.eval().config.get_text_config().num_hidden_layers
+    last_layer = loaded - 1 if last_layer is None else last_layer
 
-    causal: bool
-    num_heads: int
-    head_dim: int
-    sample: tuple[float, ...]
+    def with_findings(findings: Findings) -> Backbone:
+        return Backbone(model, findings, last_layer=last_layer, num_layers=num_layers or loaded)
+
+    core = with_findings(Findings(causal=True, num_heads=1, head_dim=1, sample=()))  # until the trial has found out
+    if not 0 < last_layer < loaded:
+        raise BackboneError(f"Layer {last_layer} was asked for; {core.name} has 1..{loaded - 1}.")
+    try:
+        core = with_findings(_try_out(core))
+    except RUN_ERRORS as error:
+        if is_out_of_memory(error):
+            raise BackboneError(
+                f"{core.name} does not fit into the memory of {core.device} together with nine tokens. Load it "
+                "in 8-bit or 4-bit, or on another device."
+            ) from error
+        raise BackboneError(
+            f"{core.name} failed on a trial run with a KV cache ({type(error).__name__}: {error}). {ADVICE}"
+        ) from error
+    core.packer = _packer(core)
+    return core
 
 
 @torch.no_grad()
-def try_out(backbone: Backbone) -> Trial:
+def _try_out(core: Backbone) -> Findings:
     """Run a few tokens and verify what the two phases rely on.
 
     1. Every layer up to the last one read passes (1, H, T, D) value vectors through the cache.
     2. They are what the layer's value projection put out: slices of a linear map's output.
-    3. Document first, query second gives the same value vectors as both at once, beside a longer document too.
+    3. A decoder's positions are rotary: no document moves the first layer's values (Eq. 3 rests on it).
+    4. Document first, query second gives the same value vectors as both at once, beside a longer document too.
 
     Raises:
         BackboneError: One of these does not hold.
     """
-    _check_attention_kinds(backbone)
-    vocabulary = backbone.model.get_input_embeddings().weight.shape[0]
-    ids = [int(i) for i in torch.linspace(1, vocabulary - 1, IDS)]
-    values = _checked_values(backbone, ids)
+    _check_attention_kinds(core)
+    ids = _tokens(core)
+    values = _checked_values(core, ids)
     # Other tokens at the end: in a causal model the earlier ones cannot know. With the same shapes they come out the
     # same to the bit, except where experts gather other numbers of tokens and round differently.
-    other = _recorded(backbone, [*ids[:CUT], *ids[: IDS - CUT]])[-1]
-    exact = 1e-2 if any("expert" in name for name in backbone.config.to_dict()) else 1e-5
-    backbone.causal = _distance(other[:, :, :CUT], values[-1][:, :, :CUT]) <= exact
-    whole = values if backbone.causal else _block_masked_run(backbone, ids)
+    other = _values(core, [*ids[:CUT], *ids[: IDS - CUT]])[-1]
+    exact = 1e-2 if any("expert" in name for name in core.config.to_dict()) else 1e-5
+    causal = _distance(other[:, :, :CUT], values[-1][:, :, :CUT]) <= exact
+    last = values[-1][0, :, -1].flatten().float()
+    sample = last[torch.linspace(0, len(last) - 1, SAMPLE, device=last.device).long()].tolist()
+    findings = Findings(causal, values[0].shape[1], values[0].shape[3], tuple(round(x, 6) for x in sample))
+    if causal:
+        _check_rotary(core, ids)
+    aligned = core.device.type == "cpu" and core.config._attn_implementation == NAME
+    findings = replace(findings, aligned=aligned, steady=_steady_tokens(core))
+    checked = Backbone(core.model, findings, last_layer=core.last_layer, num_layers=core.num_layers)
+    whole = values if causal else _block_masked_run(checked, ids)
     read: dict[int, Tensor] = {}
-    longer = [*ids[::-1], *ids]
-    backbone.query_values([ids[CUT:]], backbone.prefill([ids[:CUT], longer]), read.__setitem__)
-    near = _near(backbone)
+    prefixes = checked.prefill([tuple(ids[:CUT]), (*ids[::-1], *ids)], IDS - CUT)
+    checked.query_values([[tuple(ids[CUT:])]], prefixes, read.__setitem__)
+    near = _near(core)
     for layer, value in enumerate(whole):
-        if _distance(read[layer][:1], value[:, :, CUT:]) > near:
+        if _distance(read[layer][:1, :, : IDS - CUT], value[:, :, CUT:]) > near:
             raise BackboneError(
-                f"{backbone.name} gives other value vectors in layer {layer} when the document is run before the "
+                f"{core.name} gives other value vectors in layer {layer} when the document is run before the "
                 f"query than when both are run at once, so it cannot be used in two phases. {ADVICE}"
             )
-    last = values[-1][0, :, -1].flatten().float()
-    sample = last[torch.linspace(0, len(last) - 1, SAMPLE, device=last.device).long()]
-    return Trial(backbone.causal, values[0].shape[1], values[0].shape[3], tuple(round(x, 6) for x in sample.tolist()))
+    return findings
 
 
-@torch.no_grad()
-def rows_can_leave(backbone: Backbone) -> bool:
-    """Whether the other rows' values stay as they are when one leaves after the first layer, in both kinds of run."""
-    vocabulary = backbone.model.get_input_embeddings().weight.shape[0]
-    ids = [int(i) for i in torch.linspace(1, vocabulary - 1, IDS)]
-    documents, query, stay = [ids[:CUT], ids[::-1], ids[:4]], ids[CUT:], torch.tensor([0, 2], device=backbone.device)
-
-    def read(*, leaving: bool, once: bool) -> list[Tensor]:
-        found: list[Tensor] = []
-
-        def consume(layer: int, value: Tensor) -> Tensor | None:
-            found.append(value)
-            return stay if leaving and layer == 0 else None
-
-        if once:
-            backbone.values_in_one_run(documents, query, consume)
-        else:
-            backbone.query_values([query], backbone.prefill(documents), consume)
-        return found
-
-    expected, near = read(leaving=False, once=False), _near(backbone)
-    return all(
-        len(value) == 2 and _distance(value, whole[stay]) <= near
-        for once in (False, True)
-        for value, whole in zip(read(leaving=True, once=once)[1:], expected[1:], strict=True)
-    )
+def _tokens(core: Backbone) -> list[int]:
+    vocabulary = core.model.get_input_embeddings().weight.shape[0]
+    return [int(i) for i in torch.linspace(1, vocabulary - 1, IDS)]
 
 
-@torch.no_grad()
-def packed_alike(backbone: Backbone) -> bool:
-    """Whether documents leave the same behind in one row as they do in a padded batch."""
-    vocabulary = backbone.model.get_input_embeddings().weight.shape[0]
-    ids = [int(i) for i in torch.linspace(1, vocabulary - 1, IDS)]
-    documents = [ids[:CUT], ids[::-1], ids[:4], ids[:4]]
-    if not backbone.causal and backbone.max_length <= LARGEST_TABLE:
-        # Such models have a table of positions: the row has to be longer than that.
-        documents.append((ids * backbone.max_length)[: backbone.max_length])
-    near = _near(backbone)
-    padded, packed = (backbone.prefill_as(documents, packed=packed) for packed in (False, True))
-    return all(
-        _distance(found[row, :, :length], expected[row, :, :length]) <= near
-        for found, expected in zip(packed.keys + packed.values, padded.keys + padded.values, strict=True)
-        for row, length in enumerate(padded.lengths)
-    )
-
-
-def _check_attention_kinds(backbone: Backbone) -> None:
-    """Refuse masks that a short trial could not tell from the ones made here."""
-    kinds = set(getattr(backbone.config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
-    if kinds or "local" in (getattr(backbone.config, "attention_layers", None) or ()):
+def _check_rotary(core: Backbone, ids: list[int]) -> None:
+    """Refuse positions that are added to the embeddings: a document would shift its query by its mere length."""
+    tokens = torch.tensor([ids], device=core.device)
+    first, moved = Watcher(core.last_layer), Watcher(core.last_layer)
+    places = torch.arange(IDS, device=core.device)[None]
+    for watcher, positions in ((first, places), (moved, places + 3)):
+        core.run(watcher, tokens, torch.ones_like(tokens), positions)
+    if _distance(moved.values[0], first.values[0]) > _near(core):
         raise BackboneError(
-            f"{backbone.name} has attention layers of the kind {', '.join(sorted(kinds)) or 'local'}. {ADVICE}"
+            f"{core.name} adds positions to its embeddings, so a document would move the query's value vectors by its "
+            f"length alone: the shift (Eq. 3 of the paper) needs rotary positions. {ADVICE}"
         )
 
 
-def _checked_values(backbone: Backbone, ids: list[int]) -> list[Tensor]:
+def _steady_tokens(core: Backbone) -> int:
+    """How many tokens a run needs so that each of them comes out the same however many others there are.
+
+    Matrix kernels for few rows sum in another order. Found out for the shapes that the model has.
+
+    Returns:
+        At most `MOST_STEADY`; 1 on a device or for weights where so few do not settle it.
+    """
+    if core.device.type != "cpu" or bits_of(core.model) != 16:
+        return 1
+    maps = [module for module in core.model.modules() if isinstance(module, torch.nn.Linear)]
+    shapes = {tuple(module.weight.shape): module for module in maps if module.weight.numel() < 4_000_000}
+    generator, steady = torch.Generator().manual_seed(0), 1
+    for (_, width), module in shapes.items():
+        rows = torch.randn(2 * MOST_STEADY, width, generator=generator).to(core.dtype)
+        among_many = linear(rows, module.weight, module.bias)
+        for count in range(MOST_STEADY, 0, -16):
+            if not torch.equal(linear(rows[:count], module.weight, module.bias), among_many[:count]):
+                steady = max(steady, count + 16)
+                break
+    return steady if steady <= MOST_STEADY else 1
+
+
+def _packer(core: Backbone) -> RowPacker | None:
+    """What runs documents in one row, where a device has a kernel for it: on a CPU it saves no time."""
+    half = core.dtype in (torch.bfloat16, torch.float16)
+    if core.config._attn_implementation != NAME or core.device.type != "cuda" or not half:
+        return None
+    try:
+        packer = packer_for(core)
+        return packer if packed_alike(core, packer) else None
+    except (BackboneError, *RUN_ERRORS) as error:
+        logger.info("%s runs documents with padding: %s", core.name, error)
+        return None
+
+
+def packer_for(core: Backbone) -> RowPacker:
+    """A packer within the limits of a model's positions and attention windows."""
+    table = not core.causal and core.max_length > LARGEST_TABLE
+    return RowPacker(
+        core.model, causal=core.causal, most=core.max_length if table else None, longest=core.shortest_window
+    )
+
+
+@torch.no_grad()
+def packed_alike(core: Backbone, packer: RowPacker) -> bool:
+    """Whether documents leave the same behind in one row as they do in a padded batch: kernels differ by device."""
+    ids = _tokens(core)
+    documents = [tuple(ids[:CUT]), tuple(ids[::-1]), tuple(ids[:4]), tuple(ids[:4])]
+    if packer.most is None and not core.causal:
+        # Such models have a table of positions: the row has to be longer than that.
+        documents.append(tuple((ids * core.max_length)[: core.max_length]))
+    padded, packed = (
+        Backbone(core.model, core.findings, last_layer=core.last_layer, num_layers=core.num_layers, packer=chosen)
+        for chosen in (None, packer)
+    )
+    return all(
+        _distance(found, expected) <= _near(core)
+        for row in range(len(documents))
+        for found, expected in [(packed.prefill(documents).row(row), padded.prefill(documents).row(row))]
+    )
+
+
+def _check_attention_kinds(core: Backbone) -> None:
+    """Refuse masks that a short trial could not tell from the ones made here."""
+    kinds = set(getattr(core.config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
+    if kinds or "local" in (getattr(core.config, "attention_layers", None) or ()):
+        raise BackboneError(
+            f"{core.name} has attention layers of the kind {', '.join(sorted(kinds)) or 'local'}. {ADVICE}"
+        )
+
+
+def _checked_values(core: Backbone, ids: list[int]) -> list[Tensor]:
     """Value vectors of every layer, (1, H, T, D), after checks 1 and 2."""
-    recorder = Recorder(backbone.last_layer)
+    watcher = Watcher(core.last_layer)
     outputs: dict[int, list[Tensor]] = {}
+
+    def keep(_module: object, _inputs: object, output: object) -> None:
+        """A linear map's output, under the layer whose cache update comes next."""
+        if isinstance(output, Tensor):
+            outputs.setdefault(len(watcher.values), []).append(output)
+
     hooks = [
-        module.register_forward_hook(lambda _module, _inputs, output: _keep(outputs, recorder, output))
-        for module in backbone.model.modules()
+        module.register_forward_hook(keep)
+        for module in core.model.modules()
         if getattr(getattr(module, "weight", None), "ndim", 0) == 2
     ]
     try:
-        values = _recorded(backbone, ids, recorder)
+        values = _values(core, ids, watcher)
     finally:
         for hook in hooks:
             hook.remove()
     shapes = {tuple(v.shape) for v in values}
-    count = backbone.last_layer + 1
+    count = core.last_layer + 1
     if len(values) != count or len(shapes) != 1 or values[0].ndim != 4 or values[0].shape[2] != len(ids):
         raise BackboneError(
-            f"{backbone.name} was asked for the value vectors of layers 0..{backbone.last_layer}; its cache received "
+            f"{core.name} was asked for the value vectors of layers 0..{core.last_layer}; its cache received "
             f"{len(values)} layers with shapes {sorted(map(str, shapes))}. {ADVICE}"
         )
     for layer, value in enumerate(values):
         if not _is_slice_of(value[0], outputs.get(layer, [])):
             raise BackboneError(
-                f"In layer {layer} of {backbone.name} the cache holds something else than the output of a value "
+                f"In layer {layer} of {core.name} the cache holds something else than the output of a value "
                 f"projection (normalised or compressed values?). {ADVICE}"
             )
     return values
 
 
-def _keep(outputs: dict[int, list[Tensor]], recorder: Recorder, output: object) -> None:
-    """Remember a linear map's output under the layer whose cache update comes next."""
-    if isinstance(output, Tensor):
-        outputs.setdefault(len(recorder.keys), []).append(output)
-
-
-def _recorded(backbone: Backbone, ids: list[int], recorder: Recorder | None = None) -> list[Tensor]:
+def _values(core: Backbone, ids: list[int], watcher: Watcher | None = None) -> list[Tensor]:
     """Every layer's values with all tokens run at once, under the model's own mask."""
-    recorder = Recorder(backbone.last_layer) if recorder is None else recorder  # an empty cache is falsy
-    tokens = torch.tensor([ids], device=backbone.device)
-    backbone.run_to_the_end_of(
-        recorder, tokens, torch.ones_like(tokens), torch.arange(len(ids), device=backbone.device)[None]
-    )
-    return recorder.recorded_values
+    watcher = Watcher(core.last_layer) if watcher is None else watcher  # an empty cache is falsy
+    tokens = torch.tensor([ids], device=core.device)
+    core.run(watcher, tokens, torch.ones_like(tokens), torch.arange(len(ids), device=core.device)[None])
+    return watcher.values
 
 
-def _block_masked_run(backbone: Backbone, ids: list[int]) -> list[Tensor]:
+def _block_masked_run(core: Backbone, ids: list[int]) -> list[Tensor]:
     """An encoder's reference: one run in which the document's tokens do not see the query's."""
-    tokens = torch.tensor([ids], device=backbone.device)
-    positions = torch.tensor([[*range(CUT), *range(IDS - CUT)]], device=backbone.device)
-    allowed = torch.ones(IDS, IDS, dtype=torch.bool, device=backbone.device)
+    tokens = torch.tensor([ids], device=core.device)
+    positions = torch.tensor([[*range(CUT), *range(IDS - CUT)]], device=core.device)
+    allowed = torch.ones(IDS, IDS, dtype=torch.bool, device=core.device)
     allowed[:CUT, CUT:] = False
-    recorder = Recorder(backbone.last_layer)
-    backbone.run_to_the_end_of(recorder, tokens, backbone.mask(allowed[None]), positions)
-    return recorder.recorded_values
+    watcher = Watcher(core.last_layer)
+    core.run(watcher, tokens, core.mask(allowed[None]), positions)
+    return watcher.values
 
 
-def _near(backbone: Backbone) -> float:
+def _near(core: Backbone) -> float:
     """Rounding stays far below this distance, and a wrong mask or position far above.
 
     Products with quantised weights round more.
     """
-    return 1e-3 if backbone.dtype == torch.float32 and backbone.bits == 16 else 0.1
+    return 1e-3 if core.dtype == torch.float32 and bits_of(core.model) == 16 else 0.1
 
 
 def _distance(found: Tensor, expected: Tensor) -> float:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import gc
 import logging
 from bisect import bisect_left
-from collections.abc import Callable, Sequence, Sized
-from typing import Any, TypeVar
+from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
+from contextlib import contextmanager
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
@@ -23,7 +24,7 @@ TOKEN_BUDGET = {"cuda": 16384, "cpu": 2048, "mps": 4096}
 ALIKE = 0.7
 """How short a sequence may be beside a batch's longest, so that little of the batch is padding."""
 
-SMALL = 8
+FEW = 8
 """... but not while the batch is below this part of the budget: there, padding costs less than another run."""
 
 
@@ -43,65 +44,78 @@ class DoesNotFitError(Exception):
         self.ids = ids
 
 
-def run_batches(
-    sequences: Sequence[Item],
-    run: Callable[[list[Item]], None],
-    *,
-    budget: int,
-    extra: int = 0,
-    alike: float = ALIKE,
-    done: Callable[[int], object] = int,
-    halved: Callable[[int], object] = int,
-) -> int:
-    """Hand all sequences to ``run`` in batches of at most ``budget`` padded tokens (at least one sequence).
+class Batches(Generic[Item]):
+    """Sequences in batches of at most so many padded tokens (at least one sequence).
 
     Only sequences of like length share a batch. The longest come first, so that too large a budget shows at once; when
-    memory runs out, the batch is tried again at half its size and the smaller budget stays for the rest.
+    memory runs out, the batch is tried again at half its size and the smaller budget stays for the rest. To be used as
+
+        for batch in batches:
+            with batches.attempt():
+                run(batch)
 
     Args:
-        sequences: Token ids.
-        run: Handles one batch; called again with fewer sequences when it runs out of memory.
+        sequences: Token ids, or what has as many.
         budget: Rows times the longest row's tokens.
         extra: Tokens that each row costs beside its own.
         alike: Sequences shorter than this share of a batch's longest wait for a later one.
-        done: Told how many sequences each batch had.
-        halved: Told how many sequences a batch had that ran out of memory.
 
-    Returns:
-        The budget that fitted.
+    Attributes:
+        halved: Sizes of batches that ran out of memory.
+    """
+
+    def __init__(self, sequences: Iterable[Item], budget: int, *, extra: int = 0, alike: float = ALIKE) -> None:
+        self.waiting = sorted(sequences, key=len)
+        self.budget, self.extra, self.alike = budget, extra, alike
+        self.halved: list[int] = []
+        self._size = 0
+
+    def __iter__(self) -> Iterator[list[Item]]:
+        while self.waiting:
+            cost = len(self.waiting[-1]) + self.extra
+            like = len(self.waiting) - bisect_left(self.waiting, cost * self.alike - self.extra, key=len)
+            few = self.budget // FEW // cost
+            self._size = max(1, min(len(self.waiting), self.budget // cost, max(like, few)))
+            failed = len(self.halved)
+            yield self.waiting[-self._size :]
+            if len(self.halved) > failed:
+                # The failed run's frames and tensors are gone by now, so their memory can be given back.
+                gc.collect()
+                if torch.cuda.is_available():
+                    torch.cuda.empty_cache()
+
+    @contextmanager
+    def attempt(self) -> Iterator[None]:
+        """Run the batch that the loop is at: it is done afterwards, or comes again in halves.
+
+        Raises:
+            DoesNotFitError: One sequence alone runs out of memory.
+        """
+        try:
+            yield
+        except (MemoryError, RuntimeError) as error:
+            if not is_out_of_memory(error):
+                raise
+            if self._size == 1:
+                raise DoesNotFitError(self.waiting[-1]) from None
+            self.halved.append(self._size)
+            self.budget = (len(self.waiting[-1]) + self.extra) * (self._size // 2)
+            logger.warning("Out of memory with %d documents at once; going on with %d.", self._size, self._size // 2)
+        else:
+            del self.waiting[-self._size :]
+
+
+def run_batches(sequences: Sequence[Item], run: Callable[[list[Item]], object], *, budget: int) -> int:
+    """Hand all sequences to ``run``, as `Batches` cuts them. Gives the budget that fitted.
 
     Raises:
         DoesNotFitError: One sequence alone runs out of memory.
     """
-    waiting = sorted(sequences, key=len)
-    while waiting:
-        cost = len(waiting[-1]) + extra
-        similar = len(waiting) - bisect_left(waiting, cost * alike - extra, key=len)
-        size = max(1, min(len(waiting), budget // cost, max(similar, budget // SMALL // cost)))
-        if _fits(run, waiting[-size:]):
-            del waiting[-size:]
-            done(size)
-            continue
-        # The failed run's frames and tensors are gone by now, so their memory can be given back.
-        gc.collect()
-        if torch.cuda.is_available():
-            torch.cuda.empty_cache()
-        if size == 1:
-            raise DoesNotFitError(waiting[-1])
-        halved(size)
-        budget = cost * (size // 2)
-        logger.warning("Out of memory with %d documents at once; going on with %d.", size, size // 2)
-    return budget
-
-
-def _fits(run: Callable[[list[Item]], None], batch: list[Item]) -> bool:
-    try:
-        run(batch)
-    except (MemoryError, RuntimeError) as error:
-        if not is_out_of_memory(error):
-            raise
-        return False
-    return True
+    batches = Batches(sequences, budget)
+    for batch in batches:
+        with batches.attempt():
+            run(batch)
+    return batches.budget
 
 
 def token_budget_for(device: torch.device) -> int:

@@ -4,7 +4,7 @@ Attention layers pass every key and value vector through ``Cache.update`` before
 keep a document's, hand a stored prefix to attention, show each value vector of the query to whoever reads it, and end
 the run at the last layer that is read. Nothing is installed on the model, so concurrent calls are safe.
 
-Axes: N documents, L layers, H KV heads, S prefix positions, T query tokens, R positions of room, D head dimension.
+Axes: N rows, L layers, H KV heads, S prefix positions, R positions of room, T query tokens, D head dimension.
 """
 
 from __future__ import annotations
@@ -13,85 +13,33 @@ import math
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import Cache
 
-from ..language_model.attention import Packing
+Show = Callable[[int, Tensor], object]
+"""Receives a layer's index and its value vectors, (N, H, T, D)."""
 
-Consumer = Callable[[int, Tensor], Tensor | None]
-"""Receives a layer's index and its value vectors, (N, H, T, D).
+LARGEST_SCRATCH = 128_000_000
+"""Bytes that a thread goes on holding for joined prefixes."""
 
-It may give the rows that are still needed, counted among those it received: the others leave the run
-(`Backbone.let_rows_leave`).
-"""
+LANES = 32
+"""Keys that attention sees come in multiples of this. A kernel sums in vectors of up to so many numbers: where the last
+one is cut off, another sum is taken, and a score would depend on how long a document's neighbours are."""
+
+
+def whole_lanes(length: int) -> int:
+    """A length, rounded up to whole `LANES`.
+
+    >>> whole_lanes(1), whole_lanes(32), whole_lanes(33)
+    (32, 32, 64)
+    """
+    return -(-length // LANES) * LANES
 
 
 class LastLayerReached(Exception):  # noqa: N818 - a signal, not a failure
     """Ends a forward pass whose remaining layers nobody reads."""
-
-
-@dataclass(frozen=True)
-class Prefixes:
-    """Keys and values of document prefixes, right-padded to a common length, with room for a query behind them.
-
-    A query's keys and values are written into the room, so that attention finds both in one piece without a copy of
-    the prefix. Two queries may use the same prefixes one after the other, but not at the same time.
-
-    Attributes:
-        keys: Per layer, (N, H, S + R, D). Rotary positions are already in them.
-        values: Per layer, (N, H, S + R, D).
-        lengths: Valid positions of each prefix.
-        width: S.
-        nulls: How many of the rows, the last ones, hold no document.
-    """
-
-    keys: tuple[Tensor, ...]
-    values: tuple[Tensor, ...]
-    lengths: tuple[int, ...]
-    width: int
-    nulls: int = 0
-
-    def __len__(self) -> int:
-        return len(self.lengths)
-
-    @classmethod
-    def of(cls, rows: Sequence[Tensor], room: int = 0, scratch: Scratch | None = None, *, nulls: int = 0) -> Prefixes:
-        """Join single prefixes, each (2, L, H, its length, D): keys, then values.
-
-        Args:
-            rows: The prefixes.
-            room: Tokens of the queries that will be run after them.
-            scratch: Memory to join them in; the result then holds until this thread's next use of it.
-            nulls: How many of them, the last ones, hold no document.
-        """
-        lengths = tuple(row.shape[3] for row in rows)
-        _, layers, heads, _, dim = rows[0].shape
-        width = max(lengths)
-        both = (scratch or Scratch()).take(rows[0], (2, layers, len(rows), heads, width + room, dim))
-        for number, (row, length) in enumerate(zip(rows, lengths, strict=True)):
-            both[:, :, number, :, :length] = row
-            both[:, :, number, :, length:width] = 0  # whatever lay there might be NaN, and a masked NaN is still NaN
-        return cls(tuple(both[0]), tuple(both[1]), lengths, width, nulls)
-
-    def row(self, number: int) -> Tensor:
-        """One prefix without padding, in memory of its own, (2, L, H, its length, D)."""
-        length = self.lengths[number]
-        keys, values = ([layer[number, :, :length] for layer in part] for part in (self.keys, self.values))
-        return torch.stack([*keys, *values]).view(2, len(keys), *keys[0].shape)
-
-    def with_room(self, room: int) -> Prefixes:
-        """These, or a copy of them, with room for so many tokens."""
-        if self.keys[0].shape[2] - self.width >= room:
-            return self
-        both = [tuple(roomy(layer[:, :, : self.width], room) for layer in part) for part in (self.keys, self.values)]
-        return Prefixes(both[0], both[1], self.lengths, self.width, self.nulls)
-
-
-LARGEST_SCRATCH = 128_000_000
-"""Bytes that a thread goes on holding for joined prefixes."""
 
 
 class Scratch(threading.local):
@@ -103,9 +51,8 @@ class Scratch(threading.local):
     def take(self, like: Tensor, shape: tuple[int, ...]) -> Tensor:
         """A tensor of this shape; what was taken before is gone."""
         count = math.prod(shape)
-        if like.device.type != "cpu":  # other allocators keep what is given back
-            return like.new_empty(shape)
-        if count * like.element_size() > LARGEST_SCRATCH:
+        # Other devices' allocators keep what is given back.
+        if like.device.type != "cpu" or count * like.element_size() > LARGEST_SCRATCH:
             return like.new_empty(shape)
         if self.memory is None or len(self.memory) < count or self.memory.dtype != like.dtype:
             self.memory = None
@@ -113,23 +60,65 @@ class Scratch(threading.local):
         return self.memory[:count].view(shape)
 
 
-def roomy(states: Tensor, room: int) -> Tensor:
-    """A copy of (N, H, S, D) states with ``room`` more positions that hold nothing yet."""
-    rows, heads, width, dim = states.shape
-    copy = states.new_empty(rows, heads, width + room, dim)
-    copy[:, :, :width] = states
-    return copy
+@dataclass(frozen=True)
+class Prefixes:
+    """Keys and values of N prefixes, with room in front of each for a query's.
+
+    A query's keys and values are written into the room, so that attention finds both in one piece without a copy of
+    the prefix. They stand in front so that their place does not depend on the longest prefix of the batch.
+
+    Attributes:
+        keys: Per layer, (N, H, R + S, D). Rotary positions are already in them.
+        values: Per layer, (N, H, R + S, D).
+        lengths: Valid positions of each prefix.
+        room: R.
+    """
+
+    keys: tuple[Tensor, ...]
+    values: tuple[Tensor, ...]
+    lengths: tuple[int, ...]
+    room: int
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    @classmethod
+    def of(cls, rows: Sequence[Tensor], room: int, scratch: Scratch | None = None) -> Prefixes:
+        """Join single prefixes, each (2, L, H, its length, D): keys, then values.
+
+        Args:
+            rows: The prefixes.
+            room: Tokens of the longest query that will be run after them.
+            scratch: Memory to join them in; the result then holds until this thread's next use of it.
+        """
+        lengths, room = tuple(row.shape[3] for row in rows), whole_lanes(room)
+        _, layers, heads, _, dim = rows[0].shape
+        width = whole_lanes(max(lengths))
+        both = (scratch or Scratch()).take(rows[0], (2, layers, len(rows), heads, room + width, dim))
+        both[:, :, :, :, :room] = 0  # whatever lay there might be NaN, and a masked NaN is still NaN
+        for number, (row, length) in enumerate(zip(rows, lengths, strict=True)):
+            both[:, :, number, :, room : room + length] = row
+            both[:, :, number, :, room + length :] = 0
+        return cls(tuple(both[0]), tuple(both[1]), lengths, room)
+
+    def row(self, number: int) -> Tensor:
+        """One prefix without padding, in memory of its own, (2, L, H, its length, D)."""
+        end = self.room + self.lengths[number]
+        keys, values = ([layer[number, :, self.room : end] for layer in part] for part in (self.keys, self.values))
+        return torch.stack([*keys, *values]).view(2, len(keys), *keys[0].shape)
+
+    def take(self, rows: Tensor) -> Prefixes:
+        """Some of the rows, in any order and as often as wanted, (their number,) indices."""
+        keys, values = (tuple(layer[rows] for layer in part) for part in (self.keys, self.values))
+        return Prefixes(keys, values, tuple(self.lengths[row] for row in rows.tolist()), self.room)
 
 
 class Probe(Cache):  # type: ignore[misc]  # transformers has no types
-    """What all caches of ours share: no state of transformers' own, a length, an end, and rows that leave."""
+    """What both caches of ours share: no state of transformers' own, a length, and an end."""
 
     def __init__(self, stop: int, length: int = 0) -> None:
         super().__init__(layers=[])
         self.stop, self.length = stop, length
-        self.rows: Tensor | None = None  # still in the run, of the batch's; None for all
-        self._stay: Tensor | None = None  # of these, from the next layer on
-        self._batch: int | None = None
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Positions before the tokens of this run."""
@@ -143,101 +132,86 @@ class Probe(Cache):  # type: ignore[misc]  # transformers has no types
         """Keys that a mask covers, and where they start."""
         return self.length + query_length, 0
 
-    def show(self, consume: Consumer, layer: int, states: Tensor) -> None:
-        """Hand a layer's states to their consumer, and remember what it no longer needs.
-
-        Raises:
-            LastLayerReached: The run can end here.
-        """
-        stay = consume(layer, states)
-        if layer == self.stop or (stay is not None and len(stay) == 0):
-            raise LastLayerReached
-        self._stay = stay
-
-    def without_leavers(self, hidden: Tensor, others: Sequence[Any]) -> tuple[Tensor, list[Any]]:
-        """What enters a layer, less the rows that left before it. To be called for every layer.
-
-        Args:
-            hidden: Hidden states, of the rows that were in the layer before.
-            others: The layer's other inputs, such as masks and positions: those of the whole batch.
-        """
-        self._batch = len(hidden) if self._batch is None else self._batch
-        if self._stay is not None:
-            hidden = hidden[self._stay]
-            self.rows = self._stay if self.rows is None else self.rows[self._stay]
-            self._stay = None
-        return hidden, [self._remaining(other) for other in others]
-
-    def _remaining(self, value: Any) -> Any:
-        if isinstance(value, tuple):
-            return tuple(self._remaining(part) for part in value)
-        if self.rows is None or not isinstance(value, Tensor) or value.ndim < 2 or len(value) != self._batch:
-            return value
-        return value[self.rows]
-
 
 class Recorder(Probe):
-    """Phase 1: keep what the document's tokens leave behind, up to and including layer ``stop``.
+    """Phase 1: keep what the documents' tokens leave behind, up to and including layer ``stop``.
 
     Args:
         stop: The last layer.
-        room: Positions to leave free behind each document.
-        packing: Where the documents stand, if all of them are in one row.
+        longest: Positions to keep: what stands behind them is padding.
+        room: Positions to leave free in front of each document.
+        behind: Prefixes to add below the documents' rows, none of them longer: those without a document, each
+            (2, L, H, its length, D).
+        aligned: Whether attention is given whole `LANES`.
+        spread: Turns one row's states (1, H, tokens of all documents, D) into a row a document; None if there is no
+            such row.
     """
 
-    def __init__(self, stop: int, room: int = 0, packing: Packing | None = None) -> None:
+    def __init__(
+        self,
+        stop: int,
+        longest: int,
+        room: int = 0,
+        behind: Sequence[Tensor] = (),
+        *,
+        aligned: bool = False,
+        spread: Callable[[Tensor], Tensor] | None = None,
+    ) -> None:
         super().__init__(stop)
-        self.room, self.packing = room, packing
+        self.longest, self.room, self.behind = longest, whole_lanes(room), behind
+        self.aligned, self.spread = aligned, spread
         self.keys: list[Tensor] = []
-        self.recorded_values: list[Tensor] = []
+        self.values: list[Tensor] = []
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: object, **kwargs: object
     ) -> tuple[Tensor, Tensor]:
         """Keep a layer's keys and values, (N, H, S, D)."""
-        self.keys.append(self._kept(key_states))
-        self.recorded_values.append(self._kept(value_states))
+        kept = self._kept(key_states, 0, layer_idx), self._kept(value_states, 1, layer_idx)
+        self.keys.append(kept[0])
+        self.values.append(kept[1])
         if layer_idx == self.stop:
             raise LastLayerReached
-        return key_states, value_states
+        if not self.aligned:
+            return key_states, value_states
+        rows = len(key_states)
+        return kept[0][:rows, :, self.room :], kept[1][:rows, :, self.room :]
 
-    def _kept(self, states: Tensor) -> Tensor:
-        if self.packing is not None:
-            return self.packing.spread(states, max(self.packing.lengths) + self.room)
-        return roomy(states, self.room) if self.room else states
+    def _kept(self, states: Tensor, part: int, layer: int) -> Tensor:
+        states = states if self.spread is None else self.spread(states)
+        rows, heads, _, dim = states.shape
+        start, end = self.room, self.room + self.longest
+        kept = states.new_empty(rows + len(self.behind), heads, start + whole_lanes(self.longest), dim)
+        kept[:rows, :, start:end] = states[:, :, : self.longest]
+        kept[:, :, :start] = 0  # whatever lay there might be NaN, and a masked NaN is still NaN
+        kept[:rows, :, end:] = 0
+        for row, other in enumerate(self.behind, start=rows):
+            stop = start + other.shape[3]
+            kept[row, :, start:stop] = other[part, layer]
+            kept[row, :, stop:] = 0
+        return kept
+
+    def prefixes(self, lengths: Sequence[int]) -> Prefixes:
+        """What was recorded of documents of these lengths, and those behind them."""
+        lengths = (*lengths, *(other.shape[3] for other in self.behind))
+        return Prefixes(tuple(self.keys), tuple(self.values), lengths, self.room)
 
 
 class Reader(Probe):
-    """Phase 2: hand the prefix to attention and the query's value vectors (or keys) to the consumer."""
+    """Phase 2: show the queries' value vectors, then let attention see them and the prefix."""
 
-    def __init__(self, prefixes: Prefixes, consume: Consumer, stop: int, *, keys: bool = False) -> None:
-        super().__init__(stop, prefixes.width)
-        self.prefixes, self.consume, self.show_keys = prefixes, consume, keys
+    def __init__(self, stop: int, prefixes: Prefixes, show: Show) -> None:
+        super().__init__(stop, prefixes.keys[0].shape[2])
+        self.prefixes, self.show = prefixes, show
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: object, **kwargs: object
     ) -> tuple[Tensor, Tensor]:
-        """Show the query's values to the consumer; give attention the prefix followed by them."""
-        self.show(self.consume, layer_idx, key_states if self.show_keys else value_states)
+        """Show a layer's values, (N, H, T, D); give attention them and the prefix."""
+        self.show(layer_idx, value_states)
+        if layer_idx == self.stop:
+            raise LastLayerReached
         keys, values = self.prefixes.keys[layer_idx], self.prefixes.values[layer_idx]
-        if self.rows is not None:
-            keys, values = keys[self.rows], values[self.rows]
-        start, end = self.length, self.length + key_states.shape[2]
-        keys[:, :, start:end], values[:, :, start:end] = key_states, value_states
-        return keys[:, :, :end], values[:, :, :end]
-
-
-class Whole(Probe):
-    """Both phases in one: show the values of the last T tokens, and keep nothing."""
-
-    def __init__(self, count: int, consume: Consumer, stop: int, *, keys: bool = False) -> None:
-        super().__init__(stop)
-        self.count, self.consume, self.show_keys = count, consume, keys
-
-    def update(
-        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: object, **kwargs: object
-    ) -> tuple[Tensor, Tensor]:
-        """Show the query's values to the consumer."""
-        shown = key_states if self.show_keys else value_states
-        self.show(self.consume, layer_idx, shown[:, :, -self.count :])
-        return key_states, value_states
+        count = min(key_states.shape[2], self.prefixes.room)  # what stands behind it nobody sees
+        keys[:, :, :count], values[:, :, :count] = key_states[:, :, :count], value_states[:, :, :count]
+        return keys, values

@@ -37,9 +37,9 @@ class Template(BaseModel):
 
     instruction: str = Field(default="Judge whether the document helps to answer the query.\nDocument: ", min_length=1)
     separator: str = "\nQuery: "
+    query_start: str = Field(default="", description="Run before the query and never scored, as an encoder's [CLS].")
     suffix: str = ""
     positions: Literal["query", "suffix", "query+suffix"] = "query"
-    filler: str = Field(default=".", min_length=1, description="Repeated for a null prefix of a document's length.")
 
 
 @dataclass(frozen=True)
@@ -53,15 +53,26 @@ class TokenisedDocument:
 
 @dataclass(frozen=True)
 class TokenisedQuery:
-    """Ids of ``query + suffix`` and the slice of them whose value vectors are scored."""
+    """Ids of ``query_start + query + suffix`` and which of them have their value vectors scored.
+
+    Attributes:
+        start: The first one.
+        stop: The one after the last.
+    """
 
     ids: tuple[int, ...]
-    scored: slice
+    start: int
+    stop: int
 
     @property
     def length(self) -> int:
         """Number of scored tokens, T."""
-        return int(self.scored.stop - self.scored.start)
+        return self.stop - self.start
+
+    @property
+    def scored(self) -> slice:
+        """The scored ones."""
+        return slice(self.start, self.stop)
 
 
 def clean(text: str) -> str:
@@ -132,7 +143,7 @@ class PromptTokenizer:
         self._text = private_copy(tokenizer, special_tokens=False)
         self._instruction = self._part(template.instruction)
         self._separator = self._part(template.separator)
-        self._suffix = self._part(template.suffix)
+        self._query_start, self._suffix = self._part(template.query_start), self._part(template.suffix)
         if not self._instruction:
             raise InputError(f"The template's instruction {template.instruction!r} has no tokens; it needs one.")
         if "suffix" in template.positions and not self._suffix:
@@ -179,18 +190,6 @@ class PromptTokenizer:
             room -= max(query_length, min(QUERY_RESERVE, self.max_length // 4))
         return max(room, 1)
 
-    def filled_prefix(self, length: int) -> tuple[int, ...]:
-        """A null prefix of a document's length: filler in the document's place (paper, Eq. 2).
-
-        Raises:
-            InputError: The template's filler has no tokens.
-        """
-        filler = self._part(self.template.filler)
-        if not filler:
-            raise InputError(f"The template's filler {self.template.filler!r} has no tokens, so it fills nothing.")
-        room = length - self.overhead
-        return (*self._instruction, *(filler * room)[:room], *self._separator)
-
     @property
     def fingerprint(self) -> str:
         """See `tokenizer_fingerprint`."""
@@ -211,15 +210,16 @@ class PromptTokenizer:
         own = tuple(self._text.encode(clean(query), add_special_tokens=False).ids)
         if not own:
             raise InputError(f"The query {query!r} has no tokens, so nothing can be scored. Give a non-empty query.")
-        length = len(own) + len(self._suffix) + (self.overhead + 1 if self.shared_positions else 0)
+        ids = (*self._query_start, *own, *self._suffix)
+        length = len(ids) + (self.overhead + 1 if self.shared_positions else 0)
         if length > self.max_length:
             raise InputError(
                 f"The query has {len(own)} tokens; with the template it needs {length} positions and the model has "
                 f"{self.max_length}. Shorten the query: it is never cut, because that would change what is asked."
             )
-        start = len(own) if self.template.positions == "suffix" else 0
-        stop = len(own) if self.template.positions == "query" else len(own) + len(self._suffix)
-        return TokenisedQuery(own + self._suffix, slice(start, stop))
+        first, last = len(self._query_start), len(self._query_start) + len(own)
+        positions = self.template.positions
+        return TokenisedQuery(ids, last if positions == "suffix" else first, last if positions == "query" else len(ids))
 
     def documents(
         self, documents: Sequence[str], query_length: int, *, max_tokens: int | None = None

@@ -54,7 +54,7 @@ class PrefixCache(BaseModel):
     device: Size | None = None
     """On the device, as they are; None for 256 MB on a CPU and a quarter of what is free on a GPU."""
     host: Size = 0
-    """In host memory, in 8 bits: what had to leave the device."""
+    """In host memory, in 8 bits, beside the device: much more fits there."""
     folder: Annotated[str, BeforeValidator(_as_text)] | None = None
     """On disk, in 8 bits; None for not at all."""
     disk: Size | None = None

@@ -8,68 +8,32 @@ Axes: N documents, L layers, H KV heads, S prefix positions, D head dimension.
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 import logging
-import os
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Generic, TypeVar
 
 import torch
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save
 from torch import Tensor
 
 from ..errors import InputError
+from ..method.backbone import Backbone
 from ..method.batching import Ids
 from ..method.probe import Prefixes, Scratch
-from ..partial_files import is_running, partial_of
+from ..method.scoring import Prefill
+from .disk import FORMAT, Disk, PackedPrefix
+from .settings import Choice, as_prefix_cache
 
 logger = logging.getLogger(__name__)
 
-FORMAT = "rsrank-prefix-1"
-
-
-@dataclass(frozen=True)
-class PackedPrefix:
-    """A prefix in 8 bits: one scale for each token and head, so that a sink token's large values cost no other.
-
-    Attributes:
-        codes: Keys, then values, (2, L, H, S, D) int8.
-        scales: (2, L, H, S, 1) fp16.
-    """
-
-    codes: Tensor
-    scales: Tensor
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of both."""
-        return self.codes.nbytes + self.scales.nbytes
-
-    @classmethod
-    def of(cls, prefix: Tensor) -> PackedPrefix | None:
-        """Quantise (2, L, H, S, D); the largest error is half a scale, 0.4% of the token's largest entry.
-
-        None where something is infinite, NaN or too large: in 8 bits it would look as if it were not.
-        """
-        both = prefix.float()
-        scales = (both.abs().amax(-1, keepdim=True) / 127).clamp_min(1e-7)
-        if not bool((scales <= 65504).all()):
-            return None
-        scales = scales.half()
-        codes = (both / scales.float()).round_().clamp_(-127, 127).to(torch.int8)
-        return cls(codes.cpu(), scales.cpu())
-
-    def unpack(self, device: torch.device, dtype: torch.dtype) -> Tensor:
-        """Back on the device, (2, L, H, S, D)."""
-        largest = torch.finfo(dtype).max  # rounding the scale up may pass it
-        return (self.codes.to(device).float() * self.scales.to(device).float()).clamp(-largest, largest).to(dtype)
+DEVICE_BYTES = {"cpu": 256_000_000, "mps": 1_000_000_000}
+"""Prefixes kept by default; on CUDA a quarter of what is free after loading."""
 
 
 @dataclass
@@ -96,9 +60,6 @@ class Statistics:
     host_bytes: int = 0
     disk_bytes: int = 0
 
-
-Run = Callable[[list[Ids], int], Prefixes]
-"""Runs documents through the model, with room for so many tokens after them."""
 
 Entry = TypeVar("Entry", Tensor, PackedPrefix)
 
@@ -133,104 +94,6 @@ class _Tier(Generic[Entry]):
         return gone
 
 
-class _Disk:
-    """Entries as files, one each. Several processes may share a folder.
-
-    A file appears only when it is complete and carries a checksum. The least recently used go when the folder outgrows
-    its limit.
-    """
-
-    def __init__(self, folder: Path, limit: int | None) -> None:
-        self.folder, self.limit = folder, limit
-        folder.mkdir(parents=True, exist_ok=True)
-        for partial in folder.glob("*/*.partial"):  # of writers that were killed
-            if not is_running(partial):
-                with contextlib.suppress(OSError):
-                    partial.unlink()
-        self.bytes = sum(size for _, size, _ in self._files())
-        self._since = 0  # bytes written since the folder was last looked through: others write there too
-        self._lock = threading.Lock()
-
-    def path(self, key: str) -> Path:
-        return self.folder / key[:2] / f"{key}.safetensors"
-
-    def has(self, key: str) -> bool:
-        return self.path(key).exists()
-
-    def get(self, key: str) -> PackedPrefix | None:
-        """An entry, or None if there is none.
-
-        Raises:
-            ValueError: The file is damaged; it is gone now.
-        """
-        path = self.path(key)
-        try:
-            with safe_open(path, framework="pt") as file:
-                metadata = file.metadata() or {}
-                entry = PackedPrefix(file.get_tensor("codes").clone(), file.get_tensor("scales").clone())
-            if metadata.get("key") != key or metadata.get("sha256") != _checksum(entry):
-                raise SafetensorError("checksum")
-        except SafetensorError as error:
-            with contextlib.suppress(OSError), self._lock:
-                size = path.stat().st_size
-                path.unlink()
-                self.bytes -= size
-            raise ValueError(f"{path}: {error}") from error
-        except OSError:  # not there, or not to be read now
-            return None
-        with contextlib.suppress(OSError):  # a folder of somebody else's
-            os.utime(path)
-        return entry
-
-    def put(self, key: str, entry: PackedPrefix) -> int:
-        """Write an entry; gives the number of older ones that had to go.
-
-        Raises:
-            OSError: It could not be written.
-        """
-        path = self.path(key)
-        if path.exists():
-            return 0
-        path.parent.mkdir(exist_ok=True)
-        metadata = {"format": FORMAT, "key": key, "sha256": _checksum(entry)}
-        content = save({"codes": entry.codes.contiguous(), "scales": entry.scales.contiguous()}, metadata)
-        partial = partial_of(path)
-        try:
-            partial.write_bytes(content)
-            partial.replace(path)
-        except OSError:
-            partial.unlink(missing_ok=True)
-            raise
-        with self._lock:
-            self.bytes += len(content)
-            self._since += len(content)
-            if self.limit is None or (self.bytes <= self.limit and self._since <= self.limit / 20):
-                return 0
-            return self._shrink()
-
-    def _shrink(self) -> int:
-        """Remove the least recently used files until the rest fits with a tenth to spare."""
-        files = sorted(self._files())
-        self.bytes, self._since = sum(size for _, size, _ in files), 0
-        gone = 0
-        enough = self.limit if self.limit is None or self.bytes <= self.limit else 0.9 * self.limit
-        for _, size, path in files:
-            if enough is None or self.bytes <= enough:
-                break
-            path.unlink(missing_ok=True)
-            self.bytes -= size
-            gone += 1
-        return gone
-
-    def _files(self) -> list[tuple[float, int, Path]]:
-        found = []
-        for path in self.folder.glob("*/*.safetensors"):
-            with contextlib.suppress(FileNotFoundError):  # another process removed it
-                state = path.stat()
-                found.append((state.st_mtime, state.st_size, path))
-        return found
-
-
 class PrefixStore:
     """Keeps document prefixes. Safe for threads; several processes may share its folder.
 
@@ -243,6 +106,7 @@ class PrefixStore:
         folder: Kept on disk in 8 bits; None for no disk.
         disk_bytes: Limit of the folder; None for none.
         salt: Entries of one salt are invisible to every other: one for each tenant.
+        bytes_per_token_on_disk: What a token takes there.
 
     Raises:
         InputError: The folder cannot be made or read.
@@ -259,14 +123,15 @@ class PrefixStore:
         folder: str | Path | None = None,
         disk_bytes: int | None = None,
         salt: str = "",
+        bytes_per_token_on_disk: int = 0,
     ) -> None:
         content = json.dumps({**identity, "format": FORMAT, "dtype": str(dtype), "salt": salt}, sort_keys=True)
         self._identity = hashlib.sha256(content.encode()).digest()
-        self.device, self.dtype = device, dtype
+        self.device, self.dtype, self.bytes_per_token_on_disk = device, dtype, bytes_per_token_on_disk
         self._on_device: _Tier[Tensor] = _Tier(device_bytes)
         self._in_host: _Tier[PackedPrefix] = _Tier(host_bytes)
         try:
-            self._disk = None if folder is None else _Disk(Path(folder), disk_bytes)
+            self._disk = None if folder is None else Disk(Path(folder), disk_bytes)
         except OSError as error:
             raise InputError(f"Prefixes cannot be kept in {str(folder)!r}: {error}. Give another folder.") from error
         self._counts = Statistics()
@@ -279,57 +144,76 @@ class PrefixStore:
         digest.update(torch.tensor(ids, dtype=torch.int64).numpy().tobytes())
         return digest.hexdigest()
 
-    def prefill(self, documents: Sequence[Ids], run: Run, room: int = 0, *, nulls: Sequence[Tensor] = ()) -> Prefixes:
+    def prefill(self, documents: Sequence[Ids], run: Prefill, room: int = 0, behind: Sequence[Tensor] = ()) -> Prefixes:
         """Prefixes of documents: those that are kept, and the others run in one batch and kept from now on.
 
         Args:
-            documents: Token ids of ``instruction + document + separator``.
+            documents: Token ids of ``instruction + document + separator``; the same may stand there again.
             run: Runs documents through the model.
-            room: Tokens of the queries that will be run after them.
-            nulls: Prefixes without a document, to stand behind the others where these are joined in any case.
+            room: Tokens of the longest query that will be run after them.
+            behind: Other prefixes to put below them.
 
         Returns:
             As `Backbone.prefill`; to be used before the same thread calls this again.
         """
-        keys = [self.key(ids) for ids in documents]
-        found = [self._get(key) for key in keys]
-        missing = [i for i, prefix in enumerate(found) if prefix is None]
+        keys = {ids: self.key(ids) for ids in documents}
+        found = {ids: self._get(key) for ids, key in keys.items()}
+        missing = [ids for ids, prefix in found.items() if prefix is None]
         if missing:
-            made = run([documents[i] for i in missing], room)
-            for row, i in enumerate(missing):
-                found[i] = prefix = made.row(row)
-                self._put(keys[i], prefix)
-            if len(missing) == len(documents):
+            all_new = len(missing) == len(documents) and not self._keeps_8_bit
+            made = run(missing, room, behind if all_new else ())
+            for row, ids in enumerate(missing):
+                found[ids] = self._put(keys[ids], made.row(row))
+            if all_new:
                 return made
-        rows = [prefix for prefix in found if prefix is not None]
-        return Prefixes.of([*rows, *nulls], room, self._scratch, nulls=len(nulls))
+        rows = [prefix for prefix in map(found.__getitem__, documents) if prefix is not None]
+        return Prefixes.of([*rows, *behind], room, self._scratch)
 
     @property
     def has_disk(self) -> bool:
         """Whether entries are kept on disk."""
         return self._disk is not None
 
-    def add(self, documents: Sequence[Ids], run: Run) -> None:
+    def disk_bytes(self, documents: Collection[Ids]) -> int:
+        """What the files of documents will take: 8 bits, and a scale for each token and head."""
+        return sum(map(len, documents)) * self.bytes_per_token_on_disk
+
+    @contextmanager
+    def writing(self, documents: Collection[Ids]) -> Iterator[None]:
+        """While this lasts, documents are written to the disk ahead of time.
+
+        Raises:
+            InputError: The folder may not hold so many, or some could not be written.
+        """
+        size, before = self.disk_bytes(documents), self._counts.write_errors
+        if self._disk is not None and self._disk.limit is not None and size > self._disk.limit:
+            raise InputError(
+                f"The prefixes take {size / 1e9:.2f} GB and the folder may hold {self._disk.limit / 1e9:.2f} GB: the "
+                "first would have left before the last is written. Raise disk=, or index fewer documents."
+            )
+        yield
+        if failed := self._counts.write_errors - before:
+            raise InputError(
+                f"{failed} of {len(documents)} prefixes could not be written (is the disk full?). Make room and index "
+                "again: what was written is not read again."
+            )
+
+    def write(self, documents: Sequence[Ids], run: Prefill) -> None:
         """Run documents and put them on disk, and nowhere else."""
-        made = run(list(documents), 0)
+        made = run(documents, 0, ())
         for row, ids in enumerate(documents):
             self._write(self.key(ids), PackedPrefix.of(made.row(row)))
 
-    def has(self, ids: Ids) -> bool:
+    def is_kept(self, ids: Ids) -> bool:
         """Whether a document is kept, anywhere."""
         key = self.key(ids)
         with self._lock:
             if key in self._on_device.entries or key in self._in_host.entries:
                 return True
-        return self._disk is not None and self._disk.has(key)
+        return self.is_on_disk(ids)
 
-    @property
-    def disk_limit(self) -> int | None:
-        """Bytes that the folder may fill; None for no limit."""
-        return None if self._disk is None else self._disk.limit
-
-    def holds(self, ids: Ids) -> bool:
-        """Whether a document is on disk."""
+    def is_on_disk(self, ids: Ids) -> bool:
+        """Whether a document is kept on disk."""
         return self._disk is not None and self._disk.has(self.key(ids))
 
     def stats(self) -> dict[str, int]:
@@ -358,7 +242,7 @@ class PrefixStore:
         if packed is None:
             return None
         prefix = packed.unpack(self.device, self.dtype)
-        self._keep(key, prefix)
+        self._keep(key, prefix, packed)
         return prefix
 
     def _read(self, key: str) -> PackedPrefix | None:
@@ -376,24 +260,30 @@ class PrefixStore:
                 self._counts.disk_hits += 1
         return packed
 
-    def _put(self, key: str, prefix: Tensor) -> None:
-        self._keep(key, prefix)
-        if self._disk is not None and not self._disk.has(key):
-            self._write(key, PackedPrefix.of(prefix))
+    @property
+    def _keeps_8_bit(self) -> bool:
+        return self._disk is not None or self._in_host.limit > 0
 
-    def _keep(self, key: str, prefix: Tensor) -> None:
-        """On the device; what has to leave it goes to host memory."""
+    def _put(self, key: str, prefix: Tensor) -> Tensor:
+        """Keep a prefix. Gives what later calls will find: the first one scores from the same numbers."""
+        packed = PackedPrefix.of(prefix) if self._keeps_8_bit else None
+        if packed is not None:
+            prefix = packed.unpack(self.device, self.dtype)
+        self._keep(key, prefix, packed)
+        if self._disk is not None and not self._disk.has(key):
+            self._write(key, packed)
+        return prefix
+
+    def _keep(self, key: str, prefix: Tensor, packed: PackedPrefix | None) -> None:
+        """On the device and, in 8 bits, in host memory.
+
+        In both at once: to pack on leaving the device what was packed before would round twice, and change scores.
+        """
         with self._lock:
-            leaving = self._on_device.put(key, prefix)
-            self._counts.evictions += sum(old != key for old, _ in leaving)
-        for old, entry in leaving:
-            if self._in_host.limit and old not in self._in_host.entries:
-                packed = PackedPrefix.of(entry)
-                if packed is None:
-                    continue
-                with self._lock:
-                    gone = self._in_host.put(old, packed)
-                    self._counts.evictions += sum(name != old for name, _ in gone)
+            gone = [old for old, _ in self._on_device.put(key, prefix)]
+            if packed is not None and self._in_host.limit:
+                gone += [old for old, _ in self._in_host.put(key, packed)]
+            self._counts.evictions += sum(old != key for old in gone)
 
     def _write(self, key: str, packed: PackedPrefix | None) -> None:
         assert self._disk is not None
@@ -412,8 +302,33 @@ class PrefixStore:
             self._counts.evictions += gone
 
 
-def _checksum(entry: PackedPrefix) -> str:
-    digest = hashlib.sha256(repr((tuple(entry.codes.shape), tuple(entry.scales.shape))).encode())
-    digest.update(entry.codes.contiguous().numpy().tobytes())
-    digest.update(entry.scales.contiguous().numpy().tobytes())
-    return digest.hexdigest()
+def store_for(core: Backbone, identity: Mapping[str, object], choice: Choice) -> PrefixStore | None:
+    """The store that a choice of ``prefix_cache`` stands for.
+
+    Args:
+        core: Runs the documents.
+        identity: Everything else that their prefixes depend on.
+        choice: See `settings.as_prefix_cache`.
+
+    Raises:
+        InputError: Not a choice.
+    """
+    chosen = as_prefix_cache(choice)
+    if chosen is None:
+        return None
+    limit = chosen.device
+    if limit is None and core.device.type == "cuda":
+        limit = torch.cuda.mem_get_info(core.device)[0] // 4
+    elif limit is None:
+        limit = DEVICE_BYTES.get(core.device.type, DEVICE_BYTES["cpu"])
+    return PrefixStore(
+        identity,
+        device=core.device,
+        dtype=core.dtype,
+        device_bytes=limit,
+        host_bytes=chosen.host,
+        folder=chosen.folder,
+        disk_bytes=chosen.disk,
+        salt=chosen.salt,
+        bytes_per_token_on_disk=2 * core.last_layer * core.num_heads * (core.head_dim + 2),
+    )

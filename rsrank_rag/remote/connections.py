@@ -14,6 +14,7 @@ from collections.abc import AsyncGenerator, AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 from functools import cache
+from typing import Any
 
 import httpx
 
@@ -22,120 +23,114 @@ _LIMITS = httpx.Limits(max_connections=100, max_keepalive_connections=100, keepa
 
 
 @dataclass(eq=False)
-class _Threads:
-    """A client for all threads."""
+class _Shared:
+    """A client, of all threads, or of one event loop, which alone may use and close it."""
 
-    client: httpx.Client
-    users: int = 0
-    given_up: bool = False
-
-
-@dataclass(eq=False)
-class _Loop:
-    """A client of one event loop, which alone may use and close it."""
-
-    client: httpx.AsyncClient
+    client: Any
     users: int = 0
     given_up: bool = False
     closing: AsyncGenerator[None, None] | None = None
 
 
+_Key = tuple[str, asyncio.AbstractEventLoop | None]
+
 _lock = threading.Lock()
-_threads: dict[str, _Threads] = {}
-_loops: dict[tuple[str, asyncio.AbstractEventLoop], _Loop] = {}
+_clients: dict[_Key, _Shared] = {}
 _ending: set[asyncio.Task[None]] = set()
 
 
 @contextmanager
 def client(address: str) -> Iterator[httpx.Client]:
     """The client for an address, which stays open while it is used."""
-    with _lock:
-        if address not in _threads:
-            _threads[address] = _Threads(httpx.Client(verify=_certificates(), limits=_LIMITS))
-        shared = _threads[address]
-        shared.users += 1
+    shared = _taken((address, None))
     try:
         yield shared.client
     finally:
-        with _lock:
-            shared.users -= 1
-            last = shared.given_up and not shared.users
-        if last:
+        if _is_left(shared):
             shared.client.close()
 
 
 @asynccontextmanager
 async def async_client(address: str) -> AsyncIterator[httpx.AsyncClient]:
     """The running event loop's client for an address, which stays open while it is used."""
-    loop = asyncio.get_running_loop()
-    with _lock:
-        if (address, loop) not in _loops:
-            for key in [key for key in _loops if key[1].is_closed()]:  # ended without a chance to close them
-                del _loops[key]
-            _loops[address, loop] = _Loop(httpx.AsyncClient(verify=_certificates(), limits=_LIMITS))
-        shared = _loops[address, loop]
-        shared.users += 1
+    key = (address, asyncio.get_running_loop())
+    shared = _taken(key)
     try:
         if shared.closing is None:
-            shared.closing = _closed_with_its_loop(address, loop, shared)
+            shared.closing = _closed_with_its_loop(key, shared)
             await anext(shared.closing)
         yield shared.client
     finally:
-        with _lock:
-            shared.users -= 1
-            last = shared.given_up and not shared.users
-        if last:
+        if _is_left(shared):
             await _end(shared)
 
 
 def close(address: str) -> None:
     """Close an address's connections when the calls that use them are done. The next call opens new ones."""
-    with _lock:
-        threads = _threads.pop(address, None)
-        loops = {key[1]: _loops.pop(key) for key in list(_loops) if key[0] == address}
-        if threads is not None:
-            threads.given_up = True
-        for shared in loops.values():
-            shared.given_up = True
-        idle = None if threads is None or threads.users else threads
-        idle_loops = {loop: shared for loop, shared in loops.items() if not shared.users}
-    if idle is not None:
-        idle.client.close()
-    for loop, shared in idle_loops.items():
-        if not loop.is_closed():
-            loop.call_soon_threadsafe(_end_soon, shared)
+    for loop, shared in _given_up(address):
+        _close(loop, shared)
 
 
 async def aclose(address: str) -> None:
     """As `close`; the running event loop's connections are closed when it returns, unless they are in use."""
+    for loop, shared in _given_up(address):
+        if loop is asyncio.get_running_loop():
+            await _end(shared)
+        else:
+            _close(loop, shared)
+
+
+def _close(loop: asyncio.AbstractEventLoop | None, shared: _Shared) -> None:
+    if loop is None:
+        shared.client.close()
+    elif not loop.is_closed():
+        loop.call_soon_threadsafe(_end_soon, shared)
+
+
+def _taken(key: _Key) -> _Shared:
     with _lock:
-        shared = _loops.pop((address, asyncio.get_running_loop()), None)
-        if shared is not None:
+        for old in [old for old in _clients if old[1] is not None and old[1].is_closed()]:
+            del _clients[old]  # ended without a chance to close them
+        if key not in _clients:
+            kind = httpx.Client if key[1] is None else httpx.AsyncClient
+            _clients[key] = _Shared(kind(verify=_certificates(), limits=_LIMITS))
+        _clients[key].users += 1
+        return _clients[key]
+
+
+def _is_left(shared: _Shared) -> bool:
+    """One user less; whether it was the last one of what has been given up."""
+    with _lock:
+        shared.users -= 1
+        return shared.given_up and not shared.users
+
+
+def _given_up(address: str) -> list[tuple[asyncio.AbstractEventLoop | None, _Shared]]:
+    """Forget an address's clients; those that nobody uses are to be closed by whoever calls this."""
+    with _lock:
+        found = [(key[1], _clients.pop(key)) for key in list(_clients) if key[0] == address]
+        for _, shared in found:
             shared.given_up = True
-    close(address)
-    if shared is not None and not shared.users:
-        await _end(shared)
+        return [(loop, shared) for loop, shared in found if not shared.users]
 
 
-async def _closed_with_its_loop(
-    address: str, loop: asyncio.AbstractEventLoop, shared: _Loop
-) -> AsyncGenerator[None, None]:
+async def _closed_with_its_loop(key: _Key, shared: _Shared) -> AsyncGenerator[None, None]:
     """An event loop that ends finishes its asynchronous generators first, so this one waits for that."""
     try:
         yield
     finally:
         with _lock:
-            if _loops.get((address, loop)) is shared:
-                del _loops[address, loop]
+            if _clients.get(key) is shared:
+                del _clients[key]
         await shared.client.aclose()
 
 
-async def _end(shared: _Loop) -> None:
+async def _end(shared: _Shared) -> None:
     if shared.closing is not None:
         await shared.closing.aclose()
 
 
-def _end_soon(shared: _Loop) -> None:
+def _end_soon(shared: _Shared) -> None:
     task = asyncio.get_running_loop().create_task(_end(shared))
     _ending.add(task)  # a loop holds its tasks only weakly
     task.add_done_callback(_ending.discard)
@@ -151,8 +146,7 @@ def _after_fork() -> None:
     """A forked child must not write into its parent's connections."""
     global _lock
     _lock = threading.Lock()
-    _threads.clear()
-    _loops.clear()
+    _clients.clear()
     _ending.clear()
 
 

@@ -1,26 +1,19 @@
-"""The model's side of the service: score a batch of pairs, whatever is in it. It runs in a process of its own."""
+"""A model that answers for each pair alone: whatever is wrong with one pair of a batch concerns no other."""
 
 from __future__ import annotations
 
 import itertools
-import logging
 import math
-import multiprocessing
-import os
 import re
-import signal
-import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import NoReturn, Protocol, runtime_checkable
+from typing import Protocol, runtime_checkable
 
 from ..errors import InputError, RSRankError, ScoringError
 from ..method.explanation import Explanation
 from ..reranker import Pair, Reranker, Scored
-from .backend import Description, Fault, Outcome
-
-logger = logging.getLogger(__name__)
+from .backend import Description, Outcome
 
 FAILURES = 3
 """Pairs that may fail by name before the rest is searched in parts, which takes fewer runs if there are many."""
@@ -54,21 +47,6 @@ class Step:
     stats: Mapping[str, float] = field(default_factory=dict)
 
 
-@dataclass(frozen=True, slots=True)
-class Loaded:
-    """A model that is ready.
-
-    Attributes:
-        process: Number of the process it lives in.
-        description: What it is.
-        complaint: What is wrong with how it ranks the canary; None if nothing is.
-    """
-
-    process: int
-    description: Description
-    complaint: str | None
-
-
 @runtime_checkable
 class _Explains(Protocol):
     def explain(self, query: str, document: str, *, max_tokens: int | None = None) -> Explanation: ...
@@ -96,7 +74,7 @@ class Engine:
         return Description(self.name, self.reranker.threshold, isinstance(self.reranker, _Explains))
 
     def step(self, pairs: Sequence[Pair]) -> Step:
-        """Score pairs of any clients; whatever is wrong with one of them concerns no other.
+        """Score pairs of any clients.
 
         Raises:
             DeviceLostError: Nothing more can be scored in this process.
@@ -107,12 +85,19 @@ class Engine:
         return Step(outcomes, time.perf_counter() - started, stats)
 
     def explain(self, pair: Pair) -> Explanation:
-        """See `Backend.explain`."""
+        """Take one score apart; see `Scheduler.explain`.
+
+        Raises:
+            DeviceLostError: As `step`.
+        """
         if not isinstance(self.reranker, _Explains):
             raise InputError(f"{self.name} cannot take its scores apart. RSRank models can.")
-        if pair.max_tokens is None:
-            return self.reranker.explain(pair.query, pair.document)
-        return self.reranker.explain(pair.query, pair.document, max_tokens=pair.max_tokens)
+        limit = {} if pair.max_tokens is None else {"max_tokens": pair.max_tokens}
+        try:
+            return self.reranker.explain(pair.query, pair.document, **limit)
+        except RuntimeError as error:
+            _check_device(error)
+            raise
 
     def check(self, canary: Canary) -> str | None:
         """What is wrong with how the model ranks the canary; None if nothing is."""
@@ -123,33 +108,27 @@ class Engine:
         return None if good > bad else f"The canary's relevant passage scored {good:.4g}, its irrelevant one {bad:.4g}."
 
     def _outcomes(self, pairs: Sequence[Pair]) -> list[Outcome]:
-        found: list[Outcome | None] = [None] * len(pairs)
+        found: dict[int, Outcome] = {}
         waiting, failed = [list(range(len(pairs)))], 0
         while waiting:
             places = waiting.pop()
             if not places:
                 continue
-            batch = [pairs[place] for place in places]
             try:
-                scored = self.reranker.score_pairs(batch)
-                outcomes = [_outcome(result) for result in scored]
-                found_here = list(zip(places, outcomes, strict=True))
+                outcomes = [_outcome(scored) for scored in self.reranker.score_pairs([pairs[i] for i in places])]
+                found.update(list(zip(places, outcomes, strict=True)))  # as a list: all of them or none
             except Exception as error:  # it must not reach another client's pairs, nor end the service
-                if _is_final(error):
-                    raise DeviceLostError from error
+                _check_device(error)
                 if isinstance(error, ScoringError) and 0 <= error.index < len(places):
                     # The reranker says which one it is; the others can do without it.
                     failed += 1
-                    found[places.pop(error.index)] = Outcome(None, fault="unscored", error=_without_number(error))
+                    found[places.pop(error.index)] = _failure(error)
                     waiting += [places] if failed < FAILURES else _parts(pairs, places)
                 elif len(places) == 1:
                     found[places[0]] = _failure(error)
                 else:
                     waiting += _parts(pairs, places)
-            else:
-                for place, outcome in found_here:
-                    found[place] = outcome
-        return [outcome for outcome in found if outcome is not None]
+        return [found[place] for place in range(len(pairs))]
 
 
 def _parts(pairs: Sequence[Pair], places: list[int]) -> list[list[int]]:
@@ -162,10 +141,11 @@ def _parts(pairs: Sequence[Pair], places: list[int]) -> list[list[int]]:
     return [list(itertools.chain(*half)) for half in (groups[:middle], groups[middle:])]
 
 
-def _is_final(error: Exception) -> bool:
-    """Whether a device is lost to this process: after such an error CUDA refuses whatever it is asked to do."""
+def _check_device(error: Exception) -> None:
+    """Raise if a device is lost to this process: after such an error CUDA refuses whatever it is asked to do."""
     text = str(error)
-    return isinstance(error, RuntimeError) and "CUDA error: " in text and "out of memory" not in text
+    if isinstance(error, RuntimeError) and "CUDA error: " in text and "out of memory" not in text:
+        raise DeviceLostError(text.partition("\n")[0]) from error
 
 
 def _outcome(found: Scored) -> Outcome:
@@ -174,87 +154,9 @@ def _outcome(found: Scored) -> Outcome:
     return Outcome(None, fault="unscored", error=f"scored {found.score}.")
 
 
-def _without_number(error: Exception) -> str:
-    """What is said of a document, less its number in the batch, which means nothing to whoever sent it."""
-    return re.sub(r"^Document \d+( of query \d+)? ", "", str(error))
-
-
 def _failure(error: Exception) -> Outcome:
-    if isinstance(error, InputError):
-        return Outcome(None, fault="input", error=_without_number(error))
-    fault: Fault = "unscored" if isinstance(error, RSRankError) else "internal"
-    expected = isinstance(error, RSRankError)
-    text = _without_number(error) if expected else f"made the model fail ({type(error).__name__})."
-    return Outcome(None, fault=fault, error=text)
-
-
-class Host:
-    """Where an `Engine` lives: in this process, or, through the functions below, in one of its own."""
-
-    def __init__(self) -> None:
-        self._engine: Engine | None = None
-
-    def load(self, make: Callable[[], Reranker], name: str, canary: Canary | None) -> Loaded:
-        """Load the model and try it out."""
-        self._engine = Engine(make(), name)
-        complaint = None if canary is None else self._engine.check(canary)
-        return Loaded(os.getpid(), self._engine.description, complaint)
-
-    def step(self, pairs: Sequence[Pair]) -> Step:
-        """`Engine.step` of the loaded model."""
-        assert self._engine is not None
-        return self._engine.step(pairs)
-
-    def explain(self, pair: Pair) -> Explanation:
-        """`Engine.explain` of the loaded model."""
-        assert self._engine is not None
-        return self._engine.explain(pair)
-
-
-_host = Host()
-
-
-def begin(prepare: Callable[[], object] | None) -> None:
-    """Make this process one that ends with its parent, and not before; then do what else it takes."""
-    # Ctrl-C and a service manager reach the whole group, but the parent needs this process to finish its work.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    parent = multiprocessing.parent_process()
-    assert parent is not None
-    ends: Callable[[], object] = parent.join
-
-    def end_with_parent() -> None:
-        ends()
-        os._exit(1)
-
-    threading.Thread(target=end_with_parent, daemon=True).start()
-    if prepare is not None:
-        prepare()
-
-
-def load(make: Callable[[], Reranker], name: str, canary: Canary | None) -> Loaded:
-    """`Host.load` in this process."""
-    return _host.load(make, name, canary)
-
-
-def step(pairs: Sequence[Pair]) -> Step:
-    """`Host.step` in this process, which ends if it has lost its device: the queue replaces it then."""
-    try:
-        return _host.step(pairs)
-    except DeviceLostError as error:
-        _end_for(error.__cause__)
-
-
-def explain(pair: Pair) -> Explanation:
-    """`Host.explain` in this process, which ends as `step` says."""
-    try:
-        return _host.explain(pair)
-    except RuntimeError as error:
-        if not _is_final(error):
-            raise
-        _end_for(error)
-
-
-def _end_for(error: BaseException | None) -> NoReturn:
-    logger.error("The device is lost (%s); the model's process ends.", str(error).partition("\n")[0])
-    os._exit(1)
+    """What is said of a document, less its number in the batch, which means nothing to whoever sent it."""
+    if not isinstance(error, RSRankError):
+        return Outcome(None, fault="internal", error=f"made the model fail ({type(error).__name__}).")
+    text = re.sub(r"^Document \d+( of query \d+)? ", "", str(error))
+    return Outcome(None, fault="input" if isinstance(error, InputError) else "unscored", error=text)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import time
 import traceback
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from types import TracebackType
 from typing import Any
 
@@ -48,17 +48,7 @@ class Record:
 
     def write(self, level: int = logging.INFO) -> None:
         """Log it, with the fields that it has."""
-        fields: dict[str, Any] = {
-            "id": self.id,
-            "method": self.method,
-            "route": self.route,
-            "status": self.status,
-            "documents": self.documents,
-            "tokens": self.tokens,
-            "kept": self.kept,
-            "milliseconds": round(1000 * self.seconds, 1),
-            "client": self.client,
-        }
+        fields: dict[str, Any] = {**asdict(self), "milliseconds": round(1000 * self.seconds, 1), "started": None}
         logger.log(level, "request", extra={name: value for name, value in fields.items() if value is not None})
 
 

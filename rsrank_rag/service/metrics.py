@@ -9,8 +9,8 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.metrics_core import Metric
 from prometheus_client.registry import Collector
 
-from .backend import Backend
 from .logs import Record
+from .scheduler import Scheduler
 
 SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
 SIZES = (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000)
@@ -33,7 +33,7 @@ COUNTERS = {
     "model_corrupt": ("rsrank_prefix_corrupt", "Damaged files of prefixes."),
     "model_write_errors": ("rsrank_prefix_write_errors", "Prefixes that could not be written to disk."),
 }
-"""Names in `Backend.stats`, and what they are called here; Prometheus adds ``_total``."""
+"""Names in `Scheduler.stats`, and what they are called here; Prometheus adds ``_total``."""
 
 GAUGES = {
     "waiting": ("rsrank_waiting_documents", "Documents that wait for their turn."),
@@ -52,7 +52,7 @@ class Metrics:
         backend: Whose.
     """
 
-    def __init__(self, backend: Backend) -> None:
+    def __init__(self, backend: Scheduler) -> None:
         self.registry = CollectorRegistry()
         self.registry.register(_BackendCollector(backend))
         self._seconds = Histogram(
@@ -78,7 +78,7 @@ class Metrics:
 
 
 class _BackendCollector(Collector):
-    def __init__(self, backend: Backend) -> None:
+    def __init__(self, backend: Scheduler) -> None:
         self._backend = backend
 
     def describe(self) -> list[Metric]:

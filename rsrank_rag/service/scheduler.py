@@ -12,33 +12,28 @@ import contextlib
 import itertools
 import logging
 import math
-import multiprocessing
-import os
-import signal
-import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import Executor, ProcessPoolExecutor, ThreadPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any, Literal
 
 from ..errors import RSRankError
 from ..method.explanation import Explanation
 from ..reranker import Pair, Reranker
-from . import engine
 from .backend import DeadlineError, Description, Outcome, OverloadedError, UnavailableError
-from .engine import Canary, Host, Loaded, Step
+from .engine import Canary, Step
+from .worker import ModelProcess
 
 logger = logging.getLogger(__name__)
-
-Result = TypeVar("Result")
 
 CHARACTERS_A_TOKEN = 4
 """To plan with, before anybody has counted."""
 
 OVERHEAD = 16
 """Tokens that a pair costs beside its texts, to plan with."""
+
+COUNTED = ("pairs", "tokens", "truncated", "unscored", "failed", "cancelled", "refused", "late", "steps", "restarts")
 
 
 @dataclass(frozen=True)
@@ -61,27 +56,13 @@ class QueueLimits:
 
 
 @dataclass(eq=False)
-class _Job:
-    """One request that waits for its scores."""
-
-    client: str
-    outcomes: list[Outcome | None]
-    done: asyncio.Future[None]
-    left: int
-
-
-@dataclass(eq=False)
 class _Item:
-    """One pair of a request."""
+    """One pair of a request, to be scored with others (``step``) or taken apart by itself (``explain``)."""
 
-    job: _Job
-    place: int
+    method: Literal["step", "explain"]
     pair: Pair
     tokens: int
-
-    @property
-    def wanted(self) -> bool:
-        return not self.job.done.done()
+    done: asyncio.Future[Any]
 
 
 @dataclass(eq=False)
@@ -93,7 +74,7 @@ class _Client:
 
 
 class Scheduler:
-    """A `Backend` with one model in one process.
+    """Scores pairs for many clients at once, with one model in one process.
 
     Args:
         make: Loads the model; it and what it gives must be picklable by reference unless ``in_process``.
@@ -114,47 +95,42 @@ class Scheduler:
         in_process: bool = False,
         prepare: Callable[[], object] | None = None,
     ) -> None:
-        self.make, self.name, self.canary, self.in_process = make, name, canary, in_process
-        self.limits, self.prepare = limits or QueueLimits(), prepare
-        self._target: Any = Host() if in_process else engine
-        self._pool: Executor | None = None
-        self._loaded: Loaded | None = None
+        self.name, self.limits = name, limits or QueueLimits()
+        self.model = ModelProcess((make, name, canary), self.limits.longest_step, in_process, prepare)
         self._trouble = "It has not been started."
         self._stopping = False
         self._clients: dict[str, _Client] = {}
         self._ahead: dict[str, float] = {}  # clients that wait for nothing, but have had more than others who do
         self._suspects: deque[list[_Item]] = deque()
-        self._explaining: deque[tuple[asyncio.Future[Explanation], Pair]] = deque()
         self._waiting = self._waiting_tokens = 0
         self._clock = 0.0
         self._rate = self.limits.least_tokens / self.limits.step_seconds
-        self._work: asyncio.Event | None = None
-        self._ending: asyncio.Event | None = None
+        self._work = self._ending = asyncio.Event()
         self._runner: asyncio.Task[None] | None = None
-        self._counts = dict.fromkeys(
-            ("pairs", "tokens", "truncated", "unscored", "failed", "cancelled", "refused", "late", "steps", "restarts"),
-            0,
-        )
+        self._counts = dict.fromkeys(COUNTED, 0)
         self._busy_seconds = 0.0
-        self._model: dict[str, float] = {}
-        self._model_before: dict[str, float] = {}
+        self._model_stats: dict[str, float] = {}
+        self._stats_before: dict[str, float] = {}  # of processes that have died
 
     @property
     def description(self) -> Description:
-        """See `Backend`."""
-        if self._loaded is None:
+        """What is being served.
+
+        Raises:
+            UnavailableError: Nothing is loaded yet.
+        """
+        if self.model.loaded is None:
             raise UnavailableError(f"{self.name} is not loaded. {self._trouble}", retry_after=1.0)
-        return self._loaded.description
+        return self.model.loaded.description
 
     def readiness(self) -> str | None:
-        """See `Backend`."""
+        """None if requests are answered and the last canary scored as it should; else what is the matter."""
         if self._stopping:
             return "The service is stopping."
-        if not self._trouble and self._runner is not None and self._is_gone():
-            assert self._work is not None
+        if not self._trouble and self._runner is not None and self.model.is_gone():
             self._work.set()  # nobody else would look before the next request
             return "The model's process is gone; it is being replaced."
-        return self._trouble or (None if self._loaded is None else self._loaded.complaint)
+        return self._trouble or (None if self.model.loaded is None else self.model.loaded.complaint)
 
     def stats(self) -> dict[str, float]:
         """Counters since the start, and levels of now.
@@ -164,83 +140,98 @@ class Scheduler:
         ``restarts``, ``busy_seconds``; ``waiting`` pairs, ``clients`` that wait, ``tokens_per_second`` (estimated
         ones); and the reranker's own with ``model_`` before them.
         """
+        before, now = self._stats_before, self._model_stats
         return {
             **self._counts,
             "busy_seconds": self._busy_seconds,
             "waiting": self._waiting,
             "clients": len(self._clients),
             "tokens_per_second": self._rate,
-            **{
-                f"model_{name}": self._model.get(name, 0) + self._model_before.get(name, 0)
-                for name in {**self._model_before, **self._model}
-            },
+            **{f"model_{name}": now.get(name, 0) + before.get(name, 0) for name in {**before, **now}},
         }
 
     async def start(self) -> None:
-        """See `Backend`."""
+        """Load the model and check it; returns when it can score.
+
+        Raises:
+            RSRankError: It cannot be loaded.
+        """
         self._work, self._ending = asyncio.Event(), asyncio.Event()
+        self._trouble = "The model is being loaded."
         try:
-            await self._load()
-        except BaseException as error:
-            if self._pool is not None:
-                self._pool.shutdown(wait=False)
-            if isinstance(error, BrokenProcessPool):
-                told = f"The process that was to hold {self.name} ended while it was loading."
-                raise UnavailableError(told) from None
+            await self.model.start()
+        except BaseException:
+            self.model.end(wait=False)
             raise
+        self._trouble = ""
         if self.readiness() is not None:
             logger.warning("%s", self.readiness())
         self._runner = asyncio.create_task(self._run())
 
     async def stop(self) -> None:
-        """See `Backend`."""
+        """Take no more work, finish what is there, and let the model go."""
         self._stopping = True
         if self._runner is not None:
-            assert self._work is not None
-            assert self._ending is not None
             self._work.set()
             self._ending.set()
             await self._runner
             self._runner = None
-        if self._pool is not None:
-            await asyncio.to_thread(self._pool.shutdown)
-            self._pool = None
+        await asyncio.to_thread(self.model.end)
 
     async def score(self, pairs: Sequence[Pair], *, client: str = "", timeout: float | None = None) -> list[Outcome]:
-        """See `Backend`."""
-        if not pairs:
-            return []
-        items = [(place, pair, _estimate(pair)) for place, pair in enumerate(pairs)]
-        tokens = sum(cost for _, _, cost in items)
-        self._admit(len(pairs), tokens)
-        job = _Job(client, [None] * len(pairs), asyncio.get_running_loop().create_future(), len(pairs))
-        mine = self._clients.get(client)
-        if mine is None:
-            # Whoever asks again and again must not begin each time as if they had had nothing.
-            mine = self._clients[client] = _Client(served=max(self._clock, self._ahead.pop(client, 0.0)))
-        mine.waiting.extend(_Item(job, *item) for item in items)
-        self._waiting += len(pairs)
-        self._waiting_tokens += tokens
-        try:
-            await self._finished(job.done, timeout)
-        finally:
-            if job.left:
-                self._withdraw(job)
-        return [outcome for outcome in job.outcomes if outcome is not None]
+        """Score pairs; cancelling the call cancels the work.
+
+        Args:
+            pairs: Of any number of queries.
+            client: Whose they are: clients share the model's time equally.
+            timeout: Seconds after which to give up.
+
+        Returns:
+            One outcome a pair, in input order.
+
+        Raises:
+            OverloadedError: The queue is full.
+            DeadlineError: Time was up.
+            UnavailableError: The service is stopping.
+        """
+        return await self._answered("step", pairs, client, timeout) if pairs else []
 
     async def explain(self, pair: Pair, *, client: str = "", timeout: float | None = None) -> Explanation:
-        """See `Backend`."""
-        self._admit(1, _estimate(pair))
-        done: asyncio.Future[Explanation] = asyncio.get_running_loop().create_future()
-        mine = (done, pair)
-        self._explaining.append(mine)
-        try:
-            return await self._finished(done, timeout)
-        finally:
-            if mine in self._explaining:
-                self._explaining.remove(mine)
+        """Take one score apart.
 
-    def _admit(self, count: int, tokens: int) -> None:
+        Raises:
+            ServiceError: As `score`.
+            InputError: The pair cannot be used, or the model's scores cannot be taken apart.
+            ScoringError: The document could not be scored.
+            RSRankError: The model failed on it.
+        """
+        found: list[Explanation] = await self._answered("explain", [pair], client, timeout)
+        return found[0]
+
+    async def _answered(
+        self, method: Literal["step", "explain"], pairs: Sequence[Pair], client: str, timeout: float | None
+    ) -> list[Any]:
+        """Put pairs into the queue and wait for what becomes of each; giving up takes them out again."""
+        loop = asyncio.get_running_loop()
+        items = [_Item(method, pair, _estimate(pair), loop.create_future()) for pair in pairs]
+        self._admit(items)
+        if client not in self._clients:
+            # Whoever asks again and again must not begin each time as if they had had nothing.
+            self._clients[client] = _Client(served=max(self._clock, self._ahead.pop(client, 0.0)))
+        self._clients[client].waiting.extend(items)
+        self._waiting += len(items)
+        self._waiting_tokens += sum(item.tokens for item in items)
+        self._work.set()
+        try:
+            return await asyncio.wait_for(asyncio.gather(*(item.done for item in items)), timeout)
+        except asyncio.TimeoutError:
+            self._counts["late"] += 1
+            raise DeadlineError(f"There was no answer in {timeout:g} seconds; the work has been cancelled.") from None
+        finally:
+            if any(item.done.cancelled() for item in items):
+                self._withdraw(client)
+
+    def _admit(self, items: Sequence[_Item]) -> None:
         """Let a request in, or refuse it.
 
         Raises:
@@ -249,38 +240,28 @@ class Scheduler:
         """
         if self._runner is None or self._stopping:
             raise UnavailableError(f"No requests are taken. {self.readiness()}", retry_after=5.0)
-        limits, waiting = self.limits, self._waiting + len(self._explaining)
-        if waiting and (waiting + count > limits.pairs or self._waiting_tokens + tokens > limits.tokens):
+        limits, waiting, tokens = self.limits, self._waiting, self._waiting_tokens
+        more = sum(item.tokens for item in items)
+        if waiting and (waiting + len(items) > limits.pairs or tokens + more > limits.tokens):
             self._counts["refused"] += 1
             raise OverloadedError(
-                f"{waiting:,} documents of about {self._waiting_tokens:,} tokens are waiting. With {count:,} more the "
-                f"queue would be over its limit of {limits.pairs:,} documents or {limits.tokens:,} tokens. Try again "
-                "later.",
-                retry_after=max(1.0, math.ceil(self._waiting_tokens / self._rate)),
+                f"{waiting:,} documents of about {tokens:,} tokens are waiting. With {len(items):,} more the queue "
+                f"would be over its limit of {limits.pairs:,} documents or {limits.tokens:,} tokens. Try again later.",
+                retry_after=max(1.0, math.ceil(tokens / self._rate)),
             )
 
-    async def _finished(self, done: asyncio.Future[Result], timeout: float | None) -> Result:
-        """Wait for a result; giving up cancels ``done``, which is how the loop hears of it."""
-        assert self._work is not None
-        self._work.set()
-        try:
-            return await asyncio.wait_for(done, timeout)
-        except asyncio.TimeoutError:
-            self._counts["late"] += 1
-            raise DeadlineError(f"There was no answer in {timeout:g} seconds; the work has been cancelled.") from None
-
-    def _withdraw(self, job: _Job) -> None:
+    def _withdraw(self, client: str) -> None:
         """Take what nobody waits for any more out of the queue."""
-        mine = self._clients.get(job.client)
+        mine = self._clients.get(client)
         if mine is None:
             return
-        gone = [item for item in mine.waiting if item.job is job]
-        mine.waiting = deque(item for item in mine.waiting if item.job is not job)
+        gone = [item for item in mine.waiting if item.done.done()]
+        mine.waiting = deque(item for item in mine.waiting if not item.done.done())
         self._waiting -= len(gone)
         self._waiting_tokens -= sum(item.tokens for item in gone)
         self._counts["cancelled"] += len(gone)
         if not mine.waiting:
-            self._leave(job.client)
+            self._leave(client)
 
     def _leave(self, name: str) -> None:
         """A client waits for nothing any more. What it has had counts for as long as others who wait have had less."""
@@ -290,22 +271,18 @@ class Scheduler:
     # The loop
 
     async def _run(self) -> None:
-        assert self._work is not None
         while True:
             self._work.clear()
-            if self._explaining:
-                await self._explain_one()
             if self._suspects:
-                await self._score_batch(self._suspects.popleft(), suspect=True)
+                await self._process(self._suspects.popleft(), suspect=True)
             elif batch := self._next_batch():
-                await self._score_batch(batch)
-            elif not self._explaining:
-                if self._stopping:
-                    return
-                if self._is_gone():
-                    await self._restart()
-                else:
-                    await self._work.wait()
+                await self._process(batch)
+            elif self._stopping:
+                return
+            elif self.model.is_gone():
+                await self._restart()
+            else:
+                await self._work.wait()
 
     def _next_batch(self) -> list[_Item]:
         """What is scored next: pairs of whichever client has had the least, until the batch takes long enough."""
@@ -314,7 +291,7 @@ class Scheduler:
         while self._clients:
             name = min(self._clients, key=lambda name: self._clients[name].served)
             mine = self._clients[name]
-            if batch and mine.waiting[0].tokens > room:
+            if batch and (mine.waiting[0].tokens > room or "explain" in (mine.waiting[0].method, batch[0].method)):
                 break
             item = mine.waiting.popleft()
             self._waiting -= 1
@@ -327,28 +304,33 @@ class Scheduler:
                 self._leave(name)
         return batch
 
-    async def _score_batch(self, batch: list[_Item], *, suspect: bool = False) -> None:
-        batch = [item for item in batch if item.wanted]
+    async def _process(self, batch: list[_Item], *, suspect: bool = False) -> None:
+        batch = [item for item in batch if not item.done.done()]
         if not batch:
             return
         try:
-            step: Step = await self._call(self._target.step, [item.pair for item in batch])
-            self._learn(step, sum(item.tokens for item in batch))
-            outcomes = step.outcomes
+            if batch[0].method == "explain":
+                results: list[Any] = [await self.model.call("explain", batch[0].pair)]
+            else:
+                step: Step = await self.model.call("step", [item.pair for item in batch])
+                self._learn(step, sum(item.tokens for item in batch))
+                results = step.outcomes
         except BrokenProcessPool:
             self._suspect(batch, suspect)
             await self._restart()
             return
-        except Exception as error:  # what cannot be sent to the process or back, such as an odd error of the model's
-            logger.exception("A batch failed.")
-            outcomes = [Outcome(None, fault="internal", error=f"{type(error).__name__}.")] * len(batch)
-        self._settle(batch, outcomes)
+        except Exception as error:  # whatever the model raises, this loop goes on: every other request waits for it
+            if not isinstance(error, RSRankError):
+                logger.exception("A batch failed.")
+                error = RSRankError(f"The model failed ({type(error).__name__}).")
+            results = [_failure(item, error) for item in batch]
+        self._settle(batch, results)
 
     def _learn(self, step: Step, tokens: int) -> None:
         """Take in what a batch of so many (estimated) tokens tells about the model."""
         self._counts["steps"] += 1
         self._busy_seconds += step.seconds
-        self._model = dict(step.stats)
+        self._model_stats = dict(step.stats)
         speed = tokens / max(step.seconds, 1e-6)
         # Small batches say little about how fast a full one would be, and one that took too long must not be repeated.
         weight = min(1.0, 0.3 * step.seconds / self.limits.step_seconds)
@@ -359,103 +341,37 @@ class Scheduler:
         if not again:
             self._suspects.appendleft(batch)
         elif len(batch) == 1:
-            error = "ended the model's process, twice."
-            self._settle(batch, [Outcome(None, fault="internal", error=error)])
+            self._settle(batch, [_failure(batch[0], RSRankError("ended the model's process, twice."))])
         else:
             middle = len(batch) // 2
             self._suspects.extendleft([batch[middle:], batch[:middle]])
 
-    def _settle(self, batch: list[_Item], outcomes: Sequence[Outcome]) -> None:
-        for item, outcome in zip(batch, outcomes, strict=True):
-            self._count(outcome)
-            job = item.job
-            job.outcomes[item.place] = outcome
-            job.left -= 1
-            if job.left == 0 and not job.done.done():
-                job.done.set_result(None)
-
-    def _count(self, outcome: Outcome) -> None:
-        self._counts["pairs"] += 1
-        self._counts["tokens"] += outcome.tokens
-        self._counts["truncated"] += outcome.truncated
-        self._counts["unscored"] += outcome.fault == "unscored"
-        self._counts["failed"] += outcome.fault in ("input", "internal")
-
-    async def _explain_one(self) -> None:
-        done, pair = self._explaining.popleft()
-        if done.done():
-            return
-        try:
-            explanation: Explanation = await self._call(self._target.explain, pair)
-        except BrokenProcessPool:
-            if not done.done():
-                done.set_exception(UnavailableError("The model's process died; it is being replaced.", 5.0))
-            await self._restart()
-        except RSRankError as error:
-            if not done.done():
-                done.set_exception(error)
-        except Exception as error:  # whatever the model raises, this loop goes on: every other request waits for it
-            logger.exception("An explanation failed.")
-            if not done.done():
-                done.set_exception(RSRankError(f"The model failed ({type(error).__name__})."))
-        else:
-            if not done.done():
-                done.set_result(explanation)
-
-    # The process
-
-    def _is_gone(self) -> bool:
-        """Whether the process that held the model has ended; where one cannot ask, the next batch tells."""
-        if self.in_process or self._loaded is None or os.name != "posix":
-            return False
-        try:
-            os.kill(self._loaded.process, 0)
-        except ProcessLookupError:
-            return True
-        return False
-
-    async def _call(self, function: Callable[..., Result], *arguments: object) -> Result:
-        """Run a function where the model is.
-
-        Raises:
-            BrokenProcessPool: The process died, or was ended because it hung.
-        """
-        future = asyncio.get_running_loop().run_in_executor(self._pool, function, *arguments)
-        done, _ = await asyncio.wait([future], timeout=self.limits.longest_step)
-        if not done:
-            assert self._loaded is not None
-            logger.error("The model's process has not answered for %g seconds and is ended.", self.limits.longest_step)
-            if not self.in_process:
-                with contextlib.suppress(ProcessLookupError):  # it has ended just now
-                    os.kill(self._loaded.process, signal.SIGKILL)
-        return await future
-
-    async def _load(self) -> None:
-        self._trouble = "The model is being loaded."
-        if self.in_process:
-            self._pool = ThreadPoolExecutor(1, thread_name_prefix="rsrank-serve")
-        else:
-            context = multiprocessing.get_context("spawn")  # a forked copy of threads and CUDA would not work
-            self._pool = ProcessPoolExecutor(1, mp_context=context, initializer=engine.begin, initargs=(self.prepare,))
-        loop = asyncio.get_running_loop()
-        started = time.perf_counter()
-        self._loaded = await loop.run_in_executor(self._pool, self._target.load, self.make, self.name, self.canary)
-        logger.info("%s was loaded in %.1f s.", self.name, time.perf_counter() - started)
-        self._trouble = ""
+    def _settle(self, batch: list[_Item], results: Sequence[Outcome | Explanation | Exception]) -> None:
+        for item, result in zip(batch, results, strict=True):
+            if isinstance(result, Outcome):
+                self._counts["pairs"] += 1
+                self._counts["tokens"] += result.tokens
+                self._counts["truncated"] += result.truncated
+                self._counts["unscored"] += result.fault == "unscored"
+                self._counts["failed"] += result.fault in ("input", "internal")
+            if item.done.done():
+                continue
+            if isinstance(result, Exception):
+                item.done.set_exception(result)
+            else:
+                item.done.set_result(result)
 
     async def _restart(self) -> None:
         """Put a new process in the place of a dead one; while that fails, try again ever more slowly."""
-        assert self._pool is not None
-        assert self._ending is not None
-        for name, value in self._model.items():
+        for name, value in self._model_stats.items():
             if not name.endswith("_bytes"):  # what was held is gone with the process
-                self._model_before[name] = self._model_before.get(name, 0) + value
-        self._model = {}
+                self._stats_before[name] = self._stats_before.get(name, 0) + value
+        self._model_stats = {}
         for attempt in itertools.count():
             self._counts["restarts"] += 1
-            self._pool.shutdown(wait=False)
+            self._trouble = "The model is being loaded."
             try:
-                await self._load()
+                await self.model.start()
             except Exception as error:  # whatever loading meets, such as a device that is still full: it may pass
                 self._trouble = f"The model's process died and could not be replaced ({error})."
                 logger.error("%s", self._trouble)
@@ -465,21 +381,25 @@ class Scheduler:
                 with contextlib.suppress(asyncio.TimeoutError):
                     await asyncio.wait_for(self._ending.wait(), min(30.0, 0.5 * 2 ** min(attempt, 6)))
             else:
+                self._trouble = ""
                 logger.warning("The model's process died and was replaced.")
                 return
 
     def _give_up(self) -> None:
         """Answer all that waits: there is no model and will be none."""
-        waiting = [*itertools.chain(*self._suspects), *itertools.chain(*(c.waiting for c in self._clients.values()))]
-        futures: list[asyncio.Future[Any]] = [item.job.done for item in waiting]
-        for done in (*futures, *(done for done, *_ in self._explaining)):
-            if not done.done():
-                done.set_exception(UnavailableError(self._trouble))
+        waiting = (client.waiting for client in self._clients.values())
+        for item in itertools.chain(*self._suspects, *waiting):
+            if not item.done.done():
+                item.done.set_exception(UnavailableError(self._trouble))
         self._suspects.clear()
         self._clients.clear()
-        self._explaining.clear()
         self._waiting = self._waiting_tokens = 0
 
 
 def _estimate(pair: Pair) -> int:
     return (len(pair.query) + len(pair.document)) // CHARACTERS_A_TOKEN + OVERHEAD
+
+
+def _failure(item: _Item, error: RSRankError) -> RSRankError | Outcome:
+    """An error is the whole answer to whoever wants an explanation, and that of one document to others."""
+    return error if item.method == "explain" else Outcome(None, fault="internal", error=str(error))

@@ -1,4 +1,4 @@
-"""Wire shapes as pure functions: requests to pairs, outcomes to answers, scores between 0 and 1."""
+"""What clients say, as pure functions: requests to pairs, outcomes to answers, scores between 0 and 1."""
 
 import math
 
@@ -7,30 +7,18 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import TypeAdapter, ValidationError
 
-from rsrank_rag.reranker import Pair
+from rsrank_rag.reranker import BLANK_SCORE, Pair
+from rsrank_rag.service.app import AnyRerankRequest
 from rsrank_rag.service.backend import Description, Outcome
-from rsrank_rag.service.dialects import (
-    AnyRerankRequest,
-    Heading,
-    RankingRequest,
-    RefusedError,
-    RerankRequest,
-    ScoreRequest,
-    TextsRequest,
-    complaints,
-    error_body,
-    normalise,
-    ranking_response,
-    refusal,
-    rerank_response,
-    score_response,
-    texts_of,
-    texts_response,
-)
+from rsrank_rag.service.dialects.cohere import RerankRequest, texts_of
+from rsrank_rag.service.dialects.common import Scores, normalise
+from rsrank_rag.service.dialects.nvidia import RankingRequest
+from rsrank_rag.service.dialects.tei import TextsRequest
+from rsrank_rag.service.dialects.vllm import ScoreRequest
+from rsrank_rag.service.refusals import RefusedError, error_body, refusal
 
 FINITE = st.floats(allow_nan=False, allow_infinity=False)
 MODEL = Description("fake", 1.0, False)
-HEADING = Heading("some-id", 12, MODEL)
 
 
 def rerank(**fields):
@@ -44,16 +32,13 @@ def outcomes(*scores):
     ]
 
 
+def scored(request, found, **fields):
+    return Scores(request.asked(), found, MODEL, id="some-id", created=12, **fields)
+
+
 def answer(request, found, *, cutoff=None, normalised=False, faults=()):
-    return rerank_response(
-        request,
-        request.asked(),
-        found,
-        HEADING,
-        cutoff=cutoff,
-        normalised=normalised,
-        faults={place: "has no score." for place in faults},
-    )
+    faults = {place: "has no score." for place in faults}
+    return request.answer(scored(request, found, normalised=normalised, faults=faults), cutoff)
 
 
 # Scores between 0 and 1
@@ -240,17 +225,18 @@ def test_the_native_threshold_of_a_model_without_one_is_refused():
 
 def test_a_document_that_was_cut_is_an_error_only_if_it_may_not_be():
     cut = [Outcome(1.0), Outcome(2.0, truncated=True)]
-    assert complaints(rerank().asked(), cut)[0] == {}
-    assert complaints(rerank(truncate=True).asked(), cut)[0] == {}
-    faults, status = complaints(rerank(truncate=False).asked(), cut)
+    assert rerank().asked().complaints(cut)[0] == {}
+    assert rerank(truncate=True).asked().complaints(cut)[0] == {}
+    faults, status = rerank(truncate=False).asked().complaints(cut)
     assert (list(faults), status) == ([1], 413)
 
 
 def test_bad_documents_are_the_requests_fault_and_a_model_that_always_fails_is_not():
     internal = Outcome(None, fault="internal", error="The model failed.")
-    assert complaints(rerank().asked(), [*outcomes(None), internal])[1] == 422
-    assert complaints(rerank().asked(), [*outcomes(1.0), internal])[1] == 422
-    assert complaints(rerank().asked(), [internal, internal])[1] == 500
+    complaints = rerank().asked().complaints
+    assert complaints([*outcomes(None), internal])[1] == 422
+    assert complaints([*outcomes(1.0), internal])[1] == 422
+    assert complaints([internal, internal])[1] == 500
 
 
 def test_a_query_that_cannot_be_used_is_said_once_and_no_document_is_blamed():
@@ -329,11 +315,10 @@ def test_the_answer_has_the_fields_of_cohere_jina_infinity_and_vllm():
 
 def test_tei_and_nvidia_get_all_rows_best_first_and_vllm_in_input_order():
     texts = TextsRequest(query="q", texts=["a", "b", ""])
-    rows = texts_response(texts, texts.asked(), outcomes(-3, 2, 0), 1.0, False)
-    assert [(row.index, row.score) for row in rows] == [(1, 2), (0, -3), (2, 0)]
+    rows = texts.answer(scored(texts, outcomes(-3, 2, 0)))
+    assert [(row.index, row.score) for row in rows] == [(1, 2), (0, -3), (2, BLANK_SCORE)]
     ranking = RankingRequest.model_validate({"query": {"text": "q"}, "passages": [{"text": "a"}, {"text": "b"}]})
-    assert [(row.index, row.logit) for row in ranking_response(ranking.asked(), outcomes(-3, 2)).rankings] == [
-        (1, 2),
-        (0, -3),
-    ]
-    assert [(row.index, row.score) for row in score_response(outcomes(-3, 2), HEADING, False).data] == [(0, -3), (1, 2)]
+    found = ranking.answer(scored(ranking, outcomes(-3, 2))).rankings
+    assert [(row.index, row.logit) for row in found] == [(1, 2), (0, -3)]
+    pairs = ScoreRequest(text_1="q", text_2=["a", "b"])
+    assert [(row.index, row.score) for row in pairs.answer(scored(pairs, outcomes(-3, 2))).data] == [(0, -3), (1, 2)]

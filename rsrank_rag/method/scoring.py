@@ -1,0 +1,187 @@
+"""From rows to scores: the paper's Section 4.3, as one path.
+
+A batch is N rows, each a document and a query. Each distinct query adds one row without a document, so that the two
+runs that are subtracted share a batch. Shift = a row's value vectors minus those of its query's row without a document.
+
+Axes: N rows, H KV heads, T scored query tokens, D head dimension.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from .backbone import Backbone
+from .batching import Ids
+from .probe import Prefixes
+from .projection import Projection
+from .shift import representational_shift
+from .template import PromptTokenizer, TokenisedQuery
+
+Consume = Callable[[int, Tensor], object]
+"""Receives a read layer's index and its shifts, (N, H, T, D) fp32, zero behind queries with fewer than T tokens."""
+
+Prefill = Callable[[Sequence[Ids], int, Sequence[Tensor]], Prefixes]
+"""Runs documents, with room for so many query tokens and with other prefixes behind them: `Backbone.prefill`."""
+
+
+class Keeper(Protocol):
+    """Keeps what was computed for documents; see `prefixes.store.PrefixStore`."""
+
+    def prefill(self, documents: Sequence[Ids], run: Prefill, room: int, behind: Sequence[Tensor]) -> Prefixes:
+        """Prefixes of documents, the same one perhaps several times: kept ones, and the others run by ``run``."""
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """A document and a query, as token ids."""
+
+    document: Ids
+    query: TokenisedQuery
+
+    def __len__(self) -> int:
+        return len(self.document)
+
+
+class ShiftReader:
+    """Reads the shifts that B is made for: scoring and training read through here, so that both see the same.
+
+    Args:
+        backbone: The frozen language model.
+        prompts: Its tokenizer with the artifact's template.
+        layers: Layers to read.
+        store: Where documents' prefixes are kept; None runs every document anew.
+    """
+
+    def __init__(
+        self, backbone: Backbone, prompts: PromptTokenizer, layers: Sequence[int], store: Keeper | None = None
+    ) -> None:
+        self.backbone, self.prompts, self.layers, self.store = backbone, prompts, frozenset(layers), store
+        self._null: Tensor | None = None
+
+    def read(self, rows: Sequence[Row], consume: Consume) -> None:
+        """Hand over each read layer's shifts, in ascending order.
+
+        Args:
+            rows: One batch.
+            consume: Called once a layer.
+        """
+        queries = list(dict.fromkeys(row.query for row in rows))
+        number = {query: place for place, query in enumerate(queries)}
+        which = [number[row.query] for row in rows]
+        owner = torch.tensor(which, device=self.backbone.device)
+        tokens = _ScoredTokens([row.query for row in rows], queries, self.backbone.device)
+
+        def subtract(layer: int, values: Tensor) -> None:
+            if layer in self.layers:
+                found = tokens.of(values)
+                alone = found[len(rows) :]
+                # A single query's row is the same for all: no copy of it for each.
+                shift = representational_shift(found[: len(rows)], alone if len(queries) == 1 else alone[owner])
+                consume(layer, tokens.only_scored(shift, self._reached(layer)))
+
+        room = max(len(query.ids) for query in queries)
+        prefixes = self.prefixes([row.document for row in rows], room, len(queries))
+        lines = [[query.ids] for query in queries]
+        self.backbone.query_values(lines, prefixes, subtract, [*which, *range(len(queries))])
+
+    def prefixes(self, documents: Sequence[Ids], room: int, nulls: int) -> Prefixes:
+        """Documents' prefixes and, behind them, so many without a document.
+
+        Args:
+            documents: Token ids of ``instruction + document + separator``; the same may stand there again.
+            room: Tokens of the longest query that will be run after them.
+            nulls: How many without a document.
+        """
+        behind = [self.null_prefix()] * nulls
+        if self.store is not None:
+            return self.store.prefill(documents, self.backbone.prefill, room, behind)
+        distinct = {ids: place for place, ids in enumerate(dict.fromkeys(documents))}
+        made = self.backbone.prefill(list(distinct), room, behind)
+        if len(distinct) == len(documents):
+            return made
+        rows = [*map(distinct.__getitem__, documents), *range(len(distinct), len(distinct) + nulls)]
+        return made.take(torch.tensor(rows, device=self.backbone.device))
+
+    def null_prefix(self) -> Tensor:
+        """The template before the query, without a document: run once, (2, L, H, its length, D)."""
+        if self._null is None:
+            self._null = self.backbone.prefill([self.prompts.null_prefix]).row(0)
+        return self._null
+
+    def _reached(self, layer: int) -> int | None:
+        """How many of a query's tokens can know of the document at a layer; None for all.
+
+        Where all layers have windows, others cannot. Their shift is no more than rounding, and the direction of that
+        would count as much as any other.
+        """
+        reach = self.backbone.reach(layer)
+        return None if reach is None else max(0, reach - self.prompts.after_document)
+
+
+class _ScoredTokens:
+    """Which of the queries' tokens are scored, a row each.
+
+    Args:
+        rows: Each row's query.
+        nulls: The queries of the rows without a document, below them.
+        device: Of the values.
+    """
+
+    def __init__(self, rows: Sequence[TokenisedQuery], nulls: Sequence[TokenisedQuery], device: torch.device) -> None:
+        self.width = max(query.length for query in nulls)
+        self.starts = torch.tensor([query.start for query in (*rows, *nulls)], device=device)
+        self.lengths = torch.tensor([query.length for query in rows], device=device)
+        self.columns = torch.arange(self.width, device=device)
+        self.alike = len({(query.start, query.length) for query in nulls}) == 1
+
+    def of(self, values: Tensor) -> Tensor:
+        """Of value vectors (rows, H, all tokens, D) those of scored tokens, (rows, H, T, D)."""
+        if self.alike:
+            start = int(self.starts[0])
+            return values[:, :, start : start + self.width]
+        places = (self.starts[:, None] + self.columns).clamp(max=values.shape[2] - 1)
+        return values.gather(2, places[:, None, :, None].expand(-1, values.shape[1], -1, values.shape[3]))
+
+    def only_scored(self, shift: Tensor, reached: int | None) -> Tensor:
+        """Shifts (N, H, T, D) with zeros behind shorter queries, and where no document reaches."""
+        if self.alike and reached is None:
+            return shift
+        scored = self.columns < self.lengths[:, None]  # (N, T)
+        if reached is not None:
+            scored = scored & (self.starts[: len(shift), None] + self.columns < reached)
+        return shift * scored[:, None, :, None]
+
+
+def score_rows(reader: ShiftReader, projection: Projection, rows: Sequence[Row]) -> list[float]:
+    """The paper's scores: of each layer and head, the mean over the query's tokens of cos(B shift, ones), summed up.
+
+    Args:
+        reader: Reads the shifts.
+        projection: B.
+        rows: One batch.
+
+    Returns:
+        A score a row; above 0 means relevant.
+    """
+    lengths = torch.tensor([row.query.length for row in rows], device=reader.backbone.device)
+    # In float64, in which a sum does not depend on how many zeros of longer neighbours stand behind it.
+    total = torch.zeros(len(rows), dtype=torch.float64, device=reader.backbone.device)
+
+    def add(layer: int, shift: Tensor) -> None:
+        total.add_(projection.cosines(layer, shift).sum(1, dtype=torch.float64).sum(-1) / lengths)
+
+    reader.read(rows, add)
+    scores: list[float] = total.float().tolist()
+    return scores
+
+
+def score_parts(reader: ShiftReader, projection: Projection, row: Row) -> Tensor:
+    """One score's parts for each query token, layer and head, (T, L, H) float64: they add up to it."""
+    terms: list[Tensor] = []
+    reader.read([row], lambda layer, shift: terms.append(projection.cosines(layer, shift)[0].double()))
+    return torch.stack(terms).permute(2, 0, 1) / row.query.length

@@ -1,0 +1,166 @@
+"""Kept prefixes in 8 bits, and as files.
+
+Axes: L layers, H KV heads, S prefix positions, D head dimension.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import threading
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save
+from torch import Tensor
+
+from ..partial_files import is_running, partial_of
+
+FORMAT = "rsrank-prefix-1"
+
+
+@dataclass(frozen=True)
+class PackedPrefix:
+    """A prefix in 8 bits: one scale for each token and head, so that a sink token's large values cost no other.
+
+    Attributes:
+        codes: Keys, then values, (2, L, H, S, D) int8.
+        scales: (2, L, H, S, 1) fp16.
+    """
+
+    codes: Tensor
+    scales: Tensor
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of both."""
+        return self.codes.nbytes + self.scales.nbytes
+
+    @classmethod
+    def of(cls, prefix: Tensor) -> PackedPrefix | None:
+        """Quantise (2, L, H, S, D); the largest error is half a scale, 0.4% of the token's largest entry.
+
+        None where something is infinite, NaN or too large: in 8 bits it would look as if it were not.
+        """
+        both = prefix.float()
+        scales = (both.abs().amax(-1, keepdim=True) / 127).clamp_min(1e-7)
+        if not bool((scales <= 65504).all()):
+            return None
+        scales = scales.half()
+        codes = (both / scales.float()).round_().clamp_(-127, 127).to(torch.int8)
+        return cls(codes.cpu(), scales.cpu())
+
+    def unpack(self, device: torch.device, dtype: torch.dtype) -> Tensor:
+        """Back on the device, (2, L, H, S, D)."""
+        largest = torch.finfo(dtype).max  # rounding the scale up may pass it
+        return (self.codes.to(device).float() * self.scales.to(device).float()).clamp(-largest, largest).to(dtype)
+
+
+class Disk:
+    """Entries as files, one each. Several processes may share a folder.
+
+    A file appears only when it is complete and carries a checksum. The least recently used go when the folder outgrows
+    its limit.
+    """
+
+    def __init__(self, folder: Path, limit: int | None) -> None:
+        self.folder, self.limit = folder, limit
+        folder.mkdir(parents=True, exist_ok=True)
+        for partial in folder.glob("*/*.partial"):  # of writers that were killed
+            if not is_running(partial):
+                with contextlib.suppress(OSError):
+                    partial.unlink()
+        self.bytes = sum(size for _, size, _ in self._files())
+        self._since = 0  # bytes written since the folder was last looked through: others write there too
+        self._lock = threading.Lock()
+
+    def path(self, key: str) -> Path:
+        """Where an entry is, or would be."""
+        return self.folder / key[:2] / f"{key}.safetensors"
+
+    def has(self, key: str) -> bool:
+        """Whether an entry is there."""
+        return self.path(key).exists()
+
+    def get(self, key: str) -> PackedPrefix | None:
+        """An entry, or None if there is none.
+
+        Raises:
+            ValueError: The file is damaged; it is gone now.
+        """
+        path = self.path(key)
+        try:
+            with safe_open(path, framework="pt") as file:
+                metadata = file.metadata() or {}
+                entry = PackedPrefix(file.get_tensor("codes").clone(), file.get_tensor("scales").clone())
+            if metadata.get("key") != key or metadata.get("sha256") != _checksum(entry):
+                raise SafetensorError("checksum")
+        except SafetensorError as error:
+            with contextlib.suppress(OSError), self._lock:
+                size = path.stat().st_size
+                path.unlink()
+                self.bytes -= size
+            raise ValueError(f"{path}: {error}") from error
+        except OSError:  # not there, or not to be read now
+            return None
+        with contextlib.suppress(OSError):  # a folder of somebody else's
+            os.utime(path)
+        return entry
+
+    def put(self, key: str, entry: PackedPrefix) -> int:
+        """Write an entry; gives the number of older ones that had to go.
+
+        Raises:
+            OSError: It could not be written.
+        """
+        path = self.path(key)
+        if path.exists():
+            return 0
+        path.parent.mkdir(exist_ok=True)
+        metadata = {"format": FORMAT, "key": key, "sha256": _checksum(entry)}
+        content = save({"codes": entry.codes.contiguous(), "scales": entry.scales.contiguous()}, metadata)
+        partial = partial_of(path)
+        try:
+            partial.write_bytes(content)
+            partial.replace(path)
+        except OSError:
+            partial.unlink(missing_ok=True)
+            raise
+        with self._lock:
+            self.bytes += len(content)
+            self._since += len(content)
+            if self.limit is None or (self.bytes <= self.limit and self._since <= self.limit / 20):
+                return 0
+            return self._shrink()
+
+    def _shrink(self) -> int:
+        """Remove the least recently used files until the rest fits with a tenth to spare."""
+        files = sorted(self._files())
+        self.bytes, self._since = sum(size for _, size, _ in files), 0
+        gone = 0
+        enough = self.limit if self.limit is None or self.bytes <= self.limit else 0.9 * self.limit
+        for _, size, path in files:
+            if enough is None or self.bytes <= enough:
+                break
+            path.unlink(missing_ok=True)
+            self.bytes -= size
+            gone += 1
+        return gone
+
+    def _files(self) -> list[tuple[float, int, Path]]:
+        found = []
+        for path in self.folder.glob("*/*.safetensors"):
+            with contextlib.suppress(FileNotFoundError):  # another process removed it
+                state = path.stat()
+                found.append((state.st_mtime, state.st_size, path))
+        return found
+
+
+def _checksum(entry: PackedPrefix) -> str:
+    digest = hashlib.sha256(repr((tuple(entry.codes.shape), tuple(entry.scales.shape))).encode())
+    digest.update(entry.codes.contiguous().numpy().tobytes())
+    digest.update(entry.scales.contiguous().numpy().tobytes())
+    return digest.hexdigest()

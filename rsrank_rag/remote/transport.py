@@ -1,0 +1,289 @@
+"""One request and its answer in time: keys, retries, and what may go wrong, as errors of this package."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import random
+import re
+import time
+from collections.abc import Generator, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from email.utils import parsedate_to_datetime
+from typing import Any
+
+import httpx
+from pydantic import SecretStr
+
+from ..errors import InputError, RemoteError, RSRankError, ScoringError
+from . import connections
+from .wire import first_document, told
+
+logger = logging.getLogger(__name__)
+
+KEY_VARIABLE = "RSRANK_API_KEY"
+"""Environment variable that holds the API key where none is given; of several, by commas, the first is sent."""
+TRANSIENT = (429, 502, 503)
+"""Too much at once, nobody behind the proxy, not ready. Not 504: what took too long would take as long again."""
+CONNECT_SECONDS = 5.0
+FIRST_PAUSE, LONGEST_PAUSE = 0.25, 8.0
+HEADERS = {"Content-Type": "application/json", "Accept": "application/json", "User-Agent": "rsrank-rag"}
+ANSWER_BYTES = 1 << 20
+"""A longer answer is not read, unless more is expected."""
+
+
+@dataclass(frozen=True)
+class Call:
+    """One request.
+
+    Attributes:
+        method: HTTP method.
+        path: After the service's address.
+        body: JSON.
+        most_bytes: An answer that is longer is not read.
+    """
+
+    method: str
+    path: str
+    body: bytes | None = None
+    most_bytes: int = ANSWER_BYTES
+
+
+@dataclass(frozen=True)
+class Transport:
+    """Calls one service.
+
+    Attributes:
+        base_url: Its address; see `service_address`.
+        api_key: See `usable_key`; None for that of the environment.
+        timeout: Seconds for a call in all.
+        max_retries: How often it is sent again.
+    """
+
+    base_url: str
+    api_key: SecretStr | None
+    timeout: float
+    max_retries: int
+
+    def send(self, call: Call) -> bytes:
+        """The body of the answer.
+
+        Raises:
+            InputError: The service refuses the request, or the key.
+            ScoringError: It names a document as the reason.
+            RemoteError: There was no usable answer in time.
+        """
+        patience = _Patience(self.timeout, self.max_retries)
+        while True:
+            try:
+                with (
+                    self._named_errors(),
+                    connections.client(self.base_url) as client,
+                    client.stream(**self._request(call, patience)) as response,
+                ):
+                    answer = bytearray()
+                    for chunk in response.iter_bytes():
+                        patience.check()
+                        self._grow(answer, chunk, call)
+                    return self._accepted(response, bytes(answer))
+            except RemoteError as error:
+                pause = patience.pause(error)
+            time.sleep(pause)
+
+    async def asend(self, call: Call) -> bytes:
+        """As `send`."""
+        with self._named_errors():
+            return await asyncio.wait_for(self._patient_asend(call), self.timeout)
+
+    async def _patient_asend(self, call: Call) -> bytes:
+        patience = _Patience(self.timeout, self.max_retries)
+        while True:
+            try:
+                with self._named_errors():
+                    async with (
+                        connections.async_client(self.base_url) as client,
+                        client.stream(**self._request(call, patience)) as response,
+                    ):
+                        answer = bytearray()
+                        async for chunk in response.aiter_bytes():
+                            self._grow(answer, chunk, call)
+                        return self._accepted(response, bytes(answer))
+            except RemoteError as error:
+                pause = patience.pause(error)
+            await asyncio.sleep(pause)
+
+    def _request(self, call: Call, patience: _Patience) -> dict[str, Any]:
+        left = patience.left
+        return {
+            "method": call.method,
+            "url": self.base_url + call.path,
+            "content": call.body,
+            "headers": HEADERS,
+            "auth": self._auth(),
+            "follow_redirects": False,
+            "timeout": httpx.Timeout(left, connect=min(left, CONNECT_SECONDS)),
+        }
+
+    def _auth(self) -> httpx.Auth | None:
+        """The key for one request: the one that was given, or that of the environment."""
+        key = self.api_key
+        if key is None:
+            keys = (part.strip() for part in os.environ.get(KEY_VARIABLE, "").split(","))
+            key = usable_key(SecretStr(next(filter(None, keys), "")), KEY_VARIABLE)
+        return _Bearer(key) if key else None
+
+    @contextmanager
+    def _named_errors(self) -> Iterator[None]:
+        """What httpx and asyncio raise, as errors of this package."""
+        try:
+            yield
+        except (asyncio.TimeoutError, httpx.ReadTimeout, httpx.WriteTimeout, httpx.PoolTimeout) as error:
+            raise RemoteError(
+                f"{self.base_url} did not answer in {self.timeout:g} seconds. Raise timeout, or send fewer documents."
+            ) from error
+        except httpx.TransportError as error:
+            raise RemoteError(
+                f"{self.base_url} could not be reached ({_reason(error)}). Is the service running, and base_url right?",
+                transient=not isinstance(error, (httpx.LocalProtocolError, httpx.UnsupportedProtocol)),
+            ) from error
+        except httpx.RequestError as error:
+            raise RemoteError(f"The answer of {self.base_url} cannot be read ({_reason(error)}).") from error
+
+    def _grow(self, answer: bytearray, chunk: bytes, call: Call) -> None:
+        answer += chunk
+        if len(answer) > call.most_bytes:
+            raise RemoteError(
+                f"The answer of {self.base_url} is too long to be scores: more than {call.most_bytes:,} bytes."
+            )
+
+    def _accepted(self, response: httpx.Response, body: bytes) -> bytes:
+        """The body of an answer that is none of the refusals.
+
+        Raises:
+            InputError: A refusal because of the request.
+            RemoteError: A refusal because of the service.
+        """
+        status = response.status_code
+        if response.is_success:
+            return body
+        if status in TRANSIENT or status == 408 or status >= 500:
+            wait = _seconds(response.headers.get("Retry-After", ""))
+            raise RemoteError(f"{self.base_url} answered {status}{told(body)}", status, status in TRANSIENT, wait)
+        raise self._refusal(response, body)
+
+    def _refusal(self, response: httpx.Response, body: bytes) -> RSRankError:
+        status, reason = response.status_code, told(body)
+        if status < 400:
+            there = response.next_request.url.netloc.decode() if response.next_request else "another address"
+            return RemoteError(
+                f"{self.base_url} sends on to {there} ({status}), where nothing was sent. "
+                "If the service is there, give that address as base_url.",
+                status,
+            )
+        if status in (401, 403):
+            source = "api_key" if self.api_key else KEY_VARIABLE if self._auth() else ""
+            sent = f"the key in {source}" if source else f"a request without a key; give api_key or set {KEY_VARIABLE}"
+            return InputError(f"{self.base_url} refused {sent} ({status}){reason}")
+        if status in (404, 405):
+            path = str(response.request.url).removeprefix(self.base_url)
+            return InputError(
+                f"{self.base_url} has no {path} ({status}){reason} Is it the address of an rsrank service?"
+            )
+        index = first_document(body)
+        if status == 422 and index is not None:
+            return ScoringError(reason.removeprefix(": "), index)
+        return InputError(f"{self.base_url} refused the request ({status}){reason}")
+
+
+class _Bearer(httpx.Auth):
+    """Puts the key into a request when it is sent, so that it stands in no variable."""
+
+    def __init__(self, key: SecretStr) -> None:
+        self.key = key
+
+    def auth_flow(self, request: httpx.Request) -> Generator[httpx.Request, httpx.Response, None]:
+        request.headers["Authorization"] = f"Bearer {self.key.get_secret_value()}"
+        yield request
+
+
+class _Patience:
+    """How long a call may go on, and when it is tried again."""
+
+    def __init__(self, seconds: float, tries: int) -> None:
+        self.ends, self.tries, self.waits, self.asked = time.monotonic() + seconds, tries, FIRST_PAUSE, 1
+
+    @property
+    def left(self) -> float:
+        """Seconds; never quite none, which would be no limit to some."""
+        return max(self.ends - time.monotonic(), 1e-3)
+
+    def check(self) -> None:
+        """Stop when time is up."""
+        if time.monotonic() > self.ends:
+            raise asyncio.TimeoutError
+
+    def pause(self, error: RemoteError) -> float:
+        """Seconds until the next try; an error after which there is none is raised."""
+        pause = max(self.waits, error.retry_after or 0.0) + random.uniform(0, self.waits)
+        if not error.transient:
+            raise error
+        if not self.tries or time.monotonic() + pause > self.ends:
+            why = f"Asked {self.asked} times" if self.asked > 1 else "Asked once"
+            why += " and there is no time for another try." if self.tries else "."
+            raise RemoteError(f"{error} {why}", error.status, error.transient, error.retry_after) from error
+        self.tries -= 1
+        self.asked += 1
+        self.waits = min(2 * self.waits, LONGEST_PAUSE)
+        logger.info("%s Trying again in %.1f s.", error, pause)
+        return pause
+
+
+def usable_key(key: SecretStr | None, source: str = "api_key") -> SecretStr | None:
+    """A key without the line break that files end with; None if nothing is left.
+
+    Raises:
+        InputError: It holds what no header may. (httpx would say so too, and show the key.)
+    """
+    text = key.get_secret_value().strip() if key else ""
+    if not (text.isascii() and text.isprintable()):
+        raise InputError(f"{source} holds characters that cannot be sent. Only printable ASCII can.")
+    return SecretStr(text) if text else None
+
+
+def service_address(base_url: str) -> str:
+    """Address of a service as it is asked: without a slash, ``/v1`` or ``/v1/rerank`` at its end.
+
+    Raises:
+        InputError: It is no http address, or it holds what does not belong there.
+
+    >>> service_address("http://localhost:8080/v1/")
+    'http://localhost:8080'
+    """
+    try:
+        url = httpx.URL(base_url.strip())
+        url.host.encode("idna")  # what the resolver does, only later
+    except (httpx.InvalidURL, UnicodeError, AttributeError):
+        raise InputError("base_url must be an address such as http://localhost:8080.") from None
+    if url.userinfo or url.query or url.fragment:
+        raise InputError("base_url must hold no user, password, query or fragment. A key belongs into api_key.")
+    if url.scheme not in ("http", "https") or not url.host:
+        raise InputError(f"base_url must begin with http:// or https:// and a host, got {base_url!r}.")
+    return re.sub(r"(/v1(/rerank)?)?/*$", "", str(url).rstrip("/"))
+
+
+def _reason(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+
+
+def _seconds(retry_after: str) -> float | None:
+    """Of a Retry-After header: seconds, or a date."""
+    try:
+        return max(0.0, float(retry_after))
+    except ValueError:
+        pass
+    try:
+        return max(0.0, parsedate_to_datetime(retry_after).timestamp() - time.time())
+    except ValueError:
+        return None

@@ -1,0 +1,183 @@
+"""A query and its documents, as Cohere, Jina, vLLM, Infinity, Xinference and SiliconFlow send them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, BaseModel, Field, FiniteFloat, model_validator
+from typing_extensions import Self
+
+from ...errors import InputError
+from ...reranker import check_limits
+from ..backend import Description
+from ..refusals import DocumentError, RefusedError, document_errors
+from .common import Query, QueryObject, Question, ScaledRequest, Scores, TextObject, Usage, few_wrong, is_text
+
+SEARCH_UNIT = 100
+"""Documents that Cohere bills as one search; nothing is billed here, but its clients read the number."""
+
+MOST_FIELDS, LONGEST_FIELD = 100, 200
+"""Fields to read of each document, and characters of a field's name: they stand in errors about each document."""
+
+
+def _is_text_or_object(entry: Any) -> bool:
+    return isinstance(entry, (str, dict))
+
+
+def _is_short(name: str) -> str:
+    if len(name) > LONGEST_FIELD:
+        raise ValueError(f"a field's name may have {LONGEST_FIELD} characters")
+    return name
+
+
+class RerankRequest(ScaledRequest):
+    """As Cohere, Jina, vLLM, Infinity, Xinference and SiliconFlow take it."""
+
+    query: Query | QueryObject
+    documents: Annotated[list[str | dict[str, Any]], few_wrong(_is_text_or_object)] = Field(
+        description='Strings, or objects with a "text", or with the fields that rank_fields names.'
+    )
+    rank_fields: Annotated[list[Annotated[Query, AfterValidator(_is_short)]] | None, few_wrong(is_text)] = Field(
+        default=None, max_length=MOST_FIELDS, description="Fields to read of objects, in this order (Cohere v1)."
+    )
+    top_n: int | None = Field(default=None, ge=0, description="Answer with at most so many documents; 0 for all.")
+    return_documents: bool | None = Field(default=None, description="Answer with the documents' texts.")
+    threshold: FiniteFloat | Literal["native"] | None = Field(
+        default=None,
+        description="Leave out documents that do not score above this, on the raw scale; native for the model's own; "
+        "null for none. Without it the service's setting applies.",
+    )
+    min_docs: int | None = Field(default=None, ge=0, description="The best so many stay, even below the threshold.")
+    partial: bool | None = Field(
+        default=None, description="If documents cannot be scored, answer with the others and name those in errors."
+    )
+
+    @model_validator(mode="after")
+    def _limits_make_sense(self) -> Self:
+        check_limits(None, self.top_n or None, self.min_docs or 0)
+        return self
+
+    @property
+    def wants_partial(self) -> bool:  # noqa: D102 - inherited
+        return bool(self.partial)
+
+    @property
+    def count(self) -> int:  # noqa: D102
+        return len(self.documents)
+
+    def asked(self) -> Question:  # noqa: D102
+        query = self.query if isinstance(self.query, str) else self.query.text
+        texts, faults = texts_of(self.documents, self.rank_fields)
+        return self.question([query] * len(texts), texts, faults)
+
+    def cutoff(self, model: Description, drop: bool) -> float | None:
+        """Documents must score above this; None if all stay.
+
+        Args:
+            model: What scores.
+            drop: Whether the service leaves irrelevant documents out by itself.
+
+        Raises:
+            RefusedError: The native threshold of a model that has none.
+        """
+        chosen = self.threshold if "threshold" in self.model_fields_set else "native" if drop else None
+        if chosen != "native":
+            return chosen
+        if model.threshold is None:
+            raise RefusedError(422, f"{model.name} has no native threshold. Give a number, or null for none.")
+        return model.threshold
+
+    def answer(self, scores: Scores, cutoff: float | None = None) -> RerankResponse:
+        """Rows best first.
+
+        Args:
+            scores: Of all documents.
+            cutoff: Rows must score above this; None if all stay.
+        """
+        rows = []
+        for document in scores.ranked(cutoff, top_n=self.top_n or None, min_docs=self.min_docs or 0).kept:
+            row = RerankedDocument(
+                index=scores.places[document.index],
+                relevance_score=scores.shown(document.score),
+                truncated=document.truncated,
+            )
+            if self.return_documents:
+                row.document = TextObject(text=document.text)
+            rows.append(row)
+        units = math.ceil(len(scores.outcomes) / SEARCH_UNIT)
+        response = RerankResponse(
+            id=scores.id,
+            object="rerank",
+            created=scores.created,
+            model=scores.model.name,
+            results=rows,
+            meta={"api_version": {"version": "2"}, "billed_units": {"search_units": units}},
+            usage=scores.usage,
+            threshold=scores.model.threshold,
+        )
+        if scores.faults:
+            response.errors = document_errors(scores.faults)
+        return response
+
+
+def texts_of(
+    documents: Sequence[str | Mapping[str, Any]], fields: Sequence[str] | None = None
+) -> tuple[list[str], dict[int, str]]:
+    r"""What is to be read of each document.
+
+    Args:
+        documents: Strings or objects.
+        fields: Names of the objects' fields to read, each once, one a line; ``text`` if None.
+
+    Returns:
+        A text a document, and what is wrong with those that have none.
+
+    >>> texts_of(["one", {"text": "two"}, {"title": "three", "year": 3}], ["title", "year", "text"])
+    (['one', 'two', 'three\n3'], {})
+    >>> texts_of([{"body": "one"}])
+    ([''], {0: 'has no "text".'})
+    """
+    names = list(dict.fromkeys(fields)) if fields else ["text"]
+    texts, faults = [], {}
+    for index, document in enumerate(documents):
+        try:
+            texts.append(document if isinstance(document, str) else _text_of(document, names))
+        except InputError as error:
+            texts.append("")
+            faults[index] = str(error)
+    return texts, faults
+
+
+def _text_of(document: Mapping[str, Any], names: Sequence[str]) -> str:
+    found = [(name, document[name]) for name in names if document.get(name) is not None]
+    if not found:
+        raise InputError("has no " + " and no ".join(f'"{name}"' for name in names) + ".")
+    for name, value in found:
+        if not isinstance(value, (str, int, float)):
+            raise InputError(f'has a "{name}" that is no text.')
+    return "\n".join(str(value) for _, value in found)
+
+
+class RerankedDocument(BaseModel):
+    """One row of an answer."""
+
+    index: int
+    relevance_score: float
+    truncated: bool
+    document: TextObject | None = Field(default=None, description="As it was read, if asked for.")
+
+
+class RerankResponse(BaseModel):
+    """The fields of Cohere, Jina, Infinity and vLLM at once."""
+
+    id: str
+    object: Literal["rerank"] = "rerank"
+    created: int
+    model: str
+    results: list[RerankedDocument] = Field(description="Best first; documents without text last.")
+    meta: dict[str, dict[str, str | int]] = Field(description="As Cohere's clients expect it.")
+    usage: Usage
+    threshold: float | None = Field(description="The model's native threshold, on the raw scale.")
+    errors: list[DocumentError] | None = Field(default=None, description="Documents without a score, if partial.")

@@ -1,0 +1,286 @@
+"""What all requests and answers have in common: options, texts that can be encoded, scores on either scale."""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, AliasChoices, BaseModel, BeforeValidator, ConfigDict, Field, field_validator
+
+from ...reranker import Pair, RankResult, Scored, choose
+from ..backend import Description, Outcome
+
+MOST_NAMED = 100
+"""Entries of a wrong type that an error names one by one."""
+
+_BROKEN = "holds half of a surrogate pair, which is no character."
+
+
+def _encodable(text: str) -> bool:
+    """False for half of a surrogate pair, which JSON can spell and nothing can encode."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _is_unicode(text: str) -> str:
+    if not _encodable(text):
+        raise ValueError(_BROKEN.removesuffix("."))
+    return text
+
+
+Query = Annotated[str, AfterValidator(_is_unicode)]
+"""Text that can be encoded."""
+
+
+def few_wrong(right: Callable[[Any], bool]) -> BeforeValidator:
+    """Refuse a list with many entries that are not right as a whole: an error for each could fill the memory."""
+
+    def check(value: Any) -> Any:
+        wrong = 0 if not isinstance(value, list) else sum(not right(entry) for entry in value)
+        if wrong > MOST_NAMED:
+            raise ValueError(f"{wrong:,} of {len(value):,} entries are of a wrong type")
+        return value
+
+    return BeforeValidator(check)
+
+
+def is_text(entry: Any) -> bool:
+    """Whether it is a string."""
+    return isinstance(entry, str)
+
+
+@dataclass(frozen=True)
+class Question:
+    """What a request asks to be scored, whatever client sent it.
+
+    Attributes:
+        pairs: In the request's order.
+        faults: What is wrong with pairs that cannot be scored, by their position.
+        may_be_cut: Whether long documents may be cut; None if the request does not say.
+    """
+
+    pairs: list[Pair]
+    faults: dict[int, str] = field(default_factory=dict)
+    may_be_cut: bool | None = None
+
+    def bounded(self, most: int | None) -> Question:
+        """The same under a service's limit of tokens: a longer document is refused, unless the request wants it cut.
+
+        Args:
+            most: Tokens of a document; None for no limit.
+        """
+        if most is None:
+            return self
+        within = all(pair.max_tokens is not None and pair.max_tokens <= most for pair in self.pairs)
+        pairs = [replace(pair, max_tokens=min(pair.max_tokens or most, most)) for pair in self.pairs]
+        return replace(self, pairs=pairs, may_be_cut=within if self.may_be_cut is None else self.may_be_cut)
+
+    @property
+    def usable(self) -> list[Pair]:
+        """Pairs that can be scored."""
+        return [pair for place, pair in enumerate(self.pairs) if place not in self.faults]
+
+    def outcomes(self, found: Sequence[Outcome]) -> list[Outcome]:
+        """One outcome a pair, from those of the usable ones."""
+        rest = iter(found)
+        return [
+            Outcome(None, fault="input", error=self.faults[place]) if place in self.faults else next(rest)
+            for place in range(len(self.pairs))
+        ]
+
+    def complaints(self, outcomes: Sequence[Outcome]) -> tuple[dict[int, str], int]:
+        """What is wrong with which document, and the HTTP status that a request deserves for it.
+
+        Args:
+            outcomes: One a pair.
+        """
+        wrong, cut = {}, {}
+        for place, (pair, outcome) in enumerate(zip(self.pairs, outcomes, strict=True)):
+            if outcome.score is None:
+                wrong[place] = outcome.error
+            elif outcome.truncated and self.may_be_cut is False:
+                limit = "" if pair.max_tokens is None else f" ({pair.max_tokens})"
+                cut[place] = f"was cut: it has more tokens than are read{limit}."
+        if wrong and all(outcome.fault == "internal" for outcome in outcomes):
+            return wrong, 500
+        return {**cut, **wrong}, 422 if wrong else 413
+
+
+def normalise(score: float, threshold: float | None) -> float:
+    """A score between 0 and 1, by the logistic function; 0.5 if it equals the threshold (0 where there is none).
+
+    It is 0.5 only then: what is so near that it would be rounded to 0.5 becomes the next number above or below.
+
+    >>> normalise(0.5, 0.5), normalise(1e-300, 0.0) > 0.5, normalise(-800.0, 0.0), normalise(2.0, None)
+    (0.5, True, 0.0, 0.8807970779778823)
+    """
+    distance = score - (threshold or 0.0)
+    if distance == 0:
+        return 0.5
+    small = math.exp(-abs(distance))
+    share = 1 / (1 + small) if distance > 0 else small / (1 + small)
+    return math.nextafter(0.5, 1.0 if distance > 0 else 0.0) if share == 0.5 else share
+
+
+class Usage(BaseModel):
+    """Tokens read, of queries and documents together; 0 if the model does not count."""
+
+    prompt_tokens: int
+    total_tokens: int
+
+
+@dataclass(frozen=True)
+class Scores:
+    """A question with its outcomes, and what else stands in answers.
+
+    Attributes:
+        question: What was asked.
+        outcomes: One a pair.
+        model: What scored them.
+        normalised: Answer with scores between 0 and 1.
+        faults: Pairs that are left out, and why.
+        id: Of the request.
+        created: When, in seconds since 1970.
+    """
+
+    question: Question
+    outcomes: Sequence[Outcome]
+    model: Description
+    normalised: bool = False
+    faults: Mapping[int, str] = field(default_factory=dict)
+    id: str = ""
+    created: int = 0
+
+    @property
+    def usage(self) -> Usage:
+        """Tokens of all outcomes."""
+        tokens = sum(outcome.tokens for outcome in self.outcomes)
+        return Usage(prompt_tokens=tokens, total_tokens=tokens)
+
+    @cached_property
+    def places(self) -> list[int]:
+        """Pairs that are in the answer, by their position in the question."""
+        return [place for place in range(len(self.outcomes)) if place not in self.faults]
+
+    @property
+    def scored(self) -> list[Scored]:
+        """The raw scores of these pairs."""
+        found = (self.outcomes[place] for place in self.places)
+        return [Scored(o.score, o.truncated, tokens=o.tokens) for o in found if o.score is not None]
+
+    def ranked(self, cutoff: float | None = None, *, top_n: int | None = None, min_docs: int = 0) -> RankResult:
+        """Documents best first, numbered as in `places`; see `choose`."""
+        texts = [self.question.pairs[place].document for place in self.places]
+        return choose("", texts, self.scored, cutoff, top_n=top_n, min_docs=min_docs)
+
+    def shown(self, score: float) -> float:
+        """A raw score on the scale of the answer."""
+        return normalise(score, self.model.threshold) if self.normalised else score
+
+
+class Strict(BaseModel):
+    """Takes no value of another type for its own."""
+
+    model_config = ConfigDict(strict=True)
+
+
+class TextObject(Strict):
+    """A text in an object."""
+
+    text: str
+
+
+class QueryObject(Strict):
+    """A query in an object, as Jina and NVIDIA write it."""
+
+    text: Query
+
+
+class ScoringRequest(Strict, ABC):
+    """A request for scores, with the options that every one may have."""
+
+    model: Any = Field(default=None, description="Whatever it is: there is one model, and the answer names it.")
+    max_tokens_per_doc: int | None = Field(
+        default=None, ge=1, description="Read at most so many tokens of each document."
+    )
+    truncate: bool | Literal["NONE", "END"] | None = Field(
+        default=None, description="False or NONE: a document that is too long is an error instead of being cut."
+    )
+    truncate_prompt_tokens: int | None = Field(
+        default=None, ge=-1, description="As max_tokens_per_doc; -1 for what the model reads."
+    )
+    truncation_direction: Literal["Right", "right", "Left", "left"] | None = Field(
+        default=None,
+        validation_alias=AliasChoices("truncation_direction", "truncation_side"),
+        description="Right: documents are cut at their end and nowhere else.",
+    )
+
+    @field_validator("truncation_direction")
+    @classmethod
+    def _only_the_end_is_cut(cls, value: str | None) -> str | None:
+        if value in ("Left", "left"):
+            raise ValueError("documents are cut at their end only, not on the left")
+        return value
+
+    @field_validator("truncate_prompt_tokens")
+    @classmethod
+    def _nothing_is_no_document(cls, value: int | None) -> int | None:
+        if value == 0:
+            raise ValueError("must be at least 1, or -1 for what the model reads")
+        return value
+
+    @property
+    def wants_partial(self) -> bool:
+        """Whether documents without a score may be left out, and named."""
+        return False
+
+    @property
+    @abstractmethod
+    def count(self) -> int:
+        """How many documents there are to score."""
+
+    @abstractmethod
+    def asked(self) -> Question:
+        """What is to be scored."""
+
+    @abstractmethod
+    def answer(self, scores: Scores) -> BaseModel | Sequence[BaseModel]:
+        """What the client reads."""
+
+    def normalised(self, default: bool) -> bool:
+        """Whether scores are to be mapped to between 0 and 1."""
+        return False
+
+    def question(
+        self, queries: Sequence[str], texts: Sequence[str], faults: Mapping[int, str] | None = None
+    ) -> Question:
+        """Pairs of queries and texts, with this request's options."""
+        limits = (self.max_tokens_per_doc, self.truncate_prompt_tokens)
+        most = min((limit for limit in limits if limit is not None and limit > 0), default=None)
+        pairs = [Pair(query, text, most) for query, text in zip(queries, texts, strict=True)]
+        broken = {place: _BROKEN for place, text in enumerate(texts) if not _encodable(text)}
+        may_be_cut = None if self.truncate is None else self.truncate not in (False, "NONE")
+        return Question(pairs, {**broken, **(faults or {})}, may_be_cut)
+
+
+class ScaledRequest(ScoringRequest):
+    """A request whose scores may be asked for in either scale."""
+
+    normalize: bool | None = Field(default=None, description="Scores between 0 and 1; 0.5 is the native threshold.")
+    raw_scores: bool | None = Field(default=None, description="False means normalize (TEI, Infinity).")
+    use_activation: bool | None = Field(default=None, description="True means normalize (vLLM).")
+
+    def normalised(self, default: bool) -> bool:
+        """Whether scores are to be mapped to between 0 and 1."""
+        if self.normalize is not None:
+            return self.normalize
+        if self.raw_scores is not None:
+            return not self.raw_scores
+        return default if self.use_activation is None else self.use_activation
