@@ -25,6 +25,7 @@ from rsrank_rag import Reranker, RSRank
 from rsrank_rag.adapters import worker
 from rsrank_rag.adapters.settings import RerankerAdapter
 from rsrank_rag.errors import ArtifactError, InputError, RemoteError
+from rsrank_rag.language_model.weights import bits_of
 
 pytest.importorskip("langchain_core")
 pytest.importorskip("llama_index.core")
@@ -287,7 +288,7 @@ def test_equal_settings_share_one_model_which_loads_at_first_use(artifact, loads
     assert len(loads) == 2
     pytest.importorskip("torchao")
     rounded = RSRankCompressor(model=artifact, device="cpu", dtype="float32", load_in_fp8=True)
-    assert rounded._submit(lambda reranker: reranker).result().backbone.bits == 8
+    assert bits_of(rounded._submit(lambda reranker: reranker).result().backbone.model) == 8
     assert len(loads) == 3
 
 
