@@ -120,6 +120,7 @@ class ModelAdapter(LoadSettings):
 
     @model_validator(mode="after")
     def _settings_have_an_effect(self) -> Self:
+        self.load_options()  # refuses two kinds of weights
         given = {name for name, field in ModelAdapter.model_fields.items() if getattr(self, name) != field.default}
         given -= {"model"}
         of_service = given & {"base_url", "api_key", "timeout", "max_retries"}
