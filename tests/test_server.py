@@ -30,6 +30,7 @@ from rsrank_rag.cli import app
 from rsrank_rag.cli import service as cli_service
 from rsrank_rag.cli.service import KEYS, Loader, prefix_choice, read_canary, read_keys
 from rsrank_rag.errors import InputError
+from rsrank_rag.language_model.options import LoadOptions, ModelSource
 from rsrank_rag.prefixes.settings import PrefixCache
 from rsrank_rag.reranker import BLANK_SCORE
 from rsrank_rag.rsrank import store_for
@@ -798,7 +799,7 @@ def test_a_canary_is_three_texts(tmp_path):
 
 
 def test_what_the_prefix_options_stand_for(tmp_path):
-    assert prefix_choice(None, None) == PrefixCache()
+    assert prefix_choice(None, None) is True
     assert prefix_choice("0", None) is False
     assert prefix_choice("5MB", tmp_path) == PrefixCache(device=5_000_000, folder=str(tmp_path))
     with pytest.raises(InputError, match="no size"):
@@ -806,11 +807,12 @@ def test_what_the_prefix_options_stand_for(tmp_path):
 
 
 def test_the_loader_loads_systems_and_refuses_those_that_need_labels(ranker, tmp_path):
-    assert type(Loader("bm25")()).__name__ == "BM25"
+    assert type(Loader(ModelSource("bm25"))()).__name__ == "BM25"
     ranker.save_pretrained(tmp_path)
+    load = LoadOptions(device="cpu", dtype="float32", local_files_only=True)
     with pytest.raises(InputError, match="needs labels"):
-        Loader(f"oracle:{tmp_path}", dtype="float32", device="cpu", local_files_only=True)()
-    loaded = Loader(str(tmp_path), dtype="float32", device="cpu", prefix_cache=False)()
+        Loader(ModelSource(f"oracle:{tmp_path}", load=load))()
+    loaded = Loader(ModelSource(str(tmp_path), load=load, prefix_cache=False))()
     assert isinstance(loaded, RSRank)
     assert loaded.reader.store is None
 
@@ -837,7 +839,8 @@ def test_what_cannot_be_served_is_said_in_one_line(arguments, says):
 @pytest.mark.slow
 def test_the_models_process_logs_as_the_service_does():
     code = (
-        "import logging, warnings; from rsrank_rag.cli.service import Loader; Loader('bm25', log_level='INFO')()\n"
+        "import logging, warnings; from rsrank_rag.cli.service import Loader, ModelSource\n"
+        "Loader(ModelSource('bm25'), log_level='INFO')()\n"
         "logging.getLogger('rsrank_rag.method.batching').info('one')\n"
         "logging.getLogger('transformers.models').warning('two')\n"
         "logging.getLogger('urllib3').info('too much'); warnings.warn('three')\n"
