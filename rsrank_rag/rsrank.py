@@ -3,31 +3,29 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from functools import partial
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 import torch
-from torch import Tensor
 from tqdm.auto import tqdm
 
 from .artifact import hub
-from .artifact.config import RSRankConfig, TrainingRecord
-from .artifact.identity import check_after_run, check_before_run, describe
+from .artifact.config import INSIDE, RSRankConfig, TrainingRecord
+from .artifact.identity import check_after_run, check_before_run, describe, prefix_identity
 from .errors import ArtifactError, InputError, ScoringError
+from .language_model.check import open_backbone
 from .language_model.loading import load_model
 from .language_model.options import LoadOptions, ModelSource
 from .method.backbone import Backbone
-from .method.batching import ALIKE, DoesNotFitError, Ids, run_batches, token_budget_for
+from .method.batching import ALIKE, Batches, DoesNotFitError, Ids, token_budget_for
 from .method.explanation import Explanation
-from .method.grouping import Row, groups_of, places_of
+from .method.probe import whole_lanes
 from .method.projection import Projection
-from .method.reading import NullRun, ShiftReader
+from .method.scoring import Row, ShiftReader, score_parts, score_rows
 from .method.template import PromptTokenizer, Template, TokenisedDocument, TokenisedQuery
-from .prefixes.settings import Choice, as_prefix_cache
-from .prefixes.store import PrefixStore
+from .prefixes.settings import Choice
+from .prefixes.store import PrefixStore, store_for
 from .reranker import BLANK_SCORE, Pair, Reranker, Scored, as_list
 
 ALIKE_KEPT = 0.4
@@ -35,12 +33,6 @@ ALIKE_KEPT = 0.4
 
 JOINED_BYTES = {"cpu": 128_000_000, "cuda": 4_000_000_000, "mps": 1_000_000_000}
 """Kept prefixes that are joined for one batch."""
-
-DEVICE_BYTES = {"cpu": 256_000_000, "mps": 1_000_000_000}
-"""Prefixes kept by default; on CUDA a quarter of what is free after loading."""
-
-INSIDE = "./backbone"
-"""How an artifact names a language model that lies in its own folder."""
 
 
 class RSRank(Reranker):
@@ -55,6 +47,7 @@ class RSRank(Reranker):
         config: The artifact's config.
         token_budget: Padded tokens of documents and query in one batch; None for the device's default.
         prefix_cache: Where documents' prefixes are kept between calls; see `from_pretrained`.
+        deterministic: Whether scores never depend on a document's neighbours; see `from_pretrained`.
 
     Raises:
         InputError: A choice that cannot be used.
@@ -69,21 +62,19 @@ class RSRank(Reranker):
         *,
         token_budget: int | None = None,
         prefix_cache: Choice = True,
+        deterministic: bool = False,
     ) -> None:
         if token_budget is not None and token_budget < 1:
             raise InputError(f"token_budget must be at least 1, got {token_budget}.")
         self.backbone, self.prompts, self.config = backbone, prompts, config
+        if deterministic:
+            backbone.fewest_tokens = backbone.findings.steady
         # A copy: the caller may be training the original.
         self.projection = Projection(projection.weight.detach().clone(), projection.layers).to(backbone.device)
         self.projection.requires_grad_(False)
-        self.reader = ShiftReader(
-            backbone,
-            prompts,
-            config.layers,
-            signal=config.signal,
-            null_prefix=config.null_prefix,
-            store=store_for(backbone, config, prefix_cache),
-        )
+        store = store_for(backbone, prefix_identity(backbone, config), prefix_cache)
+        self.store: PrefixStore | None = store
+        self.reader = ShiftReader(backbone, prompts, config.layers, store)
         self.token_budget = token_budget or token_budget_for(backbone.device)
         self._halved: list[int] = []  # sizes of batches; threads may append without a lock
 
@@ -102,6 +93,7 @@ class RSRank(Reranker):
         max_length: int | None = None,
         token_budget: int | None = None,
         prefix_cache: Choice = True,
+        deterministic: bool = False,
         local_files_only: bool = False,
         token: str | bool | None = None,
         cache_dir: str | Path | None = None,
@@ -123,6 +115,8 @@ class RSRank(Reranker):
             prefix_cache: Where documents' prefixes are kept, so that a document that comes back is not read again.
                 True for some of the device's memory, a size such as ``"512MB"`` for so much of it, a folder for that
                 and the disk, a `PrefixCache` or its fields for more, or False for nowhere.
+            deterministic: Fill small calls up on processors (those with AMX) whose matrix kernels give a token other
+                last digits among few others than among many. Elsewhere a CPU's scores never depend on neighbours.
             local_files_only: Use what is already on disk, never the network.
             token: Hub access token.
             cache_dir: Hub cache folder.
@@ -145,7 +139,9 @@ class RSRank(Reranker):
             trust_remote_code=trust_remote_code,
         )
         elsewhere = None if backbone is None else str(backbone)
-        source = ModelSource(str(name), revision, load, elsewhere, max_length, token_budget, prefix_cache)
+        source = ModelSource(
+            str(name), revision, load, elsewhere, max_length, token_budget, prefix_cache, deterministic
+        )
         return cls.from_source(source)
 
     @classmethod
@@ -167,7 +163,7 @@ class RSRank(Reranker):
         last_layer = config.layers[-1]
         loaded = load_model(model, revision=pinned, options=load, last_layer=last_layer)
         check_before_run(loaded, config.backbone, str(model))
-        core = Backbone(loaded.model, last_layer, num_layers=loaded.num_layers)
+        core = open_backbone(loaded.model, last_layer, num_layers=loaded.num_layers)
         check_after_run(core, config.backbone, str(model))
         limits = (core.max_length, config.max_length, source.max_length)
         prompts = PromptTokenizer(
@@ -177,7 +173,13 @@ class RSRank(Reranker):
             shared_positions=core.causal,
         )
         return cls(
-            core, prompts, projection, config, token_budget=source.token_budget, prefix_cache=source.prefix_cache
+            core,
+            prompts,
+            projection,
+            config,
+            token_budget=source.token_budget,
+            prefix_cache=source.prefix_cache,
+            deterministic=source.deterministic,
         )
 
     @classmethod
@@ -209,7 +211,7 @@ class RSRank(Reranker):
         """
         last_layer = projection.layers[-1]
         loaded = load_model(name, revision=revision, options=options or LoadOptions(), last_layer=last_layer)
-        core = Backbone(loaded.model, last_layer, num_layers=loaded.num_layers)
+        core = open_backbone(loaded.model, last_layer, num_layers=loaded.num_layers)
         prompts = PromptTokenizer(
             loaded.tokenizer, template or Template(), max_length=core.max_length, shared_positions=core.causal
         )
@@ -285,13 +287,8 @@ class RSRank(Reranker):
 
     def index_size(self, documents: Sequence[str]) -> tuple[int, int]:
         """How many distinct documents `index` would read, and the bytes of disk that their prefixes take."""
-        waiting = self._unindexed(documents)
-        return len(waiting), self._disk_bytes(waiting)
-
-    def _disk_bytes(self, waiting: Iterable[Ids]) -> int:
-        core = self.backbone
-        per_token = 2 * core.last_layer * core.num_heads * (core.head_dim + 2)  # int8 and a scale for each head
-        return sum(map(len, waiting)) * per_token
+        waiting, store = self._unindexed(documents)
+        return len(waiting), store.disk_bytes(waiting)
 
     def index(self, documents: Sequence[str], *, show_progress: bool = False) -> int:
         """Read documents ahead of time, so that later calls find their prefixes on disk. It can be interrupted.
@@ -308,54 +305,35 @@ class RSRank(Reranker):
                 may hold, or something is not text.
             ScoringError: A document does not fit into memory even alone.
         """
-        waiting, store = self._unindexed(documents), self.reader.store
-        assert store is not None
-        size = self._disk_bytes(waiting)
-        if store.disk_limit is not None and size > store.disk_limit:
-            raise InputError(
-                f"The prefixes take {size / 1e9:.2f} GB and the folder may hold {store.disk_limit / 1e9:.2f} GB: the "
-                "first would have left before the last is written. Raise disk=, or index fewer documents."
-            )
-        failed = store.stats()["write_errors"]
+        waiting, store = self._unindexed(documents)
         with tqdm(total=len(waiting), disable=not show_progress, unit="doc", desc="reading") as bar:
             try:
-                with torch.inference_mode():
-                    run_batches(
-                        list(waiting),
-                        lambda batch: store.add(batch, self.reader.run),
-                        budget=self.token_budget,
-                        done=bar.update,
-                        halved=self._halved.append,
-                    )
+                with torch.inference_mode(), store.writing(waiting):
+                    batches = Batches(waiting, self.token_budget)
+                    for batch in batches:
+                        with batches.attempt():
+                            store.write(batch, self.backbone.prefill)
+                            bar.update(len(batch))
             except DoesNotFitError as error:
-                raise _too_large(error.ids, 0, waiting[error.ids]) from None
-        failed = store.stats()["write_errors"] - failed
-        if failed:
-            raise InputError(
-                f"{failed} of {len(waiting)} prefixes could not be written (is the disk full?). Make room and index "
-                "again: what was written is not read again."
-            )
+                raise _too_large(error.ids, waiting[error.ids]) from None
         return len(waiting)
 
-    def _unindexed(self, documents: Sequence[str]) -> dict[Ids, int]:
+    def _unindexed(self, documents: Sequence[str]) -> tuple[dict[Ids, int], PrefixStore]:
         """Documents that are not on disk, and where each first stands."""
-        store = self.reader.store
-        if store is None or not store.has_disk:
+        if self.store is None or not self.store.has_disk:
             raise InputError("There is no folder to keep prefixes in. Load the model with prefix_cache=FOLDER.")
-        prompts = self.prompts.documents(as_list(documents), 0)
         first: dict[Ids, int] = {}
-        for position, prompt in enumerate(prompts):
-            if not prompt.empty:
+        for position, prompt in enumerate(self.prompts.documents(as_list(documents), 0)):
+            if not prompt.empty and not self.store.is_on_disk(prompt.ids):
                 first.setdefault(prompt.ids, position)
-        return {ids: position for ids, position in first.items() if not store.holds(ids)}
+        return first, self.store
 
     def stats(self) -> dict[str, int]:
         """Batches halved because memory ran out (``memory_retries``).
 
         With the hits, misses, bytes and evictions of the prefixes, if any are kept.
         """
-        kept = {} if self.reader.store is None else self.reader.store.stats()
-        return {"memory_retries": len(self._halved), **kept}
+        return {"memory_retries": len(self._halved), **({} if self.store is None else self.store.stats())}
 
     def score(self, query: str, documents: Sequence[str], *, show_progress: bool = False) -> list[float]:
         """Score documents for one query, in input order (paper, Section 4.3).
@@ -372,8 +350,21 @@ class RSRank(Reranker):
             InputError: The query is empty or too long, or something is not text.
             ScoringError: A document could not be scored; it is named.
         """
-        return self._score_lists([query], [documents], show_progress).scores[0]
+        return [found.score for found in self.score_documents(query, documents, show_progress=show_progress)]
 
+    @torch.inference_mode()
+    def score_documents(self, query: str, documents: Sequence[str], *, show_progress: bool = False) -> list[Scored]:
+        """As `score`, with what else there is to say of each document.
+
+        Raises:
+            InputError: As `score`.
+            ScoringError: As `score`.
+        """
+        tokens = self.prompts.query(query)
+        prompts = self.prompts.documents(as_list(documents), len(tokens.ids))
+        return self._scored([(tokens, prompt) for prompt in prompts], show_progress=show_progress)
+
+    @torch.inference_mode()
     def score_many(
         self, queries: Sequence[str], documents: Sequence[Sequence[str]], *, show_progress: bool = False
     ) -> list[list[float]]:
@@ -393,8 +384,21 @@ class RSRank(Reranker):
                 f"score_many needs one list of documents for each query, got {len(documents)} lists for "
                 f"{'one string' if isinstance(queries, str) else f'{len(queries)} queries'}."
             )
-        return self._score_lists(queries, documents, show_progress).scores
+        tokens = [self.prompts.query(query) for query in queries]
+        lists = [
+            self.prompts.documents(as_list(texts), len(query.ids))
+            for query, texts in zip(tokens, documents, strict=True)
+        ]
+        names = [
+            f"Document {place}{f' of query {row}' if row else ''}"
+            for row, prompts in enumerate(lists)
+            for place in range(len(prompts))
+        ]
+        pairs = [(query, prompt) for query, prompts in zip(tokens, lists, strict=True) for prompt in prompts]
+        scores = iter(self._scored(pairs, names, show_progress=show_progress))
+        return [[next(scores).score for _ in prompts] for prompts in lists]
 
+    @torch.inference_mode()
     def score_pairs(self, pairs: Sequence[Pair]) -> list[Scored]:
         """Score pairs of any queries and documents: pairs of several queries share batches.
 
@@ -408,138 +412,76 @@ class RSRank(Reranker):
             InputError: As `score`.
             ScoringError: As `score`; the position in ``pairs`` is given.
         """
-        rows = {query: row for row, query in enumerate(dict.fromkeys(pair.query for pair in pairs))}
-        queries = [self.prompts.query(query) for query in rows]
-        documents: list[list[TokenisedDocument]] = [[] for _ in rows]
-        places, columns = [], dict[tuple[int, int], int]()
-        for number, pair in enumerate(pairs):
-            row = rows[pair.query]
-            places.append((row, len(documents[row])))
-            columns[places[-1]] = number
-            documents[row] += self.prompts.documents([pair.document], len(queries[row].ids), max_tokens=pair.max_tokens)
-        try:
-            found = self._score_tokenised(queries, documents, False)
-        except _UnscoredError as error:
-            raise error.at(columns[error.row, error.column]) from None
-        return [found.scored(row, column) for row, column in places]
+        queries = {query: self.prompts.query(query) for query in dict.fromkeys(pair.query for pair in pairs)}
+        tokenised = []
+        for pair in pairs:
+            query = queries[pair.query]
+            prompts = self.prompts.documents([pair.document], len(query.ids), max_tokens=pair.max_tokens)
+            tokenised.append((query, prompts[0]))
+        return self._scored(tokenised)
 
-    def score_documents(self, query: str, documents: Sequence[str], *, show_progress: bool = False) -> list[Scored]:
-        """As `score`, with what else there is to say of each document.
-
-        Raises:
-            InputError: As `score`.
-            ScoringError: As `score`.
-        """
-        found = self._score_lists([query], [documents], show_progress)
-        return [found.scored(0, column) for column in range(len(found.scores[0]))]
-
-    def _score_lists(
+    def _scored(
         self,
-        queries: Sequence[str],
-        documents: Sequence[Sequence[str]],
-        show_progress: bool,
-    ) -> _Found:
-        tokenised = [self.prompts.query(query) for query in queries]
-        prompts = [
-            self.prompts.documents(as_list(texts), len(tokens.ids))
-            for tokens, texts in zip(tokenised, documents, strict=True)
-        ]
-        return self._score_tokenised(tokenised, prompts, show_progress)
+        pairs: Sequence[tuple[TokenisedQuery, TokenisedDocument]],
+        names: Sequence[str] | None = None,
+        *,
+        show_progress: bool = False,
+    ) -> list[Scored]:
+        """Scores of pairs, in order. Each distinct one is a row; a document that stands in several is read once."""
+        places: dict[Row, list[int]] = {}
+        for place, (query, document) in enumerate(pairs):
+            if not document.empty:
+                places.setdefault(Row(document.ids, query), []).append(place)
+        scores = [BLANK_SCORE] * len(pairs)
 
-    @torch.inference_mode()
-    def _score_tokenised(
-        self,
-        queries: Sequence[TokenisedQuery],
-        documents: Sequence[Sequence[TokenisedDocument]],
-        show_progress: bool,
-    ) -> _Found:
-        """Scores of every query's documents, group by group."""
-        store = self.reader.store
-        places = places_of(documents)
-        groups = groups_of(places, queries, joined=self.reader.null_prefix != "matched", keeps=store is not None)
-        found = _Found.empty(queries, documents)
-        runs = {row: NullRun(query) for row, query in enumerate(queries)}
-        packs = self.backbone.packs
+        def name(place: int) -> str:
+            return f"Document {place}" if names is None else names[place]
 
-        def score_batch(batch: list[Row]) -> None:
-            for rows, sums in self._sums(batch, runs):
-                for item, row, score in zip(batch, rows, sums.tolist(), strict=True):
-                    for column in (column for owner, column in places[item.ids] if owner == row):
-                        found.scores[row][column] = _finite(score, row, column)
-
-        total = sum(len(group.rows) for group in groups)
-        with tqdm(total=total, disable=not show_progress, unit="doc", desc="scoring") as bar:
-            for group in groups:
-                room = max(len(queries[row].ids) for row in group.queries)
-                kept = {row for row in group.rows if store is not None and store.has(row.ids)}
+        with tqdm(total=len(places), disable=not show_progress, unit="doc", desc="scoring") as bar:
+            for batches in self._batches(list(places)):
                 try:
-                    # Apart, because a kept document costs only the query's tokens: more of them fill a batch. First,
-                    # because the new ones may push them out.
-                    run_batches(
-                        list(kept),
-                        score_batch,
-                        budget=self._budget_of_kept(),
-                        extra=room,
-                        alike=ALIKE_KEPT,
-                        done=bar.update,
-                        halved=self._halved.append,
-                    )
-                    run_batches(
-                        [row for row in group.rows if row not in kept],
-                        score_batch,
-                        budget=self.token_budget,
-                        extra=room,
-                        alike=ALIKE_KEPT if packs else ALIKE,
-                        done=bar.update,
-                        halved=self._halved.append,
-                    )
+                    for batch in batches:
+                        with batches.attempt():
+                            for row, score in zip(batch, score_rows(self.reader, self.projection, batch), strict=True):
+                                for place in places[row]:
+                                    scores[place] = _finite(score, place, name(place))
+                            bar.update(len(batch))
                 except DoesNotFitError as error:
-                    raise _too_large(error.ids.ids, *places[error.ids.ids][0]) from None
-        return found
+                    place = places[error.ids][0]
+                    raise _too_large(error.ids.document, place, name(place)) from None
+                finally:
+                    self._halved += batches.halved
+        return [
+            Scored(score, document.truncated, len(query.ids) + len(document.ids))
+            for score, (query, document) in zip(scores, pairs, strict=True)
+        ]
 
-    def _budget_of_kept(self) -> int:
-        """Padded tokens of a batch whose documents are kept: what their joined prefixes may take."""
-        core = self.backbone
-        per_token = 2 * core.last_layer * core.num_heads * core.head_dim * core.dtype.itemsize
-        return max(
-            self.token_budget,
-            min(JOINED_BYTES.get(core.device.type, JOINED_BYTES["cpu"]) // per_token, 8 * self.token_budget),
-        )
+    def _batches(self, rows: list[Row]) -> Iterator[Batches[Row]]:
+        """Batches of rows whose queries have about the same length.
 
-    def _sums(self, batch: list[Row], runs: dict[int, NullRun]) -> Iterator[tuple[list[int], Tensor]]:
-        """Scores of one batch: each row's query, and the rows' scores; once for each query that all of them share."""
-        documents, queries = [row.ids for row in batch], batch[0].queries
-        room = max(len(runs[query].query.ids) for row in batch for query in row.queries)
-        if any(row.queries != queries for row in batch):
-            own = [runs[row.queries[0]] for row in batch]
-            sums = torch.zeros(len(batch), device=self.backbone.device)
-            lengths = torch.tensor([run.query.length for run in own], device=self.backbone.device)
-            prefixes = self.reader.prefill(documents, room, runs=own)
-            self.reader.read_own(own, prefixes, partial(self._add_own, sums, lengths[:, None]))
-            yield [row.queries[0] for row in batch], sums
-            return
-        # Where one query has to be run without a document, a row for it does for all of them.
-        joined = self.reader.prefill(documents, room, runs=[runs[queries[0]]])
-        for query in queries:
-            sums = torch.zeros(len(batch), device=self.backbone.device)
-            self.reader.read(runs[query], joined, partial(self._add, sums))
-            yield [query] * len(batch), sums
-
-    def _add_own(self, sums: Tensor, lengths: Tensor, layer: int, shift: Tensor) -> None:
-        """As `_add`, with queries of different lengths (N, 1): a shift of 0, as behind a shorter one, adds nothing."""
-        sums += (self.projection.cosines(layer, shift).sum(-1) / lengths).sum(-1)
-
-    def _add(self, sums: Tensor, layer: int, shift: Tensor) -> None:
-        """Fold one layer's shifts into the scores (N,) and forget them."""
-        sums += self.projection.cosines(layer, shift).mean(-1).sum(-1)
+        Kept documents apart, because each costs only the query's tokens: more of them fill a batch. First, because
+        the new ones may push them out.
+        """
+        by_room: dict[int, list[Row]] = {}
+        for row in rows:
+            by_room.setdefault(whole_lanes(len(row.query.ids)), []).append(row)
+        for room, group in by_room.items():
+            kept = {row for row in group if self.store is not None and self.store.is_kept(row.document)}
+            if kept:
+                joined = JOINED_BYTES.get(self.backbone.device.type, JOINED_BYTES["cpu"])
+                most = min(joined // self.backbone.bytes_per_token, 8 * self.token_budget)
+                budget = max(self.token_budget, most)
+                yield Batches([row for row in group if row in kept], budget, extra=room, alike=ALIKE_KEPT)
+            alike = ALIKE if self.backbone.packer is None else ALIKE_KEPT
+            yield Batches([row for row in group if row not in kept], self.token_budget, extra=room, alike=alike)
 
     @torch.inference_mode()
     def explain(self, query: str, document: str, *, max_tokens: int | None = None) -> Explanation:
-        """Take a score apart, exactly, per query token, layer and head. A document without text has no parts.
+        """Take a score apart, exactly, per query token, layer and head.
 
         Args:
             query: The question.
-            document: One document.
+            document: One document. Without text it has no parts, and `BLANK_SCORE`.
             max_tokens: Read at most so many tokens of the document.
 
         Raises:
@@ -548,25 +490,21 @@ class RSRank(Reranker):
         """
         tokens = self.prompts.query(query)
         prompt = self.prompts.documents([document], len(tokens.ids), max_tokens=max_tokens)[0]
-        terms: list[Tensor] = []
-        if prompt.empty:
-            return Explanation(query, document, BLANK_SCORE, False, (), self.projection.layers, (), ())
-
-        def keep(layer: int, shift: Tensor) -> None:
-            terms.append(self.projection.cosines(layer, shift)[0] / tokens.length)  # (H, T)
-
-        def read(batch: list[Ids]) -> None:
-            self.reader.read(NullRun(tokens), self.reader.prefill(batch, len(tokens.ids)), keep)
-
-        try:
-            run_batches([prompt.ids], read, budget=1)
-        except DoesNotFitError as error:
-            raise _too_large(error.ids, 0, 0) from None
-        parts = torch.stack(terms).permute(2, 0, 1).double()  # (T, L, H)
+        score, parts = BLANK_SCORE, torch.zeros(tokens.length, len(self.projection.layers), self.backbone.num_heads)
+        if not prompt.empty:
+            row = Row(prompt.ids, tokens)
+            batches = Batches([row], 1)
+            try:
+                for _ in batches:
+                    with batches.attempt():
+                        parts = score_parts(self.reader, self.projection, row)
+            except DoesNotFitError:
+                raise _too_large(prompt.ids, 0) from None
+            score = _finite(float(parts.sum()), 0)
         return Explanation(
             query=query,
             document=document,
-            score=_finite(float(parts.sum()), 0, 0),
+            score=score,
             truncated=prompt.truncated,
             tokens=tuple(self.prompts.text_of(tokens.ids[tokens.scored])),
             layers=self.projection.layers,
@@ -575,88 +513,15 @@ class RSRank(Reranker):
         )
 
 
-@dataclass(frozen=True)
-class _Found:
-    """What is known of every query's documents: see `Scored`."""
-
-    scores: list[list[float]]
-    truncated: list[list[bool]]
-    tokens: list[list[int]]
-
-    @classmethod
-    def empty(cls, queries: Sequence[TokenisedQuery], documents: Sequence[Sequence[TokenisedDocument]]) -> _Found:
-        """What is known before anything has been scored."""
-        return cls(
-            scores=[[BLANK_SCORE] * len(row) for row in documents],  # of those without text
-            truncated=[[document.truncated for document in row] for row in documents],
-            tokens=[
-                [len(query.ids) + len(document.ids) for document in row]
-                for query, row in zip(queries, documents, strict=True)
-            ],
-        )
-
-    def scored(self, row: int, column: int) -> Scored:
-        """One document's."""
-        return Scored(self.scores[row][column], self.truncated[row][column], self.tokens[row][column])
-
-
-class _UnscoredError(ScoringError):
-    """A document that could not be scored, of several queries'."""
-
-    def __init__(self, what: str, row: int, column: int) -> None:
-        super().__init__(f"Document {column}{f' of query {row}' if row else ''} {what}", column)
-        self.what, self.row, self.column = what, row, column
-
-    def at(self, place: int) -> ScoringError:
-        """The same, by its place among pairs."""
-        return ScoringError(f"Document {place} {self.what}", place)
-
-
-def store_for(core: Backbone, config: RSRankConfig, choice: Choice) -> PrefixStore | None:
-    """The prefix store that a choice of ``prefix_cache`` stands for.
-
-    Raises:
-        InputError: Not a choice.
-    """
-    chosen = as_prefix_cache(choice)
-    if chosen is None:
-        return None
-    limit = chosen.device
-    if limit is None and core.device.type == "cuda":
-        limit = torch.cuda.mem_get_info(core.device)[0] // 4
-    elif limit is None:
-        limit = DEVICE_BYTES.get(core.device.type, DEVICE_BYTES["cpu"])
-    identity = {
-        "backbone": config.backbone.name,
-        "revision": config.backbone.revision,
-        "weights": core.fingerprint(),
-        "tokenizer": config.backbone.tokenizer,
-        "template": config.template.model_dump(),
-        "layers": core.loaded_layers if config.signal == "hidden" else core.last_layer,
-        "bits": core.bits,
-    }
-    return PrefixStore(
-        identity,
-        device=core.device,
-        dtype=core.dtype,
-        device_bytes=limit,
-        host_bytes=chosen.host,
-        folder=chosen.folder,
-        disk_bytes=chosen.disk,
-        salt=chosen.salt,
-    )
-
-
-def _finite(score: float, row: int, column: int) -> float:
+def _finite(score: float, place: int, name: str = "The document") -> float:
     if math.isfinite(score):
         return score
-    raise _UnscoredError(f"scored {score}. The model overflowed on it: load it in bfloat16 or float32.", row, column)
+    raise ScoringError(f"{name} scored {score}. The model overflowed on it: load it in bfloat16 or float32.", place)
 
 
-def _too_large(ids: Ids, row: int, column: int) -> ScoringError:
-    return _UnscoredError(
-        f"({len(ids)} tokens with the template) does not fit into memory even by itself. "
-        "Pass a smaller max_length, or load the model in 8-bit or on another device.",
-        row,
-        column,
+def _too_large(ids: Ids, place: int, name: str | None = None) -> ScoringError:
+    return ScoringError(
+        f"{name or f'Document {place}'} ({len(ids)} tokens with the template) does not fit into memory even by "
+        "itself. Pass a smaller max_length, or load the model in 8-bit or on another device.",
+        place,
     )

@@ -187,7 +187,7 @@ def load_ranker(folder: Path, kind: str, **options: object) -> RSRank:
 
 def unkept(ranker: RSRank) -> RSRank:
     """A ranker that reads every document anew: tests are about what it computes."""
-    ranker.reader.store = None
+    ranker.store = ranker.reader.store = None
     return ranker
 
 

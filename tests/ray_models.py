@@ -38,6 +38,19 @@ class Fatal(Lengths):
         return super().score(query, documents)
 
 
+class Assassin(Lengths):
+    """At "kill the driver" it kills the process that asked for the work, wherever it runs itself."""
+
+    def __init__(self, driver):
+        super().__init__()
+        self.driver = driver
+
+    def score(self, query, documents):
+        if "kill the driver" in documents:
+            os.kill(self.driver, signal.SIGKILL)
+        return super().score(query, documents)
+
+
 def refuse():
     raise ArtifactError("There is no such artifact.")
 

@@ -43,6 +43,8 @@ class Service:
         self.headers: list[dict[str, str]] = []
         self.peers: set[tuple[str, int]] = set()
         self.left, self.running, self.most = 0, 0, 0
+        self.together = 0
+        """No answer before so many requests have been here at the same time."""
         self.key: str | None = None
         self.threshold: float | None = 0.0
 
@@ -61,6 +63,8 @@ class Service:
         self.running += 1
         self.most = max(self.most, self.running)
         try:
+            while self.most < self.together:
+                await asyncio.sleep(0.005)
             await self.answer(scope["path"], body, receive, send)
         finally:
             self.running -= 1

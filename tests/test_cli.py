@@ -80,6 +80,16 @@ def test_no_documents_give_two_empty_lists(artifact):
     assert (found["kept"], found["dropped"]) == ([], [])
 
 
+def test_rank_takes_other_systems_by_name_with_their_own_threshold(passages):
+    pytest.importorskip("bm25s")
+    found = json.loads(run("rank", "-q", QUERY, "-m", "bm25", "-d", passages, "--json").stdout)
+    assert (found["threshold"], found["dropped"], found["kept"][0]["index"]) == (None, [], 0)
+
+
+def test_explain_shows_that_a_blank_document_has_no_parts(artifact):
+    assert "-10000.00" in run("explain", "-q", QUERY, "-d", " ", "-m", artifact).stdout
+
+
 def test_explain_prints_parts_that_add_up_to_the_score(artifact):
     output = run("explain", "-q", QUERY, "-d", DOCUMENTS[0], "-m", artifact, "--json").stdout
     found = json.loads(output)
@@ -161,6 +171,7 @@ def test_evaluate_takes_baselines_and_the_best_threshold_over_all_files(labelled
     assert record["f1@tau"] == pytest.approx(record["f1@best"])  # one file: the shared threshold is its own
 
 
+@pytest.mark.slow
 def test_evaluate_takes_several_models_and_writes_one_report(artifact, labelled, tmp_path):
     output, report = tmp_path / "metrics.json", tmp_path / "a" / "report"
     models = ["-m", artifact, "-m", "bm25", "-m", "bm25"]
@@ -249,9 +260,7 @@ def test_every_command_teaches_by_an_example(command):
     assert any("[OPTIONS]" not in line for line in examples)
 
 
-@pytest.mark.parametrize(
-    "command", ["rank", "index", "calibrate", "explain", "evaluate", "reproduce", "serve", "score"]
-)
+@pytest.mark.parametrize("command", ["rank", "index", "explain", "evaluate", "reproduce", "serve", "score"])
 def test_every_command_that_loads_a_model_can_round_its_weights(command):
     text = run(command, "--help").stdout
     assert all(f"--load-in-{form}" in text for form in ("8bit", "4bit", "fp8"))
@@ -297,6 +306,7 @@ def test_evaluate_says_before_the_work_that_its_output_cannot_be_written(labelle
     assert "could not be written" in " ".join(result.stderr.split())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["bi-encoder", "cross-encoder"])
 def test_a_baseline_that_cannot_be_loaded_is_one_clear_error(kind, labelled, tmp_path):
     result = run("evaluate", "-m", f"{kind}:{tmp_path / 'nothing'}", "--data", labelled[0], code=1)

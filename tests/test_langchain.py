@@ -97,9 +97,11 @@ def test_an_unknown_argument_of_a_call_is_an_error(compressor):
 def test_the_input_is_left_alone_and_what_comes_back_is_a_copy(compressor):
     given = documents(1, 2)
     given[0].metadata["relevance_score"] = 0.99
+    given[1].metadata["tags"] = ["one", ["two"]]
     before = [document.model_copy(deep=True) for document in given]
     found = compressor.compress_documents(given, "q")
     assert given == before
+    found[0].metadata["tags"].append("changed")
     found[0].metadata["page"] = "changed"
     assert given == before
     assert [document.id for document in found] == ["id1", "id0"]
@@ -150,12 +152,39 @@ async def test_a_document_that_cannot_be_scored_fails_the_call_and_is_named(comp
         await compress(compressor, asynchronous, documents(1, "nan"), "q")
 
 
-def test_a_baseline_can_stand_in_for_the_model():
+def test_a_field_that_no_document_has_is_a_warning_that_names_those_there_are(caplog):
+    given = [Document("1", metadata={"title": "2 T"}), Document("3", metadata={"page": 4})]
+    made = RSRankCompressor(model=Numbers(), metadata_fields=["title", "titel"])
+    assert texts(made.compress_documents(given, "q")) == ["3", "1"]
+    assert caplog.messages == ["None of 2 documents has the metadata field 'titel'; there are: page, title."]
+
+
+@both_ways
+async def test_dropped_documents_can_be_marked_instead(asynchronous):
+    made = RSRankCompressor(model=Numbers(), keep_dropped=True, top_n=1)
+    found = await compress(made, asynchronous, documents(1, -1, 3), "q")
+    assert texts(found) == ["3 points", "1 points", "-1 points"]
+    assert [document.metadata["rsrank_kept"] for document in found] == [True, False, False]
+    assert [document.metadata["relevance_score"] for document in found] == [3.0, 1.0, -1.0]
+    (again,) = RSRankCompressor(model=Numbers(), top_n=1).compress_documents(found, "q")
+    assert again.metadata == {"page": 2, "relevance_score": 3.0}
+
+
+def test_documents_that_were_cut_carry_it(ranker):
+    given = [Document("word " * 2000), Document("short", metadata={"rsrank_truncated": True})]
+    found = RSRankCompressor(model=ranker, threshold=None).compress_documents(given, QUERY)
+    marks = {document.page_content[:5]: document.metadata.get("rsrank_truncated") for document in found}
+    assert marks == {"word ": True, "short": None}
+
+
+def test_a_system_without_a_native_threshold_needs_a_limit():
     pytest.importorskip("bm25s")
-    found = RSRankCompressor(model=BM25(), threshold=None, top_n=1).compress_documents(
-        [Document(text) for text in DOCUMENTS], QUERY
-    )
-    assert found[0].page_content == DOCUMENTS[0]
+    given = [Document(text) for text in DOCUMENTS]
+    with pytest.raises(InputError, match=r"bm25 has no native threshold.* threshold=None to rank"):
+        RSRankCompressor(model="bm25").compress_documents(given, QUERY)
+    for limits in ({"top_n": 1}, {"threshold": 0.5, "min_docs": 1}, {"threshold": None}):
+        assert RSRankCompressor(model="bm25", **limits).compress_documents(given, QUERY)[0].page_content == DOCUMENTS[0]
+    assert RSRankCompressor(model=BM25(), top_n=1).compress_documents(given, QUERY)[0].page_content == DOCUMENTS[0]
 
 
 def test_scores_are_those_of_the_ranker(ranker):
@@ -202,10 +231,19 @@ async def test_callbacks_see_a_run_with_inputs_and_outputs(compressor, asynchron
     trace = handler()
     given = documents(1, -1)
     found = await compress(compressor, asynchronous, given, "q", callbacks=[trace])
-    (_, name, run, parent, inputs), (_, ended, outputs) = trace.events
+    (_, name, run, parent, inputs), inside, (_, _, summary), (_, ended, outputs) = trace.events
     assert (name, parent, ended) == ("RSRankCompressor", None, run)
     assert inputs == {"query": "q", "documents": given}
     assert outputs == found
+    assert (inside[1], inside[3]) == ("RSRankRanking", run)
+    assert summary == {
+        "model": "Numbers",
+        "threshold": 0.0,
+        "documents": 2,
+        "kept": 1,
+        "truncated": 0,
+        "dropped": [{"index": 1, "score": -1.0}],
+    }
 
 
 @pytest.mark.parametrize(("asynchronous", "handler"), [(False, Trace), (True, Trace), (True, AsyncTrace)])
@@ -223,7 +261,7 @@ def test_a_call_inside_a_chain_is_a_child_of_the_chains_run(compressor):
     RunnableLambda(lambda query: compressor.compress_documents(documents(1), query), name="outer").invoke(
         "q", {"callbacks": [trace]}
     )
-    outer, inner = (event for event in trace.events if event[0] == "start")
+    outer, inner, _ = (event for event in trace.events if event[0] == "start")
     assert (outer[1], inner[1]) == ("outer", "RSRankCompressor")
     assert inner[3] == outer[2]
 
@@ -242,8 +280,9 @@ def test_open_inference_exports_the_run():
         RSRankCompressor(model=Numbers()).compress_documents(documents(2, -2), "which?")
     finally:
         instrumentor.uninstrument()
-    (span,) = exporter.get_finished_spans()
-    assert span.name == "RSRankCompressor"
+    inside, span = exporter.get_finished_spans()
+    assert (inside.name, span.name) == ("RSRankRanking", "RSRankCompressor")
+    assert '"score": -2.0' in inside.attributes["output.value"]
     assert "which?" in span.attributes["input.value"]
     assert "2 points" in span.attributes["output.value"]
     assert "-2 points" not in span.attributes["output.value"]
@@ -305,7 +344,7 @@ def test_the_retrievers_runs_nest(compressor):
         trace.events.append(("start", name, run_id, parent_run_id))
     )
     RSRankRetriever(base_retriever=Fixed(found=documents(1)), compressor=compressor).invoke("q", {"callbacks": [trace]})
-    outer, base, inner = (event for event in trace.events if event[0] == "start")
+    outer, base, inner, _ = (event for event in trace.events if event[0] == "start")
     assert (outer[1], base[1], inner[1]) == ("RSRankRetriever", "Fixed", "RSRankCompressor")
     assert base[3] == inner[3] == outer[2]
 
@@ -342,6 +381,15 @@ def test_langchains_cross_encoder_reranker_takes_our_cross_encoder():
     assert scorer.score([]) == []
     reranker = compressors.CrossEncoderReranker(model=scorer, top_n=2)
     assert texts(reranker.compress_documents(documents(1, 2, 3), "q")) == ["3 points", "2 points"]
+
+
+@needs_classic
+def test_in_langchains_cross_encoder_reranker_blank_documents_come_last(ranker):
+    from rsrank_rag.langchain import RSRankCrossEncoder
+
+    given = [Document(text) for text in ("", " \n", DOCUMENTS[0], DOCUMENTS[4])]
+    reranker = compressors.CrossEncoderReranker(model=RSRankCrossEncoder(model=ranker), top_n=2)
+    assert set(texts(reranker.compress_documents(given, QUERY))) == {DOCUMENTS[0], DOCUMENTS[4]}
 
 
 def test_the_module_can_be_imported_whole_without_a_base_class_for_cross_encoders(monkeypatch):

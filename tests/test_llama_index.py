@@ -16,6 +16,7 @@ from llama_index.core.instrumentation import get_dispatcher
 from llama_index.core.instrumentation.event_handlers import BaseEventHandler
 from llama_index.core.instrumentation.events.rerank import ReRankEndEvent, ReRankStartEvent
 from llama_index.core.llms import MockLLM
+from llama_index.core.postprocessor import SimilarityPostprocessor
 from llama_index.core.postprocessor.types import BaseNodePostprocessor
 from llama_index.core.schema import (
     ImageNode,
@@ -118,10 +119,12 @@ async def test_no_nodes_need_no_model(asynchronous):
 @pytest.mark.parametrize("keep", [False, True])
 def test_the_input_is_left_alone(keep):
     given = nodes(1, 2)
+    given[1].node.metadata["tags"], given[1].node.excluded_embed_metadata_keys = ["one"], ["tags"]
     given[0].node.relationships[NodeRelationship.SOURCE] = RelatedNodeInfo(node_id="book")
     before = [scored.model_copy(deep=True) for scored in given]
     hashes = [scored.node.hash for scored in given]
     found = RSRankPostprocessor(model=Numbers(), keep_retrieval_score=keep).postprocess_nodes(given, query_str="q")
+    found[0].node.metadata["tags"].append("changed")
     assert given == before
     assert [scored.node.hash for scored in given] == hashes
     assert [scored.score for scored in given] == [0.5, 1.5]
@@ -138,6 +141,28 @@ def test_the_retrievers_score_is_kept_where_no_embedding_and_no_llm_reads_it():
     (again,) = made.postprocess_nodes([found], query_str="q")
     assert again.node.excluded_llm_metadata_keys == ["retrieval_score"]
     assert again.node.metadata == {"retrieval_score": 1.0}
+
+
+def test_dropped_nodes_can_be_marked_instead_where_no_embedding_and_no_llm_reads_it(ranker):
+    made = RSRankPostprocessor(model=Numbers(), keep_dropped=True)
+    found = made.postprocess_nodes(nodes(-1, 1), query_str="q")
+    assert [(scored.score, scored.node.metadata) for scored in found] == [
+        (1.0, {"rsrank_kept": True}),
+        (-1.0, {"rsrank_kept": False}),
+    ]
+    assert "rsrank_kept" not in found[0].node.get_content(MetadataMode.LLM)
+    long = [NodeWithScore(node=TextNode(text="word " * 2000))]
+    (cut,) = RSRankPostprocessor(model=ranker, threshold=None).postprocess_nodes(long, query_str=QUERY)
+    assert cut.node.metadata == {"rsrank_truncated": True}
+    assert long[0].node.metadata == {}
+
+
+def test_a_similarity_cutoff_behind_it_drops_blank_nodes_first(ranker):
+    given = [NodeWithScore(node=TextNode(text=text)) for text in ("", " ", *DOCUMENTS)]
+    ranked = RSRankPostprocessor(model=ranker, threshold=None).postprocess_nodes(given, query_str=QUERY)
+    assert texts(ranked)[-2:] == ["", " "]
+    kept = SimilarityPostprocessor(similarity_cutoff=0.0).postprocess_nodes(ranked)
+    assert texts(kept) == ranker.rank(QUERY, DOCUMENTS).texts
 
 
 def test_metadata_mode_decides_what_is_read():
@@ -280,6 +305,7 @@ async def test_a_query_engine_hands_on_what_is_relevant(index, ranker, asynchron
     assert all(text in str(answer) for text in expected)
 
 
+@pytest.mark.slow
 def test_a_query_engine_over_a_real_embedding_hands_on_the_answer():
     # ImportError: the oldest llama-index-core wants a numpy that its dependencies were not built for.
     sentence_transformers = pytest.importorskip("sentence_transformers", exc_type=ImportError)

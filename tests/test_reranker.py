@@ -1,14 +1,16 @@
 """Ranking, threshold and errors, with a five-line fake: what every reranker of the package inherits."""
 
+import json
 import math
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rsrank_rag import RankedDocument, RankResult, Reranker
 from rsrank_rag.errors import InputError, RSRankError, ScoringError
-from rsrank_rag.reranker import Scored
+from rsrank_rag.reranker import BLANK_SCORE, Pair, Scored
 
 
 class Fake(Reranker):
@@ -134,7 +136,7 @@ def test_a_reranker_without_score_cannot_be_made():
 
 def test_truncated_documents_are_marked():
     class Cutting(Fake):
-        def _scored(self, query, documents, *, cutoff, show_progress):
+        def score_documents(self, query, documents, *, show_progress=False):
             return [
                 Scored(score, truncated=document == "b") for score, document in zip([1.0, 2.0], documents, strict=True)
             ]
@@ -160,7 +162,7 @@ def test_results_cannot_be_changed():
 finite = st.floats(allow_nan=False, allow_infinity=False)
 
 
-@settings(max_examples=300, deadline=None, derandomize=True)
+@settings(max_examples=100, deadline=None, derandomize=True)
 @given(
     scores=st.lists(finite | st.sampled_from([0.0, -0.0, 1.0]), max_size=12),
     threshold=st.none() | finite,
@@ -193,12 +195,32 @@ def test_the_printed_result_shows_scores_signs_and_cuts():
     assert str(rank([-1.0], threshold=None)).startswith("'query': 1 kept, 0 dropped (ranked only)")
 
 
-def test_documents_without_text_come_last_and_are_never_relevant():
-    class Half(Reranker):
-        def score(self, query, documents):
-            return [0.0 if not text.strip() else -0.5 for text in documents]
+class Half(Reranker):
+    """Finds nothing relevant, and what is blank least irrelevant."""
 
-    documents = [" ", "almost", ""]
-    assert Half().rank("q", documents, min_docs=1).texts == ["almost"]
-    assert Half().rank("q", documents, threshold=-1.0).texts == ["almost"]
-    assert Half().rank("q", documents, threshold=None).texts == ["almost", " ", ""]
+    def score(self, query, documents):
+        return [-0.5 if text.strip() else 0.0 for text in documents]
+
+
+BLANKS = [" ", "almost", "\n\t\u2003", "nearly", ""]
+
+
+def test_documents_without_text_come_last_in_their_order_and_pass_no_threshold():
+    assert Half().rank("q", BLANKS, min_docs=1).texts == ["almost"]
+    for threshold in (-1.0, 2 * BLANK_SCORE, -math.inf):
+        result = Half().rank("q", BLANKS, threshold=threshold)
+        assert result.texts == ["almost", "nearly"]
+        assert [document.score for document in result.dropped] == [BLANK_SCORE] * 3
+    everything = Half().rank("q", BLANKS, threshold=None)
+    assert everything.texts == ["almost", "nearly", " ", "\n\t\u2003", ""]
+    assert order(rank([-2.0 * abs(BLANK_SCORE), BLANK_SCORE], threshold=None)) == [0, 1]
+
+
+def test_documents_without_text_have_that_score_among_pairs_too():
+    found = Half().score_pairs([Pair("q", text) for text in BLANKS])
+    assert [scored.score for scored in found] == [BLANK_SCORE, -0.5, BLANK_SCORE, -0.5, BLANK_SCORE]
+
+
+def test_the_score_of_a_blank_document_survives_json_and_half_precision():
+    assert json.loads(json.dumps(BLANK_SCORE)) == BLANK_SCORE
+    assert float(np.float16(BLANK_SCORE)) == float(np.float32(BLANK_SCORE)) == BLANK_SCORE

@@ -7,7 +7,6 @@ import pickle
 import signal
 import subprocess
 import sys
-import time
 from functools import partial
 from pathlib import Path
 
@@ -19,13 +18,15 @@ import pytest
 from ray_models import Fatal, Lengths, refuse, worker_of_nothing
 from typer.testing import CliRunner
 
-from rsrank_rag import Reranker, RSRank
+from rsrank_rag import Reranker
 from rsrank_rag.bulk.on_ray import Actors, each
 from rsrank_rag.bulk.pairs import PairScorer
 from rsrank_rag.bulk.run import score_files
 from rsrank_rag.cli import app
 from rsrank_rag.errors import InputError, RSRankError
+from rsrank_rag.evaluation.systems.baselines import BM25
 from rsrank_rag.partial_files import is_running, partial_of
+from rsrank_rag.reranker import BLANK_SCORE
 
 TEXTS = ["A cow gives milk.", "Trains run on rails.", "Honey keeps.", "Bees dance. " * 20, "Salt", ""]
 
@@ -124,7 +125,7 @@ def test_rows_with_lists_get_lists(tmp_path):
     ]
     found = score(write_lines(tmp_path / "rows.jsonl", rows), tmp_path / "out", partial(Threshold, -1000))
     out = read(tmp_path / "out")
-    assert [row["score"] for row in out] == [[-999.0, None, -1000.0, None], [], [None, None], [None]]
+    assert [row["score"] for row in out] == [[-999.0, None, BLANK_SCORE, None], [], [None, None], [None]]
     assert [row["kept"] for row in out] == [[True, None, False, None], [], [None, None], [None]]
     assert out[0]["error"] == [None, "has no score.", None, "The document is no text but null."]
     assert out[2]["error"] == ["The query is no text but null."] * 2
@@ -142,8 +143,10 @@ class Threshold(Lengths):
 
 def test_a_blank_document_is_not_kept_and_without_a_threshold_nothing_is():
     batch = {"query": ["q", "q"], "document": ["aa", "  "]}
-    assert PairScorer(partial(Threshold, -5000.0))(batch)["kept"] == [True, False]
-    assert PairScorer(partial(Threshold, None))(batch)["kept"] == [None, None]
+    assert PairScorer(partial(Threshold, 2 * BLANK_SCORE))(batch)["kept"] == [True, False]
+    found = PairScorer(partial(Threshold, None))(batch)
+    assert found["kept"] == [None, None]
+    assert found["score"] == [-998.0, BLANK_SCORE]
 
 
 def test_pairs_without_a_score_are_named_and_the_others_scored(tmp_path):
@@ -292,6 +295,49 @@ def test_a_damaged_part_is_named(tmp_path):
         score(source, tmp_path / "out", rows_per_part=2)
 
 
+KILLED = """
+import os, sys
+from functools import partial
+from pathlib import Path
+from ray_models import Assassin
+from rsrank_rag.bulk.on_ray import Actors
+from rsrank_rag.bulk.run import score_files
+
+source, output, address = sys.argv[1:]
+actors = Actors(2, cpus=0.5, address=address) if address else None
+score_files(source, output, partial(Assassin, os.getpid()), model="lengths", rows_per_part=3, actors=actors)
+"""
+
+
+def check_kill_9(tmp_path, address=""):
+    """A process is killed at its sixth part or so, by its model; another goes on."""
+    rows = rows_of(30)
+    rows[16]["document"] = "kill the driver"
+    source, output = write_lines(tmp_path / "rows.jsonl", rows), tmp_path / "out"
+    here = Path(__file__).parent
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(here.parent), str(here)])}
+    done = subprocess.run(
+        [sys.executable, "-c", KILLED, source, output, address], env=environment, capture_output=True, text=True
+    )
+    assert done.returncode == -signal.SIGKILL, done.stderr
+    there = {path.name for path in output.glob("part-*")}
+    found = score(source, output, rows_per_part=3)
+    assert (found.rows, found.parts) == (30, 10)
+    score(source, tmp_path / "once", rows_per_part=3)
+    assert table_of(output).equals(table_of(tmp_path / "once"))
+    return there
+
+
+def test_a_run_goes_on_after_kill_9(tmp_path):
+    assert check_kill_9(tmp_path) == {f"part-{number:06d}.parquet" for number in range(5)}
+    assert not list((tmp_path / "out").glob("_*.partial"))
+
+
+@pytest.mark.ray
+def test_a_run_on_a_cluster_goes_on_after_kill_9_of_who_asked_for_it(ray_cluster, tmp_path):
+    check_kill_9(tmp_path, ray_cluster.get_runtime_context().gcs_address)
+
+
 def test_a_model_that_fails_on_everything_fills_no_file_with_errors(tmp_path):
     rows = [{"query": "q", "document": text} for text in ("a", "b", "break", "d")]
     source = write_lines(tmp_path / "rows.jsonl", rows)
@@ -320,6 +366,7 @@ def test_one_callable_serves_arrays_frames_and_datasets():
     assert pickle.loads(pickle.dumps(scorer))(columns)["score"] == expected
 
 
+@pytest.mark.ray
 def test_one_callable_serves_ray_data(ray_cluster):
     from ray import data
 
@@ -335,6 +382,7 @@ def test_one_callable_serves_ray_data(ray_cluster):
 TWO = Actors(2, cpus=0.5)
 
 
+@pytest.mark.ray
 def test_actors_write_what_one_process_writes(ray_cluster, tmp_path):
     source = write_lines(tmp_path / "rows.jsonl", rows_of(60))
     score(source, tmp_path / "local", rows_per_part=7)
@@ -350,6 +398,7 @@ def test_actors_write_what_one_process_writes(ray_cluster, tmp_path):
     assert table_of(tmp_path / "ray").equals(table_of(tmp_path / "local"))
 
 
+@pytest.mark.ray
 def test_an_actor_that_dies_is_replaced_and_one_that_dies_each_time_ends_the_run(ray_cluster, tmp_path):
     rows = rows_of(12)
     rows[7]["document"] = "kill this process"
@@ -364,12 +413,14 @@ def test_an_actor_that_dies_is_replaced_and_one_that_dies_each_time_ends_the_run
     ]
 
 
+@pytest.mark.ray
 def test_what_an_actor_says_reaches_the_user_as_one_line(ray_cluster, tmp_path):
     source = write_lines(tmp_path / "rows.jsonl", rows_of(4))
     with pytest.raises(RSRankError, match=r"^There is no such artifact\.$"):
         score(source, tmp_path / "out", refuse, actors=TWO)
 
 
+@pytest.mark.ray
 def test_every_item_is_done_once(ray_cluster):
     items = [{"number": number, "text": "ä\n"} for number in range(40)]
     found = list(each(worker_of_nothing, items, TWO))
@@ -377,6 +428,7 @@ def test_every_item_is_done_once(ray_cluster):
     assert list(each(worker_of_nothing, [], TWO)) == []
 
 
+@pytest.mark.ray
 def test_a_machine_without_room_for_an_actor_says_so(ray_cluster):
     with pytest.raises(RSRankError, match=r"1 actors of 1 CPUs and 4 GPUs were asked for, and the cluster has 8 CPUs"):
         list(each(worker_of_nothing, [1], Actors(gpus=4)))
@@ -391,64 +443,40 @@ def run(*arguments):
     return CliRunner().invoke(app, [str(argument) for argument in arguments])
 
 
-def small_rows(count):
-    return [
-        {"id": i, "query": f"Which animal number {i % 5} gives milk?", "document": f"{i}: {TEXTS[i % 6]}"}
-        for i in range(count)
-    ]
-
-
-def killed(arguments, output, parts):
-    """Run the command and kill it, with kill -9, when so many parts are there."""
-    environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])}
-    process = subprocess.Popen(
-        [sys.executable, "-m", "rsrank_rag", *map(str, arguments)], env=environment, stderr=subprocess.PIPE, text=True
-    )
-    for _ in range(1200):
-        if len(list(output.glob("part-*.parquet"))) >= parts or process.poll() is not None:
-            break
-        time.sleep(0.05)
-    assert process.poll() is None, process.stderr.read()
-    process.send_signal(signal.SIGKILL)
-    process.wait()
-    process.stderr.close()
-
-
-@pytest.mark.parametrize("engine", ["local", "ray"])
-def test_the_command_goes_on_after_kill_9_and_the_rows_are_the_models(engine, ray_cluster, tmp_path):
-    rows = small_rows(160)
-    source, output = write_lines(tmp_path / "rows.jsonl", rows), tmp_path / "out"
-    arguments = ["score", "--input", source, "--output", output, "--rows-per-part", 4, "--dtype", "float32"]
-    address = ray_cluster.get_runtime_context().gcs_address
-    actors = ["--engine", "ray", "--actors", 2, "--cpus-per-actor", 0.5, "--address", address]
-    killed([*arguments, *(actors if engine == "ray" else [])], output, parts=2)
-    there = len(list(output.glob("part-*.parquet")))
-    assert 2 <= there < 40
-    done = run(*arguments)  # by whichever engine
+def test_the_command_scores_and_goes_on(tmp_path):
+    pytest.importorskip("bm25s")
+    source, output = write_lines(tmp_path / "rows.jsonl", rows_of(10)), tmp_path / "out"
+    arguments = ["score", "-i", source, "-o", output, "--rows-per-part", 3, "--model", "bm25"]
+    done = run(*arguments)
     assert done.exit_code == 0, done.stderr
-    assert "160 rows, 160 pairs, in 40 files (" in done.stdout.replace("\n", " ")
-    out = read(output)
-    assert [row["id"] for row in out] == list(range(160))
-    ranker = RSRank.from_pretrained("mini", dtype="float32", prefix_cache=False)
-    queries = sorted({row["query"] for row in rows})
-    texts = [[row["document"] for row in rows if row["query"] == query] for query in queries]
-    expected = dict(zip(queries, map(iter, ranker.score_many(queries, texts)), strict=True))
-    assert [row["score"] for row in out] == pytest.approx([next(expected[row["query"]]) for row in rows], abs=1e-4)
+    assert "10 rows, 10 pairs, in 4 files of" in done.stdout
+    (output / "part-000002.parquet").unlink()
+    assert "in 4 files (3 were there)" in run(*arguments).stdout
+    assert [row["score"] for row in read(output)] == [
+        BM25().score(row["query"], [row["document"]])[0] for row in rows_of(10)
+    ]
+    other = run(*arguments[:-1], "mini")
+    assert other.exit_code == 2
+    assert "was begun otherwise (model: 'bm25' there, 'mini" in " ".join(other.stderr.split())
 
 
-def test_the_command_names_what_is_wrong(ray_cluster, tmp_path):
-    source = write_lines(tmp_path / "rows.jsonl", small_rows(4))
-    refused = run(
-        "score", "--input", source, "--output", tmp_path / "out", "--model", "nobody/nothing", "--local-files-only"
-    )
+def test_the_command_names_what_is_wrong(tmp_path):
+    source = write_lines(tmp_path / "rows.jsonl", rows_of(4))
+    refused = run("score", "-i", source, "-o", tmp_path / "out", "--model", "nobody/nothing", "--local-files-only")
     assert refused.exit_code == 1
     assert "nobody/nothing" in refused.stderr
+
+
+@pytest.mark.ray
+def test_the_command_names_what_is_wrong_on_a_cluster(ray_cluster, tmp_path):
+    source = write_lines(tmp_path / "rows.jsonl", rows_of(4))
     failed = run("score", "-i", source, "-o", tmp_path / "out", "--dtype", "float99", "--engine", "ray", "--actors", 1)
     assert failed.exit_code == 1
     assert "float99" in failed.stderr
     assert "Traceback" not in failed.stderr
 
 
+@pytest.mark.ray
 def test_documents_are_read_ahead_of_time_by_actors(ray_cluster, tmp_path):
     documents = tmp_path / "passages.txt"
     documents.write_text("\n".join(f"{i}: {TEXTS[i % 5]}" for i in range(300)))
@@ -461,6 +489,7 @@ def test_documents_are_read_ahead_of_time_by_actors(ray_cluster, tmp_path):
     assert "300 documents, 0 new" in again.stdout
 
 
+@pytest.mark.ray
 def test_features_are_made_by_actors(ray_cluster, tiny_folder, tmp_path):
     data = tmp_path / "labelled.jsonl"
     lines = []

@@ -32,8 +32,8 @@ from rsrank_rag.cli.service import KEYS, Loader, prefix_choice, read_canary, rea
 from rsrank_rag.errors import InputError
 from rsrank_rag.language_model.options import LoadOptions, ModelSource
 from rsrank_rag.prefixes.settings import PrefixCache
+from rsrank_rag.prefixes.store import store_for
 from rsrank_rag.reranker import BLANK_SCORE
-from rsrank_rag.rsrank import store_for
 from rsrank_rag.service import app as app_module
 from rsrank_rag.service.engine import Canary
 from rsrank_rag.service.logs import TextlessFormatter

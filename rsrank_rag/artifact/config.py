@@ -13,12 +13,15 @@ from ..method.template import Template
 
 FORMAT_VERSION: Literal[1] = 1
 
-Signal = Literal["values", "keys", "hidden"]
-"""Value vectors (the paper's choice), keys, or the hidden states that enter a layer (Appendix B.2)."""
+INSIDE = "./backbone"
+"""How an artifact names a language model that lies in its own folder."""
 
-NullPrefix = Literal["empty", "matched", "none"]
-"""What is subtracted: the query after no document (Eq. 3, for rotary positions), the query after filler of the
-document's length (Eq. 2), or nothing at all (raw representations, Appendix B.1)."""
+RETIRED: dict[str, tuple[object, ...]] = {
+    "signal": ("values",),
+    "null_prefix": ("empty",),
+    "calibration": (None,),
+}
+"""Fields that artifacts of earlier releases have, and the values of them that this one still means."""
 
 
 class BackboneSpec(BaseModel):
@@ -32,7 +35,6 @@ class BackboneSpec(BaseModel):
     num_layers: int = Field(gt=1)
     num_heads: int = Field(gt=0, description="KV heads, H.")
     head_dim: int = Field(gt=0, description="D.")
-    hidden_size: int | None = Field(default=None, gt=0, description="Width of the hidden states.")
     tokenizer: str = Field(description="Fingerprint of how the tokenizer splits a fixed text.")
     values: tuple[float, ...] = Field(description="Entries of the last read layer's value vectors on fixed tokens.")
 
@@ -61,18 +63,6 @@ class TrainingRecord(BaseModel):
     notes: str = ""
 
 
-class Calibration(BaseModel):
-    """Bounds for early decisions, from held-out queries; see `early.calibrate`."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-    miss_rate: float = Field(gt=0, lt=1, description="Share of the kept documents that may be lost.")
-    bounds: dict[int, float] = Field(min_length=1, description="Layer -> what later layers add to a score at most.")
-    queries: int = Field(gt=0)
-    documents: int = Field(gt=0)
-    kept: int = Field(gt=0, description="Documents above zero, which the bounds come from.")
-
-
 class RSRankConfig(BaseModel):
     """Everything about an artifact except the numbers in B."""
 
@@ -82,12 +72,9 @@ class RSRankConfig(BaseModel):
     backbone: BackboneSpec
     layers: tuple[int, ...] = Field(min_length=1, description="Backbone layers B reads, from 0; layer 0 is left out.")
     projection_dim: int = Field(gt=0, description="P.")
-    signal: Signal = Field(default="values", description="What is read of the backbone.")
-    null_prefix: NullPrefix = Field(default="empty", description="What is subtracted from it.")
     template: Template = Template()
     max_length: int | None = Field(default=None, gt=0, description="Positions to use, if fewer than the model has.")
     license: str | None = None
-    calibration: Calibration | None = None
     training: TrainingRecord = TrainingRecord()
 
     @model_validator(mode="after")
@@ -99,22 +86,12 @@ class RSRankConfig(BaseModel):
                 f"layers must lie in 1..{self.backbone.num_layers - 1} (layer 0 holds raw token embeddings, which "
                 f"no document can shift), got {self.layers[0]}..{self.layers[-1]}"
             )
-        if self.calibration is not None and not set(self.calibration.bounds) <= set(self.layers):
-            raise ValueError(f"calibration names layers {sorted(self.calibration.bounds)}, but B reads {self.layers}")
-        if self.signal == "keys" and self.null_prefix == "empty":
-            raise ValueError(
-                "keys hold their position, which a document moves: with signal='keys', null_prefix must be 'matched' "
-                "(the same positions) or 'none'"
-            )
         return self
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
-        """Shape of B, (L, H, P, D); for hidden states H is 1 and D the hidden size."""
-        heads, width = self.backbone.num_heads, self.backbone.head_dim
-        if self.signal == "hidden":
-            heads, width = 1, self.backbone.hidden_size or heads * width
-        return len(self.layers), heads, self.projection_dim, width
+        """Shape of B, (L, H, P, D)."""
+        return len(self.layers), self.backbone.num_heads, self.projection_dim, self.backbone.head_dim
 
     @property
     def depth(self) -> str:
@@ -149,10 +126,29 @@ class RSRankConfig(BaseModel):
                 f"{FORMAT_VERSION}. Upgrade with: pip install -U rsrank-rag"
             )
         try:
-            return cls.model_validate(raw)
+            return cls.model_validate(_without_retired(raw, source))
         except ValidationError as error:
             problems = "; ".join(f"{'.'.join(map(str, e['loc'])) or 'config'}: {e['msg']}" for e in error.errors())
             raise ArtifactError(f"{source} is not a valid RSRank config: {problems}.") from None
+
+
+def _without_retired(raw: dict[str, Any], source: str) -> dict[str, Any]:
+    """A config without what only earlier releases knew.
+
+    Raises:
+        ArtifactError: It asks for something that only they could do.
+    """
+    for name, meant in RETIRED.items():
+        if name in raw and raw[name] not in meant:
+            raise ArtifactError(
+                f"{source} was made with {name}={raw[name]!r}, which belongs to the paper's ablations and is no longer "
+                "part of an artifact. Run it through `rsrank reproduce`, or train B on value vectors."
+            )
+    kept = {name: value for name, value in raw.items() if name not in RETIRED}
+    for part, field in (("backbone", "hidden_size"), ("template", "filler")):
+        if isinstance(kept.get(part), dict):
+            kept[part] = {name: value for name, value in kept[part].items() if name != field}
+    return kept
 
 
 def content_digest(text: str) -> str:

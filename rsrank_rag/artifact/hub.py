@@ -267,7 +267,6 @@ def model_card(config: RSRankConfig) -> str:
         f"({config.backbone.model_type}, {config.depth})",
         f"- B: layers {config.layers[0]}-{config.layers[-1]} ({len(config.layers)}), {heads} KV heads, "
         f"P = {config.projection_dim}, D = {dim}: {len(config.layers) * heads * config.projection_dim * dim:,} numbers",
-        f"- Reads: {config.signal}, null prefix: {config.null_prefix}",
         f"- Template: `{config.template.model_dump_json()}`",
         f"- Training data: {', '.join(training.data) or 'not recorded'}; seed {training.seed}",
     ]

@@ -7,9 +7,10 @@ from collections.abc import Sequence
 
 from ..errors import ArtifactError
 from ..language_model.loading import LoadedModel
+from ..language_model.weights import bits_of, fingerprint
 from ..method.backbone import Backbone
 from ..method.template import PromptTokenizer, tokenizer_fingerprint
-from .config import BackboneSpec
+from .config import BackboneSpec, RSRankConfig
 
 TOLERANCE = {16: 0.1, 8: 0.3, 4: 0.7}
 """How far value vectors may lie from the recorded ones, by the weights' bits (16 or more count as 16).
@@ -27,10 +28,22 @@ def describe(core: Backbone, prompts: PromptTokenizer, name: str, revision: str 
         num_layers=core.num_layers,
         num_heads=core.num_heads,
         head_dim=core.head_dim,
-        hidden_size=core.config.hidden_size,
         tokenizer=prompts.fingerprint,
-        values=core.value_sample,
+        values=core.findings.sample,
     )
+
+
+def prefix_identity(core: Backbone, config: RSRankConfig) -> dict[str, object]:
+    """Everything that a document's keys and values depend on beside its token ids, dtype and tenant."""
+    return {
+        "backbone": config.backbone.name,
+        "revision": config.backbone.revision,
+        "weights": fingerprint(core.model),
+        "tokenizer": config.backbone.tokenizer,
+        "template": config.template.model_dump(),
+        "layers": core.last_layer,
+        "bits": bits_of(core.model),
+    }
 
 
 ADVICE = "Load the backbone the artifact names (and its revision), or train B for this one."
@@ -72,8 +85,8 @@ def check_after_run(core: Backbone, spec: BackboneSpec, source: str) -> None:
             f"This artifact belongs to {spec.name} with {spec.num_heads} KV heads of {spec.head_dim}, but {source} "
             f"has {core.num_heads} of {core.head_dim}. {ADVICE}"
         )
-    difference = relative_difference(core.value_sample, spec.values)
-    if not difference <= TOLERANCE[core.bits]:
+    difference = relative_difference(core.findings.sample, spec.values)
+    if not difference <= TOLERANCE[bits_of(core.model)]:
         raise ArtifactError(
             f"The weights of {source} are not those of {spec.name} (revision {spec.revision or 'not pinned'}) that "
             f"this artifact was made with: value vectors differ by {difference:.0%}. {ADVICE}"

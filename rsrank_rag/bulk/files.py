@@ -14,9 +14,9 @@ import hashlib
 import itertools
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, BinaryIO, Literal
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
@@ -24,9 +24,6 @@ from ..errors import InputError, MissingDependencyError
 from ..method.template import clean
 from ..partial_files import is_running, partial_of
 from .pairs import COLUMNS, form_of
-
-if TYPE_CHECKING:
-    import pyarrow
 
 PLAN = "_plan.json"
 ROWS = 10_000
@@ -36,10 +33,12 @@ SUMMARY = b"rsrank"
 """Key of a part's counts in its Parquet metadata."""
 
 
-class SourceFile(BaseModel):
-    """A file that was read."""
-
+class _Record(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
+
+
+class SourceFile(_Record):
+    """A file that was read."""
 
     path: str
     size: int
@@ -48,10 +47,8 @@ class SourceFile(BaseModel):
     rows: int
 
 
-class Part(BaseModel):
+class Part(_Record):
     """Rows of one file. ``offset`` is the first one's byte in a file that can be entered there, else 0."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     number: int
     file: int
@@ -59,11 +56,14 @@ class Part(BaseModel):
     rows: int
     offset: int = 0
 
+    @property
+    def name(self) -> str:
+        """Of its file in the output folder."""
+        return f"part-{self.number:06d}.parquet"
 
-class Plan(BaseModel):
+
+class Plan(_Record):
     """What an output folder holds or will hold."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     format_version: Literal[1] = 1
     settings: dict[str, Any]
@@ -73,8 +73,8 @@ class Plan(BaseModel):
     parts: tuple[Part, ...]
 
     @property
-    def schema_(self) -> pyarrow.Schema:
-        """Of the input."""
+    def columns(self) -> Any:
+        """Arrow schema of the input."""
         return arrow().ipc.read_schema(arrow().py_buffer(base64.b64decode(self.arrow_schema)))
 
 
@@ -105,16 +105,16 @@ def find(source: str) -> list[Path]:
         found = [file for file in sorted(path.rglob("*")) if file.name.endswith(ENDINGS)]
     else:
         found = [path] if path.exists() else [Path(name) for name in sorted(glob.glob(source, recursive=True))]  # noqa: PTH207 - takes any path
-        for file in found:
-            if not file.name.endswith(ENDINGS):
-                raise InputError(f"--input {source}: {file} is none of {', '.join(ENDINGS)}.")
+    for file in found:
+        if not file.name.endswith(ENDINGS):
+            raise InputError(f"--input {source}: {file} is none of {', '.join(ENDINGS)}.")
     found = [file for file in found if file.is_file() and not file.name.startswith(("_", "."))]
     if not found:
         raise InputError(f"--input {source}: there is no {', '.join(ENDINGS)} there.")
     return found
 
 
-# Planning
+# The input
 
 
 def plan(source: str, settings: Mapping[str, Any], rows_per_part: int) -> Plan:
@@ -124,29 +124,25 @@ def plan(source: str, settings: Mapping[str, Any], rows_per_part: int) -> Plan:
         InputError: A file cannot be read or does not fit the others; it and its rows are named.
     """
     pa = arrow()
-    files: list[SourceFile] = []
-    parts: list[Part] = []
-    schema = pa.schema([])
+    files, parts, schema = list[SourceFile](), list[Part](), pa.schema([])
     for path in find(source):
         survey = _survey_parquet if path.suffix == ".parquet" else _survey_lines
-        rows, digest = 0, hashlib.sha256()
+        rows = 0
         try:
-            for found, offset, count in survey(path, rows_per_part, digest):
-                schema = _joined(schema, found, f"{path}, rows {rows} to {rows + count - 1}")
+            for found, offset, count in survey(path, rows_per_part):
+                try:
+                    schema = pa.unify_schemas([schema, found], promote_options="permissive")
+                except (pa.ArrowInvalid, pa.ArrowTypeError) as error:
+                    raise InputError(
+                        f"{path}, rows {rows} to {rows + count - 1}: the columns do not fit those of the rows before: "
+                        f"{error}"
+                    ) from error
                 parts.append(Part(number=len(parts), file=len(files), start=rows, rows=count, offset=offset))
                 rows += count
+            status, digest = path.stat(), digest_of(path)
         except (OSError, EOFError, pa.ArrowInvalid) as error:
             raise InputError(f"{path} cannot be read after row {rows}: {error}") from error
-        status = path.stat()
-        files.append(
-            SourceFile(
-                path=str(path.absolute()),
-                size=status.st_size,
-                modified=status.st_mtime_ns,
-                sha256=digest.hexdigest(),
-                rows=rows,
-            )
-        )
+        files.append(_source_file(path, status, digest, rows))
     if not parts:
         raise InputError(f"--input {source}: there are no rows in {len(files)} files.")
     _check_types(schema)
@@ -159,30 +155,26 @@ def plan(source: str, settings: Mapping[str, Any], rows_per_part: int) -> Plan:
     )
 
 
-def _survey_parquet(path: Path, rows: int, digest: Any) -> Iterator[tuple[Any, int, int]]:
-    """Schema, 0 and number of rows of each part; the digest is fed with the file."""
+def _source_file(path: Path, status: os.stat_result, digest: str, rows: int) -> SourceFile:
+    return SourceFile(
+        path=str(path.absolute()), size=status.st_size, modified=status.st_mtime_ns, sha256=digest, rows=rows
+    )
+
+
+def _survey_parquet(path: Path, rows: int) -> Iterator[tuple[Any, int, int]]:
+    """Schema, 0 and number of rows of each part."""
     with arrow().parquet.ParquetFile(path) as file:
         schema, total = file.schema_arrow.remove_metadata(), file.metadata.num_rows
-    _feed(path, digest)
     for start in range(0, total, rows):
         yield schema, 0, min(rows, total - start)
 
 
-def _survey_lines(path: Path, rows: int, digest: Any) -> Iterator[tuple[Any, int, int]]:
-    """Schema, first byte and number of rows of each part; the digest is fed with the file."""
-    batch: list[tuple[int, dict[str, Any]]] = []
-    for number, (offset, line) in enumerate(_lines(path)):
-        batch.append((offset, _parse(line, path, number)))
-        if len(batch) == rows:
-            yield _part_of(path, batch)
-            batch = []
-    if batch:
-        yield _part_of(path, batch)
-    _feed(path, digest)
-
-
-def _part_of(path: Path, batch: list[tuple[int, dict[str, Any]]]) -> tuple[Any, int, int]:
-    return _table([row for _, row in batch]).schema, 0 if path.suffix == ".gz" else batch[0][0], len(batch)
+def _survey_lines(path: Path, rows: int) -> Iterator[tuple[Any, int, int]]:
+    """Schema, first byte and number of rows of each part."""
+    lines = enumerate(_lines(path))
+    while batch := list(itertools.islice(lines, rows)):
+        table = _table([_parse(line, path, number) for number, (_, line) in batch])
+        yield table.schema, 0 if path.suffix == ".gz" else batch[0][1][0], len(batch)
 
 
 def _lines(path: Path, offset: int = 0) -> Iterator[tuple[int, bytes]]:
@@ -202,8 +194,7 @@ def _parse(line: bytes, path: Path, number: int) -> dict[str, Any]:
             raise ValueError(f"it is no object but {type(row).__name__}")
     except (ValueError, RecursionError) as error:  # also of an encoding that is not UTF-8
         raise InputError(f"{path}, row {number} (from 0) is no JSON object: {error}") from None
-    cleaned: dict[str, Any] = _cleaned(row) if b"\\u" in line else row
-    return cleaned
+    return {clean(name): _cleaned(value) for name, value in row.items()} if b"\\u" in line else row
 
 
 def _cleaned(value: Any) -> Any:
@@ -221,52 +212,76 @@ def _table(rows: Sequence[Mapping[str, Any]], schema: Any = None) -> Any:
     names = dict.fromkeys(name for row in rows for name in row) if schema is None else schema.names
     arrays = {}
     for name in names:
+        kind = None if schema is None else schema.field(name).type
         try:
-            arrays[name] = pa.array(
-                [row.get(name) for row in rows], None if schema is None else schema.field(name).type
-            )
+            arrays[name] = pa.array([row.get(name) for row in rows], kind)
         except (pa.ArrowInvalid, pa.ArrowTypeError, pa.ArrowNotImplementedError, OverflowError) as error:
             raise pa.ArrowInvalid(f'column "{name}" holds values of several types ({error})') from None
     return pa.table(arrays)
 
 
-def _joined(schema: Any, found: Any, where: str) -> Any:
-    pa = arrow()
-    try:
-        return pa.unify_schemas([schema, found], promote_options="permissive")
-    except (pa.ArrowInvalid, pa.ArrowTypeError) as error:
-        raise InputError(f"{where}: the columns do not fit those of the rows before: {error}") from None
-
-
 def _check_types(schema: Any) -> None:
     """Raise InputError if the columns that are scored hold something else than text."""
-    types = arrow().types
-
-    def is_text(kind: Any) -> bool:
-        kind = kind.value_type if types.is_dictionary(kind) else kind
-        return bool(types.is_string(kind) or types.is_large_string(kind) or types.is_string_view(kind))
-
-    form = form_of(schema.names)
+    types, form = arrow().types, form_of(schema.names)
     for name in ("query", form):
-        kind = schema.field(name).type
-        inner = kind.value_type if name == "documents" and hasattr(kind, "value_type") else kind
-        if not is_text(inner) or (name == "documents") == is_text(kind):
-            raise InputError(
-                f'Column "{name}" must hold {"lists of texts" if name == "documents" else "texts"}, got {kind}.'
-            )
+        found = kind = schema.field(name).type
+        if name == "documents":
+            found = kind.value_type if types.is_list(kind) or types.is_large_list(kind) else None
+        if found is not None and types.is_dictionary(found):
+            found = found.value_type
+        text = (types.is_string, types.is_large_string, types.is_string_view)
+        if found is None or not any(is_kind(found) for is_kind in text):
+            wanted = "lists of texts" if name == "documents" else "texts"
+            raise InputError(f'Column "{name}" must hold {wanted}, got {kind}.')
 
 
 def digest_of(path: Path) -> str:
     """sha256 of a file."""
     digest = hashlib.sha256()
-    _feed(path, digest)
-    return digest.hexdigest()
-
-
-def _feed(path: Path, digest: Any) -> None:
     with path.open("rb") as file:
         while block := file.read(BLOCK):
             digest.update(block)
+    return digest.hexdigest()
+
+
+def read(made: Plan, part: Part) -> Any:
+    """A part's rows as a table with the schema of the whole input.
+
+    Raises:
+        InputError: The file cannot be read any more.
+    """
+    pa, path = arrow(), Path(made.files[part.file].path)
+    try:
+        if path.suffix == ".parquet":
+            return _read_parquet(path, part, made.columns)
+        before = part.start if path.suffix == ".gz" else 0  # it cannot be entered in the middle
+        lines = itertools.islice(_lines(path, part.offset), before, before + part.rows)
+        rows = [_parse(line, path, part.start + i) for i, (_, line) in enumerate(lines)]
+        if len(rows) != part.rows:
+            raise EOFError(f"it ends after {len(rows)} of them")
+        return _table(rows, made.columns)
+    except (OSError, EOFError, pa.ArrowInvalid) as error:
+        raise InputError(
+            f"Rows {part.start} to {part.start + part.rows - 1} of {path} cannot be read: {error}. Every machine "
+            "has to see the file by this name, and it must not change."
+        ) from error
+
+
+def _read_parquet(path: Path, part: Part, schema: Any) -> Any:
+    pa = arrow()
+    with pa.parquet.ParquetFile(path) as file:
+        sizes = [file.metadata.row_group(group).num_rows for group in range(file.num_row_groups)]
+        ends = list(itertools.accumulate(sizes))
+        groups = [g for g, end in enumerate(ends) if end > part.start and end - sizes[g] < part.start + part.rows]
+        first = ends[groups[0]] - sizes[groups[0]]
+        table = file.read_row_groups(groups).slice(part.start - first, part.rows)
+    there = set(table.column_names)
+    return pa.table(
+        {
+            field.name: table[field.name].cast(field.type) if field.name in there else pa.nulls(part.rows, field.type)
+            for field in schema
+        }
+    )
 
 
 # The output folder
@@ -285,7 +300,7 @@ def open_output(output: Path, source: str, settings: Mapping[str, Any], rows_per
             raise InputError(f"--output {output} is no empty folder, and no output of rsrank score. Use another one.")
         made = plan(source, settings, rows_per_part)
         output.mkdir(parents=True, exist_ok=True)
-        _write(path, made.model_dump_json().encode())
+        _write_whole(path, lambda file: file.write(made.model_dump_json().encode()))
         return made
     try:
         found = Plan.model_validate_json(path.read_text(encoding="utf-8"))
@@ -298,87 +313,38 @@ def open_output(output: Path, source: str, settings: Mapping[str, Any], rows_per
         for name in sorted(set(asked) | set(begun))
         if asked.get(name) != begun.get(name)
     ]
-    files, other = _same_files(found.files, find(source))
-    different += other
+    paths = find(source)
+    if len(found.files) != len(paths):
+        different.append(f"{len(found.files)} input files there, {len(paths)} asked for")
+    else:
+        different += [f"the content of {now}" for file, now in zip(found.files, paths, strict=True) if _new(file, now)]
     if different:
         raise InputError(
             f"--output {output} was begun otherwise ({'; '.join(different)}). Ask for the same, or use another folder."
         )
-    return found.model_copy(update={"files": files})
+    moved = (
+        file.model_copy(update={"path": str(now.absolute())}) for file, now in zip(found.files, paths, strict=True)
+    )
+    return found.model_copy(update={"files": tuple(moved)})
 
 
-def _same_files(begun: Sequence[SourceFile], paths: Sequence[Path]) -> tuple[tuple[SourceFile, ...], list[str]]:
-    """The files as they lie now, and which of them have another content."""
-    if len(begun) != len(paths):
-        return tuple(begun), [f"{len(begun)} input files there, {len(paths)} asked for"]
-    files, different = [], []
-    for file, path in zip(begun, paths, strict=True):
-        status, now = path.stat(), str(path.absolute())
-        untouched = (file.path, file.size, file.modified) == (now, status.st_size, status.st_mtime_ns)
-        if not untouched and (file.size != status.st_size or file.sha256 != digest_of(path)):
-            different.append(f"the content of {path}")
-        files.append(file.model_copy(update={"path": now}))
-    return tuple(files), different
-
-
-def path_of(output: Path, part: Part) -> Path:
-    """File of a part's scores."""
-    return output / f"part-{part.number:06d}.parquet"
+def _new(file: SourceFile, path: Path) -> bool:
+    """Whether the content is another one than it was; a file that nobody has touched is not read for that."""
+    status = path.stat()
+    untouched = (file.path, file.modified) == (str(path.absolute()), status.st_mtime_ns)
+    return file.size != status.st_size or not (untouched or file.sha256 == digest_of(path))
 
 
 def missing(output: Path, made: Plan) -> list[Part]:
     """Parts that are not there yet; what killed runs left half written is removed."""
-    for partial in output.glob("_*.partial"):  # of runs that were killed
+    for partial in output.glob("_*.partial"):
         if not is_running(partial):
             partial.unlink(missing_ok=True)
     there = {path.name for path in output.glob("part-*.parquet")}
-    return [part for part in made.parts if path_of(output, part).name not in there]
+    return [part for part in made.parts if part.name not in there]
 
 
-def read(made: Plan, part: Part) -> Any:
-    """A part's rows as a table with the schema of the whole input.
-
-    Raises:
-        InputError: The file cannot be read any more.
-    """
-    pa, path = arrow(), Path(made.files[part.file].path)
-    try:
-        if path.suffix == ".parquet":
-            return _read_parquet(path, part, made.schema_)
-        before = part.start if path.suffix == ".gz" else 0  # it cannot be entered in the middle
-        lines = itertools.islice(_lines(path, part.offset), before, before + part.rows)
-        rows = [_parse(line, path, part.start + i) for i, (_, line) in enumerate(lines)]
-        if len(rows) != part.rows:
-            raise EOFError(f"it ends after {len(rows)} of them")
-        return _table(rows, made.schema_)
-    except (OSError, EOFError, pa.ArrowInvalid) as error:
-        raise InputError(
-            f"Rows {part.start} to {part.start + part.rows - 1} of {path} cannot be read: {error}. Every machine "
-            "has to see the file by this name, and it must not change."
-        ) from error
-
-
-def _read_parquet(path: Path, part: Part, schema: Any) -> Any:
-    pa = arrow()
-    with pa.parquet.ParquetFile(path) as file:
-        groups, first, start = list[int](), 0, 0
-        for group in range(file.num_row_groups):
-            rows = file.metadata.row_group(group).num_rows
-            if start < part.start + part.rows and start + rows > part.start:
-                first = first if groups else start
-                groups.append(group)
-            start += rows
-        table = file.read_row_groups(groups).slice(part.start - first, part.rows)
-    columns = {
-        field.name: table[field.name].cast(field.type)
-        if field.name in table.column_names
-        else pa.nulls(part.rows, field.type)
-        for field in schema
-    }
-    return pa.table(columns)
-
-
-def write(output: Path, part: Part, table: Any, found: Mapping[str, Sequence[Any]]) -> tuple[int, int]:
+def write(output: Path, part: Part, table: Any, found: Mapping[str, Sequence[Any]]) -> None:
     """Write a part with its scores; it appears only when it is complete.
 
     Args:
@@ -386,26 +352,15 @@ def write(output: Path, part: Part, table: Any, found: Mapping[str, Sequence[Any
         part: Which one.
         table: Its rows.
         found: What `PairScorer` added.
-
-    Returns:
-        How many pairs it has, and how many of them have an error.
     """
     pa = arrow()
     listed = "documents" in table.column_names
     for name, kind in zip(COLUMNS, (pa.float64(), pa.bool_(), pa.bool_(), pa.string()), strict=True):
         table = table.append_column(name, pa.array(found[name], pa.list_(kind) if listed else kind))
     errors = [error for row in found["error"] for error in row] if listed else list(found["error"])
-    pairs, failed = len(errors), sum(error is not None for error in errors)
-    summary = json.dumps({"pairs": pairs, "errors": failed}).encode()
-    table = table.replace_schema_metadata({SUMMARY: summary})
-    path = path_of(output, part)
-    partial = partial_of(path.with_name(f"_{path.name}"))
-    with partial.open("wb") as file:
-        pa.parquet.write_table(table, file)
-        file.flush()
-        os.fsync(file.fileno())
-    partial.replace(path)
-    return pairs, failed
+    summary = {"pairs": len(errors), "errors": sum(error is not None for error in errors)}
+    table = table.replace_schema_metadata({SUMMARY: json.dumps(summary).encode()})
+    _write_whole(output / part.name, lambda file: pa.parquet.write_table(table, file))
 
 
 def finish(output: Path, made: Plan) -> tuple[int, int]:
@@ -417,7 +372,7 @@ def finish(output: Path, made: Plan) -> tuple[int, int]:
     pa = arrow()
     pairs = errors = 0
     for part in made.parts:
-        path = path_of(output, part)
+        path = output / part.name
         try:
             summary = json.loads(pa.parquet.read_schema(path).metadata[SUMMARY])
         except (OSError, pa.ArrowInvalid, KeyError, TypeError) as error:
@@ -426,7 +381,11 @@ def finish(output: Path, made: Plan) -> tuple[int, int]:
     return pairs, errors
 
 
-def _write(path: Path, content: bytes) -> None:
-    partial = partial_of(path)
-    partial.write_bytes(content)
+def _write_whole(path: Path, write: Callable[[BinaryIO], object]) -> None:
+    """Have a file appear only when all of it is on the disk."""
+    partial = partial_of(path.with_name(f"_{path.name.lstrip('_')}"))
+    with partial.open("wb") as file:
+        write(file)
+        file.flush()
+        os.fsync(file.fileno())
     partial.replace(path)

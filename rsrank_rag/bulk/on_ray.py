@@ -22,9 +22,6 @@ Worker = Callable[[Any], Any]
 LIVES = 3
 """Times that an item is tried if the actor's process dies on it."""
 
-MOST_BLOCKS = 10_000
-"""Ray Data keeps an entry a block; beyond this, several items share one."""
-
 
 @dataclass(frozen=True)
 class Actors:
@@ -100,7 +97,7 @@ def each(make: Callable[[], Worker], items: Sequence[Any], actors: Actors) -> It
         context.enable_progress_bars = False
         logging.getLogger("ray.data").setLevel(logging.ERROR)
         rows = [{"item": json.dumps(item)} for item in items]
-        blocks = data.from_items(rows, override_num_blocks=min(len(rows), MOST_BLOCKS))
+        blocks = data.from_items(rows, override_num_blocks=min(len(rows), 10_000))  # Ray Data keeps an entry for each
         with warnings.catch_warnings():
             # Without max_task_retries an item on which the process dies would be tried for ever.
             warnings.filterwarnings("ignore", message=".*ray_remote_args.*")

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
 from ..errors import InputError, RSRankError
-from ..reranker import Pair, Reranker
+from ..reranker import BLANK_SCORE, Pair, Reranker
 from ..service.backend import Outcome
 from ..service.engine import DeviceLostError, Engine
 
@@ -19,14 +18,8 @@ COLUMNS = ("score", "kept", "truncated", "error")
 """What is added to a row."""
 
 
-@dataclass(frozen=True)
-class _Cell:
-    """What is written about one pair."""
-
-    score: float | None = None
-    kept: bool | None = None
-    truncated: bool | None = None
-    error: str | None = None
+Cell = tuple[float | None, bool | None, bool | None, str | None]
+"""What is written about one pair, in the order of `COLUMNS`."""
 
 
 class PairScorer:
@@ -35,7 +28,7 @@ class PairScorer:
     A batch is a mapping of column names to values, such as a dict of lists or arrays, or a pandas frame. It has a
     column ``query`` and either ``document`` (a text a row) or ``documents`` (a list of texts a row). Added are
 
-    - ``score``: on the model's scale; null where there is an error.
+    - ``score``: on the model's scale, `BLANK_SCORE` for a blank document; null where there is an error.
     - ``kept``: whether it is above the model's native threshold. False for a blank document; null where there is no
       score, or no such threshold.
     - ``truncated``: whether the document's end was not read.
@@ -77,8 +70,8 @@ class PairScorer:
         rows = [self._row(q, d, form) for q, d in zip(columns["query"], columns[form], strict=True)]
         cells = iter(self._cells([pair for row in rows for pair in row]))
         found = [[next(cells) for _ in row] for row in rows]
-        for name in COLUMNS:
-            values = [[getattr(cell, name) for cell in row] for row in found]
+        for place, name in enumerate(COLUMNS):
+            values = [[cell[place] for cell in row] for row in found]
             columns[name] = values if form == "documents" else [row[0] for row in values]
         return columns
 
@@ -95,24 +88,24 @@ class PairScorer:
             for text in documents
         ]
 
-    def _cells(self, pairs: Sequence[Pair | str]) -> list[_Cell]:
-        cells = [_Cell(error=pair) if isinstance(pair, str) else _Cell() for pair in pairs]
+    def _cells(self, pairs: Sequence[Pair | str]) -> list[Cell]:
+        cells: list[Cell] = [(None, None, None, pair if isinstance(pair, str) else None) for pair in pairs]
         wanted = [(place, pair) for place, pair in enumerate(pairs) if not isinstance(pair, str)]
         for start in range(0, len(wanted), CHUNK):
             chunk = wanted[start : start + CHUNK]
             outcomes = self._outcomes([pair for _, pair in chunk])
             if any(outcome.fault == "internal" for outcome in outcomes):
                 self._check()
-            for (place, pair), outcome in zip(chunk, outcomes, strict=True):
-                cells[place] = self._cell(outcome, pair)
+            for (place, _), outcome in zip(chunk, outcomes, strict=True):
+                cells[place] = self._cell(outcome)
         return cells
 
-    def _cell(self, outcome: Outcome, pair: Pair) -> _Cell:
+    def _cell(self, outcome: Outcome) -> Cell:
         if outcome.score is None:
-            return _Cell(error=outcome.error or "It could not be scored.")
+            return None, None, None, outcome.error or "It could not be scored."
         threshold = self._engine.reranker.threshold
-        kept = None if threshold is None else outcome.score > threshold and bool(pair.document.strip())
-        return _Cell(outcome.score, kept, outcome.truncated)
+        kept = None if threshold is None else outcome.score > threshold and outcome.score != BLANK_SCORE
+        return outcome.score, kept, outcome.truncated, None
 
     def _outcomes(self, pairs: Sequence[Pair]) -> list[Outcome]:
         try:

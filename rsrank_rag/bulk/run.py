@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 from ..adapters.systems import KINDS, parse
-from ..artifact import hub
 from ..errors import InputError
 from ..reranker import Reranker
 from . import files
@@ -38,31 +37,19 @@ class Summary:
     found: int
 
 
-class PartScorer:
-    """Scores parts of a planned job, one after another.
+def _part_scorer(make: Callable[[], Reranker], name: str, plan: Plan, output: Path) -> Callable[[dict[str, int]], int]:
+    """What scores parts one after another and returns how many rows each has."""
+    scorer = PairScorer(make, name)
 
-    Args:
-        scorer: Does the rows.
-        plan: What the parts are.
-        output: Where they are written.
-    """
-
-    def __init__(self, scorer: PairScorer, plan: Plan, output: Path) -> None:
-        # A part carries its number only, and a plan may name many: an actor keeps what it needs to read.
-        self.scorer, self.plan, self.output = scorer, plan.model_copy(update={"parts": ()}), output
-
-    def __call__(self, item: dict[str, int]) -> int:
-        """Score one part and return its number of rows.
-
-        Raises:
-            RSRankError: The input cannot be read, or the model cannot be loaded or used.
-        """
+    def score(item: dict[str, int]) -> int:
         part = Part(**item)
-        table = files.read(self.plan, part)
-        columns = [name for name in table.column_names if name in ("query", "document", "documents")]
-        found = self.scorer({name: table[name].to_pylist() for name in columns})
-        files.write(self.output, part, table, found)
+        table = files.read(plan, part)
+        columns = [column for column in table.column_names if column in ("query", "document", "documents")]
+        found = scorer({column: table[column].to_pylist() for column in columns})
+        files.write(output, part, table, found)
         return part.rows
+
+    return score
 
 
 def model_identity(name: str, *, revision: str | None = None, local_files_only: bool = False) -> str:
@@ -72,6 +59,8 @@ def model_identity(name: str, *, revision: str | None = None, local_files_only: 
         ArtifactError: There is no such artifact.
         InputError: It is the name of a system that there is not.
     """
+    from ..artifact import hub
+
     kind, rest = parse(name)
     if kind is not KINDS["rsrank"]:
         return name if revision is None else f"{name} at {revision}"
@@ -118,7 +107,8 @@ def score_files(
     folder = Path(output).absolute()
     plan = files.open_output(folder, str(source), {"model": model, **(settings or {})}, rows_per_part)
     todo = files.missing(folder, plan)
-    maker = partial(PartScorer, PairScorer(make, model), plan, folder)
+    # A part comes by its numbers alone, and a plan may name many: an actor keeps what it needs to read.
+    maker = partial(_part_scorer, make, model, plan.model_copy(update={"parts": ()}), folder)
     items = [part.model_dump() for part in todo]
     done = map(maker(), items) if actors is None else each(maker, items, actors)
     for _ in done if progress is None else progress(plan, done):

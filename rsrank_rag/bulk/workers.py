@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import cached_property, partial
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,32 +14,12 @@ if TYPE_CHECKING:
     from ..rsrank import RSRank
     from ..training.features import FeatureStore
     from ..training.recipe import Recipe
-    from ..training.run import Kitchen
 
 DOCUMENTS = 256
 """That an actor reads at a time."""
 
 SHARES = 64
 """Of the feature shards, for any number of actors: as many as there are shards, roughly."""
-
-
-class Indexer:
-    """Reads documents into a folder of prefixes that all actors share.
-
-    Args:
-        make: Loads the model with that folder as its ``prefix_cache``; picklable.
-    """
-
-    def __init__(self, make: Callable[[], RSRank]) -> None:
-        self.make = make
-
-    @cached_property
-    def _ranker(self) -> RSRank:
-        return self.make()
-
-    def __call__(self, documents: list[str]) -> int:
-        """Read documents and return how many were not there yet."""
-        return self._ranker.index(documents)
 
 
 def index_on(actors: Actors, make: Callable[[], RSRank], documents: Sequence[str]) -> int:
@@ -58,34 +38,20 @@ def index_on(actors: Actors, make: Callable[[], RSRank], documents: Sequence[str
     """
     texts = list(dict.fromkeys(documents))
     chunks = [texts[start : start + DOCUMENTS] for start in range(0, len(texts), DOCUMENTS)]
-    return sum(each(partial(Indexer, make), chunks, actors))
+    return sum(each(partial(_indexing, make), chunks, actors))
 
 
-class FeatureMaker:
-    """Makes shares of a feature store.
-
-    Args:
-        recipe: Whose features.
-        output: The recipe's folder, one that every machine sees.
-    """
-
-    def __init__(self, recipe: Recipe, output: Path) -> None:
-        self.recipe, self.output = recipe, output
-
-    @cached_property
-    def _kitchen(self) -> Kitchen:
-        from ..training.run import Kitchen
-
-        return Kitchen(self.recipe, self.output)
-
-    def __call__(self, share: int) -> int:
-        """Make one share of `SHARES` and return its number."""
-        self._kitchen.extract_part(share, SHARES)
-        return share
+def _indexing(make: Callable[[], RSRank]) -> Callable[[list[str]], int]:
+    return make().index
 
 
 def features_on(actors: Actors, recipe: Recipe, output: Path) -> FeatureStore:
     """Make a recipe's feature store on a Ray cluster, or what is missing of it.
+
+    Args:
+        actors: Who does it.
+        recipe: Whose features.
+        output: The recipe's folder, one that every machine sees.
 
     Raises:
         RSRankError: An actor could not do it.
@@ -93,7 +59,7 @@ def features_on(actors: Actors, recipe: Recipe, output: Path) -> FeatureStore:
     from ..training.features import FeatureStore
 
     folder = output.absolute()
-    for _ in each(partial(FeatureMaker, recipe, folder), list(range(SHARES)), actors):
+    for _ in each(partial(_extraction, recipe, folder), list(range(SHARES)), actors):
         pass
     store = FeatureStore(folder / "features")
     if store.missing():
@@ -101,3 +67,10 @@ def features_on(actors: Actors, recipe: Recipe, output: Path) -> FeatureStore:
             f"{store.folder} is not finished, though every actor has done its share. Do they all see this folder?"
         )
     return store
+
+
+def _extraction(recipe: Recipe, output: Path) -> Callable[[int], None]:
+    from ..training.run import Kitchen
+
+    kitchen = Kitchen(recipe, output)  # loads the language model at its first share, and once
+    return lambda share: kitchen.extract_part(share, SHARES)

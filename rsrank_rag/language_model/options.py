@@ -124,6 +124,7 @@ class ModelSource:
         max_length: Most positions; longer documents are cut.
         token_budget: Padded tokens of documents and query in one batch; None for the device's default.
         prefix_cache: Where documents' prefixes are kept; see `RSRank.from_pretrained`.
+        deterministic: Whether scores never depend on neighbours, whatever the processor; see there.
     """
 
     name: str
@@ -133,6 +134,7 @@ class ModelSource:
     max_length: int | None = None
     token_budget: int | None = None
     prefix_cache: Choice = True
+    deterministic: bool = False
 
 
 def _as_name(value: Any) -> Any:
@@ -183,5 +185,7 @@ def has_fast_bfloat16(device: torch.device) -> bool:
         return bool(torch.cuda.is_bf16_supported(including_emulation=False))
     if device.type != "cpu":
         return False
+    if torch.backends.cpu.get_cpu_capability() == "DEFAULT":
+        return False  # torch was told to do without vector instructions, and attends in bfloat16 only with them
     checks = ("_is_avx512_bf16_supported", "_is_amx_tile_supported")  # private, so they may vanish
     return any(getattr(torch.cpu, name, lambda: False)() for name in checks)

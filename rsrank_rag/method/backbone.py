@@ -27,6 +27,9 @@ from .probe import LastLayerReached, Prefixes, Probe, Reader, Recorder, Show, wh
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+CHEAP = 64
+"""Tokens that any run may be filled up to; more only where somebody asked for it."""
+
 ADVICE = (
     "RSRank needs a decoder with an ordinary per-layer KV cache and rotary positions (Qwen2/3, Llama, Mistral, Gemma "
     "1-3, SmolLM3, OLMo, Phi, ...) or a BERT-like encoder; hybrid, linear-attention, ALiBi and MLA models do not work."
@@ -75,6 +78,9 @@ class Backbone:
             be loaded.
         num_layers: Layers of the checkpoint, of which the model may hold only the first ones.
         packer: Runs documents without padding; None pads them.
+
+    Attributes:
+        fewest_tokens: A run is filled up to so many, see `Findings.steady`.
     """
 
     def __init__(
@@ -87,6 +93,7 @@ class Backbone:
         packer: Packer | None = None,
     ) -> None:
         self.model, self.findings, self.packer = model, findings, packer
+        self.fewest_tokens = findings.steady if findings.steady <= CHEAP else 1
         self.config = model.config.get_text_config()
         self.last_layer, self.num_layers = last_layer, num_layers
         self.loaded_layers: int = self.config.num_hidden_layers
@@ -253,7 +260,7 @@ class Backbone:
 
     def _width(self, rows: int, longest: int) -> int:
         """Tokens of each row: more than the longest needs where so few would come out differently than among many."""
-        return longest if torch.is_grad_enabled() else max(longest, -(-self.findings.steady // rows))
+        return longest if torch.is_grad_enabled() else max(longest, -(-self.fewest_tokens // rows))
 
     def mask(self, allowed: Tensor) -> Tensor:
         """(N, T, S) permissions as the (N, 1, T, S) mask that the model's attention takes."""

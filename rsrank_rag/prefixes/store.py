@@ -13,7 +13,8 @@ import json
 import logging
 import threading
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Generic, TypeVar
@@ -22,12 +23,17 @@ import torch
 from torch import Tensor
 
 from ..errors import InputError
+from ..method.backbone import Backbone
 from ..method.batching import Ids
 from ..method.probe import Prefixes, Scratch
 from ..method.scoring import Prefill
 from .disk import FORMAT, Disk, PackedPrefix
+from .settings import Choice, as_prefix_cache
 
 logger = logging.getLogger(__name__)
+
+DEVICE_BYTES = {"cpu": 256_000_000, "mps": 1_000_000_000}
+"""Prefixes kept by default; on CUDA a quarter of what is free after loading."""
 
 
 @dataclass
@@ -100,6 +106,7 @@ class PrefixStore:
         folder: Kept on disk in 8 bits; None for no disk.
         disk_bytes: Limit of the folder; None for none.
         salt: Entries of one salt are invisible to every other: one for each tenant.
+        bytes_per_token_on_disk: What a token takes there.
 
     Raises:
         InputError: The folder cannot be made or read.
@@ -116,10 +123,11 @@ class PrefixStore:
         folder: str | Path | None = None,
         disk_bytes: int | None = None,
         salt: str = "",
+        bytes_per_token_on_disk: int = 0,
     ) -> None:
         content = json.dumps({**identity, "format": FORMAT, "dtype": str(dtype), "salt": salt}, sort_keys=True)
         self._identity = hashlib.sha256(content.encode()).digest()
-        self.device, self.dtype = device, dtype
+        self.device, self.dtype, self.bytes_per_token_on_disk = device, dtype, bytes_per_token_on_disk
         self._on_device: _Tier[Tensor] = _Tier(device_bytes)
         self._in_host: _Tier[PackedPrefix] = _Tier(host_bytes)
         try:
@@ -136,9 +144,7 @@ class PrefixStore:
         digest.update(torch.tensor(ids, dtype=torch.int64).numpy().tobytes())
         return digest.hexdigest()
 
-    def prefill(
-        self, documents: Sequence[Ids], run: Prefill, room: int = 0, behind: Sequence[Tensor] = ()
-    ) -> Prefixes:
+    def prefill(self, documents: Sequence[Ids], run: Prefill, room: int = 0, behind: Sequence[Tensor] = ()) -> Prefixes:
         """Prefixes of documents: those that are kept, and the others run in one batch and kept from now on.
 
         Args:
@@ -168,10 +174,29 @@ class PrefixStore:
         """Whether entries are kept on disk."""
         return self._disk is not None
 
-    @property
-    def disk_limit(self) -> int | None:
-        """Bytes that the folder may fill; None for no limit."""
-        return None if self._disk is None else self._disk.limit
+    def disk_bytes(self, documents: Collection[Ids]) -> int:
+        """What the files of documents will take: 8 bits, and a scale for each token and head."""
+        return sum(map(len, documents)) * self.bytes_per_token_on_disk
+
+    @contextmanager
+    def writing(self, documents: Collection[Ids]) -> Iterator[None]:
+        """While this lasts, documents are written to the disk ahead of time.
+
+        Raises:
+            InputError: The folder may not hold so many, or some could not be written.
+        """
+        size, before = self.disk_bytes(documents), self._counts.write_errors
+        if self._disk is not None and self._disk.limit is not None and size > self._disk.limit:
+            raise InputError(
+                f"The prefixes take {size / 1e9:.2f} GB and the folder may hold {self._disk.limit / 1e9:.2f} GB: the "
+                "first would have left before the last is written. Raise disk=, or index fewer documents."
+            )
+        yield
+        if failed := self._counts.write_errors - before:
+            raise InputError(
+                f"{failed} of {len(documents)} prefixes could not be written (is the disk full?). Make room and index "
+                "again: what was written is not read again."
+            )
 
     def write(self, documents: Sequence[Ids], run: Prefill) -> None:
         """Run documents and put them on disk, and nowhere else."""
@@ -275,3 +300,35 @@ class PrefixStore:
             return
         with self._lock:
             self._counts.evictions += gone
+
+
+def store_for(core: Backbone, identity: Mapping[str, object], choice: Choice) -> PrefixStore | None:
+    """The store that a choice of ``prefix_cache`` stands for.
+
+    Args:
+        core: Runs the documents.
+        identity: Everything else that their prefixes depend on.
+        choice: See `settings.as_prefix_cache`.
+
+    Raises:
+        InputError: Not a choice.
+    """
+    chosen = as_prefix_cache(choice)
+    if chosen is None:
+        return None
+    limit = chosen.device
+    if limit is None and core.device.type == "cuda":
+        limit = torch.cuda.mem_get_info(core.device)[0] // 4
+    elif limit is None:
+        limit = DEVICE_BYTES.get(core.device.type, DEVICE_BYTES["cpu"])
+    return PrefixStore(
+        identity,
+        device=core.device,
+        dtype=core.dtype,
+        device_bytes=limit,
+        host_bytes=chosen.host,
+        folder=chosen.folder,
+        disk_bytes=chosen.disk,
+        salt=chosen.salt,
+        bytes_per_token_on_disk=2 * core.last_layer * core.num_heads * (core.head_dim + 2),
+    )
