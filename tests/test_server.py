@@ -26,6 +26,7 @@ from service import Numbers, Words, client_of, scheduler
 from typer.testing import CliRunner
 
 from rsrank_rag import RSRank
+from rsrank_rag.artifact.identity import prefix_identity
 from rsrank_rag.cli import app
 from rsrank_rag.cli import service as cli_service
 from rsrank_rag.cli.service import KEYS, Loader, prefix_choice, read_canary, read_keys
@@ -667,7 +668,7 @@ async def test_two_services_in_one_process_count_apart():
 
 async def test_a_real_models_prefixes_and_memory_retries_are_counted(tiny_folder):
     own = load_ranker(tiny_folder("qwen3"), "qwen3")
-    own.reader.store = store_for(own.backbone, own.config, True)
+    own.store = own.reader.store = store_for(own.backbone, prefix_identity(own.backbone, own.config), True)
     async with serving(own) as http:
         for _ in range(2):
             await http.post("/v1/rerank", json={"query": "When?", "documents": ["In 1932.", "Never."]})
@@ -814,7 +815,7 @@ def test_the_loader_loads_systems_and_refuses_those_that_need_labels(ranker, tmp
         Loader(ModelSource(f"oracle:{tmp_path}", load=load))()
     loaded = Loader(ModelSource(str(tmp_path), load=load, prefix_cache=False))()
     assert isinstance(loaded, RSRank)
-    assert loaded.reader.store is None
+    assert loaded.store is None
 
 
 @pytest.mark.parametrize(
