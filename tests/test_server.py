@@ -840,7 +840,8 @@ def test_what_cannot_be_served_is_said_in_one_line(arguments, says):
 @pytest.mark.slow
 def test_the_models_process_logs_as_the_service_does():
     code = (
-        "import logging, warnings; from rsrank_rag.cli.service import Loader, ModelSource\n"
+        "import logging, warnings; from rsrank_rag.cli.service import Loader\n"
+        "from rsrank_rag.language_model.options import ModelSource\n"
         "Loader(ModelSource('bm25'), log_level='INFO')()\n"
         "logging.getLogger('rsrank_rag.method.batching').info('one')\n"
         "logging.getLogger('transformers.models').warning('two')\n"
