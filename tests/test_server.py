@@ -26,6 +26,7 @@ from service import Numbers, Words, client_of, scheduler
 from typer.testing import CliRunner
 
 from rsrank_rag import RSRank
+from rsrank_rag.artifact.identity import prefix_identity
 from rsrank_rag.cli import app
 from rsrank_rag.cli import service as cli_service
 from rsrank_rag.cli.service import KEYS, Loader, prefix_choice, read_canary, read_keys
@@ -669,7 +670,7 @@ async def test_two_services_in_one_process_count_apart():
 
 async def test_a_real_models_prefixes_and_memory_retries_are_counted(tiny_folder):
     own = load_ranker(tiny_folder("qwen3"), "qwen3")
-    own.reader.store = store_for(own.backbone, own.config, True)
+    own.store = own.reader.store = store_for(own.backbone, prefix_identity(own.backbone, own.config), True)
     async with serving(own) as http:
         for _ in range(2):
             await http.post("/v1/rerank", json={"query": "When?", "documents": ["In 1932.", "Never."]})
@@ -811,11 +812,12 @@ def test_what_the_prefix_options_stand_for(tmp_path):
 def test_the_loader_loads_systems_and_refuses_those_that_need_labels(ranker, tmp_path):
     assert type(Loader(ModelSource("bm25"))()).__name__ == "BM25"
     ranker.save_pretrained(tmp_path)
+    load = LoadOptions(device="cpu", dtype="float32", local_files_only=True)
     with pytest.raises(InputError, match="needs labels"):
-        Loader(ModelSource(f"oracle:{tmp_path}", load=CPU))()
-    loaded = Loader(ModelSource(str(tmp_path), load=CPU, prefix_cache=False))()
+        Loader(ModelSource(f"oracle:{tmp_path}", load=load))()
+    loaded = Loader(ModelSource(str(tmp_path), load=load, prefix_cache=False))()
     assert isinstance(loaded, RSRank)
-    assert loaded.reader.store is None
+    assert loaded.store is None
 
 
 @pytest.mark.parametrize(
