@@ -23,13 +23,13 @@ from transformers.utils import logging
 
 from rsrank_rag.evaluation.datasets import LabelledQuery
 from rsrank_rag.evaluation.evaluate import Evaluation, summarise
+from rsrank_rag.language_model.check import open_backbone
 from rsrank_rag.language_model.loading import load_model
-from rsrank_rag.method.backbone import Backbone
 from rsrank_rag.method.template import PromptTokenizer
-from rsrank_rag.training.features import FeatureSource, QueryFeatures
-from rsrank_rag.training.fit import Resident, Subset, fit, scored, split
+from rsrank_rag.training.fit import fit, scored, split
 from rsrank_rag.training.recipe import Recipe
-from rsrank_rag.training.run import Kitchen
+from rsrank_rag.training.run import TrainingRun
+from rsrank_rag.training.store import FeatureSource, QueryFeatures, Resident, Subset
 
 
 class FirstLayers:
@@ -52,7 +52,7 @@ def flops(recipe: Recipe, queries: Sequence[LabelledQuery], last_layer: int | No
     model, tokenizer, _ = load_model(
         recipe.model.source, revision=None, options=recipe.model.options(), last_layer=last_layer
     )
-    core = Backbone(model, last_layer)
+    core = open_backbone(model, last_layer)
     prompts = PromptTokenizer(tokenizer, recipe.template, max_length=core.max_length, shared_positions=core.causal)
     with FlopCounterMode(display=False) as counter:
         for query in queries:
@@ -61,14 +61,15 @@ def flops(recipe: Recipe, queries: Sequence[LabelledQuery], last_layer: int | No
                 if last_layer is None:
                     model(input_ids=torch.tensor([[*document.ids, *asked]]))
                 else:
-                    core.query_values([asked], core.prefill([document.ids]), lambda layer, value: None)
+                    prefixes = core.prefill([document.ids], room=len(asked))
+                    core.query_values([[asked]], prefixes, lambda layer, value: None)
     return counter.get_total_flops(), sum(parameter.numel() for parameter in model.parameters())
 
 
 def measure(train: FeatureSource, dev: FeatureSource, recipe: Recipe, count: int, seed: int) -> Evaluation:
     """B of layers 1..count, trained and measured."""
     layers = range(1, count + 1)
-    numbers, held = split(len(train), recipe.validation_share, recipe.fit.seed)
+    numbers, held = split(len(train), recipe.held, recipe.fit.seed)
     features = FirstLayers(train, count)
     options = recipe.fit.model_copy(update={"seed": seed})
     fitted = fit(Subset(features, numbers), Subset(features, held), layers, options, device="cpu")
@@ -89,19 +90,20 @@ def main() -> None:
     logging.disable_progress_bar()
     few = [] if chosen.limit is None else [f"queries={chosen.limit}"]
 
-    def kitchen(file: str, name: str, *settings: str) -> Kitchen:
+    def run(file: str, name: str, *settings: str) -> TrainingRun:
         data = ", ".join([f'file="{file}"', *few])
         recipe = Recipe.load(
             "mini", ["model.device=cpu", f"fit.epochs={chosen.epochs}", f"data=[{{{data}}}]", *settings]
         )
-        return Kitchen(recipe, chosen.output / name, say=print)
+        return TrainingRun(recipe, chosen.output / name, say=print)
 
     training, held = (
-        kitchen(chosen.train, "train", f"features.max_documents={chosen.max_documents}"),
-        kitchen(chosen.dev, "dev"),
+        run(chosen.train, "train", f"features.max_documents={chosen.max_documents}"),
+        run(chosen.dev, "dev"),
     )
     store = training.extract()
     train, dev, layers = Resident(store), Resident(held.extract()), store.spec.layers
+    heads, width = store.spec.backbone.num_heads, store.spec.backbone.head_dim
     recipe, sample = training.recipe, held.queries[:5]
     whole, parameters = flops(recipe, sample, None)
     print(f"{len(train)} training queries, {len(dev)} held out, {parameters:,} parameters, torch {torch.__version__}")
@@ -110,7 +112,7 @@ def main() -> None:
     for count in range(1, len(layers) + 1):
         found = [measure(train, dev, recipe, count, seed) for seed in range(chosen.seeds)]
         cost, loaded = flops(recipe, sample, count)
-        numbers = count * store.spec.heads[0] * recipe.fit.projection_dim * store.spec.heads[1]
+        numbers = count * heads * recipe.fit.projection_dim * width
         columns = [
             f"{100 * statistics.mean(values):.1f}"
             + (f" ± {100 * statistics.stdev(values):.1f}" if len(values) > 1 else "")

@@ -21,11 +21,13 @@ from transformers import AutoModel, Qwen3Config
 
 from rsrank_rag.artifact.identity import describe
 from rsrank_rag.evaluation.datasets import LabelledDocument, LabelledQuery
-from rsrank_rag.method.backbone import Backbone
-from rsrank_rag.method.reading import ShiftReader
+from rsrank_rag.language_model.check import open_backbone
+from rsrank_rag.method.scoring import ShiftReader
 from rsrank_rag.method.template import Template, TokenisedDocument, TokenisedQuery
-from rsrank_rag.training.features import FeatureExtractor, FeatureStore, spec_for
-from rsrank_rag.training.fit import FitOptions, Resident, Subset, fit
+from rsrank_rag.training.features import FeatureExtractor, plan_features, spec_for
+from rsrank_rag.training.fit import FitOptions, fit
+from rsrank_rag.training.recipe import FeaturePart
+from rsrank_rag.training.store import FeatureStore, Resident, Subset
 
 DOCUMENT_TOKENS, QUERY_TOKENS = 184, 20
 
@@ -52,7 +54,7 @@ class RandomWords:
 
     def __init__(self, vocabulary: int) -> None:
         self.vocabulary, self.template, self.max_length, self.fingerprint = vocabulary, Template(), 4096, "random"
-        self.null_prefix = self.ids("template", 20)
+        self.null_prefix, self.after_document = self.ids("template", 20), 4
 
     def ids(self, text: str, count: int) -> tuple[int, ...]:
         """A text as so many ids."""
@@ -61,7 +63,7 @@ class RandomWords:
 
     def query(self, text: str) -> TokenisedQuery:
         """A query."""
-        return TokenisedQuery(self.ids(text, QUERY_TOKENS), slice(0, QUERY_TOKENS))
+        return TokenisedQuery(self.ids(text, QUERY_TOKENS), 0, QUERY_TOKENS)
 
     def documents(self, texts: Sequence[str], query_length: int) -> list[TokenisedDocument]:
         """Documents behind the template."""
@@ -89,10 +91,11 @@ def main() -> None:
     )
     with torch.device(device):
         model = AutoModel.from_config(config, dtype=torch.bfloat16)
-    core, words = Backbone(model.requires_grad_(False)), RandomWords(chosen.vocabulary)
+    core, words = open_backbone(model.requires_grad_(False)), RandomWords(chosen.vocabulary)
     working = sum(p.numel() for p in model.parameters()) - model.get_input_embeddings().weight.numel()
     layers = tuple(range(1, chosen.layers))
-    extractor = FeatureExtractor(ShiftReader(core, words, layers), dtype="bfloat16")  # type: ignore[arg-type]
+    reader = ShiftReader(core, words, layers)  # type: ignore[arg-type]
+    extractor = FeatureExtractor(reader, FeaturePart(dtype="bfloat16"))
     queries = [
         LabelledQuery(
             id=str(number),
@@ -104,13 +107,14 @@ def main() -> None:
         )
         for number in range(chosen.queries)
     ]
-    plan = extractor.plan(queries, core.num_heads, core.head_dim)
+    numbers = len(layers) * core.num_heads * core.head_dim
+    plan = plan_features(queries, words, extractor.options, numbers)  # type: ignore[arg-type]
     extractor.extract(queries[0])  # warms up
     with tempfile.TemporaryDirectory() as folder:
         spec = spec_for(extractor, queries, plan, describe(core, words, "random", None))  # type: ignore[arg-type]
         store = FeatureStore.create(f"{folder}/features", spec, plan.bytes)
         started = time.perf_counter()
-        for _ in store.fill(queries, extractor):
+        for _ in store.fill(lambda number: extractor.extract(queries[number])):
             pass
         seconds = time.perf_counter() - started
         figures: dict[str, object] = {
@@ -124,7 +128,7 @@ def main() -> None:
         }
         if device.type == "cuda":
             figures["peak_gb_features"] = torch.cuda.max_memory_allocated() / 1e9
-        del model, core, extractor
+        del model, core, reader, extractor
         if device.type == "cuda":
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats()

@@ -55,3 +55,11 @@ def may_be_running(writer: str, age: float, *, posix: bool) -> bool:
 
 def _machine() -> str:
     return hashlib.sha256(platform.node().encode()).hexdigest()[:8]
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a file that appears only when it is complete; its folder is made."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = partial_of(path)
+    partial.write_text(text, encoding="utf-8")
+    partial.replace(path)

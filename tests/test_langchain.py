@@ -15,7 +15,7 @@ from langchain_core.runnables import RunnableLambda, RunnablePassthrough
 
 from rsrank_rag import Reranker, RSRankError
 from rsrank_rag.errors import InputError, ScoringError
-from rsrank_rag.evaluation.systems.baselines import BM25
+from rsrank_rag.evaluation.systems.bm25 import BM25
 from rsrank_rag.langchain import RSRankCompressor, RSRankRetriever
 
 try:

@@ -21,7 +21,7 @@ from rsrank_rag.evaluation.metrics import (
     ranking_by_query,
     ranking_metrics,
 )
-from rsrank_rag.evaluation.systems.baselines import BM25
+from rsrank_rag.evaluation.systems.bm25 import BM25
 from rsrank_rag.reranker import Reranker
 
 # scores, best first: 3+ 2- 1+ 0-   (+ relevant)

@@ -11,7 +11,8 @@ from rsrank_rag.errors import InputError
 from rsrank_rag.evaluation import negatives as module
 from rsrank_rag.evaluation.datasets import LabelledDocument, LabelledQuery
 from rsrank_rag.evaluation.negatives import Negatives, choose, replace_negatives, top
-from rsrank_rag.evaluation.systems.baselines import BM25, BiEncoder
+from rsrank_rag.evaluation.systems.bm25 import BM25
+from rsrank_rag.evaluation.systems.sentence_transformers import BiEncoder
 from rsrank_rag.language_model.options import LoadOptions
 
 WORDS = ["lamp", "oil", "tower", "bee", "honey", "salt", "rope", "bell", "bridge", "frost", "dough", "starter"]

@@ -13,7 +13,7 @@ import torch
 from conftest import DOCUMENTS, QUERIES
 
 from rsrank_rag import RSRank
-from rsrank_rag.evaluation.systems.baselines import BM25
+from rsrank_rag.evaluation.systems.bm25 import BM25
 
 RECIPE = Path(__file__).parents[1] / "recipes" / "mini"
 
@@ -28,7 +28,7 @@ def recipe():
         yield argparse.Namespace(data=data, train=train)
     finally:
         sys.path.remove(str(RECIPE))
-        for name in ("data", "measure", "train"):
+        for name in ("data", "tables", "measure", "train"):
             sys.modules.pop(name)
 
 
@@ -191,4 +191,4 @@ def test_the_figures_of_a_measurement_end_up_in_the_artifact_and_its_card(recipe
     stored = RSRank.from_pretrained(tmp_path / "artifact", device="cpu").config.training.metrics
     assert stored["notes"]["f1@0"] == pytest.approx(figures["mini"]["sets"][0]["f1@tau"])
     assert "| notes |" in (tmp_path / "artifact" / "README.md").read_text(encoding="utf-8")
-    assert "| notes | 3 |" in recipe.train.table(figures)
+    assert "| notes | no | 3 |" in recipe.train.table(figures)

@@ -17,6 +17,7 @@ from rsrank_rag.evaluation.comparison import METRICS, Comparison, Measured, comp
 from rsrank_rag.evaluation.datasets import LabelledDocument, LabelledQuery, read_sets
 from rsrank_rag.evaluation.evaluate import score_dataset, summarise
 from rsrank_rag.evaluation.metrics import ScoredQuery
+from rsrank_rag.reproduction.shift_map import load_umap, shift_pictures
 
 pytest.importorskip("jinja2")
 pytest.importorskip("matplotlib")
@@ -149,9 +150,9 @@ def test_only_a_native_threshold_is_called_so_in_the_figures(origin, kind):
 
 def test_figures_name_systems_of_long_names_by_their_ends_unless_these_are_the_same():
     ends = {"bm25": "bm25", "a" * 32: "a" * 32, "x/" * 20 + "model": "…" + ("x/" * 20 + "model")[-31:]}
-    assert report._short(list(ends)) == ends
+    assert report.short_names(list(ends)) == ends
     alike = ["one/" + "y" * 40, "two/" + "y" * 40, "bm25"]
-    assert report._short(alike) == {name: name for name in alike}
+    assert report.short_names(alike) == {name: name for name in alike}
     long = replace(SYSTEMS[1], name="folder/" * 20 + "model")
     pictures = {p.name: p for p in report.figures_of(compare([long], SETS, resamples=20))}
     assert pictures["headroom"].figure.axes[0].get_title(loc="left") == "…lder/folder/folder/folder/model"
@@ -320,10 +321,10 @@ def test_shifts_before_and_after_b_come_onto_the_page_for_rsrank_only(ranker, tm
     pytest.importorskip("umap")
     documents = tuple(LabelledDocument(id=str(i), text=text, relevant=not i) for i, text in enumerate(DOCUMENTS))
     sets = {"small": [LabelledQuery(id=query, query=query, documents=documents) for query in QUERIES]}
-    assert report.shift_pictures("length", Length(), sets) == []
+    assert shift_pictures("length", Length(), sets) == []
     few = {"few": [sets["small"][0].model_copy(update={"documents": documents[:3]})]}
-    assert report.shift_pictures("tiny/model", ranker, few) == []
-    pictures = report.shift_pictures("tiny/model", ranker, sets)
+    assert shift_pictures("tiny/model", ranker, few) == []
+    pictures = shift_pictures("tiny/model", ranker, sets)
     assert [picture.name for picture in pictures] == ["shifts-tiny-model-0"]
     scored = {"small": score_dataset(ranker, sets["small"])}
     report.write_report(tmp_path, [Measured("tiny/model", 0.0, "given", scored)], sets, pictures=pictures)
@@ -341,7 +342,7 @@ def test_a_missing_package_is_said_before_the_work(monkeypatch, tmp_path, module
     monkeypatch.setitem(sys.modules, "umap", None)
     report.check_report(tmp_path)
     with pytest.raises(MissingDependencyError, match="umap-learn"):
-        report.check_report(tmp_path, umap=True)
+        load_umap()
 
 
 def test_a_folder_that_cannot_be_made_is_an_error(tmp_path):

@@ -13,7 +13,7 @@ from rsrank_rag.evaluation.comparison import Measured
 from rsrank_rag.evaluation.datasets import LabelledDocument, LabelledQuery
 from rsrank_rag.evaluation.evaluate import score_dataset
 from rsrank_rag.evaluation.report import write_report
-from rsrank_rag.evaluation.systems.baselines import BM25
+from rsrank_rag.evaluation.systems.bm25 import BM25
 
 pytest.importorskip("jinja2")
 pytest.importorskip("matplotlib")

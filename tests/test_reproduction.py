@@ -5,7 +5,8 @@ import random
 import re
 
 import pytest
-from conftest import CHAT, DOCUMENTS, QUERIES
+import torch
+from conftest import CHAT, DOCUMENTS, ENCODER, LAYERS, QUERIES
 from typer.testing import CliRunner
 
 from rsrank_rag.cli import app
@@ -14,11 +15,21 @@ from rsrank_rag.evaluation.comparison import Measured, compare
 from rsrank_rag.evaluation.datasets import LabelledDocument, LabelledQuery, read_labelled
 from rsrank_rag.evaluation.evaluate import score_dataset, summarise
 from rsrank_rag.evaluation.metrics import ScoredQuery
+from rsrank_rag.evaluation.systems.oracle import OracleSimilarity
+from rsrank_rag.language_model.check import open_backbone
+from rsrank_rag.language_model.loading import load_model
 from rsrank_rag.language_model.options import LoadOptions
+from rsrank_rag.method.scoring import Row, ShiftReader
+from rsrank_rag.method.template import PromptTokenizer
 from rsrank_rag.reproduction import paper_tables
-from rsrank_rag.reproduction.ablations import ABLATIONS, GROUPS, AblationRow, Ablations, chosen, pick, sample_curves
+from rsrank_rag.reproduction.ablation_figures import METRICS, FigureFile, ablation_tables, figures_of, sample_curves
+from rsrank_rag.reproduction.ablation_runs import AblationRow, Ablations
+from rsrank_rag.reproduction.ablations import ABLATIONS, GROUPS, chosen, pick
+from rsrank_rag.reproduction.oracle import oracle_scores
 from rsrank_rag.reproduction.run import Reproduction, plan, reproduce, shipped
-from rsrank_rag.training.recipe import DataPart, Recipe
+from rsrank_rag.reproduction.signals import SignalReader, reading
+from rsrank_rag.training.features import FeatureExtractor
+from rsrank_rag.training.recipe import DataPart, FeaturePart, Recipe
 
 CPU = LoadOptions(device="cpu", dtype="float32", local_files_only=True)
 
@@ -97,7 +108,7 @@ def test_every_shipped_configuration_is_valid(name, data):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ('name = "x"\nsystems = []', "systems: "),
+        ('name = "x"\nsystems = []', "names neither systems nor ablations"),
         ('name = "x"\nsystems = [{name = "bm25"}]', "names no sets. Pass --data"),
         ('name = "x"\nfoo = 1\nsystems = [{name = "bm25"}]', "foo: Extra inputs"),
         ('name = "x"\nsystems = [{name = "bm52"}]\nsets = [{name = "fiqa"}]', "no system 'bm52'"),
@@ -304,14 +315,13 @@ def test_differences_are_those_of_the_means_and_bold_where_zero_is_outside_of_th
 
 def test_an_ablation_stands_beside_its_paired_difference_to_the_base():
     def row(name, f1, ndcg):
-        metrics = {"recall@5": (0.5,) * 4, "ndcg@5": ndcg, "f1@0": f1, "f1@5": (0.5,) * 4, "f1@best": (0.5,) * 4}
+        metrics = dict.fromkeys(METRICS, (0.5,) * 4) | {"ndcg@5": ndcg, "f1@0": f1}
         return AblationRow(
             name=name, group="g", changes="c", dataset="a", parameters=1234, metrics=metrics, tau_best=0, seconds=1
         )
 
-    text = paper_tables.ablation_tables(
-        [row("base", (0.5, 0.6, 0.7, 0.8), (0.5,) * 4), row("worse", (0.1, 0.2, 0.3, 0.4), (0.4, 0.6, 0.4, 0.6))]
-    )
+    rows = [row("base", (0.5, 0.6, 0.7, 0.8), (0.5,) * 4), row("worse", (0.1, 0.2, 0.3, 0.4), (0.4, 0.6, 0.4, 0.6))]
+    text = ablation_tables(figures_of(rows))
     base, worse = (line.split(" | ") for line in text.splitlines() if line.startswith("| g |"))
     assert base[-3:-1] == ["", ""]
     assert worse[-3:] == ["+0.0 [-10.0, +10.0]", "**-40.0 [-40.0, -40.0]**", "1,234 |"]
@@ -322,7 +332,7 @@ def test_an_ablation_stands_beside_its_paired_difference_to_the_base():
 
 def test_numbers_of_training_queries_become_a_curve_with_intervals_a_set():
     def row(name, dataset, f1):
-        metrics = {metric: f1 for metric in ("recall@5", "ndcg@5", "f1@0")}
+        metrics = dict.fromkeys(METRICS, f1)
         return AblationRow(
             name=name,
             group=ABLATIONS[name].group,
@@ -335,23 +345,24 @@ def test_numbers_of_training_queries_become_a_curve_with_intervals_a_set():
         )
 
     names = {"100 queries": (0.5, 1.0), "0 queries": (0.0, 0.0), "base": (1.0, 1.0), "50 queries": (0.25, 0.75)}
-    figures = sample_curves([row(name, dataset, f1) for name, f1 in names.items() for dataset in ("a", "b")])
+    rows = [row(name, dataset, f1) for name, f1 in names.items() for dataset in ("a", "b")]
+    figures = sample_curves(figures_of(rows))
     assert list(figures) == ["a", "b"]
     (axes,) = figures["b"].axes
     assert axes.get_ylabel() == "on b, 2 queries"
     assert [list(part) for part in axes.lines[2].get_data()] == [[0, 50, 100], [0.0, 0.5, 0.75]]
     bars = [segment[:, 1].tolist() for segment in axes.collections[2].get_segments()]
     assert bars == [[0.0, 0.0], [0.25, 0.75], [0.5, 1.0]]
-    assert sample_curves([row("base", "a", (1.0,))]) == {}
+    assert sample_curves(figures_of([row("base", "a", (1.0,))])) == {}
 
 
 @pytest.mark.parametrize("recipe", ["mini", "qwen3-8b"])
-@pytest.mark.parametrize("name", list(ABLATIONS))
-def test_every_ablation_is_a_valid_change_of_a_shipped_recipe(recipe, name):
-    ablation = ABLATIONS[name]
-    changed = Recipe.load(recipe, ablation.changes)
-    if ablation.changes:
-        assert changed != Recipe.load(recipe) or name == "P=32" or name == "P=64"
+def test_every_ablation_is_a_valid_change_of_a_shipped_recipe(recipe):
+    unchanged = Recipe.load(recipe)
+    same = {f"P={unchanged.fit.projection_dim}"}
+    for name, ablation in ABLATIONS.items():
+        changed = Recipe.load(recipe, ablation.changes)
+        assert (changed == unchanged) == (not ablation.changes or name in same), name
 
 
 def test_ablations_are_found_by_name_group_or_all():
@@ -401,3 +412,108 @@ def test_ablations_are_run_once_and_a_failure_stops_no_other(artifact, data, tmp
     again = {ablation.name: rows for ablation, rows in runner.run(wanted[1:])}
     assert again == found
     assert said == []
+
+
+# Other signals
+
+
+@pytest.fixture(scope="module")
+def opened(tiny_folder):
+    """Function: kind -> (backbone, prompts) of a tiny fp32 model."""
+
+    def load(kind):
+        model, tokenizer, _ = load_model(tiny_folder(kind), revision=None, options=CPU)
+        core = open_backbone(model)
+        template = ENCODER if kind == "bert" else CHAT
+        return core, PromptTokenizer(tokenizer, template, max_length=core.max_length, shared_positions=core.causal)
+
+    return load
+
+
+def plain_states(core, prefix, query, signal):
+    """Layer -> (1, H, T, D): one run of transformers' own over prefix and query, without a probe."""
+    ids = torch.tensor([[*prefix, *query.ids]])
+    with torch.no_grad():
+        found = core.model(input_ids=ids, output_hidden_states=True, use_cache=True)
+    scored = slice(len(prefix) + query.start, len(prefix) + query.stop)
+    if signal == "hidden":
+        return {layer: found.hidden_states[layer][:, None, scored] for layer in range(1, LAYERS)}
+    part = "keys" if signal == "keys" else "values"
+    return {layer: getattr(found.past_key_values.layers[layer], part)[:, :, scored] for layer in range(1, LAYERS)}
+
+
+@pytest.mark.parametrize("kind", ["qwen3", "llama"])
+@pytest.mark.parametrize(
+    ("signal", "null"),
+    [("values", "none"), ("values", "matched"), ("keys", "matched"), ("hidden", "empty"), ("hidden", "matched")],
+)
+def test_other_signals_are_those_of_a_plain_run(opened, kind, signal, null):
+    core, prompts = opened(kind)
+    queries = [prompts.query(text) for text in QUERIES[:2]]
+    documents = [prompt.ids for prompt in prompts.documents(DOCUMENTS[:3], 10)]
+    rows = [Row(documents[0], queries[0]), Row(documents[1], queries[1]), Row(documents[2], queries[0])]
+    reader, found = reading(signal, null).reader(core, prompts, range(1, LAYERS)), {}
+    with torch.no_grad():
+        reader.read(rows, found.__setitem__)
+    assert list(found) == list(range(1, LAYERS))
+    for number, row in enumerate(rows):
+        expected = plain_states(core, row.document, row.query, signal)
+        if null != "none":
+            filler = reader.filled(len(row.document)) if null == "matched" else prompts.null_prefix
+            assert null == "empty" or len(filler) == len(row.document)
+            alone = plain_states(core, filler, row.query, signal)
+        for layer, value in expected.items():
+            wanted = value - alone[layer] if null != "none" else value
+            shift = found[layer][number : number + 1]
+            bound = 1e-5 * float(value.abs().max())
+            assert (shift[:, :, : row.query.length] - wanted).abs().max() <= bound
+            assert not shift[:, :, row.query.length :].any()
+
+
+def test_filler_fills_the_documents_place_and_shifts_nothing(opened):
+    core, prompts = opened("llama")
+    reader, found = reading("values", "matched").reader(core, prompts, range(1, LAYERS)), {}
+    filled = reader.filled(40)
+    (document,) = prompts.documents(["x"], 10)
+    start, end = len(prompts.null_prefix) - prompts.after_document, prompts.after_document
+    assert (filled[:start], filled[-end:]) == (document.ids[:start], document.ids[-end:])
+    with torch.no_grad():
+        reader.read([Row(filled, prompts.query(QUERIES[0]))], found.__setitem__)
+    assert all(shift.abs().max() == 0 for shift in found.values())
+
+
+def test_value_vectors_read_row_by_row_are_what_scoring_reads(opened):
+    core, prompts = opened("bert")
+    rows = [
+        Row(prompt.ids, prompts.query(QUERIES[number % 2]))
+        for number, prompt in enumerate(prompts.documents(DOCUMENTS[:3], 10))
+    ]
+    slow, fast = {}, {}
+    with torch.no_grad():
+        SignalReader(core, prompts, range(1, LAYERS), signal="values", null="empty").read(rows, slow.__setitem__)
+        ShiftReader(core, prompts, range(1, LAYERS)).read(rows, fast.__setitem__)
+    for layer, shift in fast.items():
+        assert (slow[layer] - shift).abs().max() <= 1e-4 * shift.abs().max()
+
+
+def test_ablations_of_seeds_are_joined_and_their_figures_can_be_read_back(artifact, data, tmp_path):
+    (tmp_path / "recipe.toml").write_text(recipe_text(artifact), encoding="utf-8")
+    part = {"recipe": str(tmp_path / "recipe.toml"), "names": ["oracle similarity", "3 queries"], "seeds": [0, 1]}
+    sets = {"train": [{"file": str(data / "one.jsonl")}], "evaluation": [{"file": str(data / "two.jsonl")}]}
+    with pytest.raises(InputError, match="no ablation '3 queries'"):
+        Reproduction(name="x", ablations=[{**part, **sets}])._checked("x")
+    part["names"] = ["oracle similarity"]
+    outcome = reproduce(Reproduction(name="x", tables=["ablations"], ablations={**part, **sets}), tmp_path / "out")
+    found = FigureFile.model_validate_json((tmp_path / "out" / "ablations.json").read_text(encoding="utf-8"))
+    base, oracle = found.figures
+    assert (base.name, base.seeds, oracle.name, oracle.seeds) == ("base", 2, "oracle similarity", 1)
+    assert base.spread["ndcg@5"] >= 0
+    assert ablation_tables(found.figures) in outcome.tables.read_text(encoding="utf-8")
+    (line,) = [line for line in ablation_tables(found.figures).splitlines() if "| oracle similarity |" in line]
+    assert line.split(" | ")[7] == ""  # it has no zero, so no F1 there
+
+
+def test_oracle_similarity_from_features_is_that_of_the_system(opened, ranker):
+    query = made_up(1, 5)[0]
+    features = FeatureExtractor(ranker.reader, FeaturePart(dtype="bfloat16")).extract(query)
+    assert oracle_scores(features) == pytest.approx(OracleSimilarity(ranker).score_labelled(query), abs=0.02)

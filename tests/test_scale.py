@@ -505,7 +505,7 @@ def test_features_are_made_by_actors(ray_cluster, tiny_folder, tmp_path):
     done = run("features", *options, "--output", tmp_path / "ray", *actors)
     assert done.exit_code == 0, done.stderr
     assert "12 queries" in done.stdout
-    from rsrank_rag.training.features import FeatureStore
+    from rsrank_rag.training.store import FeatureStore
 
     expected, found = FeatureStore(tmp_path / "local" / "features"), FeatureStore(tmp_path / "ray" / "features")
     for number in range(12):

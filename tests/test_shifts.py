@@ -9,8 +9,8 @@ from conftest import DOCUMENTS, QUERIES
 
 from rsrank_rag.errors import InputError, MissingDependencyError
 from rsrank_rag.evaluation.datasets import LabelledDocument, LabelledQuery
-from rsrank_rag.evaluation.shift_map import shift_vectors, umap_plane
-from rsrank_rag.method.reading import NullRun
+from rsrank_rag.method.scoring import Row
+from rsrank_rag.reproduction.shift_map import shift_vectors, umap_plane
 
 
 def labelled(texts, relevant=frozenset({0})):
@@ -40,7 +40,7 @@ def test_vectors_before_b_are_the_shifts_mean_directions(ranker):
             for head in shift[0]:
                 parts.append(sum(token / token.norm() for token in head) / len(head))
 
-        ranker.reader.read(NullRun(tokens), ranker.reader.prefill([prompt.ids]), keep)
+        ranker.reader.read([Row(prompt.ids, tokens)], keep)
         assert found[row] == pytest.approx(torch.cat(parts).numpy(), abs=1e-5)
 
 

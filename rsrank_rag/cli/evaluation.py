@@ -85,7 +85,8 @@ def evaluate(
     from ..evaluation.comparison import Measured
     from ..evaluation.evaluate import score_dataset, summarise
     from ..evaluation.hub_datasets import load_sets
-    from ..evaluation.report import shift_pictures, write_report
+    from ..evaluation.report import write_report
+    from ..reproduction.shift_map import shift_pictures
 
     _check_outputs(output, report, umap)
     if threshold not in ("native", "shared"):
@@ -142,10 +143,13 @@ def _check_outputs(output: Path | None, report: Path | None, umap: bool) -> None
     """Fail now and not after the work, where something is missing or cannot be written."""
     from ..evaluation.metrics import ranking_metrics
     from ..evaluation.report import check_report
+    from ..reproduction.shift_map import load_umap
 
     ranking_metrics([])
     if report is not None:
-        check_report(report, umap=umap)
+        check_report(report)
+        if umap:
+            load_umap()
     elif umap:
         raise InputError("--umap draws into a report. Give --report DIR too.")
     if output is not None:

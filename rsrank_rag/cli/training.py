@@ -15,7 +15,7 @@ from .options import command
 
 if TYPE_CHECKING:
     from ..training.recipe import Recipe
-    from ..training.run import Kitchen, Result
+    from ..training.run import Result, TrainingRun
 
 app = typer.Typer()
 
@@ -36,22 +36,23 @@ Layers = Annotated[
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Print disk, memory and hours, and stop.")]
 
 
-def _kitchen(
+def _training(
     config: str, data: list[Path] | None, output: Path, settings: list[str] | None, layers: str | None
-) -> Kitchen:
+) -> TrainingRun:
+    from ..reproduction.closed_form import closed_form
     from ..training.recipe import Recipe
-    from ..training.run import Kitchen
+    from ..training.run import TrainingRun
 
     overrides = [*(settings or ()), *([] if layers is None else [f"features.layers={layers}"])]
     recipe = Recipe.load(config, overrides, data or ())
-    return Kitchen(recipe, output, say=problems.print, progress=problems.is_terminal)
+    return TrainingRun(recipe, output, say=problems.print, progress=problems.is_terminal, closed_form=closed_form)
 
 
-def _plan(kitchen: Kitchen) -> None:
-    recipe: Recipe = kitchen.recipe
+def _plan(run: TrainingRun) -> None:
+    recipe: Recipe = run.recipe
     sources = ", ".join(part.label for part in recipe.data)
     screen.print(f"recipe       {recipe.name}: {recipe.model.name}, {recipe.method}\ndata         {sources}")
-    screen.print(str(kitchen.estimate()))
+    screen.print(str(run.estimate()))
 
 
 @command(app)
@@ -72,16 +73,16 @@ def features(
     Too large? `--set features.max_tokens=8` keeps 8 tokens of each query, `--set features.max_documents=10` so many
     documents.
     """
-    kitchen = _kitchen(config, data, output, settings, layers)
+    run = _training(config, data, output, settings, layers)
     if dry_run:
-        _plan(kitchen)
+        _plan(run)
         return
     if actors is None:
-        store = kitchen.extract()
+        store = run.extract()
     else:
         from ..bulk.workers import features_on
 
-        store = features_on(actors, kitchen.recipe, output)
+        store = features_on(actors, run.recipe, output)
     screen.print(f"{len(store):,} queries in {store.folder}")
 
 
@@ -103,16 +104,16 @@ def train(
 
     The same command goes on after an interruption.
     """
-    kitchen = _kitchen(config, data, output, settings, layers)
+    run = _training(config, data, output, settings, layers)
     if dry_run:
-        _plan(kitchen)
+        _plan(run)
         return
     if features is None:
-        result = kitchen.cook()
+        result = run.run()
     else:
-        from ..training.features import FeatureStore
+        from ..training.store import FeatureStore
 
-        result = kitchen.cook_from(FeatureStore(features))
+        result = run.run_from(FeatureStore(features))
     _show(result)
 
 

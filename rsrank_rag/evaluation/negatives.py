@@ -16,7 +16,8 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from ..errors import InputError
 from .datasets import LabelledDocument, LabelledQuery
-from .systems.baselines import BM25, BiEncoder
+from .systems.bm25 import BM25
+from .systems.sentence_transformers import BiEncoder
 
 if TYPE_CHECKING:
     import numpy as np

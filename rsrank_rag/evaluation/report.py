@@ -53,25 +53,17 @@ class Picture:
     figure: Figure
 
 
-def check_report(folder: str | Path, *, umap: bool = False) -> None:
+def check_report(folder: str | Path) -> None:
     """Say before the work that the report could not be written after it.
-
-    Args:
-        folder: Of the report.
-        umap: Whether `shift_pictures` will be asked for.
 
     Raises:
         InputError: The folder cannot be made.
-        MissingDependencyError: ir-measures, scipy, matplotlib, jinja2 or umap-learn is not installed.
+        MissingDependencyError: ir-measures, scipy, matplotlib or jinja2 is not installed.
     """
     ranking_metrics([])
     scipy_stats()
     plots.check()
     _template()
-    if umap:
-        from .shift_map import load_umap
-
-        load_umap()
     try:
         Path(folder).mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -126,7 +118,7 @@ def figures_of(found: Comparison) -> Iterator[Picture]:
     """All figures that need nothing but scores and labels."""
     systems = found.systems
     sets = list(found.labels)
-    short = _short([system.name for system in systems])
+    short = short_names([system.name for system in systems])
     for number, system in enumerate(systems):
         yield Picture(
             "thresholds",
@@ -186,7 +178,7 @@ def figures_of(found: Comparison) -> Iterator[Picture]:
         )
 
 
-def _short(names: Sequence[str]) -> dict[str, str]:
+def short_names(names: Sequence[str]) -> dict[str, str]:
     """What figures have room for: of a long name, such as a folder's path, its end, as much as tells it from others."""
     found = {name: name if len(name) <= NAME_LENGTH else f"…{name[1 - NAME_LENGTH :]}" for name in names}
     return found if len(set(found.values())) == len(found) else dict(zip(names, names, strict=True))
@@ -222,53 +214,6 @@ def _cost(system: SystemResult) -> tuple[float, float, tuple[float, float] | Non
     assert system.latency is not None
     interval = None if quality.low is None or quality.high is None else (quality.low, quality.high)
     return system.latency.median, quality.mean, interval
-
-
-def shift_pictures(
-    name: str,
-    system: object,
-    sets: Mapping[str, Sequence[LabelledQuery]],
-    *,
-    titles: bool = True,
-    queries: int = 100,
-) -> list[Picture]:
-    """Shifts before and after B for `write_report`, one figure a set.
-
-    None for a system that is no `RSRank`, nor for a set of fewer documents than UMAP can lay out.
-
-    Args:
-        name: Of the system.
-        system: It.
-        sets: Labelled queries.
-        titles: Put a document's title, if it has one, in front of its text.
-        queries: Only the first ones of each set.
-
-    Raises:
-        MissingDependencyError: matplotlib or umap-learn is not installed.
-    """
-    from ..rsrank import RSRank
-    from .shift_map import FEWEST, shift_vectors, umap_plane
-
-    if not isinstance(system, RSRank):
-        return []
-    pictures = []
-    for number, (label, labelled) in enumerate(sets.items()):
-        vectors = shift_vectors(system, labelled[:queries], titles=titles)
-        if len(vectors.relevant) < FEWEST:
-            continue
-        figure = plots.shift_map(
-            umap_plane(vectors.before),
-            umap_plane(vectors.after),
-            vectors.relevant,
-            title=f"{_short([name])[name]}, {label}",
-        )
-        caption = (
-            f"{name}, {label}: documents by their shifts (UMAP), before and after B. Those of one query may gather: "
-            "they shift the same tokens."
-        )
-        stem = "".join(letter if letter.isalnum() else "-" for letter in name)
-        pictures.append(Picture("shifts", f"shifts-{stem}-{number}", caption, figure))
-    return pictures
 
 
 def page(

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ..errors import InputError, TrainingError
 from ..method.projection import Projection
-from ..training.features import FeatureSource, QueryFeatures
+from ..training.store import FeatureSource, QueryFeatures
 
 Method = Literal["oracle", "separation", "combined"]
 

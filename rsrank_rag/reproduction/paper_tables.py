@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from ..evaluation.comparison import Comparison, Measured
 from ..evaluation.evaluate import summarise
-from ..evaluation.statistics import Estimate, estimate_mean, paired_differences
-
-if TYPE_CHECKING:
-    from .ablations import AblationRow
+from ..evaluation.statistics import Estimate
 
 Table = Literal["main", "differences", "thresholds", "gaps", "headroom", "selection", "stages", "ablations"]
 TABLES: tuple[Table, ...] = (
@@ -37,7 +34,7 @@ def page(
     sets: Sequence[str],
     measured: Sequence[Measured],
     found: Comparison | None,
-    ablations: Sequence[AblationRow] = (),
+    ablations: str = "",
     stages: Sequence[Mapping[str, Any]] | None = None,
 ) -> str:
     """All tables that were asked for and can be filled.
@@ -48,7 +45,7 @@ def page(
         sets: Names of the sets, in order.
         measured: Systems, also those that lack a set.
         found: Of the systems that have all sets.
-        ablations: Their rows.
+        ablations: Their tables.
         stages: Rows of ``benchmarks.latency --paper``.
     """
     makers: dict[Table, Callable[[], str]] = {
@@ -59,7 +56,7 @@ def page(
         "headroom": lambda: "" if found is None else headroom_table(found),
         "selection": lambda: "" if found is None else selection_table(found),
         "stages": lambda: stage_table(stages) if stages else "",
-        "ablations": lambda: ablation_tables(ablations),
+        "ablations": lambda: ablations,
     }
     parts = [f"# Measured: {name}", "Points of 100. Only what was computed in this run; figures: `report/`."]
     parts += [text for table in tables if (text := makers[table]())]
@@ -87,7 +84,7 @@ def main_table(sets: Sequence[str], measured: Sequence[Measured]) -> str:
             values = [float(by_set[label][metric]) if label in by_set else None for label in sets]
             known = [value for value in values if value is not None]
             rows[name] = [*values, sum(known) / len(known) if len(known) == len(sets) else None]
-        text.append(f"**{title}**\n\n" + _grid(["system", *sets, "Avg"], _bold(rows)))
+        text.append(f"**{title}**\n\n" + grid(["system", *sets, "Avg"], _bold(rows)))
     return "\n\n".join(text)
 
 
@@ -96,12 +93,12 @@ def difference_tables(found: Comparison) -> str:
     rows = [[s.name, *(_interval(s.metrics[metric]) for metric in _METRICS)] for s in found.systems]
     parts = [
         "## Intervals and differences\n\nIn brackets: 95% bootstrap interval over queries; a difference whose interval "
-        "leaves zero out is bold.\n\n**Means over the sets**\n\n" + _grid(["system", *_METRICS.values()], rows)
+        "leaves zero out is bold.\n\n**Means over the sets**\n\n" + grid(["system", *_METRICS.values()], rows)
     ]
     for pair in found.differences:
         by_set = {**pair.sets, "mean": pair.mean}
-        rows = [[label, *(_sure(values[metric]) for metric in _METRICS)] for label, values in by_set.items()]
-        parts.append(f"**{pair.first} minus {pair.second}**\n\n" + _grid(["set", *_METRICS.values()], rows))
+        rows = [[label, *(sure(values[metric]) for metric in _METRICS)] for label, values in by_set.items()]
+        parts.append(f"**{pair.first} minus {pair.second}**\n\n" + grid(["set", *_METRICS.values()], rows))
     return "\n\n".join(parts)
 
 
@@ -120,7 +117,7 @@ def threshold_table(found: Comparison) -> str:
     ]
     return (
         "## Thresholds across sets\n\nScores of all sets together are mapped to 0..1; each set's best threshold.\n\n"
-        + _grid(["system", "threshold", "bias", "variance", *sets], rows)
+        + grid(["system", "threshold", "bias", "variance", *sets], rows)
     )
 
 
@@ -135,14 +132,14 @@ def gap_tables(found: Comparison) -> str:
                 [
                     label,
                     str(len(result.queries)),
-                    _points(own),
-                    _points(best),
-                    _points(own - best),
+                    points(own),
+                    points(best),
+                    points(own - best),
                     "" if test.t is None else f"{test.t:.2f}",
                     "" if test.p is None else f"{test.p:.1e}",
                 ]
             )
-        parts.append(f"**{system.name}**\n\n" + _grid(["set", "N", "Q-Opt", "D-Opt", "Gap", "t", "p"], rows))
+        parts.append(f"**{system.name}**\n\n" + grid(["set", "N", "Q-Opt", "D-Opt", "Gap", "t", "p"], rows))
     return "\n\n".join(parts)
 
 
@@ -151,8 +148,8 @@ def headroom_table(found: Comparison) -> str:
     rows = []
     for s in found.systems:
         tau, best, own = (s.metrics[name].mean for name in ("f1@tau", "f1@best", "f1@query_best"))
-        rows.append([s.name, _points(tau), _points(best), _points(own), f"+{_points(own - best)}"])
-    return "## Headroom\n\n" + _grid(["system", "F1@τ", "set's best", "query's best", "headroom"], rows)
+        rows.append([s.name, points(tau), points(best), points(own), f"+{points(own - best)}"])
+    return "## Headroom\n\n" + grid(["system", "F1@τ", "set's best", "query's best", "headroom"], rows)
 
 
 def selection_table(found: Comparison) -> str:
@@ -166,14 +163,14 @@ def selection_table(found: Comparison) -> str:
                     system.name,
                     label,
                     f"{chosen.natural.kept:.2f}",
-                    _points(chosen.natural.f1.mean),
-                    _points(chosen.top_k.f1.mean),
-                    _sure(chosen.f1_difference),
+                    points(chosen.natural.f1.mean),
+                    points(chosen.top_k.f1.mean),
+                    sure(chosen.f1_difference),
                 ]
             )
     return (
         "## Threshold or top-k for the same number of documents\n\nIn brackets: 95% bootstrap interval over queries."
-        "\n\n" + _grid(["system", "set", "kept a query", "F1@τ", "F1 of top-k", "difference"], rows)
+        "\n\n" + grid(["system", "set", "kept a query", "F1@τ", "F1 of top-k", "difference"], rows)
     )
 
 
@@ -184,46 +181,16 @@ def stage_table(stages: Sequence[Mapping[str, Any]]) -> str:
         [str(row["stage"]), f"{1000 * float(row['seconds']):.1f}", f"{100 * (float(row['seconds']) / first - 1):+.2f}%"]
         for row in stages
     ]
-    return "## Inference stages\n\n" + _grid(["stage", "ms", "overhead"], rows)
-
-
-def ablation_tables(rows: Sequence[AblationRow]) -> str:
-    """One table a set: each change beside the unchanged recipe, with paired differences of nDCG@5 and F1 at zero."""
-    parts = []
-    for dataset in dict.fromkeys(row.dataset for row in rows):
-        chosen = [row for row in rows if row.dataset == dataset]
-        base = next((row for row in chosen if row.name == "base"), None)
-        lines = []
-        for row in chosen:
-            changes = ["", ""]
-            if base is not None and row is not base:
-                changes = [
-                    _sure(estimate_mean(paired_differences(row.metrics[metric], base.metrics[metric])))
-                    for metric in ("ndcg@5", "f1@0")
-                ]
-            lines.append(
-                [
-                    row.group,
-                    row.name,
-                    row.changes,
-                    *(_points(row.mean(metric)) for metric in ("recall@5", "ndcg@5", "f1@5", "f1@0", "f1@best")),
-                    *changes,
-                    f"{row.parameters:,}",
-                ]
-            )
-        head = ["group", "ablation", "change", "R@5", "nDCG@5", "F1@5", "F1@0", "F1@best", "ΔnDCG@5", "ΔF1@0", "B"]
-        count = len(chosen[0].metrics["f1@0"])
-        parts.append(f"## Ablations on {dataset} ({count} queries)\n\n" + _grid(head, lines))
-    return "\n\n".join(parts)
+    return "## Inference stages\n\n" + grid(["stage", "ms", "overhead"], rows)
 
 
 def _interval(estimate: Estimate) -> str:
     if estimate.low is None or estimate.high is None:
-        return _points(estimate.mean)
-    return f"{_points(estimate.mean)} [{_points(estimate.low)}, {_points(estimate.high)}]"
+        return points(estimate.mean)
+    return f"{points(estimate.mean)} [{points(estimate.low)}, {points(estimate.high)}]"
 
 
-def _sure(estimate: Estimate) -> str:
+def sure(estimate: Estimate) -> str:
     """A difference; bold where its interval leaves zero out."""
     text = _signed(estimate.mean, estimate.low, estimate.high)
     return f"**{text}**" if (estimate.low or 0) > 0 or (estimate.high or 0) < 0 else text
@@ -234,7 +201,8 @@ def _signed(mean: float, low: float | None, high: float | None) -> str:
     return f"{100 * mean:+.1f}{interval}"
 
 
-def _points(value: float) -> str:
+def points(value: float) -> str:
+    """A share of 1 in points of 100."""
     return f"{100 * value:.1f}"
 
 
@@ -245,7 +213,7 @@ def _bold(rows: Mapping[str, Sequence[float | None]]) -> list[list[str]]:
         [
             name,
             *(
-                "–" if v is None else f"**{_points(v)}**" if v >= top - TIE - 1e-9 else _points(v)
+                "–" if v is None else f"**{points(v)}**" if v >= top - TIE - 1e-9 else points(v)
                 for v, top in zip(values, best, strict=True)
             ),
         ]
@@ -253,7 +221,7 @@ def _bold(rows: Mapping[str, Sequence[float | None]]) -> list[list[str]]:
     ]
 
 
-def _grid(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+def grid(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """A Markdown table; the first column to the left."""
     lines = [head, ["---", *["--:"] * (len(head) - 1)], *rows]
     return "\n".join(f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in line)} |" for line in lines)

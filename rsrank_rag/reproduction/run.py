@@ -14,9 +14,9 @@ import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
 from ..adapters.systems import KINDS, load_system, parse
 from ..artifact import hub
@@ -28,13 +28,14 @@ from ..evaluation.evaluate import System, score_dataset, shared_threshold
 from ..evaluation.hub_datasets import Granularity, Split, load_named
 from ..evaluation.metrics import ScoredQuery
 from ..evaluation.negatives import Negatives, replace_negatives
-from ..evaluation.report import Picture, check_report, shift_pictures, write_report
+from ..evaluation.report import Picture, check_report, write_report
 from ..language_model.options import LoadOptions
 from ..training.recipe import DataPart
+from .ablation_figures import AblationFigures, FigureFile, ablation_tables, figures_of, sample_curves
+from .ablation_runs import AblationRow, Ablations
+from .ablations import chosen
 from .paper_tables import TABLES, Table, page
-
-if TYPE_CHECKING:
-    from .ablations import AblationRow
+from .shift_map import load_umap, shift_pictures
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -136,13 +137,20 @@ class SystemPart(BaseModel):
         )
 
 
+def _several(value: Any) -> Any:
+    """One table ``[ablations]`` is the only one of several ``[[ablations]]``."""
+    return [value] if isinstance(value, dict) else value
+
+
 class AblationPart(BaseModel):
-    """Which ablations of which recipe (`training.ablations`)."""
+    """Which ablations of which recipe (`reproduction.ablations`), and how often B is trained for each."""
 
     model_config = _STRICT
 
     recipe: str
     names: tuple[str, ...] = ("all",)
+    setup: str = Field(default="", description="What B is trained on, for the tables' headings.")
+    seeds: tuple[int, ...] = Field(default=(0,), min_length=1)
     settings: tuple[str, ...] = ()
     train: tuple[DataPart, ...] = ()
     evaluation: tuple[DataPart, ...] = ()
@@ -158,12 +166,12 @@ class Reproduction(BaseModel):
     titles: bool = True
     artifact: str | None = None
     sets: tuple[SetPart, ...] = ()
-    systems: tuple[SystemPart, ...] = Field(min_length=1)
+    systems: tuple[SystemPart, ...] = ()
     tables: tuple[Table, ...] = TABLES
     figures: tuple[Figure, ...] = FIGURES
     umap: bool = Field(default=False, description="Draw RSRank's shifts before and after B.")
     stages: str | None = Field(default=None, description="JSON of benchmarks.latency --paper: the inference stages.")
-    ablations: AblationPart | None = None
+    ablations: Annotated[tuple[AblationPart, ...], BeforeValidator(_several)] = ()
 
     @classmethod
     def load(
@@ -229,15 +237,15 @@ class Reproduction(BaseModel):
         Raises:
             InputError: No sets, no artifact, two systems or sets of one name, or an unknown system or ablation.
         """
-        if not self.sets:
+        if not self.systems and not self.ablations:
+            raise InputError(f"{source} names neither systems nor ablations. Add [[systems]] or [[ablations]].")
+        if self.systems and not self.sets:
             raise InputError(f"{source} names no sets. Pass --data FILE with labelled queries.")
         systems = tuple(part.model_copy(update={"name": self._named(part.name, source)}) for part in self.systems)
         for system in systems:
             parse(system.name)
-        if self.ablations is not None:
-            from .ablations import chosen
-
-            chosen(self.ablations.names)
+        for part in self.ablations:
+            chosen(part.names)
         for kind, titles in (("systems", [p.title for p in systems]), ("sets", [p.title for p in self.sets])):
             twice = sorted({title for title in titles if titles.count(title) > 1})
             if twice:
@@ -298,19 +306,17 @@ def plan(config: Reproduction) -> str:
     lines = [f"{config.name}: {len(config.systems)} systems on {len(config.sets)} sets, seed {config.seed}"]
     for part in config.sets:
         many = "all queries" if part.queries is None else f"{part.queries} queries"
-        chosen = part.negatives or (Negatives() if part.name else None)
-        kind = "" if chosen is None else f", {chosen.count} {chosen.kind} negatives where the set has none of its own"
-        if part.file is not None and chosen is not None:
-            kind = f", {chosen.count} {chosen.kind} negatives of the file's documents"
+        given = part.negatives or (Negatives() if part.name else None)
+        kind = "" if given is None else f", {given.count} {given.kind} negatives where the set has none of its own"
+        if part.file is not None and given is not None:
+            kind = f", {given.count} {given.kind} negatives of the file's documents"
         lines.append(f"  set      {part.title}: {part.split if part.name else part.file}, {many}{kind}")
     lines += [f"  system   {part.title}: {part.name}" for part in config.systems]
     lines.append(f"  tables   {', '.join(config.tables)}")
     lines.append(f"  figures  {', '.join(figure for figure in config.figures if figure != 'shifts' or config.umap)}")
-    if config.ablations is not None:
-        from .ablations import chosen as ablations
-
-        names = [ablation.name for ablation in ablations(config.ablations.names)]
-        lines.append(f"  ablations of {config.ablations.recipe}: {'; '.join(names)}")
+    for ablations in config.ablations:
+        names = [ablation.name for ablation in chosen(ablations.names)]
+        lines.append(f"  ablations of {ablations.recipe}, {len(ablations.seeds)} seeds: {'; '.join(names)}")
     return "\n".join(lines)
 
 
@@ -336,7 +342,9 @@ def reproduce(
         MissingDependencyError: What tables and figures need is not installed.
     """
     output, options = Path(output), options or LoadOptions()
-    check_report(output, umap=config.umap)
+    check_report(output)
+    if config.umap:
+        load_umap()
     run = _Run(config, output, options, say, watch)
     sets = run.sets()
     for part in config.systems:
@@ -344,16 +352,19 @@ def reproduce(
         _free()
     outcome = run.outcome
     complete = [found for found in outcome.measured if set(found.scored) == set(sets)]
-    if complete:
+    if complete and sets:
         pictures = run.pictures
         outcome.comparison = write_report(
             output / "report", complete, sets, titles=config.titles, pictures=pictures, sections=config.figures
         )
-    rows = run.ablations()
+    figures = run.ablations()
+    tables = ablation_tables(figures)
+    if figures:
+        _write(output / "ablations.json", FigureFile(figures=tuple(figures)).model_dump_json(indent=1) + "\n")
     stages = None if config.stages is None else _stages(Path(config.stages))
     outcome.tables = output / "tables.md"
-    text = page(config.name, config.tables, list(sets), outcome.measured, outcome.comparison, rows, stages)
-    text += _sample_figures(rows, output)
+    text = page(config.name, config.tables, list(sets), outcome.measured, outcome.comparison, tables, stages)
+    text += _sample_figures(figures, output)
     if outcome.failures:
         text += "\n## What failed\n\n" + "".join(f"- {what}: {why}\n" for what, why in outcome.failures.items())
     _write(outcome.tables, text)
@@ -384,7 +395,7 @@ class _Run:
                 found[part.title] = part.load(self.config.seed, self.options, titles=self.config.titles)
             except RSRankError as error:
                 self.fail(part.title, error)
-        if not found:
+        if self.config.sets and not found:
             raise InputError(f"None of the sets could be loaded: {'; '.join(self.outcome.failures.values())}")
         return found
 
@@ -440,21 +451,25 @@ class _Run:
         how += ["fp8"] if options.weights == "fp8" else []
         return _sha(part.name, str(part.revision), str(how), _state(part.name), *texts)
 
-    def ablations(self) -> list[Any]:
-        from .ablations import Ablations, chosen
-
-        part = self.config.ablations
-        if part is None:
-            return []
-        runner = Ablations(
-            part.recipe, self.output / "ablations", part.settings, part.train, part.evaluation, say=self.say
-        )
-        found = []
-        for ablation, rows in runner.run(chosen(part.names)):
-            if isinstance(rows, RSRankError):
-                self.fail(f"ablation {ablation.name!r}", rows)
-            else:
-                found += rows
+    def ablations(self) -> list[AblationFigures]:
+        found: list[AblationFigures] = []
+        for part in self.config.ablations:
+            runner = Ablations(
+                part.recipe,
+                self.output / "ablations",
+                settings=part.settings,
+                train=part.train,
+                evaluation=part.evaluation,
+                seeds=part.seeds,
+                say=self.say,
+            )
+            done: list[AblationRow] = []
+            for ablation, rows in runner.run(chosen(part.names)):
+                if isinstance(rows, RSRankError):
+                    self.fail(f"ablation {ablation.name!r}", rows)
+                else:
+                    done += rows
+            found += figures_of(done, part.setup)
         return found
 
 
@@ -511,12 +526,10 @@ def _stages(path: Path) -> list[dict[str, Any]]:
         raise InputError(f"{path} is no output of benchmarks.latency --paper --json: {error}") from None
 
 
-def _sample_figures(rows: Sequence[AblationRow], output: Path) -> str:
+def _sample_figures(figures: Sequence[AblationFigures], output: Path) -> str:
     """Draw quality by number of training queries, a figure a set; the Markdown that shows them."""
-    from .ablations import sample_curves
-
     lines = []
-    for number, (dataset, figure) in enumerate(sample_curves(rows).items()):
+    for number, (dataset, figure) in enumerate(sample_curves(figures).items()):
         path, _ = plots.save(figure, output / "report" / "figures" / f"samples-{number}")
         lines.append(f"\n![{dataset}: quality by number of training queries]({path.relative_to(output).as_posix()})\n")
     return "".join(lines)

@@ -1,8 +1,4 @@
-"""Features: the shifts of labelled queries, computed once by the frozen backbone and kept on disk.
-
-A store is a folder: ``store.json`` says what was read, of which model and from which queries; each shard
-``shard-00000.safetensors`` holds a fixed range of queries. A shard appears only when it is complete, so a run that was
-killed goes on where it stopped, and several processes can share the shards among them.
+"""Features: the shifts of labelled queries, computed once by the frozen language model.
 
 Axes: L layers, H heads, N documents, T scored query tokens, D head dimension.
 """
@@ -12,86 +8,25 @@ from __future__ import annotations
 import hashlib
 import json
 import random
-import shutil
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, Literal, Protocol
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
-from ..artifact.config import BackboneSpec, NullPrefix, Signal
-from ..artifact.identity import TOLERANCE, relative_difference
+from ..artifact.config import BackboneSpec
 from ..errors import InputError, ScoringError, TrainingError
 from ..evaluation.datasets import LabelledQuery
-from ..language_model.weights import is_fp8
-from ..method.batching import DoesNotFitError, Ids, run_batches
-from ..method.reading import NullRun, ShiftReader
-from ..method.template import Template, TokenisedQuery
-from ..partial_files import is_running, partial_of
+from ..language_model.weights import bits_of, is_fp8
+from ..method.backbone import Backbone
+from ..method.batching import Batches, DoesNotFitError, Ids
+from ..method.scoring import Row, ShiftReader
+from ..method.template import PromptTokenizer, TokenisedQuery
+from .recipe import FeaturePart
+from .store import FeatureSpec, QueryFeatures
 
-STORE = "store.json"
 STORE_DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
 SHARD_BYTES = 1 << 30
-
-
-class FeatureSpec(BaseModel):
-    """What the numbers of a store mean. A store that was begun under one is never continued under another."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-    format_version: Literal[1] = 1
-    backbone: BackboneSpec
-    template: Template
-    layers: tuple[int, ...]
-    signal: Signal
-    null_prefix: NullPrefix
-    dtype: Literal["float16", "bfloat16"]
-    compute_dtype: str = Field(description="What the language model computed in.")
-    bits: int = Field(description="Of the language model's weights.")
-    fp8: bool = Field(default=False, description="Whether these are fp8.")
-    max_length: int
-    data: str = Field(description="sha256 of the queries, their documents and labels.")
-    queries: int
-    max_tokens: int | None = None
-    sources: tuple[str, ...] = Field(default=(), description="Names of the data sets.")
-    shards: tuple[int, ...] = Field(description="First query of each shard.")
-
-    @property
-    def heads(self) -> tuple[int, int]:
-        """H and D of what was read."""
-        if self.signal == "hidden":
-            return 1, self.backbone.hidden_size or self.backbone.num_heads * self.backbone.head_dim
-        return self.backbone.num_heads, self.backbone.head_dim
-
-
-@dataclass(frozen=True)
-class QueryFeatures:
-    """One labelled query's features.
-
-    Attributes:
-        shifts: (L, H, M * T, D): T rows for each document, then, if there is an oracle, its T rows.
-        relevant: Labels of the N documents.
-        tokens: T.
-        oracle: Whether the last T rows are the oracle shift: all relevant documents together.
-    """
-
-    shifts: Tensor
-    relevant: tuple[bool, ...]
-    tokens: int
-    oracle: bool
-
-
-class FeatureSource(Protocol):
-    """Where training gets its features from: a store, or a list in memory."""
-
-    def __len__(self) -> int: ...
-
-    def __getitem__(self, number: int, /) -> QueryFeatures: ...
 
 
 @dataclass(frozen=True)
@@ -102,60 +37,117 @@ class Plan:
         queries: Number of queries.
         documents: Number of documents of all queries, oracle prompts not counted.
         prompt_tokens: Tokens the language model will read.
-        bytes: Size of the store.
+        rows: Rows of shifts, a row a query token and document, that B is trained on.
         query_bytes: Size of each query's features.
     """
 
     queries: int
     documents: int
     prompt_tokens: int
-    bytes: int
+    rows: int
     query_bytes: tuple[int, ...]
+
+    @property
+    def bytes(self) -> int:
+        """Size of the store."""
+        return sum(self.query_bytes)
+
+
+@dataclass(frozen=True)
+class Reading:
+    """What is read of the language model, and what is subtracted; others than these are made by ablations.
+
+    Attributes:
+        signal: Its name, for the store.
+        null_prefix: Likewise.
+        reader: Makes the reader of a backbone, prompts and layers.
+    """
+
+    signal: str = "values"
+    null_prefix: str = "empty"
+    reader: Callable[[Backbone, PromptTokenizer, Sequence[int]], ShiftReader] = ShiftReader
+
+    def shape(self, core: Backbone) -> tuple[int, int]:
+        """H and D. Hidden states are one head of their whole width."""
+        return (1, core.config.hidden_size) if self.signal == "hidden" else (core.num_heads, core.head_dim)
+
+
+VALUES = Reading()
+"""The method's own: value vectors, the query-only run subtracted."""
+
+
+@dataclass(frozen=True)
+class QueryPrompts:
+    """What the language model reads for a query: the query, each document, and all relevant ones (None if none)."""
+
+    query: TokenisedQuery
+    documents: list[Ids]
+    oracle: Ids | None
+
+    @property
+    def all(self) -> list[Ids]:
+        """The documents and the oracle."""
+        return [*self.documents, *([] if self.oracle is None else [self.oracle])]
+
+    @classmethod
+    def of(cls, query: LabelledQuery, prompts: PromptTokenizer, *, titles: bool) -> QueryPrompts:
+        """Tokenise a query.
+
+        Raises:
+            InputError: The query is empty or too long.
+        """
+        tokenised = prompts.query(query.query)
+        texts = [document.content(titles=titles) for document in query.documents]
+        documents = [prompt.ids for prompt in prompts.documents(texts, len(tokenised.ids))]
+        relevant = [text for text, document in zip(texts, query.documents, strict=True) if document.relevant]
+        oracle = prompts.together(relevant, len(tokenised.ids)) if any(map(str.strip, relevant)) else None
+        return cls(tokenised, documents, oracle)
+
+    def positions(self, max_tokens: int | None) -> list[int]:
+        """Which of the scored tokens are kept: all, or ``max_tokens`` of them, evenly spread."""
+        length = self.query.length
+        if max_tokens is None or length <= max_tokens:
+            return list(range(length))
+        return [int(length / max_tokens * (i + 0.5)) for i in range(max_tokens)]
+
+
+def plan_features(
+    queries: Sequence[LabelledQuery], prompts: PromptTokenizer, options: FeaturePart, numbers: int
+) -> Plan:
+    """Tokenise everything and add up what it will take.
+
+    Args:
+        queries: Labelled queries.
+        prompts: The language model's tokenizer with the template.
+        options: How they will be made.
+        numbers: Of one token's shift: layers times heads times their width.
+
+    Raises:
+        InputError: A query is empty or too long, or none of its documents has text.
+    """
+    rows, tokens = [], 0
+    for query in queries:
+        found = QueryPrompts.of(query, prompts, titles=options.titles)
+        if all(len(ids) == len(prompts.null_prefix) for ids in found.documents):
+            raise InputError(f"Query {query.id!r} has no document with text. Remove it from the data.")
+        rows.append(len(found.all) * len(found.positions(options.max_tokens)))
+        tokens += sum(len(ids) + len(found.query.ids) for ids in found.all)
+    size = numbers * STORE_DTYPES[options.dtype].itemsize
+    documents = sum(len(query.documents) for query in queries)
+    return Plan(len(queries), documents, tokens, sum(rows), tuple(count * size for count in rows))
 
 
 class FeatureExtractor:
     """Turns labelled queries into features.
 
     Args:
-        reader: What to read of which backbone.
-        dtype: Of the stored shifts.
-        max_tokens: Use at most this many query tokens, evenly spread; None for all.
-        token_budget: Padded tokens in one batch.
-        titles: Put a document's title in front of its text.
+        reader: What to read of which language model.
+        options: How.
+        token_budget: Padded tokens in one batch; falls where memory runs out.
     """
 
-    def __init__(
-        self,
-        reader: ShiftReader,
-        *,
-        dtype: Literal["float16", "bfloat16"] = "float16",
-        max_tokens: int | None = None,
-        token_budget: int = 16384,
-        titles: bool = True,
-    ) -> None:
-        if max_tokens is not None and max_tokens < 1:
-            raise InputError(f"max_tokens must be at least 1 or None, got {max_tokens}.")
-        self.reader, self.prompts = reader, reader.prompts
-        self.layers = sorted(reader.layers)
-        self.dtype, self.max_tokens, self.token_budget, self.titles = dtype, max_tokens, token_budget, titles
-
-    def plan(self, queries: Sequence[LabelledQuery], heads: int, width: int) -> Plan:
-        """Tokenise everything and add up what it will take.
-
-        Raises:
-            InputError: A query is empty or too long, or none of its documents has text.
-        """
-        sizes, tokens = [], 0
-        for query in queries:
-            tokenised, prompts, oracle = self._prompts(query)
-            if all(len(ids) == self._bare for ids in prompts):
-                raise InputError(f"Query {query.id!r} has no document with text. Remove it from the data.")
-            rows = (len(prompts) + (oracle is not None)) * len(self._positions(tokenised))
-            sizes.append(rows * len(self.layers) * heads * width * STORE_DTYPES[self.dtype].itemsize)
-            parts = [*prompts, *([oracle] if oracle is not None else [])]
-            tokens += sum(len(ids) + len(tokenised.ids) for ids in parts)
-        documents = sum(len(query.documents) for query in queries)
-        return Plan(len(queries), documents, tokens, sum(sizes), tuple(sizes))
+    def __init__(self, reader: ShiftReader, options: FeaturePart | None = None, *, token_budget: int = 16384) -> None:
+        self.reader, self.options, self.token_budget = reader, options or FeaturePart(), token_budget
 
     @torch.inference_mode()
     def extract(self, query: LabelledQuery) -> QueryFeatures:
@@ -166,213 +158,45 @@ class FeatureExtractor:
             TrainingError: A shift is not finite in the store's dtype.
             ScoringError: A document does not fit into memory even alone; it is named.
         """
-        tokenised, prompts, oracle = self._prompts(query)
-        positions = self._positions(tokenised)
-        texts = [*prompts, *([oracle] if oracle is not None else [])]
-        count = len(positions)
-        found: list[Tensor] = []  # per layer (H, M * T, D)
-        # A document without tokens shifts nothing.
-        wanted = {ids: [i for i, other in enumerate(texts) if other == ids] for ids in texts if len(ids) > self._bare}
+        prompts = QueryPrompts.of(query, self.reader.prompts, titles=self.options.titles)
+        texts, asked = prompts.all, prompts.query
+        positions, dtype = prompts.positions(self.options.max_tokens), STORE_DTYPES[self.options.dtype]
+        bare = len(self.reader.prompts.null_prefix)  # a document without tokens shifts nothing
+        wanted = {ids: [i for i, other in enumerate(texts) if other == ids] for ids in texts if len(ids) > bare}
+        found: dict[int, Tensor] = {}  # layer -> (H, M, T, D)
 
-        def read(batch: list[Ids]) -> None:
-            row = 0
-
+        def read(batch: list[Row]) -> None:
             def keep(layer: int, shift: Tensor) -> None:
-                nonlocal row
-                n, heads, _, width = shift.shape
-                if len(found) == row:
-                    found.append(torch.zeros(heads, len(texts) * count, width, dtype=STORE_DTYPES[self.dtype]))
-                chosen = shift[:, :, positions].to(STORE_DTYPES[self.dtype]).cpu()
-                for i in range(n):
-                    for place in wanted[batch[i]]:
-                        found[row][:, place * count : (place + 1) * count] = chosen[i]
-                row += 1
+                heads, width = shift.shape[1], shift.shape[3]
+                if layer not in found:
+                    found[layer] = torch.zeros(heads, len(texts), len(positions), width, dtype=dtype)
+                for row, shifts in zip(batch, shift[:, :, positions].to(dtype).cpu(), strict=True):
+                    found[layer][:, wanted[row.document]] = shifts[:, None]
 
-            self.reader.read(run, self.reader.prefill(batch, len(tokenised.ids)), keep)
+            self.reader.read(batch, keep)
 
-        run = NullRun(tokenised)
+        batches = Batches([Row(ids, asked) for ids in wanted], self.token_budget, extra=len(asked.ids))
         try:
-            # What fitted once stays: memory would run out again with every query.
-            self.token_budget = run_batches(list(wanted), read, budget=self.token_budget, extra=len(tokenised.ids))
+            for batch in batches:
+                with batches.attempt():
+                    read(batch)
         except DoesNotFitError as error:
-            place = wanted[error.ids][0]
-            name = f"Document {place}" if place < len(prompts) else "All relevant documents together"
+            place = wanted[error.ids.document][0]
+            name = f"Document {place}" if place < len(prompts.documents) else "All relevant documents together"
             raise ScoringError(
                 f"{name} of query {query.id!r} ({len(error.ids)} tokens) do not fit into memory even alone. Set a "
                 "smaller model.max_length, or load the model in 8-bit or on another device.",
                 place,
             ) from None
-        shifts = torch.stack(found)
+        self.token_budget = batches.budget  # what fitted once stays: memory would run out again with every query
+        shifts = torch.stack([found[layer] for layer in sorted(found)]).flatten(2, 3)  # (L, H, M * T, D)
         if not bool(torch.isfinite(shifts).all()):
             raise TrainingError(
-                f"Query {query.id!r} has shifts that are not finite in {self.dtype}. Use bfloat16 for the store, or "
-                "load the model in bfloat16 or float32."
+                f"Query {query.id!r} has shifts that are not finite in {self.options.dtype}. Use bfloat16 for the "
+                "store, or load the model in bfloat16 or float32."
             )
         labels = tuple(document.relevant for document in query.documents)
-        return QueryFeatures(shifts, labels, count, oracle is not None)
-
-    @property
-    def _bare(self) -> int:
-        return len(self.prompts.null_prefix)
-
-    def _prompts(self, query: LabelledQuery) -> tuple[TokenisedQuery, list[Ids], Ids | None]:
-        tokenised = self.prompts.query(query.query)
-        texts = [document.content(titles=self.titles) for document in query.documents]
-        prompts = [prompt.ids for prompt in self.prompts.documents(texts, len(tokenised.ids))]
-        relevant = [text for text, document in zip(texts, query.documents, strict=True) if document.relevant]
-        oracle = self.prompts.together(relevant, len(tokenised.ids)) if any(map(str.strip, relevant)) else None
-        return tokenised, prompts, oracle
-
-    def _positions(self, query: TokenisedQuery) -> list[int]:
-        """Which of the scored tokens are kept: all, or ``max_tokens`` of them, evenly spread."""
-        if self.max_tokens is None or query.length <= self.max_tokens:
-            return list(range(query.length))
-        step = query.length / self.max_tokens
-        return [int(step * (i + 0.5)) for i in range(self.max_tokens)]
-
-
-class FeatureStore:
-    """A finished or unfinished store on disk. Shards are memory-mapped, so it may be larger than memory.
-
-    Args:
-        folder: Made by `create`.
-
-    Raises:
-        TrainingError: Not a store.
-    """
-
-    def __init__(self, folder: str | Path) -> None:
-        self.folder = Path(folder)
-        try:
-            self.spec = FeatureSpec.model_validate_json((self.folder / STORE).read_text(encoding="utf-8"))
-        except OSError:
-            raise TrainingError(
-                f"{self.folder} is no feature store: it has no {STORE}. Make one with: rsrank features"
-            ) from None
-        except (ValidationError, UnicodeDecodeError) as error:
-            raise TrainingError(f"{self.folder / STORE} is damaged: {error}") from None
-
-    @classmethod
-    def create(cls, folder: str | Path, spec: FeatureSpec, size: int) -> FeatureStore:
-        """Begin a store, or go on with one that was begun in just the same way.
-
-        Args:
-            folder: Where.
-            spec: What it will hold.
-            size: Bytes it will take.
-
-        Raises:
-            TrainingError: There is a store of something else, or the disk is too small.
-        """
-        folder = Path(folder)
-        if (folder / STORE).exists():
-            found = cls(folder)
-            different = _differences(found.spec, spec)
-            if different:
-                raise TrainingError(
-                    f"{folder} holds features made otherwise ({'; '.join(different)}). Use another folder, or remove "
-                    "this one."
-                )
-            for partial in folder.glob("*.partial"):  # of a run that was killed
-                if not is_running(partial):
-                    partial.unlink(missing_ok=True)
-            return found
-        folder.mkdir(parents=True, exist_ok=True)
-        free = shutil.disk_usage(folder).free
-        if size > free:
-            raise TrainingError(
-                f"The features need {size / 1e9:.1f} GB and {folder} has {free / 1e9:.1f} GB free. Use fewer query "
-                "tokens (--max-tokens), documents (--max-documents) or queries (--queries), or another disk."
-            )
-        _write(folder / STORE, (spec.model_dump_json(indent=2) + "\n").encode())
-        return cls(folder)
-
-    def ranges(self) -> list[range]:
-        """The queries of each shard."""
-        stops = [*self.spec.shards[1:], self.spec.queries]
-        return [range(start, stop) for start, stop in zip(self.spec.shards, stops, strict=True)]
-
-    def path(self, shard: int) -> Path:
-        """File of a shard."""
-        return self.folder / f"shard-{shard:05d}.safetensors"
-
-    def missing(self) -> list[int]:
-        """Shards that are not there yet."""
-        return [shard for shard in range(len(self.spec.shards)) if not self.path(shard).exists()]
-
-    def write(self, shard: int, features: Sequence[QueryFeatures]) -> None:
-        """Write a whole shard; it appears only when it is complete."""
-        tensors = {
-            str(number): query.shifts.contiguous() for number, query in zip(self.ranges()[shard], features, strict=True)
-        }
-        table = {
-            str(number): {"relevant": list(query.relevant), "tokens": query.tokens, "oracle": query.oracle}
-            for number, query in zip(self.ranges()[shard], features, strict=True)
-        }
-        partial = partial_of(self.path(shard))
-        save_file(tensors, partial, metadata={"queries": json.dumps(table)})
-        partial.chmod(0o644)
-        partial.replace(self.path(shard))
-
-    def __len__(self) -> int:
-        """Number of queries.
-
-        Raises:
-            TrainingError: The store is not finished.
-        """
-        missing = self.missing()
-        if missing:
-            raise TrainingError(
-                f"{self.folder} is not finished: {len(missing)} of {len(self.spec.shards)} shards are missing. Run the "
-                "same rsrank features command again; it goes on where it stopped."
-            )
-        return self.spec.queries
-
-    def __getitem__(self, number: int, /) -> QueryFeatures:
-        """One query's features, read from the disk when they are used.
-
-        Raises:
-            IndexError: No such query.
-            TrainingError: The shard is damaged.
-        """
-        if not 0 <= number < self.spec.queries:
-            raise IndexError(number)
-        shard = max(i for i, first in enumerate(self.spec.shards) if first <= number)
-        try:
-            with safe_open(self.path(shard), framework="pt") as file:
-                row = json.loads(file.metadata()["queries"])[str(number)]
-                shifts = file.get_tensor(str(number))
-        except (OSError, SafetensorError, KeyError, TypeError) as error:
-            raise TrainingError(
-                f"{self.path(shard)} is damaged ({error}). Remove it and run the same rsrank features command again."
-            ) from error
-        return QueryFeatures(shifts, tuple(row["relevant"]), row["tokens"], row["oracle"])
-
-    def fill(
-        self,
-        queries: Sequence[LabelledQuery],
-        extractor: FeatureExtractor,
-        *,
-        worker: int = 0,
-        workers: int = 1,
-    ) -> Iterator[int]:
-        """Make the missing shards that fall to one of several workers.
-
-        Yields:
-            The number of each query as it is done, those of shards that were there already included.
-        """
-        missing = set(self.missing())
-        for shard, numbers in enumerate(self.ranges()):
-            if shard not in missing:
-                yield from numbers
-        for shard in sorted(missing):
-            if shard % workers != worker:  # by its number: what is missing changes while others work
-                continue
-            features = []
-            for number in self.ranges()[shard]:
-                features.append(extractor.extract(queries[number]))
-                yield number
-            self.write(shard, features)
+        return QueryFeatures(shifts, labels, len(positions), prompts.oracle is not None)
 
 
 def spec_for(
@@ -380,6 +204,7 @@ def spec_for(
     queries: Sequence[LabelledQuery],
     plan: Plan,
     backbone: BackboneSpec,
+    reading: Reading = VALUES,
     *,
     sources: Sequence[str] = (),
     shard_bytes: int | None = None,
@@ -389,22 +214,22 @@ def spec_for(
     Shards are small enough that several workers all get some and that little is lost to a kill: 64 of them, each of
     at most a gigabyte.
     """
+    reader, options = extractor.reader, extractor.options
     shard_bytes = min(SHARD_BYTES, plan.bytes // 64) if shard_bytes is None else shard_bytes
-    reader = extractor.reader
     return FeatureSpec(
         backbone=backbone,
         template=reader.prompts.template,
-        layers=tuple(extractor.layers),
-        signal=reader.signal,
-        null_prefix=reader.null_prefix,
-        dtype=extractor.dtype,
+        layers=tuple(sorted(reader.layers)),
+        signal=reading.signal,
+        null_prefix=reading.null_prefix,
+        dtype=options.dtype,
         compute_dtype=str(reader.backbone.dtype).removeprefix("torch."),
-        bits=reader.backbone.bits,
+        bits=bits_of(reader.backbone.model),
         fp8=is_fp8(reader.backbone.model),
         max_length=reader.prompts.max_length,
-        data=digest(queries, titles=extractor.titles),
+        data=digest(queries, titles=options.titles),
         queries=len(queries),
-        max_tokens=extractor.max_tokens,
+        max_tokens=options.max_tokens,
         sources=tuple(sources),
         shards=tuple(_shards(plan.query_bytes, shard_bytes)),
     )
@@ -447,33 +272,3 @@ def _shards(sizes: Sequence[int], limit: int) -> Iterator[int]:
         if total > limit:
             yield number
             total = size
-
-
-def _differences(found: FeatureSpec, wanted: FeatureSpec) -> list[str]:
-    """What differs, entry by entry. Value vectors may differ as much as other devices and dtypes make them."""
-    theirs, ours = (_flat(spec.model_dump(exclude={"shards"})) for spec in (found, wanted))
-    values = [entries.pop("backbone.values") for entries in (theirs, ours)]
-    different = [
-        f"{name}: {theirs.get(name)!r} there, {ours.get(name)!r} asked for"
-        for name in sorted(set(theirs) | set(ours))
-        if theirs.get(name) != ours.get(name)
-    ]
-    comparable = found.layers[-1] == wanted.layers[-1]  # the values are of the last layer that is read
-    if comparable and relative_difference(values[1], values[0]) > TOLERANCE[wanted.bits]:
-        different.append("the weights of the language model")
-    if not different and found.shards != wanted.shards:
-        different.append("other shards")
-    return different
-
-
-def _flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for name, value in values.items():
-        flat |= _flat(value, f"{prefix}{name}.") if isinstance(value, dict) else {f"{prefix}{name}": value}
-    return flat
-
-
-def _write(path: Path, content: bytes) -> None:
-    partial = partial_of(path)
-    partial.write_bytes(content)
-    partial.replace(path)

@@ -12,7 +12,7 @@ import random
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 from typing import Any, Literal
 
@@ -29,7 +29,11 @@ from ..method.batching import is_out_of_memory
 from ..method.losses import alignment_loss, calibration_loss, frobenius_loss, margin_loss, orthogonality_loss
 from ..method.projection import Projection
 from ..method.shift import cosine_to_ones
-from .features import FeatureSource, QueryFeatures
+from ..partial_files import write_text
+from .store import FeatureSource, QueryFeatures
+
+TERMS = ("calibration", "margin", "orthogonality", "alignment", "frobenius")
+"""The five terms of the objective, in the order of the paper's Section 4.3.2."""
 
 AHEAD = 3
 """Batches that are read from the disk while earlier ones are trained on."""
@@ -132,19 +136,14 @@ class Batch:
     def to(self, device: torch.device) -> Batch:
         """On a device. Copies from host memory go through page-locked memory and are not waited for."""
 
-        def moved(part: Tensor) -> Tensor:
+        def moved(part: Any) -> Any:
+            if not isinstance(part, Tensor):
+                return part
             if device.type == "cuda" and part.device.type == "cpu":
                 part = part.pin_memory()
             return part.to(device, non_blocking=True)
 
-        return Batch(
-            moved(self.shifts),
-            moved(self.slot),
-            moved(self.share),
-            moved(self.relevant),
-            moved(self.valid),
-            self.oracles,
-        )
+        return Batch(**{part.name: moved(getattr(self, part.name)) for part in fields(self)})
 
 
 def batch_scores(weight: Tensor, batch: Batch, precision: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -206,10 +205,15 @@ def fit(
         if folder is not None:
             run.save(folder / "checkpoint.safetensors")
             lines = [json.dumps(asdict(row)) for row in run.history]
-            (folder / "log.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
+            write_text(folder / "log.jsonl", "\n".join(lines) + "\n")
     last = options.keep == "last"
     weight = run.weight.detach().cpu() if last else run.best_weight
     return Fitted(Projection(weight, layers), run.history[-1] if last else run.best, tuple(run.history))
+
+
+def best_epoch(history: Sequence[Epoch]) -> Epoch:
+    """The first of those with the highest validation F1."""
+    return max(history, key=lambda row: (row.validation_f1, -row.epoch))
 
 
 def scored(
@@ -250,7 +254,7 @@ class _Run:
 
     @property
     def best(self) -> Epoch:
-        return max(self.history, key=lambda row: (row.validation_f1, -row.epoch))
+        return best_epoch(self.history)
 
     @property
     def finished(self) -> bool:
@@ -294,32 +298,24 @@ class _Run:
         means = (sums / batches).tolist()
         if not all(map(math.isfinite, means)):
             raise TrainingError(f"The loss is not finite in epoch {number}. Lower learning_rate.")
-        names = ("loss", "calibration", "margin", "orthogonality", "alignment", "frobenius")
-        terms_of = dict(zip(names, means, strict=True))
+        terms_of = dict(zip(TERMS, means[1:], strict=True))
         f1 = self._validation_f1()
-        self.history.append(Epoch(epoch=number, **terms_of, learning_rate=rate, validation_f1=f1))
+        self.history.append(Epoch(epoch=number, loss=means[0], **terms_of, learning_rate=rate, validation_f1=f1))
         if self.best.epoch == number:
             self.best_weight = self.weight.detach().cpu().clone()
         return self.history[-1]
 
     def _terms(self, batch: Batch) -> tuple[Tensor, ...]:
         """The objective and its five terms, unweighted."""
-        options = self.options
         scores, oracle = batch_scores(self.weight, batch, self.precision)
         terms = (
             calibration_loss(scores, batch.relevant, batch.valid),
-            margin_loss(scores, batch.relevant, options.margin, batch.valid),
+            margin_loss(scores, batch.relevant, self.options.margin, batch.valid),
             orthogonality_loss(self.weight),
             alignment_loss(oracle) if oracle.numel() else scores.new_zeros(()),
             frobenius_loss(self.weight),
         )
-        weights = (
-            options.calibration_weight,
-            options.margin_weight,
-            options.orthogonality_weight,
-            options.alignment_weight,
-            options.frobenius_weight,
-        )
+        weights = (getattr(self.options, f"{name}_weight") for name in TERMS)
         total = sum((weight * term for weight, term in zip(weights, terms, strict=True)), scores.new_zeros(()))
         return total, *terms
 
@@ -401,10 +397,13 @@ def _check(train: FeatureSource, validation: FeatureSource) -> None:
             f"Training needs queries to learn from and others to choose the epoch by; got {len(train)} and "
             f"{len(validation)}."
         )
-    labels = {label for number in range(len(train)) for label in train[number].relevant}
-    if len(labels) < 2:
-        kind = "relevant" if labels == {True} else "irrelevant"
-        raise TrainingError(f"All documents are {kind}. Add some of the other kind: B learns to tell them apart.")
+    labels: set[bool] = set()
+    for number in range(len(train)):
+        labels |= set(train[number].relevant)
+        if len(labels) == 2:  # mostly after the first query: a whole store need not be read for this
+            return
+    kind = "relevant" if labels == {True} else "irrelevant"
+    raise TrainingError(f"All documents are {kind}. Add some of the other kind: B learns to tell them apart.")
 
 
 def _device(device: str | torch.device | None) -> torch.device:
@@ -417,47 +416,13 @@ def _precision(name: str, device: torch.device) -> torch.dtype:
     return torch.bfloat16 if has_fast_bfloat16(device) else torch.float32
 
 
-class Subset:
-    """Some queries of a source, in a given order.
-
-    Args:
-        source: Features.
-        numbers: Which of them.
-    """
-
-    def __init__(self, source: FeatureSource, numbers: Sequence[int]) -> None:
-        self.source, self.numbers = source, list(numbers)
-
-    def __len__(self) -> int:
-        return len(self.numbers)
-
-    def __getitem__(self, number: int, /) -> QueryFeatures:
-        return self.source[self.numbers[number]]
-
-
-class Resident:
-    """Features copied into memory once, for a store that fits.
-
-    Args:
-        source: Features.
-        device: Where to keep them.
-    """
-
-    def __init__(self, source: FeatureSource, device: str | torch.device = "cpu") -> None:
-        def copied(query: QueryFeatures) -> QueryFeatures:
-            return QueryFeatures(query.shifts.to(device, copy=True), query.relevant, query.tokens, query.oracle)
-
-        self.queries = [copied(source[number]) for number in range(len(source))]
-
-    def __len__(self) -> int:
-        return len(self.queries)
-
-    def __getitem__(self, number: int, /) -> QueryFeatures:
-        return self.queries[number]
-
-
-def split(count: int, share: float, seed: int = 0) -> tuple[list[int], list[int]]:
+def split(count: int, held: int | float, seed: int = 0) -> tuple[list[int], list[int]]:
     """Numbers of training and validation queries, at random; at least one each.
+
+    Args:
+        count: Queries there are.
+        held: Validation queries: a number of them, or below 1 a share.
+        seed: Of the choice.
 
     Raises:
         TrainingError: Fewer than two queries.
@@ -466,5 +431,5 @@ def split(count: int, share: float, seed: int = 0) -> tuple[list[int], list[int]
         raise TrainingError(f"{count} labelled queries cannot be split into training and validation ones.")
     order = list(range(count))
     random.Random(f"split-{seed}").shuffle(order)
-    held = min(max(1, round(count * share)), count - 1)
-    return sorted(order[held:]), sorted(order[:held])
+    validation = min(max(1, round(count * held) if held < 1 else int(held)), count - 1)
+    return sorted(order[validation:]), sorted(order[:validation])

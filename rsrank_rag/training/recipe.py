@@ -13,13 +13,11 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
 from ..artifact import hub
-from ..artifact.config import NullPrefix, Signal
-from ..errors import InputError
+from ..artifact.config import INSIDE
+from ..errors import BackboneError, InputError
 from ..evaluation.datasets import LabelledQuery, dataset_name, read_labelled
-from ..language_model.options import LoadOptions
+from ..language_model.options import FLAGS, LoadOptions, Weights
 from ..method.template import Template
-from ..reproduction.closed_form import Method
-from ..rsrank import INSIDE
 from .fit import FitOptions
 
 if sys.version_info >= (3, 11):
@@ -27,8 +25,27 @@ if sys.version_info >= (3, 11):
 else:  # pragma: no cover - the standard library has it from 3.11 on
     import tomli as tomllib
 
+Method = Literal["gradient", "oracle", "separation", "combined"]
+"""How B is found: by gradient, or by one of the paper's closed forms (Appendix B.1)."""
+
 SHIPPED = Path(__file__).parent / "recipes"
 _STRICT = ConfigDict(extra="forbid", frozen=True)
+
+
+def with_weights(values: Any) -> Any:
+    """Settings with ``weights`` in place of flags such as ``load_in_8bit``.
+
+    Raises:
+        ValueError: Two of them at once.
+    """
+    if not isinstance(values, dict) or not values.keys() & FLAGS.keys():
+        return values
+    rest = {name: value for name, value in values.items() if name not in FLAGS}
+    asked = [weights for flag, weights in FLAGS.items() if values.get(flag)]
+    asked += [rest["weights"]] if rest.get("weights") else []
+    if len(set(asked)) > 1:
+        raise ValueError(f"weights can be only one of {', '.join(asked)}")
+    return {**rest, "weights": asked[0] if asked else None}
 
 
 class ModelPart(BaseModel):
@@ -40,11 +57,15 @@ class ModelPart(BaseModel):
     revision: str | None = None
     device: str | None = None
     dtype: str | None = None
-    load_in_8bit: bool = False
-    load_in_4bit: bool = False
-    load_in_fp8: bool = False
+    weights: Weights | None = None
     max_length: int | None = Field(default=None, gt=0)
     local_files_only: bool = False
+
+    @model_validator(mode="before")
+    @classmethod
+    def _flags(cls, values: Any) -> Any:
+        """``load_in_8bit = true`` and the like, as transformers calls them, are entries too."""
+        return with_weights(values)
 
     @property
     def source(self) -> str:
@@ -56,9 +77,7 @@ class ModelPart(BaseModel):
         return LoadOptions(
             device=self.device,
             dtype=self.dtype,
-            load_in_8bit=self.load_in_8bit,
-            load_in_4bit=self.load_in_4bit,
-            load_in_fp8=self.load_in_fp8,
+            weights=self.weights,
             local_files_only=self.local_files_only,
         )
 
@@ -131,19 +150,28 @@ class FeaturePart(BaseModel):
     layers: Annotated[tuple[int, ...] | None, BeforeValidator(parse_layers)] = Field(
         default=None, description="Such as '1-24' or [1, 2, 3]; None for all but layer 0. Later ones are not loaded."
     )
-    signal: Signal = "values"
-    null_prefix: NullPrefix = "empty"
     dtype: Literal["float16", "bfloat16"] = "float16"
     max_tokens: int | None = Field(default=None, gt=0)
     max_documents: int | None = Field(default=None, gt=1)
     titles: bool = True
     token_budget: int | None = Field(default=None, gt=0)
 
+    @model_validator(mode="before")
+    @classmethod
+    def _of_ablations(cls, values: Any) -> Any:
+        """Entries of earlier versions: what an artifact reads is settled now."""
+        if not isinstance(values, dict):
+            return values
+        for name, usual in (("signal", "values"), ("null_prefix", "empty")):
+            if values.get(name, usual) != usual:
+                raise ValueError(
+                    f"{name}={values[name]!r} cannot be trained for use any more. Compare it with: rsrank reproduce, "
+                    "[ablations]"
+                )
+        return {name: value for name, value in values.items() if name not in ("signal", "null_prefix")}
+
     @model_validator(mode="after")
-    def _can_be_scored(self) -> FeaturePart:
-        """What `RSRankConfig` would refuse after hours of work."""
-        if self.signal == "keys" and self.null_prefix == "empty":
-            raise ValueError("signal 'keys' needs null_prefix 'matched' or 'none': keys hold their position")
+    def _ascending(self) -> FeaturePart:
         if self.layers is not None and (not self.layers or sorted(set(self.layers)) != list(self.layers)):
             raise ValueError("layers must ascend without repeats")
         if self.layers is not None and self.layers[0] < 1:
@@ -161,9 +189,10 @@ class Recipe(BaseModel):
     template: Template = Template()
     data: tuple[DataPart, ...] = ()
     features: FeaturePart = FeaturePart()
-    method: Literal["gradient"] | Method = "gradient"
+    method: Method = "gradient"
     fit: FitOptions = FitOptions()
-    validation_share: float = Field(default=0.1, gt=0, lt=1)
+    validation_share: float = Field(default=0.1, gt=0, lt=1, description="Of the queries: they choose the epoch.")
+    validation_queries: int | None = Field(default=None, gt=0, description="So many instead of a share.")
     evaluation: tuple[DataPart, ...] = ()
     sample_sizes: tuple[int, ...] = Field(default=(), description="Also train on so many queries, for a curve.")
     sample_epochs: int = Field(default=10, gt=0, description="Epochs for each of them (the paper's Table 3).")
@@ -200,6 +229,22 @@ class Recipe(BaseModel):
         except ValidationError as error:
             problems = "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors())
             raise InputError(f"{source} is not a valid recipe: {problems}.") from None
+
+    def layers(self, count: int) -> tuple[int, ...]:
+        """Layers that B reads of a language model with so many.
+
+        Raises:
+            BackboneError: It has fewer.
+        """
+        chosen = self.features.layers or tuple(range(1, count))
+        if chosen[-1] >= count:
+            raise BackboneError(f"Layer {chosen[-1]} was asked for; {self.model.name} has 1..{count - 1}.")
+        return chosen
+
+    @property
+    def held(self) -> int | float:
+        """Validation queries, as a number or a share."""
+        return self.validation_queries or self.validation_share
 
 
 def shipped() -> list[str]:

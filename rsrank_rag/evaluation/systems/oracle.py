@@ -8,37 +8,19 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ...errors import ScoringError
+from ...method.batching import DoesNotFitError, Ids, run_batches
+from ...method.scoring import Row
 from ...method.shift import oracle_similarity
 from ...rsrank import RSRank
-from ...training.features import FeatureExtractor, QueryFeatures
 from ..datasets import LabelledQuery
-
-
-def oracle_scores(features: QueryFeatures) -> list[float]:
-    """Score a query's documents against its oracle shift.
-
-    The cosines of layers, heads and tokens are put together like the terms of RSRank's score: summed over layers and
-    heads, averaged over tokens.
-
-    Args:
-        features: One query's, as extracted or from a store.
-
-    Returns:
-        One score a document, within plus or minus layers x heads; 0 for all where nothing is relevant.
-    """
-    count, tokens = len(features.relevant), features.tokens
-    if not features.oracle:
-        return [0.0] * count
-    total = torch.zeros(count, dtype=torch.float64)
-    for layer in features.shifts:  # (H, M * T, D), one after another: all of them in fp32 would be large
-        heads, _, width = layer.shape
-        rows: Tensor = layer.float().reshape(heads, count + 1, tokens, width).transpose(0, 1)  # (M, H, T, D)
-        total += oracle_similarity(rows[:-1], rows[-1]).double().mean(-1).sum(-1).cpu()
-    return total.tolist()
 
 
 class OracleSimilarity:
     """Ranks the documents of labelled queries by oracle similarity.
+
+    The cosines of layers, heads and tokens are put together like the terms of RSRank's score: summed over layers and
+    heads, averaged over tokens. A score lies within plus or minus layers x heads; all are 0 where nothing is relevant.
 
     Attributes:
         threshold: None: a document may well be relevant and point away from the others.
@@ -50,8 +32,9 @@ class OracleSimilarity:
     threshold: float | None = None
 
     def __init__(self, ranker: RSRank) -> None:
-        self._extractor = FeatureExtractor(ranker.reader, token_budget=ranker.token_budget)
+        self._ranker = ranker
 
+    @torch.inference_mode()
     def score_labelled(self, query: LabelledQuery, *, titles: bool = True) -> list[float]:
         """One score a document, in input order.
 
@@ -61,7 +44,32 @@ class OracleSimilarity:
 
         Raises:
             InputError: The query is empty or too long.
-            ScoringError: A document, or all relevant ones together, do not fit into memory.
+            ScoringError: A document does not fit into memory even alone.
         """
-        self._extractor.titles = titles
-        return oracle_scores(self._extractor.extract(query))
+        ranker, texts = self._ranker, [document.content(titles=titles) for document in query.documents]
+        asked = ranker.prompts.query(query.query)
+        relevant = [text for text, document in zip(texts, query.documents, strict=True) if document.relevant]
+        if not any(map(str.strip, relevant)):
+            return [0.0] * len(texts)
+        prompts = ranker.prompts.documents(texts, len(asked.ids))
+        oracle: dict[int, Tensor] = {}  # layer -> (1, H, T, D)
+        together = ranker.prompts.together(relevant, len(asked.ids))
+        ranker.reader.read([Row(together, asked)], oracle.__setitem__)
+        found: dict[Ids, float] = {}
+
+        def read(batch: list[Row]) -> None:
+            total = torch.zeros(len(batch), dtype=torch.float64)
+
+            def add(layer: int, shift: Tensor) -> None:
+                total.add_(oracle_similarity(shift, oracle[layer][0]).double().mean(-1).sum(-1).cpu())
+
+            ranker.reader.read(batch, add)
+            found.update(zip((row.document for row in batch), total.tolist(), strict=True))
+
+        rows = [Row(ids, asked) for ids in dict.fromkeys(prompt.ids for prompt in prompts if not prompt.empty)]
+        try:
+            run_batches(rows, read, budget=ranker.token_budget)
+        except DoesNotFitError as error:
+            index = next(i for i, prompt in enumerate(prompts) if prompt.ids == error.ids.document)
+            raise ScoringError(f"Document {index} does not fit into memory even by itself.", index) from None
+        return [0.0 if prompt.empty else found[prompt.ids] for prompt in prompts]

@@ -1,8 +1,8 @@
-"""Other systems behind the same contract: BM25 and sentence-transformers models."""
+"""Bi-encoders and cross-encoders of sentence-transformers behind the same contract."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,41 +13,6 @@ if TYPE_CHECKING:
     from ...language_model.options import LoadOptions
 
 _ALLOW = "options=LoadOptions(trust_remote_code=True), --trust-remote-code on the command line"
-
-
-class BM25(Reranker):
-    """Okapi BM25 with the candidates themselves as the corpus (bm25s, English stop words). No natural threshold.
-
-    Raises:
-        MissingDependencyError: bm25s is not installed.
-    """
-
-    threshold: float | None = None
-
-    def __init__(self) -> None:
-        try:
-            import bm25s
-        except ImportError:
-            raise MissingDependencyError("BM25 needs bm25s. Install with: pip install 'rsrank-rag[eval]'") from None
-        self._bm25s: Any = bm25s
-
-    def score(self, query: str, documents: Sequence[str]) -> list[float]:
-        """BM25 scores; 0 where no word is shared."""
-        return [float(score) for score in next(self.scores([query], documents))]
-
-    def scores(self, queries: Sequence[str], documents: Sequence[str]) -> Iterator[Any]:
-        """Scores of all documents for one query after another, from one index: a list or a NumPy array each."""
-
-        def tokenize(texts: list[str]) -> list[list[str]]:
-            found: list[list[str]] = self._bm25s.tokenize(texts, stopwords="en", return_ids=False, show_progress=False)
-            return found
-
-        corpus = tokenize(list(documents))
-        index = self._bm25s.BM25()
-        if any(corpus):
-            index.index(corpus, show_progress=False)
-        for words in tokenize(list(queries)):
-            yield index.get_scores(words) if words and any(corpus) else [0.0] * len(documents)
 
 
 class BiEncoder(Reranker):

@@ -5,7 +5,7 @@ Axes: N documents, L layers, H KV heads, T query tokens, D head dimension, P pro
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,11 +15,13 @@ from torch import Tensor
 from torch.nn.functional import normalize
 
 from ..errors import InputError, MissingDependencyError, ScoringError
+from ..evaluation import plots
+from ..evaluation.datasets import LabelledQuery
+from ..evaluation.report import Picture, short_names
 from ..method.batching import DoesNotFitError, Ids, run_batches
-from ..method.reading import NullRun
+from ..method.scoring import Row
 from ..method.shift import EPSILON
 from ..rsrank import RSRank
-from .datasets import LabelledQuery
 
 FEWEST = 4
 """Documents that UMAP can lay out."""
@@ -75,9 +77,9 @@ def _of_query(ranker: RSRank, query: str, texts: Sequence[str]) -> list[tuple[Te
     """Each document's vectors before and after B; None for one without tokens."""
     tokens = ranker.prompts.query(query)
     prompts = ranker.prompts.documents(texts, len(tokens.ids))
-    run, found = NullRun(tokens), dict[Ids, tuple[Tensor, Tensor]]()
+    found: dict[Ids, tuple[Tensor, Tensor]] = {}
 
-    def read(batch: list[Ids]) -> None:
+    def read(batch: list[Row]) -> None:
         before: list[Tensor] = []
         after: list[Tensor] = []
 
@@ -86,14 +88,15 @@ def _of_query(ranker: RSRank, query: str, texts: Sequence[str]) -> list[tuple[Te
             before.append(normalize(shift, dim=-1, eps=EPSILON).mean(2).flatten(1).cpu())  # (N, H * D)
             after.append(normalize(projected, dim=-1, eps=EPSILON).mean(2).flatten(1).cpu())  # (N, H * P)
 
-        ranker.reader.read(run, ranker.reader.prefill(batch), keep)
-        found.update(zip(batch, zip(torch.cat(before, 1), torch.cat(after, 1), strict=True), strict=True))
+        ranker.reader.read(batch, keep)
+        vectors = zip(torch.cat(before, 1), torch.cat(after, 1), strict=True)
+        found.update(zip((row.document for row in batch), vectors, strict=True))
 
-    waiting = list(dict.fromkeys(prompt.ids for prompt in prompts if not prompt.empty))
+    rows = [Row(ids, tokens) for ids in dict.fromkeys(prompt.ids for prompt in prompts if not prompt.empty)]
     try:
-        run_batches(waiting, read, budget=ranker.token_budget, extra=len(tokens.ids))
+        run_batches(rows, read, budget=ranker.token_budget)
     except DoesNotFitError as error:
-        index = next(i for i, prompt in enumerate(prompts) if prompt.ids == error.ids)
+        index = next(i for i, prompt in enumerate(prompts) if prompt.ids == error.ids.document)
         raise ScoringError(f"Document {index} does not fit into memory even by itself.", index) from None
     return [None if prompt.empty else found[prompt.ids] for prompt in prompts]
 
@@ -133,3 +136,47 @@ def load_umap() -> Any:
     except ImportError:
         raise MissingDependencyError("UMAP needs umap-learn. Install with: pip install 'rsrank-rag[umap]'") from None
     return umap
+
+
+def shift_pictures(
+    name: str,
+    system: object,
+    sets: Mapping[str, Sequence[LabelledQuery]],
+    *,
+    titles: bool = True,
+    queries: int = 100,
+) -> list[Picture]:
+    """Shifts before and after B for `write_report`, one figure a set.
+
+    None for a system that is no `RSRank`, nor for a set of fewer documents than UMAP can lay out.
+
+    Args:
+        name: Of the system.
+        system: It.
+        sets: Labelled queries.
+        titles: Put a document's title, if it has one, in front of its text.
+        queries: Only the first ones of each set.
+
+    Raises:
+        MissingDependencyError: matplotlib or umap-learn is not installed.
+    """
+    if not isinstance(system, RSRank):
+        return []
+    pictures = []
+    for number, (label, labelled) in enumerate(sets.items()):
+        vectors = shift_vectors(system, labelled[:queries], titles=titles)
+        if len(vectors.relevant) < FEWEST:
+            continue
+        figure = plots.shift_map(
+            umap_plane(vectors.before),
+            umap_plane(vectors.after),
+            vectors.relevant,
+            title=f"{short_names([name])[name]}, {label}",
+        )
+        caption = (
+            f"{name}, {label}: documents by their shifts (UMAP), before and after B. Those of one query may gather: "
+            "they shift the same tokens."
+        )
+        stem = "".join(letter if letter.isalnum() else "-" for letter in name)
+        pictures.append(Picture("shifts", f"shifts-{stem}-{number}", caption, figure))
+    return pictures

@@ -10,17 +10,12 @@ from __future__ import annotations
 import math
 from abc import abstractmethod
 from collections.abc import Sequence
-from dataclasses import replace
-from importlib import import_module
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
-from ...errors import BackboneError, InputError, MissingDependencyError, ScoringError
-from ...language_model.loading import load_model
-from ...language_model.options import LoadOptions
+from ...errors import BackboneError, InputError, ScoringError
 from ...method.batching import Ids, compute_each, pad_right, token_budget_for
 from ...method.template import clean, private_copy
 from ...reranker import Reranker, Scored, as_list
@@ -52,7 +47,7 @@ class AnswerHead(nn.Linear):
         return super().forward(hidden.float())
 
 
-class GenerativeReranker(Reranker):
+class AnswerOdds(Reranker):
     """A prompt around query and document, and the odds of one answer against the other.
 
     Subclasses give the prompt and run the model. What a text contains is read as text: a special token that is
@@ -156,123 +151,3 @@ class GenerativeReranker(Reranker):
     def _probabilities(self, batch: list[Ids]) -> Tensor:
         logits = self.logits(*pad_right(batch, self.padding, self.model.device))
         return torch.sigmoid((logits[:, 1] - logits[:, 0]).double()).cpu()  # fp32 would be 1 from odds of 17 nats on
-
-
-class Qwen3Reranker(GenerativeReranker):
-    """Qwen3-Reranker (0.6B, 4B, 8B): "yes" against "no" after the prompt of its model card.
-
-    Args:
-        name: Hub id or local folder.
-        instruction: What is to be judged; the model card's own by default.
-        max_length: Positions of one prompt, 8192 on the model card.
-        revision: Commit, tag or branch on the Hub.
-        options: Device, dtype, quantisation, access.
-        token_budget: Padded tokens in one batch.
-
-    Raises:
-        BackboneError: It cannot be loaded, or is no such model.
-        MissingDependencyError: 8-bit or 4-bit without bitsandbytes, fp8 without torchao.
-    """
-
-    PREFIX = (
-        "<|im_start|>system\nJudge whether the Document meets the requirements based on the Query and the Instruct "
-        'provided. Note that the answer can only be "yes" or "no".<|im_end|>\n<|im_start|>user\n'
-    )
-    SUFFIX = "<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"
-
-    def __init__(
-        self,
-        name: str | Path = "Qwen/Qwen3-Reranker-8B",
-        *,
-        instruction: str = "Given a web search query, retrieve relevant passages that answer the query",
-        max_length: int = 8192,
-        revision: str | None = None,
-        options: LoadOptions | None = None,
-        token_budget: int | None = None,
-    ) -> None:
-        model, tokenizer, _ = load_model(name, revision=revision, options=options or LoadOptions(), head="causal-lm")
-        parts = private_copy(tokenizer, special_tokens=True)
-        super().__init__(
-            model,
-            tokenizer,
-            answers=("no", "yes"),
-            prefix=tuple(parts.encode(self.PREFIX, add_special_tokens=False).ids),
-            suffix=tuple(parts.encode(self.SUFFIX, add_special_tokens=False).ids),
-            max_length=max_length,
-            token_budget=token_budget,
-        )
-        self.instruction = instruction
-
-    def opening(self, query: str) -> str:
-        """Instruction and query."""
-        return f"<Instruct>: {self.instruction}\n<Query>: {query}\n<Document>: "
-
-    def logits(self, ids: Tensor, mask: Tensor) -> Tensor:
-        """At each prompt's last token."""
-        found: Tensor = self.model(input_ids=ids, attention_mask=mask, use_cache=False).logits
-        return found[torch.arange(len(ids), device=ids.device), mask.sum(1) - 1]
-
-
-class MonoT5(GenerativeReranker):
-    """MonoT5 (castorini): the decoder's first token, "true" against "false".
-
-    Args:
-        name: Hub id or local folder.
-        max_length: Positions of one prompt, 512 in training.
-        revision: Commit, tag or branch on the Hub.
-        options: Device, dtype, quantisation, access; float32 unless they name a dtype, as T5 was not made for less.
-        token_budget: Padded tokens in one batch.
-
-    Raises:
-        BackboneError: It cannot be loaded, or is no such model.
-        MissingDependencyError: Its tokenizer needs sentencepiece and protobuf; or a quantisation's package is
-            missing.
-    """
-
-    def __init__(
-        self,
-        name: str | Path = "castorini/monot5-base-msmarco",
-        *,
-        max_length: int = 512,
-        revision: str | None = None,
-        options: LoadOptions | None = None,
-        token_budget: int | None = None,
-    ) -> None:
-        options = options or LoadOptions()
-        chosen = options if options.dtype is not None else replace(options, dtype="float32")
-        try:
-            model, tokenizer, _ = load_model(name, revision=revision, options=chosen, head="seq2seq-lm", allow_bin=True)
-        except BackboneError as error:
-            if "spiece.model" in str(error):
-                _require_sentencepiece()
-            raise
-        relevant = private_copy(tokenizer, special_tokens=False).encode("Relevant:", add_special_tokens=False).ids
-        super().__init__(
-            model,
-            tokenizer,
-            answers=("▁false", "▁true"),
-            suffix=(*relevant, tokenizer.eos_token_id),
-            max_length=max_length,
-            token_budget=token_budget,
-        )
-
-    def opening(self, query: str) -> str:
-        """The query."""
-        return f"Query: {query} Document: "
-
-    def logits(self, ids: Tensor, mask: Tensor) -> Tensor:
-        """At the decoder's first step."""
-        start = torch.full((len(ids), 1), self.model.config.decoder_start_token_id, device=ids.device)
-        found: Tensor = self.model(input_ids=ids, attention_mask=mask, decoder_input_ids=start, use_cache=False).logits
-        return found[:, 0]
-
-
-def _require_sentencepiece() -> None:
-    """What transformers reads a ``spiece.model`` with; where it is missing, it complains about something else."""
-    try:
-        for package in ("sentencepiece", "google.protobuf"):
-            import_module(package)
-    except ImportError:
-        raise MissingDependencyError(
-            "MonoT5's tokenizer needs sentencepiece and protobuf. Install with: pip install 'rsrank-rag[eval]'"
-        ) from None

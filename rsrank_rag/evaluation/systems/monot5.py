@@ -1,0 +1,81 @@
+"""MonoT5 behind the same contract."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from importlib import import_module
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from ...errors import BackboneError, MissingDependencyError
+from ...language_model.loading import load_model
+from ...language_model.options import LoadOptions
+from ...method.template import private_copy
+from .answer_odds import AnswerOdds
+
+
+class MonoT5(AnswerOdds):
+    """MonoT5 (castorini): the decoder's first token, "true" against "false".
+
+    Args:
+        name: Hub id or local folder.
+        max_length: Positions of one prompt, 512 in training.
+        revision: Commit, tag or branch on the Hub.
+        options: Device, dtype, quantisation, access; float32 unless they name a dtype, as T5 was not made for less.
+        token_budget: Padded tokens in one batch.
+
+    Raises:
+        BackboneError: It cannot be loaded, or is no such model.
+        MissingDependencyError: Its tokenizer needs sentencepiece and protobuf; or a quantisation's package is
+            missing.
+    """
+
+    def __init__(
+        self,
+        name: str | Path = "castorini/monot5-base-msmarco",
+        *,
+        max_length: int = 512,
+        revision: str | None = None,
+        options: LoadOptions | None = None,
+        token_budget: int | None = None,
+    ) -> None:
+        options = options or LoadOptions()
+        chosen = options if options.dtype is not None else replace(options, dtype="float32")
+        try:
+            model, tokenizer, _ = load_model(name, revision=revision, options=chosen, head="seq2seq-lm", allow_bin=True)
+        except BackboneError as error:
+            if "spiece.model" in str(error):
+                _require_sentencepiece()
+            raise
+        relevant = private_copy(tokenizer, special_tokens=False).encode("Relevant:", add_special_tokens=False).ids
+        super().__init__(
+            model,
+            tokenizer,
+            answers=("▁false", "▁true"),
+            suffix=(*relevant, tokenizer.eos_token_id),
+            max_length=max_length,
+            token_budget=token_budget,
+        )
+
+    def opening(self, query: str) -> str:
+        """The query."""
+        return f"Query: {query} Document: "
+
+    def logits(self, ids: Tensor, mask: Tensor) -> Tensor:
+        """At the decoder's first step."""
+        start = torch.full((len(ids), 1), self.model.config.decoder_start_token_id, device=ids.device)
+        found: Tensor = self.model(input_ids=ids, attention_mask=mask, decoder_input_ids=start, use_cache=False).logits
+        return found[:, 0]
+
+
+def _require_sentencepiece() -> None:
+    """What transformers reads a ``spiece.model`` with; where it is missing, it complains about something else."""
+    try:
+        for package in ("sentencepiece", "google.protobuf"):
+            import_module(package)
+    except ImportError:
+        raise MissingDependencyError(
+            "MonoT5's tokenizer needs sentencepiece and protobuf. Install with: pip install 'rsrank-rag[eval]'"
+        ) from None

@@ -1,0 +1,68 @@
+"""Qwen3-Reranker behind the same contract."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from ...language_model.loading import load_model
+from ...language_model.options import LoadOptions
+from ...method.template import private_copy
+from .answer_odds import AnswerOdds
+
+
+class Qwen3Reranker(AnswerOdds):
+    """Qwen3-Reranker (0.6B, 4B, 8B): "yes" against "no" after the prompt of its model card.
+
+    Args:
+        name: Hub id or local folder.
+        instruction: What is to be judged; the model card's own by default.
+        max_length: Positions of one prompt, 8192 on the model card.
+        revision: Commit, tag or branch on the Hub.
+        options: Device, dtype, quantisation, access.
+        token_budget: Padded tokens in one batch.
+
+    Raises:
+        BackboneError: It cannot be loaded, or is no such model.
+        MissingDependencyError: 8-bit or 4-bit without bitsandbytes, fp8 without torchao.
+    """
+
+    PREFIX = (
+        "<|im_start|>system\nJudge whether the Document meets the requirements based on the Query and the Instruct "
+        'provided. Note that the answer can only be "yes" or "no".<|im_end|>\n<|im_start|>user\n'
+    )
+    SUFFIX = "<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"
+
+    def __init__(
+        self,
+        name: str | Path = "Qwen/Qwen3-Reranker-8B",
+        *,
+        instruction: str = "Given a web search query, retrieve relevant passages that answer the query",
+        max_length: int = 8192,
+        revision: str | None = None,
+        options: LoadOptions | None = None,
+        token_budget: int | None = None,
+    ) -> None:
+        model, tokenizer, _ = load_model(name, revision=revision, options=options or LoadOptions(), head="causal-lm")
+        parts = private_copy(tokenizer, special_tokens=True)
+        super().__init__(
+            model,
+            tokenizer,
+            answers=("no", "yes"),
+            prefix=tuple(parts.encode(self.PREFIX, add_special_tokens=False).ids),
+            suffix=tuple(parts.encode(self.SUFFIX, add_special_tokens=False).ids),
+            max_length=max_length,
+            token_budget=token_budget,
+        )
+        self.instruction = instruction
+
+    def opening(self, query: str) -> str:
+        """Instruction and query."""
+        return f"<Instruct>: {self.instruction}\n<Query>: {query}\n<Document>: "
+
+    def logits(self, ids: Tensor, mask: Tensor) -> Tensor:
+        """At each prompt's last token."""
+        found: Tensor = self.model(input_ids=ids, attention_mask=mask, use_cache=False).logits
+        return found[torch.arange(len(ids), device=ids.device), mask.sum(1) - 1]

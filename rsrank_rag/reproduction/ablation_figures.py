@@ -1,0 +1,165 @@
+"""Ablations in figures: means over queries and seeds, their differences, tables and curves."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from pydantic import BaseModel, ConfigDict
+
+from ..evaluation import plots
+from ..evaluation.statistics import Estimate, estimate_mean, paired_differences
+from .ablation_runs import AblationRow
+from .ablations import ABLATIONS, BASE
+from .paper_tables import grid, points, sure
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+METRICS = {"recall@5": "R@5", "ndcg@5": "nDCG@5", "p@5": "P@5", "f1@5": "F1@5", "f1@0": "F1@0", "f1@best": "F1@best"}
+COMPARED = ("ndcg@5", "f1@0")
+_CURVES = {"recall@5": "Recall@5", "ndcg@5": "nDCG@5", "f1@0": "F1 at zero"}
+
+
+class AblationFigures(BaseModel):
+    """One ablation on one set.
+
+    Attributes:
+        name: Of the ablation.
+        group: Its table.
+        changes: In words.
+        setup: What B was trained on, in words.
+        dataset: The set.
+        queries: In it.
+        train: Queries that B was given.
+        seeds: Runs that were averaged.
+        parameters: Numbers in B.
+        metrics: Metric -> mean over queries of the mean over seeds, with its interval over queries.
+        spread: Metric -> standard deviation of the seeds' means; 0 for one seed.
+        differences: Metric -> paired difference from the unchanged recipe; empty where there is none, or it is that.
+        tau_best: The set's best threshold, mean over seeds.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+    name: str
+    group: str
+    changes: str
+    setup: str
+    dataset: str
+    queries: int
+    train: int
+    seeds: int
+    parameters: int
+    metrics: dict[str, Estimate]
+    spread: dict[str, float]
+    differences: dict[str, Estimate]
+    tau_best: float
+
+
+class FigureFile(BaseModel):
+    """``ablations.json``: what tables and curves are made from."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    figures: tuple[AblationFigures, ...]
+
+
+def figures_of(rows: Sequence[AblationRow], setup: str = "") -> list[AblationFigures]:
+    """Rows of one recipe with their seeds joined, set by set in the order they came in."""
+    groups: dict[tuple[str, str], list[AblationRow]] = {}
+    for dataset in dict.fromkeys(row.dataset for row in rows):
+        for row in rows:
+            if row.dataset == dataset:
+                groups.setdefault((dataset, row.name), []).append(row)
+    means = {key: {metric: _over_seeds(found, metric) for metric in METRICS} for key, found in groups.items()}
+    made = []
+    for (dataset, name), found in groups.items():
+        base = means.get((dataset, BASE))
+        values, first = means[dataset, name], found[0]
+        differences = {}
+        if base is not None and name != BASE:
+            differences = {m: estimate_mean(paired_differences(values[m], base[m])) for m in COMPARED}
+        made.append(
+            AblationFigures(
+                name=name,
+                group=first.group,
+                changes=first.changes,
+                setup=setup,
+                dataset=dataset,
+                queries=len(values["f1@0"]),
+                train=first.train,
+                seeds=len(found),
+                parameters=first.parameters,
+                metrics={metric: estimate_mean(numbers) for metric, numbers in values.items()},
+                spread={metric: _spread(found, metric) for metric in METRICS},
+                differences=differences,
+                tau_best=statistics.fmean(row.tau_best for row in found),
+            )
+        )
+    return made
+
+
+def ablation_tables(figures: Sequence[AblationFigures]) -> str:
+    """One table a set and recipe: each change beside the unchanged recipe, with paired differences.
+
+    ± is the standard deviation over seeds; yardsticks that no zero belongs to have no F1 there.
+    """
+    parts = []
+    for dataset, setup in dict.fromkeys((row.dataset, row.setup) for row in figures):
+        chosen = [row for row in figures if (row.dataset, row.setup) == (dataset, setup)]
+        lines = [[row.group, row.name, row.changes, *_cells(row), f"{row.parameters:,}"] for row in chosen]
+        changes = [f"Δ{METRICS[metric]}" for metric in COMPARED]
+        head = ["group", "ablation", "change", *METRICS.values(), *changes, "numbers in B"]
+        seeds = max(row.seeds for row in chosen)
+        about = ", ".join(filter(None, [setup, f"{chosen[0].queries} queries", f"{seeds} seeds" if seeds > 1 else ""]))
+        parts.append(f"## Ablations on {dataset} ({about})\n\n" + grid(head, lines))
+    return "\n\n".join(parts)
+
+
+def sample_curves(figures: Sequence[AblationFigures]) -> dict[str, Figure]:
+    """Set -> quality by number of training queries (paper, Section 7.2), with bootstrap intervals over queries.
+
+    Args:
+        figures: Of any ablations; those of the group "samples" are drawn.
+    """
+    drawn = {}
+    measured = [row for row in figures if row.group == "samples"]
+    for dataset in dict.fromkeys(row.dataset for row in measured):
+        chosen = {ABLATIONS[row.name].queries or 0: row for row in measured if row.dataset == dataset}
+        samples = sorted(chosen)
+        found = {title: [chosen[count].metrics[metric] for count in samples] for metric, title in _CURVES.items()}
+        drawn[dataset] = plots.sample_efficiency(
+            samples,
+            {title: [point.mean for point in curve] for title, curve in found.items()},
+            intervals={title: [_interval(point) for point in curve] for title, curve in found.items()},
+            label=f"on {dataset}, {chosen[samples[0]].queries} queries",
+        )
+    return drawn
+
+
+def _cells(row: AblationFigures) -> list[str]:
+    without_zero = row.group == "yardstick" and not row.parameters
+    cells = []
+    for metric in METRICS:
+        text = points(row.metrics[metric].mean) + (f" ± {points(row.spread[metric])}" if row.seeds > 1 else "")
+        cells.append("" if metric == "f1@0" and without_zero else text)
+    changes = [sure(row.differences[metric]) if metric in row.differences else "" for metric in COMPARED]
+    return [*cells, changes[0], "" if without_zero else changes[1]]
+
+
+def _over_seeds(rows: Sequence[AblationRow], metric: str) -> list[float]:
+    return [statistics.fmean(values) for values in zip(*(row.metrics[metric] for row in rows), strict=True)]
+
+
+def _spread(rows: Sequence[AblationRow], metric: str) -> float:
+    means = [statistics.fmean(row.metrics[metric]) for row in rows]
+    return statistics.stdev(means) if len(means) > 1 else 0.0
+
+
+def _interval(point: Estimate) -> tuple[float, float]:
+    return (
+        point.mean if point.low is None else point.low,
+        point.mean if point.high is None else point.high,
+    )

@@ -1,0 +1,263 @@
+"""Carrying ablations out: features, B, scores; what was done is kept and not done again.
+
+B is trained on the recipe's data and measured on its evaluation sets, both from features: ablations that read the same
+features share one store.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from ..adapters.systems import load_system
+from ..errors import InputError, RSRankError
+from ..evaluation.calibration import select_top
+from ..evaluation.evaluate import score_dataset
+from ..evaluation.metrics import ScoredQuery, best_threshold, f1_at, ranking_by_query
+from ..method.projection import Projection
+from ..partial_files import write_text
+from ..training.fit import scored, split
+from ..training.learn import Learner
+from ..training.recipe import DataPart, Recipe
+from ..training.run import TrainingRun
+from ..training.store import FeatureSource, FeatureStore, QueryFeatures
+from .ablations import Ablation, pick
+from .closed_form import closed_form
+from .oracle import oracle_scores
+from .signals import reading
+
+
+class AblationRow(BaseModel):
+    """What one ablation gave on one set with one seed; per query, so that intervals and differences can be taken.
+
+    Attributes:
+        name: Of the ablation.
+        group: Its table.
+        changes: In words.
+        dataset: The set.
+        seed: Of the training.
+        train: Queries that B was given.
+        parameters: Numbers in B.
+        metrics: Metric -> one number a query: ``recall@5``, ``ndcg@5``, ``p@5``, ``f1@5`` (of the best five), ``f1@0``
+            and ``f1@best`` (at the set's best threshold).
+        tau_best: The set's best threshold.
+        seconds: The run took, features included where they were not there yet.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+    name: str
+    group: str
+    changes: str
+    dataset: str
+    seed: int = 0
+    train: int = 0
+    parameters: int
+    metrics: dict[str, tuple[float, ...]]
+    tau_best: float
+    seconds: float
+
+
+class _Kept(BaseModel):
+    """Rows of one ablation on disk, and what they are of."""
+
+    key: str
+    rows: tuple[AblationRow, ...]
+
+
+@dataclass
+class Ablations:
+    """Runs ablations of a recipe one after another.
+
+    Attributes:
+        config: The recipe: a shipped name or a TOML file.
+        output: Folder for features, checkpoints and results.
+        settings: Entries that are changed for all of them, as after ``--set``.
+        train: What B learns from; empty for the recipe's data.
+        evaluation: What it is measured on; empty for the recipe's evaluation sets.
+        seeds: Of the training: of B's first numbers, the order of queries and which of them choose the epoch.
+        say: Told what is going on.
+        progress: Show progress bars.
+    """
+
+    config: str
+    output: Path
+    settings: Sequence[str] = ()
+    train: tuple[DataPart, ...] = ()
+    evaluation: tuple[DataPart, ...] = ()
+    seeds: Sequence[int] = (0,)
+    say: Callable[[str], object] = str
+    progress: bool = False
+    _stores: dict[str, FeatureStore] = field(default_factory=dict, init=False)
+    _features: dict[Path, FeatureSource] = field(default_factory=dict, init=False)
+
+    def recipe(self, ablation: Ablation) -> Recipe:
+        """The changed recipe.
+
+        Raises:
+            InputError: There is no such recipe, it cannot be changed so, or it has nothing to measure on.
+        """
+        found = Recipe.load(self.config, [*self.settings, *ablation.changes])
+        update = {"data": self.train or found.data, "evaluation": self.evaluation or found.evaluation}
+        if not update["data"] or not update["evaluation"]:
+            raise InputError(f"Ablations of {self.config!r} need data to train on and evaluation sets. Name both.")
+        return found.model_copy(update=update)
+
+    def run(self, ablations: Sequence[Ablation]) -> Iterator[tuple[Ablation, list[AblationRow] | RSRankError]]:
+        """Each ablation and seed with its rows, one a set; or with the error that it ended with. The others go on."""
+        for ablation in ablations:
+            for seed in self.seeds if ablation.seeded else self.seeds[:1]:
+                try:
+                    yield ablation, self._rows(ablation, seed)
+                except RSRankError as error:
+                    yield ablation, error
+
+    def _rows(self, ablation: Ablation, seed: int) -> list[AblationRow]:
+        recipe = self.recipe(ablation)
+        key = _sha(
+            repr(ablation), str(seed), recipe.model_dump_json(), *map(_stamp, (*recipe.data, *recipe.evaluation))
+        )
+        path = self.output / "results" / f"{key[:16]}.json"
+        kept = _read(path)
+        if kept is not None and kept.key == key:
+            return list(kept.rows)
+        self.say(f"ablation: {ablation.name}, seed {seed}")
+        started = time.perf_counter()
+        train, parameters, found = self._scores(ablation, recipe, seed)
+        seconds = time.perf_counter() - started
+        rows = [_row(ablation, label, seed, train, parameters, rows, seconds) for label, rows in found.items()]
+        write_text(path, _Kept(key=key, rows=tuple(rows)).model_dump_json(indent=1) + "\n")
+        return rows
+
+    def _scores(self, ablation: Ablation, recipe: Recipe, seed: int) -> tuple[int, int, dict[str, list[ScoredQuery]]]:
+        """Queries to learn from, numbers in B, and scores by set."""
+        sets = recipe.evaluation
+        if ablation.scorer == "cosine":
+            system = load_system(f"bi-encoder:{recipe.model.source}", options=recipe.model.options())
+            titles = recipe.features.titles
+            return 0, 0, {part.label: score_dataset(system, part.load(recipe.fit.seed), titles=titles) for part in sets}
+        stores = {part.label: self._store(_evaluating(recipe, part), ablation) for part in sets}
+        if ablation.scorer == "oracle similarity":
+            return 0, 0, {label: _oracle(store) for label, store in stores.items()}
+        train, projection = self._projection(ablation, recipe, seed)
+        device = recipe.model.device
+        found = {label: scored(_Part(store, ablation), projection, device=device) for label, store in stores.items()}
+        return train, projection.weight.numel(), found
+
+    def _projection(self, ablation: Ablation, recipe: Recipe, seed: int) -> tuple[int, Projection]:
+        """B, and how many queries it was given."""
+        store = self._store(recipe, ablation)
+        train, held = split(len(store), recipe.held, seed)
+        if ablation.queries is not None and ablation.queries > len(train):
+            raise InputError(f"{ablation.queries} queries to learn from were asked for; there are {len(train)}.")
+        identity = _sha(store.spec.model_dump_json(), repr(ablation), str((train, held)))
+        folder = self.output / "fit" / _sha(repr(ablation), str(seed), recipe.model_dump_json())[:16]
+        features, layers = _Part(self._in_memory(store), ablation), pick(store.spec.layers, ablation.layers)
+        learner = Learner(recipe, features, held, layers, folder, identity, closed_form)
+        options = recipe.fit.model_copy(update={"seed": seed})
+        if ablation.queries is not None:
+            train, options = learner.sample(train, ablation.queries, seed)
+        return len(train), learner.learn(train, options)[0]
+
+    def _store(self, recipe: Recipe, ablation: Ablation) -> FeatureStore:
+        """Features of the recipe's data, made if need be; shared by all that read the same."""
+        same = recipe.model_dump_json(include={"model", "template", "features", "data"})
+        key = _sha(same, str(recipe.fit.seed), ablation.signal, ablation.null)[:16]
+        if key not in self._stores:  # finding it again would load the language model
+            what = reading(ablation.signal, ablation.null)
+            folder = self.output / "stores" / key
+            run = TrainingRun(recipe, folder, say=self.say, progress=self.progress, reading=what)
+            self._stores[key] = run.extract()
+        return self._stores[key]
+
+    def _in_memory(self, store: FeatureStore) -> FeatureSource:
+        """Features to train on, many times over; those of one store at a time."""
+        if store.folder not in self._features:
+            self._features = {store.folder: store.in_memory(torch.device("cpu"))}
+        return self._features[store.folder]
+
+
+class _Part:
+    """Features of some layers and heads."""
+
+    def __init__(self, source: FeatureSource, ablation: Ablation) -> None:
+        self.source, self.ablation = source, ablation
+
+    def __len__(self) -> int:
+        return len(self.source)
+
+    def __getitem__(self, number: int, /) -> QueryFeatures:
+        found = self.source[number]
+        count, heads = found.shifts.shape[:2]
+        shifts = found.shifts
+        if self.ablation.layers != "all":
+            shifts = shifts[list(pick(range(count), self.ablation.layers))]
+        if self.ablation.heads != "all":
+            shifts = shifts[:, list(pick(range(heads), self.ablation.heads))]
+        return QueryFeatures(shifts, found.relevant, found.tokens, found.oracle)
+
+
+def _oracle(store: FeatureStore) -> list[ScoredQuery]:
+    queries = (store[number] for number in range(len(store)))
+    return [ScoredQuery(oracle_scores(query), query.relevant) for query in queries]
+
+
+def _evaluating(recipe: Recipe, part: DataPart) -> Recipe:
+    """The recipe with a set to measure on as its data: all documents, all tokens."""
+    whole = recipe.features.model_copy(update={"max_documents": None, "max_tokens": None})
+    return recipe.model_copy(update={"data": (part,), "features": whole, "minimum_queries": 1})
+
+
+def _row(
+    ablation: Ablation, label: str, seed: int, train: int, parameters: int, found: list[ScoredQuery], seconds: float
+) -> AblationRow:
+    tau, _ = best_threshold(found)
+    top = select_top(found, 5)
+    return AblationRow(
+        name=ablation.name,
+        group=ablation.group,
+        changes=str(ablation),
+        dataset=label,
+        seed=seed,
+        train=train,
+        parameters=parameters,
+        metrics={
+            **{name: tuple(values) for name, values in ranking_by_query(found).items()},
+            "p@5": tuple(top.precision),
+            "f1@5": tuple(top.f1),
+            "f1@0": tuple(f1_at(query, 0.0) for query in found),
+            "f1@best": tuple(f1_at(query, tau) for query in found),
+        },
+        tau_best=tau,
+        seconds=seconds,
+    )
+
+
+def _stamp(part: DataPart) -> str:
+    """A file's state, so that a changed file is measured anew. A named set is pinned."""
+    if part.file is None:
+        return ""
+    try:
+        state = Path(part.file).stat()
+    except OSError as error:
+        raise InputError(f"There is no data file {part.file}: {error}") from None
+    return f"{state.st_size} {state.st_mtime_ns}"
+
+
+def _read(path: Path) -> _Kept | None:
+    """None where there is nothing that could be read."""
+    try:
+        return _Kept.model_validate_json(path.read_text(encoding="utf-8"))
+    except (OSError, ValidationError, UnicodeDecodeError):
+        return None
+
+
+def _sha(*texts: str) -> str:
+    return hashlib.sha256(json.dumps(texts).encode()).hexdigest()

@@ -1,0 +1,103 @@
+"""B from features by any method: gradient, a closed form, or none at all (random); and its curve over sample sizes."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ..errors import TrainingError
+from ..evaluation.metrics import ScoredQuery, f1_at, ranking_metrics
+from ..method.projection import Projection
+from .fit import Epoch, FitOptions, fit, scored
+from .recipe import Recipe
+from .store import FeatureSource, Subset
+
+ClosedForm = Callable[..., Projection]
+"""Finds B without gradients from (features, layers, method, projection_dim=P); see `reproduction.closed_form`."""
+
+
+@dataclass
+class Learner:
+    """Trains B on some queries of a source, with others to choose the epoch by.
+
+    Attributes:
+        recipe: Method, losses and schedule.
+        features: Of all queries.
+        held: Numbers of the validation queries.
+        layers: Backbone layers of the features.
+        output: Folder for checkpoints.
+        identity: What the features are of. A checkpoint of another identity is not continued.
+        closed_form: For methods that are none by gradient.
+    """
+
+    recipe: Recipe
+    features: FeatureSource
+    held: Sequence[int]
+    layers: Sequence[int]
+    output: Path
+    identity: str
+    closed_form: ClosedForm | None = None
+
+    @property
+    def validation(self) -> Subset:
+        """The validation queries."""
+        return Subset(self.features, self.held)
+
+    def learn(
+        self,
+        train: Sequence[int],
+        options: FitOptions | None = None,
+        folder: str = "fit",
+        on_epoch: Callable[[Epoch], object] = lambda epoch: None,
+    ) -> tuple[Projection, tuple[Epoch, ...]]:
+        """B from the queries of these numbers, a random one from none; and the epochs, if there were any.
+
+        Raises:
+            TrainingError: As `fit`, or there is no closed form at hand.
+        """
+        options, source = options or self.recipe.fit, Subset(self.features, train)
+        if not train:
+            _, heads, _, width = self.features[0].shifts.shape
+            return Projection.random(self.layers, heads, options.projection_dim, width, seed=options.seed), ()
+        if self.recipe.method != "gradient":
+            if self.closed_form is None:
+                raise TrainingError(f"method={self.recipe.method!r} needs a closed form; rsrank train passes one.")
+            form = self.closed_form(source, self.layers, self.recipe.method, projection_dim=options.projection_dim)
+            return form, ()
+        fitted = fit(
+            source,
+            self.validation,
+            self.layers,
+            options,
+            output=self.output / folder,
+            device=self.recipe.model.device,
+            identity=self.identity,
+            on_epoch=on_epoch,
+        )
+        return fitted.projection, fitted.history
+
+    def scored(self, projection: Projection) -> list[ScoredQuery]:
+        """The validation queries' scores."""
+        return scored(self.validation, projection, device=self.recipe.model.device)
+
+    def sample(self, train: Sequence[int], size: int, seed: int) -> tuple[list[int], FitOptions]:
+        """Some training queries, drawn at random, and how B learns from them: so many epochs, nothing is chosen."""
+        changes: dict[str, Any] = {"epochs": self.recipe.sample_epochs, "keep": "last", "seed": seed}
+        drawn = random.Random(f"samples-{seed}").sample(list(train), size)
+        return drawn, self.recipe.fit.model_copy(update=changes)
+
+    def sample_curve(self, train: Sequence[int], say: Callable[[str], object]) -> list[dict[str, float]]:
+        """Recall@5 and F1 at zero on the validation queries by number of training queries; 0 is a random B."""
+        rows: list[dict[str, float]] = []
+        sizes = [size for size in self.recipe.sample_sizes if size < len(train)]
+        for size in [*sizes, len(train)] if self.recipe.sample_sizes else []:
+            drawn, options = self.sample(train, size, self.recipe.fit.seed)
+            found = self.scored(self.learn(drawn, options, f"fit-samples/{size}")[0])
+            f1 = math.fsum(f1_at(query, 0.0) for query in found) / max(len(found), 1)
+            rows.append({"samples": size, "recall@5": ranking_metrics(found)["recall@5"], "f1@0": f1})
+            say(f"{size:5} samples: Recall@5 {rows[-1]['recall@5']:.3f}, F1 at zero {f1:.3f}")
+        return rows

@@ -1,0 +1,289 @@
+"""Features on disk and in memory: what training reads.
+
+A store is a folder: ``store.json`` says what was read, of which model and from which queries; each shard
+``shard-00000.safetensors`` holds a fixed range of queries. A shard appears only when it is complete, so a run that was
+killed goes on where it stopped, and several processes can share the shards among them.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+import torch
+from pydantic import BaseModel, ConfigDict, Field
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from ..artifact.config import BackboneSpec
+from ..artifact.identity import TOLERANCE, relative_difference
+from ..errors import TrainingError
+from ..method.template import Template
+from ..partial_files import is_running, partial_of, write_text
+
+STORE = "store.json"
+
+
+class FeatureSpec(BaseModel):
+    """What the numbers of a store mean. A store that was begun under one is never continued under another."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    format_version: Literal[1] = 1
+    backbone: BackboneSpec
+    template: Template
+    layers: tuple[int, ...]
+    signal: str = Field(default="values", description="Others than value vectors are made by ablations only.")
+    null_prefix: str = Field(default="empty", description="What is subtracted; likewise.")
+    dtype: Literal["float16", "bfloat16"]
+    compute_dtype: str = Field(description="What the language model computed in.")
+    bits: int = Field(description="Of the language model's weights.")
+    fp8: bool = Field(default=False, description="Whether these are fp8.")
+    max_length: int
+    data: str = Field(description="sha256 of the queries, their documents and labels.")
+    queries: int
+    max_tokens: int | None = None
+    sources: tuple[str, ...] = Field(default=(), description="Names of the data sets.")
+    shards: tuple[int, ...] = Field(description="First query of each shard.")
+
+
+@dataclass(frozen=True)
+class QueryFeatures:
+    """One labelled query's features: L layers, H heads, M documents and oracle, T scored query tokens, D head width.
+
+    Attributes:
+        shifts: (L, H, M * T, D): T rows for each document, then, if there is an oracle, its T rows.
+        relevant: Labels of the documents.
+        tokens: T.
+        oracle: Whether the last T rows are the oracle shift: all relevant documents together.
+    """
+
+    shifts: Tensor
+    relevant: tuple[bool, ...]
+    tokens: int
+    oracle: bool
+
+
+class FeatureSource(Protocol):
+    """Where training gets its features from: a store, or a list in memory."""
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, number: int, /) -> QueryFeatures: ...
+
+
+class FeatureStore:
+    """A finished or unfinished store on disk. Shards are memory-mapped, so it may be larger than memory.
+
+    Args:
+        folder: Made by `create`.
+
+    Raises:
+        TrainingError: Not a store.
+    """
+
+    def __init__(self, folder: str | Path) -> None:
+        self.folder = Path(folder)
+        try:
+            raw = json.loads((self.folder / STORE).read_text(encoding="utf-8"))
+            for part, retired in (("backbone", "hidden_size"), ("template", "filler")):  # of earlier releases
+                raw.get(part, {}).pop(retired, None)
+            self.spec = FeatureSpec.model_validate(raw)
+        except OSError:
+            raise TrainingError(
+                f"{self.folder} is no feature store: it has no {STORE}. Make one with: rsrank features"
+            ) from None
+        except (ValueError, AttributeError) as error:
+            raise TrainingError(f"{self.folder / STORE} is damaged: {error}") from None
+
+    @classmethod
+    def create(cls, folder: str | Path, spec: FeatureSpec, size: int) -> FeatureStore:
+        """Begin a store of so many bytes, or go on with one that was begun in just the same way.
+
+        Raises:
+            TrainingError: There is a store of something else, or the disk is too small.
+        """
+        folder = Path(folder)
+        if (folder / STORE).exists():
+            found = cls(folder)
+            different = _differences(found.spec, spec)
+            if different:
+                raise TrainingError(
+                    f"{folder} holds features made otherwise ({'; '.join(different)}). Use another folder, or remove "
+                    "this one."
+                )
+            for partial in folder.glob("*.partial"):  # of a run that was killed
+                if not is_running(partial):
+                    partial.unlink(missing_ok=True)
+            return found
+        folder.mkdir(parents=True, exist_ok=True)
+        free = shutil.disk_usage(folder).free
+        if size > free:
+            raise TrainingError(
+                f"The features need {size / 1e9:.1f} GB and {folder} has {free / 1e9:.1f} GB free. Use fewer query "
+                "tokens (--max-tokens), documents (--max-documents) or queries (--queries), or another disk."
+            )
+        write_text(folder / STORE, spec.model_dump_json(indent=2) + "\n")
+        return cls(folder)
+
+    def ranges(self) -> list[range]:
+        """The queries of each shard."""
+        stops = [*self.spec.shards[1:], self.spec.queries]
+        return [range(start, stop) for start, stop in zip(self.spec.shards, stops, strict=True)]
+
+    def path(self, shard: int) -> Path:
+        """File of a shard."""
+        return self.folder / f"shard-{shard:05d}.safetensors"
+
+    def missing(self) -> list[int]:
+        """Shards that are not there yet."""
+        return [shard for shard in range(len(self.spec.shards)) if not self.path(shard).exists()]
+
+    def write(self, shard: int, features: Sequence[QueryFeatures]) -> None:
+        """Write a whole shard; it appears only when it is complete."""
+        rows = dict(zip(map(str, self.ranges()[shard]), features, strict=True))
+        labels = {
+            number: {"relevant": list(query.relevant), "tokens": query.tokens, "oracle": query.oracle}
+            for number, query in rows.items()
+        }
+        partial = partial_of(self.path(shard))
+        tensors = {number: query.shifts.contiguous() for number, query in rows.items()}
+        save_file(tensors, partial, metadata={"queries": json.dumps(labels)})
+        partial.chmod(0o644)
+        partial.replace(self.path(shard))
+
+    def __len__(self) -> int:
+        """Number of queries.
+
+        Raises:
+            TrainingError: The store is not finished.
+        """
+        missing = self.missing()
+        if missing:
+            raise TrainingError(
+                f"{self.folder} is not finished: {len(missing)} of {len(self.spec.shards)} shards are missing. Run the "
+                "same rsrank features command again; it goes on where it stopped."
+            )
+        return self.spec.queries
+
+    def __getitem__(self, number: int, /) -> QueryFeatures:
+        """One query's features, read from the disk when they are used.
+
+        Raises:
+            IndexError: No such query.
+            TrainingError: The shard is damaged.
+        """
+        if not 0 <= number < self.spec.queries:
+            raise IndexError(number)
+        shard = max(i for i, first in enumerate(self.spec.shards) if first <= number)
+        try:
+            with safe_open(self.path(shard), framework="pt") as file:
+                row = json.loads(file.metadata()["queries"])[str(number)]
+                shifts = file.get_tensor(str(number))
+        except (OSError, SafetensorError, KeyError, TypeError) as error:
+            raise TrainingError(
+                f"{self.path(shard)} is damaged ({error}). Remove it and run the same rsrank features command again."
+            ) from error
+        return QueryFeatures(shifts, tuple(row["relevant"]), row["tokens"], row["oracle"])
+
+    def fill(self, extract: Callable[[int], QueryFeatures], *, worker: int = 0, workers: int = 1) -> Iterator[int]:
+        """Make the missing shards that fall to one of several workers.
+
+        Args:
+            extract: Gives a query's features, by its number.
+            worker: This one.
+            workers: How many there are.
+
+        Yields:
+            The number of each query as it is done, those of shards that were there already included.
+        """
+        missing = set(self.missing())
+        for shard, numbers in enumerate(self.ranges()):
+            if shard not in missing:
+                yield from numbers
+        for shard in sorted(missing):
+            if shard % workers != worker:  # by its number: what is missing changes while others work
+                continue
+            features = []
+            for number in self.ranges()[shard]:
+                features.append(extract(number))
+                yield number
+            self.write(shard, features)
+
+    def in_memory(self, device: torch.device) -> FeatureSource:
+        """The features copied once, to the GPU or host memory, where they take at most half of what is free there."""
+        size = sum(self.path(shard).stat().st_size for shard in range(len(self.spec.shards)))
+        if device.type == "cuda" and size < torch.cuda.mem_get_info(device)[0] / 2:
+            return Resident(self, device)
+        return Resident(self, "cpu") if size < free_memory() / 2 else self
+
+
+class Subset:
+    """Some queries of a source, in a given order."""
+
+    def __init__(self, source: FeatureSource, numbers: Sequence[int]) -> None:
+        self.source, self.numbers = source, list(numbers)
+
+    def __len__(self) -> int:
+        return len(self.numbers)
+
+    def __getitem__(self, number: int, /) -> QueryFeatures:
+        return self.source[self.numbers[number]]
+
+
+class Resident:
+    """Features copied to a device's memory once, for a store that fits."""
+
+    def __init__(self, source: FeatureSource, device: str | torch.device = "cpu") -> None:
+        def copied(query: QueryFeatures) -> QueryFeatures:
+            return QueryFeatures(query.shifts.to(device, copy=True), query.relevant, query.tokens, query.oracle)
+
+        self.queries = [copied(source[number]) for number in range(len(source))]
+
+    def __len__(self) -> int:
+        return len(self.queries)
+
+    def __getitem__(self, number: int, /) -> QueryFeatures:
+        return self.queries[number]
+
+
+def _differences(found: FeatureSpec, wanted: FeatureSpec) -> list[str]:
+    """What differs, entry by entry. Value vectors may differ as much as other devices and dtypes make them."""
+    theirs, ours = (_flat(spec.model_dump(exclude={"shards"})) for spec in (found, wanted))
+    values = [entries.pop("backbone.values") for entries in (theirs, ours)]
+    different = [
+        f"{name}: {theirs.get(name)!r} there, {ours.get(name)!r} asked for"
+        for name in sorted(set(theirs) | set(ours))
+        if theirs.get(name) != ours.get(name)
+    ]
+    comparable = found.layers[-1] == wanted.layers[-1]  # the values are of the last layer that is read
+    if comparable and relative_difference(values[1], values[0]) > TOLERANCE[wanted.bits]:
+        different.append("the weights of the language model")
+    if not different and found.shards != wanted.shards:
+        different.append("other shards")
+    return different
+
+
+def _flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for name, value in values.items():
+        flat |= _flat(value, f"{prefix}{name}.") if isinstance(value, dict) else {f"{prefix}{name}": value}
+    return flat
+
+
+def free_memory() -> int:
+    """Bytes of host memory that can still be had, within a container's limit."""
+    limits = []
+    try:
+        limits.append(os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
+        group = Path("/sys/fs/cgroup")
+        limits.append(int((group / "memory.max").read_text()) - int((group / "memory.current").read_text()))
+    except (ValueError, AttributeError, OSError):
+        pass  # no such limit, or not Linux
+    return min(limits, default=0)
