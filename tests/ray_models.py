@@ -3,7 +3,6 @@
 import os
 import signal
 import time
-from collections import OrderedDict
 from pathlib import Path
 
 from rsrank_rag import Reranker
@@ -11,14 +10,9 @@ from rsrank_rag.errors import ArtifactError, ScoringError
 
 
 class Lengths(Reranker):
-    """Scores a document by the length of its text and of its query; keeps the last so many, as prefixes are kept."""
-
-    def __init__(self, capacity=10_000, seconds=0.0):
-        self.capacity, self.seconds = capacity, seconds
-        self.kept, self.counts = OrderedDict(), {"hits": 0, "misses": 0}
+    """Scores a document by the length of its text and of its query."""
 
     def score(self, query, documents):
-        time.sleep(self.seconds)
         for index, text in enumerate(documents):
             if text == "no score":
                 raise ScoringError(f"Document {index} has no score.", index)
@@ -27,22 +21,13 @@ class Lengths(Reranker):
                 time.sleep(60)
             if text == "kill the process":
                 os.kill(os.getpid(), signal.SIGKILL)
-            self.counts["hits" if text in self.kept else "misses"] += 1
-            self.kept[text] = None
-            self.kept.move_to_end(text)
-            if len(self.kept) > self.capacity:
-                self.kept.popitem(last=False)
         return [float(len(text) - 1000 * len(query)) for text in documents]
-
-    def stats(self):
-        return {**self.counts, "process": os.getpid()}
 
 
 class Fatal(Lengths):
     """Kills its process at "kill this process" while a file is there, which it removes if told to."""
 
     def __init__(self, flag, once):
-        super().__init__()
         self.flag, self.once = Path(flag), once
 
     def score(self, query, documents):

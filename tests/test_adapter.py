@@ -2,6 +2,7 @@
 
 import asyncio
 import copy
+import dataclasses
 import gc
 import json
 import logging
@@ -25,6 +26,8 @@ from rsrank_rag import Reranker, RSRank
 from rsrank_rag.adapters import worker
 from rsrank_rag.adapters.settings import RerankerAdapter
 from rsrank_rag.errors import ArtifactError, InputError, RemoteError
+from rsrank_rag.language_model.options import LoadOptions, ModelSource
+from rsrank_rag.language_model.weights import bits_of
 
 pytest.importorskip("langchain_core")
 pytest.importorskip("llama_index.core")
@@ -221,6 +224,8 @@ def test_a_model_object_is_shared_by_copies_but_never_written_down(adapter):
         ({"model": 3}, "model"),
         ({"top_n": "3"}, "top_n"),
         ({"threshold": True}, "threshold"),
+        ({"threshold": "naive"}, "threshold"),
+        ({"load_in_8bit": True, "load_in_fp8": True}, "load_in_8bit and load_in_fp8 exclude each other"),
     ],
 )
 def test_a_setting_that_makes_no_sense_is_refused(adapter, settings, message):
@@ -287,7 +292,7 @@ def test_equal_settings_share_one_model_which_loads_at_first_use(artifact, loads
     assert len(loads) == 2
     pytest.importorskip("torchao")
     rounded = RSRankCompressor(model=artifact, device="cpu", dtype="float32", load_in_fp8=True)
-    assert rounded._submit(lambda reranker: reranker).result().backbone.bits == 8
+    assert bits_of(rounded._submit(lambda reranker: reranker).result().backbone.model) == 8
     assert len(loads) == 3
 
 
@@ -450,6 +455,16 @@ async def test_the_threshold_of_a_reranker_and_of_a_service_is_the_default_and_a
         with pytest.raises(InputError, match="has no native threshold"):
             await scores(made, query, texts)
         assert await scores(made, query, texts, top_n=1) == {"a b c": 2.0}
+
+
+def test_options_of_loading_are_one_declaration():
+    chosen = LoadOptions("cpu", "float32", load_in_4bit=True, token="hf_secret")
+    assert chosen == LoadOptions("cpu", "float32", "nf4", token="hf_secret")
+    assert (chosen.weights, dataclasses.replace(chosen, weights="fp8").weights) == ("nf4", "fp8")
+    assert "hf_secret" not in repr(ModelSource("mini", load=chosen))
+    assert RSRankCompressor(device="cpu", load_in_8bit=True)._source().load == LoadOptions("cpu", weights="int8")
+    with pytest.raises(InputError, match="weights='int4' is none of int8, nf4, fp8"):
+        LoadOptions(weights="int4")
 
 
 def test_an_adapter_takes_every_system_by_the_name_it_is_measured_by(tmp_path, loads):

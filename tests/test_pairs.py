@@ -4,11 +4,11 @@ import math
 
 import pytest
 import torch
-from conftest import CHAT, DOCUMENTS, LAYERS, QUERIES, QUERY, load_ranker, random_projection, unkept
+from conftest import CHAT, DOCUMENTS, QUERIES, QUERY, load_ranker, random_projection, unkept
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rsrank_rag import Projection, Reranker, RSRank, Template
+from rsrank_rag import Reranker, RSRank, Template
 from rsrank_rag.errors import InputError, ScoringError
 from rsrank_rag.language_model.options import LoadOptions
 from rsrank_rag.reranker import BLANK_SCORE, Pair, Scored
@@ -29,7 +29,7 @@ def together(ranker, pairs):
 
 @pytest.mark.parametrize(
     "kind",
-    ["qwen3", "llama", "gemma2", "gemma3", "mistral", "gpt2", "opt", "falcon", "phi3", "gpt_neox", "bert", "roberta"],
+    ["qwen3", "llama", "gemma2", "gemma3", "mistral", "falcon", "phi3", "gpt_neox", "bert", "roberta"],
 )
 def test_pairs_of_several_queries_score_as_alone_in_any_architecture(kind, tiny_ranker):
     own = [Pair(query, f"{number} {text}") for number, (query, text) in enumerate((p.query, p.document) for p in MIXED)]
@@ -50,16 +50,6 @@ def test_any_scored_positions_are_found_in_every_row(positions, tiny_folder):
     )
     pairs = [Pair(QUERIES[i % 3], f"{i} {text}") for i, text in enumerate(DOCUMENTS)]
     assert together(ranker, pairs) == pytest.approx(one_by_one(ranker, pairs), abs=EXACT)
-
-
-@pytest.mark.parametrize(("signal", "null_prefix"), [("values", "none"), ("values", "matched"), ("hidden", "empty")])
-def test_pairs_score_as_alone_whatever_is_read_and_subtracted(signal, null_prefix, ranker):
-    width = 64 if signal == "hidden" else 16
-    projection = Projection.random(range(1, LAYERS), 1 if signal == "hidden" else 2, 4, width, seed=3)
-    config = ranker.config.model_copy(update={"signal": signal, "null_prefix": null_prefix, "projection_dim": 4})
-    other = RSRank(ranker.backbone, ranker.prompts, projection, config, prefix_cache=False)
-    pairs = [Pair(QUERIES[i % 3], f"{i} {text}") for i, text in enumerate(DOCUMENTS)]
-    assert together(other, pairs) == pytest.approx(one_by_one(other, pairs), abs=EXACT)
 
 
 @settings(max_examples=10, deadline=None, derandomize=True)
@@ -86,36 +76,19 @@ def test_kept_documents_score_as_new_ones(tiny_folder):
     assert warm == pytest.approx(cold, abs=EXACT)
 
 
-def test_queries_of_like_length_share_one_pass_with_and_one_without_documents(ranker, monkeypatch):
-    runs = []
-    own_query_values = ranker.backbone.own_query_values
+def test_queries_of_like_length_share_one_run_with_a_row_without_a_document_for_each(ranker, monkeypatch):
+    runs, query_values = [], ranker.backbone.query_values
 
-    def counted(queries, prefixes, consume, **options):
-        runs.append(len(prefixes))
-        own_query_values(queries, prefixes, consume, **options)
-
-    monkeypatch.setattr(ranker.backbone, "own_query_values", counted)
-    queries = ["When was it opened?", "How long is it now?", "What holds the ice?"]
-    assert len({len(ranker.prompts.query(query).ids).bit_length() for query in queries}) == 1
-    ranker.score_pairs([Pair(query, f"{number} {DOCUMENTS[1]}") for number, query in enumerate(queries)])
-    assert runs == [3, 3]
-
-
-def test_a_long_query_does_not_widen_the_rows_of_short_ones(ranker, monkeypatch):
-    widths = []
-    query_values = ranker.backbone.query_values
-
-    def counted(queries, prefixes, consume, **options):
-        widths.append((len(prefixes), len(queries[0])))
-        query_values(queries, prefixes, consume, **options)
+    def counted(lines, prefixes, *arguments):
+        runs.append((len(lines), len(prefixes)))
+        query_values(lines, prefixes, *arguments)
 
     monkeypatch.setattr(ranker.backbone, "query_values", counted)
-    short, long = QUERY, LONG * 4
-    pairs = [*(Pair(short, text) for text in DOCUMENTS), Pair(long, "another text")]
-    ranker.score_pairs(pairs)
-    expected = [len(ranker.prompts.query(query).ids) for query in (short, long)]
-    documents = {width: sum(rows for rows, found in widths if found == width) - 1 for _, width in widths}
-    assert documents == {expected[0]: len(DOCUMENTS), expected[1]: 1}
+    pairs = [
+        Pair(query, f"{i} {DOCUMENTS[1]}") for query in ("When was it opened?", "What holds it?") for i in range(3)
+    ]
+    ranker.score_pairs([*pairs, Pair(LONG * 4, DOCUMENTS[1])])  # the long query does not widen the others' rows
+    assert sorted(runs) == [(1, 1 + 1), (2, 6 + 2)]
 
 
 def test_results_say_what_was_read(ranker):
@@ -132,7 +105,8 @@ def test_results_say_what_was_read(ranker):
     assert ranker.score(QUERY, texts)[2:] == ranker.score_many([QUERY], [texts])[0][2:] == [BLANK_SCORE] * 2
     assert [found.score for found in ranker.score_documents(QUERY, texts)[2:]] == [BLANK_SCORE] * 2
     explanation = ranker.explain(QUERY, texts[3])
-    assert (explanation.score, explanation.tokens, explanation.parts) == (BLANK_SCORE, (), ())
+    assert explanation.score == BLANK_SCORE
+    assert not any(map(any, explanation.parts))
     assert "dropped" in explanation._repr_html_()
     assert str(BLANK_SCORE).rstrip("0") in str(explanation)
 

@@ -39,13 +39,9 @@ class Model:
     def __init__(self):
         self.ran = []
 
-    def __call__(self, documents, room=0):
+    def __call__(self, documents, room=0, behind=()):
         self.ran += documents
-        width = max(map(len, documents))
-        keys, values = (torch.zeros(LAYERS, len(documents), HEADS, width + room, WIDTH) for _ in range(2))
-        for row, ids in enumerate(documents):
-            keys[:, row, :, : len(ids)], values[:, row, :, : len(ids)] = made_up(ids)
-        return Prefixes(tuple(keys), tuple(values), tuple(len(ids) for ids in documents), width)
+        return Prefixes.of([*(torch.stack(made_up(ids)) for ids in documents), *behind], room)
 
 
 def store(**options):
@@ -55,7 +51,7 @@ def store(**options):
 def check(found, documents, error=0.0):
     for row, ids in enumerate(documents):
         for layers, expected in zip((found.keys, found.values), made_up(ids), strict=True):
-            rows = torch.stack([layer[row, :, : len(ids)] for layer in layers])
+            rows = torch.stack([layer[row, :, found.room : found.room + len(ids)] for layer in layers])
             assert (rows - expected).abs().max() <= error
     assert found.lengths == tuple(len(ids) for ids in documents)
 
@@ -104,14 +100,47 @@ def test_a_document_larger_than_a_tier_is_run_each_time():
     assert kept.stats()["device_bytes"] == 0
 
 
-def test_what_leaves_the_device_waits_in_host_memory_in_8_bits():
+def test_what_has_left_the_device_is_found_in_host_memory_in_8_bits():
     kept, model = store(device_bytes=5 * BYTES, host_bytes=1 << 20), Model()
-    kept.prefill([DOCS[2]], model)
+    first = kept.prefill([DOCS[2]], model)
+    check(first, [DOCS[2]], error=0.02)
     kept.prefill([DOCS[0]], model)
-    assert 0 < kept.stats()["host_bytes"] < 5 * BYTES * 0.4
-    check(kept.prefill([DOCS[2]], model), [DOCS[2]], error=0.02)
+    assert 0 < kept.stats()["host_bytes"] < 8 * BYTES * 0.4
+    again = kept.prefill([DOCS[2]], model)
     assert model.ran == [DOCS[2], DOCS[0]]
     assert kept.stats()["host_hits"] == 1
+    assert all(torch.equal(a, b) for a, b in zip(first.keys, again.keys, strict=True))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_first_call_gives_what_every_later_one_gives_wherever_it_is_found(tmp_path, dtype):
+    def prefixes(kept, model):
+        found = kept.prefill([DOCS[2]], model)
+        return torch.stack([*found.keys, *found.values])
+
+    def model(documents, room, behind):
+        made = Model()(documents, room, behind)
+        keys, values = (tuple(layer.to(dtype) for layer in part) for part in (made.keys, made.values))
+        return Prefixes(keys, values, made.lengths, made.room)
+
+    def fresh(**options):
+        return PrefixStore({"model": "m"}, device=CPU, dtype=dtype, folder=tmp_path, **options)
+
+    both = fresh(device_bytes=1 << 20, host_bytes=1 << 20)
+    first = prefixes(both, model)
+    assert torch.equal(prefixes(both, model), first)  # on the device
+    both._on_device.entries.clear()
+    assert torch.equal(prefixes(both, model), first)  # in host memory
+    assert torch.equal(prefixes(fresh(), model), first)  # on disk
+    assert both.stats()["host_hits"] == both.stats()["device_hits"] == 1
+
+
+def test_the_same_document_may_stand_in_several_rows():
+    kept, model = store(device_bytes=1 << 20), Model()
+    rows = [DOCS[1], DOCS[0], DOCS[1]]
+    check(kept.prefill(rows, model), rows)
+    assert model.ran == [DOCS[1], DOCS[0]]
+    check(kept.prefill(rows, model), rows)
 
 
 def test_the_disk_keeps_what_the_process_forgets(tmp_path):
@@ -204,8 +233,8 @@ def test_the_folder_stays_within_its_bound_and_the_oldest_go(tmp_path):
     for ids in documents:
         kept.prefill([ids], model)
     assert sum(path.stat().st_size for path in tmp_path.glob("*/*")) <= 10_000
-    assert kept.holds(documents[-1])
-    assert not kept.holds(documents[0])
+    assert kept.is_on_disk(documents[-1])
+    assert not kept.is_on_disk(documents[0])
     assert kept.stats()["evictions"] > 0
 
 
@@ -255,7 +284,7 @@ def test_two_processes_share_a_folder(tmp_path):
     for process in both:
         process.start()
     for process in both:
-        process.join(60)
+        process.join()  # a limit would measure the machine
     assert [process.exitcode for process in both] == [0, 0]
     assert [answers.get(), answers.get()] == [0, 0]
     assert len(list(tmp_path.glob("*/*.safetensors"))) == len(documents)
@@ -310,7 +339,7 @@ def keeping(ranker, choice=True):
     return RSRank(ranker.backbone, ranker.prompts, ranker.projection, ranker.config, prefix_cache=choice)
 
 
-@pytest.mark.parametrize("kind", ["qwen3", "gemma2", "gpt2", "bert"])
+@pytest.mark.parametrize("kind", ["qwen3", "gemma2", "bert"])
 def test_scores_with_kept_prefixes_are_the_same(tiny_ranker, kind):
     ranker = tiny_ranker(kind)
     kept = keeping(ranker)
@@ -329,7 +358,7 @@ def test_a_second_call_runs_no_document(ranker, monkeypatch):
     expected = kept.score(QUERY, DOCUMENTS)
     kept.score(QUERIES[1], DOCUMENTS)
 
-    def forbidden(documents, **options):
+    def forbidden(*arguments):
         raise AssertionError("a document was run again")
 
     monkeypatch.setattr(kept.backbone, "prefill", forbidden)
@@ -522,7 +551,7 @@ def test_indexing_names_a_document_by_its_place_in_the_list(ranker, tmp_path, mo
     kept = keeping(ranker, tmp_path)
     kept.index(DOCUMENTS[:3])
 
-    def never_fits(documents, **options):
+    def never_fits(*arguments):
         raise MemoryError
 
     monkeypatch.setattr(kept.backbone, "prefill", never_fits)
@@ -532,9 +561,8 @@ def test_indexing_names_a_document_by_its_place_in_the_list(ranker, tmp_path, mo
 
 @pytest.mark.parametrize("number", [float("inf"), float("nan"), 1e30])
 def test_what_8_bits_cannot_hold_is_not_kept_in_them(number, tmp_path):
-    def broken(documents, room=0):
-        keys = torch.full((LAYERS, len(documents), HEADS, 3 + room, WIDTH), number)
-        return Prefixes(tuple(keys), tuple(keys), (3,) * len(documents), 3)
+    def broken(documents, room, behind):
+        return Prefixes.of([torch.full((2, LAYERS, HEADS, 3, WIDTH), number)] * len(documents), room)
 
     kept = store(host_bytes=10**6, folder=tmp_path)
     kept.prefill([(1, 2, 3)], broken)

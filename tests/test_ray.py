@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 pytest.importorskip("ray.serve")
 
-from rsrank_rag.cli.main import app
+from rsrank_rag.cli import app
 from rsrank_rag.service.app import Settings, create_app
 from rsrank_rag.service.backend import UnavailableError
 from rsrank_rag.service.ray import Replicas, serve_on_ray, take_down

@@ -29,6 +29,7 @@ from rsrank_rag import Reranker
 from rsrank_rag.errors import InputError, RemoteError, RSRankError, ScoringError
 from rsrank_rag.remote import connections, transport
 from rsrank_rag.remote.client import RemoteReranker
+from rsrank_rag.reranker import Pair
 
 QUERY = "when was the bridge opened"
 DOCUMENTS = ["the bridge was opened in 1932", "frost", "when it was opened", "", "the bridge"]
@@ -105,12 +106,13 @@ limits = st.fixed_dictionaries(
 @given(query=texts, documents=st.lists(texts, max_size=6), limits=limits)
 def test_a_remote_rank_is_the_local_one(running, served, kind, query, documents, limits):
     expected = Overlap().rank(query, documents, **limits)
+    pairs = [Pair(query, text) for text in documents]
     reranker = RemoteReranker(running[1] if kind == "a stub" else served)
     # A lone surrogate is no text that can be sent; the mark in its place is read as RSRank reads it.
     if "\ud800" not in query + "".join(documents):
         assert reranker.rank(query, documents, **limits) == expected
         assert asyncio.run(reranker.arank(query, documents, **limits)) == expected
-        assert reranker.score(query, documents) == Overlap().score(query, documents)
+        assert reranker.score(query, documents) == [s.score for s in Overlap().score_pairs(pairs)]
     else:
         found = reranker.rank(query, documents, threshold=None)
         assert sorted(document.text for document in found.kept) == sorted(documents)
@@ -136,8 +138,6 @@ def test_rows_are_read_by_their_number_and_say_what_was_cut(service, address):
 
 
 def test_pairs_of_several_queries_are_scored_as_at_home(address):
-    from rsrank_rag.reranker import Pair
-
     pairs = [Pair("a b", "a b"), Pair("c", "c d"), Pair("a b", "x")]
     assert RemoteReranker(address).score_pairs(pairs) == Overlap().score_pairs(pairs)
     with pytest.raises(InputError, match="cannot cut documents"):

@@ -574,15 +574,15 @@ async def test_a_model_that_can_be_loaded_again_goes_on_with_what_waited(tmp_pat
         assert scheduler.readiness() is None
 
 
+@pytest.mark.slow
 async def test_the_end_does_not_wait_for_the_pause_before_the_next_try(tmp_path):
     (tmp_path / "may load").touch()
     async with running(partial(load_once, tmp_path), in_process=True) as scheduler:
         restart = asyncio.create_task(scheduler._restart())
-        await until(lambda: scheduler.stats()["restarts"] == 5)  # eight seconds would pass before the sixth
+        await until(lambda: scheduler.stats()["restarts"] == 4)  # four seconds would pass before the fifth
         started = time.monotonic()
     await restart
-    assert scheduler.stats()["restarts"] <= 6
-    assert time.monotonic() - started < 6
+    assert time.monotonic() - started < 3
 
 
 @pytest.mark.slow

@@ -26,11 +26,12 @@ from service import Numbers, Words, client_of, scheduler
 from typer.testing import CliRunner
 
 from rsrank_rag import RSRank
+from rsrank_rag.artifact.identity import prefix_identity
 from rsrank_rag.cli import app
 from rsrank_rag.cli import service as cli_service
 from rsrank_rag.cli.service import KEYS, Loader, prefix_choice, read_canary, read_keys
 from rsrank_rag.errors import InputError
-from rsrank_rag.language_model.options import ModelSource
+from rsrank_rag.language_model.options import LoadOptions, ModelSource
 from rsrank_rag.prefixes.settings import PrefixCache
 from rsrank_rag.prefixes.store import store_for
 from rsrank_rag.reranker import BLANK_SCORE
@@ -50,6 +51,8 @@ REQUESTS = [
     ("/v1/ranking", {"query": {"text": "q"}, "passages": [{"text": "3"}, {"text": "1"}, {"text": "2"}]}),
     ("/explain", {"query": "q", "document": "3"}),
 ]
+
+CPU = LoadOptions(device="cpu", dtype="float32", local_files_only=True)
 
 
 def serving(reranker=None, limits=None, canary=None, **settings):
@@ -667,7 +670,7 @@ async def test_two_services_in_one_process_count_apart():
 
 async def test_a_real_models_prefixes_and_memory_retries_are_counted(tiny_folder):
     own = load_ranker(tiny_folder("qwen3"), "qwen3")
-    own.reader.store = store_for(own.backbone, own.config, True)
+    own.store = own.reader.store = store_for(own.backbone, prefix_identity(own.backbone, own.config), True)
     async with serving(own) as http:
         for _ in range(2):
             await http.post("/v1/rerank", json={"query": "When?", "documents": ["In 1932.", "Never."]})
@@ -799,7 +802,7 @@ def test_a_canary_is_three_texts(tmp_path):
 
 
 def test_what_the_prefix_options_stand_for(tmp_path):
-    assert prefix_choice(None, None) == PrefixCache()
+    assert prefix_choice(None, None) is True
     assert prefix_choice("0", None) is False
     assert prefix_choice("5MB", tmp_path) == PrefixCache(device=5_000_000, folder=str(tmp_path))
     with pytest.raises(InputError, match="no size"):
@@ -809,11 +812,12 @@ def test_what_the_prefix_options_stand_for(tmp_path):
 def test_the_loader_loads_systems_and_refuses_those_that_need_labels(ranker, tmp_path):
     assert type(Loader(ModelSource("bm25"))()).__name__ == "BM25"
     ranker.save_pretrained(tmp_path)
+    load = LoadOptions(device="cpu", dtype="float32", local_files_only=True)
     with pytest.raises(InputError, match="needs labels"):
-        Loader(ModelSource(f"oracle:{tmp_path}", load=CPU))()
-    loaded = Loader(ModelSource(str(tmp_path), load=CPU, prefix_cache=False))()
+        Loader(ModelSource(f"oracle:{tmp_path}", load=load))()
+    loaded = Loader(ModelSource(str(tmp_path), load=load, prefix_cache=False))()
     assert isinstance(loaded, RSRank)
-    assert loaded.reader.store is None
+    assert loaded.store is None
 
 
 @pytest.mark.parametrize(
@@ -838,8 +842,8 @@ def test_what_cannot_be_served_is_said_in_one_line(arguments, says):
 @pytest.mark.slow
 def test_the_models_process_logs_as_the_service_does():
     code = (
-        "import logging, warnings; from rsrank_rag.cli.service import Loader; from rsrank_rag.language_model.options import ModelSource; "
-        "Loader(ModelSource('bm25'), log_level='INFO')()\n"
+        "import logging, warnings\nfrom rsrank_rag.cli.service import Loader\n"
+        "from rsrank_rag.language_model.options import ModelSource\nLoader(ModelSource('bm25'), log_level='INFO')()\n"
         "logging.getLogger('rsrank_rag.method.batching').info('one')\n"
         "logging.getLogger('transformers.models').warning('two')\n"
         "logging.getLogger('urllib3').info('too much'); warnings.warn('three')\n"

@@ -180,9 +180,9 @@ def test_input_errors_are_value_errors_and_errors_of_the_package():
     assert issubclass(InputError, RSRankError)
 
 
-def test_an_empty_document_is_marked_empty_and_whitespace_is_not():
-    empty, space = prompts().documents(["", " \n"], 1)
-    assert (empty.empty, space.empty) == (True, False)
+def test_a_document_without_text_is_marked_empty():
+    found = prompts().documents(["", " \n", "frost"], 1)
+    assert [document.empty for document in found] == [True, True, False]
 
 
 @pytest.mark.parametrize(

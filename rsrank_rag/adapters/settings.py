@@ -97,6 +97,7 @@ class ModelAdapter(LoadSettings):
         union_mode="left_to_right",
         description="Where documents' prefixes are kept: True, False, a size, a folder, or a PrefixCache.",
     )
+    deterministic: bool = Field(default=False, description="Scores never depend on neighbours, on any processor.")
 
     base_url: _Address | None = Field(
         default=None, description="Address of a service (`rsrank serve`) to ask, instead of loading a model."
@@ -119,24 +120,24 @@ class ModelAdapter(LoadSettings):
 
     @model_validator(mode="after")
     def _settings_have_an_effect(self) -> Self:
+        self.load_options()  # refuses two kinds of weights
         given = {name for name, field in ModelAdapter.model_fields.items() if getattr(self, name) != field.default}
         given -= {"model"}
         of_service = given & {"base_url", "api_key", "timeout", "max_retries"}
-        if isinstance(self.model, Reranker) and given:
-            raise InputError(
-                f"model is a {type(self.model).__name__} that is already loaded, so {', '.join(sorted(given))} would "
-                "have no effect. Load it with those settings, or give model a name."
+        if isinstance(self.model, Reranker):
+            idle, why = given, f"model is a {type(self.model).__name__} that is already loaded"
+            advice = "Load it with those settings, or give model a name."
+        elif self.base_url is not None:
+            idle, why = given - of_service, "With base_url the model is loaded by the service"
+            advice = "Start the service with those settings, or leave base_url out."
+        else:
+            idle, why, advice = (
+                of_service,
+                "Without base_url no service is asked",
+                "Give base_url, or leave the rest out.",
             )
-        if self.base_url is not None and given > of_service:
-            raise InputError(
-                f"With base_url the model is loaded by the service, so {', '.join(sorted(given - of_service))} would "
-                "have no effect. Start the service with those settings, or leave base_url out."
-            )
-        if self.base_url is None and of_service:
-            raise InputError(
-                f"Without base_url no service is asked, so {', '.join(sorted(of_service))} would have no effect. "
-                "Give base_url, or leave the rest out."
-            )
+        if idle:
+            raise InputError(f"{why}, so {', '.join(sorted(idle))} would have no effect. {advice}")
         return self
 
     @field_serializer("model")
@@ -178,11 +179,7 @@ class ModelAdapter(LoadSettings):
         """Load the model now instead of at the first call; of a service, ask whether it is ready.
 
         Raises:
-            ArtifactError: The artifact is missing, damaged, or belongs to another language model.
-            BackboneError: The language model cannot be loaded or read.
-            MissingDependencyError: 8-bit or 4-bit without bitsandbytes, fp8 without torchao, any without accelerate.
-            InputError: There is no service at ``base_url``, or it refuses the key.
-            RemoteError: The service cannot be reached or is not ready.
+            RSRankError: What `RSRank.from_pretrained` or, with ``base_url``, `RemoteReranker.warm_up` raises.
         """
         concurrent = self._concurrent()
         if concurrent is not None:
@@ -208,7 +205,13 @@ class ModelAdapter(LoadSettings):
             return self.model
         load = self.load_options(cache_dir=self.cache_dir)
         return ModelSource(
-            self.model, self.revision, load, self.backbone, self.max_length, prefix_cache=self.prefix_cache
+            self.model,
+            self.revision,
+            load,
+            self.backbone,
+            self.max_length,
+            prefix_cache=self.prefix_cache,
+            deterministic=self.deterministic,
         )
 
     @property
@@ -286,22 +289,24 @@ class RerankerAdapter(ModelAdapter):
 
     def _rank(self, query: str, texts: Sequence[str], limits: Limits) -> RankResult:
         """Rank and wait."""
-        if not texts:
-            return RankResult(query, None, (), ())
-        return self._checked(self._run(lambda reranker: reranker.rank(query, texts, **limits)), limits)
+        found = self._run(lambda reranker: reranker.rank(query, texts, **limits)) if texts else None
+        return self._checked(query, found, limits)
 
     async def _arank(self, query: str, texts: Sequence[str], limits: Limits) -> RankResult:
         """Rank in the model's thread, or where it computes; a cancelled call leaves its queue."""
-        if not texts:
-            return RankResult(query, None, (), ())
         concurrent = self._concurrent()
-        if concurrent is not None:
-            return self._checked(await concurrent.arank(query, texts, **limits), limits)
-        future = self._submit(lambda reranker: reranker.rank(query, texts, **limits))
-        return self._checked(await asyncio.wrap_future(future), limits)
+        if not texts:
+            found = None
+        elif concurrent is not None:
+            found = await concurrent.arank(query, texts, **limits)
+        else:
+            found = await asyncio.wrap_future(self._submit(lambda reranker: reranker.rank(query, texts, **limits)))
+        return self._checked(query, found, limits)
 
-    def _checked(self, result: RankResult, limits: Limits) -> RankResult:
+    def _checked(self, query: str, result: RankResult | None, limits: Limits) -> RankResult:
         """Refuse to keep everything where nobody has asked for that; log what an application would never hear of."""
+        if result is None:  # without documents, nothing was asked
+            return RankResult(query, None, (), ())
         if result.threshold is None and limits["threshold"] == "native" and limits["top_n"] is None:
             raise InputError(
                 f"{self.model_label} has no native threshold: nothing in its scores separates relevant from irrelevant "

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
-import json
 import logging
 import os
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -17,7 +15,7 @@ from typing import Any
 from ..errors import InputError, MissingDependencyError, RSRankError
 
 Worker = Callable[[Any], Any]
-"""Does one item. Items and results are plain JSON values."""
+"""Does one item. Items and results can be pickled."""
 
 LIVES = 3
 """Times that an item is tried if the actor's process dies on it."""
@@ -81,7 +79,7 @@ def each(make: Callable[[], Worker], items: Sequence[Any], actors: Actors) -> It
 
     Args:
         make: Makes an actor's worker; called when its first item comes. Picklable.
-        items: JSON values.
+        items: Whatever can be pickled.
         actors: Who does them.
 
     Raises:
@@ -90,32 +88,21 @@ def each(make: Callable[[], Worker], items: Sequence[Any], actors: Actors) -> It
     if not items:
         return
     with cluster(actors.address) as ray:
-        from ray import data
+        from ray.util import ActorPool
 
+        hired = ray.remote(_Actor).options(
+            num_cpus=actors.cpus,
+            num_gpus=actors.gpus,
+            max_restarts=-1,
+            max_task_retries=LIVES - 1,  # or an item on which the process dies would be tried for ever
+        )
         count = min(_count(ray, actors), len(items))
-        context = data.DataContext.get_current()
-        context.enable_progress_bars = False
-        logging.getLogger("ray.data").setLevel(logging.ERROR)
-        rows = [{"item": json.dumps(item)} for item in items]
-        blocks = data.from_items(rows, override_num_blocks=min(len(rows), 10_000))  # Ray Data keeps an entry for each
-        with warnings.catch_warnings():
-            # Without max_task_retries an item on which the process dies would be tried for ever.
-            warnings.filterwarnings("ignore", message=".*ray_remote_args.*")
-            done = blocks.map_batches(
-                _Actor,
-                fn_constructor_args=(make, str(Path.cwd())),
-                batch_size=1,
-                compute=data.ActorPoolStrategy(size=count),
-                num_cpus=actors.cpus,
-                num_gpus=actors.gpus or None,
-                max_restarts=-1,
-                max_task_retries=LIVES - 1,
-            )
+        pool = ActorPool([hired.remote(make, str(Path.cwd())) for _ in range(count)])
         try:
-            for row in done.iter_rows():
-                if row["problem"]:
-                    raise RSRankError(row["problem"])
-                yield json.loads(row["result"])
+            for result, problem in pool.map_unordered(lambda actor, item: actor.do.remote(item), items):
+                if problem:
+                    raise RSRankError(problem)
+                yield result
         except ray.exceptions.RayError as error:
             raise RSRankError(_reason(error)) from error
 
@@ -152,7 +139,7 @@ def _reason(error: BaseException) -> str:
 
 
 class _Actor:
-    """What Ray Data calls with batches of one item."""
+    """One of those who do the work, in a process of its own."""
 
     def __init__(self, make: Callable[[], Worker], folder: str) -> None:
         with contextlib.suppress(OSError):  # a machine without it can still use full paths
@@ -160,11 +147,10 @@ class _Actor:
         self.make = make
         self.worker: Worker | None = None
 
-    def __call__(self, batch: dict[str, Any]) -> dict[str, list[str]]:
-        result, problem = "null", ""
+    def do(self, item: Any) -> tuple[Any, str]:
+        """An item's result and "", or None and what is wrong: as an error, Ray would bury it in frames."""
         try:
             self.worker = self.worker or self.make()
-            result = json.dumps(self.worker(json.loads(batch["item"][0])))
-        except RSRankError as error:  # as a value: Ray would bury it in frames, and try again
-            problem = str(error)
-        return {"result": [result], "problem": [problem]}
+            return self.worker(item), ""
+        except RSRankError as error:
+            return None, str(error)

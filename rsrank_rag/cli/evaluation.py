@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -18,7 +18,6 @@ from .options import Revision, command
 from .tables import evaluation_table
 
 if TYPE_CHECKING:
-    from ..evaluation.comparison import Measured
     from ..evaluation.datasets import LabelledQuery
     from ..evaluation.evaluate import System
     from ..evaluation.metrics import ScoredQuery
@@ -84,6 +83,7 @@ def evaluate(
     from ..adapters.systems import load_system, parse
     from ..evaluation import negatives as hard
     from ..evaluation.comparison import Measured
+    from ..evaluation.evaluate import score_dataset, summarise
     from ..evaluation.hub_datasets import load_sets
     from ..evaluation.report import write_report
     from ..reproduction.shift_map import shift_pictures
@@ -99,19 +99,32 @@ def evaluate(
     for name in dict.fromkeys(model):
         with problems.status(f"Loading {name} ..."):
             system = load_system(name, revision=revision, options=load)
-        scored = _scored(name, system, sets, titles)
+        scored = {
+            label: score_dataset(system, _watched(queries, f"{name}, {label}"), titles=titles)
+            for label, queries in sets.items()
+        }
         measured.append(Measured(name, *_tau(threshold, system, list(scored.values())), scored))
         if umap:
             pictures += shift_pictures(name, system, sets, titles=titles)
-    records = [_records(found) for found in measured]
+    tables = [
+        [
+            {"model": found.name, **summarise(label, queries, threshold=found.threshold).as_dict()}
+            for label, queries in found.scored.items()
+        ]
+        for found in measured
+    ]
     if output is not None:
-        _write(output, json.dumps([row for rows in records for row in rows], indent=2) + "\n")
+        _write(output, json.dumps([row for rows in tables for row in rows], indent=2) + "\n")
     if report is not None:
         with problems.status("Writing the report ..."):
             write_report(report, measured, sets, titles=titles, pictures=pictures)
         problems.print(f"Report: {report / 'index.html'}", soft_wrap=True)
-    for found, rows in zip(measured, records, strict=True):
+    for found, rows in zip(measured, tables, strict=True):
         screen.print(evaluation_table(f"{found.name}, tau = {found.threshold:.4g} ({found.origin})", rows))
+
+
+def _watched(queries: Sequence[LabelledQuery], what: str) -> Iterable[LabelledQuery]:
+    return track(queries, description=what, console=problems, transient=True)
 
 
 def _tau(threshold: str, system: System, scored: list[list[ScoredQuery]]) -> tuple[float, str]:
@@ -141,29 +154,6 @@ def _check_outputs(output: Path | None, report: Path | None, umap: bool) -> None
         raise InputError("--umap draws into a report. Give --report DIR too.")
     if output is not None:
         _write(output, "")
-
-
-def _scored(
-    name: str, system: System, sets: Mapping[str, Sequence[LabelledQuery]], titles: bool
-) -> dict[str, list[ScoredQuery]]:
-    from ..evaluation.evaluate import score_dataset
-
-    return {
-        label: score_dataset(
-            system, track(queries, description=f"{name}, {label}", console=problems, transient=True), titles=titles
-        )
-        for label, queries in sets.items()
-    }
-
-
-def _records(system: Measured) -> list[dict[str, str | int | float]]:
-    """Metrics of each set."""
-    from ..evaluation.evaluate import summarise
-
-    return [
-        {"model": system.name, **summarise(label, queries, threshold=system.threshold).as_dict()}
-        for label, queries in system.scored.items()
-    ]
 
 
 def _number(text: str) -> float:
@@ -215,10 +205,7 @@ def reproduce(
         screen.print(plan(chosen), soft_wrap=True)
         return
 
-    def watch(found: Sequence[LabelledQuery], what: str) -> Iterable[LabelledQuery]:
-        return track(found, description=what, console=problems, transient=True)
-
-    outcome = run(chosen, output, options=load, say=lambda text: problems.print(text, markup=False), watch=watch)
+    outcome = run(chosen, output, options=load, say=lambda text: problems.print(text, markup=False), watch=_watched)
     screen.print(f"{outcome.tables}\n{output / 'report' / 'index.html'}", soft_wrap=True)
     if outcome.failures:
         problems.print(f"{len(outcome.failures)} part(s) failed; they are named in {outcome.tables}.", soft_wrap=True)

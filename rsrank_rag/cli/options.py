@@ -11,7 +11,7 @@ from inspect import Parameter
 from typing import Annotated, Any
 
 import typer
-from huggingface_hub.utils import disable_progress_bars
+from huggingface_hub.utils import disable_progress_bars  # type: ignore[attr-defined] # public, but loaded lazily
 
 from ..adapters.systems import forms
 from ..bulk.on_ray import Actors

@@ -52,7 +52,7 @@ def explanation_table(explanation: Explanation) -> Table:
     table.add_column("query token", footer=verdict, no_wrap=True)
     table.add_column("total", justify="right", footer=f"{explanation.score:+.2f}", no_wrap=True)
     labels, rows = explanation.columns()
-    for label, parts in zip(labels, zip(*rows, strict=True), strict=False):  # a blank document has no parts
+    for label, parts in zip(labels, zip(*rows, strict=True), strict=True):
         table.add_column(label, justify="right", footer=f"{sum(parts):+.2f}", no_wrap=True)
     for position, token in enumerate(explanation.tokens):
         table.add_row(Text(token), cell(explanation.by_token[position]), *map(cell, rows[position]))

@@ -10,7 +10,7 @@ from pydantic import SecretStr
 from typing_extensions import Self
 
 from ..errors import InputError
-from ..reranker import ConcurrentReranker, RankResult, Scored, as_list, check_limits, choose
+from ..reranker import ConcurrentReranker, RankResult, Scored, as_list, blanks_last, check_limits, choose
 from . import connections
 from .transport import ANSWER_BYTES, Call, Transport, service_address, usable_key
 from .wire import Answer, Info, parsed, request_body, scores_of
@@ -135,7 +135,7 @@ class RemoteReranker(ConcurrentReranker):
         documents = as_list(documents)
         check_limits(None if threshold == "native" else threshold, top_n, min_docs)
         call = self._call(query, documents)
-        scored, native = self._read(self._transport.send(call), len(documents)) if call else ([], None)
+        scored, native = self._read(self._transport.send(call), documents) if call else ([], None)
         if threshold == "native":
             threshold = native if call else self.threshold
         return choose(query, documents, scored, threshold, top_n=top_n, min_docs=min_docs)
@@ -153,7 +153,7 @@ class RemoteReranker(ConcurrentReranker):
         documents = as_list(documents)
         check_limits(None if threshold == "native" else threshold, top_n, min_docs)
         call = self._call(query, documents)
-        scored, native = self._read(await self._transport.asend(call), len(documents)) if call else ([], None)
+        scored, native = self._read(await self._transport.asend(call), documents) if call else ([], None)
         if threshold == "native":
             threshold = native if call else await self.athreshold()
         return choose(query, documents, scored, threshold, top_n=top_n, min_docs=min_docs)
@@ -182,7 +182,7 @@ class RemoteReranker(ConcurrentReranker):
     def score_documents(self, query: str, documents: Sequence[str], *, show_progress: bool = False) -> list[Scored]:
         """As `score`, with whether a document was cut."""
         call = self._call(query, documents)
-        return self._read(self._transport.send(call), len(documents))[0] if call else []
+        return self._read(self._transport.send(call), documents)[0] if call else []
 
     @property
     def _transport(self) -> Transport:
@@ -193,10 +193,10 @@ class RemoteReranker(ConcurrentReranker):
         body = request_body(self.model, query, documents)
         return Call("POST", "/v1/rerank", body, ANSWER_BYTES + ROW_BYTES * len(documents)) if documents else None
 
-    def _read(self, body: bytes, count: int) -> tuple[list[Scored], float | None]:
+    def _read(self, body: bytes, documents: Sequence[str]) -> tuple[list[Scored], float | None]:
         """Scores, and the native threshold that came with them."""
         answer = parsed(Answer, body, self.base_url, self.model)
-        scored = scores_of(answer, count, self.base_url)
+        scored = blanks_last(documents, scores_of(answer, len(documents), self.base_url))
         self._native = (answer.threshold,)
         return scored, answer.threshold
 

@@ -322,7 +322,6 @@ class Scheduler:
         except Exception as error:  # whatever the model raises, this loop goes on: every other request waits for it
             if not isinstance(error, RSRankError):
                 logger.exception("A batch failed.")
-                error = RSRankError(f"The model failed ({type(error).__name__}).")
             results = [_failure(item, error) for item in batch]
         self._settle(batch, results)
 
@@ -400,6 +399,9 @@ def _estimate(pair: Pair) -> int:
     return (len(pair.query) + len(pair.document)) // CHARACTERS_A_TOKEN + OVERHEAD
 
 
-def _failure(item: _Item, error: RSRankError) -> RSRankError | Outcome:
+def _failure(item: _Item, error: Exception) -> Exception | Outcome:
     """An error is the whole answer to whoever wants an explanation, and that of one document to others."""
-    return error if item.method == "explain" else Outcome(None, fault="internal", error=str(error))
+    own, kind = isinstance(error, RSRankError), type(error).__name__
+    if item.method == "explain":
+        return error if own else RSRankError(f"The model failed ({kind}).")
+    return Outcome(None, fault="internal", error=str(error) if own else f"made the model fail ({kind}).")
