@@ -202,6 +202,7 @@ def test_what_cannot_be_loaded_is_named_and_the_others_still_run(data, tmp_path)
         reproduce(config.model_copy(update={"sets": (missing,)}), tmp_path / "none", options=CPU)
 
 
+@pytest.mark.slow
 def test_a_whole_run_gives_tables_and_figures_of_the_scores(artifact, ranker, data, tmp_path):
     text = f"""
         name = "tiny"
