@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import random
-import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from ..adapters.systems import parse
 from ..errors import InputError
@@ -17,14 +16,9 @@ from ..evaluation.datasets import LabelledQuery, dataset_name, read_labelled
 from ..evaluation.hub_datasets import Granularity, Split, load_named
 from ..evaluation.negatives import Negatives, replace_negatives
 from ..language_model.options import LoadOptions, Weights
-from ..training.recipe import DataPart, with_weights
+from ..training.recipe import DataPart, read_toml, validated, with_weights
 from .ablations import chosen
 from .paper_tables import TABLES, Table
-
-if sys.version_info >= (3, 11):
-    import tomllib
-else:  # pragma: no cover - the standard library has it from 3.11 on
-    import tomli as tomllib
 
 SHIPPED = Path(__file__).parent / "recipes"
 ARTIFACT = "artifact"
@@ -183,25 +177,12 @@ class Reproduction(BaseModel):
         Raises:
             InputError: There is none, or it is not a valid one; or there are no such negatives.
         """
-        path = SHIPPED / f"{source}.toml" if source in shipped() else Path(source)
-        try:
-            raw = tomllib.loads(path.read_text(encoding="utf-8"))
-        except OSError as error:
-            raise InputError(
-                f"There is no configuration {source!r}: neither {' nor '.join(shipped())} nor a TOML file ({error})."
-            ) from None
-        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-            raise InputError(f"{source} is not valid TOML: {error}") from None
+        raw = read_toml(source, SHIPPED, "configuration")
         if data:
             raw["sets"] = [{"file": str(file)} for file in files_in(data)]
         if artifact is not None:
             raw["artifact"] = artifact
-        try:
-            found = cls.model_validate(raw)
-        except ValidationError as error:
-            problems = "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors())
-            raise InputError(f"{source} is not a valid configuration: {problems}.") from None
-        return found._with(systems, negatives, queries)._checked(source)
+        return validated(cls, raw, source, "configuration")._with(systems, negatives, queries)._checked(source)
 
     def _with(self, systems: Sequence[str], negatives: str | None, queries: int | None) -> Reproduction:
         sets = self.sets
@@ -245,11 +226,6 @@ class Reproduction(BaseModel):
         if self.artifact is None:
             raise InputError(f"{source} measures an RSRank artifact and names none. Pass --model ARTIFACT.")
         return f"{prefix}{colon}{self.artifact}"
-
-
-def shipped() -> list[str]:
-    """Names of the configurations inside the package."""
-    return sorted(path.stem for path in SHIPPED.glob("*.toml"))
 
 
 def files_in(places: Iterable[str | Path]) -> list[Path]:
