@@ -18,7 +18,7 @@ from .language_model.check import open_backbone
 from .language_model.loading import load_model
 from .language_model.options import LoadOptions, ModelSource
 from .method.backbone import Backbone
-from .method.batching import ALIKE, Batches, DoesNotFitError, Ids, token_budget_for
+from .method.batching import Batches, DoesNotFitError, Ids, token_budget_for
 from .method.explanation import Explanation
 from .method.probe import whole_lanes
 from .method.projection import Projection
@@ -29,7 +29,7 @@ from .prefixes.store import PrefixStore, store_for
 from .reranker import BLANK_SCORE, Pair, Reranker, Scored, as_list
 
 ALIKE_KEPT = 0.4
-"""As `batching.ALIKE`, for documents that are kept or packed into one row: padding costs them attention only."""
+"""As `batching.ALIKE`, for documents that are kept: padding costs them attention only."""
 
 JOINED_BYTES = {"cpu": 128_000_000, "cuda": 4_000_000_000, "mps": 1_000_000_000}
 """Kept prefixes that are joined for one batch."""
@@ -472,8 +472,7 @@ class RSRank(Reranker):
                 most = min(joined // self.backbone.bytes_per_token, 8 * self.token_budget)
                 budget = max(self.token_budget, most)
                 yield Batches([row for row in group if row in kept], budget, extra=room, alike=ALIKE_KEPT)
-            alike = ALIKE if self.backbone.packer is None else ALIKE_KEPT
-            yield Batches([row for row in group if row not in kept], self.token_budget, extra=room, alike=alike)
+            yield Batches([row for row in group if row not in kept], self.token_budget, extra=room)
 
     @torch.inference_mode()
     def explain(self, query: str, document: str, *, max_tokens: int | None = None) -> Explanation:

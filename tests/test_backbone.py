@@ -2,7 +2,6 @@
 
 import itertools
 import math
-import sys
 
 import pytest
 import torch
@@ -27,9 +26,8 @@ from transformers import AutoModel, AutoTokenizer
 
 from rsrank_rag import Projection, RSRank, Template
 from rsrank_rag.errors import BackboneError
-from rsrank_rag.language_model.attention import use_own_attention
+from rsrank_rag.language_model.check import open_backbone
 from rsrank_rag.language_model.options import LoadOptions
-from rsrank_rag.method.backbone import Backbone
 from rsrank_rag.reranker import Pair
 
 DECODERS = [
@@ -37,13 +35,11 @@ DECODERS = [
     "gemma",
     "gemma2",
     "gemma3",
-    "gpt2",
     "gpt_neox",
     "granite",
     "llama",
     "mistral",
     "olmo2",
-    "opt",
     "phi",
     "phi3",
     "qwen2",
@@ -67,8 +63,6 @@ def value_modules(model):
             found.append((module, lambda output: output))
         elif kind == "qkv_proj":  # phi3: queries, keys, values one after the other
             found.append((module, lambda output: output[:, -KV_HEADS * HEAD_DIM :]))
-        elif kind == "c_attn":  # gpt2: three equal parts
-            found.append((module, lambda output: output.chunk(3, dim=-1)[2]))
         elif kind == "query_key_value" and "gpt_neox" in type(model).__module__:  # query, key, value of each head
             found.append((module, lambda output: output.unflatten(-1, (4, 3, HEAD_DIM))[:, :, 2].flatten(1)))
         elif kind == "query_key_value":  # falcon: all queries, then the one key and the one value
@@ -143,7 +137,9 @@ def eager(tiny_folder):
 def values_of(backbone, documents, queries):
     """All layers' values (layers, N, H, T, D) of the two-phase run."""
     read = {}
-    backbone.query_values(queries, backbone.prefill(documents), read.__setitem__)
+    documents, queries = [tuple(ids) for ids in documents], [tuple(ids) for ids in queries]
+    prefixes = backbone.prefill(documents, sum(map(len, queries)))
+    backbone.query_values([queries], prefixes, read.__setitem__)
     assert list(read) == list(range(backbone.last_layer + 1))
     return torch.stack(list(read.values()))
 
@@ -276,15 +272,15 @@ def test_queries_packed_into_one_row_give_the_same_values_as_alone(kind, tiny_ra
 @torch.no_grad()
 def test_one_prefill_serves_many_queries_and_is_not_changed_by_them(ranker):
     backbone, prompts = ranker.backbone, ranker.prompts
-    prefixes = backbone.prefill([document.ids for document in prompts.documents(DOCUMENTS, 20)])
-    before = [tensor.clone() for tensor in (*prefixes.keys, *prefixes.values)]
+    prefixes = backbone.prefill([document.ids for document in prompts.documents(DOCUMENTS, 20)], room=32)
+    before = [tensor[:, :, prefixes.room :].clone() for tensor in (*prefixes.keys, *prefixes.values)]
     runs = []
     for query in [*QUERIES, QUERIES[0]]:
         read = {}
-        backbone.query_values([prompts.query(query).ids], prefixes, read.__setitem__)
+        backbone.query_values([[prompts.query(query).ids]], prefixes, read.__setitem__)
         runs.append(read)
     assert all(torch.equal(runs[0][layer], runs[-1][layer]) for layer in runs[0])
-    after = (*prefixes.keys, *prefixes.values)
+    after = [tensor[:, :, prefixes.room :] for tensor in (*prefixes.keys, *prefixes.values)]
     assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
 
 
@@ -318,15 +314,15 @@ def test_gradients_through_both_phases_equal_those_of_whole_sequences(kind, tiny
 @torch.no_grad()
 def test_layers_after_the_last_one_read_never_run(last_layer, tiny_folder):
     model = AutoModel.from_pretrained(tiny_folder("qwen3")).eval()
-    backbone = Backbone(model, last_layer=last_layer)
+    backbone = open_backbone(model, last_layer=last_layer)
     ran = []
     for name, module in model.named_modules():
         module.register_forward_pre_hook(lambda _module, _inputs, name=name: ran.append(name))
-    prefixes = backbone.prefill([[1, 20, 30, 40]])
+    prefixes = backbone.prefill([(1, 20, 30, 40)], room=2)
     assert f"layers.{last_layer - 1}.self_attn.v_proj" in ran
     assert not [name for name in ran if name.startswith(f"layers.{last_layer}.")]
     ran.clear()
-    backbone.query_values([[50, 60]], prefixes, lambda layer, value: None)
+    backbone.query_values([[(50, 60)]], prefixes, lambda layer, value: None)
     assert f"layers.{last_layer}.self_attn.v_proj" in ran
     assert not {f"layers.{last_layer}.self_attn.o_proj", f"layers.{last_layer}.mlp", "norm"} & set(ran)
     assert not [name for name in ran if name.startswith(tuple(f"layers.{i}." for i in range(last_layer + 1, LAYERS)))]
@@ -334,7 +330,7 @@ def test_layers_after_the_last_one_read_never_run(last_layer, tiny_folder):
 
 @torch.no_grad()
 def test_reading_fewer_layers_gives_the_same_values_in_them(tiny_folder, ranker):
-    shallow = Backbone(AutoModel.from_pretrained(tiny_folder("qwen3")), last_layer=2)
+    shallow = open_backbone(AutoModel.from_pretrained(tiny_folder("qwen3")), last_layer=2)
     documents, query = [[1, 20, 30, 40], [1, 50]], [60, 70, 80]
     torch.testing.assert_close(
         values_of(shallow, documents, [query]), values_of(ranker.backbone, documents, [query])[:3]
@@ -344,7 +340,7 @@ def test_reading_fewer_layers_gives_the_same_values_in_them(tiny_folder, ranker)
 @pytest.mark.parametrize("layer", [0, LAYERS, LAYERS + 3, -1])
 def test_a_layer_that_cannot_be_read_is_refused(layer, tiny_folder):
     with pytest.raises(BackboneError, match=rf"Layer {layer} was asked for; .* has 1\.\.{LAYERS - 1}"):
-        Backbone(AutoModel.from_pretrained(tiny_folder("qwen3")), last_layer=layer)
+        open_backbone(AutoModel.from_pretrained(tiny_folder("qwen3")), last_layer=layer)
 
 
 def test_the_model_has_no_head_and_no_gradients(ranker):
@@ -368,7 +364,7 @@ def test_no_hook_stays_on_a_refused_model():
     torch.manual_seed(0)
     model = AutoModel.from_config(refused_configs()["deepseek_v3"])
     with pytest.raises(BackboneError):
-        Backbone(model)
+        open_backbone(model)
     assert not any(module._forward_hooks for module in model.modules())
 
 
@@ -380,7 +376,7 @@ def test_heads_causality_and_positions_are_found_out(kind, tiny_ranker):
     assert backbone.max_length == MAX_LENGTH - (kind == "roberta")
 
 
-@pytest.mark.parametrize("kind", ["llama", "opt", "gpt2", "bert", "roberta"])
+@pytest.mark.parametrize("kind", ["llama", "bert", "roberta"])
 def test_a_document_and_a_query_that_fill_every_position_run(kind, tiny_ranker):
     ranker = tiny_ranker(kind)
     long_query = "bridge " * 300
@@ -492,7 +488,7 @@ def test_a_model_whose_values_cannot_be_read_is_refused_with_advice(kind):
     torch.manual_seed(0)
     model = AutoModel.from_config(refused_configs()[kind])
     with pytest.raises(BackboneError, match=rf"{type(model).__name__}.* RSRank needs a decoder with"):
-        Backbone(model)
+        open_backbone(model)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -501,99 +497,11 @@ def test_whether_a_model_is_causal_is_found_out_in_every_dtype_and_with_weak_att
     torch.manual_seed(0)
     config = tiny_config(kind)
     config.initializer_range = 0.02
-    assert Backbone(AutoModel.from_config(config).to(dtype), last_layer=1).causal is causal
+    assert open_backbone(AutoModel.from_config(config).to(dtype), last_layer=1).causal is causal
 
 
-def packing_backbone(kind):
+@pytest.mark.parametrize("kind", ["gpt2", "opt"])
+def test_a_decoder_with_learned_positions_is_refused(kind):
     torch.manual_seed(0)
-    model = AutoModel.from_config(tiny_config(kind))
-    use_own_attention(model)
-    return Backbone(model)
-
-
-TOKENS = [list(range(5, 45)), [7, 8], [9, 10, 11], [11, 10, 9], list(range(60, 30, -1)), [5]]
-
-
-@pytest.mark.parametrize("kind", sorted({*DECODERS, *ENCODERS} - {"falcon", "gemma2"}))
-def test_documents_of_different_lengths_run_in_one_row_and_leave_the_same_behind(kind, monkeypatch):
-    backbone = packing_backbone(kind)
-    documents = [ids for ids in TOKENS if len(ids) <= WINDOW]
-    shapes = []
-    monkeypatch.setattr(
-        backbone, "run", lambda cache, ids, *rest: shapes.append(ids.shape) or Backbone.run(backbone, cache, ids, *rest)
-    )
-    with torch.inference_mode():
-        found = backbone.prefill(documents, room=3)
-        for row, ids in enumerate(documents):
-            assert torch.allclose(found.row(row), backbone.prefill([ids]).row(0), atol=1e-5)
-    assert shapes[0] == (1, sum(map(len, documents)))
-    assert found.keys[0].shape[2] == found.width + 3 == 33
-
-
-def test_a_row_longer_than_an_encoders_positions_holds_many_documents():
-    backbone = packing_backbone("bert")
-    documents = TOKENS * (MAX_LENGTH // 10)
-    assert sum(map(len, documents)) > 2 * MAX_LENGTH
-    with torch.inference_mode():
-        found = backbone.prefill(documents)
-        assert torch.allclose(found.row(0), backbone.prefill([documents[0]]).row(0), atol=1e-5)
-
-
-@pytest.mark.parametrize(("longest", "rows"), [(WINDOW, 1), (WINDOW + 1, 2)])
-def test_documents_beyond_an_attention_window_are_padded(longest, rows, monkeypatch):
-    backbone = packing_backbone("mistral")
-    shapes = []
-    monkeypatch.setattr(
-        backbone, "run", lambda cache, ids, *rest: shapes.append(ids.shape) or Backbone.run(backbone, cache, ids, *rest)
-    )
-    documents = [[5 + i % 40 for i in range(longest)], [7, 8]]
-    with torch.inference_mode():
-        found = backbone.prefill(documents)
-        assert torch.allclose(found.row(0), backbone.prefill(documents[:1]).row(0), atol=1e-5)
-    assert shapes[0][0] == rows
-
-
-@pytest.mark.parametrize("kind", ["qwen3", "bert", "roberta"])
-@pytest.mark.parametrize("fault", ["wrong", "raises", "is absent"])
-def test_a_device_whose_packed_attention_fails_gets_padded_batches(fault, kind, monkeypatch):
-    def attend(self, query, key, value, scale):
-        if fault == "raises":
-            raise RuntimeError("FlashAttention only supports Ampere GPUs or newer.")
-        return (
-            torch.zeros_like(query.transpose(1, 2)) if fault == "wrong" else self._by_kernel(query, key, value, scale)
-        )
-
-    with torch.inference_mode():
-        expected = packing_backbone(kind).prefill(TOKENS)
-        monkeypatch.setattr("rsrank_rag.language_model.attention.Packing.attend", attend)
-        monkeypatch.setitem(sys.modules, "torch.nn.attention.varlen", None)  # as in torch before 2.10
-        backbone = packing_backbone(kind)
-        found = backbone.prefill(TOKENS)
-    assert not backbone.packs
-    assert all(torch.allclose(found.row(i), expected.row(i), atol=1e-5) for i in range(len(TOKENS)))
-
-
-@pytest.mark.parametrize(("positions", "rows"), [(1024, 1), (1025, 3)])
-def test_an_encoder_with_a_large_table_of_positions_packs_no_more_tokens_than_it_has(positions, rows, monkeypatch):
-    config = tiny_config("bert")
-    config.max_position_embeddings = positions
-    model = AutoModel.from_config(config)
-    use_own_attention(model)
-    backbone, shapes = Backbone(model), []
-    assert backbone.packs
-    monkeypatch.setattr(
-        backbone, "run", lambda cache, ids, *rest: shapes.append(ids.shape) or Backbone.run(backbone, cache, ids, *rest)
-    )
-    with torch.inference_mode():
-        backbone.prefill([[5] * 800, [6] * 500, [7] * 30])
-        backbone.prefill([[5] * 300, [6] * 100])
-    assert [shape[0] for shape in shapes] == [rows, 1]
-
-
-def test_a_model_whose_attention_is_set_anew_gets_padded_batches():
-    backbone = packing_backbone("qwen3")
-    with torch.inference_mode():
-        expected = backbone.prefill(TOKENS)
-        backbone.model.set_attn_implementation("sdpa")
-        found = backbone.prefill(TOKENS)
-    assert all(torch.allclose(found.row(i), expected.row(i), atol=1e-5) for i in range(len(TOKENS)))
+    with pytest.raises(BackboneError, match=r"adds positions to its embeddings.*needs rotary positions"):
+        open_backbone(AutoModel.from_config(tiny_config(kind)))

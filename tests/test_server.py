@@ -812,8 +812,8 @@ def test_the_loader_loads_systems_and_refuses_those_that_need_labels(ranker, tmp
     assert type(Loader(ModelSource("bm25"))()).__name__ == "BM25"
     ranker.save_pretrained(tmp_path)
     with pytest.raises(InputError, match="needs labels"):
-        Loader(ModelSource(f"oracle:{tmp_path}", load=CPU))()
-    loaded = Loader(ModelSource(str(tmp_path), load=CPU, prefix_cache=False))()
+        Loader(ModelSource(f"oracle:{tmp_path}", load=LoadOptions(device="cpu")))()
+    loaded = Loader(ModelSource(str(tmp_path), load=LoadOptions(device="cpu"), prefix_cache=False))()
     assert isinstance(loaded, RSRank)
     assert loaded.reader.store is None
 
@@ -840,8 +840,9 @@ def test_what_cannot_be_served_is_said_in_one_line(arguments, says):
 @pytest.mark.slow
 def test_the_models_process_logs_as_the_service_does():
     code = (
-        "import logging, warnings\nfrom rsrank_rag.cli.service import Loader\n"
-        "from rsrank_rag.language_model.options import ModelSource\nLoader(ModelSource('bm25'), log_level='INFO')()\n"
+        "import logging, warnings; from rsrank_rag.cli.service import Loader\n"
+        "from rsrank_rag.language_model.options import ModelSource\n"
+        "Loader(ModelSource('bm25'), log_level='INFO')()\n"
         "logging.getLogger('rsrank_rag.method.batching').info('one')\n"
         "logging.getLogger('transformers.models').warning('two')\n"
         "logging.getLogger('urllib3').info('too much'); warnings.warn('three')\n"

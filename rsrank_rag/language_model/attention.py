@@ -15,7 +15,6 @@ from torch import Tensor
 from torch.nn.functional import pad, scaled_dot_product_attention
 
 from .log_filters import importing_torchao
-from .packing import attend_packed, is_packed
 
 with importing_torchao():
     from transformers import AttentionInterface, AttentionMaskInterface
@@ -50,10 +49,6 @@ def attend(
         (N, T, H * G, D), and None for the attention weights.
     """
     special = any(options.get(name) is not None for name in SPECIAL)
-    if is_packed():
-        if special:
-            raise ValueError(f"attention with one of {', '.join(SPECIAL)} cannot be packed")
-        return attend_packed(query, key, value, options.get("scaling")), None
     if attention_mask is not None and attention_mask.shape[-1] != key.shape[2]:
         nothing = False if attention_mask.dtype == torch.bool else torch.finfo(attention_mask.dtype).min
         attention_mask = pad(attention_mask, (0, key.shape[2] - attention_mask.shape[-1]), value=nothing)
@@ -70,15 +65,9 @@ def attend(
     return out.reshape(rows, heads, count, -1).transpose(1, 2).contiguous(), None
 
 
-def _mask(*args: Any, **kwargs: Any) -> Tensor | None:
-    """What a model makes of its inputs: SDPA's mask, or none for a packed row (it would have C x C entries)."""
-    mask: Tensor | None = None if is_packed() else sdpa_mask(*args, **kwargs)
-    return mask
-
-
 def use_own_attention(model: PreTrainedModel) -> None:
     """Let a model that attends by SDPA do it this way; leave every other as it is."""
     if model.config.get_text_config()._attn_implementation == "sdpa" and model._supports_attention_backend:
         AttentionInterface.register(NAME, attend)
-        AttentionMaskInterface.register(NAME, _mask)
+        AttentionMaskInterface.register(NAME, sdpa_mask)
         model.set_attn_implementation(NAME)

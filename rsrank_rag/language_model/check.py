@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -15,13 +14,10 @@ from ..method.backbone import ADVICE, Backbone, Findings
 from ..method.batching import is_out_of_memory
 from ..method.probe import LastLayerReached, Probe
 from .attention import NAME
-from .packing import LARGEST_TABLE, RowPacker
 from .weights import bits_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
-
-logger = logging.getLogger(__name__)
 
 IDS, CUT, SAMPLE = 9, 6, 64
 """Tokens of the trial, how many of them play the document, and value entries kept as a fingerprint."""
@@ -81,7 +77,6 @@ def open_backbone(model: PreTrainedModel, last_layer: int | None = None, *, num_
         raise BackboneError(
             f"{core.name} failed on a trial run with a KV cache ({type(error).__name__}: {error}). {ADVICE}"
         ) from error
-    core.packer = _packer(core)
     return core
 
 
@@ -167,46 +162,6 @@ def _steady_tokens(core: Backbone) -> int:
                 steady = max(steady, count + 16)
                 break
     return steady if steady <= MOST_STEADY else 1
-
-
-def _packer(core: Backbone) -> RowPacker | None:
-    """What runs documents in one row, where a device has a kernel for it: on a CPU it saves no time."""
-    half = core.dtype in (torch.bfloat16, torch.float16)
-    if core.config._attn_implementation != NAME or core.device.type != "cuda" or not half:
-        return None
-    try:
-        packer = packer_for(core)
-        return packer if packed_alike(core, packer) else None
-    except (BackboneError, *RUN_ERRORS) as error:
-        logger.info("%s runs documents with padding: %s", core.name, error)
-        return None
-
-
-def packer_for(core: Backbone) -> RowPacker:
-    """A packer within the limits of a model's positions and attention windows."""
-    table = not core.causal and core.max_length > LARGEST_TABLE
-    return RowPacker(
-        core.model, causal=core.causal, most=core.max_length if table else None, longest=core.shortest_window
-    )
-
-
-@torch.no_grad()
-def packed_alike(core: Backbone, packer: RowPacker) -> bool:
-    """Whether documents leave the same behind in one row as they do in a padded batch: kernels differ by device."""
-    ids = _tokens(core)
-    documents = [tuple(ids[:CUT]), tuple(ids[::-1]), tuple(ids[:4]), tuple(ids[:4])]
-    if packer.most is None and not core.causal:
-        # Such models have a table of positions: the row has to be longer than that.
-        documents.append(tuple((ids * core.max_length)[: core.max_length]))
-    padded, packed = (
-        Backbone(core.model, core.findings, last_layer=core.last_layer, num_layers=core.num_layers, packer=chosen)
-        for chosen in (None, packer)
-    )
-    return all(
-        _distance(found, expected) <= _near(core)
-        for row in range(len(documents))
-        for found, expected in [(packed.prefill(documents).row(row), padded.prefill(documents).row(row))]
-    )
 
 
 def _check_attention_kinds(core: Backbone) -> None:

@@ -12,10 +12,9 @@ Axes: N rows, H KV heads, S prefix positions, R positions of room, T query token
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -34,16 +33,6 @@ ADVICE = (
     "RSRank needs a decoder with an ordinary per-layer KV cache and rotary positions (Qwen2/3, Llama, Mistral, Gemma "
     "1-3, SmolLM3, OLMo, Phi, ...) or a BERT-like encoder; hybrid, linear-attention, ALiBi and MLA models do not work."
 )
-
-
-class Packer(Protocol):
-    """Runs documents of different lengths in one row, without padding between them."""
-
-    def worth(self, lengths: Sequence[int]) -> bool:
-        """Whether documents of these lengths are better run so."""
-
-    def running(self, lengths: Sequence[int]) -> AbstractContextManager[None]:
-        """While this lasts, each document of the row attends to itself only."""
 
 
 @dataclass(frozen=True)
@@ -77,7 +66,6 @@ class Backbone:
         last_layer: The last layer whose value vectors are read (counted from 0); later ones never run, and need not
             be loaded.
         num_layers: Layers of the checkpoint, of which the model may hold only the first ones.
-        packer: Runs documents without padding; None pads them.
 
     Attributes:
         fewest_tokens: A run is filled up to so many, see `Findings.steady`.
@@ -90,9 +78,8 @@ class Backbone:
         *,
         last_layer: int,
         num_layers: int,
-        packer: Packer | None = None,
     ) -> None:
-        self.model, self.findings, self.packer = model, findings, packer
+        self.model, self.findings = model, findings
         self.fewest_tokens = findings.steady if findings.steady <= CHEAP else 1
         self.config = model.config.get_text_config()
         self.last_layer, self.num_layers = last_layer, num_layers
@@ -144,8 +131,6 @@ class Backbone:
             Keys and values of the layers below ``last_layer``; the last one's are never attended to.
         """
         lengths = [len(ids) for ids in documents]
-        if self.packer is not None and self.packer.worth(lengths):
-            return self._prefill_packed(self.packer, documents, room, behind)
         width, longest = self._width(len(documents), max(lengths)), max(lengths)
         columns = torch.arange(width, device=self.device).clamp(max=longest - 1)
         # A single token's causal mask is none at all: it would see the keys that fill the lanes.
@@ -156,25 +141,6 @@ class Backbone:
             mask = self.mask((keys < self._column(lengths))[:, None].expand(-1, width, -1))
         recorder = Recorder(self.last_layer - 1, longest, room, behind, aligned=aligned)
         self.run(recorder, self._padded(documents, width), mask, columns.expand(len(documents), -1))
-        return recorder.prefixes(lengths)
-
-    def _prefill_packed(
-        self, packer: Packer, documents: Sequence[Ids], room: int, behind: Sequence[Tensor]
-    ) -> Prefixes:
-        """The same, with all documents one behind another in a single row."""
-        lengths = [len(ids) for ids in documents]
-        ids = torch.tensor([[i for document in documents for i in document]], device=self.device)
-        owner = torch.repeat_interleave(torch.arange(len(lengths)), torch.tensor(lengths)).to(self.device)
-        within = torch.cat([torch.arange(length) for length in lengths]).to(self.device)
-
-        def spread(states: Tensor) -> Tensor:
-            rows = states.new_zeros(len(lengths), states.shape[1], max(lengths), states.shape[3])
-            rows[owner, :, within] = states[0].transpose(0, 1)
-            return rows
-
-        recorder = Recorder(self.last_layer - 1, max(lengths), room, behind, spread=spread)
-        with packer.running(lengths):
-            self.run(recorder, ids, None, within[None])
         return recorder.prefixes(lengths)
 
     def query_values(
@@ -246,11 +212,6 @@ class Backbone:
         """
         windows = [window for window in self._windows[:layer] if window is not None]
         return sum(window - 1 for window in windows) if self.causal and len(windows) == layer else None
-
-    @property
-    def shortest_window(self) -> int:
-        """The fewest positions that any layer sees."""
-        return min((window for window in self._windows if window is not None), default=2**31)
 
     def _column(self, lengths: Sequence[int]) -> Tensor:
         return torch.tensor(lengths, device=self.device)[:, None]

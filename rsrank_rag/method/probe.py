@@ -143,8 +143,6 @@ class Recorder(Probe):
         behind: Prefixes to add below the documents' rows, none of them longer: those without a document, each
             (2, L, H, its length, D).
         aligned: Whether attention is given whole `LANES`.
-        spread: Turns one row's states (1, H, tokens of all documents, D) into a row a document; None if there is no
-            such row.
     """
 
     def __init__(
@@ -155,11 +153,9 @@ class Recorder(Probe):
         behind: Sequence[Tensor] = (),
         *,
         aligned: bool = False,
-        spread: Callable[[Tensor], Tensor] | None = None,
     ) -> None:
         super().__init__(stop)
-        self.longest, self.room, self.behind = longest, whole_lanes(room), behind
-        self.aligned, self.spread = aligned, spread
+        self.longest, self.room, self.behind, self.aligned = longest, whole_lanes(room), behind, aligned
         self.keys: list[Tensor] = []
         self.values: list[Tensor] = []
 
@@ -178,7 +174,6 @@ class Recorder(Probe):
         return kept[0][:rows, :, self.room :], kept[1][:rows, :, self.room :]
 
     def _kept(self, states: Tensor, part: int, layer: int) -> Tensor:
-        states = states if self.spread is None else self.spread(states)
         rows, heads, _, dim = states.shape
         start, end = self.room, self.room + self.longest
         kept = states.new_empty(rows + len(self.behind), heads, start + whole_lanes(self.longest), dim)
