@@ -275,11 +275,15 @@ def test_the_callers_tokenizer_keeps_its_padding_and_truncation():
 
 
 def test_fingerprint_tells_tokenizers_apart_and_is_stable():
-    assert tokenizer_fingerprint(prompts().tokenizer) == tokenizer_fingerprint(prompts(CHAT, tokenizer=byte_level_tokenizer()).tokenizer)
+    assert tokenizer_fingerprint(prompts().tokenizer) == tokenizer_fingerprint(
+        prompts(CHAT, tokenizer=byte_level_tokenizer()).tokenizer
+    )
     bigger = byte_level_tokenizer()
     bigger.add_tokens(["zyx"])
     assert tokenizer_fingerprint(prompts(tokenizer=bigger).tokenizer) != tokenizer_fingerprint(prompts().tokenizer)
-    assert tokenizer_fingerprint(prompts(tokenizer=word_piece_tokenizer()).tokenizer) != tokenizer_fingerprint(prompts().tokenizer)
+    assert tokenizer_fingerprint(prompts(tokenizer=word_piece_tokenizer()).tokenizer) != tokenizer_fingerprint(
+        prompts().tokenizer
+    )
 
 
 def test_fingerprint_survives_saving_and_loading(tmp_path):
