@@ -21,7 +21,7 @@ import torch
 
 from rsrank_rag import RSRank
 from rsrank_rag.language_model.attention import NAME
-from rsrank_rag.method.batching import Ids, run_batches
+from rsrank_rag.method.batching import Batches, Ids
 
 from .timing import Measured, System, machine, matmul_ceiling, measure
 from .workload import (
@@ -155,7 +155,10 @@ def paper_table(ranker: RSRank, turns: int) -> list[dict[str, Any]]:
 
         if alone:
             batch([ranker.prompts.null_prefix])
-        run_batches(prefixes, batch, budget=ranker.token_budget, extra=count)
+        batches = Batches(prefixes, ranker.token_budget, extra=count)
+        for some in batches:
+            with batches.attempt():
+                batch(some)
 
     kept = RSRank(core, ranker.prompts, ranker.projection, ranker.config, prefix_cache=10**11)
     found = measure(

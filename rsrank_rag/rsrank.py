@@ -6,16 +6,16 @@ import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import NoReturn
 
 import torch
 from tqdm.auto import tqdm
 
 from .artifact import hub
-from .artifact.config import INSIDE, RSRankConfig, TrainingRecord
-from .artifact.identity import check_after_run, check_before_run, describe, prefix_identity
-from .errors import ArtifactError, InputError, ScoringError
-from .language_model.check import open_backbone
-from .language_model.loading import load_model
+from .artifact.config import RSRankConfig, TrainingRecord
+from .artifact.identity import prefix_identity
+from .artifact.opening import Artifact, new_artifact, open_artifact, save_artifact
+from .errors import InputError, ScoringError
 from .language_model.options import LoadOptions, ModelSource
 from .method.backbone import Backbone
 from .method.batching import Batches, DoesNotFitError, Ids, token_budget_for
@@ -25,7 +25,7 @@ from .method.projection import Projection
 from .method.scoring import Row, ShiftReader, score_parts, score_rows
 from .method.template import PromptTokenizer, Template, TokenisedDocument, TokenisedQuery
 from .prefixes.settings import Choice
-from .prefixes.store import PrefixStore, store_for
+from .prefixes.store import PrefixStore, disk_of, store_for
 from .reranker import BLANK_SCORE, Pair, Reranker, Scored, as_list
 
 ALIKE_KEPT = 0.4
@@ -147,36 +147,8 @@ class RSRank(Reranker):
     @classmethod
     def from_source(cls, source: ModelSource) -> RSRank:
         """As `from_pretrained`, from one object that holds all of its arguments."""
-        load = source.load
-        folder = hub.resolve(
-            source.name,
-            revision=source.revision,
-            local_files_only=load.local_files_only,
-            token=load.token,
-            cache_dir=load.cache_dir,
-        )
-        config = hub.read_config(folder)
-        projection = Projection(hub.read_projection(folder, config), config.layers)
-        inside = config.backbone.name == INSIDE
-        model = source.backbone or (folder / config.backbone.name if inside else config.backbone.name)
-        pinned = config.backbone.revision if source.backbone is None and not inside else None
-        last_layer = config.layers[-1]
-        loaded = load_model(model, revision=pinned, options=load, last_layer=last_layer)
-        check_before_run(loaded, config.backbone, str(model))
-        core = open_backbone(loaded.model, last_layer, num_layers=loaded.num_layers)
-        check_after_run(core, config.backbone, str(model))
-        limits = (core.max_length, config.max_length, source.max_length)
-        prompts = PromptTokenizer(
-            loaded.tokenizer,
-            config.template,
-            max_length=min(limit for limit in limits if limit is not None),
-            shared_positions=core.causal,
-        )
         return cls(
-            core,
-            prompts,
-            projection,
-            config,
+            *open_artifact(source),
             token_budget=source.token_budget,
             prefix_cache=source.prefix_cache,
             deterministic=source.deterministic,
@@ -209,25 +181,9 @@ class RSRank(Reranker):
             BackboneError: The model cannot be loaded or read.
             ArtifactError: B's shape does not fit it.
         """
-        last_layer = projection.layers[-1]
-        loaded = load_model(name, revision=revision, options=options or LoadOptions(), last_layer=last_layer)
-        core = open_backbone(loaded.model, last_layer, num_layers=loaded.num_layers)
-        prompts = PromptTokenizer(
-            loaded.tokenizer, template or Template(), max_length=core.max_length, shared_positions=core.causal
-        )
-        config = RSRankConfig(
-            backbone=describe(core, prompts, str(name), revision),
-            layers=projection.layers,
-            projection_dim=projection.weight.shape[2],
-            template=prompts.template,
-            training=training or TrainingRecord(),
-            license=license,
-        )
-        if tuple(projection.weight.shape) != config.shape:
-            raise ArtifactError(
-                f"B has shape {tuple(projection.weight.shape)}, but {core.name} needs (L, H, P, D) = {config.shape}."
-            )
-        return cls(core, prompts, projection, config)
+        record = training or TrainingRecord()
+        chosen = ModelSource(str(name), revision, options or LoadOptions())
+        return cls(*new_artifact(chosen, projection, template or Template(), record, license))
 
     def save_pretrained(self, folder: str | Path, *, include_backbone: bool = False) -> None:
         """Write the artifact: config.json, projection.safetensors and a model card.
@@ -238,14 +194,8 @@ class RSRank(Reranker):
                 Always so for an artifact that came with its own model. Layers after the last one that B reads are not
                 loaded and so not written: the folder holds a language model with fewer layers, and says so.
         """
-        path, config = Path(folder), self.config
-        if include_backbone or config.backbone.name == INSIDE:
-            inside = {"name": INSIDE, "revision": None, "num_layers": self.backbone.loaded_layers}
-            spec = config.backbone.model_copy(update=inside)
-            config = config.model_copy(update={"backbone": spec})
-            self.backbone.model.save_pretrained(path / INSIDE)
-            self.prompts.tokenizer.save_pretrained(path / INSIDE)
-        hub.write_artifact(path, config, self.projection.weight, hub.model_card(config))
+        parts = Artifact(self.backbone, self.prompts, self.projection, self.config)
+        save_artifact(Path(folder), parts, include_backbone=include_backbone)
 
     def push_to_hub(
         self,
@@ -273,22 +223,12 @@ class RSRank(Reranker):
         Raises:
             ArtifactError: The Hub refused, or the artifact names a language model that only this machine has.
         """
-        source = self.config.backbone.name
-        if not include_backbone and source != INSIDE and not hub.is_hub_id(source):
-            raise ArtifactError(
-                f"The artifact's language model is the local folder {source!r}, which nobody else could load. Make "
-                "the artifact with the model's Hub id, or pass include_backbone=True to upload the model with it."
-            )
+        hub.check_shareable(self.config, include_backbone=include_backbone)
         with TemporaryDirectory() as folder:
             self.save_pretrained(folder, include_backbone=include_backbone)
             return hub.push(
                 Path(folder), repo_id, private=private, revision=revision, token=token, message=commit_message
             )
-
-    def index_size(self, documents: Sequence[str]) -> tuple[int, int]:
-        """How many distinct documents `index` would read, and the bytes of disk that their prefixes take."""
-        waiting, store = self._unindexed(documents)
-        return len(waiting), store.disk_bytes(waiting)
 
     def index(self, documents: Sequence[str], *, show_progress: bool = False) -> int:
         """Read documents ahead of time, so that later calls find their prefixes on disk. It can be interrupted.
@@ -305,11 +245,11 @@ class RSRank(Reranker):
                 may hold, or something is not text.
             ScoringError: A document does not fit into memory even alone.
         """
-        waiting, store = self._unindexed(documents)
-        with tqdm(total=len(waiting), disable=not show_progress, unit="doc", desc="reading") as bar:
+        waiting, store = self._unindexed(documents), disk_of(self.store)
+        with _progress(len(waiting), show_progress, "reading") as bar, store.writing(waiting):
+            batches = Batches(waiting, self.token_budget)
             try:
-                with torch.inference_mode(), store.writing(waiting):
-                    batches = Batches(waiting, self.token_budget)
+                with torch.inference_mode():
                     for batch in batches:
                         with batches.attempt():
                             store.write(batch, self.backbone.prefill)
@@ -318,15 +258,18 @@ class RSRank(Reranker):
                 raise _too_large(error.ids, waiting[error.ids]) from None
         return len(waiting)
 
-    def _unindexed(self, documents: Sequence[str]) -> tuple[dict[Ids, int], PrefixStore]:
+    def index_size(self, documents: Sequence[str]) -> tuple[int, int]:
+        """How many distinct documents `index` would read, and the bytes of disk that their prefixes take."""
+        waiting = self._unindexed(documents)
+        return len(waiting), disk_of(self.store).disk_bytes(waiting)
+
+    def _unindexed(self, documents: Sequence[str]) -> dict[Ids, int]:
         """Documents that are not on disk, and where each first stands."""
-        if self.store is None or not self.store.has_disk:
-            raise InputError("There is no folder to keep prefixes in. Load the model with prefix_cache=FOLDER.")
-        first: dict[Ids, int] = {}
+        store, first = disk_of(self.store), dict[Ids, int]()
         for position, prompt in enumerate(self.prompts.documents(as_list(documents), 0)):
-            if not prompt.empty and not self.store.is_on_disk(prompt.ids):
+            if not prompt.empty and not store.is_on_disk(prompt.ids):
                 first.setdefault(prompt.ids, position)
-        return first, self.store
+        return first
 
     def stats(self) -> dict[str, int]:
         """Batches halved because memory ran out (``memory_retries``).
@@ -437,7 +380,7 @@ class RSRank(Reranker):
         def name(place: int) -> str:
             return f"Document {place}" if names is None else names[place]
 
-        with tqdm(total=len(places), disable=not show_progress, unit="doc", desc="scoring") as bar:
+        with _progress(len(places), show_progress, "scoring") as bar:
             for batches in self._batches(list(places)):
                 try:
                     for batch in batches:
@@ -510,6 +453,10 @@ class RSRank(Reranker):
             parts=tuple(tuple(row) for row in parts.sum(-1).tolist()),
             head_parts=tuple(tuple(tuple(heads) for heads in row) for row in parts.tolist()),
         )
+
+
+def _progress(total: int, show: bool, what: str) -> tqdm[NoReturn]:
+    return tqdm(total=total, disable=not show, unit="doc", desc=what)
 
 
 def _finite(score: float, place: int, name: str = "The document") -> float:

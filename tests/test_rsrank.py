@@ -20,7 +20,7 @@ from transformers import AutoModel
 from rsrank_rag import Explanation, Projection, RSRank
 from rsrank_rag.errors import BackboneError, InputError, MissingDependencyError, ScoringError
 from rsrank_rag.language_model.options import LoadOptions
-from rsrank_rag.method.batching import TOKEN_BUDGET, run_batches
+from rsrank_rag.method.batching import TOKEN_BUDGET, Batches
 from rsrank_rag.reranker import BLANK_SCORE, Pair
 
 EXACT = 1e-4  # fp32: rounding alone
@@ -776,12 +776,10 @@ def test_an_explanation_of_many_layers_fits_a_terminal():
 
 
 def batches_of(lengths, budget):
-    found = []
-    run_batches(
-        [tuple(range(length)) for length in lengths],
-        lambda batch: found.append([len(ids) for ids in batch]),
-        budget=budget,
-    )
+    found, batches = [], Batches([tuple(range(length)) for length in lengths], budget)
+    for batch in batches:
+        with batches.attempt():
+            found.append([len(ids) for ids in batch])
     return found
 
 

@@ -9,6 +9,7 @@ from transformers.models.ctrl.tokenization_ctrl import CTRLTokenizer
 
 from rsrank_rag import Template
 from rsrank_rag.errors import BackboneError, InputError, RSRankError
+from rsrank_rag.artifact.identity import tokenizer_fingerprint
 from rsrank_rag.method.template import QUERY_RESERVE, PromptTokenizer, clean
 
 TOKENIZER = byte_level_tokenizer()
@@ -274,14 +275,18 @@ def test_the_callers_tokenizer_keeps_its_padding_and_truncation():
 
 
 def test_fingerprint_tells_tokenizers_apart_and_is_stable():
-    assert prompts().fingerprint == prompts(CHAT, tokenizer=byte_level_tokenizer()).fingerprint
+    assert tokenizer_fingerprint(prompts().tokenizer) == tokenizer_fingerprint(
+        prompts(CHAT, tokenizer=byte_level_tokenizer()).tokenizer
+    )
     bigger = byte_level_tokenizer()
     bigger.add_tokens(["zyx"])
-    assert prompts(tokenizer=bigger).fingerprint != prompts().fingerprint
-    assert prompts(tokenizer=word_piece_tokenizer()).fingerprint != prompts().fingerprint
+    assert tokenizer_fingerprint(prompts(tokenizer=bigger).tokenizer) != tokenizer_fingerprint(prompts().tokenizer)
+    assert tokenizer_fingerprint(prompts(tokenizer=word_piece_tokenizer()).tokenizer) != tokenizer_fingerprint(
+        prompts().tokenizer
+    )
 
 
 def test_fingerprint_survives_saving_and_loading(tmp_path):
     TOKENIZER.save_pretrained(tmp_path)
     loaded = PreTrainedTokenizerFast.from_pretrained(tmp_path)
-    assert prompts(tokenizer=loaded).fingerprint == prompts().fingerprint
+    assert tokenizer_fingerprint(prompts(tokenizer=loaded).tokenizer) == tokenizer_fingerprint(prompts().tokenizer)

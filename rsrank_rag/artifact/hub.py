@@ -20,7 +20,7 @@ from safetensors.torch import save
 
 from ..errors import ArtifactError
 from ..language_model.hub_errors import HUB_ERRORS
-from .config import Histogram, RSRankConfig, content_digest
+from .config import INSIDE, Histogram, RSRankConfig, content_digest
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -183,6 +183,20 @@ def write_artifact(folder: Path, config: RSRankConfig, weight: Tensor, card: str
     # Not save_file: it makes files that only their owner can read.
     (folder / PROJECTION).write_bytes(save(tensors, metadata={"sha256": json.dumps(digests)}))
     (folder / CARD).write_text(card, encoding="utf-8")
+
+
+def check_shareable(config: RSRankConfig, *, include_backbone: bool) -> None:
+    """Refuse to publish what nobody else could load.
+
+    Raises:
+        ArtifactError: The language model lies in a folder of this machine.
+    """
+    source = config.backbone.name
+    if not include_backbone and source != INSIDE and not is_hub_id(source):
+        raise ArtifactError(
+            f"The artifact's language model is the local folder {source!r}, which nobody else could load. Make "
+            "the artifact with the model's Hub id, or pass include_backbone=True to upload the model with it."
+        )
 
 
 def push(

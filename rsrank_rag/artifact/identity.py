@@ -2,21 +2,39 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from ..errors import ArtifactError
 from ..language_model.loading import LoadedModel
 from ..language_model.weights import bits_of, fingerprint
 from ..method.backbone import Backbone
-from ..method.template import PromptTokenizer, tokenizer_fingerprint
+from ..method.template import PromptTokenizer, private_copy
 from .config import BackboneSpec, RSRankConfig
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 TOLERANCE = {16: 0.1, 8: 0.3, 4: 0.7}
 """How far value vectors may lie from the recorded ones, by the weights' bits (16 or more count as 16).
 
 Other weights of the same shape differ by about the square root of 2.
 """
+
+_PROBE = "Who wrote it, and when? 1984 naïve façade — 東京 Привет 😀\n\tdef f(x): return x**2 <s>[MASK]"
+
+
+def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
+    """Short hash of how a tokenizer splits a fixed multilingual string, and of its vocabulary's size.
+
+    Raises:
+        BackboneError: Not a fast tokenizer.
+    """
+    copy = private_copy(tokenizer, special_tokens=False)
+    ids = [copy.get_vocab_size(), *copy.encode(_PROBE, add_special_tokens=False).ids]
+    return hashlib.sha256(repr(ids).encode()).hexdigest()[:16]
 
 
 def describe(core: Backbone, prompts: PromptTokenizer, name: str, revision: str | None) -> BackboneSpec:
@@ -28,7 +46,7 @@ def describe(core: Backbone, prompts: PromptTokenizer, name: str, revision: str 
         num_layers=core.num_layers,
         num_heads=core.num_heads,
         head_dim=core.head_dim,
-        tokenizer=prompts.fingerprint,
+        tokenizer=tokenizer_fingerprint(prompts.tokenizer),
         values=core.findings.sample,
     )
 

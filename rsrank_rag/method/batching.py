@@ -5,14 +5,11 @@ from __future__ import annotations
 import gc
 import logging
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
+from collections.abc import Iterable, Iterator, Sized
 from contextlib import contextmanager
 from typing import Any, Generic, TypeVar
 
 import torch
-from torch import Tensor
-
-from ..errors import ScoringError
 
 logger = logging.getLogger(__name__)
 
@@ -105,19 +102,6 @@ class Batches(Generic[Item]):
             del self.waiting[-self._size :]
 
 
-def run_batches(sequences: Sequence[Item], run: Callable[[list[Item]], object], *, budget: int) -> int:
-    """Hand all sequences to ``run``, as `Batches` cuts them. Gives the budget that fitted.
-
-    Raises:
-        DoesNotFitError: One sequence alone runs out of memory.
-    """
-    batches = Batches(sequences, budget)
-    for batch in batches:
-        with batches.attempt():
-            run(batch)
-    return batches.budget
-
-
 def token_budget_for(device: torch.device) -> int:
     """Padded tokens of one batch that suit a device."""
     return TOKEN_BUDGET.get(device.type, 2048)
@@ -129,44 +113,3 @@ def is_out_of_memory(error: BaseException) -> bool:
         return True
     signs = ("can't allocate memory", "not enough memory", "out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
     return isinstance(error, RuntimeError) and any(sign in str(error) for sign in signs)
-
-
-def compute_each(
-    sequences: Sequence[Ids], compute: Callable[[list[Ids]], Tensor], *, budget: int
-) -> tuple[list[Tensor], int]:
-    """What a model gives for each sequence, computed in batches; equal sequences are computed once.
-
-    Args:
-        sequences: Token ids.
-        compute: One batch of N sequences -> (N, ...).
-        budget: As in `run_batches`.
-
-    Returns:
-        One result a sequence, in input order, and the budget that fitted.
-
-    Raises:
-        ScoringError: A sequence does not fit into memory even alone; its position is given.
-    """
-    found: dict[Ids, Tensor] = {}
-
-    def run(batch: list[Ids]) -> None:
-        found.update(zip(batch, compute(batch), strict=True))
-
-    try:
-        budget = run_batches(list(dict.fromkeys(sequences)), run, budget=budget)
-    except DoesNotFitError as error:
-        index = sequences.index(error.ids)
-        raise ScoringError(
-            f"Document {index} ({len(error.ids)} tokens with the prompt) does not fit into memory even by itself. Pass "
-            "a smaller max_length, or load the model in 8-bit or on another device.",
-            index,
-        ) from None
-    return [found[ids] for ids in sequences], budget
-
-
-def pad_right(batch: Sequence[Ids], padding: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Token ids (N, T) and their mask (N, T). Padding on the right leaves the positions of real tokens alone."""
-    longest = max(map(len, batch))
-    ids = torch.tensor([[*row, *[padding] * (longest - len(row))] for row in batch], device=device)
-    mask = torch.tensor([[1] * len(row) + [0] * (longest - len(row)) for row in batch], device=device)
-    return ids, mask

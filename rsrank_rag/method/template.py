@@ -7,7 +7,6 @@ token of a sequence is an attention sink with abnormal values, which cancels onl
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
@@ -22,8 +21,6 @@ if TYPE_CHECKING:
 
 QUERY_RESERVE = 512
 """Positions kept free for the query, so that where a document is cut does not depend on the query."""
-
-_PROBE = "Who wrote it, and when? 1984 naïve façade — 東京 Привет 😀\n\tdef f(x): return x**2 <s>[MASK]"
 
 
 class Template(BaseModel):
@@ -105,17 +102,6 @@ def private_copy(tokenizer: PreTrainedTokenizerBase, *, special_tokens: bool) ->
     return copy
 
 
-def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
-    """Short hash of how a tokenizer splits a fixed multilingual string, and of its vocabulary's size.
-
-    Raises:
-        BackboneError: Not a fast tokenizer.
-    """
-    copy = private_copy(tokenizer, special_tokens=False)
-    ids = [copy.get_vocab_size(), *copy.encode(_PROBE, add_special_tokens=False).ids]
-    return hashlib.sha256(repr(ids).encode()).hexdigest()[:16]
-
-
 class PromptTokenizer:
     """Tokenises the parts of a `Template` with private copies of a fast tokenizer.
 
@@ -189,11 +175,6 @@ class PromptTokenizer:
         if self.shared_positions:
             room -= max(query_length, min(QUERY_RESERVE, self.max_length // 4))
         return max(room, 1)
-
-    @property
-    def fingerprint(self) -> str:
-        """See `tokenizer_fingerprint`."""
-        return tokenizer_fingerprint(self.tokenizer)
 
     def text_of(self, ids: Sequence[int]) -> list[str]:
         """Readable text of each id."""

@@ -18,7 +18,8 @@ from ..errors import InputError, MissingDependencyError, ScoringError
 from ..evaluation import plots
 from ..evaluation.datasets import LabelledQuery
 from ..evaluation.report import Picture, short_names
-from ..method.batching import DoesNotFitError, Ids, run_batches
+from ..evaluation.systems.batched import run_batches
+from ..method.batching import DoesNotFitError, Ids
 from ..method.scoring import Row
 from ..method.shift import EPSILON
 from ..rsrank import RSRank

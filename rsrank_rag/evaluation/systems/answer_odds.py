@@ -16,9 +16,10 @@ import torch
 from torch import Tensor, nn
 
 from ...errors import BackboneError, InputError, ScoringError
-from ...method.batching import Ids, compute_each, pad_right, token_budget_for
+from ...method.batching import Ids, token_budget_for
 from ...method.template import clean, private_copy
 from ...reranker import Reranker, Scored, as_list
+from .batched import compute_each, pad_right
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase

@@ -30,9 +30,10 @@ from ...artifact.hub import is_folder
 from ...errors import BackboneError, InputError, MissingDependencyError
 from ...language_model.loading import LOAD_ERRORS, load_model
 from ...language_model.options import LoadOptions
-from ...method.batching import Ids, compute_each, pad_right, token_budget_for
+from ...method.batching import Ids, token_budget_for
 from ...method.template import clean, private_copy
 from ...reranker import Reranker, Scored, as_list
+from .batched import compute_each, pad_right
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

@@ -9,11 +9,12 @@ import torch
 from torch import Tensor
 
 from ...errors import ScoringError
-from ...method.batching import DoesNotFitError, Ids, run_batches
+from ...method.batching import DoesNotFitError, Ids
 from ...method.scoring import Row
 from ...method.shift import oracle_similarity
 from ...rsrank import RSRank
 from ..datasets import LabelledQuery
+from .batched import run_batches
 
 
 class OracleSimilarity:

@@ -1,0 +1,107 @@
+"""An artifact opened: config, B, language model and tokenizer, checked against one another; and written again."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import NamedTuple
+
+from ..errors import ArtifactError
+from ..language_model.check import open_backbone
+from ..language_model.loading import load_model
+from ..language_model.options import ModelSource
+from ..method.backbone import Backbone
+from ..method.projection import Projection
+from ..method.template import PromptTokenizer, Template
+from . import hub
+from .config import INSIDE, RSRankConfig, TrainingRecord
+from .identity import check_after_run, check_before_run, describe
+
+
+class Artifact(NamedTuple):
+    """What a reranker is made of."""
+
+    backbone: Backbone
+    prompts: PromptTokenizer
+    projection: Projection
+    config: RSRankConfig
+
+
+def open_artifact(source: ModelSource) -> Artifact:
+    """Load an artifact and the language model it belongs to.
+
+    Raises:
+        ArtifactError: The artifact is missing, damaged, or belongs to another model.
+        BackboneError: The language model cannot be loaded or read.
+    """
+    load = source.load
+    folder = hub.resolve(
+        source.name,
+        revision=source.revision,
+        local_files_only=load.local_files_only,
+        token=load.token,
+        cache_dir=load.cache_dir,
+    )
+    config = hub.read_config(folder)
+    projection = Projection(hub.read_projection(folder, config), config.layers)
+    inside = config.backbone.name == INSIDE
+    model = source.backbone or (folder / config.backbone.name if inside else config.backbone.name)
+    pinned = config.backbone.revision if source.backbone is None and not inside else None
+    last_layer = config.layers[-1]
+    loaded = load_model(model, revision=pinned, options=load, last_layer=last_layer)
+    check_before_run(loaded, config.backbone, str(model))
+    core = open_backbone(loaded.model, last_layer, num_layers=loaded.num_layers)
+    check_after_run(core, config.backbone, str(model))
+    limits = (core.max_length, config.max_length, source.max_length)
+    prompts = PromptTokenizer(
+        loaded.tokenizer,
+        config.template,
+        max_length=min(limit for limit in limits if limit is not None),
+        shared_positions=core.causal,
+    )
+    return Artifact(core, prompts, projection, config)
+
+
+def new_artifact(
+    source: ModelSource, projection: Projection, template: Template, training: TrainingRecord, license: str | None
+) -> Artifact:
+    """Join a language model and a B for it.
+
+    Args:
+        source: Of the language model.
+        projection: B.
+        template: Text around document and query.
+        training: Where B comes from.
+        license: SPDX-like identifier.
+
+    Raises:
+        BackboneError: The model cannot be loaded or read.
+        ArtifactError: B's shape does not fit it.
+    """
+    last_layer = projection.layers[-1]
+    loaded = load_model(source.name, revision=source.revision, options=source.load, last_layer=last_layer)
+    core = open_backbone(loaded.model, last_layer, num_layers=loaded.num_layers)
+    prompts = PromptTokenizer(loaded.tokenizer, template, max_length=core.max_length, shared_positions=core.causal)
+    config = RSRankConfig(
+        backbone=describe(core, prompts, source.name, source.revision),
+        layers=projection.layers,
+        projection_dim=projection.weight.shape[2],
+        template=template,
+        training=training,
+        license=license,
+    )
+    if tuple(projection.weight.shape) != config.shape:
+        raise ArtifactError(
+            f"B has shape {tuple(projection.weight.shape)}, but {core.name} needs (L, H, P, D) = {config.shape}."
+        )
+    return Artifact(core, prompts, projection, config)
+
+
+def save_artifact(folder: Path, artifact: Artifact, *, include_backbone: bool) -> None:
+    """Write config, B and model card, and the language model if it is wanted or came with them."""
+    config = artifact.config
+    if include_backbone or config.backbone.name == INSIDE:
+        inside = {"name": INSIDE, "revision": None, "num_layers": artifact.backbone.loaded_layers}
+        config = config.model_copy(update={"backbone": config.backbone.model_copy(update=inside)})
+        artifact.backbone.model.save_pretrained(folder / INSIDE)
+        artifact.prompts.tokenizer.save_pretrained(folder / INSIDE)
+    hub.write_artifact(folder, config, artifact.projection.weight, hub.model_card(config))
