@@ -114,7 +114,7 @@ def main() -> None:
         spec = spec_for(extractor, queries, plan, describe(core, words, "random", None))  # type: ignore[arg-type]
         store = FeatureStore.create(f"{folder}/features", spec, plan.bytes)
         started = time.perf_counter()
-        for _ in store.fill(lambda number: extractor.extract(queries[number])):
+        for _ in store.fill(lambda number, made=extractor: made.extract(queries[number])):
             pass
         seconds = time.perf_counter() - started
         figures: dict[str, object] = {
