@@ -18,7 +18,7 @@ from .artifact.opening import Artifact, new_artifact, open_artifact, save_artifa
 from .errors import InputError, ScoringError
 from .language_model.options import LoadOptions, ModelSource
 from .method.backbone import Backbone
-from .method.batching import Batches, DoesNotFitError, Ids, token_budget_for
+from .method.batching import Batches, DoesNotFitError, Ids, is_out_of_memory, token_budget_for
 from .method.explanation import Explanation
 from .method.probe import whole_lanes
 from .method.projection import Projection
@@ -137,12 +137,12 @@ class RSRank(Reranker):
             token=token,
             cache_dir=cache_dir,
             trust_remote_code=trust_remote_code,
+            deterministic=deterministic,
         )
         elsewhere = None if backbone is None else str(backbone)
-        source = ModelSource(
-            str(name), revision, load, elsewhere, max_length, token_budget, prefix_cache, deterministic
+        return cls.from_source(
+            ModelSource(str(name), revision, load, elsewhere, max_length, token_budget, prefix_cache)
         )
-        return cls.from_source(source)
 
     @classmethod
     def from_source(cls, source: ModelSource) -> RSRank:
@@ -151,7 +151,7 @@ class RSRank(Reranker):
             *open_artifact(source),
             token_budget=source.token_budget,
             prefix_cache=source.prefix_cache,
-            deterministic=source.deterministic,
+            deterministic=source.load.deterministic,
         )
 
     @classmethod
@@ -332,13 +332,16 @@ class RSRank(Reranker):
             self.prompts.documents(as_list(texts), len(query.ids))
             for query, texts in zip(tokens, documents, strict=True)
         ]
-        names = [
-            f"Document {place}{f' of query {row}' if row else ''}"
-            for row, prompts in enumerate(lists)
-            for place in range(len(prompts))
-        ]
         pairs = [(query, prompt) for query, prompts in zip(tokens, lists, strict=True) for prompt in prompts]
-        scores = iter(self._scored(pairs, names, show_progress=show_progress))
+        places = [(row, place) for row, prompts in enumerate(lists) for place in range(len(prompts))]
+        try:
+            scores = iter(self._scored(pairs, show_progress=show_progress))
+        except ScoringError as error:
+            row, place = places[error.index]
+            whose = f" of query {row}" if row else ""
+            raise ScoringError(
+                str(error).replace(f"Document {error.index}", f"Document {place}{whose}", 1), place
+            ) from None
         return [[next(scores).score for _ in prompts] for prompts in lists]
 
     @torch.inference_mode()
@@ -364,11 +367,7 @@ class RSRank(Reranker):
         return self._scored(tokenised)
 
     def _scored(
-        self,
-        pairs: Sequence[tuple[TokenisedQuery, TokenisedDocument]],
-        names: Sequence[str] | None = None,
-        *,
-        show_progress: bool = False,
+        self, pairs: Sequence[tuple[TokenisedQuery, TokenisedDocument]], *, show_progress: bool = False
     ) -> list[Scored]:
         """Scores of pairs, in order. Each distinct one is a row; a document that stands in several is read once."""
         places: dict[Row, list[int]] = {}
@@ -376,10 +375,6 @@ class RSRank(Reranker):
             if not document.empty:
                 places.setdefault(Row(document.ids, query), []).append(place)
         scores = [BLANK_SCORE] * len(pairs)
-
-        def name(place: int) -> str:
-            return f"Document {place}" if names is None else names[place]
-
         with _progress(len(places), show_progress, "scoring") as bar:
             for batches in self._batches(list(places)):
                 try:
@@ -387,11 +382,10 @@ class RSRank(Reranker):
                         with batches.attempt():
                             for row, score in zip(batch, score_rows(self.reader, self.projection, batch), strict=True):
                                 for place in places[row]:
-                                    scores[place] = _finite(score, place, name(place))
+                                    scores[place] = _finite(score, place)
                             bar.update(len(batch))
                 except DoesNotFitError as error:
-                    place = places[error.ids][0]
-                    raise _too_large(error.ids.document, place, name(place)) from None
+                    raise _too_large(error.ids.document, places[error.ids][0]) from None
                 finally:
                     self._halved += batches.halved
         return [
@@ -434,13 +428,11 @@ class RSRank(Reranker):
         prompt = self.prompts.documents([document], len(tokens.ids), max_tokens=max_tokens)[0]
         score, parts = BLANK_SCORE, torch.zeros(tokens.length, len(self.projection.layers), self.backbone.num_heads)
         if not prompt.empty:
-            row = Row(prompt.ids, tokens)
-            batches = Batches([row], 1)
             try:
-                for _ in batches:
-                    with batches.attempt():
-                        parts = score_parts(self.reader, self.projection, row)
-            except DoesNotFitError:
+                parts = score_parts(self.reader, self.projection, Row(prompt.ids, tokens))
+            except (MemoryError, RuntimeError) as error:
+                if not is_out_of_memory(error):
+                    raise
                 raise _too_large(prompt.ids, 0) from None
             score = _finite(float(parts.sum()), 0)
         return Explanation(
@@ -459,15 +451,17 @@ def _progress(total: int, show: bool, what: str) -> tqdm[NoReturn]:
     return tqdm(total=total, disable=not show, unit="doc", desc=what)
 
 
-def _finite(score: float, place: int, name: str = "The document") -> float:
+def _finite(score: float, place: int) -> float:
     if math.isfinite(score):
         return score
-    raise ScoringError(f"{name} scored {score}. The model overflowed on it: load it in bfloat16 or float32.", place)
+    raise ScoringError(
+        f"Document {place} scored {score}. The model overflowed on it: load it in bfloat16 or float32.", place
+    )
 
 
-def _too_large(ids: Ids, place: int, name: str | None = None) -> ScoringError:
+def _too_large(ids: Ids, place: int) -> ScoringError:
     return ScoringError(
-        f"{name or f'Document {place}'} ({len(ids)} tokens with the template) does not fit into memory even by "
-        "itself. Pass a smaller max_length, or load the model in 8-bit or on another device.",
+        f"Document {place} ({len(ids)} tokens with the template) does not fit into memory even by itself. "
+        "Pass a smaller max_length, or load the model in 8-bit or on another device.",
         place,
     )

@@ -182,7 +182,7 @@ def test_a_foreign_prefix_is_never_found(tmp_path, change):
         salt="tenant" if change == "salt" else "",
         folder=tmp_path,
     )
-    assert not any(map(other.holds, DOCS))
+    assert not any(map(other.is_on_disk, DOCS))
     other.prefill(DOCS, model)
     assert model.ran == DOCS * 2
 
@@ -220,8 +220,8 @@ def test_a_disk_that_cannot_be_written_is_done_without(tmp_path, caplog, monkeyp
 
     monkeypatch.setattr("pathlib.Path.write_bytes", full)
     with caplog.at_level(logging.WARNING):
-        check(kept.prefill(DOCS, model), DOCS)
-    check(kept.prefill(DOCS, model), DOCS)
+        check(kept.prefill(DOCS, model), DOCS, error=0.02)
+    check(kept.prefill(DOCS, model), DOCS, error=0.02)
     assert kept.stats()["write_errors"] == 3
     assert caplog.text.count("No space left on device") == 1
     assert not list(tmp_path.glob("*/*"))
@@ -244,7 +244,7 @@ def test_what_a_killed_writer_left_is_cleared_away(tmp_path):
     stale.write_bytes(b"half")
     kept, model = store(folder=tmp_path), Model()
     assert not stale.exists()
-    check(kept.prefill(DOCS, model), DOCS)
+    check(kept.prefill(DOCS, model), DOCS, error=0.02)
 
 
 def test_what_a_writer_still_writes_is_left_alone(tmp_path):
@@ -327,7 +327,7 @@ store(folder={str(tmp_path / "kept")!r}).prefill(DOCS, Model())
     assert done.returncode == 9, done.stderr
     assert len(list((tmp_path / "kept").glob("*/*.partial"))) == 1
     kept, model = store(folder=tmp_path / "kept"), Model()
-    check(kept.prefill(DOCS, model), DOCS)
+    check(kept.prefill(DOCS, model), DOCS, error=0.02)
     assert model.ran == DOCS
     assert kept.stats()["corrupt"] == 0
 

@@ -158,6 +158,7 @@ def test_a_run_that_was_killed_ends_where_an_unbroken_one_does(recipe, trainer, 
         assert torch.equal(expected, found)
 
 
+@pytest.mark.slow
 def test_the_command_trains_goes_on_and_writes_a_loadable_artifact(tiny_folder, labelled, tmp_path):
     command = [sys.executable, RECIPE / "train.py", "--data", labelled, "--output", tmp_path, "--queries", "2"]
     command += ["--start", tiny_folder("bert"), "--save-every", "1"]

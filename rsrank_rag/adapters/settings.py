@@ -97,7 +97,6 @@ class ModelAdapter(LoadSettings):
         union_mode="left_to_right",
         description="Where documents' prefixes are kept: True, False, a size, a folder, or a PrefixCache.",
     )
-    deterministic: bool = Field(default=False, description="Scores never depend on neighbours, on any processor.")
 
     base_url: _Address | None = Field(
         default=None, description="Address of a service (`rsrank serve`) to ask, instead of loading a model."
@@ -205,13 +204,7 @@ class ModelAdapter(LoadSettings):
             return self.model
         load = self.load_options(cache_dir=self.cache_dir)
         return ModelSource(
-            self.model,
-            self.revision,
-            load,
-            self.backbone,
-            self.max_length,
-            prefix_cache=self.prefix_cache,
-            deterministic=self.deterministic,
+            self.model, self.revision, load, self.backbone, self.max_length, prefix_cache=self.prefix_cache
         )
 
     @property
