@@ -67,9 +67,8 @@ class RSRank(Reranker):
     ) -> None:
         if token_budget is not None and token_budget < 1:
             raise InputError(f"token_budget must be at least 1, got {token_budget}.")
+        backbone = backbone.deterministic() if deterministic else backbone
         self.backbone, self.prompts, self.config = backbone, prompts, config
-        if deterministic:
-            backbone.fewest_tokens = backbone.findings.steady
         # A copy: the caller may be training the original.
         self.projection = Projection(projection.weight.detach().clone(), projection.layers).to(backbone.device)
         self.projection.requires_grad_(False)
@@ -287,12 +286,7 @@ class RSRank(Reranker):
 
     @torch.inference_mode()
     def score_documents(self, query: str, documents: Sequence[str], *, show_progress: bool = False) -> list[Scored]:
-        """As `score`, with what else there is to say of each document.
-
-        Raises:
-            InputError: As `score`.
-            ScoringError: As `score`.
-        """
+        """As `score`, which raises the same errors, with what else there is to say of each document."""
         tokens = self.prompts.query(query)
         prompts = self.prompts.documents(as_list(documents), len(tokens.ids))
         return self._scored([(tokens, prompt) for prompt in prompts], show_progress=show_progress)
@@ -302,11 +296,6 @@ class RSRank(Reranker):
         self, queries: Sequence[str], documents: Sequence[Sequence[str]], *, show_progress: bool = False
     ) -> list[list[float]]:
         """Score each query's own documents. A document that several queries share is read only once.
-
-        Args:
-            queries: Questions.
-            documents: For each query, its documents.
-            show_progress: Show a progress bar.
 
         Raises:
             InputError: As `score`, or the two lists differ in length.

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
-from torch.nn.functional import linear
 
 from ..errors import BackboneError
 from ..method.backbone import ADVICE, Backbone, Findings
@@ -24,6 +23,9 @@ IDS, CUT, SAMPLE = 9, 6, 64
 
 RUN_ERRORS = (ValueError, TypeError, LookupError, AttributeError, RuntimeError, ImportError, AssertionError)
 """What a model may raise that cannot be run as we run it."""
+
+LARGEST_TRIED = 4_000_000
+"""Entries of a weight for which `_steady_tokens` takes moments."""
 
 MOST_STEADY = 512
 """Tokens that a run is filled up to at most, so that each comes out as it would among many."""
@@ -141,27 +143,27 @@ def _check_rotary(core: Backbone, ids: list[int]) -> None:
         )
 
 
-def _steady_tokens(core: Backbone) -> int:
+def _steady_tokens(core: Backbone) -> int | None:
     """How many tokens a run needs so that each of them comes out the same however many others there are.
 
     Matrix kernels for few rows sum in another order. Found out for the shapes that the model has.
 
     Returns:
-        At most `MOST_STEADY`; 1 on a device or for weights where so few do not settle it.
+        At most `MOST_STEADY`; None where that is not enough, for other devices, and for weights that are quantised or
+        so large that finding out would take long.
     """
-    if core.device.type != "cpu" or bits_of(core.model) != 16:
-        return 1
     maps = [module for module in core.model.modules() if isinstance(module, torch.nn.Linear)]
-    shapes = {tuple(module.weight.shape): module for module in maps if module.weight.numel() < 4_000_000}
+    if core.device.type != "cpu" or bits_of(core.model) != 16 or any(m.weight.numel() > LARGEST_TRIED for m in maps):
+        return None
     generator, steady = torch.Generator().manual_seed(0), 1
-    for (_, width), module in shapes.items():
-        rows = torch.randn(2 * MOST_STEADY, width, generator=generator).to(core.dtype)
-        among_many = linear(rows, module.weight, module.bias)
+    for module in {tuple(module.weight.shape): module for module in maps}.values():
+        rows = torch.randn(2 * MOST_STEADY, module.in_features, generator=generator).to(core.dtype)
+        among_many = module(rows)
         for count in range(MOST_STEADY, 0, -16):
-            if not torch.equal(linear(rows[:count], module.weight, module.bias), among_many[:count]):
+            if not torch.equal(module(rows[:count]), among_many[:count]):
                 steady = max(steady, count + 16)
                 break
-    return steady if steady <= MOST_STEADY else 1
+    return steady if steady <= MOST_STEADY else None
 
 
 def _check_attention_kinds(core: Backbone) -> None:

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from ..errors import BackboneError
+from ..errors import BackboneError, InputError
 from .batching import Ids
 from .probe import LastLayerReached, Prefixes, Probe, Reader, Recorder, Show, whole_lanes
 
@@ -47,7 +47,8 @@ class Findings:
         sample: Entries of the last read layer's value vectors on fixed tokens. They depend on every weight below, so
             they tell one checkpoint from another in just what B reads.
         aligned: Whether attention can be given whole `probe.LANES` of keys.
-        steady: A run of at least so many tokens gives each the same numbers, however many others there are.
+        steady: A run of at least so many tokens gives each the same numbers, however many others there are; None if
+            no such number is known.
     """
 
     causal: bool
@@ -55,7 +56,7 @@ class Findings:
     head_dim: int
     sample: tuple[float, ...]
     aligned: bool = False
-    steady: int = 1
+    steady: int | None = None
 
 
 class Backbone:
@@ -84,12 +85,29 @@ class Backbone:
         num_layers: int,
     ) -> None:
         self.model, self.findings = model, findings
-        self.fewest_tokens = findings.steady if findings.steady <= CHEAP else 1
+        self.fewest_tokens = findings.steady if findings.steady and findings.steady <= CHEAP else 1
         self.config = model.config.get_text_config()
         self.last_layer, self.num_layers = last_layer, num_layers
         self.loaded_layers: int = self.config.num_hidden_layers
         self.causal, self.num_heads, self.head_dim = findings.causal, findings.num_heads, findings.head_dim
         self._bool_masks = "sdpa" in self.config._attn_implementation
+
+    def deterministic(self) -> Backbone:
+        """The same model, run so that what a token gives never depends on how many others share its run.
+
+        Raises:
+            InputError: For this model on this device nobody knows how.
+        """
+        if self.findings.steady is None:
+            raise InputError(
+                f"deterministic=True cannot be promised for {self.name} on {self.device}: only for float32 and "
+                "bfloat16 weights of moderate size on a CPU is it known from how many tokens on results stay. Leave it "
+                "out."
+            )
+        kind = type(self)
+        core = kind(self.model, self.findings, last_layer=self.last_layer, num_layers=self.num_layers)
+        core.fewest_tokens = self.findings.steady
+        return core
 
     @property
     def name(self) -> str:
@@ -162,9 +180,15 @@ class Backbone:
             prefixes: From `prefill`, with room for T tokens.
             show: Called with each layer's index and values (N, H, T, D), ascending up to ``last_layer``.
             which: For each prefix, the number of its line; None where there is one line for all.
+
+        Raises:
+            ValueError: The prefixes have too little room.
         """
         line = [0] * len(prefixes) if which is None else list(which)
-        width = self._width(len(prefixes), max(sum(map(len, queries)) for queries in lines))
+        longest = max(sum(map(len, queries)) for queries in lines)
+        if longest > prefixes.room:
+            raise ValueError(f"The prefixes have room for {prefixes.room} query tokens, and there are {longest}.")
+        width = self._width(len(prefixes), longest)
         ids = self._padded([tuple(i for query in queries for i in query) for queries in lines], width)
         owner = torch.full((len(lines), width), -1)
         within = torch.zeros(len(lines), width, dtype=torch.long)
