@@ -70,13 +70,7 @@ class RSRankPostprocessor(RerankerAdapter, BaseNodePostprocessor):
         query_str: str | None = None,
         **limits: Unpack[Limits],
     ) -> list[NodeWithScore]:
-        """Rank nodes and keep the relevant ones.
-
-        Args:
-            nodes: What was retrieved. None of it is changed.
-            query_bundle: The question, or
-            query_str: the question.
-            **limits: ``threshold``, ``top_n`` and ``min_docs`` of this call only.
+        """Rank nodes and keep the relevant ones. Besides the question come ``threshold``, ``top_n`` and ``min_docs``.
 
         Raises:
             InputError: No question, an empty or too long one, or a limit out of range.

@@ -11,7 +11,6 @@ from typing import Annotated, Any, Literal, TypedDict, TypeVar
 
 from pydantic import (
     AfterValidator,
-    BeforeValidator,
     ConfigDict,
     Field,
     SecretStr,
@@ -46,25 +45,17 @@ class Limits(TypedDict, total=False):
     min_docs: int
 
 
-def _as_address(value: Any) -> Any:
+def _as_address(value: str) -> str:
     """The address of a service in its shortest form."""
-    if not isinstance(value, str):
-        return value
-    from ..remote.client import service_address
+    from ..remote.client import service_address  # here, so that adapters without a service need no httpx
 
     return service_address(value)
 
 
-def _as_key(value: SecretStr | None) -> SecretStr | None:
-    if value is None:
-        return None
+def _as_key(value: SecretStr) -> SecretStr | None:
     from ..remote.client import usable_key
 
     return usable_key(value)
-
-
-_Address = Annotated[str, BeforeValidator(_as_address)]
-_Key = Annotated[SecretStr | None, AfterValidator(_as_key)]
 
 
 class ModelAdapter(LoadSettings):
@@ -99,10 +90,10 @@ class ModelAdapter(LoadSettings):
     )
     deterministic: bool = Field(default=False, description="Scores never depend on neighbours, on any processor.")
 
-    base_url: _Address | None = Field(
+    base_url: Annotated[str, AfterValidator(_as_address)] | None = Field(
         default=None, description="Address of a service (`rsrank serve`) to ask, instead of loading a model."
     )
-    api_key: _Key = Field(
+    api_key: Annotated[SecretStr, AfterValidator(_as_key)] | None = Field(
         default=None,
         exclude=True,
         repr=False,
@@ -131,11 +122,8 @@ class ModelAdapter(LoadSettings):
             idle, why = given - of_service, "With base_url the model is loaded by the service"
             advice = "Start the service with those settings, or leave base_url out."
         else:
-            idle, why, advice = (
-                of_service,
-                "Without base_url no service is asked",
-                "Give base_url, or leave the rest out.",
-            )
+            idle, why = of_service, "Without base_url no service is asked"
+            advice = "Give base_url, or leave the rest out."
         if idle:
             raise InputError(f"{why}, so {', '.join(sorted(idle))} would have no effect. {advice}")
         return self
@@ -176,11 +164,7 @@ class ModelAdapter(LoadSettings):
         return self.model if self.base_url is None else self._asked_for or self.base_url
 
     def warm_up(self) -> None:
-        """Load the model now instead of at the first call; of a service, ask whether it is ready.
-
-        Raises:
-            RSRankError: What `RSRank.from_pretrained` or, with ``base_url``, `RemoteReranker.warm_up` raises.
-        """
+        """Load the model now instead of at the first call; of a service, ask whether it is ready."""
         concurrent = self._concurrent()
         if concurrent is not None:
             concurrent.warm_up()
@@ -190,8 +174,8 @@ class ModelAdapter(LoadSettings):
     def close(self) -> None:
         """Finish the calls under way and free the model, for every adapter with these settings.
 
-        The next call loads it again. A `Reranker` that was passed as ``model`` stays with whoever made it. With
-        ``base_url``, the connections to the service are closed instead.
+        The next call loads it again. A `Reranker` that was passed as ``model`` stays. Of a service, only the connections
+        are closed.
         """
         if self.base_url is None:
             worker.close(self._source())
@@ -203,16 +187,9 @@ class ModelAdapter(LoadSettings):
     def _source(self) -> ModelSource | Reranker:
         if isinstance(self.model, Reranker):
             return self.model
-        load = self.load_options(cache_dir=self.cache_dir)
-        return ModelSource(
-            self.model,
-            self.revision,
-            load,
-            self.backbone,
-            self.max_length,
-            prefix_cache=self.prefix_cache,
-            deterministic=self.deterministic,
-        )
+        names = ("revision", "backbone", "max_length", "prefix_cache", "deterministic")
+        chosen = {name: getattr(self, name) for name in names}
+        return ModelSource(self.model, load=self.load_options(cache_dir=self.cache_dir), **chosen)
 
     @property
     def _asked_for(self) -> str | None:
@@ -226,13 +203,8 @@ class ModelAdapter(LoadSettings):
             return self.model if isinstance(self.model, ConcurrentReranker) else None
         from ..remote.client import RemoteReranker
 
-        return RemoteReranker(
-            self.base_url,
-            model=self._asked_for,
-            api_key=self.api_key,
-            timeout=self.timeout,
-            max_retries=self.max_retries,
-        )
+        retries = {"timeout": self.timeout, "max_retries": self.max_retries}
+        return RemoteReranker(self.base_url, model=self._asked_for, api_key=self.api_key, **retries)
 
     def _run(self, task: Callable[[Reranker], Result]) -> Result:
         """Run a task with the model and wait."""
@@ -250,10 +222,7 @@ class ModelAdapter(LoadSettings):
 
 
 class RerankerAdapter(ModelAdapter):
-    """A model adapter that keeps what is relevant.
-
-    Each of its three limits can also be given to a single call.
-    """
+    """A model adapter that keeps what is relevant. Each of its three limits can also be given to a single call."""
 
     threshold: Annotated[float, Strict()] | Literal["native"] | None = Field(
         default="native", description="Keep what scores above it; by default the model's own. None ranks only."
@@ -274,12 +243,7 @@ class RerankerAdapter(ModelAdapter):
         return self
 
     def _limits(self, limits: Limits) -> Limits:
-        """This adapter's limits, with those of one call in their place.
-
-        Raises:
-            TypeError: Something else was given.
-            InputError: A limit out of range.
-        """
+        """This adapter's limits, with those of one call in their place."""
         unknown = ", ".join(sorted(set(limits) - set(Limits.__annotations__)))
         if unknown:
             raise TypeError(f"Unknown argument: {unknown}. A call takes {', '.join(Limits.__annotations__)}.")
@@ -337,12 +301,8 @@ def _report(result: RankResult) -> None:
     if cut:
         logger.info("%d of %d documents were too long and scored by their beginning.", cut, len(documents))
     if result.dropped and not result.kept:
-        logger.debug(
-            "All %d documents were dropped; the best scored %+.3f, not above %g.",
-            len(result.dropped),
-            result.dropped[0].score,
-            result.threshold,
-        )
+        best, least = result.dropped[0].score, result.threshold
+        logger.debug("All %d documents were dropped; the best scored %+.3f, not above %g.", len(documents), best, least)
 
 
 def _rebuild(cls: type[ModelAdapter], settings: dict[str, Any]) -> ModelAdapter:

@@ -19,21 +19,13 @@ from ..reranker import Reranker
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """One kind of system.
+    """One kind of system."""
 
-    Attributes:
-        home: Module and class.
-        default: What is loaded where nothing stands after the colon; None where something must.
-        short: Short names and the Hub ids they stand for.
-        named: Whether there is anything to name.
-        settings: Arguments of the class beside name, revision and options.
-    """
-
-    home: str
-    default: str | None = None
-    short: Mapping[str, str] = field(default_factory=dict)
-    named: bool = True
-    settings: Mapping[str, Any] = field(default_factory=dict)
+    home: str  # module and class
+    default: str | None = None  # what is loaded where nothing stands after the colon; None where something must
+    short: Mapping[str, str] = field(default_factory=dict)  # short names and the Hub ids they stand for
+    named: bool = True  # whether there is anything to name
+    settings: Mapping[str, Any] = field(default_factory=dict)  # arguments beside name, revision and options
 
     def form(self, name: str) -> str:
         """How it is written, such as ``monot5:base|3b|NAME``."""
@@ -64,7 +56,7 @@ class Kind:
             if source.name in hub.builtin_names() or not (hub.is_folder(source.name) or hub.is_hub_id(source.name)):
                 raise
             others = ", ".join(f"{kind}:{source.name}" for kind in ("cross-encoder", "bi-encoder", "qwen3-reranker"))
-            raise ArtifactError(f"{error} If it is a reranker of another kind, say which: {others}, ...") from error
+            raise ArtifactError(f"{error} If it is a reranker of another kind, name it: {others}, ...") from error
 
 
 _ENCODERS = "evaluation.systems.sentence_transformers"
@@ -97,11 +89,7 @@ def forms() -> str:
 
 
 def load(source: ModelSource) -> Reranker:
-    """Load a reranker.
-
-    Args:
-        source: Its name is one of `KINDS`, with a short name, a Hub id or a folder after a colon; or an RSRank artifact
-            alone: ``mini``, a folder, a Hub id.
+    """Load a reranker: its name is one of `KINDS`, with a name after a colon, or that of an RSRank artifact alone.
 
     Raises:
         InputError: The name is not how a system is written, the system needs labels to score, or something is set that
@@ -123,23 +111,13 @@ def load(source: ModelSource) -> Reranker:
 
 
 def load_system(text: str, *, revision: str | None = None, options: LoadOptions | None = None) -> Any:
-    """Load a system by its name to measure it: a `Reranker`, or a scorer that knows the labels.
-
-    Args:
-        text: As for `load`.
-        revision: Commit, tag or branch on the Hub of what the name stands for.
-        options: Device, dtype, quantisation, access.
-
-    Raises:
-        InputError: There is no such system; all are listed.
-        RSRankError: It cannot be loaded.
-    """
+    """Load a system by its name to measure it: a `Reranker`, or a scorer that knows the labels."""
     kind, name = parse(text)
     return kind.load(name, revision, options)
 
 
 def parse(text: str) -> tuple[Kind, str]:
-    """What a system's name says: its kind, and the Hub id or folder to load.
+    """What a system's name stands for: its kind, and the Hub id or folder to load.
 
     Raises:
         InputError: There is no such system; all are listed.

@@ -25,17 +25,13 @@ LIVES = 3
 class Actors:
     """Who does the work.
 
-    Attributes:
-        count: How many; None for as many as the cluster has room for now.
-        cpus: CPU cores of each. On a CPU this is also the number of threads that its model uses.
-        gpus: GPUs of each; a half lets two share one.
-        address: Of the cluster, such as ``"auto"`` or ``"ray://head:10001"``; None for ``RAY_ADDRESS``, or else a
-            cluster on this machine for as long as it takes.
+    ``address`` is the cluster's, such as ``"auto"`` or ``"ray://head:10001"``; None for ``RAY_ADDRESS``, or else a
+    cluster on this machine for as long as it takes.
     """
 
-    count: int | None = None
-    cpus: float = 1.0
-    gpus: float = 0.0
+    count: int | None = None  # None for as many as the cluster has room for now
+    cpus: float = 1.0  # cores of each; on a CPU also the number of threads that its model uses
+    gpus: float = 0.0  # of each; a half lets two share one
     address: str | None = None
 
     def __post_init__(self) -> None:
@@ -47,12 +43,7 @@ class Actors:
 
 @contextmanager
 def cluster(address: str | None) -> Iterator[Any]:
-    """Ray, connected. What was begun here is ended here: a connection, or a cluster of this machine.
-
-    Raises:
-        MissingDependencyError: Ray is not installed.
-        RSRankError: There is no cluster at the address.
-    """
+    """Ray, connected. What was begun here is ended here: a connection, or a cluster of this machine."""
     if importlib.util.find_spec("ray") is None:
         raise MissingDependencyError("--engine ray needs Ray. Install with: pip install 'rsrank-rag[ray]'")
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
@@ -77,10 +68,7 @@ def cluster(address: str | None) -> Iterator[Any]:
 def each(make: Callable[[], Worker], items: Sequence[Any], actors: Actors) -> Iterator[Any]:
     """Have every item done by some actor; results come as they are ready, in any order.
 
-    Args:
-        make: Makes an actor's worker; called when its first item comes. Picklable.
-        items: Whatever can be pickled.
-        actors: Who does them.
+    ``make`` makes an actor's worker when its first item comes; it and the items must be picklable.
 
     Raises:
         RSRankError: What a worker raised; or an actor died again and again; or the cluster has no room for one.
@@ -132,7 +120,7 @@ def _reason(error: BaseException) -> str:
     if isinstance(cause, ray.exceptions.RayActorError):
         return (
             f"An actor's process died {LIVES} times on one item: out of memory, or something in the input ends it. "
-            f"Run the same command again: what is done stays. Ray says: {str(cause).splitlines()[0]}"
+            f"Run the same command again: what is done stays. Ray's message: {str(cause).splitlines()[0]}"
         )
     lines = [line for line in str(cause).splitlines() if line.strip()] or [""]
     return f"An actor failed ({type(cause).__name__}): {lines[-1]}"

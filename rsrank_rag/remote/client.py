@@ -24,15 +24,13 @@ INFO = Call("GET", "/info")
 
 
 class RemoteReranker(ConcurrentReranker):
-    """Asks a service for scores; what is kept is decided here.
+    """Asks a service for scores; what is kept is decided here. Threads and event loops may share it.
 
-    It may be used from any number of threads and event loops. All that talk to one address share its connections.
-    Proxies and certificates come from the environment, as httpx reads them; redirects are not followed, so that texts
-    and key go nowhere else.
-
-    The native threshold is that of the service's model. It comes with every answer, so that `rank` and `arank` need no
-    request for it; `threshold` is the last one that came, and asks ``/info`` only if there has been none (`athreshold`
-    does so on the event loop).
+    All that talk to one address share its connections. Proxies and certificates come from the environment, as httpx
+    reads them; redirects are not followed, so that texts and key go nowhere else. The native threshold is that of the
+    service's model and comes with every answer; `threshold` asks ``/info`` only if there has been no answer yet.
+    All calls raise InputError if the service refuses the request or the key, ScoringError if a document could not be
+    scored, and RemoteError if there was no usable answer in time.
 
     Args:
         base_url: Where the service listens, such as ``http://localhost:8080``; a ``/v1`` at its end may stay.
@@ -70,12 +68,12 @@ class RemoteReranker(ConcurrentReranker):
         return f"{type(self).__name__}({self.base_url!r})"
 
     def __copy__(self) -> Self:
-        twin = object.__new__(type(self))
+        twin = object.__new__(type(self))  # not by __getstate__, which leaves out the key
         twin.__dict__.update(self.__dict__)
         return twin
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        return self.__copy__()  # all it holds cannot be changed
+        return self.__copy__()
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_api_key": None}
@@ -94,11 +92,7 @@ class RemoteReranker(ConcurrentReranker):
 
     @property
     def threshold(self) -> float | None:  # type: ignore[override]  # it is read only
-        """The native threshold of the service's model; None if it has none.
-
-        Raises:
-            RemoteError: It had to be asked for, and there was no usable answer.
-        """
+        """The native threshold of the service's model; None if it has none."""
         return self._native[0] if self._native else self._learn(self._transport.send(INFO))
 
     async def athreshold(self) -> float | None:
@@ -106,13 +100,7 @@ class RemoteReranker(ConcurrentReranker):
         return self._native[0] if self._native else self._learn(await self._transport.asend(INFO))
 
     def score(self, query: str, documents: Sequence[str]) -> list[float]:
-        """Scores in input order.
-
-        Raises:
-            InputError: The service refuses the request: what is wrong with it, or with the key, is said.
-            ScoringError: A document could not be scored; it is named.
-            RemoteError: There was no usable answer in time.
-        """
+        """Scores in input order."""
         return [found.score for found in self.score_documents(query, as_list(documents))]
 
     def rank(
@@ -125,13 +113,7 @@ class RemoteReranker(ConcurrentReranker):
         min_docs: int = 0,
         show_progress: bool = False,
     ) -> RankResult:
-        """See `Reranker.rank`; the native threshold is that of the service's model.
-
-        Raises:
-            InputError: An argument out of range, or the service refuses the request.
-            ScoringError: A document could not be scored; it is named, and nothing is returned.
-            RemoteError: There was no usable answer in time.
-        """
+        """See `Reranker.rank`."""
         documents = as_list(documents)
         check_limits(None if threshold == "native" else threshold, top_n, min_docs)
         call = self._call(query, documents)
@@ -159,20 +141,12 @@ class RemoteReranker(ConcurrentReranker):
         return choose(query, documents, scored, threshold, top_n=top_n, min_docs=min_docs)
 
     def warm_up(self) -> None:
-        """Return when the service is ready to answer; open a connection.
-
-        Raises:
-            InputError: It refuses the key, or there is no such service at this address.
-            RemoteError: It cannot be reached, is not ready, or holds another model than ``model``.
-        """
+        """Return when the service is ready to answer and holds the right model; open a connection."""
         self._transport.send(Call("GET", "/ready"))
         self._learn(self._transport.send(INFO))
 
     def close(self) -> None:
-        """Close the connections to this address when the calls that use them are done, for all who share them.
-
-        The next call opens new ones.
-        """
+        """Close this address's connections, for all, after the calls under way; the next call opens new ones."""
         connections.close(self.base_url)
 
     async def aclose(self) -> None:

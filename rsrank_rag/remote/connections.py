@@ -33,7 +33,6 @@ class _Shared:
 
 
 _Key = tuple[str, asyncio.AbstractEventLoop | None]
-
 _lock = threading.Lock()
 _clients: dict[_Key, _Shared] = {}
 _ending: set[asyncio.Task[None]] = set()

@@ -1,4 +1,4 @@
-"""What is said on the wire: the request for scores, the answers, and the words of a refusal."""
+"""What goes over the wire: the request for scores, the answers, and the message of a refusal."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def request_body(model: str | None, query: str, documents: Sequence[str]) -> byt
         "query": clean(query),
         "documents": [clean(text) for text in documents],
         "partial": True,
-        "threshold": None,  # this and the next are said because a service may be set otherwise
+        "threshold": None,  # this and the next are written out because a service may be set otherwise
         "normalize": False,
     }
     return json.dumps(asked, ensure_ascii=False).encode()
@@ -117,8 +117,8 @@ def scores_of(answer: Answer, count: int, address: str) -> list[Scored]:
     return scored
 
 
-def told(body: bytes) -> str:
-    """What a service says about an error, as a sentence to be put behind the status."""
+def message_of(body: bytes) -> str:
+    """A service's message about an error, as a sentence to be put behind the status."""
     fields = _fields(body)
     texts = [text for text in (fields.get("message"), fields.get("detail")) if isinstance(text, str) and text.strip()]
     return f": {_line(texts[0]).rstrip('.')}." if texts else "."

@@ -38,7 +38,8 @@ def described(*statuses: int) -> dict[int | str, dict[str, Any]]:
 def answer_errors(app: FastAPI) -> None:
     """Give every error the same body."""
 
-    async def own(request: Request, error: Exception) -> Response:
+    @app.exception_handler(RSRankError)
+    async def own(request: Request, error: RSRankError) -> Response:
         if isinstance(error, RefusedError):
             return error_answer(error.status, str(error), error.documents)
         if isinstance(error, DeadlineError):
@@ -48,19 +49,15 @@ def answer_errors(app: FastAPI) -> None:
             return error_answer(status, str(error), retry_after=error.retry_after or RETRY_AFTER)
         return error_answer(422 if isinstance(error, (InputError, ScoringError)) else 500, str(error))
 
-    async def malformed(request: Request, error: Exception) -> Response:
-        assert isinstance(error, RequestValidationError)
+    @app.exception_handler(RequestValidationError)
+    async def malformed(request: Request, error: RequestValidationError) -> Response:
         return error_answer(400, *_what_is_malformed(error.errors()))
 
-    async def http(request: Request, error: Exception) -> Response:
-        assert isinstance(error, HTTPException)
+    @app.exception_handler(HTTPException)
+    async def http(request: Request, error: HTTPException) -> Response:
         response = error_answer(error.status_code, str(error.detail))
         response.headers.update(error.headers or {})
         return response
-
-    app.add_exception_handler(RSRankError, own)
-    app.add_exception_handler(RequestValidationError, malformed)
-    app.add_exception_handler(HTTPException, http)
 
 
 def _what_is_malformed(errors: Sequence[Any]) -> tuple[str, dict[int, str]]:

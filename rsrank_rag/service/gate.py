@@ -12,6 +12,7 @@ import uuid
 
 from fastapi import Response
 from pydantic import BaseModel, ConfigDict, Field, SecretStr, field_validator
+from starlette.datastructures import Headers, MutableHeaders
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -60,13 +61,7 @@ class Settings(BaseModel):
 
 
 class Gate:
-    """ASGI middleware: lets requests in that have a key and are not too large.
-
-    Args:
-        app: What is behind it.
-        settings: Keys and limits.
-        metrics: Counts requests.
-    """
+    """ASGI middleware: lets requests in that have a key and are not too large."""
 
     def __init__(self, app: ASGIApp, *, settings: Settings, metrics: Metrics) -> None:
         self.app, self.settings, self.metrics = app, settings, metrics
@@ -78,9 +73,10 @@ class Gate:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
-        headers = {name.lower(): value for name, value in scope["headers"]}
-        key = self._key(headers)
-        record = Record(_id(headers), self._client(scope, key), scope["method"])
+        headers = Headers(scope=scope)
+        key, given = self._key(headers), headers.get("x-request-id", "")
+        id_ = given if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
+        record = Record(id_, self._client(scope, key), scope["method"])
         scope["state"] = {**scope.get("state", {}), "record": record}
         started = False
 
@@ -88,7 +84,7 @@ class Gate:
             nonlocal started
             if message["type"] == "http.response.start":
                 started, record.status = True, message["status"]
-                message["headers"] = [*message.get("headers", ()), (b"x-request-id", record.id.encode())]
+                MutableHeaders(scope=message)["x-request-id"] = record.id
             await send(message)
 
         try:
@@ -103,13 +99,12 @@ class Gate:
             self.metrics.observe(record)
             record.write(logging.DEBUG if record.route in QUIET else logging.INFO)
 
-    def _key(self, headers: dict[bytes, bytes]) -> bytes | None:
+    def _key(self, headers: Headers) -> bytes | None:
         """The key that a request brings, if it is one of ours."""
-        kind, _, given = headers.get(b"authorization", b"").partition(b" ")
-        given = given.strip()
-        # All are compared, so that the time taken says nothing about which one it is.
-        right = [key for key in self._keys if hmac.compare_digest(key, given)]
-        return right[0] if right and kind.lower() == b"bearer" else None
+        kind, _, given = headers.get("authorization", "").partition(" ")
+        # All are compared, so that the time taken tells nothing about which one it is.
+        right = [key for key in self._keys if hmac.compare_digest(key, given.strip().encode("latin-1"))]
+        return right[0] if right and kind.lower() == "bearer" else None
 
     def _client(self, scope: Scope, key: bytes | None) -> str:
         name = key if key is not None else (scope.get("client") or ("",))[0].encode()
@@ -120,11 +115,6 @@ def _no_key() -> Response:
     response = error_answer(401, "This service needs an API key: send it as 'Authorization: Bearer KEY'.")
     response.headers["WWW-Authenticate"] = "Bearer"
     return response
-
-
-def _id(headers: dict[bytes, bytes]) -> str:
-    given = headers.get(b"x-request-id", b"").decode("latin-1")
-    return given if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
 
 
 class _Body:

@@ -53,28 +53,21 @@ class _Replica:
     app: FastAPI  # from Serve
 
     def check_health(self) -> None:
-        """Say why the app could not be started; Serve shows what this raises, and not what a lifespan does."""
+        """Raise why the app could not be started; Serve shows what this raises, and not what a lifespan does."""
         if self.app.state.failure is not None:
             raise self.app.state.failure
 
 
 def serve_on_ray(
-    build: Callable[[], FastAPI],
-    replicas: Replicas | None = None,
-    *,
-    host: str = "127.0.0.1",
-    port: int = 8080,
+    build: Callable[[], FastAPI], replicas: Replicas | None = None, *, host: str = "127.0.0.1", port: int = 8080
 ) -> None:
     """Answer over HTTP on the connected Ray cluster; returns when requests are answered. `take_down` ends it.
 
     Called again, it puts new replicas in the place of the old ones, without a gap. The address is that of the cluster's
-    Serve: if one is running already, it keeps its own.
+    Serve, on its head: if one is running already, it keeps its own.
 
-    Args:
-        build: Makes the app, such as ``create_app(Scheduler(load, "mini"), settings)``, in each replica; picklable.
-        replicas: How many.
-        host: Address to listen on; of the cluster's head.
-        port: Port to listen on.
+    ``build``, which must be picklable, makes the app in each replica, such as by
+    ``create_app(Scheduler(load, "mini"), settings)``.
 
     Raises:
         UnavailableError: It cannot be brought up, such as for a model that cannot be loaded.
@@ -90,7 +83,7 @@ def serve_on_ray(
                 async with inner(started):
                     yield
             except RSRankError:
-                yield  # `check_health` says it
+                yield  # `check_health` raises it
 
         made.router.lifespan_context = lifespan
         return made

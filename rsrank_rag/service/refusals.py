@@ -9,16 +9,12 @@ from pydantic import BaseModel, Field
 from ..errors import RSRankError
 
 ERROR_TYPES = {
-    400: "Validation",
+    **dict.fromkeys((400, 413, 422), "Validation"),
+    **dict.fromkeys((404, 405), "NotFound"),
+    **dict.fromkeys((408, 504), "Timeout"),
     401: "Unauthorized",
-    404: "NotFound",
-    405: "NotFound",
-    408: "Timeout",
-    413: "Validation",
-    422: "Validation",
     429: "Overloaded",
     503: "Unhealthy",
-    504: "Timeout",
 }
 """``error_type`` by status; "Backend" for all others."""
 
@@ -41,12 +37,7 @@ class Error(BaseModel):
 
 
 class RefusedError(RSRankError):
-    """A request that is answered with an error.
-
-    Attributes:
-        status: HTTP status.
-        documents: What is wrong with which document.
-    """
+    """A request that is answered with an HTTP error: ``documents`` are those that something is wrong with, and what."""
 
     def __init__(self, status: int, message: str, documents: Mapping[int, str] | None = None) -> None:
         super().__init__(message)
