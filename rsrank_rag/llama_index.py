@@ -42,9 +42,7 @@ class RSRankPostprocessor(RerankerAdapter, BaseNodePostprocessor):
     []
     """
 
-    metadata_mode: MetadataMode = Field(
-        default=MetadataMode.EMBED, description="Which of a node's metadata are read with its text."
-    )
+    metadata_mode: MetadataMode = Field(default=MetadataMode.EMBED, description="Which metadata are read with a node.")
     keep_retrieval_score: bool = Field(
         default=False,
         description="Put the retriever's score into the metadata of copied nodes, hidden from embedding and LLM.",

@@ -42,12 +42,6 @@ class RSRankCrossEncoder(ModelAdapter, BaseCrossEncoder):
     """
 
     def score(self, text_pairs: list[tuple[str, str]]) -> list[float]:
-        """Score (query, document) pairs, in input order; above 0 means relevant.
-
-        Raises:
-            InputError: An empty or too long query.
-            ScoringError: A pair could not be scored; its index is given.
-            RemoteError: With ``base_url``, there was no usable answer in time.
-        """
+        """Score (query, document) pairs, in input order; above 0 means relevant; see `Reranker.score_pairs`."""
         pairs = [Pair(query, document) for query, document in text_pairs]
         return [scored.score for scored in self._run(lambda reranker: reranker.score_pairs(pairs))]

@@ -99,15 +99,8 @@ class ModelAdapter(LoadSettings):
         repr=False,
         description="The service's key, never written down; by default RSRANK_API_KEY at the time of a call.",
     )
-    timeout: float = Field(
-        default=60.0,
-        gt=0,
-        allow_inf_nan=False,
-        description="Seconds that a call of the service may take in all, retries included.",
-    )
-    max_retries: int = Field(
-        default=3, ge=0, strict=True, description="How often the service is asked again when it is busy or away."
-    )
+    timeout: float = Field(default=60.0, gt=0, allow_inf_nan=False, description="Seconds for a call, with its retries.")
+    max_retries: int = Field(default=3, ge=0, strict=True, description="How often a busy service is asked again.")
 
     @model_validator(mode="after")
     def _settings_have_an_effect(self) -> Self:
@@ -174,8 +167,7 @@ class ModelAdapter(LoadSettings):
     def close(self) -> None:
         """Finish the calls under way and free the model, for every adapter with these settings.
 
-        The next call loads it again. A `Reranker` that was passed as ``model`` stays. Of a service, only the connections
-        are closed.
+        The next call loads it again. A `Reranker` given as ``model`` stays; of a service, the connections are closed.
         """
         if self.base_url is None:
             worker.close(self._source())
@@ -203,8 +195,8 @@ class ModelAdapter(LoadSettings):
             return self.model if isinstance(self.model, ConcurrentReranker) else None
         from ..remote.client import RemoteReranker
 
-        retries = {"timeout": self.timeout, "max_retries": self.max_retries}
-        return RemoteReranker(self.base_url, model=self._asked_for, api_key=self.api_key, **retries)
+        names = ("base_url", "api_key", "timeout", "max_retries")
+        return RemoteReranker(model=self._asked_for, **{name: getattr(self, name) for name in names})
 
     def _run(self, task: Callable[[Reranker], Result]) -> Result:
         """Run a task with the model and wait."""
@@ -227,15 +219,9 @@ class RerankerAdapter(ModelAdapter):
     threshold: Annotated[float, Strict()] | Literal["native"] | None = Field(
         default="native", description="Keep what scores above it; by default the model's own. None ranks only."
     )
-    top_n: int | None = Field(
-        default=None, strict=True, description="Keep at most this many, applied after the threshold."
-    )
-    min_docs: int = Field(
-        default=0, strict=True, description="Keep at least the best this many, even below the threshold."
-    )
-    keep_dropped: bool = Field(
-        default=False, description="Hand on what is dropped, too, marked in its metadata: rsrank_kept is False."
-    )
+    top_n: int | None = Field(default=None, strict=True, description="Keep at most this many above the threshold.")
+    min_docs: int = Field(default=0, strict=True, description="Keep the best this many, even below the threshold.")
+    keep_dropped: bool = Field(default=False, description="Hand on the dropped, too, marked: rsrank_kept is False.")
 
     @model_validator(mode="after")
     def _limits_make_sense(self) -> Self:

@@ -117,11 +117,7 @@ def load_system(text: str, *, revision: str | None = None, options: LoadOptions 
 
 
 def parse(text: str) -> tuple[Kind, str]:
-    """What a system's name stands for: its kind, and the Hub id or folder to load.
-
-    Raises:
-        InputError: There is no such system; all are listed.
-    """
+    """What a system's name stands for: its kind, and the Hub id or folder to load; InputError lists all systems."""
     from ..artifact import hub
 
     name, colon, rest = text.partition(":")

@@ -110,11 +110,7 @@ def find(source: str) -> list[Path]:
 
 
 def plan(source: str, settings: Mapping[str, Any], rows_per_part: int) -> Plan:
-    """Read the input once: every line must be JSON, and the columns of all files must agree.
-
-    Raises:
-        InputError: A file cannot be read or does not fit the others; it and its rows are named.
-    """
+    """Read the input once: every line must be JSON, and the columns of all files must agree; else InputError."""
     pa = arrow()
     files, parts, schema = list[SourceFile](), list[Part](), pa.schema([])
     for path in find(source):
@@ -134,8 +130,8 @@ def plan(source: str, settings: Mapping[str, Any], rows_per_part: int) -> Plan:
             status, digest = path.stat(), digest_of(path)
         except (OSError, EOFError, pa.ArrowInvalid) as error:
             raise InputError(f"{path} cannot be read after row {rows}: {error}") from error
-        where = {"path": str(path.absolute()), "size": status.st_size, "modified": status.st_mtime_ns}
-        files.append(SourceFile(**where, sha256=digest, rows=rows))
+        name, size, modified = str(path.absolute()), status.st_size, status.st_mtime_ns
+        files.append(SourceFile(path=name, size=size, modified=modified, sha256=digest, rows=rows))
     if not parts:
         raise InputError(f"--input {source}: there are no rows in {len(files)} files.")
     _check_types(schema)
@@ -264,12 +260,7 @@ def _read_parquet(path: Path, part: Part, schema: Any) -> Any:
 
 
 def open_output(output: Path, source: str, settings: Mapping[str, Any], rows_per_part: int) -> Plan:
-    """Begin an output folder, or go on with one that was begun in just the same way.
-
-    Raises:
-        InputError: The folder holds something else, or was made of other input, another model or other settings; what
-            differs is named.
-    """
+    """Begin an output folder, or go on with one that was begun in just the same way; InputError names what differs."""
     path = output / PLAN
     if not path.exists():
         if output.exists() and not (output.is_dir() and all(file.suffix == ".partial" for file in output.iterdir())):

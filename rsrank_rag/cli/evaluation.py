@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.progress import track
+from typer import Option
 
 from ..adapters.systems import forms
 from ..errors import InputError
@@ -24,47 +25,30 @@ if TYPE_CHECKING:
 
 app = typer.Typer()
 
-Negatives = Annotated[
-    str | None, typer.Option(help="Irrelevant documents of each query anew: bm25, dense, dense:ENCODER or random.")
-]
+Negatives = Annotated[str | None, Option(help="New irrelevant documents: bm25, dense, dense:ENCODER or random.")]
 
 
 @command(app)
 def evaluate(
-    data: Annotated[
-        list[str],
-        typer.Option(
-            "--data", help="Labelled .jsonl or .jsonl.gz, or a set on the Hub: hotpotqa, beir:NAME. May be given again."
-        ),
-    ],
+    data: Annotated[list[str], Option("--data", help="Labelled .jsonl(.gz), hotpotqa or beir:NAME. May be repeated.")],
     load: LoadOptions,
     model: Annotated[
         list[str],
-        typer.Option(
-            "--model", "-m", help=f"Built-in name, artifact folder or Hub id; or {forms()}. May be given again."
-        ),
+        Option("--model", "-m", help=f"Built-in name, artifact folder or Hub id; or {forms()}. May be given again."),
     ] = ["mini"],  # noqa: B006 - typer copies it
     revision: Revision = None,
-    output: Annotated[
-        Path | None, typer.Option("--json", help="Write the metrics here, an object a model and file.")
-    ] = None,
-    report: Annotated[
-        Path | None, typer.Option("--report", help="Write a page with tables, figures and the worst queries here.")
-    ] = None,
-    umap: Annotated[
-        bool, typer.Option("--umap", help="In the report, draw RSRank's shifts before and after B.")
-    ] = False,
+    output: Annotated[Path | None, Option("--json", help="Write the metrics here, an object a model and file.")] = None,
+    report: Annotated[Path | None, Option(help="Folder for a page with tables, figures and worst queries.")] = None,
+    umap: Annotated[bool, Option("--umap", help="In the report, draw RSRank's shifts before and after B.")] = False,
     threshold: Annotated[
         str,
-        typer.Option(
+        Option(
             help="For f1@tau: a number, 'native' for the system's own (0 for RSRank), or 'shared' for the best single "
             "one over all files, which is also what a system without a native one gets."
         ),
     ] = "native",
-    titles: Annotated[bool, typer.Option(help="Put a document's title in front of its text.")] = True,
-    limit: Annotated[
-        int | None, typer.Option(min=1, help="Use only the first queries of each file; so many at random from the Hub.")
-    ] = None,
+    titles: Annotated[bool, Option(help="Put a document's title in front of its text.")] = True,
+    limit: Annotated[int | None, Option(min=1, help="At most so many queries of each; of the Hub, at random.")] = None,
     negatives: Negatives = None,
 ) -> None:
     """Measure ranking (nDCG@5, Recall@5) and selection (F1 at the threshold) on labelled passages.
@@ -173,19 +157,18 @@ def _write(path: Path, text: str) -> None:
 @command(app)
 def reproduce(
     load: LoadOptions,
-    config: Annotated[str, typer.Option("--config", "-c", help="paper, local, or a TOML file.")] = "local",
+    config: Annotated[str, Option("--config", "-c", help="paper, local, or a TOML file.")] = "local",
     data: Annotated[
-        list[Path] | None,
-        typer.Option("--data", help="Labelled files, or folders of them, instead of the configuration's sets."),
+        list[Path] | None, Option("--data", help="Labelled files or folders, not the config's sets.")
     ] = None,
-    model: Annotated[str | None, typer.Option("--model", "-m", help="The RSRank artifact to measure.")] = None,
-    system: Annotated[list[str] | None, typer.Option(help=f"One more system: {forms()}. May be given again.")] = None,
-    output: Annotated[Path, typer.Option("--output", "-o", help="Folder for scores, tables and figures.")] = Path(
+    model: Annotated[str | None, Option("--model", "-m", help="The RSRank artifact to measure.")] = None,
+    system: Annotated[list[str] | None, Option(help=f"One more system: {forms()}. May be given again.")] = None,
+    output: Annotated[Path, Option("--output", "-o", help="Folder for scores, tables and figures.")] = Path(
         "runs/reproduction"
     ),
     negatives: Negatives = None,
-    queries: Annotated[int | None, typer.Option(min=1, help="At most so many of each set.")] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the plan and stop.")] = False,
+    queries: Annotated[int | None, Option(min=1, help="At most so many of each set.")] = None,
+    dry_run: Annotated[bool, Option("--dry-run", help="Print the plan and stop.")] = False,
 ) -> None:
     """Make the paper's tables and figures for an artifact, into OUTPUT/tables.md and OUTPUT/report.
 

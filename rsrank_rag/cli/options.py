@@ -12,22 +12,20 @@ from typing import Annotated, Any
 
 import typer
 from huggingface_hub.utils import disable_progress_bars  # type: ignore[attr-defined] # public, but loaded lazily
+from typer import Option
 
 from ..adapters.systems import forms
 from ..bulk.on_ray import Actors
 from ..language_model.options import LoadOptions, LoadSettings
 from .console import catch_errors
 
-Model = Annotated[str, typer.Option("--model", "-m", help="Built-in name, artifact folder or Hub id.")]
-System = Annotated[str, typer.Option("--model", "-m", help=f"Built-in name, artifact folder or Hub id; or {forms()}.")]
-Revision = Annotated[str | None, typer.Option(help="Commit, tag or branch on the Hub.")]
-Query = Annotated[str, typer.Option("--query", "-q", help="The question.")]
-Documents = Annotated[str, typer.Option("--documents", "-d", help="A file, or - for standard input.")]
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
-Address = Annotated[
-    str | None,
-    typer.Option(help="With ray: of the cluster, such as auto. Default: RAY_ADDRESS, or else one on this machine."),
-]
+Model = Annotated[str, Option("--model", "-m", help="Built-in name, artifact folder or Hub id.")]
+System = Annotated[str, Option("--model", "-m", help=f"Built-in name, artifact folder or Hub id; or {forms()}.")]
+Revision = Annotated[str | None, Option(help="Commit, tag or branch on the Hub.")]
+Query = Annotated[str, Option("--query", "-q", help="The question.")]
+Documents = Annotated[str, Option("--documents", "-d", help="A file, or - for standard input.")]
+AsJson = Annotated[bool, Option("--json", help="Print JSON instead of a table.")]
+Address = Annotated[str | None, Option(help="With ray: of the cluster. Default: RAY_ADDRESS, or one on this machine.")]
 
 
 class Where(str, Enum):
@@ -42,12 +40,10 @@ def _load_options(**given: Any) -> LoadOptions:
 
 
 def _actors(
-    engine: Annotated[
-        Where, typer.Option(help="local: in this process. ray: by actors on a Ray cluster.")
-    ] = Where.local,
-    actors: Annotated[int | None, typer.Option(help="With ray: how many. Default: as many as have room.")] = None,
-    cpus_per_actor: Annotated[float, typer.Option(help="With ray: CPU cores, and threads on a CPU, of each.")] = 1.0,
-    gpus_per_actor: Annotated[float, typer.Option(help="With ray: GPUs of each, such as 1 or 0.5.")] = 0.0,
+    engine: Annotated[Where, Option(help="local: in this process. ray: by actors on a Ray cluster.")] = Where.local,
+    actors: Annotated[int | None, Option(help="With ray: how many. Default: as many as have room.")] = None,
+    cpus_per_actor: Annotated[float, Option(help="With ray: CPU cores, and threads on a CPU, of each.")] = 1.0,
+    gpus_per_actor: Annotated[float, Option(help="With ray: GPUs of each, such as 1 or 0.5.")] = 0.0,
     address: Address = None,
 ) -> Actors | None:
     """The actors that were asked for; None to work in this process."""
@@ -59,7 +55,7 @@ def _loading_parameters() -> dict[str, Parameter]:
     found = {}
     for name, setting in LoadSettings.model_fields.items():
         kind: Any = bool if setting.annotation is bool else str | None
-        option = typer.Option(f"--{name.replace('_', '-')}", help=setting.description)
+        option = Option(f"--{name.replace('_', '-')}", help=setting.description)
         annotation = Annotated[kind, option]
         found[name] = Parameter(name, Parameter.KEYWORD_ONLY, default=setting.default, annotation=annotation)
     return found
@@ -67,12 +63,7 @@ def _loading_parameters() -> dict[str, Parameter]:
 
 @dataclass(frozen=True)
 class _Group:
-    """Options that reach a command as one argument.
-
-    Attributes:
-        parameters: The options.
-        make: Makes the argument of them.
-    """
+    """Options that reach a command as one argument, which ``make`` makes of them."""
 
     parameters: Mapping[str, Parameter]
     make: Callable[..., Any]

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from pydantic import ValidationError
+from typer import Option
 
 from ..adapters.systems import load as load_reranker
 from ..adapters.systems import parse
@@ -64,11 +65,7 @@ def _read(option: str, file: Path) -> str:
 
 
 def read_keys(file: Path | None, environment: str) -> tuple[str, ...]:
-    """API keys of a file, one a line, and of the environment variable, separated by commas.
-
-    Raises:
-        InputError: The file cannot be read, or holds none.
-    """
+    """API keys of a file, one a line, and of the environment variable, separated by commas."""
     found = [key.strip() for key in environment.split(",")]
     if file is not None:
         lines = [line.strip() for line in _read("--api-key-file", file).splitlines()]
@@ -79,11 +76,7 @@ def read_keys(file: Path | None, environment: str) -> tuple[str, ...]:
 
 
 def read_canary(file: Path) -> Canary:
-    """A canary from a JSON file with ``query``, ``relevant`` and ``irrelevant``.
-
-    Raises:
-        InputError: The file cannot be read, or is not that.
-    """
+    """A canary from a JSON file with ``query``, ``relevant`` and ``irrelevant``."""
     from ..service.engine import Canary
 
     names = {field.name for field in fields(Canary)}
@@ -111,46 +104,27 @@ def serve(
     load: LoadOptions,
     model: System = "mini",
     revision: Revision = None,
-    host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 for all.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=0, max=65535, help="0 for any that is free.")] = 8080,
-    api_key_file: Annotated[
-        Path | None, typer.Option(help=f"API keys, one a line. Also from the environment: {KEYS[0]}, by commas.")
-    ] = None,
-    max_documents: Annotated[int, typer.Option(min=1, help="Documents of one request.")] = 1000,
-    max_tokens: Annotated[
-        int | None, typer.Option(min=1, help="Refuse longer documents, unless the request asks for a cut. RSRank only.")
-    ] = None,
-    max_body: Annotated[str, typer.Option(help="Size of one request, such as 20MB.")] = "20MB",
-    max_queue: Annotated[int, typer.Option(min=1, help="Documents that may wait, of all requests.")] = 10_000,
-    timeout: Annotated[float, typer.Option(min=0.001, help="Seconds from a request to its answer.")] = 60.0,
-    drop: Annotated[
-        bool, typer.Option("--drop", help="Leave out what scores below the native threshold, where clients allow it.")
-    ] = False,
-    normalize: Annotated[
-        bool, typer.Option("--normalize", help="Scores between 0 and 1; 0.5 is the native threshold.")
-    ] = False,
-    canary: Annotated[
-        Path | None, typer.Option(help="JSON with query, relevant, irrelevant: scored after each load, for /ready.")
-    ] = None,
-    no_canary: Annotated[bool, typer.Option("--no-canary", help="Be ready without scoring anything.")] = False,
-    prefix_cache: Annotated[
-        str | None,
-        typer.Option(help="Size of the prefixes kept on the device, such as 512MB; 0: none. RSRank only."),
-    ] = None,
-    prefixes: Annotated[
-        Path | None, typer.Option("--prefixes", "-p", help="Folder to keep prefixes in, as rsrank index does.")
-    ] = None,
-    engine: Annotated[
-        Where, typer.Option("--engine", help="local: one process with the model. ray: replicas on a Ray cluster.")
-    ] = Where.local,
-    replicas: Annotated[int, typer.Option(min=1, help="With ray: processes with the model.")] = 1,
-    max_replicas: Annotated[
-        int | None, typer.Option(min=1, help="With ray: more of them come and go with the load, up to so many.")
-    ] = None,
-    cpus_per_replica: Annotated[float, typer.Option(help="With ray: CPU cores of each.")] = 1.0,
-    gpus_per_replica: Annotated[float, typer.Option(help="With ray: GPUs of each, such as 1 or 0.5.")] = 0.0,
+    host: Annotated[str, Option(help="Address to listen on; 0.0.0.0 for all.")] = "127.0.0.1",
+    port: Annotated[int, Option(min=0, max=65535, help="0 for any that is free.")] = 8080,
+    api_key_file: Annotated[Path | None, Option(help=f"API keys, one a line; also from {KEYS[0]}, by commas.")] = None,
+    max_documents: Annotated[int, Option(min=1, help="Documents of one request.")] = 1000,
+    max_tokens: Annotated[int | None, Option(min=1, help="Refuse longer documents, or cut them if asked to.")] = None,
+    max_body: Annotated[str, Option(help="Size of one request, such as 20MB.")] = "20MB",
+    max_queue: Annotated[int, Option(min=1, help="Documents that may wait, of all requests.")] = 10_000,
+    timeout: Annotated[float, Option(min=0.001, help="Seconds from a request to its answer.")] = 60.0,
+    drop: Annotated[bool, Option("--drop", help="Leave out what is below the native threshold.")] = False,
+    normalize: Annotated[bool, Option("--normalize", help="Scores from 0 to 1; 0.5: the native threshold.")] = False,
+    canary: Annotated[Path | None, Option(help="JSON with query, relevant, irrelevant: checked for /ready.")] = None,
+    no_canary: Annotated[bool, Option("--no-canary", help="Be ready without scoring anything.")] = False,
+    prefix_cache: Annotated[str | None, Option(help="Prefixes kept on the device, such as 512MB; 0: none.")] = None,
+    prefixes: Annotated[Path | None, Option("--prefixes", "-p", help="Folder to keep prefixes in.")] = None,
+    engine: Annotated[Where, Option(help="local: one process. ray: replicas on a Ray cluster.")] = Where.local,
+    replicas: Annotated[int, Option(min=1, help="With ray: processes with the model.")] = 1,
+    max_replicas: Annotated[int | None, Option(min=1, help="With ray: up to so many, as the load asks for.")] = None,
+    cpus_per_replica: Annotated[float, Option(help="With ray: CPU cores of each.")] = 1.0,
+    gpus_per_replica: Annotated[float, Option(help="With ray: GPUs of each, such as 1 or 0.5.")] = 0.0,
     address: Address = None,
-    log_level: Annotated[str, typer.Option(help=f"{', '.join(LEVELS)}.")] = "info",
+    log_level: Annotated[str, Option(help=f"{', '.join(LEVELS)}.")] = "info",
 ) -> None:
     """Answer over HTTP, as clients of Cohere, Jina, TEI, vLLM, Infinity and NVIDIA ask.
 
@@ -200,12 +174,7 @@ def serve(
 
 
 def _settings(**given: Any) -> Settings:
-    """What the service allows.
-
-    Raises:
-        MissingDependencyError: The packages of the ``serve`` extra are not there.
-        InputError: A setting is out of range.
-    """
+    """What the service allows; raises InputError if a setting is out of range."""
     from ..service.app import Settings
 
     try:
@@ -216,12 +185,7 @@ def _settings(**given: Any) -> Settings:
 
 
 def run(backend: Scheduler, settings: Settings, *, host: str, port: int, log_level: str) -> None:
-    """Serve until told to stop.
-
-    Raises:
-        RSRankError: The backend cannot be started.
-        InputError: Nobody can listen at the address.
-    """
+    """Serve until told to stop; raises what keeps the backend or the server from starting."""
     import uvicorn
 
     from ..service.app import create_app

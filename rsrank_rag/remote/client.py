@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from contextlib import AbstractAsyncContextManager, AbstractContextManager
 from typing import Any, Literal
 
 from pydantic import SecretStr
@@ -23,7 +24,9 @@ ROW_BYTES = 1 << 12
 INFO = Call("GET", "/info")
 
 
-class RemoteReranker(ConcurrentReranker):
+class RemoteReranker(
+    ConcurrentReranker, AbstractContextManager["RemoteReranker"], AbstractAsyncContextManager["RemoteReranker"]
+):
     """Asks a service for scores; what is kept is decided here. Threads and event loops may share it.
 
     All that talk to one address share its connections. Proxies and certificates come from the environment, as httpx
@@ -41,9 +44,6 @@ class RemoteReranker(ConcurrentReranker):
             whose answer comes in drops can take longer, by as much for each of its steps.)
         max_retries: How often a call is sent again after a lost connection, a 429, 502 or 503, after pauses that grow,
             or that the service asks for. What takes too long is not sent again.
-
-    Raises:
-        InputError: An argument that cannot be used.
     """
 
     def __init__(
@@ -78,14 +78,8 @@ class RemoteReranker(ConcurrentReranker):
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_api_key": None}
 
-    def __enter__(self) -> Self:
-        return self
-
     def __exit__(self, *_: object) -> None:
         self.close()
-
-    async def __aenter__(self) -> Self:
-        return self
 
     async def __aexit__(self, *_: object) -> None:
         await self.aclose()

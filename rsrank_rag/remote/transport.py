@@ -212,11 +212,7 @@ class _Patience:
 
 
 def usable_key(key: SecretStr | None, source: str = "api_key") -> SecretStr | None:
-    """A key without the line break that files end with; None if nothing is left.
-
-    Raises:
-        InputError: It holds what no header may.
-    """
+    """A key without the line break that files end with, None if nothing is left; InputError if none can send it."""
     text = key.get_secret_value().strip() if key else ""
     if not (text.isascii() and text.isprintable()):  # httpx would refuse it too, and show the key
         raise InputError(f"{source} holds characters that cannot be sent. Only printable ASCII can.")
@@ -224,10 +220,7 @@ def usable_key(key: SecretStr | None, source: str = "api_key") -> SecretStr | No
 
 
 def service_address(base_url: str) -> str:
-    """Address of a service as it is asked: without a slash, ``/v1`` or ``/v1/rerank`` at its end.
-
-    Raises:
-        InputError: It is no http address, or it holds what does not belong there.
+    """Address of a service as it is asked, without ``/v1`` or ``/v1/rerank``; InputError if it is no plain address.
 
     >>> service_address("http://localhost:8080/v1/")
     'http://localhost:8080'

@@ -50,11 +50,7 @@ Body = TypeVar("Body", Answer, Info)
 
 
 def request_body(model: str | None, query: str, documents: Sequence[str]) -> bytes:
-    """The request for the raw scores of all documents.
-
-    Raises:
-        InputError: Something is no text.
-    """
+    """The request for the raw scores of all documents; raises InputError if something is no text."""
     for name, text in (("A query", query), *((f"Document {i}", text) for i, text in enumerate(documents))):
         if not isinstance(text, str):
             raise InputError(f"{name} must be a string, got {type(text).__name__}.")
@@ -70,11 +66,7 @@ def request_body(model: str | None, query: str, documents: Sequence[str]) -> byt
 
 
 def parsed(kind: type[Body], body: bytes, address: str, model: str | None) -> Body:
-    """An answer that is what it should be, from the model that was asked for.
-
-    Raises:
-        RemoteError: It is not.
-    """
+    """An answer that is what it should be, from the model that was asked for; else RemoteError."""
     try:
         found = kind.model_validate_json(body)
     except ValidationError as error:

@@ -63,11 +63,7 @@ class Engine:
         return Description(self.name, self.reranker.threshold, isinstance(self.reranker, _Explains))
 
     def step(self, pairs: Sequence[Pair]) -> Step:
-        """Score pairs of any clients.
-
-        Raises:
-            DeviceLostError: Nothing more can be scored in this process.
-        """
+        """Score pairs of any clients; raises DeviceLostError if nothing more can be scored in this process."""
         started = time.perf_counter()
         outcomes = self._outcomes(pairs)
         stats = self.reranker.stats() if isinstance(self.reranker, _Counts) else {}

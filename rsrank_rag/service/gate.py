@@ -36,10 +36,8 @@ class Settings(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True, hide_input_in_errors=True)  # it may be a key
 
-    api_keys: tuple[SecretStr, ...] = ()
-    """Any of them opens the service; without any it is open."""
-    max_documents: int = Field(default=1000, ge=1)
-    """Documents of a request."""
+    api_keys: tuple[SecretStr, ...] = ()  # any of them opens the service; without any it is open
+    max_documents: int = Field(default=1000, ge=1)  # of a request
     max_query_characters: int = Field(default=10_000, ge=1)
     max_document_characters: int = Field(default=1_000_000, ge=1)
     max_document_tokens: int | None = Field(default=None, ge=1)
@@ -47,10 +45,8 @@ class Settings(BaseModel):
     max_body_bytes: int = Field(default=20_000_000, ge=1)
     timeout: float | None = Field(default=60.0, gt=0, allow_inf_nan=False)
     """Seconds from a request's arrival to its answer; None for ever."""
-    normalize: bool = False
-    """Scores between 0 and 1."""
-    drop: bool = False
-    """Leave out what does not score above the model's native threshold, where clients allow it."""
+    normalize: bool = False  # scores between 0 and 1
+    drop: bool = False  # leave out what does not score above the model's native threshold, where clients allow it
 
     @field_validator("api_keys")
     @classmethod

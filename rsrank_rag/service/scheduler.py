@@ -38,21 +38,13 @@ COUNTED = ("pairs", "tokens", "truncated", "unscored", "failed", "cancelled", "r
 
 @dataclass(frozen=True)
 class QueueLimits:
-    """How much may wait, and how much is scored at once.
+    """How much may wait, and how much is scored at once."""
 
-    Attributes:
-        pairs: Pairs that may wait; a request beyond is refused with `OverloadedError`.
-        tokens: Tokens that they may have together, by estimate; likewise.
-        step_seconds: What a batch should take: the longest that a new request waits for its turn, roughly.
-        least_tokens: A batch may hold so many (estimated) tokens however slow the model is.
-        longest_step: Seconds after which the process is taken for hung and replaced.
-    """
-
-    pairs: int = 10_000
-    tokens: int = 25_000_000
-    step_seconds: float = 0.2
-    least_tokens: int = 2048
-    longest_step: float = 300.0
+    pairs: int = 10_000  # that may wait; a request beyond is refused with `OverloadedError`
+    tokens: int = 25_000_000  # that they may have together, by estimate; likewise
+    step_seconds: float = 0.2  # what a batch should take: roughly the longest that a new request waits for its turn
+    least_tokens: int = 2048  # a batch may hold so many (estimated) tokens however slow the model is
+    longest_step: float = 300.0  # seconds after which the process is taken for hung and replaced
 
 
 @dataclass(eq=False)
@@ -167,10 +159,7 @@ class Scheduler:
     async def score(self, pairs: Sequence[Pair], *, client: str = "", timeout: float | None = None) -> list[Outcome]:
         """One outcome for each pair of any queries, in input order; cancelling the call cancels the work.
 
-        Args:
-            pairs: What to score.
-            client: Whose they are: clients share the model's time equally.
-            timeout: Seconds after which to give up.
+        Clients share the model's time equally. ``timeout`` is the number of seconds after which to give up.
 
         Raises:
             OverloadedError: The queue is full.
@@ -180,14 +169,7 @@ class Scheduler:
         return await self._answered("step", pairs, client, timeout) if pairs else []
 
     async def explain(self, pair: Pair, *, client: str = "", timeout: float | None = None) -> Explanation:
-        """Take one score apart.
-
-        Raises:
-            ServiceError: As `score`.
-            InputError: The pair cannot be used, or the model's scores cannot be taken apart.
-            ScoringError: The document could not be scored.
-            RSRankError: The model failed on it.
-        """
+        """Take one score apart; errors as of `score` or of the model, InputError where that cannot be done."""
         found: list[Explanation] = await self._answered("explain", [pair], client, timeout)
         return found[0]
 

@@ -93,11 +93,7 @@ class ModelProcess:
         self._pool: Executor | None = None
 
     async def start(self) -> None:
-        """Load the model, in a new process in the place of one that is gone; raises what loading raises.
-
-        Raises:
-            UnavailableError: The process ended meanwhile.
-        """
+        """Load the model, in a new process in the place of one that is gone; raises what loading raises."""
         self.end(wait=False)
         if self.in_process:
             self._pool = ThreadPoolExecutor(1, thread_name_prefix="rsrank-serve")
@@ -112,11 +108,7 @@ class ModelProcess:
         logger.info("%s was loaded in %.1f s.", name, time.perf_counter() - started)
 
     async def call(self, method: str, argument: Any) -> Any:
-        """Call a method of the `Engine`.
-
-        Raises:
-            BrokenProcessPool: The process died, or was ended because it hung.
-        """
+        """Call a method of the `Engine`; raises BrokenProcessPool if the process died, or was ended because it hung."""
         future = asyncio.get_running_loop().run_in_executor(self._pool, call, method, argument)
         done, _ = await asyncio.wait([future], timeout=self.longest_step)
         if not done:

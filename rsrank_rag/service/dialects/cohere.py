@@ -42,9 +42,7 @@ class RerankRequest(ScaledRequest):
         "null for none. Without it the service's setting applies.",
     )
     min_docs: int | None = Field(default=None, ge=0, description="The best so many stay, even below the threshold.")
-    partial: bool | None = Field(
-        default=None, description="If documents cannot be scored, answer with the others and name those in errors."
-    )
+    partial: bool | None = Field(default=None, description="Answer without documents that fail; they are in errors.")
 
     @model_validator(mode="after")
     def _limits_make_sense(self) -> Self:
@@ -57,11 +55,7 @@ class RerankRequest(ScaledRequest):
         return self.question([query] * len(texts), texts, faults)
 
     def cutoff(self, model: Description, drop: bool) -> float | None:
-        """Documents must score above this; None if all stay. ``drop`` is what the service does by itself.
-
-        Raises:
-            RefusedError: The native threshold of a model that has none.
-        """
+        """Documents must score above this; None if all stay. ``drop`` is what the service does by itself."""
         chosen = self.threshold if "threshold" in self.model_fields_set else "native" if drop else None
         if chosen != "native":
             return chosen

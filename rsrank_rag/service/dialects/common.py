@@ -168,15 +168,11 @@ class ScoringRequest(Strict, ABC):
     """A request for scores, with the options that every one may have."""
 
     model: Any = Field(default=None, description="Whatever it is: there is one model, and the answer names it.")
-    max_tokens_per_doc: int | None = Field(
-        default=None, ge=1, description="Read at most so many tokens of each document."
-    )
+    max_tokens_per_doc: int | None = Field(default=None, ge=1, description="Read at most so many tokens of each.")
     truncate: bool | Literal["NONE", "END"] | None = Field(
         default=None, description="False or NONE: a document that is too long is an error instead of being cut."
     )
-    truncate_prompt_tokens: int | None = Field(
-        default=None, ge=-1, description="As max_tokens_per_doc; -1 for what the model reads."
-    )
+    truncate_prompt_tokens: int | None = Field(default=None, ge=-1, description="Likewise; -1 for no limit.")
     truncation_direction: Literal["Right", "right", "Left", "left"] | None = Field(
         default=None,
         validation_alias=AliasChoices("truncation_direction", "truncation_side"),
