@@ -14,11 +14,7 @@ from .errors import InputError, MissingDependencyError
 from .reranker import RankResult
 
 try:
-    from langchain_core.callbacks import (
-        AsyncCallbackManagerForRetrieverRun,
-        CallbackManagerForRetrieverRun,
-        Callbacks,
-    )
+    from langchain_core.callbacks import AsyncCallbackManagerForRetrieverRun, CallbackManagerForRetrieverRun, Callbacks
     from langchain_core.documents import BaseDocumentCompressor, Document
     from langchain_core.retrievers import BaseRetriever, RetrieverLike
     from langchain_core.runnables import Runnable, RunnableConfig, RunnableLambda
@@ -55,11 +51,7 @@ class RSRankCompressor(RerankerAdapter, BaseDocumentCompressor):
     )
 
     def compress_documents(
-        self,
-        documents: Sequence[Document],
-        query: str,
-        callbacks: Callbacks | None = None,
-        **limits: Unpack[Limits],
+        self, documents: Sequence[Document], query: str, callbacks: Callbacks | None = None, **limits: Unpack[Limits]
     ) -> list[Document]:
         """Rank documents and give copies of the relevant ones, best first, with a Python float under ``score_key``.
 
@@ -73,11 +65,7 @@ class RSRankCompressor(RerankerAdapter, BaseDocumentCompressor):
         return self.as_runnable().invoke({"query": query, "documents": documents}, {"callbacks": callbacks}, **limits)
 
     async def acompress_documents(
-        self,
-        documents: Sequence[Document],
-        query: str,
-        callbacks: Callbacks | None = None,
-        **limits: Unpack[Limits],
+        self, documents: Sequence[Document], query: str, callbacks: Callbacks | None = None, **limits: Unpack[Limits]
     ) -> list[Document]:
         """As `compress_documents`, without blocking the event loop; a cancelled call leaves the model's queue."""
         inputs, config = {"query": query, "documents": documents}, RunnableConfig(callbacks=callbacks)

@@ -7,6 +7,7 @@ import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from copy import deepcopy
+from functools import partial
 from typing import Annotated, Any, Literal, TypedDict, TypeVar
 
 from pydantic import (
@@ -147,7 +148,7 @@ class ModelAdapter(LoadSettings):
             raise
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _rebuild, (type(self), self.model_dump())
+        return partial(type(self), **self.model_dump()), ()
 
     @property
     def model_label(self) -> str:
@@ -289,7 +290,3 @@ def _report(result: RankResult) -> None:
     if result.dropped and not result.kept:
         best, least = result.dropped[0].score, result.threshold
         logger.debug("All %d documents were dropped; the best scored %+.3f, not above %g.", len(documents), best, least)
-
-
-def _rebuild(cls: type[ModelAdapter], settings: dict[str, Any]) -> ModelAdapter:
-    return cls(**settings)

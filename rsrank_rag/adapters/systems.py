@@ -69,8 +69,7 @@ KINDS: dict[str, Kind] = {
         short={size.lower(): f"Qwen/Qwen3-Reranker-{size}" for size in ("0.6B", "4B", "8B")},
     ),
     "monot5": Kind(
-        "evaluation.systems.monot5.MonoT5",
-        short={size: f"castorini/monot5-{size}-msmarco" for size in ("base", "3b")},
+        "evaluation.systems.monot5.MonoT5", short={size: f"castorini/monot5-{size}-msmarco" for size in ("base", "3b")}
     ),
     "llm2vec-gen": Kind("evaluation.systems.llm2vec_gen.LLM2VecGen", default="McGill-NLP/LLM2Vec-Gen-Qwen3-8B"),
     "bge-reranker-v2-m3": Kind(f"{_ENCODERS}.CrossEncoder", default="BAAI/bge-reranker-v2-m3", settings=_CALIBRATED),

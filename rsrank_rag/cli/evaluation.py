@@ -14,8 +14,7 @@ from typer import Option
 from ..adapters.systems import forms
 from ..errors import InputError
 from ..language_model.options import LoadOptions
-from .console import problems, screen
-from .options import Revision, command
+from .options import Revision, command, problems, screen
 from .tables import evaluation_table
 
 if TYPE_CHECKING:
@@ -25,6 +24,9 @@ if TYPE_CHECKING:
 
 app = typer.Typer()
 
+Systems = Annotated[
+    list[str], Option("--model", "-m", help=f"Built-in name, artifact folder or Hub id; or {forms()}. May be repeated.")
+]
 Negatives = Annotated[str | None, Option(help="New irrelevant documents: bm25, dense, dense:ENCODER or random.")]
 
 
@@ -32,21 +34,12 @@ Negatives = Annotated[str | None, Option(help="New irrelevant documents: bm25, d
 def evaluate(
     data: Annotated[list[str], Option("--data", help="Labelled .jsonl(.gz), hotpotqa or beir:NAME. May be repeated.")],
     load: LoadOptions,
-    model: Annotated[
-        list[str],
-        Option("--model", "-m", help=f"Built-in name, artifact folder or Hub id; or {forms()}. May be given again."),
-    ] = ["mini"],  # noqa: B006 - typer copies it
+    model: Systems = ["mini"],  # noqa: B006 - typer copies it
     revision: Revision = None,
     output: Annotated[Path | None, Option("--json", help="Write the metrics here, an object a model and file.")] = None,
     report: Annotated[Path | None, Option(help="Folder for a page with tables, figures and worst queries.")] = None,
     umap: Annotated[bool, Option("--umap", help="In the report, draw RSRank's shifts before and after B.")] = False,
-    threshold: Annotated[
-        str,
-        Option(
-            help="For f1@tau: a number, 'native' for the system's own (0 for RSRank), or 'shared' for the best single "
-            "one over all files, which is also what a system without a native one gets."
-        ),
-    ] = "native",
+    threshold: Annotated[str, Option(help="For f1@tau: a number, native or shared (see above).")] = "native",
     titles: Annotated[bool, Option(help="Put a document's title in front of its text.")] = True,
     limit: Annotated[int | None, Option(min=1, help="At most so many queries of each; of the Hub, at random.")] = None,
     negatives: Negatives = None,
@@ -54,7 +47,9 @@ def evaluate(
     """Measure ranking (nDCG@5, Recall@5) and selection (F1 at the threshold) on labelled passages.
 
     A line holds one query: `{"id", "query", "documents": [{"id", "text", "relevant", "title"?}]}`.
-    f1@best is the F1 at the best single threshold of the file, f1@query_best at each query's own.
+    f1@best is the F1 at the best single threshold of the file, f1@query_best at each query's own, f1@tau at the
+    `--threshold`: a number, 'native' for the system's own (0 for RSRank), or 'shared' for the best single one over all
+    files, which is also what a system without a native one gets.
 
     `rsrank evaluate --data dev.jsonl.gz --json metrics.json`
 
@@ -158,9 +153,7 @@ def _write(path: Path, text: str) -> None:
 def reproduce(
     load: LoadOptions,
     config: Annotated[str, Option("--config", "-c", help="paper, local, or a TOML file.")] = "local",
-    data: Annotated[
-        list[Path] | None, Option("--data", help="Labelled files or folders, not the config's sets.")
-    ] = None,
+    data: Annotated[list[Path] | None, Option("--data", help="Labelled files or folders instead of the sets.")] = None,
     model: Annotated[str | None, Option("--model", "-m", help="The RSRank artifact to measure.")] = None,
     system: Annotated[list[str] | None, Option(help=f"One more system: {forms()}. May be given again.")] = None,
     output: Annotated[Path, Option("--output", "-o", help="Folder for scores, tables and figures.")] = Path(

@@ -18,8 +18,7 @@ from ..bulk.on_ray import Actors
 from ..errors import InputError
 from ..language_model.options import LoadOptions, ModelSource
 from ..method.template import clean
-from .console import problems, screen
-from .options import AsJson, Documents, Model, Query, Revision, System, command
+from .options import AsJson, Documents, Model, Query, Revision, System, command, problems, screen
 from .tables import explanation_table, info_table, result_table
 
 if TYPE_CHECKING:

@@ -24,8 +24,7 @@ from ..adapters.systems import parse
 from ..errors import InputError
 from ..language_model.options import LoadOptions, ModelSource
 from ..prefixes.settings import Choice, PrefixCache, as_bytes
-from .console import screen
-from .options import Address, Revision, System, Where, command
+from .options import Address, Revision, System, Where, command, screen
 
 if TYPE_CHECKING:
     from ..service.app import Settings

@@ -11,8 +11,7 @@ from typer import Option
 
 from ..bulk.on_ray import Actors
 from ..errors import ArtifactError, InputError
-from .console import problems, screen
-from .options import command
+from .options import command, problems, screen
 
 if TYPE_CHECKING:
     from ..training.recipe import Recipe

@@ -14,19 +14,8 @@ from pydantic import BaseModel, Discriminator, Field, Tag, TypeAdapter
 from .. import __version__
 from ..errors import InputError, MissingDependencyError, RSRankError
 from ..reranker import Pair
-from .dialects.cohere import RerankRequest, RerankResponse
+from .dialects import others
 from .dialects.common import Query, Question, Scores, ScoringRequest, Strict
-from .dialects.others import (
-    ModelCard,
-    ModelList,
-    RankingRequest,
-    RankingResponse,
-    ScoreRequest,
-    ScoreResponse,
-    TextScore,
-    TextsRequest,
-)
-from .refusals import RefusedError, refusal
 from .scheduler import Scheduler
 
 try:
@@ -36,10 +25,11 @@ try:
     from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
     from starlette.exceptions import HTTPException
 
-    from .answers import RETRY_AFTER, answer_errors, described
+    from .dialects.cohere import RerankRequest, RerankResponse
     from .gate import Gate, Settings
     from .logs import Record
     from .metrics import Metrics
+    from .refusals import RETRY_AFTER, RefusedError, answer_errors, described, refusal
 except ModuleNotFoundError as error:
     if error.name not in ("fastapi", "prometheus_client", "pythonjsonlogger", "starlette"):
         raise
@@ -60,7 +50,7 @@ def _kind(body: Any) -> str:
 
 
 AnyRerankRequest = Annotated[
-    Annotated[TextsRequest, Tag("TEI")] | Annotated[RerankRequest, Tag("rerank")], Discriminator(_kind)
+    Annotated[others.TextsRequest, Tag("TEI")] | Annotated[RerankRequest, Tag("rerank")], Discriminator(_kind)
 ]
 """What ``/rerank`` takes: TEI's request if there are texts, else that of the others."""
 
@@ -160,15 +150,15 @@ class _Service:
         posts: dict[str, tuple[Any, Any]] = {
             "/v1/rerank": (self.rerank, RerankResponse),
             "/v2/rerank": (self.rerank, RerankResponse),
-            "/rerank": (self.rerank_any, RerankResponse | list[TextScore]),
-            "/score": (self.score, ScoreResponse),
-            "/v1/score": (self.score, ScoreResponse),
-            "/v1/ranking": (self.ranking, RankingResponse),
+            "/rerank": (self.rerank_any, RerankResponse | list[others.TextScore]),
+            "/score": (self.score, others.ScoreResponse),
+            "/v1/score": (self.score, others.ScoreResponse),
+            "/v1/ranking": (self.ranking, others.RankingResponse),
             "/explain": (self.explain, ExplainResponse),
         }
         for path, (endpoint, model) in posts.items():
             routes.add_api_route(path, endpoint, methods=["POST"], response_model=model, responses=wrong)
-        routes.add_api_route("/v1/models", self.models, response_model=ModelList, responses=described(401, 503))
+        routes.add_api_route("/v1/models", self.models, response_model=others.ModelList, responses=described(401, 503))
         routes.add_api_route("/info", self.info, response_model=Info, responses=described(401, 503))
         counters = {**described(401), **_text("text/plain")}
         routes.add_api_route("/metrics", self.metrics_page, response_class=Response, responses=counters)
@@ -188,11 +178,11 @@ class _Service:
             return await self.rerank(body, request)
         return _json(body.answer(await self._scores(request, body)))
 
-    async def score(self, body: ScoreRequest, request: Request) -> Response:
+    async def score(self, body: others.ScoreRequest, request: Request) -> Response:
         """Score pairs, in input order: vLLM."""
         return _json(body.answer(await self._scores(request, body)))
 
-    async def ranking(self, body: RankingRequest, request: Request) -> Response:
+    async def ranking(self, body: others.RankingRequest, request: Request) -> Response:
         """Score passages for a query, best first, always raw: NVIDIA."""
         return _json(body.answer(await self._scores(request, body)))
 
@@ -209,9 +199,9 @@ class _Service:
         found = await _while_connected(request, work)
         return _json(ExplainResponse.model_validate(found, from_attributes=True))
 
-    async def models(self) -> ModelList:
+    async def models(self) -> others.ModelList:
         """The model that is served, as OpenAI and NVIDIA list models."""
-        return ModelList(data=[ModelCard(id=self.backend.description.name, created=self.created)])
+        return others.ModelList(data=[others.ModelCard(id=self.backend.description.name, created=self.created)])
 
     async def info(self) -> Info:
         """What is served, and what is allowed."""

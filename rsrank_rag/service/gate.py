@@ -16,9 +16,9 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from .answers import error_answer
 from .logs import Record
 from .metrics import Metrics
+from .refusals import error_answer
 
 logger = logging.getLogger(__name__)
 

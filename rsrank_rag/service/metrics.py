@@ -48,18 +48,14 @@ class Metrics:
     """Measures requests, and reads the backend's counters when asked."""
 
     def __init__(self, backend: Scheduler) -> None:
-        self.registry = CollectorRegistry()
-        self.registry.register(_BackendCollector(backend))
+        self.registry = registry = CollectorRegistry()
+        registry.register(_BackendCollector(backend))
+        text = "Time from a request's arrival to its answer."
         self._seconds = Histogram(
-            "rsrank_request_seconds",
-            "Time from a request's arrival to its answer.",
-            ("route", "status"),
-            buckets=SECONDS,
-            registry=self.registry,
+            "rsrank_request_seconds", text, ("route", "status"), buckets=SECONDS, registry=registry
         )
-        self._documents = Histogram(
-            "rsrank_request_documents", "Documents of a request.", ("route",), buckets=SIZES, registry=self.registry
-        )
+        text = "Documents of a request."
+        self._documents = Histogram("rsrank_request_documents", text, ("route",), buckets=SIZES, registry=registry)
 
     def observe(self, record: Record) -> None:
         """Count a request that has been answered."""
@@ -71,10 +67,6 @@ class Metrics:
 class _BackendCollector(Collector):
     def __init__(self, backend: Scheduler) -> None:
         self._backend = backend
-
-    def describe(self) -> list[Metric]:
-        """Nothing: what there is depends on the model."""
-        return []
 
     def collect(self) -> Iterator[Metric]:
         """Every counter and level of the backend."""

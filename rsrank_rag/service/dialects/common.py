@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, AliasChoices, BaseModel, ConfigDict, Field, field_validator
+from pydantic import AfterValidator, AliasChoices, BaseModel, ConfigDict, Field, PositiveInt
 
 from ...reranker import Pair, RankResult, Scored, choose
 from ..backend import Description, Outcome
@@ -172,26 +172,12 @@ class ScoringRequest(Strict, ABC):
     truncate: bool | Literal["NONE", "END"] | None = Field(
         default=None, description="False or NONE: a document that is too long is an error instead of being cut."
     )
-    truncate_prompt_tokens: int | None = Field(default=None, ge=-1, description="Likewise; -1 for no limit.")
-    truncation_direction: Literal["Right", "right", "Left", "left"] | None = Field(
+    truncate_prompt_tokens: Literal[-1] | PositiveInt | None = Field(default=None, description="Likewise; -1: all.")
+    truncation_direction: Literal["Right", "right"] | None = Field(
         default=None,
         validation_alias=AliasChoices("truncation_direction", "truncation_side"),
-        description="Right: documents are cut at their end and nowhere else.",
+        description="Documents are cut at their end and nowhere else.",
     )
-
-    @field_validator("truncation_direction")
-    @classmethod
-    def _only_the_end_is_cut(cls, value: str | None) -> str | None:
-        if value in ("Left", "left"):
-            raise ValueError("documents are cut at their end only, not on the left")
-        return value
-
-    @field_validator("truncate_prompt_tokens")
-    @classmethod
-    def _nothing_is_no_document(cls, value: int | None) -> int | None:
-        if value == 0:
-            raise ValueError("must be at least 1, or -1 for what the model reads")
-        return value
 
     @abstractmethod
     def asked(self) -> Question:
