@@ -56,7 +56,7 @@ class Kind:
             if source.name in hub.builtin_names() or not (hub.is_folder(source.name) or hub.is_hub_id(source.name)):
                 raise
             others = ", ".join(f"{kind}:{source.name}" for kind in ("cross-encoder", "bi-encoder", "qwen3-reranker"))
-            raise ArtifactError(f"{error} If it is a reranker of another kind, name it: {others}, ...") from error
+            raise ArtifactError(f"{error} If it is a reranker of another kind, say which: {others}, ...") from error
 
 
 _ENCODERS = "evaluation.systems.sentence_transformers"
