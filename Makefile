@@ -9,13 +9,18 @@ CLIENTS_llama := $(addprefix llama-index-postprocessor-,cohere-rerank jinaai-rer
 	siliconflow-rerank xinference-rerank)
 CLIENTS_newest := 'cohere>=7' xinference-client
 
-.PHONY: demo test test-oldest test-clients docs lint clean
+.PHONY: demo test test-all test-oldest test-clients docs lint clean
 
 demo: $(VENV)/.installed
 	@$(BIN)/python examples/demo.py
 
 test: $(VENV)/.installed-dev
-	$(BIN)/python -m pytest -n 2
+	$(BIN)/python -m pytest -n 2 -m "not slow and not ray and not browser"
+
+# What `make test` leaves out: slow tests, a browser, Ray clusters (these by themselves: each is several processes).
+test-all: $(VENV)/.installed-dev
+	$(BIN)/python -m pytest -n 2 -m "(slow or browser) and not ray"
+	$(BIN)/python -m pytest -m ray
 
 # Client libraries of other rerankers against the service; they want versions that do not go together.
 test-clients: $(foreach group,langchain llama newest,$(VENV)-clients-$(group)/.installed)

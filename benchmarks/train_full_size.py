@@ -19,7 +19,7 @@ from collections.abc import Sequence
 import torch
 from transformers import AutoModel, Qwen3Config
 
-from rsrank_rag.artifact.identity import describe
+from rsrank_rag.artifact.config import BackboneSpec
 from rsrank_rag.evaluation.datasets import LabelledDocument, LabelledQuery
 from rsrank_rag.language_model.check import open_backbone
 from rsrank_rag.method.scoring import ShiftReader
@@ -111,10 +111,19 @@ def main() -> None:
     plan = plan_features(queries, words, extractor.options, numbers)  # type: ignore[arg-type]
     extractor.extract(queries[0])  # warms up
     with tempfile.TemporaryDirectory() as folder:
-        spec = spec_for(extractor, queries, plan, describe(core, words, "random", None))  # type: ignore[arg-type]
+        described = BackboneSpec(
+            name="random",
+            model_type=config.model_type,
+            num_layers=core.num_layers,
+            num_heads=core.num_heads,
+            head_dim=core.head_dim,
+            tokenizer="random",
+            values=core.findings.sample,
+        )
+        spec = spec_for(extractor, queries, plan, described)
         store = FeatureStore.create(f"{folder}/features", spec, plan.bytes)
         started = time.perf_counter()
-        for _ in store.fill(lambda number: extractor.extract(queries[number])):
+        for _ in store.fill(lambda number, made=extractor: made.extract(queries[number])):
             pass
         seconds = time.perf_counter() - started
         figures: dict[str, object] = {

@@ -18,14 +18,15 @@ from .artifact.opening import Artifact, new_artifact, open_artifact, save_artifa
 from .errors import InputError, ScoringError
 from .language_model.options import LoadOptions, ModelSource
 from .method.backbone import Backbone
-from .method.batching import Batches, DoesNotFitError, Ids, token_budget_for
+from .method.batching import Batches, DoesNotFitError, Ids, is_out_of_memory, token_budget_for
 from .method.explanation import Explanation
 from .method.probe import whole_lanes
 from .method.projection import Projection
 from .method.scoring import Row, ShiftReader, score_parts, score_rows
 from .method.template import PromptTokenizer, Template, TokenisedDocument, TokenisedQuery
+from .prefixes.indexing import Indexer
 from .prefixes.settings import Choice
-from .prefixes.store import PrefixStore, disk_of, store_for
+from .prefixes.store import PrefixStore, store_for
 from .reranker import BLANK_SCORE, Pair, Reranker, Scored, as_list
 
 ALIKE_KEPT = 0.4
@@ -137,12 +138,12 @@ class RSRank(Reranker):
             token=token,
             cache_dir=cache_dir,
             trust_remote_code=trust_remote_code,
+            deterministic=deterministic,
         )
         elsewhere = None if backbone is None else str(backbone)
-        source = ModelSource(
-            str(name), revision, load, elsewhere, max_length, token_budget, prefix_cache, deterministic
+        return cls.from_source(
+            ModelSource(str(name), revision, load, elsewhere, max_length, token_budget, prefix_cache)
         )
-        return cls.from_source(source)
 
     @classmethod
     def from_source(cls, source: ModelSource) -> RSRank:
@@ -151,7 +152,7 @@ class RSRank(Reranker):
             *open_artifact(source),
             token_budget=source.token_budget,
             prefix_cache=source.prefix_cache,
-            deterministic=source.deterministic,
+            deterministic=source.load.deterministic,
         )
 
     @classmethod
@@ -245,31 +246,20 @@ class RSRank(Reranker):
                 may hold, or something is not text.
             ScoringError: A document does not fit into memory even alone.
         """
-        waiting, store = self._unindexed(documents), disk_of(self.store)
-        with _progress(len(waiting), show_progress, "reading") as bar, store.writing(waiting):
-            batches = Batches(waiting, self.token_budget)
-            try:
-                with torch.inference_mode():
-                    for batch in batches:
-                        with batches.attempt():
-                            store.write(batch, self.backbone.prefill)
-                            bar.update(len(batch))
-            except DoesNotFitError as error:
-                raise _too_large(error.ids, waiting[error.ids]) from None
+        indexer = Indexer(self.store, self.backbone, self.prompts)
+        waiting = indexer.waiting(as_list(documents))
+        try:
+            with _progress(len(waiting), show_progress, "reading") as bar:
+                indexer.write(waiting, self.token_budget, bar.update)
+        except DoesNotFitError as error:
+            raise _too_large(error.ids, waiting[error.ids]) from None
         return len(waiting)
 
     def index_size(self, documents: Sequence[str]) -> tuple[int, int]:
         """How many distinct documents `index` would read, and the bytes of disk that their prefixes take."""
-        waiting = self._unindexed(documents)
-        return len(waiting), disk_of(self.store).disk_bytes(waiting)
-
-    def _unindexed(self, documents: Sequence[str]) -> dict[Ids, int]:
-        """Documents that are not on disk, and where each first stands."""
-        store, first = disk_of(self.store), dict[Ids, int]()
-        for position, prompt in enumerate(self.prompts.documents(as_list(documents), 0)):
-            if not prompt.empty and not store.is_on_disk(prompt.ids):
-                first.setdefault(prompt.ids, position)
-        return first
+        indexer = Indexer(self.store, self.backbone, self.prompts)
+        waiting = indexer.waiting(as_list(documents))
+        return len(waiting), indexer.store.disk_bytes(waiting)
 
     def stats(self) -> dict[str, int]:
         """Batches halved because memory ran out (``memory_retries``).
@@ -332,13 +322,16 @@ class RSRank(Reranker):
             self.prompts.documents(as_list(texts), len(query.ids))
             for query, texts in zip(tokens, documents, strict=True)
         ]
-        names = [
-            f"Document {place}{f' of query {row}' if row else ''}"
-            for row, prompts in enumerate(lists)
-            for place in range(len(prompts))
-        ]
         pairs = [(query, prompt) for query, prompts in zip(tokens, lists, strict=True) for prompt in prompts]
-        scores = iter(self._scored(pairs, names, show_progress=show_progress))
+        places = [(row, place) for row, prompts in enumerate(lists) for place in range(len(prompts))]
+        try:
+            scores = iter(self._scored(pairs, show_progress=show_progress))
+        except ScoringError as error:
+            row, place = places[error.index]
+            whose = f" of query {row}" if row else ""
+            raise ScoringError(
+                str(error).replace(f"Document {error.index}", f"Document {place}{whose}", 1), place
+            ) from None
         return [[next(scores).score for _ in prompts] for prompts in lists]
 
     @torch.inference_mode()
@@ -364,11 +357,7 @@ class RSRank(Reranker):
         return self._scored(tokenised)
 
     def _scored(
-        self,
-        pairs: Sequence[tuple[TokenisedQuery, TokenisedDocument]],
-        names: Sequence[str] | None = None,
-        *,
-        show_progress: bool = False,
+        self, pairs: Sequence[tuple[TokenisedQuery, TokenisedDocument]], *, show_progress: bool = False
     ) -> list[Scored]:
         """Scores of pairs, in order. Each distinct one is a row; a document that stands in several is read once."""
         places: dict[Row, list[int]] = {}
@@ -376,10 +365,6 @@ class RSRank(Reranker):
             if not document.empty:
                 places.setdefault(Row(document.ids, query), []).append(place)
         scores = [BLANK_SCORE] * len(pairs)
-
-        def name(place: int) -> str:
-            return f"Document {place}" if names is None else names[place]
-
         with _progress(len(places), show_progress, "scoring") as bar:
             for batches in self._batches(list(places)):
                 try:
@@ -387,11 +372,10 @@ class RSRank(Reranker):
                         with batches.attempt():
                             for row, score in zip(batch, score_rows(self.reader, self.projection, batch), strict=True):
                                 for place in places[row]:
-                                    scores[place] = _finite(score, place, name(place))
+                                    scores[place] = _finite(score, place)
                             bar.update(len(batch))
                 except DoesNotFitError as error:
-                    place = places[error.ids][0]
-                    raise _too_large(error.ids.document, place, name(place)) from None
+                    raise _too_large(error.ids.document, places[error.ids][0]) from None
                 finally:
                     self._halved += batches.halved
         return [
@@ -434,13 +418,11 @@ class RSRank(Reranker):
         prompt = self.prompts.documents([document], len(tokens.ids), max_tokens=max_tokens)[0]
         score, parts = BLANK_SCORE, torch.zeros(tokens.length, len(self.projection.layers), self.backbone.num_heads)
         if not prompt.empty:
-            row = Row(prompt.ids, tokens)
-            batches = Batches([row], 1)
             try:
-                for _ in batches:
-                    with batches.attempt():
-                        parts = score_parts(self.reader, self.projection, row)
-            except DoesNotFitError:
+                parts = score_parts(self.reader, self.projection, Row(prompt.ids, tokens))
+            except (MemoryError, RuntimeError) as error:
+                if not is_out_of_memory(error):
+                    raise
                 raise _too_large(prompt.ids, 0) from None
             score = _finite(float(parts.sum()), 0)
         return Explanation(
@@ -459,15 +441,17 @@ def _progress(total: int, show: bool, what: str) -> tqdm[NoReturn]:
     return tqdm(total=total, disable=not show, unit="doc", desc=what)
 
 
-def _finite(score: float, place: int, name: str = "The document") -> float:
+def _finite(score: float, place: int) -> float:
     if math.isfinite(score):
         return score
-    raise ScoringError(f"{name} scored {score}. The model overflowed on it: load it in bfloat16 or float32.", place)
+    raise ScoringError(
+        f"Document {place} scored {score}. The model overflowed on it: load it in bfloat16 or float32.", place
+    )
 
 
-def _too_large(ids: Ids, place: int, name: str | None = None) -> ScoringError:
+def _too_large(ids: Ids, place: int) -> ScoringError:
     return ScoringError(
-        f"{name or f'Document {place}'} ({len(ids)} tokens with the template) does not fit into memory even by "
-        "itself. Pass a smaller max_length, or load the model in 8-bit or on another device.",
+        f"Document {place} ({len(ids)} tokens with the template) does not fit into memory even by itself. "
+        "Pass a smaller max_length, or load the model in 8-bit or on another device.",
         place,
     )

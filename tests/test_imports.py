@@ -61,9 +61,9 @@ def own_imports(module, *, lazy=True):
 
 
 def test_the_import_reader_sees_what_is_there():
-    assert {"backbone", "errors", "hub", "projection"} <= own_imports("rsrank")
-    assert "errors" not in own_imports("shift")
-    assert own_imports("template") == {"errors"}
+    assert {"method.backbone", "errors", "artifact.hub", "method.projection"} <= own_imports("rsrank")
+    assert "errors" not in own_imports("method.shift")
+    assert own_imports("method.template") == {"errors"}
 
 
 def test_importing_the_package_loads_neither_torch_nor_transformers():
@@ -106,22 +106,69 @@ def test_an_unknown_name_is_an_attribute_error():
         rsrank_rag.Rerank  # noqa: B018
 
 
-@pytest.mark.parametrize(
-    "module", ["errors", "shift", "explanation", "prefix_cache", "reranker", "training.losses", "evaluation.metrics"]
-)
-def test_the_foundations_import_nothing_of_ours_but_errors(module):
-    if module not in MODULES:
-        pytest.skip(f"{module} is not there")
-    assert own_imports(module) <= {"errors"}
+ORDER = [
+    "cli",
+    "reproduction",
+    "bulk",
+    "service",
+    "training",
+    "evaluation",
+    "langchain",
+    "llama_index",
+    "adapters",
+    "remote",
+    "rsrank",
+    "artifact",
+    "language_model",
+    "prefixes",
+    "method",
+    "reranker",
+    "partial_files",
+    "errors",
+]
+"""Rooms and top-level modules; each imports only what stands below it."""
 
 
-@pytest.mark.parametrize(
-    "module", ["worker", "adapter", "langchain", "langchain_cross_encoder", "llama_index", "server"]
-)
-def test_adapters_know_only_the_reranker(module):
-    if module not in MODULES:
-        pytest.skip(f"{module} is not there")
-    assert own_imports(module, lazy=False) <= {"errors", "prefix_cache", "reranker", "worker", "adapter"}
+def room(module):
+    return module.partition(".")[0]
+
+
+def test_every_room_and_top_level_module_has_its_place_in_the_order():
+    assert sorted({room(module) for module in MODULES}) == sorted(ORDER)
+    top = [path.name for path in PACKAGE.glob("*.py")]
+    assert len(top) <= 8, top
+
+
+@pytest.mark.parametrize("module", MODULES)
+def test_imports_run_one_way(module):
+    above = {name for name in own_imports(module) if ORDER.index(room(name)) < ORDER.index(room(module))}
+    assert above == set()
+
+
+@pytest.mark.parametrize("module", [name for name in MODULES if room(name) == "method"])
+def test_the_method_knows_torch_and_of_ours_errors_only(module):
+    assert {name for name in own_imports(module) if room(name) != "method"} <= {"errors"}
+
+
+def test_the_maths_imports_nothing_of_ours():
+    for module in ("method.shift", "method.losses", "method.explanation", "errors"):
+        assert own_imports(module) == set(), module
+
+
+def test_adapters_load_no_model_code():
+    for module in ("langchain", "llama_index"):
+        assert own_imports(module, lazy=False) <= {
+            "adapters.settings",
+            "adapters.worker",
+            "adapters.cross_encoder",
+            "errors",
+            "reranker",
+        }
+
+
+def test_no_file_is_longer_than_450_lines():
+    lengths = {name: len(path.read_text(encoding="utf-8").splitlines()) for name, path in MODULES.items()}
+    assert {name: length for name, length in lengths.items() if length > 450} == {}
 
 
 def test_what_asks_a_service_knows_nothing_of_models_nor_of_the_service():
@@ -148,7 +195,9 @@ def test_nothing_imports_the_command_line():
 
 
 def test_a_recipe_is_settings_and_knows_nothing_of_its_running():
-    assert not own_imports("training.recipe") & {"training.kitchen", "training.features", "backbone", "reading"}
+    known = own_imports("training.recipe")
+    assert not known & {"training.run", "training.features", "method.backbone", "method.scoring"}
+    assert {"training.run", "training.features", "method.backbone", "method.scoring"} <= set(MODULES)
 
 
 def test_imports_have_no_cycle_not_even_lazy_ones():

@@ -103,16 +103,6 @@ def test_selection_curves_show_both_ways_to_spend_a_budget():
     assert legend(named) == {"one threshold, same budget", "top-k", "native threshold"}
 
 
-def test_evidence_curves_show_top_k_as_lines_and_the_threshold_as_a_star():
-    systems = {"mini": ([50.0, 100.0], [0.4, 0.7]), "BM25": ([60.0, 110.0], [0.3, 0.6])}
-    figure = draw_everything(plots.evidence_curves(dict.fromkeys(SETS[:2], systems), dict.fromkeys(SETS, (80.0, 0.65))))
-    mini, words, star = figure.axes[1].lines
-    assert [list(part) for part in mini.get_data()] == [[50.0, 100.0], [0.4, 0.7]]
-    assert list(words.get_ydata()) == [0.3, 0.6]
-    assert [list(part) for part in star.get_data()] == [[80.0], [0.65]]
-    assert legend(figure) == {"mini", "BM25", "zero threshold"}
-
-
 def test_quality_against_latency_has_a_point_and_an_interval_a_system():
     figure = draw_everything(
         plots.quality_against_latency({"mini": (0.05, 0.6, (0.5, 0.7)), "bm25": (0.002, 0.4, None)})

@@ -182,7 +182,7 @@ def test_a_foreign_prefix_is_never_found(tmp_path, change):
         salt="tenant" if change == "salt" else "",
         folder=tmp_path,
     )
-    assert not any(map(other.holds, DOCS))
+    assert not any(map(other.is_on_disk, DOCS))
     other.prefill(DOCS, model)
     assert model.ran == DOCS * 2
 
@@ -220,8 +220,8 @@ def test_a_disk_that_cannot_be_written_is_done_without(tmp_path, caplog, monkeyp
 
     monkeypatch.setattr("pathlib.Path.write_bytes", full)
     with caplog.at_level(logging.WARNING):
-        check(kept.prefill(DOCS, model), DOCS)
-    check(kept.prefill(DOCS, model), DOCS)
+        check(kept.prefill(DOCS, model), DOCS, error=0.02)
+    check(kept.prefill(DOCS, model), DOCS, error=0.02)
     assert kept.stats()["write_errors"] == 3
     assert caplog.text.count("No space left on device") == 1
     assert not list(tmp_path.glob("*/*"))
@@ -244,7 +244,7 @@ def test_what_a_killed_writer_left_is_cleared_away(tmp_path):
     stale.write_bytes(b"half")
     kept, model = store(folder=tmp_path), Model()
     assert not stale.exists()
-    check(kept.prefill(DOCS, model), DOCS)
+    check(kept.prefill(DOCS, model), DOCS, error=0.02)
 
 
 def test_what_a_writer_still_writes_is_left_alone(tmp_path):
@@ -276,6 +276,7 @@ def _fill(folder, documents, answers):
     answers.put(kept.stats()["corrupt"])
 
 
+@pytest.mark.slow
 def test_two_processes_share_a_folder(tmp_path):
     documents = [(i, i + 1, i + 2) for i in range(40)]
     context = multiprocessing.get_context("spawn")
@@ -309,6 +310,7 @@ def test_threads_share_a_store(tmp_path):
     assert hits + found["misses"] == 24 * 20
 
 
+@pytest.mark.slow
 def test_a_writer_that_is_killed_leaves_nothing_that_is_served(tmp_path):
     code = f"""
 import os, sys
@@ -327,7 +329,7 @@ store(folder={str(tmp_path / "kept")!r}).prefill(DOCS, Model())
     assert done.returncode == 9, done.stderr
     assert len(list((tmp_path / "kept").glob("*/*.partial"))) == 1
     kept, model = store(folder=tmp_path / "kept"), Model()
-    check(kept.prefill(DOCS, model), DOCS)
+    check(kept.prefill(DOCS, model), DOCS, error=0.02)
     assert model.ran == DOCS
     assert kept.stats()["corrupt"] == 0
 

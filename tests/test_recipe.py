@@ -130,6 +130,7 @@ def test_the_trainers_scores_are_those_of_the_package(recipe, trainer, labelled,
     )  # the export rounds to fp16
 
 
+@pytest.mark.slow
 def test_training_lowers_the_loss(recipe, trainer, labelled):
     made = trainer()
     batch = recipe.data.Batches(labelled, seed=0, queries=2)(0)
@@ -158,6 +159,7 @@ def test_a_run_that_was_killed_ends_where_an_unbroken_one_does(recipe, trainer, 
         assert torch.equal(expected, found)
 
 
+@pytest.mark.slow
 def test_the_command_trains_goes_on_and_writes_a_loadable_artifact(tiny_folder, labelled, tmp_path):
     command = [sys.executable, RECIPE / "train.py", "--data", labelled, "--output", tmp_path, "--queries", "2"]
     command += ["--start", tiny_folder("bert"), "--save-every", "1"]

@@ -317,6 +317,7 @@ def test_a_document_is_shown_as_it_was_scored_and_cut_where_it_is_long():
     assert "Title word" not in report.page(found, sets, titles=False)
 
 
+@pytest.mark.slow
 def test_shifts_before_and_after_b_come_onto_the_page_for_rsrank_only(ranker, tmp_path):
     pytest.importorskip("umap")
     documents = tuple(LabelledDocument(id=str(i), text=text, relevant=not i) for i, text in enumerate(DOCUMENTS))

@@ -25,11 +25,12 @@ from rsrank_rag.reproduction import paper_tables
 from rsrank_rag.reproduction.ablation_figures import METRICS, FigureFile, ablation_tables, figures_of, sample_curves
 from rsrank_rag.reproduction.ablation_runs import AblationRow, Ablations
 from rsrank_rag.reproduction.ablations import ABLATIONS, GROUPS, chosen, pick
+from rsrank_rag.reproduction.config import SHIPPED, Reproduction, plan
 from rsrank_rag.reproduction.oracle import oracle_scores
-from rsrank_rag.reproduction.run import Reproduction, plan, reproduce, shipped
+from rsrank_rag.reproduction.run import reproduce
 from rsrank_rag.reproduction.signals import SignalReader, reading
 from rsrank_rag.training.features import FeatureExtractor
-from rsrank_rag.training.recipe import DataPart, FeaturePart, Recipe
+from rsrank_rag.training.recipe import DataPart, FeaturePart, Recipe, shipped
 
 CPU = LoadOptions(device="cpu", dtype="float32", local_files_only=True)
 
@@ -100,7 +101,7 @@ def test_the_papers_configuration_is_its_protocol():
     assert (dense.kind, dense.encoder, dense.count) == ("dense", "./encoder", 15)
 
 
-@pytest.mark.parametrize("name", shipped())
+@pytest.mark.parametrize("name", shipped(SHIPPED))
 def test_every_shipped_configuration_is_valid(name, data):
     assert Reproduction.load(name, data=[data], artifact="mini").sets
 
@@ -130,7 +131,7 @@ def test_a_wrong_configuration_is_refused_with_the_place(tmp_path, text, message
 
 
 def test_a_configuration_or_a_folder_without_data_is_named(tmp_path):
-    with pytest.raises(InputError, match="neither local nor paper nor a TOML file"):
+    with pytest.raises(InputError, match="neither one of local, paper nor a TOML file"):
         Reproduction.load("papers")
     with pytest.raises(InputError, match="holds no"):
         Reproduction.load("local", data=[tmp_path])
@@ -201,6 +202,7 @@ def test_what_cannot_be_loaded_is_named_and_the_others_still_run(data, tmp_path)
         reproduce(config.model_copy(update={"sets": (missing,)}), tmp_path / "none", options=CPU)
 
 
+@pytest.mark.slow
 def test_a_whole_run_gives_tables_and_figures_of_the_scores(artifact, ranker, data, tmp_path):
     text = f"""
         name = "tiny"

@@ -24,7 +24,7 @@ from rsrank_rag.bulk.pairs import PairScorer
 from rsrank_rag.bulk.run import score_files
 from rsrank_rag.cli import app
 from rsrank_rag.errors import InputError, RSRankError
-from rsrank_rag.evaluation.systems.baselines import BM25
+from rsrank_rag.evaluation.systems.bm25 import BM25
 from rsrank_rag.partial_files import is_running, partial_of
 from rsrank_rag.reranker import BLANK_SCORE
 

@@ -52,6 +52,7 @@ def test_documents_without_tokens_are_left_out_and_repeated_ones_are_not(ranker)
     assert len(shift_vectors(ranker, []).before) == 0
 
 
+@pytest.mark.slow
 def test_umap_lays_groups_apart_and_is_repeatable():
     pytest.importorskip("umap")
     rng = np.random.default_rng(0)

@@ -8,8 +8,8 @@ from transformers import PreTrainedTokenizerFast
 from transformers.models.ctrl.tokenization_ctrl import CTRLTokenizer
 
 from rsrank_rag import Template
-from rsrank_rag.errors import BackboneError, InputError, RSRankError
 from rsrank_rag.artifact.identity import tokenizer_fingerprint
+from rsrank_rag.errors import BackboneError, InputError, RSRankError
 from rsrank_rag.method.template import QUERY_RESERVE, PromptTokenizer, clean
 
 TOKENIZER = byte_level_tokenizer()

@@ -634,6 +634,7 @@ def test_a_recipe_goes_from_labelled_queries_to_an_artifact(recipe_file, tmp_pat
     assert (out / "artifact" / "projection.safetensors").read_bytes() == before
 
 
+@pytest.mark.slow
 def test_features_and_training_can_be_two_commands(recipe_file, tmp_path):
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     run("train", "--config", recipe_file, "--output", whole)
@@ -651,6 +652,7 @@ def test_features_and_training_can_be_two_commands(recipe_file, tmp_path):
     assert "was made with model.name" in said
 
 
+@pytest.mark.slow
 def test_corrected_labels_are_not_answered_with_the_old_b(recipe_file, tmp_path):
     run("train", "--config", recipe_file, "--output", tmp_path / "run")
     flipped = [
@@ -702,8 +704,8 @@ def test_training_by_several_processes_is_refused(recipe_file, tmp_path, monkeyp
     assert "Only the features are made by several processes" in said
 
 
-@pytest.mark.parametrize("method", ["oracle", "separation", "combined"])
-def test_a_recipe_can_use_a_closed_form(recipe_file, tmp_path, method):
+def test_a_recipe_can_use_a_closed_form(recipe_file, tmp_path):
+    method = "combined"
     run(
         "train",
         "--config",
@@ -784,6 +786,7 @@ def test_an_unknown_recipe_lists_those_there_are():
         Recipe.load("qwen4")
 
 
+@pytest.mark.slow
 def test_the_mini_recipe_trains_a_b_for_the_built_in_encoder(tmp_path):
     data = written(tmp_path / "own.jsonl", labelled(6))
     settings = ["--set", "fit.epochs=1", "--set", "model.dtype=float32", "--set", "model.device=cpu"]
@@ -793,6 +796,7 @@ def test_the_mini_recipe_trains_a_b_for_the_built_in_encoder(tmp_path):
     assert len(ranker.score(QUERIES[0], DOCUMENTS)) == len(DOCUMENTS)
 
 
+@pytest.mark.slow
 def test_two_processes_make_one_store(recipe_file, tmp_path):
     # accelerate launch sets the same variables, but starts several processes on GPUs only.
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port", "0"]

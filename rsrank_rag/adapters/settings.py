@@ -89,7 +89,6 @@ class ModelAdapter(LoadSettings):
         union_mode="left_to_right",
         description="Where documents' prefixes are kept: True, False, a size, a folder, or a PrefixCache.",
     )
-    deterministic: bool = Field(default=False, description="Scores never depend on neighbours, on any processor.")
 
     base_url: Annotated[str, AfterValidator(_as_address)] | None = Field(
         default=None, description="Address of a service (`rsrank serve`) to ask, instead of loading a model."
@@ -180,7 +179,7 @@ class ModelAdapter(LoadSettings):
     def _source(self) -> ModelSource | Reranker:
         if isinstance(self.model, Reranker):
             return self.model
-        names = ("revision", "backbone", "max_length", "prefix_cache", "deterministic")
+        names = ("revision", "backbone", "max_length", "prefix_cache")
         chosen = {name: getattr(self, name) for name in names}
         return ModelSource(self.model, load=self.load_options(cache_dir=self.cache_dir), **chosen)
 

@@ -99,7 +99,7 @@ def load(source: ModelSource) -> Reranker:
     if kind is KINDS["rsrank"]:
         return kind._ranker(replace(source, name=name))
     idle = [what for what in ("backbone", "max_length", "token_budget") if getattr(source, what) is not None]
-    idle += ["deterministic"] * source.deterministic
+    idle += ["deterministic"] * source.load.deterministic
     idle += ["prefix_cache"] * (not isinstance(source.prefix_cache, bool))  # to keep nothing is no wish
     if idle:
         raise InputError(f"{source.name} is no RSRank model, so {', '.join(idle)} would have no effect. Leave it out.")

@@ -171,7 +171,7 @@ def reproduce(
 
     A run that was interrupted goes on where it stopped. What cannot be loaded is named, and the others still run.
     """
-    from ..reproduction.run import Reproduction, plan
+    from ..reproduction.config import Reproduction, plan
     from ..reproduction.run import reproduce as run
 
     chosen = Reproduction.load(

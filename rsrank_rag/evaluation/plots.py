@@ -243,34 +243,6 @@ def selection_curves(
         return figure
 
 
-def evidence_curves(
-    panels: Mapping[str, Mapping[str, tuple[Sequence[float], Sequence[float]]]],
-    points: Mapping[str, tuple[float, float]],
-    *,
-    quality: str = "evidence found",
-    point: str = "zero threshold",
-) -> Figure:
-    """Evidence against the tokens sent to the LLM: top-k as lines, one a system, and a threshold as a star.
-
-    Args:
-        panels: Set -> system -> mean tokens and evidence for growing k.
-        points: Set -> the threshold's (tokens, evidence).
-        quality: What is on the vertical axis.
-        point: What the star is.
-    """
-    with _canvas(*_size(len(panels), 2.4)) as figure:
-        for axes, (name, systems) in zip(_grid(figure, len(panels), share="y"), panels.items(), strict=True):
-            for number, (system, (tokens, values)) in enumerate(systems.items()):
-                axes.plot(tokens, values, label=system, **_line(number))
-            axes.plot(*points[name], "*", color=ORANGE, markeredgecolor=BLACK, markersize=14, label=point)
-            axes.set_title(name)
-            axes.set_xlim(left=0)
-            axes.set_ylim(0, 1.02)
-        _label_outer(figure, "tokens sent (mean)", quality)
-        _legend_once(figure)
-        return figure
-
-
 def quality_against_latency(
     points: Mapping[str, tuple[float, float, tuple[float, float] | None]], *, quality: str = "mean F1"
 ) -> Figure:
@@ -369,7 +341,7 @@ def shift_map(
     """Documents as points on a plane, by their shifts before and after B (paper, Fig. 4).
 
     Args:
-        before: (N, 2), from `shifts.umap_plane`.
+        before: (N, 2), from `shift_map.umap_plane`.
         after: (N, 2).
         relevant: N labels.
         title: Such as the set's name.

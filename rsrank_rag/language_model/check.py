@@ -133,7 +133,7 @@ def _check_rotary(core: Backbone, ids: list[int]) -> None:
     first, moved = Watcher(core.last_layer), Watcher(core.last_layer)
     places = torch.arange(IDS, device=core.device)[None]
     for watcher, positions in ((first, places), (moved, places + 3)):
-        core.run(watcher, tokens, torch.ones_like(tokens), positions)
+        _run(core, watcher, tokens, torch.ones_like(tokens), positions)
     if _distance(moved.values[0], first.values[0]) > _near(core):
         raise BackboneError(
             f"{core.name} adds positions to its embeddings, so a document would move the query's value vectors by its "
@@ -213,7 +213,7 @@ def _values(core: Backbone, ids: list[int], watcher: Watcher | None = None) -> l
     """Every layer's values with all tokens run at once, under the model's own mask."""
     watcher = Watcher(core.last_layer) if watcher is None else watcher  # an empty cache is falsy
     tokens = torch.tensor([ids], device=core.device)
-    core.run(watcher, tokens, torch.ones_like(tokens), torch.arange(len(ids), device=core.device)[None])
+    _run(core, watcher, tokens, torch.ones_like(tokens), torch.arange(len(ids), device=core.device)[None])
     return watcher.values
 
 
@@ -224,8 +224,13 @@ def _block_masked_run(core: Backbone, ids: list[int]) -> list[Tensor]:
     allowed = torch.ones(IDS, IDS, dtype=torch.bool, device=core.device)
     allowed[:CUT, CUT:] = False
     watcher = Watcher(core.last_layer)
-    core.run(watcher, tokens, core.mask(allowed[None]), positions)
+    _run(core, watcher, tokens, core.mask(allowed[None]), positions)
     return watcher.values
+
+
+def _run(core: Backbone, cache: Probe, ids: Tensor, mask: Tensor, positions: Tensor) -> None:
+    with core.ended_by(cache):
+        core.model(**core.inputs(cache, ids, mask, positions))
 
 
 def _near(core: Backbone) -> float:

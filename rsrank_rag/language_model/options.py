@@ -41,6 +41,8 @@ class LoadOptions:
         token: Hub access token.
         cache_dir: Hub cache folder.
         trust_remote_code: Run model code from the Hub repository.
+        deterministic: Fill small calls up where scores would otherwise depend on how many documents share a call: see
+            `RSRank.from_pretrained`.
 
     Raises:
         InputError: Weights that there are not, or two kinds of them.
@@ -53,6 +55,7 @@ class LoadOptions:
     token: str | bool | None = field(default=None, repr=False)
     cache_dir: str | Path | None = None
     trust_remote_code: bool = False
+    deterministic: bool = False
 
     def __init__(
         self,
@@ -64,6 +67,7 @@ class LoadOptions:
         token: str | bool | None = None,
         cache_dir: str | Path | None = None,
         trust_remote_code: bool = False,
+        deterministic: bool = False,
         load_in_8bit: bool = False,
         load_in_4bit: bool = False,
         load_in_fp8: bool = False,
@@ -75,7 +79,7 @@ class LoadOptions:
         chosen = FLAGS.get(asked[0], weights) if asked else None
         if chosen is not None and chosen not in get_args(Weights):
             raise InputError(f"weights={weights!r} is none of {', '.join(get_args(Weights))}.")
-        values = (device, dtype, chosen, local_files_only, token, cache_dir, trust_remote_code)
+        values = (device, dtype, chosen, local_files_only, token, cache_dir, trust_remote_code, deterministic)
         for own, value in zip(fields(self), values, strict=True):
             object.__setattr__(self, own.name, value)
 
@@ -124,7 +128,6 @@ class ModelSource:
         max_length: Most positions; longer documents are cut.
         token_budget: Padded tokens of documents and query in one batch; None for the device's default.
         prefix_cache: Where documents' prefixes are kept; see `RSRank.from_pretrained`.
-        deterministic: Whether scores never depend on neighbours, whatever the processor; see there.
     """
 
     name: str
@@ -134,7 +137,6 @@ class ModelSource:
     max_length: int | None = None
     token_budget: int | None = None
     prefix_cache: Choice = True
-    deterministic: bool = False
 
 
 def _as_name(value: Any) -> Any:
@@ -163,6 +165,9 @@ class LoadSettings(BaseModel):
     local_files_only: bool = Field(default=False, description="Never ask the Hub.")
     trust_remote_code: bool = Field(
         default=False, description="Run code from the model's repository (jina-reranker-v2)."
+    )
+    deterministic: bool = Field(
+        default=False, description="Scores never depend on the other documents of a call (slower on CPUs with AMX)."
     )
 
     def load_options(self, **more: Any) -> LoadOptions:

@@ -11,7 +11,8 @@ Axes: N rows, H KV heads, S prefix positions, R positions of room, T query token
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
@@ -69,7 +70,10 @@ class Backbone:
 
     Attributes:
         fewest_tokens: A run is filled up to so many, see `Findings.steady`.
+        reader: Reads queries.
     """
+
+    reader: type[Reader] = Reader
 
     def __init__(
         self,
@@ -140,7 +144,9 @@ class Backbone:
             keys = torch.arange(whole_lanes(longest) if aligned else width, device=self.device)
             mask = self.mask((keys < self._column(lengths))[:, None].expand(-1, width, -1))
         recorder = Recorder(self.last_layer - 1, longest, room, behind, aligned=aligned)
-        self.run(recorder, self._padded(documents, width), mask, columns.expand(len(documents), -1))
+        ids = self._padded(documents, width)
+        with self.ended_by(recorder):
+            self.model(**self.inputs(recorder, ids, mask, columns.expand(len(ids), -1)))
         return recorder.prefixes(lengths)
 
     def query_values(
@@ -173,7 +179,9 @@ class Backbone:
         # Padding stays at the first position: the model's last one might be nearer than its end.
         positions = (start + within) * (owner >= 0)
         mask = self._query_mask(prefixes, owner, within, positions)
-        self.run(Reader(self.last_layer, prefixes, show), ids[index], mask, positions)
+        reader = self.reader(self.last_layer, prefixes, show)
+        with self.ended_by(reader):
+            self.model(**self.inputs(reader, ids[index], mask, positions))
 
     def _query_mask(
         self, prefixes: Prefixes, owner: Tensor, within: Tensor, positions: Tensor
@@ -237,26 +245,35 @@ class Backbone:
         padding = getattr(table, "padding_idx", None)
         return 0 if padding is None else int(padding) + 1
 
-    def run(self, cache: Probe, ids: Tensor, mask: Tensor | dict[str, Tensor] | None, positions: Tensor) -> None:
-        """A forward pass that the cache has to end.
+    def inputs(
+        self, cache: Probe, ids: Tensor, mask: Tensor | dict[str, Tensor] | None, positions: Tensor
+    ) -> dict[str, object]:
+        """What the model is called with.
 
         Args:
             cache: Records or reads.
             ids: (N, T).
             mask: As the model takes it.
             positions: (N, T), each part counted from 0.
+        """
+        positions = positions + self._position_offset
+        return {
+            "input_ids": ids,
+            "attention_mask": mask,
+            "position_ids": positions,
+            "past_key_values": cache,
+            "use_cache": True,
+        }
+
+    @contextmanager
+    def ended_by(self, cache: Probe) -> Iterator[None]:
+        """Around a forward pass that the cache has to end.
 
         Raises:
             BackboneError: The model never passed the cache's last layer through it.
         """
         try:
-            self.model(
-                input_ids=ids,
-                attention_mask=mask,
-                position_ids=positions + self._position_offset,
-                past_key_values=cache,
-                use_cache=True,
-            )
+            yield
         except LastLayerReached:
             return
         raise BackboneError(f"{self.name} ran without passing layer {cache.stop} through its KV cache. {ADVICE}")

@@ -84,28 +84,18 @@ class ShiftReader:
                 shift = representational_shift(found[: len(rows)], alone if len(queries) == 1 else alone[owner])
                 consume(layer, tokens.only_scored(shift, self._reached(layer)))
 
-        room = max(len(query.ids) for query in queries)
-        prefixes = self.prefixes([row.document for row in rows], room, len(queries))
+        documents, room = [row.document for row in rows], max(len(query.ids) for query in queries)
+        behind = [self.null_prefix()] * len(queries)
+        if self.store is not None:
+            prefixes = self.store.prefill(documents, self.backbone.prefill, room, behind)
+        else:
+            distinct = {ids: place for place, ids in enumerate(dict.fromkeys(documents))}
+            prefixes = self.backbone.prefill(list(distinct), room, behind)
+            if len(distinct) < len(documents):
+                places = [*map(distinct.__getitem__, documents), *range(len(distinct), len(prefixes))]
+                prefixes = prefixes.take(torch.tensor(places, device=owner.device))
         lines = [[query.ids] for query in queries]
         self.backbone.query_values(lines, prefixes, subtract, [*which, *range(len(queries))])
-
-    def prefixes(self, documents: Sequence[Ids], room: int, nulls: int) -> Prefixes:
-        """Documents' prefixes and, behind them, so many without a document.
-
-        Args:
-            documents: Token ids of ``instruction + document + separator``; the same may stand there again.
-            room: Tokens of the longest query that will be run after them.
-            nulls: How many without a document.
-        """
-        behind = [self.null_prefix()] * nulls
-        if self.store is not None:
-            return self.store.prefill(documents, self.backbone.prefill, room, behind)
-        distinct = {ids: place for place, ids in enumerate(dict.fromkeys(documents))}
-        made = self.backbone.prefill(list(distinct), room, behind)
-        if len(distinct) == len(documents):
-            return made
-        rows = [*map(distinct.__getitem__, documents), *range(len(distinct), len(distinct) + nulls)]
-        return made.take(torch.tensor(rows, device=self.backbone.device))
 
     def null_prefix(self) -> Tensor:
         """The template before the query, without a document: run once, (2, L, H, its length, D)."""

@@ -14,7 +14,7 @@ from torch.nn.functional import pad
 
 from ..method.backbone import Backbone
 from ..method.batching import Ids
-from ..method.probe import Prefixes, Probe, Reader, Show
+from ..method.probe import Prefixes, Reader, Show
 from ..method.scoring import Consume, Row, ShiftReader
 from ..method.template import PromptTokenizer, private_copy
 from ..training.features import VALUES, Reading
@@ -116,14 +116,11 @@ class _KeyReader(Reader):
 class _KeyBackbone(Backbone):
     """The same model, read by its keys."""
 
+    reader = _KeyReader
+
     @classmethod
     def of(cls, core: Backbone) -> _KeyBackbone:
         return cls(core.model, core.findings, last_layer=core.last_layer, num_layers=core.num_layers)
-
-    def run(self, cache: Probe, ids: Tensor, mask: Tensor | dict[str, Tensor] | None, positions: Tensor) -> None:
-        if isinstance(cache, Reader):
-            cache = _KeyReader(cache.stop, cache.prefixes, cache.show)
-        super().run(cache, ids, mask, positions)
 
 
 def _show_input(

@@ -8,7 +8,7 @@ import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
@@ -28,6 +28,7 @@ else:  # pragma: no cover - the standard library has it from 3.11 on
 Method = Literal["gradient", "oracle", "separation", "combined"]
 """How B is found: by gradient, or by one of the paper's closed forms (Appendix B.1)."""
 
+Model = TypeVar("Model", bound=BaseModel)
 SHIPPED = Path(__file__).parent / "recipes"
 _STRICT = ConfigDict(extra="forbid", frozen=True)
 
@@ -211,24 +212,12 @@ class Recipe(BaseModel):
         Raises:
             InputError: There is none, or it is not a valid one.
         """
-        path = SHIPPED / f"{source}.toml" if source in shipped() else Path(source)
-        try:
-            raw = tomllib.loads(path.read_text(encoding="utf-8"))
-            for override in overrides:
-                _merge(raw, tomllib.loads(_assignment(override)))
-        except OSError as error:
-            raise InputError(
-                f"There is no recipe {source!r}: neither one of {', '.join(shipped())} nor a TOML file ({error})."
-            ) from None
-        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-            raise InputError(f"{source} with {list(overrides)} is not valid TOML: {error}") from None
+        raw = read_toml(source, SHIPPED, "recipe")
+        for override in overrides:
+            _merge(raw, _assignment(override))
         if data:
             raw["data"] = [{"file": str(file)} for file in data]
-        try:
-            return cls.model_validate(raw)
-        except ValidationError as error:
-            problems = "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors())
-            raise InputError(f"{source} is not a valid recipe: {problems}.") from None
+        return validated(cls, raw, source, "recipe")
 
     def layers(self, count: int) -> tuple[int, ...]:
         """Layers that B reads of a language model with so many.
@@ -247,9 +236,38 @@ class Recipe(BaseModel):
         return self.validation_queries or self.validation_share
 
 
-def shipped() -> list[str]:
+def shipped(folder: Path = SHIPPED) -> list[str]:
     """Names of the recipes inside the package."""
-    return sorted(path.stem for path in SHIPPED.glob("*.toml"))
+    return sorted(path.stem for path in folder.glob("*.toml"))
+
+
+def read_toml(source: str, folder: Path, what: str) -> dict[str, Any]:
+    """A TOML file, or one of those that ship in a folder, by its name.
+
+    Raises:
+        InputError: There is none, or it is no TOML.
+    """
+    path = folder / f"{source}.toml" if source in shipped(folder) else Path(source)
+    try:
+        return tomllib.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        known = ", ".join(shipped(folder))
+        raise InputError(f"There is no {what} {source!r}: neither one of {known} nor a TOML file ({error}).") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise InputError(f"{source} is not valid TOML: {error}") from None
+
+
+def validated(kind: type[Model], raw: dict[str, Any], source: str, what: str) -> Model:
+    """Settings that were read, as a model.
+
+    Raises:
+        InputError: They are not valid; each place is named.
+    """
+    try:
+        return kind.model_validate(raw)
+    except ValidationError as error:
+        problems = "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors())
+        raise InputError(f"{source} is not a valid {what}: {problems}.") from None
 
 
 def _merge(target: dict[str, Any], extra: dict[str, Any]) -> None:
@@ -260,8 +278,8 @@ def _merge(target: dict[str, Any], extra: dict[str, Any]) -> None:
             target[key] = value
 
 
-def _assignment(override: str) -> str:
-    """``key=value`` as TOML; a value that is no TOML is taken as text."""
+def _assignment(override: str) -> dict[str, Any]:
+    """``key=value`` in TOML; a value that is no TOML is taken as text."""
     key, found, value = override.partition("=")
     if not found:
         raise InputError(f"{override!r} is no setting. Write key=value, such as fit.epochs=10.")
@@ -269,4 +287,7 @@ def _assignment(override: str) -> str:
         tomllib.loads(f"x = {value}")
     except tomllib.TOMLDecodeError:
         value = json.dumps(value)
-    return f"{key} = {value}"
+    try:
+        return tomllib.loads(f"{key} = {value}")
+    except tomllib.TOMLDecodeError as error:
+        raise InputError(f"{override!r} is not valid TOML: {error}") from None

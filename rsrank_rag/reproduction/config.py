@@ -1,0 +1,265 @@
+"""What ``rsrank reproduce`` measures: sets, systems, tables, figures and ablations, as one TOML file."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+
+from ..adapters.systems import parse
+from ..errors import InputError
+from ..evaluation.datasets import LabelledQuery, dataset_name, read_labelled
+from ..evaluation.hub_datasets import Granularity, Split, load_named
+from ..evaluation.negatives import Negatives, replace_negatives
+from ..language_model.options import LoadOptions, Weights
+from ..training.recipe import DataPart, read_toml, validated, with_weights
+from .ablations import chosen
+from .paper_tables import TABLES, Table
+
+SHIPPED = Path(__file__).parent / "recipes"
+ARTIFACT = "artifact"
+"""Stands in a system's name for the artifact that is given on the command line."""
+
+Figure = Literal["thresholds", "gaps", "selection", "scores", "latency", "shifts"]
+FIGURES: tuple[Figure, ...] = ("thresholds", "gaps", "selection", "scores", "latency", "shifts")
+STRICT = ConfigDict(extra="forbid", frozen=True)
+
+
+class SetPart(BaseModel):
+    """A set to measure on: by name from the Hub, or a file of labelled queries."""
+
+    model_config = STRICT
+
+    name: str | None = Field(default=None, description="One of the paper's sets, or beir:NAME.")
+    file: str | None = None
+    label: str | None = None
+    split: Split = "test"
+    queries: int | None = Field(default=None, gt=0, description="At most so many, at random.")
+    granularity: Granularity | None = None
+    negatives: Negatives | None = Field(
+        default=None, description="None for the paper's: 15 at random for BEIR, the set's own for the others and files."
+    )
+    revision: str | None = None
+
+    @model_validator(mode="after")
+    def _one_source(self) -> SetPart:
+        if (self.name is None) == (self.file is None):
+            raise ValueError("give either name or file")
+        return self
+
+    @property
+    def title(self) -> str:
+        """What the tables call it."""
+        return self.label or self.name or dataset_name(str(self.file))
+
+    def load(self, seed: int, options: LoadOptions, *, titles: bool = True) -> list[LabelledQuery]:
+        """Its queries.
+
+        Raises:
+            RSRankError: It cannot be loaded.
+        """
+        if self.name is not None:
+            return load_named(
+                self.name,
+                split=self.split,
+                queries=self.queries,
+                granularity=self.granularity,
+                negatives=self.negatives or Negatives(),
+                seed=seed,
+                revision=self.revision,
+                options=options,
+            )
+        queries = read_labelled(str(self.file))
+        changed = (
+            queries
+            if self.negatives is None
+            else replace_negatives(queries, self.negatives, titles=titles, seed=seed, options=options)
+        )
+        if self.queries is None or self.queries >= len(changed):
+            return changed
+        return [changed[i] for i in sorted(random.Random(seed).sample(range(len(changed)), self.queries))]
+
+
+class SystemPart(BaseModel):
+    """A system by its name (`systems.KINDS`), and how to load it where that differs from the command line."""
+
+    model_config = STRICT
+
+    name: str
+    label: str | None = None
+    revision: str | None = None
+    threshold: float | None = Field(default=None, description="None for its native one, else the best over all sets.")
+    dtype: str | None = None
+    weights: Weights | None = None
+    trust_remote_code: bool = False
+
+    @model_validator(mode="before")
+    @classmethod
+    def _flags(cls, values: Any) -> Any:
+        return with_weights(values)
+
+    @property
+    def title(self) -> str:
+        """What the tables call it."""
+        return self.label or self.name
+
+    def options(self, given: LoadOptions) -> LoadOptions:
+        """How to load it."""
+        return replace(
+            given,
+            dtype=self.dtype or given.dtype,
+            weights=self.weights or given.weights,
+            trust_remote_code=self.trust_remote_code or given.trust_remote_code,
+        )
+
+
+def _several(value: Any) -> Any:
+    """One table ``[ablations]`` is the only one of several ``[[ablations]]``."""
+    return [value] if isinstance(value, dict) else value
+
+
+class AblationPart(BaseModel):
+    """Which ablations of which recipe (`reproduction.ablations`), and how often B is trained for each."""
+
+    model_config = STRICT
+
+    recipe: str
+    names: tuple[str, ...] = ("all",)
+    setup: str = Field(default="", description="What B is trained on, for the tables' headings.")
+    seeds: tuple[int, ...] = Field(default=(0,), min_length=1)
+    settings: tuple[str, ...] = ()
+    train: tuple[DataPart, ...] = ()
+    evaluation: tuple[DataPart, ...] = ()
+
+
+class Reproduction(BaseModel):
+    """Everything that decides which tables and figures come out."""
+
+    model_config = STRICT
+
+    name: str
+    seed: int = 0
+    titles: bool = True
+    artifact: str | None = None
+    sets: tuple[SetPart, ...] = ()
+    systems: tuple[SystemPart, ...] = ()
+    tables: tuple[Table, ...] = TABLES
+    figures: tuple[Figure, ...] = FIGURES
+    umap: bool = Field(default=False, description="Draw RSRank's shifts before and after B.")
+    stages: str | None = Field(default=None, description="JSON of benchmarks.latency --paper: the inference stages.")
+    ablations: Annotated[tuple[AblationPart, ...], BeforeValidator(_several)] = ()
+
+    @classmethod
+    def load(
+        cls,
+        source: str,
+        *,
+        data: Sequence[str | Path] = (),
+        artifact: str | None = None,
+        systems: Sequence[str] = (),
+        negatives: str | None = None,
+        queries: int | None = None,
+    ) -> Reproduction:
+        """Read a configuration.
+
+        Args:
+            source: Name of one that ships with the package, or a TOML file.
+            data: Labelled files, or folders of them, instead of its sets.
+            artifact: What its system "artifact" stands for.
+            systems: More systems.
+            negatives: For all sets but the multi-hop ones by name, which have their own (`Negatives.parse`).
+            queries: At most so many a set.
+
+        Raises:
+            InputError: There is none, or it is not a valid one; or there are no such negatives.
+        """
+        raw = read_toml(source, SHIPPED, "configuration")
+        if data:
+            raw["sets"] = [{"file": str(file)} for file in files_in(data)]
+        if artifact is not None:
+            raw["artifact"] = artifact
+        return validated(cls, raw, source, "configuration")._with(systems, negatives, queries)._checked(source)
+
+    def _with(self, systems: Sequence[str], negatives: str | None, queries: int | None) -> Reproduction:
+        sets = self.sets
+        if negatives is not None:
+            given = Negatives.parse(negatives)
+            update = {name: getattr(given, name) for name in given.model_fields_set}
+            sets = tuple(
+                part.model_copy(update={"negatives": (part.negatives or Negatives()).model_copy(update=update)})
+                for part in sets
+            )
+        if queries is not None:
+            sets = tuple(part.model_copy(update={"queries": min(part.queries or queries, queries)}) for part in sets)
+        more = tuple(SystemPart(name=name) for name in systems)
+        return self.model_copy(update={"sets": sets, "systems": (*self.systems, *more)})
+
+    def _checked(self, source: str) -> Reproduction:
+        """With the artifact's name in place.
+
+        Raises:
+            InputError: No sets, no artifact, two systems or sets of one name, or an unknown system or ablation.
+        """
+        if not self.systems and not self.ablations:
+            raise InputError(f"{source} names neither systems nor ablations. Add [[systems]] or [[ablations]].")
+        if self.systems and not self.sets:
+            raise InputError(f"{source} names no sets. Pass --data FILE with labelled queries.")
+        systems = tuple(part.model_copy(update={"name": self._named(part.name, source)}) for part in self.systems)
+        for system in systems:
+            parse(system.name)
+        for part in self.ablations:
+            chosen(part.names)
+        for kind, titles in (("systems", [p.title for p in systems]), ("sets", [p.title for p in self.sets])):
+            twice = sorted({title for title in titles if titles.count(title) > 1})
+            if twice:
+                raise InputError(f"{source} has two {kind} called {twice[0]!r}. Give one of them a label.")
+        return self.model_copy(update={"systems": systems})
+
+    def _named(self, name: str, source: str) -> str:
+        prefix, colon, last = name.rpartition(":")
+        if last != ARTIFACT:
+            return name
+        if self.artifact is None:
+            raise InputError(f"{source} measures an RSRank artifact and names none. Pass --model ARTIFACT.")
+        return f"{prefix}{colon}{self.artifact}"
+
+
+def files_in(places: Iterable[str | Path]) -> list[Path]:
+    """Files, and for each folder its ``.jsonl`` and ``.jsonl.gz`` files by name.
+
+    Raises:
+        InputError: A folder without any.
+    """
+    files: list[Path] = []
+    for place in map(Path, places):
+        if not place.is_dir():
+            files.append(place)
+            continue
+        inside = sorted(path for path in place.iterdir() if path.name.endswith((".jsonl", ".jsonl.gz")))
+        if not inside:
+            raise InputError(f"The folder {place} holds no .jsonl or .jsonl.gz files.")
+        files += inside
+    return files
+
+
+def plan(config: Reproduction) -> str:
+    """What a run would do, in words; nothing is loaded."""
+    lines = [f"{config.name}: {len(config.systems)} systems on {len(config.sets)} sets, seed {config.seed}"]
+    for part in config.sets:
+        many = "all queries" if part.queries is None else f"{part.queries} queries"
+        given = part.negatives or (Negatives() if part.name else None)
+        kind = "" if given is None else f", {given.count} {given.kind} negatives where the set has none of its own"
+        if part.file is not None and given is not None:
+            kind = f", {given.count} {given.kind} negatives of the file's documents"
+        lines.append(f"  set      {part.title}: {part.split if part.name else part.file}, {many}{kind}")
+    lines += [f"  system   {part.title}: {part.name}" for part in config.systems]
+    lines.append(f"  tables   {', '.join(config.tables)}")
+    lines.append(f"  figures  {', '.join(figure for figure in config.figures if figure != 'shifts' or config.umap)}")
+    for ablations in config.ablations:
+        names = [ablation.name for ablation in chosen(ablations.names)]
+        lines.append(f"  ablations of {ablations.recipe}, {len(ablations.seeds)} seeds: {'; '.join(names)}")
+    return "\n".join(lines)
