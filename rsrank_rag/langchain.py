@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 from pydantic import ConfigDict, Field
 from typing_extensions import Unpack
 
-from .adapters.settings import Limits, RerankerAdapter, without_marks
+from .adapters.settings import RerankerAdapter, without_marks
 from .errors import InputError, MissingDependencyError
-from .reranker import RankResult
+from .reranker import Limits, RankResult
 
 try:
     from langchain_core.callbacks import AsyncCallbackManagerForRetrieverRun, CallbackManagerForRetrieverRun, Callbacks

@@ -9,9 +9,9 @@ from typing import Any
 from pydantic import Field, model_validator
 from typing_extensions import Unpack
 
-from .adapters.settings import Limits, RerankerAdapter, without_marks
+from .adapters.settings import RerankerAdapter, without_marks
 from .errors import InputError, MissingDependencyError
-from .reranker import RankResult
+from .reranker import Limits, RankResult
 
 try:
     from llama_index.core.callbacks.schema import CBEventType, EventPayload

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from copy import deepcopy
 from functools import partial
-from typing import Annotated, Any, Literal, TypedDict, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import (
     AfterValidator,
@@ -27,7 +27,7 @@ from typing_extensions import Self
 from ..errors import InputError
 from ..language_model.options import LoadSettings, ModelSource, Name
 from ..prefixes.settings import PrefixCache
-from ..reranker import ConcurrentReranker, RankedDocument, RankResult, Reranker, check_limits
+from ..reranker import ConcurrentReranker, Limits, RankedDocument, RankResult, Reranker, check_limits
 from . import worker
 
 logger = logging.getLogger(__name__)
@@ -36,14 +36,6 @@ Result = TypeVar("Result")
 
 KEPT, TRUNCATED = "rsrank_kept", "rsrank_truncated"
 """Metadata keys: whether a document passed (with ``keep_dropped``), and that it was cut (only where it was)."""
-
-
-class Limits(TypedDict, total=False):
-    """What a single call may choose differently: see `RerankerAdapter`."""
-
-    threshold: float | Literal["native"] | None
-    top_n: int | None
-    min_docs: int
 
 
 def _as_address(value: str) -> str:

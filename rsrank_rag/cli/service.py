@@ -251,12 +251,7 @@ def _bound(host: str, port: int) -> socket.socket:
 def warn_if_open(settings: Settings, host: str) -> None:
     """Log that whoever can reach a service beyond this machine may ask it."""
     if not settings.api_keys and not _is_loopback(host):
-        logger.warning(
-            "The service listens at %s without an API key: whoever can reach it may ask. Set %s, or give "
-            "--api-key-file.",
-            host,
-            KEYS[0],
-        )
+        logger.warning("The service listens at %s without an API key. Set %s, or give --api-key-file.", host, KEYS[0])
 
 
 def _is_loopback(host: str) -> bool:

@@ -8,10 +8,10 @@ from contextlib import AbstractAsyncContextManager, AbstractContextManager
 from typing import Any, Literal
 
 from pydantic import SecretStr
-from typing_extensions import Self
+from typing_extensions import Self, Unpack
 
 from ..errors import InputError
-from ..reranker import ConcurrentReranker, RankResult, Scored, as_list, blanks_last, check_limits, choose
+from ..reranker import ConcurrentReranker, Limits, RankResult, Scored, as_list, blanks_last, check_limits, choose
 from . import connections
 from .transport import ANSWER_BYTES, Call, Transport, service_address, usable_key
 from .wire import Answer, Info, parsed, request_body, scores_of
@@ -98,36 +98,19 @@ class RemoteReranker(
         return [found.score for found in self.score_documents(query, as_list(documents))]
 
     def rank(
-        self,
-        query: str,
-        documents: Sequence[str],
-        *,
-        threshold: float | Literal["native"] | None = "native",
-        top_n: int | None = None,
-        min_docs: int = 0,
-        show_progress: bool = False,
+        self, query: str, documents: Sequence[str], *, show_progress: bool = False, **limits: Unpack[Limits]
     ) -> RankResult:
         """See `Reranker.rank`."""
-        documents = as_list(documents)
-        check_limits(None if threshold == "native" else threshold, top_n, min_docs)
+        documents, (threshold, top_n, min_docs) = as_list(documents), _checked(**limits)
         call = self._call(query, documents)
         scored, native = self._read(self._transport.send(call), documents) if call else ([], None)
         if threshold == "native":
             threshold = native if call else self.threshold
         return choose(query, documents, scored, threshold, top_n=top_n, min_docs=min_docs)
 
-    async def arank(
-        self,
-        query: str,
-        documents: Sequence[str],
-        *,
-        threshold: float | Literal["native"] | None = "native",
-        top_n: int | None = None,
-        min_docs: int = 0,
-    ) -> RankResult:
+    async def arank(self, query: str, documents: Sequence[str], **limits: Unpack[Limits]) -> RankResult:
         """As `rank`, on the event loop; cancelling it closes the request."""
-        documents = as_list(documents)
-        check_limits(None if threshold == "native" else threshold, top_n, min_docs)
+        documents, (threshold, top_n, min_docs) = as_list(documents), _checked(**limits)
         call = self._call(query, documents)
         scored, native = self._read(await self._transport.asend(call), documents) if call else ([], None)
         if threshold == "native":
@@ -171,3 +154,11 @@ class RemoteReranker(
     def _learn(self, body: bytes) -> float | None:
         self._native = (parsed(Info, body, self.base_url, self.model).threshold,)
         return self._native[0]
+
+
+def _checked(
+    threshold: float | Literal["native"] | None = "native", top_n: int | None = None, min_docs: int = 0
+) -> tuple[float | Literal["native"] | None, int | None, int]:
+    """The limits of a call that make sense, with their defaults."""
+    check_limits(threshold, top_n, min_docs)
+    return threshold, top_n, min_docs
