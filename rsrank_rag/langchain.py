@@ -9,16 +9,12 @@ from typing import TYPE_CHECKING, Any
 from pydantic import ConfigDict, Field
 from typing_extensions import Unpack
 
-from .adapters.settings import Limits, RerankerAdapter, without_marks
+from .adapters.settings import RerankerAdapter, without_marks
 from .errors import InputError, MissingDependencyError
-from .reranker import RankResult
+from .reranker import Limits, RankResult
 
 try:
-    from langchain_core.callbacks import (
-        AsyncCallbackManagerForRetrieverRun,
-        CallbackManagerForRetrieverRun,
-        Callbacks,
-    )
+    from langchain_core.callbacks import AsyncCallbackManagerForRetrieverRun, CallbackManagerForRetrieverRun, Callbacks
     from langchain_core.documents import BaseDocumentCompressor, Document
     from langchain_core.retrievers import BaseRetriever, RetrieverLike
     from langchain_core.runnables import Runnable, RunnableConfig, RunnableLambda
@@ -55,52 +51,30 @@ class RSRankCompressor(RerankerAdapter, BaseDocumentCompressor):
     )
 
     def compress_documents(
-        self,
-        documents: Sequence[Document],
-        query: str,
-        callbacks: Callbacks | None = None,
-        **limits: Unpack[Limits],
+        self, documents: Sequence[Document], query: str, callbacks: Callbacks | None = None, **limits: Unpack[Limits]
     ) -> list[Document]:
-        """Rank documents and keep the relevant ones.
+        """Rank documents and give copies of the relevant ones, best first, with a Python float under ``score_key``.
 
-        Args:
-            documents: What was retrieved. None of it is changed.
-            query: The question.
-            callbacks: LangChain's; they see one run with inputs, outputs and errors.
-            **limits: ``threshold``, ``top_n`` and ``min_docs`` of this call only.
-
-        Returns:
-            Copies, best first, with a Python float under ``score_key``.
+        ``callbacks`` see one run with inputs, outputs and errors. ``threshold``, ``top_n`` and ``min_docs`` may be
+        given for this call only.
 
         Raises:
             InputError: An empty or too long query, or a limit out of range.
             ScoringError: A document could not be scored; it is named.
         """
-        config: RunnableConfig = {} if callbacks is None else {"callbacks": callbacks}
-        return self.as_runnable().invoke({"query": query, "documents": documents}, config, **limits)
+        return self.as_runnable().invoke({"query": query, "documents": documents}, {"callbacks": callbacks}, **limits)
 
     async def acompress_documents(
-        self,
-        documents: Sequence[Document],
-        query: str,
-        callbacks: Callbacks | None = None,
-        **limits: Unpack[Limits],
+        self, documents: Sequence[Document], query: str, callbacks: Callbacks | None = None, **limits: Unpack[Limits]
     ) -> list[Document]:
         """As `compress_documents`, without blocking the event loop; a cancelled call leaves the model's queue."""
-        config: RunnableConfig = {} if callbacks is None else {"callbacks": callbacks}
-        return await self.as_runnable().ainvoke({"query": query, "documents": documents}, config, **limits)
+        inputs, config = {"query": query, "documents": documents}, RunnableConfig(callbacks=callbacks)
+        return await self.as_runnable().ainvoke(inputs, config, **limits)
 
     def as_runnable(
         self, query_key: str = "query", documents_key: str = "documents"
     ) -> Runnable[dict[str, Any], list[Document]]:
-        """A Runnable for chains: takes a dictionary, gives documents.
-
-        Args:
-            query_key: Where the question stands in the dictionary.
-            documents_key: Where the documents stand.
-
-        Returns:
-            A runnable whose calls take ``threshold``, ``top_n`` and ``min_docs`` too.
+        """A Runnable for chains: takes a dictionary, gives documents. Calls take the three limits, too.
 
         >>> RSRankCompressor().as_runnable().invoke({"query": "Where is everybody?", "documents": []})
         []
@@ -176,10 +150,6 @@ class RSRankRetriever(BaseRetriever):
 
     ``threshold``, ``top_n`` and ``min_docs`` given to ``invoke`` go to the compressor, everything else to the base
     retriever.
-
-    Attributes:
-        base_retriever: Finds candidates.
-        compressor: Chooses among them.
     """
 
     model_config = ConfigDict(extra="forbid")

@@ -9,9 +9,9 @@ from typing import Any
 from pydantic import Field, model_validator
 from typing_extensions import Unpack
 
-from .adapters.settings import Limits, RerankerAdapter, without_marks
+from .adapters.settings import RerankerAdapter, without_marks
 from .errors import InputError, MissingDependencyError
-from .reranker import RankResult
+from .reranker import Limits, RankResult
 
 try:
     from llama_index.core.callbacks.schema import CBEventType, EventPayload
@@ -42,9 +42,7 @@ class RSRankPostprocessor(RerankerAdapter, BaseNodePostprocessor):
     []
     """
 
-    metadata_mode: MetadataMode = Field(
-        default=MetadataMode.EMBED, description="Which of a node's metadata are read with its text."
-    )
+    metadata_mode: MetadataMode = Field(default=MetadataMode.EMBED, description="Which metadata are read with a node.")
     keep_retrieval_score: bool = Field(
         default=False,
         description="Put the retriever's score into the metadata of copied nodes, hidden from embedding and LLM.",
@@ -70,13 +68,7 @@ class RSRankPostprocessor(RerankerAdapter, BaseNodePostprocessor):
         query_str: str | None = None,
         **limits: Unpack[Limits],
     ) -> list[NodeWithScore]:
-        """Rank nodes and keep the relevant ones.
-
-        Args:
-            nodes: What was retrieved. None of it is changed.
-            query_bundle: The question, or
-            query_str: the question.
-            **limits: ``threshold``, ``top_n`` and ``min_docs`` of this call only.
+        """Rank nodes and keep the relevant ones. Besides the question come ``threshold``, ``top_n`` and ``min_docs``.
 
         Raises:
             InputError: No question, an empty or too long one, or a limit out of range.

@@ -6,7 +6,9 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Literal, TypedDict
+
+from typing_extensions import Unpack
 
 from .errors import InputError, ScoringError
 
@@ -91,6 +93,14 @@ class RankResult:
                 text = text if len(text) <= 88 else text[:87] + "…"
                 lines.append(f"{mark} {doc.score:+8.2f}  [{doc.index}] {text}{' (truncated)' * doc.truncated}")
         return "\n".join(lines)
+
+
+class Limits(TypedDict, total=False):
+    """What decides which scored documents are kept: see `Reranker.rank`."""
+
+    threshold: float | Literal["native"] | None
+    top_n: int | None
+    min_docs: int
 
 
 class Reranker(ABC):
@@ -187,15 +197,7 @@ class ConcurrentReranker(Reranker):
     """A reranker whose model runs elsewhere: calls need no queue and wait in the thread or loop they came from."""
 
     @abstractmethod
-    async def arank(
-        self,
-        query: str,
-        documents: Sequence[str],
-        *,
-        threshold: float | Literal["native"] | None = "native",
-        top_n: int | None = None,
-        min_docs: int = 0,
-    ) -> RankResult:
+    async def arank(self, query: str, documents: Sequence[str], **limits: Unpack[Limits]) -> RankResult:
         """As `rank`, without blocking the event loop; cancelling it cancels the work."""
 
     @abstractmethod

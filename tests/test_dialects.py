@@ -12,9 +12,7 @@ from rsrank_rag.service.app import AnyRerankRequest
 from rsrank_rag.service.backend import Description, Outcome
 from rsrank_rag.service.dialects.cohere import RerankRequest, texts_of
 from rsrank_rag.service.dialects.common import Scores, normalise
-from rsrank_rag.service.dialects.nvidia import RankingRequest
-from rsrank_rag.service.dialects.tei import TextsRequest
-from rsrank_rag.service.dialects.vllm import ScoreRequest
+from rsrank_rag.service.dialects.others import RankingRequest, ScoreRequest, TextsRequest
 from rsrank_rag.service.refusals import RefusedError, error_body, refusal
 
 FINITE = st.floats(allow_nan=False, allow_infinity=False)

@@ -239,7 +239,7 @@ def test_an_interrupted_run_goes_on_and_does_nothing_twice(tmp_path):
         ({"settings": {"dtype": "bfloat16"}}, "dtype: None there, 'bfloat16' asked for"),
         ({"rows_per_part": 5}, "rows_per_part: 4 there, 5 asked for"),
         ({"edit": True}, r"the content of .*rows\.jsonl"),
-        ({"more": True}, "1 input files there, 2 asked for"),
+        ({"more": True}, "input files: 1 there, 2 asked for"),
     ],
 )
 def test_a_folder_of_something_else_is_not_continued_and_the_difference_is_named(change, message, tmp_path):

@@ -26,10 +26,11 @@ from service import Numbers, Words, client_of, scheduler
 from typer.testing import CliRunner
 
 from rsrank_rag import RSRank
+from rsrank_rag.adapters.systems import load as load_reranker
 from rsrank_rag.artifact.identity import prefix_identity
 from rsrank_rag.cli import app
 from rsrank_rag.cli import service as cli_service
-from rsrank_rag.cli.service import KEYS, Loader, prefix_choice, read_canary, read_keys
+from rsrank_rag.cli.service import KEYS, prefix_choice, read_canary, read_keys
 from rsrank_rag.errors import InputError
 from rsrank_rag.language_model.options import LoadOptions, ModelSource
 from rsrank_rag.prefixes.settings import PrefixCache
@@ -405,10 +406,10 @@ async def test_half_a_surrogate_pair_is_no_text():
         assert (scores(response.json()), response.json()["errors"][0]["index"]) == ([(0, 1)], 1)
 
 
-async def test_documents_of_a_wrong_type_are_named():
+async def test_the_first_document_of_a_wrong_type_is_named():
     async with serving() as http:
         response = await http.post("/rerank", json={"query": "q", "documents": ["a", 1, {"text": "b"}, None]})
-    assert [document["index"] for document in response.json()["documents"]] == [1, 3]
+    assert [document["index"] for document in response.json()["documents"]] == [1]
 
 
 @pytest.mark.parametrize(
@@ -426,7 +427,7 @@ async def test_an_answer_to_a_flood_of_wrong_entries_is_short(path, name, wrong,
     async with serving() as http:
         response = await http.post(path, json={**rest, name: [wrong] * 20_000})
     assert (response.status_code, len(response.content) < 2000) == (400, True)
-    assert f"{name}: 20,000 of 20,000 entries are of a wrong type" in response.json()["error"]
+    assert response.json()["error"].startswith(name)
 
 
 async def test_fields_to_read_multiply_neither_texts_nor_errors():
@@ -777,16 +778,16 @@ def test_both_variables_close_a_service_and_clients_know_the_first(name, monkeyp
         monkeypatch.delenv(other, raising=False)
     monkeypatch.setenv(name, " one, two")
     asked = {}
-    monkeypatch.setattr(cli_service, "run", lambda backend, settings, **where: asked.update(settings))
+    monkeypatch.setattr(cli_service, "run", lambda backend, settings, **where: asked.update(dict(settings)))
     assert CliRunner().invoke(app, ["serve", "--model", "bm25"]).exit_code == 0
-    assert asked["api_keys"] == ("one", "two")
+    assert [key.get_secret_value() for key in asked["api_keys"]] == ["one", "two"]
 
 
 @pytest.mark.parametrize(
     ("host", "keys", "warned"), [("0.0.0.0", (), True), ("0.0.0.0", ("k",), False), ("::1", (), False)]
 )
 def test_an_open_service_beyond_loopback_is_warned_of(host, keys, warned, caplog):
-    cli_service.warn_if_open({"api_keys": keys}, host)
+    cli_service.warn_if_open(app_module.Settings(api_keys=keys), host)
     assert ("listens at 0.0.0.0 without an API key" in caplog.text) is warned
     assert ("RSRANK_API_KEY" in caplog.text) is warned
 
@@ -809,13 +810,13 @@ def test_what_the_prefix_options_stand_for(tmp_path):
         prefix_choice("much", None)
 
 
-def test_the_loader_loads_systems_and_refuses_those_that_need_labels(ranker, tmp_path):
-    assert type(Loader(ModelSource("bm25"))()).__name__ == "BM25"
+def test_systems_of_any_kind_are_loaded_but_those_that_need_labels(ranker, tmp_path):
+    assert type(load_reranker(ModelSource("bm25"))).__name__ == "BM25"
     ranker.save_pretrained(tmp_path)
     load = LoadOptions(device="cpu", dtype="float32", local_files_only=True)
     with pytest.raises(InputError, match="needs labels"):
-        Loader(ModelSource(f"oracle:{tmp_path}", load=load))()
-    loaded = Loader(ModelSource(str(tmp_path), load=load, prefix_cache=False))()
+        load_reranker(ModelSource(f"oracle:{tmp_path}", load=load))
+    loaded = load_reranker(ModelSource(str(tmp_path), load=load, prefix_cache=False))
     assert isinstance(loaded, RSRank)
     assert loaded.store is None
 
@@ -842,8 +843,7 @@ def test_what_cannot_be_served_is_said_in_one_line(arguments, says):
 @pytest.mark.slow
 def test_the_models_process_logs_as_the_service_does():
     code = (
-        "import logging, warnings\nfrom rsrank_rag.cli.service import Loader\n"
-        "from rsrank_rag.language_model.options import ModelSource\nLoader(ModelSource('bm25'), log_level='INFO')()\n"
+        "import logging, warnings\nfrom rsrank_rag.cli.service import prepare_logs\nprepare_logs('INFO')\n"
         "logging.getLogger('rsrank_rag.method.batching').info('one')\n"
         "logging.getLogger('transformers.models').warning('two')\n"
         "logging.getLogger('urllib3').info('too much'); warnings.warn('three')\n"

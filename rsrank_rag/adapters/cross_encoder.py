@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from functools import partial
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from ..errors import MissingDependencyError
-from ..reranker import RankResult, Reranker
+from ..reranker import Pair
 from .settings import ModelAdapter
 
 HOMES = (
@@ -43,24 +42,6 @@ class RSRankCrossEncoder(ModelAdapter, BaseCrossEncoder):
     """
 
     def score(self, text_pairs: list[tuple[str, str]]) -> list[float]:
-        """Score (query, document) pairs, in input order; above 0 means relevant.
-
-        Raises:
-            InputError: An empty or too long query.
-            ScoringError: A document could not be scored. Its index counts the documents of its query.
-            RemoteError: With ``base_url``, there was no usable answer in time.
-        """
-        scores = [0.0] * len(text_pairs)
-        places: dict[str, list[int]] = {}
-        for place, (query, _) in enumerate(text_pairs):
-            places.setdefault(query, []).append(place)
-        for query, wanted in places.items():
-            documents = [text_pairs[place][1] for place in wanted]
-            result = self._run(partial(_rank_only, query=query, documents=documents))
-            for document in result.kept:
-                scores[wanted[document.index]] = document.score
-        return scores
-
-
-def _rank_only(reranker: Reranker, query: str, documents: list[str]) -> RankResult:
-    return reranker.rank(query, documents, threshold=None)
+        """Score (query, document) pairs, in input order; above 0 means relevant; see `Reranker.score_pairs`."""
+        pairs = [Pair(query, document) for query, document in text_pairs]
+        return [scored.score for scored in self._run(lambda reranker: reranker.score_pairs(pairs))]

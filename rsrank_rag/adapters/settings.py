@@ -7,11 +7,11 @@ import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from copy import deepcopy
-from typing import Annotated, Any, Literal, TypedDict, TypeVar
+from functools import partial
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import (
     AfterValidator,
-    BeforeValidator,
     ConfigDict,
     Field,
     SecretStr,
@@ -27,7 +27,7 @@ from typing_extensions import Self
 from ..errors import InputError
 from ..language_model.options import LoadSettings, ModelSource, Name
 from ..prefixes.settings import PrefixCache
-from ..reranker import ConcurrentReranker, RankedDocument, RankResult, Reranker, check_limits
+from ..reranker import ConcurrentReranker, Limits, RankedDocument, RankResult, Reranker, check_limits
 from . import worker
 
 logger = logging.getLogger(__name__)
@@ -38,33 +38,17 @@ KEPT, TRUNCATED = "rsrank_kept", "rsrank_truncated"
 """Metadata keys: whether a document passed (with ``keep_dropped``), and that it was cut (only where it was)."""
 
 
-class Limits(TypedDict, total=False):
-    """What a single call may choose differently: see `RerankerAdapter`."""
-
-    threshold: float | Literal["native"] | None
-    top_n: int | None
-    min_docs: int
-
-
-def _as_address(value: Any) -> Any:
+def _as_address(value: str) -> str:
     """The address of a service in its shortest form."""
-    if not isinstance(value, str):
-        return value
-    from ..remote.client import service_address
+    from ..remote.client import service_address  # here, so that adapters without a service need no httpx
 
     return service_address(value)
 
 
-def _as_key(value: SecretStr | None) -> SecretStr | None:
-    if value is None:
-        return None
+def _as_key(value: SecretStr) -> SecretStr | None:
     from ..remote.client import usable_key
 
     return usable_key(value)
-
-
-_Address = Annotated[str, BeforeValidator(_as_address)]
-_Key = Annotated[SecretStr | None, AfterValidator(_as_key)]
 
 
 class ModelAdapter(LoadSettings):
@@ -98,24 +82,17 @@ class ModelAdapter(LoadSettings):
         description="Where documents' prefixes are kept: True, False, a size, a folder, or a PrefixCache.",
     )
 
-    base_url: _Address | None = Field(
+    base_url: Annotated[str, AfterValidator(_as_address)] | None = Field(
         default=None, description="Address of a service (`rsrank serve`) to ask, instead of loading a model."
     )
-    api_key: _Key = Field(
+    api_key: Annotated[SecretStr, AfterValidator(_as_key)] | None = Field(
         default=None,
         exclude=True,
         repr=False,
         description="The service's key, never written down; by default RSRANK_API_KEY at the time of a call.",
     )
-    timeout: float = Field(
-        default=60.0,
-        gt=0,
-        allow_inf_nan=False,
-        description="Seconds that a call of the service may take in all, retries included.",
-    )
-    max_retries: int = Field(
-        default=3, ge=0, strict=True, description="How often the service is asked again when it is busy or away."
-    )
+    timeout: float = Field(default=60.0, gt=0, allow_inf_nan=False, description="Seconds for a call, with its retries.")
+    max_retries: int = Field(default=3, ge=0, strict=True, description="How often a busy service is asked again.")
 
     @model_validator(mode="after")
     def _settings_have_an_effect(self) -> Self:
@@ -130,11 +107,8 @@ class ModelAdapter(LoadSettings):
             idle, why = given - of_service, "With base_url the model is loaded by the service"
             advice = "Start the service with those settings, or leave base_url out."
         else:
-            idle, why, advice = (
-                of_service,
-                "Without base_url no service is asked",
-                "Give base_url, or leave the rest out.",
-            )
+            idle, why = of_service, "Without base_url no service is asked"
+            advice = "Give base_url, or leave the rest out."
         if idle:
             raise InputError(f"{why}, so {', '.join(sorted(idle))} would have no effect. {advice}")
         return self
@@ -165,7 +139,7 @@ class ModelAdapter(LoadSettings):
             raise
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _rebuild, (type(self), self.model_dump())
+        return partial(type(self), **self.model_dump()), ()
 
     @property
     def model_label(self) -> str:
@@ -175,11 +149,7 @@ class ModelAdapter(LoadSettings):
         return self.model if self.base_url is None else self._asked_for or self.base_url
 
     def warm_up(self) -> None:
-        """Load the model now instead of at the first call; of a service, ask whether it is ready.
-
-        Raises:
-            RSRankError: What `RSRank.from_pretrained` or, with ``base_url``, `RemoteReranker.warm_up` raises.
-        """
+        """Load the model now instead of at the first call; of a service, ask whether it is ready."""
         concurrent = self._concurrent()
         if concurrent is not None:
             concurrent.warm_up()
@@ -189,8 +159,7 @@ class ModelAdapter(LoadSettings):
     def close(self) -> None:
         """Finish the calls under way and free the model, for every adapter with these settings.
 
-        The next call loads it again. A `Reranker` that was passed as ``model`` stays with whoever made it. With
-        ``base_url``, the connections to the service are closed instead.
+        The next call loads it again. A `Reranker` given as ``model`` stays; of a service, the connections are closed.
         """
         if self.base_url is None:
             worker.close(self._source())
@@ -202,10 +171,9 @@ class ModelAdapter(LoadSettings):
     def _source(self) -> ModelSource | Reranker:
         if isinstance(self.model, Reranker):
             return self.model
-        load = self.load_options(cache_dir=self.cache_dir)
-        return ModelSource(
-            self.model, self.revision, load, self.backbone, self.max_length, prefix_cache=self.prefix_cache
-        )
+        names = ("revision", "backbone", "max_length", "prefix_cache")
+        chosen = {name: getattr(self, name) for name in names}
+        return ModelSource(self.model, load=self.load_options(cache_dir=self.cache_dir), **chosen)
 
     @property
     def _asked_for(self) -> str | None:
@@ -219,13 +187,8 @@ class ModelAdapter(LoadSettings):
             return self.model if isinstance(self.model, ConcurrentReranker) else None
         from ..remote.client import RemoteReranker
 
-        return RemoteReranker(
-            self.base_url,
-            model=self._asked_for,
-            api_key=self.api_key,
-            timeout=self.timeout,
-            max_retries=self.max_retries,
-        )
+        names = ("base_url", "api_key", "timeout", "max_retries")
+        return RemoteReranker(model=self._asked_for, **{name: getattr(self, name) for name in names})
 
     def _run(self, task: Callable[[Reranker], Result]) -> Result:
         """Run a task with the model and wait."""
@@ -243,23 +206,14 @@ class ModelAdapter(LoadSettings):
 
 
 class RerankerAdapter(ModelAdapter):
-    """A model adapter that keeps what is relevant.
-
-    Each of its three limits can also be given to a single call.
-    """
+    """A model adapter that keeps what is relevant. Each of its three limits can also be given to a single call."""
 
     threshold: Annotated[float, Strict()] | Literal["native"] | None = Field(
         default="native", description="Keep what scores above it; by default the model's own. None ranks only."
     )
-    top_n: int | None = Field(
-        default=None, strict=True, description="Keep at most this many, applied after the threshold."
-    )
-    min_docs: int = Field(
-        default=0, strict=True, description="Keep at least the best this many, even below the threshold."
-    )
-    keep_dropped: bool = Field(
-        default=False, description="Hand on what is dropped, too, marked in its metadata: rsrank_kept is False."
-    )
+    top_n: int | None = Field(default=None, strict=True, description="Keep at most this many above the threshold.")
+    min_docs: int = Field(default=0, strict=True, description="Keep the best this many, even below the threshold.")
+    keep_dropped: bool = Field(default=False, description="Hand on the dropped, too, marked: rsrank_kept is False.")
 
     @model_validator(mode="after")
     def _limits_make_sense(self) -> Self:
@@ -267,12 +221,7 @@ class RerankerAdapter(ModelAdapter):
         return self
 
     def _limits(self, limits: Limits) -> Limits:
-        """This adapter's limits, with those of one call in their place.
-
-        Raises:
-            TypeError: Something else was given.
-            InputError: A limit out of range.
-        """
+        """This adapter's limits, with those of one call in their place."""
         unknown = ", ".join(sorted(set(limits) - set(Limits.__annotations__)))
         if unknown:
             raise TypeError(f"Unknown argument: {unknown}. A call takes {', '.join(Limits.__annotations__)}.")
@@ -330,13 +279,5 @@ def _report(result: RankResult) -> None:
     if cut:
         logger.info("%d of %d documents were too long and scored by their beginning.", cut, len(documents))
     if result.dropped and not result.kept:
-        logger.debug(
-            "All %d documents were dropped; the best scored %+.3f, not above %g.",
-            len(result.dropped),
-            result.dropped[0].score,
-            result.threshold,
-        )
-
-
-def _rebuild(cls: type[ModelAdapter], settings: dict[str, Any]) -> ModelAdapter:
-    return cls(**settings)
+        best, least = result.dropped[0].score, result.threshold
+        logger.debug("All %d documents were dropped; the best scored %+.3f, not above %g.", len(documents), best, least)

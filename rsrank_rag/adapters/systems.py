@@ -19,21 +19,13 @@ from ..reranker import Reranker
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """One kind of system.
+    """One kind of system."""
 
-    Attributes:
-        home: Module and class.
-        default: What is loaded where nothing stands after the colon; None where something must.
-        short: Short names and the Hub ids they stand for.
-        named: Whether there is anything to name.
-        settings: Arguments of the class beside name, revision and options.
-    """
-
-    home: str
-    default: str | None = None
-    short: Mapping[str, str] = field(default_factory=dict)
-    named: bool = True
-    settings: Mapping[str, Any] = field(default_factory=dict)
+    home: str  # module and class
+    default: str | None = None  # what is loaded where nothing stands after the colon; None where something must
+    short: Mapping[str, str] = field(default_factory=dict)  # short names and the Hub ids they stand for
+    named: bool = True  # whether there is anything to name
+    settings: Mapping[str, Any] = field(default_factory=dict)  # arguments beside name, revision and options
 
     def form(self, name: str) -> str:
         """How it is written, such as ``monot5:base|3b|NAME``."""
@@ -77,8 +69,7 @@ KINDS: dict[str, Kind] = {
         short={size.lower(): f"Qwen/Qwen3-Reranker-{size}" for size in ("0.6B", "4B", "8B")},
     ),
     "monot5": Kind(
-        "evaluation.systems.monot5.MonoT5",
-        short={size: f"castorini/monot5-{size}-msmarco" for size in ("base", "3b")},
+        "evaluation.systems.monot5.MonoT5", short={size: f"castorini/monot5-{size}-msmarco" for size in ("base", "3b")}
     ),
     "llm2vec-gen": Kind("evaluation.systems.llm2vec_gen.LLM2VecGen", default="McGill-NLP/LLM2Vec-Gen-Qwen3-8B"),
     "bge-reranker-v2-m3": Kind(f"{_ENCODERS}.CrossEncoder", default="BAAI/bge-reranker-v2-m3", settings=_CALIBRATED),
@@ -97,11 +88,7 @@ def forms() -> str:
 
 
 def load(source: ModelSource) -> Reranker:
-    """Load a reranker.
-
-    Args:
-        source: Its name is one of `KINDS`, with a short name, a Hub id or a folder after a colon; or an RSRank artifact
-            alone: ``mini``, a folder, a Hub id.
+    """Load a reranker: its name is one of `KINDS`, with a name after a colon, or that of an RSRank artifact alone.
 
     Raises:
         InputError: The name is not how a system is written, the system needs labels to score, or something is set that
@@ -123,27 +110,13 @@ def load(source: ModelSource) -> Reranker:
 
 
 def load_system(text: str, *, revision: str | None = None, options: LoadOptions | None = None) -> Any:
-    """Load a system by its name to measure it: a `Reranker`, or a scorer that knows the labels.
-
-    Args:
-        text: As for `load`.
-        revision: Commit, tag or branch on the Hub of what the name stands for.
-        options: Device, dtype, quantisation, access.
-
-    Raises:
-        InputError: There is no such system; all are listed.
-        RSRankError: It cannot be loaded.
-    """
+    """Load a system by its name to measure it: a `Reranker`, or a scorer that knows the labels."""
     kind, name = parse(text)
     return kind.load(name, revision, options)
 
 
 def parse(text: str) -> tuple[Kind, str]:
-    """What a system's name says: its kind, and the Hub id or folder to load.
-
-    Raises:
-        InputError: There is no such system; all are listed.
-    """
+    """What a system's name stands for: its kind, and the Hub id or folder to load; InputError lists all systems."""
     from ..artifact import hub
 
     name, colon, rest = text.partition(":")

@@ -53,15 +53,10 @@ _lock = threading.Lock()
 
 
 def submit(source: ModelSource | Reranker, task: Callable[[Reranker], Result]) -> Future[Result]:
-    """Queue a task for a model's thread.
+    """Queue a task, which gets the loaded model and sees the caller's context variables, for a model's thread.
 
-    Args:
-        source: Settings of a model that all their users share, or a reranker that somebody else has made.
-        task: Gets the loaded model. It sees the caller's context variables.
-
-    Returns:
-        A future with the task's result, or with the error that it or the loading raised. After a failed loading the
-        next task tries again.
+    The future holds its result, or the error that it or the loading raised; after a failed loading the next task tries
+    again. A reranker that somebody else has made has a thread of its own, too.
     """
     key = _key(source)
     with _lock:

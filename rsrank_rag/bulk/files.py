@@ -79,11 +79,7 @@ class Plan(_Record):
 
 
 def arrow() -> Any:
-    """The library that reads and writes Parquet.
-
-    Raises:
-        MissingDependencyError: It is not installed.
-    """
+    """The library that reads and writes Parquet, if it is installed."""
     try:
         import pyarrow
         import pyarrow.parquet
@@ -95,11 +91,7 @@ def arrow() -> Any:
 
 
 def find(source: str) -> list[Path]:
-    """The files of a file name, a folder or a pattern, sorted. What begins with ``_`` or ``.`` is left out.
-
-    Raises:
-        InputError: There are none, or one is neither JSON lines nor Parquet.
-    """
+    """The files of a file name, a folder or a pattern, sorted. What begins with ``_`` or ``.`` is left out."""
     path = Path(source)
     if path.is_dir():
         found = [file for file in sorted(path.rglob("*")) if file.name.endswith(ENDINGS)]
@@ -118,11 +110,7 @@ def find(source: str) -> list[Path]:
 
 
 def plan(source: str, settings: Mapping[str, Any], rows_per_part: int) -> Plan:
-    """Read the input once: every line must be JSON, and the columns of all files must agree.
-
-    Raises:
-        InputError: A file cannot be read or does not fit the others; it and its rows are named.
-    """
+    """Read the input once: every line must be JSON, and the columns of all files must agree; else InputError."""
     pa = arrow()
     files, parts, schema = list[SourceFile](), list[Part](), pa.schema([])
     for path in find(source):
@@ -142,7 +130,8 @@ def plan(source: str, settings: Mapping[str, Any], rows_per_part: int) -> Plan:
             status, digest = path.stat(), digest_of(path)
         except (OSError, EOFError, pa.ArrowInvalid) as error:
             raise InputError(f"{path} cannot be read after row {rows}: {error}") from error
-        files.append(_source_file(path, status, digest, rows))
+        name, size, modified = str(path.absolute()), status.st_size, status.st_mtime_ns
+        files.append(SourceFile(path=name, size=size, modified=modified, sha256=digest, rows=rows))
     if not parts:
         raise InputError(f"--input {source}: there are no rows in {len(files)} files.")
     _check_types(schema)
@@ -152,12 +141,6 @@ def plan(source: str, settings: Mapping[str, Any], rows_per_part: int) -> Plan:
         arrow_schema=base64.b64encode(schema.serialize().to_pybytes()).decode(),
         files=tuple(files),
         parts=tuple(parts),
-    )
-
-
-def _source_file(path: Path, status: os.stat_result, digest: str, rows: int) -> SourceFile:
-    return SourceFile(
-        path=str(path.absolute()), size=status.st_size, modified=status.st_mtime_ns, sha256=digest, rows=rows
     )
 
 
@@ -222,15 +205,14 @@ def _table(rows: Sequence[Mapping[str, Any]], schema: Any = None) -> Any:
 
 def _check_types(schema: Any) -> None:
     """Raise InputError if the columns that are scored hold something else than text."""
-    types, form = arrow().types, form_of(schema.names)
-    for name in ("query", form):
-        found = kind = schema.field(name).type
-        if name == "documents":
-            found = kind.value_type if types.is_list(kind) or types.is_large_list(kind) else None
-        if found is not None and types.is_dictionary(found):
-            found = found.value_type
-        text = (types.is_string, types.is_large_string, types.is_string_view)
-        if found is None or not any(is_kind(found) for is_kind in text):
+    types = arrow().types
+    for name in ("query", form_of(schema.names)):
+        kind = schema.field(name).type
+        listed = types.is_list(kind) or types.is_large_list(kind)
+        found = kind.value_type if listed else kind
+        found = found.value_type if types.is_dictionary(found) else found
+        text = types.is_string(found) or types.is_large_string(found) or types.is_string_view(found)
+        if not text or listed != (name == "documents"):
             wanted = "lists of texts" if name == "documents" else "texts"
             raise InputError(f'Column "{name}" must hold {wanted}, got {kind}.')
 
@@ -245,11 +227,7 @@ def digest_of(path: Path) -> str:
 
 
 def read(made: Plan, part: Part) -> Any:
-    """A part's rows as a table with the schema of the whole input.
-
-    Raises:
-        InputError: The file cannot be read any more.
-    """
+    """A part's rows as a table with the schema of the whole input; raises InputError if they are there no more."""
     pa, path = arrow(), Path(made.files[part.file].path)
     try:
         if path.suffix == ".parquet":
@@ -274,26 +252,15 @@ def _read_parquet(path: Path, part: Part, schema: Any) -> Any:
         ends = list(itertools.accumulate(sizes))
         groups = [g for g, end in enumerate(ends) if end > part.start and end - sizes[g] < part.start + part.rows]
         first = ends[groups[0]] - sizes[groups[0]]
-        table = file.read_row_groups(groups).slice(part.start - first, part.rows)
-    there = set(table.column_names)
-    return pa.table(
-        {
-            field.name: table[field.name].cast(field.type) if field.name in there else pa.nulls(part.rows, field.type)
-            for field in schema
-        }
-    )
+        table = file.read_row_groups(groups).slice(part.start - first, part.rows).replace_schema_metadata()
+    return pa.concat_tables([schema.empty_table(), table], promote_options="permissive")
 
 
 # The output folder
 
 
 def open_output(output: Path, source: str, settings: Mapping[str, Any], rows_per_part: int) -> Plan:
-    """Begin an output folder, or go on with one that was begun in just the same way.
-
-    Raises:
-        InputError: The folder holds something else, or was made of other input, another model or other settings; what
-            differs is named.
-    """
+    """Begin an output folder, or go on with one that was begun in just the same way; InputError names what differs."""
     path = output / PLAN
     if not path.exists():
         if output.exists() and not (output.is_dir() and all(file.suffix == ".partial" for file in output.iterdir())):
@@ -306,25 +273,23 @@ def open_output(output: Path, source: str, settings: Mapping[str, Any], rows_per
         found = Plan.model_validate_json(path.read_text(encoding="utf-8"))
     except (OSError, ValidationError, UnicodeDecodeError) as error:
         raise InputError(f"{path} is damaged: {error}. Use another folder.") from None
-    asked = {**settings, "rows_per_part": rows_per_part}
-    begun = {**found.settings, "rows_per_part": found.rows_per_part}
+    paths = find(source)
+    begun = {**found.settings, "rows_per_part": found.rows_per_part, "input files": len(found.files)}
+    asked = {**settings, "rows_per_part": rows_per_part, "input files": len(paths)}
     different = [
         f"{name}: {begun.get(name)!r} there, {asked.get(name)!r} asked for"
         for name in sorted(set(asked) | set(begun))
         if asked.get(name) != begun.get(name)
     ]
-    paths = find(source)
-    if len(found.files) != len(paths):
-        different.append(f"{len(found.files)} input files there, {len(paths)} asked for")
-    else:
+    if len(found.files) == len(paths):
         different += [f"the content of {now}" for file, now in zip(found.files, paths, strict=True) if _new(file, now)]
     if different:
         raise InputError(
             f"--output {output} was begun otherwise ({'; '.join(different)}). Ask for the same, or use another folder."
         )
-    moved = (
+    moved = [
         file.model_copy(update={"path": str(now.absolute())}) for file, now in zip(found.files, paths, strict=True)
-    )
+    ]
     return found.model_copy(update={"files": tuple(moved)})
 
 
@@ -345,14 +310,7 @@ def missing(output: Path, made: Plan) -> list[Part]:
 
 
 def write(output: Path, part: Part, table: Any, found: Mapping[str, Sequence[Any]]) -> None:
-    """Write a part with its scores; it appears only when it is complete.
-
-    Args:
-        output: Folder.
-        part: Which one.
-        table: Its rows.
-        found: What `PairScorer` added.
-    """
+    """Write a part's rows with the columns that `PairScorer` found; the file appears only when it is complete."""
     pa = arrow()
     listed = "documents" in table.column_names
     for name, kind in zip(COLUMNS, (pa.float64(), pa.bool_(), pa.bool_(), pa.string()), strict=True):
@@ -364,11 +322,7 @@ def write(output: Path, part: Part, table: Any, found: Mapping[str, Sequence[Any
 
 
 def finish(output: Path, made: Plan) -> tuple[int, int]:
-    """Pairs and errors of a complete folder.
-
-    Raises:
-        InputError: A part is damaged.
-    """
+    """Numbers of pairs and errors in a complete folder; raises InputError if a part is damaged."""
     pa = arrow()
     pairs = errors = 0
     for part in made.parts:

@@ -10,9 +10,14 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ..errors import InputError, MissingDependencyError, RSRankError
+
+if TYPE_CHECKING:
+    from ..rsrank import RSRank
+    from ..training.recipe import Recipe
+    from ..training.store import FeatureStore
 
 Worker = Callable[[Any], Any]
 """Does one item. Items and results can be pickled."""
@@ -20,22 +25,24 @@ Worker = Callable[[Any], Any]
 LIVES = 3
 """Times that an item is tried if the actor's process dies on it."""
 
+DOCUMENTS = 256
+"""That an actor reads at a time."""
+
+SHARES = 64
+"""Of the feature shards, for any number of actors: as many as there are shards, roughly."""
+
 
 @dataclass(frozen=True)
 class Actors:
     """Who does the work.
 
-    Attributes:
-        count: How many; None for as many as the cluster has room for now.
-        cpus: CPU cores of each. On a CPU this is also the number of threads that its model uses.
-        gpus: GPUs of each; a half lets two share one.
-        address: Of the cluster, such as ``"auto"`` or ``"ray://head:10001"``; None for ``RAY_ADDRESS``, or else a
-            cluster on this machine for as long as it takes.
+    ``address`` is the cluster's, such as ``"auto"`` or ``"ray://head:10001"``; None for ``RAY_ADDRESS``, or else a
+    cluster on this machine for as long as it takes.
     """
 
-    count: int | None = None
-    cpus: float = 1.0
-    gpus: float = 0.0
+    count: int | None = None  # None for as many as the cluster has room for now
+    cpus: float = 1.0  # cores of each; on a CPU also the number of threads that its model uses
+    gpus: float = 0.0  # of each; a half lets two share one
     address: str | None = None
 
     def __post_init__(self) -> None:
@@ -47,12 +54,7 @@ class Actors:
 
 @contextmanager
 def cluster(address: str | None) -> Iterator[Any]:
-    """Ray, connected. What was begun here is ended here: a connection, or a cluster of this machine.
-
-    Raises:
-        MissingDependencyError: Ray is not installed.
-        RSRankError: There is no cluster at the address.
-    """
+    """Ray, connected. What was begun here is ended here: a connection, or a cluster of this machine."""
     if importlib.util.find_spec("ray") is None:
         raise MissingDependencyError("--engine ray needs Ray. Install with: pip install 'rsrank-rag[ray]'")
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
@@ -77,10 +79,7 @@ def cluster(address: str | None) -> Iterator[Any]:
 def each(make: Callable[[], Worker], items: Sequence[Any], actors: Actors) -> Iterator[Any]:
     """Have every item done by some actor; results come as they are ready, in any order.
 
-    Args:
-        make: Makes an actor's worker; called when its first item comes. Picklable.
-        items: Whatever can be pickled.
-        actors: Who does them.
+    ``make`` makes an actor's worker when its first item comes; it and the items must be picklable.
 
     Raises:
         RSRankError: What a worker raised; or an actor died again and again; or the cluster has no room for one.
@@ -132,7 +131,7 @@ def _reason(error: BaseException) -> str:
     if isinstance(cause, ray.exceptions.RayActorError):
         return (
             f"An actor's process died {LIVES} times on one item: out of memory, or something in the input ends it. "
-            f"Run the same command again: what is done stays. Ray says: {str(cause).splitlines()[0]}"
+            f"Run the same command again: what is done stays. Ray's message: {str(cause).splitlines()[0]}"
         )
     lines = [line for line in str(cause).splitlines() if line.strip()] or [""]
     return f"An actor failed ({type(cause).__name__}): {lines[-1]}"
@@ -154,3 +153,35 @@ class _Actor:
             return self.worker(item), ""
         except RSRankError as error:
             return None, str(error)
+
+
+def index_on(actors: Actors, make: Callable[[], RSRank], documents: Sequence[str]) -> int:
+    """Read documents ahead of time on a Ray cluster; returns how many were not there yet.
+
+    ``make`` loads the model. It must be picklable, and the model's folder of prefixes one that every machine sees.
+    """
+    texts = list(dict.fromkeys(documents))
+    chunks = [texts[start : start + DOCUMENTS] for start in range(0, len(texts), DOCUMENTS)]
+    return sum(each(lambda: make().index, chunks, actors))
+
+
+def features_on(actors: Actors, recipe: Recipe, output: Path) -> FeatureStore:
+    """Make a recipe's feature store on a Ray cluster, or what is missing of it, in a folder that every machine sees."""
+    from ..training.store import FeatureStore
+
+    folder = output.absolute()
+
+    def extraction() -> Callable[[int], None]:
+        from ..training.run import TrainingRun
+
+        run = TrainingRun(recipe, folder)  # loads the language model at its first share, and once
+        return lambda share: run.extract_part(share, SHARES)
+
+    for _ in each(extraction, list(range(SHARES)), actors):
+        pass
+    store = FeatureStore(folder / "features")
+    if store.missing():
+        raise RSRankError(
+            f"{store.folder} is not finished, though every actor has done its share. Do they all see this folder?"
+        )
+    return store

@@ -17,7 +17,6 @@ CHUNK = 4096
 COLUMNS = ("score", "kept", "truncated", "error")
 """What is added to a row."""
 
-
 Cell = tuple[float | None, bool | None, bool | None, str | None]
 """What is written about one pair, in the order of `COLUMNS`."""
 
@@ -59,12 +58,7 @@ class PairScorer:
         return Engine(self.make(), self.name)
 
     def __call__(self, batch: Mapping[str, Any]) -> dict[str, Any]:
-        """Score a batch.
-
-        Raises:
-            InputError: The columns are not as described.
-            RSRankError: The model cannot be loaded, or can no longer score anything.
-        """
+        """Score a batch, or raise what `form_of` does, or RSRankError if the model can score nothing at all."""
         columns = {str(name): batch[name] for name in batch}
         form = form_of(columns)
         rows = [self._row(q, d, form) for q, d in zip(columns["query"], columns[form], strict=True)]
@@ -127,11 +121,7 @@ class PairScorer:
 
 
 def form_of(columns: Iterable[str]) -> str:
-    """``document`` or ``documents``: how rows hold what is to be scored.
-
-    Raises:
-        InputError: No query, no documents, both forms, or a column that would be overwritten.
-    """
+    """``document`` or ``documents``: how rows hold what is to be scored; other forms raise InputError."""
     names = list(columns)
     forms = [name for name in ("document", "documents") if name in names]
     if "query" not in names or len(forms) != 1:

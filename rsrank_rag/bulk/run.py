@@ -20,21 +20,13 @@ from .pairs import PairScorer
 
 @dataclass(frozen=True)
 class Summary:
-    """What is in a finished folder.
+    """What is in a finished folder."""
 
-    Attributes:
-        rows: Rows, as many as in the input.
-        pairs: Queries with a document; as many as rows, or more where a row has a list of documents.
-        errors: Pairs without a score.
-        parts: Files.
-        found: Files that were there already.
-    """
-
-    rows: int
-    pairs: int
-    errors: int
-    parts: int
-    found: int
+    rows: int  # as many as in the input
+    pairs: int  # queries with a document; more than rows where these hold lists of documents
+    errors: int  # pairs without a score
+    parts: int  # files
+    found: int  # files that were there already
 
 
 def _part_scorer(make: Callable[[], Reranker], name: str, plan: Plan, output: Path) -> Callable[[dict[str, int]], int]:
@@ -53,12 +45,7 @@ def _part_scorer(make: Callable[[], Reranker], name: str, plan: Plan, output: Pa
 
 
 def model_identity(name: str, *, revision: str | None = None, local_files_only: bool = False) -> str:
-    """What tells a model from another: its name and, of an RSRank artifact, a hash of its config and its B.
-
-    Raises:
-        ArtifactError: There is no such artifact.
-        InputError: It is the name of a system that there is not.
-    """
+    """What tells a model from another: its name and, of an RSRank artifact, a hash of its config and its B."""
     from ..artifact import hub
 
     kind, rest = parse(name)

@@ -5,9 +5,10 @@ from __future__ import annotations
 from typing import Annotated
 
 import typer
+from typer import Option
 
 from .. import __version__
-from . import bulk, evaluation, ranking, service, training
+from . import evaluation, ranking, service, training
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -16,12 +17,12 @@ app = typer.Typer(
     help="Rerank documents for a query and drop the irrelevant ones at zero.",
     epilog="Try: `rsrank rank --query 'Who painted it?' --documents passages.txt`",
 )
-for group in (ranking, evaluation, service, training, bulk):
+for group in (ranking, evaluation, service, training):
     app.add_typer(group.app)
 
 
 @app.callback(invoke_without_command=True)
-def main(version: Annotated[bool, typer.Option("--version", help="Print the version.")] = False) -> None:
+def main(version: Annotated[bool, Option("--version", help="Print the version.")] = False) -> None:
     """Rerank documents for a query and drop the irrelevant ones at zero."""
     if version:
         typer.echo(__version__)

@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.progress import track
+from typer import Option
 
 from ..adapters.systems import forms
 from ..errors import InputError
 from ..language_model.options import LoadOptions
-from .console import problems, screen
-from .options import Revision, command
+from .options import Revision, command, problems, screen
 from .tables import evaluation_table
 
 if TYPE_CHECKING:
@@ -24,53 +24,32 @@ if TYPE_CHECKING:
 
 app = typer.Typer()
 
-Negatives = Annotated[
-    str | None, typer.Option(help="Irrelevant documents of each query anew: bm25, dense, dense:ENCODER or random.")
+Systems = Annotated[
+    list[str], Option("--model", "-m", help=f"Built-in name, artifact folder or Hub id; or {forms()}. May be repeated.")
 ]
+Negatives = Annotated[str | None, Option(help="New irrelevant documents: bm25, dense, dense:ENCODER or random.")]
 
 
 @command(app)
 def evaluate(
-    data: Annotated[
-        list[str],
-        typer.Option(
-            "--data", help="Labelled .jsonl or .jsonl.gz, or a set on the Hub: hotpotqa, beir:NAME. May be given again."
-        ),
-    ],
+    data: Annotated[list[str], Option("--data", help="Labelled .jsonl(.gz), hotpotqa or beir:NAME. May be repeated.")],
     load: LoadOptions,
-    model: Annotated[
-        list[str],
-        typer.Option(
-            "--model", "-m", help=f"Built-in name, artifact folder or Hub id; or {forms()}. May be given again."
-        ),
-    ] = ["mini"],  # noqa: B006 - typer copies it
+    model: Systems = ["mini"],  # noqa: B006 - typer copies it
     revision: Revision = None,
-    output: Annotated[
-        Path | None, typer.Option("--json", help="Write the metrics here, an object a model and file.")
-    ] = None,
-    report: Annotated[
-        Path | None, typer.Option("--report", help="Write a page with tables, figures and the worst queries here.")
-    ] = None,
-    umap: Annotated[
-        bool, typer.Option("--umap", help="In the report, draw RSRank's shifts before and after B.")
-    ] = False,
-    threshold: Annotated[
-        str,
-        typer.Option(
-            help="For f1@tau: a number, 'native' for the system's own (0 for RSRank), or 'shared' for the best single "
-            "one over all files, which is also what a system without a native one gets."
-        ),
-    ] = "native",
-    titles: Annotated[bool, typer.Option(help="Put a document's title in front of its text.")] = True,
-    limit: Annotated[
-        int | None, typer.Option(min=1, help="Use only the first queries of each file; so many at random from the Hub.")
-    ] = None,
+    output: Annotated[Path | None, Option("--json", help="Write the metrics here, an object a model and file.")] = None,
+    report: Annotated[Path | None, Option(help="Folder for a page with tables, figures and worst queries.")] = None,
+    umap: Annotated[bool, Option("--umap", help="In the report, draw RSRank's shifts before and after B.")] = False,
+    threshold: Annotated[str, Option(help="For f1@tau: a number, native or shared (see above).")] = "native",
+    titles: Annotated[bool, Option(help="Put a document's title in front of its text.")] = True,
+    limit: Annotated[int | None, Option(min=1, help="At most so many queries of each; of the Hub, at random.")] = None,
     negatives: Negatives = None,
 ) -> None:
     """Measure ranking (nDCG@5, Recall@5) and selection (F1 at the threshold) on labelled passages.
 
     A line holds one query: `{"id", "query", "documents": [{"id", "text", "relevant", "title"?}]}`.
-    f1@best is the F1 at the best single threshold of the file, f1@query_best at each query's own.
+    f1@best is the F1 at the best single threshold of the file, f1@query_best at each query's own, f1@tau at the
+    `--threshold`: a number, 'native' for the system's own (0 for RSRank), or 'shared' for the best single one over all
+    files, which is also what a system without a native one gets.
 
     `rsrank evaluate --data dev.jsonl.gz --json metrics.json`
 
@@ -173,19 +152,16 @@ def _write(path: Path, text: str) -> None:
 @command(app)
 def reproduce(
     load: LoadOptions,
-    config: Annotated[str, typer.Option("--config", "-c", help="paper, local, or a TOML file.")] = "local",
-    data: Annotated[
-        list[Path] | None,
-        typer.Option("--data", help="Labelled files, or folders of them, instead of the configuration's sets."),
-    ] = None,
-    model: Annotated[str | None, typer.Option("--model", "-m", help="The RSRank artifact to measure.")] = None,
-    system: Annotated[list[str] | None, typer.Option(help=f"One more system: {forms()}. May be given again.")] = None,
-    output: Annotated[Path, typer.Option("--output", "-o", help="Folder for scores, tables and figures.")] = Path(
+    config: Annotated[str, Option("--config", "-c", help="paper, local, or a TOML file.")] = "local",
+    data: Annotated[list[Path] | None, Option("--data", help="Labelled files or folders instead of the sets.")] = None,
+    model: Annotated[str | None, Option("--model", "-m", help="The RSRank artifact to measure.")] = None,
+    system: Annotated[list[str] | None, Option(help=f"One more system: {forms()}. May be given again.")] = None,
+    output: Annotated[Path, Option("--output", "-o", help="Folder for scores, tables and figures.")] = Path(
         "runs/reproduction"
     ),
     negatives: Negatives = None,
-    queries: Annotated[int | None, typer.Option(min=1, help="At most so many of each set.")] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the plan and stop.")] = False,
+    queries: Annotated[int | None, Option(min=1, help="At most so many of each set.")] = None,
+    dry_run: Annotated[bool, Option("--dry-run", help="Print the plan and stop.")] = False,
 ) -> None:
     """Make the paper's tables and figures for an artifact, into OUTPUT/tables.md and OUTPUT/report.
 

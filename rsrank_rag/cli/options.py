@@ -1,10 +1,10 @@
-"""Options that several ``rsrank`` commands share, and the decorator that gives them to a command."""
+"""What the ``rsrank`` commands share: where they print, how their errors look, options, and the decorator."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from enum import Enum
 from functools import wraps
 from inspect import Parameter
@@ -12,22 +12,25 @@ from typing import Annotated, Any
 
 import typer
 from huggingface_hub.utils import disable_progress_bars  # type: ignore[attr-defined] # public, but loaded lazily
+from rich.console import Console
+from rich.text import Text
+from typer import Option
 
 from ..adapters.systems import forms
 from ..bulk.on_ray import Actors
+from ..errors import InputError, RSRankError
 from ..language_model.options import LoadOptions, LoadSettings
-from .console import catch_errors
 
-Model = Annotated[str, typer.Option("--model", "-m", help="Built-in name, artifact folder or Hub id.")]
-System = Annotated[str, typer.Option("--model", "-m", help=f"Built-in name, artifact folder or Hub id; or {forms()}.")]
-Revision = Annotated[str | None, typer.Option(help="Commit, tag or branch on the Hub.")]
-Query = Annotated[str, typer.Option("--query", "-q", help="The question.")]
-Documents = Annotated[str, typer.Option("--documents", "-d", help="A file, or - for standard input.")]
-AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of a table.")]
-Address = Annotated[
-    str | None,
-    typer.Option(help="With ray: of the cluster, such as auto. Default: RAY_ADDRESS, or else one on this machine."),
-]
+screen = Console(highlight=False)
+problems = Console(stderr=True, highlight=False)
+
+Model = Annotated[str, Option("--model", "-m", help="Built-in name, artifact folder or Hub id.")]
+System = Annotated[str, Option("--model", "-m", help=f"Built-in name, artifact folder or Hub id; or {forms()}.")]
+Revision = Annotated[str | None, Option(help="Commit, tag or branch on the Hub.")]
+Query = Annotated[str, Option("--query", "-q", help="The question.")]
+Documents = Annotated[str, Option("--documents", "-d", help="A file, or - for standard input.")]
+AsJson = Annotated[bool, Option("--json", help="Print JSON instead of a table.")]
+Address = Annotated[str | None, Option(help="With ray: of the cluster. Default: RAY_ADDRESS, or one on this machine.")]
 
 
 class Where(str, Enum):
@@ -42,12 +45,10 @@ def _load_options(**given: Any) -> LoadOptions:
 
 
 def _actors(
-    engine: Annotated[
-        Where, typer.Option(help="local: in this process. ray: by actors on a Ray cluster.")
-    ] = Where.local,
-    actors: Annotated[int | None, typer.Option(help="With ray: how many. Default: as many as have room.")] = None,
-    cpus_per_actor: Annotated[float, typer.Option(help="With ray: CPU cores, and threads on a CPU, of each.")] = 1.0,
-    gpus_per_actor: Annotated[float, typer.Option(help="With ray: GPUs of each, such as 1 or 0.5.")] = 0.0,
+    engine: Annotated[Where, Option(help="local: in this process. ray: by actors on a Ray cluster.")] = Where.local,
+    actors: Annotated[int | None, Option(help="With ray: how many. Default: as many as have room.")] = None,
+    cpus_per_actor: Annotated[float, Option(help="With ray: CPU cores, and threads on a CPU, of each.")] = 1.0,
+    gpus_per_actor: Annotated[float, Option(help="With ray: GPUs of each, such as 1 or 0.5.")] = 0.0,
     address: Address = None,
 ) -> Actors | None:
     """The actors that were asked for; None to work in this process."""
@@ -59,30 +60,26 @@ def _loading_parameters() -> dict[str, Parameter]:
     found = {}
     for name, setting in LoadSettings.model_fields.items():
         kind: Any = bool if setting.annotation is bool else str | None
-        option = typer.Option(f"--{name.replace('_', '-')}", help=setting.description)
-        annotation = Annotated[kind, option]
+        annotation = Annotated[kind, Option(f"--{name.replace('_', '-')}", help=setting.description)]
         found[name] = Parameter(name, Parameter.KEYWORD_ONLY, default=setting.default, annotation=annotation)
     return found
 
 
-@dataclass(frozen=True)
-class _Group:
-    """Options that reach a command as one argument.
-
-    Attributes:
-        parameters: The options.
-        make: Makes the argument of them.
-    """
-
-    parameters: Mapping[str, Parameter]
-    make: Callable[..., Any]
-
-
-GROUPS = {
-    "load": _Group(_loading_parameters(), _load_options),
-    "actors": _Group(inspect.signature(_actors, eval_str=True).parameters, _actors),
+GROUPS: dict[str, tuple[Mapping[str, Parameter], Callable[..., Any]]] = {
+    "load": (_loading_parameters(), _load_options),
+    "actors": (inspect.signature(_actors, eval_str=True).parameters, _actors),
 }
-"""Parameters of commands that stand for several options."""
+"""Parameters of commands that stand for several options: these, and what makes the argument of them."""
+
+
+@contextmanager
+def catch_errors() -> Iterator[None]:
+    """Turn our errors into one line on stderr: exit code 2 for bad input, 1 for everything else."""
+    try:
+        yield
+    except RSRankError as error:
+        problems.print(Text.assemble(("error: ", "bold red"), str(error)), soft_wrap=True)
+        raise typer.Exit(2 if isinstance(error, InputError) else 1) from None
 
 
 def command(app: typer.Typer) -> Callable[[Callable[..., None]], Callable[..., None]]:
@@ -97,12 +94,12 @@ def command(app: typer.Typer) -> Callable[[Callable[..., None]], Callable[..., N
             with catch_errors():
                 if "load" in groups:
                     disable_progress_bars()  # of downloads: the commands show what they are doing themselves
-                for name, group in groups.items():
-                    given[name] = group.make(**{option: given.pop(option) for option in group.parameters})
+                for name, (parameters, make) in groups.items():
+                    given[name] = make(**{option: given.pop(option) for option in parameters})
                 function(**given)
 
         options = [parameter for name, parameter in own.items() if name not in groups]
-        options += [option for group in groups.values() for option in group.parameters.values()]
+        options += [option for parameters, _ in groups.values() for option in parameters.values()]
         options = [option.replace(kind=Parameter.KEYWORD_ONLY) for option in options]
         run.__signature__ = inspect.Signature(options)  # type: ignore[attr-defined] # it is what typer reads
         run.__annotations__ = {option.name: option.annotation for option in options}

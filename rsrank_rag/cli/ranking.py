@@ -1,26 +1,28 @@
-"""The ``rsrank`` commands around one model: rank, index, explain, info."""
+"""The ``rsrank`` commands around one model: rank, index, explain, info, score."""
 
 from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Iterable
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
+from typer import Option
 
 from ..adapters.systems import load as load_reranker
 from ..bulk.on_ray import Actors
 from ..errors import InputError
 from ..language_model.options import LoadOptions, ModelSource
 from ..method.template import clean
-from .console import problems, screen
-from .options import AsJson, Documents, Model, Query, Revision, System, command
+from .options import AsJson, Documents, Model, Query, Revision, System, command, problems, screen
 from .tables import explanation_table, info_table, result_table
 
 if TYPE_CHECKING:
+    from ..bulk.files import Plan
     from ..rsrank import RSRank
 
 app = typer.Typer()
@@ -34,11 +36,7 @@ def _load(source: ModelSource) -> RSRank:
 
 
 def read_documents(source: str) -> list[str]:
-    """Documents of a file or of standard input (``-``): one a line, as text or as JSON with a "text".
-
-    Raises:
-        InputError: The file cannot be read, or a JSON line has no "text".
-    """
+    """Documents of a file or of standard input (``-``): one a line, as text or as JSON with a "text"."""
     try:
         raw = sys.stdin.read() if source == "-" else Path(source).read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
@@ -64,12 +62,10 @@ def rank(
     load: LoadOptions,
     model: System = "mini",
     revision: Revision = None,
-    threshold: Annotated[
-        float | None, typer.Option(help="Keep documents that score above this. Default: the model's own, 0 for RSRank.")
-    ] = None,
-    keep_all: Annotated[bool, typer.Option("--keep-all", help="Rank only, drop nothing.")] = False,
-    top_n: Annotated[int | None, typer.Option(help="Keep at most this many.")] = None,
-    min_docs: Annotated[int, typer.Option(help="Keep at least the best this many.")] = 0,
+    threshold: Annotated[float | None, Option(help="Keep what scores above. Default: the model's own.")] = None,
+    keep_all: Annotated[bool, Option("--keep-all", help="Rank only, drop nothing.")] = False,
+    top_n: Annotated[int | None, Option(help="Keep at most this many.")] = None,
+    min_docs: Annotated[int, Option(help="Keep at least the best this many.")] = 0,
     as_json: AsJson = False,
 ) -> None:
     """Score documents for a query: what scores above zero is kept, the rest is dropped.
@@ -100,7 +96,7 @@ def rank(
 @command(app)
 def index(
     documents: Documents,
-    prefixes: Annotated[Path, typer.Option("--prefixes", "-p", help="Folder to keep them in.")],
+    prefixes: Annotated[Path, Option("--prefixes", "-p", help="Folder to keep them in.")],
     load: LoadOptions,
     actors: Actors | None,
     model: Model = "mini",
@@ -115,7 +111,7 @@ def index(
     texts = read_documents(documents)
     make = partial(_load, ModelSource(model, revision, load, prefix_cache=str(prefixes.absolute())))
     if actors is not None:
-        from ..bulk.workers import index_on
+        from ..bulk.on_ray import index_on
 
         count = index_on(actors, make, texts)
     else:
@@ -129,7 +125,7 @@ def index(
 @command(app)
 def explain(
     query: Query,
-    document: Annotated[str, typer.Option("--document", "-d", help="The document's text.")],
+    document: Annotated[str, Option("--document", "-d", help="The document's text.")],
     load: LoadOptions,
     model: Model = "mini",
     revision: Revision = None,
@@ -151,7 +147,7 @@ def explain(
 def info(
     model: Annotated[str, typer.Argument(help="Built-in name, artifact folder or Hub id.")] = "mini",
     revision: Revision = None,
-    local_files_only: Annotated[bool, typer.Option("--local-files-only", help="Never ask the Hub.")] = False,
+    local_files_only: Annotated[bool, Option("--local-files-only", help="Never ask the Hub.")] = False,
     as_json: AsJson = False,
 ) -> None:
     """Describe an artifact without loading its language model: backbone, B, template, training, licence.
@@ -165,3 +161,61 @@ def info(
         typer.echo(config.model_dump_json(indent=2))
     else:
         screen.print(info_table(model, config))
+
+
+@command(app)
+def score(
+    source: Annotated[str, Option("--input", "-i", help="A .jsonl(.gz) or .parquet file, a folder or a pattern.")],
+    output: Annotated[Path, Option("--output", "-o", help="Folder for the Parquet files.")],
+    load: LoadOptions,
+    actors: Actors | None,
+    model: System = "mini",
+    revision: Revision = None,
+    rows_per_part: Annotated[int, Option(help="Rows of an output file: what a killed process loses at most.")] = 10_000,
+    prefixes: Annotated[Path | None, Option("--prefixes", "-p", help="Folder that rsrank index has made.")] = None,
+) -> None:
+    """Score many pairs: JSON lines or Parquet in, Parquet out. The same command goes on after an interruption.
+
+    A row has a "query" and either a "document" or "documents" (a list); anything else is carried along. Added are
+    score, kept (above the model's threshold), truncated, and error: why a pair has no score, else null.
+
+    `rsrank score --input pairs.jsonl --output scored`
+
+    `rsrank score --input pairs/ --output scored --engine ray --gpus-per-actor 1 --address auto`
+    """
+    from ..bulk.run import model_identity, score_files
+
+    # Nothing is kept between parts unless asked for: a part's scores must not depend on what was done before.
+    kept = False if prefixes is None else str(prefixes.absolute())
+    settings = {
+        "dtype": load.dtype,
+        "load_in_8bit": load.weights == "int8",
+        "load_in_4bit": load.weights == "nf4",
+        **({"load_in_fp8": True} if load.weights == "fp8" else {}),  # outputs begun before there was fp8 can go on
+        "prefixes": prefixes is not None,
+    }
+    found = score_files(
+        source,
+        output,
+        partial(load_reranker, ModelSource(model, revision, load, prefix_cache=kept)),
+        model=model_identity(model, revision=revision, local_files_only=load.local_files_only),
+        settings=settings,
+        rows_per_part=rows_per_part,
+        actors=actors,
+        progress=_progress,
+    )
+    errors = f", {found.errors:,} of them without a score (column error)" if found.errors else ""
+    earlier = f" ({found.found:,} were there)" if found.found else ""
+    screen.print(f"{found.rows:,} rows, {found.pairs:,} pairs{errors}, in {found.parts:,} files{earlier} of {output}")
+
+
+def _progress(plan: Plan, done: Iterable[int]) -> Iterable[int]:
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    total = sum(part.rows for part in plan.parts)
+    columns = (TextColumn("Scoring"), BarColumn(), MofNCompleteColumn(), TextColumn("rows"), TimeRemainingColumn())
+    with Progress(*columns, console=problems, disable=not problems.is_terminal) as bar:
+        task = bar.add_task("", total=total)
+        for rows in done:
+            bar.advance(task, rows)
+            yield rows

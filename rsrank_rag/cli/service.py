@@ -9,26 +9,28 @@ import math
 import os
 import signal
 import socket
-from dataclasses import dataclass, fields
+from collections.abc import Callable
+from dataclasses import fields
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from pydantic import ValidationError
+from typer import Option
 
 from ..adapters.systems import load as load_reranker
 from ..adapters.systems import parse
-from ..errors import InputError, MissingDependencyError
+from ..errors import InputError
 from ..language_model.options import LoadOptions, ModelSource
 from ..prefixes.settings import Choice, PrefixCache, as_bytes
-from ..reranker import Reranker
-from .console import screen
-from .options import Address, Revision, System, Where, command
+from .options import Address, Revision, System, Where, command, screen
 
 if TYPE_CHECKING:
+    from ..service.app import Settings
     from ..service.engine import Canary
-    from ..service.scheduler import QueueLimits, Scheduler
+    from ..service.ray import Replicas
+    from ..service.scheduler import Scheduler
 
 logger = logging.getLogger(__name__)
 
@@ -43,52 +45,29 @@ GRACE = 5
 """Seconds that a request in flight has beyond its timeout, when the service stops."""
 
 
-@dataclass(frozen=True)
-class Loader:
-    """Loads the model where it is needed: in the service's own process for it.
+def prepare_logs(level: str) -> None:
+    """Have this process, which is to hold the model, log as the service does."""
+    from transformers.utils import logging as transformers_logging
 
-    Attributes:
-        source: What to load.
-        log_level: Write the logs of the process that it is called in as the service does; None to leave them alone.
-    """
+    from ..service.logs import configure
 
-    source: ModelSource
-    log_level: str | None = None
+    configure(level)
+    transformers_logging.disable_default_handler()
+    transformers_logging.enable_propagation()
 
-    @property
-    def model(self) -> str:
-        """Its name."""
-        return self.source.name
 
-    def __call__(self) -> Reranker:
-        """The model.
-
-        Raises:
-            RSRankError: It cannot be loaded, or needs labels to score.
-        """
-        if self.log_level is not None:
-            from transformers.utils import logging as transformers_logging
-
-            from ..service.logs import configure
-
-            configure(self.log_level)
-            transformers_logging.disable_default_handler()
-            transformers_logging.enable_propagation()
-        return load_reranker(self.source)
+def _read(option: str, file: Path) -> str:
+    try:
+        return file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(f"{option} {file} could not be read: {error}") from error
 
 
 def read_keys(file: Path | None, environment: str) -> tuple[str, ...]:
-    """API keys of a file, one a line, and of the environment variable, separated by commas.
-
-    Raises:
-        InputError: The file cannot be read, or holds none.
-    """
+    """API keys of a file, one a line, and of the environment variable, separated by commas."""
     found = [key.strip() for key in environment.split(",")]
     if file is not None:
-        try:
-            lines = [line.strip() for line in file.read_text(encoding="utf-8").splitlines()]
-        except (OSError, UnicodeDecodeError) as error:
-            raise InputError(f"--api-key-file {file} could not be read: {error}") from error
+        lines = [line.strip() for line in _read("--api-key-file", file).splitlines()]
         if not any(lines):
             raise InputError(f"--api-key-file {file} holds no key. Write one a line.")
         found += lines
@@ -96,25 +75,21 @@ def read_keys(file: Path | None, environment: str) -> tuple[str, ...]:
 
 
 def read_canary(file: Path) -> Canary:
-    """A canary from a JSON file with ``query``, ``relevant`` and ``irrelevant``.
-
-    Raises:
-        InputError: The file cannot be read, or is not that.
-    """
+    """A canary from a JSON file with ``query``, ``relevant`` and ``irrelevant``."""
     from ..service.engine import Canary
 
     names = {field.name for field in fields(Canary)}
     try:
-        found = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise InputError(f"--canary {file} could not be read: {error}") from error
+        found = json.loads(_read("--canary", file))
+    except json.JSONDecodeError as error:
+        raise InputError(f"--canary {file} is no JSON: {error}") from error
     if not isinstance(found, dict) or found.keys() != names or not all(isinstance(t, str) for t in found.values()):
         raise InputError(f"--canary {file} must be an object of three texts: {', '.join(sorted(names))}.")
     return Canary(**found)
 
 
 def prefix_choice(size: str | None, folder: Path | None) -> Choice:
-    """What ``--prefix-cache`` and ``--prefixes`` say together."""
+    """What ``--prefix-cache`` and ``--prefixes`` mean together."""
     if size is None and folder is None:
         return True
     device = None if size is None else as_bytes(size)
@@ -128,46 +103,27 @@ def serve(
     load: LoadOptions,
     model: System = "mini",
     revision: Revision = None,
-    host: Annotated[str, typer.Option(help="Address to listen on; 0.0.0.0 for all.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=0, max=65535, help="0 for any that is free.")] = 8080,
-    api_key_file: Annotated[
-        Path | None, typer.Option(help=f"API keys, one a line. Also from the environment: {KEYS[0]}, by commas.")
-    ] = None,
-    max_documents: Annotated[int, typer.Option(min=1, help="Documents of one request.")] = 1000,
-    max_tokens: Annotated[
-        int | None, typer.Option(min=1, help="Refuse longer documents, unless the request asks for a cut. RSRank only.")
-    ] = None,
-    max_body: Annotated[str, typer.Option(help="Size of one request, such as 20MB.")] = "20MB",
-    max_queue: Annotated[int, typer.Option(min=1, help="Documents that may wait, of all requests.")] = 10_000,
-    timeout: Annotated[float, typer.Option(min=0.001, help="Seconds from a request to its answer.")] = 60.0,
-    drop: Annotated[
-        bool, typer.Option("--drop", help="Leave out what scores below the native threshold, where clients allow it.")
-    ] = False,
-    normalize: Annotated[
-        bool, typer.Option("--normalize", help="Scores between 0 and 1; 0.5 is the native threshold.")
-    ] = False,
-    canary: Annotated[
-        Path | None, typer.Option(help="JSON with query, relevant, irrelevant: scored after each load, for /ready.")
-    ] = None,
-    no_canary: Annotated[bool, typer.Option("--no-canary", help="Be ready without scoring anything.")] = False,
-    prefix_cache: Annotated[
-        str | None,
-        typer.Option(help="Size of the prefixes kept on the device, such as 512MB; 0: none. RSRank only."),
-    ] = None,
-    prefixes: Annotated[
-        Path | None, typer.Option("--prefixes", "-p", help="Folder to keep prefixes in, as rsrank index does.")
-    ] = None,
-    engine: Annotated[
-        Where, typer.Option("--engine", help="local: one process with the model. ray: replicas on a Ray cluster.")
-    ] = Where.local,
-    replicas: Annotated[int, typer.Option(min=1, help="With ray: processes with the model.")] = 1,
-    max_replicas: Annotated[
-        int | None, typer.Option(min=1, help="With ray: more of them come and go with the load, up to so many.")
-    ] = None,
-    cpus_per_replica: Annotated[float, typer.Option(help="With ray: CPU cores of each.")] = 1.0,
-    gpus_per_replica: Annotated[float, typer.Option(help="With ray: GPUs of each, such as 1 or 0.5.")] = 0.0,
+    host: Annotated[str, Option(help="Address to listen on; 0.0.0.0 for all.")] = "127.0.0.1",
+    port: Annotated[int, Option(min=0, max=65535, help="0 for any that is free.")] = 8080,
+    api_key_file: Annotated[Path | None, Option(help=f"API keys, one a line; also from {KEYS[0]}, by commas.")] = None,
+    max_documents: Annotated[int, Option(min=1, help="Documents of one request.")] = 1000,
+    max_tokens: Annotated[int | None, Option(min=1, help="Refuse longer documents, or cut them if asked to.")] = None,
+    max_body: Annotated[str, Option(help="Size of one request, such as 20MB.")] = "20MB",
+    max_queue: Annotated[int, Option(min=1, help="Documents that may wait, of all requests.")] = 10_000,
+    timeout: Annotated[float, Option(min=0.001, help="Seconds from a request to its answer.")] = 60.0,
+    drop: Annotated[bool, Option("--drop", help="Leave out what is below the native threshold.")] = False,
+    normalize: Annotated[bool, Option("--normalize", help="Scores from 0 to 1; 0.5: the native threshold.")] = False,
+    canary: Annotated[Path | None, Option(help="JSON with query, relevant, irrelevant: checked for /ready.")] = None,
+    no_canary: Annotated[bool, Option("--no-canary", help="Be ready without scoring anything.")] = False,
+    prefix_cache: Annotated[str | None, Option(help="Prefixes kept on the device, such as 512MB; 0: none.")] = None,
+    prefixes: Annotated[Path | None, Option("--prefixes", "-p", help="Folder to keep prefixes in.")] = None,
+    engine: Annotated[Where, Option(help="local: one process. ray: replicas on a Ray cluster.")] = Where.local,
+    replicas: Annotated[int, Option(min=1, help="With ray: processes with the model.")] = 1,
+    max_replicas: Annotated[int | None, Option(min=1, help="With ray: up to so many, as the load asks for.")] = None,
+    cpus_per_replica: Annotated[float, Option(help="With ray: CPU cores of each.")] = 1.0,
+    gpus_per_replica: Annotated[float, Option(help="With ray: GPUs of each, such as 1 or 0.5.")] = 0.0,
     address: Address = None,
-    log_level: Annotated[str, typer.Option(help=f"{', '.join(LEVELS)}.")] = "info",
+    log_level: Annotated[str, Option(help=f"{', '.join(LEVELS)}.")] = "info",
 ) -> None:
     """Answer over HTTP, as clients of Cohere, Jina, TEI, vLLM, Infinity and NVIDIA ask.
 
@@ -183,58 +139,55 @@ def serve(
         raise InputError("--canary and --no-canary contradict each other.")
     parse(model)
     source = ModelSource(model, revision, load, prefix_cache=prefix_choice(prefix_cache, prefixes))
-    loader = Loader(source, log_level.upper())
-    settings = {
-        "api_keys": read_keys(api_key_file, ",".join(os.environ.get(name, "") for name in KEYS)),
-        "max_documents": max_documents,
-        "max_document_tokens": max_tokens,
-        "max_body_bytes": as_bytes(max_body),
-        "timeout": timeout,
-        "normalize": normalize,
-        "drop": drop,
-    }
+    keys = read_keys(api_key_file, ",".join(os.environ.get(name, "") for name in KEYS))
+    settings = _settings(
+        api_keys=keys,
+        max_documents=max_documents,
+        max_document_tokens=max_tokens,
+        max_body_bytes=as_bytes(max_body),
+        timeout=timeout,
+        normalize=normalize,
+        drop=drop,
+    )
     from ..service.engine import Canary
     from ..service.scheduler import QueueLimits, Scheduler
 
-    chosen = None if no_canary else Canary() if canary is None else read_canary(canary)
-    limits = QueueLimits(pairs=max_queue)
-    if engine is Where.ray:
-        wanted = (replicas, max_replicas, cpus_per_replica, gpus_per_replica)
-        run_on_ray(loader, settings, wanted, limits, chosen, address, host=host, port=port)
+    build = partial(
+        Scheduler,
+        partial(load_reranker, source),
+        model,
+        limits=QueueLimits(pairs=max_queue),
+        canary=None if no_canary else Canary() if canary is None else read_canary(canary),
+        prepare=partial(prepare_logs, log_level.upper()),
+    )
+    if engine is Where.local:
+        run(build(), settings, host=host, port=port, log_level=log_level.upper())
         return
-    backend = Scheduler(loader, model, limits=limits, canary=chosen, prepare=partial(prepare_logs, log_level))
-    run(backend, settings, host=host, port=port, log_level=log_level)
+    from ..bulk.on_ray import cluster
+
+    with cluster(address):
+        from ..service.ray import Replicas
+
+        wanted = Replicas(replicas, max_replicas, cpus_per_replica, gpus_per_replica)
+        run_on_ray(build, settings, wanted, host=host, port=port)
 
 
-def prepare_logs(level: str) -> None:
-    """Have this process log as the service does."""
-    from ..service.logs import configure
+def _settings(**given: Any) -> Settings:
+    """What the service allows; raises InputError if a setting is out of range."""
+    from ..service.app import Settings
 
-    configure(level.upper())
-
-
-def run(backend: Scheduler, settings: dict[str, Any], *, host: str, port: int, log_level: str) -> None:
-    """Serve until told to stop.
-
-    Args:
-        backend: Scores pairs.
-        settings: Of the app; see `service.gate.Settings`.
-        host: Address.
-        port: 0 for any that is free.
-        log_level: In lower case.
-
-    Raises:
-        MissingDependencyError: The packages of the ``serve`` extra are not there.
-        RSRankError: The backend cannot be started.
-        InputError: A setting or the address cannot be used.
-    """
     try:
-        import uvicorn
-    except ModuleNotFoundError as error:
-        raise MissingDependencyError(
-            f"rsrank serve needs {error.name}. Install with: pip install 'rsrank-rag[serve]'"
-        ) from error
-    from ..service.app import Settings, create_app
+        return Settings(**given)
+    except ValidationError as error:
+        wrong = error.errors(include_url=False, include_context=False, include_input=False)[0]
+        raise InputError(f"{'.'.join(map(str, wrong['loc']))}: {wrong['msg']}.") from None
+
+
+def run(backend: Scheduler, settings: Settings, *, host: str, port: int, log_level: str) -> None:
+    """Serve until told to stop; raises what keeps the backend or the server from starting."""
+    import uvicorn
+
+    from ..service.app import create_app
     from ..service.logs import configure
 
     class Server(uvicorn.Server):
@@ -243,20 +196,15 @@ def run(backend: Scheduler, settings: dict[str, Any], *, host: str, port: int, l
             if self.started:
                 screen.print(f"{backend.description.name} answers at {address}", soft_wrap=True)
 
-    try:
-        chosen = Settings(**settings)
-    except ValidationError as error:
-        wrong = error.errors(include_url=False, include_context=False, include_input=False)[0]
-        raise InputError(f"{'.'.join(map(str, wrong['loc']))}: {wrong['msg']}.") from None
     with _bound(host, port) as bound:  # before the model is loaded, which may take minutes
         name, number = bound.getsockname()[:2]
         address = f"http://{f'[{name}]' if ':' in name else name}:{number}"
-        app = create_app(backend, chosen)
-        handler = configure(log_level.upper())
-        # What the app refuses to start for is said by the command, in one line.
+        app = create_app(backend, settings)
+        handler = configure(log_level)
+        # What the app refuses to start for is shown by the command, in one line.
         handler.addFilter(lambda record: app.state.failure is None or not record.name.startswith("uvicorn"))
         warn_if_open(settings, host)
-        grace = math.ceil(settings["timeout"]) + GRACE
+        grace = math.ceil(settings.timeout or 0) + GRACE
         config = uvicorn.Config(
             app, ws="none", log_config=None, access_log=False, server_header=False, timeout_graceful_shutdown=grace
         )
@@ -269,65 +217,27 @@ def run(backend: Scheduler, settings: dict[str, Any], *, host: str, port: int, l
             raise app.state.failure
 
 
-def run_on_ray(
-    loader: Loader,
-    settings: dict[str, Any],
-    replicas: tuple[int, int | None, float, float],
-    limits: QueueLimits,
-    canary: Canary | None,
-    address: str | None,
-    *,
-    host: str,
-    port: int,
-) -> None:
-    """Serve on a Ray cluster until told to stop.
-
-    Args:
-        loader: Loads the model.
-        settings: Of the app.
-        replicas: The first fields of `service.ray.Replicas`.
-        limits: Of each replica's queue.
-        canary: Scored after each load.
-        address: Of the cluster; None for ``RAY_ADDRESS``, or else one on this machine.
-        host: Address to listen on.
-        port: Port to listen on.
-
-    Raises:
-        RSRankError: Ray is not installed, there is no such cluster, or the model cannot be loaded.
-    """
-    from ..bulk.on_ray import cluster
+def run_on_ray(build: Callable[[], Scheduler], settings: Settings, replicas: Replicas, *, host: str, port: int) -> None:
+    """Serve on the connected Ray cluster until told to stop; ``build`` is called in each replica."""
+    from ..service.app import create_app
+    from ..service.ray import serve_on_ray, take_down
 
     warn_if_open(settings, host)
-    with cluster(address):
-        from ..service.app import Settings, create_app
-        from ..service.ray import Replicas, serve_on_ray, take_down
-        from ..service.scheduler import Scheduler
-
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, signal.default_int_handler)
-        try:
-            allowed = Settings(**settings)
-            serve_on_ray(
-                lambda: create_app(Scheduler(loader, loader.model, limits=limits, canary=canary), allowed),
-                Replicas(*replicas),
-                host=host,
-                port=port,
-            )
-            screen.print(f"{loader.model} answers at http://{host}:{port}", soft_wrap=True)
-            while True:
-                signal.pause()
-        except KeyboardInterrupt:
-            pass
-        finally:
-            take_down()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, signal.default_int_handler)
+    try:
+        serve_on_ray(lambda: create_app(build(), settings), replicas, host=host, port=port)
+        screen.print(f"The replicas answer at http://{host}:{port}", soft_wrap=True)
+        while True:
+            signal.pause()
+    except KeyboardInterrupt:
+        pass
+    finally:
+        take_down()
 
 
 def _bound(host: str, port: int) -> socket.socket:
-    """A socket with that address, which nobody can reach yet.
-
-    Raises:
-        InputError: The address cannot be used.
-    """
+    """A socket with that address, which nobody can reach yet."""
     made = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
     made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
@@ -338,15 +248,10 @@ def _bound(host: str, port: int) -> socket.socket:
     return made
 
 
-def warn_if_open(settings: dict[str, Any], host: str) -> None:
-    """Say in the log that whoever can reach a service beyond this machine may ask it."""
-    if not settings["api_keys"] and not _is_loopback(host):
-        logger.warning(
-            "The service listens at %s without an API key: whoever can reach it may ask. Set %s, or give "
-            "--api-key-file.",
-            host,
-            KEYS[0],
-        )
+def warn_if_open(settings: Settings, host: str) -> None:
+    """Log that whoever can reach a service beyond this machine may ask it."""
+    if not settings.api_keys and not _is_loopback(host):
+        logger.warning("The service listens at %s without an API key. Set %s, or give --api-key-file.", host, KEYS[0])
 
 
 def _is_loopback(host: str) -> bool:

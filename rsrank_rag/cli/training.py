@@ -7,11 +7,11 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.table import Table
+from typer import Option
 
 from ..bulk.on_ray import Actors
 from ..errors import ArtifactError, InputError
-from .console import problems, screen
-from .options import command
+from .options import command, problems, screen
 
 if TYPE_CHECKING:
     from ..training.recipe import Recipe
@@ -19,21 +19,12 @@ if TYPE_CHECKING:
 
 app = typer.Typer()
 
-Config = Annotated[
-    str, typer.Option("--config", "-c", help="A recipe: qwen3-8b, qwen3-0.6b, mini, your-data, or a TOML file.")
-]
-Data = Annotated[
-    list[Path] | None, typer.Option("--data", help="Labelled .jsonl or .jsonl.gz, instead of the recipe's data.")
-]
-Output = Annotated[Path, typer.Option("--output", "-o", help="Folder for features, checkpoint, figures and artifact.")]
-Setting = Annotated[
-    list[str] | None, typer.Option("--set", help="Change one entry of the recipe, such as fit.epochs=10.")
-]
-Layers = Annotated[
-    str | None,
-    typer.Option("--layers", help="Layers that B reads, such as 1-24 or 1-8,12; those after the last are not loaded."),
-]
-DryRun = Annotated[bool, typer.Option("--dry-run", help="Print disk, memory and hours, and stop.")]
+Config = Annotated[str, Option("--config", "-c", help="qwen3-8b, qwen3-0.6b, mini, your-data, or a TOML file.")]
+Data = Annotated[list[Path] | None, Option("--data", help="Labelled .jsonl(.gz) instead of the recipe's data.")]
+Output = Annotated[Path, Option("--output", "-o", help="Folder for features, checkpoint, figures and artifact.")]
+Setting = Annotated[list[str] | None, Option("--set", help="Change one entry of the recipe, such as fit.epochs=10.")]
+Layers = Annotated[str | None, Option("--layers", help="Layers that B reads, such as 1-24 or 1-8,12.")]
+DryRun = Annotated[bool, Option("--dry-run", help="Print disk, memory and hours, and stop.")]
 
 
 def _training(
@@ -80,7 +71,7 @@ def features(
     if actors is None:
         store = run.extract()
     else:
-        from ..bulk.workers import features_on
+        from ..bulk.on_ray import features_on
 
         store = features_on(actors, run.recipe, output)
     screen.print(f"{len(store):,} queries in {store.folder}")
@@ -93,9 +84,7 @@ def train(
     output: Output = Path("runs/rsrank"),
     settings: Setting = None,
     layers: Layers = None,
-    features: Annotated[
-        Path | None, typer.Option(help="Train on this feature store, without the language model.")
-    ] = None,
+    features: Annotated[Path | None, Option(help="Train on this feature store, without the language model.")] = None,
     dry_run: DryRun = False,
 ) -> None:
     """Run a recipe: data, features, B, evaluation, model card, artifact (OUTPUT/artifact).
@@ -132,9 +121,9 @@ def _show(result: Result) -> None:
 def push(
     artifact: Annotated[Path, typer.Argument(help="Folder of an artifact.")],
     repo_id: Annotated[str, typer.Argument(help="owner/name on the Hub; made if it does not exist.")],
-    private: Annotated[bool, typer.Option("--private", help="Make a new repository private.")] = False,
-    revision: Annotated[str | None, typer.Option(help="Branch; made if it does not exist.")] = None,
-    message: Annotated[str, typer.Option(help="First line of the commit.")] = "Upload RSRank projection",
+    private: Annotated[bool, Option("--private", help="Make a new repository private.")] = False,
+    revision: Annotated[str | None, Option(help="Branch; made if it does not exist.")] = None,
+    message: Annotated[str, Option(help="First line of the commit.")] = "Upload RSRank projection",
 ) -> None:
     """Publish an artifact and its model card on the Hugging Face Hub (log in first: `hf auth login`).
 

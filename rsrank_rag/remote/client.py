@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from contextlib import AbstractAsyncContextManager, AbstractContextManager
 from typing import Any, Literal
 
 from pydantic import SecretStr
-from typing_extensions import Self
+from typing_extensions import Self, Unpack
 
 from ..errors import InputError
-from ..reranker import ConcurrentReranker, RankResult, Scored, as_list, blanks_last, check_limits, choose
+from ..reranker import ConcurrentReranker, Limits, RankResult, Scored, as_list, blanks_last, check_limits, choose
 from . import connections
 from .transport import ANSWER_BYTES, Call, Transport, service_address, usable_key
 from .wire import Answer, Info, parsed, request_body, scores_of
@@ -23,16 +24,16 @@ ROW_BYTES = 1 << 12
 INFO = Call("GET", "/info")
 
 
-class RemoteReranker(ConcurrentReranker):
-    """Asks a service for scores; what is kept is decided here.
+class RemoteReranker(
+    ConcurrentReranker, AbstractContextManager["RemoteReranker"], AbstractAsyncContextManager["RemoteReranker"]
+):
+    """Asks a service for scores; what is kept is decided here. Threads and event loops may share it.
 
-    It may be used from any number of threads and event loops. All that talk to one address share its connections.
-    Proxies and certificates come from the environment, as httpx reads them; redirects are not followed, so that texts
-    and key go nowhere else.
-
-    The native threshold is that of the service's model. It comes with every answer, so that `rank` and `arank` need no
-    request for it; `threshold` is the last one that came, and asks ``/info`` only if there has been none (`athreshold`
-    does so on the event loop).
+    All that talk to one address share its connections. Proxies and certificates come from the environment, as httpx
+    reads them; redirects are not followed, so that texts and key go nowhere else. The native threshold is that of the
+    service's model and comes with every answer; `threshold` asks ``/info`` only if there has been no answer yet.
+    All calls raise InputError if the service refuses the request or the key, ScoringError if a document could not be
+    scored, and RemoteError if there was no usable answer in time.
 
     Args:
         base_url: Where the service listens, such as ``http://localhost:8080``; a ``/v1`` at its end may stay.
@@ -43,9 +44,6 @@ class RemoteReranker(ConcurrentReranker):
             whose answer comes in drops can take longer, by as much for each of its steps.)
         max_retries: How often a call is sent again after a lost connection, a 429, 502 or 503, after pauses that grow,
             or that the service asks for. What takes too long is not sent again.
-
-    Raises:
-        InputError: An argument that cannot be used.
     """
 
     def __init__(
@@ -70,35 +68,25 @@ class RemoteReranker(ConcurrentReranker):
         return f"{type(self).__name__}({self.base_url!r})"
 
     def __copy__(self) -> Self:
-        twin = object.__new__(type(self))
+        twin = object.__new__(type(self))  # not by __getstate__, which leaves out the key
         twin.__dict__.update(self.__dict__)
         return twin
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        return self.__copy__()  # all it holds cannot be changed
+        return self.__copy__()
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_api_key": None}
 
-    def __enter__(self) -> Self:
-        return self
-
     def __exit__(self, *_: object) -> None:
         self.close()
-
-    async def __aenter__(self) -> Self:
-        return self
 
     async def __aexit__(self, *_: object) -> None:
         await self.aclose()
 
     @property
     def threshold(self) -> float | None:  # type: ignore[override]  # it is read only
-        """The native threshold of the service's model; None if it has none.
-
-        Raises:
-            RemoteError: It had to be asked for, and there was no usable answer.
-        """
+        """The native threshold of the service's model; None if it has none."""
         return self._native[0] if self._native else self._learn(self._transport.send(INFO))
 
     async def athreshold(self) -> float | None:
@@ -106,52 +94,23 @@ class RemoteReranker(ConcurrentReranker):
         return self._native[0] if self._native else self._learn(await self._transport.asend(INFO))
 
     def score(self, query: str, documents: Sequence[str]) -> list[float]:
-        """Scores in input order.
-
-        Raises:
-            InputError: The service refuses the request: what is wrong with it, or with the key, is said.
-            ScoringError: A document could not be scored; it is named.
-            RemoteError: There was no usable answer in time.
-        """
+        """Scores in input order."""
         return [found.score for found in self.score_documents(query, as_list(documents))]
 
     def rank(
-        self,
-        query: str,
-        documents: Sequence[str],
-        *,
-        threshold: float | Literal["native"] | None = "native",
-        top_n: int | None = None,
-        min_docs: int = 0,
-        show_progress: bool = False,
+        self, query: str, documents: Sequence[str], *, show_progress: bool = False, **limits: Unpack[Limits]
     ) -> RankResult:
-        """See `Reranker.rank`; the native threshold is that of the service's model.
-
-        Raises:
-            InputError: An argument out of range, or the service refuses the request.
-            ScoringError: A document could not be scored; it is named, and nothing is returned.
-            RemoteError: There was no usable answer in time.
-        """
-        documents = as_list(documents)
-        check_limits(None if threshold == "native" else threshold, top_n, min_docs)
+        """See `Reranker.rank`."""
+        documents, (threshold, top_n, min_docs) = as_list(documents), _checked(**limits)
         call = self._call(query, documents)
         scored, native = self._read(self._transport.send(call), documents) if call else ([], None)
         if threshold == "native":
             threshold = native if call else self.threshold
         return choose(query, documents, scored, threshold, top_n=top_n, min_docs=min_docs)
 
-    async def arank(
-        self,
-        query: str,
-        documents: Sequence[str],
-        *,
-        threshold: float | Literal["native"] | None = "native",
-        top_n: int | None = None,
-        min_docs: int = 0,
-    ) -> RankResult:
+    async def arank(self, query: str, documents: Sequence[str], **limits: Unpack[Limits]) -> RankResult:
         """As `rank`, on the event loop; cancelling it closes the request."""
-        documents = as_list(documents)
-        check_limits(None if threshold == "native" else threshold, top_n, min_docs)
+        documents, (threshold, top_n, min_docs) = as_list(documents), _checked(**limits)
         call = self._call(query, documents)
         scored, native = self._read(await self._transport.asend(call), documents) if call else ([], None)
         if threshold == "native":
@@ -159,20 +118,12 @@ class RemoteReranker(ConcurrentReranker):
         return choose(query, documents, scored, threshold, top_n=top_n, min_docs=min_docs)
 
     def warm_up(self) -> None:
-        """Return when the service is ready to answer; open a connection.
-
-        Raises:
-            InputError: It refuses the key, or there is no such service at this address.
-            RemoteError: It cannot be reached, is not ready, or holds another model than ``model``.
-        """
+        """Return when the service is ready to answer and holds the right model; open a connection."""
         self._transport.send(Call("GET", "/ready"))
         self._learn(self._transport.send(INFO))
 
     def close(self) -> None:
-        """Close the connections to this address when the calls that use them are done, for all who share them.
-
-        The next call opens new ones.
-        """
+        """Close this address's connections, for all, after the calls under way; the next call opens new ones."""
         connections.close(self.base_url)
 
     async def aclose(self) -> None:
@@ -203,3 +154,11 @@ class RemoteReranker(ConcurrentReranker):
     def _learn(self, body: bytes) -> float | None:
         self._native = (parsed(Info, body, self.base_url, self.model).threshold,)
         return self._native[0]
+
+
+def _checked(
+    threshold: float | Literal["native"] | None = "native", top_n: int | None = None, min_docs: int = 0
+) -> tuple[float | Literal["native"] | None, int | None, int]:
+    """The limits of a call that make sense, with their defaults."""
+    check_limits(threshold, top_n, min_docs)
+    return threshold, top_n, min_docs

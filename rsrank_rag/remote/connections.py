@@ -33,10 +33,8 @@ class _Shared:
 
 
 _Key = tuple[str, asyncio.AbstractEventLoop | None]
-
 _lock = threading.Lock()
 _clients: dict[_Key, _Shared] = {}
-_ending: set[asyncio.Task[None]] = set()
 
 
 @contextmanager
@@ -84,7 +82,7 @@ def _close(loop: asyncio.AbstractEventLoop | None, shared: _Shared) -> None:
     if loop is None:
         shared.client.close()
     elif not loop.is_closed():
-        loop.call_soon_threadsafe(_end_soon, shared)
+        asyncio.run_coroutine_threadsafe(_end(shared), loop)
 
 
 def _taken(key: _Key) -> _Shared:
@@ -130,12 +128,6 @@ async def _end(shared: _Shared) -> None:
         await shared.closing.aclose()
 
 
-def _end_soon(shared: _Shared) -> None:
-    task = asyncio.get_running_loop().create_task(_end(shared))
-    _ending.add(task)  # a loop holds its tasks only weakly
-    task.add_done_callback(_ending.discard)
-
-
 @cache
 def _certificates() -> ssl.SSLContext:
     """Read once: it takes tens of milliseconds."""
@@ -147,7 +139,6 @@ def _after_fork() -> None:
     global _lock
     _lock = threading.Lock()
     _clients.clear()
-    _ending.clear()
 
 
 if hasattr(os, "register_at_fork"):

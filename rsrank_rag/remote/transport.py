@@ -8,10 +8,11 @@ import os
 import random
 import re
 import time
-from collections.abc import Generator, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from email.utils import parsedate_to_datetime
+from functools import partial
 from typing import Any
 
 import httpx
@@ -19,7 +20,7 @@ from pydantic import SecretStr
 
 from ..errors import InputError, RemoteError, RSRankError, ScoringError
 from . import connections
-from .wire import first_document, told
+from .wire import first_document, message_of
 
 logger = logging.getLogger(__name__)
 
@@ -36,45 +37,25 @@ ANSWER_BYTES = 1 << 20
 
 @dataclass(frozen=True)
 class Call:
-    """One request.
-
-    Attributes:
-        method: HTTP method.
-        path: After the service's address.
-        body: JSON.
-        most_bytes: An answer that is longer is not read.
-    """
+    """One request."""
 
     method: str
-    path: str
-    body: bytes | None = None
-    most_bytes: int = ANSWER_BYTES
+    path: str  # after the service's address
+    body: bytes | None = None  # JSON
+    most_bytes: int = ANSWER_BYTES  # of the answer, which is not read if it is longer
 
 
 @dataclass(frozen=True)
 class Transport:
-    """Calls one service.
-
-    Attributes:
-        base_url: Its address; see `service_address`.
-        api_key: See `usable_key`; None for that of the environment.
-        timeout: Seconds for a call in all.
-        max_retries: How often it is sent again.
-    """
+    """Calls one service."""
 
     base_url: str
-    api_key: SecretStr | None
-    timeout: float
+    api_key: SecretStr | None  # None for that of the environment
+    timeout: float  # seconds for a call in all
     max_retries: int
 
     def send(self, call: Call) -> bytes:
-        """The body of the answer.
-
-        Raises:
-            InputError: The service refuses the request, or the key.
-            ScoringError: It names a document as the reason.
-            RemoteError: There was no usable answer in time.
-        """
+        """The body of the answer; errors as `RemoteReranker` describes them."""
         patience = _Patience(self.timeout, self.max_retries)
         while True:
             try:
@@ -121,18 +102,17 @@ class Transport:
             "url": self.base_url + call.path,
             "content": call.body,
             "headers": HEADERS,
-            "auth": self._auth(),
+            "auth": partial(_with_key, self._key()),
             "follow_redirects": False,
             "timeout": httpx.Timeout(left, connect=min(left, CONNECT_SECONDS)),
         }
 
-    def _auth(self) -> httpx.Auth | None:
+    def _key(self) -> SecretStr | None:
         """The key for one request: the one that was given, or that of the environment."""
-        key = self.api_key
-        if key is None:
-            keys = (part.strip() for part in os.environ.get(KEY_VARIABLE, "").split(","))
-            key = usable_key(SecretStr(next(filter(None, keys), "")), KEY_VARIABLE)
-        return _Bearer(key) if key else None
+        if self.api_key is not None:
+            return self.api_key
+        keys = (part.strip() for part in os.environ.get(KEY_VARIABLE, "").split(","))
+        return usable_key(SecretStr(next(filter(None, keys), "")), KEY_VARIABLE)
 
     @contextmanager
     def _named_errors(self) -> Iterator[None]:
@@ -159,22 +139,17 @@ class Transport:
             )
 
     def _accepted(self, response: httpx.Response, body: bytes) -> bytes:
-        """The body of an answer that is none of the refusals.
-
-        Raises:
-            InputError: A refusal because of the request.
-            RemoteError: A refusal because of the service.
-        """
+        """The body of an answer that is no refusal; a refusal is raised."""
         status = response.status_code
         if response.is_success:
             return body
         if status in TRANSIENT or status == 408 or status >= 500:
             wait = _seconds(response.headers.get("Retry-After", ""))
-            raise RemoteError(f"{self.base_url} answered {status}{told(body)}", status, status in TRANSIENT, wait)
+            raise RemoteError(f"{self.base_url} answered {status}{message_of(body)}", status, status in TRANSIENT, wait)
         raise self._refusal(response, body)
 
     def _refusal(self, response: httpx.Response, body: bytes) -> RSRankError:
-        status, reason = response.status_code, told(body)
+        status, reason = response.status_code, message_of(body)
         if status < 400:
             there = response.next_request.url.netloc.decode() if response.next_request else "another address"
             return RemoteError(
@@ -183,7 +158,7 @@ class Transport:
                 status,
             )
         if status in (401, 403):
-            source = "api_key" if self.api_key else KEY_VARIABLE if self._auth() else ""
+            source = "api_key" if self.api_key else KEY_VARIABLE if self._key() else ""
             sent = f"the key in {source}" if source else f"a request without a key; give api_key or set {KEY_VARIABLE}"
             return InputError(f"{self.base_url} refused {sent} ({status}){reason}")
         if status in (404, 405):
@@ -197,15 +172,11 @@ class Transport:
         return InputError(f"{self.base_url} refused the request ({status}){reason}")
 
 
-class _Bearer(httpx.Auth):
-    """Puts the key into a request when it is sent, so that it stands in no variable."""
-
-    def __init__(self, key: SecretStr) -> None:
-        self.key = key
-
-    def auth_flow(self, request: httpx.Request) -> Generator[httpx.Request, httpx.Response, None]:
-        request.headers["Authorization"] = f"Bearer {self.key.get_secret_value()}"
-        yield request
+def _with_key(key: SecretStr | None, request: httpx.Request) -> httpx.Request:
+    """Puts the key into a request only when it is sent, so that it stands in no variable before."""
+    if key:
+        request.headers["Authorization"] = f"Bearer {key.get_secret_value()}"
+    return request
 
 
 class _Patience:
@@ -241,22 +212,15 @@ class _Patience:
 
 
 def usable_key(key: SecretStr | None, source: str = "api_key") -> SecretStr | None:
-    """A key without the line break that files end with; None if nothing is left.
-
-    Raises:
-        InputError: It holds what no header may. (httpx would say so too, and show the key.)
-    """
+    """A key without the line break that files end with, None if nothing is left; InputError if none can send it."""
     text = key.get_secret_value().strip() if key else ""
-    if not (text.isascii() and text.isprintable()):
+    if not (text.isascii() and text.isprintable()):  # httpx would refuse it too, and show the key
         raise InputError(f"{source} holds characters that cannot be sent. Only printable ASCII can.")
     return SecretStr(text) if text else None
 
 
 def service_address(base_url: str) -> str:
-    """Address of a service as it is asked: without a slash, ``/v1`` or ``/v1/rerank`` at its end.
-
-    Raises:
-        InputError: It is no http address, or it holds what does not belong there.
+    """Address of a service as it is asked, without ``/v1`` or ``/v1/rerank``; InputError if it is no plain address.
 
     >>> service_address("http://localhost:8080/v1/")
     'http://localhost:8080'

@@ -1,4 +1,4 @@
-"""What is said on the wire: the request for scores, the answers, and the words of a refusal."""
+"""What goes over the wire: the request for scores, the answers, and the message of a refusal."""
 
 from __future__ import annotations
 
@@ -50,11 +50,7 @@ Body = TypeVar("Body", Answer, Info)
 
 
 def request_body(model: str | None, query: str, documents: Sequence[str]) -> bytes:
-    """The request for the raw scores of all documents.
-
-    Raises:
-        InputError: Something is no text.
-    """
+    """The request for the raw scores of all documents; raises InputError if something is no text."""
     for name, text in (("A query", query), *((f"Document {i}", text) for i, text in enumerate(documents))):
         if not isinstance(text, str):
             raise InputError(f"{name} must be a string, got {type(text).__name__}.")
@@ -63,18 +59,14 @@ def request_body(model: str | None, query: str, documents: Sequence[str]) -> byt
         "query": clean(query),
         "documents": [clean(text) for text in documents],
         "partial": True,
-        "threshold": None,  # this and the next are said because a service may be set otherwise
+        "threshold": None,  # this and the next are written out because a service may be set otherwise
         "normalize": False,
     }
     return json.dumps(asked, ensure_ascii=False).encode()
 
 
 def parsed(kind: type[Body], body: bytes, address: str, model: str | None) -> Body:
-    """An answer that is what it should be, from the model that was asked for.
-
-    Raises:
-        RemoteError: It is not.
-    """
+    """An answer that is what it should be, from the model that was asked for; else RemoteError."""
     try:
         found = kind.model_validate_json(body)
     except ValidationError as error:
@@ -117,8 +109,8 @@ def scores_of(answer: Answer, count: int, address: str) -> list[Scored]:
     return scored
 
 
-def told(body: bytes) -> str:
-    """What a service says about an error, as a sentence to be put behind the status."""
+def message_of(body: bytes) -> str:
+    """A service's message about an error, as a sentence to be put behind the status."""
     fields = _fields(body)
     texts = [text for text in (fields.get("message"), fields.get("detail")) if isinstance(text, str) and text.strip()]
     return f": {_line(texts[0]).rstrip('.')}." if texts else "."

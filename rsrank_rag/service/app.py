@@ -9,31 +9,27 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
-from pydantic import BaseModel, Discriminator, Field, Tag
-from pydantic_core import to_json
+from pydantic import BaseModel, Discriminator, Field, Tag, TypeAdapter
 
 from .. import __version__
 from ..errors import InputError, MissingDependencyError, RSRankError
 from ..reranker import Pair
-from .dialects.cohere import RerankRequest, RerankResponse
+from .dialects import others
 from .dialects.common import Query, Question, Scores, ScoringRequest, Strict
-from .dialects.nvidia import ModelCard, ModelList, RankingRequest, RankingResponse
-from .dialects.tei import TextScore, TextsRequest
-from .dialects.vllm import ScoreRequest, ScoreResponse
-from .refusals import RefusedError, refusal
 from .scheduler import Scheduler
 
 try:
     from fastapi import APIRouter, Body, Depends, FastAPI, Request, Response
     from fastapi.responses import HTMLResponse
     from fastapi.security import HTTPBearer
-    from prometheus_client import CONTENT_TYPE_LATEST
+    from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
     from starlette.exceptions import HTTPException
 
-    from .answers import RETRY_AFTER, answer_errors, described
+    from .dialects.cohere import RerankRequest, RerankResponse
     from .gate import Gate, Settings
     from .logs import Record
     from .metrics import Metrics
+    from .refusals import RETRY_AFTER, RefusedError, answer_errors, described, refusal
 except ModuleNotFoundError as error:
     if error.name not in ("fastapi", "prometheus_client", "pythonjsonlogger", "starlette"):
         raise
@@ -46,6 +42,7 @@ __all__ = ["Settings", "create_app"]
 Result = TypeVar("Result")
 
 PAGE = Path(__file__).with_name("page.html")
+ANYTHING = TypeAdapter(Any)
 
 
 def _kind(body: Any) -> str:
@@ -53,7 +50,7 @@ def _kind(body: Any) -> str:
 
 
 AnyRerankRequest = Annotated[
-    Annotated[TextsRequest, Tag("TEI")] | Annotated[RerankRequest, Tag("rerank")], Discriminator(_kind)
+    Annotated[others.TextsRequest, Tag("TEI")] | Annotated[RerankRequest, Tag("rerank")], Discriminator(_kind)
 ]
 """What ``/rerank`` takes: TEI's request if there are texts, else that of the others."""
 
@@ -99,12 +96,7 @@ class Info(BaseModel):
 
 
 def create_app(backend: Scheduler, settings: Settings | None = None) -> FastAPI:
-    """The service. Its start and end are the backend's.
-
-    Args:
-        backend: Scores pairs.
-        settings: Limits, keys and defaults.
-    """
+    """The service around a backend, whose start and end are the service's own."""
     chosen = settings or Settings()
     metrics = Metrics(backend)
 
@@ -116,14 +108,14 @@ def create_app(backend: Scheduler, settings: Settings | None = None) -> FastAPI:
                 await backend.stop()
                 raise InputError(f"{backend.description.name} has no native threshold, so drop means nothing to it.")
         except RSRankError as error:
-            app.state.failure = error  # whoever started the app can say it better than a server's traceback
+            app.state.failure = error  # whoever started the app shows it better than a server's traceback
             raise
         yield
         await backend.stop()
 
     app = FastAPI(
         title="rsrank_rag",
-        description="Scores documents for a query and drops the irrelevant ones.",
+        description="Scores documents for a query and leaves the irrelevant ones out.",
         version=__version__,
         lifespan=lifespan,
         docs_url=None,  # these pages would load scripts from elsewhere
@@ -140,7 +132,7 @@ class _Service:
     """The routes."""
 
     def __init__(self, backend: Scheduler, settings: Settings, metrics: Metrics) -> None:
-        self.backend, self.settings, self.metrics_of = backend, settings, metrics
+        self.backend, self.settings, self.metrics = backend, settings, metrics
         self.created = int(time.time())
         self.html = PAGE.read_text(encoding="utf-8") if PAGE.is_file() else None
 
@@ -155,20 +147,21 @@ class _Service:
         # The gate asks for keys; this only describes it.
         routes = APIRouter(dependencies=[Depends(HTTPBearer(auto_error=False))] if self.settings.api_keys else [])
         wrong = described(400, 401, 408, 413, 422, 429, 500, 503, 504)
-        posts: tuple[tuple[tuple[str, ...], Any, Any], ...] = (
-            (("/v1/rerank", "/v2/rerank"), self.rerank, RerankResponse),
-            (("/rerank",), self.rerank_any, RerankResponse | list[TextScore]),
-            (("/score", "/v1/score"), self.score, ScoreResponse),
-            (("/v1/ranking",), self.ranking, RankingResponse),
-            (("/explain",), self.explain, ExplainResponse),
-        )
-        for paths, endpoint, model in posts:
-            for path in paths:
-                routes.add_api_route(path, endpoint, methods=["POST"], response_model=model, responses=wrong)
-        routes.add_api_route("/v1/models", self.models, response_model=ModelList, responses=described(401, 503))
+        posts: dict[str, tuple[Any, Any]] = {
+            "/v1/rerank": (self.rerank, RerankResponse),
+            "/v2/rerank": (self.rerank, RerankResponse),
+            "/rerank": (self.rerank_any, RerankResponse | list[others.TextScore]),
+            "/score": (self.score, others.ScoreResponse),
+            "/v1/score": (self.score, others.ScoreResponse),
+            "/v1/ranking": (self.ranking, others.RankingResponse),
+            "/explain": (self.explain, ExplainResponse),
+        }
+        for path, (endpoint, model) in posts.items():
+            routes.add_api_route(path, endpoint, methods=["POST"], response_model=model, responses=wrong)
+        routes.add_api_route("/v1/models", self.models, response_model=others.ModelList, responses=described(401, 503))
         routes.add_api_route("/info", self.info, response_model=Info, responses=described(401, 503))
         counters = {**described(401), **_text("text/plain")}
-        routes.add_api_route("/metrics", self.metrics, response_class=Response, responses=counters)
+        routes.add_api_route("/metrics", self.metrics_page, response_class=Response, responses=counters)
         open_routes.include_router(routes)
         return open_routes
 
@@ -185,11 +178,11 @@ class _Service:
             return await self.rerank(body, request)
         return _json(body.answer(await self._scores(request, body)))
 
-    async def score(self, body: ScoreRequest, request: Request) -> Response:
+    async def score(self, body: others.ScoreRequest, request: Request) -> Response:
         """Score pairs, in input order: vLLM."""
         return _json(body.answer(await self._scores(request, body)))
 
-    async def ranking(self, body: RankingRequest, request: Request) -> Response:
+    async def ranking(self, body: others.RankingRequest, request: Request) -> Response:
         """Score passages for a query, best first, always raw: NVIDIA."""
         return _json(body.answer(await self._scores(request, body)))
 
@@ -206,9 +199,9 @@ class _Service:
         found = await _while_connected(request, work)
         return _json(ExplainResponse.model_validate(found, from_attributes=True))
 
-    async def models(self) -> ModelList:
+    async def models(self) -> others.ModelList:
         """The model that is served, as OpenAI and NVIDIA list models."""
-        return ModelList(data=[ModelCard(id=self.backend.description.name, created=self.created)])
+        return others.ModelList(data=[others.ModelCard(id=self.backend.description.name, created=self.created)])
 
     async def info(self) -> Info:
         """What is served, and what is allowed."""
@@ -233,9 +226,9 @@ class _Service:
             raise HTTPException(503, trouble, {"Retry-After": str(int(RETRY_AFTER))})
         return Status(status="ready")
 
-    async def metrics(self) -> Response:
+    async def metrics_page(self) -> Response:
         """Counters, as Prometheus reads them."""
-        return Response(self.metrics_of.text(), media_type=CONTENT_TYPE_LATEST)
+        return Response(generate_latest(self.metrics.registry), media_type=CONTENT_TYPE_LATEST)
 
     async def page(self) -> Response:
         """A page to try the model on."""
@@ -244,38 +237,32 @@ class _Service:
         return HTMLResponse(self.html)
 
     async def _scores(self, request: Request, body: ScoringRequest) -> Scores:
-        """Have what a request asks scored.
-
-        Raises:
-            RefusedError: It is too large, or documents have no score and the request does not allow for that.
-            ServiceError: See `Scheduler.score`.
-        """
+        """Have what a request asks scored, or raise the error that it is answered with."""
         record, limits = _record(request), self.settings
-        record.documents = body.count
-        if body.count > limits.max_documents:  # before anything is made of them
-            raise RefusedError(413, f"{body.count:,} documents; a request may have {limits.max_documents:,}.")
+        partial = isinstance(body, RerankRequest) and bool(body.partial)
         question = body.asked()
+        record.documents = len(question.pairs)
         self._check_size(question)
-        if question.faults and not body.wants_partial:
+        if question.faults and not partial:
             raise refusal(question.faults, 422)
         question = question.bounded(limits.max_document_tokens)
         work = self.backend.score(question.usable, client=record.client, timeout=self._time_left(record))
         outcomes = question.outcomes(await _while_connected(request, work))
         record.tokens = sum(outcome.tokens for outcome in outcomes)
         faults, status = question.complaints(outcomes)
-        if faults and not (body.wants_partial and len(faults) < len(outcomes)):
+        if faults and not (partial and len(faults) < len(outcomes)):
             raise refusal(faults, status)
         record.kept = len(outcomes) - len(faults)
         normalised = body.normalised(limits.normalize)
         return Scores(question, outcomes, self.backend.description, normalised, faults, record.id, int(time.time()))
 
     def _check_size(self, question: Question) -> None:
-        limits = self.settings
-        longest = max((len(pair.query) for pair in question.pairs), default=0)
-        if longest > limits.max_query_characters:
-            raise RefusedError(
-                413, f"The query has {longest:,} characters; it may have {limits.max_query_characters:,}."
-            )
+        limits, count = self.settings, len(question.pairs)
+        if count > limits.max_documents:
+            raise RefusedError(413, f"{count:,} documents; a request may have {limits.max_documents:,}.")
+        longest, most = max((len(pair.query) for pair in question.pairs), default=0), limits.max_query_characters
+        if longest > most:
+            raise RefusedError(413, f"The query has {longest:,} characters; it may have {most:,}.")
         most = limits.max_document_characters
         long = {
             place: f"has {len(pair.document):,} characters; it may have {most:,}."
@@ -290,11 +277,7 @@ class _Service:
 
 
 async def _while_connected(request: Request, work: Coroutine[Any, Any, Result]) -> Result:
-    """Do work for a client; if it leaves, the work is cancelled.
-
-    Raises:
-        HTTPException: It left; nobody will read this.
-    """
+    """Do work for a client; if it leaves, the work is cancelled and an error raised that nobody will read."""
     task = asyncio.ensure_future(work)
     gone = asyncio.ensure_future(_disconnected(request))
     try:
@@ -314,16 +297,13 @@ async def _disconnected(request: Request) -> None:
 
 
 def _record(request: Request) -> Record:
-    record = request.state.record
-    assert isinstance(record, Record)
+    record: Record = request.state.record
     return record
 
 
 def _json(body: BaseModel | Sequence[BaseModel]) -> Response:
     """A response with what has been set: optional fields that nobody asked for stay out."""
-    if isinstance(body, BaseModel):
-        return Response(body.model_dump_json(exclude_unset=True), media_type="application/json")
-    return Response(to_json([row.model_dump(exclude_unset=True) for row in body]), media_type="application/json")
+    return Response(ANYTHING.dump_json(body, exclude_unset=True), media_type="application/json")
 
 
 def _text(kind: str) -> dict[int | str, dict[str, Any]]:

@@ -13,43 +13,28 @@ Fault = Literal["input", "unscored", "internal"]
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What became of one pair: a score, or the reason why it has none.
+    """What became of one pair: a score, or the reason why it has none."""
 
-    Attributes:
-        score: On the reranker's own scale; None where there is an error.
-        truncated: Whether the document's end was not read.
-        tokens: Tokens read; 0 where the reranker does not count.
-        fault: What kind of error.
-        error: What is the matter, to be read after the document's name; of a query that cannot be used, the whole text.
-    """
-
-    score: float | None
-    truncated: bool = False
-    tokens: int = 0
+    score: float | None  # on the reranker's own scale; None where there is an error
+    truncated: bool = False  # whether the document's end was not read
+    tokens: int = 0  # read; 0 where the reranker does not count
     fault: Fault | None = None
-    error: str = ""
+    error: str = ""  # to be read after the document's name; of a query that cannot be used, the whole text
 
 
 @dataclass(frozen=True, slots=True)
 class Description:
-    """What is being served.
-
-    Attributes:
-        name: Of the model.
-        threshold: Its native threshold; None if it has none.
-        explains: Whether scores can be taken apart.
-    """
+    """What is being served."""
 
     name: str
-    threshold: float | None
-    explains: bool
+    threshold: float | None  # the native one, if there is one
+    explains: bool  # whether scores can be taken apart
 
 
 class ServiceError(RSRankError):
     """A request that was not answered, though there is nothing wrong with it.
 
-    Attributes:
-        retry_after: Seconds after which it may be worth trying again; None if it is not.
+    ``retry_after`` is the number of seconds after which it may be worth trying again; None if it is not.
     """
 
     def __init__(self, message: str, retry_after: float | None = None) -> None:

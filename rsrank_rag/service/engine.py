@@ -34,17 +34,11 @@ class Canary:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """What one batch gave.
+    """What one batch gave."""
 
-    Attributes:
-        outcomes: One a pair.
-        seconds: The model took.
-        stats: The reranker's counters, since it was loaded.
-    """
-
-    outcomes: list[Outcome]
-    seconds: float
-    stats: Mapping[str, float] = field(default_factory=dict)
+    outcomes: list[Outcome]  # one a pair
+    seconds: float  # that the model took
+    stats: Mapping[str, float] = field(default_factory=dict)  # the reranker's counters, since it was loaded
 
 
 @runtime_checkable
@@ -58,12 +52,7 @@ class _Counts(Protocol):
 
 
 class Engine:
-    """A reranker that answers for each pair alone.
-
-    Args:
-        reranker: The model.
-        name: What it is called.
-    """
+    """A reranker, called ``name``, that answers for each pair alone."""
 
     def __init__(self, reranker: Reranker, name: str) -> None:
         self.reranker, self.name = reranker, name
@@ -74,22 +63,14 @@ class Engine:
         return Description(self.name, self.reranker.threshold, isinstance(self.reranker, _Explains))
 
     def step(self, pairs: Sequence[Pair]) -> Step:
-        """Score pairs of any clients.
-
-        Raises:
-            DeviceLostError: Nothing more can be scored in this process.
-        """
+        """Score pairs of any clients; raises DeviceLostError if nothing more can be scored in this process."""
         started = time.perf_counter()
         outcomes = self._outcomes(pairs)
         stats = self.reranker.stats() if isinstance(self.reranker, _Counts) else {}
         return Step(outcomes, time.perf_counter() - started, stats)
 
     def explain(self, pair: Pair) -> Explanation:
-        """Take one score apart; see `Scheduler.explain`.
-
-        Raises:
-            DeviceLostError: As `step`.
-        """
+        """Take one score apart; errors as of `step` and `Scheduler.explain`."""
         if not isinstance(self.reranker, _Explains):
             raise InputError(f"{self.name} cannot take its scores apart. RSRank models can.")
         limit = {} if pair.max_tokens is None else {"max_tokens": pair.max_tokens}

@@ -12,12 +12,13 @@ import uuid
 
 from fastapi import Response
 from pydantic import BaseModel, ConfigDict, Field, SecretStr, field_validator
+from starlette.datastructures import Headers, MutableHeaders
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from .answers import error_answer
 from .logs import Record
 from .metrics import Metrics
+from .refusals import error_answer
 
 logger = logging.getLogger(__name__)
 
@@ -35,10 +36,8 @@ class Settings(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True, hide_input_in_errors=True)  # it may be a key
 
-    api_keys: tuple[SecretStr, ...] = ()
-    """Any of them opens the service; without any it is open."""
-    max_documents: int = Field(default=1000, ge=1)
-    """Documents of a request."""
+    api_keys: tuple[SecretStr, ...] = ()  # any of them opens the service; without any it is open
+    max_documents: int = Field(default=1000, ge=1)  # of a request
     max_query_characters: int = Field(default=10_000, ge=1)
     max_document_characters: int = Field(default=1_000_000, ge=1)
     max_document_tokens: int | None = Field(default=None, ge=1)
@@ -46,10 +45,8 @@ class Settings(BaseModel):
     max_body_bytes: int = Field(default=20_000_000, ge=1)
     timeout: float | None = Field(default=60.0, gt=0, allow_inf_nan=False)
     """Seconds from a request's arrival to its answer; None for ever."""
-    normalize: bool = False
-    """Scores between 0 and 1."""
-    drop: bool = False
-    """Leave out what does not score above the model's native threshold, where clients allow it."""
+    normalize: bool = False  # scores between 0 and 1
+    drop: bool = False  # leave out what does not score above the model's native threshold, where clients allow it
 
     @field_validator("api_keys")
     @classmethod
@@ -60,13 +57,7 @@ class Settings(BaseModel):
 
 
 class Gate:
-    """ASGI middleware: lets requests in that have a key and are not too large.
-
-    Args:
-        app: What is behind it.
-        settings: Keys and limits.
-        metrics: Counts requests.
-    """
+    """ASGI middleware: lets requests in that have a key and are not too large."""
 
     def __init__(self, app: ASGIApp, *, settings: Settings, metrics: Metrics) -> None:
         self.app, self.settings, self.metrics = app, settings, metrics
@@ -78,9 +69,10 @@ class Gate:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
-        headers = {name.lower(): value for name, value in scope["headers"]}
-        key = self._key(headers)
-        record = Record(_id(headers), self._client(scope, key), scope["method"])
+        headers = Headers(scope=scope)
+        key, given = self._key(headers), headers.get("x-request-id", "")
+        id_ = given if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
+        record = Record(id_, self._client(scope, key), scope["method"])
         scope["state"] = {**scope.get("state", {}), "record": record}
         started = False
 
@@ -88,7 +80,7 @@ class Gate:
             nonlocal started
             if message["type"] == "http.response.start":
                 started, record.status = True, message["status"]
-                message["headers"] = [*message.get("headers", ()), (b"x-request-id", record.id.encode())]
+                MutableHeaders(scope=message)["x-request-id"] = record.id
             await send(message)
 
         try:
@@ -103,13 +95,12 @@ class Gate:
             self.metrics.observe(record)
             record.write(logging.DEBUG if record.route in QUIET else logging.INFO)
 
-    def _key(self, headers: dict[bytes, bytes]) -> bytes | None:
+    def _key(self, headers: Headers) -> bytes | None:
         """The key that a request brings, if it is one of ours."""
-        kind, _, given = headers.get(b"authorization", b"").partition(b" ")
-        given = given.strip()
-        # All are compared, so that the time taken says nothing about which one it is.
-        right = [key for key in self._keys if hmac.compare_digest(key, given)]
-        return right[0] if right and kind.lower() == b"bearer" else None
+        kind, _, given = headers.get("authorization", "").partition(" ")
+        # All are compared, so that the time taken tells nothing about which one it is.
+        right = [key for key in self._keys if hmac.compare_digest(key, given.strip().encode("latin-1"))]
+        return right[0] if right and kind.lower() == "bearer" else None
 
     def _client(self, scope: Scope, key: bytes | None) -> str:
         name = key if key is not None else (scope.get("client") or ("",))[0].encode()
@@ -120,11 +111,6 @@ def _no_key() -> Response:
     response = error_answer(401, "This service needs an API key: send it as 'Authorization: Bearer KEY'.")
     response.headers["WWW-Authenticate"] = "Bearer"
     return response
-
-
-def _id(headers: dict[bytes, bytes]) -> str:
-    given = headers.get(b"x-request-id", b"").decode("latin-1")
-    return given if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
 
 
 class _Body:

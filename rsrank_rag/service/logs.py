@@ -6,7 +6,6 @@ import logging
 import time
 import traceback
 from dataclasses import asdict, dataclass, field
-from types import TracebackType
 from typing import Any
 
 from pythonjsonlogger.core import RESERVED_ATTRS
@@ -17,29 +16,17 @@ logger = logging.getLogger("rsrank_rag.service.requests")
 
 @dataclass
 class Record:
-    """What is known of one request while it is answered.
+    """What is known of one request while it is answered."""
 
-    Attributes:
-        id: From the client, or made.
-        client: A short hash of its API key or address; it holds for one run of the service.
-        method: HTTP method.
-        started: On the clock of `time.perf_counter`.
-        route: The route's pattern; "other" if there is none.
-        status: Of the answer; 499 if the client left before there was one.
-        documents: Asked to score.
-        tokens: Read for it.
-        kept: Documents in the answer.
-    """
-
-    id: str
-    client: str
+    id: str  # from the client, or made
+    client: str  # a short hash of its API key or address, which holds for one run of the service
     method: str
     started: float = field(default_factory=time.perf_counter)
-    route: str = "other"
-    status: int = 499
-    documents: int | None = None
-    tokens: int | None = None
-    kept: int | None = None
+    route: str = "other"  # its pattern
+    status: int = 499  # unless there is an answer before the client leaves
+    documents: int | None = None  # asked to score
+    tokens: int | None = None  # read for it
+    kept: int | None = None  # documents in the answer
 
     @property
     def seconds(self) -> float:
@@ -64,22 +51,15 @@ class TextlessFormatter(JsonFormatter):
             reserved_attrs=[*RESERVED_ATTRS, "color_message"],  # uvicorn repeats its messages in colour
         )
 
-    def formatException(  # noqa: N802 - the standard library's name
-        self,
-        ei: tuple[type[BaseException], BaseException, TracebackType | None] | tuple[None, None, None],
-    ) -> str:
+    def formatException(self, ei: Any) -> str:  # noqa: N802 - the standard library's name
         """Where it arose, and its kind."""
         return "".join(traceback.format_tb(ei[2])) + ("" if ei[0] is None else ei[0].__name__)
 
 
 def configure(level: str) -> logging.Handler:
-    """Write all logs and warnings of this process to the standard error stream.
+    """Write all logs and warnings of this process to the standard error stream; the handler is returned.
 
-    Args:
-        level: Such as ``INFO``, for this package and uvicorn; of others come warnings and errors.
-
-    Returns:
-        The handler.
+    ``level``, such as ``INFO``, is that of this package and uvicorn; of others come warnings and errors.
     """
     handler = logging.StreamHandler()
     handler.setFormatter(TextlessFormatter())

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 
-from prometheus_client import CollectorRegistry, Histogram, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
-from prometheus_client.metrics_core import Metric
+from prometheus_client import CollectorRegistry, Histogram
+from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from .logs import Record
@@ -46,25 +45,17 @@ PLACES = ("device", "host", "disk")
 
 
 class Metrics:
-    """Measures requests, and reads the backend's counters when asked.
-
-    Args:
-        backend: Whose.
-    """
+    """Measures requests, and reads the backend's counters when asked."""
 
     def __init__(self, backend: Scheduler) -> None:
-        self.registry = CollectorRegistry()
-        self.registry.register(_BackendCollector(backend))
+        self.registry = registry = CollectorRegistry()
+        registry.register(_BackendCollector(backend))
+        text = "Time from a request's arrival to its answer."
         self._seconds = Histogram(
-            "rsrank_request_seconds",
-            "Time from a request's arrival to its answer.",
-            ("route", "status"),
-            buckets=SECONDS,
-            registry=self.registry,
+            "rsrank_request_seconds", text, ("route", "status"), buckets=SECONDS, registry=registry
         )
-        self._documents = Histogram(
-            "rsrank_request_documents", "Documents of a request.", ("route",), buckets=SIZES, registry=self.registry
-        )
+        text = "Documents of a request."
+        self._documents = Histogram("rsrank_request_documents", text, ("route",), buckets=SIZES, registry=registry)
 
     def observe(self, record: Record) -> None:
         """Count a request that has been answered."""
@@ -72,25 +63,16 @@ class Metrics:
         if record.documents is not None:
             self._documents.labels(record.route).observe(record.documents)
 
-    def text(self) -> bytes:
-        """All of it, as Prometheus reads it."""
-        return generate_latest(self.registry)
-
 
 class _BackendCollector(Collector):
     def __init__(self, backend: Scheduler) -> None:
         self._backend = backend
 
-    def describe(self) -> list[Metric]:
-        """Nothing: what there is depends on the model."""
-        return []
-
     def collect(self) -> Iterator[Metric]:
         """Every counter and level of the backend."""
         stats = self._backend.stats()
-        yield GaugeMetricFamily(
-            "rsrank_ready", "1 if requests are answered as they should be.", float(self._backend.readiness() is None)
-        )
+        ready = float(self._backend.readiness() is None)
+        yield GaugeMetricFamily("rsrank_ready", "1 if requests are answered as they should be.", ready)
         for name, (title, text) in COUNTERS.items():
             if name in stats:
                 yield CounterMetricFamily(title, text, value=stats[name])

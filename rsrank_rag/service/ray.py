@@ -30,21 +30,13 @@ WAITING = 4.0
 
 @dataclass(frozen=True)
 class Replicas:
-    """How many replicas, and what each of them needs.
-
-    Attributes:
-        least: As many as there are at least.
-        most: If more than ``least``, Serve adds and removes replicas with the load.
-        cpus: CPU cores of each; also the threads of a model on a CPU.
-        gpus: GPUs of each; a half lets two share one.
-        drain: Seconds that a replica which is to go has for the requests it holds.
-    """
+    """How many replicas, and what each of them needs."""
 
     least: int = 1
-    most: int | None = None
-    cpus: float = 1.0
-    gpus: float = 0.0
-    drain: float = 120.0
+    most: int | None = None  # if more than ``least``, Serve adds and removes replicas with the load
+    cpus: float = 1.0  # cores of each; also the threads of a model on a CPU
+    gpus: float = 0.0  # of each; a half lets two share one
+    drain: float = 120.0  # seconds that a replica which is to go has for the requests it holds
 
 
 class _Replica:
@@ -53,31 +45,20 @@ class _Replica:
     app: FastAPI  # from Serve
 
     def check_health(self) -> None:
-        """Say why the app could not be started; Serve shows what this raises, and not what a lifespan does."""
+        """Raise why the app could not be started; Serve shows what this raises, and not what a lifespan does."""
         if self.app.state.failure is not None:
             raise self.app.state.failure
 
 
 def serve_on_ray(
-    build: Callable[[], FastAPI],
-    replicas: Replicas | None = None,
-    *,
-    host: str = "127.0.0.1",
-    port: int = 8080,
+    build: Callable[[], FastAPI], replicas: Replicas | None = None, *, host: str = "127.0.0.1", port: int = 8080
 ) -> None:
     """Answer over HTTP on the connected Ray cluster; returns when requests are answered. `take_down` ends it.
 
     Called again, it puts new replicas in the place of the old ones, without a gap. The address is that of the cluster's
-    Serve: if one is running already, it keeps its own.
-
-    Args:
-        build: Makes the app, such as ``create_app(Scheduler(load, "mini"), settings)``, in each replica; picklable.
-        replicas: How many.
-        host: Address to listen on; of the cluster's head.
-        port: Port to listen on.
-
-    Raises:
-        UnavailableError: It cannot be brought up, such as for a model that cannot be loaded.
+    Serve, on its head: if one is running already, it keeps its own. ``build``, which must be picklable, makes the app
+    in each replica, such as by ``create_app(Scheduler(load, "mini"), settings)``; if it cannot be started, there is an
+    UnavailableError.
     """
 
     def make_app() -> FastAPI:
@@ -90,7 +71,7 @@ def serve_on_ray(
                 async with inner(started):
                     yield
             except RSRankError:
-                yield  # `check_health` says it
+                yield  # `check_health` raises it
 
         made.router.lifespan_context = lifespan
         return made

@@ -38,21 +38,13 @@ COUNTED = ("pairs", "tokens", "truncated", "unscored", "failed", "cancelled", "r
 
 @dataclass(frozen=True)
 class QueueLimits:
-    """How much may wait, and how much is scored at once.
+    """How much may wait, and how much is scored at once."""
 
-    Attributes:
-        pairs: Pairs that may wait; a request beyond is refused with `OverloadedError`.
-        tokens: Tokens that they may have together, by estimate; likewise.
-        step_seconds: What a batch should take: the longest that a new request waits for its turn, roughly.
-        least_tokens: A batch may hold so many (estimated) tokens however slow the model is.
-        longest_step: Seconds after which the process is taken for hung and replaced.
-    """
-
-    pairs: int = 10_000
-    tokens: int = 25_000_000
-    step_seconds: float = 0.2
-    least_tokens: int = 2048
-    longest_step: float = 300.0
+    pairs: int = 10_000  # that may wait; a request beyond is refused with `OverloadedError`
+    tokens: int = 25_000_000  # that they may have together, by estimate; likewise
+    step_seconds: float = 0.2  # what a batch should take: roughly the longest that a new request waits for its turn
+    least_tokens: int = 2048  # a batch may hold so many (estimated) tokens however slow the model is
+    longest_step: float = 300.0  # seconds after which the process is taken for hung and replaced
 
 
 @dataclass(eq=False)
@@ -79,7 +71,7 @@ class Scheduler:
     Args:
         make: Loads the model; it and what it gives must be picklable by reference unless ``in_process``.
         name: What the model is called.
-        limits: See `QueueLimits`.
+        limits: Of what may wait.
         canary: Scored after each load; None for none.
         in_process: Run the model in a thread of this process instead. Its death is then everybody's.
         prepare: Called in the model's own process before all else, such as to set up its logs.
@@ -114,11 +106,7 @@ class Scheduler:
 
     @property
     def description(self) -> Description:
-        """What is being served.
-
-        Raises:
-            UnavailableError: Nothing is loaded yet.
-        """
+        """What is being served; raises UnavailableError if nothing is loaded yet."""
         if self.model.loaded is None:
             raise UnavailableError(f"{self.name} is not loaded. {self._trouble}", retry_after=1.0)
         return self.model.loaded.description
@@ -133,13 +121,7 @@ class Scheduler:
         return self._trouble or (None if self.model.loaded is None else self.model.loaded.complaint)
 
     def stats(self) -> dict[str, float]:
-        """Counters since the start, and levels of now.
-
-        ``pairs``, ``tokens``, ``truncated``, ``unscored`` (no finite score, or no room for it), ``failed`` (input or
-        model errors), ``cancelled`` (pairs whose request went away), ``refused`` and ``late`` (requests), ``steps``,
-        ``restarts``, ``busy_seconds``; ``waiting`` pairs, ``clients`` that wait, ``tokens_per_second`` (estimated
-        ones); and the reranker's own with ``model_`` before them.
-        """
+        """Counters since the start, and levels of now, as `metrics` describes them; the reranker's own are model_*."""
         before, now = self._stats_before, self._model_stats
         return {
             **self._counts,
@@ -151,11 +133,7 @@ class Scheduler:
         }
 
     async def start(self) -> None:
-        """Load the model and check it; returns when it can score.
-
-        Raises:
-            RSRankError: It cannot be loaded.
-        """
+        """Load the model and check it; returns when it can score, or raises what loading raises."""
         self._work, self._ending = asyncio.Event(), asyncio.Event()
         self._trouble = "The model is being loaded."
         try:
@@ -179,15 +157,9 @@ class Scheduler:
         await asyncio.to_thread(self.model.end)
 
     async def score(self, pairs: Sequence[Pair], *, client: str = "", timeout: float | None = None) -> list[Outcome]:
-        """Score pairs; cancelling the call cancels the work.
+        """One outcome for each pair of any queries, in input order; cancelling the call cancels the work.
 
-        Args:
-            pairs: Of any number of queries.
-            client: Whose they are: clients share the model's time equally.
-            timeout: Seconds after which to give up.
-
-        Returns:
-            One outcome a pair, in input order.
+        Clients share the model's time equally. ``timeout`` is the number of seconds after which to give up.
 
         Raises:
             OverloadedError: The queue is full.
@@ -197,14 +169,7 @@ class Scheduler:
         return await self._answered("step", pairs, client, timeout) if pairs else []
 
     async def explain(self, pair: Pair, *, client: str = "", timeout: float | None = None) -> Explanation:
-        """Take one score apart.
-
-        Raises:
-            ServiceError: As `score`.
-            InputError: The pair cannot be used, or the model's scores cannot be taken apart.
-            ScoringError: The document could not be scored.
-            RSRankError: The model failed on it.
-        """
+        """Take one score apart; errors as of `score` or of the model, InputError where that cannot be done."""
         found: list[Explanation] = await self._answered("explain", [pair], client, timeout)
         return found[0]
 
@@ -219,8 +184,7 @@ class Scheduler:
             # Whoever asks again and again must not begin each time as if they had had nothing.
             self._clients[client] = _Client(served=max(self._clock, self._ahead.pop(client, 0.0)))
         self._clients[client].waiting.extend(items)
-        self._waiting += len(items)
-        self._waiting_tokens += sum(item.tokens for item in items)
+        self._count_waiting(items, 1)
         self._work.set()
         try:
             return await asyncio.wait_for(asyncio.gather(*(item.done for item in items)), timeout)
@@ -232,12 +196,7 @@ class Scheduler:
                 self._withdraw(client)
 
     def _admit(self, items: Sequence[_Item]) -> None:
-        """Let a request in, or refuse it.
-
-        Raises:
-            OverloadedError: The queue is full.
-            UnavailableError: No more work is taken.
-        """
+        """Let a request in, or refuse it: the queue is full, or no more work is taken."""
         if self._runner is None or self._stopping:
             raise UnavailableError(f"No requests are taken. {self.readiness()}", retry_after=5.0)
         limits, waiting, tokens = self.limits, self._waiting, self._waiting_tokens
@@ -250,6 +209,10 @@ class Scheduler:
                 retry_after=max(1.0, math.ceil(tokens / self._rate)),
             )
 
+    def _count_waiting(self, items: Sequence[_Item], sign: Literal[1, -1]) -> None:
+        self._waiting += sign * len(items)
+        self._waiting_tokens += sign * sum(item.tokens for item in items)
+
     def _withdraw(self, client: str) -> None:
         """Take what nobody waits for any more out of the queue."""
         mine = self._clients.get(client)
@@ -257,8 +220,7 @@ class Scheduler:
             return
         gone = [item for item in mine.waiting if item.done.done()]
         mine.waiting = deque(item for item in mine.waiting if not item.done.done())
-        self._waiting -= len(gone)
-        self._waiting_tokens -= sum(item.tokens for item in gone)
+        self._count_waiting(gone, -1)
         self._counts["cancelled"] += len(gone)
         if not mine.waiting:
             self._leave(client)
@@ -294,8 +256,7 @@ class Scheduler:
             if batch and (mine.waiting[0].tokens > room or "explain" in (mine.waiting[0].method, batch[0].method)):
                 break
             item = mine.waiting.popleft()
-            self._waiting -= 1
-            self._waiting_tokens -= item.tokens
+            self._count_waiting([item], -1)
             batch.append(item)
             room -= item.tokens
             self._clock = mine.served

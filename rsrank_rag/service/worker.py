@@ -25,54 +25,40 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """A model that is ready.
+    """A model that is ready."""
 
-    Attributes:
-        process: Number of the process it lives in.
-        description: What it is.
-        complaint: What is wrong with how it ranks the canary; None if nothing is.
-    """
-
-    process: int
+    process: int  # number of the process it lives in
     description: Description
-    complaint: str | None
+    complaint: str | None  # what is wrong with how it ranks the canary; None if nothing is
 
 
-class Holder:
-    """Holds a model where it was loaded: in this process, or, as `_holder`, in one of its own."""
-
-    engine: Engine
-
-    def load(self, make: Callable[[], Reranker], name: str, canary: Canary | None) -> Loaded:
-        """Load the model and try it out."""
-        self.engine = Engine(make(), name)
-        complaint = None if canary is None else self.engine.check(canary)
-        return Loaded(os.getpid(), self.engine.description, complaint)
-
-    def call(self, method: str, argument: Any) -> Any:
-        """Call a method of the `Engine`."""
-        return getattr(self.engine, method)(argument)
-
-
-_holder = Holder()
+_here = threading.local()
+"""``engine``: the model of this thread, which is the only one that uses it."""
 
 
 def load(make: Callable[[], Reranker], name: str, canary: Canary | None) -> Loaded:
-    """See `Holder.load`."""
-    return _holder.load(make, name, canary)
+    """Load the model into this thread and try it out."""
+    _here.engine = Engine(make(), name)
+    complaint = None if canary is None else _here.engine.check(canary)
+    return Loaded(os.getpid(), _here.engine.description, complaint)
 
 
 def call(method: str, argument: Any) -> Any:
-    """See `Holder.call`. If the device is lost, the process ends, and whoever waits for it replaces it."""
+    """Call a method of this thread's `Engine`.
+
+    If the device is lost, a process of the model's own ends, and whoever waits for it replaces it.
+    """
     try:
-        return _holder.call(method, argument)
+        return getattr(_here.engine, method)(argument)
     except DeviceLostError as error:
+        if multiprocessing.parent_process() is None:
+            raise
         logger.error("The device is lost (%s); the model's process ends.", error)
         os._exit(1)
 
 
 def begin(prepare: Callable[[], object] | None) -> None:
-    """Make this process one that ends with its parent, and not before; then do what else it takes."""
+    """Make this process one that ends with its parent, and not before; then do what else is asked for."""
     # Ctrl-C and a service manager reach the whole group, but the parent needs this process to finish its work.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -90,13 +76,9 @@ def begin(prepare: Callable[[], object] | None) -> None:
 
 
 class ModelProcess:
-    """Where the model is: a process that can be replaced, or a thread of this one.
+    """Where the model is: a process that can be replaced, or a thread of this one; arguments as of `Scheduler`.
 
-    Args:
-        loading: Arguments of `Holder.load`; picklable, and so must the model's results be, unless ``in_process``.
-        longest_step: Seconds after which the process is taken for hung and ended.
-        in_process: Use a thread.
-        prepare: Called in the process before all else.
+    ``loading`` are the arguments of `load`: picklable, and so must the model's results be, unless ``in_process``.
     """
 
     def __init__(
@@ -109,16 +91,9 @@ class ModelProcess:
         self.loading, self.longest_step, self.in_process, self.prepare = loading, longest_step, in_process, prepare
         self.loaded: Loaded | None = None
         self._pool: Executor | None = None
-        holder = Holder()
-        self._load, self._call = (holder.load, holder.call) if in_process else (load, call)
 
     async def start(self) -> None:
-        """Load the model, in a new process in the place of one that is gone.
-
-        Raises:
-            UnavailableError: The process ended meanwhile.
-            Exception: Whatever loading raises.
-        """
+        """Load the model, in a new process in the place of one that is gone; raises what loading raises."""
         self.end(wait=False)
         if self.in_process:
             self._pool = ThreadPoolExecutor(1, thread_name_prefix="rsrank-serve")
@@ -127,18 +102,14 @@ class ModelProcess:
             self._pool = ProcessPoolExecutor(1, mp_context=context, initializer=begin, initargs=(self.prepare,))
         name, started = self.loading[1], time.perf_counter()
         try:
-            self.loaded = await asyncio.get_running_loop().run_in_executor(self._pool, self._load, *self.loading)
+            self.loaded = await asyncio.get_running_loop().run_in_executor(self._pool, load, *self.loading)
         except BrokenProcessPool:
             raise UnavailableError(f"The process that was to hold {name} ended while it was loading.") from None
         logger.info("%s was loaded in %.1f s.", name, time.perf_counter() - started)
 
     async def call(self, method: str, argument: Any) -> Any:
-        """Call a method of the `Engine`.
-
-        Raises:
-            BrokenProcessPool: The process died, or was ended because it hung.
-        """
-        future = asyncio.get_running_loop().run_in_executor(self._pool, self._call, method, argument)
+        """Call a method of the `Engine`; raises BrokenProcessPool if the process died, or was ended because it hung."""
+        future = asyncio.get_running_loop().run_in_executor(self._pool, call, method, argument)
         done, _ = await asyncio.wait([future], timeout=self.longest_step)
         if not done:
             logger.error("The model's process has not answered for %g seconds and is ended.", self.longest_step)

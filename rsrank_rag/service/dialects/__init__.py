@@ -1,8 +1,7 @@
-"""What clients send and what they are answered, one family of clients a module.
+"""What clients send and what they are answered: pure functions from requests to questions, from scores to answers.
 
-A `ScoringRequest` gives a `Question` (the pairs to score) and, once there are outcomes, its answer: both are pure
-functions. Fields that nobody here knows are ignored, because every client library sends some of its own; a known field
-of the wrong type is an error.
+Fields that nobody here knows are ignored, because every client library sends some of its own; a known field of the
+wrong type is an error.
 """
 
 from .common import normalise

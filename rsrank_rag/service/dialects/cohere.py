@@ -6,40 +6,32 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BaseModel, Field, FiniteFloat, model_validator
+from pydantic import BaseModel, FailFast, Field, FiniteFloat, StringConstraints, model_validator
 from typing_extensions import Self
 
 from ...errors import InputError
 from ...reranker import check_limits
 from ..backend import Description
 from ..refusals import DocumentError, RefusedError, document_errors
-from .common import Query, QueryObject, Question, ScaledRequest, Scores, TextObject, Usage, few_wrong, is_text
+from .common import Query, QueryObject, Question, ScaledRequest, Scores, TextObject, Usage
 
 SEARCH_UNIT = 100
 """Documents that Cohere bills as one search; nothing is billed here, but its clients read the number."""
 
-MOST_FIELDS, LONGEST_FIELD = 100, 200
-"""Fields to read of each document, and characters of a field's name: they stand in errors about each document."""
+MOST_FIELDS = 100
+"""Fields to read of each document; their number and length are limited because errors about each document name them."""
 
-
-def _is_text_or_object(entry: Any) -> bool:
-    return isinstance(entry, (str, dict))
-
-
-def _is_short(name: str) -> str:
-    if len(name) > LONGEST_FIELD:
-        raise ValueError(f"a field's name may have {LONGEST_FIELD} characters")
-    return name
+FieldName = Annotated[Query, StringConstraints(max_length=200)]
 
 
 class RerankRequest(ScaledRequest):
     """As Cohere, Jina, vLLM, Infinity, Xinference and SiliconFlow take it."""
 
     query: Query | QueryObject
-    documents: Annotated[list[str | dict[str, Any]], few_wrong(_is_text_or_object)] = Field(
+    documents: Annotated[list[str | dict[str, Any]], FailFast()] = Field(
         description='Strings, or objects with a "text", or with the fields that rank_fields names.'
     )
-    rank_fields: Annotated[list[Annotated[Query, AfterValidator(_is_short)]] | None, few_wrong(is_text)] = Field(
+    rank_fields: list[FieldName] | None = Field(
         default=None, max_length=MOST_FIELDS, description="Fields to read of objects, in this order (Cohere v1)."
     )
     top_n: int | None = Field(default=None, ge=0, description="Answer with at most so many documents; 0 for all.")
@@ -50,38 +42,20 @@ class RerankRequest(ScaledRequest):
         "null for none. Without it the service's setting applies.",
     )
     min_docs: int | None = Field(default=None, ge=0, description="The best so many stay, even below the threshold.")
-    partial: bool | None = Field(
-        default=None, description="If documents cannot be scored, answer with the others and name those in errors."
-    )
+    partial: bool | None = Field(default=None, description="Answer without documents that fail; they are in errors.")
 
     @model_validator(mode="after")
     def _limits_make_sense(self) -> Self:
         check_limits(None, self.top_n or None, self.min_docs or 0)
         return self
 
-    @property
-    def wants_partial(self) -> bool:  # noqa: D102 - inherited
-        return bool(self.partial)
-
-    @property
-    def count(self) -> int:  # noqa: D102
-        return len(self.documents)
-
-    def asked(self) -> Question:  # noqa: D102
+    def asked(self) -> Question:  # noqa: D102 - inherited
         query = self.query if isinstance(self.query, str) else self.query.text
         texts, faults = texts_of(self.documents, self.rank_fields)
         return self.question([query] * len(texts), texts, faults)
 
     def cutoff(self, model: Description, drop: bool) -> float | None:
-        """Documents must score above this; None if all stay.
-
-        Args:
-            model: What scores.
-            drop: Whether the service leaves irrelevant documents out by itself.
-
-        Raises:
-            RefusedError: The native threshold of a model that has none.
-        """
+        """Documents must score above this; None if all stay. ``drop`` is what the service does by itself."""
         chosen = self.threshold if "threshold" in self.model_fields_set else "native" if drop else None
         if chosen != "native":
             return chosen
@@ -90,12 +64,7 @@ class RerankRequest(ScaledRequest):
         return model.threshold
 
     def answer(self, scores: Scores, cutoff: float | None = None) -> RerankResponse:
-        """Rows best first.
-
-        Args:
-            scores: Of all documents.
-            cutoff: Rows must score above this; None if all stay.
-        """
+        """Rows best first, that score above ``cutoff`` if there is one."""
         rows = []
         for document in scores.ranked(cutoff, top_n=self.top_n or None, min_docs=self.min_docs or 0).kept:
             row = RerankedDocument(
@@ -108,14 +77,11 @@ class RerankRequest(ScaledRequest):
             rows.append(row)
         units = math.ceil(len(scores.outcomes) / SEARCH_UNIT)
         response = RerankResponse(
-            id=scores.id,
             object="rerank",
-            created=scores.created,
-            model=scores.model.name,
             results=rows,
             meta={"api_version": {"version": "2"}, "billed_units": {"search_units": units}},
-            usage=scores.usage,
             threshold=scores.model.threshold,
+            **scores.heading,
         )
         if scores.faults:
             response.errors = document_errors(scores.faults)
@@ -125,14 +91,9 @@ class RerankRequest(ScaledRequest):
 def texts_of(
     documents: Sequence[str | Mapping[str, Any]], fields: Sequence[str] | None = None
 ) -> tuple[list[str], dict[int, str]]:
-    r"""What is to be read of each document.
+    r"""The text of each document, and what is wrong with those that have none.
 
-    Args:
-        documents: Strings or objects.
-        fields: Names of the objects' fields to read, each once, one a line; ``text`` if None.
-
-    Returns:
-        A text a document, and what is wrong with those that have none.
+    Of objects, ``fields`` are read, each once, one a line; ``text`` if it is None.
 
     >>> texts_of(["one", {"text": "two"}, {"title": "three", "year": 3}], ["title", "year", "text"])
     (['one', 'two', 'three\n3'], {})

@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, AliasChoices, BaseModel, BeforeValidator, ConfigDict, Field, field_validator
+from pydantic import AfterValidator, AliasChoices, BaseModel, ConfigDict, Field, PositiveInt
 
 from ...reranker import Pair, RankResult, Scored, choose
 from ..backend import Description, Outcome
-
-MOST_NAMED = 100
-"""Entries of a wrong type that an error names one by one."""
 
 _BROKEN = "holds half of a surrogate pair, which is no character."
 
@@ -39,43 +36,16 @@ Query = Annotated[str, AfterValidator(_is_unicode)]
 """Text that can be encoded."""
 
 
-def few_wrong(right: Callable[[Any], bool]) -> BeforeValidator:
-    """Refuse a list with many entries that are not right as a whole: an error for each could fill the memory."""
-
-    def check(value: Any) -> Any:
-        wrong = 0 if not isinstance(value, list) else sum(not right(entry) for entry in value)
-        if wrong > MOST_NAMED:
-            raise ValueError(f"{wrong:,} of {len(value):,} entries are of a wrong type")
-        return value
-
-    return BeforeValidator(check)
-
-
-def is_text(entry: Any) -> bool:
-    """Whether it is a string."""
-    return isinstance(entry, str)
-
-
 @dataclass(frozen=True)
 class Question:
-    """What a request asks to be scored, whatever client sent it.
-
-    Attributes:
-        pairs: In the request's order.
-        faults: What is wrong with pairs that cannot be scored, by their position.
-        may_be_cut: Whether long documents may be cut; None if the request does not say.
-    """
+    """What a request asks to be scored, whatever client sent it."""
 
     pairs: list[Pair]
-    faults: dict[int, str] = field(default_factory=dict)
-    may_be_cut: bool | None = None
+    faults: dict[int, str] = field(default_factory=dict)  # what is wrong with pairs that cannot be scored, by position
+    may_be_cut: bool | None = None  # whether long documents may be; None if the request does not tell
 
     def bounded(self, most: int | None) -> Question:
-        """The same under a service's limit of tokens: a longer document is refused, unless the request wants it cut.
-
-        Args:
-            most: Tokens of a document; None for no limit.
-        """
+        """The same with at most so many tokens a document: longer ones are refused, unless the request wants a cut."""
         if most is None:
             return self
         within = all(pair.max_tokens is not None and pair.max_tokens <= most for pair in self.pairs)
@@ -96,11 +66,7 @@ class Question:
         ]
 
     def complaints(self, outcomes: Sequence[Outcome]) -> tuple[dict[int, str], int]:
-        """What is wrong with which document, and the HTTP status that a request deserves for it.
-
-        Args:
-            outcomes: One a pair.
-        """
+        """What is wrong with which document, and the HTTP status that a request deserves for it."""
         wrong, cut = {}, {}
         for place, (pair, outcome) in enumerate(zip(self.pairs, outcomes, strict=True)):
             if outcome.score is None:
@@ -138,31 +104,26 @@ class Usage(BaseModel):
 
 @dataclass(frozen=True)
 class Scores:
-    """A question with its outcomes, and what else stands in answers.
-
-    Attributes:
-        question: What was asked.
-        outcomes: One a pair.
-        model: What scored them.
-        normalised: Answer with scores between 0 and 1.
-        faults: Pairs that are left out, and why.
-        id: Of the request.
-        created: When, in seconds since 1970.
-    """
+    """A question with its outcomes, one a pair, and what else stands in answers."""
 
     question: Question
     outcomes: Sequence[Outcome]
     model: Description
     normalised: bool = False
-    faults: Mapping[int, str] = field(default_factory=dict)
+    faults: Mapping[int, str] = field(default_factory=dict)  # pairs that are left out, and why
     id: str = ""
-    created: int = 0
+    created: int = 0  # in seconds since 1970
 
     @property
     def usage(self) -> Usage:
         """Tokens of all outcomes."""
         tokens = sum(outcome.tokens for outcome in self.outcomes)
         return Usage(prompt_tokens=tokens, total_tokens=tokens)
+
+    @property
+    def heading(self) -> dict[str, Any]:
+        """Fields that the answers of Cohere and vLLM share."""
+        return {"id": self.id, "created": self.created, "model": self.model.name, "usage": self.usage}
 
     @cached_property
     def places(self) -> list[int]:
@@ -207,44 +168,16 @@ class ScoringRequest(Strict, ABC):
     """A request for scores, with the options that every one may have."""
 
     model: Any = Field(default=None, description="Whatever it is: there is one model, and the answer names it.")
-    max_tokens_per_doc: int | None = Field(
-        default=None, ge=1, description="Read at most so many tokens of each document."
-    )
+    max_tokens_per_doc: int | None = Field(default=None, ge=1, description="Read at most so many tokens of each.")
     truncate: bool | Literal["NONE", "END"] | None = Field(
         default=None, description="False or NONE: a document that is too long is an error instead of being cut."
     )
-    truncate_prompt_tokens: int | None = Field(
-        default=None, ge=-1, description="As max_tokens_per_doc; -1 for what the model reads."
-    )
-    truncation_direction: Literal["Right", "right", "Left", "left"] | None = Field(
+    truncate_prompt_tokens: Literal[-1] | PositiveInt | None = Field(default=None, description="Likewise; -1: all.")
+    truncation_direction: Literal["Right", "right"] | None = Field(
         default=None,
         validation_alias=AliasChoices("truncation_direction", "truncation_side"),
-        description="Right: documents are cut at their end and nowhere else.",
+        description="Documents are cut at their end and nowhere else.",
     )
-
-    @field_validator("truncation_direction")
-    @classmethod
-    def _only_the_end_is_cut(cls, value: str | None) -> str | None:
-        if value in ("Left", "left"):
-            raise ValueError("documents are cut at their end only, not on the left")
-        return value
-
-    @field_validator("truncate_prompt_tokens")
-    @classmethod
-    def _nothing_is_no_document(cls, value: int | None) -> int | None:
-        if value == 0:
-            raise ValueError("must be at least 1, or -1 for what the model reads")
-        return value
-
-    @property
-    def wants_partial(self) -> bool:
-        """Whether documents without a score may be left out, and named."""
-        return False
-
-    @property
-    @abstractmethod
-    def count(self) -> int:
-        """How many documents there are to score."""
 
     @abstractmethod
     def asked(self) -> Question:

@@ -1,0 +1,141 @@
+"""Queries and documents as clients of TEI, vLLM and NVIDIA send them: everything that was sent is in the answer."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import AliasChoices, BaseModel, BeforeValidator, FailFast, Field, model_validator
+from typing_extensions import Self
+
+from .common import Query, QueryObject, Question, ScaledRequest, Scores, ScoringRequest, TextObject, Usage
+
+OneOrMore = BeforeValidator(
+    lambda texts: [texts] if isinstance(texts, str) else texts, json_schema_input_type=str | list[str]
+)
+"""Lets a single text stand for a list of one."""
+
+
+class TextsRequest(ScaledRequest):
+    """As TEI (text-embeddings-inference) takes it."""
+
+    query: Query
+    texts: Annotated[list[str], FailFast()]
+    return_text: bool | None = Field(default=None, description="Answer with the texts.")
+
+    def asked(self) -> Question:  # noqa: D102 - inherited
+        return self.question([self.query] * len(self.texts), self.texts)
+
+    def answer(self, scores: Scores) -> list[TextScore]:
+        """Every text, best first."""
+        rows = []
+        for document in scores.ranked().kept:
+            row = TextScore(index=document.index, score=scores.shown(document.score))
+            if self.return_text:
+                row.text = document.text
+            rows.append(row)
+        return rows
+
+
+class TextScore(BaseModel):
+    """One row of TEI's answer."""
+
+    index: int
+    score: float
+    text: str | None = None
+
+
+class ScoreRequest(ScaledRequest):
+    """As vLLM takes it: one query and any number of documents, or as many queries as documents."""
+
+    text_1: Annotated[list[Query], FailFast(), OneOrMore] = Field(
+        validation_alias=AliasChoices("text_1", "queries", "data_1"), description="Queries. Or as queries, data_1."
+    )
+    text_2: Annotated[list[str], FailFast(), OneOrMore] = Field(
+        validation_alias=AliasChoices("text_2", "documents", "items", "data_2"),
+        description="Documents. Or as documents, items, data_2.",
+    )
+
+    @model_validator(mode="after")
+    def _one_query_or_one_each(self) -> Self:
+        queries, documents = len(self.text_1), len(self.text_2)
+        if queries not in (1, documents):
+            raise ValueError(f"{queries} queries and {documents} documents: give one query, or one for each document")
+        return self
+
+    def asked(self) -> Question:  # noqa: D102 - inherited
+        queries = self.text_1 * len(self.text_2) if len(self.text_1) == 1 else self.text_1
+        return self.question(queries, self.text_2)
+
+    def answer(self, scores: Scores) -> ScoreResponse:
+        """Every pair, in input order."""
+        rows = [
+            ScoreRow(index=index, object="score", score=scores.shown(found.score), truncated=found.truncated)
+            for index, found in enumerate(scores.scored)
+        ]
+        return ScoreResponse(object="list", data=rows, **scores.heading)
+
+
+class ScoreRow(BaseModel):
+    """One row of vLLM's answer."""
+
+    index: int
+    object: Literal["score"] = "score"
+    score: float
+    truncated: bool
+
+
+class ScoreResponse(BaseModel):
+    """vLLM's answer, in input order."""
+
+    id: str
+    object: Literal["list"] = "list"
+    created: int
+    model: str
+    data: list[ScoreRow]
+    usage: Usage
+
+
+class RankingRequest(ScoringRequest):
+    """As NVIDIA's ranking services take it."""
+
+    query: QueryObject
+    passages: Annotated[list[TextObject], FailFast()]
+
+    def asked(self) -> Question:  # noqa: D102 - inherited
+        return self.question([self.query.text] * len(self.passages), [passage.text for passage in self.passages])
+
+    def answer(self, scores: Scores) -> RankingResponse:
+        """Every passage, best first, with its raw score."""
+        rows = [Ranking(index=d.index, logit=d.score, truncated=d.truncated) for d in scores.ranked().kept]
+        return RankingResponse(rankings=rows, usage=scores.usage)
+
+
+class Ranking(BaseModel):
+    """One row of NVIDIA's answer."""
+
+    index: int
+    logit: float
+    truncated: bool
+
+
+class RankingResponse(BaseModel):
+    """NVIDIA's answer, best first."""
+
+    rankings: list[Ranking]
+    usage: Usage
+
+
+class ModelCard(BaseModel):
+    """One model, as OpenAI and NVIDIA list it."""
+
+    id: str
+    object: Literal["model"] = "model"
+    created: int
+    owned_by: str = "rsrank-rag"
+
+
+class ModelList(BaseModel):
+    """All models: one."""
+
+    object: Literal["list"] = "list"
+    data: list[ModelCard]
