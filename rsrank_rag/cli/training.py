@@ -50,7 +50,7 @@ def _training(
 
 def _plan(run: TrainingRun) -> None:
     recipe: Recipe = run.recipe
-    sources = ", ".join(part.label for part in recipe.data)
+    sources = ", ".join(part.title for part in recipe.data)
     screen.print(f"recipe       {recipe.name}: {recipe.model.name}, {recipe.method}\ndata         {sources}")
     screen.print(str(run.estimate()))
 

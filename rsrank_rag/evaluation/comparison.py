@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -14,7 +13,6 @@ from pydantic import BaseModel, ConfigDict
 from .. import __version__
 from .calibration import (
     Selection,
-    equal_budgets,
     f1_gaps,
     select_above,
     select_top_at_budget,
@@ -55,7 +53,6 @@ class QueryResult(_Record):
     id: str
     scores: tuple[float, ...]
     kept: int
-    seconds: float | None
     metrics: dict[str, float]
 
     @property
@@ -73,30 +70,12 @@ class Spending(_Record):
     f1: Estimate
 
 
-class BudgetRow(_Record):
-    """Top-k and one threshold for all queries that keeps as many documents; the difference is threshold minus top-k."""
-
-    k: int
-    top_k: Spending
-    threshold: Spending
-    f1_difference: Estimate
-
-
 class SelectionResult(_Record):
-    """The threshold in use, native or not, top-k with the same mean number of documents, the difference; each k."""
+    """The threshold in use, top-k with the same mean number of documents, and the difference."""
 
     natural: Spending
     top_k: Spending
     f1_difference: Estimate
-    budgets: tuple[BudgetRow, ...]
-
-
-class Latency(_Record):
-    """Seconds a query."""
-
-    mean: Estimate
-    median: float
-    p90: float
 
 
 class SetResult(_Record):
@@ -111,7 +90,6 @@ class SetResult(_Record):
         gap_above: Limit -> share of queries that lose more.
         t_test: Each query's best F1 against its F1 at the set's best threshold.
         selection: Thresholds against top-k.
-        latency: None where times were not measured.
         queries: Query by query.
     """
 
@@ -123,7 +101,6 @@ class SetResult(_Record):
     gap_above: dict[str, float]
     t_test: PairedTest
     selection: SelectionResult
-    latency: Latency | None
     queries: tuple[QueryResult, ...]
 
 
@@ -138,7 +115,6 @@ class SystemResult(_Record):
         bias: Of the sets' best thresholds (`calibration.threshold_stability`).
         variance: Of the sets' best thresholds.
         metrics: Means over sets.
-        latency: Over the queries of all sets.
         sets: Set by set.
     """
 
@@ -149,7 +125,6 @@ class SystemResult(_Record):
     bias: float
     variance: float
     metrics: dict[str, Estimate]
-    latency: Latency | None
     sets: dict[str, SetResult]
 
     @property
@@ -254,7 +229,6 @@ def _system(system: Measured, sets: Mapping[str, Sequence[LabelledQuery]], estim
             gap_above={f"{limit:g}": share_above(gaps, limit) for limit in GAP_LIMITS},
             t_test=paired_t_test(own, best),
             selection=_selection(queries, system.threshold, estimate),
-            latency=_latency([[row.seconds for row in rows]], estimate),
             queries=rows,
         )
     return SystemResult(
@@ -265,7 +239,6 @@ def _system(system: Measured, sets: Mapping[str, Sequence[LabelledQuery]], estim
         bias=stability.bias,
         variance=stability.variance,
         metrics={metric: estimate(*_values(results, metric)) for metric in METRICS},
-        latency=_latency([[row.seconds for row in result.queries] for result in results.values()], estimate),
         sets=results,
     )
 
@@ -278,7 +251,6 @@ def _rows(labelled: Sequence[LabelledQuery], queries: Sequence[ScoredQuery], tau
             id=label.id,
             scores=tuple(query.scores),
             kept=sum(score > tau for score in query.scores),
-            seconds=query.seconds,
             metrics={
                 **{name: values[number] for name, values in ranking.items()},
                 "f1@tau": f1_at(query, tau),
@@ -299,35 +271,12 @@ def _selection(queries: Sequence[ScoredQuery], threshold: float, estimate: _Esti
             f1=estimate(selection.f1),
         )
 
-    def difference(first: Selection, second: Selection) -> Estimate:
-        return estimate(paired_differences(first.f1, second.f1))
-
     natural = select_above(queries, threshold)
     top = select_top_at_budget(queries, natural.budget)
     return SelectionResult(
         natural=spending(natural),
         top_k=spending(top),
-        f1_difference=difference(natural, top),
-        budgets=tuple(
-            BudgetRow(
-                k=row.k,
-                top_k=spending(row.top_k),
-                threshold=spending(row.threshold),
-                f1_difference=difference(row.threshold, row.top_k),
-            )
-            for row in equal_budgets(queries)
-        ),
-    )
-
-
-def _latency(sets: Sequence[Sequence[float | None]], estimate: _Estimator) -> Latency | None:
-    """None if any query was not timed."""
-    times = [seconds for queries in sets for seconds in queries if seconds is not None]
-    if len(times) < sum(map(len, sets)) or not times:
-        return None
-    ordered = sorted(times)
-    return Latency(
-        mean=estimate(times), median=statistics.median(times), p90=ordered[min(int(0.9 * len(times)), len(times) - 1)]
+        f1_difference=estimate(paired_differences(natural.f1, top.f1)),
     )
 
 

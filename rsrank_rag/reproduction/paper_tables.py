@@ -69,9 +69,7 @@ def main_table(sets: Sequence[str], measured: Sequence[Measured]) -> str:
     A system that lacks a set has no average. The best of a column and what is within a point of it are bold.
     """
     records = {
-        system.name: {
-            label: summarise(label, rows, threshold=system.threshold).as_dict() for label, rows in system.scored.items()
-        }
+        system.name: {label: summarise(rows, threshold=system.threshold) for label, rows in system.scored.items()}
         for system in measured
     }
     text = [
@@ -81,7 +79,7 @@ def main_table(sets: Sequence[str], measured: Sequence[Measured]) -> str:
     for metric, title in _METRICS.items():
         rows = {}
         for name, by_set in records.items():
-            values = [float(by_set[label][metric]) if label in by_set else None for label in sets]
+            values = [by_set[label][metric] if label in by_set else None for label in sets]
             known = [value for value in values if value is not None]
             rows[name] = [*values, sum(known) / len(known) if len(known) == len(sets) else None]
         text.append(f"**{title}**\n\n" + grid(["system", *sets, "Avg"], _bold(rows)))

@@ -104,7 +104,7 @@ class TrainingRun:
     @cached_property
     def evaluation(self) -> dict[str, list[LabelledQuery]]:
         """The recipe's evaluation sets, by name."""
-        return {part.label: part.load(self.recipe.fit.seed) for part in self.recipe.evaluation}
+        return {part.title: part.load(self.recipe.fit.seed) for part in self.recipe.evaluation}
 
     def estimate(self) -> Estimate:
         """Disk, memory and time, without loading the language model's weights."""
@@ -207,7 +207,7 @@ class TrainingRun:
         extractor = FeatureExtractor(self.reading.reader(core, prompts, layers), part, token_budget=budget)
         heads, width = self.reading.shape(core)
         plan = plan_features(self.queries, prompts, part, len(layers) * heads * width)
-        sources = [source.label for source in self.recipe.data]
+        sources = [source.title for source in self.recipe.data]
         wanted = spec_for(extractor, self.queries, plan, spec, self.reading, sources=sources)
         store = FeatureStore.create(self.output / "features", wanted, plan.bytes)
         if store.missing():
@@ -302,8 +302,7 @@ class TrainingRun:
         recipe = self.recipe
         metrics = {}
         for label, rows in found.items():
-            record = summarise(label, rows).as_dict()
-            metrics[label] = {name.replace("@tau", "@0"): float(v) for name, v in record.items() if name != "dataset"}
+            metrics[label] = {name.replace("@tau", "@0"): float(v) for name, v in summarise(rows).items()}
         _dump(self.output / "metrics.json", metrics)
         settings: dict[str, Any] = {"method": recipe.method, "projection_dim": recipe.fit.projection_dim}
         notes = f"Made by the recipe {recipe.name!r}."
