@@ -29,7 +29,7 @@ from rsrank_rag.method.template import PromptTokenizer
 from rsrank_rag.training.fit import fit, scored, split
 from rsrank_rag.training.recipe import Recipe
 from rsrank_rag.training.run import TrainingRun
-from rsrank_rag.training.store import FeatureSource, QueryFeatures, Resident, Subset
+from rsrank_rag.training.store import FeatureSource, QueryFeatures, Subset, resident
 
 
 class FirstLayers:
@@ -102,7 +102,7 @@ def main() -> None:
         run(chosen.dev, "dev"),
     )
     store = training.extract()
-    train, dev, layers = Resident(store), Resident(held.extract()), store.spec.layers
+    train, dev, layers = resident(store, "cpu"), resident(held.extract(), "cpu"), store.spec.layers
     heads, width = store.spec.backbone.num_heads, store.spec.backbone.head_dim
     recipe, sample = training.recipe, held.queries[:5]
     whole, parameters = flops(recipe, sample, None)

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 from ..adapters.systems import parse
 from ..errors import InputError
 from ..evaluation.hub_datasets import Split
 from ..evaluation.negatives import Negatives
-from ..language_model.options import LoadOptions, Weights
-from ..training.recipe import DataPart, read_toml, validated, with_weights
+from ..language_model.options import LoadOptions, LoadSettings, Weights
+from ..training.recipe import DataPart, read_toml, validated
 from .ablations import chosen
 from .paper_tables import TABLES, Table
 
@@ -33,7 +33,7 @@ class SetPart(DataPart):
     split: Split = "test"
 
 
-class SystemPart(BaseModel):
+class SystemPart(LoadSettings):
     """A system by its name (`systems.KINDS`), and how to load it where that differs from the command line."""
 
     model_config = STRICT
@@ -42,14 +42,7 @@ class SystemPart(BaseModel):
     label: str | None = None
     revision: str | None = None
     threshold: float | None = Field(default=None, description="None for its native one, else the best over all sets.")
-    dtype: str | None = None
-    weights: Weights | None = None
-    trust_remote_code: bool = False
-
-    @model_validator(mode="before")
-    @classmethod
-    def _flags(cls, values: Any) -> Any:
-        return with_weights(values)
+    weights: Weights | None = Field(default=None, description="The same as load_in_8bit = true and the like.")
 
     @property
     def title(self) -> str:
@@ -57,13 +50,10 @@ class SystemPart(BaseModel):
         return self.label or self.name
 
     def options(self, given: LoadOptions) -> LoadOptions:
-        """How to load it."""
-        return replace(
-            given,
-            dtype=self.dtype or given.dtype,
-            weights=self.weights or given.weights,
-            trust_remote_code=self.trust_remote_code or given.trust_remote_code,
-        )
+        """How to load it: what is set here, and the rest as given."""
+        own = self.load_options(weights=self.weights)
+        changed = {part.name: value for part in fields(own) if (value := getattr(own, part.name))}
+        return replace(given, **changed)
 
 
 def _several(value: Any) -> Any:

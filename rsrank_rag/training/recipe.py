@@ -18,7 +18,7 @@ from ..errors import BackboneError, InputError
 from ..evaluation.datasets import LabelledQuery, dataset_name, read_labelled
 from ..evaluation.hub_datasets import Granularity, Split, load_named
 from ..evaluation.negatives import Negatives, replace_negatives
-from ..language_model.options import FLAGS, LoadOptions, Weights
+from ..language_model.options import LoadOptions, LoadSettings, Weights
 from ..method.template import Template
 from .fit import FitOptions
 
@@ -35,40 +35,15 @@ SHIPPED = Path(__file__).parent / "recipes"
 _STRICT = ConfigDict(extra="forbid", frozen=True)
 
 
-def with_weights(values: Any) -> Any:
-    """Settings with ``weights`` in place of flags such as ``load_in_8bit``.
-
-    Raises:
-        ValueError: Two of them at once.
-    """
-    if not isinstance(values, dict) or not values.keys() & FLAGS.keys():
-        return values
-    rest = {name: value for name, value in values.items() if name not in FLAGS}
-    asked = [weights for flag, weights in FLAGS.items() if values.get(flag)]
-    asked += [rest["weights"]] if rest.get("weights") else []
-    if len(set(asked)) > 1:
-        raise ValueError(f"weights can be only one of {', '.join(asked)}")
-    return {**rest, "weights": asked[0] if asked else None}
-
-
-class ModelPart(BaseModel):
+class ModelPart(LoadSettings):
     """The language model, and how to load it."""
 
     model_config = _STRICT
 
     name: str
     revision: str | None = None
-    device: str | None = None
-    dtype: str | None = None
-    weights: Weights | None = None
+    weights: Weights | None = Field(default=None, description="The same as load_in_8bit = true and the like.")
     max_length: int | None = Field(default=None, gt=0)
-    local_files_only: bool = False
-
-    @model_validator(mode="before")
-    @classmethod
-    def _flags(cls, values: Any) -> Any:
-        """``load_in_8bit = true`` and the like, as transformers calls them, are entries too."""
-        return with_weights(values)
 
     @property
     def source(self) -> str:
@@ -76,13 +51,12 @@ class ModelPart(BaseModel):
         return str(hub.BUILTIN / self.name / INSIDE) if self.name in hub.builtin_names() else self.name
 
     def options(self) -> LoadOptions:
-        """For `load_model`."""
-        return LoadOptions(
-            device=self.device,
-            dtype=self.dtype,
-            weights=self.weights,
-            local_files_only=self.local_files_only,
-        )
+        """For `load_model`.
+
+        Raises:
+            InputError: Two kinds of weights.
+        """
+        return self.load_options(weights=self.weights)
 
 
 class DataPart(BaseModel):

@@ -8,7 +8,6 @@ from __future__ import annotations
 import hashlib
 import importlib.util
 import json
-import math
 import os
 import shutil
 import time
@@ -22,7 +21,7 @@ import torch
 from tqdm.auto import tqdm
 
 from ..artifact import hub
-from ..artifact.config import INSIDE, BackboneSpec, Histogram, RSRankConfig, TrainingRecord
+from ..artifact.config import INSIDE, BackboneSpec, RSRankConfig, TrainingRecord
 from ..artifact.identity import describe
 from ..errors import InputError, TrainingError
 from ..evaluation import plots
@@ -298,7 +297,7 @@ class TrainingRun:
         return found
 
     def _recorded(self, config: RSRankConfig, found: dict[str, list[ScoredQuery]]) -> RSRankConfig:
-        """The config with metrics and a histogram of scored sets."""
+        """The config with metrics of scored sets."""
         recipe = self.recipe
         metrics = {}
         for label, rows in found.items():
@@ -316,7 +315,6 @@ class TrainingRun:
             seed=recipe.fit.seed,
             metrics=metrics,
             settings=settings,
-            histogram=histogram_of([row for rows in found.values() for row in rows]),
             notes=notes,
         )
         return config.model_copy(update={"training": training})
@@ -324,24 +322,6 @@ class TrainingRun:
     def _draw(self, figure: Callable[[], Figure], name: str) -> None:
         if importlib.util.find_spec("matplotlib") is not None:
             plots.save(figure(), self.output / name)
-
-
-def histogram_of(queries: Sequence[ScoredQuery], bins: int = 20) -> Histogram:
-    """Scores of relevant and irrelevant documents in equal bins, one of whose edges is zero."""
-    scores = [score for query in queries for score in query.scores]
-    reach = max((abs(score) for score in scores), default=1.0) or 1.0
-    step = 2 * reach / bins
-    counts = {True: [0] * bins, False: [0] * bins}
-    for query in queries:
-        for score, label in zip(query.scores, query.relevant, strict=True):
-            # (-reach, ...]: a score of exactly 0 is not above zero, so it belongs to the bin below it.
-            place = min(max(math.ceil((score + reach) / step) - 1, 0), bins - 1)
-            counts[bool(label)][place] += 1
-    return Histogram(
-        edges=tuple(-reach + step * i for i in range(bins + 1)),
-        relevant=tuple(counts[True]),
-        irrelevant=tuple(counts[False]),
-    )
 
 
 def _curves(history: Sequence[Epoch], best: int) -> Figure:
