@@ -40,9 +40,7 @@ def threshold_stability(sets: Mapping[str, Sequence[ScoredQuery]], threshold: fl
     The paper gives one bias for six sets and does not say how it joins them. Here each set's absolute offset is taken
     first and then their mean, so that a threshold too high for one set and too low for another does not look right.
 
-    Args:
-        sets: One system's scored queries, by set; at least one.
-        threshold: Its natural threshold, in its own units.
+    `sets`: one system's scored queries, by set; at least one.
 
     >>> found = threshold_stability({"a": [ScoredQuery([0.0, 2.0, 4.0], [False, True, True])]}, threshold=2.0)
     >>> found.best, found.natural, found.bias, found.variance

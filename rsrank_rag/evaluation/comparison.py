@@ -82,15 +82,12 @@ class SetResult(_Record):
     """One system on one set.
 
     Attributes:
-        metrics: Means over queries, by name (`METRICS`).
         tau_best: The threshold with the highest mean F1.
         tau_best_normalised: The same, normalised over all sets of the system.
         score_range: Lowest and highest score, normalised over all sets of the system.
         gap: Mean F1 that sharing the set's best threshold costs a query.
         gap_above: Limit -> share of queries that lose more.
         t_test: Each query's best F1 against its F1 at the set's best threshold.
-        selection: Thresholds against top-k.
-        queries: Query by query.
     """
 
     metrics: dict[str, Estimate]
@@ -108,14 +105,10 @@ class SystemResult(_Record):
     """One system on all sets; means count each set the same.
 
     Attributes:
-        name: Of the system.
         threshold: The one it is used with, in its own units.
         threshold_origin: Where that comes from, such as "native".
         threshold_normalised: The same, normalised over all sets.
         bias: Of the sets' best thresholds (`calibration.threshold_stability`).
-        variance: Of the sets' best thresholds.
-        metrics: Means over sets.
-        sets: Set by set.
     """
 
     name: str
@@ -160,8 +153,6 @@ class Measured:
     """A system's scores.
 
     Attributes:
-        name: Of the system.
-        threshold: The one it is used with.
         origin: Where the threshold comes from, such as "native".
         scored: Set -> scored queries, in the order of the set.
     """
@@ -181,11 +172,7 @@ def compare(
 ) -> Comparison:
     """All metrics of all systems with their intervals, and the paired differences of every two systems.
 
-    Args:
-        systems: Scores; every system has all sets.
-        sets: The labelled queries that were scored, at least one a set.
-        resamples: Bootstrap samples of each interval.
-        seed: Of the resampling.
+    `sets`: the labelled queries that were scored, at least one a set.
 
     Raises:
         MissingDependencyError: ir-measures or scipy is not installed.

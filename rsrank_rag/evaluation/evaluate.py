@@ -28,10 +28,7 @@ System = Reranker | LabelledScorer
 def score_dataset(system: System, queries: Iterable[LabelledQuery], *, titles: bool = True) -> list[ScoredQuery]:
     """Score every query's documents, one query after another.
 
-    Args:
-        system: Any reranker, or a scorer that knows the labels.
-        queries: Labelled queries.
-        titles: Put a document's title, if it has one, in front of its text.
+    `titles`: put a document's title, if it has one, in front of its text.
 
     Raises:
         InputError: A score is not finite; the query is named.
@@ -52,10 +49,6 @@ def _scored(system: System, query: LabelledQuery, titles: bool) -> ScoredQuery:
 
 def summarise(scored: Sequence[ScoredQuery], *, threshold: float = 0.0) -> dict[str, float]:
     """All metrics of one scored set, under the names used in papers and in ``rsrank evaluate --json``.
-
-    Args:
-        scored: Its queries.
-        threshold: The one the system is used with.
 
     Returns:
         Number of ``queries``; ``ndcg@5`` and ``recall@5``; ``f1@tau`` at the threshold, ``f1@best`` at the best single

@@ -80,13 +80,8 @@ def choose(
 
     Documents that share no word with the query are no hard negatives: where BM25 finds too few, random ones follow.
 
-    Args:
-        negatives: Which, and how many.
-        queries: Id, text and the rows of the relevant documents of each.
-        size: Documents in the corpus.
-        read: Texts of some rows, as a reranker reads them.
-        seed: Of everything random. What a query gets depends on no other query.
-        options: How to load the encoder.
+    `queries`: id, text and the rows of the relevant documents of each. `read`: texts of some rows, as a reranker
+    reads them. `seed`: of everything random. What a query gets depends on no other query.
 
     Raises:
         BackboneError: The encoder cannot be loaded.
@@ -140,12 +135,7 @@ def replace_negatives(
 ) -> list[LabelledQuery]:
     """The queries with their relevant documents and other irrelevant ones, from the candidates of all queries.
 
-    Args:
-        queries: Labelled queries, such as those of a file.
-        negatives: Which, and how many.
-        titles: The first stage reads a document's title in front of its text.
-        seed: Of everything random, such as the documents' order.
-        options: How to load the encoder.
+    `titles`: the first stage reads a document's title in front of its text.
 
     Raises:
         BackboneError: The encoder cannot be loaded.

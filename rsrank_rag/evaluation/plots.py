@@ -110,11 +110,7 @@ def score_ranges(
 
 
 def f1_gap_curves(panels: Mapping[str, Mapping[str, Sequence[float]]]) -> Figure:
-    """Share of queries that lose more F1 than x because all queries share one threshold (paper, Fig. 2).
-
-    Args:
-        panels: Set -> system -> F1 gap of each query.
-    """
+    """Share of queries that lose more F1 than x because all queries share one threshold (paper, Fig. 2)."""
     with _panels(panels, 2.5) as (figure, grid):
         for axes, (name, systems) in zip(grid, panels.items(), strict=True):
             for number, (system, gaps) in enumerate(systems.items()):
@@ -136,11 +132,7 @@ def score_histograms(
 ) -> Figure:
     """Scores of relevant and of irrelevant documents; each class adds up to 1, so that few beside many can be seen.
 
-    Args:
-        panels: Set -> scores of the relevant, scores of the irrelevant documents.
-        threshold: The threshold the system is used with.
-        title: Such as the system's name.
-        bins: Number of bins over all sets.
+    `panels`: set -> scores of the relevant, scores of the irrelevant documents.
     """
     everything = [score for pair in panels.values() for scores in pair for score in scores]
     edges = np.histogram_bin_edges([*everything, threshold], bins)
@@ -166,11 +158,7 @@ def learning_curves(
 ) -> Figure:
     """Loss terms and validation F1 over the epochs.
 
-    Args:
-        epochs: Their numbers.
-        terms: Name -> mean over each epoch; the first one is drawn bold.
-        validation_f1: After each epoch.
-        best: The epoch that was chosen.
+    `terms`: name -> mean over each epoch; the first one is drawn bold.
     """
     with _canvas(8.0, 3.6) as figure:
         left, right = figure.subplots(1, 2)
@@ -224,11 +212,7 @@ def shift_map(
 ) -> Figure:
     """Documents as points on a plane, by their shifts before and after B (paper, Fig. 4).
 
-    Args:
-        before: (N, 2), from `shift_map.umap_plane`.
-        after: (N, 2).
-        relevant: N labels.
-        title: Such as the set's name.
+    `before`: (N, 2), from `shift_map.umap_plane`.
     """
     labels = np.asarray(relevant, dtype=bool)
     with _canvas(8.0, 4.1) as figure:

@@ -42,9 +42,7 @@ class Picture:
 
     Attributes:
         section: Where it stands: "thresholds", "gaps", "scores" or "shifts".
-        name: Of its files, without a suffix.
         caption: What it shows; also its text for those who cannot see it.
-        figure: It.
     """
 
     section: str

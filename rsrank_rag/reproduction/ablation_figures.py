@@ -26,19 +26,10 @@ class AblationFigures(BaseModel):
     """One ablation on one set.
 
     Attributes:
-        name: Of the ablation.
-        group: Its table.
-        changes: In words.
         setup: What B was trained on, in words.
-        dataset: The set.
-        queries: In it.
-        train: Queries that B was given.
-        seeds: Runs that were averaged.
-        parameters: Numbers in B.
         metrics: Metric -> mean over queries of the mean over seeds, with its interval over queries.
         spread: Metric -> standard deviation of the seeds' means; 0 for one seed.
         differences: Metric -> paired difference from the unchanged recipe; empty where there is none, or it is that.
-        tau_best: The set's best threshold, mean over seeds.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)

@@ -39,16 +39,10 @@ class AblationRow(BaseModel):
     """What one ablation gave on one set with one seed; per query, so that intervals and differences can be taken.
 
     Attributes:
-        name: Of the ablation.
-        group: Its table.
-        changes: In words.
-        dataset: The set.
-        seed: Of the training.
         train: Queries that B was given.
         parameters: Numbers in B.
         metrics: Metric -> one number a query: ``recall@5``, ``ndcg@5``, ``p@5``, ``f1@5`` (of the best five), ``f1@0``
             and ``f1@best`` (at the set's best threshold).
-        tau_best: The set's best threshold.
         seconds: The run took, features included where they were not there yet.
     """
 
@@ -88,14 +82,11 @@ class Ablations:
     """Runs ablations of a recipe one after another.
 
     Attributes:
-        config: The recipe: a shipped name or a TOML file.
-        output: Folder for features, checkpoints and results.
         settings: Entries that are changed for all of them, as after ``--set``.
         train: What B learns from; empty for the recipe's data.
         evaluation: What it is measured on; empty for the recipe's evaluation sets.
         seeds: Of the training: of B's first numbers, the order of queries and which of them choose the epoch.
         say: Told what is going on.
-        progress: Show progress bars.
     """
 
     config: str

@@ -30,12 +30,7 @@ def closed_form(
     - ``separation``: ridge regression of relevant shifts to 1 and irrelevant ones to 0.
     - ``combined``: the least response to irrelevant shifts among those with B mu = 1.
 
-    Args:
-        features: Labelled features.
-        layers: Their backbone layers.
-        method: Which.
-        projection_dim: P.
-        ridge: Added to the diagonal, as a share of its mean.
+    `ridge`: added to the diagonal, as a share of its mean.
 
     Raises:
         InputError: No such method.

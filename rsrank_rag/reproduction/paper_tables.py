@@ -39,14 +39,8 @@ def page(
 ) -> str:
     """All tables that were asked for and can be filled.
 
-    Args:
-        name: Of the configuration.
-        tables: Which.
-        sets: Names of the sets, in order.
-        measured: Systems, also those that lack a set.
-        found: Of the systems that have all sets.
-        ablations: Their tables.
-        stages: Rows of ``benchmarks.latency --paper``.
+    `measured`: systems, also those that lack a set. `found`: of the systems that have all sets. `stages`: rows of
+    ``benchmarks.latency --paper``.
     """
     makers: dict[Table, Callable[[], str]] = {
         "main": lambda: main_table(sets, measured),

@@ -39,8 +39,6 @@ class Outcome:
     Attributes:
         measured: Systems with their scores by set; a set that failed is not among them.
         comparison: Of the systems that have all sets; None where there is none.
-        failures: What could not be done, and the error.
-        tables: The page of tables.
     """
 
     measured: list[Measured] = field(default_factory=list)

@@ -49,10 +49,7 @@ def shift_vectors(ranker: RSRank, queries: Sequence[LabelledQuery], *, titles: b
     Directions and not lengths, on both sides of B: the score knows nothing else, and the last layers' values are so
     much longer that they would hide the others. Documents without tokens, which shift nothing, are left out.
 
-    Args:
-        ranker: Whose backbone and B.
-        queries: Labelled queries; their documents' vectors take 4 * L * H * (D + P) bytes each.
-        titles: Put a document's title, if it has one, in front of its text.
+    `queries`: labelled queries; their documents' vectors take 4 * L * H * (D + P) bytes each.
 
     Raises:
         InputError: A query is empty or too long.
@@ -88,10 +85,8 @@ def shift_vectors(ranker: RSRank, queries: Sequence[LabelledQuery], *, titles: b
 def umap_plane(vectors: np.ndarray, *, neighbours: int = 15, seed: int = 0) -> np.ndarray:
     """Lay vectors out on a plane so that neighbours (by cosine) stay together (umap-learn, repeatable).
 
-    Args:
-        vectors: (N, F) with N at least `FEWEST`.
-        neighbours: How many neighbours of each vector to keep together; fewer where there are not so many vectors.
-        seed: Of the layout.
+    `vectors`: (N, F) with N at least `FEWEST`. `neighbours`: how many neighbours of each vector to keep together;
+    fewer where there are not so many vectors.
 
     Returns:
         (N, 2). Distances between groups and the axes themselves mean nothing.
@@ -134,12 +129,7 @@ def shift_pictures(
 
     None for a system that is no `RSRank`, nor for a set of fewer documents than UMAP can lay out.
 
-    Args:
-        name: Of the system.
-        system: It.
-        sets: Labelled queries.
-        titles: Put a document's title, if it has one, in front of its text.
-        queries: Only the first ones of each set.
+    `queries`: only the first ones of each set.
 
     Raises:
         MissingDependencyError: matplotlib or umap-learn is not installed.

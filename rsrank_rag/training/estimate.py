@@ -31,13 +31,10 @@ class Estimate:
     """What a recipe will take.
 
     Attributes:
-        plan: Tokens, rows and bytes of the features.
         evaluation_tokens: Tokens that the language model reads for the evaluation.
         weight_bytes: Of the language model in memory.
         flops: Of the language model's pass.
         flops_per_second: Half of what a large matrix product reached here just now.
-        parameters: Numbers in B.
-        epochs: At most.
         rows_per_second: Rows of features that B was trained on here just now.
         memory: Bytes that features may take to be kept in memory.
     """
@@ -87,11 +84,6 @@ class Estimate:
 
 def estimate(recipe: Recipe, queries: list[LabelledQuery], evaluation: list[LabelledQuery]) -> Estimate:
     """Disk, memory and time, without loading the language model's weights.
-
-    Args:
-        recipe: What is to be made.
-        queries: Its queries.
-        evaluation: Those of all its evaluation sets.
 
     Raises:
         BackboneError: There is no such language model.

@@ -93,10 +93,8 @@ class DataPart(BaseModel):
     def load(self, seed: int, *, options: LoadOptions | None = None, titles: bool = True) -> list[LabelledQuery]:
         """Read it.
 
-        Args:
-            seed: Of everything random.
-            options: How to load the bi-encoder of dense negatives.
-            titles: The first stage of hard negatives reads a file's titles in front of the texts.
+        `options`: how to load the bi-encoder of dense negatives. `titles`: the first stage of hard negatives
+        reads a file's titles in front of the texts.
 
         Raises:
             RSRankError: It cannot be loaded.

@@ -52,9 +52,7 @@ class Result:
     """What a recipe made.
 
     Attributes:
-        artifact: Folder of the artifact.
         metrics: Dataset -> metric -> value.
-        samples: Rows of the sample-efficiency table, if asked for.
     """
 
     artifact: Path
@@ -67,12 +65,7 @@ class TrainingRun:
     """Runs a recipe step by step.
 
     Attributes:
-        recipe: What to make.
-        output: Where to leave it.
-        say: Told what is going on.
-        progress: Show progress bars.
         closed_form: Finds B for recipes whose method is none by gradient.
-        reading: What is read of the language model.
     """
 
     recipe: Recipe

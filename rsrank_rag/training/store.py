@@ -59,7 +59,6 @@ class QueryFeatures:
 
     Attributes:
         shifts: (L, H, M * T, D): T rows for each document, then, if there is an oracle, its T rows.
-        relevant: Labels of the documents.
         tokens: T.
         oracle: Whether the last T rows are the oracle shift: all relevant documents together.
     """
@@ -80,9 +79,6 @@ class FeatureSource(Protocol):
 
 class FeatureStore:
     """A finished or unfinished store on disk. Shards are memory-mapped, so it may be larger than memory.
-
-    Args:
-        folder: Made by `create`.
 
     Raises:
         TrainingError: Not a store.
@@ -194,11 +190,6 @@ class FeatureStore:
 
     def fill(self, extract: Callable[[int], QueryFeatures], *, worker: int = 0, workers: int = 1) -> Iterator[int]:
         """Make the missing shards that fall to one of several workers.
-
-        Args:
-            extract: Gives a query's features, by its number.
-            worker: This one.
-            workers: How many there are.
 
         Yields:
             The number of each query as it is done, those of shards that were there already included.

@@ -34,10 +34,7 @@ def compute_each(
 ) -> tuple[list[Tensor], int]:
     """What a model gives for each sequence, computed in batches; equal sequences are computed once.
 
-    Args:
-        sequences: Token ids.
-        compute: One batch of N sequences -> (N, ...).
-        budget: As in `run_batches`.
+    `compute`: one batch of N sequences -> (N, ...).
 
     Returns:
         One result a sequence, in input order, and the budget that fitted.
@@ -67,11 +64,7 @@ def read_documents(
 ) -> list[Result | None]:
     """What is read of each document's row with the query, in batches; None for a document without tokens.
 
-    Args:
-        ranker: Whose prompts and budget.
-        query: The query.
-        texts: Its documents; equal ones are read once.
-        read: One batch of rows -> one result a row.
+    `texts`: its documents; equal ones are read once. `read`: one batch of rows -> one result a row.
 
     Raises:
         InputError: The query is empty or too long.

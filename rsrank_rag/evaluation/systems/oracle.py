@@ -37,10 +37,6 @@ class OracleSimilarity:
     def score_labelled(self, query: LabelledQuery, *, titles: bool = True) -> list[float]:
         """One score a document, in input order.
 
-        Args:
-            query: With its labels.
-            titles: Put a document's title in front of its text.
-
         Raises:
             InputError: The query is empty or too long.
             ScoringError: A document does not fit into memory even alone.
