@@ -116,7 +116,7 @@ def test_every_shipped_configuration_is_valid(name, data):
         ('name = "x"\nsystems = [{name = "artifact"}]\nsets = [{name = "fiqa"}]', "Pass --model ARTIFACT"),
         ('name = "x"\nsystems = [{name = "bm25"}, {name = "bm25"}]\nsets = [{name = "fiqa"}]', "two systems called"),
         ('name = "x"\nsystems = [{name = "bm25"}]\nsets = [{name = "fiqa"}, {name = "fiqa"}]', "two sets called"),
-        ('name = "x"\nsystems = [{name = "bm25"}]\nsets = [{}]', "either name or file"),
+        ('name = "x"\nsystems = [{name = "bm25"}]\nsets = [{}]', "either file or dataset"),
         ('name = "x"\ntables = ["best"]\nsystems = [{name = "bm25"}]\nsets = [{name = "fiqa"}]', "tables.0: "),
         (
             'name = "x"\nsystems = [{name = "bm25"}]\nsets = [{name = "fiqa", negatives = {kind = "x"}}]',

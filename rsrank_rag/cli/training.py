@@ -9,7 +9,7 @@ import typer
 from rich.table import Table
 
 from ..bulk.on_ray import Actors
-from ..errors import ArtifactError, InputError
+from ..errors import InputError
 from .console import problems, screen
 from .options import command
 
@@ -146,11 +146,7 @@ def push(
         raise InputError(f"{artifact} is no folder. Give the artifact folder that rsrank train made.")
     config = hub.read_config(artifact)
     hub.read_projection(artifact, config)
-    if not (hub.is_hub_id(config.backbone.name) or config.backbone.name.startswith("./")):
-        raise ArtifactError(
-            f"The artifact's language model is the local folder {config.backbone.name!r}, which nobody else could "
-            "load. Train with the model's Hub id as model.name."
-        )
+    hub.check_shareable(config, include_backbone=False)
     card = artifact / hub.CARD
     text = card.read_text(encoding="utf-8") if card.exists() else hub.model_card(config)
     card.write_text(text.replace(hub.UNNAMED, repo_id), encoding="utf-8")

@@ -6,6 +6,7 @@ import statistics
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+import numpy as np
 from pydantic import BaseModel, ConfigDict
 
 from ..evaluation import plots
@@ -141,7 +142,8 @@ def _cells(row: AblationFigures) -> list[str]:
 
 
 def _over_seeds(rows: Sequence[AblationRow], metric: str) -> list[float]:
-    return [statistics.fmean(values) for values in zip(*(row.metrics[metric] for row in rows), strict=True)]
+    means: list[float] = np.mean([row.metrics[metric] for row in rows], axis=0).tolist()
+    return means
 
 
 def _spread(rows: Sequence[AblationRow], metric: str) -> float:
@@ -150,7 +152,4 @@ def _spread(rows: Sequence[AblationRow], metric: str) -> float:
 
 
 def _interval(point: Estimate) -> tuple[float, float]:
-    return (
-        point.mean if point.low is None else point.low,
-        point.mean if point.high is None else point.high,
-    )
+    return (point.mean, point.mean) if point.low is None or point.high is None else (point.low, point.high)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
@@ -23,7 +23,7 @@ ARTIFACT = "artifact"
 """Stands in a system's name for the artifact that is given on the command line."""
 
 Figure = Literal["thresholds", "gaps", "scores", "shifts"]
-FIGURES: tuple[Figure, ...] = ("thresholds", "gaps", "scores", "shifts")
+FIGURES: tuple[Figure, ...] = get_args(Figure)
 STRICT = ConfigDict(extra="forbid", frozen=True)
 
 

@@ -3,23 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from ..evaluation.comparison import Comparison, Measured
 from ..evaluation.evaluate import summarise
 from ..evaluation.statistics import Estimate
 
 Table = Literal["main", "differences", "thresholds", "gaps", "headroom", "selection", "stages", "ablations"]
-TABLES: tuple[Table, ...] = (
-    "main",
-    "differences",
-    "thresholds",
-    "gaps",
-    "headroom",
-    "selection",
-    "stages",
-    "ablations",
-)
+TABLES: tuple[Table, ...] = get_args(Table)
 """All tables, in their order."""
 
 TIE = 0.01
@@ -176,21 +167,15 @@ def stage_table(stages: Sequence[Mapping[str, Any]]) -> str:
     return "## Inference stages\n\n" + grid(["stage", "ms", "overhead"], rows)
 
 
-def _interval(estimate: Estimate) -> str:
-    if estimate.low is None or estimate.high is None:
-        return points(estimate.mean)
-    return f"{points(estimate.mean)} [{points(estimate.low)}, {points(estimate.high)}]"
-
-
 def sure(estimate: Estimate) -> str:
     """A difference; bold where its interval leaves zero out."""
-    text = _signed(estimate.mean, estimate.low, estimate.high)
+    text = _interval(estimate, "+.1f")
     return f"**{text}**" if (estimate.low or 0) > 0 or (estimate.high or 0) < 0 else text
 
 
-def _signed(mean: float, low: float | None, high: float | None) -> str:
-    interval = "" if low is None or high is None else f" [{100 * low:+.1f}, {100 * high:+.1f}]"
-    return f"{100 * mean:+.1f}{interval}"
+def _interval(estimate: Estimate, form: str = ".1f") -> str:
+    mean, low, high = (f"{100 * (value or 0):{form}}" for value in (estimate.mean, estimate.low, estimate.high))
+    return mean if estimate.low is None else f"{mean} [{low}, {high}]"
 
 
 def points(value: float) -> str:
