@@ -138,7 +138,7 @@ class Difference(_Record):
 class Comparison(_Record):
     """Everything that was measured. `model_validate_json` reads report.json back."""
 
-    format_version: Literal[1] = 1
+    format_version: Literal[2] = 2
     package_version: str = __version__
     level: float = LEVEL
     resamples: int = RESAMPLES

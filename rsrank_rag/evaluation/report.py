@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import base64
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -75,7 +75,6 @@ def write_report(
     *,
     titles: bool = True,
     pictures: Sequence[Picture] = (),
-    sections: Collection[str] | None = None,
     seed: int = 0,
 ) -> Comparison:
     """Compare systems and write ``index.html``, ``report.json`` and ``figures/*.png``.
@@ -86,7 +85,6 @@ def write_report(
         sets: The labelled queries that were scored.
         titles: Show a document's title, if it has one, in front of its text: as it was scored.
         pictures: More figures, such as shifts before and after B.
-        sections: Only figures of these sections (`Picture.section`); None for all.
         seed: Of the confidence intervals.
 
     Returns:
@@ -104,7 +102,6 @@ def write_report(
         drawn = [
             (picture, plots.save(picture.figure, folder / "figures" / picture.name))
             for picture in [*figures_of(found), *pictures]
-            if sections is None or picture.section in sections
         ]
         (folder / "index.html").write_text(page(found, sets, drawn, titles=titles), encoding="utf-8")
     except OSError as error:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import fields, replace
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
@@ -22,8 +22,6 @@ SHIPPED = Path(__file__).parent / "recipes"
 ARTIFACT = "artifact"
 """Stands in a system's name for the artifact that is given on the command line."""
 
-Figure = Literal["thresholds", "gaps", "scores", "shifts"]
-FIGURES: tuple[Figure, ...] = get_args(Figure)
 STRICT = ConfigDict(extra="forbid", frozen=True)
 
 
@@ -87,7 +85,6 @@ class Reproduction(BaseModel):
     sets: tuple[SetPart, ...] = ()
     systems: tuple[SystemPart, ...] = ()
     tables: tuple[Table, ...] = TABLES
-    figures: tuple[Figure, ...] = FIGURES
     umap: bool = Field(default=False, description="Draw RSRank's shifts before and after B.")
     stages: str | None = Field(default=None, description="JSON of benchmarks.latency --paper: the inference stages.")
     ablations: Annotated[tuple[AblationPart, ...], BeforeValidator(_several)] = ()
@@ -197,7 +194,6 @@ def plan(config: Reproduction) -> str:
         lines.append(f"  set      {part.title}: {part.split if part.dataset else part.file}, {many}{kind}")
     lines += [f"  system   {part.title}: {part.name}" for part in config.systems]
     lines.append(f"  tables   {', '.join(config.tables)}")
-    lines.append(f"  figures  {', '.join(figure for figure in config.figures if figure != 'shifts' or config.umap)}")
     for ablations in config.ablations:
         names = [ablation.name for ablation in chosen(ablations.names)]
         lines.append(f"  ablations of {ablations.recipe}, {len(ablations.seeds)} seeds: {'; '.join(names)}")

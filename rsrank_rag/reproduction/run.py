@@ -81,7 +81,7 @@ def reproduce(
     complete = [found for found in outcome.measured if set(found.scored) == set(sets)]
     if complete and sets:
         outcome.comparison = write_report(
-            output / "report", complete, sets, titles=config.titles, pictures=run.pictures, sections=config.figures
+            output / "report", complete, sets, titles=config.titles, pictures=run.pictures
         )
     figures = run.ablations()
     tables = ablation_tables(figures)
