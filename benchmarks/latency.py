@@ -21,6 +21,7 @@ import torch
 
 from rsrank_rag import RSRank
 from rsrank_rag.language_model.attention import NAME
+from rsrank_rag.language_model.weights import bits_of
 from rsrank_rag.method.batching import Batches, Ids
 
 from .timing import Measured, System, machine, matmul_ceiling, measure
@@ -47,15 +48,13 @@ def systems(ranker: RSRank, query: str, documents: list[str], keep: int) -> list
     rows = max(1, ranker.token_budget // tokens)  # as many padded tokens at once as ours
     kept = RSRank(core, ranker.prompts, ranker.projection, ranker.config, prefix_cache=keep)
     own = model.config.get_text_config()._attn_implementation
-    packs = core.packs
 
-    def attend(name: str, *, padded: bool = False) -> Callable[[], None]:
+    def attend(name: str) -> Callable[[], None]:
         """The plain systems get transformers' own attention."""
 
         def prepare() -> None:
             if own == NAME:
                 model.set_attn_implementation(name)
-            core.packs = packs and not padded
 
         return prepare
 
@@ -79,10 +78,7 @@ def systems(ranker: RSRank, query: str, documents: list[str], keep: int) -> list
             for share in (0.5, 0.84, 1.0)
         ],
     ]
-    if packs and len({len(document.split()) for document in documents}) > 1:
-        padded = System("ours, cold, padded", lambda: ranker.score(query, documents), attend(own, padded=True))
-        found.append(padded)
-    if core.bits == 16:
+    if bits_of(model) == 16:
         cross = SameSizeCrossEncoder(ranker)
         found.append(System("CrossEncoder", lambda: cross.score(query, documents), attend("sdpa")))
     return found
@@ -151,7 +147,7 @@ def paper_table(ranker: RSRank, turns: int) -> list[dict[str, Any]]:
         """The passes through the language model, whose values nobody reads."""
 
         def batch(ids: list[Ids]) -> None:
-            core.query_values([tokens.ids], core.prefill(ids, room=count), lambda layer, value: None)
+            core.query_values([[tokens.ids]], core.prefill(ids, room=count), lambda layer, value: None)
 
         if alone:
             batch([ranker.prompts.null_prefix])

@@ -9,7 +9,7 @@ a scale for every 32 numbers; the package does not offer them.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -47,10 +47,12 @@ class Rounding:
     def __init__(self, change: Callable[[Tensor], Tensor]) -> None:
         self.change = change
 
-    def prefill(self, documents: list[tuple[int, ...]], run: Callable[..., Prefixes], room: int) -> Prefixes:
+    def prefill(
+        self, documents: list[tuple[int, ...]], run: Callable[..., Prefixes], room: int, behind: Sequence[Tensor]
+    ) -> Prefixes:
         """As `PrefixStore.prefill`."""
-        made = run(documents, 0)
-        return Prefixes.of([self.change(made.row(number)) for number in range(len(made))], room)
+        made = run(documents, 0, ())
+        return Prefixes.of([*(self.change(made.row(number)) for number in range(len(made))), *behind], room)
 
 
 def main() -> None:

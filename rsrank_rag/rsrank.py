@@ -24,8 +24,9 @@ from .method.probe import whole_lanes
 from .method.projection import Projection
 from .method.scoring import Row, ShiftReader, score_parts, score_rows
 from .method.template import PromptTokenizer, Template, TokenisedDocument, TokenisedQuery
+from .prefixes.indexing import Indexer
 from .prefixes.settings import Choice
-from .prefixes.store import PrefixStore, disk_of, store_for
+from .prefixes.store import PrefixStore, store_for
 from .reranker import BLANK_SCORE, Pair, Reranker, Scored, as_list
 
 ALIKE_KEPT = 0.4
@@ -245,31 +246,20 @@ class RSRank(Reranker):
                 may hold, or something is not text.
             ScoringError: A document does not fit into memory even alone.
         """
-        waiting, store = self._unindexed(documents), disk_of(self.store)
-        with _progress(len(waiting), show_progress, "reading") as bar, store.writing(waiting):
-            batches = Batches(waiting, self.token_budget)
-            try:
-                with torch.inference_mode():
-                    for batch in batches:
-                        with batches.attempt():
-                            store.write(batch, self.backbone.prefill)
-                            bar.update(len(batch))
-            except DoesNotFitError as error:
-                raise _too_large(error.ids, waiting[error.ids]) from None
+        indexer = Indexer(self.store, self.backbone, self.prompts)
+        waiting = indexer.waiting(as_list(documents))
+        try:
+            with _progress(len(waiting), show_progress, "reading") as bar:
+                indexer.write(waiting, self.token_budget, bar.update)
+        except DoesNotFitError as error:
+            raise _too_large(error.ids, waiting[error.ids]) from None
         return len(waiting)
 
     def index_size(self, documents: Sequence[str]) -> tuple[int, int]:
         """How many distinct documents `index` would read, and the bytes of disk that their prefixes take."""
-        waiting = self._unindexed(documents)
-        return len(waiting), disk_of(self.store).disk_bytes(waiting)
-
-    def _unindexed(self, documents: Sequence[str]) -> dict[Ids, int]:
-        """Documents that are not on disk, and where each first stands."""
-        store, first = disk_of(self.store), dict[Ids, int]()
-        for position, prompt in enumerate(self.prompts.documents(as_list(documents), 0)):
-            if not prompt.empty and not store.is_on_disk(prompt.ids):
-                first.setdefault(prompt.ids, position)
-        return first
+        indexer = Indexer(self.store, self.backbone, self.prompts)
+        waiting = indexer.waiting(as_list(documents))
+        return len(waiting), indexer.store.disk_bytes(waiting)
 
     def stats(self) -> dict[str, int]:
         """Batches halved because memory ran out (``memory_retries``).

@@ -348,6 +348,7 @@ def test_a_rerankers_thread_ends_with_it():
 
 
 @both
+@pytest.mark.slow
 async def test_64_concurrent_calls_load_one_model_and_score_as_one_call_after_another(adapter, artifact, loads, ranker):
     adapters = [adapter(model=artifact, device="cpu", dtype="float32", threshold=None) for _ in range(8)]
     batches = [[f"{text} {number % 5}" for text in DOCUMENTS] for number in range(64)]

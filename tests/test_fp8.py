@@ -225,6 +225,7 @@ def test_an_emulation_of_rounded_activations_keeps_to_the_same_bounds(kind, tiny
 # What the user sees
 
 
+@pytest.mark.slow
 def test_loading_says_nothing_about_kernels_that_nobody_asked_for(tiny_folder):
     code = (
         "import logging\n"

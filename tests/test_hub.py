@@ -455,6 +455,7 @@ print([score.hex() for score in ranker.score(documents.pop(), documents)])
 """
 
 
+@pytest.mark.slow
 def test_a_fresh_process_finds_the_hub_and_its_cache_by_the_environment(hub, from_hub, tmp_path):
     """The only test in which the client reads its settings itself, as it does for users."""
     made = from_hub()

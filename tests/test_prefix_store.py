@@ -276,6 +276,7 @@ def _fill(folder, documents, answers):
     answers.put(kept.stats()["corrupt"])
 
 
+@pytest.mark.slow
 def test_two_processes_share_a_folder(tmp_path):
     documents = [(i, i + 1, i + 2) for i in range(40)]
     context = multiprocessing.get_context("spawn")
@@ -309,6 +310,7 @@ def test_threads_share_a_store(tmp_path):
     assert hits + found["misses"] == 24 * 20
 
 
+@pytest.mark.slow
 def test_a_writer_that_is_killed_leaves_nothing_that_is_served(tmp_path):
     code = f"""
 import os, sys

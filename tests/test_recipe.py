@@ -130,6 +130,7 @@ def test_the_trainers_scores_are_those_of_the_package(recipe, trainer, labelled,
     )  # the export rounds to fp16
 
 
+@pytest.mark.slow
 def test_training_lowers_the_loss(recipe, trainer, labelled):
     made = trainer()
     batch = recipe.data.Batches(labelled, seed=0, queries=2)(0)

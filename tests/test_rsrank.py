@@ -496,6 +496,7 @@ LIMITED = """
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="needs a limit on the address space")
+@pytest.mark.slow
 def test_real_memory_limits_halve_the_batch_and_name_the_document_that_never_fits(tiny_folder, tmp_path):
     for file in tiny_folder("llama").glob("tokenizer*"):
         (tmp_path / file.name).write_bytes(file.read_bytes())

@@ -29,8 +29,8 @@ from measure import measure, store, systems_for, table
 from rsrank_rag import RSRank
 from rsrank_rag.artifact.config import TrainingRecord
 from rsrank_rag.artifact.hub import read_config, read_projection
+from rsrank_rag.language_model.check import open_backbone
 from rsrank_rag.language_model.options import LoadOptions, has_fast_bfloat16
-from rsrank_rag.method.backbone import Backbone
 from rsrank_rag.method.losses import alignment_loss, calibration_loss, frobenius_loss, margin_loss, orthogonality_loss
 from rsrank_rag.method.projection import Projection
 from rsrank_rag.method.shift import representational_shift
@@ -61,7 +61,7 @@ class Trainer:
         master, projection = _begin(options)
         self.master, self.projection = master.to(self.device), projection.to(self.device)
         # The run uses a low-precision copy; the optimiser keeps the weights in fp32.
-        self.backbone = Backbone(copy.deepcopy(self.master).to(self.fast))
+        self.backbone = open_backbone(copy.deepcopy(self.master).to(self.fast))
         self.tokenizer = AutoTokenizer.from_pretrained(options.start)
         self.prompts = PromptTokenizer(
             self.tokenizer, TEMPLATE, max_length=self.backbone.max_length, shared_positions=False
@@ -76,10 +76,11 @@ class Trainer:
 
     def scores(self, documents: Sequence[Sequence[int]], queries: Sequence[TokenisedQuery]) -> tuple[Tensor, Tensor]:
         """Scores of every document for every query, (N, M), and the first query's cosines of the last document."""
+        line = [query.ids for query in queries]
+        room = sum(map(len, line))
+        null = self.backbone.prefill([self.prompts.null_prefix], room)
         alone: dict[int, Tensor] = {}
-        packed = [query.ids for query in queries]
-        null = self.backbone.prefill([self.prompts.null_prefix])
-        self.backbone.query_values(packed, null, alone.__setitem__)
+        self.backbone.query_values([line], null, alone.__setitem__)
         average = _segment_average(queries, self.device)  # (T, M)
         order = sorted(range(len(documents)), key=lambda i: len(documents[i]))
         found: list[Tensor] = []
@@ -91,7 +92,8 @@ class Trainer:
                 if self.projection.reads(layer):
                     terms.append(self.projection.cosines(layer, representational_shift(value, alone[layer])))
 
-            self.backbone.query_values(packed, self.backbone.prefill([documents[i] for i in chunk]), keep)
+            prefixes = self.backbone.prefill([documents[i] for i in chunk], room)
+            self.backbone.query_values([line], prefixes, keep)
             cosines = torch.stack(terms)  # (L, n, H, T)
             found.append(cosines.sum((0, 2)) @ average)
             if len(documents) - 1 in chunk:

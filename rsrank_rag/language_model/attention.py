@@ -67,6 +67,9 @@ def attend(
 
 def use_own_attention(model: PreTrainedModel) -> None:
     """Let a model that attends by SDPA do it this way; leave every other as it is."""
+    if torch.backends.cpu.get_cpu_capability() == "DEFAULT":
+        # Told to do without vector instructions, torch's fused attention of bfloat16 fails on processors that have them.
+        torch.backends.cuda.enable_flash_sdp(False)  # for CPUs as well, whatever its name
     if model.config.get_text_config()._attn_implementation == "sdpa" and model._supports_attention_backend:
         AttentionInterface.register(NAME, attend)
         AttentionMaskInterface.register(NAME, sdpa_mask)

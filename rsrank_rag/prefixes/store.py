@@ -332,14 +332,3 @@ def store_for(core: Backbone, identity: Mapping[str, object], choice: Choice) ->
         salt=chosen.salt,
         bytes_per_token_on_disk=2 * core.last_layer * core.num_heads * (core.head_dim + 2),
     )
-
-
-def disk_of(store: PrefixStore | None) -> PrefixStore:
-    """A store that keeps prefixes on disk.
-
-    Raises:
-        InputError: It does not.
-    """
-    if store is None or not store.has_disk:
-        raise InputError("There is no folder to keep prefixes in. Load the model with prefix_cache=FOLDER.")
-    return store

@@ -1,0 +1,54 @@
+"""Documents read ahead of time, onto the disk."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+
+from ..errors import InputError
+from ..method.backbone import Backbone
+from ..method.batching import Batches, Ids
+from ..method.template import PromptTokenizer
+from .store import PrefixStore
+
+
+class Indexer:
+    """Writes prefixes of whole corpora.
+
+    Args:
+        store: Where to; with a folder.
+        core: Runs the documents.
+        prompts: Its tokenizer.
+
+    Raises:
+        InputError: Nothing is kept on disk.
+    """
+
+    def __init__(self, store: PrefixStore | None, core: Backbone, prompts: PromptTokenizer) -> None:
+        if store is None or not store.has_disk:
+            raise InputError("There is no folder to keep prefixes in. Load the model with prefix_cache=FOLDER.")
+        self.store, self.core, self.prompts = store, core, prompts
+
+    def waiting(self, documents: Sequence[str]) -> dict[Ids, int]:
+        """Documents that are not on disk, and where each first stands."""
+        first: dict[Ids, int] = {}
+        for position, prompt in enumerate(self.prompts.documents(documents, 0)):
+            if not prompt.empty and not self.store.is_on_disk(prompt.ids):
+                first.setdefault(prompt.ids, position)
+        return first
+
+    @torch.inference_mode()
+    def write(self, documents: Mapping[Ids, int], budget: int, done: Callable[[int], object]) -> None:
+        """Run documents in batches of so many padded tokens, and write them.
+
+        Raises:
+            InputError: The folder may not hold so many, or some could not be written.
+            DoesNotFitError: One does not fit into memory even alone.
+        """
+        batches = Batches(documents, budget)
+        with self.store.writing(documents):
+            for batch in batches:
+                with batches.attempt():
+                    self.store.write(batch, self.core.prefill)
+                    done(len(batch))
