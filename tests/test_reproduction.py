@@ -152,7 +152,7 @@ def small(data, **changes):
 
 def test_a_run_goes_on_where_it_was_interrupted_and_scores_nothing_twice(data, tmp_path, monkeypatch):
     config = small(data)
-    only = config.model_copy(update={"systems": config.systems[1:], "tables": ("main",), "figures": ()})
+    only = config.model_copy(update={"systems": config.systems[1:], "tables": ("main",)})
     watched = []
 
     def stops(queries, what):
@@ -178,7 +178,7 @@ def test_a_run_goes_on_where_it_was_interrupted_and_scores_nothing_twice(data, t
     changed.mkdir()
     for path in data.iterdir():
         (changed / path.name).write_text(path.read_text().replace("bridge", "tunnel"), encoding="utf-8")
-    other = small(changed).model_copy(update={"systems": only.systems, "tables": ("main",), "figures": ()})
+    other = small(changed).model_copy(update={"systems": only.systems, "tables": ("main",)})
     reproduce(other, tmp_path, options=CPU, watch=goes_on)
     assert watched[3:] == ["bm25, one", "bm25, two"]
 
@@ -189,7 +189,7 @@ def test_what_cannot_be_loaded_is_named_and_the_others_still_run(data, tmp_path)
     missing = config.sets[0].model_copy(update={"file": str(tmp_path / "gone.jsonl")})
     broken = config.systems[0].model_copy(update={"name": "bi-encoder:./no-such-model", "label": "broken"})
     config = config.model_copy(
-        update={"sets": (missing, config.sets[1]), "systems": (broken, config.systems[1]), "figures": ()}
+        update={"sets": (missing, config.sets[1]), "systems": (broken, config.systems[1])}
     )
     outcome = reproduce(config, tmp_path / "out", options=CPU, say=said.append)
     assert set(outcome.failures) == {"gone", "broken"}
