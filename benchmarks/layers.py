@@ -22,14 +22,14 @@ from torch.utils.flop_counter import FlopCounterMode
 from transformers.utils import logging
 
 from rsrank_rag.evaluation.datasets import LabelledQuery
-from rsrank_rag.evaluation.evaluate import Evaluation, summarise
+from rsrank_rag.evaluation.evaluate import summarise
 from rsrank_rag.language_model.check import open_backbone
 from rsrank_rag.language_model.loading import load_model
 from rsrank_rag.method.template import PromptTokenizer
 from rsrank_rag.training.fit import fit, scored, split
 from rsrank_rag.training.recipe import Recipe
 from rsrank_rag.training.run import TrainingRun
-from rsrank_rag.training.store import FeatureSource, QueryFeatures, Resident, Subset
+from rsrank_rag.training.store import FeatureSource, QueryFeatures, Subset, resident
 
 
 class FirstLayers:
@@ -66,14 +66,14 @@ def flops(recipe: Recipe, queries: Sequence[LabelledQuery], last_layer: int | No
     return counter.get_total_flops(), sum(parameter.numel() for parameter in model.parameters())
 
 
-def measure(train: FeatureSource, dev: FeatureSource, recipe: Recipe, count: int, seed: int) -> Evaluation:
+def measure(train: FeatureSource, dev: FeatureSource, recipe: Recipe, count: int, seed: int) -> dict[str, float]:
     """B of layers 1..count, trained and measured."""
     layers = range(1, count + 1)
     numbers, held = split(len(train), recipe.held, recipe.fit.seed)
     features = FirstLayers(train, count)
     options = recipe.fit.model_copy(update={"seed": seed})
     fitted = fit(Subset(features, numbers), Subset(features, held), layers, options, device="cpu")
-    return summarise("dev", scored(FirstLayers(dev, count), fitted.projection, device="cpu"))
+    return summarise(scored(FirstLayers(dev, count), fitted.projection, device="cpu"))
 
 
 def main() -> None:
@@ -102,7 +102,7 @@ def main() -> None:
         run(chosen.dev, "dev"),
     )
     store = training.extract()
-    train, dev, layers = Resident(store), Resident(held.extract()), store.spec.layers
+    train, dev, layers = resident(store, "cpu"), resident(held.extract(), "cpu"), store.spec.layers
     heads, width = store.spec.backbone.num_heads, store.spec.backbone.head_dim
     recipe, sample = training.recipe, held.queries[:5]
     whole, parameters = flops(recipe, sample, None)
@@ -113,11 +113,11 @@ def main() -> None:
         found = [measure(train, dev, recipe, count, seed) for seed in range(chosen.seeds)]
         cost, loaded = flops(recipe, sample, count)
         numbers = count * heads * recipe.fit.projection_dim * width
-        columns = [
-            f"{100 * statistics.mean(values):.1f}"
-            + (f" ± {100 * statistics.stdev(values):.1f}" if len(values) > 1 else "")
-            for values in zip(*((row.ndcg5, row.recall5, row.f1_tau, row.f1_best) for row in found), strict=True)
-        ]
+        columns = []
+        for metric in ("ndcg@5", "recall@5", "f1@tau", "f1@best"):
+            values = [100 * row[metric] for row in found]
+            spread = f" ± {statistics.stdev(values):.1f}" if len(values) > 1 else ""
+            columns.append(f"{statistics.mean(values):.1f}{spread}")
         print(f"| 1-{count} | {cost / whole:.0%} | {loaded:,} | {numbers:,} | {' | '.join(columns)} |", flush=True)
 
 

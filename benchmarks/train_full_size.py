@@ -27,7 +27,7 @@ from rsrank_rag.method.template import Template, TokenisedDocument, TokenisedQue
 from rsrank_rag.training.features import FeatureExtractor, plan_features, spec_for
 from rsrank_rag.training.fit import FitOptions, fit
 from rsrank_rag.training.recipe import FeaturePart
-from rsrank_rag.training.store import FeatureStore, Resident, Subset
+from rsrank_rag.training.store import FeatureStore, Subset, resident
 
 DOCUMENT_TOKENS, QUERY_TOKENS = 184, 20
 
@@ -147,7 +147,7 @@ def main() -> None:
         figures["fit_tflop_per_epoch"] = (
             6e-12 * numbers * sum(store[number].shifts.shape[2] for number in range(held, chosen.queries))
         )
-        for name, source in (("streamed", store), ("resident", Resident(store, device))):
+        for name, source in (("streamed", store), ("resident", resident(store, device))):
             started = time.perf_counter()
             train, validation = Subset(source, range(held, chosen.queries)), Subset(source, range(held))
             fit(train, validation, layers, settings, device=device)

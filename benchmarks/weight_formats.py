@@ -79,9 +79,9 @@ def main() -> None:
         if change is not None:
             change(ranker)
         found = {name: score_dataset(ranker, queries) for name, queries in sets.items()}
-        records = [summarise(name, scored) for name, scored in found.items()]
+        records = [summarise(scored) for scored in found.values()]
         scores = torch.tensor([score for scored in found.values() for query in scored for score in query.scores])
-        return scores, 100 * fmean(r.ndcg5 for r in records), 100 * fmean(r.f1_tau for r in records)
+        return scores, 100 * fmean(r["ndcg@5"] for r in records), 100 * fmean(r["f1@tau"] for r in records)
 
     exact, *quality = measure({}, None)
     print(f"{options.model}: {len(exact):,} documents, standard deviation of the scores {exact.std():.2f}")

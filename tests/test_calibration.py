@@ -11,10 +11,8 @@ from hypothesis import strategies as st
 
 from rsrank_rag.errors import MissingDependencyError
 from rsrank_rag.evaluation.calibration import (
-    equal_budgets,
     f1_gaps,
     select_above,
-    select_pooled,
     select_top,
     select_top_at_budget,
     share_above,
@@ -123,26 +121,6 @@ def test_f1_of_a_selection_is_the_harmonic_mean_of_its_precision_and_recall(quer
 def test_top_k_breaks_ties_by_input_order():
     tied = ScoredQuery([1.0, 1.0, 1.0], [True, False, False])
     assert select_top([tied], 1).recall == [1.0]
-    assert select_pooled([tied, ScoredQuery([1.0], [True])], 1).kept == [1, 0]
-
-
-@settings(max_examples=100, deadline=None)
-@given(query_lists)
-def test_both_ways_to_spend_a_budget_keep_the_same_number_of_documents(queries):
-    for row in equal_budgets(queries):
-        assert sum(row.top_k.kept) == sum(row.threshold.kept) == sum(min(row.k, len(q.scores)) for q in queries)
-
-
-@settings(max_examples=100, deadline=None)
-@given(query_lists, st.integers(0, 8))
-def test_the_pooled_selection_is_a_threshold_wherever_no_scores_tie(queries, count):
-    apart = [  # no two scores are equal
-        ScoredQuery([score + 0.01 * i + 0.1 * row for i, score in enumerate(query.scores)], query.relevant)
-        for row, query in enumerate(queries)
-    ]
-    scores = sorted((score for query in apart for score in query.scores), reverse=True)
-    threshold = scores[count] if count < len(scores) else -math.inf
-    assert select_pooled(apart, count) == select_above(apart, threshold)
 
 
 def test_top_k_at_a_budget_of_two_and_a_half_mixes_two_and_three():

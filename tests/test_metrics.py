@@ -44,7 +44,7 @@ def test_f1_at_a_threshold_equals_the_fraction_by_hand(threshold, expected):
 def test_a_query_with_nothing_kept_and_something_relevant_counts_zero():
     sure = ScoredQuery([1.0], [True])
     missed = ScoredQuery([-1.0], [True])
-    assert summarise("x", [sure, missed]).f1_tau == pytest.approx(1 / 2)
+    assert summarise([sure, missed])["f1@tau"] == pytest.approx(1 / 2)
 
 
 def test_a_query_without_relevant_documents_is_right_when_nothing_is_kept():
@@ -186,7 +186,6 @@ def test_a_reranker_is_scored_on_the_titled_texts_of_every_query(tmp_path):
     queries = read_labelled(tmp_path / "a.jsonl")
     (found,) = score_dataset(Length(), queries)
     assert found == ScoredQuery([9.0], [True])
-    assert 0 < found.seconds < 1
 
 
 class Broken(Reranker):

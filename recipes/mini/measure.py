@@ -49,7 +49,7 @@ def measure(data: Path, systems: dict[str, Callable[[], Reranker]], limit: int |
             name: score_dataset(reranker, tqdm(queries, desc=f"{system}, {name}")) for name, queries in sets.items()
         }
         tau = shared_threshold(list(scored.values())) if figures else 0.0
-        rows = [summarise(name, queries, threshold=tau).as_dict() for name, queries in scored.items()]
+        rows = [{"dataset": name, **summarise(queries, threshold=tau)} for name, queries in scored.items()]
         figures[system] = {"tau": tau, "sets": rows}
         if len(figures) == 1:
             first, figures[system]["differences"] = scored, {}

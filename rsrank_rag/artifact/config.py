@@ -39,16 +39,6 @@ class BackboneSpec(BaseModel):
     values: tuple[float, ...] = Field(description="Entries of the last read layer's value vectors on fixed tokens.")
 
 
-class Histogram(BaseModel):
-    """Scores of labelled documents, counted in bins. Shown in the model card."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
-
-    edges: tuple[float, ...] = Field(description="One more than there are bins, ascending.")
-    relevant: tuple[int, ...]
-    irrelevant: tuple[int, ...]
-
-
 class TrainingRecord(BaseModel):
     """Where B comes from. Shown in the model card."""
 
@@ -59,7 +49,6 @@ class TrainingRecord(BaseModel):
     seed: int | None = None
     metrics: dict[str, dict[str, float]] = Field(default_factory=dict, description="Dataset -> metric -> value.")
     settings: dict[str, str | int | float | bool] = Field(default_factory=dict, description="How B was trained.")
-    histogram: Histogram | None = None
     notes: str = ""
 
 
@@ -145,7 +134,7 @@ def _without_retired(raw: dict[str, Any], source: str) -> dict[str, Any]:
                 "part of an artifact. Run it through `rsrank reproduce`, or train B on value vectors."
             )
     kept = {name: value for name, value in raw.items() if name not in RETIRED}
-    for part, field in (("backbone", "hidden_size"), ("template", "filler")):
+    for part, field in (("backbone", "hidden_size"), ("template", "filler"), ("training", "histogram")):
         if isinstance(kept.get(part), dict):
             kept[part] = {name: value for name, value in kept[part].items() if name != field}
     return kept

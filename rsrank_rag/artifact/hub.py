@@ -20,7 +20,7 @@ from safetensors.torch import save
 
 from ..errors import ArtifactError
 from ..language_model.hub_errors import HUB_ERRORS
-from .config import INSIDE, Histogram, RSRankConfig, content_digest
+from .config import INSIDE, RSRankConfig, content_digest
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -296,20 +296,4 @@ def model_card(config: RSRankConfig) -> str:
         for dataset, row in training.metrics.items():
             cells = [f"{row[key]:.3f}" if key in row else "" for key in columns]
             lines.append(f"| {dataset} | " + " | ".join(cells) + " |")
-    if training.histogram is not None:
-        lines += ["", *_histogram_lines(training.histogram)]
     return "\n".join(lines) + "\n"
-
-
-def _histogram_lines(histogram: Histogram, width: int = 30) -> list[str]:
-    """Two columns of bars, each class scaled to its own largest bin; a rule at zero."""
-    tops = [max(counts, default=0) or 1 for counts in (histogram.relevant, histogram.irrelevant)]
-    lines = ["Scores (bars: share of the class's largest bin):", "", "```"]
-    lines.append(f"{'score':>18}  {'relevant':{width}}  irrelevant")
-    rows = zip(histogram.edges, histogram.edges[1:], histogram.relevant, histogram.irrelevant, strict=False)
-    for low, high, relevant, irrelevant in rows:
-        if abs(low) < 1e-9:
-            lines.append(f"{'-- zero --':>18}  {'-' * (2 * width + 2)}")
-        bars = ["#" * round(width * count / top) for count, top in zip((relevant, irrelevant), tops, strict=True)]
-        lines.append(f"{low:+8.2f} .. {high:+6.2f}  {bars[0]:{width}}  {bars[1]}".rstrip())
-    return [*lines, "```"]

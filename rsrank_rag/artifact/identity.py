@@ -70,11 +70,6 @@ ADVICE = "Load the backbone the artifact names (and its revision), or train B fo
 def check_before_run(loaded: LoadedModel, spec: BackboneSpec, source: str) -> None:
     """Compare what can be compared before the model runs, so that a foreign one gives these errors and no others.
 
-    Args:
-        loaded: The model, its tokenizer and its checkpoint's depth.
-        spec: What the artifact recorded.
-        source: Where both were loaded from.
-
     Raises:
         ArtifactError: Another architecture, depth or tokenizer.
     """

@@ -66,13 +66,6 @@ def new_artifact(
 ) -> Artifact:
     """Join a language model and a B for it.
 
-    Args:
-        source: Of the language model.
-        projection: B.
-        template: Text around document and query.
-        training: Where B comes from.
-        license: SPDX-like identifier.
-
     Raises:
         BackboneError: The model cannot be loaded or read.
         ArtifactError: B's shape does not fit it.

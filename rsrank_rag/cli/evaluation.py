@@ -85,9 +85,9 @@ def evaluate(
         measured.append(Measured(name, *_tau(threshold, system, list(scored.values())), scored))
         if umap:
             pictures += shift_pictures(name, system, sets, titles=titles)
-    tables = [
+    tables: list[list[dict[str, str | float]]] = [
         [
-            {"model": found.name, **summarise(label, queries, threshold=found.threshold).as_dict()}
+            {"model": found.name, "dataset": label, **summarise(queries, threshold=found.threshold)}
             for label, queries in found.scored.items()
         ]
         for found in measured

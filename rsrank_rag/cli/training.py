@@ -10,7 +10,7 @@ from rich.table import Table
 from typer import Option
 
 from ..bulk.on_ray import Actors
-from ..errors import ArtifactError, InputError
+from ..errors import InputError
 from .options import command, problems, screen
 
 if TYPE_CHECKING:
@@ -41,7 +41,7 @@ def _training(
 
 def _plan(run: TrainingRun) -> None:
     recipe: Recipe = run.recipe
-    sources = ", ".join(part.label for part in recipe.data)
+    sources = ", ".join(part.title for part in recipe.data)
     screen.print(f"recipe       {recipe.name}: {recipe.model.name}, {recipe.method}\ndata         {sources}")
     screen.print(str(run.estimate()))
 
@@ -135,11 +135,7 @@ def push(
         raise InputError(f"{artifact} is no folder. Give the artifact folder that rsrank train made.")
     config = hub.read_config(artifact)
     hub.read_projection(artifact, config)
-    if not (hub.is_hub_id(config.backbone.name) or config.backbone.name.startswith("./")):
-        raise ArtifactError(
-            f"The artifact's language model is the local folder {config.backbone.name!r}, which nobody else could "
-            "load. Train with the model's Hub id as model.name."
-        )
+    hub.check_shareable(config, include_backbone=False)
     card = artifact / hub.CARD
     text = card.read_text(encoding="utf-8") if card.exists() else hub.model_card(config)
     card.write_text(text.replace(hub.UNNAMED, repo_id), encoding="utf-8")

@@ -6,8 +6,9 @@ The measures of the paper's Section 2, and selection by threshold and by top-k f
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
 
 from .metrics import ScoredQuery, best_threshold, f1, f1_at, query_best_f1
 
@@ -39,9 +40,7 @@ def threshold_stability(sets: Mapping[str, Sequence[ScoredQuery]], threshold: fl
     The paper gives one bias for six sets and does not say how it joins them. Here each set's absolute offset is taken
     first and then their mean, so that a threshold too high for one set and too low for another does not look right.
 
-    Args:
-        sets: One system's scored queries, by set.
-        threshold: Its natural threshold, in its own units.
+    `sets`: one system's scored queries, by set; at least one.
 
     >>> found = threshold_stability({"a": [ScoredQuery([0.0, 2.0, 4.0], [False, True, True])]}, threshold=2.0)
     >>> found.best, found.natural, found.bias, found.variance
@@ -52,15 +51,13 @@ def threshold_stability(sets: Mapping[str, Sequence[ScoredQuery]], threshold: fl
     span = (high - low) or 1.0
     best = {name: (best_threshold(queries)[0] - low) / span for name, queries in sets.items()}
     natural = (threshold - low) / span
-    count = max(len(best), 1)
-    middle = math.fsum(best.values()) / count
     return Stability(
         low=low,
         high=high,
         natural=natural,
         best=best,
-        bias=math.fsum(abs(value - natural) for value in best.values()) / count,
-        variance=math.fsum((value - middle) ** 2 for value in best.values()) / count,
+        bias=statistics.fmean(abs(value - natural) for value in best.values()),
+        variance=statistics.pvariance(best.values()),
     )
 
 
@@ -118,18 +115,6 @@ def select_top(queries: Sequence[ScoredQuery], k: int) -> Selection:
     return _selection(queries, [query.order()[:k] for query in queries])
 
 
-def select_pooled(queries: Sequence[ScoredQuery], count: int) -> Selection:
-    """Keep the best ``count`` documents of all queries together: the threshold that spends just this budget.
-
-    Of equal scores the earlier query's, then the earlier document's are kept, so that the budget is met exactly.
-    """
-    places = [(-score, row, i) for row, query in enumerate(queries) for i, score in enumerate(query.scores)]
-    kept: list[list[int]] = [[] for _ in queries]
-    for _, row, i in sorted(places)[:count]:
-        kept[row].append(i)
-    return _selection(queries, kept)
-
-
 def select_top_at_budget(queries: Sequence[ScoredQuery], budget: float) -> Selection:
     """Top-k that keeps ``budget`` documents of a query in the mean, which is seldom a whole k.
 
@@ -146,35 +131,6 @@ def select_top_at_budget(queries: Sequence[ScoredQuery], budget: float) -> Selec
     return lower
 
 
-@dataclass(frozen=True, slots=True)
-class EqualBudget:
-    """Two ways to spend the same number of documents on a set (paper, Section 1.3).
-
-    Attributes:
-        k: Documents a query.
-        top_k: Each query's best k.
-        threshold: As many documents in all, above one threshold for all queries: some queries get more, others fewer.
-    """
-
-    k: int
-    top_k: Selection
-    threshold: Selection
-
-
-def equal_budgets(queries: Sequence[ScoredQuery], ks: Iterable[int] = range(1, 11)) -> list[EqualBudget]:
-    """For each k, top-k beside the threshold that keeps exactly as many documents of the set.
-
-    Args:
-        queries: Scored queries of one set.
-        ks: Numbers of documents a query. A query with fewer documents gives all it has.
-    """
-    found = []
-    for k in ks:
-        top = select_top(queries, k)
-        found.append(EqualBudget(k, top, select_pooled(queries, round(math.fsum(top.kept)))))
-    return found
-
-
 def _selection(queries: Sequence[ScoredQuery], kept: Sequence[Sequence[int]]) -> Selection:
     rows = []
     for query, places in zip(queries, kept, strict=True):
@@ -189,13 +145,5 @@ def _selection(queries: Sequence[ScoredQuery], kept: Sequence[Sequence[int]]) ->
 
 def _mixed(first: Selection, second: Selection, share: float) -> Selection:
     """Expected numbers of one selection with the probability 1 - share and another with share."""
-
-    def mix(a: list[float], b: list[float]) -> list[float]:
-        return [(1 - share) * x + share * y for x, y in zip(a, b, strict=True)]
-
-    return Selection(
-        mix(first.kept, second.kept),
-        mix(first.precision, second.precision),
-        mix(first.recall, second.recall),
-        mix(first.f1, second.f1),
-    )
+    columns = (zip(getattr(first, part.name), getattr(second, part.name), strict=True) for part in fields(Selection))
+    return Selection(*([(1 - share) * x + share * y for x, y in column] for column in columns))

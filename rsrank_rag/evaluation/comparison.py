@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -14,7 +13,6 @@ from pydantic import BaseModel, ConfigDict
 from .. import __version__
 from .calibration import (
     Selection,
-    equal_budgets,
     f1_gaps,
     select_above,
     select_top_at_budget,
@@ -55,7 +53,6 @@ class QueryResult(_Record):
     id: str
     scores: tuple[float, ...]
     kept: int
-    seconds: float | None
     metrics: dict[str, float]
 
     @property
@@ -73,46 +70,24 @@ class Spending(_Record):
     f1: Estimate
 
 
-class BudgetRow(_Record):
-    """Top-k and one threshold for all queries that keeps as many documents; the difference is threshold minus top-k."""
-
-    k: int
-    top_k: Spending
-    threshold: Spending
-    f1_difference: Estimate
-
-
 class SelectionResult(_Record):
-    """The threshold in use, native or not, top-k with the same mean number of documents, the difference; each k."""
+    """The threshold in use, top-k with the same mean number of documents, and the difference."""
 
     natural: Spending
     top_k: Spending
     f1_difference: Estimate
-    budgets: tuple[BudgetRow, ...]
-
-
-class Latency(_Record):
-    """Seconds a query."""
-
-    mean: Estimate
-    median: float
-    p90: float
 
 
 class SetResult(_Record):
     """One system on one set.
 
     Attributes:
-        metrics: Means over queries, by name (`METRICS`).
         tau_best: The threshold with the highest mean F1.
         tau_best_normalised: The same, normalised over all sets of the system.
         score_range: Lowest and highest score, normalised over all sets of the system.
         gap: Mean F1 that sharing the set's best threshold costs a query.
         gap_above: Limit -> share of queries that lose more.
         t_test: Each query's best F1 against its F1 at the set's best threshold.
-        selection: Thresholds against top-k.
-        latency: None where times were not measured.
-        queries: Query by query.
     """
 
     metrics: dict[str, Estimate]
@@ -123,7 +98,6 @@ class SetResult(_Record):
     gap_above: dict[str, float]
     t_test: PairedTest
     selection: SelectionResult
-    latency: Latency | None
     queries: tuple[QueryResult, ...]
 
 
@@ -131,15 +105,10 @@ class SystemResult(_Record):
     """One system on all sets; means count each set the same.
 
     Attributes:
-        name: Of the system.
         threshold: The one it is used with, in its own units.
         threshold_origin: Where that comes from, such as "native".
         threshold_normalised: The same, normalised over all sets.
         bias: Of the sets' best thresholds (`calibration.threshold_stability`).
-        variance: Of the sets' best thresholds.
-        metrics: Means over sets.
-        latency: Over the queries of all sets.
-        sets: Set by set.
     """
 
     name: str
@@ -149,7 +118,6 @@ class SystemResult(_Record):
     bias: float
     variance: float
     metrics: dict[str, Estimate]
-    latency: Latency | None
     sets: dict[str, SetResult]
 
     @property
@@ -170,7 +138,7 @@ class Difference(_Record):
 class Comparison(_Record):
     """Everything that was measured. `model_validate_json` reads report.json back."""
 
-    format_version: Literal[1] = 1
+    format_version: Literal[2] = 2
     package_version: str = __version__
     level: float = LEVEL
     resamples: int = RESAMPLES
@@ -185,8 +153,6 @@ class Measured:
     """A system's scores.
 
     Attributes:
-        name: Of the system.
-        threshold: The one it is used with.
         origin: Where the threshold comes from, such as "native".
         scored: Set -> scored queries, in the order of the set.
     """
@@ -206,11 +172,7 @@ def compare(
 ) -> Comparison:
     """All metrics of all systems with their intervals, and the paired differences of every two systems.
 
-    Args:
-        systems: Scores; every system has all sets.
-        sets: The labelled queries that were scored, at least one a set.
-        resamples: Bootstrap samples of each interval.
-        seed: Of the resampling.
+    `sets`: the labelled queries that were scored, at least one a set.
 
     Raises:
         MissingDependencyError: ir-measures or scipy is not installed.
@@ -254,7 +216,6 @@ def _system(system: Measured, sets: Mapping[str, Sequence[LabelledQuery]], estim
             gap_above={f"{limit:g}": share_above(gaps, limit) for limit in GAP_LIMITS},
             t_test=paired_t_test(own, best),
             selection=_selection(queries, system.threshold, estimate),
-            latency=_latency([[row.seconds for row in rows]], estimate),
             queries=rows,
         )
     return SystemResult(
@@ -265,7 +226,6 @@ def _system(system: Measured, sets: Mapping[str, Sequence[LabelledQuery]], estim
         bias=stability.bias,
         variance=stability.variance,
         metrics={metric: estimate(*_values(results, metric)) for metric in METRICS},
-        latency=_latency([[row.seconds for row in result.queries] for result in results.values()], estimate),
         sets=results,
     )
 
@@ -278,7 +238,6 @@ def _rows(labelled: Sequence[LabelledQuery], queries: Sequence[ScoredQuery], tau
             id=label.id,
             scores=tuple(query.scores),
             kept=sum(score > tau for score in query.scores),
-            seconds=query.seconds,
             metrics={
                 **{name: values[number] for name, values in ranking.items()},
                 "f1@tau": f1_at(query, tau),
@@ -299,35 +258,12 @@ def _selection(queries: Sequence[ScoredQuery], threshold: float, estimate: _Esti
             f1=estimate(selection.f1),
         )
 
-    def difference(first: Selection, second: Selection) -> Estimate:
-        return estimate(paired_differences(first.f1, second.f1))
-
     natural = select_above(queries, threshold)
     top = select_top_at_budget(queries, natural.budget)
     return SelectionResult(
         natural=spending(natural),
         top_k=spending(top),
-        f1_difference=difference(natural, top),
-        budgets=tuple(
-            BudgetRow(
-                k=row.k,
-                top_k=spending(row.top_k),
-                threshold=spending(row.threshold),
-                f1_difference=difference(row.threshold, row.top_k),
-            )
-            for row in equal_budgets(queries)
-        ),
-    )
-
-
-def _latency(sets: Sequence[Sequence[float | None]], estimate: _Estimator) -> Latency | None:
-    """None if any query was not timed."""
-    times = [seconds for queries in sets for seconds in queries if seconds is not None]
-    if len(times) < sum(map(len, sets)) or not times:
-        return None
-    ordered = sorted(times)
-    return Latency(
-        mean=estimate(times), median=statistics.median(times), p90=ordered[min(int(0.9 * len(times)), len(times) - 1)]
+        f1_difference=estimate(paired_differences(natural.f1, top.f1)),
     )
 
 

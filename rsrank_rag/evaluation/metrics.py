@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from ..errors import InputError, MissingDependencyError
 
@@ -20,7 +20,6 @@ class ScoredQuery:
     Attributes:
         scores: Finite numbers.
         relevant: As many labels.
-        seconds: How long the scoring took; None where it was not measured.
 
     Raises:
         InputError: A score is not finite, so it could be neither ranked nor compared; or there is not one a label.
@@ -28,7 +27,6 @@ class ScoredQuery:
 
     scores: Sequence[float]
     relevant: Sequence[bool]
-    seconds: float | None = field(default=None, compare=False)
 
     def __post_init__(self) -> None:
         if len(self.scores) != len(self.relevant):

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import logging
 import random
-from bisect import bisect_left
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from pydantic import BaseModel, ConfigDict, Field
@@ -81,13 +80,8 @@ def choose(
 
     Documents that share no word with the query are no hard negatives: where BM25 finds too few, random ones follow.
 
-    Args:
-        negatives: Which, and how many.
-        queries: Id, text and the rows of the relevant documents of each.
-        size: Documents in the corpus.
-        read: Texts of some rows, as a reranker reads them.
-        seed: Of everything random. What a query gets depends on no other query.
-        options: How to load the encoder.
+    `queries`: id, text and the rows of the relevant documents of each. `read`: texts of some rows, as a reranker
+    reads them. `seed`: of everything random. What a query gets depends on no other query.
 
     Raises:
         BackboneError: The encoder cannot be loaded.
@@ -96,29 +90,25 @@ def choose(
     rows: Sequence[int] = range(size)
     if negatives.corpus is not None and negatives.corpus < size:
         rows = sorted(random.Random(f"corpus:{seed}").sample(rows, negatives.corpus))
-    # From here on by their places in rows.
-    relevant = [{place for row in gold if (place := _place(rows, row)) is not None} for _, _, gold in queries]
-    ranked = _ranked(negatives, [text for _, text, _ in queries], relevant, rows, read, options)
+    ranked = _ranked(negatives, queries, rows, read, options)
     chosen = []
-    for (key, _, _), gold, best in zip(queries, relevant, ranked, strict=True):
-        hard = [place for place in best if place not in gold][: negatives.count]
+    for (key, _, gold), best in zip(queries, ranked, strict=True):
+        hard = [rows[place] for place in best if rows[place] not in gold][: negatives.count]
         rng = random.Random(f"{seed}:{key}")
-        others = _others(len(rows), gold.union(hard), negatives.count - len(hard), rng)
-        chosen.append([rows[place] for place in [*hard, *others]])
+        chosen.append([*hard, *_others(rows, {*gold, *hard}, negatives.count - len(hard), rng)])
     return chosen
 
 
 def _ranked(
     negatives: Negatives,
-    texts: Sequence[str],
-    relevant: Sequence[Collection[int]],
+    queries: Sequence[tuple[str, str, Collection[int]]],
     rows: Sequence[int],
     read: Callable[[Sequence[int]], Sequence[str]],
     options: LoadOptions | None,
 ) -> list[list[int]]:
-    """The first stage's best documents of each query; so many that enough are left without the relevant ones."""
+    """Places in ``rows`` of the first stage's best documents, enough of them beside the relevant ones."""
     if negatives.kind == "random":
-        return [[] for _ in texts]
+        return [[] for _ in queries]
     if len(rows) > LARGE:
         logger.warning(
             "Negatives by %s read all %s documents of the corpus, which takes hours and many GB. Negatives(corpus=%d) "
@@ -127,16 +117,12 @@ def _ranked(
             f"{len(rows):,}",
             LARGE // 10,
         )
-    depths = [negatives.count + len(gold) for gold in relevant]
+    texts = [text for _, text, _ in queries]
+    depths = [negatives.count + len(gold) for _, _, gold in queries]
     if negatives.kind == "bm25":
         return _bm25(texts, depths, read(rows))
-    return _dense(texts, depths, _chunks(rows, read), BiEncoder(negatives.encoder, options=options))
-
-
-def _place(rows: Sequence[int], row: int) -> int | None:
-    """Where a row stands in ascending rows."""
-    place = bisect_left(rows, row)
-    return place if place < len(rows) and rows[place] == row else None
+    chunks = (read(rows[start : start + CHUNK]) for start in range(0, len(rows), CHUNK))
+    return _dense(texts, depths, chunks, BiEncoder(negatives.encoder, options=options))
 
 
 def replace_negatives(
@@ -149,12 +135,7 @@ def replace_negatives(
 ) -> list[LabelledQuery]:
     """The queries with their relevant documents and other irrelevant ones, from the candidates of all queries.
 
-    Args:
-        queries: Labelled queries, such as those of a file.
-        negatives: Which, and how many.
-        titles: The first stage reads a document's title in front of its text.
-        seed: Of everything random, such as the documents' order.
-        options: How to load the encoder.
+    `titles`: the first stage reads a document's title in front of its text.
 
     Raises:
         BackboneError: The encoder cannot be loaded.
@@ -187,15 +168,10 @@ def replace_negatives(
     return changed
 
 
-def _others(size: int, relevant: Collection[int], count: int, rng: random.Random) -> list[int]:
-    """Row numbers of `count` documents that are not relevant, or of all there are, out of a corpus of `size`."""
-    drawn = rng.sample(range(size), min(size, count + len(relevant)))
-    return [row for row in drawn if row not in relevant][:count]
-
-
-def _chunks(rows: Sequence[int], read: Callable[[Sequence[int]], Sequence[str]]) -> Iterator[Sequence[str]]:
-    for start in range(0, len(rows), CHUNK):
-        yield read(rows[start : start + CHUNK])
+def _others(rows: Sequence[int], taken: Collection[int], count: int, rng: random.Random) -> list[int]:
+    """`count` of the rows that are not taken, or all there are, at random."""
+    drawn = rng.sample(rows, min(len(rows), count + len(taken)))
+    return [row for row in drawn if row not in taken][:count]
 
 
 def _bm25(queries: Sequence[str], depths: Sequence[int], corpus: Sequence[str]) -> list[list[int]]:
@@ -210,7 +186,7 @@ def _bm25(queries: Sequence[str], depths: Sequence[int], corpus: Sequence[str]) 
 
 
 def _dense(
-    queries: Sequence[str], depths: Sequence[int], corpus: Iterator[Sequence[str]], encoder: BiEncoder
+    queries: Sequence[str], depths: Sequence[int], corpus: Iterable[Sequence[str]], encoder: BiEncoder
 ) -> list[list[int]]:
     """The best of the corpus by cosine of each query; the corpus passes by in chunks and only the best are kept."""
     import numpy as np

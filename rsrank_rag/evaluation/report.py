@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import base64
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..errors import InputError, MissingDependencyError
 from . import plots
-from .comparison import METRICS, Comparison, Measured, QueryLabels, QueryResult, SetResult, SystemResult, compare
+from .comparison import METRICS, Comparison, Measured, QueryLabels, QueryResult, SystemResult, compare
 from .datasets import LabelledQuery
 from .metrics import ranking_metrics
 from .statistics import scipy_stats
@@ -41,10 +41,8 @@ class Picture:
     """A figure on the page.
 
     Attributes:
-        section: Where it stands: "thresholds", "gaps", "selection", "scores", "latency" or "shifts".
-        name: Of its files, without a suffix.
+        section: Where it stands: "thresholds", "gaps", "scores" or "shifts".
         caption: What it shows; also its text for those who cannot see it.
-        figure: It.
     """
 
     section: str
@@ -77,10 +75,9 @@ def write_report(
     *,
     titles: bool = True,
     pictures: Sequence[Picture] = (),
-    sections: Collection[str] | None = None,
     seed: int = 0,
 ) -> Comparison:
-    """Compare systems and write ``index.html``, ``report.json`` and ``figures/*.png`` and ``*.svg``.
+    """Compare systems and write ``index.html``, ``report.json`` and ``figures/*.png``.
 
     Args:
         folder: Where to; made if need be.
@@ -88,7 +85,6 @@ def write_report(
         sets: The labelled queries that were scored.
         titles: Show a document's title, if it has one, in front of its text: as it was scored.
         pictures: More figures, such as shifts before and after B.
-        sections: Only figures of these sections (`Picture.section`); None for all.
         seed: Of the confidence intervals.
 
     Returns:
@@ -104,9 +100,8 @@ def write_report(
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "report.json").write_text(found.model_dump_json(indent=1) + "\n", encoding="utf-8")
         drawn = [
-            (picture, plots.save(picture.figure, folder / "figures" / picture.name)[1])
+            (picture, plots.save(picture.figure, folder / "figures" / picture.name))
             for picture in [*figures_of(found), *pictures]
-            if sections is None or picture.section in sections
         ]
         (folder / "index.html").write_text(page(found, sets, drawn, titles=titles), encoding="utf-8")
     except OSError as error:
@@ -141,23 +136,7 @@ def figures_of(found: Comparison) -> Iterator[Picture]:
             {s: {short[system.name]: [q.gap for q in system.sets[s].queries] for system in systems} for s in sets}
         ),
     )
-    yield Picture(
-        "gaps",
-        "headroom",
-        "Mean F1 at each set's best threshold, what each query's own best threshold would add (in points), and the F1 "
-        f"at the threshold in use ({'; '.join(f'{s.name}: {s.threshold_kind}' for s in systems)}).",
-        plots.headroom_bars({short[system.name]: {s: _headroom(system.sets[s]) for s in sets} for system in systems}),
-    )
     for number, system in enumerate(systems):
-        yield Picture(
-            "selection",
-            f"selection-{number}",
-            f"{system.name}: mean F1 by documents kept, of the best k of each query and of one threshold for all "
-            "queries that keeps as many.",
-            plots.selection_curves(
-                {s: _budgets(system.sets[s]) for s in sets}, label=system.threshold_kind, title=short[system.name]
-            ),
-        )
         yield Picture(
             "scores",
             f"scores-{number}",
@@ -168,35 +147,12 @@ def figures_of(found: Comparison) -> Iterator[Picture]:
                 title=short[system.name],
             ),
         )
-    timed = {short[system.name]: _cost(system) for system in systems if system.latency is not None}
-    if timed:
-        yield Picture(
-            "latency",
-            "latency",
-            "Median time a query and F1 at the threshold (mean over sets, with its confidence interval).",
-            plots.quality_against_latency(timed, quality="F1 at the threshold, mean over sets"),
-        )
 
 
 def short_names(names: Sequence[str]) -> dict[str, str]:
     """What figures have room for: of a long name, such as a folder's path, its end, as much as tells it from others."""
     found = {name: name if len(name) <= NAME_LENGTH else f"…{name[1 - NAME_LENGTH :]}" for name in names}
     return found if len(set(found.values())) == len(found) else dict(zip(names, names, strict=True))
-
-
-def _headroom(result: SetResult) -> tuple[float, float, float]:
-    tau, best, own = (result.metrics[name].mean for name in ("f1@tau", "f1@best", "f1@query_best"))
-    return tau, best, own
-
-
-def _budgets(result: SetResult) -> tuple[list[float], list[float], list[float], tuple[float, float]]:
-    rows, natural = result.selection.budgets, result.selection.natural
-    return (
-        [row.top_k.kept for row in rows],
-        [row.top_k.f1.mean for row in rows],
-        [row.threshold.f1.mean for row in rows],
-        (natural.kept, natural.f1.mean),
-    )
 
 
 def _by_label(labels: Sequence[QueryLabels], queries: Sequence[QueryResult]) -> tuple[list[float], list[float]]:
@@ -207,13 +163,6 @@ def _by_label(labels: Sequence[QueryLabels], queries: Sequence[QueryResult]) -> 
         for pair in zip(query.scores, label.relevant, strict=True)
     ]
     return [score for score, relevant in pairs if relevant], [score for score, relevant in pairs if not relevant]
-
-
-def _cost(system: SystemResult) -> tuple[float, float, tuple[float, float] | None]:
-    quality = system.metrics["f1@tau"]
-    assert system.latency is not None
-    interval = None if quality.low is None or quality.high is None else (quality.low, quality.high)
-    return system.latency.median, quality.mean, interval
 
 
 def page(

@@ -54,11 +54,8 @@ def estimate_mean(
     With one sample that is the mean over queries. With several it is the mean over sets, each counting the same
     whatever its size, and each resampled by itself.
 
-    Args:
-        samples: One number a query; for the paired difference of two systems, the differences.
-        level: Confidence level.
-        resamples: Bootstrap samples.
-        seed: Of the resampling: the same numbers give the same interval.
+    `samples`: one number a query; for the paired difference of two systems, the differences. `seed`: of the
+    resampling: the same numbers give the same interval.
 
     Raises:
         MissingDependencyError: scipy is not installed.
@@ -101,10 +98,6 @@ def paired_differences(first: Sequence[float], second: Sequence[float]) -> list[
 
 def paired_t_test(first: Sequence[float], second: Sequence[float]) -> PairedTest:
     """Paired t-test, such as the paper's Table 1: each query's best F1 against its F1 at the set's best threshold.
-
-    Args:
-        first: One number a query.
-        second: The same queries under the other condition.
 
     Raises:
         MissingDependencyError: scipy is not installed.

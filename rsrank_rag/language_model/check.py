@@ -51,10 +51,8 @@ class Watcher(Probe):
 def open_backbone(model: PreTrainedModel, last_layer: int | None = None, *, num_layers: int | None = None) -> Backbone:
     """Try a model out and make it ready to be read.
 
-    Args:
-        model: A base model without head (``AutoModel``). It is switched to eval mode.
-        last_layer: The last layer whose value vectors are read (counted from 0); None for the last one loaded.
-        num_layers: Layers of the checkpoint; None if all are loaded.
+    `model`: a base model without head (``AutoModel``). It is switched to eval mode. `last_layer`: the last layer
+    whose value vectors are read (counted from 0); None for the last one loaded.
 
     Raises:
         BackboneError: The model's cache does not hold its value vectors, or it cannot be run in two phases.

@@ -55,7 +55,6 @@ class LoadedModel(NamedTuple):
 
     Attributes:
         model: Without the layers that nobody reads.
-        tokenizer: Its tokenizer.
         num_layers: Layers of the checkpoint; the model may hold only its first ones.
     """
 

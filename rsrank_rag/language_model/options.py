@@ -6,7 +6,7 @@ Importing this loads no torch: adapters and commands are made before anything is
 from __future__ import annotations
 
 import os
-from dataclasses import dataclass, field, fields
+from dataclasses import KW_ONLY, InitVar, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
 
@@ -25,7 +25,7 @@ FLAGS: dict[str, Weights] = {"load_in_8bit": "int8", "load_in_4bit": "nf4", "loa
 """How users ask for it, as in transformers."""
 
 
-@dataclass(frozen=True, init=False)
+@dataclass(frozen=True)
 class LoadOptions:
     """Where and how a language model is loaded.
 
@@ -51,37 +51,26 @@ class LoadOptions:
     device: str | torch.device | None = None
     dtype: str | torch.dtype | None = None
     weights: Weights | None = None
+    _: KW_ONLY
     local_files_only: bool = False
     token: str | bool | None = field(default=None, repr=False)
     cache_dir: str | Path | None = None
     trust_remote_code: bool = False
     deterministic: bool = False
+    load_in_8bit: InitVar[bool] = False
+    load_in_4bit: InitVar[bool] = False
+    load_in_fp8: InitVar[bool] = False
 
-    def __init__(
-        self,
-        device: str | torch.device | None = None,
-        dtype: str | torch.dtype | None = None,
-        weights: Weights | None = None,
-        *,
-        local_files_only: bool = False,
-        token: str | bool | None = None,
-        cache_dir: str | Path | None = None,
-        trust_remote_code: bool = False,
-        deterministic: bool = False,
-        load_in_8bit: bool = False,
-        load_in_4bit: bool = False,
-        load_in_fp8: bool = False,
-    ) -> None:
+    def __post_init__(self, load_in_8bit: bool, load_in_4bit: bool, load_in_fp8: bool) -> None:
         given = zip(FLAGS, (load_in_8bit, load_in_4bit, load_in_fp8), strict=True)
-        asked = [f"weights={weights!r}"] * (weights is not None) + [flag for flag, wanted in given if wanted]
+        flags = [flag for flag, wanted in given if wanted]
+        asked = [*([] if self.weights is None else [f"weights={self.weights!r}"]), *flags]
         if len(asked) > 1:
             raise InputError(f"{' and '.join(asked)} exclude each other. Choose one.")
-        chosen = FLAGS.get(asked[0], weights) if asked else None
-        if chosen is not None and chosen not in get_args(Weights):
-            raise InputError(f"weights={weights!r} is none of {', '.join(get_args(Weights))}.")
-        values = (device, dtype, chosen, local_files_only, token, cache_dir, trust_remote_code, deterministic)
-        for own, value in zip(fields(self), values, strict=True):
-            object.__setattr__(self, own.name, value)
+        if flags:
+            object.__setattr__(self, "weights", FLAGS[flags[0]])
+        if self.weights is not None and self.weights not in get_args(Weights):
+            raise InputError(f"weights={self.weights!r} is none of {', '.join(get_args(Weights))}.")
 
     def resolved_device(self) -> torch.device:
         """The device asked for, or the best one present.

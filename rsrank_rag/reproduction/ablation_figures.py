@@ -6,6 +6,7 @@ import statistics
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+import numpy as np
 from pydantic import BaseModel, ConfigDict
 
 from ..evaluation import plots
@@ -26,19 +27,10 @@ class AblationFigures(BaseModel):
     """One ablation on one set.
 
     Attributes:
-        name: Of the ablation.
-        group: Its table.
-        changes: In words.
         setup: What B was trained on, in words.
-        dataset: The set.
-        queries: In it.
-        train: Queries that B was given.
-        seeds: Runs that were averaged.
-        parameters: Numbers in B.
         metrics: Metric -> mean over queries of the mean over seeds, with its interval over queries.
         spread: Metric -> standard deviation of the seeds' means; 0 for one seed.
         differences: Metric -> paired difference from the unchanged recipe; empty where there is none, or it is that.
-        tau_best: The set's best threshold, mean over seeds.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
@@ -150,7 +142,8 @@ def _cells(row: AblationFigures) -> list[str]:
 
 
 def _over_seeds(rows: Sequence[AblationRow], metric: str) -> list[float]:
-    return [statistics.fmean(values) for values in zip(*(row.metrics[metric] for row in rows), strict=True)]
+    means: list[float] = np.mean([row.metrics[metric] for row in rows], axis=0).tolist()
+    return means
 
 
 def _spread(rows: Sequence[AblationRow], metric: str) -> float:
@@ -159,7 +152,4 @@ def _spread(rows: Sequence[AblationRow], metric: str) -> float:
 
 
 def _interval(point: Estimate) -> tuple[float, float]:
-    return (
-        point.mean if point.low is None else point.low,
-        point.mean if point.high is None else point.high,
-    )
+    return (point.mean, point.mean) if point.low is None or point.high is None else (point.low, point.high)

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 from pydantic import BaseModel, ConfigDict, ValidationError
@@ -38,16 +39,10 @@ class AblationRow(BaseModel):
     """What one ablation gave on one set with one seed; per query, so that intervals and differences can be taken.
 
     Attributes:
-        name: Of the ablation.
-        group: Its table.
-        changes: In words.
-        dataset: The set.
-        seed: Of the training.
         train: Queries that B was given.
         parameters: Numbers in B.
         metrics: Metric -> one number a query: ``recall@5``, ``ndcg@5``, ``p@5``, ``f1@5`` (of the best five), ``f1@0``
             and ``f1@best`` (at the set's best threshold).
-        tau_best: The set's best threshold.
         seconds: The run took, features included where they were not there yet.
     """
 
@@ -65,10 +60,20 @@ class AblationRow(BaseModel):
     seconds: float
 
 
-class _Kept(BaseModel):
-    """Rows of one ablation on disk, and what they are of."""
+class Kept(BaseModel):
+    """What was computed, on disk, under a key of everything that it depends on."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
 
     key: str
+
+
+K = TypeVar("K", bound=Kept)
+
+
+class _KeptRows(Kept):
+    """Rows of one ablation."""
+
     rows: tuple[AblationRow, ...]
 
 
@@ -77,14 +82,11 @@ class Ablations:
     """Runs ablations of a recipe one after another.
 
     Attributes:
-        config: The recipe: a shipped name or a TOML file.
-        output: Folder for features, checkpoints and results.
         settings: Entries that are changed for all of them, as after ``--set``.
         train: What B learns from; empty for the recipe's data.
         evaluation: What it is measured on; empty for the recipe's evaluation sets.
         seeds: Of the training: of B's first numbers, the order of queries and which of them choose the epoch.
         say: Told what is going on.
-        progress: Show progress bars.
     """
 
     config: str
@@ -121,19 +123,17 @@ class Ablations:
 
     def _rows(self, ablation: Ablation, seed: int) -> list[AblationRow]:
         recipe = self.recipe(ablation)
-        key = _sha(
-            repr(ablation), str(seed), recipe.model_dump_json(), *map(_stamp, (*recipe.data, *recipe.evaluation))
-        )
+        key = sha(repr(ablation), str(seed), recipe.model_dump_json(), *map(_stamp, (*recipe.data, *recipe.evaluation)))
         path = self.output / "results" / f"{key[:16]}.json"
-        kept = _read(path)
-        if kept is not None and kept.key == key:
+        kept = read_kept(_KeptRows, path, key)
+        if kept is not None:
             return list(kept.rows)
         self.say(f"ablation: {ablation.name}, seed {seed}")
         started = time.perf_counter()
         train, parameters, found = self._scores(ablation, recipe, seed)
         seconds = time.perf_counter() - started
         rows = [_row(ablation, label, seed, train, parameters, rows, seconds) for label, rows in found.items()]
-        write_text(path, _Kept(key=key, rows=tuple(rows)).model_dump_json(indent=1) + "\n")
+        write_text(path, _KeptRows(key=key, rows=tuple(rows)).model_dump_json(indent=1) + "\n")
         return rows
 
     def _scores(self, ablation: Ablation, recipe: Recipe, seed: int) -> tuple[int, int, dict[str, list[ScoredQuery]]]:
@@ -142,8 +142,8 @@ class Ablations:
         if ablation.scorer == "cosine":
             system = load_system(f"bi-encoder:{recipe.model.source}", options=recipe.model.options())
             titles = recipe.features.titles
-            return 0, 0, {part.label: score_dataset(system, part.load(recipe.fit.seed), titles=titles) for part in sets}
-        stores = {part.label: self._store(_evaluating(recipe, part), ablation) for part in sets}
+            return 0, 0, {part.title: score_dataset(system, part.load(recipe.fit.seed), titles=titles) for part in sets}
+        stores = {part.title: self._store(_evaluating(recipe, part), ablation) for part in sets}
         if ablation.scorer == "oracle similarity":
             return 0, 0, {label: _oracle(store) for label, store in stores.items()}
         train, projection = self._projection(ablation, recipe, seed)
@@ -157,8 +157,8 @@ class Ablations:
         train, held = split(len(store), recipe.held, seed)
         if ablation.queries is not None and ablation.queries > len(train):
             raise InputError(f"{ablation.queries} queries to learn from were asked for; there are {len(train)}.")
-        identity = _sha(store.spec.model_dump_json(), repr(ablation), str((train, held)))
-        folder = self.output / "fit" / _sha(repr(ablation), str(seed), recipe.model_dump_json())[:16]
+        identity = sha(store.spec.model_dump_json(), repr(ablation), str((train, held)))
+        folder = self.output / "fit" / sha(repr(ablation), str(seed), recipe.model_dump_json())[:16]
         features, layers = _Part(self._in_memory(store), ablation), pick(store.spec.layers, ablation.layers)
         learner = Learner(recipe, features, held, layers, folder, identity, closed_form)
         options = recipe.fit.model_copy(update={"seed": seed})
@@ -169,7 +169,7 @@ class Ablations:
     def _store(self, recipe: Recipe, ablation: Ablation) -> FeatureStore:
         """Features of the recipe's data, made if need be; shared by all that read the same."""
         same = recipe.model_dump_json(include={"model", "template", "features", "data"})
-        key = _sha(same, str(recipe.fit.seed), ablation.signal, ablation.null)[:16]
+        key = sha(same, str(recipe.fit.seed), ablation.signal, ablation.null)[:16]
         if key not in self._stores:  # finding it again would load the language model
             what = reading(ablation.signal, ablation.null)
             folder = self.output / "stores" / key
@@ -251,13 +251,15 @@ def _stamp(part: DataPart) -> str:
     return f"{state.st_size} {state.st_mtime_ns}"
 
 
-def _read(path: Path) -> _Kept | None:
-    """None where there is nothing that could be read."""
+def read_kept(kind: type[K], path: Path, key: str) -> K | None:
+    """What was kept under this key; None where there is nothing, or something else."""
     try:
-        return _Kept.model_validate_json(path.read_text(encoding="utf-8"))
+        found = kind.model_validate_json(path.read_text(encoding="utf-8"))
     except (OSError, ValidationError, UnicodeDecodeError):
         return None
+    return found if found.key == key else None
 
 
-def _sha(*texts: str) -> str:
+def sha(*texts: str) -> str:
+    """sha256 of several texts."""
     return hashlib.sha256(json.dumps(texts).encode()).hexdigest()

@@ -33,15 +33,11 @@ class Ablation:
     """One change.
 
     Attributes:
-        name: Of it.
         group: The table it stands in.
         changes: Entries of the recipe, as after ``--set``.
         signal: What is read of the language model.
         null: What is subtracted from it.
-        layers: B reads only these of the recipe's layers.
-        heads: And only these heads.
         queries: B learns from so many queries, drawn at random, for the recipe's ``sample_epochs``; 0 is a random B.
-        scorer: What scores.
     """
 
     name: str

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 from ..adapters.systems import parse
 from ..errors import InputError
-from ..evaluation.datasets import LabelledQuery, dataset_name, read_labelled
-from ..evaluation.hub_datasets import Granularity, Split, load_named
-from ..evaluation.negatives import Negatives, replace_negatives
-from ..language_model.options import LoadOptions, Weights
-from ..training.recipe import DataPart, read_toml, validated, with_weights
+from ..evaluation.hub_datasets import Split
+from ..evaluation.negatives import Negatives
+from ..language_model.options import LoadOptions, LoadSettings, Weights
+from ..training.recipe import DataPart, read_toml, validated
 from .ablations import chosen
 from .paper_tables import TABLES, Table
 
@@ -24,67 +22,16 @@ SHIPPED = Path(__file__).parent / "recipes"
 ARTIFACT = "artifact"
 """Stands in a system's name for the artifact that is given on the command line."""
 
-Figure = Literal["thresholds", "gaps", "selection", "scores", "latency", "shifts"]
-FIGURES: tuple[Figure, ...] = ("thresholds", "gaps", "selection", "scores", "latency", "shifts")
 STRICT = ConfigDict(extra="forbid", frozen=True)
 
 
-class SetPart(BaseModel):
-    """A set to measure on: by name from the Hub, or a file of labelled queries."""
+class SetPart(DataPart):
+    """A set to measure on."""
 
-    model_config = STRICT
-
-    name: str | None = Field(default=None, description="One of the paper's sets, or beir:NAME.")
-    file: str | None = None
-    label: str | None = None
     split: Split = "test"
-    queries: int | None = Field(default=None, gt=0, description="At most so many, at random.")
-    granularity: Granularity | None = None
-    negatives: Negatives | None = Field(
-        default=None, description="None for the paper's: 15 at random for BEIR, the set's own for the others and files."
-    )
-    revision: str | None = None
-
-    @model_validator(mode="after")
-    def _one_source(self) -> SetPart:
-        if (self.name is None) == (self.file is None):
-            raise ValueError("give either name or file")
-        return self
-
-    @property
-    def title(self) -> str:
-        """What the tables call it."""
-        return self.label or self.name or dataset_name(str(self.file))
-
-    def load(self, seed: int, options: LoadOptions, *, titles: bool = True) -> list[LabelledQuery]:
-        """Its queries.
-
-        Raises:
-            RSRankError: It cannot be loaded.
-        """
-        if self.name is not None:
-            return load_named(
-                self.name,
-                split=self.split,
-                queries=self.queries,
-                granularity=self.granularity,
-                negatives=self.negatives or Negatives(),
-                seed=seed,
-                revision=self.revision,
-                options=options,
-            )
-        queries = read_labelled(str(self.file))
-        changed = (
-            queries
-            if self.negatives is None
-            else replace_negatives(queries, self.negatives, titles=titles, seed=seed, options=options)
-        )
-        if self.queries is None or self.queries >= len(changed):
-            return changed
-        return [changed[i] for i in sorted(random.Random(seed).sample(range(len(changed)), self.queries))]
 
 
-class SystemPart(BaseModel):
+class SystemPart(LoadSettings):
     """A system by its name (`systems.KINDS`), and how to load it where that differs from the command line."""
 
     model_config = STRICT
@@ -93,14 +40,7 @@ class SystemPart(BaseModel):
     label: str | None = None
     revision: str | None = None
     threshold: float | None = Field(default=None, description="None for its native one, else the best over all sets.")
-    dtype: str | None = None
-    weights: Weights | None = None
-    trust_remote_code: bool = False
-
-    @model_validator(mode="before")
-    @classmethod
-    def _flags(cls, values: Any) -> Any:
-        return with_weights(values)
+    weights: Weights | None = Field(default=None, description="The same as load_in_8bit = true and the like.")
 
     @property
     def title(self) -> str:
@@ -108,13 +48,10 @@ class SystemPart(BaseModel):
         return self.label or self.name
 
     def options(self, given: LoadOptions) -> LoadOptions:
-        """How to load it."""
-        return replace(
-            given,
-            dtype=self.dtype or given.dtype,
-            weights=self.weights or given.weights,
-            trust_remote_code=self.trust_remote_code or given.trust_remote_code,
-        )
+        """How to load it: what is set here, and the rest as given."""
+        own = self.load_options(weights=self.weights)
+        changed = {part.name: value for part in fields(own) if (value := getattr(own, part.name))}
+        return replace(given, **changed)
 
 
 def _several(value: Any) -> Any:
@@ -148,7 +85,6 @@ class Reproduction(BaseModel):
     sets: tuple[SetPart, ...] = ()
     systems: tuple[SystemPart, ...] = ()
     tables: tuple[Table, ...] = TABLES
-    figures: tuple[Figure, ...] = FIGURES
     umap: bool = Field(default=False, description="Draw RSRank's shifts before and after B.")
     stages: str | None = Field(default=None, description="JSON of benchmarks.latency --paper: the inference stages.")
     ablations: Annotated[tuple[AblationPart, ...], BeforeValidator(_several)] = ()
@@ -251,14 +187,13 @@ def plan(config: Reproduction) -> str:
     lines = [f"{config.name}: {len(config.systems)} systems on {len(config.sets)} sets, seed {config.seed}"]
     for part in config.sets:
         many = "all queries" if part.queries is None else f"{part.queries} queries"
-        given = part.negatives or (Negatives() if part.name else None)
+        given = part.negatives or (Negatives() if part.dataset else None)
         kind = "" if given is None else f", {given.count} {given.kind} negatives where the set has none of its own"
         if part.file is not None and given is not None:
             kind = f", {given.count} {given.kind} negatives of the file's documents"
-        lines.append(f"  set      {part.title}: {part.split if part.name else part.file}, {many}{kind}")
+        lines.append(f"  set      {part.title}: {part.split if part.dataset else part.file}, {many}{kind}")
     lines += [f"  system   {part.title}: {part.name}" for part in config.systems]
     lines.append(f"  tables   {', '.join(config.tables)}")
-    lines.append(f"  figures  {', '.join(figure for figure in config.figures if figure != 'shifts' or config.umap)}")
     for ablations in config.ablations:
         names = [ablation.name for ablation in chosen(ablations.names)]
         lines.append(f"  ablations of {ablations.recipe}, {len(ablations.seeds)} seeds: {'; '.join(names)}")

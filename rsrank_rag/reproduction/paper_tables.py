@@ -3,23 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from ..evaluation.comparison import Comparison, Measured
 from ..evaluation.evaluate import summarise
 from ..evaluation.statistics import Estimate
 
 Table = Literal["main", "differences", "thresholds", "gaps", "headroom", "selection", "stages", "ablations"]
-TABLES: tuple[Table, ...] = (
-    "main",
-    "differences",
-    "thresholds",
-    "gaps",
-    "headroom",
-    "selection",
-    "stages",
-    "ablations",
-)
+TABLES: tuple[Table, ...] = get_args(Table)
 """All tables, in their order."""
 
 TIE = 0.01
@@ -39,14 +30,8 @@ def page(
 ) -> str:
     """All tables that were asked for and can be filled.
 
-    Args:
-        name: Of the configuration.
-        tables: Which.
-        sets: Names of the sets, in order.
-        measured: Systems, also those that lack a set.
-        found: Of the systems that have all sets.
-        ablations: Their tables.
-        stages: Rows of ``benchmarks.latency --paper``.
+    `measured`: systems, also those that lack a set. `found`: of the systems that have all sets. `stages`: rows of
+    ``benchmarks.latency --paper``.
     """
     makers: dict[Table, Callable[[], str]] = {
         "main": lambda: main_table(sets, measured),
@@ -69,9 +54,7 @@ def main_table(sets: Sequence[str], measured: Sequence[Measured]) -> str:
     A system that lacks a set has no average. The best of a column and what is within a point of it are bold.
     """
     records = {
-        system.name: {
-            label: summarise(label, rows, threshold=system.threshold).as_dict() for label, rows in system.scored.items()
-        }
+        system.name: {label: summarise(rows, threshold=system.threshold) for label, rows in system.scored.items()}
         for system in measured
     }
     text = [
@@ -81,7 +64,7 @@ def main_table(sets: Sequence[str], measured: Sequence[Measured]) -> str:
     for metric, title in _METRICS.items():
         rows = {}
         for name, by_set in records.items():
-            values = [float(by_set[label][metric]) if label in by_set else None for label in sets]
+            values = [by_set[label][metric] if label in by_set else None for label in sets]
             known = [value for value in values if value is not None]
             rows[name] = [*values, sum(known) / len(known) if len(known) == len(sets) else None]
         text.append(f"**{title}**\n\n" + grid(["system", *sets, "Avg"], _bold(rows)))
@@ -184,21 +167,15 @@ def stage_table(stages: Sequence[Mapping[str, Any]]) -> str:
     return "## Inference stages\n\n" + grid(["stage", "ms", "overhead"], rows)
 
 
-def _interval(estimate: Estimate) -> str:
-    if estimate.low is None or estimate.high is None:
-        return points(estimate.mean)
-    return f"{points(estimate.mean)} [{points(estimate.low)}, {points(estimate.high)}]"
-
-
 def sure(estimate: Estimate) -> str:
     """A difference; bold where its interval leaves zero out."""
-    text = _signed(estimate.mean, estimate.low, estimate.high)
+    text = _interval(estimate, "+.1f")
     return f"**{text}**" if (estimate.low or 0) > 0 or (estimate.high or 0) < 0 else text
 
 
-def _signed(mean: float, low: float | None, high: float | None) -> str:
-    interval = "" if low is None or high is None else f" [{100 * low:+.1f}, {100 * high:+.1f}]"
-    return f"{100 * mean:+.1f}{interval}"
+def _interval(estimate: Estimate, form: str = ".1f") -> str:
+    mean, low, high = (f"{100 * (value or 0):{form}}" for value in (estimate.mean, estimate.low, estimate.high))
+    return mean if estimate.low is None else f"{mean} [{low}, {high}]"
 
 
 def points(value: float) -> str:

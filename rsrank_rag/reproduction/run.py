@@ -7,14 +7,11 @@ loaded or scored is named with its error, and the others still run.
 from __future__ import annotations
 
 import gc
-import hashlib
 import json
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
-
-from pydantic import BaseModel, ValidationError
 
 from ..adapters.systems import KINDS, load_system, parse
 from ..artifact import hub
@@ -28,9 +25,9 @@ from ..evaluation.report import Picture, check_report, write_report
 from ..language_model.options import LoadOptions
 from ..partial_files import write_text
 from .ablation_figures import AblationFigures, FigureFile, ablation_tables, figures_of, sample_curves
-from .ablation_runs import AblationRow, Ablations
+from .ablation_runs import AblationRow, Ablations, Kept, read_kept, sha
 from .ablations import chosen
-from .config import STRICT, Reproduction, SystemPart
+from .config import Reproduction, SystemPart
 from .paper_tables import page
 from .shift_map import load_umap, shift_pictures
 
@@ -42,8 +39,6 @@ class Outcome:
     Attributes:
         measured: Systems with their scores by set; a set that failed is not among them.
         comparison: Of the systems that have all sets; None where there is none.
-        failures: What could not be done, and the error.
-        tables: The page of tables.
     """
 
     measured: list[Measured] = field(default_factory=list)
@@ -85,9 +80,8 @@ def reproduce(
     outcome = run.outcome
     complete = [found for found in outcome.measured if set(found.scored) == set(sets)]
     if complete and sets:
-        pictures = run.pictures
         outcome.comparison = write_report(
-            output / "report", complete, sets, titles=config.titles, pictures=pictures, sections=config.figures
+            output / "report", complete, sets, titles=config.titles, pictures=run.pictures
         )
     figures = run.ablations()
     tables = ablation_tables(figures)
@@ -103,18 +97,15 @@ def reproduce(
     return outcome
 
 
+@dataclass
 class _Run:
-    def __init__(
-        self,
-        config: Reproduction,
-        output: Path,
-        options: LoadOptions,
-        say: Callable[[str], object],
-        watch: Callable[[Sequence[LabelledQuery], str], Iterable[LabelledQuery]],
-    ) -> None:
-        self.config, self.output, self.options, self.say, self.watch = config, output, options, say, watch
-        self.outcome = Outcome()
-        self.pictures: list[Picture] = []
+    config: Reproduction
+    output: Path
+    options: LoadOptions
+    say: Callable[[str], object]
+    watch: Callable[[Sequence[LabelledQuery], str], Iterable[LabelledQuery]]
+    outcome: Outcome = field(default_factory=Outcome)
+    pictures: list[Picture] = field(default_factory=list)
 
     def fail(self, what: str, error: Exception) -> None:
         self.outcome.failures[what] = str(error)
@@ -124,7 +115,7 @@ class _Run:
         found = {}
         for part in self.config.sets:
             try:
-                found[part.title] = part.load(self.config.seed, self.options, titles=self.config.titles)
+                found[part.title] = part.load(self.config.seed, options=self.options, titles=self.config.titles)
             except RSRankError as error:
                 self.fail(part.title, error)
         if self.config.sets and not found:
@@ -133,9 +124,9 @@ class _Run:
 
     def measure(self, part: SystemPart, sets: dict[str, list[LabelledQuery]]) -> None:
         """Score what has no scores yet; the system is loaded only if there is something to score or to draw."""
-        files = {label: self.output / "scores" / f"{_sha(part.title, label)[:16]}.json" for label in sets}
+        files = {label: self.output / "scores" / f"{sha(part.title, label)[:16]}.json" for label in sets}
         keys = {label: self._key(part, queries) for label, queries in sets.items()}
-        kept = {label: _read(files[label], keys[label], sets[label]) for label in sets}
+        kept = {label: read_kept(_Kept, files[label], keys[label]) for label in sets}
         system: System | None = None
         draw = self.config.umap and parse(part.name)[0] is KINDS["rsrank"]
         if draw or not all(kept.values()):
@@ -166,11 +157,8 @@ class _Run:
             return None
         found = _Kept(
             key=key,
-            system=part.name,
-            set=label,
             threshold=system.threshold,
             scores=tuple(tuple(query.scores) for query in scored),
-            seconds=tuple(query.seconds for query in scored),
         )
         _write(path, found.model_dump_json() + "\n")
         return found
@@ -179,9 +167,8 @@ class _Run:
         """Of everything that scores depend on."""
         texts = [query.model_dump_json() for query in queries]
         options = part.options(self.options)
-        how = [options.dtype, options.weights == "int8", options.weights == "nf4", self.config.titles]
-        how += ["fp8"] if options.weights == "fp8" else []
-        return _sha(part.name, str(part.revision), str(how), _state(part.name), *texts)
+        how = [options.dtype, options.weights, self.config.titles]
+        return sha(part.name, str(part.revision), str(how), _state(part.name), *texts)
 
     def ablations(self) -> list[AblationFigures]:
         found: list[AblationFigures] = []
@@ -205,32 +192,17 @@ class _Run:
         return found
 
 
-class _Kept(BaseModel):
-    """Scores of one system on one set, on disk; labels and texts stay in the data."""
+class _Kept(Kept):
+    """Scores of one system on one set; labels and texts stay in the data."""
 
-    model_config = STRICT
-
-    key: str
-    system: str
-    set: str
     threshold: float | None
     scores: tuple[tuple[float, ...], ...]
-    seconds: tuple[float | None, ...]
 
     def scored(self, queries: Sequence[LabelledQuery]) -> list[ScoredQuery]:
         return [
-            ScoredQuery(scores, [document.relevant for document in query.documents], seconds)
-            for query, scores, seconds in zip(queries, self.scores, self.seconds, strict=True)
+            ScoredQuery(scores, [document.relevant for document in query.documents])
+            for query, scores in zip(queries, self.scores, strict=True)
         ]
-
-
-def _read(path: Path, key: str, queries: Sequence[LabelledQuery]) -> _Kept | None:
-    """None where there are none, or of something else."""
-    try:
-        found = _Kept.model_validate_json(path.read_text(encoding="utf-8"))
-    except (OSError, ValidationError, UnicodeDecodeError):
-        return None
-    return found if found.key == key and len(found.scores) == len(queries) else None
 
 
 def _threshold(given: float | None, native: float | None, scored: Sequence[Sequence[ScoredQuery]]) -> tuple[float, str]:
@@ -262,7 +234,7 @@ def _sample_figures(figures: Sequence[AblationFigures], output: Path) -> str:
     """Draw quality by number of training queries, a figure a set; the Markdown that shows them."""
     lines = []
     for number, (dataset, figure) in enumerate(sample_curves(figures).items()):
-        path, _ = plots.save(figure, output / "report" / "figures" / f"samples-{number}")
+        path = plots.save(figure, output / "report" / "figures" / f"samples-{number}")
         lines.append(f"\n![{dataset}: quality by number of training queries]({path.relative_to(output).as_posix()})\n")
     return "".join(lines)
 
@@ -281,7 +253,3 @@ def _write(path: Path, text: str) -> None:
         write_text(path, text)
     except OSError as error:
         raise InputError(f"{path} could not be written: {error}") from error
-
-
-def _sha(*texts: str) -> str:
-    return hashlib.sha256(json.dumps(texts).encode()).hexdigest()

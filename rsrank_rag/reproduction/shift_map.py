@@ -5,7 +5,7 @@ Axes: N documents, L layers, H KV heads, T query tokens, D head dimension, P pro
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,12 +14,11 @@ import torch
 from torch import Tensor
 from torch.nn.functional import normalize
 
-from ..errors import InputError, MissingDependencyError, ScoringError
+from ..errors import InputError, MissingDependencyError
 from ..evaluation import plots
 from ..evaluation.datasets import LabelledQuery
 from ..evaluation.report import Picture, short_names
-from ..evaluation.systems.batched import run_batches
-from ..method.batching import DoesNotFitError, Ids
+from ..evaluation.systems.batched import read_documents
 from ..method.scoring import Row
 from ..method.shift import EPSILON
 from ..rsrank import RSRank
@@ -50,37 +49,13 @@ def shift_vectors(ranker: RSRank, queries: Sequence[LabelledQuery], *, titles: b
     Directions and not lengths, on both sides of B: the score knows nothing else, and the last layers' values are so
     much longer that they would hide the others. Documents without tokens, which shift nothing, are left out.
 
-    Args:
-        ranker: Whose backbone and B.
-        queries: Labelled queries; their documents' vectors take 4 * L * H * (D + P) bytes each.
-        titles: Put a document's title, if it has one, in front of its text.
+    `queries`: labelled queries; their documents' vectors take 4 * L * H * (D + P) bytes each.
 
     Raises:
         InputError: A query is empty or too long.
     """
-    rows: list[tuple[Tensor, Tensor]] = []
-    labels: list[bool] = []
-    for query in queries:
-        found = _of_query(ranker, query.query, [document.content(titles=titles) for document in query.documents])
-        for document, vectors in zip(query.documents, found, strict=True):
-            if vectors is not None:
-                rows.append(vectors)
-                labels.append(document.relevant)
-    layers, heads, dim, width = ranker.projection.weight.shape
-    before, after = (
-        np.stack([row[side].numpy() for row in rows]) if rows else np.empty((0, layers * heads * size), np.float32)
-        for side, size in ((0, width), (1, dim))
-    )
-    return ShiftVectors(before, after, np.array(labels, dtype=bool))
 
-
-def _of_query(ranker: RSRank, query: str, texts: Sequence[str]) -> list[tuple[Tensor, Tensor] | None]:
-    """Each document's vectors before and after B; None for one without tokens."""
-    tokens = ranker.prompts.query(query)
-    prompts = ranker.prompts.documents(texts, len(tokens.ids))
-    found: dict[Ids, tuple[Tensor, Tensor]] = {}
-
-    def read(batch: list[Row]) -> None:
+    def read(batch: list[Row]) -> Iterator[tuple[Tensor, Tensor]]:
         before: list[Tensor] = []
         after: list[Tensor] = []
 
@@ -90,25 +65,28 @@ def _of_query(ranker: RSRank, query: str, texts: Sequence[str]) -> list[tuple[Te
             after.append(normalize(projected, dim=-1, eps=EPSILON).mean(2).flatten(1).cpu())  # (N, H * P)
 
         ranker.reader.read(batch, keep)
-        vectors = zip(torch.cat(before, 1), torch.cat(after, 1), strict=True)
-        found.update(zip((row.document for row in batch), vectors, strict=True))
+        return zip(torch.cat(before, 1), torch.cat(after, 1), strict=True)
 
-    rows = [Row(ids, tokens) for ids in dict.fromkeys(prompt.ids for prompt in prompts if not prompt.empty)]
-    try:
-        run_batches(rows, read, budget=ranker.token_budget)
-    except DoesNotFitError as error:
-        index = next(i for i, prompt in enumerate(prompts) if prompt.ids == error.ids.document)
-        raise ScoringError(f"Document {index} does not fit into memory even by itself.", index) from None
-    return [None if prompt.empty else found[prompt.ids] for prompt in prompts]
+    rows: list[tuple[Tensor, Tensor]] = []
+    labels: list[bool] = []
+    for query in queries:
+        texts = [document.content(titles=titles) for document in query.documents]
+        found = read_documents(ranker, query.query, texts, read)
+        rows += [vectors for vectors in found if vectors is not None]
+        labels += [d.relevant for d, vectors in zip(query.documents, found, strict=True) if vectors is not None]
+    layers, heads, dim, width = ranker.projection.weight.shape
+    before, after = (
+        np.stack([row[side].numpy() for row in rows]) if rows else np.empty((0, layers * heads * size), np.float32)
+        for side, size in ((0, width), (1, dim))
+    )
+    return ShiftVectors(before, after, np.array(labels, dtype=bool))
 
 
 def umap_plane(vectors: np.ndarray, *, neighbours: int = 15, seed: int = 0) -> np.ndarray:
     """Lay vectors out on a plane so that neighbours (by cosine) stay together (umap-learn, repeatable).
 
-    Args:
-        vectors: (N, F) with N at least `FEWEST`.
-        neighbours: How many neighbours of each vector to keep together; fewer where there are not so many vectors.
-        seed: Of the layout.
+    `vectors`: (N, F) with N at least `FEWEST`. `neighbours`: how many neighbours of each vector to keep together;
+    fewer where there are not so many vectors.
 
     Returns:
         (N, 2). Distances between groups and the axes themselves mean nothing.
@@ -151,12 +129,7 @@ def shift_pictures(
 
     None for a system that is no `RSRank`, nor for a set of fewer documents than UMAP can lay out.
 
-    Args:
-        name: Of the system.
-        system: It.
-        sets: Labelled queries.
-        titles: Put a document's title, if it has one, in front of its text.
-        queries: Only the first ones of each set.
+    `queries`: only the first ones of each set.
 
     Raises:
         MissingDependencyError: matplotlib or umap-learn is not installed.

@@ -35,9 +35,6 @@ class SignalReader(ShiftReader):
     """Reads another signal, or subtracts something else.
 
     Args:
-        backbone: The frozen language model.
-        prompts: Its tokenizer with the recipe's template.
-        layers: Layers to read.
         signal: Value vectors, keys, or the hidden states that enter a layer (then H = 1 and D is the hidden size).
         null: What stands for "no document". Keys hold their position, which a document moves: they are compared at
             the same positions ("matched") or not at all ("none").

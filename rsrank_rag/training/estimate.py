@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import math
-import time
+import timeit
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -31,13 +30,10 @@ class Estimate:
     """What a recipe will take.
 
     Attributes:
-        plan: Tokens, rows and bytes of the features.
         evaluation_tokens: Tokens that the language model reads for the evaluation.
         weight_bytes: Of the language model in memory.
         flops: Of the language model's pass.
         flops_per_second: Half of what a large matrix product reached here just now.
-        parameters: Numbers in B.
-        epochs: At most.
         rows_per_second: Rows of features that B was trained on here just now.
         memory: Bytes that features may take to be kept in memory.
     """
@@ -88,11 +84,6 @@ class Estimate:
 def estimate(recipe: Recipe, queries: list[LabelledQuery], evaluation: list[LabelledQuery]) -> Estimate:
     """Disk, memory and time, without loading the language model's weights.
 
-    Args:
-        recipe: What is to be made.
-        queries: Its queries.
-        evaluation: Those of all its evaluation sets.
-
     Raises:
         BackboneError: There is no such language model.
     """
@@ -117,7 +108,7 @@ def estimate(recipe: Recipe, queries: list[LabelledQuery], evaluation: list[Labe
     prompts = PromptTokenizer(tokenizer, recipe.template, max_length=limit, shared_positions=True)
     plan = plan_features(queries, prompts, recipe.features, len(layers) * heads * width)
     tokens = plan_features(evaluation, prompts, recipe.features, 1).prompt_tokens
-    bits = {"int8": 8, "fp8": 8, "nf4": 4}.get(part.weights or "", dtype.itemsize * 8)
+    bits = {"int8": 8, "fp8": 8, "nf4": 4}.get(options.weights or "", dtype.itemsize * 8)
     first = Projection.random(layers, heads, recipe.fit.projection_dim, width).weight.detach().to(device)
     free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else 0
     return Estimate(
@@ -157,14 +148,13 @@ def _training_rate(weight: torch.Tensor) -> float:
 
 def _seconds(step: Callable[[], object], device: torch.device) -> float:
     """The shortest of a few runs."""
-    best = math.inf
-    for _ in range(4):
-        started = time.perf_counter()
+
+    def finished() -> None:
         step()
         if device.type == "cuda":
             torch.cuda.synchronize(device)
-        best = min(best, time.perf_counter() - started)
-    return best
+
+    return min(timeit.repeat(finished, number=1, repeat=4))
 
 
 def _hours(hours: float) -> str:

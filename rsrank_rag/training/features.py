@@ -34,9 +34,7 @@ class Plan:
     """What an extraction will take.
 
     Attributes:
-        queries: Number of queries.
         documents: Number of documents of all queries, oracle prompts not counted.
-        prompt_tokens: Tokens the language model will read.
         rows: Rows of shifts, a row a query token and document, that B is trained on.
         query_bytes: Size of each query's features.
     """
@@ -55,13 +53,7 @@ class Plan:
 
 @dataclass(frozen=True)
 class Reading:
-    """What is read of the language model, and what is subtracted; others than these are made by ablations.
-
-    Attributes:
-        signal: Its name, for the store.
-        null_prefix: Likewise.
-        reader: Makes the reader of a backbone, prompts and layers.
-    """
+    """What is read of the language model, and what is subtracted; others than these are made by ablations."""
 
     signal: str = "values"
     null_prefix: str = "empty"
@@ -116,11 +108,7 @@ def plan_features(
 ) -> Plan:
     """Tokenise everything and add up what it will take.
 
-    Args:
-        queries: Labelled queries.
-        prompts: The language model's tokenizer with the template.
-        options: How they will be made.
-        numbers: Of one token's shift: layers times heads times their width.
+    `numbers`: of one token's shift: layers times heads times their width.
 
     Raises:
         InputError: A query is empty or too long, or none of its documents has text.
@@ -141,8 +129,6 @@ class FeatureExtractor:
     """Turns labelled queries into features.
 
     Args:
-        reader: What to read of which language model.
-        options: How.
         token_budget: Padded tokens in one batch; falls where memory runs out.
     """
 

@@ -83,8 +83,6 @@ class Fitted:
 
     Attributes:
         projection: B of the epoch with the best validation F1 (or of the last one, if that was asked for).
-        best: That epoch.
-        history: All epochs.
     """
 
     projection: Projection
@@ -149,10 +147,7 @@ class Batch:
 def batch_scores(weight: Tensor, batch: Batch, precision: torch.dtype) -> tuple[Tensor, Tensor]:
     """The paper's scores of a batch, and the cosines of its oracle shifts.
 
-    Args:
-        weight: B, (L, H, P, D).
-        batch: Features.
-        precision: Of the matrix product; cosines and sums are fp32.
+    `weight`: B, (L, H, P, D). `precision`: of the matrix product; cosines and sums are fp32.
 
     Returns:
         Scores (Q, N), 0 where there is no document, and each oracle's mean cosine over layers, heads and tokens.
@@ -419,10 +414,7 @@ def _precision(name: str, device: torch.device) -> torch.dtype:
 def split(count: int, held: int | float, seed: int = 0) -> tuple[list[int], list[int]]:
     """Numbers of training and validation queries, at random; at least one each.
 
-    Args:
-        count: Queries there are.
-        held: Validation queries: a number of them, or below 1 a share.
-        seed: Of the choice.
+    `held`: validation queries: a number of them, or below 1 a share.
 
     Raises:
         TrainingError: Fewer than two queries.

@@ -25,11 +25,7 @@ class Learner:
     """Trains B on some queries of a source, with others to choose the epoch by.
 
     Attributes:
-        recipe: Method, losses and schedule.
-        features: Of all queries.
         held: Numbers of the validation queries.
-        layers: Backbone layers of the features.
-        output: Folder for checkpoints.
         identity: What the features are of. A checkpoint of another identity is not continued.
         closed_form: For methods that are none by gradient.
     """

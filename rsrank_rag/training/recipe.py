@@ -10,13 +10,15 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic import AliasChoices, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
 from ..artifact import hub
 from ..artifact.config import INSIDE
 from ..errors import BackboneError, InputError
 from ..evaluation.datasets import LabelledQuery, dataset_name, read_labelled
-from ..language_model.options import FLAGS, LoadOptions, Weights
+from ..evaluation.hub_datasets import Granularity, Split, load_named
+from ..evaluation.negatives import Negatives, replace_negatives
+from ..language_model.options import LoadOptions, LoadSettings, Weights
 from ..method.template import Template
 from .fit import FitOptions
 
@@ -33,40 +35,15 @@ SHIPPED = Path(__file__).parent / "recipes"
 _STRICT = ConfigDict(extra="forbid", frozen=True)
 
 
-def with_weights(values: Any) -> Any:
-    """Settings with ``weights`` in place of flags such as ``load_in_8bit``.
-
-    Raises:
-        ValueError: Two of them at once.
-    """
-    if not isinstance(values, dict) or not values.keys() & FLAGS.keys():
-        return values
-    rest = {name: value for name, value in values.items() if name not in FLAGS}
-    asked = [weights for flag, weights in FLAGS.items() if values.get(flag)]
-    asked += [rest["weights"]] if rest.get("weights") else []
-    if len(set(asked)) > 1:
-        raise ValueError(f"weights can be only one of {', '.join(asked)}")
-    return {**rest, "weights": asked[0] if asked else None}
-
-
-class ModelPart(BaseModel):
+class ModelPart(LoadSettings):
     """The language model, and how to load it."""
 
     model_config = _STRICT
 
     name: str
     revision: str | None = None
-    device: str | None = None
-    dtype: str | None = None
-    weights: Weights | None = None
+    weights: Weights | None = Field(default=None, description="The same as load_in_8bit = true and the like.")
     max_length: int | None = Field(default=None, gt=0)
-    local_files_only: bool = False
-
-    @model_validator(mode="before")
-    @classmethod
-    def _flags(cls, values: Any) -> Any:
-        """``load_in_8bit = true`` and the like, as transformers calls them, are entries too."""
-        return with_weights(values)
 
     @property
     def source(self) -> str:
@@ -74,49 +51,70 @@ class ModelPart(BaseModel):
         return str(hub.BUILTIN / self.name / INSIDE) if self.name in hub.builtin_names() else self.name
 
     def options(self) -> LoadOptions:
-        """For `load_model`."""
-        return LoadOptions(
-            device=self.device,
-            dtype=self.dtype,
-            weights=self.weights,
-            local_files_only=self.local_files_only,
-        )
+        """For `load_model`.
+
+        Raises:
+            InputError: Two kinds of weights.
+        """
+        return self.load_options(weights=self.weights)
 
 
 class DataPart(BaseModel):
-    """Labelled queries: a JSON-lines file, or one of the paper's sets by name from the Hub."""
+    """Labelled queries: a JSON-lines file, or a set by name from the Hub."""
 
     model_config = _STRICT
 
     file: str | None = None
-    dataset: str | None = None
-    split: Literal["train", "validation", "test"] = "train"
+    dataset: str | None = Field(
+        default=None,
+        validation_alias=AliasChoices("dataset", "name"),
+        description="One of the paper's sets, or beir:NAME; `name` means the same.",
+    )
+    label: str | None = None
+    split: Split = "train"
     queries: int | None = Field(default=None, gt=0, description="At most so many, at random.")
+    granularity: Granularity | None = None
+    negatives: Negatives | None = Field(
+        default=None, description="None for the paper's: 15 at random for BEIR, the set's own for the others and files."
+    )
+    revision: str | None = None
 
     @model_validator(mode="after")
     def _one_source(self) -> DataPart:
         if (self.file is None) == (self.dataset is None):
-            raise ValueError("give either file or dataset")
+            raise ValueError("give either file or dataset (by its name)")
         return self
 
     @property
-    def label(self) -> str:
-        """Name of the set."""
-        return self.dataset or dataset_name(str(self.file))
+    def title(self) -> str:
+        """What the set is called."""
+        return self.label or self.dataset or dataset_name(str(self.file))
 
-    def load(self, seed: int) -> list[LabelledQuery]:
+    def load(self, seed: int, *, options: LoadOptions | None = None, titles: bool = True) -> list[LabelledQuery]:
         """Read it.
 
+        `options`: how to load the bi-encoder of dense negatives. `titles`: the first stage of hard negatives
+        reads a file's titles in front of the texts.
+
         Raises:
-            InputError: Missing, or not labelled queries.
+            RSRankError: It cannot be loaded.
         """
         if self.file is None:
-            from ..evaluation.hub_datasets import load_named
-
-            return load_named(str(self.dataset), split=self.split, queries=self.queries, seed=seed)
+            return load_named(
+                str(self.dataset),
+                split=self.split,
+                queries=self.queries,
+                granularity=self.granularity,
+                negatives=self.negatives or Negatives(),
+                seed=seed,
+                revision=self.revision,
+                options=options,
+            )
         queries = read_labelled(self.file)
+        if self.negatives is not None:
+            queries = replace_negatives(queries, self.negatives, titles=titles, seed=seed, options=options)
         if self.queries is not None and self.queries < len(queries):
-            queries = random.Random(f"{seed}-{self.label}").sample(queries, self.queries)
+            queries = random.Random(f"{seed}-{self.title}").sample(queries, self.queries)
         return queries
 
 
@@ -156,20 +154,6 @@ class FeaturePart(BaseModel):
     max_documents: int | None = Field(default=None, gt=1)
     titles: bool = True
     token_budget: int | None = Field(default=None, gt=0)
-
-    @model_validator(mode="before")
-    @classmethod
-    def _of_ablations(cls, values: Any) -> Any:
-        """Entries of earlier versions: what an artifact reads is settled now."""
-        if not isinstance(values, dict):
-            return values
-        for name, usual in (("signal", "values"), ("null_prefix", "empty")):
-            if values.get(name, usual) != usual:
-                raise ValueError(
-                    f"{name}={values[name]!r} cannot be trained for use any more. Compare it with: rsrank reproduce, "
-                    "[ablations]"
-                )
-        return {name: value for name, value in values.items() if name not in ("signal", "null_prefix")}
 
     @model_validator(mode="after")
     def _ascending(self) -> FeaturePart:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import hashlib
 import importlib.util
 import json
-import math
 import os
 import shutil
 import time
@@ -22,7 +21,7 @@ import torch
 from tqdm.auto import tqdm
 
 from ..artifact import hub
-from ..artifact.config import INSIDE, BackboneSpec, Histogram, RSRankConfig, TrainingRecord
+from ..artifact.config import INSIDE, BackboneSpec, RSRankConfig, TrainingRecord
 from ..artifact.identity import describe
 from ..errors import InputError, TrainingError
 from ..evaluation import plots
@@ -53,9 +52,7 @@ class Result:
     """What a recipe made.
 
     Attributes:
-        artifact: Folder of the artifact.
         metrics: Dataset -> metric -> value.
-        samples: Rows of the sample-efficiency table, if asked for.
     """
 
     artifact: Path
@@ -68,12 +65,7 @@ class TrainingRun:
     """Runs a recipe step by step.
 
     Attributes:
-        recipe: What to make.
-        output: Where to leave it.
-        say: Told what is going on.
-        progress: Show progress bars.
         closed_form: Finds B for recipes whose method is none by gradient.
-        reading: What is read of the language model.
     """
 
     recipe: Recipe
@@ -104,7 +96,7 @@ class TrainingRun:
     @cached_property
     def evaluation(self) -> dict[str, list[LabelledQuery]]:
         """The recipe's evaluation sets, by name."""
-        return {part.label: part.load(self.recipe.fit.seed) for part in self.recipe.evaluation}
+        return {part.title: part.load(self.recipe.fit.seed) for part in self.recipe.evaluation}
 
     def estimate(self) -> Estimate:
         """Disk, memory and time, without loading the language model's weights."""
@@ -207,7 +199,7 @@ class TrainingRun:
         extractor = FeatureExtractor(self.reading.reader(core, prompts, layers), part, token_budget=budget)
         heads, width = self.reading.shape(core)
         plan = plan_features(self.queries, prompts, part, len(layers) * heads * width)
-        sources = [source.label for source in self.recipe.data]
+        sources = [source.title for source in self.recipe.data]
         wanted = spec_for(extractor, self.queries, plan, spec, self.reading, sources=sources)
         store = FeatureStore.create(self.output / "features", wanted, plan.bytes)
         if store.missing():
@@ -298,12 +290,11 @@ class TrainingRun:
         return found
 
     def _recorded(self, config: RSRankConfig, found: dict[str, list[ScoredQuery]]) -> RSRankConfig:
-        """The config with metrics and a histogram of scored sets."""
+        """The config with metrics of scored sets."""
         recipe = self.recipe
         metrics = {}
         for label, rows in found.items():
-            record = summarise(label, rows).as_dict()
-            metrics[label] = {name.replace("@tau", "@0"): float(v) for name, v in record.items() if name != "dataset"}
+            metrics[label] = {name.replace("@tau", "@0"): float(v) for name, v in summarise(rows).items()}
         _dump(self.output / "metrics.json", metrics)
         settings: dict[str, Any] = {"method": recipe.method, "projection_dim": recipe.fit.projection_dim}
         notes = f"Made by the recipe {recipe.name!r}."
@@ -317,7 +308,6 @@ class TrainingRun:
             seed=recipe.fit.seed,
             metrics=metrics,
             settings=settings,
-            histogram=histogram_of([row for rows in found.values() for row in rows]),
             notes=notes,
         )
         return config.model_copy(update={"training": training})
@@ -325,24 +315,6 @@ class TrainingRun:
     def _draw(self, figure: Callable[[], Figure], name: str) -> None:
         if importlib.util.find_spec("matplotlib") is not None:
             plots.save(figure(), self.output / name)
-
-
-def histogram_of(queries: Sequence[ScoredQuery], bins: int = 20) -> Histogram:
-    """Scores of relevant and irrelevant documents in equal bins, one of whose edges is zero."""
-    scores = [score for query in queries for score in query.scores]
-    reach = max((abs(score) for score in scores), default=1.0) or 1.0
-    step = 2 * reach / bins
-    counts = {True: [0] * bins, False: [0] * bins}
-    for query in queries:
-        for score, label in zip(query.scores, query.relevant, strict=True):
-            # (-reach, ...]: a score of exactly 0 is not above zero, so it belongs to the bin below it.
-            place = min(max(math.ceil((score + reach) / step) - 1, 0), bins - 1)
-            counts[bool(label)][place] += 1
-    return Histogram(
-        edges=tuple(-reach + step * i for i in range(bins + 1)),
-        relevant=tuple(counts[True]),
-        irrelevant=tuple(counts[False]),
-    )
 
 
 def _curves(history: Sequence[Epoch], best: int) -> Figure:

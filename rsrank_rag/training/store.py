@@ -11,7 +11,7 @@ import json
 import os
 import shutil
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, Protocol
 
@@ -59,7 +59,6 @@ class QueryFeatures:
 
     Attributes:
         shifts: (L, H, M * T, D): T rows for each document, then, if there is an oracle, its T rows.
-        relevant: Labels of the documents.
         tokens: T.
         oracle: Whether the last T rows are the oracle shift: all relevant documents together.
     """
@@ -80,9 +79,6 @@ class FeatureSource(Protocol):
 
 class FeatureStore:
     """A finished or unfinished store on disk. Shards are memory-mapped, so it may be larger than memory.
-
-    Args:
-        folder: Made by `create`.
 
     Raises:
         TrainingError: Not a store.
@@ -195,11 +191,6 @@ class FeatureStore:
     def fill(self, extract: Callable[[int], QueryFeatures], *, worker: int = 0, workers: int = 1) -> Iterator[int]:
         """Make the missing shards that fall to one of several workers.
 
-        Args:
-            extract: Gives a query's features, by its number.
-            worker: This one.
-            workers: How many there are.
-
         Yields:
             The number of each query as it is done, those of shards that were there already included.
         """
@@ -220,8 +211,8 @@ class FeatureStore:
         """The features copied once, to the GPU or host memory, where they take at most half of what is free there."""
         size = sum(self.path(shard).stat().st_size for shard in range(len(self.spec.shards)))
         if device.type == "cuda" and size < torch.cuda.mem_get_info(device)[0] / 2:
-            return Resident(self, device)
-        return Resident(self, "cpu") if size < free_memory() / 2 else self
+            return resident(self, device)
+        return resident(self, "cpu") if size < free_memory() / 2 else self
 
 
 class Subset:
@@ -237,20 +228,10 @@ class Subset:
         return self.source[self.numbers[number]]
 
 
-class Resident:
+def resident(source: FeatureSource, device: str | torch.device) -> list[QueryFeatures]:
     """Features copied to a device's memory once, for a store that fits."""
-
-    def __init__(self, source: FeatureSource, device: str | torch.device = "cpu") -> None:
-        def copied(query: QueryFeatures) -> QueryFeatures:
-            return QueryFeatures(query.shifts.to(device, copy=True), query.relevant, query.tokens, query.oracle)
-
-        self.queries = [copied(source[number]) for number in range(len(source))]
-
-    def __len__(self) -> int:
-        return len(self.queries)
-
-    def __getitem__(self, number: int, /) -> QueryFeatures:
-        return self.queries[number]
+    queries = (source[number] for number in range(len(source)))
+    return [replace(query, shifts=query.shifts.to(device, copy=True)) for query in queries]
 
 
 def _differences(found: FeatureSpec, wanted: FeatureSpec) -> list[str]:

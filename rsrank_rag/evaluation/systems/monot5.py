@@ -20,11 +20,8 @@ class MonoT5(AnswerOdds):
     """MonoT5 (castorini): the decoder's first token, "true" against "false".
 
     Args:
-        name: Hub id or local folder.
         max_length: Positions of one prompt, 512 in training.
-        revision: Commit, tag or branch on the Hub.
         options: Device, dtype, quantisation, access; float32 unless they name a dtype, as T5 was not made for less.
-        token_budget: Padded tokens in one batch.
 
     Raises:
         BackboneError: It cannot be loaded, or is no such model.

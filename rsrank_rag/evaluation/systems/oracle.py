@@ -8,13 +8,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ...errors import ScoringError
-from ...method.batching import DoesNotFitError, Ids
 from ...method.scoring import Row
 from ...method.shift import oracle_similarity
 from ...rsrank import RSRank
 from ..datasets import LabelledQuery
-from .batched import run_batches
+from .batched import read_documents
 
 
 class OracleSimilarity:
@@ -39,10 +37,6 @@ class OracleSimilarity:
     def score_labelled(self, query: LabelledQuery, *, titles: bool = True) -> list[float]:
         """One score a document, in input order.
 
-        Args:
-            query: With its labels.
-            titles: Put a document's title in front of its text.
-
         Raises:
             InputError: The query is empty or too long.
             ScoringError: A document does not fit into memory even alone.
@@ -52,25 +46,18 @@ class OracleSimilarity:
         relevant = [text for text, document in zip(texts, query.documents, strict=True) if document.relevant]
         if not any(map(str.strip, relevant)):
             return [0.0] * len(texts)
-        prompts = ranker.prompts.documents(texts, len(asked.ids))
         oracle: dict[int, Tensor] = {}  # layer -> (1, H, T, D)
         together = ranker.prompts.together(relevant, len(asked.ids))
         ranker.reader.read([Row(together, asked)], oracle.__setitem__)
-        found: dict[Ids, float] = {}
 
-        def read(batch: list[Row]) -> None:
+        def read(batch: list[Row]) -> list[float]:
             total = torch.zeros(len(batch), dtype=torch.float64)
 
             def add(layer: int, shift: Tensor) -> None:
                 total.add_(oracle_similarity(shift, oracle[layer][0]).double().mean(-1).sum(-1).cpu())
 
             ranker.reader.read(batch, add)
-            found.update(zip((row.document for row in batch), total.tolist(), strict=True))
+            found: list[float] = total.tolist()
+            return found
 
-        rows = [Row(ids, asked) for ids in dict.fromkeys(prompt.ids for prompt in prompts if not prompt.empty)]
-        try:
-            run_batches(rows, read, budget=ranker.token_budget)
-        except DoesNotFitError as error:
-            index = next(i for i, prompt in enumerate(prompts) if prompt.ids == error.ids.document)
-            raise ScoringError(f"Document {index} does not fit into memory even by itself.", index) from None
-        return [0.0 if prompt.empty else found[prompt.ids] for prompt in prompts]
+        return [score or 0.0 for score in read_documents(ranker, query.query, texts, read)]

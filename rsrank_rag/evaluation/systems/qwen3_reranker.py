@@ -17,12 +17,8 @@ class Qwen3Reranker(AnswerOdds):
     """Qwen3-Reranker (0.6B, 4B, 8B): "yes" against "no" after the prompt of its model card.
 
     Args:
-        name: Hub id or local folder.
         instruction: What is to be judged; the model card's own by default.
         max_length: Positions of one prompt, 8192 on the model card.
-        revision: Commit, tag or branch on the Hub.
-        options: Device, dtype, quantisation, access.
-        token_budget: Padded tokens in one batch.
 
     Raises:
         BackboneError: It cannot be loaded, or is no such model.

@@ -21,9 +21,6 @@ class BiEncoder(Reranker):
     Queries and documents get the prompts that the model has for them, if any.
 
     Args:
-        name: Hub id or local folder.
-        device: Torch device; None for the best one present.
-        revision: Commit, tag or branch on the Hub.
         options: All of how to load it; float32 unless they name a dtype.
 
     Raises:
@@ -66,10 +63,7 @@ class CrossEncoder(Reranker):
     their native threshold is 0, where it is one half. Other models may be trained on order alone and have none.
 
     Args:
-        name: Hub id or local folder.
         threshold: The native threshold, in logits.
-        device: Torch device; None for the best one present.
-        revision: Commit, tag or branch on the Hub.
         options: All of how to load it; float32 unless they name a dtype.
 
     Raises:
