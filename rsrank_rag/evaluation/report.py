@@ -174,12 +174,6 @@ def page(
 ) -> str:
     """The report as one HTML page with its figures inside; every text from elsewhere is escaped (jinja2).
 
-    Args:
-        found: The numbers.
-        sets: The labelled queries, for their texts.
-        drawn: Figures with their SVG files.
-        titles: Show a document's title in front of its text.
-
     Raises:
         MissingDependencyError: jinja2 is not installed.
     """

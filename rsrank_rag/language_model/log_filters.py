@@ -11,12 +11,7 @@ from typing import Any
 
 @contextlib.contextmanager
 def only(wanted: Callable[[logging.LogRecord], bool], *names: str) -> Iterator[None]:
-    """Have these loggers say only what is wanted.
-
-    Args:
-        wanted: Whether a record may pass.
-        names: Of the loggers. What reaches their children is not filtered.
-    """
+    """Have these loggers say only what is wanted."""
     loggers = [logging.getLogger(name) for name in names]
 
     def own(record: logging.LogRecord) -> bool:  # one for each use: two threads may ask for the same

@@ -30,10 +30,6 @@ class AnswerHead(nn.Linear):
 
     It computes in fp32, whatever the model computes in: rounded to bfloat16, the logits of one query's documents
     are often equal. The rest of the vocabulary costs neither time nor memory.
-
-    Args:
-        head: The whole output layer.
-        tokens: Ids of the tokens to keep.
     """
 
     def __init__(self, head: nn.Linear, tokens: Sequence[int]) -> None:
