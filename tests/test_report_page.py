@@ -15,6 +15,7 @@ from rsrank_rag.evaluation.evaluate import score_dataset
 from rsrank_rag.evaluation.report import write_report
 from rsrank_rag.evaluation.systems.bm25 import BM25
 
+pytestmark = pytest.mark.browser
 pytest.importorskip("jinja2")
 pytest.importorskip("matplotlib")
 
