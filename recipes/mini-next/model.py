@@ -1,0 +1,202 @@
+"""`mini` in plain torch, for training: MiniLM's six layers, and fusion layers in which the query meets the document.
+
+Below layer ``fuse`` the query's tokens see only each other, from there on the document's, too. The document's tokens
+see only the document throughout. Layers are counted from 0; ``run`` layers are run, and of the one above them only
+the value projection is used.
+
+Axes: N documents, S document tokens, R rows (pairs of a query and a document), T query tokens, H heads, D head
+dimension, C hidden size, P projection dimension.
+"""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from transformers import BertModel
+
+BORDER = 0.43
+"""The encoder's cosine from which a passage is about what is asked, over many sets."""
+
+
+class Layer(nn.Module):
+    """One BERT layer; parameters are cast to the dtype of what they are applied to."""
+
+    def __init__(self, layer: nn.Module, heads: int) -> None:
+        super().__init__()
+        attention, inner = layer.attention, layer.attention.self
+        self.query, self.key, self.value = (copy.deepcopy(m) for m in (inner.query, inner.key, inner.value))
+        self.out, self.norm = copy.deepcopy(attention.output.dense), copy.deepcopy(attention.output.LayerNorm)
+        self.up, self.down = copy.deepcopy(layer.intermediate.dense), copy.deepcopy(layer.output.dense)
+        self.last_norm = copy.deepcopy(layer.output.LayerNorm)
+        self.heads, self.drop = heads, 0.0
+
+    def split(self, x: Tensor) -> Tensor:
+        """(N, S, C) as (N, H, S, D)."""
+        return x.unflatten(-1, (self.heads, -1)).transpose(1, 2)
+
+    def keys_values(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values, each (N, H, S, D)."""
+        return self.split(linear(x, self.key)), self.split(linear(x, self.value))
+
+    def forward(self, x: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None) -> Tensor:
+        """The layer's output for tokens x that attend to keys and values."""
+        q = self.split(linear(x, self.query))
+        seen = attend(q, keys, values, mask)
+        y = linear(seen.transpose(1, 2).flatten(2), self.out)
+        x = norm(x + self.dropped(y), self.norm)
+        y = linear(functional.gelu(linear(x, self.up)), self.down)
+        return norm(x + self.dropped(y), self.last_norm)
+
+    def dropped(self, x: Tensor) -> Tensor:
+        """Dropout, while training."""
+        return functional.dropout(x, self.drop) if self.training and self.drop else x
+
+
+def attend(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None) -> Tensor:
+    """Softmax attention, (N, H, T, D). Written out where gradients are needed: on a CPU the fused one's are slow."""
+    if not query.requires_grad:
+        return functional.scaled_dot_product_attention(query, keys, values, attn_mask=mask)
+    logits = (query * query.shape[-1] ** -0.5) @ keys.mT
+    if mask is not None:
+        bias = torch.zeros(mask.shape, dtype=query.dtype, device=query.device).masked_fill_(~mask, -1e4)
+        logits = logits + bias
+    return logits.softmax(-1) @ values
+
+
+def linear(x: Tensor, layer: nn.Linear) -> Tensor:
+    """A linear layer in x's dtype."""
+    return functional.linear(x, layer.weight.to(x.dtype), layer.bias.to(x.dtype))
+
+
+def norm(x: Tensor, layer: nn.LayerNorm) -> Tensor:
+    """Layer norm in x's dtype."""
+    return functional.layer_norm(x, layer.normalized_shape, layer.weight.to(x.dtype), layer.bias.to(x.dtype), layer.eps)
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What a model looks like.
+
+    Attributes:
+        fuse: First layer in which the query sees the document.
+        run: Layers that are run.
+        agreement: Which agreements count: "pooled" embedding only, or "values" of the fusion layers, too.
+        null: What stands in a document's place where there is none: "prefix" ([CLS] [SEP]) or "self" (nothing).
+        stop: Documents stop at layer ``fuse``: all fusion layers read their final embeddings.
+        dim: P.
+    """
+
+    fuse: int = 6
+    run: int = 8
+    agreement: str = "pooled"
+    null: str = "prefix"
+    stop: bool = False
+    dim: int = 32
+
+    @property
+    def read(self) -> tuple[int, ...]:
+        """Layers whose value vectors can differ with the document."""
+        return tuple(range(self.fuse + 1, self.run + 1))
+
+
+class Mini(nn.Module):
+    """Encoder, B, and the weights of agreement.
+
+    Args:
+        encoder: MiniLM.
+        shape: What to build of it.
+        scale: g of the pooled embeddings at the start; the border starts where the cosine's is.
+        shift: s at the start.
+        seed: Of B.
+    """
+
+    def __init__(
+        self, encoder: BertModel, shape: Shape, *, scale: float = 8.0, shift: float = 0.1, seed: int = 0
+    ) -> None:
+        super().__init__()
+        self.shape, self.heads = shape, encoder.config.num_attention_heads
+        self.embeddings = copy.deepcopy(encoder.embeddings)
+        originals = encoder.encoder.layer
+        self.base = len(originals)
+        layers = [originals[min(i, self.base - 1)] for i in range(shape.run + 1)]
+        self.layers = nn.ModuleList(Layer(layer, self.heads) for layer in layers)
+        read, dim = len(shape.read), encoder.config.hidden_size // self.heads
+        start = torch.randn(read, self.heads, max(shape.dim, dim), dim, generator=torch.Generator().manual_seed(seed))
+        self.projection = nn.Parameter(torch.linalg.qr(start)[0].mT[..., : shape.dim, :].contiguous())
+        self.shift_weight = nn.Parameter(torch.full((read, self.heads), shift))
+        self.pooled_weight = nn.Parameter(torch.tensor(float(scale)))
+        self.value_weight = nn.Parameter(torch.zeros(shape.run - shape.fuse, self.heads))
+        self.bias = nn.Parameter(torch.tensor(-scale * BORDER))
+
+    def embed(self, ids: Tensor) -> Tensor:
+        """Token embeddings, positions from 0."""
+        e = self.embeddings
+        positions = torch.arange(ids.shape[1], device=ids.device)
+        x = e.word_embeddings(ids) + e.position_embeddings(positions) + e.token_type_embeddings.weight[0]
+        return functional.layer_norm(x, x.shape[-1:], e.LayerNorm.weight, e.LayerNorm.bias, e.LayerNorm.eps)
+
+    def below(self, hidden: Tensor, valid: Tensor, first: int, last: int) -> Tensor:
+        """Layers first to last - 1, each token seeing its own part only."""
+        mask = None if bool(valid.all()) else valid[:, None, None]
+        for layer in self.layers[first:last]:
+            hidden = layer(hidden, *layer.keys_values(hidden), mask)
+        return hidden
+
+    def document(self, hidden: Tensor, valid: Tensor) -> list[tuple[Tensor, Tensor]]:
+        """Keys and values of the fusion layers, for documents as they enter the first of them."""
+        mask = None if bool(valid.all()) else valid[:, None, None]
+        kept = []
+        for number in range(self.shape.fuse, self.shape.run):
+            layer = self.layers[number]
+            kept.append(layer.keys_values(hidden))
+            if number + 1 < self.shape.run and not self.shape.stop:
+                hidden = layer(hidden, *kept[-1], mask)
+        return kept
+
+    def values(
+        self, hidden: Tensor, valid: Tensor, kept: list[tuple[Tensor, Tensor]], seen: Tensor
+    ) -> tuple[list[Tensor], list[Tensor]]:
+        """Value vectors (R, H, T, D) of the query's tokens: of the layers read, and of the fusion layers."""
+        mask = torch.cat([seen, valid], dim=1)[:, None, None]
+        read, own = [], []
+        for number in range(self.shape.fuse, self.shape.run):
+            layer = self.layers[number]
+            keys, values = layer.keys_values(hidden)
+            own.append(values)
+            if number > self.shape.fuse:
+                read.append(values)
+            documents = kept[number - self.shape.fuse]
+            hidden = layer(hidden, torch.cat([documents[0], keys], 2), torch.cat([documents[1], values], 2), mask)
+        last = self.layers[self.shape.run]
+        read.append(last.split(linear(hidden, last.value)))
+        return read, own
+
+    def shift_terms(self, read: list[Tensor], alone: list[Tensor], scored: Tensor) -> Tensor:
+        """Mean over the scored tokens of cos(B @ shift, ones), (R, L, H)."""
+        shift = torch.stack([r.float() - a.float() for r, a in zip(read, alone, strict=True)], 1)
+        projected = torch.einsum("lhpd,rlhtd->rlhtp", self.projection, shift)
+        length = projected.square().sum(-1).clamp_min(1e-12).sqrt()
+        cosine = projected.sum(-1) / (length * projected.shape[-1] ** 0.5)
+        weights = scored / scored.sum(1, keepdim=True)
+        return (cosine * weights[:, None, None]).sum(-1)
+
+    def score(self, terms: Tensor, cosine: Tensor, agreements: Tensor | None = None) -> Tensor:
+        """Scores (R,) of shift terms, cosines of the pooled embeddings, and agreements (R, L, H) of values."""
+        total = (terms * self.shift_weight).sum((1, 2)) + self.pooled_weight * cosine + self.bias
+        return total if agreements is None else total + (agreements * self.value_weight).sum((1, 2))
+
+
+def pooled(hidden: Tensor, valid: Tensor) -> Tensor:
+    """Mean over a text's tokens, as a unit vector, (N, C)."""
+    total = (hidden.float() * valid[..., None]).sum(1)
+    return functional.normalize(total / valid.sum(1, keepdim=True), dim=-1)
+
+
+def mean_values(values: Tensor, valid: Tensor) -> Tensor:
+    """Mean value vector of a text's tokens, (N, H, D)."""
+    weights = valid.float() / valid.sum(1, keepdim=True)
+    return (values.float() * weights[:, None, :, None]).sum(2)
