@@ -22,13 +22,13 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from model import BORDER, Mini, Shape, mean_values, pooled
 from tokenizers import Tokenizer
 from torch import Tensor
 from torch.nn import functional
 from transformers import AutoModel, BertModel
 
 import data
-from model import BORDER, Mini, Shape, mean_values, pooled
 
 LAMBDA_CAL, LAMBDA_ORTHO, LAMBDA_ALIGN, LAMBDA_FROB, MARGIN = 0.8, 0.05, 0.05, 0.1, 0.5
 SELECTION = 0.5
