@@ -11,14 +11,7 @@ from typing import Literal
 from pydantic import BaseModel, ConfigDict
 
 from .. import __version__
-from .calibration import (
-    Selection,
-    f1_gaps,
-    select_above,
-    select_top_at_budget,
-    share_above,
-    threshold_stability,
-)
+from .calibration import Selection, f1_gaps, select_above, select_top_at_budget, share_above, threshold_stability
 from .datasets import LabelledQuery
 from .metrics import ScoredQuery, best_threshold, f1_at, query_best_f1, ranking_by_query
 from .statistics import LEVEL, RESAMPLES, Estimate, PairedTest, estimate_mean, paired_differences, paired_t_test
@@ -261,9 +254,7 @@ def _selection(queries: Sequence[ScoredQuery], threshold: float, estimate: _Esti
     natural = select_above(queries, threshold)
     top = select_top_at_budget(queries, natural.budget)
     return SelectionResult(
-        natural=spending(natural),
-        top_k=spending(top),
-        f1_difference=estimate(paired_differences(natural.f1, top.f1)),
+        natural=spending(natural), top_k=spending(top), f1_difference=estimate(paired_differences(natural.f1, top.f1))
     )
 
 

@@ -229,13 +229,7 @@ def _shown(
         for rank, i in enumerate(order, start=1)
     ]
     kept = [document for document in documents if document["kept"]]
-    return {
-        "query": query,
-        "reason": reason,
-        "result": result,
-        "kept": kept,
-        "dropped": documents[len(kept) :],
-    }
+    return {"query": query, "reason": reason, "result": result, "kept": kept, "dropped": documents[len(kept) :]}
 
 
 def _cut(text: str) -> str:

@@ -76,14 +76,7 @@ class Backbone:
 
     reader: type[Reader] = Reader
 
-    def __init__(
-        self,
-        model: PreTrainedModel,
-        findings: Findings,
-        *,
-        last_layer: int,
-        num_layers: int,
-    ) -> None:
+    def __init__(self, model: PreTrainedModel, findings: Findings, *, last_layer: int, num_layers: int) -> None:
         self.model, self.findings = model, findings
         self.fewest_tokens = findings.steady if findings.steady and findings.steady <= CHEAP else 1
         self.config = model.config.get_text_config()

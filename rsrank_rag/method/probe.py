@@ -146,13 +146,7 @@ class Recorder(Probe):
     """
 
     def __init__(
-        self,
-        stop: int,
-        longest: int,
-        room: int = 0,
-        behind: Sequence[Tensor] = (),
-        *,
-        aligned: bool = False,
+        self, stop: int, longest: int, room: int = 0, behind: Sequence[Tensor] = (), *, aligned: bool = False
     ) -> None:
         super().__init__(stop)
         self.longest, self.room, self.behind, self.aligned = longest, whole_lanes(room), behind, aligned

@@ -116,12 +116,7 @@ class PromptTokenizer:
     """
 
     def __init__(
-        self,
-        tokenizer: PreTrainedTokenizerBase,
-        template: Template,
-        *,
-        max_length: int,
-        shared_positions: bool,
+        self, tokenizer: PreTrainedTokenizerBase, template: Template, *, max_length: int, shared_positions: bool
     ) -> None:
         self.tokenizer, self.template = tokenizer, template
         self.max_length, self.shared_positions = max_length, shared_positions

@@ -155,11 +155,7 @@ class _Run:
         except RSRankError as error:
             self.fail(f"{part.title}, {label}", error)
             return None
-        found = _Kept(
-            key=key,
-            threshold=system.threshold,
-            scores=tuple(tuple(query.scores) for query in scored),
-        )
+        found = _Kept(key=key, threshold=system.threshold, scores=tuple(tuple(query.scores) for query in scored))
         _write(path, found.model_dump_json() + "\n")
         return found
 

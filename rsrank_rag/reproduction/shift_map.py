@@ -118,12 +118,7 @@ def load_umap() -> Any:
 
 
 def shift_pictures(
-    name: str,
-    system: object,
-    sets: Mapping[str, Sequence[LabelledQuery]],
-    *,
-    titles: bool = True,
-    queries: int = 100,
+    name: str, system: object, sets: Mapping[str, Sequence[LabelledQuery]], *, titles: bool = True, queries: int = 100
 ) -> list[Picture]:
     """Shifts before and after B for `write_report`, one figure a set.
 

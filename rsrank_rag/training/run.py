@@ -304,11 +304,7 @@ class TrainingRun:
             chose = ", which also chose the epoch" if recipe.method == "gradient" else ""
             notes += f" Metrics are of the validation queries{chose}."
         training = TrainingRecord(
-            data=self._sources,
-            seed=recipe.fit.seed,
-            metrics=metrics,
-            settings=settings,
-            notes=notes,
+            data=self._sources, seed=recipe.fit.seed, metrics=metrics, settings=settings, notes=notes
         )
         return config.model_copy(update={"training": training})
 

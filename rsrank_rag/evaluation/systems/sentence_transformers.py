@@ -119,11 +119,7 @@ def _load(kind: str, name: str | Path, device: str | None, revision: str | None,
     model = {"dtype": "float32" if options.dtype is None else options.resolved_dtype()}
     if options.trust_remote_code:
         _keep_what_jina_imports()
-    hub = {
-        "revision": revision,
-        "local_files_only": options.local_files_only,
-        "token": options.token,
-    }
+    hub = {"revision": revision, "local_files_only": options.local_files_only, "token": options.token}
     cache = None if options.cache_dir is None else str(options.cache_dir)
     # The last two: a repository's own code, written for another version.
     failures: tuple[type[Exception], ...] = (*LOAD_ERRORS, AttributeError, TypeError)
