@@ -21,8 +21,9 @@ from transformers import Cache
 Show = Callable[[int, Tensor], object]
 """Receives a layer's index and its value vectors, (N, H, T, D)."""
 
-LARGEST_SCRATCH = 128_000_000
-"""Bytes that a thread goes on holding for joined prefixes."""
+LARGEST_SCRATCH = 192_000_000
+"""Bytes that a thread goes on holding for joined prefixes: a batch's, and what rounding up to `LANES` and the rows
+without a document add."""
 
 LANES = 32
 """Keys that attention sees come in multiples of this. A kernel sums in vectors of up to so many numbers: where the last
