@@ -1,13 +1,14 @@
 """Files of rows, cut into parts once and for all: each part is read, and later written, by itself.
 
 The output is a folder: ``_plan.json`` says what was read, of which model, and where each part lies in the input;
-``part-000000.parquet`` is the first part with its scores. A part appears only when it is complete, so that a run that
-was killed goes on, and whoever does a part, in whatever order, the folder ends up the same.
+``part-000000.parquet`` (or ``.jsonl``) is the first part with its scores. A part appears only when it is complete, so
+that a run that was killed goes on, and whoever does a part, in whatever order, the folder ends up the same.
 """
 
 from __future__ import annotations
 
 import base64
+import csv
 import glob
 import gzip
 import hashlib
@@ -27,7 +28,7 @@ from .pairs import COLUMNS, form_of
 
 PLAN = "_plan.json"
 ROWS = 10_000
-ENDINGS = (".jsonl", ".jsonl.gz", ".parquet")
+ENDINGS = (".jsonl", ".jsonl.gz", ".csv", ".parquet")
 BLOCK = 1 << 20
 SUMMARY = b"rsrank"
 """Key of a part's counts in its Parquet metadata."""
@@ -58,8 +59,8 @@ class Part(_Record):
 
     @property
     def name(self) -> str:
-        """Of its file in the output folder."""
-        return f"part-{self.number:06d}.parquet"
+        """Of its file in the output folder, without the ending."""
+        return f"part-{self.number:06d}"
 
 
 class Plan(_Record):
@@ -71,6 +72,11 @@ class Plan(_Record):
     arrow_schema: str
     files: tuple[SourceFile, ...]
     parts: tuple[Part, ...]
+
+    @property
+    def ending(self) -> str:
+        """Of the output's files: those begun before there was a choice are Parquet."""
+        return f".{self.settings.get('format', 'parquet')}"
 
     @property
     def columns(self) -> Any:
@@ -128,7 +134,7 @@ def plan(source: str, settings: Mapping[str, Any], rows_per_part: int) -> Plan:
                 parts.append(Part(number=len(parts), file=len(files), start=rows, rows=count, offset=offset))
                 rows += count
             status, digest = path.stat(), digest_of(path)
-        except (OSError, EOFError, pa.ArrowInvalid) as error:
+        except (OSError, EOFError, pa.ArrowInvalid, csv.Error, UnicodeDecodeError) as error:
             raise InputError(f"{path} cannot be read after row {rows}: {error}") from error
         name, size, modified = str(path.absolute()), status.st_size, status.st_mtime_ns
         files.append(SourceFile(path=name, size=size, modified=modified, sha256=digest, rows=rows))
@@ -157,11 +163,15 @@ def _survey_lines(path: Path, rows: int) -> Iterator[tuple[Any, int, int]]:
     lines = enumerate(_lines(path))
     while batch := list(itertools.islice(lines, rows)):
         table = _table([_parse(line, path, number) for number, (_, line) in batch])
-        yield table.schema, 0 if path.suffix == ".gz" else batch[0][1][0], len(batch)
+        yield table.schema, batch[0][1][0] if path.suffix == ".jsonl" else 0, len(batch)
 
 
-def _lines(path: Path, offset: int = 0) -> Iterator[tuple[int, bytes]]:
-    """Lines that are not blank and the bytes they begin at (of the unpacked file)."""
+def _lines(path: Path, offset: int = 0) -> Iterator[tuple[int, bytes | dict[str, Any]]]:
+    """Lines that are not blank, or rows of a CSV, and the bytes they begin at (of the unpacked file; a CSV's are 0)."""
+    if path.suffix == ".csv":
+        with path.open(newline="", encoding="utf-8-sig") as table:
+            yield from ((0, row) for row in csv.DictReader(table, strict=True))
+        return
     with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
         file.seek(offset)
         for line in file:
@@ -170,7 +180,11 @@ def _lines(path: Path, offset: int = 0) -> Iterator[tuple[int, bytes]]:
             offset += len(line)
 
 
-def _parse(line: bytes, path: Path, number: int) -> dict[str, Any]:
+def _parse(line: bytes | dict[str, Any], path: Path, number: int) -> dict[str, Any]:
+    if isinstance(line, dict):
+        if None in line:
+            raise InputError(f"{path}, row {number} (from 0) has more cells than the header names columns.")
+        return line
     try:
         row = json.loads(line.removeprefix(b"\xef\xbb\xbf"))
         if not isinstance(row, dict):
@@ -210,6 +224,8 @@ def _check_types(schema: Any) -> None:
         kind = schema.field(name).type
         listed = types.is_list(kind) or types.is_large_list(kind)
         found = kind.value_type if listed else kind
+        if listed and types.is_struct(found) and found.get_field_index("text") >= 0:  # as `rsrank evaluate` reads them
+            found = found.field("text").type
         found = found.value_type if types.is_dictionary(found) else found
         text = types.is_string(found) or types.is_large_string(found) or types.is_string_view(found)
         if not text or listed != (name == "documents"):
@@ -232,13 +248,13 @@ def read(made: Plan, part: Part) -> Any:
     try:
         if path.suffix == ".parquet":
             return _read_parquet(path, part, made.columns)
-        before = part.start if path.suffix == ".gz" else 0  # it cannot be entered in the middle
+        before = 0 if path.suffix == ".jsonl" else part.start  # others cannot be entered in the middle
         lines = itertools.islice(_lines(path, part.offset), before, before + part.rows)
         rows = [_parse(line, path, part.start + i) for i, (_, line) in enumerate(lines)]
         if len(rows) != part.rows:
             raise EOFError(f"it ends after {len(rows)} of them")
         return _table(rows, made.columns)
-    except (OSError, EOFError, pa.ArrowInvalid) as error:
+    except (OSError, EOFError, pa.ArrowInvalid, csv.Error, UnicodeDecodeError) as error:
         raise InputError(
             f"Rows {part.start} to {part.start + part.rows - 1} of {path} cannot be read: {error}. Every machine "
             "has to see the file by this name, and it must not change."
@@ -305,11 +321,11 @@ def missing(output: Path, made: Plan) -> list[Part]:
     for partial in output.glob("_*.partial"):
         if not is_running(partial):
             partial.unlink(missing_ok=True)
-    there = {path.name for path in output.glob("part-*.parquet")}
+    there = {path.stem for path in output.glob(f"part-*{made.ending}")}
     return [part for part in made.parts if part.name not in there]
 
 
-def write(output: Path, part: Part, table: Any, found: Mapping[str, Sequence[Any]]) -> None:
+def write(path: Path, table: Any, found: Mapping[str, Sequence[Any]]) -> None:
     """Write a part's rows with the columns that `PairScorer` found; the file appears only when it is complete."""
     pa = arrow()
     listed = "documents" in table.column_names
@@ -318,28 +334,43 @@ def write(output: Path, part: Part, table: Any, found: Mapping[str, Sequence[Any
     errors = [error for row in found["error"] for error in row] if listed else list(found["error"])
     summary = {"pairs": len(errors), "errors": sum(error is not None for error in errors)}
     table = table.replace_schema_metadata({SUMMARY: json.dumps(summary).encode()})
-    _write_whole(output / part.name, lambda file: pa.parquet.write_table(table, file))
+    if path.suffix == ".jsonl":
+        lines = (json.dumps(row, ensure_ascii=False, default=str) + "\n" for row in table.to_pylist())
+        _write_whole(path, lambda file: file.writelines(line.encode() for line in lines))
+    else:
+        _write_whole(path, lambda file: pa.parquet.write_table(table, file))
 
 
 def finish(output: Path, made: Plan) -> tuple[int, int]:
     """Numbers of pairs and errors in a complete folder; raises InputError if a part is damaged."""
-    pa = arrow()
+    schema = arrow().parquet.read_schema
     pairs = errors = 0
     for part in made.parts:
-        path = output / part.name
+        path = output / f"{part.name}{made.ending}"
         try:
-            summary = json.loads(pa.parquet.read_schema(path).metadata[SUMMARY])
-        except (OSError, pa.ArrowInvalid, KeyError, TypeError) as error:
+            summary = _counts(path) if path.suffix == ".jsonl" else json.loads(schema(path).metadata[SUMMARY])
+        except (OSError, ValueError, KeyError, TypeError) as error:  # of Arrow and of JSON, too
             raise InputError(f"{path} is damaged ({error}). Remove it and run the same command again.") from error
         pairs, errors = pairs + summary["pairs"], errors + summary["errors"]
     return pairs, errors
 
 
+def _counts(path: Path) -> dict[str, int]:
+    """What a Parquet file's metadata say, counted."""
+    found = [json.loads(line)["error"] for _, line in _lines(path)]
+    errors = [error for row in found for error in (row if isinstance(row, list) else [row])]
+    return {"pairs": len(errors), "errors": sum(error is not None for error in errors)}
+
+
 def _write_whole(path: Path, write: Callable[[BinaryIO], object]) -> None:
     """Have a file appear only when all of it is on the disk."""
     partial = partial_of(path.with_name(f"_{path.name.lstrip('_')}"))
-    with partial.open("wb") as file:
-        write(file)
-        file.flush()
-        os.fsync(file.fileno())
-    partial.replace(path)
+    try:
+        with partial.open("wb") as file:
+            write(file)
+            file.flush()
+            os.fsync(file.fileno())
+        partial.replace(path)
+    except OSError:
+        partial.unlink(missing_ok=True)  # on a full disk, others need the room
+        raise

@@ -38,7 +38,7 @@ def _part_scorer(make: Callable[[], Reranker], name: str, plan: Plan, output: Pa
         table = files.read(plan, part)
         columns = [column for column in table.column_names if column in ("query", "document", "documents")]
         found = scorer({column: table[column].to_pylist() for column in columns})
-        files.write(output, part, table, found)
+        files.write(output / f"{part.name}{plan.ending}", table, found)
         return part.rows
 
     return score
@@ -70,17 +70,18 @@ def score_files(
     actors: Actors | None = None,
     progress: Callable[[Plan, Iterable[int]], Iterable[int]] | None = None,
 ) -> Summary:
-    """Score the rows of files and write them, with their scores, into a folder of Parquet files.
+    """Score the rows of files and write them, with their scores, into a folder.
 
     The same call goes on with what is missing after an interruption. Whatever the engine, the folder ends up the same,
     and its files hold the rows in input order.
 
     Args:
-        source: A ``.jsonl``, ``.jsonl.gz`` or ``.parquet`` file, a folder or a pattern; columns as `PairScorer` says.
+        source: A ``.jsonl``, ``.jsonl.gz``, ``.csv`` or ``.parquet`` file, a folder or a pattern; columns as for
+            `PairScorer`.
         output: Folder, new or begun by the same call.
         make: Loads the model; picklable if ``actors`` are given.
         model: What the model is: an output of one is not continued with another.
-        settings: What else changes scores, likewise.
+        settings: What else changes scores, likewise; ``format``: "jsonl" for JSON lines instead of Parquet.
         rows_per_part: Rows of an output file, of which as many are lost at most for each process that is killed.
         actors: Ray actors to do the work; None to do it in this process.
         progress: Wraps the numbers of rows that are done, as they come.

@@ -6,6 +6,7 @@ import json
 import sys
 from collections.abc import Iterable
 from dataclasses import asdict
+from enum import Enum
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -26,6 +27,21 @@ if TYPE_CHECKING:
     from ..rsrank import RSRank
 
 app = typer.Typer()
+
+
+class Written(str, Enum):
+    """How scored files are written."""
+
+    parquet = "parquet"
+    jsonl = "jsonl"
+
+
+Prefixes = Annotated[Path | None, Option("--prefixes", "-p", help="Folder that rsrank index has made.")]
+
+
+def _kept(prefixes: Path | None) -> str | bool:
+    """Nothing is kept between calls unless asked for: a score must not depend on what was done before."""
+    return False if prefixes is None else str(prefixes.absolute())
 
 
 def _load(source: ModelSource) -> RSRank:
@@ -66,6 +82,7 @@ def rank(
     keep_all: Annotated[bool, Option("--keep-all", help="Rank only, drop nothing.")] = False,
     top_n: Annotated[int | None, Option(help="Keep at most this many.")] = None,
     min_docs: Annotated[int, Option(help="Keep at least the best this many.")] = 0,
+    prefixes: Prefixes = None,
     as_json: AsJson = False,
 ) -> None:
     """Score documents for a query: what scores above zero is kept, the rest is dropped.
@@ -78,7 +95,7 @@ def rank(
     """
     query, texts = clean(query), read_documents(documents)
     with problems.status(f"Loading {model} ..."):
-        ranker = load_reranker(ModelSource(model, revision, load, prefix_cache=False))
+        ranker = load_reranker(ModelSource(model, revision, load, prefix_cache=_kept(prefixes)))
     result = ranker.rank(
         query,
         texts,
@@ -165,39 +182,42 @@ def info(
 
 @command(app)
 def score(
-    source: Annotated[str, Option("--input", "-i", help="A .jsonl(.gz) or .parquet file, a folder or a pattern.")],
-    output: Annotated[Path, Option("--output", "-o", help="Folder for the Parquet files.")],
+    source: Annotated[str, Option("--input", "-i", help="A .jsonl(.gz), .csv or .parquet file, folder or pattern.")],
+    output: Annotated[Path, Option("--output", "-o", help="Folder for the scored files.")],
     load: LoadOptions,
     actors: Actors | None,
     model: System = "mini",
     revision: Revision = None,
     rows_per_part: Annotated[int, Option(help="Rows of an output file: what a killed process loses at most.")] = 10_000,
-    prefixes: Annotated[Path | None, Option("--prefixes", "-p", help="Folder that rsrank index has made.")] = None,
+    prefixes: Prefixes = None,
+    written: Annotated[Written, Option("--format", help="Of the scored files.")] = Written.parquet,
 ) -> None:
-    """Score many pairs: JSON lines or Parquet in, Parquet out. The same command goes on after an interruption.
+    """Score many pairs: JSON lines, CSV or Parquet in, Parquet or JSON lines out. Run again, it goes on.
 
-    A row has a "query" and either a "document" or "documents" (a list); anything else is carried along. Added are
-    score, kept (above the model's threshold), truncated, and error: why a pair has no score, else null.
+    A row has a "query" and either a "document" or "documents" (a list of texts, or of objects with "text" and "title"
+    as `rsrank evaluate` reads them); anything else is carried along. Added are score, kept (above the model's
+    threshold), truncated, and error: why a pair has no score, else null.
 
     `rsrank score --input pairs.jsonl --output scored`
+
+    `rsrank score --input pairs.csv --output scored --format jsonl`
 
     `rsrank score --input pairs/ --output scored --engine ray --gpus-per-actor 1 --address auto`
     """
     from ..bulk.run import model_identity, score_files
 
-    # Nothing is kept between parts unless asked for: a part's scores must not depend on what was done before.
-    kept = False if prefixes is None else str(prefixes.absolute())
     settings = {
         "dtype": load.dtype,
         "load_in_8bit": load.weights == "int8",
         "load_in_4bit": load.weights == "nf4",
         **({"load_in_fp8": True} if load.weights == "fp8" else {}),  # outputs begun before there was fp8 can go on
         "prefixes": prefixes is not None,
+        **({"format": written.value} if written is not Written.parquet else {}),
     }
     found = score_files(
         source,
         output,
-        partial(load_reranker, ModelSource(model, revision, load, prefix_cache=kept)),
+        partial(load_reranker, ModelSource(model, revision, load, prefix_cache=_kept(prefixes))),
         model=model_identity(model, revision=revision, local_files_only=load.local_files_only),
         settings=settings,
         rows_per_part=rows_per_part,

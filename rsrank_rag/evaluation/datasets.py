@@ -11,6 +11,11 @@ from pydantic import BaseModel, ConfigDict, StrictBool, ValidationError
 from ..errors import InputError
 
 
+def joined(text: str, title: str | None) -> str:
+    """A title, where there is one and the text does not start with it, then the text."""
+    return f"{title}\n{text}" if title and not text.startswith(title) else text
+
+
 class LabelledDocument(BaseModel):
     """A passage and its label. Other fields of the line are ignored."""
 
@@ -23,9 +28,7 @@ class LabelledDocument(BaseModel):
 
     def content(self, *, titles: bool = True) -> str:
         """What a reranker reads: the title, where there is one and the text does not start with it, then the text."""
-        if titles and self.title and not self.text.startswith(self.title):
-            return f"{self.title}\n{self.text}"
-        return self.text
+        return joined(self.text, self.title if titles else None)
 
 
 class LabelledQuery(BaseModel):
