@@ -322,7 +322,7 @@ def test_shifts_before_and_after_b_come_onto_the_page_for_rsrank_only(ranker, tm
 @pytest.mark.parametrize(("module", "extra"), [("jinja2", "eval,plots"), ("matplotlib", "plots"), ("scipy", "eval")])
 def test_a_missing_package_is_said_before_the_work(monkeypatch, tmp_path, module, extra):
     monkeypatch.setitem(sys.modules, module, None)
-    with pytest.raises(MissingDependencyError, match=rf"pip install 'rsrank-rag\[{extra}\]'"):
+    with pytest.raises(MissingDependencyError, match=rf"pip install .*\[{extra}\]'"):
         report.check_report(tmp_path)
     monkeypatch.undo()
     monkeypatch.setitem(sys.modules, "umap", None)

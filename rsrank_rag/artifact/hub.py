@@ -18,7 +18,7 @@ from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 
-from ..errors import ArtifactError
+from ..errors import ArtifactError, nearest
 from ..language_model.hub_errors import HUB_ERRORS
 from .config import INSIDE, RSRankConfig, content_digest
 
@@ -56,6 +56,8 @@ def resolve(
         return BUILTIN / str(name) if str(name) in builtin_names() else Path(name)
     asked = f"The artifact {str(name)!r}" + (f" at revision {revision!r}" if revision else "")
     found = f"is neither built in ({', '.join(builtin_names())}) nor a local folder"
+    if alike := nearest(str(name), builtin_names()):
+        raise ArtifactError(f"{asked} {found}.{alike}")
     try:
         folder = snapshot_download(
             str(name),
@@ -77,8 +79,8 @@ def resolve(
     except LocalEntryNotFoundError as error:
         where = "the local Hub cache" if local_files_only or constants.HF_HUB_OFFLINE else "the Hub"
         raise ArtifactError(
-            f"{asked} {found}, and it could not be had from {where}: {error} Connect once to download it, "
-            "or pass the path of a local copy."
+            f"{asked} {found}, and it could not be had from {where}: {error.__cause__ or error} Connect once to "
+            "download it, or pass the path of a local copy."
         ) from error
     except HUB_ERRORS as error:
         raise ArtifactError(

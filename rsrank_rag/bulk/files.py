@@ -90,9 +90,7 @@ def arrow() -> Any:
         import pyarrow
         import pyarrow.parquet
     except ModuleNotFoundError as error:
-        raise MissingDependencyError(
-            "Parquet files need pyarrow. Install with: pip install 'rsrank-rag[parquet]'"
-        ) from error
+        raise MissingDependencyError("Parquet files need pyarrow.", "parquet") from error
     return pyarrow
 
 

@@ -149,7 +149,7 @@ def _write(path: Path, text: str) -> None:
         raise InputError(f"--json {path} could not be written: {error}") from error
 
 
-@command(app)
+@command(app, resumes=True)
 def reproduce(
     load: LoadOptions,
     config: Annotated[str, Option("--config", "-c", help="paper, local, or a TOML file.")] = "local",

@@ -55,9 +55,13 @@ def read_documents(source: str) -> list[str]:
     """Documents of a file or of standard input (``-``): one a line, as text or as JSON with a "text"."""
     try:
         raw = sys.stdin.read() if source == "-" else Path(source).read_text(encoding="utf-8-sig")
-    except (OSError, UnicodeDecodeError) as error:
-        raise InputError(f"--documents {source} could not be read: {error}") from error
+    except UnicodeDecodeError:
+        raise InputError(f"--documents {source} is no text in UTF-8. Save it as such, one document a line.") from None
+    except OSError as error:
+        raise InputError(f"--documents {source} could not be read: {error.strerror}. Give a file, or - .") from error
     lines = [line for line in clean(raw.removeprefix("\ufeff")).split("\n") if line.strip()]
+    if not lines and source != "-":  # a pipe may well be empty, as a retriever's answer
+        raise InputError(f"--documents {source} holds no documents. Write one a line.")
     if not lines or not all(line.lstrip().startswith("{") for line in lines):
         return [line.rstrip("\r") for line in lines]
     documents = []
@@ -110,7 +114,7 @@ def rank(
         screen.print(result_table(result))
 
 
-@command(app)
+@command(app, resumes=True)
 def index(
     documents: Documents,
     prefixes: Annotated[Path, Option("--prefixes", "-p", help="Folder to keep them in.")],
@@ -142,22 +146,30 @@ def index(
 @command(app)
 def explain(
     query: Query,
-    document: Annotated[str, Option("--document", "-d", help="The document's text.")],
     load: LoadOptions,
+    document: Annotated[str | None, Option("--document", help="One document's text.")] = None,
+    documents: Annotated[str | None, Option("--documents", "-d", help="Or a file of them, or - .")] = None,
     model: Model = "mini",
     revision: Revision = None,
     as_json: AsJson = False,
 ) -> None:
     """Show where a score comes from: its exact parts per query token and per layer (L1, L2, ...).
 
-    `rsrank explain -q "How do bees find flowers?" -d "Bees see ultraviolet patterns on petals."`
+    `rsrank explain -q "How do bees find flowers?" --document "Bees find flowers by their colour and their scent."`
+
+    `rsrank explain -q "How do bees find flowers?" -d passages.txt`
     """
-    explanation = _load(ModelSource(model, revision, load)).explain(clean(query), clean(document))
+    if (document is None) == (documents is None):
+        raise InputError("Give one document's text (--document TEXT) or a file of them (--documents FILE).")
+    texts = read_documents(documents) if document is None else [clean(document)]
+    ranker = _load(ModelSource(model, revision, load))
+    explanations = [ranker.explain(clean(query), text) for text in texts]
     if as_json:
         fields = ("query", "document", "score", "truncated", "tokens", "layers", "parts")
-        typer.echo(json.dumps({name: getattr(explanation, name) for name in fields}, ensure_ascii=False, indent=2))
+        found = [{name: getattr(explanation, name) for name in fields} for explanation in explanations]
+        typer.echo(json.dumps(found if document is None else found[0], ensure_ascii=False, indent=2))
     else:
-        screen.print(explanation_table(explanation))
+        screen.print(*map(explanation_table, explanations), sep="\n\n")
 
 
 @command(app)
@@ -180,7 +192,7 @@ def info(
         screen.print(info_table(model, config))
 
 
-@command(app)
+@command(app, resumes=True)
 def score(
     source: Annotated[str, Option("--input", "-i", help="A .jsonl(.gz), .csv or .parquet file, folder or pattern.")],
     output: Annotated[Path, Option("--output", "-o", help="Folder for the scored files.")],

@@ -46,7 +46,7 @@ def _plan(run: TrainingRun) -> None:
     screen.print(str(run.estimate()))
 
 
-@command(app)
+@command(app, resumes=True)
 def features(
     actors: Actors | None,
     config: Config = "your-data",
@@ -77,7 +77,7 @@ def features(
     screen.print(f"{len(store):,} queries in {store.folder}")
 
 
-@command(app)
+@command(app, resumes=True)
 def train(
     config: Config = "your-data",
     data: Data = None,

@@ -121,9 +121,7 @@ def ranking_by_query(queries: Sequence[ScoredQuery]) -> dict[str, list[float]]:
         import ir_measures
         from ir_measures import R, nDCG
     except ImportError:
-        raise MissingDependencyError(
-            "Ranking metrics need ir-measures. Install with: pip install 'rsrank-rag[eval]'"
-        ) from None
+        raise MissingDependencyError("Ranking metrics need ir-measures.", "eval") from None
     qrels, run = {}, {}
     for number, query in enumerate(queries):
         order = query.order()

@@ -277,5 +277,5 @@ def _matplotlib() -> Any:
     try:
         import matplotlib
     except ImportError:
-        raise MissingDependencyError("Figures need matplotlib. Install with: pip install 'rsrank-rag[plots]'") from None
+        raise MissingDependencyError("Figures need matplotlib.", "plots") from None
     return matplotlib

@@ -113,7 +113,7 @@ def load_umap() -> Any:
     try:
         import umap
     except ImportError:
-        raise MissingDependencyError("UMAP needs umap-learn. Install with: pip install 'rsrank-rag[umap]'") from None
+        raise MissingDependencyError("UMAP needs umap-learn.", "umap") from None
     return umap
 
 
