@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import html
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
-from typing import Literal, TypedDict
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import asdict, astuple, dataclass, fields, replace
+from typing import Any, Literal, NamedTuple, TypedDict
 
 from typing_extensions import Unpack
 
-from .errors import InputError, ScoringError
+from .errors import InputError, MissingDependencyError, ScoringError
 
 BLANK_SCORE = -10_000.0
 """What a document without text scores: less than any other, so that whatever sorts by score puts it last.
@@ -50,9 +51,8 @@ class Scored:
     tokens: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class Pair:
-    """A query and a document to be scored beside other pairs.
+class Pair(NamedTuple):
+    """A query and a document to be scored beside other pairs; a plain tuple of two texts does as well.
 
     Attributes:
         max_tokens: Read at most so many tokens of the document.
@@ -83,6 +83,50 @@ class RankResult:
     def texts(self) -> list[str]:
         """Texts of the kept documents, best first."""
         return [document.text for document in self.kept]
+
+    def __len__(self) -> int:
+        """How many documents are kept: a result that kept none is false."""
+        return len(self.kept)
+
+    def __iter__(self) -> Iterator[RankedDocument]:
+        """The kept documents, best first."""
+        return iter(self.kept)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain dictionaries, numbers and texts: what ``rsrank rank --json`` prints."""
+        return asdict(self)
+
+    def to_pandas(self) -> Any:
+        """A data frame with a row a document, best first: ``kept``, then what a `RankedDocument` has.
+
+        Raises:
+            MissingDependencyError: pandas is not installed.
+        """
+        try:
+            from pandas import DataFrame
+        except ImportError:
+            raise MissingDependencyError("to_pandas needs pandas. Install with: pip install pandas") from None
+        kept, names = len(self.kept), [field.name for field in fields(RankedDocument)]
+        rows = [[i < kept, *astuple(document)] for i, document in enumerate(self.kept + self.dropped)]
+        return DataFrame(rows, columns=["kept", *names])
+
+    def _repr_html_(self) -> str:
+        """A table in a notebook, with bars away from the threshold as on the service's page."""
+        line, documents = self.threshold or 0.0, self.kept + self.dropped
+        ends = [line, *(document.score for document in documents if document.score != BLANK_SCORE)]
+        low, span = min(ends), (max(ends) - min(ends)) or 1.0
+        rows = ""
+        for place, document in enumerate(documents):
+            kept, score = place < len(self.kept), max(document.score, low)
+            start, width = (min(score, line) - low) / span, abs(score - line) / span
+            bar = f"margin-left:{start:.1%};width:{width:.1%};height:.7em;background:{'#1b57c0' if kept else '#a8521d'}"
+            text = html.escape(document.text[:300]) + " (truncated)" * document.truncated
+            rows += (
+                f"<tr><td>{'kept' if kept else 'dropped'}</td><td>{document.score:+.2f}</td>"
+                f'<td style="min-width:12em"><div style="{bar}"></div></td><td>{document.index}</td>'
+                f'<td style="text-align:left">{text}</td></tr>'
+            )
+        return f"<p><b>{html.escape(self.query)}</b></p><table>{rows}</table>"
 
     def __str__(self) -> str:
         rule = "ranked only" if self.threshold is None else f"threshold {self.threshold:g}"
@@ -130,11 +174,11 @@ class Reranker(ABC):
         """
         return [Scored(score) for score in self.score(query, documents)]
 
-    def score_pairs(self, pairs: Sequence[Pair]) -> list[Scored]:
+    def score_pairs(self, pairs: Sequence[Pair | tuple[str, str]]) -> list[Scored]:
         """Score pairs of any queries and documents, as a service that joins the requests of many does.
 
         Args:
-            pairs: Each with a query of its own, or the same as others.
+            pairs: Each with a query of its own, or the same as others: ``[("query", "document"), ...]``.
 
         Returns:
             One result a pair, in input order, equal to what `score` gives. Here query by query; override it where
@@ -144,6 +188,7 @@ class Reranker(ABC):
             InputError: This reranker cannot use a pair as it is.
             ScoringError: A pair could not be scored; its position in ``pairs`` is given.
         """
+        pairs = as_pairs(pairs)
         if any(pair.max_tokens is not None for pair in pairs):
             raise InputError(f"{type(self).__name__} cannot cut documents after a number of tokens. Send them shorter.")
         places: dict[str, list[int]] = {}
@@ -256,6 +301,15 @@ def as_list(documents: Iterable[str]) -> list[str]:
         return list(documents)
     except TypeError:
         raise InputError(f"documents must be a list of strings, got {type(documents).__name__}.") from None
+
+
+def as_pairs(pairs: Iterable[Sequence[Any]]) -> list[Pair]:
+    """Pairs, whatever tuples they came in; InputError where something is no pair."""
+    pairs = list(pairs)
+    for place, pair in enumerate(pairs):
+        if not isinstance(pair, (tuple, list)) or len(pair) not in (2, 3):
+            raise InputError(f"Pair {place} must be (query, document), got {pair!r:.60}.")
+    return [Pair(*pair) for pair in pairs]
 
 
 def check_limits(threshold: float | Literal["native"] | None, top_n: int | None, min_docs: int) -> None:

@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from huggingface_hub import HfApi, constants, snapshot_download
+from huggingface_hub import CommitOperationAdd, HfApi, constants, snapshot_download
 from huggingface_hub.errors import (
     HFValidationError,
     LocalEntryNotFoundError,
@@ -201,10 +201,17 @@ def check_shareable(config: RSRankConfig, *, include_backbone: bool) -> None:
         )
 
 
+def contents(folder: Path, repo_id: str) -> dict[str, Path | bytes]:
+    """What `push` publishes: names and files, and the card with the repository's name in it, made in memory."""
+    card = (folder / CARD).read_text(encoding="utf-8") if (folder / CARD).exists() else model_card(read_config(folder))
+    files = {str(path.relative_to(folder).as_posix()): path for path in sorted(folder.rglob("*")) if path.is_file()}
+    return {**files, CARD: card.replace(UNNAMED, repo_id).encode()}
+
+
 def push(
     folder: Path, repo_id: str, *, private: bool, revision: str | None, token: str | bool | None, message: str
 ) -> str:
-    """Upload an artifact folder to the Hub, making the repository if need be.
+    """Upload an artifact folder to the Hub, making the repository if need be. The folder stays as it is.
 
     Returns:
         Address of the commit.
@@ -213,11 +220,12 @@ def push(
         ArtifactError: The Hub refused.
     """
     api = HfApi(token=token)
+    added = [CommitOperationAdd(name, content) for name, content in contents(folder, repo_id).items()]
     try:
         api.create_repo(repo_id, private=private, exist_ok=True)
         if revision is not None:
             api.create_branch(repo_id, branch=revision, exist_ok=True)
-        commit = api.upload_folder(repo_id=repo_id, folder_path=folder, revision=revision, commit_message=message)
+        commit = api.create_commit(repo_id, added, revision=revision, commit_message=message)
     except HUB_ERRORS as error:
         raise ArtifactError(
             f"Pushing to {repo_id!r} failed: {_reason(error)} Check the name (owner/name) and that you are logged in "
@@ -296,6 +304,6 @@ def model_card(config: RSRankConfig) -> str:
         columns = sorted({key for row in training.metrics.values() for key in row})
         lines += ["", "| dataset | " + " | ".join(columns) + " |", "|---" * (len(columns) + 1) + "|"]
         for dataset, row in training.metrics.items():
-            cells = [f"{row[key]:.3f}" if key in row else "" for key in columns]
+            cells = [f"{row[key]:.{0 if key == 'queries' else 3}f}" if key in row else "" for key in columns]
             lines.append(f"| {dataset} | " + " | ".join(cells) + " |")
     return "\n".join(lines) + "\n"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from enum import Enum
@@ -85,10 +86,8 @@ def catch_errors(resumes: bool = False) -> Iterator[None]:
         yield
     except RSRankError as error:
         code, said = 2 if isinstance(error, InputError) else 1, str(error)
-    except (OSError, SafetensorError) as error:  # a full disk, no permission: where it says so, with the file
-        named = isinstance(error, OSError) and error.strerror
-        said = f"{error.strerror}: {error.filename}" if named and error.filename else named or str(error)
-        code, said = 1, f"{said.rstrip('.')}. {again}"
+    except (OSError, SafetensorError) as error:  # a full disk, no permission
+        code, said = 1, f"{re.sub(r'^.Errno [0-9]+. ', '', str(error)).rstrip('.')}. {again}"
     except KeyboardInterrupt:
         problems.print(f"Stopped. {again}")
         raise typer.Exit(130) from None

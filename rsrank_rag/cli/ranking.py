@@ -159,9 +159,12 @@ def explain(
 
     `rsrank explain -q "How do bees find flowers?" -d passages.txt`
     """
-    if (document is None) == (documents is None):
+    if document is not None and documents is None:
+        texts = [clean(document)]
+    elif document is None and documents is not None:
+        texts = read_documents(documents)
+    else:
         raise InputError("Give one document's text (--document TEXT) or a file of them (--documents FILE).")
-    texts = read_documents(documents) if document is None else [clean(document)]
     ranker = _load(ModelSource(model, revision, load))
     explanations = [ranker.explain(clean(query), text) for text in texts]
     if as_json:

@@ -41,7 +41,7 @@ def _training(
 
 def _plan(run: TrainingRun) -> None:
     recipe: Recipe = run.recipe
-    sources = ", ".join(part.title for part in recipe.data)
+    sources = ", ".join(f"{part.title} (about)" if part.dataset else part.title for part in recipe.data)
     screen.print(f"recipe       {recipe.name}: {recipe.model.name}, {recipe.method}\ndata         {sources}")
     screen.print(str(run.estimate()))
 
@@ -124,10 +124,11 @@ def push(
     private: Annotated[bool, Option("--private", help="Make a new repository private.")] = False,
     revision: Annotated[str | None, Option(help="Branch; made if it does not exist.")] = None,
     message: Annotated[str, Option(help="First line of the commit.")] = "Upload RSRank projection",
+    dry_run: Annotated[bool, Option("--dry-run", help="Show the model card and the files, and stop.")] = False,
 ) -> None:
     """Publish an artifact and its model card on the Hugging Face Hub (log in first: `hf auth login`).
 
-    `rsrank push runs/mine/artifact me/my-reranker`
+    `rsrank push runs/mine/artifact me/my-reranker --dry-run`
     """
     from ..artifact import hub
 
@@ -136,8 +137,12 @@ def push(
     config = hub.read_config(artifact)
     hub.read_projection(artifact, config)
     hub.check_shareable(config, include_backbone=False)
-    card = artifact / hub.CARD
-    text = card.read_text(encoding="utf-8") if card.exists() else hub.model_card(config)
-    card.write_text(text.replace(hub.UNNAMED, repo_id), encoding="utf-8")
-    address = hub.push(artifact, repo_id, private=private, revision=revision, token=None, message=message)
-    screen.print(address)
+    if not hub.is_hub_id(repo_id):
+        raise InputError(f"{repo_id!r} cannot be a repository on the Hub. Give owner/name.")
+    if not dry_run:
+        screen.print(hub.push(artifact, repo_id, private=private, revision=revision, token=None, message=message))
+        return
+    files = hub.contents(artifact, repo_id)
+    typer.echo(bytes(files[hub.CARD]).decode())
+    for name, content in files.items():
+        typer.echo(f"{len(content) if isinstance(content, bytes) else content.stat().st_size:>13,} {name}")

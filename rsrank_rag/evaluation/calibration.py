@@ -91,7 +91,8 @@ class Selection:
         recall: Share of what is relevant that was kept.
         f1: Their harmonic mean.
 
-    Where nothing is relevant and nothing was kept, all three count 1; where something was kept, 0.
+    Where nothing is relevant and nothing was kept, all three count 1; where something was kept, or there are no
+    documents, 0.
     """
 
     kept: list[float]
@@ -135,10 +136,10 @@ def _selection(queries: Sequence[ScoredQuery], kept: Sequence[Sequence[int]]) ->
     rows = []
     for query, places in zip(queries, kept, strict=True):
         hits, relevant = sum(bool(query.relevant[i]) for i in places), sum(map(bool, query.relevant))
-        nothing = 1.0 if not places and not relevant else 0.0
+        nothing = 1.0 if query.scores and not places and not relevant else 0.0
         precision = hits / len(places) if places else nothing
         recall = hits / relevant if relevant else nothing
-        rows.append((float(len(places)), precision, recall, f1(hits, len(places), relevant)))
+        rows.append((float(len(places)), precision, recall, f1(hits, len(places), relevant) if query.scores else 0.0))
     columns = [list(column) for column in zip(*rows, strict=True)] or [[], [], [], []]
     return Selection(*columns)
 

@@ -1,6 +1,7 @@
 """Ranking quality (through ir-measures) and selection quality (F1 of what a threshold keeps).
 
-Per query first, then the mean over all queries: a query for which nothing relevant was kept counts 0.
+Per query first, then the mean over all queries: a query for which nothing relevant was kept counts 0, and so does one
+without documents. (One with documents, none of them relevant, counts 1 where nothing is kept.)
 A document is kept when its score is above the threshold. Equal scores rank by input order.
 """
 
@@ -40,6 +41,11 @@ class ScoredQuery:
         return sorted(range(len(self.scores)), key=lambda i: -self.scores[i])
 
 
+def mean(values: Sequence[float]) -> float:
+    """The mean; 0 of nothing."""
+    return math.fsum(values) / max(len(values), 1)
+
+
 def f1(kept_relevant: int, kept: int, relevant: int) -> float:
     """Harmonic mean of precision and recall; 1 where nothing is relevant and nothing was kept.
 
@@ -50,9 +56,9 @@ def f1(kept_relevant: int, kept: int, relevant: int) -> float:
 
 
 def f1_at(query: ScoredQuery, threshold: float) -> float:
-    """F1 of the documents that score above the threshold."""
+    """F1 of the documents that score above the threshold; 0 where there are none to choose from."""
     kept = [label for score, label in zip(query.scores, query.relevant, strict=True) if score > threshold]
-    return f1(sum(kept), len(kept), sum(query.relevant))
+    return f1(sum(kept), len(kept), sum(query.relevant)) if query.scores else 0.0
 
 
 def best_threshold(queries: Sequence[ScoredQuery], weights: Sequence[float] | None = None) -> tuple[float, float]:
@@ -81,7 +87,7 @@ def best_threshold(queries: Sequence[ScoredQuery], weights: Sequence[float] | No
     relevant = [sum(query.relevant) for query in queries]
     kept, hits = [0] * len(queries), [0] * len(queries)
     weights = [1.0] * len(queries) if weights is None else weights
-    values = [f1(0, 0, count) * weight for count, weight in zip(relevant, weights, strict=True)]
+    values = [f1_at(query, math.inf) * weight for query, weight in zip(queries, weights, strict=True)]
     total = math.fsum(values)
     best_total, best = total, documents[0][0] if documents else 0.0
     for position, (score, label, row) in enumerate(documents):
@@ -108,7 +114,7 @@ def ranking_metrics(queries: Sequence[ScoredQuery]) -> dict[str, float]:
     Raises:
         MissingDependencyError: ir-measures is not installed.
     """
-    return {name: math.fsum(values) / max(len(values), 1) for name, values in ranking_by_query(queries).items()}
+    return {name: mean(values) for name, values in ranking_by_query(queries).items()}
 
 
 def ranking_by_query(queries: Sequence[ScoredQuery]) -> dict[str, list[float]]:

@@ -36,7 +36,7 @@ from ..method.projection import Projection
 from ..method.template import PromptTokenizer
 from ..partial_files import write_text
 from ..rsrank import RSRank
-from .estimate import Estimate, estimate
+from .estimate import Estimate, estimate, sketch
 from .features import VALUES, FeatureExtractor, Reading, digest, plan_features, spec_for, subsample
 from .fit import TERMS, Epoch, best_epoch, split
 from .learn import ClosedForm, Learner
@@ -99,9 +99,13 @@ class TrainingRun:
         return {part.title: part.load(self.recipe.fit.seed) for part in self.recipe.evaluation}
 
     def estimate(self) -> Estimate:
-        """Disk, memory and time, without loading the language model's weights."""
-        held = [query for queries in self.evaluation.values() for query in queries]
-        return estimate(self.recipe, self.queries, held)
+        """Disk, memory and time, without the language model's weights; sets by name count with their mean sizes."""
+        data, seed = self.recipe.data, self.recipe.fit.seed
+        held = [query for part in self.recipe.evaluation for query in sketch(part) or part.load(seed)]
+        if all(part.file for part in data):
+            return estimate(self.recipe, self.queries, held)
+        queries = [query for part in data for query in sketch(part) or part.load(seed)]
+        return estimate(self.recipe, subsample(queries, self.recipe.features.max_documents, seed), held)
 
     # The whole recipe
 
