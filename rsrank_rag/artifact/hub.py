@@ -25,7 +25,7 @@ from .config import INSIDE, RSRankConfig, content_digest
 if TYPE_CHECKING:
     from torch import Tensor
 
-CONFIG, PROJECTION, CARD = "config.json", "projection.safetensors", "README.md"
+CONFIG, PROJECTION, CARD, LIMITS = "config.json", "projection.safetensors", "README.md", "limits.txt"
 BUILTIN = Path(__file__).parents[1] / "models"
 
 
@@ -65,7 +65,7 @@ def resolve(
             local_files_only=local_files_only,
             token=token,
             cache_dir=cache_dir,
-            allow_patterns=[CONFIG, PROJECTION, CARD, "backbone/*"],
+            allow_patterns=[CONFIG, PROJECTION, CARD, LIMITS, "backbone/*"],
         )
     except HFValidationError:
         raise ArtifactError(f"{asked} {found}, and it cannot be a Hub id (owner/name).") from None

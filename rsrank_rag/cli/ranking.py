@@ -188,11 +188,13 @@ def info(
     """
     from ..artifact import hub
 
-    config = hub.read_config(hub.resolve(model, revision=revision, local_files_only=local_files_only))
+    folder = hub.resolve(model, revision=revision, local_files_only=local_files_only)
+    config, limits = hub.read_config(folder), folder / hub.LIMITS
     if as_json:
         typer.echo(config.model_dump_json(indent=2))
     else:
-        screen.print(info_table(model, config))
+        said = limits.read_text(encoding="utf-8").strip() if limits.is_file() else "not stated"
+        screen.print(info_table(model, config, said))
 
 
 @command(app, resumes=True)

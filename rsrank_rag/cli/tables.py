@@ -64,7 +64,7 @@ def _title(first: str, second: str) -> Text:
     return Text.assemble(first, "\n", (second, "dim"))
 
 
-def info_table(name: str, config: RSRankConfig) -> Table:
+def info_table(name: str, config: RSRankConfig, limits: str) -> Table:
     """What an artifact says of itself."""
     layers, heads, dim, head_dim = config.shape
     rows = {
@@ -77,6 +77,7 @@ def info_table(name: str, config: RSRankConfig) -> Table:
         "template": f"{config.template.instruction!r} document {config.template.separator!r} query "
         f"{config.template.suffix!r}, scored: {config.template.positions}",
         "training data": ", ".join(config.training.data) or "not recorded",
+        "limits": limits,
         "notes": config.training.notes or "-",
         "licence": config.license or "not recorded",
     }

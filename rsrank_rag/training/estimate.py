@@ -32,7 +32,7 @@ SIZES = {
     "nfcorpus": (59, 5, 355),
     "fever": (17, 11, 34),
 }
-"""Documents a query, tokens a query and tokens a document of the paper's sets: means of samples, by mini's tokenizer."""
+"""Documents a query, tokens a query and tokens a document of the paper's sets: means of samples, mini's tokenizer."""
 
 _QWEN3 = {"num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151_936, "max_position_embeddings": 40_960}
 SHAPES = {
