@@ -72,12 +72,8 @@ def best_threshold(queries: Sequence[ScoredQuery], weights: Sequence[float] | No
     >>> best_threshold([ScoredQuery([3.0, 1.0], [True, False]), ScoredQuery([2.0, 0.0], [True, False])])
     (1.5, 1.0)
     """
-    labelled = (
-        (score, label, row)
-        for row, query in enumerate(queries)
-        for score, label in zip(query.scores, query.relevant, strict=True)
-    )
-    documents = sorted(labelled, key=lambda item: -item[0])
+    pairs = ((*pair, row) for row, q in enumerate(queries) for pair in zip(q.scores, q.relevant, strict=True))
+    documents = sorted(pairs, key=lambda item: -item[0])
     relevant = [sum(query.relevant) for query in queries]
     kept, hits = [0] * len(queries), [0] * len(queries)
     weights = [1.0] * len(queries) if weights is None else weights

@@ -54,12 +54,8 @@ class LLM2VecGen(Reranker):
 
     Args:
         name: Hub id or local folder of the adapters. The base model is the one that their ``run_config.yml`` names.
-        query_instruction: Goes before the query; the retrieval example's by default.
-        document_instruction: Goes before each document; likewise.
+        query_instruction: Goes before the query, as `document_instruction` before documents: the retrieval example's.
         max_length: Positions of one text with its instruction and the special tokens, 512 in training.
-        revision: Commit, tag or branch of the adapters on the Hub.
-        options: Device, dtype, quantisation, access.
-        token_budget: Padded tokens in one batch.
 
     Raises:
         BackboneError: It cannot be loaded, or is no such model.
@@ -77,7 +73,6 @@ class LLM2VecGen(Reranker):
         max_length: int = 512,
         revision: str | None = None,
         options: LoadOptions | None = None,
-        token_budget: int | None = None,
     ) -> None:
         options = options or LoadOptions()
         self.query_instruction, self.document_instruction = query_instruction, document_instruction
@@ -99,7 +94,7 @@ class LLM2VecGen(Reranker):
         base = load_model(str(run["model_name_or_path"]), revision=None, options=options).model
         self.model = _with_adapter(base, folder / "encoder", len(tokenizer), options)
         self.maps = nn.Sequential(*maps).to(base.device).requires_grad_(False)
-        self.token_budget = token_budget or token_budget_for(base.device)
+        self.token_budget = token_budget_for(base.device)  # padded tokens in one batch
 
     def score(self, query: str, documents: Sequence[str]) -> list[float]:
         """Cosine of query and document.
@@ -144,16 +139,15 @@ def _download(name: str | Path, revision: str | None, options: LoadOptions) -> P
     if is_folder(name):
         return Path(name)
     try:
-        return Path(
-            snapshot_download(
-                str(name),
-                revision=revision,
-                local_files_only=options.local_files_only,
-                token=options.token,
-                cache_dir=options.cache_dir,
-                allow_patterns=FILES,
-            )
+        found = snapshot_download(
+            str(name),
+            revision=revision,
+            local_files_only=options.local_files_only,
+            token=options.token,
+            cache_dir=options.cache_dir,
+            allow_patterns=FILES,
         )
+        return Path(found)
     except LOAD_ERRORS as error:
         raise BackboneError(
             f"{str(name)!r} (revision {revision or 'main'}) is no local folder and could not be downloaded: {error}"
