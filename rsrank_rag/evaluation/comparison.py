@@ -143,10 +143,8 @@ def compare(
 
 
 def _labels(query: LabelledQuery) -> QueryLabels:
-    documents = query.documents
-    return QueryLabels(
-        id=query.id, documents=tuple(d.id for d in documents), relevant=tuple(d.relevant for d in documents)
-    )
+    ids, relevant = ([getattr(d, name) for d in query.documents] for name in ("id", "relevant"))
+    return QueryLabels(id=query.id, documents=tuple(ids), relevant=tuple(relevant))
 
 
 def _system(system: Measured, sets: Mapping[str, Sequence[LabelledQuery]], estimate: _Estimator) -> SystemResult:
@@ -186,20 +184,13 @@ def _system(system: Measured, sets: Mapping[str, Sequence[LabelledQuery]], estim
 def _rows(labelled: Sequence[LabelledQuery], queries: Sequence[ScoredQuery], tau: float) -> tuple[QueryResult, ...]:
     tau_best, _ = best_threshold(queries)
     ranking = ranking_by_query(queries)
-    return tuple(
-        QueryResult(
-            id=label.id,
-            scores=tuple(query.scores),
-            kept=sum(score > tau for score in query.scores),
-            metrics={
-                **{name: values[number] for name, values in ranking.items()},
-                "f1@tau": f1_at(query, tau),
-                "f1@best": f1_at(query, tau_best),
-                "f1@query_best": query_best_f1(query),
-            },
-        )
-        for number, (label, query) in enumerate(zip(labelled, queries, strict=True))
-    )
+    rows = []
+    for number, (label, query) in enumerate(zip(labelled, queries, strict=True)):
+        metrics = {name: values[number] for name, values in ranking.items()}
+        f1 = {"f1@tau": f1_at(query, tau), "f1@best": f1_at(query, tau_best), "f1@query_best": query_best_f1(query)}
+        kept = sum(score > tau for score in query.scores)
+        rows.append(QueryResult(id=label.id, scores=tuple(query.scores), kept=kept, metrics=metrics | f1))
+    return tuple(rows)
 
 
 def _difference(first: SystemResult, second: SystemResult, estimate: _Estimator) -> Difference:

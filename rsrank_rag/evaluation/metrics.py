@@ -125,8 +125,6 @@ def ranking_by_query(queries: Sequence[ScoredQuery]) -> dict[str, list[float]]:
         order = query.order()
         run[str(number)] = {str(i): float(len(order) - rank) for rank, i in enumerate(order)}
         qrels[str(number)] = {str(i): int(label) for i, label in enumerate(query.relevant)}
-    found = {(m.query_id, str(m.measure)): m.value for m in ir_measures.iter_calc([nDCG @ 5, R @ 5], qrels, run)}
-    return {
-        name: [float(found.get((key, measure), 0.0)) for key in qrels]
-        for name, measure in (("ndcg@5", "nDCG@5"), ("recall@5", "R@5"))
-    }
+    measures = {"ndcg@5": nDCG @ 5, "recall@5": R @ 5}
+    found = {(m.query_id, m.measure): float(m.value) for m in ir_measures.iter_calc(measures.values(), qrels, run)}
+    return {name: [found.get((key, measure), 0.0) for key in qrels] for name, measure in measures.items()}

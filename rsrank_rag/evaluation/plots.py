@@ -24,9 +24,6 @@ BLUE, VERMILION, SKY, BLACK = "#0072B2", "#D55E00", "#56B4E9", "#000000"
 COLOURS = (BLUE, VERMILION, "#009E73", "#E69F00", SKY, "#CC79A7", BLACK)
 LINES = ("-", "--", "-.", ":")
 
-IN_USE = "threshold in use"
-"""What a threshold is called where nothing better is known of it: not every system has a native one."""
-
 STYLE: dict[str, Any] = {
     "axes.axisbelow": True,
     "axes.grid": True,
@@ -69,7 +66,7 @@ def score_ranges(
     best: Mapping[str, float],
     threshold: float,
     *,
-    label: str = IN_USE,
+    label: str = "threshold in use",
     title: str = "",
 ) -> Figure:
     """Each set's range of scores with its best threshold, on the axis of all scores together (paper, Fig. 1).

@@ -98,23 +98,20 @@ def write_report(
 
 
 def figures_of(found: Comparison) -> Iterator[Picture]:
-    """All figures that need nothing but scores and labels."""
+    """All figures."""
     systems = found.systems
     short = short_names([system.name for system in systems])
     for number, system in enumerate(systems):
-        yield Picture(
-            "thresholds",
-            f"score-range-{number}",
-            f"{system.name}: the range of scores of each set and the threshold with the highest mean F1, normalised "
-            "over all sets.",
-            plots.score_ranges(
-                {name: result.score_range for name, result in system.sets.items()},
-                {name: result.tau_best_normalised for name, result in system.sets.items()},
-                system.threshold_normalised,
-                label=system.threshold_kind,
-                title=f"{short[system.name]}: bias {system.bias:.3f}, variance {system.variance:.4f}",
-            ),
+        results = system.sets.items()
+        figure = plots.score_ranges(
+            {name: result.score_range for name, result in results},
+            {name: result.tau_best_normalised for name, result in results},
+            system.threshold_normalised,
+            label=system.threshold_kind,
+            title=f"{short[system.name]}: bias {system.bias:.3f}, variance {system.variance:.4f}",
         )
+        caption = "the range of scores of each set and the threshold with the highest mean F1, normalised."
+        yield Picture("thresholds", f"score-range-{number}", f"{system.name}: {caption}", figure)
     gaps = {s: {short[x.name]: [q.gap for q in x.sets[s].queries] for x in systems} for s in found.labels}
     caption = "Share of queries whose F1 at the set's best threshold falls short of their own best by more than x."
     yield Picture("gaps", "f1-gap", caption, plots.f1_gap_curves(gaps))
@@ -180,9 +177,8 @@ def worst_queries(queries: Sequence[QueryResult], count: int = WORST) -> dict[in
     lowest = sorted(rows, key=lambda row: queries[row].metrics["f1@tau"])[:count]
     widest = sorted(rows, key=lambda row: -queries[row].gap)[:count]
     chosen = {row: "lowest F1 at the threshold" for row in lowest if queries[row].metrics["f1@tau"] < 1}
-    for row in widest:
-        if queries[row].gap > 1e-9:
-            chosen[row] = f"{chosen[row]}, largest gap" if row in chosen else "largest gap"
+    for row in (row for row in widest if queries[row].gap > 1e-9):
+        chosen[row] = f"{chosen[row]}, largest gap" if row in chosen else "largest gap"
     return chosen
 
 

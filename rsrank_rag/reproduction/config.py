@@ -116,12 +116,10 @@ class Reproduction(BaseModel):
     def _with(self, systems: Sequence[str], negatives: str | None, queries: int | None) -> Reproduction:
         sets = self.sets
         if negatives is not None:
-            given = Negatives.parse(negatives)
-            update = {name: getattr(given, name) for name in given.model_fields_set}
-            sets = tuple(
-                part.model_copy(update={"negatives": (part.negatives or Negatives()).model_copy(update=update)})
-                for part in sets
-            )
+            given = Negatives.parse(negatives).model_dump(exclude_unset=True)
+            old = [part.negatives or Negatives() for part in sets]
+            pairs = zip(sets, (other.model_copy(update=given) for other in old), strict=True)
+            sets = tuple(part.model_copy(update={"negatives": new}) for part, new in pairs)
         if queries is not None:
             sets = tuple(part.model_copy(update={"queries": min(part.queries or queries, queries)}) for part in sets)
         more = tuple(SystemPart(name=name) for name in systems)
@@ -177,11 +175,10 @@ def plan(config: Reproduction) -> str:
     lines = [f"{config.name}: {len(config.systems)} systems on {len(config.sets)} sets, seed {config.seed}"]
     for part in config.sets:
         many = "all queries" if part.queries is None else f"{part.queries} queries"
-        given = part.negatives or (Negatives() if part.dataset else None)
-        kind = "" if given is None else f", {given.count} {given.kind} negatives where the set has none of its own"
-        if part.file is not None and given is not None:
-            kind = f", {given.count} {given.kind} negatives of the file's documents"
-        lines.append(f"  set      {part.title}: {part.split if part.dataset else part.file}, {many}{kind}")
+        given = part.negatives or Negatives(count=0 if part.file else 15)
+        where = "of the file's documents" if part.file else "where the set has none of its own"
+        kind = f", {given.count} {given.kind} negatives {where}" if given.count else ""
+        lines.append(f"  set      {part.title}: {part.file or part.split}, {many}{kind}")
     lines += [f"  system   {part.title}: {part.name}" for part in config.systems]
     for ablations in config.ablations:
         names = [ablation.name for ablation in chosen(ablations.names)]

@@ -78,7 +78,10 @@ class LLM2VecGen(Reranker):
         self.query_instruction, self.document_instruction = query_instruction, document_instruction
         folder = _download(name, revision, options)
         run = _run_config(folder)
-        tokenizer = _tokenizer(folder)
+        try:
+            tokenizer: Any = AutoTokenizer.from_pretrained(str(folder))
+        except LOAD_ERRORS as error:
+            raise BackboneError(f"The tokenizer in {folder} could not be loaded: {error}") from error
         vocabulary = tokenizer.get_vocab()
         missing = [token for token in run["special_tokens"] if token not in vocabulary]
         if missing:
@@ -158,10 +161,9 @@ def _run_config(folder: Path) -> dict[str, Any]:
     """What the package wrote down in training, completed by what it saved with the weights."""
     try:
         found = yaml.load((folder / "run_config.yml").read_text(encoding="utf-8"), Loader=_Loader)
-        run = {"encoding_mode": "last_10_tokens", **found}
         saved = folder / "encoder_decoder_config.json"
-        if saved.exists():
-            run |= json.loads(saved.read_text(encoding="utf-8"))
+        more = json.loads(saved.read_text(encoding="utf-8")) if saved.exists() else {}
+        run = {"encoding_mode": "last_10_tokens", **found, **more}
         run["model_name_or_path"], run["special_tokens"]
     except (OSError, yaml.YAMLError, ValueError, TypeError, KeyError) as error:
         raise BackboneError(
@@ -169,13 +171,6 @@ def _run_config(folder: Path) -> dict[str, Any]:
             f"and reading it gave {type(error).__name__}: {error}"
         ) from error
     return run
-
-
-def _tokenizer(folder: Path) -> Any:
-    try:
-        return AutoTokenizer.from_pretrained(str(folder))
-    except LOAD_ERRORS as error:
-        raise BackboneError(f"The tokenizer in {folder} could not be loaded: {error}") from error
 
 
 def _with_adapter(base: PreTrainedModel, folder: Path, vocabulary: int, options: LoadOptions) -> Any:
