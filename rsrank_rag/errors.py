@@ -96,5 +96,5 @@ def nearest(name: str, names: Iterable[str]) -> str:
     >>> nearest("epoch", ["epochs", "seed"])
     " Did you mean 'epochs'?"
     """
-    found = get_close_matches(name, list(names), n=3)
+    found = get_close_matches(name, list(names), n=3, cutoff=0.7)
     return f" Did you mean {' or '.join(map(repr, found))}?" if found else ""

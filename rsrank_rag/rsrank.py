@@ -79,8 +79,8 @@ class RSRank(Reranker):
         self._halved: list[int] = []  # sizes of batches; threads may append without a lock
 
     def __repr__(self) -> str:
-        core = self.backbone
-        return f"RSRank({self.name!r}, device={str(core.device)!r}, dtype={core.dtype}, threshold={self.threshold:g})"
+        core, limit = self.backbone, f"threshold={self.threshold:g}"
+        return f"RSRank({self.name!r}, device={str(core.device)!r}, dtype={core.dtype}, {limit})"
 
     @classmethod
     def from_pretrained(
@@ -237,14 +237,11 @@ class RSRank(Reranker):
             )
 
     def index(self, documents: Sequence[str], *, show_progress: bool = False) -> int:
-        """Read documents ahead of time, so that later calls find their prefixes on disk. It can be interrupted.
+        """Read documents ahead of time, so that later calls find their prefixes on disk; how many were new. It can be interrupted.
 
         Args:
             documents: Texts.
             show_progress: Show a progress bar.
-
-        Returns:
-            How many were not there yet.
 
         Raises:
             InputError: This ranker keeps no prefixes on disk, they could not be written or are more than the folder

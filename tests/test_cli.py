@@ -186,7 +186,7 @@ HEADINGS = [
 
 @pytest.mark.parametrize(
     ("dataset", "lines"),
-    [("fiqa", 1), ("hotpotqa.paragraph", 1), ("beir:webis-touche2020", 1), ("shared/data/dev/2wiki.sentence.jsonl", 2)],
+    [("fiqa", 1), ("hotpotqa.paragraph", 1), ("beir:scifact", 1), ("shared/data/dev/2wiki.sentence.jsonl", 2)],
 )
 @pytest.mark.parametrize("tau", [-0.123, 23.456, -123.456])
 def test_the_tables_fit_into_eighty_columns_with_every_heading_and_number_whole(dataset, lines, tau):
@@ -245,7 +245,7 @@ def test_evaluate_says_before_the_work_that_its_report_cannot_be_written(labelle
     report = str(tmp_path / "file" / "report")
     result = run("evaluate", "-m", "no such model", "--data", labelled[0], "--report", report, code=2)
     assert "cannot be made" in " ".join(result.stderr.split())
-    result = run("evaluate", "-m", "no such model", "--data", labelled[0], "--umap", code=2)
+    result = run("evaluate", "-m", "no such model", "--data", labelled[0], code=2)
     assert "--report" in result.stderr
 
 
@@ -294,7 +294,8 @@ def test_limit_takes_the_first_queries(labelled, tmp_path):
         (["score", "-i", "BINARY", "-o", "NEW"], 2, "is none of .jsonl"),
         (["score", "-i", "PAIRS", "-o", "EMPTY"], 2, "no empty folder"),
         (["score", "-i", "PAIRS", "-o", "EMPTY/out"], 1, "Not a directory"),
-        (["push", "ARTIFACT", "no name"], 2, "cannot be a repository"),
+        (["push", "ARTIFACT", "me/name"], 1, "which nobody else could load"),
+        (["push", "BINARY", "me/name"], 2, "is no folder"),
     ],
 )
 def test_a_mistake_gives_one_clear_line_and_an_exit_code(artifact, arguments, code, message, tmp_path):

@@ -43,7 +43,6 @@ def evaluate(
     ] = None,
     file: Annotated[Path | None, Argument(hidden=True)] = None,  # --json FILE, as it was once written
     report: Annotated[Path | None, Option(help="Folder for a page with tables, figures and worst queries.")] = None,
-    umap: Annotated[bool, Option("--umap", help="In the report, draw RSRank's shifts before and after B.")] = False,
     threshold: Annotated[str, Option(help="For f1@tau: a number, native or shared (see above).")] = "native",
     titles: Annotated[bool, Option(help="Put a document's title in front of its text.")] = True,
     limit: Annotated[int | None, Option(min=1, help="At most so many queries of each; of the Hub, at random.")] = None,
@@ -70,10 +69,9 @@ def evaluate(
     from ..evaluation.evaluate import score_dataset, summarise
     from ..evaluation.hub_datasets import load_sets
     from ..evaluation.report import write_report
-    from ..reproduction.shift_map import shift_pictures
 
     output, as_json = (file, False) if file is not None else (output, as_json)
-    _check_outputs(output, report, umap)
+    _check_outputs(output, report)
     model = list(dict.fromkeys(model))
     if label and len(set(label)) != len(model):
         raise InputError(
@@ -85,7 +83,7 @@ def evaluate(
         parse(name)  # a wrong name is said before the data are read
     chosen = None if negatives is None else hard.Negatives.parse(negatives)
     sets = load_sets(data, limit=limit, negatives=chosen, titles=titles, options=load)
-    measured, pictures = [], []
+    measured = []
     for source, name in zip(model, label or model, strict=True):
         with problems.status(f"Loading {name} ..."):
             system = load_system(source, revision=revision, options=load)
@@ -94,8 +92,6 @@ def evaluate(
             for title, queries in sets.items()
         }
         measured.append(Measured(name, *_tau(threshold, system, list(scored.values())), scored))
-        if umap:
-            pictures += shift_pictures(name, system, sets, titles=titles)
     tables: list[list[dict[str, Any]]] = [
         [
             {"model": found.name, "dataset": title, **summarise(queries, threshold=found.threshold)}
@@ -108,7 +104,7 @@ def evaluate(
         _write(output, f"{text}\n")
     if report is not None:
         with problems.status("Writing the report ..."):
-            write_report(report, measured, sets, titles=titles, pictures=pictures)
+            write_report(report, measured, sets, titles=titles)
         problems.print(f"Report: {report / 'index.html'}", soft_wrap=True)
     if as_json:
         typer.echo(text)
@@ -134,19 +130,14 @@ def _tau(threshold: str, system: System, scored: list[list[ScoredQuery]]) -> tup
     return _number(threshold), "given"
 
 
-def _check_outputs(output: Path | None, report: Path | None, umap: bool) -> None:
+def _check_outputs(output: Path | None, report: Path | None) -> None:
     """Fail now and not after the work, where something is missing or cannot be written."""
     from ..evaluation.metrics import ranking_metrics
     from ..evaluation.report import check_report
-    from ..reproduction.shift_map import load_umap
 
     ranking_metrics([])
     if report is not None:
         check_report(report)
-        if umap:
-            load_umap()
-    elif umap:
-        raise InputError("--umap draws into a report. Give --report DIR too.")
     if output is not None:
         _write(output, "")
 

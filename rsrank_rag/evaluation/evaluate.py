@@ -7,9 +7,8 @@ from typing import Any, Protocol
 
 from ..errors import InputError
 from ..reranker import Reranker
-from .calibration import select_above
 from .datasets import LabelledQuery
-from .metrics import ScoredQuery, best_threshold, mean, query_best_f1, ranking_metrics
+from .metrics import ScoredQuery, best_threshold, mean, query_best_f1, ranking_metrics, selection
 
 
 class LabelledScorer(Protocol):
@@ -62,16 +61,16 @@ def summarise(scored: Sequence[ScoredQuery], *, threshold: float = 0.0) -> dict[
         MissingDependencyError: ir-measures is not installed.
     """
     tau_best, f1_best = best_threshold(scored)
-    selected = select_above(scored, threshold)
-    false = [kept for kept, query in zip(selected.kept, scored, strict=True) if not any(query.relevant)]
+    precision, recall, f1, kept = ([selection(query, threshold)[part] for query in scored] for part in range(4))
+    false = [count for count, query in zip(kept, scored, strict=True) if not any(query.relevant)]
     return {
         "queries": len(scored),
         **ranking_metrics(scored),
-        "f1@tau": mean(selected.f1),
-        "precision@tau": mean(selected.precision),
-        "recall@tau": mean(selected.recall),
-        "kept": selected.budget,
-        "empty": mean([not kept for kept in selected.kept]),
+        "f1@tau": mean(f1),
+        "precision@tau": mean(precision),
+        "recall@tau": mean(recall),
+        "kept": mean(kept),
+        "empty": mean([count == 0 for count in kept]),
         "unanswered": len(false),
         "false_keeps": mean(false) if false else None,
         "f1@best": f1_best,

@@ -55,10 +55,21 @@ def f1(kept_relevant: int, kept: int, relevant: int) -> float:
     return 2 * kept_relevant / (kept + relevant) if kept + relevant else 1.0
 
 
-def f1_at(query: ScoredQuery, threshold: float) -> float:
-    """F1 of the documents that score above the threshold; 0 where there are none to choose from."""
+def selection(query: ScoredQuery, threshold: float) -> tuple[float, float, float, int]:
+    """Precision, recall and F1 of the documents that score above the threshold, and how many these are.
+
+    Where nothing is relevant and nothing was kept, all three are 1, without documents to choose from 0.
+    """
     kept = [label for score, label in zip(query.scores, query.relevant, strict=True) if score > threshold]
-    return f1(sum(kept), len(kept), sum(query.relevant)) if query.scores else 0.0
+    hits, relevant = sum(kept), sum(query.relevant)
+    rightly_none = float(bool(query.scores) and not kept and not relevant)
+    precision, recall = hits / len(kept) if kept else rightly_none, hits / relevant if relevant else rightly_none
+    return precision, recall, f1(hits, len(kept), relevant) if query.scores else 0.0, len(kept)
+
+
+def f1_at(query: ScoredQuery, threshold: float) -> float:
+    """F1 of the documents that score above the threshold."""
+    return selection(query, threshold)[2]
 
 
 def best_threshold(queries: Sequence[ScoredQuery], weights: Sequence[float] | None = None) -> tuple[float, float]:
@@ -78,12 +89,8 @@ def best_threshold(queries: Sequence[ScoredQuery], weights: Sequence[float] | No
     >>> best_threshold([ScoredQuery([3.0, 1.0], [True, False]), ScoredQuery([2.0, 0.0], [True, False])])
     (1.5, 1.0)
     """
-    labelled = (
-        (score, label, row)
-        for row, query in enumerate(queries)
-        for score, label in zip(query.scores, query.relevant, strict=True)
-    )
-    documents = sorted(labelled, key=lambda item: -item[0])
+    pairs = ((*pair, row) for row, q in enumerate(queries) for pair in zip(q.scores, q.relevant, strict=True))
+    documents = sorted(pairs, key=lambda item: -item[0])
     relevant = [sum(query.relevant) for query in queries]
     kept, hits = [0] * len(queries), [0] * len(queries)
     weights = [1.0] * len(queries) if weights is None else weights
@@ -133,8 +140,6 @@ def ranking_by_query(queries: Sequence[ScoredQuery]) -> dict[str, list[float]]:
         order = query.order()
         run[str(number)] = {str(i): float(len(order) - rank) for rank, i in enumerate(order)}
         qrels[str(number)] = {str(i): int(label) for i, label in enumerate(query.relevant)}
-    found = {(m.query_id, str(m.measure)): m.value for m in ir_measures.iter_calc([nDCG @ 5, R @ 5], qrels, run)}
-    return {
-        name: [float(found.get((key, measure), 0.0)) for key in qrels]
-        for name, measure in (("ndcg@5", "nDCG@5"), ("recall@5", "R@5"))
-    }
+    measures = {"ndcg@5": nDCG @ 5, "recall@5": R @ 5}
+    found = {(m.query_id, m.measure): float(m.value) for m in ir_measures.iter_calc(measures.values(), qrels, run)}
+    return {name: [found.get((key, measure), 0.0) for key in qrels] for name, measure in measures.items()}

@@ -251,7 +251,9 @@ def validated(kind: type[Model], raw: dict[str, Any], source: str, what: str) ->
         return kind.model_validate(raw)
     except ValidationError as error:
         problems = "; ".join(f"{'.'.join(map(str, e['loc']))}: {_said(kind, e)}" for e in error.errors())
-        raise InputError(f"{source} is not a valid {what}: {problems.rstrip('.')}.") from None
+        raise InputError(
+            f"{source} is not a valid {what}: {problems.rstrip('.')}{'' if problems.endswith('?') else '.'}"
+        ) from None
 
 
 def _said(kind: type[BaseModel], error: Any) -> str:
