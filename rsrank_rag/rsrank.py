@@ -237,7 +237,7 @@ class RSRank(Reranker):
             )
 
     def index(self, documents: Sequence[str], *, show_progress: bool = False) -> int:
-        """Read documents ahead of time, so that later calls find their prefixes on disk; how many were new. It can be interrupted.
+        """Read documents ahead of time, for later calls to find on disk; how many were new. It can be interrupted.
 
         Args:
             documents: Texts.
