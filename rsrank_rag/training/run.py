@@ -155,7 +155,7 @@ class TrainingRun:
         projection, config, samples, validation = self._learn(store)
         config = self._recorded(config, {"validation": validation})
         artifact = self.output / "artifact"
-        hub.write_artifact(artifact, config, projection.weight, hub.model_card(config))
+        hub.write_artifact(artifact, config, projection, hub.model_card(config))
         if inside:
             shutil.copytree(recipe.model.source, artifact / INSIDE, dirs_exist_ok=True)
         return Result(artifact, config.training.metrics, samples)
