@@ -214,7 +214,9 @@ class Recorder(Probe):
             return _padded(key_states, self.longest), _padded(value_states, self.longest)
         both = (key_states, value_states)
         keys, values = (
-            _padded(states, self.longest, self.room, [other.states[part, layer_idx - self.fusion] for other in self.behind])
+            _padded(
+                states, self.longest, self.room, [other.states[part, layer_idx - self.fusion] for other in self.behind]
+            )
             for part, states in enumerate(both)
         )
         self.keys.append(keys)
