@@ -207,6 +207,7 @@ def spec_for(
         backbone=backbone,
         template=reader.prompts.template,
         layers=tuple(sorted(reader.layers)),
+        fusion_layer=reader.backbone.fusion_layer,
         signal=reading.signal,
         null_prefix=reading.null_prefix,
         dtype=options.dtype,
