@@ -1,6 +1,6 @@
-"""Make an artifact of what train.py wrote: encoder, B and the weights beside it, in one folder.
+r"""Make an artifact of what train.py wrote: encoder, B and the weights beside it, in one folder.
 
-    python recipes/mini-next/export.py --weights runs/mini/model --output rsrank_rag/models/mini \\
+    python recipes/mini-next/export.py --weights runs/mini/model --output rsrank_rag/models/mini \
         --keep recipes/mini-next/reference.json
 
 Where the weights come with scored pairs (reference.json), the artifact is loaded and has to give the same scores.
