@@ -138,6 +138,7 @@ class TrainingRun:
             "template": (recipe.template, spec.template),
             "signal": ("values", spec.signal),
             "null_prefix": ("empty", spec.null_prefix),
+            "model.fusion_layer": (recipe.model.fusion_layer, spec.fusion_layer),
             "features.layers": (recipe.features.layers or spec.layers, spec.layers),
         }
         different = [f"{name} {theirs!r}, not {ours!r}" for name, (ours, theirs) in wanted.items() if ours != theirs]
@@ -150,7 +151,7 @@ class TrainingRun:
         projection, config, samples, validation = self._learn(store)
         config = self._recorded(config, {"validation": validation})
         artifact = self.output / "artifact"
-        hub.write_artifact(artifact, config, projection.weight, hub.model_card(config))
+        hub.write_artifact(artifact, config, projection, hub.model_card(config))
         if inside:
             shutil.copytree(recipe.model.source, artifact / INSIDE, dirs_exist_ok=True)
         return Result(artifact, config.training.metrics, samples)
@@ -213,7 +214,7 @@ class TrainingRun:
         chosen = self.recipe.features.layers
         last_layer = None if chosen is None else chosen[-1]
         loaded = load_model(part.source, revision=part.revision, options=options, last_layer=last_layer)
-        core = open_backbone(loaded.model, last_layer, num_layers=loaded.num_layers)
+        core = open_backbone(loaded.model, last_layer, num_layers=loaded.num_layers, fusion_layer=part.fusion_layer)
         prompts = PromptTokenizer(
             loaded.tokenizer,
             self.recipe.template,
@@ -244,6 +245,7 @@ class TrainingRun:
             layers=spec.layers,
             projection_dim=recipe.fit.projection_dim,
             template=spec.template,
+            fusion_layer=spec.fusion_layer,
             max_length=spec.max_length,
             license=recipe.license,
         )
