@@ -3,8 +3,8 @@
     python -m benchmarks.neighbours --json docs/neighbours.json
 
 A client asks one question after another, over passages whose prefixes are not kept, in a process of its own; beside it
-none, one or four others multiply matrices without end. "torch's own": a thread a core, idle ones spin. "ours": what `rsrank` and the
-library choose (`language_model/threads.py`). The three ways take turns.
+none, one or four others multiply matrices without end. "torch's own": a thread a core, idle ones spin. "ours": what
+`rsrank` and the library choose (`language_model/threads.py`). The three ways take turns.
 """
 
 from __future__ import annotations

@@ -3,10 +3,10 @@
     pip install -e '.[bench]'
     python -m benchmarks.peers --json docs/peers.json
 
-One process for each processor (as it is; limited to AVX2) and number of threads; within a process all systems take turns
-in random order, with the same texts. The peers' weights are random: time only. The limit holds for torch; ONNX Runtime
-knows no such switch and always uses all that the processor has. The floor is what the floating-point operations of a call
-would take at the rate of a large matrix product in the same dtype.
+One process for each processor (as it is; limited to AVX2) and number of threads; within a process all systems take
+turns in random order, with the same texts. The peers' weights are random: time only. The limit holds for torch; ONNX
+Runtime knows no such switch and always uses all that the processor has. The floor is what the floating-point operations
+of a call would take at the rate of a large matrix product in the same dtype.
 """
 
 from __future__ import annotations
