@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import NoReturn
@@ -72,7 +73,7 @@ class RSRank(Reranker):
         # A copy: the caller may be training the original.
         self.projection = Projection(projection.weight.detach().clone(), projection.layers).to(backbone.device)
         self.projection.requires_grad_(False)
-        store = store_for(backbone, prefix_identity(backbone, config), prefix_cache)
+        store = store_for(backbone, partial(prefix_identity, backbone, config), prefix_cache)
         self.store: PrefixStore | None = store
         self.reader = ShiftReader(backbone, prompts, config.layers, store)
         self.token_budget = token_budget or token_budget_for(backbone.device)

@@ -20,6 +20,7 @@ from safetensors.torch import save
 
 from ..errors import ArtifactError
 from ..language_model.hub_errors import HUB_ERRORS
+from ..partial_files import settle
 from .config import INSIDE, RSRankConfig, content_digest
 
 if TYPE_CHECKING:
@@ -53,7 +54,15 @@ def resolve(
                 f"Revision {revision!r} of {str(name)!r} was asked for, but that is a local folder: only artifacts on "
                 "the Hub have revisions. Leave revision out."
             )
-        return BUILTIN / str(name) if str(name) in builtin_names() else Path(name)
+        if str(name) in builtin_names():
+            return BUILTIN / str(name)
+        try:
+            settle(Path(name))
+        except OSError as error:
+            raise ArtifactError(
+                f"{name} was being saved when the process ended, and {error}. Save it again."
+            ) from error
+        return Path(name)
     asked = f"The artifact {str(name)!r}" + (f" at revision {revision!r}" if revision else "")
     found = f"is neither built in ({', '.join(builtin_names())}) nor a local folder"
     try:
@@ -147,8 +156,10 @@ def read_projection(folder: Path, config: RSRankConfig) -> Tensor:
     if not bool(torch.isfinite(weight).all()):
         bad = int((~torch.isfinite(weight)).sum())
         raise ArtifactError(f"{path}: {bad} of {weight.numel()} entries of B are NaN or infinite. Train it again.")
-    digests = _digests(written)
-    expected = content_digest((folder / CONFIG).read_text(encoding="utf-8"))
+    try:
+        digests, expected = _digests(written), content_digest((folder / CONFIG).read_text(encoding="utf-8"))
+    except RecursionError:
+        raise ArtifactError(f"{folder}: {CONFIG} or {PROJECTION} is nested too deep. Download it again.") from None
     if digests.get("config") != expected:
         raise ArtifactError(
             f"{path} was written with another {CONFIG} (sha256 {digests.get('config', 'missing')}, found {expected}). "
@@ -174,8 +185,7 @@ def _digests(written: str | None) -> dict[str, str]:
 
 
 def write_artifact(folder: Path, config: RSRankConfig, weight: Tensor, card: str) -> None:
-    """Write the three files of an artifact."""
-    folder.mkdir(parents=True, exist_ok=True)
+    """Write the three files of an artifact into a folder that is there."""
     (folder / CONFIG).write_text(config.model_dump_json(indent=2) + "\n", encoding="utf-8")
     tensors = {"weight": weight.detach().float().cpu().contiguous()}
     digests = {"config": config.digest, "weight": _digest_of(tensors["weight"])}

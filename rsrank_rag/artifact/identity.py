@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import hashlib
+import json
+import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..errors import ArtifactError
+from ..language_model.files import hashes_of
 from ..language_model.loading import LoadedModel
 from ..language_model.weights import bits_of, fingerprint
 from ..method.backbone import Backbone
@@ -16,6 +20,8 @@ from .config import BackboneSpec, RSRankConfig
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+logger = logging.getLogger(__name__)
 
 TOLERANCE = {16: 0.1, 8: 0.3, 4: 0.7}
 """How far value vectors may lie from the recorded ones, by the weights' bits (16 or more count as 16).
@@ -37,8 +43,10 @@ def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
     return hashlib.sha256(repr(ids).encode()).hexdigest()[:16]
 
 
-def describe(core: Backbone, prompts: PromptTokenizer, name: str, revision: str | None) -> BackboneSpec:
-    """What an artifact records of its language model."""
+def describe(
+    core: Backbone, prompts: PromptTokenizer, name: str, revision: str | None, files: Mapping[str, str] | None = None
+) -> BackboneSpec:
+    """What an artifact records of its language model; ``files``: their hashes."""
     return BackboneSpec(
         name=name,
         revision=revision,
@@ -48,12 +56,18 @@ def describe(core: Backbone, prompts: PromptTokenizer, name: str, revision: str 
         head_dim=core.head_dim,
         tokenizer=tokenizer_fingerprint(prompts.tokenizer),
         values=core.findings.sample,
+        files=dict(files or {}),
     )
 
 
 def prefix_identity(core: Backbone, config: RSRankConfig) -> dict[str, object]:
-    """Everything that a document's keys and values depend on beside its token ids, dtype and tenant."""
+    """Everything that a document's keys and values depend on beside its token ids, dtype and tenant.
+
+    The weights are read whole (0.5 to 1 s/GB), because a sample does not see a damaged block.
+    """
+    read = {name: value for name, value in core.config.to_dict().items() if name not in _NOT_READ}
     return {
+        "config": json.dumps(read, sort_keys=True, default=str),
         "backbone": config.backbone.name,
         "revision": config.backbone.revision,
         "weights": fingerprint(core.model),
@@ -63,6 +77,40 @@ def prefix_identity(core: Backbone, config: RSRankConfig) -> dict[str, object]:
         "bits": bits_of(core.model),
     }
 
+
+def check_files(
+    spec: BackboneSpec,
+    name: str | Path,
+    revision: str | None = None,
+    cache_dir: str | Path | None = None,
+    *,
+    chosen: bool,
+) -> None:
+    """Compare every byte that decides a score; artifacts of earlier releases do not know what it was.
+
+    A model that somebody ``chosen`` instead of the artifact's may have other files: then this is logged, no more.
+
+    Raises:
+        ArtifactError: Files are damaged or others.
+    """
+    found = hashes_of(name, revision, cache_dir) if spec.files else {}
+    # What else a tokenizer may be read from differs between copies; weights that were never recorded are foreign.
+    known = {
+        file: spec.files.get(file, "" if file.endswith(".safetensors") else digest) for file, digest in found.items()
+    }
+    different = [file for file, digest in found.items() if digest != known[file]]
+    if not different:
+        return
+    what = f"{', '.join(different)} of {name} {'is' if len(different) == 1 else 'are'} not what this artifact was made with"
+    if not chosen:
+        raise ArtifactError(
+            f"{what} (by sha256): damaged, or another revision. Download or copy the model again. If it is to be "
+            "used as it is, name it: backbone=..."
+        )
+    logger.warning("%s, so scores may differ from the artifact's.", what)
+
+
+_NOT_READ = ("_name_or_path", "architectures", "transformers_version")
 
 ADVICE = "Load the backbone the artifact names (and its revision), or train B for this one."
 

@@ -13,7 +13,7 @@ import json
 import logging
 import threading
 from collections import OrderedDict
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -302,12 +302,12 @@ class PrefixStore:
             self._counts.evictions += gone
 
 
-def store_for(core: Backbone, identity: Mapping[str, object], choice: Choice) -> PrefixStore | None:
+def store_for(core: Backbone, identity: Callable[[], Mapping[str, object]], choice: Choice) -> PrefixStore | None:
     """The store that a choice of ``prefix_cache`` stands for.
 
     Args:
         core: Runs the documents.
-        identity: Everything else that their prefixes depend on.
+        identity: Everything else that their prefixes depend on. Asked for where others may have written, on disk.
         choice: See `settings.as_prefix_cache`.
 
     Raises:
@@ -322,7 +322,7 @@ def store_for(core: Backbone, identity: Mapping[str, object], choice: Choice) ->
     elif limit is None:
         limit = DEVICE_BYTES.get(core.device.type, DEVICE_BYTES["cpu"])
     return PrefixStore(
-        identity,
+        {} if chosen.folder is None else identity(),
         device=core.device,
         dtype=core.dtype,
         device_bytes=limit,
