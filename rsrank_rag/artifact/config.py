@@ -134,8 +134,8 @@ def _without_retired(raw: dict[str, Any], source: str) -> dict[str, Any]:
     for name, meant in RETIRED.items():
         if name in raw and raw[name] not in meant:
             raise ArtifactError(
-                f"{source} was made with {name}={reprlib.repr(raw[name])}, which belongs to the paper's ablations and is "
-                "no longer part of an artifact. Run it through `rsrank reproduce`, or train B on value vectors."
+                f"{source} was made with {name}={reprlib.repr(raw[name])}, which belongs to the paper's ablations and "
+                "is no longer part of an artifact. Run it through `rsrank reproduce`, or train B on value vectors."
             )
     kept = {name: value for name, value in raw.items() if name not in RETIRED}
     for part, field in (("backbone", "hidden_size"), ("template", "filler"), ("training", "histogram")):

@@ -95,19 +95,16 @@ def check_files(
     """
     found = hashes_of(name, revision, cache_dir) if spec.files else {}
     # What else a tokenizer may be read from differs between copies; weights that were never recorded are foreign.
-    known = {
-        file: spec.files.get(file, "" if file.endswith(".safetensors") else digest) for file, digest in found.items()
-    }
-    different = [file for file, digest in found.items() if digest != known[file]]
-    if not different:
-        return
-    what = f"{', '.join(different)} of {name} {'is' if len(different) == 1 else 'are'} not what this artifact was made with"
-    if not chosen:
+    known = {file: spec.files.get(file, not file.endswith(".safetensors") and digest) for file, digest in found.items()}
+    different = ", ".join(file for file, digest in found.items() if digest != known[file])
+    what = f"{name}: {different} not as when this artifact was made (by sha256)"
+    if different and not chosen:
         raise ArtifactError(
-            f"{what} (by sha256): damaged, or another revision. Download or copy the model again. If it is to be "
-            "used as it is, name it: backbone=..."
+            f"{what}: damaged, or another revision. Download or copy the model again; or, to use it as it is, name it: "
+            "backbone=..."
         )
-    logger.warning("%s, so scores may differ from the artifact's.", what)
+    if different:
+        logger.warning("%s. Scores may differ from the artifact's.", what)
 
 
 _NOT_READ = ("_name_or_path", "architectures", "transformers_version")
