@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Iterator, Sequence
 from functools import partial
@@ -71,8 +72,7 @@ class RSRank(Reranker):
         backbone = backbone.deterministic() if deterministic else backbone
         self.backbone, self.prompts, self.config = backbone, prompts, config
         # A copy: the caller may be training the original.
-        self.projection = Projection(projection.weight.detach().clone(), projection.layers).to(backbone.device)
-        self.projection.requires_grad_(False)
+        self.projection = copy.deepcopy(projection).to(backbone.device).requires_grad_(False)
         store = store_for(backbone, partial(prefix_identity, backbone, config), prefix_cache)
         self.store: PrefixStore | None = store
         self.reader = ShiftReader(backbone, prompts, config.layers, store)
@@ -162,6 +162,7 @@ class RSRank(Reranker):
         projection: Projection,
         *,
         template: Template | None = None,
+        fusion_layer: int = 0,
         revision: str | None = None,
         options: LoadOptions | None = None,
         training: TrainingRecord | None = None,
@@ -173,6 +174,8 @@ class RSRank(Reranker):
             name: Local folder or Hub id of the language model.
             projection: B for it.
             template: Text around document and query.
+            fusion_layer: The first layer in which queries see documents; B reads layers above it. Below it, a query's
+                tokens see only ``query_start + query + suffix``.
             revision: The model's revision on the Hub, recorded in the artifact.
             options: How to load the model.
             training: Where B comes from, recorded in the artifact.
@@ -184,7 +187,8 @@ class RSRank(Reranker):
         """
         record = training or TrainingRecord()
         chosen = ModelSource(str(name), revision, options or LoadOptions())
-        return cls(*new_artifact(chosen, projection, template or Template(), record, license))
+        text = template or Template()
+        return cls(*new_artifact(chosen, projection, text, record, license=license, fusion_layer=fusion_layer))
 
     def save_pretrained(self, folder: str | Path, *, include_backbone: bool = False) -> None:
         """Write the artifact: config.json, projection.safetensors and a model card.
@@ -406,15 +410,16 @@ class RSRank(Reranker):
         """
         tokens = self.prompts.query(query)
         prompt = self.prompts.documents([document], len(tokens.ids), max_tokens=max_tokens)[0]
-        score, parts = BLANK_SCORE, torch.zeros(tokens.length, len(self.projection.layers), self.backbone.num_heads)
+        parts = torch.zeros(tokens.length, len(self.projection.layers), self.backbone.num_heads)
+        score, agreement = BLANK_SCORE, 0.0
         if not prompt.empty:
             try:
-                parts = score_parts(self.reader, self.projection, Row(prompt.ids, tokens))
+                parts, agreement = score_parts(self.reader, self.projection, Row(prompt.ids, tokens))
             except (MemoryError, RuntimeError) as error:
                 if not is_out_of_memory(error):
                     raise
                 raise _too_large(prompt.ids, 0) from None
-            score = _finite(float(parts.sum()), 0)
+            score = _finite(float(parts.sum()) + agreement, 0)
         return Explanation(
             query=query,
             document=document,
@@ -424,6 +429,7 @@ class RSRank(Reranker):
             layers=self.projection.layers,
             parts=tuple(tuple(row) for row in parts.sum(-1).tolist()),
             head_parts=tuple(tuple(tuple(heads) for heads in row) for row in parts.tolist()),
+            agreement=agreement,
         )
 
 

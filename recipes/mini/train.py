@@ -233,8 +233,7 @@ def _begin(options: argparse.Namespace) -> tuple[BertModel, Projection]:
     """Encoder and B of an earlier artifact, or MiniLM with copies of its last layer and a random B."""
     if options.from_artifact is not None:
         config = read_config(options.from_artifact)
-        projection = Projection(read_projection(options.from_artifact, config).float(), config.layers)
-        return _minilm(str(options.from_artifact / "backbone")), projection
+        return _minilm(str(options.from_artifact / "backbone")), read_projection(options.from_artifact, config)
     encoder = _with_copies(_minilm(options.start), options.extra_layers)
     heads = encoder.config.num_attention_heads
     head_dim = encoder.config.hidden_size // heads

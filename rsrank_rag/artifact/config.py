@@ -8,7 +8,15 @@ import reprlib
 import textwrap
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    SerializerFunctionWrapHandler,
+    ValidationError,
+    model_serializer,
+    model_validator,
+)
 
 from ..errors import ArtifactError
 from ..method.template import Template
@@ -62,6 +70,7 @@ class RSRankConfig(BaseModel):
     backbone: BackboneSpec
     layers: tuple[int, ...] = Field(min_length=1, description="Backbone layers B reads, from 0; layer 0 is left out.")
     projection_dim: int = Field(gt=0, le=LARGEST, description="P.")
+    fusion_layer: int = Field(default=0, ge=0, description="The first layer in which queries see documents.")
     template: Template = Template()
     max_length: int | None = Field(
         default=None, gt=0, le=LARGEST, description="Positions to use, if fewer than the model has."
@@ -73,12 +82,17 @@ class RSRankConfig(BaseModel):
     def _layers_exist(self) -> RSRankConfig:
         if list(self.layers) != sorted(set(self.layers)):
             raise ValueError(f"layers must ascend without repeats, got {self.layers}")
-        if self.layers[0] < 1 or self.layers[-1] >= self.backbone.num_layers:
+        if self.layers[0] <= self.fusion_layer or self.layers[-1] >= self.backbone.num_layers:
             raise ValueError(
-                f"layers must lie in 1..{self.backbone.num_layers - 1} (layer 0 holds raw token embeddings, which "
-                f"no document can shift), got {self.layers[0]}..{self.layers[-1]}"
+                f"layers must lie in {self.fusion_layer + 1}..{self.backbone.num_layers - 1} (up to layer "
+                f"{self.fusion_layer}, no document has been seen), got {self.layers[0]}..{self.layers[-1]}"
             )
         return self
+
+    @model_serializer(mode="wrap")
+    def _readable_by_earlier_releases(self, plain: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        found: dict[str, Any] = plain(self)
+        return found if self.fusion_layer else {name: value for name, value in found.items() if name != "fusion_layer"}
 
     @property
     def shape(self) -> tuple[int, int, int, int]:

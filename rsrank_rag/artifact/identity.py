@@ -75,6 +75,7 @@ def prefix_identity(core: Backbone, config: RSRankConfig) -> dict[str, object]:
         "template": config.template.model_dump(),
         "layers": core.last_layer,
         "bits": bits_of(core.model),
+        **({"fusion_layer": core.fusion_layer} if core.fusion_layer else {}),
     }
 
 

@@ -44,7 +44,7 @@ def open_artifact(source: ModelSource) -> Artifact:
         cache_dir=load.cache_dir,
     )
     config = hub.read_config(folder)
-    projection = Projection(hub.read_projection(folder, config), config.layers)
+    projection = hub.read_projection(folder, config)
     inside = config.backbone.name == INSIDE
     model = source.backbone or (folder / config.backbone.name if inside else config.backbone.name)
     pinned = config.backbone.revision if source.backbone is None and not inside else None
@@ -56,7 +56,7 @@ def open_artifact(source: ModelSource) -> Artifact:
     if not here:
         check_files(config.backbone, model, pinned, load.cache_dir, chosen=chosen)
     check_before_run(loaded, config.backbone, str(model))
-    core = open_backbone(loaded.model, last_layer, num_layers=loaded.num_layers)
+    core = open_backbone(loaded.model, last_layer, num_layers=loaded.num_layers, fusion_layer=config.fusion_layer)
     check_after_run(core, config.backbone, str(model))
     limits = (core.max_length, config.max_length, source.max_length)
     prompts = PromptTokenizer(
@@ -69,7 +69,13 @@ def open_artifact(source: ModelSource) -> Artifact:
 
 
 def new_artifact(
-    source: ModelSource, projection: Projection, template: Template, training: TrainingRecord, license: str | None
+    source: ModelSource,
+    projection: Projection,
+    template: Template,
+    training: TrainingRecord,
+    *,
+    license: str | None = None,
+    fusion_layer: int = 0,
 ) -> Artifact:
     """Join a language model and a B for it.
 
@@ -79,13 +85,14 @@ def new_artifact(
     """
     last_layer = projection.layers[-1]
     loaded = load_model(source.name, revision=source.revision, options=source.load, last_layer=last_layer)
-    core = open_backbone(loaded.model, last_layer, num_layers=loaded.num_layers)
+    core = open_backbone(loaded.model, last_layer, num_layers=loaded.num_layers, fusion_layer=fusion_layer)
     prompts = PromptTokenizer(loaded.tokenizer, template, max_length=core.max_length, shared_positions=core.causal)
     files = hashes_of(source.name, source.revision, source.load.cache_dir)
     config = RSRankConfig(
         backbone=describe(core, prompts, source.name, source.revision, files),
         layers=projection.layers,
         projection_dim=projection.weight.shape[2],
+        fusion_layer=fusion_layer,
         template=template,
         training=training,
         license=license,
@@ -107,4 +114,4 @@ def save_artifact(folder: Path, artifact: Artifact, *, include_backbone: bool) -
             inside: dict[str, object] = {"name": INSIDE, "revision": None, "files": hashes(new / INSIDE)}
             inside["num_layers"] = artifact.backbone.loaded_layers
             config = config.model_copy(update={"backbone": config.backbone.model_copy(update=inside)})
-        hub.write_artifact(new, config, artifact.projection.weight, hub.model_card(config))
+        hub.write_artifact(new, config, artifact.projection, hub.model_card(config))

@@ -54,6 +54,8 @@ def explanation_table(explanation: Explanation) -> Table:
     labels, rows = explanation.columns()
     for label, parts in zip(labels, zip(*rows, strict=True), strict=True):
         table.add_column(label, justify="right", footer=f"{sum(parts):+.2f}", no_wrap=True)
+    if explanation.agreement:  # of the whole query, not of a token
+        table.add_column("agreement", justify="right", footer=f"{explanation.agreement:+.2f}", no_wrap=True)
     for position, token in enumerate(explanation.tokens):
         table.add_row(Text(token), cell(explanation.by_token[position]), *map(cell, rows[position]))
     return table

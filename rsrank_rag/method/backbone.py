@@ -4,13 +4,17 @@
    depend on the query.
 2. `Backbone.query_values` runs only the queries' tokens against them and hands out each layer's value vectors.
 
-Causal decoders and BERT-like encoders differ only in mask and positions.
+Causal decoders and BERT-like encoders differ only in mask and positions. With a fusion layer (ours, not the paper's),
+queries see documents only from it on: below it, each is run once, by itself.
 
-Axes: N rows, H KV heads, S prefix positions, R positions of room, T query tokens, D head dimension.
+Axes: N rows, Q queries, H KV heads, S prefix positions, R positions of room, T query tokens, D head dimension, C
+hidden size.
 """
 
 from __future__ import annotations
 
+import copy
+import itertools
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -22,7 +26,8 @@ from torch import Tensor
 
 from ..errors import BackboneError, InputError
 from .batching import Ids
-from .probe import LastLayerReached, Prefixes, Probe, Reader, Recorder, Show, whole_lanes
+from .fusion import split_at
+from .probe import Entrance, LastLayerReached, Prefix, Prefixes, Probe, Reader, Recorder, Show, pooled, whole_lanes
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -68,6 +73,7 @@ class Backbone:
         last_layer: The last layer whose value vectors are read (counted from 0); later ones never run, and need not
             be loaded.
         num_layers: Layers of the checkpoint, of which the model may hold only the first ones.
+        fusion_layer: The first layer in which queries see documents.
 
     Attributes:
         fewest_tokens: A run is filled up to so many, see `Findings.steady`.
@@ -76,8 +82,11 @@ class Backbone:
 
     reader: type[Reader] = Reader
 
-    def __init__(self, model: PreTrainedModel, findings: Findings, *, last_layer: int, num_layers: int) -> None:
-        self.model, self.findings = model, findings
+    def __init__(
+        self, model: PreTrainedModel, findings: Findings, *, last_layer: int, num_layers: int, fusion_layer: int = 0
+    ) -> None:
+        self.model = split_at(model, fusion_layer) if fusion_layer else model
+        self.findings, self.fusion_layer = findings, fusion_layer
         self.fewest_tokens = findings.steady if findings.steady and findings.steady <= CHEAP else 1
         self.config = model.config.get_text_config()
         self.last_layer, self.num_layers = last_layer, num_layers
@@ -97,8 +106,7 @@ class Backbone:
                 "bfloat16 weights of moderate size on a CPU is it known from how many tokens on results stay. Leave it "
                 "out."
             )
-        kind = type(self)
-        core = kind(self.model, self.findings, last_layer=self.last_layer, num_layers=self.num_layers)
+        core = copy.copy(self)
         core.fewest_tokens = self.findings.steady
         return core
 
@@ -132,9 +140,9 @@ class Backbone:
     @property
     def bytes_per_token(self) -> int:
         """What the prefix of a document takes for each of its tokens, unpacked."""
-        return 2 * self.last_layer * self.num_heads * self.head_dim * self.dtype.itemsize
+        return 2 * (self.last_layer - self.fusion_layer) * self.num_heads * self.head_dim * self.dtype.itemsize
 
-    def prefill(self, documents: Sequence[Ids], room: int = 0, behind: Sequence[Tensor] = ()) -> Prefixes:
+    def prefill(self, documents: Sequence[Ids], room: int = 0, behind: Sequence[Prefix] = ()) -> Prefixes:
         """Run documents' prefixes and keep their keys and values.
 
         Args:
@@ -145,8 +153,15 @@ class Backbone:
         Returns:
             Keys and values of the layers below ``last_layer``; the last one's are never attended to.
         """
-        lengths = [len(ids) for ids in documents]
-        width, longest = self._width(len(documents), max(lengths)), max(lengths)
+        recorder: Recorder = self._alone(documents, Recorder, room, behind)
+        return recorder.prefixes()
+
+    def _alone(
+        self, texts: Sequence[Ids], kind: type[Recorder], room: int = 0, behind: Sequence[Prefix] = ()
+    ) -> Recorder:
+        """Run texts, each seeing itself only, until the cache of this kind ends it."""
+        lengths = [len(ids) for ids in texts]
+        width, longest = self._width(len(texts), max(lengths)), max(lengths)
         columns = torch.arange(width, device=self.device).clamp(max=longest - 1)
         # A single token's causal mask is none at all: it would see the keys that fill the lanes.
         aligned = self.findings.aligned and longest > 1 and not torch.is_grad_enabled()
@@ -154,15 +169,15 @@ class Backbone:
         if not self.causal:  # there, no real token sees the padding on its right, and the model's own mask is faster
             keys = torch.arange(whole_lanes(longest) if aligned else width, device=self.device)
             mask = self.mask((keys < self._column(lengths))[:, None].expand(-1, width, -1))
-        recorder = Recorder(self.last_layer - 1, longest, room, behind, aligned=aligned)
-        ids = self._padded(documents, width)
+        recorder = kind(self.last_layer - 1, lengths, room, behind, fusion=self.fusion_layer, aligned=aligned)
+        ids = self._padded(texts, width)
         with self.ended_by(recorder):
             self.model(**self.inputs(recorder, ids, mask, columns.expand(len(ids), -1)))
-        return recorder.prefixes(lengths)
+        return recorder
 
     def query_values(
         self, lines: Sequence[Sequence[Ids]], prefixes: Prefixes, show: Show, which: Sequence[int] | None = None
-    ) -> None:
+    ) -> Tensor:
         """Run queries after prefixes and hand over their value vectors, layer by layer.
 
         Values are handed over once and not kept, so memory does not grow with depth.
@@ -171,8 +186,11 @@ class Backbone:
             lines: What can stand behind a prefix: one query's token ids, or several queries' side by side, of which
                 each sees the document and itself only. A shorter line is padded on its right; T is the longest's.
             prefixes: From `prefill`, with room for T tokens.
-            show: Called with each layer's index and values (N, H, T, D), ascending up to ``last_layer``.
+            show: Called with each layer's index and values (N, H, T, D), from the fusion layer up to ``last_layer``.
             which: For each prefix, the number of its line; None where there is one line for all.
+
+        Returns:
+            What `Prefix.pooled` is of each query, (Q, C).
 
         Raises:
             ValueError: The prefixes have too little room.
@@ -196,9 +214,17 @@ class Backbone:
         # Padding stays at the first position: the model's last one might be nearer than its end.
         positions = (start + within) * (owner >= 0)
         mask = self._query_mask(prefixes, owner, within, positions)
-        reader = self.reader(self.last_layer, prefixes, show)
+        reader, embedded = self.reader(self.last_layer, prefixes, show), torch.empty(0)
+        if self.fusion_layer:
+            queries = [query for line in lines for query in line]
+            hidden = self._alone(queries, Entrance).entering
+            assert hidden is not None
+            embedded = pooled(hidden, [len(query) for query in queries])
+            first = torch.tensor([0, *itertools.accumulate(map(len, lines))], device=self.device)[index]
+            reader.entering = hidden[(first[:, None] + owner).clamp(min=0), within]
         with self.ended_by(reader):
             self.model(**self.inputs(reader, ids[index], mask, positions))
+        return embedded
 
     def _query_mask(
         self, prefixes: Prefixes, owner: Tensor, within: Tensor, positions: Tensor
@@ -231,12 +257,13 @@ class Backbone:
         return [window if kind == "sliding_attention" else None for kind in kinds[: self.loaded_layers]]
 
     def reach(self, layer: int) -> int | None:
-        """How many positions back a token's values at a layer can know of; None if there is no limit.
+        """How many positions back a token's values at a layer can know of a document; None if there is no limit.
 
-        They have passed the attention of all layers below, each of which carries as far as its window.
+        They have passed the attention of all layers from the fusion layer on, each of which carries as far as its
+        window.
         """
-        windows = [window for window in self._windows[:layer] if window is not None]
-        return sum(window - 1 for window in windows) if self.causal and len(windows) == layer else None
+        windows = self._windows[self.fusion_layer : layer]
+        return sum(window - 1 for window in windows if window) if self.causal and all(windows) else None
 
     def _column(self, lengths: Sequence[int]) -> Tensor:
         return torch.tensor(lengths, device=self.device)[:, None]

@@ -14,25 +14,26 @@ from typing import Protocol
 
 import torch
 from torch import Tensor
+from torch.nn.functional import cosine_similarity
 
 from .backbone import Backbone
 from .batching import Ids
-from .probe import Prefixes
+from .probe import Prefix, Prefixes
 from .projection import Projection
-from .shift import representational_shift
+from .shift import EPSILON, representational_shift
 from .template import PromptTokenizer, TokenisedQuery
 
 Consume = Callable[[int, Tensor], object]
 """Receives a read layer's index and its shifts, (N, H, T, D) fp32, zero behind queries with fewer than T tokens."""
 
-Prefill = Callable[[Sequence[Ids], int, Sequence[Tensor]], Prefixes]
+Prefill = Callable[[Sequence[Ids], int, Sequence[Prefix]], Prefixes]
 """Runs documents, with room for so many query tokens and with other prefixes behind them: `Backbone.prefill`."""
 
 
 class Keeper(Protocol):
     """Keeps what was computed for documents; see `prefixes.store.PrefixStore`."""
 
-    def prefill(self, documents: Sequence[Ids], run: Prefill, room: int, behind: Sequence[Tensor]) -> Prefixes:
+    def prefill(self, documents: Sequence[Ids], run: Prefill, room: int, behind: Sequence[Prefix]) -> Prefixes:
         """Prefixes of documents, the same one perhaps several times: kept ones, and the others run by ``run``."""
 
 
@@ -61,14 +62,18 @@ class ShiftReader:
         self, backbone: Backbone, prompts: PromptTokenizer, layers: Sequence[int], store: Keeper | None = None
     ) -> None:
         self.backbone, self.prompts, self.layers, self.store = backbone, prompts, frozenset(layers), store
-        self._null: Tensor | None = None
+        self._null: Prefix | None = None
 
-    def read(self, rows: Sequence[Row], consume: Consume) -> None:
+    def read(self, rows: Sequence[Row], consume: Consume) -> Tensor:
         """Hand over each read layer's shifts, in ascending order.
 
         Args:
             rows: One batch.
             consume: Called once a layer.
+
+        Returns:
+            Each row's agreement, (N,) float64: the cosine of document and query, each by itself and pooled as they
+            enter the fusion layer. Zeros where there is none.
         """
         queries = list(dict.fromkeys(row.query for row in rows))
         number = {query: place for place, query in enumerate(queries)}
@@ -95,10 +100,13 @@ class ShiftReader:
                 places = [*map(distinct.__getitem__, documents), *range(len(distinct), len(prefixes))]
                 prefixes = prefixes.take(torch.tensor(places, device=owner.device))
         lines = [[query.ids] for query in queries]
-        self.backbone.query_values(lines, prefixes, subtract, [*which, *range(len(queries))])
+        embedded = self.backbone.query_values(lines, prefixes, subtract, [*which, *range(len(queries))])
+        if not len(embedded):
+            return torch.zeros(len(rows), dtype=torch.float64, device=owner.device)
+        return cosine_similarity(prefixes.pooled[: len(rows)].double(), embedded[owner].double(), eps=EPSILON)
 
-    def null_prefix(self) -> Tensor:
-        """The template before the query, without a document: run once, (2, L, H, its length, D)."""
+    def null_prefix(self) -> Prefix:
+        """The template before the query, without a document: run once."""
         if self._null is None:
             self._null = self.backbone.prefill([self.prompts.null_prefix]).row(0)
         return self._null
@@ -152,7 +160,7 @@ def score_rows(reader: ShiftReader, projection: Projection, rows: Sequence[Row])
 
     Args:
         reader: Reads the shifts.
-        projection: B.
+        projection: B, and what else it weighs.
         rows: One batch.
 
     Returns:
@@ -163,15 +171,15 @@ def score_rows(reader: ShiftReader, projection: Projection, rows: Sequence[Row])
     total = torch.zeros(len(rows), dtype=torch.float64, device=reader.backbone.device)
 
     def add(layer: int, shift: Tensor) -> None:
-        total.add_(projection.cosines(layer, shift).sum(1, dtype=torch.float64).sum(-1) / lengths)
+        total.add_(projection.terms(layer, shift).sum(1, dtype=torch.float64).sum(-1) / lengths)
 
-    reader.read(rows, add)
-    scores: list[float] = total.float().tolist()
+    agreement = reader.read(rows, add)
+    scores: list[float] = (total + projection.beside(agreement)).float().tolist()
     return scores
 
 
-def score_parts(reader: ShiftReader, projection: Projection, row: Row) -> Tensor:
-    """One score's parts for each query token, layer and head, (T, L, H) float64: they add up to it."""
+def score_parts(reader: ShiftReader, projection: Projection, row: Row) -> tuple[Tensor, float]:
+    """One score's parts, which add up to it: each query token's, layer's and head's, (T, L, H) float64, and the rest."""
     terms: list[Tensor] = []
-    reader.read([row], lambda layer, shift: terms.append(projection.cosines(layer, shift)[0].double()))
-    return torch.stack(terms).permute(2, 0, 1) / row.query.length
+    agreement = reader.read([row], lambda layer, shift: terms.append(projection.terms(layer, shift)[0].double()))
+    return torch.stack(terms).permute(2, 0, 1) / row.query.length, float(projection.beside(agreement))

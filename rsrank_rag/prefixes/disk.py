@@ -17,6 +17,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
 
+from ..method.probe import Prefix
 from ..partial_files import is_running, partial_of
 
 FORMAT = "rsrank-prefix-1"
@@ -29,34 +30,37 @@ class PackedPrefix:
     Attributes:
         codes: Keys, then values, (2, L, H, S, D) int8.
         scales: (2, L, H, S, 1) fp16.
+        pooled: As it is, `Prefix.pooled`.
     """
 
     codes: Tensor
     scales: Tensor
+    pooled: Tensor
 
     @property
     def nbytes(self) -> int:
-        """Bytes of both."""
-        return self.codes.nbytes + self.scales.nbytes
+        """Bytes of all."""
+        return self.codes.nbytes + self.scales.nbytes + self.pooled.nbytes
 
     @classmethod
-    def of(cls, prefix: Tensor) -> PackedPrefix | None:
-        """Quantise (2, L, H, S, D); the largest error is half a scale, 0.4% of the token's largest entry.
+    def of(cls, prefix: Prefix) -> PackedPrefix | None:
+        """Quantise a prefix; the largest error is half a scale, 0.4% of the token's largest entry.
 
         None where something is infinite, NaN or too large: in 8 bits it would look as if it were not.
         """
-        both = prefix.float()
+        both = prefix.states.float()
         scales = (both.abs().amax(-1, keepdim=True) / 127).clamp_min(1e-7)
         if not bool((scales <= 65504).all()):
             return None
         scales = scales.half()
         codes = (both / scales.float()).round_().clamp_(-127, 127).to(torch.int8)
-        return cls(codes.cpu(), scales.cpu())
+        return cls(codes.cpu(), scales.cpu(), prefix.pooled.cpu())
 
-    def unpack(self, device: torch.device, dtype: torch.dtype) -> Tensor:
-        """Back on the device, (2, L, H, S, D)."""
+    def unpack(self, device: torch.device, dtype: torch.dtype) -> Prefix:
+        """Back on the device, keys and values in this dtype."""
         largest = torch.finfo(dtype).max  # rounding the scale up may pass it
-        return (self.codes.to(device).float() * self.scales.to(device).float()).clamp(-largest, largest).to(dtype)
+        states = (self.codes.to(device).float() * self.scales.to(device).float()).clamp(-largest, largest).to(dtype)
+        return Prefix(states, self.pooled.to(device))
 
 
 class Disk:
@@ -95,7 +99,9 @@ class Disk:
         try:
             with safe_open(path, framework="pt") as file:
                 metadata = file.metadata() or {}
-                entry = PackedPrefix(file.get_tensor("codes").clone(), file.get_tensor("scales").clone())
+                # Earlier releases, without a fusion layer, kept nothing pooled.
+                pooled = file.get_tensor("pooled").clone() if "pooled" in file.keys() else torch.empty(0)  # noqa: SIM118
+                entry = PackedPrefix(file.get_tensor("codes").clone(), file.get_tensor("scales").clone(), pooled)
             if metadata.get("key") != key or metadata.get("sha256") != _checksum(entry):
                 raise SafetensorError("checksum")
         except SafetensorError as error:
@@ -121,7 +127,7 @@ class Disk:
             return 0
         path.parent.mkdir(exist_ok=True)
         metadata = {"format": FORMAT, "key": key, "sha256": _checksum(entry)}
-        content = save({"codes": entry.codes.contiguous(), "scales": entry.scales.contiguous()}, metadata)
+        content = save({name: tensor.contiguous() for name, tensor in vars(entry).items()}, metadata)
         partial = partial_of(path)
         try:
             partial.write_bytes(content)
@@ -163,4 +169,5 @@ def _checksum(entry: PackedPrefix) -> str:
     digest = hashlib.sha256(repr((tuple(entry.codes.shape), tuple(entry.scales.shape))).encode())
     digest.update(entry.codes.contiguous().numpy().tobytes())
     digest.update(entry.scales.contiguous().numpy().tobytes())
+    digest.update(entry.pooled.numpy().tobytes())
     return digest.hexdigest()

@@ -20,12 +20,11 @@ from pathlib import Path
 from typing import Generic, TypeVar
 
 import torch
-from torch import Tensor
 
 from ..errors import InputError
 from ..method.backbone import Backbone
 from ..method.batching import Ids
-from ..method.probe import Prefixes, Scratch
+from ..method.probe import Prefix, Prefixes, Scratch
 from ..method.scoring import Prefill
 from .disk import FORMAT, Disk, PackedPrefix
 from .settings import Choice, as_prefix_cache
@@ -61,7 +60,7 @@ class Statistics:
     disk_bytes: int = 0
 
 
-Entry = TypeVar("Entry", Tensor, PackedPrefix)
+Entry = TypeVar("Entry", Prefix, PackedPrefix)
 
 
 class _Tier(Generic[Entry]):
@@ -107,6 +106,7 @@ class PrefixStore:
         disk_bytes: Limit of the folder; None for none.
         salt: Entries of one salt are invisible to every other: one for each tenant.
         bytes_per_token_on_disk: What a token takes there.
+        bytes_per_document_on_disk: What a document takes there beside its tokens.
 
     Raises:
         InputError: The folder cannot be made or read.
@@ -124,11 +124,13 @@ class PrefixStore:
         disk_bytes: int | None = None,
         salt: str = "",
         bytes_per_token_on_disk: int = 0,
+        bytes_per_document_on_disk: int = 0,
     ) -> None:
         content = json.dumps({**identity, "format": FORMAT, "dtype": str(dtype), "salt": salt}, sort_keys=True)
         self._identity = hashlib.sha256(content.encode()).digest()
         self.device, self.dtype, self.bytes_per_token_on_disk = device, dtype, bytes_per_token_on_disk
-        self._on_device: _Tier[Tensor] = _Tier(device_bytes)
+        self.bytes_per_document_on_disk = bytes_per_document_on_disk
+        self._on_device: _Tier[Prefix] = _Tier(device_bytes)
         self._in_host: _Tier[PackedPrefix] = _Tier(host_bytes)
         try:
             self._disk = None if folder is None else Disk(Path(folder), disk_bytes)
@@ -144,7 +146,7 @@ class PrefixStore:
         digest.update(torch.tensor(ids, dtype=torch.int64).numpy().tobytes())
         return digest.hexdigest()
 
-    def prefill(self, documents: Sequence[Ids], run: Prefill, room: int = 0, behind: Sequence[Tensor] = ()) -> Prefixes:
+    def prefill(self, documents: Sequence[Ids], run: Prefill, room: int = 0, behind: Sequence[Prefix] = ()) -> Prefixes:
         """Prefixes of documents: those that are kept, and the others run in one batch and kept from now on.
 
         Args:
@@ -175,8 +177,9 @@ class PrefixStore:
         return self._disk is not None
 
     def disk_bytes(self, documents: Collection[Ids]) -> int:
-        """What the files of documents will take: 8 bits, and a scale for each token and head."""
-        return sum(map(len, documents)) * self.bytes_per_token_on_disk
+        """What the files of documents will take: 8 bits, a scale for each token and head, and what is pooled."""
+        tokens = sum(map(len, documents))
+        return tokens * self.bytes_per_token_on_disk + len(documents) * self.bytes_per_document_on_disk
 
     @contextmanager
     def writing(self, documents: Collection[Ids]) -> Iterator[None]:
@@ -228,7 +231,7 @@ class PrefixStore:
         with self._lock:
             self._on_device, self._in_host = _Tier(self._on_device.limit), _Tier(self._in_host.limit)
 
-    def _get(self, key: str) -> Tensor | None:
+    def _get(self, key: str) -> Prefix | None:
         with self._lock:
             entry = self._on_device.get(key)
             if entry is not None:
@@ -264,7 +267,7 @@ class PrefixStore:
     def _keeps_8_bit(self) -> bool:
         return self._disk is not None or self._in_host.limit > 0
 
-    def _put(self, key: str, prefix: Tensor) -> Tensor:
+    def _put(self, key: str, prefix: Prefix) -> Prefix:
         """Keep a prefix. Gives what later calls will find: the first one scores from the same numbers."""
         packed = PackedPrefix.of(prefix) if self._keeps_8_bit else None
         if packed is not None:
@@ -274,7 +277,7 @@ class PrefixStore:
             self._write(key, packed)
         return prefix
 
-    def _keep(self, key: str, prefix: Tensor, packed: PackedPrefix | None) -> None:
+    def _keep(self, key: str, prefix: Prefix, packed: PackedPrefix | None) -> None:
         """On the device and, in 8 bits, in host memory.
 
         In both at once: to pack on leaving the device what was packed before would round twice, and change scores.
@@ -330,5 +333,6 @@ def store_for(core: Backbone, identity: Callable[[], Mapping[str, object]], choi
         folder=chosen.folder,
         disk_bytes=chosen.disk,
         salt=chosen.salt,
-        bytes_per_token_on_disk=2 * core.last_layer * core.num_heads * (core.head_dim + 2),
+        bytes_per_token_on_disk=2 * (core.last_layer - core.fusion_layer) * core.num_heads * (core.head_dim + 2),
+        bytes_per_document_on_disk=4 * core.config.hidden_size * bool(core.fusion_layer),
     )

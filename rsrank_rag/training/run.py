@@ -157,7 +157,7 @@ class TrainingRun:
         config = self._recorded(config, {"validation": validation})
         artifact = self.output / "artifact"
         with replacing(artifact) as new:
-            hub.write_artifact(new, config, projection.weight, hub.model_card(config))
+            hub.write_artifact(new, config, projection, hub.model_card(config))
             if inside:
                 shutil.copytree(recipe.model.source, new / INSIDE)
         return Result(artifact, config.training.metrics, samples)
