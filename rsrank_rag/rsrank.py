@@ -251,7 +251,7 @@ class RSRank(Reranker):
             ScoringError: A document does not fit into memory even alone.
         """
         indexer = Indexer(self.store, self.backbone, self.prompts)
-        waiting = indexer.waiting(as_list(documents))
+        waiting = indexer.waiting(as_list(documents), whole=True)
         try:
             with _progress(len(waiting), show_progress, "reading") as bar:
                 indexer.write(waiting, self.token_budget, bar.update)

@@ -162,6 +162,12 @@ def content_digest(text: str) -> str:
     """sha256 of a JSON text's content, whatever its layout and the order of its keys.
 
     Taken from the file as written, so that fields which later versions add do not change it.
+
+    Raises:
+        ArtifactError: It is nested too deep.
     """
-    content = json.dumps(json.loads(text), sort_keys=True, ensure_ascii=True)
+    try:
+        content = json.dumps(json.loads(text), sort_keys=True, ensure_ascii=True)
+    except RecursionError:
+        raise ArtifactError("config.json is nested too deep. Download it again.") from None
     return hashlib.sha256(content.encode()).hexdigest()

@@ -154,10 +154,7 @@ def read_projection(folder: Path, config: RSRankConfig) -> Projection:
             raise ArtifactError(f"{path}: {bad} of {tensor.numel()} entries of B are NaN or infinite. Train it again.")
     if "agreement" in tensors and not config.fusion_layer:
         raise ArtifactError(f"{path} weighs agreement, but {CONFIG} has no fusion_layer at which it could be taken.")
-    try:
-        digests, expected = _digests(written), content_digest((folder / CONFIG).read_text(encoding="utf-8"))
-    except RecursionError:
-        raise ArtifactError(f"{folder}: {CONFIG} or {PROJECTION} is nested too deep. Download it again.") from None
+    digests, expected = _digests(written), content_digest((folder / CONFIG).read_text(encoding="utf-8"))
     if digests.get("config") != expected:
         raise ArtifactError(
             f"{path} was written with another {CONFIG} (sha256 {digests.get('config', 'missing')}, found {expected}). "
@@ -176,7 +173,7 @@ def _digests(written: str | None) -> dict[str, str]:
     """What the file says of the config and of B; empty if it says nothing that can be read."""
     try:
         found = json.loads(written or "{}")
-    except json.JSONDecodeError:
+    except (ValueError, RecursionError):
         return {}
     return found if isinstance(found, dict) else {}
 

@@ -118,7 +118,7 @@ def index(
         ranker = make()
         count, size = ranker.index_size(texts)
         problems.print(f"{len(texts):,} documents, {count:,} new: {size / 1e6:,.1f} MB")
-        ranker.index(texts, show_progress=problems.is_terminal)
+        count = ranker.index(texts, show_progress=problems.is_terminal)
     screen.print(f"{len(texts):,} documents, {count} new, in {prefixes}")
 
 

@@ -215,8 +215,10 @@ class PrefixStore:
                 return True
         return self.is_on_disk(ids)
 
-    def is_on_disk(self, ids: Ids) -> bool:
-        """Whether a document is kept on disk."""
+    def is_on_disk(self, ids: Ids, *, whole: bool = False) -> bool:
+        """Whether a document is kept on disk; if it has to be ``whole``, it is read."""
+        if whole:
+            return self._from_disk(self.key(ids)) is not None
         return self._disk is not None and self._disk.has(self.key(ids))
 
     def stats(self) -> dict[str, int]:
@@ -248,14 +250,17 @@ class PrefixStore:
         self._keep(key, prefix, packed)
         return prefix
 
-    def _read(self, key: str) -> PackedPrefix | None:
-        packed = None
+    def _from_disk(self, key: str) -> PackedPrefix | None:
         try:
-            packed = None if self._disk is None else self._disk.get(key)
+            return None if self._disk is None else self._disk.get(key)
         except ValueError as error:
             logger.warning("A kept prefix is damaged and is computed again: %s", error)
             with self._lock:
                 self._counts.corrupt += 1
+        return None
+
+    def _read(self, key: str) -> PackedPrefix | None:
+        packed = self._from_disk(key)
         with self._lock:
             if packed is None:
                 self._counts.misses += 1
