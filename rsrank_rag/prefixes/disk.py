@@ -80,8 +80,8 @@ class Disk:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         if any(_format(path) != FORMAT for path in itertools.islice(folder.glob("*/*.safetensors"), 1)):
             raise InputError(
-                f"The prefixes in {folder} were kept by another release, or something else is there. Remove the folder, "
-                "or give another one."
+                f"The prefixes in {folder} are of another release, or something else is there. Remove the folder, or "
+                "give another one."
             )
         for partial in folder.glob("*/*.partial"):  # of writers that were killed
             if not is_running(partial):
