@@ -288,6 +288,7 @@ def killed_at(number, action):
     return os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]) == 0
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
 def test_a_save_that_is_killed_at_any_write_leaves_the_old_artifact_or_the_new_one(tiny_folder, tmp_path):
     rankers = []
@@ -532,6 +533,7 @@ def leaves(value, path=()):
         yield from leaves(below, (*path, key))
 
 
+@pytest.mark.slow
 def test_absurd_entries_are_one_error_of_one_line_wherever_they_stand(folder):
     path = folder / CONFIG
     content = json.loads(path.read_text())
