@@ -21,22 +21,23 @@ from rsrank_rag.cli import app
 from rsrank_rag.errors import InputError, TrainingError
 from rsrank_rag.evaluation.datasets import LabelledDocument, LabelledQuery
 from rsrank_rag.evaluation.metrics import ScoredQuery
+from rsrank_rag.evaluation.systems.oracle import together
 from rsrank_rag.language_model.check import open_backbone
 from rsrank_rag.language_model.loading import load_model
 from rsrank_rag.language_model.options import LoadOptions
-from rsrank_rag.method.losses import (
-    alignment_loss,
-    calibration_loss,
-    frobenius_loss,
-    margin_loss,
-    orthogonality_loss,
-)
 from rsrank_rag.method.scoring import ShiftReader
 from rsrank_rag.method.shift import cosine_to_ones
 from rsrank_rag.method.template import PromptTokenizer
 from rsrank_rag.reproduction.closed_form import closed_form
 from rsrank_rag.training.features import FeatureExtractor, digest, plan_features, spec_for, subsample
 from rsrank_rag.training.fit import Batch, FitOptions, batch_scores, fit, scored, split
+from rsrank_rag.training.losses import (
+    alignment_loss,
+    calibration_loss,
+    frobenius_loss,
+    margin_loss,
+    orthogonality_loss,
+)
 from rsrank_rag.training.recipe import FeaturePart, Recipe, shipped
 from rsrank_rag.training.run import TrainingRun
 from rsrank_rag.training.store import FeatureStore, QueryFeatures, Subset, resident
@@ -124,15 +125,15 @@ def toy(count=12, tokens=3, seed=0, layers=2, heads=2, width=8):
 
 def test_documents_that_are_read_together_get_fair_shares(loaded):
     _, prompts, _ = loaded("qwen3")
-    room = prompts._room(10)
+    room = prompts.room(10)
     long, short = "word " * 2000, "bridge"
-    ids = prompts.together([long, short, long], 10)
+    ids = together(prompts, [long, short, long], 10)
     assert len(ids) == prompts.overhead + room
     text = "".join(prompts.text_of(ids))
-    first, middle, last = text.removeprefix("".join(prompts.text_of(prompts._instruction))).split("\n")[:3]
+    first, middle, last = text.removeprefix("".join(prompts.text_of(prompts.instruction))).split("\n")[:3]
     assert middle == short
     assert abs(len(first) - len(last.split("<|im_end|>")[0])) < 20
-    assert "".join(prompts.text_of(prompts.together([short, "frost"], 10))).count("bridge\nfrost") == 1
+    assert "".join(prompts.text_of(together(prompts, [short, "frost"], 10))).count("bridge\nfrost") == 1
 
 
 # The store

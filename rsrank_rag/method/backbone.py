@@ -26,7 +26,6 @@ from torch import Tensor
 
 from ..errors import BackboneError, InputError
 from .batching import Ids
-from .fusion import split_at
 from .probe import Entrance, LastLayerReached, Prefix, Prefixes, Probe, Reader, Recorder, Show, pooled, whole_lanes
 
 if TYPE_CHECKING:
@@ -47,8 +46,6 @@ class Findings:
 
     Attributes:
         causal: Whether tokens see only earlier ones (a decoder).
-        num_heads: KV heads, H.
-        head_dim: D.
         sample: Entries of the last read layer's value vectors on fixed tokens. They depend on every weight below, so
             they tell one checkpoint from another in just what B reads.
         aligned: Whether attention can be given whole `probe.LANES` of keys.
@@ -73,7 +70,8 @@ class Backbone:
         last_layer: The last layer whose value vectors are read (counted from 0); later ones never run, and need not
             be loaded.
         num_layers: Layers of the checkpoint, of which the model may hold only the first ones.
-        fusion_layer: The first layer in which queries see documents.
+        fusion_layer: The first layer in which queries see documents. Above 0, the model's runs must be able to end
+            or begin there, see `language_model.fusion`.
 
     Attributes:
         fewest_tokens: A run is filled up to so many, see `Findings.steady`.
@@ -85,8 +83,7 @@ class Backbone:
     def __init__(
         self, model: PreTrainedModel, findings: Findings, *, last_layer: int, num_layers: int, fusion_layer: int = 0
     ) -> None:
-        self.model = split_at(model, fusion_layer) if fusion_layer else model
-        self.findings, self.fusion_layer = findings, fusion_layer
+        self.model, self.findings, self.fusion_layer = model, findings, fusion_layer
         self.fewest_tokens = findings.steady if findings.steady and findings.steady <= CHEAP else 1
         self.config = model.config.get_text_config()
         self.last_layer, self.num_layers = last_layer, num_layers
@@ -143,15 +140,12 @@ class Backbone:
         return 2 * (self.last_layer - self.fusion_layer) * self.num_heads * self.head_dim * self.dtype.itemsize
 
     def prefill(self, documents: Sequence[Ids], room: int = 0, behind: Sequence[Prefix] = ()) -> Prefixes:
-        """Run documents' prefixes and keep their keys and values.
+        """Run documents' prefixes and keep keys and values of the layers below ``last_layer``, whose own nobody sees.
 
         Args:
             documents: Token ids of ``instruction + document + separator``, one sequence a document.
             room: Tokens of the longest query that will be run after them.
-            behind: Prefixes of an earlier run to put below them, as `Prefixes.row` gives them.
-
-        Returns:
-            Keys and values of the layers below ``last_layer``; the last one's are never attended to.
+            behind: Prefixes of an earlier run to put below them.
         """
         recorder: Recorder = self._alone(documents, Recorder, room, behind)
         return recorder.prefixes()
@@ -259,8 +253,7 @@ class Backbone:
     def reach(self, layer: int) -> int | None:
         """How many positions back a token's values at a layer can know of a document; None if there is no limit.
 
-        They have passed the attention of all layers from the fusion layer on, each of which carries as far as its
-        window.
+        They have passed all layers from the fusion layer on, each of which carries as far as its window.
         """
         windows = self._windows[self.fusion_layer : layer]
         return sum(window - 1 for window in windows if window) if self.causal and all(windows) else None
@@ -292,19 +285,11 @@ class Backbone:
     def inputs(
         self, cache: Probe, ids: Tensor, mask: Tensor | dict[str, Tensor] | None, positions: Tensor
     ) -> dict[str, object]:
-        """What the model is called with.
-
-        Args:
-            cache: Records or reads.
-            ids: (N, T).
-            mask: As the model takes it.
-            positions: (N, T), each part counted from 0.
-        """
-        positions = positions + self._position_offset
+        """What the model is called with: ids (N, T), a mask as it takes them, positions (N, T) counted from 0."""
         return {
             "input_ids": ids,
             "attention_mask": mask,
-            "position_ids": positions,
+            "position_ids": positions + self._position_offset,
             "past_key_values": cache,
             "use_cache": True,
         }

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 import torch
 
@@ -38,6 +38,13 @@ class Indexer:
                 first.setdefault(prompt.ids, position)
         return first
 
+    def disk_bytes(self, documents: Collection[Ids]) -> int:
+        """What the files of documents will take: 8 bits, a scale for each token and head, and what is pooled."""
+        core = self.core
+        token = 2 * (core.last_layer - core.fusion_layer) * core.num_heads * (core.head_dim + 2)
+        pooled = 4 * core.config.hidden_size if core.fusion_layer else 0
+        return sum(map(len, documents)) * token + len(documents) * pooled
+
     @torch.inference_mode()
     def write(self, documents: Mapping[Ids, int], budget: int, done: Callable[[int], object]) -> None:
         """Run documents in batches of so many padded tokens, and write them.
@@ -47,7 +54,7 @@ class Indexer:
             DoesNotFitError: One does not fit into memory even alone.
         """
         batches = Batches(documents, budget)
-        with self.store.writing(documents):
+        with self.store.writing(len(documents), self.disk_bytes(documents)):
             for batch in batches:
                 with batches.attempt():
                     self.store.write(batch, self.core.prefill)

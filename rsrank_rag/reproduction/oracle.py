@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from ..method.shift import oracle_similarity
+from ..evaluation.systems.oracle import oracle_similarity
 from ..training.store import QueryFeatures
 
 

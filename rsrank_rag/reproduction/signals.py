@@ -12,9 +12,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
+from ..language_model.fusion import layers_of
 from ..method.backbone import Backbone
 from ..method.batching import Ids
-from ..method.fusion import layers_of
 from ..method.probe import Prefixes, Reader, Show
 from ..method.scoring import Consume, Row, ShiftReader
 from ..method.template import PromptTokenizer, private_copy

@@ -17,6 +17,7 @@ from torch import Tensor
 from ..artifact.config import BackboneSpec
 from ..errors import InputError, ScoringError, TrainingError
 from ..evaluation.datasets import LabelledQuery
+from ..evaluation.systems.oracle import together
 from ..language_model.weights import bits_of, is_fp8
 from ..method.backbone import Backbone
 from ..method.batching import Batches, DoesNotFitError, Ids
@@ -92,7 +93,7 @@ class QueryPrompts:
         texts = [document.content(titles=titles) for document in query.documents]
         documents = [prompt.ids for prompt in prompts.documents(texts, len(tokenised.ids))]
         relevant = [text for text, document in zip(texts, query.documents, strict=True) if document.relevant]
-        oracle = prompts.together(relevant, len(tokenised.ids)) if any(map(str.strip, relevant)) else None
+        oracle = together(prompts, relevant, len(tokenised.ids)) if any(map(str.strip, relevant)) else None
         return cls(tokenised, documents, oracle)
 
     def positions(self, max_tokens: int | None) -> list[int]:
@@ -206,6 +207,7 @@ def spec_for(
         backbone=backbone,
         template=reader.prompts.template,
         layers=tuple(sorted(reader.layers)),
+        fusion_layer=reader.backbone.fusion_layer,
         signal=reading.signal,
         null_prefix=reading.null_prefix,
         dtype=options.dtype,

@@ -44,6 +44,7 @@ class ModelPart(LoadSettings):
     revision: str | None = None
     weights: Weights | None = Field(default=None, description="The same as load_in_8bit = true and the like.")
     max_length: int | None = Field(default=None, gt=0)
+    fusion_layer: int = Field(default=0, ge=0, description="The first layer in which queries see documents.")
 
     @property
     def source(self) -> str:
@@ -209,7 +210,7 @@ class Recipe(BaseModel):
         Raises:
             BackboneError: It has fewer.
         """
-        chosen = self.features.layers or tuple(range(1, count))
+        chosen = self.features.layers or tuple(range(self.model.fusion_layer + 1, count))
         if chosen[-1] >= count:
             raise BackboneError(f"Layer {chosen[-1]} was asked for; {self.model.name} has 1..{count - 1}.")
         return chosen

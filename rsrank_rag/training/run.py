@@ -144,6 +144,7 @@ class TrainingRun:
             "template": (recipe.template, spec.template),
             "signal": ("values", spec.signal),
             "null_prefix": ("empty", spec.null_prefix),
+            "model.fusion_layer": (recipe.model.fusion_layer, spec.fusion_layer),
             "features.layers": (recipe.features.layers or spec.layers, spec.layers),
         }
         different = [f"{name} {theirs!r}, not {ours!r}" for name, (ours, theirs) in wanted.items() if ours != theirs]
@@ -220,7 +221,7 @@ class TrainingRun:
         chosen = self.recipe.features.layers
         last_layer = None if chosen is None else chosen[-1]
         loaded = load_model(part.source, revision=part.revision, options=options, last_layer=last_layer)
-        core = open_backbone(loaded.model, last_layer, num_layers=loaded.num_layers)
+        core = open_backbone(loaded.model, last_layer, num_layers=loaded.num_layers, fusion_layer=part.fusion_layer)
         prompts = PromptTokenizer(
             loaded.tokenizer,
             self.recipe.template,
@@ -252,6 +253,7 @@ class TrainingRun:
             layers=spec.layers,
             projection_dim=recipe.fit.projection_dim,
             template=spec.template,
+            fusion_layer=spec.fusion_layer,
             max_length=spec.max_length,
             license=recipe.license,
         )

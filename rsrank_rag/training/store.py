@@ -40,6 +40,7 @@ class FeatureSpec(BaseModel):
     backbone: BackboneSpec
     template: Template
     layers: tuple[int, ...]
+    fusion_layer: int = 0
     signal: str = Field(default="values", description="Others than value vectors are made by ablations only.")
     null_prefix: str = Field(default="empty", description="What is subtracted; likewise.")
     dtype: Literal["float16", "bfloat16"]
