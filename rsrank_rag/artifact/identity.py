@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..errors import ArtifactError
-from ..language_model.files import hashes_of
+from ..language_model.files import hashes
 from ..language_model.loading import LoadedModel
 from ..language_model.weights import bits_of, fingerprint
 from ..method.backbone import Backbone
@@ -79,14 +79,7 @@ def prefix_identity(core: Backbone, config: RSRankConfig) -> dict[str, object]:
     }
 
 
-def check_files(
-    spec: BackboneSpec,
-    name: str | Path,
-    revision: str | None = None,
-    cache_dir: str | Path | None = None,
-    *,
-    chosen: bool,
-) -> None:
+def check_files(spec: BackboneSpec, folder: Path | None, *, chosen: bool) -> None:
     """Compare every byte that decides a score; artifacts of earlier releases do not know what it was.
 
     A model that somebody ``chosen`` instead of the artifact's may have other files: then this is logged, no more.
@@ -94,11 +87,11 @@ def check_files(
     Raises:
         ArtifactError: Files are damaged or others.
     """
-    found = hashes_of(name, revision, cache_dir) if spec.files else {}
+    found = hashes(folder) if spec.files else {}
     # What else a tokenizer may be read from differs between copies; weights that were never recorded are foreign.
     known = {file: spec.files.get(file, not file.endswith(".safetensors") and digest) for file, digest in found.items()}
     different = ", ".join(file for file, digest in found.items() if digest != known[file])
-    what = f"{name}: {different} not as when this artifact was made (by sha256)"
+    what = f"{folder}: {different} not as when this artifact was made (by sha256)"
     if different and not chosen:
         raise ArtifactError(
             f"{what}: damaged, or another revision. Download or copy the model again; or, to use it as it is, name it: "

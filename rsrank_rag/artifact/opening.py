@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from ..errors import ArtifactError
 from ..language_model.check import open_backbone
-from ..language_model.files import hashes, hashes_of
+from ..language_model.files import folder_of, hashes
 from ..language_model.loading import load_model
 from ..language_model.options import ModelSource
 from ..method.backbone import Backbone
@@ -51,10 +51,10 @@ def open_artifact(source: ModelSource) -> Artifact:
     last_layer = config.layers[-1]
     here, chosen = hub.is_folder(model), source.backbone is not None
     if here:  # before anything of it is read
-        check_files(config.backbone, model, chosen=chosen)
+        check_files(config.backbone, Path(model), chosen=chosen)
     loaded = load_model(model, revision=pinned, options=load, last_layer=last_layer)
-    if not here:
-        check_files(config.backbone, model, pinned, load.cache_dir, chosen=chosen)
+    if not here:  # now it is downloaded
+        check_files(config.backbone, folder_of(model, pinned, load.cache_dir), chosen=chosen)
     check_before_run(loaded, config.backbone, str(model))
     core = open_backbone(loaded.model, last_layer, num_layers=loaded.num_layers, fusion_layer=config.fusion_layer)
     check_after_run(core, config.backbone, str(model))
@@ -87,7 +87,7 @@ def new_artifact(
     loaded = load_model(source.name, revision=source.revision, options=source.load, last_layer=last_layer)
     core = open_backbone(loaded.model, last_layer, num_layers=loaded.num_layers, fusion_layer=fusion_layer)
     prompts = PromptTokenizer(loaded.tokenizer, template, max_length=core.max_length, shared_positions=core.causal)
-    files = hashes_of(source.name, source.revision, source.load.cache_dir)
+    files = hashes(folder_of(source.name, source.revision, source.load.cache_dir))
     config = RSRankConfig(
         backbone=describe(core, prompts, source.name, source.revision, files),
         layers=projection.layers,

@@ -72,20 +72,13 @@ def model_identity(name: str, *, revision: str | None = None, local_files_only: 
     return name + known + ("" if revision is None or kind is KINDS["rsrank"] else f" at {revision}")
 
 
-def settled_dtype(load: LoadOptions, output: Path, actors: Actors | None) -> str:
-    """What a whole output is computed in: as asked for, as it was begun, or as those would choose who do the work."""
+def settled_dtype(load: LoadOptions, actors: Actors | None) -> str:
+    """The dtype that those choose who do the work: it stands in the plan, and all of an output is computed in it."""
 
     def chosen(_: object) -> str:
         return str(load.resolved_dtype()).removeprefix("torch.")
 
-    if load.dtype is not None:
-        return str(load.dtype).removeprefix("torch.")
-    if (output / files.PLAN).exists() and "dtype" in (settings := files.begun(output).settings):
-        return str(settings["dtype"])
-    if actors is None:
-        return chosen(None)
-    [dtype] = each(lambda: chosen, [None], replace(actors, count=1))
-    return str(dtype)
+    return chosen(0) if actors is None else next(iter([*each(lambda: chosen, [0], replace(actors, count=1))]))
 
 
 def score_files(

@@ -185,7 +185,7 @@ def score(
     """
     from ..bulk.run import model_identity, score_files, settled_dtype
 
-    load = replace(load, dtype=settled_dtype(load, output, actors))  # the same for all, and for who goes on
+    load = replace(load, dtype=load.dtype or settled_dtype(load, actors))
     # Nothing is kept between parts unless asked for: a part's scores must not depend on what was done before.
     kept = False if prefixes is None else str(prefixes.absolute())
     settings = {

@@ -27,14 +27,10 @@ def folder_of(name: str | Path, revision: str | None, cache_dir: str | Path | No
     return Path(found).parent if isinstance(found, str) else None
 
 
-def hashes_of(name: str | Path, revision: str | None, cache_dir: str | Path | None = None) -> dict[str, str]:
-    """As `hashes`, of a model by its name; none before it is downloaded."""
-    folder = folder_of(name, revision, cache_dir)
-    return {} if folder is None else hashes(folder)
-
-
-def hashes(folder: Path) -> dict[str, str]:
+def hashes(folder: Path | None) -> dict[str, str]:
     """sha256 of each file of a language model that decides a score, by name."""
+    if folder is None:
+        return {}
     one = (folder / "model.safetensors").is_file()
     weights = ("model.safetensors",) if one else ("model.safetensors.index.json", "model-*-of-*.safetensors")
     found = {path for pattern in (*DECIDING, "*.model", "*.py", *weights) for path in folder.glob(pattern)}

@@ -29,7 +29,7 @@ from ..evaluation.datasets import LabelledQuery
 from ..evaluation.evaluate import score_dataset, summarise
 from ..evaluation.metrics import ScoredQuery, ranking_metrics
 from ..language_model.check import open_backbone
-from ..language_model.files import hashes_of
+from ..language_model.files import folder_of, hashes
 from ..language_model.loading import load_model
 from ..method.backbone import Backbone
 from ..method.batching import token_budget_for
@@ -228,7 +228,7 @@ class TrainingRun:
             max_length=min(core.max_length, part.max_length or core.max_length),
             shared_positions=core.causal,
         )
-        name, files = part.name if part.source == part.name else INSIDE, hashes_of(part.source, part.revision)
+        name, files = part.name if part.source == part.name else INSIDE, hashes(folder_of(part.source, part.revision))
         revision = part.revision or getattr(loaded.model.config, "_commit_hash", None)
         return core, prompts, describe(core, prompts, name, None if name == INSIDE else revision, files)
 
