@@ -53,11 +53,11 @@ def open_artifact(source: ModelSource) -> Artifact:
     if here:  # before anything of it is read
         check_files(config.backbone, Path(model), chosen=chosen)
     loaded = load_model(model, revision=pinned, options=load, last_layer=last_layer)
-    if not here:  # now it is downloaded
-        check_files(config.backbone, folder_of(model, pinned, load.cache_dir), chosen=chosen)
     check_before_run(loaded, config.backbone, str(model))
     core = open_backbone(loaded.model, last_layer, num_layers=loaded.num_layers, fusion_layer=config.fusion_layer)
     check_after_run(core, config.backbone, str(model))
+    if not here:  # it has been downloaded
+        check_files(config.backbone, folder_of(model, pinned, load.cache_dir), chosen=chosen)
     limits = (core.max_length, config.max_length, source.max_length)
     prompts = PromptTokenizer(
         loaded.tokenizer,
