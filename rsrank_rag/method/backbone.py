@@ -210,18 +210,21 @@ class Backbone:
         mask = self._query_mask(prefixes, owner, within, positions)
         reader, embedded = self.reader(self.last_layer, prefixes, show), torch.empty(0)
         if self.fusion_layer:
-            queries = [query for line in lines for query in line]
-            entrance, inputs = self._alone(queries, Entrance)
-            with self.ended_by(entrance):
-                self.model(**inputs)
-            hidden = entrance.entering
-            assert hidden is not None
-            embedded = pooled(hidden, [len(query) for query in queries])
+            hidden, embedded = self._entering([query for queries in lines for query in queries])
             first = torch.tensor([0, *itertools.accumulate(map(len, lines))], device=self.device)[index]
             reader.entering = hidden[(first[:, None] + owner).clamp(min=0), within]
         with self.ended_by(reader):
             self.model(**self.inputs(reader, ids[index], mask, positions))
         return embedded
+
+    def _entering(self, queries: Sequence[Ids]) -> tuple[Tensor, Tensor]:
+        """What enters the fusion layer of queries by themselves, (Q, T, C), and their mean over tokens, (Q, C)."""
+        entrance, inputs = self._alone(queries, Entrance)
+        with self.ended_by(entrance):
+            self.model(**inputs)
+        hidden = entrance.entering
+        assert hidden is not None
+        return hidden, pooled(hidden, [len(query) for query in queries])
 
     def _query_mask(
         self, prefixes: Prefixes, owner: Tensor, within: Tensor, positions: Tensor
