@@ -208,11 +208,12 @@ class Recipe(BaseModel):
         """Layers that B reads of a language model with so many.
 
         Raises:
-            BackboneError: It has fewer.
+            BackboneError: It has fewer, or a layer has not seen the document.
         """
-        chosen = self.features.layers or tuple(range(self.model.fusion_layer + 1, count))
-        if chosen[-1] >= count:
-            raise BackboneError(f"Layer {chosen[-1]} was asked for; {self.model.name} has 1..{count - 1}.")
+        lowest = self.model.fusion_layer + 1
+        chosen = self.features.layers or tuple(range(lowest, count)) or (lowest,)
+        if wrong := [layer for layer in (chosen[0], chosen[-1]) if not lowest <= layer < count]:
+            raise BackboneError(f"Layer {wrong[0]} was asked for; {self.model.name} has {lowest}..{count - 1}.")
         return chosen
 
     @property
