@@ -23,11 +23,12 @@ from rsrank_rag.artifact import hub
 from rsrank_rag.bulk.files import begun, missing
 from rsrank_rag.bulk.on_ray import Actors, each
 from rsrank_rag.bulk.pairs import PairScorer
-from rsrank_rag.bulk.run import model_identity, score_files
+from rsrank_rag.bulk.run import model_identity, score_files, settled_dtype
 from rsrank_rag.cli import app
 from rsrank_rag.errors import ArtifactError, InputError, RSRankError
 from rsrank_rag.evaluation.systems.bm25 import BM25
 from rsrank_rag.language_model import options
+from rsrank_rag.language_model.options import LoadOptions
 from rsrank_rag.partial_files import is_running, partial_of
 from rsrank_rag.reranker import BLANK_SCORE
 
@@ -347,7 +348,7 @@ from functools import partial
 from pathlib import Path
 from ray_models import Assassin
 from rsrank_rag.bulk.on_ray import Actors
-from rsrank_rag.bulk.run import model_identity, score_files
+from rsrank_rag.bulk.run import model_identity, score_files, settled_dtype
 
 source, output, address = sys.argv[1:]
 actors = Actors(2, cpus=0.5, address=address) if address else None
@@ -472,6 +473,11 @@ def test_every_item_is_done_once(ray_cluster):
     found = list(each(worker_of_nothing, items, TWO))
     assert sorted(found, key=lambda item: item["number"]) == items
     assert list(each(worker_of_nothing, [], TWO)) == []
+
+
+@pytest.mark.ray
+def test_the_dtype_is_that_of_the_machines_that_do_the_work(ray_cluster):
+    assert settled_dtype(LoadOptions("cpu"), TWO) == settled_dtype(LoadOptions("cpu"), None)
 
 
 @pytest.mark.ray
