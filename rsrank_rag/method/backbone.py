@@ -147,13 +147,15 @@ class Backbone:
             room: Tokens of the longest query that will be run after them.
             behind: Prefixes of an earlier run to put below them.
         """
-        recorder: Recorder = self._alone(documents, Recorder, room, behind)
+        recorder, inputs = self._alone(documents, Recorder, room, behind)
+        with self.ended_by(recorder):
+            self.model(**inputs)
         return recorder.prefixes()
 
     def _alone(
         self, texts: Sequence[Ids], kind: type[Recorder], room: int = 0, behind: Sequence[Prefix] = ()
-    ) -> Recorder:
-        """Run texts, each seeing itself only, until the cache of this kind ends it."""
+    ) -> tuple[Recorder, dict[str, object]]:
+        """A run of texts, each seeing itself only: its cache, which ends it, and what the model is called with."""
         lengths = [len(ids) for ids in texts]
         width, longest = self._width(len(texts), max(lengths)), max(lengths)
         columns = torch.arange(width, device=self.device).clamp(max=longest - 1)
@@ -165,9 +167,7 @@ class Backbone:
             mask = self.mask((keys < self._column(lengths))[:, None].expand(-1, width, -1))
         recorder = kind(self.last_layer - 1, lengths, room, behind, fusion=self.fusion_layer, aligned=aligned)
         ids = self._padded(texts, width)
-        with self.ended_by(recorder):
-            self.model(**self.inputs(recorder, ids, mask, columns.expand(len(ids), -1)))
-        return recorder
+        return recorder, self.inputs(recorder, ids, mask, columns.expand(len(ids), -1))
 
     def query_values(
         self, lines: Sequence[Sequence[Ids]], prefixes: Prefixes, show: Show, which: Sequence[int] | None = None
@@ -210,15 +210,21 @@ class Backbone:
         mask = self._query_mask(prefixes, owner, within, positions)
         reader, embedded = self.reader(self.last_layer, prefixes, show), torch.empty(0)
         if self.fusion_layer:
-            queries = [query for line in lines for query in line]
-            hidden = self._alone(queries, Entrance).entering
-            assert hidden is not None
-            embedded = pooled(hidden, [len(query) for query in queries])
+            hidden, embedded = self._entering([query for queries in lines for query in queries])
             first = torch.tensor([0, *itertools.accumulate(map(len, lines))], device=self.device)[index]
             reader.entering = hidden[(first[:, None] + owner).clamp(min=0), within]
         with self.ended_by(reader):
             self.model(**self.inputs(reader, ids[index], mask, positions))
         return embedded
+
+    def _entering(self, queries: Sequence[Ids]) -> tuple[Tensor, Tensor]:
+        """What enters the fusion layer of queries by themselves, (Q, T, C), and their mean over tokens, (Q, C)."""
+        entrance, inputs = self._alone(queries, Entrance)
+        with self.ended_by(entrance):
+            self.model(**inputs)
+        hidden = entrance.entering
+        assert hidden is not None
+        return hidden, pooled(hidden, [len(query) for query in queries])
 
     def _query_mask(
         self, prefixes: Prefixes, owner: Tensor, within: Tensor, positions: Tensor

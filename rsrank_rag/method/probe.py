@@ -14,7 +14,6 @@ import math
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -63,7 +62,8 @@ class Scratch(threading.local):
         return self.memory[:count].view(shape)
 
 
-class Prefix(NamedTuple):
+@dataclass(frozen=True)
+class Prefix:
     """What one document leaves behind for later queries.
 
     Attributes:
