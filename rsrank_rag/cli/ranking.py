@@ -5,8 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterable
-from dataclasses import asdict
-from enum import Enum
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -27,13 +26,6 @@ if TYPE_CHECKING:
     from ..rsrank import RSRank
 
 app = typer.Typer()
-
-
-class Written(str, Enum):
-    """How scored files are written."""
-
-    parquet = "parquet"
-    jsonl = "jsonl"
 
 
 Prefixes = Annotated[Path | None, Option("--prefixes", "-p", help="Folder that rsrank index has made.")]
@@ -109,7 +101,7 @@ def rank(
         show_progress=problems.is_terminal and len(texts) > 100,
     )
     if as_json:
-        typer.echo(json.dumps(asdict(result), ensure_ascii=False, indent=2))
+        typer.echo(json.dumps(result.to_dict(), ensure_ascii=False, indent=2))
     else:
         screen.print(result_table(result))
 
@@ -139,7 +131,7 @@ def index(
         ranker = make()
         count, size = ranker.index_size(texts)
         problems.print(f"{len(texts):,} documents, {count:,} new: {size / 1e6:,.1f} MB")
-        ranker.index(texts, show_progress=problems.is_terminal)
+        count = ranker.index(texts, show_progress=problems.is_terminal)
     screen.print(f"{len(texts):,} documents, {count} new, in {prefixes}")
 
 
@@ -207,7 +199,7 @@ def score(
     revision: Revision = None,
     rows_per_part: Annotated[int, Option(help="Rows of an output file: what a killed process loses at most.")] = 10_000,
     prefixes: Prefixes = None,
-    written: Annotated[Written, Option("--format", help="Of the scored files.")] = Written.parquet,
+    jsonl: Annotated[bool, Option("--jsonl", help="Write JSON lines, too, beside each Parquet file.")] = False,
 ) -> None:
     """Score many pairs: JSON lines, CSV or Parquet in, Parquet or JSON lines out. Run again, it goes on.
 
@@ -217,19 +209,20 @@ def score(
 
     `rsrank score --input pairs.jsonl --output scored`
 
-    `rsrank score --input pairs.csv --output scored --format jsonl`
+    `rsrank score --input pairs.csv --output scored --jsonl`
 
     `rsrank score --input pairs/ --output scored --engine ray --gpus-per-actor 1 --address auto`
     """
-    from ..bulk.run import model_identity, score_files
+    from ..bulk.files import write_lines
+    from ..bulk.run import model_identity, score_files, settled_dtype
 
+    load = replace(load, dtype=load.dtype or settled_dtype(load, actors))
     settings = {
         "dtype": load.dtype,
         "load_in_8bit": load.weights == "int8",
         "load_in_4bit": load.weights == "nf4",
-        **({"load_in_fp8": True} if load.weights == "fp8" else {}),  # outputs begun before there was fp8 can go on
+        "load_in_fp8": load.weights == "fp8",
         "prefixes": prefixes is not None,
-        **({"format": written.value} if written is not Written.parquet else {}),
     }
     found = score_files(
         source,
@@ -241,6 +234,8 @@ def score(
         actors=actors,
         progress=_progress,
     )
+    if jsonl:
+        write_lines(output)
     errors = f", {found.errors:,} of them without a score (column error)" if found.errors else ""
     earlier = f" ({found.found:,} were there)" if found.found else ""
     screen.print(f"{found.rows:,} rows, {found.pairs:,} pairs{errors}, in {found.parts:,} files{earlier} of {output}")

@@ -13,11 +13,11 @@ from ..artifact.config import INSIDE
 from ..errors import BackboneError
 from ..evaluation.datasets import LabelledDocument, LabelledQuery
 from ..language_model.loading import LOAD_ERRORS, shortened
-from ..method.losses import calibration_loss
 from ..method.projection import Projection
 from ..method.template import PromptTokenizer
 from .features import Plan, plan_features
 from .fit import Batch, batch_scores
+from .losses import calibration_loss
 from .recipe import DataPart, Recipe
 from .store import QueryFeatures, free_memory
 
