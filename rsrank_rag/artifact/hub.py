@@ -53,18 +53,10 @@ def resolve(
                 f"Revision {revision!r} of {str(name)!r} was asked for, but that is a local folder: only artifacts on "
                 "the Hub have revisions. Leave revision out."
             )
-        if str(name) in builtin_names():
-            return BUILTIN / str(name)
-        try:
-            settle(Path(name))
-        except OSError as error:
-            raise ArtifactError(
-                f"{name} was being saved when the process ended, and {error}. Save it again."
-            ) from error
-        return Path(name)
+        return BUILTIN / str(name) if str(name) in builtin_names() else _settled(Path(name))
     asked = f"The artifact {str(name)!r}" + (f" at revision {revision!r}" if revision else "")
     found = f"is neither built in ({', '.join(builtin_names())}) nor a local folder"
-    if alike := nearest(str(name), builtin_names()):
+    if alike := "" if "/" in str(name) else nearest(str(name), builtin_names()):
         raise ArtifactError(f"{asked} {found}.{alike}")
     try:
         folder = snapshot_download(
@@ -95,6 +87,14 @@ def resolve(
             f"{asked} {found}, and the download from {constants.ENDPOINT} failed: {_reason(error)} Try again."
         ) from error
     return Path(folder)
+
+
+def _settled(folder: Path) -> Path:
+    try:
+        settle(folder)
+    except OSError as error:
+        raise ArtifactError(f"{folder} was being saved when the process ended, and {error}. Save it again.") from error
+    return folder
 
 
 def is_folder(name: str | Path) -> bool:
