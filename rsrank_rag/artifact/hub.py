@@ -318,6 +318,8 @@ def model_card(config: RSRankConfig) -> str:
         columns = sorted({key for row in training.metrics.values() for key in row})
         lines += ["", "| dataset | " + " | ".join(columns) + " |", "|---" * (len(columns) + 1) + "|"]
         for dataset, row in training.metrics.items():
-            cells = [f"{row[key]:.{0 if key == 'queries' else 3}f}" if key in row else "" for key in columns]
+            cells = [
+                f"{row[key]:.{0 if key in ('queries', 'unanswered') else 3}f}" if key in row else "" for key in columns
+            ]
             lines.append(f"| {dataset} | " + " | ".join(cells) + " |")
     return "\n".join(lines) + "\n"

@@ -131,6 +131,6 @@ def cell(key: str, value: float | None) -> str:
     """
     if value is None:
         return "-"
-    if key in ("queries", "tau_best"):
+    if key in ("queries", "unanswered", "tau_best"):
         return f"{round(value, 3) + 0.0:g}"
     return f"{value:.0%}" if key == "empty" else f"{value:.1f}" if key in ("kept", "false_keeps") else f"{value:.3f}"

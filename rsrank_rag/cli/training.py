@@ -12,6 +12,7 @@ from typer import Option
 from ..bulk.on_ray import Actors
 from ..errors import InputError
 from .options import command, problems, screen
+from .tables import cell
 
 if TYPE_CHECKING:
     from ..training.recipe import Recipe
@@ -112,7 +113,7 @@ def _show(result: Result) -> None:
     for name in ("dataset", *columns):
         table.add_column(name, justify="left" if name == "dataset" else "right")
     for dataset, row in result.metrics.items():
-        table.add_row(dataset, *(f"{row[name]:.3f}" if name in row else "" for name in columns))
+        table.add_row(dataset, *(cell(name, row[name]) if name in row else "" for name in columns))
     screen.print(table)
     screen.print(f"artifact: {result.artifact}\nTry it:   rsrank rank --model {result.artifact} -q ... -d FILE")
 

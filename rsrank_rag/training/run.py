@@ -295,7 +295,8 @@ class TrainingRun:
         recipe = self.recipe
         metrics = {}
         for label, rows in found.items():
-            metrics[label] = {name.replace("@tau", "@0"): float(v) for name, v in summarise(rows).items()}
+            known = {name: value for name, value in summarise(rows).items() if value is not None}
+            metrics[label] = {name.replace("@tau", "@0"): float(value) for name, value in known.items()}
         _dump(self.output / "metrics.json", metrics)
         settings: dict[str, Any] = {"method": recipe.method, "projection_dim": recipe.fit.projection_dim}
         notes = f"Made by the recipe {recipe.name!r}."
