@@ -240,3 +240,13 @@ def test_where_every_query_has_an_answer_nothing_can_be_kept_in_error():
 def test_a_query_without_documents_counts_nothing():
     found = summarise([ScoredQuery([], []), ScoredQuery([1.0, -1.0], [True, False])])
     assert [found[name] for name in ("f1@tau", "f1@best", "f1@query_best", "precision@tau", "recall@tau")] == [0.5] * 5
+
+
+@pytest.mark.parametrize(
+    "content", [b"\x89PNG\r\n", b"\x1f\x8b\x08\x00\x00\x00\x00\x00\x00\x03" + bytes(range(200, 240))]
+)
+@pytest.mark.parametrize("name", ["data.jsonl", "data.jsonl.gz"])
+def test_a_file_of_other_bytes_is_an_error_that_names_it(name, content, tmp_path):
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(InputError, match=rf"{name} could not be read"):
+        read_labelled(tmp_path / name)

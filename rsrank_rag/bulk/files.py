@@ -16,6 +16,7 @@ import io
 import itertools
 import json
 import os
+import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -132,7 +133,7 @@ def plan(source: str, settings: Mapping[str, Any], rows_per_part: int) -> Plan:
                 parts.append(Part(number=len(parts), file=len(files), start=rows, rows=count, offset=offset))
                 rows += count
             status, digest = path.stat(), digest_of(path)
-        except (OSError, EOFError, pa.ArrowInvalid, csv.Error, UnicodeDecodeError) as error:
+        except (OSError, EOFError, pa.ArrowInvalid, csv.Error, zlib.error, UnicodeDecodeError) as error:
             raise InputError(f"{path} cannot be read after row {rows}: {error}") from error
         name, size, modified = str(path.absolute()), status.st_size, status.st_mtime_ns
         files.append(SourceFile(path=name, size=size, modified=modified, sha256=digest, rows=rows))
@@ -243,7 +244,7 @@ def read(made: Plan, part: Part) -> Any:
         if len(rows) != part.rows:
             raise EOFError(f"it ends after {len(rows)} of them")
         return _table(rows, made.columns)
-    except (OSError, EOFError, pa.ArrowInvalid, csv.Error, UnicodeDecodeError) as error:
+    except (OSError, EOFError, pa.ArrowInvalid, csv.Error, zlib.error, UnicodeDecodeError) as error:
         raise InputError(
             f"Rows {part.start} to {part.start + part.rows - 1} of {path} cannot be read: {error}. Every machine "
             "has to see the file by this name, and it must not change."

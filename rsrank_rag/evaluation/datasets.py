@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import zlib
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -75,7 +76,7 @@ def read_labelled(path: str | Path) -> list[LabelledQuery]:
     try:
         raw = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
         lines = raw.decode("utf-8").split("\n")
-    except (OSError, EOFError, UnicodeDecodeError) as error:
+    except (OSError, EOFError, zlib.error, UnicodeDecodeError) as error:
         raise InputError(f"{path} could not be read: {error}") from error
     queries = [_query(line, f"{path}, line {i}") for i, line in enumerate(lines, start=1) if line.strip()]
     if not queries:
