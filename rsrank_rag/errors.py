@@ -90,11 +90,11 @@ def pip_install(extra: str) -> str:
     return f"pip install 'rsrank-rag[{extra}]{address}'"
 
 
-def nearest(name: str, names: Iterable[str]) -> str:
+def nearest(name: str, names: Iterable[str], prefix: str = "") -> str:
     """A question to add to an error about an unknown name; empty if no known one is like it.
 
-    >>> nearest("epoch", ["epochs", "seed"])
-    " Did you mean 'epochs'?"
+    >>> nearest("epoch", ["epochs", "seed"], "fit.")
+    " Did you mean 'fit.epochs'?"
     """
-    found = get_close_matches(name, list(names), n=3, cutoff=0.7)
-    return f" Did you mean {' or '.join(map(repr, found))}?" if found else ""
+    found = [repr(prefix + known) for known in get_close_matches(name, list(names), n=3, cutoff=0.7)]
+    return f" Did you mean {' or '.join(found)}?" if found else ""

@@ -119,7 +119,7 @@ def evaluation_tables(name: str, rule: str, records: Sequence[Mapping[str, Any]]
         for heading in columns.values():
             table.add_column(heading, justify="right", overflow="fold")
         for record in records:
-            table.add_row(Text(str(record["dataset"])), *(cell(key, record[key]) for key in columns))
+            table.add_row(Text(str(record["dataset"])), *(cell(key, record.get(key)) for key in columns))
         yield table
 
 

@@ -6,13 +6,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from rich.table import Table
 from typer import Option
 
 from ..bulk.on_ray import Actors
 from ..errors import InputError
 from .options import command, problems, screen
-from .tables import cell
+from .tables import evaluation_tables
 
 if TYPE_CHECKING:
     from ..training.recipe import Recipe
@@ -108,13 +107,11 @@ def train(
 
 
 def _show(result: Result) -> None:
-    table = Table(title="natural threshold: 0", title_justify="left")
-    columns = sorted({name for row in result.metrics.values() for name in row})
-    for name in ("dataset", *columns):
-        table.add_column(name, justify="left" if name == "dataset" else "right")
-    for dataset, row in result.metrics.items():
-        table.add_row(dataset, *(cell(name, row[name]) if name in row else "" for name in columns))
-    screen.print(table)
+    records = [
+        {"dataset": dataset, **{name.replace("@0", "@tau"): value for name, value in row.items()}}
+        for dataset, row in result.metrics.items()
+    ]
+    screen.print(*evaluation_tables("trained", "kept above 0", records), sep="\n")
     screen.print(f"artifact: {result.artifact}\nTry it:   rsrank rank --model {result.artifact} -q ... -d FILE")
 
 

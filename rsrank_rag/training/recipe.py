@@ -266,8 +266,7 @@ def _said(kind: type[BaseModel], error: Any) -> str:
     for step in (step for step in path if step in kind.model_fields):  # not the numbers of a list
         annotation = kind.model_fields[step].annotation
         kind = next(part for part in (*get_args(annotation), annotation) if hasattr(part, "model_fields"))
-    names = {".".join([*path, field]) for field in kind.model_fields}
-    return f"there is no such entry.{nearest('.'.join([*path, name]), sorted(names))}"
+    return f"there is no such entry.{nearest(name, kind.model_fields, '.'.join([*path, '']))}"
 
 
 def _merge(target: dict[str, Any], extra: dict[str, Any]) -> None:
