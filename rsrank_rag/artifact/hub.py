@@ -241,7 +241,7 @@ def push(
 def _reason(error: BaseException) -> str:
     """What went wrong, with the cause where the client wraps it; time-outs carry no text of their own."""
     chain = [error] if error.__cause__ is None else [error, error.__cause__]
-    return " ".join(f"{type(link).__name__}: {str(link).strip() or 'no details'}" for link in chain)
+    return " ".join(f"{type(link).__name__}: {str(link).strip().rstrip('.') or 'no details'}." for link in chain)
 
 
 def is_hub_id(name: str) -> bool:
