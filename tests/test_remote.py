@@ -605,7 +605,9 @@ async def test_a_cancelled_call_leaves_the_services_queue():
         busy.cancel()
         await until(lambda: queue.stats()["cancelled"] == 1)
         model.open.set()
-        await asyncio.gather(busy, waiting, return_exceptions=True)
+        left = await asyncio.gather(busy, waiting, return_exceptions=True)
+        assert [type(found) for found in left] == [asyncio.CancelledError] * 2
+        assert (queue.stats()["waiting"], queue.stats()["cancelled"], model.calls) == (0, 1, 1)
 
 
 # Loops, threads, processes
