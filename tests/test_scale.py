@@ -313,6 +313,13 @@ def test_a_part_that_is_not_this_plans_as_it_was_written_is_done_again(damage, t
     assert parts[1].read_bytes() == expected
 
 
+def test_a_part_says_what_it_is_of(tmp_path):
+    source = write_lines(tmp_path / "rows.jsonl", rows_of(3))
+    score(source, tmp_path / "out", settings={"dtype": "float32"})
+    said = json.loads(pyarrow.parquet.read_metadata(tmp_path / "out" / "part-000000.parquet").metadata[b"rsrank"])
+    assert (said["model"], said["dtype"], said["part"], said["pairs"]) == ("lengths", "float32", 0, 3)
+
+
 def test_no_byte_of_a_part_or_a_plan_can_change_unseen(tmp_path):
     source = write_lines(tmp_path / "rows.jsonl", rows_of(3))
     score(source, tmp_path / "out")
