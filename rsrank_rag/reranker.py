@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, TypedDict
 
 from typing_extensions import Unpack
 
 from .errors import InputError, ScoringError
+from .passages.parts import WHOLE, Excerpt, Part, Reading, ReadingOptions, TokenEnds, Window, joined, split
 
 BLANK_SCORE = -10_000.0
 """What a document without text scores: less than any other, so that whatever sorts by score puts it last.
@@ -27,14 +28,26 @@ class RankedDocument:
     Attributes:
         index: Position in the list that was ranked.
         text: The document as it was given.
-        score: Relevance, on the reranker's own scale; `BLANK_SCORE` for a document without text.
-        truncated: Whether the model read only its beginning, because it was too long.
+        score: Relevance, on the reranker's own scale; `BLANK_SCORE` for a document without text. Where sentences are
+            extracted, that of the best sentence; where it is read in windows, that of the best window.
+        truncated: Whether the model did not read all of it, because it was too long.
+        window: The best window, if windows were asked for.
+        excerpts: The sentences that are kept, in their order, if sentences are extracted.
+        heading: The beginning that was read with each of its parts.
     """
 
     index: int
     text: str
     score: float
     truncated: bool = False
+    window: Window | None = None
+    excerpts: tuple[Excerpt, ...] = ()
+    heading: str = ""
+
+    @property
+    def extract(self) -> str:
+        """What is kept of the text: the heading and the excerpts, if sentences are extracted, else all of it."""
+        return self.heading + joined(self.text, self.excerpts) if self.excerpts else self.text
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,11 +56,14 @@ class Scored:
 
     Attributes:
         tokens: Tokens read of the query and the document, the prompt around them included; 0 where nobody counts.
+        sentences: All its sentences, if they were scored.
     """
 
     score: float
     truncated: bool = False
     tokens: int = 0
+    window: Window | None = None
+    sentences: tuple[Excerpt, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,11 +72,13 @@ class Pair:
 
     Attributes:
         max_tokens: Read at most so many tokens of the document.
+        reading: How it is read, by `score_in_parts`.
     """
 
     query: str
     document: str
     max_tokens: int | None = None
+    reading: Reading | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,15 +99,15 @@ class RankResult:
 
     @property
     def texts(self) -> list[str]:
-        """Texts of the kept documents, best first."""
-        return [document.text for document in self.kept]
+        """Texts of the kept documents, best first; of each the kept sentences only, if sentences are extracted."""
+        return [document.extract for document in self.kept]
 
     def __str__(self) -> str:
         rule = "ranked only" if self.threshold is None else f"threshold {self.threshold:g}"
         lines = [f"{self.query!r}: {len(self.kept)} kept, {len(self.dropped)} dropped ({rule})"]
         for mark, documents in (("+", self.kept), ("-", self.dropped)):
             for doc in documents:
-                text = " ".join(doc.text.split())
+                text = " ".join(doc.extract.split())
                 text = text if len(text) <= 88 else text[:87] + "…"
                 lines.append(f"{mark} {doc.score:+8.2f}  [{doc.index}] {text}{' (truncated)' * doc.truncated}")
         return "\n".join(lines)
@@ -101,6 +119,10 @@ class Limits(TypedDict, total=False):
     threshold: float | Literal["native"] | None
     top_n: int | None
     min_docs: int
+
+
+class RankOptions(Limits, ReadingOptions):
+    """All that `Reranker.rank` takes."""
 
 
 class Reranker(ABC):
@@ -168,6 +190,7 @@ class Reranker(ABC):
         top_n: int | None = None,
         min_docs: int = 0,
         show_progress: bool = False,
+        **options: Unpack[ReadingOptions],
     ) -> RankResult:
         """Sort documents by score and keep the relevant ones.
 
@@ -179,30 +202,122 @@ class Reranker(ABC):
             top_n: Keep at most this many, applied after the threshold.
             min_docs: Keep at least the best this many, even below the threshold.
             show_progress: Show a progress bar, if this reranker has one.
+            **options: How documents are read: ``extract``, ``context``, ``heading``, ``long_documents``; see `Reading`.
 
         Raises:
             InputError: An argument out of range, or input that is not text.
             ScoringError: A document has no finite score; it is named, and nothing is returned.
         """
-        documents = as_list(documents)
+        documents, reading = as_list(documents), Reading(**options)
         limit = self.threshold if threshold == "native" else threshold
         check_limits(limit, top_n, min_docs)
-        scored = self.score_documents(query, documents, show_progress=show_progress)
-        if len(scored) != len(documents):
-            raise InputError(f"{type(self).__name__}.score gave {len(scored)} scores for {len(documents)} documents.")
-        return choose(query, documents, scored, limit, top_n=top_n, min_docs=min_docs)
+
+        def score(pairs: Sequence[Pair]) -> list[Scored]:
+            texts = [pair.document for pair in pairs]
+            scored = self.score_documents(query, texts, show_progress=show_progress)
+            if len(scored) != len(texts):
+                raise InputError(f"{type(self).__name__}.score gave {len(scored)} scores for {len(texts)} documents.")
+            return scored
+
+        scored = score_in_parts(pairs_of(query, documents, reading), self.token_ends, score)
+        return choose(query, documents, scored, limit, top_n=top_n, min_docs=min_docs, reading=reading)
+
+    def parts(self, documents: Sequence[str], **options: Unpack[ReadingOptions]) -> list[str]:
+        """The texts that `rank` scores for documents that are read in parts, each once: what to read ahead of time."""
+        pairs = pairs_of("", as_list(documents), Reading(**options))
+        found = (split(pair.document, pair.reading or WHOLE, self.token_ends) for pair in pairs)
+        return list(dict.fromkeys(part.text for parts in found for part in parts))
+
+    def token_ends(self, document: str) -> tuple[Sequence[int], int]:
+        """Where each token of a text ends, in characters, and how many of a document's are read at most.
+
+        Raises:
+            InputError: This reranker does not say.
+        """
+        raise InputError(
+            f"{type(self).__name__} does not say where tokens end, so that documents can neither be read in windows "
+            "nor be cut after a number of tokens. Leave long_documents='cut', or send shorter ones."
+        )
 
 
 class ConcurrentReranker(Reranker):
     """A reranker whose model runs elsewhere: calls need no queue and wait in the thread or loop they came from."""
 
     @abstractmethod
-    async def arank(self, query: str, documents: Sequence[str], **limits: Unpack[Limits]) -> RankResult:
+    async def arank(self, query: str, documents: Sequence[str], **options: Unpack[RankOptions]) -> RankResult:
         """As `rank`, without blocking the event loop; cancelling it cancels the work."""
 
     @abstractmethod
     def warm_up(self) -> None:
         """Return when calls will be answered, or raise the error that they would."""
+
+
+def pairs_of(query: str, documents: Sequence[str], reading: Reading) -> list[Pair]:
+    """Pairs that are to be read so.
+
+    Raises:
+        InputError: There is not one heading a document, or a document that is read in parts is no text.
+    """
+    reading.check(len(documents))
+    if not reading.in_parts:
+        return [Pair(query, document) for document in documents]
+    for index, document in enumerate(documents):
+        if not isinstance(document, str):
+            raise InputError(f"Document {index} must be a string, got {type(document).__name__}.")
+    return [Pair(query, document, reading=reading.of(index)) for index, document in enumerate(documents)]
+
+
+def score_in_parts(
+    pairs: Sequence[Pair], token_ends: TokenEnds, score: Callable[[Sequence[Pair]], list[Scored]]
+) -> list[Scored]:
+    """Score pairs as their `Reading` says, all parts of all documents at once; the best part's score is a document's.
+
+    Args:
+        pairs: Those without a reading are scored as they are.
+        token_ends: See `Reranker.token_ends`.
+        score: Scores pairs without a reading.
+
+    Raises:
+        ScoringError: A part could not be scored; its pair is named.
+    """
+    if all(pair.reading is None for pair in pairs):
+        return score(pairs)
+    parts: list[list[Part]] = []
+    cut = []
+    for pair in pairs:
+        document, most = pair.document, pair.max_tokens
+        ends = token_ends(document)[0] if pair.reading and most else ()
+        cut.append(most is not None and len(ends) > most)
+        document = document[: ends[most - 1]] if most and cut[-1] else document
+        parts.append(list(split(document, pair.reading or WHOLE, token_ends)))
+    owners = [owner for owner, own in enumerate(parts) for _ in own]
+    texts = [part.text for own in parts for part in own]
+    try:
+        scored = score([replace(pairs[i], document=text, reading=None) for i, text in zip(owners, texts, strict=True)])
+    except ScoringError as error:
+        own, text = owners[error.index], str(error)
+        raise ScoringError(text.replace(f"Document {error.index}", f"Document {own}", 1), own) from error
+    found = iter(blanks_last(texts, scored))
+    return [_of_parts(*whole, [next(found) for _ in whole[1]]) for whole in zip(pairs, parts, cut, strict=True)]
+
+
+def _of_parts(pair: Pair, parts: Sequence[Part], cut: bool, found: Sequence[Scored]) -> Scored:
+    """What a document scores by its parts."""
+    if pair.reading is None or not parts:
+        return found[0] if parts else Scored(BLANK_SCORE, cut)
+    # One that is not finite counts as the best: whoever chooses has to hear of it.
+    best = max(range(len(parts)), key=lambda i: (not math.isfinite(found[i].score), found[i].score))
+    scores: dict[tuple[int, int], float] = {}
+    for part, one in zip(parts, found, strict=True):
+        if part.sentence is not None:
+            scores[part.sentence] = max(one.score, scores.get(part.sentence, one.score))
+    return Scored(
+        found[best].score,
+        cut or any(one.truncated for one in found),
+        sum(one.tokens for one in found),
+        Window(*parts[best].span, len(parts)) if pair.reading.extract is None else None,
+        tuple(Excerpt(*span, score, pair.document[slice(*span)]) for span, score in scores.items()),
+    )
 
 
 def choose(
@@ -213,6 +328,7 @@ def choose(
     *,
     top_n: int | None = None,
     min_docs: int = 0,
+    reading: Reading = WHOLE,
 ) -> RankResult:
     """Sort scored documents and keep the relevant ones, as `Reranker.rank` says.
 
@@ -229,11 +345,27 @@ def choose(
             )
     blank = [found.score == BLANK_SCORE for found in scored]  # apart: a reranker may give even lower scores
     order = sorted(range(len(documents)), key=lambda i: (blank[i], -scored[i].score))  # stable: ties by input order
-    ranked = [RankedDocument(i, documents[i], float(scored[i].score), scored[i].truncated) for i in order]
+    ranked = [
+        RankedDocument(i, documents[i], float(scored[i].score), scored[i].truncated, scored[i].window) for i in order
+    ]
     relevant = sum(threshold is None or (doc.score > threshold and not blank[doc.index]) for doc in ranked)
     keep = max(relevant, min(min_docs, len(ranked)))
     keep = keep if top_n is None else min(keep, top_n)
-    return RankResult(query, threshold, tuple(ranked[:keep]), tuple(ranked[keep:]))
+    kept = ranked[:keep]
+    if reading.extract:
+        kept = [_shortened(doc, scored[doc.index].sentences, threshold, reading) for doc in kept]
+    return RankResult(query, threshold, tuple(kept), tuple(ranked[keep:]))
+
+
+def _shortened(
+    document: RankedDocument, sentences: Sequence[Excerpt], threshold: float | None, reading: Reading
+) -> RankedDocument:
+    """A kept document with the sentences that are kept of it: at least the best one, even below the threshold."""
+    limit = -math.inf if threshold is None else threshold
+    hits = [i for i, one in enumerate(sentences) if one.score > limit or one.score == document.score]
+    near = {i for hit in hits for i in range(hit - reading.context, hit + reading.context + 1)}
+    kept = tuple(one for i, one in enumerate(sentences) if i in near)
+    return replace(document, excerpts=kept, heading=reading.heading_of(document.text, document.index))
 
 
 def blanks_last(documents: Sequence[str], scored: Sequence[Scored]) -> list[Scored]:

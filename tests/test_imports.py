@@ -123,6 +123,7 @@ ORDER = [
     "prefixes",
     "method",
     "reranker",
+    "passages",
     "partial_files",
     "errors",
 ]

@@ -25,6 +25,10 @@ if TYPE_CHECKING:
     from ..bulk.files import Plan
     from ..rsrank import RSRank
 
+LongDocuments = Annotated[
+    str, Option(help="cut: read the beginning of what is too long. windows: read all; the best window counts.")
+]
+
 app = typer.Typer()
 
 
@@ -66,6 +70,10 @@ def rank(
     keep_all: Annotated[bool, Option("--keep-all", help="Rank only, drop nothing.")] = False,
     top_n: Annotated[int | None, Option(help="Keep at most this many.")] = None,
     min_docs: Annotated[int, Option(help="Keep at least the best this many.")] = 0,
+    extract: Annotated[str | None, Option(help="sentences: keep of each document those that score above.")] = None,
+    context: Annotated[int, Option(help="With --extract: so many sentences around each, too.")] = 0,
+    heading: Annotated[bool, Option("--heading", help="The first line is read with each part, and kept.")] = False,
+    long_documents: LongDocuments = "cut",
     as_json: AsJson = False,
 ) -> None:
     """Score documents for a query: what scores above zero is kept, the rest is dropped.
@@ -86,6 +94,10 @@ def rank(
         top_n=top_n,
         min_docs=min_docs,
         show_progress=problems.is_terminal and len(texts) > 100,
+        extract=extract,
+        context=context,
+        heading=heading,
+        long_documents=long_documents,
     )
     if as_json:
         typer.echo(json.dumps(asdict(result), ensure_ascii=False, indent=2))

@@ -171,6 +171,11 @@ class PromptTokenizer:
             room -= max(query_length, min(QUERY_RESERVE, self.max_length // 4))
         return max(room, 1)
 
+    def token_ends(self, document: str) -> tuple[list[int], int]:
+        """Where each token of a text ends, in characters, and how many of a document's are read beside a short query."""
+        encoded = self._text.encode(clean(document), add_special_tokens=False)
+        return [stop for _, stop in encoded.offsets], self._room(0)
+
     def text_of(self, ids: Sequence[int]) -> list[str]:
         """Readable text of each id."""
         return [self._text.decode([i], skip_special_tokens=False) or str(self._text.id_to_token(i)) for i in ids]
