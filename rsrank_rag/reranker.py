@@ -11,7 +11,8 @@ from typing import Literal, TypedDict
 from typing_extensions import Unpack
 
 from .errors import InputError, ScoringError
-from .passages.parts import WHOLE, Excerpt, Part, Reading, ReadingOptions, TokenEnds, Window, joined, split
+from .passages.parts import WHOLE, Excerpt, Reading, ReadingOptions, TokenEnds, Window, joined, split
+from .passages.spans import Span
 
 BLANK_SCORE = -10_000.0
 """What a document without text scores: less than any other, so that whatever sorts by score puts it last.
@@ -33,7 +34,7 @@ class RankedDocument:
         truncated: Whether the model did not read all of it, because it was too long.
         window: The best window, if windows were asked for.
         excerpts: The sentences that are kept, in their order, if sentences are extracted.
-        heading: The beginning that was read with each of its parts.
+        heading: The line before them, if it is kept, too.
     """
 
     index: int
@@ -72,13 +73,13 @@ class Pair:
 
     Attributes:
         max_tokens: Read at most so many tokens of the document.
-        reading: How it is read, by `score_in_parts`.
+        reading: How it is read, by `score_in_parts` only.
     """
 
     query: str
     document: str
     max_tokens: int | None = None
-    reading: Reading | None = None
+    reading: Reading = WHOLE
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,14 +220,14 @@ class Reranker(ABC):
                 raise InputError(f"{type(self).__name__}.score gave {len(scored)} scores for {len(texts)} documents.")
             return scored
 
-        scored = score_in_parts(pairs_of(query, documents, reading), self.token_ends, score)
+        scored = score_in_parts([Pair(query, text, None, reading) for text in documents], self.token_ends, score)
         return choose(query, documents, scored, limit, top_n=top_n, min_docs=min_docs, reading=reading)
 
     def parts(self, documents: Sequence[str], **options: Unpack[ReadingOptions]) -> list[str]:
         """The texts that `rank` scores for documents that are read in parts, each once: what to read ahead of time."""
-        pairs = pairs_of("", as_list(documents), Reading(**options))
-        found = (split(pair.document, pair.reading or WHOLE, self.token_ends) for pair in pairs)
-        return list(dict.fromkeys(part.text for parts in found for part in parts))
+        pairs = [Pair("", text, None, Reading(**options)) for text in as_list(documents)]
+        spans = [(pair.document, _spans(index, pair, self.token_ends)) for index, pair in enumerate(pairs)]
+        return list(dict.fromkeys(text[slice(*span)] for text, own in spans for span in own))
 
     def token_ends(self, document: str) -> tuple[Sequence[int], int]:
         """Where each token of a text ends, in characters, and how many of a document's are read at most.
@@ -252,71 +253,55 @@ class ConcurrentReranker(Reranker):
         """Return when calls will be answered, or raise the error that they would."""
 
 
-def pairs_of(query: str, documents: Sequence[str], reading: Reading) -> list[Pair]:
-    """Pairs that are to be read so.
-
-    Raises:
-        InputError: There is not one heading a document, or a document that is read in parts is no text.
-    """
-    reading.check(len(documents))
-    if not reading.in_parts:
-        return [Pair(query, document) for document in documents]
-    for index, document in enumerate(documents):
-        if not isinstance(document, str):
-            raise InputError(f"Document {index} must be a string, got {type(document).__name__}.")
-    return [Pair(query, document, reading=reading.of(index)) for index, document in enumerate(documents)]
-
-
 def score_in_parts(
     pairs: Sequence[Pair], token_ends: TokenEnds, score: Callable[[Sequence[Pair]], list[Scored]]
 ) -> list[Scored]:
     """Score pairs as their `Reading` says, all parts of all documents at once; the best part's score is a document's.
 
     Args:
-        pairs: Those without a reading are scored as they are.
+        pairs: Of any queries and documents.
         token_ends: See `Reranker.token_ends`.
-        score: Scores pairs without a reading.
+        score: Scores pairs whose documents are read whole.
 
     Raises:
+        InputError: A document is no text, or cannot be read so.
         ScoringError: A part could not be scored; its pair is named.
     """
-    if all(pair.reading is None for pair in pairs):
+    if all(pair.reading == WHOLE for pair in pairs):
         return score(pairs)
-    parts: list[list[Part]] = []
-    cut = []
-    for pair in pairs:
-        document, most = pair.document, pair.max_tokens
-        ends = token_ends(document)[0] if pair.reading and most else ()
-        cut.append(most is not None and len(ends) > most)
-        document = document[: ends[most - 1]] if most and cut[-1] else document
-        parts.append(list(split(document, pair.reading or WHOLE, token_ends)))
-    owners = [owner for owner, own in enumerate(parts) for _ in own]
-    texts = [part.text for own in parts for part in own]
+    spans = [_spans(index, pair, token_ends) for index, pair in enumerate(pairs)]
+    cut = [(pair, pair.document[slice(*span)]) for pair, own in zip(pairs, spans, strict=True) for span in own]
     try:
-        scored = score([replace(pairs[i], document=text, reading=None) for i, text in zip(owners, texts, strict=True)])
+        scored = score([replace(pair, document=text, reading=WHOLE) for pair, text in cut])
     except ScoringError as error:
-        own, text = owners[error.index], str(error)
-        raise ScoringError(text.replace(f"Document {error.index}", f"Document {own}", 1), own) from error
-    found = iter(blanks_last(texts, scored))
-    return [_of_parts(*whole, [next(found) for _ in whole[1]]) for whole in zip(pairs, parts, cut, strict=True)]
+        owner = [owner for owner, own in enumerate(spans) for _ in own][error.index]
+        raise ScoringError(str(error).replace(f"Document {error.index}", f"Document {owner}", 1), owner) from error
+    found = iter(blanks_last([text for _, text in cut], scored))
+    return [_whole(pair, own, [next(found) for _ in own]) for pair, own in zip(pairs, spans, strict=True)]
 
 
-def _of_parts(pair: Pair, parts: Sequence[Part], cut: bool, found: Sequence[Scored]) -> Scored:
+def _spans(index: int, pair: Pair, token_ends: TokenEnds) -> list[Span]:
+    """Where the parts of a document, or of as much of it as is to be read, begin and end."""
+    if not isinstance(pair.document, str):
+        raise InputError(f"Document {index} must be a string, got {type(pair.document).__name__}.")
+    ends = token_ends(pair.document)[0] if pair.max_tokens and pair.reading != WHOLE else ()
+    last = ends[pair.max_tokens - 1] if pair.max_tokens and len(ends) > pair.max_tokens else None
+    return split(pair.document[:last], pair.reading, token_ends)
+
+
+def _whole(pair: Pair, spans: Sequence[Span], found: Sequence[Scored]) -> Scored:
     """What a document scores by its parts."""
-    if pair.reading is None or not parts:
-        return found[0] if parts else Scored(BLANK_SCORE, cut)
-    # One that is not finite counts as the best: whoever chooses has to hear of it.
-    best = max(range(len(parts)), key=lambda i: (not math.isfinite(found[i].score), found[i].score))
-    scores: dict[tuple[int, int], float] = {}
-    for part, one in zip(parts, found, strict=True):
-        if part.sentence is not None:
-            scores[part.sentence] = max(one.score, scores.get(part.sentence, one.score))
+    if pair.reading == WHOLE or not spans:
+        return found[0] if spans else Scored(BLANK_SCORE)
+    # What is not finite counts as the best: whoever chooses has to hear of it.
+    best = max(range(len(spans)), key=lambda i: (not math.isfinite(found[i].score), found[i].score))
+    sentences = [Excerpt(*span, one.score, pair.document[slice(*span)]) for span, one in zip(spans, found, strict=True)]
     return Scored(
         found[best].score,
-        cut or any(one.truncated for one in found),
+        spans[-1][1] < len(pair.document.rstrip()) or any(one.truncated for one in found),
         sum(one.tokens for one in found),
-        Window(*parts[best].span, len(parts)) if pair.reading.extract is None else None,
-        tuple(Excerpt(*span, score, pair.document[slice(*span)]) for span, score in scores.items()),
+        None if pair.reading.extract else Window(*spans[best], len(spans)),
+        tuple(sentences) if pair.reading.extract else (),
     )
 
 
@@ -365,7 +350,7 @@ def _shortened(
     hits = [i for i, one in enumerate(sentences) if one.score > limit or one.score == document.score]
     near = {i for hit in hits for i in range(hit - reading.context, hit + reading.context + 1)}
     kept = tuple(one for i, one in enumerate(sentences) if i in near)
-    return replace(document, excerpts=kept, heading=reading.heading_of(document.text, document.index))
+    return replace(document, excerpts=kept, heading=reading.heading_of(document.text))
 
 
 def blanks_last(documents: Sequence[str], scored: Sequence[Scored]) -> list[Scored]:

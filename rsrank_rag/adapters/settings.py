@@ -26,8 +26,8 @@ from typing_extensions import Self
 
 from ..errors import InputError
 from ..language_model.options import LoadSettings, ModelSource, Name
+from ..passages.parts import Reading, ReadingOptions
 from ..prefixes.settings import PrefixCache
-from ..passages.parts import Reading
 from ..reranker import ConcurrentReranker, Limits, RankedDocument, RankOptions, RankResult, Reranker, check_limits
 from . import worker
 
@@ -223,7 +223,7 @@ class RerankerAdapter(ModelAdapter):
     )
     context: int = Field(default=0, strict=True, description="Keep so many sentences around each of them, too.")
     heading: bool = Field(
-        default=False, description="Documents begin with a line to be read with each of their parts, and kept."
+        default=False, description="Documents begin with a line that is kept with any of their sentences."
     )
     long_documents: Literal["cut", "windows"] = Field(
         default="cut", description="'windows': read what is too long for the model in parts; the best one counts."
@@ -245,13 +245,10 @@ class RerankerAdapter(ModelAdapter):
         return chosen
 
     def _asked(self, texts: Sequence[tuple[str, str]], limits: Limits) -> tuple[list[str], RankOptions]:
-        """What a reranker is asked about texts, each with what is read before it, such as metadata."""
-        lines = [len(text[: text.find("\n") + 1]) if self.heading else 0 for _, text in texts]
-        options: RankOptions = {**limits, "extract": self.extract, "context": self.context}
-        options["heading"] = [len(before) + line for (before, _), line in zip(texts, lines, strict=True)]
-        options["long_documents"] = self.long_documents
-        in_parts = self.extract or self.long_documents == "windows"
-        return [before + text for before, text in texts], options if in_parts else {**limits}
+        """What a reranker is asked; sentences are scored without what is read before a text, such as metadata."""
+        fields, reading = type(self).model_fields, ReadingOptions.__annotations__
+        chosen: Any = {name: getattr(self, name) for name in reading if getattr(self, name) != fields[name].default}
+        return [text if self.extract else before + text for before, text in texts], {**limits, **chosen}
 
     def _rank(self, query: str, given: Sequence[tuple[str, str]], limits: Limits) -> RankResult:
         """Rank and wait."""
@@ -295,7 +292,7 @@ def kept_of(document: RankedDocument, text: str) -> tuple[str, dict[str, Any]]:
     """What is kept of a text, before which more may have been read, and the marks that say where it stood."""
     before, marks, window = len(document.text) - len(text), dict[str, Any](), document.window
     if window is not None:
-        marks[WINDOW] = {"start": window.start - before, "end": window.end - before, "count": window.count}
+        marks[WINDOW] = {"start": max(window.start - before, 0), "end": window.end - before, "count": window.count}
     if not document.excerpts:
         return text, marks
     marks[EXCERPTS] = [

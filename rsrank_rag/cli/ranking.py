@@ -72,7 +72,7 @@ def rank(
     min_docs: Annotated[int, Option(help="Keep at least the best this many.")] = 0,
     extract: Annotated[str | None, Option(help="sentences: keep of each document those that score above.")] = None,
     context: Annotated[int, Option(help="With --extract: so many sentences around each, too.")] = 0,
-    heading: Annotated[bool, Option("--heading", help="The first line is read with each part, and kept.")] = False,
+    heading: Annotated[bool, Option("--heading", help="With --extract: keep the first line, too.")] = False,
     long_documents: LongDocuments = "cut",
     as_json: AsJson = False,
 ) -> None:
@@ -113,6 +113,7 @@ def index(
     actors: Actors | None,
     model: Model = "mini",
     revision: Revision = None,
+    long_documents: LongDocuments = "cut",
 ) -> None:
     """Read documents ahead of time: later calls with `prefix_cache=FOLDER` run only the query.
 
@@ -125,9 +126,12 @@ def index(
     if actors is not None:
         from ..bulk.on_ray import index_on
 
+        if long_documents != "cut":
+            raise InputError("With --engine ray, documents are indexed by their beginning. Leave --long-documents out.")
         count = index_on(actors, make, texts)
     else:
         ranker = make()
+        texts = ranker.parts(texts, long_documents=long_documents)  # type: ignore[typeddict-item] # it is checked there
         count, size = ranker.index_size(texts)
         problems.print(f"{len(texts):,} documents, {count:,} new: {size / 1e6:,.1f} MB")
         ranker.index(texts, show_progress=problems.is_terminal)

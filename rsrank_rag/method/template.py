@@ -172,7 +172,7 @@ class PromptTokenizer:
         return max(room, 1)
 
     def token_ends(self, document: str) -> tuple[list[int], int]:
-        """Where each token of a text ends, in characters, and how many of a document's are read beside a short query."""
+        """Where each token of a text ends, in characters, and how many of a document are read beside a short query."""
         encoded = self._text.encode(clean(document), add_special_tokens=False)
         return [stop for _, stop in encoded.offsets], self._room(0)
 

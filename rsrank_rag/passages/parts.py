@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Literal, TypedDict
 
 from ..errors import InputError
@@ -14,11 +14,11 @@ TokenEnds = Callable[[str], tuple[Sequence[int], int]]
 
 
 class ReadingOptions(TypedDict, total=False):
-    """How documents are read: see `Reading`."""
+    """The fields of `Reading`."""
 
     extract: Literal["sentences"] | None
     context: int
-    heading: bool | Sequence[int]
+    heading: bool
     long_documents: Literal["cut", "windows"]
 
 
@@ -29,19 +29,18 @@ class Reading:
     Args:
         extract: "sentences": score each sentence by itself, and keep those above the threshold instead of whole
             documents. A document without one is dropped.
-        context: Keep so many sentences before and after each such one, too.
-        heading: Whether documents begin with a line that is read with each of their parts, and kept with any of them;
-            or how many characters of each document are so read.
+        context: Keep so many sentences before and after each of them, too.
+        heading: Documents begin with a line that is kept with any of their sentences, and scored with none.
         long_documents: "windows": read what is too long for the model in windows that overlap, and score it by the
-            best one. "cut": read its beginning.
+            best one. "cut": read its beginning. Where sentences are extracted, those that are too long are cut.
 
     Raises:
-        InputError: A value that cannot be used.
+        InputError: A value that cannot be used, or has no effect.
     """
 
     extract: Literal["sentences"] | None = None
     context: int = 0
-    heading: bool | Sequence[int] = False
+    heading: bool = False
     long_documents: Literal["cut", "windows"] = "cut"
 
     def __post_init__(self) -> None:
@@ -51,28 +50,12 @@ class Reading:
             raise InputError(f"long_documents must be 'cut' or 'windows', got {self.long_documents!r}.")
         if isinstance(self.context, bool) or not isinstance(self.context, int) or self.context < 0:
             raise InputError(f"context must be a number of sentences, 0 or more, got {self.context!r}.")
-        if self.context and self.extract is None:
-            raise InputError(f"context={self.context} has no effect without extract='sentences'.")
+        if self.extract is None and (self.context or self.heading):
+            raise InputError("context and heading have no effect without extract='sentences'.")
 
-    @property
-    def in_parts(self) -> bool:
-        """Whether any document may be read otherwise than whole."""
-        return self.extract is not None or self.long_documents == "windows"
-
-    def of(self, *indices: int) -> Reading:
-        """The reading of some of the documents."""
-        return self if isinstance(self.heading, bool) else replace(self, heading=[self.heading[i] for i in indices])
-
-    def check(self, count: int) -> None:
-        """Refuse headings of another number of documents with an InputError."""
-        if not isinstance(self.heading, bool) and len(self.heading) != count:
-            raise InputError(f"heading has {len(self.heading)} lengths for {count} documents. Give one for each.")
-
-    def heading_of(self, document: str, index: int = 0) -> str:
-        """The beginning of a document that is read with each part, its line break included."""
-        if isinstance(self.heading, bool):
-            return document[: document.find("\n") + 1] if self.heading else ""
-        return document[: self.heading[index]]
+    def heading_of(self, document: str) -> str:
+        """The line that a document begins with, its line break included, if that is a heading."""
+        return document[: document.find("\n") + 1] if self.heading else ""
 
 
 WHOLE = Reading()
@@ -98,46 +81,17 @@ class Window:
     count: int
 
 
-@dataclass(frozen=True, slots=True)
-class Part:
-    """What is read at once of a document: its heading, if there is one, and a window or a sentence, or both.
-
-    Attributes:
-        text: As it is read.
-        span: Where it stands in the document, without the heading.
-        sentence: The sentence it is or belongs to, if sentences are extracted.
-    """
-
-    text: str
-    span: Span
-    sentence: Span | None = None
-
-
-def split(document: str, reading: Reading, token_ends: TokenEnds) -> Iterator[Part]:
-    """The parts of a document; none if it is to be read by sentences and has none.
+def split(document: str, reading: Reading, token_ends: TokenEnds) -> list[Span]:
+    """Where the parts of a document begin and end; none if it is to be read by sentences and has none.
 
     Raises:
         InputError: Windows are asked for, and nobody counts tokens.
         MissingDependencyError: sentencex is not installed.
     """
-    heading = reading.heading_of(document)
-    body = document[len(heading) :]
-    whole = sentences(body) if reading.extract else [(0, len(body))]
-    for start, stop in whole:
-        sentence = (len(heading) + start, len(heading) + stop) if reading.extract else None
-        for first, last in _windows(heading, body[start:stop], reading, token_ends):
-            span = len(heading) + start + first, len(heading) + start + last
-            yield Part(heading + document[slice(*span)], span, sentence)
-
-
-def _windows(heading: str, text: str, reading: Reading, token_ends: TokenEnds) -> list[Span]:
-    if reading.long_documents == "cut":
-        return [(0, len(text))]
-    ends, room = token_ends(heading + text)
-    if len(ends) <= room:
-        return [(0, len(text))]
-    before = sum(end <= len(heading) for end in ends)
-    return windows(text, [end - len(heading) for end in ends[before:]], max(room - before, room // 2))
+    if reading.extract:
+        return sentences(document, len(reading.heading_of(document)))
+    ends, room = token_ends(document) if reading.long_documents == "windows" else ((), 0)
+    return windows(document, ends, room) if len(ends) > room else [(0, len(document))]
 
 
 def joined(document: str, excerpts: Sequence[Excerpt]) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from bisect import bisect_left, bisect_right
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 from ..errors import MissingDependencyError
 
@@ -21,36 +21,33 @@ SEAM = 4
 """Tokens by which a window is shorter than it might be: split apart from its neighbours, it may have some more."""
 
 
-def sentences(text: str) -> list[Span]:
-    r"""Spans of a text's sentences, in order, without white space around them; together they hold all of the text.
+def sentences(text: str, begin: int = 0) -> list[Span]:
+    r"""Spans of a text's sentences, in order, without white space around them; together they hold all from ``begin``.
 
-    >>> [("Dr. No left. He was late!\r\nWhy?")[start:stop] for start, stop in sentences("Dr. No left. He was late!\r\nWhy?")]
+    >>> text = "Dr. No left. He was late!\r\nWhy?"
+    >>> [text[start:stop] for start, stop in sentences(text)]
     ['Dr. No left.', 'He was late!', 'Why?']
 
     Raises:
         MissingDependencyError: sentencex is not installed.
     """
-    plain = encodable(re.sub(r"[^\S\r\n]", " ", text))  # sentencex fails on white space of several bytes
-    found = (_stripped(text, start, stop) for start, stop in _chunked(plain))
-    return [(start, stop) for start, stop in found if start < stop]
-
-
-def _chunked(text: str) -> Iterator[Span]:
     try:
         from sentencex import get_sentence_boundaries
     except ModuleNotFoundError as error:
         raise MissingDependencyError(
             "Sentences are found by sentencex, which is not installed. Install with: pip install 'sentencex>=1.0.32'"
         ) from error
-    begin = 0
+    plain = encodable(re.sub(r"[^\S\r\n]", " ", text))  # sentencex fails on white space of several bytes
+    found: list[Span] = []
     while begin < len(text):
-        chunk = text[begin : begin + CHUNK]
+        chunk = plain[begin : begin + CHUNK]
         # English stands for all: the marks that end a sentence are those of all languages, only abbreviations differ.
         spans = [(begin + one["start_index"], begin + one["end_index"]) for one in get_sentence_boundaries("en", chunk)]
         if begin + CHUNK < len(text) and len(spans) > 1:
             spans.pop()  # it may go on
-        yield from spans
+        found += (stripped(text, *span) for span in spans)
         begin = spans[-1][1]
+    return [(start, stop) for start, stop in found if start < stop]
 
 
 def encodable(text: str) -> str:
@@ -58,7 +55,8 @@ def encodable(text: str) -> str:
     return re.sub("[\ud800-\udfff]", "\ufffd", text)
 
 
-def _stripped(text: str, start: int, stop: int) -> Span:
+def stripped(text: str, start: int, stop: int) -> Span:
+    """A span without the white space around it."""
     part = text[start:stop]
     return start + len(part) - len(part.lstrip()), stop - len(part) + len(part.rstrip())
 
@@ -81,7 +79,7 @@ def windows(text: str, ends: Sequence[int], room: int) -> list[Span]:
     while len(ends) - first > room:
         place = bisect_right(cuts, first + room)
         last = cuts[place - 1] if place and cuts[place - 1] > first + shared else first + room
-        spans.append(_stripped(text, ends[first - 1] if first else 0, ends[last - 1]))
+        spans.append(stripped(text, ends[first - 1] if first else 0, ends[last - 1]))
         cut = cuts[bisect_left(cuts, last - shared)]
         first = cut if cut <= last else last - shared
-    return [*spans, _stripped(text, ends[first - 1] if first else 0, len(text))]
+    return [*spans, stripped(text, ends[first - 1] if first else 0, len(text))]

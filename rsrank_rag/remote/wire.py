@@ -13,7 +13,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from ..errors import InputError, RemoteError, ScoringError
 from ..method.template import clean
-from ..passages.parts import Excerpt, Reading, Window
+from ..passages.parts import WHOLE, Excerpt, Reading, Window
 from ..passages.spans import encodable
 from ..reranker import Scored
 
@@ -56,15 +56,14 @@ Body = TypeVar("Body", Answer, Info)
 
 def request_body(model: str | None, query: str, documents: Sequence[str], reading: Reading) -> bytes:
     """The request for the raw scores of all documents; raises InputError if something is no text."""
-    reading.check(len(documents))
     for name, text in (("A query", query), *((f"Document {i}", text) for i, text in enumerate(documents))):
         if not isinstance(text, str):
             raise InputError(f"{name} must be a string, got {type(text).__name__}.")
     asked = {
         **({} if model is None else {"model": model}),
         "query": clean(query),
-        "documents": [(encodable if reading.in_parts else clean)(text) for text in documents],
-        **({**asdict(reading), "context": 0} if reading.in_parts else {}),  # what is kept is decided here
+        "documents": [(clean if reading == WHOLE else encodable)(text) for text in documents],
+        **({} if reading == WHOLE else {**asdict(reading), "context": 0}),  # what is kept is decided here
         "partial": True,
         "threshold": None,  # this and the next are written out because a service may be set otherwise
         "normalize": False,
@@ -112,7 +111,7 @@ def scores_of(answer: Answer, documents: Sequence[str], address: str, reading: R
             raise ScoringError(
                 f"{address} gave document {row.index} the score {row.relevance_score}, which is none.", row.index
             )
-        if reading.in_parts and row.excerpts is None and row.window is None:
+        if reading != WHOLE and row.excerpts is None and row.window is None:
             raise RemoteError(
                 f"{address} reads documents whole. Its version is older than this one: update the service."
             )

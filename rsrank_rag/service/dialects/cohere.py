@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, FailFast, Field, FiniteFloat, NonNegativeInt, StringConstraints, model_validator
+from pydantic import BaseModel, FailFast, Field, FiniteFloat, StringConstraints, model_validator
 from typing_extensions import Self
 
 from ...errors import InputError
@@ -51,10 +51,8 @@ class RerankRequest(ScaledRequest):
         "is given; null: all), with their offsets; documents without one are left out.",
     )
     context: int = Field(default=0, ge=0, description="Keep so many sentences around each such one, too.")
-    heading: bool | list[NonNegativeInt] = Field(
-        default=False,
-        description="Whether documents begin with a line that is read with each of their parts and kept with any; or "
-        "the length of what is so read of each, in characters.",
+    heading: bool = Field(
+        default=False, description="Documents begin with a line that is kept with any of their sentences."
     )
     long_documents: Literal["cut", "windows"] = Field(
         default="cut", description="windows: read what is too long in parts; the best one's score is the document's."
@@ -63,7 +61,7 @@ class RerankRequest(ScaledRequest):
     @model_validator(mode="after")
     def _limits_make_sense(self) -> Self:
         check_limits(None, self.top_n or None, self.min_docs or 0)
-        self.reading.check(len(self.documents))
+        _ = self.reading  # refuses what has no effect
         return self
 
     @property
@@ -88,8 +86,7 @@ class RerankRequest(ScaledRequest):
     def answer(self, scores: Scores, cutoff: float | None = None) -> RerankResponse:
         """Rows best first, that score above ``cutoff`` if there is one."""
         rows = []
-        reading = self.reading.of(*scores.places)
-        for document in scores.ranked(cutoff, self.top_n or None, self.min_docs or 0, reading).kept:
+        for document in scores.ranked(cutoff, self.top_n or None, self.min_docs or 0, self.reading).kept:
             row = RerankedDocument(
                 index=scores.places[document.index],
                 relevance_score=scores.shown(document.score),

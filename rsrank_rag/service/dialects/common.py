@@ -204,10 +204,7 @@ class ScoringRequest(Strict, ABC):
         """Pairs of queries and texts, with this request's options."""
         limits = (self.max_tokens_per_doc, self.truncate_prompt_tokens)
         most = min((limit for limit in limits if limit is not None and limit > 0), default=None)
-        pairs = [
-            Pair(query, text, most, reading.of(place) if reading.in_parts else None)
-            for place, (query, text) in enumerate(zip(queries, texts, strict=True))
-        ]
+        pairs = [Pair(query, text, most, reading) for query, text in zip(queries, texts, strict=True)]
         broken = {place: _BROKEN for place, text in enumerate(texts) if not _encodable(text)}
         may_be_cut = None if self.truncate is None else self.truncate not in (False, "NONE")
         return Question(pairs, {**broken, **(faults or {})}, may_be_cut)
