@@ -3,8 +3,8 @@
     python -m benchmarks.sentences --data ../shared/data/dev --articles ../shared/data/train/covidqa.paragraph.jsonl.gz
 
 Files of labelled sentences are read, and the sentences of one title, in order, joined to the paragraph that is ranked;
-a file without titles (FEVER) is cut into paragraphs of four sentences that have nothing in common. Evidence is the share
-of the relevant sentences' characters that is kept; tokens are those of the model's tokenizer in all that is kept, titles
+a file without titles (FEVER) is cut into paragraphs of four sentences with nothing in common. Evidence is the share
+of the relevant sentences' characters that is kept; tokens are those of the tokenizer in all that is kept, titles
 included. The articles are put together again from their paragraphs; each question is asked of its own and of others.
 """
 
