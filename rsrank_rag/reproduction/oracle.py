@@ -1,18 +1,49 @@
-"""Oracle similarity from features (paper, Section 4.2): a document's shift beside that of all relevant ones."""
+"""Oracle similarity (paper, Section 4.2): how much a document's shift resembles that of all relevant ones together.
+
+It reads the labels, so it is no reranker but a bound on what the shifts hold. The cosines of layers, heads and tokens
+are put together like the terms of RSRank's score: summed over layers and heads, averaged over tokens.
+"""
 
 from __future__ import annotations
 
 import torch
 
+from ..evaluation.datasets import LabelledQuery
 from ..method.shift import oracle_similarity
+from ..rsrank import RSRank
+from ..training.features import FeatureExtractor
+from ..training.recipe import FeaturePart
 from ..training.store import QueryFeatures
+
+
+class OracleSimilarity:
+    """Ranks the documents of labelled queries by oracle similarity.
+
+    Args:
+        ranker: Whose language model, template and layers are read. Its B is not used.
+    """
+
+    threshold: float | None = None  # a document may well be relevant and point away from the others
+
+    def __init__(self, ranker: RSRank) -> None:
+        self._ranker = ranker
+
+    def score_labelled(self, query: LabelledQuery, *, titles: bool = True) -> list[float]:
+        """One score a document, in input order; all are 0 where nothing is relevant.
+
+        Raises:
+            InputError: The query is empty or too long.
+            ScoringError: A document does not fit into memory even alone.
+        """
+        if not any(document.relevant and document.content(titles=titles).strip() for document in query.documents):
+            return [0.0] * len(query.documents)
+        options = FeaturePart(titles=titles, dtype="bfloat16")
+        extractor = FeatureExtractor(self._ranker.reader, options, token_budget=self._ranker.token_budget)
+        return oracle_scores(extractor.extract(query))
 
 
 def oracle_scores(features: QueryFeatures) -> list[float]:
     """Score a query's documents against its oracle shift.
-
-    The cosines of layers, heads and tokens are put together like the terms of RSRank's score: summed over layers and
-    heads, averaged over tokens.
 
     Returns:
         One score a document, within plus or minus layers x heads; 0 for all where nothing is relevant.
