@@ -2,6 +2,8 @@
 
     python -m benchmarks.sentences --data ../shared/data/dev --articles ../shared/data/train/covidqa.paragraph.jsonl.gz
 
+LangChain's filter needs `pip install langchain-community`.
+
 Files of labelled sentences are read, and the sentences of one title, in order, joined to the paragraph that is ranked;
 a file without titles (FEVER) is cut into paragraphs of four sentences with nothing in common. Evidence is the share
 of the relevant sentences' characters that is kept; tokens are those of the tokenizer in all that is kept, titles

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from typer import Option
@@ -87,6 +87,7 @@ def rank(
     query, texts = clean(query), read_documents(documents)
     with problems.status(f"Loading {model} ..."):
         ranker = load_reranker(ModelSource(model, revision, load, prefix_cache=False))
+    reading: Any = {"extract": extract, "context": context, "heading": heading, "long_documents": long_documents}
     result = ranker.rank(
         query,
         texts,
@@ -94,10 +95,7 @@ def rank(
         top_n=top_n,
         min_docs=min_docs,
         show_progress=problems.is_terminal and len(texts) > 100,
-        extract=extract,
-        context=context,
-        heading=heading,
-        long_documents=long_documents,
+        **reading,
     )
     if as_json:
         typer.echo(json.dumps(asdict(result), ensure_ascii=False, indent=2))
@@ -131,7 +129,8 @@ def index(
         count = index_on(actors, make, texts)
     else:
         ranker = make()
-        texts = ranker.parts(texts, long_documents=long_documents)  # type: ignore[typeddict-item] # it is checked there
+        reading: Any = {"long_documents": long_documents}
+        texts = ranker.parts(texts, **reading)
         count, size = ranker.index_size(texts)
         problems.print(f"{len(texts):,} documents, {count:,} new: {size / 1e6:,.1f} MB")
         ranker.index(texts, show_progress=problems.is_terminal)
