@@ -34,7 +34,7 @@ CANDIDATES = 6
 """Articles that a question is asked of."""
 WORDS = (1000, 5000)
 """How long articles are."""
-CUTOFFS = (0.3, 0.4, 0.5)
+CUTOFFS = (0.3, 0.5)
 """Cosines above which LangChain's filter keeps sentences: it has no threshold of its own."""
 
 

@@ -248,7 +248,8 @@ class RerankerAdapter(ModelAdapter):
         """What a reranker is asked; sentences are scored without what is read before a text, such as metadata."""
         fields, reading = type(self).model_fields, ReadingOptions.__annotations__
         chosen: Any = {name: getattr(self, name) for name in reading if getattr(self, name) != fields[name].default}
-        return [text if self.extract else before + text for before, text in texts], {**limits, **chosen}
+        options: Any = {**limits, **chosen}
+        return [text if self.extract else before + text for before, text in texts], options
 
     def _rank(self, query: str, given: Sequence[tuple[str, str]], limits: Limits) -> RankResult:
         """Rank and wait."""
