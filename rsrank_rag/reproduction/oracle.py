@@ -7,13 +7,30 @@ are put together like the terms of RSRank's score: summed over layers and heads,
 from __future__ import annotations
 
 import torch
+from torch import Tensor
+from torch.nn.functional import cosine_similarity
 
 from ..evaluation.datasets import LabelledQuery
-from ..method.shift import oracle_similarity
+from ..method.shift import EPSILON
 from ..rsrank import RSRank
 from ..training.features import FeatureExtractor
 from ..training.recipe import FeaturePart
 from ..training.store import QueryFeatures
+
+
+def oracle_similarity(shift: Tensor, oracle: Tensor) -> Tensor:
+    """Cosine between each document's shift and the shift of all relevant documents together.
+
+    It needs the labels, so it is a yardstick and not a reranker (paper, Section 4.2).
+
+    Args:
+        shift: (N, H, T, D), one layer's shifts.
+        oracle: (H, T, D), the same layer's oracle shift.
+
+    Returns:
+        (N, H, T) cosines in [-1, 1].
+    """
+    return cosine_similarity(shift.float(), oracle.float(), dim=-1, eps=EPSILON)
 
 
 class OracleSimilarity:

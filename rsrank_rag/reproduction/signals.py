@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
+from ..language_model.fusion import layers_of
 from ..method.backbone import Backbone
 from ..method.batching import Ids
 from ..method.probe import Prefixes, Reader, Show
@@ -84,7 +85,7 @@ class SignalReader(ShiftReader):
         if self.signal == "hidden":
             hooks = [
                 layer.register_forward_pre_hook(partial(_show_input, number, keep), with_kwargs=True)
-                for number, layer in enumerate(_layers(self.backbone))
+                for number, layer in enumerate(layers_of(self.backbone.model))
             ]
             try:
                 self.backbone.query_values([[row.query.ids]], prefixes, lambda layer, values: None)
@@ -117,12 +118,3 @@ def _show_input(
 ) -> None:
     """A hook before a layer: hand over the hidden states that enter it, (N, T, hidden), as one head."""
     show(number, (args[0] if args else kwargs["hidden_states"])[:, None])
-
-
-def _layers(core: Backbone) -> nn.ModuleList:
-    """The model's layers: its one list of so many modules."""
-    return next(
-        module
-        for module in core.model.modules()
-        if isinstance(module, nn.ModuleList) and len(module) == core.loaded_layers
-    )
