@@ -12,7 +12,7 @@ from typing import Protocol, runtime_checkable
 
 from ..errors import InputError, RSRankError, ScoringError
 from ..method.explanation import Explanation
-from ..reranker import Pair, Reranker, Scored
+from ..reranker import Pair, Reranker, Scored, score_in_parts
 from .backend import Description, Outcome
 
 FAILURES = 3
@@ -96,7 +96,10 @@ class Engine:
             if not places:
                 continue
             try:
-                outcomes = [_outcome(scored) for scored in self.reranker.score_pairs([pairs[i] for i in places])]
+                own = [pairs[i] for i in places]
+                outcomes = [
+                    _outcome(s) for s in score_in_parts(own, self.reranker.token_ends, self.reranker.score_pairs)
+                ]
                 found.update(list(zip(places, outcomes, strict=True)))  # as a list: all of them or none
             except Exception as error:  # it must not reach another client's pairs, nor end the service
                 _check_device(error)
@@ -131,7 +134,7 @@ def _check_device(error: Exception) -> None:
 
 def _outcome(found: Scored) -> Outcome:
     if math.isfinite(found.score):
-        return Outcome(found.score, found.truncated, found.tokens)
+        return Outcome(found.score, found.truncated, found.tokens, window=found.window, sentences=found.sentences)
     return Outcome(None, fault="unscored", error=f"scored {found.score}.")
 
 
