@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import NoReturn
@@ -63,7 +64,7 @@ class RSRank(Reranker):
         self.backbone, self.prompts, self.config = backbone, prompts, config
         # A copy: the caller may be training the original.
         self.projection = copy.deepcopy(projection).to(backbone.device).requires_grad_(False)
-        store = store_for(backbone, prefix_identity(backbone, config), prefix_cache)
+        store = store_for(backbone, partial(prefix_identity, backbone, config), prefix_cache)
         self.store: PrefixStore | None = store
         self.reader = ShiftReader(backbone, prompts, config.layers, store)
         self.token_budget = token_budget or token_budget_for(backbone.device)
@@ -225,7 +226,7 @@ class RSRank(Reranker):
             ScoringError: A document does not fit into memory even alone.
         """
         indexer = Indexer(self.store, self.backbone, self.prompts)
-        waiting = indexer.waiting(as_list(documents))
+        waiting = indexer.waiting(as_list(documents), whole=True)
         try:
             with _progress(len(waiting), show_progress, "reading") as bar:
                 indexer.write(waiting, self.token_budget, bar.update)

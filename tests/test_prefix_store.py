@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import DOCUMENTS, QUERIES, QUERY, random_projection, unkept
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
 from rsrank_rag import RSRank
@@ -525,6 +525,54 @@ def test_a_folder_that_cannot_be_touched_still_serves(tmp_path, monkeypatch):
     again = store(folder=tmp_path)
     check(again.prefill(DOCS, model), DOCS, error=0.02)
     assert (again.stats()["disk_hits"], again.stats()["corrupt"], model.ran) == (3, 0, DOCS)
+
+
+def test_nobody_else_may_read_what_is_kept(tmp_path):
+    folder = tmp_path / "kept"
+    store(folder=folder).prefill(DOCS, Model())
+    found = [folder, *folder.rglob("*")]
+    assert {oct(path.stat().st_mode & 0o777) for path in found if path.is_dir()} == {"0o700"}
+    assert {oct(path.stat().st_mode & 0o777) for path in found if path.is_file()} == {"0o600"}
+
+
+def test_a_folder_of_another_release_is_refused_and_not_filled_up_beside_it(tmp_path):
+    (tmp_path / "ab").mkdir()
+    old = {"format": "rsrank-prefix-1", "key": "ab"}
+    save_file({"codes": torch.zeros(1)}, tmp_path / "ab" / "ab.safetensors", metadata=old)
+    with pytest.raises(InputError, match="are of another release, or something else is there"):
+        store(folder=tmp_path)
+
+
+def test_a_damaged_file_does_not_count_as_indexed(ranker, tmp_path):
+    kept = keeping(ranker, tmp_path)
+    assert kept.index(DOCUMENTS) == len(DOCUMENTS)
+    path = sorted(tmp_path.glob("*/*.safetensors"))[2]
+    content = path.read_bytes()
+    path.write_bytes(content[:-5] + bytes([content[-5] ^ 1]) + content[-4:])
+    assert [keeping(ranker, tmp_path).index(DOCUMENTS) for _ in range(2)] == [1, 0]
+
+
+@pytest.mark.parametrize("harm", ["one entry", "a block", "two words", "the config"])
+def test_prefixes_of_a_damaged_model_are_not_served_after_its_repair(harm, tiny_ranker, tmp_path):
+    ranker = tiny_ranker("qwen3")
+    identity = keeping(ranker, tmp_path).store._identity
+    core, words = ranker.backbone, ranker.backbone.model.get_input_embeddings().weight
+    before, eps = words.detach().clone(), core.config.rms_norm_eps
+    with torch.no_grad():
+        if harm == "one entry":
+            words[7, 13] += 1e-3
+        elif harm == "a block":
+            words.view(-1)[512:1536] = 0
+        elif harm == "two words":
+            words[[3, 4]] = words[[4, 3]]
+        else:
+            core.config.rms_norm_eps = 1e-3
+    damaged = keeping(ranker, tmp_path).store._identity
+    with torch.no_grad():
+        words.copy_(before)
+        core.config.rms_norm_eps = eps
+    assert damaged != identity
+    assert keeping(ranker, tmp_path).store._identity == identity
 
 
 def test_the_limit_of_a_folder_holds_for_several_stores_together(tmp_path):

@@ -293,6 +293,42 @@ def test_a_damaged_shard_is_one_clear_error(extractor, store_of):
         FeatureStore(store.folder / "elsewhere")
 
 
+def test_features_that_changed_or_are_of_another_store_or_query_are_one_clear_error(extractor, store_of):
+    store, _ = store_of(labelled(2), extractor, shard_bytes=1)
+    other, _ = store_of(labelled(3)[1:], extractor, "other", shard_bytes=1)
+    path = store.path(0)
+    content = path.read_bytes()
+    flipped = content[:-5] + bytes([content[-5] ^ 1]) + content[-4:]
+    relabelled = content.replace(b"[true, false", b"[false, true", 1)
+    assert relabelled != content
+    for changed in (flipped, relabelled, other.path(0).read_bytes(), content[: len(content) // 2]):
+        path.write_bytes(changed)
+        with pytest.raises(TrainingError, match=r"is damaged .* Remove it and run the same"):
+            FeatureStore(store.folder)[0]
+    path.write_bytes(content)
+    assert torch.equal(FeatureStore(store.folder)[0].shifts, store[0].shifts)
+
+
+def test_a_store_of_an_earlier_release_is_read_and_continued(extractor, store_of, loaded):
+    queries = labelled(2)
+    store, plan = store_of(queries, extractor)
+    with safe_open(store.path(0), framework="pt") as file:
+        rows = json.loads(file.metadata()["queries"])
+        tensors = {name: file.get_tensor(name) for name in rows}
+    for row in rows.values():
+        del row["sha256"]
+    save_file(tensors, store.path(0), metadata={"queries": json.dumps(rows)})
+    spec = loaded("qwen3")[2]
+    described = json.loads((store.folder / "store.json").read_text())
+    del described["backbone"]["files"]
+    (store.folder / "store.json").write_text(json.dumps(described))
+    now = spec_for(
+        extractor, queries, plan, spec.model_copy(update={"files": {"config.json": "0"}}), shard_bytes=1 << 30
+    )
+    again = FeatureStore.create(store.folder, now, plan.bytes)
+    assert torch.equal(again[1].shifts, tensors["1"])
+
+
 def test_a_disk_that_is_too_small_is_refused_before_the_work(extractor, loaded, tmp_path):
     queries = labelled(1)
     _, _, spec = loaded("qwen3")

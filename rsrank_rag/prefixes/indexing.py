@@ -30,11 +30,11 @@ class Indexer:
             raise InputError("There is no folder to keep prefixes in. Load the model with prefix_cache=FOLDER.")
         self.store, self.core, self.prompts = store, core, prompts
 
-    def waiting(self, documents: Sequence[str]) -> dict[Ids, int]:
-        """Documents that are not on disk, and where each first stands."""
+    def waiting(self, documents: Sequence[str], *, whole: bool = False) -> dict[Ids, int]:
+        """Documents that are not on disk, if need be as ``whole`` files, and where each first stands."""
         first: dict[Ids, int] = {}
         for position, prompt in enumerate(self.prompts.documents(documents, 0)):
-            if not prompt.empty and not self.store.is_on_disk(prompt.ids):
+            if not prompt.empty and not self.store.is_on_disk(prompt.ids, whole=whole):
                 first.setdefault(prompt.ids, position)
         return first
 

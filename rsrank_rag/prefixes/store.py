@@ -13,7 +13,7 @@ import json
 import logging
 import threading
 from collections import OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -192,8 +192,10 @@ class PrefixStore:
                 return True
         return self.is_on_disk(ids)
 
-    def is_on_disk(self, ids: Ids) -> bool:
-        """Whether a document is kept on disk."""
+    def is_on_disk(self, ids: Ids, *, whole: bool = False) -> bool:
+        """Whether a document is kept on disk; if it has to be ``whole``, it is read."""
+        if whole:
+            return self._from_disk(self.key(ids)) is not None
         return self._disk is not None and self._disk.has(self.key(ids))
 
     def stats(self) -> dict[str, int]:
@@ -225,14 +227,17 @@ class PrefixStore:
         self._keep(key, prefix, packed)
         return prefix
 
-    def _read(self, key: str) -> PackedPrefix | None:
-        packed = None
+    def _from_disk(self, key: str) -> PackedPrefix | None:
         try:
-            packed = None if self._disk is None else self._disk.get(key)
+            return None if self._disk is None else self._disk.get(key)
         except ValueError as error:
             logger.warning("A kept prefix is damaged and is computed again: %s", error)
             with self._lock:
                 self._counts.corrupt += 1
+        return None
+
+    def _read(self, key: str) -> PackedPrefix | None:
+        packed = self._from_disk(key)
         with self._lock:
             if packed is None:
                 self._counts.misses += 1
@@ -282,19 +287,22 @@ class PrefixStore:
             self._counts.evictions += gone
 
 
-def store_for(core: Backbone, identity: Mapping[str, object], choice: Choice) -> PrefixStore | None:
+def store_for(core: Backbone, identity: Callable[[], Mapping[str, object]], choice: Choice) -> PrefixStore | None:
     """The store that a choice of ``prefix_cache`` stands for.
 
     Args:
         core: Runs the documents.
-        identity: Everything else that their prefixes depend on.
+        identity: Everything else that their prefixes depend on. Asked for where others may have written, on disk.
         choice: See `settings.as_prefix_cache`.
 
     Raises:
         InputError: Not a choice.
     """
     chosen = as_prefix_cache(choice)
-    return None if chosen is None else PrefixStore(identity, chosen, device=core.device, dtype=core.dtype)
+    if chosen is None:
+        return None
+    read = {} if chosen.folder is None else identity()
+    return PrefixStore(read, chosen, device=core.device, dtype=core.dtype)
 
 
 def _device_bytes(device: torch.device) -> int:

@@ -27,12 +27,13 @@ from ..evaluation.datasets import LabelledQuery
 from ..evaluation.evaluate import score_dataset, summarise
 from ..evaluation.metrics import ScoredQuery, ranking_metrics
 from ..language_model.check import open_backbone
+from ..language_model.files import folder_of, hashes
 from ..language_model.loading import load_model
 from ..method.backbone import Backbone
 from ..method.batching import token_budget_for
 from ..method.projection import Projection
 from ..method.template import PromptTokenizer
-from ..partial_files import write_text
+from ..partial_files import replacing, write_text
 from ..rsrank import RSRank
 from .estimate import Estimate, estimate
 from .features import VALUES, FeatureExtractor, Reading, digest, plan_features, spec_for, subsample
@@ -151,9 +152,10 @@ class TrainingRun:
         projection, config, samples, validation = self._learn(store)
         config = self._recorded(config, {"validation": validation})
         artifact = self.output / "artifact"
-        hub.write_artifact(artifact, config, projection, hub.model_card(config))
-        if inside:
-            shutil.copytree(recipe.model.source, artifact / INSIDE, dirs_exist_ok=True)
+        with replacing(artifact) as new:
+            hub.write_artifact(new, config, projection, hub.model_card(config))
+            if inside:
+                shutil.copytree(recipe.model.source, new / INSIDE)
         return Result(artifact, config.training.metrics, samples)
 
     # Features
@@ -221,9 +223,9 @@ class TrainingRun:
             max_length=min(core.max_length, part.max_length or core.max_length),
             shared_positions=core.causal,
         )
-        name = part.name if part.source == part.name else INSIDE
+        name, files = part.name if part.source == part.name else INSIDE, hashes(folder_of(part.source, part.revision))
         revision = part.revision or getattr(loaded.model.config, "_commit_hash", None)
-        return core, prompts, describe(core, prompts, name, None if name == INSIDE else revision)
+        return core, prompts, describe(core, prompts, name, None if name == INSIDE else revision, files)
 
     # B
 
