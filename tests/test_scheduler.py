@@ -800,7 +800,7 @@ class Simulated(asyncio.SelectorEventLoop):
 class Timed(SimpleNamespace):
     """In the place of the model's process: reads so many (estimated) tokens a second of the loop's time."""
 
-    loaded, hangs, load_seconds, speed = None, False, 0.0, 1000.0
+    loaded, hangs, load_seconds, speed = None, False, 0.0, 10_000.0
 
     def is_gone(self):
         return False
@@ -814,7 +814,7 @@ class Timed(SimpleNamespace):
         return engine.Step([scheduler_module.Outcome(1.0)] * len(pairs), seconds)
 
 
-async def goodput(load, clients, timeout=3.0, seconds=120.0):
+async def goodput(load, clients, timeout=3.0, seconds=30.0):
     """Share of the model's time that went into requests answered in time, and counts, at so many times its speed."""
     scheduler = Scheduler(Numbers, "fake", canary=None)
     scheduler.model, scheduler._trouble = Timed(), ""
@@ -834,11 +834,11 @@ async def goodput(load, clients, timeout=3.0, seconds=120.0):
     while loop.time() < seconds:
         texts = ["x" * generator.choice([40, 400, 1200]) for _ in range(generator.randint(1, 5))]
         tasks.append(asyncio.create_task(ask(str(generator.randrange(clients)), texts)))
-        await asyncio.sleep(generator.expovariate(load * 1000 / (3 * (547 / 4 + 16))))
+        await asyncio.sleep(generator.expovariate(load * Timed.speed / (3 * (547 / 4 + 16))))
     await asyncio.gather(*tasks)
     ended = loop.time()
     await scheduler.stop()
-    return counts["tokens"] / 1000 / ended, counts
+    return counts["tokens"] / Timed.speed / ended, counts
 
 
 @pytest.mark.parametrize("clients", [1, 20])

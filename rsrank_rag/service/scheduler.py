@@ -238,9 +238,10 @@ class Scheduler:
 
     def _seconds(self, client: str, tokens: int) -> float:
         """How long it should take until so many more tokens of a client are scored, beside all others that wait."""
-        mine = tokens + (self._clients[client].tokens if client in self._clients else 0)
-        others = (found.tokens for name, found in self._clients.items() if name != client)
-        ahead = mine + sum(min(theirs, mine) for theirs in others)  # in equal shares
+        known = self._clients.get(client)
+        mine, clients = tokens + (known.tokens if known else 0), len(self._clients) + (known is None)
+        # Others come meanwhile, and double what waits or get as much as this one; the last batch ends for all in it.
+        ahead = min(mine * clients, 2 * (self._waiting_tokens + tokens)) + self._room()
         # What should be done by now and is not may take as long again.
         rest = 0.0 if self._in_hand_until is None else abs(self._in_hand_until - asyncio.get_running_loop().time())
         return rest + ahead / self._rate
@@ -297,9 +298,13 @@ class Scheduler:
             else:
                 await self._work.wait()
 
+    def _room(self) -> int:
+        """Tokens that a batch may have."""
+        return max(self.limits.least_tokens, int(self._rate * self.limits.step_seconds))
+
     def _next_batch(self) -> list[_Item]:
         """What is scored next: pairs of whichever client has had the least, until the batch takes long enough."""
-        room = max(self.limits.least_tokens, int(self._rate * self.limits.step_seconds))
+        room = self._room()
         batch: list[_Item] = []
         while self._clients:
             name = min(self._clients, key=lambda name: self._clients[name].served)
