@@ -4,6 +4,8 @@ import asyncio
 import json
 import os
 import socket
+import subprocess
+import sys
 import time
 from contextlib import ExitStack
 
@@ -138,11 +140,10 @@ def test_while_all_connections_are_busy_health_is_answered_and_nothing_else():
 
 def test_an_answer_that_nobody_reads_does_not_stay():
     documents = ["1 " + "x" * 100_000] * 150
-    closed = []
     with address_of(scheduler(Numbers()), Limits(head_seconds=0.3)) as url, connected(url) as connection:
         body = json.dumps({"query": "q", "documents": documents, "return_documents": True}).encode()
         connection.sendall(HEAD + b"Content-Type: application/json\r\nContent-Length: %d\r\n\r\n" % len(body) + body)
-        wait_until(lambda: "slow reader" in httpx.get(f"{url}/metrics").text or closed)
+        wait_until(lambda: "slow reader" in httpx.get(f"{url}/metrics").text)
 
 
 def test_connections_leave_room_for_other_files(monkeypatch):
@@ -181,7 +182,7 @@ def test_values_are_counted_however_a_body_is_cut_into_pieces(value, ascii_only,
 
 
 @pytest.mark.parametrize("entry", [b"[]", b"{}", b"0", b'""', b'"\\""'])
-async def test_a_body_of_many_small_values_is_refused_before_it_is_parsed(entry, monkeypatch):
+async def test_a_body_of_many_small_values_is_refused_before_it_is_parsed(entry):
     async def pieces():
         yield b'{"query": "q", "documents": ['
         for _ in range(3_000):
@@ -197,16 +198,18 @@ async def test_a_body_of_many_small_values_is_refused_before_it_is_parsed(entry,
 
 async def test_bodies_that_come_together_are_limited_together(monkeypatch):
     monkeypatch.setattr(gate, "BODIES", 2)
-    never = asyncio.Event()
+    taken, never = [], asyncio.Event()
 
     async def stays():
         yield b" " * 900
+        taken.append(900)
         await never.wait()
 
     async with serving(max_body_bytes=1000) as http:
         held = [asyncio.create_task(http.post("/v1/rerank", content=stays(), headers=JSON)) for _ in range(2)]
-        while (await http.post("/v1/rerank", content=b" " * 300, headers=JSON)).status_code != 429:
+        while len(taken) < 2:
             await asyncio.sleep(0.01)
+        assert (await http.post("/v1/rerank", content=b" " * 300, headers=JSON)).status_code == 429
         assert (await http.post("/v1/rerank", json=RERANK)).status_code == 200
         for task in held:
             task.cancel()
@@ -418,9 +421,6 @@ def test_freed_memory_of_mixed_lengths_goes_back():
         "while size() > 0.3 * full and time.monotonic() < ends: time.sleep(0.05)\n"
         "print(full, held, size())\n"
     )
-    import subprocess
-    import sys
-
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300, check=True)
     full, _, left = map(int, done.stdout.split())
     assert left < 0.3 * full
