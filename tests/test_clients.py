@@ -235,9 +235,10 @@ def test_the_api_ranker_of_rerankers(service, provider, path):
     assert [(row.document.doc_id, row.score) for row in found.results] == BEST_FIRST
 
 
-def test_xinferences_client(open_service):
+@pytest.mark.parametrize("key", [None, KEY])
+def test_xinferences_client(open_service, service, key):
     library = pytest.importorskip("xinference_client")
-    model = library.RESTfulClient(open_service).get_model("any")
+    model = library.RESTfulClient(open_service if key is None else service, api_key=key).get_model("any")
     found = model.rerank(TEXTS, "q", top_n=2, return_documents=True)
     assert [(row["index"], row["relevance_score"]) for row in found["results"]] == BEST_FIRST[:2]
     assert found["results"][0]["document"]["text"] == "3 three"

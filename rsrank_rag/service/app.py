@@ -80,6 +80,12 @@ class Status(BaseModel):
     status: str
 
 
+class Auth(BaseModel):
+    """Whether requests need a key, as Xinference's client asks."""
+
+    auth: bool
+
+
 class Info(BaseModel):
     """What is served, and what is allowed."""
 
@@ -142,6 +148,7 @@ class _Service:
         page = {**described(404), **_text("text/html")}
         open_routes.add_api_route("/", self.page, response_class=Response, responses=page)
         open_routes.add_api_route("/health", self.health, response_model=Status)
+        open_routes.add_api_route("/v1/cluster/auth", self.auth, response_model=Auth)
         open_routes.add_api_route("/ready", self.ready, response_model=Status, responses=described(503))
 
         # The gate asks for keys; this only describes it.
@@ -224,6 +231,10 @@ class _Service:
     async def health(self) -> Status:
         """Whether the service is alive."""
         return Status(status="ok")
+
+    async def auth(self) -> Auth:
+        """Whether requests need a key: Xinference."""
+        return Auth(auth=self.settings.closed)
 
     async def ready(self) -> Status:
         """Whether requests are answered, and the last canary scored as it should."""

@@ -25,7 +25,7 @@ from .tracing import request_span
 
 logger = logging.getLogger(__name__)
 
-OPEN = frozenset({"/", "/health", "/ready"})
+OPEN = frozenset({"/", "/health", "/ready", "/v1/cluster/auth"})
 """Routes that need no key."""
 
 QUIET = frozenset({"/health", "/ready", "/metrics"})
