@@ -536,6 +536,8 @@ async def test_a_stopping_service_is_503_with_a_time_to_come_back():
 class Broken:
     """A backend with an error that nobody thought of."""
 
+    name = "broken"
+
     async def start(self):
         pass
 
