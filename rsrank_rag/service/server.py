@@ -74,7 +74,7 @@ class _Doors:
 
 
 class _Connection(H11Protocol):
-    """One connection; `_protocol` sets ``doors``."""
+    """One connection; `Server` sets ``doors``."""
 
     doors: _Doors
     since = 0.0
@@ -88,7 +88,7 @@ class _Connection(H11Protocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
         self.since = self.loop.time()
-        self._limit_time("slow head")
+        self._await_head()
         if len(self.connections) > self.doors.most:
             idle = [other for other in self.connections if other is not self and other.idle]  # type: ignore[union-attr]
             if idle:
@@ -100,15 +100,14 @@ class _Connection(H11Protocol):
 
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
-        self.since = self.loop.time() if not self.idle else self.since
         if not self.idle:
             self._no_limit()
         elif self.timer is None:  # the head of the next request, or more than was asked for
-            self._limit_time("slow head")
+            self._await_head()
 
     def pause_writing(self) -> None:
         super().pause_writing()
-        self._limit_time("slow reader")
+        self._watch_reader(math.inf)
 
     def resume_writing(self) -> None:
         super().resume_writing()
@@ -122,9 +121,17 @@ class _Connection(H11Protocol):
         self.since = self.loop.time()
         super().on_response_complete()
 
-    def _limit_time(self, why: str) -> None:
+    def _await_head(self) -> None:
+        self.timer = self.loop.call_later(self.doors.limits.head_seconds, self.doors.close, self, "slow head")
+
+    def _watch_reader(self, before: float) -> None:
+        """Close the connection unless its client has read something since the last look; look again later."""
+        left = self.transport.get_write_buffer_size()
+        if left >= before:
+            self.doors.close(self, "slow reader")
+            return
         self._no_limit()
-        self.timer = self.loop.call_later(self.doors.limits.head_seconds, self.doors.close, self, why)
+        self.timer = self.loop.call_later(self.doors.limits.head_seconds, self._watch_reader, left)
 
     def _no_limit(self) -> None:
         if self.timer is not None:
