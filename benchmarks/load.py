@@ -123,7 +123,7 @@ class Server:
             self.port = probe.getsockname()[1]
         self.url = f"http://127.0.0.1:{self.port}"
         self.command = [sys.executable, "-m", "rsrank_rag", "serve", "--model", model, "--port", str(self.port)]
-        self.command += ["--no-canary", "--log-level", "warning", *arguments]
+        self.command += ["--no-canary", "--notice", "0", "--log-level", "warning", *arguments]
         self.process: subprocess.Popen[bytes] | None = None
 
     def __enter__(self) -> Server:
@@ -149,7 +149,7 @@ class Server:
         """Send a signal and wait for the end."""
         assert self.process is not None
         self.process.send_signal(how)
-        self.process.wait(60)
+        self.process.wait(150)
 
     @property
     def model_process(self) -> int | None:
