@@ -776,8 +776,10 @@ async def test_the_end_does_not_wait_for_what_nobody_waits_for(tmp_path):
         task = asyncio.create_task(scheduler.score(pairs("hang")))  # for a minute
         await until(lambda: not (tmp_path / "flag").exists())
         task.cancel()
+        await asyncio.gather(task, return_exceptions=True)
         started = time.monotonic()
     assert time.monotonic() - started < 50
+    assert scheduler.stats()["restarts"] == 0
 
 
 # Time

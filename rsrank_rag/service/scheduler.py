@@ -168,11 +168,15 @@ class Scheduler:
         if self._runner is not None:
             self._work.set()
             self._ending.set()
-            if self._in_hand and not self._waiting and all(item.done.done() for item in self._in_hand):
-                self.model.kill()  # nobody waits for what it is doing
+            if self._in_hand and self._is_abandoned():
+                self.model.kill()
             await asyncio.wait([self._runner])
             self._runner = None
         await asyncio.to_thread(self.model.end)
+
+    def _is_abandoned(self) -> bool:
+        """Whether nobody waits for what the model is doing, nor for anything else."""
+        return not self._waiting and all(item.done.done() for item in self._in_hand)
 
     async def score(self, pairs: Sequence[Pair], *, client: str = "", timeout: float | None = None) -> list[Outcome]:
         """One outcome for each pair of any queries, in input order; cancelling the call cancels the work.
@@ -338,7 +342,8 @@ class Scheduler:
                 results = step.outcomes
         except BrokenProcessPool:
             self._suspect(batch, suspect)
-            await self._restart()
+            if not (self._stopping and self._is_abandoned()):
+                await self._restart()
             return
         except RSRankError as error:
             results = [_failure(item, error) for item in batch]
