@@ -731,7 +731,7 @@ def test_a_document_that_several_queries_share_is_read_once(ranker, monkeypatch)
 
     def watched(lines, prefixes, *rest):
         rows.append((len(lines), len(prefixes)))
-        query_values(lines, prefixes, *rest)
+        return query_values(lines, prefixes, *rest)
 
     expected = [ranker.score(query, DOCUMENTS) for query in QUERIES]
     monkeypatch.setattr(ranker.backbone, "prefill", counted)
