@@ -94,7 +94,7 @@ def test_scores_are_those_of_the_model(ranker, tmp_path):
     out = read(tmp_path / "out")
     assert [{name: row[name] for name in ("id", "query", "document")} for row in out] == rows
     expected = [ranker.score(row["query"], [row["document"]])[0] for row in rows]
-    assert [row["score"] for row in out] == pytest.approx(expected, abs=1e-5)
+    assert [row["score"] for row in out] == pytest.approx(expected, abs=1e-4)  # other batches: fp32 rounding
     assert [row["kept"] for row in out] == [score > 0 for score in expected]
     assert {row["error"] for row in out} == {None}
 
