@@ -249,10 +249,10 @@ def test_a_result_as_plain_values_holds_every_document_once():
 def test_a_result_as_a_data_frame_has_a_row_a_document_best_first():
     pytest.importorskip("pandas")
     frame = result_of(2.0, -1.0, 3.0).to_pandas()
-    assert list(frame.columns) == ["kept", "index", "text", "score", "truncated"]
+    assert list(frame.columns) == ["kept", "index", "text", "score", "truncated", "window", "excerpts", "heading"]
     assert frame["index"].tolist() == [2, 0, 1]
     assert frame["kept"].tolist() == [True, True, False]
-    assert result_of().to_pandas().shape == (0, 5)
+    assert result_of().to_pandas().shape == (0, 8)
 
 
 def test_without_pandas_the_command_that_installs_it_is_named(monkeypatch):
