@@ -369,7 +369,7 @@ def test_sixteen_threads_sharing_one_ranker_get_the_sequential_scores(kind, tiny
     with ThreadPoolExecutor(16) as pool:
         found = list(pool.map(lambda job: ranker.score(*job), jobs))
     for row, wanted in zip(found, expected, strict=True):
-        assert row == pytest.approx(wanted, abs=1e-5)
+        assert row == pytest.approx(wanted, abs=EXACT)
 
 
 # Failures
