@@ -356,7 +356,7 @@ def test_numbers_of_training_queries_become_a_curve_with_intervals_a_set():
     assert sample_curves(figures_of([row("base", "a", (1.0,))])) == {}
 
 
-@pytest.mark.parametrize("recipe", ["mini", "qwen3-8b"])
+@pytest.mark.parametrize("recipe", ["encoder", "qwen3-8b"])
 def test_every_ablation_is_a_valid_change_of_a_shipped_recipe(recipe):
     unchanged = Recipe.load(recipe)
     same = {f"P={unchanged.fit.projection_dim}"}

@@ -14,8 +14,8 @@ from ..language_model.loading import LOAD_ERRORS, shortened
 from ..method.losses import calibration_loss
 from ..method.projection import Projection
 from ..method.template import PromptTokenizer
+from .batches import Batch, batch_scores
 from .features import Plan, plan_features
-from .fit import Batch, batch_scores
 from .recipe import Recipe
 from .store import QueryFeatures, free_memory
 
@@ -140,7 +140,9 @@ def _training_rate(weight: torch.Tensor) -> float:
     batch = Batch.of([QueryFeatures(shifts, labels, _TOKENS, oracle=False)]).to(weight.device)
 
     def step() -> None:
-        scores, _ = batch_scores(weight, batch, torch.bfloat16 if weight.device.type == "cuda" else torch.float32)
+        scores, _ = batch_scores(
+            {"weight": weight}, batch, torch.bfloat16 if weight.device.type == "cuda" else torch.float32
+        )
         calibration_loss(scores, batch.relevant, batch.valid).backward()  # type: ignore[no-untyped-call]
 
     return rows / _seconds(step, weight.device)

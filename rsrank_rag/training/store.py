@@ -41,6 +41,7 @@ class FeatureSpec(BaseModel):
     layers: tuple[int, ...]
     signal: str = Field(default="values", description="Others than value vectors are made by ablations only.")
     null_prefix: str = Field(default="empty", description="What is subtracted; likewise.")
+    fusion_layer: int = Field(default=0, description="The first layer in which queries see documents.")
     dtype: Literal["float16", "bfloat16"]
     compute_dtype: str = Field(description="What the language model computed in.")
     bits: int = Field(description="Of the language model's weights.")
@@ -61,12 +62,14 @@ class QueryFeatures:
         shifts: (L, H, M * T, D): T rows for each document, then, if there is an oracle, its T rows.
         tokens: T.
         oracle: Whether the last T rows are the oracle shift: all relevant documents together.
+        agreement: Of each document with the query; nothing where the model has no fusion layer.
     """
 
     shifts: Tensor
     relevant: tuple[bool, ...]
     tokens: int
     oracle: bool
+    agreement: tuple[float, ...] = ()
 
 
 class FeatureSource(Protocol):
@@ -145,7 +148,7 @@ class FeatureStore:
         """Write a whole shard; it appears only when it is complete."""
         rows = dict(zip(map(str, self.ranges()[shard]), features, strict=True))
         labels = {
-            number: {"relevant": list(query.relevant), "tokens": query.tokens, "oracle": query.oracle}
+            number: {name: value for name, value in vars(query).items() if name != "shifts"}
             for number, query in rows.items()
         }
         partial = partial_of(self.path(shard))
@@ -186,7 +189,8 @@ class FeatureStore:
             raise TrainingError(
                 f"{self.path(shard)} is damaged ({error}). Remove it and run the same rsrank features command again."
             ) from error
-        return QueryFeatures(shifts, tuple(row["relevant"]), row["tokens"], row["oracle"])
+        agreement = tuple(row.get("agreement", ()))
+        return QueryFeatures(shifts, tuple(row["relevant"]), row["tokens"], row["oracle"], agreement)
 
     def fill(self, extract: Callable[[int], QueryFeatures], *, worker: int = 0, workers: int = 1) -> Iterator[int]:
         """Make the missing shards that fall to one of several workers.
