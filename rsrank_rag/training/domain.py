@@ -1,9 +1,9 @@
 """Training for a domain: an artifact's weights, moved as far as labelled queries speak for it and no farther.
 
 What is sought is the most probable change of the weights: the loss of all queries plus ``strength / 2`` times the
-squared change, in units that move a typical score alike in every artifact. Few queries weigh little against the second part, so the base
-stays; many move it. The strength is the one of several that is best on queries left out of training (cross-validation),
-and one of them is endless: the base as it is.
+squared change, in units that move a typical score alike in every artifact. Few queries weigh little against the second
+part, so the base stays; many move it. The strength is the one of several that is best on queries left out of training
+(cross-validation), and one of them is endless: the base as it is.
 """
 
 from __future__ import annotations
@@ -190,7 +190,11 @@ class _Near:
 
     def _minimise(self, change: Weights, numbers: Sequence[int], strength: float) -> None:
         optimizer = torch.optim.LBFGS(
-            list(change.values()), max_iter=self.options.iterations, history_size=10, line_search_fn="strong_wolfe"
+            list(change.values()),
+            max_iter=self.options.iterations,
+            history_size=10,
+            tolerance_change=1e-4,
+            line_search_fn="strong_wolfe",
         )
 
         def closure() -> Tensor:
