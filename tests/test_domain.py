@@ -110,16 +110,19 @@ def plain_loss(weights, features):
     return total
 
 
-def test_the_weights_are_those_of_the_least_loss_and_squared_change(base):
+@pytest.mark.parametrize("projection_from", [0, 300])
+def test_the_weights_are_those_of_the_least_loss_and_squared_change(base, projection_from):
     features = domain_features(3)
-    near = domain._Near(features, base, DomainOptions(), torch.device("cpu"))
+    near = domain._Near(features, base, DomainOptions(projection_from=projection_from), torch.device("cpu"))
     *_, found = near.path(range(3), (math.inf, 2.0))
     start = {name: weight.detach().double() for name, weight in base.named_parameters()}
     trained = {name: weight.detach().double() for name, weight in found.named_parameters()}
 
     def objective(moved):
         change = torch.tensor(moved) * near.units["agreement"].double()
-        penalty = sum((((trained[n] - start[n]) / near.units[n]) ** 2).sum().item() for n in ("weight", "head_weight"))
+        penalty = sum(
+            (((trained[n] - start[n]) / near.units[n]) ** 2).sum().item() for n in near.units if n != "agreement"
+        )
         weights = {**trained, "agreement": start["agreement"] + change}
         return plain_loss(weights, features) + 2.0 / 2 * (penalty + sum(x * x for x in moved))
 
@@ -133,6 +136,7 @@ def test_few_queries_move_the_weights_less_than_many_and_an_endless_strength_not
     near = domain._Near(features, base, DomainOptions(), torch.device("cpu"))
     (same, few), (_, many) = (list(near.path(range(count), (math.inf, 10.0))) for count in (4, 40))
     assert differences(same, base) == [0.0, 0.0, 0.0]
+    assert differences(many, base)[0] == 0  # B, of which so few queries say nothing
     assert 0 < differences(few, base)[2] < differences(many, base)[2]
 
 

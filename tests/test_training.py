@@ -750,7 +750,7 @@ def test_too_few_queries_are_refused_with_the_reason(recipe_file, tmp_path):
 
 
 def test_the_shipped_recipes_are_valid_and_keep_fever_out_of_training():
-    assert shipped() == ["mini", "qwen3-0.6b", "qwen3-8b", "your-data"]
+    assert shipped() == ["encoder", "mini", "qwen3-0.6b", "qwen3-8b", "your-data"]
     for name in shipped():
         Recipe.load(name)
     paper = Recipe.load("qwen3-8b")
@@ -780,15 +780,16 @@ def test_a_wrong_setting_is_one_clear_error(recipe_file, setting, message):
 
 
 def test_an_unknown_recipe_lists_those_there_are():
-    with pytest.raises(InputError, match=r"neither one of mini, qwen3-0\.6b, qwen3-8b, your-data nor a TOML"):
+    with pytest.raises(InputError, match=r"neither one of encoder, mini, qwen3-0\.6b, qwen3-8b, your-data nor a TOML"):
         Recipe.load("qwen4")
 
 
 @pytest.mark.slow
-def test_the_mini_recipe_trains_a_b_for_the_built_in_encoder(tmp_path):
+@pytest.mark.parametrize(("recipe", "part"), [("mini", "domain.iterations"), ("encoder", "fit.epochs")])
+def test_the_built_in_model_is_trained_further_and_its_encoder_anew(tmp_path, recipe, part):
     data = written(tmp_path / "own.jsonl", labelled(6))
-    settings = ["--set", "fit.epochs=1", "--set", "model.dtype=float32", "--set", "model.device=cpu"]
-    run("train", "--config", "mini", "--data", data, "--output", tmp_path / "run", *settings)
+    settings = ["--set", f"{part}=1", "--set", "model.dtype=float32", "--set", "model.device=cpu"]
+    run("train", "--config", recipe, "--data", data, "--output", tmp_path / "run", *settings)
     ranker = RSRank.from_pretrained(tmp_path / "run" / "artifact", device="cpu", dtype="float32")
     assert ranker.config.backbone.name == "./backbone"
     assert len(ranker.score(QUERIES[0], DOCUMENTS)) == len(DOCUMENTS)

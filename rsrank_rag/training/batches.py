@@ -109,12 +109,17 @@ def batches(features: FeatureSource, order: Sequence[int], size: int, device: to
 def batch_scores(weights: Weights, batch: Batch, precision: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
     """Scores of a batch, and the terms of its oracle shifts.
 
-    `precision`: of the matrix product; cosines and sums are fp32.
+    `weights`: without B, what stands in the place of the shifts are its cosines. `precision`: of the matrix product;
+    cosines and sums are fp32.
 
     Returns:
         Scores (Q, N), and each oracle's mean term over layers, heads and tokens.
     """
-    terms = cosine_to_ones((batch.shifts.to(precision) @ weights["weight"].to(precision).mT).float())  # (L, H, M)
+    if "weight" in weights:
+        projected = batch.shifts.to(precision) @ weights["weight"].to(precision).mT
+        terms = cosine_to_ones(projected.float())  # (L, H, M)
+    else:
+        terms = batch.shifts[..., 0]
     if "head_weight" in weights:
         terms = terms * weights["head_weight"][..., None]
     places = batch.valid.numel()

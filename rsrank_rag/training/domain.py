@@ -4,6 +4,8 @@ What is sought is the most probable change of the weights: the loss of all queri
 squared change, in units that move a typical score alike in every artifact. Few queries weigh little against the second
 part, so the base stays; many move it. The strength is the one of several that is best on queries left out of training
 (cross-validation), and one of them is endless: the base as it is.
+
+Below some hundred queries B stays where an artifact has other weights: these are few, and move scores more.
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ import json
 import math
 import random
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
@@ -24,9 +26,10 @@ from torch.nn.functional import softplus
 from ..errors import TrainingError
 from ..evaluation.metrics import ScoredQuery
 from ..method.projection import Projection
+from ..method.shift import cosine_to_ones
 from ..partial_files import write_text
 from .batches import Batch, Weights, batch_scores, batches, check_labels, device_for, score_batch
-from .store import FeatureSource
+from .store import FeatureSource, QueryFeatures
 
 SPREAD = {"weight": 0.3, "head_weight": 0.3, "agreement": 1.0}
 """By how much a change of one unit moves a typical score, by tensor."""
@@ -40,6 +43,7 @@ class DomainOptions(BaseModel):
     strengths: tuple[float, ...] = Field(default=(10.0, 1.0), min_length=1, description="Besides the base as it is.")
     folds: int = Field(default=5, ge=2, description="Parts that are left out of training, one after another.")
     hold_out_from: int = Field(default=500, description="From so many queries on, two tenths are left out instead.")
+    projection_from: int = Field(default=300, description="B moves from so many queries on, if there is more to move.")
     iterations: int = Field(default=40, gt=0, description="Of L-BFGS, at most.")
     batch_queries: int = Field(default=16, gt=0)
     seed: int = 0
@@ -145,12 +149,23 @@ def domain_loss(scores: Tensor, relevant: Tensor, valid: Tensor) -> Tensor:
     return order.sum(1) / positive.sum(1).clamp_min(1) + 2 * zero.sum(1) / valid.sum(1).clamp_min(1)
 
 
+def with_cosines(query: QueryFeatures, weight: Tensor) -> QueryFeatures:
+    """A query with the mean cosines that B, (L, H, P, D), gives its documents in the place of their shifts."""
+    cosines = cosine_to_ones(query.shifts.to(weight.device).float() @ weight.mT)  # (L, H, M * T)
+    means = cosines.unflatten(2, (-1, query.tokens)).mean(3, keepdim=True)
+    return replace(query, shifts=means, tokens=1)
+
+
 class _Near:
     """Weights near a base's."""
 
     def __init__(self, features: FeatureSource, base: Projection, options: DomainOptions, device: torch.device) -> None:
-        self.features, self.base, self.options, self.device = features, base, options, device
-        self.weights = {name: weight.detach().to(device) for name, weight in base.named_parameters()}
+        self.base, self.options, self.device = base, options, device
+        weights = {name: weight.detach().to(device) for name, weight in base.named_parameters()}
+        if len(weights) > 1 and len(features) < options.projection_from:
+            fixed = weights.pop("weight")
+            features = [with_cosines(features[number], fixed) for number in range(len(features))]
+        self.features, self.weights = features, weights
         self.units = self._units()
 
     def path(self, numbers: Sequence[int], strengths: Sequence[float]) -> Iterator[Projection]:
@@ -160,12 +175,13 @@ class _Near:
             if math.isfinite(strength):
                 self._minimise(change, numbers, strength)
             found = copy.deepcopy(self.base)
-            found.load_state_dict({name: weight.detach() for name, weight in self._moved(change).items()})
+            found.load_state_dict({**found.state_dict(), **self._moved(change)})
             yield found
 
     def held_out(self, projection: Projection, numbers: Sequence[int]) -> dict[str, list[object]]:
         """Losses and scores of queries."""
-        weights = {name: weight.detach().to(self.device) for name, weight in projection.named_parameters()}
+        given = dict(projection.named_parameters())
+        weights = {name: given[name].detach().to(self.device) for name in self.weights}
         losses, queries = [], []
         for batch in self._batches(numbers):
             queries += [asdict(row) for row in score_batch(weights, batch)]

@@ -118,7 +118,7 @@ def estimate(recipe: Recipe, queries: list[LabelledQuery], evaluation: list[Labe
         flops=2.0 * working * (plan.prompt_tokens + tokens),
         flops_per_second=_matmul_rate(device, dtype) / 2,
         parameters=first.numel(),
-        epochs=recipe.fit.epochs if recipe.method == "gradient" else 1,
+        epochs=recipe.passes,
         rows_per_second=_training_rate(first.requires_grad_()),
         memory=max(free, free_memory()) // 2,
     )

@@ -233,6 +233,13 @@ class Recipe(BaseModel):
         return chosen
 
     @property
+    def passes(self) -> int:
+        """How often features are read, at most."""
+        if self.base is not None:
+            return (self.domain.folds + 1) * len(self.domain.strengths) * self.domain.iterations
+        return self.fit.epochs if self.method == "gradient" else 1
+
+    @property
     def held(self) -> int | float:
         """Validation queries, as a number or a share."""
         return self.validation_queries or self.validation_share
@@ -289,10 +296,11 @@ def _from_base(base: str, raw: dict[str, Any]) -> dict[str, Any]:
     folder = hub.resolve(base)
     config = hub.read_config(folder)
     own = config.model_dump(mode="json", include={"template", "layers", "projection_dim", "max_length"})
-    ignored = sorted(set(raw.get("fit", {})) - {"seed"}) + ["features.layers"] * ("layers" in raw.get("features", {}))
-    if ignored or raw.get("method", "gradient") != "gradient":
+    ignored = [f"fit.{name}" for name in raw.get("fit", {}) if name != "seed"]
+    ignored += ["features.layers"] * ("layers" in raw.get("features", {})) + ["method"] * ("method" in raw)
+    if ignored:
         raise InputError(
-            f"{', '.join(ignored) or 'method'} cannot be set: training that begins with an artifact ({base}) keeps its "
+            f"{', '.join(ignored)} cannot be set: training that begins with an artifact ({base}) keeps its "
             "layers and objective. See [domain] in docs/training.md, or take a recipe without a base, such as encoder."
         )
     inside = config.backbone.name == INSIDE
@@ -302,6 +310,7 @@ def _from_base(base: str, raw: dict[str, Any]) -> dict[str, Any]:
         "template": own["template"],
         "features": {"layers": own["layers"]},
         "fit": {"projection_dim": own["projection_dim"]},
+        "license": raw.get("license", config.license),
     }
 
 

@@ -79,6 +79,7 @@ class Learned:
         measured: What was scored without the language model, and its name.
         settings: How B was trained, for the artifact.
         notes: Likewise, in words.
+        threshold: A base's own, where that is kept.
     """
 
     projection: Projection
@@ -87,6 +88,7 @@ class Learned:
     notes: str = ""
     samples: list[dict[str, float]] = field(default_factory=list)
     verdict: Verdict | None = None
+    threshold: float = 0.0
 
 
 @dataclass
@@ -267,9 +269,8 @@ class TrainingRun:
     def _near(self, store: FeatureStore, features: FeatureSource) -> Learned:
         """Weights near the base's, unless they are worse."""
         recipe, folder = self.recipe, hub.resolve(str(self.recipe.base))
-        base = hub.read_projection(folder, hub.read_config(folder))
-        content = b"".join(weight.detach().numpy().tobytes() for weight in base.parameters())
-        identity = hashlib.sha256(store.spec.model_dump_json().encode() + content).hexdigest()
+        config = hub.read_config(folder)
+        base = hub.read_projection(folder, config)
         with tqdm(desc="folds", unit="fold", disable=not self.progress) as bar:
 
             def show(done: int, of: int) -> None:
@@ -282,13 +283,13 @@ class TrainingRun:
                 recipe.domain,
                 output=self.output / "folds",
                 device=recipe.model.device,
-                identity=identity,
+                identity=_digest(base, store.spec.model_dump_json()),
                 on_fold=show,
             )
         for strength, loss in trained.losses.items():
             what = "the base's weights" if math.isinf(strength) else f"weights near them, strength {strength:g}"
             self.say(f"loss {loss:.3f} on queries left out of training: {what}")
-        verdict = judge(trained.base, trained.trained)
+        verdict = judge(trained.base, trained.trained, (config.threshold, 0.0))
         keep = verdict.outcome == WORSE and not self.accept
         if verdict.outcome == WORSE and self.accept:
             verdict = verdict.model_copy(update={"outcome": "worse: taken all the same"})
@@ -302,7 +303,8 @@ class TrainingRun:
         notes = f" Base and trained weights on {verdict.queries} queries left out of training: {verdict.outcome}"
         notes += ". Metrics are of those queries."
         projection, rows = (base, trained.base) if keep else (trained.projection, trained.trained)
-        return Learned(projection, ("held out", rows), settings, notes, verdict=verdict)
+        threshold = config.threshold if keep else 0.0
+        return Learned(projection, ("held out", rows), settings, notes, verdict=verdict, threshold=threshold)
 
     def _from_nothing(self, store: FeatureStore, features: FeatureSource) -> Learned:
         """B by the recipe's method, with the curves of its epochs and of the number of queries."""
@@ -337,8 +339,7 @@ class TrainingRun:
     def _scored(self, ranker: RSRank, label: str, queries: list[LabelledQuery]) -> list[ScoredQuery]:
         """Scores of an evaluation set; those of an earlier run with the same B are taken from its file."""
         titles = self.recipe.features.titles
-        content = ranker.projection.weight.detach().cpu().numpy().tobytes()
-        key = hashlib.sha256(content + digest(queries, titles=titles).encode()).hexdigest()
+        key = _digest(ranker.projection, digest(queries, titles=titles))
         path = self.output / "scores" / f"{label}.json"
         if path.exists():
             kept = json.loads(path.read_text(encoding="utf-8"))
@@ -360,6 +361,7 @@ class TrainingRun:
             fusion_layer=spec.fusion_layer,
             template=spec.template,
             max_length=spec.max_length,
+            threshold=learned.threshold,
             license=recipe.license,
             training=TrainingRecord(
                 data=spec.sources,
@@ -422,6 +424,12 @@ def _local_device() -> str:
     from accelerate import PartialState
 
     return str(PartialState().device)
+
+
+def _digest(projection: Projection, text: str) -> str:
+    """sha256 of all weights and a text."""
+    content = b"".join(weight.detach().cpu().numpy().tobytes() for weight in projection.parameters())
+    return hashlib.sha256(content + text.encode()).hexdigest()
 
 
 def _dump(path: Path, content: Any) -> None:
