@@ -105,8 +105,11 @@ def plain_loss(weights, features):
             scores.append(score)
         rivals = sum(math.exp(s) for s, label in zip(scores, query.relevant, strict=True) if not label) + 1.0
         order = [math.log(1 + rivals / math.exp(s)) for s, label in zip(scores, query.relevant, strict=True) if label]
+        weights_of = [2.0 if label else 1.0 for label in query.relevant]
         zero = [math.log(1 + math.exp(-s if label else s)) for s, label in zip(scores, query.relevant, strict=True)]
-        total += statistics.fmean(order) + 2 * statistics.fmean(zero)
+        total += statistics.fmean(order) + 2 * sum(w * z for w, z in zip(weights_of, zero, strict=True)) / sum(
+            weights_of
+        )
     return total
 
 
@@ -147,7 +150,7 @@ def test_training_finds_the_border_of_a_domain_and_says_so(base, tmp_path):
     assert statistics.fmean(by_query(after)["f1"]) > statistics.fmean(by_query(before)["f1"]) + 0.2
     assert judge(found.base, found.trained).outcome == "better"
     assert math.isfinite(found.strength)
-    assert found.losses[found.strength] == min(found.losses.values())
+    assert found.values[found.strength] == max(found.values.values())
     assert found.base == [
         row for held in parts(20, DomainOptions()) for row in scored([features[i] for i in held], base)
     ]

@@ -2,8 +2,8 @@
 
 What is sought is the most probable change of the weights: the loss of all queries plus ``strength / 2`` times the
 squared change, in units that move a typical score alike in every artifact. Few queries weigh little against the second
-part, so the base stays; many move it. The strength is the one of several that is best on queries left out of training
-(cross-validation), and one of them is endless: the base as it is.
+part, so the base stays; many move it. Of several strengths, that is taken which is best on queries left out of training
+(cross-validation), by the mean of nDCG@5 and F1 at zero; the base as it is, unless it gains more than a standard error.
 
 Below some hundred queries B stays where an artifact has other weights: these are few, and move scores more.
 """
@@ -17,6 +17,7 @@ import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field
@@ -30,6 +31,7 @@ from ..method.shift import cosine_to_ones
 from ..partial_files import write_text
 from .batches import Batch, Weights, batch_scores, batches, check_labels, device_for, score_batch
 from .store import FeatureSource, QueryFeatures
+from .verdict import by_query
 
 SPREAD = {"weight": 0.3, "head_weight": 0.3, "agreement": 1.0}
 """By how much a change of one unit moves a typical score, by tensor."""
@@ -40,7 +42,9 @@ class DomainOptions(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    strengths: tuple[float, ...] = Field(default=(10.0, 1.0), min_length=1, description="Besides the base as it is.")
+    strengths: tuple[float, ...] = Field(
+        default=(10.0, 3.0, 1.0), min_length=1, description="Besides the base as it is."
+    )
     folds: int = Field(default=5, ge=2, description="Parts that are left out of training, one after another.")
     hold_out_from: int = Field(default=500, description="From so many queries on, two tenths are left out instead.")
     projection_from: int = Field(default=300, description="B moves from so many queries on, if there is more to move.")
@@ -55,14 +59,14 @@ class Trained:
 
     Attributes:
         strength: The chosen one; infinite where the base did best.
-        losses: Mean loss on queries left out of training, by strength; of the base first.
+        values: Mean of nDCG@5 and F1 at zero on queries left out of training, by strength; of the base first.
         base: Scores of the queries left out, by the base.
         trained: The same queries' scores by weights that were trained without them.
     """
 
     projection: Projection
     strength: float
-    losses: dict[float, float]
+    values: dict[float, float]
     base: list[ScoredQuery]
     trained: list[ScoredQuery]
 
@@ -107,18 +111,26 @@ def train_near(
             write_text(path, json.dumps(kept) + "\n")
         found.append(kept["rows"])
         on_fold(number + 1, len(groups))
-    losses = torch.tensor([[math.fsum(row["losses"]) for row in rows] for rows in found], dtype=torch.float64)
-    chosen = (losses.sum(0) - losses).argmin(1).tolist()
-    best = int(losses.sum(0).argmin())
+    values = [torch.tensor([row["values"] for row in rows], dtype=torch.float64) for rows in found]
+    chosen = [_best([*values[:number], *values[number + 1 :]]) for number in range(len(values))]
+    best = _best(values)
     *_, projection = near.path(range(len(features)), strengths[: best + 1])
-    counted = sum(map(len, groups))
     return Trained(
         projection,
         strengths[best],
-        dict(zip(strengths, (losses.sum(0) / counted).tolist(), strict=True)),
+        dict(zip(strengths, torch.cat(values, 1).mean(1).tolist(), strict=True)),
         [ScoredQuery(**row) for rows in found for row in rows[0]["queries"]],
         [ScoredQuery(**row) for rows, choice in zip(found, chosen, strict=True) for row in rows[choice]["queries"]],
     )
+
+
+def _best(folds: Sequence[Tensor]) -> int:
+    """The best strength by its values, (strengths, queries) a fold; 0, the base's, if that is hardly worse."""
+    values = torch.cat(list(folds), 1)
+    gains = values - values[0]
+    best = int(gains.mean(1).argmax())
+    error = gains[best].std() / math.sqrt(gains.shape[1])
+    return best if bool(gains[best].mean() > error) else 0  # of a single query, the error is not a number
 
 
 def parts(count: int, options: DomainOptions) -> list[list[int]]:
@@ -139,14 +151,16 @@ def parts(count: int, options: DomainOptions) -> list[list[int]]:
 def domain_loss(scores: Tensor, relevant: Tensor, valid: Tensor) -> Tensor:
     """Loss of each query, (Q,): for the order, and for the zero.
 
-    Each relevant document against the irrelevant ones and one of score 0 (softmax), and each document's logistic loss
-    by its sign, twice. A class without documents counts 0. All three are (Q, N).
+    Each relevant document against the irrelevant ones and one of score 0 (softmax), and twice the documents' mean
+    logistic loss by their signs, in which a relevant one counts double: F1 is best where a document is kept that is
+    relevant with somewhat less than even odds. All three are (Q, N).
     """
     positive, negative = relevant & valid, ~relevant & valid
     rivals = torch.cat([scores.masked_fill(~negative, -torch.inf), scores.new_zeros(len(scores), 1)], 1)
     order = softplus(rivals.logsumexp(1, keepdim=True) - scores).masked_fill(~positive, 0.0)
-    zero = softplus(torch.where(relevant, -scores, scores)).masked_fill(~valid, 0.0)
-    return order.sum(1) / positive.sum(1).clamp_min(1) + 2 * zero.sum(1) / valid.sum(1).clamp_min(1)
+    weight = positive * 2.0 + negative
+    zero = softplus(torch.where(relevant, -scores, scores)) * weight
+    return order.sum(1) / positive.sum(1).clamp_min(1) + 2 * zero.sum(1) / weight.sum(1).clamp_min(1)
 
 
 def with_cosines(query: QueryFeatures, weight: Tensor) -> QueryFeatures:
@@ -178,15 +192,14 @@ class _Near:
             found.load_state_dict({**found.state_dict(), **self._moved(change)})
             yield found
 
-    def held_out(self, projection: Projection, numbers: Sequence[int]) -> dict[str, list[object]]:
-        """Losses and scores of queries."""
+    def held_out(self, projection: Projection, numbers: Sequence[int]) -> dict[str, list[Any]]:
+        """Scores of queries, and the mean of each one's nDCG@5 and F1 at zero."""
         given = dict(projection.named_parameters())
         weights = {name: given[name].detach().to(self.device) for name in self.weights}
-        losses, queries = [], []
-        for batch in self._batches(numbers):
-            queries += [asdict(row) for row in score_batch(weights, batch)]
-            losses += self._losses(weights, batch).tolist()
-        return {"losses": losses, "queries": queries}
+        rows = [row for batch in self._batches(numbers) for row in score_batch(weights, batch)]
+        found = by_query(rows)
+        values = [(ndcg + f1) / 2 for ndcg, f1 in zip(found["ndcg@5"], found["f1"], strict=True)]
+        return {"values": values, "queries": [asdict(row) for row in rows]}
 
     def _units(self) -> dict[str, Tensor]:
         """How far to move a tensor for its `SPREAD`: that, by the root mean square of scores' gradients.

@@ -286,9 +286,9 @@ class TrainingRun:
                 identity=_digest(base, store.spec.model_dump_json()),
                 on_fold=show,
             )
-        for strength, loss in trained.losses.items():
+        for strength, value in trained.values.items():
             what = "the base's weights" if math.isinf(strength) else f"weights near them, strength {strength:g}"
-            self.say(f"loss {loss:.3f} on queries left out of training: {what}")
+            self.say(f"{value:.3f} mean of nDCG@5 and F1 at zero on queries left out of training: {what}")
         verdict = judge(trained.base, trained.trained, (config.threshold, 0.0))
         keep = verdict.outcome == WORSE and not self.accept
         if verdict.outcome == WORSE and self.accept:
