@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -52,7 +53,7 @@ class Rounding:
     ) -> Prefixes:
         """As `PrefixStore.prefill`."""
         made = run(documents, 0, ())
-        rows = [row._replace(states=self.change(row.states)) for row in map(made.row, range(len(made)))]
+        rows = [replace(row, states=self.change(row.states)) for row in map(made.row, range(len(made)))]
         return Prefixes.of([*rows, *behind], room)
 
 

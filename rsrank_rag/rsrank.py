@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import NoReturn
@@ -40,16 +41,7 @@ JOINED_BYTES = {"cpu": 128_000_000, "cuda": 4_000_000_000, "mps": 1_000_000_000}
 class RSRank(Reranker):
     """Keeps the documents that shift a query's value vectors the way relevant ones do.
 
-    Make one with `from_pretrained`. Calls from several threads are safe.
-
-    Args:
-        backbone: The frozen language model.
-        prompts: Its tokenizer with the artifact's template.
-        projection: B.
-        config: The artifact's config.
-        token_budget: Padded tokens of documents and query in one batch; None for the device's default.
-        prefix_cache: Where documents' prefixes are kept between calls; see `from_pretrained`.
-        deterministic: Whether scores never depend on a document's neighbours; see `from_pretrained`.
+    Make one with `from_pretrained`, which explains the choices. Calls from several threads are safe.
 
     Raises:
         InputError: A choice that cannot be used.
@@ -73,7 +65,7 @@ class RSRank(Reranker):
         self.threshold = config.threshold
         # A copy: the caller may be training the original.
         self.projection = copy.deepcopy(projection).to(backbone.device).requires_grad_(False)
-        store = store_for(backbone, prefix_identity(backbone, config), prefix_cache)
+        store = store_for(backbone, partial(prefix_identity, backbone, config), prefix_cache)
         self.store: PrefixStore | None = store
         self.reader = ShiftReader(backbone, prompts, config.layers, store)
         self.token_budget = token_budget or token_budget_for(backbone.device)
@@ -168,11 +160,11 @@ class RSRank(Reranker):
         training: TrainingRecord | None = None,
         license: str | None = None,
     ) -> RSRank:
-        """Join a language model and a B into a new artifact, to be saved with `save_pretrained`.
+        """Join a language model (a local folder or a Hub id) and a B into a new artifact, for `save_pretrained`.
 
         Args:
-            name: Local folder or Hub id of the language model.
-            projection: B for it.
+            name: Of the language model.
+            projection: B, and what else it weighs.
             template: Text around document and query.
             fusion_layer: The first layer in which queries see documents; B reads layers above it. Below it, a query's
                 tokens see only ``query_start + query + suffix``.
@@ -193,11 +185,8 @@ class RSRank(Reranker):
     def save_pretrained(self, folder: str | Path, *, include_backbone: bool = False) -> None:
         """Write the artifact: config.json, projection.safetensors and a model card.
 
-        Args:
-            folder: Where to; made if need be.
-            include_backbone: Also write the language model and its tokenizer, so that the folder is all one needs.
-                Always so for an artifact that came with its own model. Layers after the last one that B reads are not
-                loaded and so not written: the folder holds a language model with fewer layers, and says so.
+        With ``include_backbone``, and always where it came with its own, the language model and its tokenizer, too:
+        without the layers after the last one that B reads, which are not loaded.
         """
         parts = Artifact(self.backbone, self.prompts, self.projection, self.config)
         save_artifact(Path(folder), parts, include_backbone=include_backbone)
@@ -212,18 +201,10 @@ class RSRank(Reranker):
         token: str | bool | None = None,
         commit_message: str = "Upload RSRank projection",
     ) -> str:
-        """Publish the artifact on the Hugging Face Hub.
+        """Publish the artifact on the Hugging Face Hub; gives the commit's address.
 
-        Args:
-            repo_id: ``owner/name``; made if it does not exist.
-            include_backbone: Also upload the language model, as `save_pretrained` does.
-            private: Whether a new repository is private.
-            revision: Branch; made if it does not exist.
-            token: Access token with write permission; None for the one of ``hf auth login``.
-            commit_message: First line of the commit.
-
-        Returns:
-            The commit's address.
+        Repository (``owner/name``) and revision (a branch) are made if need be; ``private`` is for a new one.
+        ``include_backbone`` is as in `save_pretrained`; the default token is that of ``hf auth login``.
 
         Raises:
             ArtifactError: The Hub refused, or the artifact names a language model that only this machine has.
@@ -238,12 +219,7 @@ class RSRank(Reranker):
     def index(self, documents: Sequence[str], *, show_progress: bool = False) -> int:
         """Read documents ahead of time, so that later calls find their prefixes on disk. It can be interrupted.
 
-        Args:
-            documents: Texts.
-            show_progress: Show a progress bar.
-
-        Returns:
-            How many were not there yet.
+        Gives the number of those that were not there yet.
 
         Raises:
             InputError: This ranker keeps no prefixes on disk, they could not be written or are more than the folder
@@ -251,7 +227,7 @@ class RSRank(Reranker):
             ScoringError: A document does not fit into memory even alone.
         """
         indexer = Indexer(self.store, self.backbone, self.prompts)
-        waiting = indexer.waiting(as_list(documents))
+        waiting = indexer.waiting(as_list(documents), whole=True)
         try:
             with _progress(len(waiting), show_progress, "reading") as bar:
                 indexer.write(waiting, self.token_budget, bar.update)
@@ -263,7 +239,7 @@ class RSRank(Reranker):
         """How many distinct documents `index` would read, and the bytes of disk that their prefixes take."""
         indexer = Indexer(self.store, self.backbone, self.prompts)
         waiting = indexer.waiting(as_list(documents))
-        return len(waiting), indexer.store.disk_bytes(waiting)
+        return len(waiting), indexer.disk_bytes(waiting)
 
     def stats(self) -> dict[str, int]:
         """Batches halved because memory ran out (``memory_retries``).
@@ -273,15 +249,9 @@ class RSRank(Reranker):
         return {"memory_retries": len(self._halved), **({} if self.store is None else self.store.stats())}
 
     def score(self, query: str, documents: Sequence[str], *, show_progress: bool = False) -> list[float]:
-        """Score documents for one query, in input order (paper, Section 4.3).
+        """Score documents for one query, in input order (paper, Section 4.3); above 0 means relevant.
 
-        Args:
-            query: The question. It is never cut.
-            documents: Texts. One that is too long is cut at its end; one without text scores `BLANK_SCORE`.
-            show_progress: Show a progress bar.
-
-        Returns:
-            One score a document, within plus or minus layers x heads; above 0 means relevant.
+        The query is never cut. A document that is too long is cut at its end; one without text scores `BLANK_SCORE`.
 
         Raises:
             InputError: The query is empty or too long, or something is not text.
@@ -330,13 +300,7 @@ class RSRank(Reranker):
 
     @torch.inference_mode()
     def score_pairs(self, pairs: Sequence[Pair]) -> list[Scored]:
-        """Score pairs of any queries and documents: pairs of several queries share batches.
-
-        Args:
-            pairs: Each with a query of its own, or the same as others.
-
-        Returns:
-            One result a pair, in input order.
+        """Score pairs of any queries and documents, in input order: pairs of several queries share batches.
 
         Raises:
             InputError: As `score`.
@@ -397,16 +361,9 @@ class RSRank(Reranker):
 
     @torch.inference_mode()
     def explain(self, query: str, document: str, *, max_tokens: int | None = None) -> Explanation:
-        """Take a score apart, exactly, per query token, layer and head.
+        """Take a score apart, exactly, per query token, layer and head; at most ``max_tokens`` of a document are read.
 
-        Args:
-            query: The question.
-            document: One document. Without text it has no parts, and `BLANK_SCORE`.
-            max_tokens: Read at most so many tokens of the document.
-
-        Raises:
-            InputError: As `score`.
-            ScoringError: As `score`.
+        A document without text has no parts, and `BLANK_SCORE`. Raises as `score`.
         """
         tokens = self.prompts.query(query)
         prompt = self.prompts.documents([document], len(tokens.ids), max_tokens=max_tokens)[0]

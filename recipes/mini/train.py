@@ -31,10 +31,10 @@ from rsrank_rag.artifact.config import TrainingRecord
 from rsrank_rag.artifact.hub import read_config, read_projection
 from rsrank_rag.language_model.check import open_backbone
 from rsrank_rag.language_model.options import LoadOptions, has_fast_bfloat16
-from rsrank_rag.method.losses import alignment_loss, calibration_loss, frobenius_loss, margin_loss, orthogonality_loss
 from rsrank_rag.method.projection import Projection
 from rsrank_rag.method.shift import representational_shift
 from rsrank_rag.method.template import PromptTokenizer, Template, TokenisedQuery
+from rsrank_rag.training.losses import alignment_loss, calibration_loss, frobenius_loss, margin_loss, orthogonality_loss
 
 TEMPLATE = Template(instruction="[CLS]", separator="[SEP]", suffix="[SEP]")
 LAMBDA_CAL, LAMBDA_ORTHO, LAMBDA_ALIGN, LAMBDA_FROB, MARGIN = 0.8, 0.05, 0.5, 0.1, 0.5  # the paper's

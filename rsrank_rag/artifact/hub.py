@@ -22,6 +22,7 @@ from torch import Tensor
 from ..errors import ArtifactError
 from ..language_model.hub_errors import HUB_ERRORS
 from ..method.projection import Projection
+from ..partial_files import settle
 from .config import INSIDE, RSRankConfig, content_digest
 
 CONFIG, PROJECTION, CARD = "config.json", "projection.safetensors", "README.md"
@@ -52,7 +53,15 @@ def resolve(
                 f"Revision {revision!r} of {str(name)!r} was asked for, but that is a local folder: only artifacts on "
                 "the Hub have revisions. Leave revision out."
             )
-        return BUILTIN / str(name) if str(name) in builtin_names() else Path(name)
+        if str(name) in builtin_names():
+            return BUILTIN / str(name)
+        try:
+            settle(Path(name))
+        except OSError as error:
+            raise ArtifactError(
+                f"{name} was being saved when the process ended, and {error}. Save it again."
+            ) from error
+        return Path(name)
     asked = f"The artifact {str(name)!r}" + (f" at revision {revision!r}" if revision else "")
     found = f"is neither built in ({', '.join(builtin_names())}) nor a local folder"
     try:
@@ -145,8 +154,7 @@ def read_projection(folder: Path, config: RSRankConfig) -> Projection:
             raise ArtifactError(f"{path}: {bad} of {tensor.numel()} entries of B are NaN or infinite. Train it again.")
     if "agreement" in tensors and not config.fusion_layer:
         raise ArtifactError(f"{path} weighs agreement, but {CONFIG} has no fusion_layer at which it could be taken.")
-    digests = _digests(written)
-    expected = content_digest((folder / CONFIG).read_text(encoding="utf-8"))
+    digests, expected = _digests(written), content_digest((folder / CONFIG).read_text(encoding="utf-8"))
     if digests.get("config") != expected:
         raise ArtifactError(
             f"{path} was written with another {CONFIG} (sha256 {digests.get('config', 'missing')}, found {expected}). "
@@ -165,14 +173,13 @@ def _digests(written: str | None) -> dict[str, str]:
     """What the file says of the config and of B; empty if it says nothing that can be read."""
     try:
         found = json.loads(written or "{}")
-    except json.JSONDecodeError:
+    except (ValueError, RecursionError):
         return {}
     return found if isinstance(found, dict) else {}
 
 
 def write_artifact(folder: Path, config: RSRankConfig, projection: Projection, card: str) -> None:
-    """Write the three files of an artifact."""
-    folder.mkdir(parents=True, exist_ok=True)
+    """Write the three files of an artifact into a folder that is there."""
     (folder / CONFIG).write_text(config.model_dump_json(indent=2) + "\n", encoding="utf-8")
     tensors = {name: weight.detach().cpu().contiguous() for name, weight in projection.named_parameters()}
     digests = {"config": config.digest, **{name: _digest_of(tensor) for name, tensor in tensors.items()}}

@@ -74,6 +74,7 @@ def info_table(name: str, config: RSRankConfig) -> Table:
         "artifact": name,
         "backbone": f"{config.backbone.name} at {config.backbone.revision or 'no pinned revision'} "
         f"({config.backbone.model_type}, {config.depth})",
+        **({"fusion": f"queries see documents from layer {config.fusion_layer} on"} if config.fusion_layer else {}),
         "B": f"{layers} layers ({config.layers[0]}-{config.layers[-1]}) x {heads} heads x P {dim} x D {head_dim} = "
         f"{layers * heads * dim * head_dim:,} numbers; scores lie in ±{layers * heads}",
         "template": f"{config.template.instruction!r} document {config.template.separator!r} query "

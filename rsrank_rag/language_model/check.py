@@ -13,6 +13,7 @@ from ..method.backbone import ADVICE, Backbone, Findings
 from ..method.batching import is_out_of_memory
 from ..method.probe import LastLayerReached, Probe
 from .attention import NAME
+from .fusion import split_at
 from .weights import bits_of
 
 if TYPE_CHECKING:
@@ -138,9 +139,8 @@ def _fused(core: Backbone, layer: int) -> Backbone:
     if layer >= core.last_layer:
         raise BackboneError(f"fusion_layer={layer} was asked for, and no layer above it is read. Choose a lower one.")
     ids = tuple(_tokens(core))
-    fused = Backbone(
-        core.model, core.findings, last_layer=core.last_layer, num_layers=core.num_layers, fusion_layer=layer
-    )
+    view = split_at(core.model, layer)
+    fused = Backbone(view, core.findings, last_layer=core.last_layer, num_layers=core.num_layers, fusion_layer=layer)
     read: dict[int, Tensor] = {}
     fused.query_values([[ids]], fused.prefill([ids[:CUT]], IDS), read.__setitem__)
     alone = _values(core, list(ids))[layer]  # in the fusion layer, they have not seen the document yet

@@ -26,7 +26,6 @@ from torch import Tensor
 
 from ..errors import BackboneError, InputError
 from .batching import Ids
-from .fusion import split_at
 from .probe import Entrance, LastLayerReached, Prefix, Prefixes, Probe, Reader, Recorder, Show, pooled, whole_lanes
 
 if TYPE_CHECKING:
@@ -47,8 +46,6 @@ class Findings:
 
     Attributes:
         causal: Whether tokens see only earlier ones (a decoder).
-        num_heads: KV heads, H.
-        head_dim: D.
         sample: Entries of the last read layer's value vectors on fixed tokens. They depend on every weight below, so
             they tell one checkpoint from another in just what B reads.
         aligned: Whether attention can be given whole `probe.LANES` of keys.
@@ -73,7 +70,8 @@ class Backbone:
         last_layer: The last layer whose value vectors are read (counted from 0); later ones never run, and need not
             be loaded.
         num_layers: Layers of the checkpoint, of which the model may hold only the first ones.
-        fusion_layer: The first layer in which queries see documents.
+        fusion_layer: The first layer in which queries see documents. Above 0, the model's runs must be able to end
+            or begin there, see `language_model.fusion`.
 
     Attributes:
         fewest_tokens: A run is filled up to so many, see `Findings.steady`.
@@ -85,8 +83,7 @@ class Backbone:
     def __init__(
         self, model: PreTrainedModel, findings: Findings, *, last_layer: int, num_layers: int, fusion_layer: int = 0
     ) -> None:
-        self.model = split_at(model, fusion_layer) if fusion_layer else model
-        self.findings, self.fusion_layer = findings, fusion_layer
+        self.model, self.findings, self.fusion_layer = model, findings, fusion_layer
         self.fewest_tokens = findings.steady if findings.steady and findings.steady <= CHEAP else 1
         self.config = model.config.get_text_config()
         self.last_layer, self.num_layers = last_layer, num_layers
@@ -143,23 +140,22 @@ class Backbone:
         return 2 * (self.last_layer - self.fusion_layer) * self.num_heads * self.head_dim * self.dtype.itemsize
 
     def prefill(self, documents: Sequence[Ids], room: int = 0, behind: Sequence[Prefix] = ()) -> Prefixes:
-        """Run documents' prefixes and keep their keys and values.
+        """Run documents' prefixes and keep keys and values of the layers below ``last_layer``, whose own nobody sees.
 
         Args:
             documents: Token ids of ``instruction + document + separator``, one sequence a document.
             room: Tokens of the longest query that will be run after them.
-            behind: Prefixes of an earlier run to put below them, as `Prefixes.row` gives them.
-
-        Returns:
-            Keys and values of the layers below ``last_layer``; the last one's are never attended to.
+            behind: Prefixes of an earlier run to put below them.
         """
-        recorder: Recorder = self._alone(documents, Recorder, room, behind)
+        recorder, inputs = self._alone(documents, Recorder, room, behind)
+        with self.ended_by(recorder):
+            self.model(**inputs)
         return recorder.prefixes()
 
     def _alone(
         self, texts: Sequence[Ids], kind: type[Recorder], room: int = 0, behind: Sequence[Prefix] = ()
-    ) -> Recorder:
-        """Run texts, each seeing itself only, until the cache of this kind ends it."""
+    ) -> tuple[Recorder, dict[str, object]]:
+        """A run of texts, each seeing itself only: its cache, which ends it, and what the model is called with."""
         lengths = [len(ids) for ids in texts]
         width, longest = self._width(len(texts), max(lengths)), max(lengths)
         columns = torch.arange(width, device=self.device).clamp(max=longest - 1)
@@ -171,9 +167,7 @@ class Backbone:
             mask = self.mask((keys < self._column(lengths))[:, None].expand(-1, width, -1))
         recorder = kind(self.last_layer - 1, lengths, room, behind, fusion=self.fusion_layer, aligned=aligned)
         ids = self._padded(texts, width)
-        with self.ended_by(recorder):
-            self.model(**self.inputs(recorder, ids, mask, columns.expand(len(ids), -1)))
-        return recorder
+        return recorder, self.inputs(recorder, ids, mask, columns.expand(len(ids), -1))
 
     def query_values(
         self, lines: Sequence[Sequence[Ids]], prefixes: Prefixes, show: Show, which: Sequence[int] | None = None
@@ -216,15 +210,21 @@ class Backbone:
         mask = self._query_mask(prefixes, owner, within, positions)
         reader, embedded = self.reader(self.last_layer, prefixes, show), torch.empty(0)
         if self.fusion_layer:
-            queries = [query for line in lines for query in line]
-            hidden = self._alone(queries, Entrance).entering
-            assert hidden is not None
-            embedded = pooled(hidden, [len(query) for query in queries])
+            hidden, embedded = self._entering([query for queries in lines for query in queries])
             first = torch.tensor([0, *itertools.accumulate(map(len, lines))], device=self.device)[index]
             reader.entering = hidden[(first[:, None] + owner).clamp(min=0), within]
         with self.ended_by(reader):
             self.model(**self.inputs(reader, ids[index], mask, positions))
         return embedded
+
+    def _entering(self, queries: Sequence[Ids]) -> tuple[Tensor, Tensor]:
+        """What enters the fusion layer of queries by themselves, (Q, T, C), and their mean over tokens, (Q, C)."""
+        entrance, inputs = self._alone(queries, Entrance)
+        with self.ended_by(entrance):
+            self.model(**inputs)
+        hidden = entrance.entering
+        assert hidden is not None
+        return hidden, pooled(hidden, [len(query) for query in queries])
 
     def _query_mask(
         self, prefixes: Prefixes, owner: Tensor, within: Tensor, positions: Tensor
@@ -259,8 +259,7 @@ class Backbone:
     def reach(self, layer: int) -> int | None:
         """How many positions back a token's values at a layer can know of a document; None if there is no limit.
 
-        They have passed the attention of all layers from the fusion layer on, each of which carries as far as its
-        window.
+        They have passed all layers from the fusion layer on, each of which carries as far as its window.
         """
         windows = self._windows[self.fusion_layer : layer]
         return sum(window - 1 for window in windows if window) if self.causal and all(windows) else None
@@ -292,19 +291,11 @@ class Backbone:
     def inputs(
         self, cache: Probe, ids: Tensor, mask: Tensor | dict[str, Tensor] | None, positions: Tensor
     ) -> dict[str, object]:
-        """What the model is called with.
-
-        Args:
-            cache: Records or reads.
-            ids: (N, T).
-            mask: As the model takes it.
-            positions: (N, T), each part counted from 0.
-        """
-        positions = positions + self._position_offset
+        """What the model is called with: ids (N, T), a mask as it takes them, positions (N, T) counted from 0."""
         return {
             "input_ids": ids,
             "attention_mask": mask,
-            "position_ids": positions,
+            "position_ids": positions + self._position_offset,
             "past_key_values": cache,
             "use_cache": True,
         }

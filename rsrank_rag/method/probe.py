@@ -14,7 +14,6 @@ import math
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -63,7 +62,8 @@ class Scratch(threading.local):
         return self.memory[:count].view(shape)
 
 
-class Prefix(NamedTuple):
+@dataclass(frozen=True)
+class Prefix:
     """What one document leaves behind for later queries.
 
     Attributes:
@@ -214,7 +214,9 @@ class Recorder(Probe):
             return _padded(key_states, self.longest), _padded(value_states, self.longest)
         both = (key_states, value_states)
         keys, values = (
-            _padded(states, self.longest, self.room, [other.states[part, layer_idx - self.fusion] for other in self.behind])
+            _padded(
+                states, self.longest, self.room, [other.states[part, layer_idx - self.fusion] for other in self.behind]
+            )
             for part, states in enumerate(both)
         )
         self.keys.append(keys)

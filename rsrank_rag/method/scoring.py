@@ -65,11 +65,7 @@ class ShiftReader:
         self._null: Prefix | None = None
 
     def read(self, rows: Sequence[Row], consume: Consume) -> Tensor:
-        """Hand over each read layer's shifts, in ascending order.
-
-        Args:
-            rows: One batch.
-            consume: Called once a layer.
+        """Hand over each read layer's shifts of a batch, in ascending order.
 
         Returns:
             Each row's agreement, (N,) float64: the cosine of document and query, each by itself and pooled as they
@@ -122,13 +118,7 @@ class ShiftReader:
 
 
 class _ScoredTokens:
-    """Which of the queries' tokens are scored, a row each.
-
-    Args:
-        rows: Each row's query.
-        nulls: The queries of the rows without a document, below them.
-        device: Of the values.
-    """
+    """Which tokens are scored: of each row's query, and of those of the rows without a document below them."""
 
     def __init__(self, rows: Sequence[TokenisedQuery], nulls: Sequence[TokenisedQuery], device: torch.device) -> None:
         self.width = max(query.length for query in nulls)
@@ -158,13 +148,7 @@ class _ScoredTokens:
 def score_rows(reader: ShiftReader, projection: Projection, rows: Sequence[Row]) -> list[float]:
     """The paper's scores: of each layer and head, the mean over the query's tokens of cos(B shift, ones), summed up.
 
-    Args:
-        reader: Reads the shifts.
-        projection: B, and what else it weighs.
-        rows: One batch.
-
-    Returns:
-        A score a row; above 0 means relevant.
+    Above 0 means relevant. Heads that count otherwise than 1, and agreement, are ours.
     """
     lengths = torch.tensor([row.query.length for row in rows], device=reader.backbone.device)
     # In float64, in which a sum does not depend on how many zeros of longer neighbours stand behind it.
@@ -179,7 +163,7 @@ def score_rows(reader: ShiftReader, projection: Projection, rows: Sequence[Row])
 
 
 def score_parts(reader: ShiftReader, projection: Projection, row: Row) -> tuple[Tensor, float]:
-    """One score's parts, which add up to it: each query token's, layer's and head's, (T, L, H) float64, and the rest."""
+    """One score's parts: each query token's, layer's and head's, (T, L, H) float64, and agreement's."""
     terms: list[Tensor] = []
     agreement = reader.read([row], lambda layer, shift: terms.append(projection.terms(layer, shift)[0].double()))
     return torch.stack(terms).permute(2, 0, 1) / row.query.length, float(projection.beside(agreement))

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import itertools
 import os
 import threading
 from dataclasses import dataclass
@@ -17,10 +18,11 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
 
+from ..errors import InputError
 from ..method.probe import Prefix
 from ..partial_files import is_running, partial_of
 
-FORMAT = "rsrank-prefix-1"
+FORMAT = "rsrank-prefix-2"
 
 
 @dataclass(frozen=True)
@@ -66,13 +68,21 @@ class PackedPrefix:
 class Disk:
     """Entries as files, one each. Several processes may share a folder.
 
-    A file appears only when it is complete and carries a checksum. The least recently used go when the folder outgrows
-    its limit.
+    A file appears only when it is complete and carries a checksum; nobody else may read it, because it holds what the
+    document says. The least recently used go when the folder outgrows its limit.
+
+    Raises:
+        InputError: The folder's files are of another release.
     """
 
     def __init__(self, folder: Path, limit: int | None) -> None:
         self.folder, self.limit = folder, limit
-        folder.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if any(_format(path) != FORMAT for path in itertools.islice(folder.glob("*/*.safetensors"), 1)):
+            raise InputError(
+                f"The prefixes in {folder} are of another release, or something else is there. Remove the folder, or "
+                "give another one."
+            )
         for partial in folder.glob("*/*.partial"):  # of writers that were killed
             if not is_running(partial):
                 with contextlib.suppress(OSError):
@@ -99,9 +109,7 @@ class Disk:
         try:
             with safe_open(path, framework="pt") as file:
                 metadata = file.metadata() or {}
-                # Earlier releases, without a fusion layer, kept nothing pooled.
-                pooled = file.get_tensor("pooled").clone() if "pooled" in file.keys() else torch.empty(0)  # noqa: SIM118
-                entry = PackedPrefix(file.get_tensor("codes").clone(), file.get_tensor("scales").clone(), pooled)
+                entry = PackedPrefix(*(file.get_tensor(name).clone() for name in ("codes", "scales", "pooled")))
             if metadata.get("key") != key or metadata.get("sha256") != _checksum(entry):
                 raise SafetensorError("checksum")
         except SafetensorError as error:
@@ -125,11 +133,12 @@ class Disk:
         path = self.path(key)
         if path.exists():
             return 0
-        path.parent.mkdir(exist_ok=True)
+        path.parent.mkdir(mode=0o700, exist_ok=True)
         metadata = {"format": FORMAT, "key": key, "sha256": _checksum(entry)}
         content = save({name: tensor.contiguous() for name, tensor in vars(entry).items()}, metadata)
         partial = partial_of(path)
         try:
+            partial.touch(mode=0o600)
             partial.write_bytes(content)
             partial.replace(path)
         except OSError:
@@ -163,6 +172,15 @@ class Disk:
                 state = path.stat()
                 found.append((state.st_mtime, state.st_size, path))
         return found
+
+
+def _format(path: Path) -> str | None:
+    """What wrote a file; a damaged one is nobody's, and is found out when it is read."""
+    try:
+        with safe_open(path, framework="pt") as file:
+            return (file.metadata() or {}).get("format")
+    except (SafetensorError, OSError):
+        return FORMAT
 
 
 def _checksum(entry: PackedPrefix) -> str:

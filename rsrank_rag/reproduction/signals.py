@@ -6,15 +6,16 @@ They are read row by row: slow, and as plain as can be. Axes: N rows, H heads, T
 from __future__ import annotations
 
 from collections.abc import Sequence
+from copy import copy
 from functools import partial
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
+from ..language_model.fusion import layers_of
 from ..method.backbone import Backbone
 from ..method.batching import Ids
-from ..method.fusion import layers_of
 from ..method.probe import Prefixes, Reader, Show
 from ..method.scoring import Consume, Row, ShiftReader
 from ..method.template import PromptTokenizer, private_copy
@@ -93,7 +94,8 @@ class SignalReader(ShiftReader):
                 for hook in hooks:
                     hook.remove()
         else:
-            core = self.backbone if self.signal == "values" else _KeyBackbone.of(self.backbone)
+            core = copy(self.backbone)
+            core.reader = Reader if self.signal == "values" else _KeyReader
             core.query_values([[row.query.ids]], prefixes, keep)
         return found
 
@@ -110,16 +112,6 @@ class _KeyReader(Reader):
     ) -> tuple[Tensor, Tensor]:
         self.show_keys(layer_idx, key_states)
         return super().update(key_states, value_states, layer_idx, *args, **kwargs)
-
-
-class _KeyBackbone(Backbone):
-    """The same model, read by its keys."""
-
-    reader = _KeyReader
-
-    @classmethod
-    def of(cls, core: Backbone) -> _KeyBackbone:
-        return cls(core.model, core.findings, last_layer=core.last_layer, num_layers=core.num_layers)
 
 
 def _show_input(

@@ -19,10 +19,10 @@ from ..errors import TrainingError
 from ..evaluation.metrics import f1_at
 from ..language_model.options import has_fast_bfloat16
 from ..method.batching import is_out_of_memory
-from ..method.losses import alignment_loss, calibration_loss, frobenius_loss, margin_loss, orthogonality_loss
 from ..method.projection import Projection
 from ..partial_files import partial_of, write_text
 from .batches import Batch, batch_scores, batches, check_labels, device_for, score_batch
+from .losses import alignment_loss, calibration_loss, frobenius_loss, margin_loss, orthogonality_loss
 from .store import FeatureSource
 
 TERMS = ("calibration", "margin", "orthogonality", "alignment", "frobenius")

@@ -6,7 +6,6 @@ Every step leaves its result in the output folder and is not repeated when the s
 from __future__ import annotations
 
 import hashlib
-import importlib.util
 import json
 import math
 import os
@@ -16,7 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from tqdm.auto import tqdm
 
@@ -25,32 +24,28 @@ from ..artifact.config import INSIDE, BackboneSpec, RSRankConfig, TrainingRecord
 from ..artifact.identity import describe
 from ..artifact.opening import open_artifact
 from ..errors import InputError, TrainingError
-from ..evaluation import plots
 from ..evaluation.datasets import LabelledQuery
 from ..evaluation.evaluate import score_dataset, summarise
 from ..evaluation.metrics import ScoredQuery, ranking_metrics
 from ..language_model.check import open_backbone
+from ..language_model.files import folder_of, hashes
 from ..language_model.loading import load_model
 from ..language_model.options import ModelSource
 from ..method.backbone import Backbone
 from ..method.batching import token_budget_for
 from ..method.projection import Projection
 from ..method.template import PromptTokenizer
-from ..partial_files import write_text
+from ..partial_files import replacing, write_text
 from ..rsrank import RSRank
 from .batches import device_for, split
 from .domain import train_near
 from .estimate import Estimate, estimate
 from .features import VALUES, FeatureExtractor, Reading, digest, plan_features, spec_for, subsample
-from .fit import TERMS, Epoch, best_epoch
+from .fit import Epoch, best_epoch
 from .learn import ClosedForm, Learner
 from .recipe import Recipe
 from .store import FeatureSource, FeatureStore
 from .verdict import WORSE, Verdict, judge
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
 
 FALL = 0.02
 """Loss of validation F1 after the best epoch that is worth a word."""
@@ -176,6 +171,7 @@ class TrainingRun:
             "template": (recipe.template, spec.template),
             "signal": ("values", spec.signal),
             "null_prefix": ("empty", spec.null_prefix),
+            "model.fusion_layer": (recipe.model.fusion_layer, spec.fusion_layer),
             "features.layers": (recipe.features.layers or spec.layers, spec.layers),
         }
         different = [f"{name} {theirs!r}, not {ours!r}" for name, (ours, theirs) in wanted.items() if ours != theirs]
@@ -248,16 +244,16 @@ class TrainingRun:
         chosen = self.recipe.features.layers
         last_layer = None if chosen is None else chosen[-1]
         loaded = load_model(part.source, revision=part.revision, options=options, last_layer=last_layer)
-        core = open_backbone(loaded.model, last_layer, num_layers=loaded.num_layers)
+        core = open_backbone(loaded.model, last_layer, num_layers=loaded.num_layers, fusion_layer=part.fusion_layer)
         prompts = PromptTokenizer(
             loaded.tokenizer,
             self.recipe.template,
             max_length=min(core.max_length, part.max_length or core.max_length),
             shared_positions=core.causal,
         )
-        name = part.name if part.source == part.name else INSIDE
+        name, files = part.name if part.source == part.name else INSIDE, hashes(folder_of(part.source, part.revision))
         revision = part.revision or getattr(loaded.model.config, "_commit_hash", None)
-        return core, prompts, describe(core, prompts, name, None if name == INSIDE else revision)
+        return core, prompts, describe(core, prompts, name, None if name == INSIDE else revision, files)
 
     # B
 
@@ -307,7 +303,7 @@ class TrainingRun:
         return Learned(projection, ("held out", rows), settings, notes, verdict=verdict, threshold=threshold)
 
     def _from_nothing(self, store: FeatureStore, features: FeatureSource) -> Learned:
-        """B by the recipe's method, with the curves of its epochs and of the number of queries."""
+        """B by the recipe's method, and its curve by the number of queries."""
         recipe = self.recipe
         train, held = split(len(store), recipe.held, recipe.fit.seed)
         identity = hashlib.sha256(f"{store.spec.model_dump_json()} {train} {held}".encode()).hexdigest()
@@ -323,7 +319,6 @@ class TrainingRun:
             projection, history = learner.learn(train, on_epoch=show)
         if history:
             best = best_epoch(history) if recipe.fit.keep == "best" else history[-1]
-            self._draw(lambda: _curves(history, best.epoch), "curves")
             self.say(
                 f"B of epoch {best.epoch} of {len(history)}: F1 at zero {best.validation_f1:.3f} on "
                 f"{len(held)} validation queries.{fallen(history)}"
@@ -333,7 +328,6 @@ class TrainingRun:
         samples = learner.sample_curve(train, self.say)
         if samples:
             _dump(self.output / "samples.json", samples)
-            self._draw(lambda: _sample_curves(samples), "samples")
         return Learned(projection, ("validation", learner.scored(projection)), settings, notes, samples)
 
     def _scored(self, ranker: RSRank, label: str, queries: list[LabelledQuery]) -> list[ScoredQuery]:
@@ -380,14 +374,11 @@ class TrainingRun:
         }
         _dump(self.output / "metrics.json", metrics)
         config, artifact = self._config(store, learned, metrics), self.output / "artifact"
-        hub.write_artifact(artifact, config, learned.projection, hub.model_card(config))
-        if config.backbone.name == INSIDE:
-            shutil.copytree(self.recipe.model.source, artifact / INSIDE, dirs_exist_ok=True)
+        with replacing(artifact) as new:
+            hub.write_artifact(new, config, learned.projection, hub.model_card(config))
+            if config.backbone.name == INSIDE:
+                shutil.copytree(self.recipe.model.source, new / INSIDE)
         return Result(artifact, metrics, learned.samples, learned.verdict)
-
-    def _draw(self, figure: Callable[[], Figure], name: str) -> None:
-        if importlib.util.find_spec("matplotlib") is not None:
-            plots.save(figure(), self.output / name)
 
 
 def fallen(history: Sequence[Epoch]) -> str:
@@ -399,20 +390,6 @@ def fallen(history: Sequence[Epoch]) -> str:
         f" Validation fell to {last.validation_f1:.3f} by epoch {last.epoch}: B learned its examples by heart. More "
         "labelled queries would help, or an artifact to begin with (--base)."
     )
-
-
-def _curves(history: Sequence[Epoch], best: int) -> Figure:
-    return plots.learning_curves(
-        [row.epoch for row in history],
-        {name: [getattr(row, name) for row in history] for name in ("loss", *TERMS)},
-        [row.validation_f1 for row in history],
-        best,
-    )
-
-
-def _sample_curves(rows: Sequence[dict[str, float]]) -> Figure:
-    curves = {"Recall@5": [row["recall@5"] for row in rows], "F1 at zero": [row["f1@0"] for row in rows]}
-    return plots.sample_efficiency([int(row["samples"]) for row in rows], curves)
 
 
 def _process() -> tuple[int, int]:

@@ -20,6 +20,7 @@ from ..evaluation.evaluate import score_dataset
 from ..evaluation.metrics import ScoredQuery
 from ..evaluation.statistics import LEVEL, RESAMPLES
 from ..language_model.options import LoadOptions, ModelSource
+from ..partial_files import replacing
 from ..rsrank import RSRank
 from .verdict import Verdict, judge
 
@@ -166,7 +167,8 @@ def tune(
     note = f"{config.training.notes} Threshold for {goal} on {len(queries)} labelled queries of {data.name}.".strip()
     training = config.training.model_copy(update={"notes": note})
     config = config.model_copy(update={"threshold": threshold, "training": training})
-    hub.write_artifact(output, config, ranker.projection, hub.model_card(config))
-    if config.backbone.name == INSIDE:
-        shutil.copytree(folder / INSIDE, output / INSIDE, dirs_exist_ok=True)
+    with replacing(output) as new:
+        hub.write_artifact(new, config, ranker.projection, hub.model_card(config))
+        if config.backbone.name == INSIDE:
+            shutil.copytree(folder / INSIDE, new / INSIDE)
     return tuned

@@ -1,7 +1,4 @@
-"""Mid-fusion: below the fusion layer a query does not see the document.
-
-So it is run there once for all documents, and of them nothing below that layer has to be kept.
-"""
+"""A model whose runs can end or begin at its fusion layer, as `method.backbone` needs for mid-fusion."""
 
 from __future__ import annotations
 
@@ -13,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, nn
 
 from ..errors import BackboneError
-from .probe import Probe
+from ..method.probe import Probe
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
