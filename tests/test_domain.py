@@ -151,9 +151,10 @@ def test_training_finds_the_border_of_a_domain_and_says_so(base, tmp_path):
     assert judge(found.base, found.trained).outcome == "better"
     assert math.isfinite(found.strength)
     assert found.values[found.strength] == max(found.values.values())
-    assert found.base == [
-        row for held in parts(20, DomainOptions()) for row in scored([features[i] for i in held], base)
-    ]
+    in_turn = [features[number] for held in parts(20, DomainOptions()) for number in held]
+    assert [row.relevant for row in found.base] == [list(query.relevant) for query in in_turn]
+    expected = [score for row in scored(in_turn, base, device="cpu") for score in row.scores]
+    assert [score for row in found.base for score in row.scores] == pytest.approx(expected, abs=1e-5)
 
 
 def test_labels_at_random_leave_the_base_as_it_is(base, tmp_path):
