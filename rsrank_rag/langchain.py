@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from pydantic import ConfigDict, Field
 from typing_extensions import Unpack
 
-from .adapters.settings import RerankerAdapter, without_marks
+from .adapters.settings import RerankerAdapter, kept_of, without_marks
 from .errors import InputError, MissingDependencyError
 from .reranker import Limits, RankResult
 
@@ -118,7 +118,8 @@ class RSRankCompressor(RerankerAdapter, BaseDocumentCompressor):
         }
         return RunnableLambda(lambda asked: summary, name="RSRankRanking")
 
-    def _texts(self, documents: Sequence[Document]) -> list[str]:
+    def _texts(self, documents: Sequence[Document]) -> list[tuple[str, str]]:
+        """Each document's text, and the metadata that are read before it."""
         there = {name for document in documents for name in document.metadata}
         unknown = [name for name in self.metadata_fields if name not in there]
         if unknown and documents:
@@ -129,7 +130,7 @@ class RSRankCompressor(RerankerAdapter, BaseDocumentCompressor):
                 ", ".join(sorted(there)) or "none",
             )
         return [
-            "\n".join([*(str(document.metadata[name]) for name in self._present(document)), document.page_content])
+            ("".join(f"{document.metadata[name]}\n" for name in self._present(document)), document.page_content)
             for document in documents
         ]
 
@@ -140,8 +141,9 @@ class RSRankCompressor(RerankerAdapter, BaseDocumentCompressor):
         copies = []
         for ranked, marks in self._handed_on(result):
             document = documents[ranked.index]
-            metadata = {**without_marks(document.metadata), self.score_key: ranked.score, **marks}
-            copies.append(document.model_copy(update={"metadata": metadata}))
+            text, places = kept_of(ranked, document.page_content)
+            metadata = {**without_marks(document.metadata), self.score_key: ranked.score, **marks, **places}
+            copies.append(document.model_copy(update={"page_content": text, "metadata": metadata}))
         return copies
 
 

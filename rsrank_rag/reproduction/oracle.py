@@ -21,11 +21,7 @@ from ..training.store import QueryFeatures
 def oracle_similarity(shift: Tensor, oracle: Tensor) -> Tensor:
     """Cosine between each document's shift and the shift of all relevant documents together.
 
-    It needs the labels, so it is a yardstick and not a reranker (paper, Section 4.2).
-
-    Args:
-        shift: (N, H, T, D), one layer's shifts.
-        oracle: (H, T, D), the same layer's oracle shift.
+    `shift`: (N, H, T, D), one layer's shifts. `oracle`: (H, T, D), the same layer's oracle shift.
 
     Returns:
         (N, H, T) cosines in [-1, 1].

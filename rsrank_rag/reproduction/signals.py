@@ -49,7 +49,7 @@ class SignalReader(ShiftReader):
         self.signal, self.null = signal, null
 
     def read(self, rows: Sequence[Row], consume: Consume) -> Tensor:
-        """As `ShiftReader.read`."""
+        """As `ShiftReader.read`; the paper's score knows no agreement."""
         found = [self._difference(row) for row in rows]
         width = max(row.query.length for row in rows)
         for layer in sorted(self.layers):

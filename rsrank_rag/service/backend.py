@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from ..errors import RSRankError
+from ..passages.parts import Excerpt, Window
 
 Fault = Literal["input", "unscored", "internal"]
 """Why a pair has no score: it cannot be used as given, the model found none, or the model failed on it."""
@@ -19,6 +20,8 @@ class Outcome:
     truncated: bool = False  # whether the document's end was not read
     tokens: int = 0  # read; 0 where the reranker does not count
     fault: Fault | None = None
+    window: Window | None = None
+    sentences: tuple[Excerpt, ...] = ()
     error: str = ""  # to be read after the document's name; of a query that cannot be used, the whole text
 
 
@@ -29,6 +32,7 @@ class Description:
     name: str
     threshold: float | None  # the native one, if there is one
     explains: bool  # whether scores can be taken apart
+    identity: str = ""  # short hash of all that decides a score, where the model tells
 
 
 class ServiceError(RSRankError):
