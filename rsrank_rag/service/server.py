@@ -58,7 +58,7 @@ class _Doors:
     warned: float = -math.inf  # when it was last logged, on time.monotonic's clock
 
     def __post_init__(self) -> None:
-        self.most = min(self.limits.connections, max(RESERVE, _files() - SPARE - RESERVE))
+        self.most = int(min(self.limits.connections, max(RESERVE, _files() - SPARE - RESERVE)))
 
     def close(self, connection: _Connection, why: str) -> None:
         self.closed(why)
