@@ -26,7 +26,8 @@ from rsrank_rag.evaluation.evaluate import summarise
 from rsrank_rag.language_model.check import open_backbone
 from rsrank_rag.language_model.loading import load_model
 from rsrank_rag.method.template import PromptTokenizer
-from rsrank_rag.training.fit import fit, scored, split
+from rsrank_rag.training.batches import scored, split
+from rsrank_rag.training.fit import fit
 from rsrank_rag.training.recipe import Recipe
 from rsrank_rag.training.run import TrainingRun
 from rsrank_rag.training.store import FeatureSource, QueryFeatures, Subset, resident
@@ -93,7 +94,7 @@ def main() -> None:
     def run(file: str, name: str, *settings: str) -> TrainingRun:
         data = ", ".join([f'file="{file}"', *few])
         recipe = Recipe.load(
-            "mini", ["model.device=cpu", f"fit.epochs={chosen.epochs}", f"data=[{{{data}}}]", *settings]
+            "encoder", ["model.device=cpu", f"fit.epochs={chosen.epochs}", f"data=[{{{data}}}]", *settings]
         )
         return TrainingRun(recipe, chosen.output / name, say=print)
 

@@ -62,6 +62,7 @@ class RSRank(Reranker):
             raise InputError(f"token_budget must be at least 1, got {token_budget}.")
         backbone = backbone.deterministic() if deterministic else backbone
         self.backbone, self.prompts, self.config, self.name = backbone, prompts, config, config.backbone.name
+        self.threshold = config.threshold
         # A copy: the caller may be training the original.
         self.projection = copy.deepcopy(projection).to(backbone.device).requires_grad_(False)
         store = store_for(backbone, partial(prefix_identity, backbone, config), prefix_cache)

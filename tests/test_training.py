@@ -28,8 +28,9 @@ from rsrank_rag.method.scoring import ShiftReader
 from rsrank_rag.method.shift import cosine_to_ones
 from rsrank_rag.method.template import PromptTokenizer
 from rsrank_rag.reproduction.closed_form import closed_form
+from rsrank_rag.training.batches import Batch, batch_scores, scored, split
 from rsrank_rag.training.features import FeatureExtractor, digest, plan_features, spec_for, subsample, together
-from rsrank_rag.training.fit import Batch, FitOptions, batch_scores, fit, scored, split
+from rsrank_rag.training.fit import FitOptions, fit
 from rsrank_rag.training.losses import (
     alignment_loss,
     calibration_loss,
@@ -391,7 +392,7 @@ def test_scores_of_a_batch_are_the_papers_whatever_else_is_in_it():
     queries = [*toy(2), *toy(1, tokens=5, seed=4)]
     queries[1] = QueryFeatures(queries[1].shifts[:, :, :6], (True, False), 3, oracle=False)
     weight = torch.randn(2, 2, 4, 8, generator=torch.Generator().manual_seed(1))
-    scores, oracle = batch_scores(weight, Batch.of(queries), torch.float32)
+    scores, oracle = batch_scores({"weight": weight}, Batch.of(queries))
     for row, query in enumerate(queries):
         assert scores[row, : len(query.relevant)].tolist() == pytest.approx(slow_scores(weight, query), abs=1e-4)
     # Each oracle's own mean over layers, heads and tokens: a long query counts no more than a short one.
@@ -641,7 +642,7 @@ def test_a_recipe_goes_from_labelled_queries_to_an_artifact(recipe_file, tmp_pat
     out = tmp_path / "run"
     said = run("train", "--config", recipe_file, "--output", out)
     assert "Features of 12 queries with 72 documents" in said
-    for name in ("metrics.json", "samples.json", "fit/log.jsonl", "fit/checkpoint.safetensors"):
+    for name in ("metrics.json", "samples.json", "fit/log.jsonl", "fit/checkpoint.pt"):
         assert (out / name).stat().st_size > 0
     ranker = RSRank.from_pretrained(out / "artifact", device="cpu", dtype="float32")
     training = ranker.config.training
@@ -783,7 +784,7 @@ def test_too_few_queries_are_refused_with_the_reason(recipe_file, tmp_path):
 
 
 def test_the_shipped_recipes_are_valid_and_keep_fever_out_of_training():
-    assert shipped() == ["mini", "qwen3-0.6b", "qwen3-8b", "your-data"]
+    assert shipped() == ["encoder", "mini", "qwen3-0.6b", "qwen3-8b", "your-data"]
     for name in shipped():
         Recipe.load(name)
     paper = Recipe.load("qwen3-8b")
@@ -813,15 +814,16 @@ def test_a_wrong_setting_is_one_clear_error(recipe_file, setting, message):
 
 
 def test_an_unknown_recipe_lists_those_there_are():
-    with pytest.raises(InputError, match=r"neither one of mini, qwen3-0\.6b, qwen3-8b, your-data nor a TOML"):
+    with pytest.raises(InputError, match=r"neither one of encoder, mini, qwen3-0\.6b, qwen3-8b, your-data nor a TOML"):
         Recipe.load("qwen4")
 
 
 @pytest.mark.slow
-def test_the_mini_recipe_trains_a_b_for_the_built_in_encoder(tmp_path):
+@pytest.mark.parametrize(("recipe", "part"), [("mini", "domain.iterations"), ("encoder", "fit.epochs")])
+def test_the_built_in_model_is_trained_further_and_its_encoder_anew(tmp_path, recipe, part):
     data = written(tmp_path / "own.jsonl", labelled(6))
-    settings = ["--set", "fit.epochs=1", "--set", "model.dtype=float32", "--set", "model.device=cpu"]
-    run("train", "--config", "mini", "--data", data, "--output", tmp_path / "run", *settings)
+    settings = ["--set", f"{part}=1", "--set", "model.dtype=float32", "--set", "model.device=cpu"]
+    run("train", "--config", recipe, "--data", data, "--output", tmp_path / "run", *settings)
     ranker = RSRank.from_pretrained(tmp_path / "run" / "artifact", device="cpu", dtype="float32")
     assert ranker.config.backbone.name == "./backbone"
     assert len(ranker.score(QUERIES[0], DOCUMENTS)) == len(DOCUMENTS)

@@ -75,6 +75,7 @@ class RSRankConfig(BaseModel):
     max_length: int | None = Field(
         default=None, gt=0, le=LARGEST, description="Positions to use, if fewer than the model has."
     )
+    threshold: float = Field(default=0.0, allow_inf_nan=False, description="Keep what scores above; 0 as in the paper.")
     license: str | None = None
     training: TrainingRecord = TrainingRecord()
 
@@ -92,7 +93,8 @@ class RSRankConfig(BaseModel):
     @model_serializer(mode="wrap")
     def _readable_by_earlier_releases(self, plain: SerializerFunctionWrapHandler) -> dict[str, Any]:
         found: dict[str, Any] = plain(self)
-        return found if self.fusion_layer else {name: value for name, value in found.items() if name != "fusion_layer"}
+        later = ("fusion_layer", "threshold")
+        return {name: value for name, value in found.items() if value or name not in later}
 
     @property
     def shape(self) -> tuple[int, int, int, int]:

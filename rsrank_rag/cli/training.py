@@ -1,7 +1,8 @@
-"""The ``rsrank`` commands that make artifacts: features, train, push."""
+"""The ``rsrank`` commands that make artifacts: features, train, tune, push."""
 
 from __future__ import annotations
 
+import inspect
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -10,53 +11,57 @@ from typer import Option
 
 from ..bulk.on_ray import Actors
 from ..errors import InputError
-from .options import command, problems, screen
+from ..language_model.options import LoadOptions
+from .options import GROUPS, Model, Revision, command, problems, screen
 from .tables import evaluation_tables
 
 if TYPE_CHECKING:
-    from ..training.recipe import Recipe
-    from ..training.run import Result, TrainingRun
+    from ..training.run import Result
+    from ..training.run import TrainingRun as Run
+    from ..training.verdict import Verdict
+else:
+    Run = object  # annotations are read at import, which is not to import what trains
 
 app = typer.Typer()
 
-Config = Annotated[str, Option("--config", "-c", help="qwen3-8b, qwen3-0.6b, mini, your-data, or a TOML file.")]
 Data = Annotated[list[Path] | None, Option("--data", help="Labelled .jsonl(.gz) instead of the recipe's data.")]
 Output = Annotated[Path, Option("--output", "-o", help="Folder for features, checkpoint, figures and artifact.")]
 Setting = Annotated[list[str] | None, Option("--set", help="Change one entry of the recipe, such as fit.epochs=10.")]
-Layers = Annotated[str | None, Option("--layers", help="Layers that B reads, such as 1-24 or 1-8,12.")]
 DryRun = Annotated[bool, Option("--dry-run", help="Print disk, memory and hours, and stop.")]
 
 
 def _training(
-    config: str, data: list[Path] | None, output: Path, settings: list[str] | None, layers: str | None
-) -> TrainingRun:
+    config: Annotated[str, Option("--config", "-c", help="A recipe's name (above) or a TOML file.")] = "your-data",
+    base: Annotated[str | None, Option(help="Begin with this artifact's weights and stay near them.")] = None,
+    data: Data = None,
+    output: Output = Path("runs/rsrank"),
+    settings: Setting = None,
+    layers: Annotated[str | None, Option("--layers", help="Layers that B reads, such as 1-24 or 1-8,12.")] = None,
+) -> Run:
+    """The run that was asked for."""
     from ..reproduction.closed_form import closed_form
     from ..training.recipe import Recipe
     from ..training.run import TrainingRun
 
     overrides = [*(settings or ()), *([] if layers is None else [f"features.layers={layers}"])]
-    recipe = Recipe.load(config, overrides, data or ())
+    recipe = Recipe.load(config, overrides, data or (), base)
     return TrainingRun(recipe, output, say=problems.print, progress=problems.is_terminal, closed_form=closed_form)
 
 
-def _plan(run: TrainingRun) -> None:
-    recipe: Recipe = run.recipe
-    sources = ", ".join(f"{part.title} (about)" if part.dataset else part.title for part in recipe.data)
-    screen.print(f"recipe       {recipe.name}: {recipe.model.name}, {recipe.method}\ndata         {sources}")
+GROUPS["run"] = (inspect.signature(_training, eval_str=True).parameters, _training)
+
+
+def _plan(run: Run) -> None:
+    sources = ", ".join(f"{part.title} (about)" if part.dataset else part.title for part in run.recipe.data)
+    screen.print(f"recipe       {run.recipe.name}: {run.recipe.model.name}\ndata         {sources}")
     screen.print(str(run.estimate()))
 
 
 @command(app, resumes=True)
-def features(
-    actors: Actors | None,
-    config: Config = "your-data",
-    data: Data = None,
-    output: Output = Path("runs/rsrank"),
-    settings: Setting = None,
-    layers: Layers = None,
-    dry_run: DryRun = False,
-) -> None:
+def features(run: Run, actors: Actors | None, dry_run: DryRun = False) -> None:
     """Read the shifts of labelled queries from the frozen language model, into OUTPUT/features.
+
+    Recipes: mini, your-data, encoder, qwen3-0.6b, qwen3-8b.
 
     A run that was interrupted goes on where it stopped. Several GPUs:
     `accelerate launch --num_processes 4 -m rsrank_rag features ...`, or several machines: `--engine ray`.
@@ -64,7 +69,6 @@ def features(
     Too large? `--set features.max_tokens=8` keeps 8 tokens of each query, `--set features.max_documents=10` so many
     documents.
     """
-    run = _training(config, data, output, settings, layers)
     if dry_run:
         _plan(run)
         return
@@ -73,30 +77,30 @@ def features(
     else:
         from ..bulk.on_ray import features_on
 
-        store = features_on(actors, run.recipe, output)
+        store = features_on(actors, run.recipe, run.output)
     screen.print(f"{len(store):,} queries in {store.folder}")
 
 
 @command(app, resumes=True)
 def train(
-    config: Config = "your-data",
-    data: Data = None,
-    output: Output = Path("runs/rsrank"),
-    settings: Setting = None,
-    layers: Layers = None,
+    run: Run,
     features: Annotated[Path | None, Option(help="Train on this feature store, without the language model.")] = None,
+    accept: Annotated[bool, Option("--accept", help="Write the trained weights even if the base was better.")] = False,
     dry_run: DryRun = False,
 ) -> None:
     """Run a recipe: data, features, B, evaluation, model card, artifact (OUTPUT/artifact).
 
-    `rsrank train --config your-data --data labelled.jsonl --output runs/mine`
+    `rsrank train --config mini --data labelled.jsonl --output runs/mine`
 
-    The same command goes on after an interruption.
+    Recipes: mini, your-data, encoder, qwen3-0.6b, qwen3-8b. The same command goes on after an interruption.
+
+    Training that begins with an artifact (the recipe mini, or `--base`) ends with a verdict: base against trained on
+    queries left out of training. Where the base was better, its weights are what is written.
     """
-    run = _training(config, data, output, settings, layers)
     if dry_run:
         _plan(run)
         return
+    run.accept = accept
     if features is None:
         result = run.run()
     else:
@@ -106,13 +110,54 @@ def train(
     _show(result)
 
 
+@command(app)
+def tune(
+    load: LoadOptions,
+    data: Annotated[Path, Option("--data", help="Labelled .jsonl(.gz).")],
+    output: Annotated[Path, Option("--output", "-o", help="Folder for the artifact with the threshold.")],
+    model: Model = "mini",
+    revision: Revision = None,
+    precision: Annotated[float | None, Option(min=0, max=1, help="Wanted: the lowest threshold that has it.")] = None,
+    recall: Annotated[float | None, Option(min=0, max=1, help="Wanted: the highest threshold that has it.")] = None,
+) -> None:
+    """Find the threshold for the best F1, or a wanted precision or recall, and write a copy of the artifact with it.
+
+    `rsrank tune --model runs/mine/artifact --data labelled.jsonl --output runs/tuned --precision 0.8`
+    """
+    from ..training.tune import Goal, tune
+
+    if precision is not None and recall is not None:
+        raise InputError("Give --precision or --recall, not both.")
+    goal = Goal() if recall is None else Goal("recall", recall)
+    goal = goal if precision is None else Goal("precision", precision)
+    with problems.status(f"Scoring {data} ..."):
+        tuned = tune(model, data, output, goal, revision=revision, load=load)
+    low, high = tuned.interval
+    screen.print(f"threshold {tuned.threshold:.3f} for {goal} (95% of resamples: {low:.3f} to {high:.3f})")
+    _verdict(tuned.verdict, (f"at {tuned.before:g}", "tuned"), "Both on queries left out of tuning")
+    screen.print(f"artifact: {output}")
+
+
 def _show(result: Result) -> None:
     records = [
         {"dataset": dataset, **{name.replace("@0", "@tau"): value for name, value in row.items()}}
         for dataset, row in result.metrics.items()
     ]
     screen.print(*evaluation_tables("trained", "kept above 0", records), sep="\n")
+    if result.verdict is not None:
+        _verdict(result.verdict, ("base", "trained"), "Both on queries left out of training")
     screen.print(f"artifact: {result.artifact}\nTry it:   rsrank rank --model {result.artifact} -q ... -d FILE")
+
+
+def _verdict(verdict: Verdict, names: tuple[str, str], title: str) -> None:
+    """Means of both, their difference with its interval, and the outcome."""
+    table = Table("", *names, "difference", "95% interval", title=f"{title}: {verdict.queries}", title_justify="left")
+    for name, found in verdict.difference.items():
+        interval = "" if found.low is None else f"{found.low:+.3f} to {found.high:+.3f}"
+        means = (f"{mean[name].mean:.3f}" for mean in (verdict.base, verdict.trained))
+        table.add_row(name, *means, f"{found.mean:+.3f}", interval)
+    screen.print(table)
+    screen.print(f"verdict: {verdict.outcome}")
 
 
 @command(app)

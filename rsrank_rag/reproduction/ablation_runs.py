@@ -23,7 +23,7 @@ from ..evaluation.evaluate import score_dataset
 from ..evaluation.metrics import ScoredQuery, best_threshold, f1, f1_at, ranking_by_query
 from ..method.projection import Projection
 from ..partial_files import write_text
-from ..training.fit import scored, split
+from ..training.batches import scored, split
 from ..training.learn import Learner
 from ..training.recipe import DataPart, Recipe
 from ..training.run import TrainingRun

@@ -15,8 +15,8 @@ from ..evaluation.datasets import LabelledDocument, LabelledQuery
 from ..language_model.loading import LOAD_ERRORS, shortened
 from ..method.projection import Projection
 from ..method.template import PromptTokenizer
+from .batches import Batch, batch_scores
 from .features import Plan, plan_features
-from .fit import Batch, batch_scores
 from .losses import calibration_loss
 from .recipe import DataPart, Recipe
 from .store import QueryFeatures, free_memory
@@ -150,7 +150,7 @@ def estimate(recipe: Recipe, queries: list[LabelledQuery], evaluation: list[Labe
         flops=2.0 * working * (plan.prompt_tokens + tokens),
         flops_per_second=_matmul_rate(device, dtype) / 2,
         parameters=first.numel(),
-        epochs=recipe.fit.epochs if recipe.method == "gradient" else 1,
+        epochs=recipe.passes,
         rows_per_second=_training_rate(first.requires_grad_()),
         memory=max(free, free_memory()) // 2,
     )
@@ -172,7 +172,9 @@ def _training_rate(weight: torch.Tensor) -> float:
     batch = Batch.of([QueryFeatures(shifts, labels, _TOKENS, oracle=False)]).to(weight.device)
 
     def step() -> None:
-        scores, _ = batch_scores(weight, batch, torch.bfloat16 if weight.device.type == "cuda" else torch.float32)
+        scores, _ = batch_scores(
+            {"weight": weight}, batch, torch.bfloat16 if weight.device.type == "cuda" else torch.float32
+        )
         calibration_loss(scores, batch.relevant, batch.valid).backward()  # type: ignore[no-untyped-call]
 
     return rows / _seconds(step, weight.device)

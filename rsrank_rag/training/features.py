@@ -170,6 +170,7 @@ class FeatureExtractor:
         bare = len(self.reader.prompts.null_prefix)  # a document without tokens shifts nothing
         wanted = {ids: [i for i, other in enumerate(texts) if other == ids] for ids in texts if len(ids) > bare}
         found: dict[int, Tensor] = {}  # layer -> (H, M, T, D)
+        agreement = [0.0] * len(texts)
 
         def read(batch: list[Row]) -> None:
             def keep(layer: int, shift: Tensor) -> None:
@@ -179,7 +180,9 @@ class FeatureExtractor:
                 for row, shifts in zip(batch, shift[:, :, positions].to(dtype).cpu(), strict=True):
                     found[layer][:, wanted[row.document]] = shifts[:, None]
 
-            self.reader.read(batch, keep)
+            for row, agreed in zip(batch, self.reader.read(batch, keep).tolist(), strict=True):
+                for place in wanted[row.document]:
+                    agreement[place] = agreed
 
         batches = Batches([Row(ids, asked) for ids in wanted], self.token_budget, extra=len(asked.ids))
         try:
@@ -202,7 +205,8 @@ class FeatureExtractor:
                 "store, or load the model in bfloat16 or float32."
             )
         labels = tuple(document.relevant for document in query.documents)
-        return QueryFeatures(shifts, labels, len(positions), prompts.oracle is not None)
+        kept = tuple(agreement[: len(labels)]) if self.reader.backbone.fusion_layer else ()
+        return QueryFeatures(shifts, labels, len(positions), prompts.oracle is not None, kept)
 
 
 def spec_for(
@@ -226,9 +230,9 @@ def spec_for(
         backbone=backbone,
         template=reader.prompts.template,
         layers=tuple(sorted(reader.layers)),
-        fusion_layer=reader.backbone.fusion_layer,
         signal=reading.signal,
         null_prefix=reading.null_prefix,
+        fusion_layer=reader.backbone.fusion_layer,
         dtype=options.dtype,
         compute_dtype=str(reader.backbone.dtype).removeprefix("torch."),
         bits=bits_of(reader.backbone.model),

@@ -12,7 +12,8 @@ from typing import Any
 from ..errors import TrainingError
 from ..evaluation.metrics import ScoredQuery, f1_at, ranking_metrics
 from ..method.projection import Projection
-from .fit import Epoch, FitOptions, fit, scored
+from .batches import scored
+from .fit import Epoch, FitOptions, fit
 from .recipe import Recipe
 from .store import FeatureSource, Subset
 

@@ -20,6 +20,7 @@ from ..evaluation.hub_datasets import Granularity, Split, load_named
 from ..evaluation.negatives import Negatives, replace_negatives
 from ..language_model.options import LoadOptions, LoadSettings, Weights
 from ..method.template import Template
+from .domain import DomainOptions
 from .fit import FitOptions
 
 if sys.version_info >= (3, 11):
@@ -48,8 +49,9 @@ class ModelPart(LoadSettings):
 
     @property
     def source(self) -> str:
-        """Folder or Hub id; a built-in model's name stands for the language model inside it."""
-        return str(hub.BUILTIN / self.name / INSIDE) if self.name in hub.builtin_names() else self.name
+        """Folder or Hub id; an artifact that holds its language model stands for that."""
+        folder = hub.BUILTIN / self.name if self.name in hub.builtin_names() else Path(self.name)
+        return str(folder / INSIDE) if (folder / hub.PROJECTION).is_file() else self.name
 
     def options(self) -> LoadOptions:
         """For `load_model`.
@@ -171,12 +173,16 @@ class Recipe(BaseModel):
     model_config = _STRICT
 
     name: str
+    base: str | None = Field(
+        default=None, description="An artifact to begin with and stay near. It gives model, template and layers."
+    )
     model: ModelPart
     template: Template = Template()
     data: tuple[DataPart, ...] = ()
     features: FeaturePart = FeaturePart()
     method: Method = "gradient"
     fit: FitOptions = FitOptions()
+    domain: DomainOptions = Field(default=DomainOptions(), description="With a base, in place of `fit`.")
     validation_share: float = Field(default=0.1, gt=0, lt=1, description="Of the queries: they choose the epoch.")
     validation_queries: int | None = Field(default=None, gt=0, description="So many instead of a share.")
     evaluation: tuple[DataPart, ...] = ()
@@ -186,22 +192,34 @@ class Recipe(BaseModel):
     license: str | None = None
 
     @classmethod
-    def load(cls, source: str, overrides: Sequence[str] = (), data: Sequence[str | Path] = ()) -> Recipe:
+    def load(
+        cls,
+        source: str,
+        overrides: Sequence[str] = (),
+        data: Sequence[str | Path] = (),
+        base: str | None = None,
+    ) -> Recipe:
         """Read a recipe.
 
         Args:
             source: Name of one that ships with the package, or a TOML file.
             overrides: ``key=value`` in TOML, such as ``fit.epochs=10``.
             data: Labelled files to train on instead of the recipe's.
+            base: Artifact to begin with instead of the recipe's.
 
         Raises:
             InputError: There is none, or it is not a valid one.
+            ArtifactError: The base is none.
         """
         raw = read_toml(source, SHIPPED, "recipe")
         for override in overrides:
             _merge(raw, _assignment(override))
         if data:
             raw["data"] = [{"file": str(file)} for file in data]
+        if base is not None:
+            raw |= {"base": base, "minimum_queries": 2, "sample_sizes": []}
+        if raw.get("base"):
+            _merge(raw, _from_base(raw["base"], raw))
         return validated(cls, raw, source, "recipe")
 
     def layers(self, count: int) -> tuple[int, ...]:
@@ -215,6 +233,13 @@ class Recipe(BaseModel):
         if wrong := [layer for layer in (chosen[0], chosen[-1]) if not lowest <= layer < count]:
             raise BackboneError(f"Layer {wrong[0]} was asked for; {self.model.name} has {lowest}..{count - 1}.")
         return chosen
+
+    @property
+    def passes(self) -> int:
+        """How often features are read, at most."""
+        if self.base is not None:
+            return (self.domain.folds + 1) * len(self.domain.strengths) * self.domain.iterations
+        return self.fit.epochs if self.method == "gradient" else 1
 
     @property
     def held(self) -> int | float:
@@ -275,6 +300,37 @@ def _merge(target: dict[str, Any], extra: dict[str, Any]) -> None:
             _merge(target[key], value)
         else:
             target[key] = value
+
+
+def _from_base(base: str, raw: dict[str, Any]) -> dict[str, Any]:
+    """What an artifact decides for all that begins with it.
+
+    Raises:
+        InputError: Something else was asked for.
+    """
+    folder = hub.resolve(base)
+    config = hub.read_config(folder)
+    own = config.model_dump(mode="json", include={"template", "layers", "projection_dim", "max_length"})
+    ignored = [f"fit.{name}" for name in raw.get("fit", {}) if name != "seed"]
+    ignored += ["features.layers"] * ("layers" in raw.get("features", {})) + ["method"] * ("method" in raw)
+    if ignored:
+        raise InputError(
+            f"{', '.join(ignored)} cannot be set: training that begins with an artifact ({base}) keeps its "
+            "layers and objective. See [domain] in docs/training.md, or take a recipe without a base, such as encoder."
+        )
+    inside = config.backbone.name == INSIDE
+    model = {
+        "name": str(folder) if inside else config.backbone.name,
+        "revision": config.backbone.revision,
+        "fusion_layer": config.fusion_layer,
+    }
+    return {
+        "model": {"max_length": own["max_length"], **raw.get("model", {}), **model},
+        "template": own["template"],
+        "features": {"layers": own["layers"]},
+        "fit": {"projection_dim": own["projection_dim"]},
+        "license": raw.get("license", config.license),
+    }
 
 
 def _assignment(override: str) -> dict[str, Any]:

@@ -7,21 +7,22 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import shutil
 import time
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import torch
 from tqdm.auto import tqdm
 
 from ..artifact import hub
 from ..artifact.config import INSIDE, BackboneSpec, RSRankConfig, TrainingRecord
 from ..artifact.identity import describe
+from ..artifact.opening import open_artifact
 from ..errors import InputError, TrainingError
 from ..evaluation.datasets import LabelledQuery
 from ..evaluation.evaluate import score_dataset, summarise
@@ -29,18 +30,25 @@ from ..evaluation.metrics import ScoredQuery, ranking_metrics
 from ..language_model.check import open_backbone
 from ..language_model.files import folder_of, hashes
 from ..language_model.loading import load_model
+from ..language_model.options import ModelSource
 from ..method.backbone import Backbone
 from ..method.batching import token_budget_for
 from ..method.projection import Projection
 from ..method.template import PromptTokenizer
 from ..partial_files import replacing, write_text
 from ..rsrank import RSRank
+from .batches import device_for, split
+from .domain import train_near
 from .estimate import Estimate, estimate, sketch
 from .features import VALUES, FeatureExtractor, Reading, digest, plan_features, spec_for, subsample
-from .fit import Epoch, best_epoch, split
+from .fit import Epoch, best_epoch
 from .learn import ClosedForm, Learner
 from .recipe import Recipe
-from .store import FeatureStore
+from .store import FeatureSource, FeatureStore
+from .verdict import WORSE, Verdict, judge
+
+FALL = 0.02
+"""Loss of validation F1 after the best epoch that is worth a word."""
 
 
 @dataclass(frozen=True)
@@ -49,11 +57,33 @@ class Result:
 
     Attributes:
         metrics: Dataset -> metric -> value.
+        verdict: Where training began with an artifact: whether it helped.
     """
 
     artifact: Path
     metrics: dict[str, dict[str, float]]
     samples: list[dict[str, float]]
+    verdict: Verdict | None = None
+
+
+@dataclass(frozen=True)
+class Learned:
+    """B, and what is to be said of it.
+
+    Attributes:
+        measured: What was scored without the language model, and its name.
+        settings: How B was trained, for the artifact.
+        notes: Likewise, in words.
+        threshold: A base's own, where that is kept.
+    """
+
+    projection: Projection
+    measured: tuple[str, list[ScoredQuery]]
+    settings: dict[str, Any]
+    notes: str = ""
+    samples: list[dict[str, float]] = field(default_factory=list)
+    verdict: Verdict | None = None
+    threshold: float = 0.0
 
 
 @dataclass
@@ -62,6 +92,7 @@ class TrainingRun:
 
     Attributes:
         closed_form: Finds B for recipes whose method is none by gradient.
+        accept: Write what was trained even if it is worse than the base.
     """
 
     recipe: Recipe
@@ -70,6 +101,7 @@ class TrainingRun:
     progress: bool = False
     closed_form: ClosedForm | None = None
     reading: Reading = VALUES
+    accept: bool = False
 
     @cached_property
     def queries(self) -> list[LabelledQuery]:
@@ -122,12 +154,12 @@ class TrainingRun:
         held = sum(map(len, self.evaluation.values()))
         self.say(f"{len(self.queries):,} labelled queries, {held:,} for evaluation")
         core, prompts, _ = self._model
-        projection, config, samples, validation = self._learn(self._fill())
-        ranker = RSRank(core, prompts, projection, config, token_budget=self.recipe.features.token_budget)
+        store = self._fill()
+        learned = self._learn(store)
+        config = self._config(store, learned, {})
+        ranker = RSRank(core, prompts, learned.projection, config, token_budget=self.recipe.features.token_budget)
         found = {label: self._scored(ranker, label, queries) for label, queries in self.evaluation.items()}
-        config = self._recorded(config, found or {"validation": validation})
-        RSRank(core, prompts, projection, config).save_pretrained(self.output / "artifact")
-        return Result(self.output / "artifact", config.training.metrics, samples)
+        return self._written(store, learned, found)
 
     def run_from(self, store: FeatureStore) -> Result:
         """Train B on features that exist, without the language model; metrics are of the validation queries.
@@ -153,14 +185,7 @@ class TrainingRun:
                 "recipe and settings that it was made with; a store of another signal is for rsrank reproduce only."
             )
         self._check_count(len(store))
-        projection, config, samples, validation = self._learn(store)
-        config = self._recorded(config, {"validation": validation})
-        artifact = self.output / "artifact"
-        with replacing(artifact) as new:
-            hub.write_artifact(new, config, projection, hub.model_card(config))
-            if inside:
-                shutil.copytree(recipe.model.source, new / INSIDE)
-        return Result(artifact, config.training.metrics, samples)
+        return self._written(store, self._learn(store), {})
 
     # Features
 
@@ -217,6 +242,9 @@ class TrainingRun:
         options = part.options()
         if _process()[1] > 1 and options.device is None:
             options = replace(options, device=_local_device())
+        if self.recipe.base is not None:
+            opened = open_artifact(ModelSource(self.recipe.base, load=options, max_length=part.max_length))
+            return opened.backbone, opened.prompts, opened.config.backbone
         chosen = self.recipe.features.layers
         last_layer = None if chosen is None else chosen[-1]
         loaded = load_model(part.source, revision=part.revision, options=options, last_layer=last_layer)
@@ -233,52 +261,83 @@ class TrainingRun:
 
     # B
 
-    def _learn(self, store: FeatureStore) -> tuple[Projection, RSRankConfig, list[dict[str, float]], list[ScoredQuery]]:
-        """B, its config without metrics, the rows of the sample curve, and scores of the validation queries."""
-        recipe, spec = self.recipe, store.spec
-        train, held = split(len(store), recipe.held, recipe.fit.seed)
-        device = torch.device(recipe.model.device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    def _learn(self, store: FeatureStore) -> Learned:
+        device = device_for(self.recipe.model.device)
         features = store.in_memory(device)
-        identity = hashlib.sha256(f"{spec.model_dump_json()} {train} {held}".encode()).hexdigest()
-        learner = Learner(recipe, features, held, spec.layers, self.output, identity, self.closed_form)
-        projection = self._best(learner, train)
-        samples = learner.sample_curve(train, self.say)
-        if samples:
-            _dump(self.output / "samples.json", samples)
-        self._sources = spec.sources
-        config = RSRankConfig(
-            backbone=spec.backbone,
-            layers=spec.layers,
-            projection_dim=recipe.fit.projection_dim,
-            template=spec.template,
-            fusion_layer=spec.fusion_layer,
-            max_length=spec.max_length,
-            license=recipe.license,
-        )
-        return projection, config, samples, learner.scored(projection)
+        return self._from_nothing(store, features) if self.recipe.base is None else self._near(store, features)
 
-    def _best(self, learner: Learner, train: list[int]) -> Projection:
-        """B by the recipe's method, with a progress bar."""
-        with tqdm(total=self.recipe.fit.epochs, desc="training B", unit="epoch", disable=not self.progress) as bar:
+    def _near(self, store: FeatureStore, features: FeatureSource) -> Learned:
+        """Weights near the base's, unless they are worse."""
+        recipe, folder = self.recipe, hub.resolve(str(self.recipe.base))
+        config = hub.read_config(folder)
+        base = hub.read_projection(folder, config)
+        with tqdm(desc="folds", unit="fold", disable=not self.progress) as bar:
+
+            def show(done: int, of: int) -> None:
+                bar.total, bar.n = of, done
+                bar.refresh()
+
+            trained = train_near(
+                features,
+                base,
+                recipe.domain,
+                output=self.output / "folds",
+                device=recipe.model.device,
+                identity=_digest(base, store.spec.model_dump_json()),
+                on_fold=show,
+            )
+        for strength, value in trained.values.items():
+            what = "the base's weights" if math.isinf(strength) else f"weights near them, strength {strength:g}"
+            self.say(f"{value:.3f} mean of nDCG@5 and F1 at zero on queries left out of training: {what}")
+        verdict = judge(trained.base, trained.trained, (config.threshold, 0.0))
+        keep = verdict.outcome == WORSE and not self.accept
+        if verdict.outcome == WORSE and self.accept:
+            verdict = verdict.model_copy(update={"outcome": "worse: taken all the same"})
+        write_text(self.output / "verdict.json", verdict.model_dump_json(indent=2) + "\n")
+        settings = {
+            "method": "near a base",
+            "base": str(recipe.base),
+            "strength": str(trained.strength),
+            "outcome": verdict.outcome,
+        }
+        notes = f" Base and trained weights on {verdict.queries} queries left out of training: {verdict.outcome}"
+        notes += ". Metrics are of those queries."
+        projection, rows = (base, trained.base) if keep else (trained.projection, trained.trained)
+        threshold = config.threshold if keep else 0.0
+        return Learned(projection, ("held out", rows), settings, notes, verdict=verdict, threshold=threshold)
+
+    def _from_nothing(self, store: FeatureStore, features: FeatureSource) -> Learned:
+        """B by the recipe's method, and its curve by the number of queries."""
+        recipe = self.recipe
+        train, held = split(len(store), recipe.held, recipe.fit.seed)
+        identity = hashlib.sha256(f"{store.spec.model_dump_json()} {train} {held}".encode()).hexdigest()
+        learner = Learner(recipe, features, held, store.spec.layers, self.output, identity, self.closed_form)
+        settings: dict[str, Any] = {"method": recipe.method, "projection_dim": recipe.fit.projection_dim}
+        notes = " Metrics are of the validation queries."
+        with tqdm(total=recipe.fit.epochs, desc="training B", unit="epoch", disable=not self.progress) as bar:
 
             def show(epoch: Epoch) -> None:
                 bar.n = epoch.epoch
                 bar.set_postfix(loss=f"{epoch.loss:.3f}", f1=f"{epoch.validation_f1:.3f}")
 
-            projection, self._history = learner.learn(train, on_epoch=show)
-        if self._history:
-            best = best_epoch(self._history) if self.recipe.fit.keep == "best" else self._history[-1]
+            projection, history = learner.learn(train, on_epoch=show)
+        if history:
+            best = best_epoch(history) if recipe.fit.keep == "best" else history[-1]
             self.say(
-                f"B of epoch {best.epoch} of {len(self._history)}: F1 at zero {best.validation_f1:.3f} on "
-                f"{len(learner.held)} validation queries."
+                f"B of epoch {best.epoch} of {len(history)}: F1 at zero {best.validation_f1:.3f} on "
+                f"{len(held)} validation queries.{fallen(history)}"
             )
-        return projection
+            settings |= {**recipe.fit.model_dump(exclude={"seed"}), "epochs_run": len(history)}
+            notes = " Metrics are of the validation queries, which also chose the epoch."
+        samples = learner.sample_curve(train, self.say)
+        if samples:
+            _dump(self.output / "samples.json", samples)
+        return Learned(projection, ("validation", learner.scored(projection)), settings, notes, samples)
 
     def _scored(self, ranker: RSRank, label: str, queries: list[LabelledQuery]) -> list[ScoredQuery]:
         """Scores of an evaluation set; those of an earlier run with the same B are taken from its file."""
         titles = self.recipe.features.titles
-        content = ranker.projection.weight.detach().cpu().numpy().tobytes()
-        key = hashlib.sha256(content + digest(queries, titles=titles).encode()).hexdigest()
+        key = _digest(ranker.projection, digest(queries, titles=titles))
         path = self.output / "scores" / f"{label}.json"
         if path.exists():
             kept = json.loads(path.read_text(encoding="utf-8"))
@@ -290,25 +349,51 @@ class TrainingRun:
         _dump(path, {"key": key, "queries": rows})
         return found
 
-    def _recorded(self, config: RSRankConfig, found: dict[str, list[ScoredQuery]]) -> RSRankConfig:
-        """The config with metrics of scored sets."""
-        recipe = self.recipe
-        metrics = {}
-        for label, rows in found.items():
-            known = {name: value for name, value in summarise(rows).items() if value is not None}
-            metrics[label] = {name.replace("@tau", "@0"): float(value) for name, value in known.items()}
-        _dump(self.output / "metrics.json", metrics)
-        settings: dict[str, Any] = {"method": recipe.method, "projection_dim": recipe.fit.projection_dim}
-        notes = f"Made by the recipe {recipe.name!r}."
-        if recipe.method == "gradient":
-            settings |= {**recipe.fit.model_dump(exclude={"seed"}), "epochs_run": len(self._history)}
-        if list(found) == ["validation"]:
-            chose = ", which also chose the epoch" if recipe.method == "gradient" else ""
-            notes += f" Metrics are of the validation queries{chose}."
-        training = TrainingRecord(
-            data=self._sources, seed=recipe.fit.seed, metrics=metrics, settings=settings, notes=notes
+    def _config(self, store: FeatureStore, learned: Learned, metrics: dict[str, dict[str, float]]) -> RSRankConfig:
+        recipe, spec = self.recipe, store.spec
+        own = list(metrics) == [learned.measured[0]]
+        return RSRankConfig(
+            backbone=spec.backbone,
+            layers=spec.layers,
+            projection_dim=learned.projection.weight.shape[2],
+            fusion_layer=spec.fusion_layer,
+            template=spec.template,
+            max_length=spec.max_length,
+            threshold=learned.threshold,
+            license=recipe.license,
+            training=TrainingRecord(
+                data=spec.sources,
+                seed=recipe.fit.seed,
+                metrics=metrics,
+                settings=learned.settings,
+                notes=f"Made by the recipe {recipe.name!r}.{learned.notes if own or learned.verdict else ''}",
+            ),
         )
-        return config.model_copy(update={"training": training})
+
+    def _written(self, store: FeatureStore, learned: Learned, found: dict[str, list[ScoredQuery]]) -> Result:
+        """The artifact, with metrics of the sets that were scored, else of what was held out."""
+        metrics = {
+            label: {name.replace("@tau", "@0"): float(v) for name, v in summarise(rows).items() if v is not None}
+            for label, rows in (found or dict([learned.measured])).items()
+        }
+        _dump(self.output / "metrics.json", metrics)
+        config, artifact = self._config(store, learned, metrics), self.output / "artifact"
+        with replacing(artifact) as new:
+            hub.write_artifact(new, config, learned.projection, hub.model_card(config))
+            if config.backbone.name == INSIDE:
+                shutil.copytree(self.recipe.model.source, new / INSIDE)
+        return Result(artifact, metrics, learned.samples, learned.verdict)
+
+
+def fallen(history: Sequence[Epoch]) -> str:
+    """A sentence on how much validation fell after the best epoch; empty if it did not."""
+    best, last = best_epoch(history), history[-1]
+    if best.validation_f1 - last.validation_f1 < FALL:
+        return ""
+    return (
+        f" Validation fell to {last.validation_f1:.3f} by epoch {last.epoch}: B learned its examples by heart. More "
+        "labelled queries would help, or an artifact to begin with (--base)."
+    )
 
 
 def _process() -> tuple[int, int]:
@@ -320,6 +405,12 @@ def _local_device() -> str:
     from accelerate import PartialState
 
     return str(PartialState().device)
+
+
+def _digest(projection: Projection, text: str) -> str:
+    """sha256 of all weights and a text."""
+    content = b"".join(weight.detach().cpu().numpy().tobytes() for weight in projection.parameters())
+    return hashlib.sha256(content + text.encode()).hexdigest()
 
 
 def _dump(path: Path, content: Any) -> None:

@@ -40,9 +40,9 @@ class FeatureSpec(BaseModel):
     backbone: BackboneSpec
     template: Template
     layers: tuple[int, ...]
-    fusion_layer: int = 0
     signal: str = Field(default="values", description="Others than value vectors are made by ablations only.")
     null_prefix: str = Field(default="empty", description="What is subtracted; likewise.")
+    fusion_layer: int = Field(default=0, description="The first layer in which queries see documents.")
     dtype: Literal["float16", "bfloat16"]
     compute_dtype: str = Field(description="What the language model computed in.")
     bits: int = Field(description="Of the language model's weights.")
@@ -63,12 +63,14 @@ class QueryFeatures:
         shifts: (L, H, M * T, D): T rows for each document, then, if there is an oracle, its T rows.
         tokens: T.
         oracle: Whether the last T rows are the oracle shift: all relevant documents together.
+        agreement: Of each document with the query; nothing where the model has no fusion layer.
     """
 
     shifts: Tensor
     relevant: tuple[bool, ...]
     tokens: int
     oracle: bool
+    agreement: tuple[float, ...] = ()
 
 
 class FeatureSource(Protocol):
@@ -149,7 +151,12 @@ class FeatureStore:
         """Write a whole shard; it appears only when it is complete."""
         rows = dict(zip(map(str, self.ranges()[shard]), features, strict=True))
         labels: dict[str, dict[str, Any]] = {
-            number: {"relevant": list(query.relevant), "tokens": query.tokens, "oracle": query.oracle}
+            number: {
+                "relevant": list(query.relevant),
+                "tokens": query.tokens,
+                "oracle": query.oracle,
+                "agreement": list(query.agreement),
+            }
             for number, query in rows.items()
         }
         partial = partial_of(self.path(shard))
@@ -196,7 +203,8 @@ class FeatureStore:
             raise TrainingError(
                 f"{self.path(shard)} is damaged ({error}). Remove it and run the same rsrank features command again."
             ) from error
-        return QueryFeatures(shifts, tuple(row["relevant"]), row["tokens"], row["oracle"])
+        agreement = tuple(row.get("agreement", ()))
+        return QueryFeatures(shifts, tuple(row["relevant"]), row["tokens"], row["oracle"], agreement)
 
     def _checksum(self, number: str, row: dict[str, Any], shifts: Tensor) -> str:
         """sha256 of a query's features, of no other number and store."""

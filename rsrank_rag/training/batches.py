@@ -1,0 +1,184 @@
+"""Batches of stored features, and the scores that weights give them.
+
+Axes: L layers, H heads, P projection dimension, D head dimension, Q queries of a batch, M rows (query tokens of all
+documents of a batch), N documents of a query.
+"""
+
+from __future__ import annotations
+
+import random
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, fields
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..errors import TrainingError
+from ..evaluation.metrics import ScoredQuery
+from ..method.projection import Projection
+from ..method.shift import cosine_to_ones
+from .store import FeatureSource, QueryFeatures
+
+AHEAD = 3
+"""Batches that are read from the disk while earlier ones are trained on."""
+
+Weights = Mapping[str, Tensor]
+"""The parameters of a `Projection` by name: ``weight`` (B), and ``head_weight`` and ``agreement`` where it has them."""
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Features of several queries as one matrix of rows.
+
+    Attributes:
+        shifts: (L, H, M, D).
+        slot: Flat (query, document) place of each row in the padded scores; oracles have places of their own behind.
+        oracles: Number of oracles.
+        share: 1 / T of each row's query.
+        relevant: (Q, N) labels.
+        valid: (Q, N), which places hold a document.
+        agreement: (Q, N), 0 where there is none.
+    """
+
+    shifts: Tensor
+    slot: Tensor
+    share: Tensor
+    relevant: Tensor
+    valid: Tensor
+    agreement: Tensor
+    oracles: int
+
+    @classmethod
+    def of(cls, queries: Sequence[QueryFeatures]) -> Batch:
+        """Join queries."""
+        width = max(len(query.relevant) for query in queries)
+        slots, shares, oracles = [], [], 0
+        for row, query in enumerate(queries):
+            places = [row * width + i for i in range(len(query.relevant))]
+            if query.oracle:
+                places.append(len(queries) * width + oracles)
+                oracles += 1
+            slots += [place for place in places for _ in range(query.tokens)]
+            shares += [1 / query.tokens] * (len(places) * query.tokens)
+
+        def padded(rows: Sequence[Sequence[float]]) -> Tensor:
+            return torch.tensor([[*row, *[0] * (width - len(row))] for row in rows])
+
+        return cls(
+            torch.cat([query.shifts for query in queries], dim=2),
+            torch.tensor(slots),
+            torch.tensor(shares),
+            padded([query.relevant for query in queries]).bool(),
+            padded([[1] * len(query.relevant) for query in queries]).bool(),
+            padded([query.agreement for query in queries]).float(),
+            oracles,
+        )
+
+    def to(self, device: torch.device) -> Batch:
+        """On a device. Copies from host memory go through page-locked memory and are not waited for."""
+
+        def moved(part: Any) -> Any:
+            if not isinstance(part, Tensor):
+                return part
+            if device.type == "cuda" and part.device.type == "cpu":
+                part = part.pin_memory()
+            return part.to(device, non_blocking=True)
+
+        return Batch(**{part.name: moved(getattr(self, part.name)) for part in fields(self)})
+
+
+def batches(features: FeatureSource, order: Sequence[int], size: int, device: torch.device) -> Iterator[Batch]:
+    """Batches in order, read ahead by threads."""
+
+    def make(numbers: Sequence[int]) -> Batch:
+        return Batch.of([features[number] for number in numbers]).to(device)
+
+    groups = [order[start : start + size] for start in range(0, len(order), size)]
+    with ThreadPoolExecutor(2) as threads:
+        waiting = deque(threads.submit(make, group) for group in groups[:AHEAD])
+        for following in [*groups[AHEAD:], *[None] * min(AHEAD, len(groups))]:
+            batch = waiting.popleft().result()
+            if following is not None:
+                waiting.append(threads.submit(make, following))
+            yield batch
+
+
+def batch_scores(weights: Weights, batch: Batch, precision: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
+    """Scores of a batch, and the terms of its oracle shifts.
+
+    `weights`: without B, what stands in the place of the shifts are its cosines. `precision`: of the matrix product;
+    cosines and sums are fp32.
+
+    Returns:
+        Scores (Q, N), and each oracle's mean term over layers, heads and tokens.
+    """
+    if "weight" in weights:
+        projected = batch.shifts.to(precision) @ weights["weight"].to(precision).mT
+        terms = cosine_to_ones(projected.float())  # (L, H, M)
+    else:
+        terms = batch.shifts[..., 0]
+    if "head_weight" in weights:
+        terms = terms * weights["head_weight"][..., None]
+    places = batch.valid.numel()
+    flat = terms.new_zeros(places + batch.oracles).index_add(0, batch.slot, terms.sum((0, 1)) * batch.share)
+    scores = flat[:places].view(batch.valid.shape)
+    if "agreement" in weights:
+        scores = scores + weights["agreement"][0] * batch.agreement + weights["agreement"][1]
+    return scores, flat[places:] / terms[..., 0].numel()
+
+
+@torch.no_grad()
+def score_batch(weights: Weights, batch: Batch, precision: torch.dtype = torch.float32) -> list[ScoredQuery]:
+    """Scores and labels, a query each."""
+    scores, _ = batch_scores(weights, batch, precision)
+    rows = zip(scores.tolist(), batch.relevant.tolist(), batch.valid.sum(-1).tolist(), strict=True)
+    return [ScoredQuery(row[:count], labels[:count]) for row, labels, count in rows]
+
+
+def scored(
+    features: FeatureSource, projection: Projection, *, device: str | torch.device | None = None
+) -> list[ScoredQuery]:
+    """Scores of all documents of stored features: what the artifact would give, without its language model."""
+    where = device_for(device)
+    weights = {name: weight.detach().to(where) for name, weight in projection.named_parameters()}
+    found = batches(features, range(len(features)), 16, where)
+    return [row for batch in found for row in score_batch(weights, batch)]
+
+
+def check_labels(features: FeatureSource) -> None:
+    """Refuse to learn from one class.
+
+    Raises:
+        TrainingError: All documents are relevant, or none is.
+    """
+    labels: set[bool] = set()
+    for number in range(len(features)):
+        labels |= set(features[number].relevant)
+        if len(labels) == 2:  # mostly after the first query: a whole store need not be read for this
+            return
+    kind = "relevant" if labels == {True} else "irrelevant"
+    raise TrainingError(f"All documents are {kind}. Add some of the other kind: B learns to tell them apart.")
+
+
+def device_for(device: str | torch.device | None) -> torch.device:
+    """Where to train; None for CUDA if present, else the CPU."""
+    return torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+
+
+def split(count: int, held: int | float, seed: int = 0) -> tuple[list[int], list[int]]:
+    """Numbers of training and validation queries, at random; at least one each.
+
+    `held`: validation queries: a number of them, or below 1 a share.
+
+    Raises:
+        TrainingError: Fewer than two queries.
+    """
+    if count < 2:
+        raise TrainingError(f"{count} labelled queries cannot be split into training and validation ones.")
+    order = list(range(count))
+    random.Random(f"split-{seed}").shuffle(order)
+    validation = min(max(1, round(count * held) if held < 1 else int(held)), count - 1)
+    return sorted(order[validation:]), sorted(order[:validation])

@@ -1,0 +1,248 @@
+"""Training for a domain: an artifact's weights, moved as far as labelled queries speak for it and no farther.
+
+What is sought is the most probable change of the weights: the loss of all queries plus ``strength / 2`` times the
+squared change, in units that move a typical score alike in every artifact. Few queries weigh little against the second
+part, so the base stays; many move it. Of several strengths, that is taken which is best on queries left out of training
+(cross-validation), by the mean of nDCG@5 and F1 at zero; the base as it is, unless it gains more than a standard error.
+
+Below some hundred queries B stays where an artifact has other weights: these are few, and move scores more.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import math
+import random
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from pydantic import BaseModel, ConfigDict, Field
+from torch import Tensor
+from torch.nn.functional import softplus
+
+from ..errors import TrainingError
+from ..evaluation.metrics import ScoredQuery
+from ..method.projection import Projection
+from ..method.shift import cosine_to_ones
+from ..partial_files import write_text
+from .batches import Batch, Weights, batch_scores, batches, check_labels, device_for, score_batch
+from .store import FeatureSource, QueryFeatures
+from .verdict import by_query
+
+SPREAD = {"weight": 0.3, "head_weight": 0.3, "agreement": 1.0}
+"""By how much a change of one unit moves a typical score, by tensor."""
+
+
+class DomainOptions(BaseModel):
+    """How weights near those of a base are found."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    strengths: tuple[float, ...] = Field(
+        default=(10.0, 3.0, 1.0), min_length=1, description="Besides the base as it is."
+    )
+    folds: int = Field(default=5, ge=2, description="Parts that are left out of training, one after another.")
+    hold_out_from: int = Field(default=500, description="From so many queries on, two tenths are left out instead.")
+    projection_from: int = Field(default=300, description="B moves from so many queries on, if there is more to move.")
+    iterations: int = Field(default=40, gt=0, description="Of L-BFGS, at most.")
+    batch_queries: int = Field(default=16, gt=0)
+    seed: int = 0
+
+
+@dataclass(frozen=True)
+class Trained:
+    """What training for a domain found.
+
+    Attributes:
+        strength: The chosen one; infinite where the base did best.
+        values: Mean of nDCG@5 and F1 at zero on queries left out of training, by strength; of the base first.
+        base: Scores of the queries left out, by the base.
+        trained: The same queries' scores by weights that were trained without them.
+    """
+
+    projection: Projection
+    strength: float
+    values: dict[float, float]
+    base: list[ScoredQuery]
+    trained: list[ScoredQuery]
+
+
+def train_near(
+    features: FeatureSource,
+    base: Projection,
+    options: DomainOptions,
+    *,
+    output: Path,
+    device: str | torch.device | None = None,
+    identity: str = "",
+    on_fold: Callable[[int, int], object] = lambda done, of: None,
+) -> Trained:
+    """Find weights near a base, and how they do on queries that they have not seen.
+
+    The strength that scores a fold's queries is chosen by the other folds.
+
+    Args:
+        features: Labelled queries.
+        base: Where to begin, and what to stay near.
+        options: How.
+        output: Folder for finished folds; an interrupted run goes on behind them.
+        device: Where to train; None for CUDA if present, else the CPU.
+        identity: What the features and the base are. Folds of others are not taken.
+        on_fold: Told how many of how many are done.
+
+    Raises:
+        TrainingError: Fewer than two queries, or labels of one class only.
+    """
+    check_labels(features)
+    near = _Near(features, base, options, device_for(device))
+    strengths = (math.inf, *options.strengths)
+    groups, found = parts(len(features), options), []
+    for number, held in enumerate(groups):
+        path = output / f"fold-{number}.json"
+        key = json.dumps([identity, options.model_dump(), held])
+        kept = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+        if kept.get("key") != key:
+            rest = sorted(set(range(len(features))) - set(held))
+            kept = {"key": key, "rows": [near.held_out(projection, held) for projection in near.path(rest, strengths)]}
+            write_text(path, json.dumps(kept) + "\n")
+        found.append(kept["rows"])
+        on_fold(number + 1, len(groups))
+    values = [torch.tensor([row["values"] for row in rows], dtype=torch.float64) for rows in found]
+    chosen = [_best([*values[:number], *values[number + 1 :]]) for number in range(len(values))]
+    best = _best(values)
+    *_, projection = near.path(range(len(features)), strengths[: best + 1])
+    return Trained(
+        projection,
+        strengths[best],
+        dict(zip(strengths, torch.cat(values, 1).mean(1).tolist(), strict=True)),
+        [ScoredQuery(**row) for rows in found for row in rows[0]["queries"]],
+        [ScoredQuery(**row) for rows, choice in zip(found, chosen, strict=True) for row in rows[choice]["queries"]],
+    )
+
+
+def _best(folds: Sequence[Tensor]) -> int:
+    """The best strength by its values, (strengths, queries) a fold; 0, the base's, if that is hardly worse."""
+    values = torch.cat(list(folds), 1)
+    gains = values - values[0]
+    best = int(gains.mean(1).argmax())
+    error = gains[best].std() / math.sqrt(gains.shape[1])
+    return best if bool(gains[best].mean() > error) else 0  # of a single query, the error is not a number
+
+
+def parts(count: int, options: DomainOptions) -> list[list[int]]:
+    """Numbers of the queries that are left out, one list a fold.
+
+    Raises:
+        TrainingError: Fewer than two queries.
+    """
+    if count < 2:
+        raise TrainingError(f"{count} labelled query cannot be learned from and measured on. Label more.")
+    order = list(range(count))
+    random.Random(f"folds-{options.seed}").shuffle(order)
+    many = count >= options.hold_out_from
+    folds = 10 if many else min(options.folds, count)
+    return [sorted(order[start::folds]) for start in range(2 if many else folds)]
+
+
+def domain_loss(scores: Tensor, relevant: Tensor, valid: Tensor) -> Tensor:
+    """Loss of each query, (Q,): for the order, and for the zero.
+
+    Each relevant document against the irrelevant ones and one of score 0 (softmax), and twice the documents' mean
+    logistic loss by their signs, in which a relevant one counts double: F1 is best where a document is kept that is
+    relevant with somewhat less than even odds. All three are (Q, N).
+    """
+    positive, negative = relevant & valid, ~relevant & valid
+    rivals = torch.cat([scores.masked_fill(~negative, -torch.inf), scores.new_zeros(len(scores), 1)], 1)
+    order = softplus(rivals.logsumexp(1, keepdim=True) - scores).masked_fill(~positive, 0.0)
+    weight = positive * 2.0 + negative
+    zero = softplus(torch.where(relevant, -scores, scores)) * weight
+    return order.sum(1) / positive.sum(1).clamp_min(1) + 2 * zero.sum(1) / weight.sum(1).clamp_min(1)
+
+
+def with_cosines(query: QueryFeatures, weight: Tensor) -> QueryFeatures:
+    """A query with the mean cosines that B, (L, H, P, D), gives its documents in the place of their shifts."""
+    cosines = cosine_to_ones(query.shifts.to(weight.device).float() @ weight.mT)  # (L, H, M * T)
+    means = cosines.unflatten(2, (-1, query.tokens)).mean(3, keepdim=True)
+    return replace(query, shifts=means, tokens=1)
+
+
+class _Near:
+    """Weights near a base's."""
+
+    def __init__(self, features: FeatureSource, base: Projection, options: DomainOptions, device: torch.device) -> None:
+        self.base, self.options, self.device = base, options, device
+        weights = {name: weight.detach().to(device) for name, weight in base.named_parameters()}
+        if len(weights) > 1 and len(features) < options.projection_from:
+            fixed = weights.pop("weight")
+            features = [with_cosines(features[number], fixed) for number in range(len(features))]
+        self.features, self.weights = features, weights
+        self.units = self._units()
+
+    def path(self, numbers: Sequence[int], strengths: Sequence[float]) -> Iterator[Projection]:
+        """The weights that these queries lead to at each strength, from the greatest to the smallest."""
+        change = {name: torch.zeros_like(weight, requires_grad=True) for name, weight in self.weights.items()}
+        for strength in strengths:
+            if math.isfinite(strength):
+                self._minimise(change, numbers, strength)
+            found = copy.deepcopy(self.base)
+            found.load_state_dict({**found.state_dict(), **self._moved(change)})
+            yield found
+
+    def held_out(self, projection: Projection, numbers: Sequence[int]) -> dict[str, list[Any]]:
+        """Scores of queries, and the mean of each one's nDCG@5 and F1 at zero."""
+        given = dict(projection.named_parameters())
+        weights = {name: given[name].detach().to(self.device) for name in self.weights}
+        rows = [row for batch in self._batches(numbers) for row in score_batch(weights, batch)]
+        found = by_query(rows)
+        values = [(ndcg + f1) / 2 for ndcg, f1 in zip(found["ndcg@5"], found["f1"], strict=True)]
+        return {"values": values, "queries": [asdict(row) for row in rows]}
+
+    def _units(self) -> dict[str, Tensor]:
+        """How far to move a tensor for its `SPREAD`: that, by the root mean square of scores' gradients.
+
+        Gradients of sums with random signs have in the mean the squared length of all of them together.
+        """
+        generator = torch.Generator().manual_seed(self.options.seed)
+        free = {name: weight.clone().requires_grad_() for name, weight in self.weights.items()}
+        squares, count = dict.fromkeys(free, torch.zeros((), device=self.device)), 0
+        for batch in self._batches(range(len(self.features))):
+            signs = torch.randint(0, 2, batch.valid.shape, generator=generator).to(self.device) * 2 - 1
+            total = (batch_scores(free, batch)[0] * signs * batch.valid).sum()
+            slopes = torch.autograd.grad(total, list(free.values()))
+            squares = {name: squares[name] + slope.square().sum() for name, slope in zip(free, slopes, strict=True)}
+            count += int(batch.valid.sum())
+        return {name: SPREAD[name] * (count / square.clamp_min(1e-12)).sqrt() for name, square in squares.items()}
+
+    def _minimise(self, change: Weights, numbers: Sequence[int], strength: float) -> None:
+        optimizer = torch.optim.LBFGS(
+            list(change.values()),
+            max_iter=self.options.iterations,
+            history_size=10,
+            tolerance_change=1e-4,
+            line_search_fn="strong_wolfe",
+        )
+
+        def closure() -> Tensor:
+            optimizer.zero_grad()
+            total = strength / 2 * sum((part.square().sum() for part in change.values()), torch.zeros(()))
+            total.backward()
+            for batch in self._batches(numbers):
+                loss = self._losses(self._moved(change), batch).sum()
+                loss.backward()
+                total = total.detach() + loss.detach()
+            return total
+
+        optimizer.step(closure)
+
+    def _moved(self, change: Weights) -> dict[str, Tensor]:
+        return {name: weight + self.units[name] * change[name] for name, weight in self.weights.items()}
+
+    def _losses(self, weights: Weights, batch: Batch) -> Tensor:
+        return domain_loss(batch_scores(weights, batch)[0], batch.relevant, batch.valid)
+
+    def _batches(self, numbers: Sequence[int]) -> Iterator[Batch]:
+        return batches(self.features, numbers, self.options.batch_queries, self.device)

@@ -1,0 +1,79 @@
+"""Did training help? The base against the trained weights on the same queries, which neither has seen."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict
+
+from ..evaluation.metrics import ScoredQuery, f1_at, ranking_by_query
+from ..evaluation.statistics import Estimate, estimate_mean, paired_differences
+
+Outcome = Literal["better", "no difference that can be told", "worse: the base is kept", "worse: taken all the same"]
+
+WORSE: Outcome = "worse: the base is kept"
+
+DECIDING = ("ndcg@5", "f1")
+"""What training must not lower, and should raise one of: the order of documents, and which of them are kept."""
+
+
+class Verdict(BaseModel):
+    """Base and trained weights on the same held-out queries.
+
+    Attributes:
+        queries: How many.
+        base: Mean and interval of ``ndcg@5``, and of ``precision``, ``recall`` and ``f1`` of what is kept.
+        trained: Likewise.
+        difference: Trained minus base, query by query (paired bootstrap).
+        outcome: Worse if the interval of one of `DECIDING` lies below zero, else better if one lies above.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    queries: int
+    base: dict[str, Estimate]
+    trained: dict[str, Estimate]
+    difference: dict[str, Estimate]
+    outcome: Outcome
+
+
+def judge(
+    base: Sequence[ScoredQuery], trained: Sequence[ScoredQuery], thresholds: tuple[float, float] = (0.0, 0.0)
+) -> Verdict:
+    """Compare two scorings of the same queries, each with its threshold.
+
+    Raises:
+        MissingDependencyError: scipy or ir-measures is not installed.
+        ValueError: They are not of as many queries, or of none.
+    """
+    first, second = (by_query(rows, tau) for rows, tau in zip((base, trained), thresholds, strict=True))
+    difference = {name: estimate_mean(paired_differences(second[name], first[name])) for name in first}
+    deciding = [difference[name] for name in DECIDING]
+    outcome: Outcome = "no difference that can be told"
+    if any(found.high is not None and found.high < 0 for found in deciding):
+        outcome = WORSE
+    elif any(found.low is not None and found.low > 0 for found in deciding):
+        outcome = "better"
+    means = [{name: estimate_mean(values) for name, values in found.items()} for found in (first, second)]
+    return Verdict(queries=len(base), base=means[0], trained=means[1], difference=difference, outcome=outcome)
+
+
+def by_query(rows: Sequence[ScoredQuery], threshold: float = 0.0) -> dict[str, list[float]]:
+    """Each query's ``ndcg@5``, and ``precision``, ``recall`` and ``f1`` of what scores above the threshold.
+
+    Without a relevant document, or with nothing kept, precision and recall are 1 where nothing was to be kept, else 0.
+    """
+    found: dict[str, list[float]] = {
+        "ndcg@5": ranking_by_query(rows)["ndcg@5"],
+        "precision": [],
+        "recall": [],
+        "f1": [],
+    }
+    for query in rows:
+        kept = [label for score, label in zip(query.scores, query.relevant, strict=True) if score > threshold]
+        wanted = sum(query.relevant)
+        found["precision"].append(sum(kept) / len(kept) if kept else float(not wanted))
+        found["recall"].append(sum(kept) / wanted if wanted else float(not kept))
+        found["f1"].append(f1_at(query, threshold))
+    return found
