@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 from importlib import import_module
+from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .artifact.config import TrainingRecord
     from .errors import RSRankError
-    from .langchain import RSRankCompressor as RSRankCompressor
+    from .langchain import RSRankCompressor, RSRankRetriever
     from .language_model.options import LoadOptions
-    from .llama_index import RSRankPostprocessor as RSRankPostprocessor
+    from .llama_index import RSRankPostprocessor
     from .method.explanation import Explanation
     from .method.projection import Projection
     from .method.template import Template
-    from .reranker import RankedDocument, RankResult, Reranker
+    from .prefixes.settings import PrefixCache
+    from .remote.client import RemoteReranker
+    from .reranker import Pair, RankedDocument, RankResult, Reranker, Scored
     from .rsrank import RSRank
 
 __version__ = "0.1.0"
@@ -22,32 +25,45 @@ __version__ = "0.1.0"
 _HOME = {
     "Explanation": "method.explanation",
     "LoadOptions": "language_model.options",
+    "Pair": "reranker",
+    "PrefixCache": "prefixes.settings",
     "Projection": "method.projection",
     "RSRank": "rsrank",
     "RSRankCompressor": "langchain",
     "RSRankError": "errors",
     "RSRankPostprocessor": "llama_index",
+    "RSRankRetriever": "langchain",
     "RankResult": "reranker",
     "RankedDocument": "reranker",
+    "RemoteReranker": "remote.client",
     "Reranker": "reranker",
+    "Scored": "reranker",
     "Template": "method.template",
     "TrainingRecord": "artifact.config",
 }
 
-# Without the adapters: `from rsrank_rag import *` has to work where their frameworks are not installed.
+# The adapters only where their frameworks are installed: `from rsrank_rag import *` has to work without them.
 __all__ = [
     "Explanation",
     "LoadOptions",
+    "Pair",
+    "PrefixCache",
     "Projection",
     "RSRank",
     "RSRankError",
     "RankResult",
     "RankedDocument",
+    "RemoteReranker",
     "Reranker",
+    "Scored",
     "Template",
     "TrainingRecord",
     "__version__",
 ]
+if find_spec("langchain_core"):
+    __all__ += ["RSRankCompressor", "RSRankRetriever"]
+if find_spec("llama_index"):
+    __all__ += ["RSRankPostprocessor"]
 
 
 def __getattr__(name: str) -> Any:

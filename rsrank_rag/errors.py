@@ -2,6 +2,13 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Iterable
+from difflib import get_close_matches
+from importlib.metadata import PackageNotFoundError, distribution
+from urllib.parse import urlparse
+from urllib.request import url2pathname
+
 
 class RSRankError(Exception):
     """Base class. The message says what was asked, what was found and what to do."""
@@ -58,4 +65,36 @@ class TrainingError(RSRankError):
 
 
 class MissingDependencyError(RSRankError, ImportError):
-    """An optional package is not installed; the message holds the exact pip command."""
+    """An optional package is not installed; the message holds the exact pip command.
+
+    Args:
+        message: What needs it.
+        extra: Of this package, that installs it.
+    """
+
+    def __init__(self, message: str, extra: str = "") -> None:
+        super().__init__(f"{message} Install with: {pip_install(extra)}" if extra else message)
+
+
+def pip_install(extra: str) -> str:
+    """The command that adds an extra to this installation: from the clone or address it came from, else by name."""
+    try:
+        source = json.loads(distribution("rsrank-rag").read_text("direct_url.json") or "{}")
+    except PackageNotFoundError:
+        source = {}
+    place = urlparse(source.get("url", ""))
+    if place.scheme == "file":
+        editable = "-e " if source.get("dir_info", {}).get("editable") else ""
+        return f"pip install {editable}'{url2pathname(place.path)}[{extra}]'"
+    address = f" @ git+{place.geturl()}" if "vcs_info" in source else ""
+    return f"pip install 'rsrank-rag[{extra}]{address}'"
+
+
+def nearest(name: str, names: Iterable[str], prefix: str = "") -> str:
+    """A question to add to an error about an unknown name; empty if no known one is like it.
+
+    >>> nearest("epoch", ["epochs", "seed"], "fit.")
+    " Did you mean 'fit.epochs'?"
+    """
+    found = [repr(prefix + known) for known in get_close_matches(name, list(names), n=3, cutoff=0.7)]
+    return f" Did you mean {' or '.join(found)}?" if found else ""

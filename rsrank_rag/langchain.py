@@ -21,9 +21,7 @@ try:
 except ModuleNotFoundError as error:
     if error.name != "langchain_core":
         raise
-    raise MissingDependencyError(
-        "rsrank_rag.langchain needs langchain-core. Install with: pip install 'rsrank-rag[langchain]'"
-    ) from error
+    raise MissingDependencyError("rsrank_rag.langchain needs langchain-core.", "langchain") from error
 
 if TYPE_CHECKING:
     from .adapters.cross_encoder import RSRankCrossEncoder as RSRankCrossEncoder

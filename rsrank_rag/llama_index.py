@@ -22,9 +22,7 @@ try:
 except ModuleNotFoundError as error:
     if error.name not in ("llama_index", "llama_index.core"):
         raise
-    raise MissingDependencyError(
-        "rsrank_rag.llama_index needs llama-index-core. Install with: pip install 'rsrank-rag[llama-index]'"
-    ) from error
+    raise MissingDependencyError("rsrank_rag.llama_index needs llama-index-core.", "llama-index") from error
 
 __all__ = ["RSRankPostprocessor"]
 

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import html
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
-from typing import Literal, TypedDict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass, fields, replace
+from typing import Any, Literal, NamedTuple, TypedDict
 
 from typing_extensions import Unpack
 
-from .errors import InputError, ScoringError
+from .errors import InputError, MissingDependencyError, ScoringError
 from .passages.parts import WHOLE, Excerpt, Reading, ReadingOptions, TokenEnds, Window, joined, split
 from .passages.spans import Span
 
@@ -61,8 +62,7 @@ class Scored:
     sentences: tuple[Excerpt, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class Pair:
+class Pair(NamedTuple):
     """A query and a document, of which at most ``max_tokens`` are read, to be scored beside other pairs.
 
     Only `score_in_parts` heeds its ``reading``.
@@ -94,6 +94,51 @@ class RankResult:
     def texts(self) -> list[str]:
         """Texts of the kept documents, best first; of each the kept sentences only, if sentences are extracted."""
         return [document.extract for document in self.kept]
+
+    def __len__(self) -> int:
+        """How many documents are kept: a result that kept none is false."""
+        return len(self.kept)
+
+    def __iter__(self) -> Iterator[RankedDocument]:
+        """The kept documents, best first."""
+        return iter(self.kept)
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain dictionaries, numbers and texts: what ``rsrank rank --json`` prints."""
+        return asdict(self)
+
+    def to_pandas(self) -> Any:
+        """A data frame with a row a document, best first: ``kept``, then what a `RankedDocument` has.
+
+        Raises:
+            MissingDependencyError: pandas is not installed.
+        """
+        try:
+            from pandas import DataFrame
+        except ImportError:
+            raise MissingDependencyError("to_pandas needs pandas. Install with: pip install pandas") from None
+        kept, names = len(self.kept), [field.name for field in fields(RankedDocument)]
+        documents = enumerate(self.kept + self.dropped)
+        rows = [[i < kept, *(getattr(document, name) for name in names)] for i, document in documents]
+        return DataFrame(rows, columns=["kept", *names])
+
+    def _repr_html_(self) -> str:
+        """A table in a notebook, with bars away from the threshold as on the service's page."""
+        line, documents = self.threshold or 0.0, self.kept + self.dropped
+        ends = [line, *(document.score for document in documents if document.score != BLANK_SCORE)]
+        low, span = min(ends), (max(ends) - min(ends)) or 1.0
+        rows = ""
+        for place, document in enumerate(documents):
+            kept, score = place < len(self.kept), max(document.score, low)
+            start, width = (min(score, line) - low) / span, abs(score - line) / span
+            bar = f"margin-left:{start:.1%};width:{width:.1%};height:.7em;background:{'#1b57c0' if kept else '#a8521d'}"
+            text = html.escape(document.extract[:300]) + " (truncated)" * document.truncated
+            rows += (
+                f"<tr><td>{'kept' if kept else 'dropped'}</td><td>{document.score:+.2f}</td>"
+                f'<td style="min-width:12em"><div style="{bar}"></div></td><td>{document.index}</td>'
+                f'<td style="text-align:left">{text}</td></tr>'
+            )
+        return f"<p><b>{html.escape(self.query)}</b></p><table>{rows}</table>"
 
     def __str__(self) -> str:
         rule = "ranked only" if self.threshold is None else f"threshold {self.threshold:g}"
@@ -137,16 +182,19 @@ class Reranker(ABC):
         """
         return [Scored(score) for score in self.score(query, documents)]
 
-    def score_pairs(self, pairs: Sequence[Pair]) -> list[Scored]:
+    def score_pairs(self, pairs: Sequence[Pair | tuple[str, str]]) -> list[Scored]:
         """Score pairs of any queries and documents, as a service that joins the requests of many does.
 
         In input order, and equal to what `score` gives. Here query by query; override it where queries can share a
         batch.
 
+        Plain tuples do as well: ``[("query", "document"), ...]``.
+
         Raises:
             InputError: This reranker cannot use a pair as it is.
             ScoringError: A pair could not be scored; its position in ``pairs`` is given.
         """
+        pairs = as_pairs(pairs)
         if any(pair.max_tokens is not None for pair in pairs):
             raise InputError(f"{type(self).__name__} cannot cut documents after a number of tokens. Send them shorter.")
         places: dict[str, list[int]] = {}
@@ -252,7 +300,7 @@ def score_in_parts(
     spans = [_spans(index, pair, token_ends) for index, pair in enumerate(pairs)]
     cut = [(pair, pair.document[slice(*span)]) for pair, own in zip(pairs, spans, strict=True) for span in own]
     try:
-        scored = score([replace(pair, document=text, reading=WHOLE) for pair, text in cut])
+        scored = score([pair._replace(document=text, reading=WHOLE) for pair, text in cut])
     except ScoringError as error:
         owner = [owner for owner, own in enumerate(spans) for _ in own][error.index]
         raise ScoringError(str(error).replace(f"Document {error.index}", f"Document {owner}", 1), owner) from error
@@ -353,6 +401,15 @@ def as_list(documents: Iterable[str]) -> list[str]:
         return list(documents)
     except TypeError:
         raise InputError(f"documents must be a list of strings, got {type(documents).__name__}.") from None
+
+
+def as_pairs(pairs: Iterable[Sequence[Any]]) -> list[Pair]:
+    """Pairs, whatever tuples they came in; InputError where something is no pair."""
+    pairs = list(pairs)
+    for place, pair in enumerate(pairs):
+        if not (isinstance(pair, Pair) or (isinstance(pair, (tuple, list)) and len(pair) in (2, 3))):
+            raise InputError(f"Pair {place} must be (query, document), got {pair!r:.60}.")
+    return [Pair(*pair) for pair in pairs]
 
 
 def check_limits(threshold: float | Literal["native"] | None, top_n: int | None, min_docs: int) -> None:

@@ -29,7 +29,7 @@ from .method.template import PromptTokenizer, Template, TokenisedDocument, Token
 from .prefixes.indexing import Indexer
 from .prefixes.settings import Choice
 from .prefixes.store import PrefixStore, store_for
-from .reranker import BLANK_SCORE, Pair, Reranker, Scored, as_list
+from .reranker import BLANK_SCORE, Pair, Reranker, Scored, as_list, as_pairs
 
 ALIKE_KEPT = 0.4
 """As `batching.ALIKE`, for documents that are kept: padding costs them attention only."""
@@ -61,7 +61,7 @@ class RSRank(Reranker):
         if token_budget is not None and token_budget < 1:
             raise InputError(f"token_budget must be at least 1, got {token_budget}.")
         backbone = backbone.deterministic() if deterministic else backbone
-        self.backbone, self.prompts, self.config = backbone, prompts, config
+        self.backbone, self.prompts, self.config, self.name = backbone, prompts, config, config.backbone.name
         self.threshold = config.threshold
         # A copy: the caller may be training the original.
         self.projection = copy.deepcopy(projection).to(backbone.device).requires_grad_(False)
@@ -70,6 +70,10 @@ class RSRank(Reranker):
         self.reader = ShiftReader(backbone, prompts, config.layers, store)
         self.token_budget = token_budget or token_budget_for(backbone.device)
         self._halved: list[int] = []  # sizes of batches; threads may append without a lock
+
+    def __repr__(self) -> str:
+        core, limit = self.backbone, f"threshold={self.threshold:g}"
+        return f"RSRank({self.name!r}, device={str(core.device)!r}, dtype={core.dtype}, {limit})"
 
     @classmethod
     def from_pretrained(
@@ -140,12 +144,14 @@ class RSRank(Reranker):
     @classmethod
     def from_source(cls, source: ModelSource) -> RSRank:
         """As `from_pretrained`, from one object that holds all of its arguments."""
-        return cls(
+        ranker = cls(
             *open_artifact(source),
             token_budget=source.token_budget,
             prefix_cache=source.prefix_cache,
             deterministic=source.load.deterministic,
         )
+        ranker.name = source.name
+        return ranker
 
     @classmethod
     def from_backbone(
@@ -217,7 +223,7 @@ class RSRank(Reranker):
             )
 
     def index(self, documents: Sequence[str], *, show_progress: bool = False) -> int:
-        """Read documents ahead of time, so that later calls find their prefixes on disk. It can be interrupted.
+        """Read documents ahead of time, for later calls to find on disk; how many were new. It can be interrupted.
 
         Gives the number of those that were not there yet.
 
@@ -303,13 +309,14 @@ class RSRank(Reranker):
         return [[next(scores).score for _ in prompts] for prompts in lists]
 
     @torch.inference_mode()
-    def score_pairs(self, pairs: Sequence[Pair]) -> list[Scored]:
+    def score_pairs(self, pairs: Sequence[Pair | tuple[str, str]]) -> list[Scored]:
         """Score pairs of any queries and documents, in input order: pairs of several queries share batches.
 
         Raises:
             InputError: As `score`.
             ScoringError: As `score`; the position in ``pairs`` is given.
         """
+        pairs = as_pairs(pairs)
         queries = {query: self.prompts.query(query) for query in dict.fromkeys(pair.query for pair in pairs)}
         tokenised = []
         for pair in pairs:

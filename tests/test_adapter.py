@@ -158,7 +158,7 @@ except ImportError as error:
     print(error)
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert f"pip install 'rsrank-rag[{extra}]'" in done.stdout
+    assert f"[{extra}]'" in done.stdout.partition("pip install")[2]
 
 
 @both

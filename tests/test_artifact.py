@@ -27,7 +27,7 @@ from rsrank_rag.artifact import hub
 from rsrank_rag.artifact.config import BackboneSpec, RSRankConfig, TrainingRecord
 from rsrank_rag.artifact.hub import model_card
 from rsrank_rag.artifact.identity import check_files
-from rsrank_rag.errors import ArtifactError, BackboneError
+from rsrank_rag.errors import ArtifactError, BackboneError, MissingDependencyError, pip_install
 from rsrank_rag.language_model import files as model_files
 from rsrank_rag.language_model.options import LoadOptions
 from rsrank_rag.method.template import Template
@@ -782,3 +782,26 @@ def test_a_name_too_long_for_a_path_is_refused_like_any_other():
 
 def test_an_artifact_can_be_read_by_other_users(saved):
     assert (saved / "projection.safetensors").stat().st_mode == (saved / "config.json").stat().st_mode
+
+
+@pytest.mark.parametrize(
+    ("source", "command"),
+    [
+        ({"url": "file:///home/a/clone", "dir_info": {"editable": True}}, "pip install -e '/home/a/clone[eval]'"),
+        ({"url": "file:///home/a/clone", "dir_info": {}}, "pip install '/home/a/clone[eval]'"),
+        (
+            {"url": "https://host/me/rsrank", "vcs_info": {"vcs": "git"}},
+            "pip install 'rsrank-rag[eval] @ git+https://host/me/rsrank'",
+        ),
+        (None, "pip install 'rsrank-rag[eval]'"),
+    ],
+)
+def test_the_pip_command_fits_how_the_package_was_installed(source, command, monkeypatch):
+    class Installed:
+        def read_text(self, name):
+            assert name == "direct_url.json"
+            return None if source is None else json.dumps(source)
+
+    monkeypatch.setattr("rsrank_rag.errors.distribution", lambda name: Installed())
+    assert pip_install("eval") == command
+    assert str(MissingDependencyError("It needs that.", "eval")) == f"It needs that. Install with: {command}"

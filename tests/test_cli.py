@@ -2,16 +2,22 @@
 
 import io
 import json
+import os
+import re
+import subprocess
+import sys
 
 import pytest
+import typer
 from conftest import DOCUMENTS, QUERY
 from rich.console import Console
 from typer.testing import CliRunner
 
 from rsrank_rag import __version__
 from rsrank_rag.cli import app
+from rsrank_rag.cli.options import catch_errors
 from rsrank_rag.cli.ranking import read_documents
-from rsrank_rag.cli.tables import evaluation_table
+from rsrank_rag.cli.tables import KEPT, RANKED, evaluation_tables
 from rsrank_rag.errors import InputError
 
 runner = CliRunner()
@@ -87,14 +93,31 @@ def test_rank_takes_other_systems_by_name_with_their_own_threshold(passages):
 
 
 def test_explain_shows_that_a_blank_document_has_no_parts(artifact):
-    assert "-10000.00" in run("explain", "-q", QUERY, "-d", " ", "-m", artifact).stdout
+    assert "-10000.00" in run("explain", "-q", QUERY, "--document", " ", "-m", artifact).stdout
+
+
+def test_explain_takes_a_file_of_documents_as_rank_does(artifact, passages):
+    found = json.loads(run("explain", "-q", QUERY, "-d", passages, "-m", artifact, "--json").stdout)
+    assert [row["document"] for row in found] == DOCUMENTS
+    assert "Give one document's text" in run("explain", "-q", QUERY, "-m", artifact, code=2).stderr
+    both = run("explain", "-q", QUERY, "-d", passages, "--document", "x", "-m", artifact, code=2)
+    assert "Give one document's text" in both.stderr
+
+
+def test_rank_finds_documents_that_were_read_ahead_of_time(artifact, passages, tmp_path):
+    folder = str(tmp_path / "prefixes")
+    run("index", "-d", passages, "-m", artifact, "-p", folder, "--dtype", "float32")
+    kept = rank_json(artifact, "-d", passages, "-p", folder)
+    plain = rank_json(artifact, "-d", passages)
+    for name in ("kept", "dropped"):
+        assert [row["index"] for row in kept[name]] == [row["index"] for row in plain[name]]
 
 
 def test_explain_prints_parts_that_add_up_to_the_score(artifact):
-    output = run("explain", "-q", QUERY, "-d", DOCUMENTS[0], "-m", artifact, "--json").stdout
+    output = run("explain", "-q", QUERY, "--document", DOCUMENTS[0], "-m", artifact, "--json").stdout
     found = json.loads(output)
     assert sum(sum(row) for row in found["parts"]) == pytest.approx(found["score"], abs=1e-6)
-    table = run("explain", "-q", QUERY, "-d", DOCUMENTS[0], "-m", artifact).stdout
+    table = run("explain", "-q", QUERY, "--document", DOCUMENTS[0], "-m", artifact).stdout
     assert "L1" in table
     assert f"{found['score']:+.2f}" in table
 
@@ -125,48 +148,77 @@ def labelled(tmp_path):
     return [str(tmp_path / "first.set.jsonl"), str(tmp_path / "second.jsonl")]
 
 
-KEYS = ["model", "dataset", "queries", "ndcg@5", "recall@5", "f1@tau", "f1@best", "tau_best", "f1@query_best"]
+KEYS = ["model", "dataset", "queries", "ndcg@5", "recall@5", "f1@tau", "precision@tau", "recall@tau", "kept", "empty"]
+KEYS += ["unanswered", "false_keeps", "f1@best", "tau_best", "f1@query_best"]
 
 
 def test_evaluate_writes_one_record_a_file_and_shows_the_same_table(artifact, labelled, tmp_path):
     output = tmp_path / "metrics.json"
-    table = run("evaluate", "-m", artifact, "--data", labelled[0], "--data", labelled[1], "--json", str(output)).stdout
+    data = ["--data", labelled[0], "--data", labelled[1]]
+    table = run("evaluate", "-m", artifact, *data, "--output", str(output)).stdout
     records = json.loads(output.read_text(encoding="utf-8"))
     assert [list(record) for record in records] == [KEYS, KEYS]
     assert [(record["dataset"], record["queries"]) for record in records] == [("first.set", 2), ("second", 2)]
     for record in records:
         assert record["f1@tau"] <= record["f1@best"] <= record["f1@query_best"] <= 1
         assert f"{record['ndcg@5']:.3f}" in table
+    assert json.loads(run("evaluate", "-m", artifact, *data, "--json").stdout) == records
+    old = tmp_path / "old.json"
+    assert run("evaluate", "-m", artifact, *data, "--json", str(old)).stdout == table
+    assert json.loads(old.read_text(encoding="utf-8")) == records
 
 
-HEADINGS = ["dataset", "queries", "ndcg@5", "recall@5", "f1@tau", "f1@best", "taubest", "f1@query"]
+def test_a_label_stands_for_a_model_in_the_tables_and_in_the_json(artifact, labelled, tmp_path):
+    arguments = ["evaluate", "-m", artifact, "--label", "ours", "-m", "bm25", "--label", "words", "--data", labelled[0]]
+    assert [record["model"] for record in json.loads(run(*arguments, "--json").stdout)] == ["ours", "words"]
+    shown = run(*arguments).stdout
+    assert "ours: kept above 0 (native)" in shown
+    assert artifact not in shown
+    result = run("evaluate", "-m", "bm25", "-m", artifact, "--label", "one", "--data", labelled[0], code=2)
+    assert "2 models were given and 1 labels" in result.stderr
+
+
+HEADINGS = [
+    ["dataset", "queries", "precision", "recall", "F1", "kept aquery", "emptylists", "falsekeeps"],
+    ["dataset", "nDCG@5", "Recall@5", "best F1of the set", "at thethreshold", "best F1 ofeach query"],
+]
 
 
 @pytest.mark.parametrize(
     ("dataset", "lines"),
-    [("fiqa", 1), ("hotpotqa.paragraph", 1), ("beir:webis-touche2020", 1), ("shared/data/dev/2wiki.sentence.jsonl", 2)],
+    [("fiqa", 1), ("hotpotqa.paragraph", 1), ("beir:scifact", 1), ("shared/data/dev/2wiki.sentence.jsonl", 2)],
 )
 @pytest.mark.parametrize("tau", [-0.123, 23.456, -123.456])
-def test_the_table_fits_into_eighty_columns_with_every_heading_and_number_whole(dataset, lines, tau):
-    record = {"model": "m", "dataset": dataset, "queries": 13145} | dict.fromkeys(KEYS[3:], 0.123) | {"tau_best": tau}
-    console = Console(width=80, file=io.StringIO())
-    console.print(evaluation_table("BAAI/bge-reranker-v2-m3, tau = 0.4567 (the best over all files)", [record] * 2))
-    shown = console.file.getvalue()
-    assert max(map(len, shown.splitlines())) <= 80
-    assert "…" not in shown
-    heads = [line.strip("┃").split("┃") for line in shown.splitlines() if line.startswith("┃")]
-    assert len(heads) == 2
-    assert ["".join(map(str.strip, column)) for column in zip(*heads, strict=True)] == HEADINGS
-    rows = [line.strip("│").split("│") for line in shown.splitlines() if line.startswith("│")]
-    assert len(rows) == 2 * lines
-    for first in (0, lines):
-        cells = ["".join(map(str.strip, column)) for column in zip(*rows[first : first + lines], strict=True)]
-        assert cells == [dataset, "13145", "0.123", "0.123", "0.123", "0.123", str(tau), "0.123"]
+def test_the_tables_fit_into_eighty_columns_with_every_heading_and_number_whole(dataset, lines, tau):
+    numbers = {"queries": 13145, "kept": 123.45, "empty": 1.0, "unanswered": 7, "false_keeps": None, "tau_best": tau}
+    record = {"model": "m", "dataset": dataset} | dict.fromkeys(KEYS[2:], 0.123) | numbers
+    values = [
+        ["13145", "0.123", "0.123", "0.123", "123.5", "100%", "-"],
+        ["0.123", "0.123", "0.123", str(tau), "0.123"],
+    ]
+    tables = evaluation_tables("BAAI/bge-reranker-v2-m3", "kept above 0.457 (the best over all files)", [record] * 2)
+    for table, headings, cells in zip(tables, HEADINGS, values, strict=True):
+        console = Console(width=80, file=io.StringIO())
+        console.print(table)
+        shown = console.file.getvalue()
+        assert max(map(len, shown.splitlines())) <= 80
+        assert "…" not in shown
+        heads = [line.strip("┃").split("┃") for line in shown.splitlines() if line.startswith("┃")]
+        assert ["".join(map(str.strip, column)) for column in zip(*heads, strict=True)] == headings
+        rows = [line.strip("│").split("│") for line in shown.splitlines() if line.startswith("│")]
+        assert len(rows) == 2 * lines
+        for first in (0, lines):
+            found = ["".join(map(str.strip, column)) for column in zip(*rows[first : first + lines], strict=True)]
+            assert found == [dataset, *cells]
+
+
+def test_every_column_is_a_number_of_the_record():
+    assert {*KEPT, *RANKED} == {*KEYS} - {"model", "dataset", "unanswered"}
 
 
 def test_evaluate_takes_baselines_and_the_best_threshold_over_all_files(labelled, tmp_path):
     output = tmp_path / "metrics.json"
-    run("evaluate", "-m", "bm25", "--data", labelled[0], "--threshold", "shared", "--json", str(output))
+    run("evaluate", "-m", "bm25", "--data", labelled[0], "--threshold", "shared", "--output", str(output))
     (record,) = json.loads(output.read_text(encoding="utf-8"))
     assert record["f1@tau"] == pytest.approx(record["f1@best"])  # one file: the shared threshold is its own
 
@@ -176,7 +228,7 @@ def test_evaluate_takes_several_models_and_writes_one_report(artifact, labelled,
     output, report = tmp_path / "metrics.json", tmp_path / "a" / "report"
     models = ["-m", artifact, "-m", "bm25", "-m", "bm25"]
     data = ["--data", labelled[0], "--data", labelled[1]]
-    said = run("evaluate", *models, *data, "--json", str(output), "--report", str(report)).stderr
+    said = run("evaluate", *models, *data, "--output", str(output), "--report", str(report)).stderr
     records = json.loads(output.read_text(encoding="utf-8"))
     assert [(record["model"], record["dataset"]) for record in records] == [
         (model, name) for model in (artifact, "bm25") for name in ("first.set", "second")
@@ -193,8 +245,6 @@ def test_evaluate_says_before_the_work_that_its_report_cannot_be_written(labelle
     report = str(tmp_path / "file" / "report")
     result = run("evaluate", "-m", "no such model", "--data", labelled[0], "--report", report, code=2)
     assert "cannot be made" in " ".join(result.stderr.split())
-    result = run("evaluate", "-m", "no such model", "--data", labelled[0], code=2)
-    assert "--report" in result.stderr
 
 
 def test_evaluate_takes_negatives_from_the_whole_file(tmp_path):
@@ -206,7 +256,7 @@ def test_evaluate_takes_negatives_from_the_whole_file(tmp_path):
     data.write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
 
     def ndcg(*arguments):
-        run("evaluate", "-m", "bm25", "--data", str(data), "--limit", "1", "--json", str(output), *arguments)
+        run("evaluate", "-m", "bm25", "--data", str(data), "--limit", "1", "--output", str(output), *arguments)
         return json.loads(output.read_text(encoding="utf-8"))[0]["ndcg@5"]
 
     assert ndcg() == 1.0
@@ -215,7 +265,7 @@ def test_evaluate_takes_negatives_from_the_whole_file(tmp_path):
 
 def test_limit_takes_the_first_queries(labelled, tmp_path):
     output = tmp_path / "metrics.json"
-    run("evaluate", "-m", "bm25", "--data", labelled[0], "--limit", "1", "--json", str(output))
+    run("evaluate", "-m", "bm25", "--data", labelled[0], "--limit", "1", "--output", str(output))
     assert json.loads(output.read_text(encoding="utf-8"))[0]["queries"] == 1
 
 
@@ -232,13 +282,86 @@ def test_limit_takes_the_first_queries(labelled, tmp_path):
         (["evaluate", "-m", "bm25", "--data", "x", "--negatives", "hard"], 2, "random, bm25, dense or dense:ENCODER"),
         (["evaluate", "-m", "bm25", "--data", "x", "--threshold", "high"], 2, "a number, 'native' or 'shared'"),
         (["rank", "--nonsense"], 2, "No such option"),
+        (["rank", "-q", "x", "-d", "EMPTY", "-m", "ARTIFACT"], 2, "holds no documents"),
+        (["rank", "-q", "x", "-d", "BINARY", "-m", "ARTIFACT"], 2, "is no text in UTF-8"),
+        (["rank", "-q", "x", "-d", "-", "-m", "qwen3-reranker:9b"], 2, "Did you mean 'qwen3-reranker:8b'"),
+        (["rank", "-q", "x", "-d", "-", "-m", "bm52"], 2, "Did you mean 'bm25'?"),
+        (["evaluate", "-m", "mnii", "--data", "x"], 2, "Did you mean 'mini'?"),
+        (["info", "mnii"], 1, "Did you mean 'mini'?"),
+        (["train", "--config", "mini", "--set", "fit.epoch=1"], 2, "Did you mean 'fit.epochs'?"),
+        (["score", "-i", "BINARY", "-o", "NEW"], 2, "is none of .jsonl"),
+        (["score", "-i", "PAIRS", "-o", "EMPTY"], 2, "no empty folder"),
+        (["score", "-i", "PAIRS", "-o", "EMPTY/out"], 1, "Not a directory"),
+        (["push", "ARTIFACT", "me/name"], 1, "which nobody else could load"),
+        (["push", "BINARY", "me/name"], 2, "is no folder"),
     ],
 )
-def test_a_mistake_gives_one_clear_line_and_an_exit_code(artifact, arguments, code, message):
-    arguments = [artifact if argument == "ARTIFACT" else argument for argument in arguments]
+def test_a_mistake_gives_one_clear_line_and_an_exit_code(artifact, arguments, code, message, tmp_path):
+    (tmp_path / "empty.txt").write_text("\n\n")
+    (tmp_path / "picture.png").write_bytes(b"\x89PNG\r\n\x1a\n\x00\xff")
+    (tmp_path / "pairs.jsonl").write_text('{"query": "q", "document": "d"}\n')
+    files = {"EMPTY": "empty.txt", "BINARY": "picture.png", "PAIRS": "pairs.jsonl", "NEW": "new"}
+    names = {"ARTIFACT": artifact, **{name: str(tmp_path / file) for name, file in files.items()}}
+    for name, path in names.items():
+        arguments = [argument.replace(name, path) for argument in arguments]
     result = run(*arguments, code=code, input="text\n")
     assert message in " ".join(result.stderr.split())
     assert "Traceback" not in result.output
+    if "No such option" not in message:
+        assert re.fullmatch(r"error: [^\n]*[.?]\n", result.stderr)
+
+
+@pytest.mark.parametrize(
+    ("resumes", "said"), [(True, "Stopped. Run the same command again to go on."), (False, "Stopped.")]
+)
+def test_ctrl_c_says_whether_the_same_command_goes_on(resumes, said, capfd):
+    with pytest.raises(typer.Exit) as ended, catch_errors(resumes):
+        raise KeyboardInterrupt
+    assert ended.value.exit_code == 130
+    assert capfd.readouterr().err.strip() == said
+
+
+@pytest.mark.parametrize(
+    "error", [OSError(28, "No space left on device", "out/part"), PermissionError(13, "Permission denied", "out")]
+)
+def test_what_the_disk_refuses_is_one_line(error, capfd):
+    with pytest.raises(typer.Exit) as ended, catch_errors(resumes=True):
+        raise error
+    assert ended.value.exit_code == 1
+    expected = f"error: {error.strerror}: {error.filename!r}. Run the same command again to go on."
+    assert " ".join(capfd.readouterr().err.split()) == expected
+
+
+def test_a_disk_that_is_full_ends_scoring_in_one_line_and_leaves_no_half_file(tmp_path, monkeypatch):
+    pytest.importorskip("pyarrow")
+    source = tmp_path / "pairs.jsonl"
+    source.write_text('{"query": "bees", "document": "Bees dance."}\n')
+
+    def full(_file):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("rsrank_rag.bulk.files.os.fsync", full)
+    result = run("score", "-i", str(source), "-o", str(tmp_path / "out"), "-m", "bm25", code=1)
+    assert " ".join(result.stderr.split()) == "error: No space left on device. Run the same command again to go on."
+    assert list((tmp_path / "out").iterdir()) == []
+
+
+def test_without_a_network_a_command_says_so_at_once():
+    """In a process of its own: what it does to the Hub's client is for good."""
+    code = (
+        "import socket, time\n"
+        "def nowhere(*_, **__): raise socket.gaierror(-2, 'Name or service not known')\n"
+        "socket.getaddrinfo = nowhere\n"
+        "time.sleep = lambda seconds: 1 / 0  # nothing is tried again\n"
+        "from typer.testing import CliRunner\n"
+        "from rsrank_rag.cli import app\n"
+        "found = CliRunner().invoke(app, ['info', 'owner/name'])\n"
+        "print(found.exit_code, found.stderr)\n"
+    )
+    environment = {**os.environ, "HF_HUB_OFFLINE": "0"}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, check=True)
+    assert done.stdout.startswith("1 error: The artifact 'owner/name'")
+    assert "huggingface.co cannot be reached ([Errno -2] Name or service not known). Connect once" in done.stdout
 
 
 def test_a_json_line_without_text_is_an_error_that_names_the_line(tmp_path):
@@ -284,7 +407,7 @@ def test_brackets_in_a_query_or_a_passage_are_shown_as_they_are(artifact):
     output = run("rank", "-q", query, "-d", "-", "-m", artifact, input=passage + "\n").stdout
     assert query in output
     assert passage in output
-    output = run("explain", "-q", query, "-d", passage, "-m", artifact).stdout
+    output = run("explain", "-q", query, "--document", passage, "-m", artifact).stdout
     assert query in output
     assert passage in output
 
@@ -302,7 +425,7 @@ def test_lone_surrogates_are_shown_as_the_replacement_character(artifact):
 
 def test_evaluate_says_before_the_work_that_its_output_cannot_be_written(labelled, tmp_path):
     output = str(tmp_path / "nowhere" / "metrics.json")
-    result = run("evaluate", "-m", "no such model", "--data", labelled[0], "--json", output, code=2)
+    result = run("evaluate", "-m", "no such model", "--data", labelled[0], "--output", output, code=2)
     assert "could not be written" in " ".join(result.stderr.split())
 
 

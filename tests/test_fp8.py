@@ -97,7 +97,7 @@ def test_a_model_without_a_linear_map_is_refused(tiny_folder):
 
 def test_a_torchao_that_is_too_old_is_named(monkeypatch):
     monkeypatch.setattr("transformers.utils.is_torchao_available", lambda: False)
-    with pytest.raises(MissingDependencyError, match=r"newer torchao.*pip install --upgrade 'rsrank-rag\[fp8\]'"):
+    with pytest.raises(MissingDependencyError, match=r"newer torchao.*pip install --upgrade torchao"):
         _quantization(LoadOptions(device="cpu", load_in_fp8=True))
 
 

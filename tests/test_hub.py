@@ -10,8 +10,11 @@ import transformers
 from conftest import CHAT, DOCUMENTS, QUERY, random_projection, tiny_config
 from hub_server import READER, WRITER, HubServer, connected, files_of
 from huggingface_hub import constants
+from typer.testing import CliRunner
 
 from rsrank_rag import RSRank, RSRankError
+from rsrank_rag.artifact.hub import push
+from rsrank_rag.cli import app
 from rsrank_rag.errors import ArtifactError, BackboneError
 from rsrank_rag.language_model.options import LoadOptions
 
@@ -484,3 +487,33 @@ def test_a_fresh_process_finds_the_hub_and_its_cache_by_the_environment(hub, fro
     assert found.returncode == 0, found.stderr
     assert found.stdout.strip() == str([score.hex() for score in made.score(QUERY, DOCUMENTS)])
     assert (tmp_path / "fresh" / "hub" / "models--harbour--ranker").is_dir()
+
+
+# The card
+
+
+def test_a_failed_push_leaves_the_folder_as_it_was_and_the_next_one_names_the_right_repository(hub, ranker, tmp_path):
+    folder = tmp_path / "made"
+    ranker.save_pretrained(folder, include_backbone=True)
+    before = files_of(folder)
+    config = {"private": False, "revision": None, "message": "B"}
+    refusal(push, folder, "wrong/name", token=READER, **config)
+    push(folder, REPO, token=WRITER, **config)
+    assert files_of(folder) == before
+    pushed = hub.repositories[REPO]
+    card = pushed.commits[pushed.refs["main"]]["README.md"].decode()
+    assert f'from_pretrained("{REPO}")' in card
+    assert "wrong/name" not in card
+    assert "PATH_OR_HUB_ID" not in card
+
+
+def test_a_dry_run_shows_the_card_and_the_files_and_asks_nobody(hub, ranker, tmp_path):
+    folder = tmp_path / "made"
+    ranker.save_pretrained(folder, include_backbone=True)
+    before = files_of(folder)
+    done = CliRunner().invoke(app, ["push", str(folder), REPO, "--dry-run"])
+    assert done.exit_code == 0
+    assert f'RSRank.from_pretrained("{REPO}")' in done.stdout
+    assert {line.split()[1] for line in done.stdout.splitlines()[-len(before) :]} == set(before)
+    assert files_of(folder) == before
+    assert hub.log == []

@@ -83,16 +83,24 @@ def test_public_names_are_these():
     assert rsrank_rag.__all__ == [
         "Explanation",
         "LoadOptions",
+        "Pair",
+        "PrefixCache",
         "Projection",
         "RSRank",
         "RSRankError",
         "RankResult",
         "RankedDocument",
+        "RemoteReranker",
         "Reranker",
+        "Scored",
         "Template",
         "TrainingRecord",
         "__version__",
+        "RSRankCompressor",
+        "RSRankRetriever",
+        "RSRankPostprocessor",
     ]
+    assert set(rsrank_rag.__all__) == {*rsrank_rag._HOME, "__version__"}
 
 
 @pytest.mark.parametrize("name", rsrank_rag.__all__)

@@ -127,7 +127,7 @@ def test_the_mean_of_the_ranking_metrics_is_over_its_queries_values():
 
 def test_missing_ir_measures_is_an_error_with_the_pip_command(monkeypatch):
     monkeypatch.setitem(sys.modules, "ir_measures", None)
-    with pytest.raises(MissingDependencyError, match=r"pip install 'rsrank-rag\[eval\]'"):
+    with pytest.raises(MissingDependencyError, match=r"pip install .*\[eval\]'"):
         ranking_metrics([MIXED])
 
 
@@ -217,3 +217,36 @@ def test_bm25_scores_zero_where_nothing_is_shared_or_there_are_no_words():
     assert BM25().score("moon", ["sun", ""]) == [0.0, 0.0]
     assert BM25().score("the", ["sun"]) == [0.0]
     assert BM25().score("moon", []) == []
+
+
+def test_a_summary_says_what_is_kept_what_is_empty_and_what_is_kept_in_error():
+    found = summarise(
+        [
+            ScoredQuery([2.0, 1.0, -1.0], [True, False, True]),  # precision 1/2, recall 1/2
+            ScoredQuery([-1.0, -2.0], [True, False]),  # empty: all 0
+            ScoredQuery([1.0, 2.0, -3.0], [False, False, False]),  # no answer, two kept in error
+            ScoredQuery([-1.0], [False]),  # no answer, and none given: all 1
+        ]
+    )
+    assert found["precision@tau"] == found["recall@tau"] == found["f1@tau"] == pytest.approx((1 / 2 + 1) / 4)
+    assert (found["kept"], found["empty"], found["unanswered"], found["false_keeps"]) == (1.0, 0.5, 2, 1.0)
+
+
+def test_where_every_query_has_an_answer_nothing_can_be_kept_in_error():
+    found = summarise([ScoredQuery([1.0], [True])])
+    assert (found["unanswered"], found["false_keeps"]) == (0, None)
+
+
+def test_a_query_without_documents_counts_nothing():
+    found = summarise([ScoredQuery([], []), ScoredQuery([1.0, -1.0], [True, False])])
+    assert [found[name] for name in ("f1@tau", "f1@best", "f1@query_best", "precision@tau", "recall@tau")] == [0.5] * 5
+
+
+@pytest.mark.parametrize(
+    "content", [b"\x89PNG\r\n", b"\x1f\x8b\x08\x00\x00\x00\x00\x00\x00\x03" + bytes(range(200, 240))]
+)
+@pytest.mark.parametrize("name", ["data.jsonl", "data.jsonl.gz"])
+def test_a_file_of_other_bytes_is_an_error_that_names_it(name, content, tmp_path):
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(InputError, match=rf"{name} could not be read"):
+        read_labelled(tmp_path / name)

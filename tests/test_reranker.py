@@ -2,6 +2,8 @@
 
 import json
 import math
+import re
+import sys
 
 import numpy as np
 import pytest
@@ -9,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rsrank_rag import RankedDocument, RankResult, Reranker
-from rsrank_rag.errors import InputError, RSRankError, ScoringError
+from rsrank_rag.errors import InputError, MissingDependencyError, RSRankError, ScoringError
 from rsrank_rag.reranker import BLANK_SCORE, Pair, Scored
 
 
@@ -224,3 +226,55 @@ def test_documents_without_text_have_that_score_among_pairs_too():
 def test_the_score_of_a_blank_document_survives_json_and_half_precision():
     assert json.loads(json.dumps(BLANK_SCORE)) == BLANK_SCORE
     assert float(np.float16(BLANK_SCORE)) == float(np.float32(BLANK_SCORE)) == BLANK_SCORE
+
+
+def result_of(*scores):
+    return rank(list(scores))
+
+
+def test_a_result_is_a_sequence_of_what_was_kept_and_false_where_nothing_was():
+    result = result_of(2.0, -1.0, 3.0)
+    assert len(result) == 2
+    assert [document.index for document in result] == [2, 0]
+    assert not result_of(-1.0)
+
+
+def test_a_result_as_plain_values_holds_every_document_once():
+    result = result_of(2.0, -1.0, 3.0)
+    plain = json.loads(json.dumps(result.to_dict()))
+    assert (plain["query"], plain["threshold"]) == ("query", 0.0)
+    assert [document["index"] for document in plain["kept"] + plain["dropped"]] == [2, 0, 1]
+
+
+def test_a_result_as_a_data_frame_has_a_row_a_document_best_first():
+    pytest.importorskip("pandas")
+    frame = result_of(2.0, -1.0, 3.0).to_pandas()
+    assert list(frame.columns) == ["kept", "index", "text", "score", "truncated", "window", "excerpts", "heading"]
+    assert frame["index"].tolist() == [2, 0, 1]
+    assert frame["kept"].tolist() == [True, True, False]
+    assert result_of().to_pandas().shape == (0, 8)
+
+
+def test_without_pandas_the_command_that_installs_it_is_named(monkeypatch):
+    monkeypatch.setitem(sys.modules, "pandas", None)
+    with pytest.raises(MissingDependencyError, match="pip install pandas"):
+        result_of(1.0).to_pandas()
+
+
+def test_a_notebook_shows_bars_from_the_threshold_and_texts_as_they_are():
+    result = Fake([3.0, -1.0, 0.0]).rank("<b>?", ["<i>one", "two", " "])
+    page = result._repr_html_()
+    assert "&lt;b&gt;?" in page
+    assert "&lt;i&gt;one" in page
+    bars = re.findall(r"margin-left:([\d.]+)%;width:([\d.]+)%", page)
+    assert bars == [("25.0", "75.0"), ("0.0", "25.0"), ("0.0", "25.0")]  # -1..3; a blank one ends where the worst does
+    assert [page.count(f"<td>{word}</td>") for word in ("kept", "dropped")] == [1, 2]
+    assert "<table></table>" in result_of()._repr_html_()
+
+
+def test_pairs_are_plain_tuples_too():
+    fake = Fake([1.5])
+    assert fake.score_pairs([("q", "d")]) == fake.score_pairs([Pair("q", "d")]) == [Scored(1.5)]
+    for wrong in (["qd"], [("q",)], [("q", "d", None, 1)], [None]):
+        with pytest.raises(InputError, match=r"Pair 0 must be \(query, document\)"):
+            fake.score_pairs(wrong)

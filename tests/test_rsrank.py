@@ -661,7 +661,7 @@ def test_a_missing_package_is_named_with_the_command_that_installs_it(tiny_folde
     monkeypatch.setattr(
         importlib.util, "find_spec", lambda name, *args: None if name == missing else found(name, *args)
     )
-    said = rf"needs {missing}.*pip install 'rsrank-rag\[{extra}\]'"
+    said = rf"needs {missing}.*pip install .*\[{extra}\]'"
     with pytest.raises(MissingDependencyError, match=said) as caught:
         load_ranker(tiny_folder("llama"), "llama", **{option: True})
     assert isinstance(caught.value, ImportError)
@@ -794,3 +794,15 @@ def test_a_batch_keeps_to_its_budget_of_padded_tokens():
 
 def test_a_small_batch_takes_short_sequences_too():
     assert batches_of([1, 2, 4], budget=100) == [[1, 2, 4]]
+
+
+def test_a_ranker_names_its_model_its_device_its_dtype_and_its_threshold(ranker, tmp_path):
+    ranker.save_pretrained(tmp_path / "made", include_backbone=True)
+    loaded = RSRank.from_pretrained(tmp_path / "made", device="cpu", dtype="float32")
+    assert repr(loaded) == f"RSRank({str(tmp_path / 'made')!r}, device='cpu', dtype=torch.float32, threshold=0)"
+    assert repr(ranker.config.backbone.name) in repr(ranker)
+
+
+def test_pairs_of_plain_tuples_score_as_pairs_do(ranker):
+    pairs = [(QUERY, text) for text in DOCUMENTS]
+    assert ranker.score_pairs(pairs) == ranker.score_pairs([Pair(*pair) for pair in pairs])

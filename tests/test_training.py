@@ -849,7 +849,8 @@ def test_push_publishes_an_artifact_with_its_card(ranker, tmp_path, monkeypatch)
         assert "me/tiny-rsrank" in said
         loaded = RSRank.from_pretrained("me/tiny-rsrank", device="cpu", dtype="float32", cache_dir=tmp_path / "cache")
     assert loaded.score(QUERIES[0], DOCUMENTS) == pytest.approx(ranker.score(QUERIES[0], DOCUMENTS), abs=1e-4)
-    card = (tmp_path / "artifact" / "README.md").read_text()
+    pushed = server.repositories["me/tiny-rsrank"]
+    card = pushed.commits[pushed.refs["main"]]["README.md"].decode()
     for text in (
         'RSRank.from_pretrained("me/tiny-rsrank")',
         'RSRankCompressor(model="me/tiny-rsrank")',

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from importlib import import_module
 from typing import Any
 
-from ..errors import ArtifactError, InputError
+from ..errors import ArtifactError, InputError, nearest
 from ..language_model.options import LoadOptions, ModelSource
 from ..reranker import Reranker
 
@@ -95,7 +95,8 @@ def load(source: ModelSource) -> Reranker:
             only RSRank has.
         RSRankError: It cannot be loaded.
     """
-    kind, name = parse(source.name) if source.name.partition(":")[0] in KINDS else (KINDS["rsrank"], source.name)
+    known = source.name.partition(":")[0] in KINDS or _alike(source.name)
+    kind, name = parse(source.name) if known else (KINDS["rsrank"], source.name)
     if kind is KINDS["rsrank"]:
         return kind._ranker(replace(source, name=name))
     idle = [what for what in ("backbone", "max_length", "token_budget") if getattr(source, what) is not None]
@@ -123,9 +124,23 @@ def parse(text: str) -> tuple[Kind, str]:
     if name not in KINDS:
         if text in hub.builtin_names() or hub.is_folder(text) or ("/" in text and hub.is_hub_id(text)):
             return KINDS["rsrank"], text
-        raise InputError(f"There is no system {text!r}. Give an RSRank artifact (folder or Hub id), or: {forms()}.")
+        raise InputError(
+            f"There is no system {text!r}.{_alike(text)} Give an RSRank artifact (folder or Hub id), or: {forms()}."
+        )
     kind = KINDS[name]
     chosen = kind.short.get(rest, rest) if rest else kind.default
     if chosen is None or (colon and not (rest and kind.named)):
         raise InputError(f"{text!r} is not how that system is written. Write {kind.form(name)}.")
+    if kind.short and "/" not in chosen and not hub.is_folder(chosen):
+        raise InputError(f"There is no system {text!r}.{_alike(text)} Write {kind.form(name)}.")
     return kind, chosen
+
+
+def _alike(text: str) -> str:
+    """A question whether one of the names that are like it was meant; nothing for a folder and what may be a Hub id."""
+    from ..artifact import hub
+
+    if "/" in text or hub.is_folder(text) or text in hub.builtin_names():
+        return ""
+    whole = [f"{name}:{size}" for name, kind in KINDS.items() for size in kind.short]
+    return nearest(text, [*KINDS, *whole, *hub.builtin_names()])

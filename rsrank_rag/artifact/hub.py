@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 
 import torch
-from huggingface_hub import HfApi, constants, snapshot_download
+from huggingface_hub import CommitOperationAdd, HfApi, constants, snapshot_download
 from huggingface_hub.errors import (
     HFValidationError,
     LocalEntryNotFoundError,
@@ -19,13 +19,13 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
 
-from ..errors import ArtifactError
+from ..errors import ArtifactError, nearest
 from ..language_model.hub_errors import HUB_ERRORS
 from ..method.projection import Projection
 from ..partial_files import settle
 from .config import INSIDE, RSRankConfig, content_digest
 
-CONFIG, PROJECTION, CARD = "config.json", "projection.safetensors", "README.md"
+CONFIG, PROJECTION, CARD, LIMITS = "config.json", "projection.safetensors", "README.md", "limits.txt"
 BUILTIN = Path(__file__).parents[1] / "models"
 
 
@@ -53,17 +53,11 @@ def resolve(
                 f"Revision {revision!r} of {str(name)!r} was asked for, but that is a local folder: only artifacts on "
                 "the Hub have revisions. Leave revision out."
             )
-        if str(name) in builtin_names():
-            return BUILTIN / str(name)
-        try:
-            settle(Path(name))
-        except OSError as error:
-            raise ArtifactError(
-                f"{name} was being saved when the process ended, and {error}. Save it again."
-            ) from error
-        return Path(name)
+        return BUILTIN / str(name) if str(name) in builtin_names() else _settled(Path(name))
     asked = f"The artifact {str(name)!r}" + (f" at revision {revision!r}" if revision else "")
     found = f"is neither built in ({', '.join(builtin_names())}) nor a local folder"
+    if alike := "" if "/" in str(name) else nearest(str(name), builtin_names()):
+        raise ArtifactError(f"{asked} {found}.{alike}")
     try:
         folder = snapshot_download(
             str(name),
@@ -71,7 +65,7 @@ def resolve(
             local_files_only=local_files_only,
             token=token,
             cache_dir=cache_dir,
-            allow_patterns=[CONFIG, PROJECTION, CARD, "backbone/*"],
+            allow_patterns=[CONFIG, PROJECTION, CARD, LIMITS, "backbone/*"],
         )
     except HFValidationError:
         raise ArtifactError(f"{asked} {found}, and it cannot be a Hub id (owner/name).") from None
@@ -85,14 +79,22 @@ def resolve(
     except LocalEntryNotFoundError as error:
         where = "the local Hub cache" if local_files_only or constants.HF_HUB_OFFLINE else "the Hub"
         raise ArtifactError(
-            f"{asked} {found}, and it could not be had from {where}: {error} Connect once to download it, "
-            "or pass the path of a local copy."
+            f"{asked} {found}, and it could not be had from {where}: {error.__cause__ or error} Connect once to "
+            "download it, or pass the path of a local copy."
         ) from error
     except HUB_ERRORS as error:
         raise ArtifactError(
             f"{asked} {found}, and the download from {constants.ENDPOINT} failed: {_reason(error)} Try again."
         ) from error
     return Path(folder)
+
+
+def _settled(folder: Path) -> Path:
+    try:
+        settle(folder)
+    except OSError as error:
+        raise ArtifactError(f"{folder} was being saved when the process ended, and {error}. Save it again.") from error
+    return folder
 
 
 def is_folder(name: str | Path) -> bool:
@@ -203,10 +205,17 @@ def check_shareable(config: RSRankConfig, *, include_backbone: bool) -> None:
         )
 
 
+def contents(folder: Path, repo_id: str) -> dict[str, Path | bytes]:
+    """What `push` publishes: names and files, and the card with the repository's name in it, made in memory."""
+    card = (folder / CARD).read_text(encoding="utf-8") if (folder / CARD).exists() else model_card(read_config(folder))
+    files = {str(path.relative_to(folder).as_posix()): path for path in sorted(folder.rglob("*")) if path.is_file()}
+    return {**files, CARD: card.replace(UNNAMED, repo_id).encode()}
+
+
 def push(
     folder: Path, repo_id: str, *, private: bool, revision: str | None, token: str | bool | None, message: str
 ) -> str:
-    """Upload an artifact folder to the Hub, making the repository if need be.
+    """Upload an artifact folder to the Hub, making the repository if need be. The folder stays as it is.
 
     Returns:
         Address of the commit.
@@ -215,11 +224,12 @@ def push(
         ArtifactError: The Hub refused.
     """
     api = HfApi(token=token)
+    added = [CommitOperationAdd(name, content) for name, content in contents(folder, repo_id).items()]
     try:
         api.create_repo(repo_id, private=private, exist_ok=True)
         if revision is not None:
             api.create_branch(repo_id, branch=revision, exist_ok=True)
-        commit = api.upload_folder(repo_id=repo_id, folder_path=folder, revision=revision, commit_message=message)
+        commit = api.create_commit(repo_id, added, revision=revision, commit_message=message)
     except HUB_ERRORS as error:
         raise ArtifactError(
             f"Pushing to {repo_id!r} failed: {_reason(error)} Check the name (owner/name) and that you are logged in "
@@ -231,7 +241,7 @@ def push(
 def _reason(error: BaseException) -> str:
     """What went wrong, with the cause where the client wraps it; time-outs carry no text of their own."""
     chain = [error] if error.__cause__ is None else [error, error.__cause__]
-    return " ".join(f"{type(link).__name__}: {str(link).strip() or 'no details'}" for link in chain)
+    return " ".join(f"{type(link).__name__}: {str(link).strip().rstrip('.') or 'no details'}." for link in chain)
 
 
 def is_hub_id(name: str) -> bool:
@@ -308,6 +318,8 @@ def model_card(config: RSRankConfig) -> str:
         columns = sorted({key for row in training.metrics.values() for key in row})
         lines += ["", "| dataset | " + " | ".join(columns) + " |", "|---" * (len(columns) + 1) + "|"]
         for dataset, row in training.metrics.items():
-            cells = [f"{row[key]:.3f}" if key in row else "" for key in columns]
+            cells = [
+                f"{row[key]:.{0 if key in ('queries', 'unanswered') else 3}f}" if key in row else "" for key in columns
+            ]
             lines.append(f"| {dataset} | " + " | ".join(cells) + " |")
     return "\n".join(lines) + "\n"

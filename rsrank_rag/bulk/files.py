@@ -8,6 +8,7 @@ if it is of this plan and each of its bytes as it was written. So a run that was
 from __future__ import annotations
 
 import base64
+import csv
 import glob
 import gzip
 import hashlib
@@ -15,6 +16,7 @@ import io
 import itertools
 import json
 import os
+import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -23,12 +25,12 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from ..errors import InputError, MissingDependencyError
 from ..method.template import clean
-from ..partial_files import digest_of, is_running, partial_of
+from ..partial_files import digest_of, is_running, partial_of, write_text
 from .pairs import COLUMNS, form_of
 
 PLAN = "_plan.json"
 ROWS = 10_000
-ENDINGS = (".jsonl", ".jsonl.gz", ".parquet")
+ENDINGS = (".jsonl", ".jsonl.gz", ".csv", ".parquet")
 SUMMARY = "rsrank"
 """Key of what a part says of itself, in its Parquet metadata."""
 
@@ -89,9 +91,7 @@ def arrow() -> Any:
         import pyarrow
         import pyarrow.parquet
     except ModuleNotFoundError as error:
-        raise MissingDependencyError(
-            "Parquet files need pyarrow. Install with: pip install 'rsrank-rag[parquet]'"
-        ) from error
+        raise MissingDependencyError("Parquet files need pyarrow.", "parquet") from error
     return pyarrow
 
 
@@ -133,7 +133,7 @@ def plan(source: str, settings: Mapping[str, Any], rows_per_part: int) -> Plan:
                 parts.append(Part(number=len(parts), file=len(files), start=rows, rows=count, offset=offset))
                 rows += count
             status, digest = path.stat(), digest_of(path)
-        except (OSError, EOFError, pa.ArrowInvalid) as error:
+        except (OSError, EOFError, pa.ArrowInvalid, csv.Error, zlib.error, UnicodeDecodeError) as error:
             raise InputError(f"{path} cannot be read after row {rows}: {error}") from error
         name, size, modified = str(path.absolute()), status.st_size, status.st_mtime_ns
         files.append(SourceFile(path=name, size=size, modified=modified, sha256=digest, rows=rows))
@@ -162,11 +162,15 @@ def _survey_lines(path: Path, rows: int) -> Iterator[tuple[Any, int, int]]:
     lines = enumerate(_lines(path))
     while batch := list(itertools.islice(lines, rows)):
         table = _table([_parse(line, path, number) for number, (_, line) in batch])
-        yield table.schema, 0 if path.suffix == ".gz" else batch[0][1][0], len(batch)
+        yield table.schema, batch[0][1][0] if path.suffix == ".jsonl" else 0, len(batch)
 
 
-def _lines(path: Path, offset: int = 0) -> Iterator[tuple[int, bytes]]:
-    """Lines that are not blank and the bytes they begin at (of the unpacked file)."""
+def _lines(path: Path, offset: int = 0) -> Iterator[tuple[int, bytes | dict[str, Any]]]:
+    """Lines that are not blank, or rows of a CSV, and the bytes they begin at (of the unpacked file; a CSV's are 0)."""
+    if path.suffix == ".csv":
+        with path.open(newline="", encoding="utf-8-sig") as table:
+            yield from ((0, row) for row in csv.DictReader(table, strict=True))
+        return
     with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
         file.seek(offset)
         for line in file:
@@ -175,7 +179,11 @@ def _lines(path: Path, offset: int = 0) -> Iterator[tuple[int, bytes]]:
             offset += len(line)
 
 
-def _parse(line: bytes, path: Path, number: int) -> dict[str, Any]:
+def _parse(line: bytes | dict[str, Any], path: Path, number: int) -> dict[str, Any]:
+    if isinstance(line, dict):
+        if None in line:
+            raise InputError(f"{path}, row {number} (from 0) has more cells than the header names columns.")
+        return line
     try:
         row = json.loads(line.removeprefix(b"\xef\xbb\xbf"))
         if not isinstance(row, dict):
@@ -215,6 +223,8 @@ def _check_types(schema: Any) -> None:
         kind = schema.field(name).type
         listed = types.is_list(kind) or types.is_large_list(kind)
         found = kind.value_type if listed else kind
+        if listed and types.is_struct(found) and found.get_field_index("text") >= 0:  # as `rsrank evaluate` reads them
+            found = found.field("text").type
         found = found.value_type if types.is_dictionary(found) else found
         text = types.is_string(found) or types.is_large_string(found) or types.is_string_view(found)
         if not text or listed != (name == "documents"):
@@ -228,13 +238,13 @@ def read(made: Plan, part: Part) -> Any:
     try:
         if path.suffix == ".parquet":
             return _read_parquet(path, part, made.columns)
-        before = part.start if path.suffix == ".gz" else 0  # it cannot be entered in the middle
+        before = 0 if path.suffix == ".jsonl" else part.start  # others cannot be entered in the middle
         lines = itertools.islice(_lines(path, part.offset), before, before + part.rows)
         rows = [_parse(line, path, part.start + i) for i, (_, line) in enumerate(lines)]
         if len(rows) != part.rows:
             raise EOFError(f"it ends after {len(rows)} of them")
         return _table(rows, made.columns)
-    except (OSError, EOFError, pa.ArrowInvalid) as error:
+    except (OSError, EOFError, pa.ArrowInvalid, csv.Error, zlib.error, UnicodeDecodeError) as error:
         raise InputError(
             f"Rows {part.start} to {part.start + part.rows - 1} of {path} cannot be read: {error}. Every machine "
             "has to see the file by this name, and it must not change."
@@ -373,11 +383,23 @@ def finish(output: Path, made: Plan) -> tuple[int, int]:
     return pairs, errors
 
 
+def write_lines(output: Path) -> None:
+    """Write what a complete folder holds as JSON lines, too: a file beside each part's."""
+    for path in sorted(output.glob("part-*.parquet")):
+        rows = arrow().parquet.read_table(path).to_pylist()
+        text = "".join(json.dumps(row, ensure_ascii=False, default=str) + "\n" for row in rows)
+        write_text(path.with_suffix(".jsonl"), text)
+
+
 def _write_whole(path: Path, content: bytes) -> None:
     """Have a file, with the hash of its content in it, appear only when all of it is on the disk."""
     partial = partial_of(path.with_name(f"_{path.name.lstrip('_')}"))
-    with partial.open("wb") as file:
-        file.write(sealed(content))
-        file.flush()
-        os.fsync(file.fileno())
-    partial.replace(path)
+    try:
+        with partial.open("wb") as file:
+            file.write(sealed(content))
+            file.flush()
+            os.fsync(file.fileno())
+        partial.replace(path)
+    except OSError:
+        partial.unlink(missing_ok=True)  # on a full disk, others need the room
+        raise

@@ -56,7 +56,7 @@ class Actors:
 def cluster(address: str | None) -> Iterator[Any]:
     """Ray, connected. What was begun here is ended here: a connection, or a cluster of this machine."""
     if importlib.util.find_spec("ray") is None:
-        raise MissingDependencyError("--engine ray needs Ray. Install with: pip install 'rsrank-rag[ray]'")
+        raise MissingDependencyError("--engine ray needs Ray.", "ray")
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     import ray
 

@@ -7,6 +7,7 @@ from functools import cached_property
 from typing import Any
 
 from ..errors import InputError, RSRankError
+from ..evaluation.datasets import joined
 from ..reranker import BLANK_SCORE, Pair, Reranker
 from ..service.backend import Outcome
 from ..service.engine import DeviceLostError, Engine
@@ -25,7 +26,8 @@ class PairScorer:
     """Adds scores to a batch of rows. The model is loaded at the first call, so that a scorer can be sent anywhere.
 
     A batch is a mapping of column names to values, such as a dict of lists or arrays, or a pandas frame. It has a
-    column ``query`` and either ``document`` (a text a row) or ``documents`` (a list of texts a row). Added are
+    column ``query`` and either ``document`` (a text a row) or ``documents`` (a list a row: of texts, or of objects with
+    a ``text`` and perhaps a ``title``, which is read in front of it). Added are
 
     - ``score``: on the model's scale, `BLANK_SCORE` for a blank document; null where there is an error.
     - ``kept``: whether it is above the model's native threshold. False for a blank document; null where there is no
@@ -73,6 +75,8 @@ class PairScorer:
     def _row(query: Any, given: Any, form: str) -> list[Pair | str]:
         """The pairs of one row; a text says why there is none."""
         documents = [given] if form == "document" else given
+        if isinstance(documents, (list, tuple)):
+            documents = [_content(item) for item in documents]
         if isinstance(documents, (str, bytes)) or not isinstance(documents, Iterable):
             return [f"The row's documents are no list but {_kind(documents)}."]
         if not isinstance(query, str):
@@ -134,6 +138,12 @@ def form_of(columns: Iterable[str]) -> str:
             f"Rows have {', '.join(taken)} already, which would be overwritten. Rename what is there, or leave it out."
         )
     return forms[0]
+
+
+def _content(item: Any) -> Any:
+    """What is read of a document, of a labelled one as `rsrank evaluate` does it."""
+    labelled = isinstance(item, Mapping) and isinstance(item.get("text"), str)
+    return joined(item["text"], item.get("title")) if labelled else item
 
 
 def _kind(value: Any) -> str:

@@ -92,13 +92,14 @@ def score_files(
     actors: Actors | None = None,
     progress: Callable[[Plan, Iterable[int]], Iterable[int]] | None = None,
 ) -> Summary:
-    """Score the rows of files and write them, with their scores, into a folder of Parquet files.
+    """Score the rows of files and write them, with their scores, into a folder.
 
     The same call goes on with what is missing after an interruption. Whatever the engine, the folder ends up the same,
     and its files hold the rows in input order.
 
     Args:
-        source: A ``.jsonl``, ``.jsonl.gz`` or ``.parquet`` file, a folder or a pattern; columns as `PairScorer` says.
+        source: A ``.jsonl``, ``.jsonl.gz``, ``.csv`` or ``.parquet`` file, a folder or a pattern; columns as for
+            `PairScorer`.
         output: Folder, new or begun by the same call.
         make: Loads the model; picklable if ``actors`` are given.
         model: What the model is: an output of one is not continued with another.

@@ -15,7 +15,7 @@ app = typer.Typer(
     add_completion=False,
     rich_markup_mode="markdown",
     help="Rerank documents for a query and drop the irrelevant ones at zero.",
-    epilog="Try: `rsrank rank --query 'Who painted it?' --documents passages.txt`",
+    epilog="Try: `rsrank rank --query 'How do bees find flowers?' --documents examples/passages.txt`",
 )
 for group in (ranking, evaluation, service, training):
     app.add_typer(group.app)

@@ -5,17 +5,17 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.progress import track
-from typer import Option
+from typer import Argument, Option
 
 from ..adapters.systems import forms
 from ..errors import InputError
 from ..language_model.options import LoadOptions
-from .options import Revision, command, problems, screen
-from .tables import evaluation_table
+from .options import AsJson, Revision, command, problems, screen
+from .tables import cell, evaluation_tables
 
 if TYPE_CHECKING:
     from ..evaluation.datasets import LabelledQuery
@@ -36,27 +36,32 @@ def evaluate(
     load: LoadOptions,
     model: Systems = ["mini"],  # noqa: B006 - typer copies it
     revision: Revision = None,
-    output: Annotated[Path | None, Option("--json", help="Write the metrics here, an object a model and file.")] = None,
+    label: Annotated[list[str] | None, Option(help="What to call a model; once for each, in order.")] = None,
+    as_json: AsJson = False,
+    output: Annotated[
+        Path | None, Option("--output", "-o", help="Write the JSON here, an object a model and set.")
+    ] = None,
+    file: Annotated[Path | None, Argument(hidden=True)] = None,  # --json FILE, as it was once written
     report: Annotated[Path | None, Option(help="Folder for a page with tables, figures and worst queries.")] = None,
     threshold: Annotated[str, Option(help="For f1@tau: a number, native or shared (see above).")] = "native",
     titles: Annotated[bool, Option(help="Put a document's title in front of its text.")] = True,
     limit: Annotated[int | None, Option(min=1, help="At most so many queries of each; of the Hub, at random.")] = None,
     negatives: Negatives = None,
 ) -> None:
-    """Measure ranking (nDCG@5, Recall@5) and selection (F1 at the threshold) on labelled passages.
+    """Measure on labelled passages what a threshold keeps (precision, recall, F1, how much) and how a model ranks.
 
     A line holds one query: `{"id", "query", "documents": [{"id", "text", "relevant", "title"?}]}`.
-    f1@best is the F1 at the best single threshold of the file, f1@query_best at each query's own, f1@tau at the
-    `--threshold`: a number, 'native' for the system's own (0 for RSRank), or 'shared' for the best single one over all
-    files, which is also what a system without a native one gets.
+    The `--threshold` is a number, 'native' for the system's own (0 for RSRank), or 'shared' for the best single one
+    over all files, which is also what a system without a native one gets.
+    Empty lists: queries of which nothing is kept. False keeps: documents kept of a query that has no relevant one.
 
-    `rsrank evaluate --data dev.jsonl.gz --json metrics.json`
+    `rsrank evaluate --data examples/labelled.jsonl --output metrics.json`
 
-    `rsrank evaluate --data dev.jsonl.gz --model qwen3-reranker:0.6b`
+    `rsrank evaluate --data dev.jsonl.gz --model runs/mine/artifact --label mine --model bm25 --label bm25`
 
     `rsrank evaluate --data dev.jsonl.gz --model mini --model bm25 --report report`
 
-    `rsrank evaluate --data dev.jsonl.gz --model mini --negatives bm25`
+    `rsrank evaluate --data dev.jsonl.gz --model qwen3-reranker:0.6b --negatives bm25`
     """
     from ..adapters.systems import load_system, parse
     from ..evaluation import negatives as hard
@@ -65,7 +70,13 @@ def evaluate(
     from ..evaluation.hub_datasets import load_sets
     from ..evaluation.report import write_report
 
+    output, as_json = (file, False) if file is not None else (output, as_json)
     _check_outputs(output, report)
+    model = list(dict.fromkeys(model))
+    if label and len(set(label)) != len(model):
+        raise InputError(
+            f"{len(model)} models were given and {len(set(label))} labels. Give one --label a model, in order."
+        )
     if threshold not in ("native", "shared"):
         _number(threshold)
     for name in model:
@@ -73,29 +84,34 @@ def evaluate(
     chosen = None if negatives is None else hard.Negatives.parse(negatives)
     sets = load_sets(data, limit=limit, negatives=chosen, titles=titles, options=load)
     measured = []
-    for name in dict.fromkeys(model):
+    for source, name in zip(model, label or model, strict=True):
         with problems.status(f"Loading {name} ..."):
-            system = load_system(name, revision=revision, options=load)
+            system = load_system(source, revision=revision, options=load)
         scored = {
-            label: score_dataset(system, _watched(queries, f"{name}, {label}"), titles=titles)
-            for label, queries in sets.items()
+            title: score_dataset(system, _watched(queries, f"{name}, {title}"), titles=titles)
+            for title, queries in sets.items()
         }
         measured.append(Measured(name, *_tau(threshold, system, list(scored.values())), scored))
-    tables: list[list[dict[str, str | float]]] = [
+    tables: list[list[dict[str, Any]]] = [
         [
-            {"model": found.name, "dataset": label, **summarise(queries, threshold=found.threshold)}
-            for label, queries in found.scored.items()
+            {"model": found.name, "dataset": title, **summarise(queries, threshold=found.threshold)}
+            for title, queries in found.scored.items()
         ]
         for found in measured
     ]
+    text = json.dumps([row for rows in tables for row in rows], ensure_ascii=False, indent=2)
     if output is not None:
-        _write(output, json.dumps([row for rows in tables for row in rows], indent=2) + "\n")
+        _write(output, f"{text}\n")
     if report is not None:
         with problems.status("Writing the report ..."):
             write_report(report, measured, sets, titles=titles)
         problems.print(f"Report: {report / 'index.html'}", soft_wrap=True)
+    if as_json:
+        typer.echo(text)
+        return
     for found, rows in zip(measured, tables, strict=True):
-        screen.print(evaluation_table(f"{found.name}, tau = {found.threshold:.4g} ({found.origin})", rows))
+        rule = f"kept above {cell('tau_best', found.threshold)} ({found.origin})"
+        screen.print(*evaluation_tables(found.name, rule, rows), sep="\n")
 
 
 def _watched(queries: Sequence[LabelledQuery], what: str) -> Iterable[LabelledQuery]:
@@ -137,10 +153,10 @@ def _write(path: Path, text: str) -> None:
     try:
         path.write_text(text, encoding="utf-8")
     except OSError as error:
-        raise InputError(f"--json {path} could not be written: {error}") from error
+        raise InputError(f"--output {path} could not be written: {error.strerror}.") from error
 
 
-@command(app)
+@command(app, resumes=True)
 def reproduce(
     load: LoadOptions,
     config: Annotated[str, Option("--config", "-c", help="paper, local, or a TOML file.")] = "local",

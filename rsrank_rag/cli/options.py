@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from enum import Enum
@@ -14,11 +15,13 @@ import typer
 from huggingface_hub.utils import disable_progress_bars  # type: ignore[attr-defined] # public, but loaded lazily
 from rich.console import Console
 from rich.text import Text
+from safetensors import SafetensorError
 from typer import Option
 
 from ..adapters.systems import forms
 from ..bulk.on_ray import Actors
 from ..errors import InputError, RSRankError
+from ..language_model.hub_errors import say_at_once_that_there_is_no_hub
 from ..language_model.options import LoadOptions, LoadSettings
 from ..language_model.threads import use_threads
 
@@ -77,17 +80,30 @@ GROUPS: dict[str, tuple[Mapping[str, Parameter], Callable[..., Any]]] = {
 
 
 @contextmanager
-def catch_errors() -> Iterator[None]:
-    """Turn our errors into one line on stderr: exit code 2 for bad input, 1 for everything else."""
+def catch_errors(resumes: bool = False) -> Iterator[None]:
+    """Turn errors into one line on stderr: exit code 2 for bad input, 130 for Ctrl-C, 1 for everything else.
+
+    `resumes`: whether the same command goes on after an interruption.
+    """
+    again = "Run the same command again to go on." if resumes else ""
     try:
         yield
     except RSRankError as error:
-        problems.print(Text.assemble(("error: ", "bold red"), str(error)), soft_wrap=True)
-        raise typer.Exit(2 if isinstance(error, InputError) else 1) from None
+        code, said = 2 if isinstance(error, InputError) else 1, str(error)
+    except (OSError, SafetensorError) as error:  # a full disk, no permission
+        code, said = 1, f"{re.sub(r'^.Errno [0-9]+. ', '', str(error)).rstrip('.')}. {again}"
+    except KeyboardInterrupt:
+        problems.print(f"Stopped. {again}")
+        raise typer.Exit(130) from None
+    else:
+        return
+    said = " ".join(said.split())
+    problems.print(Text.assemble(("error: ", "bold red"), said if said[-1:] in ".!?" else f"{said}."), soft_wrap=True)
+    raise typer.Exit(code)
 
 
-def command(app: typer.Typer) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Make a function a command: our errors become one line, and a parameter named in `GROUPS` several options."""
+def command(app: typer.Typer, *, resumes: bool = False) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Make a function a command: errors become one line, and a parameter named in `GROUPS` several options."""
 
     def decorate(function: Callable[..., None]) -> Callable[..., None]:
         own = inspect.signature(function, eval_str=True).parameters
@@ -95,7 +111,8 @@ def command(app: typer.Typer) -> Callable[[Callable[..., None]], Callable[..., N
 
         @wraps(function)
         def run(**given: Any) -> None:
-            with catch_errors():
+            with catch_errors(resumes):
+                say_at_once_that_there_is_no_hub()
                 if "load" in groups:
                     disable_progress_bars()  # of downloads: the commands show what they are doing themselves
                 for name, (parameters, make) in groups.items():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterable
-from dataclasses import asdict, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -32,6 +32,14 @@ LongDocuments = Annotated[
 app = typer.Typer()
 
 
+Prefixes = Annotated[Path | None, Option("--prefixes", "-p", help="Folder that rsrank index has made.")]
+
+
+def _kept(prefixes: Path | None) -> str | bool:
+    """Nothing is kept between calls unless asked for: a score must not depend on what was done before."""
+    return False if prefixes is None else str(prefixes.absolute())
+
+
 def _load(source: ModelSource) -> RSRank:
     from ..rsrank import RSRank
 
@@ -43,9 +51,13 @@ def read_documents(source: str) -> list[str]:
     """Documents of a file or of standard input (``-``): one a line, as text or as JSON with a "text"."""
     try:
         raw = sys.stdin.read() if source == "-" else Path(source).read_text(encoding="utf-8-sig")
-    except (OSError, UnicodeDecodeError) as error:
-        raise InputError(f"--documents {source} could not be read: {error}") from error
+    except UnicodeDecodeError:
+        raise InputError(f"--documents {source} is no text in UTF-8. Save it as such, one document a line.") from None
+    except OSError as error:
+        raise InputError(f"--documents {source} could not be read: {error.strerror}. Give a file, or - .") from error
     lines = [line for line in clean(raw.removeprefix("\ufeff")).split("\n") if line.strip()]
+    if not lines and source != "-":  # a pipe may well be empty, as a retriever's answer
+        raise InputError(f"--documents {source} holds no documents. Write one a line.")
     if not lines or not all(line.lstrip().startswith("{") for line in lines):
         return [line.rstrip("\r") for line in lines]
     documents = []
@@ -74,6 +86,7 @@ def rank(
     context: Annotated[int, Option(help="With --extract: so many sentences around each, too.")] = 0,
     heading: Annotated[bool, Option("--heading", help="With --extract: keep the first line, too.")] = False,
     long_documents: LongDocuments = "cut",
+    prefixes: Prefixes = None,
     as_json: AsJson = False,
 ) -> None:
     """Score documents for a query: what scores above zero is kept, the rest is dropped.
@@ -86,7 +99,7 @@ def rank(
     """
     query, texts = clean(query), read_documents(documents)
     with problems.status(f"Loading {model} ..."):
-        ranker = load_reranker(ModelSource(model, revision, load, prefix_cache=False))
+        ranker = load_reranker(ModelSource(model, revision, load, prefix_cache=_kept(prefixes)))
     reading: Any = {"extract": extract, "context": context, "heading": heading, "long_documents": long_documents}
     result = ranker.rank(
         query,
@@ -98,12 +111,12 @@ def rank(
         **reading,
     )
     if as_json:
-        typer.echo(json.dumps(asdict(result), ensure_ascii=False, indent=2))
+        typer.echo(json.dumps(result.to_dict(), ensure_ascii=False, indent=2))
     else:
         screen.print(result_table(result))
 
 
-@command(app)
+@command(app, resumes=True)
 def index(
     documents: Documents,
     prefixes: Annotated[Path, Option("--prefixes", "-p", help="Folder to keep them in.")],
@@ -140,22 +153,33 @@ def index(
 @command(app)
 def explain(
     query: Query,
-    document: Annotated[str, Option("--document", "-d", help="The document's text.")],
     load: LoadOptions,
+    document: Annotated[str | None, Option("--document", help="One document's text.")] = None,
+    documents: Annotated[str | None, Option("--documents", "-d", help="Or a file of them, or - .")] = None,
     model: Model = "mini",
     revision: Revision = None,
     as_json: AsJson = False,
 ) -> None:
     """Show where a score comes from: its exact parts per query token and per layer (L1, L2, ...).
 
-    `rsrank explain -q "How do bees find flowers?" -d "Bees see ultraviolet patterns on petals."`
+    `rsrank explain -q "How do bees find flowers?" --document "Bees find flowers by their colour and their scent."`
+
+    `rsrank explain -q "How do bees find flowers?" -d passages.txt`
     """
-    explanation = _load(ModelSource(model, revision, load)).explain(clean(query), clean(document))
+    if document is not None and documents is None:
+        texts = [clean(document)]
+    elif document is None and documents is not None:
+        texts = read_documents(documents)
+    else:
+        raise InputError("Give one document's text (--document TEXT) or a file of them (--documents FILE).")
+    ranker = _load(ModelSource(model, revision, load))
+    explanations = [ranker.explain(clean(query), text) for text in texts]
     if as_json:
         fields = ("query", "document", "score", "truncated", "tokens", "layers", "parts")
-        typer.echo(json.dumps({name: getattr(explanation, name) for name in fields}, ensure_ascii=False, indent=2))
+        found = [{name: getattr(explanation, name) for name in fields} for explanation in explanations]
+        typer.echo(json.dumps(found if document is None else found[0], ensure_ascii=False, indent=2))
     else:
-        screen.print(explanation_table(explanation))
+        screen.print(*map(explanation_table, explanations), sep="\n\n")
 
 
 @command(app)
@@ -171,38 +195,43 @@ def info(
     """
     from ..artifact import hub
 
-    config = hub.read_config(hub.resolve(model, revision=revision, local_files_only=local_files_only))
+    folder = hub.resolve(model, revision=revision, local_files_only=local_files_only)
+    config, limits = hub.read_config(folder), folder / hub.LIMITS
     if as_json:
         typer.echo(config.model_dump_json(indent=2))
     else:
-        screen.print(info_table(model, config))
+        said = limits.read_text(encoding="utf-8").strip() if limits.is_file() else "not stated"
+        screen.print(info_table(model, config, said))
 
 
-@command(app)
+@command(app, resumes=True)
 def score(
-    source: Annotated[str, Option("--input", "-i", help="A .jsonl(.gz) or .parquet file, a folder or a pattern.")],
-    output: Annotated[Path, Option("--output", "-o", help="Folder for the Parquet files.")],
+    source: Annotated[str, Option("--input", "-i", help="A .jsonl(.gz), .csv or .parquet file, folder or pattern.")],
+    output: Annotated[Path, Option("--output", "-o", help="Folder for the scored files.")],
     load: LoadOptions,
     actors: Actors | None,
     model: System = "mini",
     revision: Revision = None,
     rows_per_part: Annotated[int, Option(help="Rows of an output file: what a killed process loses at most.")] = 10_000,
-    prefixes: Annotated[Path | None, Option("--prefixes", "-p", help="Folder that rsrank index has made.")] = None,
+    prefixes: Prefixes = None,
+    jsonl: Annotated[bool, Option("--jsonl", help="Write JSON lines, too, beside each Parquet file.")] = False,
 ) -> None:
-    """Score many pairs: JSON lines or Parquet in, Parquet out. The same command goes on after an interruption.
+    """Score many pairs: JSON lines, CSV or Parquet in, Parquet or JSON lines out. Run again, it goes on.
 
-    A row has a "query" and either a "document" or "documents" (a list); anything else is carried along. Added are
-    score, kept (above the model's threshold), truncated, and error: why a pair has no score, else null.
+    A row has a "query" and either a "document" or "documents" (a list of texts, or of objects with "text" and "title"
+    as `rsrank evaluate` reads them); anything else is carried along. Added are score, kept (above the model's
+    threshold), truncated, and error: why a pair has no score, else null.
 
     `rsrank score --input pairs.jsonl --output scored`
 
+    `rsrank score --input pairs.csv --output scored --jsonl`
+
     `rsrank score --input pairs/ --output scored --engine ray --gpus-per-actor 1 --address auto`
     """
+    from ..bulk.files import write_lines
     from ..bulk.run import model_identity, score_files, settled_dtype
 
     load = replace(load, dtype=load.dtype or settled_dtype(load, actors))
-    # Nothing is kept between parts unless asked for: a part's scores must not depend on what was done before.
-    kept = False if prefixes is None else str(prefixes.absolute())
     settings = {
         "dtype": load.dtype,
         "load_in_8bit": load.weights == "int8",
@@ -213,13 +242,15 @@ def score(
     found = score_files(
         source,
         output,
-        partial(load_reranker, ModelSource(model, revision, load, prefix_cache=kept)),
+        partial(load_reranker, ModelSource(model, revision, load, prefix_cache=_kept(prefixes))),
         model=model_identity(model, revision=revision, local_files_only=load.local_files_only),
         settings=settings,
         rows_per_part=rows_per_part,
         actors=actors,
         progress=_progress,
     )
+    if jsonl:
+        write_lines(output)
     errors = f", {found.errors:,} of them without a score (column error)" if found.errors else ""
     earlier = f" ({found.found:,} were there)" if found.found else ""
     screen.print(f"{found.rows:,} rows, {found.pairs:,} pairs{errors}, in {found.parts:,} files{earlier} of {output}")

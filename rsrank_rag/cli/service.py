@@ -116,7 +116,8 @@ def serve(
 
     `rsrank serve --model mini --port 8080`
 
-    `curl localhost:8080/v1/rerank --json '{"query": "Who painted it?", "documents": ["Ann did.", "It is old."]}'`
+    `curl localhost:8080/v1/rerank --json '{"query": "How do bees find flowers?",
+    "documents": ["Trains run on rails.", "Bees find flowers by their colour and their scent."]}'`
 
     Ends at SIGTERM or Ctrl-C, when the requests in flight have been answered. API keys may be changed in their file.
     """

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
 from rich.text import Text
@@ -66,7 +66,7 @@ def _title(first: str, second: str) -> Text:
     return Text.assemble(first, "\n", (second, "dim"))
 
 
-def info_table(name: str, config: RSRankConfig) -> Table:
+def info_table(name: str, config: RSRankConfig, limits: str) -> Table:
     """What an artifact says of itself."""
     layers, heads, dim, head_dim = config.shape
     rows = {
@@ -80,6 +80,7 @@ def info_table(name: str, config: RSRankConfig) -> Table:
         "template": f"{config.template.instruction!r} document {config.template.separator!r} query "
         f"{config.template.suffix!r}, scored: {config.template.positions}",
         "training data": ", ".join(config.training.data) or "not recorded",
+        "limits": limits,
         "notes": config.training.notes or "-",
         "licence": config.license or "not recorded",
     }
@@ -89,15 +90,47 @@ def info_table(name: str, config: RSRankConfig) -> Table:
     return table
 
 
-def evaluation_table(title: str, records: Sequence[Mapping[str, str | int | float]]) -> Table:
-    """A row a dataset, a column a metric; the title names the model."""
-    table = Table(title=Text(title), title_justify="left", padding=(0, 0, 0, 1))
-    table.add_column("dataset", overflow="fold")  # a path may be longer than all else; the numbers stay whole
-    names = [name for name in records[0] if name not in ("model", "dataset")]
-    for name in names:
-        heading = name.replace("@query_best", "@query").replace("@", "\n@").replace("_", "\n")  # fits into 80 columns
-        table.add_column(heading, justify="right")
-    for record in records:
-        values = [value if isinstance(value, int) else f"{value:.3f}" for value in map(record.__getitem__, names)]
-        table.add_row(Text(str(record["dataset"])), *map(str, values))
-    return table
+KEPT = {
+    "queries": "queries",
+    "precision@tau": "precision",
+    "recall@tau": "recall",
+    "f1@tau": "F1",
+    "kept": "kept a\nquery",
+    "empty": "empty\nlists",
+    "false_keeps": "false\nkeeps",
+}
+"""What users ask of a selection, and the columns' headings: such that all fit into 80 columns."""
+
+RANKED = {
+    "ndcg@5": "nDCG@5",
+    "recall@5": "Recall@5",
+    "f1@best": "best F1\nof the set",
+    "tau_best": "at the\nthreshold",
+    "f1@query_best": "best F1 of\neach query",
+}
+
+
+def evaluation_tables(name: str, rule: str, records: Sequence[Mapping[str, Any]]) -> Iterator[Table]:
+    """A model's two tables, a row a dataset: what its threshold keeps; how it ranks, with the best thresholds."""
+    titles = (f"{name}: {rule}", f"{name}: ranking, and thresholds chosen on these very labels")
+    for title, columns in zip(titles, (KEPT, RANKED), strict=True):
+        table = Table(title=Text(title, overflow="fold"), title_justify="left", padding=(0, 0, 0, 1))
+        table.add_column("dataset", overflow="fold")  # a path may be longer than all else; the numbers stay whole
+        for heading in columns.values():
+            table.add_column(heading, justify="right", overflow="fold")
+        for record in records:
+            table.add_row(Text(str(record["dataset"])), *(cell(key, record.get(key)) for key in columns))
+        yield table
+
+
+def cell(key: str, value: float | None) -> str:
+    """A number as people write it.
+
+    >>> cell("tau_best", -5e-324), cell("tau_best", 0.35), cell("queries", 4.0), cell("empty", 0.125), cell("f1@0", 0.5)
+    ('0', '0.35', '4', '12%', '0.500')
+    """
+    if value is None:
+        return "-"
+    if key in ("queries", "unanswered", "tau_best"):
+        return f"{round(value, 3) + 0.0:g}"
+    return f"{value:.0%}" if key == "empty" else f"{value:.1f}" if key in ("kept", "false_keeps") else f"{value:.3f}"

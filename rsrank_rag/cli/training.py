@@ -14,6 +14,7 @@ from ..bulk.on_ray import Actors
 from ..errors import InputError
 from ..language_model.options import LoadOptions
 from .options import GROUPS, Model, Revision, command, problems, screen
+from .tables import evaluation_tables
 
 if TYPE_CHECKING:
     from ..training.run import Result
@@ -52,12 +53,12 @@ GROUPS["run"] = (inspect.signature(_training, eval_str=True).parameters, _traini
 
 
 def _plan(run: Run) -> None:
-    sources = ", ".join(part.title for part in run.recipe.data)
+    sources = ", ".join(f"{part.title} (about)" if part.dataset else part.title for part in run.recipe.data)
     screen.print(f"recipe       {run.recipe.name}: {run.recipe.model.name}\ndata         {sources}")
     screen.print(str(run.estimate()))
 
 
-@command(app)
+@command(app, resumes=True)
 def features(run: Run, actors: Actors | None, dry_run: DryRun = False) -> None:
     """Read the shifts of labelled queries from the frozen language model, into OUTPUT/features.
 
@@ -81,7 +82,7 @@ def features(run: Run, actors: Actors | None, dry_run: DryRun = False) -> None:
     screen.print(f"{len(store):,} queries in {store.folder}")
 
 
-@command(app)
+@command(app, resumes=True)
 def train(
     run: Run,
     features: Annotated[Path | None, Option(help="Train on this feature store, without the language model.")] = None,
@@ -139,13 +140,11 @@ def tune(
 
 
 def _show(result: Result) -> None:
-    table = Table(title="natural threshold: 0", title_justify="left")
-    columns = sorted({name for row in result.metrics.values() for name in row})
-    for name in ("dataset", *columns):
-        table.add_column(name, justify="left" if name == "dataset" else "right")
-    for dataset, row in result.metrics.items():
-        table.add_row(dataset, *(f"{row[name]:.3f}" if name in row else "" for name in columns))
-    screen.print(table)
+    records = [
+        {"dataset": dataset, **{name.replace("@0", "@tau"): value for name, value in row.items()}}
+        for dataset, row in result.metrics.items()
+    ]
+    screen.print(*evaluation_tables("trained", "kept above 0", records), sep="\n")
     if result.verdict is not None:
         _verdict(result.verdict, ("base", "trained"), "Both on queries left out of training")
     screen.print(f"artifact: {result.artifact}\nTry it:   rsrank rank --model {result.artifact} -q ... -d FILE")
@@ -169,10 +168,11 @@ def push(
     private: Annotated[bool, Option("--private", help="Make a new repository private.")] = False,
     revision: Annotated[str | None, Option(help="Branch; made if it does not exist.")] = None,
     message: Annotated[str, Option(help="First line of the commit.")] = "Upload RSRank projection",
+    dry_run: Annotated[bool, Option("--dry-run", help="Show the model card and the files, and stop.")] = False,
 ) -> None:
     """Publish an artifact and its model card on the Hugging Face Hub (log in first: `hf auth login`).
 
-    `rsrank push runs/mine/artifact me/my-reranker`
+    `rsrank push runs/mine/artifact me/my-reranker --dry-run`
     """
     from ..artifact import hub
 
@@ -181,8 +181,12 @@ def push(
     config = hub.read_config(artifact)
     hub.read_projection(artifact, config)
     hub.check_shareable(config, include_backbone=False)
-    card = artifact / hub.CARD
-    text = card.read_text(encoding="utf-8") if card.exists() else hub.model_card(config)
-    card.write_text(text.replace(hub.UNNAMED, repo_id), encoding="utf-8")
-    address = hub.push(artifact, repo_id, private=private, revision=revision, token=None, message=message)
-    screen.print(address)
+    if not hub.is_hub_id(repo_id):
+        raise InputError(f"{repo_id!r} cannot be a repository on the Hub. Give owner/name.")
+    if not dry_run:
+        screen.print(hub.push(artifact, repo_id, private=private, revision=revision, token=None, message=message))
+        return
+    files = hub.contents(artifact, repo_id)
+    typer.echo(bytes(files[hub.CARD]).decode())
+    for name, content in files.items():
+        typer.echo(f"{len(content) if isinstance(content, bytes) else content.stat().st_size:>13,} {name}")

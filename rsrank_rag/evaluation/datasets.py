@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import gzip
+import zlib
 from collections.abc import Iterable
 from pathlib import Path
 
 from pydantic import BaseModel, ConfigDict, StrictBool, ValidationError
 
 from ..errors import InputError
+
+
+def joined(text: str, title: str | None) -> str:
+    """A title, where there is one and the text does not start with it, then the text."""
+    return f"{title}\n{text}" if title and not text.startswith(title) else text
 
 
 class LabelledDocument(BaseModel):
@@ -23,9 +29,7 @@ class LabelledDocument(BaseModel):
 
     def content(self, *, titles: bool = True) -> str:
         """What a reranker reads: the title, where there is one and the text does not start with it, then the text."""
-        if titles and self.title and not self.text.startswith(self.title):
-            return f"{self.title}\n{self.text}"
-        return self.text
+        return joined(self.text, self.title if titles else None)
 
 
 class LabelledQuery(BaseModel):
@@ -72,7 +76,7 @@ def read_labelled(path: str | Path) -> list[LabelledQuery]:
     try:
         raw = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
         lines = raw.decode("utf-8").split("\n")
-    except (OSError, EOFError, UnicodeDecodeError) as error:
+    except (OSError, EOFError, zlib.error, UnicodeDecodeError) as error:
         raise InputError(f"{path} could not be read: {error}") from error
     queries = [_query(line, f"{path}, line {i}") for i, line in enumerate(lines, start=1) if line.strip()]
     if not queries:

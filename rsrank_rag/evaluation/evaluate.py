@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 from ..errors import InputError
 from ..reranker import Reranker
 from .datasets import LabelledQuery
-from .metrics import ScoredQuery, best_threshold, f1_at, query_best_f1, ranking_metrics
+from .metrics import ScoredQuery, best_threshold, mean, query_best_f1, ranking_metrics, selection
 
 
 class LabelledScorer(Protocol):
@@ -46,25 +46,35 @@ def _scored(system: System, query: LabelledQuery, titles: bool) -> ScoredQuery:
         raise InputError(f"Query {query.id!r}: {error}") from None
 
 
-def summarise(scored: Sequence[ScoredQuery], *, threshold: float = 0.0) -> dict[str, float]:
+def summarise(scored: Sequence[ScoredQuery], *, threshold: float = 0.0) -> dict[str, Any]:
     """All metrics of one scored set, under the names used in papers and in ``rsrank evaluate --json``.
 
     Returns:
-        Number of ``queries``; ``ndcg@5`` and ``recall@5``; ``f1@tau`` at the threshold, ``f1@best`` at the best single
-        one for this set, ``tau_best``, and ``f1@query_best`` if every query had its own best one.
+        Number of ``queries``; ``ndcg@5`` and ``recall@5``. Of what scores above the threshold ``f1@tau``,
+        ``precision@tau``, ``recall@tau`` and ``kept`` (documents a query), then ``empty``: the share of queries that
+        keep nothing; ``unanswered``: queries without a relevant document, and ``false_keeps``: what is kept of each of
+        these (None if there are none). ``f1@best`` at the best single threshold for this set, ``tau_best``, and
+        ``f1@query_best`` if every query had its own best one.
 
     Raises:
         MissingDependencyError: ir-measures is not installed.
     """
     tau_best, f1_best = best_threshold(scored)
-    count = max(len(scored), 1)
+    precision, recall, f1, kept = ([selection(query, threshold)[part] for query in scored] for part in range(4))
+    false = [count for count, query in zip(kept, scored, strict=True) if not any(query.relevant)]
     return {
         "queries": len(scored),
         **ranking_metrics(scored),
-        "f1@tau": sum(f1_at(query, threshold) for query in scored) / count,
+        "f1@tau": mean(f1),
+        "precision@tau": mean(precision),
+        "recall@tau": mean(recall),
+        "kept": mean(kept),
+        "empty": mean([count == 0 for count in kept]),
+        "unanswered": len(false),
+        "false_keeps": mean(false) if false else None,
         "f1@best": f1_best,
         "tau_best": tau_best,
-        "f1@query_best": sum(query_best_f1(query) for query in scored) / count,
+        "f1@query_best": mean([query_best_f1(query) for query in scored]),
     }
 
 

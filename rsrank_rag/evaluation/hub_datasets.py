@@ -42,9 +42,7 @@ class _Source:
         try:
             import datasets
         except ImportError:
-            raise MissingDependencyError(
-                f"Loading {self.repository} needs datasets. Install with: pip install 'rsrank-rag[train]'"
-            ) from None
+            raise MissingDependencyError(f"Loading {self.repository} needs datasets.", "train") from None
         try:
             return datasets.load_dataset(self.repository, config, split=split, revision=self.revision)
         except (*HUB_ERRORS, datasets.exceptions.DatasetsError) as error:

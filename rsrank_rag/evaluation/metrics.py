@@ -1,6 +1,7 @@
 """Ranking quality (through ir-measures) and selection quality (F1 of what a threshold keeps).
 
-Per query first, then the mean over all queries: a query for which nothing relevant was kept counts 0.
+Per query first, then the mean over all queries: a query for which nothing relevant was kept counts 0, and so does one
+without documents. (One with documents, none of them relevant, counts 1 where nothing is kept.)
 A document is kept when its score is above the threshold. Equal scores rank by input order.
 """
 
@@ -40,6 +41,11 @@ class ScoredQuery:
         return sorted(range(len(self.scores)), key=lambda i: -self.scores[i])
 
 
+def mean(values: Sequence[float]) -> float:
+    """The mean; 0 of nothing."""
+    return math.fsum(values) / max(len(values), 1)
+
+
 def f1(kept_relevant: int, kept: int, relevant: int) -> float:
     """Harmonic mean of precision and recall; 1 where nothing is relevant and nothing was kept.
 
@@ -49,10 +55,21 @@ def f1(kept_relevant: int, kept: int, relevant: int) -> float:
     return 2 * kept_relevant / (kept + relevant) if kept + relevant else 1.0
 
 
+def selection(query: ScoredQuery, threshold: float) -> tuple[float, float, float, int]:
+    """Precision, recall and F1 of the documents that score above the threshold, and how many these are.
+
+    Where nothing is relevant and nothing was kept, all three are 1, without documents to choose from 0.
+    """
+    kept = [label for score, label in zip(query.scores, query.relevant, strict=True) if score > threshold]
+    hits, relevant = sum(kept), sum(query.relevant)
+    rightly_none = float(bool(query.scores) and not kept and not relevant)
+    precision, recall = hits / len(kept) if kept else rightly_none, hits / relevant if relevant else rightly_none
+    return precision, recall, f1(hits, len(kept), relevant) if query.scores else 0.0, len(kept)
+
+
 def f1_at(query: ScoredQuery, threshold: float) -> float:
     """F1 of the documents that score above the threshold."""
-    kept = [label for score, label in zip(query.scores, query.relevant, strict=True) if score > threshold]
-    return f1(sum(kept), len(kept), sum(query.relevant))
+    return selection(query, threshold)[2]
 
 
 def best_threshold(queries: Sequence[ScoredQuery], weights: Sequence[float] | None = None) -> tuple[float, float]:
@@ -75,7 +92,7 @@ def best_threshold(queries: Sequence[ScoredQuery], weights: Sequence[float] | No
     relevant = [sum(query.relevant) for query in queries]
     kept, hits = [0] * len(queries), [0] * len(queries)
     weights = [1.0] * len(queries) if weights is None else weights
-    values = [f1(0, 0, count) * weight for count, weight in zip(relevant, weights, strict=True)]
+    values = [f1_at(query, math.inf) * weight for query, weight in zip(queries, weights, strict=True)]
     total = math.fsum(values)
     best_total, best = total, documents[0][0] if documents else 0.0
     for position, (score, label, row) in enumerate(documents):
@@ -98,7 +115,7 @@ def query_best_f1(query: ScoredQuery) -> float:
 
 def ranking_metrics(queries: Sequence[ScoredQuery]) -> dict[str, float]:
     """Mean nDCG@5 and Recall@5; raises as `ranking_by_query`."""
-    return {name: math.fsum(values) / max(len(values), 1) for name, values in ranking_by_query(queries).items()}
+    return {name: mean(values) for name, values in ranking_by_query(queries).items()}
 
 
 def ranking_by_query(queries: Sequence[ScoredQuery]) -> dict[str, list[float]]:
@@ -111,9 +128,7 @@ def ranking_by_query(queries: Sequence[ScoredQuery]) -> dict[str, list[float]]:
         import ir_measures
         from ir_measures import R, nDCG
     except ImportError:
-        raise MissingDependencyError(
-            "Ranking metrics need ir-measures. Install with: pip install 'rsrank-rag[eval]'"
-        ) from None
+        raise MissingDependencyError("Ranking metrics need ir-measures.", "eval") from None
     qrels, run = {}, {}
     for number, query in enumerate(queries):
         order = query.order()

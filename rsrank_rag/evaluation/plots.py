@@ -48,7 +48,7 @@ def load_matplotlib() -> Any:
     try:
         import matplotlib
     except ImportError:
-        raise MissingDependencyError("Figures need matplotlib. Install with: pip install 'rsrank-rag[plots]'") from None
+        raise MissingDependencyError("Figures need matplotlib.", "plots") from None
     return matplotlib
 
 

@@ -207,9 +207,7 @@ def _template() -> Any:
     try:
         from jinja2 import Environment, PackageLoader, StrictUndefined
     except ImportError:
-        raise MissingDependencyError(
-            "The report needs jinja2. Install with: pip install 'rsrank-rag[eval,plots]'"
-        ) from None
+        raise MissingDependencyError("The report needs jinja2.", "eval,plots") from None
     environment = Environment(
         loader=PackageLoader(__package__, "templates"),
         autoescape=True,

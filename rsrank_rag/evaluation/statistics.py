@@ -100,7 +100,5 @@ def scipy_stats() -> Any:
     try:
         from scipy import stats
     except ImportError:
-        raise MissingDependencyError(
-            "Intervals and tests need scipy. Install with: pip install 'rsrank-rag[eval]'"
-        ) from None
+        raise MissingDependencyError("Intervals and tests need scipy.", "eval") from None
     return stats

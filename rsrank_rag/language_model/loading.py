@@ -191,9 +191,7 @@ def _quantization(options: LoadOptions) -> Any:
     package, extra = ("torchao", "fp8") if options.weights == "fp8" else ("bitsandbytes", "8bit")
     missing = [name for name in (package, "accelerate") if importlib.util.find_spec(name) is None]
     if missing:
-        raise MissingDependencyError(
-            f"{flag} needs {' and '.join(missing)}. Install with: pip install 'rsrank-rag[{extra}]'"
-        )
+        raise MissingDependencyError(f"{flag} needs {' and '.join(missing)}.", extra)
     return _fp8(options) if options.weights == "fp8" else _bitsandbytes(options)
 
 
@@ -222,9 +220,7 @@ def _fp8(options: LoadOptions) -> Any:
     from transformers.utils import is_torchao_available
 
     if not is_torchao_available():
-        raise MissingDependencyError(
-            "load_in_fp8 needs a newer torchao. Install with: pip install --upgrade 'rsrank-rag[fp8]'"
-        )
+        raise MissingDependencyError("load_in_fp8 needs a newer torchao. Install with: pip install --upgrade torchao")
     with importing_torchao():
         from torchao.quantization import Float8DynamicActivationFloat8WeightConfig, Float8WeightOnlyConfig, PerRow
     # set_inductor_config changes the whole process: in older releases even how exactly it multiplies float32 matrices.

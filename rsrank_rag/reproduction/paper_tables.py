@@ -38,7 +38,7 @@ def main_table(sets: Sequence[str], measured: Sequence[Measured]) -> str:
     }
     text = [
         "## Ranking and selection",
-        "Threshold τ: " + "; ".join(f"{s.name} {s.threshold:.4g} ({s.origin})" for s in measured) + ".",
+        "Threshold τ: " + "; ".join(f"{s.name} {round(s.threshold, 3) + 0.0:g} ({s.origin})" for s in measured) + ".",
     ]
     for metric, title in _METRICS.items():
         rows = {}

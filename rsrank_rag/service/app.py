@@ -33,9 +33,7 @@ try:
 except ModuleNotFoundError as error:
     if error.name not in ("fastapi", "prometheus_client", "pythonjsonlogger", "starlette"):
         raise
-    raise MissingDependencyError(
-        f"The service needs {error.name}. Install with: pip install 'rsrank-rag[serve]'"
-    ) from error
+    raise MissingDependencyError(f"The service needs {error.name}.", "serve") from error
 
 __all__ = ["Settings", "create_app"]
 

@@ -17,9 +17,7 @@ try:
 except ModuleNotFoundError as error:
     if (error.name or "").partition(".")[0] != "ray":
         raise
-    raise MissingDependencyError(
-        f"The service on Ray needs {error.name}. Install with: pip install 'rsrank-rag[ray]'"
-    ) from error
+    raise MissingDependencyError(f"The service on Ray needs {error.name}.", "ray") from error
 
 APP = "rsrank"
 """Name of the Serve application."""

@@ -10,6 +10,7 @@ import json
 import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -132,8 +133,9 @@ def plan_features(
         InputError: A query is empty or too long, or none of its documents has text.
     """
     rows, tokens = [], 0
+    of = lru_cache(maxsize=1)(QueryPrompts.of)  # an estimate repeats one query
     for query in queries:
-        found = QueryPrompts.of(query, prompts, titles=options.titles)
+        found = of(query, prompts, titles=options.titles)
         if all(len(ids) == len(prompts.null_prefix) for ids in found.documents):
             raise InputError(f"Query {query.id!r} has no document with text. Remove it from the data.")
         rows.append(len(found.all) * len(found.positions(options.max_tokens)))

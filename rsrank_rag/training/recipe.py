@@ -8,13 +8,13 @@ import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar, get_args
 
 from pydantic import AliasChoices, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
 from ..artifact import hub
 from ..artifact.config import INSIDE
-from ..errors import BackboneError, InputError
+from ..errors import BackboneError, InputError, nearest
 from ..evaluation.datasets import LabelledQuery, dataset_name, read_labelled
 from ..evaluation.hub_datasets import Granularity, Split, load_named
 from ..evaluation.negatives import Negatives, replace_negatives
@@ -277,8 +277,21 @@ def validated(kind: type[Model], raw: dict[str, Any], source: str, what: str) ->
     try:
         return kind.model_validate(raw)
     except ValidationError as error:
-        problems = "; ".join(f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors())
-        raise InputError(f"{source} is not a valid {what}: {problems}.") from None
+        problems = "; ".join(f"{'.'.join(map(str, e['loc']))}: {_said(kind, e)}" for e in error.errors())
+        raise InputError(
+            f"{source} is not a valid {what}: {problems.rstrip('.')}{'' if problems.endswith('?') else '.'}"
+        ) from None
+
+
+def _said(kind: type[BaseModel], error: Any) -> str:
+    """What is wrong with an entry; of one that does not exist, which are spelled like it."""
+    if error["type"] != "extra_forbidden":
+        return str(error["msg"])
+    *path, name = map(str, error["loc"])
+    for step in (step for step in path if step in kind.model_fields):  # not the numbers of a list
+        annotation = kind.model_fields[step].annotation
+        kind = next(part for part in (*get_args(annotation), annotation) if hasattr(part, "model_fields"))
+    return f"there is no such entry.{nearest(name, kind.model_fields, '.'.join([*path, '']))}"
 
 
 def _merge(target: dict[str, Any], extra: dict[str, Any]) -> None:

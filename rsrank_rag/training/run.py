@@ -39,7 +39,7 @@ from ..partial_files import replacing, write_text
 from ..rsrank import RSRank
 from .batches import device_for, split
 from .domain import train_near
-from .estimate import Estimate, estimate
+from .estimate import Estimate, estimate, sketch
 from .features import VALUES, FeatureExtractor, Reading, digest, plan_features, spec_for, subsample
 from .fit import Epoch, best_epoch
 from .learn import ClosedForm, Learner
@@ -127,9 +127,13 @@ class TrainingRun:
         return {part.title: part.load(self.recipe.fit.seed) for part in self.recipe.evaluation}
 
     def estimate(self) -> Estimate:
-        """Disk, memory and time, without loading the language model's weights."""
-        held = [query for queries in self.evaluation.values() for query in queries]
-        return estimate(self.recipe, self.queries, held)
+        """Disk, memory and time, without the language model's weights; sets by name count with their mean sizes."""
+        data, seed = self.recipe.data, self.recipe.fit.seed
+        held = [query for part in self.recipe.evaluation for query in sketch(part) or part.load(seed)]
+        if all(part.file for part in data):
+            return estimate(self.recipe, self.queries, held)
+        queries = [query for part in data for query in sketch(part) or part.load(seed)]
+        return estimate(self.recipe, subsample(queries, self.recipe.features.max_documents, seed), held)
 
     # The whole recipe
 
@@ -369,7 +373,7 @@ class TrainingRun:
     def _written(self, store: FeatureStore, learned: Learned, found: dict[str, list[ScoredQuery]]) -> Result:
         """The artifact, with metrics of the sets that were scored, else of what was held out."""
         metrics = {
-            label: {name.replace("@tau", "@0"): float(value) for name, value in summarise(rows).items()}
+            label: {n.replace("@tau", "@0"): float(v) for n, v in summarise(rows).items() if v is not None}
             for label, rows in (found or dict([learned.measured])).items()
         }
         _dump(self.output / "metrics.json", metrics)

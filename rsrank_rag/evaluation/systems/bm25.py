@@ -22,7 +22,7 @@ class BM25(Reranker):
         try:
             import bm25s
         except ImportError:
-            raise MissingDependencyError("BM25 needs bm25s. Install with: pip install 'rsrank-rag[eval]'") from None
+            raise MissingDependencyError("BM25 needs bm25s.", "eval") from None
         self._bm25s: Any = bm25s
 
     def score(self, query: str, documents: Sequence[str]) -> list[float]:

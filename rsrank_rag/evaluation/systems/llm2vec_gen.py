@@ -173,7 +173,7 @@ def _with_adapter(base: PreTrainedModel, folder: Path, vocabulary: int, options:
     try:
         from peft import PeftModel
     except ImportError:
-        raise MissingDependencyError("LLM2Vec-Gen needs peft. Install with: pip install 'rsrank-rag[eval]'") from None
+        raise MissingDependencyError("LLM2Vec-Gen needs peft.", "eval") from None
     base.resize_token_embeddings(vocabulary, mean_resizing=False)  # as in training; the adapter holds the new rows
     try:
         model = PeftModel.from_pretrained(base, str(folder), torch_device=str(options.resolved_device()))

@@ -66,6 +66,4 @@ def _require_sentencepiece() -> None:
         for package in ("sentencepiece", "google.protobuf"):
             import_module(package)
     except ImportError:
-        raise MissingDependencyError(
-            "MonoT5's tokenizer needs sentencepiece and protobuf. Install with: pip install 'rsrank-rag[eval]'"
-        ) from None
+        raise MissingDependencyError("MonoT5's tokenizer needs sentencepiece and protobuf.", "eval") from None

@@ -84,9 +84,7 @@ def _load(kind: str, name: str | Path, revision: str | None, options: LoadOption
     try:
         import sentence_transformers
     except ImportError:
-        raise MissingDependencyError(
-            "Bi-encoders and cross-encoders need sentence-transformers. Install with: pip install 'rsrank-rag[eval]'"
-        ) from None
+        raise MissingDependencyError("Bi-encoders and cross-encoders need sentence-transformers.", "eval") from None
     from ...language_model.loading import LOAD_ERRORS
     from ...language_model.log_filters import without_progress_bars
     from ...language_model.options import LoadOptions

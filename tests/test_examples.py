@@ -1,0 +1,119 @@
+"""What the first pages show is what the built-in model gets right, with a margin; and their files are what they say."""
+
+import csv
+import importlib.util
+import json
+import re
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from rsrank_rag import RSRank
+from rsrank_rag.cli import app
+from rsrank_rag.cli.service import serve
+from rsrank_rag.evaluation.datasets import read_labelled
+
+ROOT = Path(__file__).parents[1]
+EXAMPLES = ROOT / "examples"
+README = (ROOT / "README.md").read_text("utf-8")
+MARGIN = 0.2
+"""How far from zero: several times what bfloat16 moves a score by."""
+
+
+@pytest.fixture(scope="module")
+def mini():
+    return RSRank.from_pretrained(device="cpu", prefix_cache=False)
+
+
+def served():
+    """The request in the help of `rsrank serve`: the second document answers."""
+    body = json.loads(re.search(r"--json '(\{.*?\})'", serve.__doc__, flags=re.DOTALL)[1])
+    return body["query"], body["documents"], {1}
+
+
+def readme():
+    names = {}
+    exec(re.search(r"^```python\n(.*?)^```", README, flags=re.MULTILINE | re.DOTALL)[1], names)
+    return re.search(r'rank\("(.*?)"', README)[1], names["passages"], {0}
+
+
+def demo(query):
+    return query, (EXAMPLES / "passages.txt").read_text("utf-8").splitlines(), {0, 1, 2}
+
+
+def demo_query():
+    spec = importlib.util.spec_from_file_location("demo", EXAMPLES / "demo.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module.QUERY
+
+
+CASES = {
+    "serve --help": served,
+    "README": readme,
+    "the demo": lambda: demo(demo_query()),
+    "rank in the README": lambda: demo(re.search(r'rsrank rank --query "(.*?)"', README)[1]),
+    "rank in the guide and in --help": lambda: demo("How do bees find flowers?"),
+    "explain": lambda: ("How do bees find flowers?", ["Bees find flowers by their colour and their scent."], {0}),
+    "the canary": lambda: (
+        "Which animal gives milk?",
+        ["The cow is an animal that gives milk.", "The train leaves the station at noon."],
+        {0},
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_what_is_shown_is_kept_and_dropped_with_a_margin(case, mini):
+    query, documents, relevant = CASES[case]()
+    scores = mini.score(query, documents)
+    wrong = {
+        text: score
+        for number, (text, score) in enumerate(zip(documents, scores, strict=True))
+        if (score < MARGIN if number in relevant else score > -MARGIN)
+    }
+    assert wrong == {}
+
+
+def test_what_mini_cannot_do_stands_in_its_description_and_in_the_readme():
+    said = " ".join(CliRunner().invoke(app, ["info", "mini"], env={"COLUMNS": "200"}).stdout.split())
+    assert "English only" in said
+    assert "510 tokens" in said
+    (row,) = [line for line in README.splitlines() if line.startswith("| `mini` | 26M")]
+    assert "English only" in row
+    assert "510 tokens" in row
+
+
+def test_the_labelled_file_has_questions_with_and_without_an_answer():
+    queries = read_labelled(EXAMPLES / "labelled.jsonl")
+    answered = [any(document.relevant for document in query.documents) for query in queries]
+    assert len(queries) >= 20
+    assert 0 < answered.count(False) < answered.count(True)
+
+
+def test_the_table_of_pairs_holds_what_the_json_lines_hold():
+    lines = [json.loads(line) for line in (EXAMPLES / "pairs.jsonl").read_text("utf-8").splitlines()]
+    with (EXAMPLES / "pairs.csv").open(newline="", encoding="utf-8") as file:
+        assert list(csv.DictReader(file)) == lines
+
+
+def test_every_file_that_a_command_of_the_first_pages_reads_is_in_the_repository():
+    for page in (README, *((ROOT / "docs" / name).read_text("utf-8") for name in ("guide.md", "evaluation.md"))):
+        named = set(re.findall(r"examples/[\w.]+\.(?:txt|jsonl|csv)\b", page))
+        assert named
+        assert [name for name in named if not (ROOT / name).is_file()] == []
+
+
+def test_no_page_asks_a_stranger_for_files_that_only_we_have():
+    pages = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]
+    assert [str(page) for page in pages if "../shared" in page.read_text("utf-8")] == []
+
+
+def test_every_extra_that_a_command_of_the_readme_names_is_part_of_the_one_install_line():
+    project = (ROOT / "pyproject.toml").read_text("utf-8")
+    line = re.search(r'^cli = \["rsrank-rag\[(.*?)\]"\]', project, flags=re.MULTILINE)[1].split(",")
+    block = re.search(r"```sh\n(.*?)```", README, flags=re.DOTALL)[1]
+    named = {extra for found in re.findall(r"# \[([\w,]+)\]", block) for extra in found.split(",")}
+    assert named <= set(line)
+    assert "'.[cli]'" in README
