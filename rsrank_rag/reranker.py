@@ -182,6 +182,10 @@ class Reranker(ABC):
         """
         return [Scored(score) for score in self.score(query, documents)]
 
+    def identity(self) -> str:
+        """Short hash of everything that decides a score; empty for what cannot tell."""
+        return ""
+
     def score_pairs(self, pairs: Sequence[Pair | tuple[str, str]]) -> list[Scored]:
         """Score pairs of any queries and documents, as a service that joins the requests of many does.
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import hashlib
+import json
 import math
 from collections.abc import Iterator, Sequence
 from functools import partial
@@ -309,6 +311,12 @@ class RSRank(Reranker):
         return [[next(scores).score for _ in prompts] for prompts in lists]
 
     @torch.inference_mode()
+    def identity(self) -> str:
+        """Short hash of the language model, how it is computed, the template and B."""
+        found = prefix_identity(self.backbone, self.config) | {"dtype": str(self.backbone.dtype)}
+        weights = self.projection.weight.detach().float().cpu().numpy().tobytes()
+        return hashlib.sha256(json.dumps(found, sort_keys=True).encode() + weights).hexdigest()[:16]
+
     def score_pairs(self, pairs: Sequence[Pair | tuple[str, str]]) -> list[Scored]:
         """Score pairs of any queries and documents, in input order: pairs of several queries share batches.
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import hashlib
 import itertools
-import json
 import logging
 import math
 import re
@@ -62,7 +60,7 @@ class Engine:
     def __init__(self, reranker: Reranker, name: str) -> None:
         self.reranker, self.name = reranker, name
         explains = isinstance(reranker, _Explains)
-        self.description = Description(name, reranker.threshold, explains, _identity(reranker))
+        self.description = Description(name, reranker.threshold, explains, reranker.identity())
 
     def step(self, pairs: Sequence[Pair]) -> Step:
         """Score pairs of any clients; raises DeviceLostError if nothing more can be scored in this process."""
@@ -125,18 +123,6 @@ class Engine:
                 else:
                     waiting += _parts(pairs, places)
         return [found[place] for place in range(len(pairs))]
-
-
-def _identity(reranker: Reranker) -> str:
-    """Short hash of the model, how it is computed, and B; empty for what is no RSRank model."""
-    from ..artifact.identity import prefix_identity
-    from ..rsrank import RSRank
-
-    if not isinstance(reranker, RSRank):
-        return ""
-    model, b = reranker.backbone, reranker.projection.weight.detach().float().cpu().numpy().tobytes()
-    content = json.dumps({**prefix_identity(model, reranker.config), "dtype": str(model.dtype)}, sort_keys=True)
-    return hashlib.sha256(content.encode() + b).hexdigest()[:16]
 
 
 def _parts(pairs: Sequence[Pair], places: list[int]) -> list[list[int]]:
