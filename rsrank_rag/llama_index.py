@@ -9,13 +9,14 @@ from typing import Any
 from pydantic import Field, model_validator
 from typing_extensions import Unpack
 
-from .adapters.settings import RerankerAdapter, without_marks
+from .adapters.settings import ERROR, RerankerAdapter, Unranked, without_marks
 from .errors import InputError, MissingDependencyError
 from .reranker import Limits, RankResult
 
 try:
     from llama_index.core.callbacks.schema import CBEventType, EventPayload
     from llama_index.core.instrumentation import get_dispatcher
+    from llama_index.core.instrumentation.events.exception import ExceptionEvent
     from llama_index.core.instrumentation.events.rerank import ReRankEndEvent, ReRankStartEvent
     from llama_index.core.postprocessor.types import BaseNodePostprocessor
     from llama_index.core.schema import BaseNode, MetadataMode, NodeWithScore, QueryBundle
@@ -127,11 +128,16 @@ class RSRankPostprocessor(RerankerAdapter, BaseNodePostprocessor):
         return [scored.node.get_content(metadata_mode=self.metadata_mode) for scored in nodes]
 
     def _scored(self, nodes: list[NodeWithScore], result: RankResult) -> list[NodeWithScore]:
+        if isinstance(result, Unranked):
+            dispatcher.event(ExceptionEvent(exception=result.error))
+            with self.callback_manager.event(CBEventType.EXCEPTION, payload={EventPayload.EXCEPTION: result.error}):
+                pass  # nothing lasts
         found = []
         for ranked, marks in self._handed_on(result):
             given = nodes[ranked.index]
             retrieval = {RETRIEVAL_SCORE: given.score} if self.keep_retrieval_score else {}
-            found.append(NodeWithScore(node=_copied(given.node, {**retrieval, **marks}), score=ranked.score))
+            score = given.score if ERROR in marks else ranked.score
+            found.append(NodeWithScore(node=_copied(given.node, {**retrieval, **marks}), score=score))
         return found
 
 

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
+import threading
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import CancelledError, Future
 from copy import deepcopy
+from dataclasses import dataclass
 from functools import partial
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -24,7 +28,7 @@ from pydantic import (
 )
 from typing_extensions import Self
 
-from ..errors import InputError
+from ..errors import InputError, RSRankError
 from ..language_model.options import LoadSettings, ModelSource, Name
 from ..prefixes.settings import PrefixCache
 from ..reranker import ConcurrentReranker, Limits, RankedDocument, RankResult, Reranker, check_limits
@@ -34,8 +38,22 @@ logger = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
 
-KEPT, TRUNCATED = "rsrank_kept", "rsrank_truncated"
-"""Metadata keys: whether a document passed (with ``keep_dropped``), and that it was cut (only where it was)."""
+KEPT, TRUNCATED, ERROR = "rsrank_kept", "rsrank_truncated", "rsrank_error"
+"""Metadata keys: whether a document passed (with ``keep_dropped``), that it was cut, why it was not ranked."""
+
+_unranked_calls: Counter[str] = Counter()  # by model, of this process
+_counting = threading.Lock()
+
+
+@dataclass(frozen=True, slots=True)
+class Unranked(RankResult):
+    """What is handed on when nothing could be scored: documents as they came, whose scores are NaN.
+
+    Attributes:
+        error: Why.
+    """
+
+    error: Exception
 
 
 def _as_address(value: str) -> str:
@@ -214,11 +232,21 @@ class RerankerAdapter(ModelAdapter):
     top_n: int | None = Field(default=None, strict=True, description="Keep at most this many above the threshold.")
     min_docs: int = Field(default=0, strict=True, description="Keep the best this many, even below the threshold.")
     keep_dropped: bool = Field(default=False, description="Hand on the dropped, too, marked: rsrank_kept is False.")
+    on_error: Literal["raise", "keep"] = Field(
+        default="raise",
+        description="When scoring fails: raise, or keep the documents as they came, cut at top_n, with rsrank_error in "
+        "their metadata.",
+    )
 
     @model_validator(mode="after")
     def _limits_make_sense(self) -> Self:
         check_limits(self.threshold, self.top_n, self.min_docs)
         return self
+
+    @property
+    def unranked_calls(self) -> int:
+        """How often ``on_error="keep"`` handed documents on unranked: in this process, for a model of this name."""
+        return _unranked_calls[self.model_label]
 
     def _limits(self, limits: Limits) -> Limits:
         """This adapter's limits, with those of one call in their place."""
@@ -231,19 +259,37 @@ class RerankerAdapter(ModelAdapter):
 
     def _rank(self, query: str, texts: Sequence[str], limits: Limits) -> RankResult:
         """Rank and wait."""
-        found = self._run(lambda reranker: reranker.rank(query, texts, **limits)) if texts else None
+        try:
+            found = self._run(lambda reranker: reranker.rank(query, texts, **limits)) if texts else None
+        except Exception as error:
+            return self._unranked(error, query, texts, limits)
         return self._checked(query, found, limits)
 
     async def _arank(self, query: str, texts: Sequence[str], limits: Limits) -> RankResult:
         """Rank in the model's thread, or where it computes; a cancelled call leaves its queue."""
         concurrent = self._concurrent()
-        if not texts:
-            found = None
-        elif concurrent is not None:
-            found = await concurrent.arank(query, texts, **limits)
-        else:
-            found = await asyncio.wrap_future(self._submit(lambda reranker: reranker.rank(query, texts, **limits)))
+        try:
+            if not texts:
+                found = None
+            elif concurrent is not None:
+                found = await concurrent.arank(query, texts, **limits)
+            else:
+                found = await asyncio.wrap_future(self._submit(lambda reranker: reranker.rank(query, texts, **limits)))
+        except Exception as error:
+            return self._unranked(error, query, texts, limits)
         return self._checked(query, found, limits)
+
+    def _unranked(self, error: Exception, query: str, texts: Sequence[str], limits: Limits) -> Unranked:
+        """All documents in the order they came, where ``on_error`` says so; else the error is raised."""
+        if self.on_error == "raise" or isinstance(error, CancelledError):
+            raise error
+        trace = None if isinstance(error, RSRankError) else error  # whose message may say little
+        logger.warning("%s failed, %d documents stay unranked: %r", self.model_label, len(texts), error, exc_info=trace)
+        with _counting:
+            _unranked_calls[self.model_label] += 1
+        documents = tuple(RankedDocument(index, text, math.nan) for index, text in enumerate(texts))
+        most = len(texts) if limits["top_n"] is None else limits["top_n"]
+        return Unranked(query, None, documents[:most], documents[most:], error)
 
     def _checked(self, query: str, result: RankResult | None, limits: Limits) -> RankResult:
         """Refuse to keep everything where nobody has asked for that; log what an application would never hear of."""
@@ -257,17 +303,18 @@ class RerankerAdapter(ModelAdapter):
         _report(result)
         return result
 
-    def _handed_on(self, result: RankResult) -> Iterator[tuple[RankedDocument, dict[str, bool]]]:
+    def _handed_on(self, result: RankResult) -> Iterator[tuple[RankedDocument, dict[str, bool | str]]]:
         """What a call gives back, best first, with the marks that go into its metadata."""
+        failure = {ERROR: f"{type(result.error).__name__}: {result.error}"} if isinstance(result, Unranked) else {}
         for was_kept, documents in ((True, result.kept), (False, result.dropped if self.keep_dropped else ())):
             for document in documents:
-                marks = {KEPT: was_kept} if self.keep_dropped else {}
-                yield document, marks | ({TRUNCATED: True} if document.truncated else {})
+                kept = {KEPT: was_kept} if self.keep_dropped else {}
+                yield document, {**failure, **kept, **({TRUNCATED: True} if document.truncated else {})}
 
 
 def without_marks(metadata: Mapping[str, Any]) -> dict[str, Any]:
     """A copy, down to the lists inside, of what a store may still hold; without marks of an earlier call."""
-    return {name: deepcopy(value) for name, value in metadata.items() if name not in (KEPT, TRUNCATED)}
+    return {name: deepcopy(value) for name, value in metadata.items() if name not in (KEPT, TRUNCATED, ERROR)}
 
 
 def _report(result: RankResult) -> None:
