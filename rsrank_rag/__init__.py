@@ -5,6 +5,8 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from .errors import needs_the_whole_package
+
 if TYPE_CHECKING:
     from .artifact.config import TrainingRecord
     from .errors import RSRankError
@@ -53,7 +55,8 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     """Import a public name when it is first used: torch takes seconds."""
     if name in _HOME:
-        return getattr(import_module(f".{_HOME[name]}", __name__), name)
+        with needs_the_whole_package():
+            return getattr(import_module(f".{_HOME[name]}", __name__), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 
 class RSRankError(Exception):
     """Base class. The message says what was asked, what was found and what to do."""
@@ -59,3 +62,17 @@ class TrainingError(RSRankError):
 
 class MissingDependencyError(RSRankError, ImportError):
     """An optional package is not installed; the message holds the exact pip command."""
+
+
+@contextmanager
+def needs_the_whole_package() -> Iterator[None]:
+    """Around what loads models: a client's installation lacks it, and gets the pip command."""
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] not in ("rsrank_rag", "torch", "transformers"):
+            raise
+        raise MissingDependencyError(
+            f"A model in this process needs {error.name}, and rsrank-rag-client can only ask a service (base_url). "
+            "Install the whole package: pip uninstall -y rsrank-rag-client && pip install rsrank-rag"
+        ) from error

@@ -23,7 +23,8 @@ except ModuleNotFoundError as error:
     if error.name != "langchain_core":
         raise
     raise MissingDependencyError(
-        "rsrank_rag.langchain needs langchain-core. Install with: pip install 'rsrank-rag[langchain]'"
+        "rsrank_rag.langchain needs langchain-core. Install with: pip install 'rsrank-rag[langchain]' "
+        "(or, without torch, 'rsrank-rag-client[langchain]')"
     ) from error
 
 if TYPE_CHECKING:

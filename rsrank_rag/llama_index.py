@@ -24,7 +24,8 @@ except ModuleNotFoundError as error:
     if error.name not in ("llama_index", "llama_index.core"):
         raise
     raise MissingDependencyError(
-        "rsrank_rag.llama_index needs llama-index-core. Install with: pip install 'rsrank-rag[llama-index]'"
+        "rsrank_rag.llama_index needs llama-index-core. Install with: pip install 'rsrank-rag[llama-index]' "
+        "(or, without torch, 'rsrank-rag-client[llama-index]')"
     ) from error
 
 __all__ = ["RSRankPostprocessor"]

@@ -21,7 +21,7 @@ from typer import Option
 
 from ..adapters.systems import load as load_reranker
 from ..adapters.systems import parse
-from ..errors import InputError
+from ..errors import InputError, MissingDependencyError
 from ..language_model.options import LoadOptions, ModelSource
 from ..prefixes.settings import Choice, PrefixCache, as_bytes
 from .options import Address, Revision, System, Where, command, screen
@@ -185,7 +185,12 @@ def _settings(**given: Any) -> Settings:
 
 def run(backend: Scheduler, settings: Settings, *, host: str, port: int, log_level: str) -> None:
     """Serve until told to stop; raises what keeps the backend or the server from starting."""
-    import uvicorn
+    try:
+        import uvicorn
+    except ModuleNotFoundError:
+        raise MissingDependencyError(
+            "The service needs uvicorn. Install with: pip install 'rsrank-rag[serve]'"
+        ) from None
 
     from ..service.app import create_app
     from ..service.logs import configure
