@@ -117,6 +117,7 @@ class RSRankCompressor(RerankerAdapter, BaseDocumentCompressor):
         documents = (*result.kept, *result.dropped)
         summary = {
             "model": self.model_label,
+            **({} if self.instruction is None else {"instruction": self.instruction}),
             "threshold": result.threshold,
             "documents": len(documents),
             "kept": len(result.kept),

@@ -117,8 +117,12 @@ class RSRankPostprocessor(RerankerAdapter, BaseNodePostprocessor):
             EventPayload.QUERY_STR: query,
             EventPayload.TOP_K: top_n,
         }
+        told = {} if self.instruction is None else {"instruction": self.instruction}
+        if told:
+            payload[EventPayload.ADDITIONAL_KWARGS] = told
         with self.callback_manager.event(CBEventType.RERANKING, payload=payload) as event:
-            dispatcher.event(ReRankStartEvent(query=query, nodes=nodes, top_n=top_n, model_name=self.model_label))
+            start = ReRankStartEvent(query=query, nodes=nodes, top_n=top_n, model_name=self.model_label, tags=told)
+            dispatcher.event(start)
             try:
                 yield kept
             finally:

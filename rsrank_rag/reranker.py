@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, TypedDict
 
-from typing_extensions import Unpack
+from typing_extensions import Self, Unpack
 
 from .errors import InputError, ScoringError
 
@@ -112,6 +112,10 @@ class Reranker(ABC):
     """
 
     threshold: float | None = 0.0
+
+    def with_instruction(self, instruction: str) -> Self:
+        """The same, judging by an instruction of the caller; InputError if this reranker takes none."""
+        raise InputError(f"An instruction was given, and {type(self).__name__} takes none. Leave it out.")
 
     @abstractmethod
     def score(self, query: str, documents: Sequence[str]) -> list[float]:

@@ -37,6 +37,7 @@ from . import worker
 logger = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
+AnyReranker = TypeVar("AnyReranker", bound=Reranker)
 
 KEPT, TRUNCATED, ERROR = "rsrank_kept", "rsrank_truncated", "rsrank_error"
 """Metadata keys: whether a document passed (with ``keep_dropped``), that it was cut, why it was not ranked."""
@@ -109,6 +110,9 @@ class ModelAdapter(LoadSettings):
         repr=False,
         description="The service's key, never written down; by default RSRANK_API_KEY at the time of a call.",
     )
+    instruction: str | None = Field(
+        default=None, pattern=r"\S", description="What to judge by, for a model that takes an instruction."
+    )
     timeout: float = Field(default=60.0, gt=0, allow_inf_nan=False, description="Seconds for a call, with its retries.")
     max_retries: int = Field(default=3, ge=0, strict=True, description="How often a busy service is asked again.")
 
@@ -116,7 +120,7 @@ class ModelAdapter(LoadSettings):
     def _settings_have_an_effect(self) -> Self:
         self.load_options()  # refuses two kinds of weights
         given = {name for name, field in ModelAdapter.model_fields.items() if getattr(self, name) != field.default}
-        given -= {"model"}
+        given -= {"model", "instruction"}
         of_service = given & {"base_url", "api_key", "timeout", "max_retries"}
         if isinstance(self.model, Reranker):
             idle, why = given, f"model is a {type(self.model).__name__} that is already loaded"
@@ -202,11 +206,15 @@ class ModelAdapter(LoadSettings):
     def _concurrent(self) -> ConcurrentReranker | None:
         """What computes elsewhere, so that its calls need no queue; None for a model of this process."""
         if self.base_url is None:
-            return self.model if isinstance(self.model, ConcurrentReranker) else None
+            return self._told(self.model) if isinstance(self.model, ConcurrentReranker) else None
         from ..remote.client import RemoteReranker
 
         names = ("base_url", "api_key", "timeout", "max_retries")
-        return RemoteReranker(model=self._asked_for, **{name: getattr(self, name) for name in names})
+        return self._told(RemoteReranker(model=self._asked_for, **{name: getattr(self, name) for name in names}))
+
+    def _told(self, reranker: AnyReranker) -> AnyReranker:
+        """The reranker, judging by this adapter's instruction if there is one."""
+        return reranker if self.instruction is None else reranker.with_instruction(self.instruction)
 
     def _run(self, task: Callable[[Reranker], Result]) -> Result:
         """Run a task with the model and wait."""
@@ -220,7 +228,7 @@ class ModelAdapter(LoadSettings):
             future.cancel()  # no effect unless waiting was interrupted
 
     def _submit(self, task: Callable[[Reranker], Result]) -> Future[Result]:
-        return worker.submit(self._source(), task)
+        return worker.submit(self._source(), lambda reranker: task(self._told(reranker)))
 
 
 class RerankerAdapter(ModelAdapter):

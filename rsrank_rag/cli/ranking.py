@@ -18,7 +18,7 @@ from ..bulk.on_ray import Actors
 from ..errors import InputError
 from ..language_model.options import LoadOptions, ModelSource
 from ..method.template import clean
-from .options import AsJson, Documents, Model, Query, Revision, System, command, problems, screen
+from .options import AsJson, Documents, Instruction, Model, Query, Revision, System, command, problems, screen
 from .tables import explanation_table, info_table, result_table
 
 if TYPE_CHECKING:
@@ -66,6 +66,7 @@ def rank(
     keep_all: Annotated[bool, Option("--keep-all", help="Rank only, drop nothing.")] = False,
     top_n: Annotated[int | None, Option(help="Keep at most this many.")] = None,
     min_docs: Annotated[int, Option(help="Keep at least the best this many.")] = 0,
+    instruction: Instruction = None,
     as_json: AsJson = False,
 ) -> None:
     """Score documents for a query: what scores above zero is kept, the rest is dropped.
@@ -79,6 +80,7 @@ def rank(
     query, texts = clean(query), read_documents(documents)
     with problems.status(f"Loading {model} ..."):
         ranker = load_reranker(ModelSource(model, revision, load, prefix_cache=False))
+        ranker = ranker if instruction is None else ranker.with_instruction(clean(instruction))
     result = ranker.rank(
         query,
         texts,
@@ -129,13 +131,16 @@ def explain(
     load: LoadOptions,
     model: Model = "mini",
     revision: Revision = None,
+    instruction: Instruction = None,
     as_json: AsJson = False,
 ) -> None:
     """Show where a score comes from: its exact parts per query token and per layer (L1, L2, ...).
 
     `rsrank explain -q "How do bees find flowers?" -d "Bees see ultraviolet patterns on petals."`
     """
-    explanation = _load(ModelSource(model, revision, load)).explain(clean(query), clean(document))
+    ranker = _load(ModelSource(model, revision, load))
+    ranker = ranker if instruction is None else ranker.with_instruction(clean(instruction))
+    explanation = ranker.explain(clean(query), clean(document))
     if as_json:
         fields = ("query", "document", "score", "truncated", "tokens", "layers", "parts")
         typer.echo(json.dumps({name: getattr(explanation, name) for name in fields}, ensure_ascii=False, indent=2))
