@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -17,7 +18,7 @@ from torch import Tensor
 
 from rsrank_rag import RSRank
 from rsrank_rag.evaluation.datasets import read_labelled
-from rsrank_rag.method.probe import Prefixes
+from rsrank_rag.method.probe import Prefix, Prefixes
 from rsrank_rag.prefixes.store import PackedPrefix
 
 CPU = torch.device("cpu")
@@ -32,7 +33,7 @@ def four_bits(states: Tensor, group: int = 32) -> Tensor:
 
 FORMATS: dict[str, Callable[[Tensor], Tensor]] = {
     "bfloat16": lambda states: states.bfloat16().float(),
-    "8 bits": lambda states: PackedPrefix.of(states).unpack(CPU, torch.float32),
+    "8 bits": lambda states: PackedPrefix.of(Prefix(states, torch.empty(0))).unpack(CPU, torch.float32).states,
     "4 bits": four_bits,
 }
 
@@ -48,11 +49,12 @@ class Rounding:
         self.change = change
 
     def prefill(
-        self, documents: list[tuple[int, ...]], run: Callable[..., Prefixes], room: int, behind: Sequence[Tensor]
+        self, documents: list[tuple[int, ...]], run: Callable[..., Prefixes], room: int, behind: Sequence[Prefix]
     ) -> Prefixes:
         """As `PrefixStore.prefill`."""
         made = run(documents, 0, ())
-        return Prefixes.of([*(self.change(made.row(number)) for number in range(len(made))), *behind], room)
+        rows = [replace(row, states=self.change(row.states)) for row in map(made.row, range(len(made)))]
+        return Prefixes.of([*rows, *behind], room)
 
 
 def main() -> None:

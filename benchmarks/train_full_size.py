@@ -55,6 +55,7 @@ class RandomWords:
     def __init__(self, vocabulary: int) -> None:
         self.vocabulary, self.template, self.max_length, self.fingerprint = vocabulary, Template(), 4096, "random"
         self.null_prefix, self.after_document = self.ids("template", 20), 4
+        self.instruction, self.separator = self.null_prefix[:-4], self.null_prefix[-4:]
 
     def ids(self, text: str, count: int) -> tuple[int, ...]:
         """A text as so many ids."""
@@ -69,9 +70,13 @@ class RandomWords:
         """Documents behind the template."""
         return [TokenisedDocument(self.null_prefix + self.ids(t, DOCUMENT_TOKENS), False, False) for t in texts]
 
-    def together(self, texts: Sequence[str], query_length: int) -> tuple[int, ...]:
-        """Several documents in one prompt."""
-        return self.null_prefix + tuple(i for text in texts for i in self.ids(text, DOCUMENT_TOKENS))
+    def encode(self, texts: Sequence[str]) -> list[tuple[int, ...]]:
+        """Documents by themselves, and the line breaks between them."""
+        return [self.ids(text, DOCUMENT_TOKENS if text.strip() else 1) for text in texts]
+
+    def room(self, query_length: int) -> int:
+        """Tokens that a document may have."""
+        return self.max_length - len(self.null_prefix) - query_length
 
 
 def main() -> None:

@@ -17,9 +17,11 @@ from pathlib import Path
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import Tensor
+from torch.nn.functional import cosine_similarity
 from transformers import AutoModel, AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen3Config
 
 from rsrank_rag import Projection, RSRank, Template
+from rsrank_rag.language_model.fusion import layers_of
 from rsrank_rag.language_model.options import LoadOptions
 from rsrank_rag.method.shift import representational_shift
 
@@ -119,17 +121,44 @@ class Plain:
         prompts, projection = self.ranker.prompts, self.ranker.projection
         tokens = prompts.query(query)
         prefixes = [document.ids for document in prompts.documents(list(documents), len(tokens.ids))]
-        alone = self.values([prompts.null_prefix], tokens.ids)
+        alone, _ = self._read([prompts.null_prefix], tokens.ids)
         scores: list[float] = []
         for start in range(0, len(prefixes), self.rows):
             batch = prefixes[start : start + self.rows]
-            found = self.values(batch, tokens.ids)
+            found, agreement = self._read(batch, tokens.ids)
             total = torch.zeros(len(batch), device=self.ranker.backbone.device)
             for layer in projection.layers:
                 shift = representational_shift(found[layer][:, :, tokens.scored], alone[layer][:, :, tokens.scored])
-                total += projection.cosines(layer, shift).mean(-1).sum(-1)
-            scores += total.tolist()
+                total += projection.terms(layer, shift).mean(-1).sum(-1)
+            scores += (total + projection.beside(agreement)).tolist()
         return scores
+
+    def _read(self, prefixes: list[tuple[int, ...]], query: tuple[int, ...]) -> tuple[list[Tensor], Tensor]:
+        """Value vectors of the query's tokens, and agreement (N,).
+
+        Below the fusion layer, hooks take the documents out of the mask of a BERT's layers.
+        """
+        fusion, width = self.ranker.config.fusion_layer, max(map(len, prefixes))
+        entering: list[Tensor] = []
+
+        def apart(_module: object, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+            mask = args[1].clone()
+            mask[..., width:, :width] = False
+            return (args[0], mask, *args[2:])
+
+        layers = layers_of(self.ranker.backbone.model)
+        hooks = [layer.register_forward_pre_hook(apart) for layer in layers[:fusion]]
+        hooks += [layers[fusion].register_forward_pre_hook(lambda _module, args: entering.append(args[0]))]
+        try:
+            found = self.values(prefixes, query)
+        finally:
+            for hook in hooks:
+                hook.remove()
+        if not fusion:
+            return found, torch.zeros(len(prefixes), device=entering[0].device)
+        states = entering[0].float()
+        documents = torch.stack([row[: len(prefix)].mean(0) for row, prefix in zip(states, prefixes, strict=True)])
+        return found, cosine_similarity(documents, states[:, width:].mean(1))
 
 
 def value_projections(model: torch.nn.Module) -> list[torch.nn.Module]:

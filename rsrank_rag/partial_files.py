@@ -1,15 +1,21 @@
-"""Files that appear only when they are complete, in folders that processes of several machines may share."""
+"""Files and folders that appear only when they are complete, where processes of several machines may share them."""
 
 from __future__ import annotations
 
 import hashlib
 import os
 import platform
+import shutil
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 A_DAY = 24 * 3600
+
+COMPLETE = ".complete"
+"""Holds what is to take the place of a folder's content, from when all of it is there."""
 
 
 def partial_of(path: Path) -> Path:
@@ -63,3 +69,45 @@ def write_text(path: Path, text: str) -> None:
     partial = partial_of(path)
     partial.write_text(text, encoding="utf-8")
     partial.replace(path)
+
+
+@contextmanager
+def replacing(folder: Path) -> Iterator[Path]:
+    """A folder whose content takes the place of what ``folder`` has of the same names, when the block has ended.
+
+    If the process is killed before, nothing has changed; from then on `settle` does what is left to do.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    settle(folder)
+    for left in folder.glob(".new.*.partial"):
+        if not is_running(left):
+            shutil.rmtree(left)
+    partial = partial_of(folder / ".new")
+    partial.mkdir()
+    try:
+        yield partial
+        partial.replace(folder / COMPLETE)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+    settle(folder)
+
+
+def settle(folder: Path) -> None:
+    """Put what is complete into its place: what a process that was killed had no time for."""
+    complete = folder / COMPLETE
+    if complete.is_dir():
+        for new in list(complete.iterdir()):
+            old = folder / new.name
+            if old.is_dir():
+                shutil.rmtree(old)
+            new.replace(old)
+        complete.rmdir()
+
+
+def digest_of(path: Path) -> str:
+    """sha256 of a file."""
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while block := file.read(1 << 20):
+            digest.update(block)
+    return digest.hexdigest()

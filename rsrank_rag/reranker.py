@@ -22,13 +22,9 @@ plus or minus layers x heads (288 for Qwen3-8B), those of other systems are logi
 
 @dataclass(frozen=True, slots=True)
 class RankedDocument:
-    """One document with its score.
+    """One document with its position in the list that was ranked, and its score on the reranker's own scale.
 
-    Attributes:
-        index: Position in the list that was ranked.
-        text: The document as it was given.
-        score: Relevance, on the reranker's own scale; `BLANK_SCORE` for a document without text.
-        truncated: Whether the model read only its beginning, because it was too long.
+    It is `truncated` where the model read only its beginning, because it was too long.
     """
 
     index: int
@@ -52,11 +48,7 @@ class Scored:
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """A query and a document to be scored beside other pairs.
-
-    Attributes:
-        max_tokens: Read at most so many tokens of the document.
-    """
+    """A query and a document, of which at most ``max_tokens`` are read, to be scored beside other pairs."""
 
     query: str
     document: str
@@ -104,14 +96,11 @@ class Limits(TypedDict, total=False):
 
 
 class Reranker(ABC):
-    """Scores documents for a query, one by one, and keeps those above a threshold.
-
-    Attributes:
-        threshold: The native threshold: what scores above it is relevant, by how the scores are made. None where
-            nothing separates relevant from irrelevant scores (a cosine, BM25).
-    """
+    """Scores documents for a query, one by one, and keeps those above a threshold."""
 
     threshold: float | None = 0.0
+    """The native one: what scores above it is relevant, by how the scores are made. None where nothing separates
+    relevant from irrelevant scores (a cosine, BM25)."""
 
     def with_instruction(self, instruction: str) -> Self:
         """The same, judging by an instruction of the caller; InputError if this reranker takes none."""
@@ -124,11 +113,6 @@ class Reranker(ABC):
     def score_documents(self, query: str, documents: Sequence[str], *, show_progress: bool = False) -> list[Scored]:
         """What `rank` sorts, in input order. Override it where there is more to say than a score.
 
-        Args:
-            query: The question.
-            documents: Texts.
-            show_progress: Show a progress bar, if this reranker has one.
-
         Raises:
             ScoringError: A document could not be scored.
         """
@@ -137,12 +121,8 @@ class Reranker(ABC):
     def score_pairs(self, pairs: Sequence[Pair]) -> list[Scored]:
         """Score pairs of any queries and documents, as a service that joins the requests of many does.
 
-        Args:
-            pairs: Each with a query of its own, or the same as others.
-
-        Returns:
-            One result a pair, in input order, equal to what `score` gives. Here query by query; override it where
-            queries can share a batch.
+        In input order, and equal to what `score` gives. Here query by query; override it where queries can share a
+        batch.
 
         Raises:
             InputError: This reranker cannot use a pair as it is.

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Iterator, Sequence
-from copy import copy
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import NoReturn
@@ -44,16 +45,7 @@ INSTRUCTIONS = 16
 class RSRank(Reranker):
     """Keeps the documents that shift a query's value vectors the way relevant ones do.
 
-    Make one with `from_pretrained`. Calls from several threads are safe.
-
-    Args:
-        backbone: The frozen language model.
-        prompts: Its tokenizer with the artifact's template.
-        projection: B.
-        config: The artifact's config.
-        token_budget: Padded tokens of documents and query in one batch; None for the device's default.
-        prefix_cache: Where documents' prefixes are kept between calls; see `from_pretrained`.
-        deterministic: Whether scores never depend on a document's neighbours; see `from_pretrained`.
+    Make one with `from_pretrained`, which explains the choices. Calls from several threads are safe.
 
     Raises:
         InputError: A choice that cannot be used.
@@ -75,9 +67,8 @@ class RSRank(Reranker):
         backbone = backbone.deterministic() if deterministic else backbone
         self.backbone, self.prompts, self.config = backbone, prompts, config
         # A copy: the caller may be training the original.
-        self.projection = Projection(projection.weight.detach().clone(), projection.layers).to(backbone.device)
-        self.projection.requires_grad_(False)
-        store = store_for(backbone, prefix_identity(backbone, config), prefix_cache)
+        self.projection = copy.deepcopy(projection).to(backbone.device).requires_grad_(False)
+        store = store_for(backbone, partial(prefix_identity, backbone, config), prefix_cache)
         self.store: PrefixStore | None = store
         self.reader = ShiftReader(backbone, prompts, config.layers, store)
         self.token_budget = token_budget or token_budget_for(backbone.device)
@@ -166,17 +157,20 @@ class RSRank(Reranker):
         projection: Projection,
         *,
         template: Template | None = None,
+        fusion_layer: int = 0,
         revision: str | None = None,
         options: LoadOptions | None = None,
         training: TrainingRecord | None = None,
         license: str | None = None,
     ) -> RSRank:
-        """Join a language model and a B into a new artifact, to be saved with `save_pretrained`.
+        """Join a language model (a local folder or a Hub id) and a B into a new artifact, for `save_pretrained`.
 
         Args:
-            name: Local folder or Hub id of the language model.
-            projection: B for it.
+            name: Of the language model.
+            projection: B, and what else it weighs.
             template: Text around document and query.
+            fusion_layer: The first layer in which queries see documents; B reads layers above it. Below it, a query's
+                tokens see only ``query_start + query + suffix``.
             revision: The model's revision on the Hub, recorded in the artifact.
             options: How to load the model.
             training: Where B comes from, recorded in the artifact.
@@ -188,16 +182,14 @@ class RSRank(Reranker):
         """
         record = training or TrainingRecord()
         chosen = ModelSource(str(name), revision, options or LoadOptions())
-        return cls(*new_artifact(chosen, projection, template or Template(), record, license))
+        text = template or Template()
+        return cls(*new_artifact(chosen, projection, text, record, license=license, fusion_layer=fusion_layer))
 
     def save_pretrained(self, folder: str | Path, *, include_backbone: bool = False) -> None:
         """Write the artifact: config.json, projection.safetensors and a model card.
 
-        Args:
-            folder: Where to; made if need be.
-            include_backbone: Also write the language model and its tokenizer, so that the folder is all one needs.
-                Always so for an artifact that came with its own model. Layers after the last one that B reads are not
-                loaded and so not written: the folder holds a language model with fewer layers, and says so.
+        With ``include_backbone``, and always where it came with its own, the language model and its tokenizer, too:
+        without the layers after the last one that B reads, which are not loaded.
         """
         parts = Artifact(self.backbone, self.prompts, self.projection, self.config)
         save_artifact(Path(folder), parts, include_backbone=include_backbone)
@@ -212,18 +204,10 @@ class RSRank(Reranker):
         token: str | bool | None = None,
         commit_message: str = "Upload RSRank projection",
     ) -> str:
-        """Publish the artifact on the Hugging Face Hub.
+        """Publish the artifact on the Hugging Face Hub; gives the commit's address.
 
-        Args:
-            repo_id: ``owner/name``; made if it does not exist.
-            include_backbone: Also upload the language model, as `save_pretrained` does.
-            private: Whether a new repository is private.
-            revision: Branch; made if it does not exist.
-            token: Access token with write permission; None for the one of ``hf auth login``.
-            commit_message: First line of the commit.
-
-        Returns:
-            The commit's address.
+        Repository (``owner/name``) and revision (a branch) are made if need be; ``private`` is for a new one.
+        ``include_backbone`` is as in `save_pretrained`; the default token is that of ``hf auth login``.
 
         Raises:
             ArtifactError: The Hub refused, or the artifact names a language model that only this machine has.
@@ -238,12 +222,7 @@ class RSRank(Reranker):
     def index(self, documents: Sequence[str], *, show_progress: bool = False) -> int:
         """Read documents ahead of time, so that later calls find their prefixes on disk. It can be interrupted.
 
-        Args:
-            documents: Texts.
-            show_progress: Show a progress bar.
-
-        Returns:
-            How many were not there yet.
+        Gives the number of those that were not there yet.
 
         Raises:
             InputError: This ranker keeps no prefixes on disk, they could not be written or are more than the folder
@@ -251,7 +230,7 @@ class RSRank(Reranker):
             ScoringError: A document does not fit into memory even alone.
         """
         indexer = Indexer(self.store, self.backbone, self.prompts)
-        waiting = indexer.waiting(as_list(documents))
+        waiting = indexer.waiting(as_list(documents), whole=True)
         try:
             with _progress(len(waiting), show_progress, "reading") as bar:
                 indexer.write(waiting, self.token_budget, bar.update)
@@ -263,7 +242,7 @@ class RSRank(Reranker):
         """How many distinct documents `index` would read, and the bytes of disk that their prefixes take."""
         indexer = Indexer(self.store, self.backbone, self.prompts)
         waiting = indexer.waiting(as_list(documents))
-        return len(waiting), indexer.store.disk_bytes(waiting)
+        return len(waiting), indexer.disk_bytes(waiting)
 
     def stats(self) -> dict[str, int]:
         """Batches halved because memory ran out (``memory_retries``).
@@ -287,7 +266,7 @@ class RSRank(Reranker):
             special = [token for token in tokenizer.get_added_vocab() if token in instruction]
             if special:  # it would be read as one, as in the template
                 raise InputError(f"An instruction must be plain text, and this one holds {special[0]!r}.")
-            twin = copy(self)
+            twin = copy.copy(self)
             twin.prompts = PromptTokenizer(
                 tokenizer, template, max_length=most, shared_positions=self.prompts.shared_positions
             )
@@ -298,15 +277,9 @@ class RSRank(Reranker):
         return twins[instruction]
 
     def score(self, query: str, documents: Sequence[str], *, show_progress: bool = False) -> list[float]:
-        """Score documents for one query, in input order (paper, Section 4.3).
+        """Score documents for one query, in input order (paper, Section 4.3); above 0 means relevant.
 
-        Args:
-            query: The question. It is never cut.
-            documents: Texts. One that is too long is cut at its end; one without text scores `BLANK_SCORE`.
-            show_progress: Show a progress bar.
-
-        Returns:
-            One score a document, within plus or minus layers x heads; above 0 means relevant.
+        The query is never cut. A document that is too long is cut at its end; one without text scores `BLANK_SCORE`.
 
         Raises:
             InputError: The query is empty or too long, or something is not text.
@@ -355,13 +328,7 @@ class RSRank(Reranker):
 
     @torch.inference_mode()
     def score_pairs(self, pairs: Sequence[Pair]) -> list[Scored]:
-        """Score pairs of any queries and documents: pairs of several queries share batches.
-
-        Args:
-            pairs: Each with a query of its own, or the same as others.
-
-        Returns:
-            One result a pair, in input order.
+        """Score pairs of any queries and documents, in input order: pairs of several queries share batches.
 
         Raises:
             InputError: As `score`.
@@ -422,28 +389,22 @@ class RSRank(Reranker):
 
     @torch.inference_mode()
     def explain(self, query: str, document: str, *, max_tokens: int | None = None) -> Explanation:
-        """Take a score apart, exactly, per query token, layer and head.
+        """Take a score apart, exactly, per query token, layer and head; at most ``max_tokens`` of a document are read.
 
-        Args:
-            query: The question.
-            document: One document. Without text it has no parts, and `BLANK_SCORE`.
-            max_tokens: Read at most so many tokens of the document.
-
-        Raises:
-            InputError: As `score`.
-            ScoringError: As `score`.
+        A document without text has no parts, and `BLANK_SCORE`. Raises as `score`.
         """
         tokens = self.prompts.query(query)
         prompt = self.prompts.documents([document], len(tokens.ids), max_tokens=max_tokens)[0]
-        score, parts = BLANK_SCORE, torch.zeros(tokens.length, len(self.projection.layers), self.backbone.num_heads)
+        parts = torch.zeros(tokens.length, len(self.projection.layers), self.backbone.num_heads)
+        score, agreement = BLANK_SCORE, 0.0
         if not prompt.empty:
             try:
-                parts = score_parts(self.reader, self.projection, Row(prompt.ids, tokens))
+                parts, agreement = score_parts(self.reader, self.projection, Row(prompt.ids, tokens))
             except (MemoryError, RuntimeError) as error:
                 if not is_out_of_memory(error):
                     raise
                 raise _too_large(prompt.ids, 0) from None
-            score = _finite(float(parts.sum()), 0)
+            score = _finite(float(parts.sum()) + agreement, 0)
         return Explanation(
             query=query,
             document=document,
@@ -453,6 +414,7 @@ class RSRank(Reranker):
             layers=self.projection.layers,
             parts=tuple(tuple(row) for row in parts.sum(-1).tolist()),
             head_parts=tuple(tuple(tuple(heads) for heads in row) for row in parts.tolist()),
+            agreement=agreement,
         )
 
 

@@ -1,9 +1,13 @@
 """The artifact folder: what is written, that it loads to the same scores, and how every damage is named."""
 
+import itertools
 import json
+import math
+import os
 import pickle
 import re
 import shutil
+import sys
 from pathlib import Path
 
 import pytest
@@ -19,11 +23,15 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 import rsrank_rag
 from rsrank_rag import RSRank, RSRankError
+from rsrank_rag.artifact import hub
 from rsrank_rag.artifact.config import BackboneSpec, RSRankConfig, TrainingRecord
 from rsrank_rag.artifact.hub import model_card
+from rsrank_rag.artifact.identity import check_files
 from rsrank_rag.errors import ArtifactError, BackboneError
+from rsrank_rag.language_model import files as model_files
 from rsrank_rag.language_model.options import LoadOptions
 from rsrank_rag.method.template import Template
+from rsrank_rag.partial_files import digest_of
 
 
 def load(folder, **options):
@@ -175,6 +183,145 @@ def test_b_is_kept_in_fp32_under_the_sha256_of_the_config(saved, ranker):
         assert torch.equal(file.get_tensor("weight"), ranker.projection.weight)
 
 
+# Every byte that decides a score
+
+
+def zero_a_block(folder):
+    path = folder / "model.safetensors"
+    content = bytearray(path.read_bytes())
+    content[-8192:-4096] = bytes(4096)
+    path.write_bytes(content)
+
+
+def swap_two_words(folder):
+    path = folder / "tokenizer.json"
+    content = json.loads(path.read_text())
+    words = content["model"]["vocab"]
+    one, two = list(words)[-2:]
+    words[one], words[two] = words[two], words[one]
+    path.write_text(json.dumps(content))
+
+
+def another_base(folder):
+    path = folder / "config.json"
+    content = json.loads(path.read_text())
+    content["rms_norm_eps"] = 1e-3
+    path.write_text(json.dumps(content))
+
+
+HARMS = {"model.safetensors": zero_a_block, "tokenizer.json": swap_two_words, "config.json": another_base}
+
+
+@pytest.mark.parametrize("file", HARMS)
+@pytest.mark.parametrize("inside", [True, False])
+def test_a_language_model_that_is_not_as_it_was_to_the_byte_is_refused(file, inside, tiny_folder, tmp_path):
+    model = shutil.copytree(tiny_folder("qwen3"), tmp_path / "model")
+    load_ranker(model, "qwen3").save_pretrained(tmp_path / "artifact", include_backbone=inside)
+    HARMS[file](tmp_path / "artifact" / "backbone" if inside else model)
+    message = refusal(load, tmp_path / "artifact")
+    assert f"{file} not as when this artifact was made" in message
+    assert "backbone=" in message
+
+
+def test_weights_in_other_files_than_were_recorded_are_refused(ranker, tmp_path):
+    ranker.save_pretrained(tmp_path, include_backbone=True)
+    backbone = tmp_path / "backbone"
+    ranker.backbone.model.save_pretrained(backbone, max_shard_size="100KB")
+    (backbone / "model.safetensors").unlink(missing_ok=True)
+    assert "model-00001-of-" in refusal(load, tmp_path)
+
+
+def test_a_model_that_somebody_chose_is_used_as_it_is_and_the_log_says_how_it_differs(
+    saved, tiny_folder, tmp_path, caplog
+):
+    other = shutil.copytree(tiny_folder("qwen3"), tmp_path / "copy")
+    another_base(other)
+    load(saved, backbone=other)
+    assert "config.json not as when this artifact was made" in caplog.text
+
+
+def test_artifacts_of_earlier_releases_load_with_what_they_have(ranker, tmp_path, scores):
+    ranker.config = ranker.config.model_copy(
+        update={"backbone": ranker.config.backbone.model_copy(update={"files": {}})}
+    )
+    ranker.save_pretrained(tmp_path)
+    assert load(tmp_path).score(QUERY, DOCUMENTS) == scores
+
+
+def test_a_large_file_is_read_once_and_again_when_it_was_touched(tmp_path, monkeypatch):
+    monkeypatch.setattr(model_files, "REMEMBERED", 10)
+    monkeypatch.setattr(model_files.constants, "HF_HOME", str(tmp_path / "home"))
+    read = []
+    monkeypatch.setattr(model_files, "digest_of", lambda path: read.append(path.name) or digest_of(path))
+    model = tmp_path / "model"
+    model.mkdir()
+    (model / "model.safetensors").write_bytes(b"weights of a model")
+    (model / "config.json").write_bytes(b"{}")
+    found = [model_files.hashes(model) for _ in range(2)]
+    assert found[0] == found[1]
+    assert sorted(read) == ["config.json", "config.json", "model.safetensors"]
+    (model / "model.safetensors").write_bytes(b"other weights, as long"[:18])
+    assert model_files.hashes(model) != found[0]
+
+
+# Saved whole or not at all
+
+WRITES = {"os.mkdir", "os.rename", "os.remove", "os.rmdir", "shutil.rmtree", "os.truncate"}
+
+
+def killed_at(number, action):
+    """Run an action in a process that ends itself at its write of this number; whether it got through."""
+    process = os.fork()
+    if process == 0:
+        seen = 0
+
+        def watch(event, arguments):
+            nonlocal seen
+            writes = event in WRITES or (event == "open" and arguments[2] & (os.O_WRONLY | os.O_RDWR | os.O_CREAT))
+            seen += bool(writes)
+            if writes and seen == number:
+                os._exit(9)
+
+        sys.addaudithook(watch)
+        action()
+        os._exit(0)
+    return os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]) == 0
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
+def test_a_save_that_is_killed_at_any_write_leaves_the_old_artifact_or_the_new_one(tiny_folder, tmp_path):
+    rankers = []
+    for number in range(2):
+        loaded = load_ranker(tiny_folder("qwen3"), "qwen3")
+        with torch.no_grad():
+            next(loaded.backbone.model.parameters())[0] += number
+        rankers.append(RSRank(loaded.backbone, loaded.prompts, random_projection("qwen3", seed=number), loaded.config))
+    old, new = rankers
+    first, folder, found = tmp_path / "old", tmp_path / "artifact", set()
+    old.save_pretrained(first, include_backbone=True)
+    for number in itertools.count(1):
+        shutil.rmtree(folder, ignore_errors=True)
+        shutil.copytree(first, folder)
+        (folder / "LICENSE").write_text("own")
+        through = killed_at(number, lambda: new.save_pretrained(folder, include_backbone=True))
+        config = hub.read_config(hub.resolve(folder))
+        check_files(config.backbone, folder / "backbone", chosen=False)
+        weight = hub.read_projection(folder, config).weight
+        which = [torch.equal(weight, ranker.projection.weight) for ranker in rankers]
+        assert sum(which) == 1
+        found.add(tuple(which))
+        words = load_file(folder / "backbone" / "model.safetensors")["embed_tokens.weight"]
+        assert torch.equal(words, rankers[which.index(True)].backbone.model.get_input_embeddings().weight)
+        assert (folder / "LICENSE").read_text() == "own"
+        if through:
+            break
+    assert number > 10
+    assert len(found) == 2
+    old.save_pretrained(folder, include_backbone=True)
+    assert {path.name for path in folder.iterdir()} == {path.name for path in first.iterdir()} | {"LICENSE"}
+
+
 # No pickle
 
 
@@ -322,6 +469,18 @@ DAMAGES = {
     "no layers": (edit(layers=[]), ["not a valid", "layers: ", "at least 1 item"]),
     "config edited": (edit(max_length=100), [PROJECTION, "written with another config.json", "save_pretrained"]),
     "template edited": (edit(template__suffix="!"), ["written with another config.json", "Restore the original"]),
+    "config nested": (write(CONFIG, b"[" * 10_000), ["config.json is not valid JSON", "Download it again"]),
+    "config with a nested field": (
+        write(CONFIG, b'{"format_version": ' + b"[" * 10_000 + b"]" * 10_000 + b"}"),
+        ["config.json is not valid JSON", "Download it again"],
+    ),
+    "config with a number of 5,000 digits": (
+        write(CONFIG, b'{"format_version": 1' + b"0" * 5000 + b"}"),
+        ["config.json is not valid JSON", "Download it again"],
+    ),
+    "config with a number of 4,000 digits": (edit(projection_dim=10**4000), ["not a valid", "projection_dim: "]),
+    "config with a long name": (edit(**{"x" * 10**6: 1}), ["not a valid RSRank config"]),
+    "config with lines in a name": (edit(**{"a\nb": 1}), ["a b: Extra inputs"]),
     "projection missing": (remove(PROJECTION), [f"holds no {PROJECTION}", "download it again"]),
     "projection cut": (cut(PROJECTION, -100), [f"{PROJECTION} is damaged or truncated", "Download it again"]),
     "projection cut in its header": (cut(PROJECTION, 20), ["is damaged or truncated", "Download it again"]),
@@ -356,8 +515,42 @@ def test_a_damaged_artifact_is_one_error_that_names_the_folder_the_fault_and_the
     harm(folder)
     message = refusal(load, folder)
     assert str(folder) in message
+    assert "\n" not in message
+    assert len(message) < 2000
     for phrase in phrases:
         assert phrase in message
+
+
+LARGE = [10**4000, 1e308, math.inf, math.nan, "x" * 10**5]
+ABSURD = [*LARGE, None, True, -1, 0, "", "\x00", "\ud800", [], [[[]]], {}, {"": {}}]
+
+
+def leaves(value, path=()):
+    """The paths of all entries of a JSON document."""
+    if path:
+        yield path
+    for key, below in value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ():
+        yield from leaves(below, (*path, key))
+
+
+@pytest.mark.slow
+def test_absurd_entries_are_one_error_of_one_line_wherever_they_stand(folder):
+    path = folder / CONFIG
+    content = json.loads(path.read_text())
+    for place in leaves(content):
+        if place[:2] == ("backbone", "values") and place[2:] not in ((), (0,)):
+            continue  # like the first one
+        for value in ABSURD:
+            changed = json.loads(json.dumps(content))
+            here = changed
+            for key in place[:-1]:
+                here = here[key]
+            here[place[-1]] = value
+            path.write_text(json.dumps(changed))
+            if changed != content:
+                message = refusal(lambda: hub.read_projection(folder, hub.read_config(folder)))
+                assert "\n" not in message
+                assert len(message) < 2000
 
 
 def test_the_folder_of_a_language_model_is_not_taken_for_an_artifact(tiny_folder):

@@ -1,4 +1,4 @@
-"""Threshold stability, F1 gaps, selection at equal budget, intervals and tests: by hand and against slow references."""
+"""Threshold stability, F1 gaps, intervals and tests: by hand and against slow references."""
 
 import math
 import sys
@@ -10,21 +10,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rsrank_rag.errors import MissingDependencyError
-from rsrank_rag.evaluation.calibration import (
-    f1_gaps,
-    select_above,
-    select_top,
-    select_top_at_budget,
-    share_above,
-    threshold_stability,
-)
+from rsrank_rag.evaluation.calibration import f1_gaps, share_above, threshold_stability
 from rsrank_rag.evaluation.metrics import ScoredQuery, best_threshold, f1_at
 from rsrank_rag.evaluation.statistics import estimate_mean, paired_differences, paired_t_test
 
-# Best first: + - + - for the first, - + for the second, and a query without relevant documents.
+# Best first: + - + - for the first, - + for the second.
 FIRST = ScoredQuery([1.0, 4.0, 3.0, 2.0], [False, True, False, True])
 SECOND = ScoredQuery([5.0, 0.0], [False, True])
-BARREN = ScoredQuery([-1.0, -2.0], [False, False])
 
 documents = st.lists(st.tuples(st.integers(-3, 3).map(float), st.booleans()), min_size=1, max_size=5)
 query_lists = st.lists(
@@ -97,48 +89,6 @@ def test_f1_gaps_equal_an_exhaustive_search(queries):
 def test_rounding_does_not_lift_a_gap_above_a_limit():
     assert share_above([0.8 - 0.7, 0.3, 0.05], 0.1) == pytest.approx(1 / 3)
     assert share_above([], 0.1) == 0.0
-
-
-def test_a_selection_counts_every_query():
-    found = select_above([FIRST, SECOND, BARREN], 2.5)
-    assert found.kept == [2, 1, 0]
-    assert found.precision == [1 / 2, 0, 1]  # nothing relevant and nothing kept is right
-    assert found.recall == [1 / 2, 0, 1]
-    assert found.f1 == [1 / 2, 0, 1]
-    assert found.budget == 1
-    wrong = select_above([BARREN], -1.5)
-    assert (wrong.precision, wrong.recall, wrong.f1) == ([0], [0], [0])
-
-
-@settings(max_examples=50, deadline=None)
-@given(query_lists, st.integers(0, 6))
-def test_f1_of_a_selection_is_the_harmonic_mean_of_its_precision_and_recall(queries, k):
-    found = select_top(queries, k)
-    for precision, recall, value in zip(found.precision, found.recall, found.f1, strict=True):
-        assert value == pytest.approx(2 * precision * recall / (precision + recall) if precision + recall else 0.0)
-
-
-def test_top_k_breaks_ties_by_input_order():
-    tied = ScoredQuery([1.0, 1.0, 1.0], [True, False, False])
-    assert select_top([tied], 1).recall == [1.0]
-
-
-def test_top_k_at_a_budget_of_two_and_a_half_mixes_two_and_three():
-    found = select_top_at_budget([FIRST], 2.5)
-    assert found.budget == pytest.approx(2.5)
-    assert found.f1 == [pytest.approx((2 * 1 / (2 + 2) + 2 * 2 / (3 + 2)) / 2)]
-    assert found.recall == [pytest.approx((1 / 2 + 1) / 2)]
-
-
-@settings(max_examples=50, deadline=None)
-@given(query_lists, st.floats(0, 7))
-def test_top_k_meets_every_budget_that_the_documents_allow(queries, budget):
-    allowed = mean([len(query.scores) for query in queries])
-    assert select_top_at_budget(queries, budget).budget == pytest.approx(min(budget, allowed))
-
-
-def test_a_set_without_queries_selects_nothing():
-    assert select_top_at_budget([], 2.0).budget == select_above([], 0.0).budget == 0.0
 
 
 # Statistics

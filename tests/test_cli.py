@@ -193,7 +193,7 @@ def test_evaluate_says_before_the_work_that_its_report_cannot_be_written(labelle
     report = str(tmp_path / "file" / "report")
     result = run("evaluate", "-m", "no such model", "--data", labelled[0], "--report", report, code=2)
     assert "cannot be made" in " ".join(result.stderr.split())
-    result = run("evaluate", "-m", "no such model", "--data", labelled[0], "--umap", code=2)
+    result = run("evaluate", "-m", "no such model", "--data", labelled[0], code=2)
     assert "--report" in result.stderr
 
 

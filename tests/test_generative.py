@@ -188,7 +188,8 @@ def test_scores_do_not_depend_on_batching_or_order(folders, rerankers, kind):
     expected = rerankers[kind].score(QUERY, texts)
     make = Qwen3Reranker if kind == "qwen" else MonoT5
     for budget in (1, 700, 100_000):
-        other = make(folders[kind], options=CPU, token_budget=budget)
+        other = make(folders[kind], options=CPU)
+        other.token_budget = budget
         assert other.score(QUERY, texts) == pytest.approx(expected, abs=1e-5)
         assert other.score(QUERY, texts[::-1])[::-1] == pytest.approx(expected, abs=1e-5)
 
@@ -298,7 +299,8 @@ class Cramped(Qwen3Reranker):
 
 
 def test_batches_shrink_when_memory_runs_out_and_stay_small(folders, rerankers):
-    cramped = Cramped(folders["qwen"], options=CPU, token_budget=100_000)
+    cramped = Cramped(folders["qwen"], options=CPU)
+    cramped.token_budget = 100_000
     assert cramped.score(QUERY, TEXTS[:6]) == pytest.approx(rerankers["qwen"].score(QUERY, TEXTS[:6]), abs=1e-5)
     assert cramped.token_budget < 1000
 

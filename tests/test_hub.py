@@ -122,6 +122,16 @@ def test_a_backbone_that_is_not_pinned_and_moved_on_is_refused(hub, load, from_h
     assert f"weights of {MODEL} are not those of {MODEL} (revision not pinned)" in message
 
 
+def test_a_model_that_is_damaged_in_the_cache_is_refused_with_the_files_name(hub, load, from_hub, tmp_path):
+    hub.commit(REPO, save(from_hub(), tmp_path / "made"))
+    load()
+    [weights] = (tmp_path / "cache" / "models--harbour--tiny-qwen").glob("snapshots/*/model.safetensors")
+    content = bytearray(weights.read_bytes())
+    content[-4:] = bytes(4)
+    weights.resolve().write_bytes(content)
+    assert "model.safetensors not as when this artifact was made" in refusal(load)
+
+
 def test_the_artifacts_revision_is_not_asked_of_the_backbone(hub, load, from_hub, tmp_path):
     made = from_hub()
     hub.commit(REPO, save(made, tmp_path / "made"), branch="trial")

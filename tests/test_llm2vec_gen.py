@@ -135,7 +135,8 @@ def test_instructions_can_be_chosen(folder):
 def test_scores_do_not_depend_on_batching_or_order(folder, reranker):
     expected = reranker.score(QUERY, TEXTS)
     for budget in (1, 300, 100_000):
-        other = LLM2VecGen(folder, options=CPU, token_budget=budget)
+        other = LLM2VecGen(folder, options=CPU)
+        other.token_budget = budget
         assert other.score(QUERY, TEXTS) == pytest.approx(expected, abs=1e-6)
         assert other.score(QUERY, TEXTS[::-1])[::-1] == pytest.approx(expected, abs=1e-6)
 

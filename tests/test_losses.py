@@ -7,7 +7,7 @@ import torch
 from torch.autograd import gradcheck
 
 from rsrank_rag import Projection
-from rsrank_rag.method.losses import alignment_loss, calibration_loss, frobenius_loss, margin_loss, orthogonality_loss
+from rsrank_rag.training.losses import alignment_loss, calibration_loss, frobenius_loss, margin_loss, orthogonality_loss
 
 SCORES = torch.tensor([2.0, -0.25, 0.3, -3.0, 1.0], dtype=torch.float64)
 RELEVANT = torch.tensor([True, True, False, False, False])

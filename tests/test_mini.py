@@ -18,6 +18,7 @@ from rsrank_rag.reranker import Pair
 
 ROOT = Path(__file__).parents[1]
 PASSAGES = (ROOT / "examples" / "passages.txt").read_text(encoding="utf-8").splitlines()
+REFERENCE = ROOT / "recipes" / "mini-next" / "reference.json"
 QUERY = "How do honeybees tell each other where the flowers are?"
 
 # Largest difference between a score in bfloat16 and in float32, and between two bfloat16 scores of one document in
@@ -47,6 +48,12 @@ def test_scores_equal_plain_transformers_code(mini, monkeypatch):
     for values in (workload.by_hooks(mini), workload.by_hidden_states(mini)):
         plain = workload.Plain(mini, values, rows=4)
         assert mini.score(QUERY, PASSAGES) == pytest.approx(plain.score(QUERY, PASSAGES), abs=1e-4)
+
+
+@pytest.mark.skipif(not REFERENCE.exists(), reason="the built-in weights are of another recipe")
+def test_scores_are_those_of_the_recipe_s_own_code(mini):
+    for case in json.loads(REFERENCE.read_text(encoding="utf-8")):
+        assert mini.score(case["query"], case["documents"]) == pytest.approx(case["scores"], abs=1e-4)
 
 
 def test_a_score_does_not_depend_on_the_other_passages(mini):

@@ -4,13 +4,12 @@ import logging
 import math
 import random
 
-import numpy as np
 import pytest
 
 from rsrank_rag.errors import InputError
 from rsrank_rag.evaluation import negatives as module
 from rsrank_rag.evaluation.datasets import LabelledDocument, LabelledQuery
-from rsrank_rag.evaluation.negatives import Negatives, choose, replace_negatives, top
+from rsrank_rag.evaluation.negatives import Negatives, choose, replace_negatives
 from rsrank_rag.evaluation.systems.bm25 import BM25
 from rsrank_rag.evaluation.systems.sentence_transformers import BiEncoder
 from rsrank_rag.language_model.options import LoadOptions
@@ -78,13 +77,11 @@ def test_bm25_negatives_are_those_of_scoring_every_document():
         assert len(set(rows)) == 6
 
 
-@pytest.mark.parametrize("chunk", [17, 1000])
-def test_dense_negatives_are_those_of_scoring_every_document_however_the_corpus_is_cut(monkeypatch, chunk, encoder):
-    monkeypatch.setattr(module, "CHUNK", chunk)
+def test_dense_negatives_are_those_of_scoring_every_document(encoder):
     found = choose(
         Negatives(kind="dense", count=6, encoder=str(encoder)), QUERIES, len(TEXTS), read, options=LoadOptions("cpu")
     )
-    ranker = BiEncoder(encoder, device="cpu")
+    ranker = BiEncoder(encoder, options=LoadOptions("cpu"))
     for (_, text, relevant), rows in zip(QUERIES, found, strict=True):
         cosines = ranker.score(text, TEXTS)
         assert [cosines[row] for row in rows] == pytest.approx(
@@ -128,13 +125,6 @@ def test_a_large_corpus_is_warned_of(monkeypatch, caplog):
     assert [record.message.split(",")[0] for record in caplog.records] == [
         "Negatives by bm25 read all 60 documents of the corpus"
     ]
-
-
-@pytest.mark.parametrize("seed", range(5))
-def test_top_is_the_head_of_a_stable_sort(seed):
-    scores = np.random.default_rng(seed).integers(0, 4, 30).astype(float)
-    for depth in (0, 1, 7, 30, 99):
-        assert top(scores, depth) == sorted(range(30), key=lambda i: -scores[i])[:depth]
 
 
 def query(key, text, *documents):

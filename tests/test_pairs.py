@@ -114,7 +114,7 @@ def test_results_say_what_was_read(ranker):
 def test_a_document_cut_by_the_pair_scores_as_one_that_ends_there(ranker):
     text = DOCUMENTS[1]
     ids = ranker.prompts.documents([text], 0)[0].ids
-    start = "".join(ranker.prompts.text_of(ids[len(ranker.prompts._instruction) :][:6]))
+    start = "".join(ranker.prompts.text_of(ids[len(ranker.prompts.instruction) :][:6]))
     assert text.startswith(start)
     found = ranker.score_pairs([Pair(QUERY, text, max_tokens=6)])[0]
     assert found.score == pytest.approx(ranker.score(QUERY, [start])[0], abs=EXACT)

@@ -77,47 +77,6 @@ def test_score_histograms_count_every_document_of_its_class():
     assert figure.get_suptitle() == "mini"
 
 
-def test_learning_curves_mark_the_chosen_epoch():
-    figure = draw_everything(
-        plots.learning_curves([1, 2, 3], {"loss": [3, 2, 1], "margin": [1, 1, 0]}, [0.1, 0.5, 0.4], 2)
-    )
-    left, right = figure.axes
-    assert [line.get_label() for line in left.lines] == ["loss", "margin"]
-    assert [list(part) for part in right.lines[1].get_data()] == [[2], [0.5]]
-    assert right.get_title(loc="left") == "validation F1 at zero (best: 0.500, epoch 2)"
-
-
-@pytest.mark.parametrize("samples", [[0, 50, 100], [0], [7]])
-def test_sample_efficiency_has_a_place_for_no_samples_at_all(samples):
-    figure = draw_everything(plots.sample_efficiency(samples, {"Recall@5": [0.3] * len(samples)}))
-    (axes,) = figure.axes
-    assert [label.get_text() for label in axes.get_xticklabels()] == [str(size) for size in samples]
-    assert list(axes.lines[0].get_xdata()) == samples
-
-
-def test_sample_efficiency_shows_the_intervals_of_its_points():
-    bars = {"Recall@5": [(0.2, 0.4), (0.5, 0.9)], "F1 at zero": [(0.0, 0.0), (0.4, 0.6)]}
-    curves = {"Recall@5": [0.3, 0.7], "F1 at zero": [0.0, 0.5]}
-    figure = draw_everything(plots.sample_efficiency([0, 50], curves, intervals=bars, label="on fiqa"))
-    (axes,) = figure.axes
-    drawn = [[(x, low, high) for (x, low), (_, high) in group.get_segments()] for group in axes.collections]
-    assert drawn == [[(0, 0.2, 0.4), (50, 0.5, 0.9)], [(0, 0.0, 0.0), (50, 0.4, 0.6)]]
-    assert [to_hex(group.get_color()[0]) for group in axes.collections] == [to_hex(x.get_color()) for x in axes.lines]
-    assert axes.get_ylabel() == "on fiqa"
-
-
-def test_the_shift_map_shows_every_document_on_both_sides():
-    rng = np.random.default_rng(0)
-    before, after, relevant = rng.random((30, 2)), rng.random((30, 2)), [True] * 4 + [False] * 26
-    figure = draw_everything(plots.shift_map(before, after, relevant, title="first"))
-    for axes, points in zip(figure.axes, (before, after), strict=True):
-        irrelevant, found = (group.get_offsets() for group in axes.collections)
-        assert np.array_equal(found, points[:4])
-        assert np.array_equal(irrelevant, points[4:])
-    assert titles(figure) == ["before B", "after B"]
-    assert legend(figure) == {"relevant (4)", "irrelevant (26)"}
-
-
 def test_colours_and_shapes_both_differ_so_that_neither_is_needed():
     lines = plots.f1_gap_curves({"a": {str(i): [0.1] for i in range(5)}}).axes[0].lines
     assert len({(to_hex(line.get_color()), line.get_linestyle()) for line in lines}) == 5
@@ -136,7 +95,7 @@ def test_the_same_figure_is_saved_as_the_same_bytes(tmp_path):
 
 
 def test_a_name_with_a_dot_keeps_it(tmp_path):
-    png = plots.save(plots.sample_efficiency([1], {"a": [0.5]}), tmp_path / "2wiki.sentence")
+    png = plots.save(plots.f1_gap_curves({"a": {"b": [0.5]}}), tmp_path / "2wiki.sentence")
     assert png.name == "2wiki.sentence.png"
 
 
@@ -144,11 +103,11 @@ def test_drawing_changes_no_global_settings():
     import matplotlib
 
     before = dict(matplotlib.rcParams)
-    plots.sample_efficiency([1], {"a": [0.5]})
+    plots.f1_gap_curves({"a": {"b": [0.5]}})
     assert dict(matplotlib.rcParams) == before
 
 
 def test_missing_matplotlib_is_an_error_with_the_pip_command(monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     with pytest.raises(MissingDependencyError, match=r"pip install 'rsrank-rag\[plots\]'"):
-        plots.sample_efficiency([1], {"a": [0.5]})
+        plots.f1_gap_curves({"a": {"b": [0.5]}})

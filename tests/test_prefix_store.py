@@ -7,18 +7,19 @@ import os
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
 from conftest import DOCUMENTS, QUERIES, QUERY, random_projection, unkept
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
 from rsrank_rag import RSRank
 from rsrank_rag.cli import app
 from rsrank_rag.errors import InputError, ScoringError
-from rsrank_rag.method.probe import Prefixes
+from rsrank_rag.method.probe import Prefix, Prefixes
 from rsrank_rag.partial_files import A_DAY, may_be_running
 from rsrank_rag.prefixes.settings import PrefixCache, as_bytes, as_prefix_cache, parse_size
 from rsrank_rag.prefixes.store import PackedPrefix, PrefixStore
@@ -41,11 +42,16 @@ class Model:
 
     def __call__(self, documents, room=0, behind=()):
         self.ran += documents
-        return Prefixes.of([*(torch.stack(made_up(ids)) for ids in documents), *behind], room)
+        return Prefixes.of([*(Prefix(torch.stack(made_up(ids)), torch.empty(0)) for ids in documents), *behind], room)
+
+
+def rounded(states, dtype):
+    """Keys and values in 8 bits and back."""
+    return PackedPrefix.of(Prefix(states, torch.empty(0))).unpack(CPU, dtype).states
 
 
 def store(**options):
-    return PrefixStore({"model": "m"}, device=CPU, dtype=torch.float32, **options)
+    return PrefixStore({"model": "m"}, PrefixCache(**{"device": 0, **options}), device=CPU, dtype=torch.float32)
 
 
 def check(found, documents, error=0.0):
@@ -61,7 +67,7 @@ BYTES = 2 * LAYERS * HEADS * WIDTH * 4  # of a token
 
 
 def test_what_was_run_once_is_not_run_again():
-    kept, model = store(device_bytes=1 << 20), Model()
+    kept, model = store(device=1 << 20), Model()
     check(kept.prefill(DOCS, model), DOCS)
     check(kept.prefill(DOCS[::-1], model), DOCS[::-1])
     assert model.ran == DOCS
@@ -70,7 +76,7 @@ def test_what_was_run_once_is_not_run_again():
 
 
 def test_one_call_may_mix_hits_and_misses():
-    kept, model = store(device_bytes=1 << 20), Model()
+    kept, model = store(device=1 << 20), Model()
     kept.prefill(DOCS[:1], model)
     mixed = [DOCS[1], DOCS[0], DOCS[2]]
     check(kept.prefill(mixed, model), mixed)
@@ -78,7 +84,7 @@ def test_one_call_may_mix_hits_and_misses():
 
 
 def test_the_least_recently_used_go_first_and_the_bound_holds():
-    kept, model = store(device_bytes=8 * BYTES), Model()
+    kept, model = store(device=8 * BYTES), Model()
     kept.prefill([DOCS[0]], model)
     kept.prefill([DOCS[1]], model)
     kept.prefill([DOCS[0]], model)  # now the second is the older one
@@ -93,7 +99,7 @@ def test_the_least_recently_used_go_first_and_the_bound_holds():
 
 
 def test_a_document_larger_than_a_tier_is_run_each_time():
-    kept, model = store(device_bytes=2 * BYTES), Model()
+    kept, model = store(device=2 * BYTES), Model()
     for _ in range(2):
         check(kept.prefill([DOCS[2]], model), [DOCS[2]])
     assert model.ran == [DOCS[2], DOCS[2]]
@@ -101,7 +107,7 @@ def test_a_document_larger_than_a_tier_is_run_each_time():
 
 
 def test_what_has_left_the_device_is_found_in_host_memory_in_8_bits():
-    kept, model = store(device_bytes=5 * BYTES, host_bytes=1 << 20), Model()
+    kept, model = store(device=5 * BYTES, host=1 << 20), Model()
     first = kept.prefill([DOCS[2]], model)
     check(first, [DOCS[2]], error=0.02)
     kept.prefill([DOCS[0]], model)
@@ -121,12 +127,14 @@ def test_a_first_call_gives_what_every_later_one_gives_wherever_it_is_found(tmp_
     def model(documents, room, behind):
         made = Model()(documents, room, behind)
         keys, values = (tuple(layer.to(dtype) for layer in part) for part in (made.keys, made.values))
-        return Prefixes(keys, values, made.lengths, made.room)
+        return replace(made, keys=keys, values=values)
 
     def fresh(**options):
-        return PrefixStore({"model": "m"}, device=CPU, dtype=dtype, folder=tmp_path, **options)
+        return PrefixStore(
+            {"model": "m"}, PrefixCache(**{"device": 0, "folder": tmp_path, **options}), device=CPU, dtype=dtype
+        )
 
-    both = fresh(device_bytes=1 << 20, host_bytes=1 << 20)
+    both = fresh(device=1 << 20, host=1 << 20)
     first = prefixes(both, model)
     assert torch.equal(prefixes(both, model), first)  # on the device
     both._on_device.entries.clear()
@@ -136,7 +144,7 @@ def test_a_first_call_gives_what_every_later_one_gives_wherever_it_is_found(tmp_
 
 
 def test_the_same_document_may_stand_in_several_rows():
-    kept, model = store(device_bytes=1 << 20), Model()
+    kept, model = store(device=1 << 20), Model()
     rows = [DOCS[1], DOCS[0], DOCS[1]]
     check(kept.prefill(rows, model), rows)
     assert model.ran == [DOCS[1], DOCS[0]]
@@ -146,7 +154,7 @@ def test_the_same_document_may_stand_in_several_rows():
 def test_the_disk_keeps_what_the_process_forgets(tmp_path):
     model = Model()
     store(folder=tmp_path).prefill(DOCS, model)
-    again = store(folder=tmp_path, device_bytes=1 << 20)
+    again = store(folder=tmp_path, device=1 << 20)
     check(again.prefill(DOCS, model), DOCS, error=0.02)
     check(again.prefill(DOCS, model), DOCS, error=0.02)
     assert model.ran == DOCS
@@ -159,14 +167,14 @@ def test_8_bits_err_by_half_a_scale_at_most_and_a_sink_token_costs_no_other():
     keys, values = made_up(tuple(range(20)))
     keys[:, :, 0] *= 1000
     prefix = torch.stack([keys, values])
-    back = PackedPrefix.of(prefix).unpack(CPU, torch.float32)
+    back = rounded(prefix, torch.float32)
     bound = prefix.abs().amax(-1, keepdim=True) / 127 * 0.51
     assert ((back - prefix).abs() <= bound).all()
 
 
 def test_extreme_and_zero_values_survive_8_bits():
     prefix = torch.stack([torch.zeros(1, 1, 2, 4), torch.full((1, 1, 2, 4), 1e5)])
-    back = PackedPrefix.of(prefix).unpack(CPU, torch.float32)
+    back = rounded(prefix, torch.float32)
     assert back[0].abs().max() == 0
     assert torch.allclose(back[1], prefix[1], rtol=0.01)
 
@@ -177,10 +185,9 @@ def test_a_foreign_prefix_is_never_found(tmp_path, change):
     store(folder=tmp_path).prefill(DOCS, model)
     other = PrefixStore(
         {"model": "other" if change == "identity" else "m"},
+        PrefixCache(device=0, folder=tmp_path, salt="tenant" if change == "salt" else ""),
         device=CPU,
         dtype=torch.bfloat16 if change == "dtype" else torch.float32,
-        salt="tenant" if change == "salt" else "",
-        folder=tmp_path,
     )
     assert not any(map(other.is_on_disk, DOCS))
     other.prefill(DOCS, model)
@@ -212,7 +219,7 @@ def test_a_damaged_file_is_computed_again_and_counted(tmp_path, damage, caplog):
 
 
 def test_a_disk_that_cannot_be_written_is_done_without(tmp_path, caplog, monkeypatch):
-    kept, model = store(folder=tmp_path, device_bytes=1 << 20), Model()
+    kept, model = store(folder=tmp_path, device=1 << 20), Model()
 
     def full(path, content):
         path.touch()
@@ -228,7 +235,7 @@ def test_a_disk_that_cannot_be_written_is_done_without(tmp_path, caplog, monkeyp
 
 
 def test_the_folder_stays_within_its_bound_and_the_oldest_go(tmp_path):
-    kept, model = store(folder=tmp_path, disk_bytes=10_000), Model()
+    kept, model = store(folder=tmp_path, disk=10_000), Model()
     documents = [(i, i + 1, i + 2) for i in range(30)]
     for ids in documents:
         kept.prefill([ids], model)
@@ -294,7 +301,7 @@ def test_two_processes_share_a_folder(tmp_path):
 
 
 def test_threads_share_a_store(tmp_path):
-    kept, model = store(folder=tmp_path, device_bytes=20 * BYTES, host_bytes=10 * BYTES), Model()
+    kept, model = store(folder=tmp_path, device=20 * BYTES, host=10 * BYTES), Model()
     documents = [(i, i + 1, i + 2) for i in range(20)]
 
     def use(seed):
@@ -520,12 +527,60 @@ def test_a_folder_that_cannot_be_touched_still_serves(tmp_path, monkeypatch):
     assert (again.stats()["disk_hits"], again.stats()["corrupt"], model.ran) == (3, 0, DOCS)
 
 
+def test_nobody_else_may_read_what_is_kept(tmp_path):
+    folder = tmp_path / "kept"
+    store(folder=folder).prefill(DOCS, Model())
+    found = [folder, *folder.rglob("*")]
+    assert {oct(path.stat().st_mode & 0o777) for path in found if path.is_dir()} == {"0o700"}
+    assert {oct(path.stat().st_mode & 0o777) for path in found if path.is_file()} == {"0o600"}
+
+
+def test_a_folder_of_another_release_is_refused_and_not_filled_up_beside_it(tmp_path):
+    (tmp_path / "ab").mkdir()
+    old = {"format": "rsrank-prefix-1", "key": "ab"}
+    save_file({"codes": torch.zeros(1)}, tmp_path / "ab" / "ab.safetensors", metadata=old)
+    with pytest.raises(InputError, match="are of another release, or something else is there"):
+        store(folder=tmp_path)
+
+
+def test_a_damaged_file_does_not_count_as_indexed(ranker, tmp_path):
+    kept = keeping(ranker, tmp_path)
+    assert kept.index(DOCUMENTS) == len(DOCUMENTS)
+    path = sorted(tmp_path.glob("*/*.safetensors"))[2]
+    content = path.read_bytes()
+    path.write_bytes(content[:-5] + bytes([content[-5] ^ 1]) + content[-4:])
+    assert [keeping(ranker, tmp_path).index(DOCUMENTS) for _ in range(2)] == [1, 0]
+
+
+@pytest.mark.parametrize("harm", ["one entry", "a block", "two words", "the config"])
+def test_prefixes_of_a_damaged_model_are_not_served_after_its_repair(harm, tiny_ranker, tmp_path):
+    ranker = tiny_ranker("qwen3")
+    identity = keeping(ranker, tmp_path).store._identity
+    core, words = ranker.backbone, ranker.backbone.model.get_input_embeddings().weight
+    before, eps = words.detach().clone(), core.config.rms_norm_eps
+    with torch.no_grad():
+        if harm == "one entry":
+            words[7, 13] += 1e-3
+        elif harm == "a block":
+            words.view(-1)[512:1536] = 0
+        elif harm == "two words":
+            words[[3, 4]] = words[[4, 3]]
+        else:
+            core.config.rms_norm_eps = 1e-3
+    damaged = keeping(ranker, tmp_path).store._identity
+    with torch.no_grad():
+        words.copy_(before)
+        core.config.rms_norm_eps = eps
+    assert damaged != identity
+    assert keeping(ranker, tmp_path).store._identity == identity
+
+
 def test_the_limit_of_a_folder_holds_for_several_stores_together(tmp_path):
     sized = tmp_path / "sized"
     store(folder=sized).prefill(DOCS[:1], Model())
     size = sum(path.stat().st_size for path in sized.glob("*/*"))
     folder, limit = tmp_path / "kept", 25 * size
-    stores = [store(folder=folder, disk_bytes=limit) for _ in range(4)]
+    stores = [store(folder=folder, disk=limit) for _ in range(4)]
     for i in range(80):
         stores[i % 4].prefill([(100 + i, 1, 2)], Model())
     assert sum(path.stat().st_size for path in folder.glob("*/*")) <= 1.2 * limit
@@ -564,16 +619,17 @@ def test_indexing_names_a_document_by_its_place_in_the_list(ranker, tmp_path, mo
 @pytest.mark.parametrize("number", [float("inf"), float("nan"), 1e30])
 def test_what_8_bits_cannot_hold_is_not_kept_in_them(number, tmp_path):
     def broken(documents, room, behind):
-        return Prefixes.of([torch.full((2, LAYERS, HEADS, 3, WIDTH), number)] * len(documents), room)
+        made = Prefix(torch.full((2, LAYERS, HEADS, 3, WIDTH), number), torch.empty(0))
+        return Prefixes.of([made] * len(documents), room)
 
-    kept = store(host_bytes=10**6, folder=tmp_path)
+    kept = store(host=10**6, folder=tmp_path)
     kept.prefill([(1, 2, 3)], broken)
     assert (kept.stats()["host_bytes"], kept.stats()["disk_bytes"]) == (0, 0)
 
 
 def test_the_largest_number_of_float16_stays_finite():
     largest = torch.full((2, 1, 1, 1, 4), 65504.0)
-    assert PackedPrefix.of(largest).unpack(CPU, torch.float16).isfinite().all()
+    assert rounded(largest, torch.float16).isfinite().all()
 
 
 def test_a_file_in_place_of_a_folder_is_a_clear_error(ranker, tmp_path):

@@ -8,7 +8,6 @@ from dataclasses import replace
 from html.parser import HTMLParser
 
 import pytest
-from conftest import DOCUMENTS, QUERIES
 from test_metrics import Length
 
 from rsrank_rag.errors import InputError, MissingDependencyError
@@ -17,7 +16,6 @@ from rsrank_rag.evaluation.comparison import METRICS, Comparison, Measured, comp
 from rsrank_rag.evaluation.datasets import LabelledDocument, LabelledQuery, read_sets
 from rsrank_rag.evaluation.evaluate import score_dataset, summarise
 from rsrank_rag.evaluation.metrics import ScoredQuery
-from rsrank_rag.reproduction.shift_map import load_umap, shift_pictures
 
 pytest.importorskip("jinja2")
 pytest.importorskip("matplotlib")
@@ -188,12 +186,6 @@ def test_a_comparison_by_hand():
     assert (result.gap.mean, result.gap_above, result.t_test.p) == (pytest.approx(0), {"0.1": 0.0, "0.3": 0.0}, 1.0)
     assert system.threshold_normalised == pytest.approx(4.5 / 8)
     assert (system.bias, system.variance) == (pytest.approx(4.5 / 8), 0.0)
-    natural, top = result.selection.natural, result.selection.top_k
-    assert (natural.kept, natural.precision.mean, natural.recall.mean, natural.f1.mean) == pytest.approx(
-        (1, 1 / 2, 1 / 4, 1 / 3)
-    )
-    assert (top.kept, top.f1.mean) == pytest.approx((1, 1 / 3))  # top-1 is the same choice here
-    assert result.selection.f1_difference.mean == pytest.approx(0.0)
 
 
 def test_the_report_reads_back_as_what_was_measured(folder, found):
@@ -302,33 +294,11 @@ def test_a_document_is_shown_as_it_was_scored_and_cut_where_it_is_long():
     assert "Title word" not in report.page(found, sets, titles=False)
 
 
-@pytest.mark.slow
-def test_shifts_before_and_after_b_come_onto_the_page_for_rsrank_only(ranker, tmp_path):
-    pytest.importorskip("umap")
-    documents = tuple(LabelledDocument(id=str(i), text=text, relevant=not i) for i, text in enumerate(DOCUMENTS))
-    sets = {"small": [LabelledQuery(id=query, query=query, documents=documents) for query in QUERIES]}
-    assert shift_pictures("length", Length(), sets) == []
-    few = {"few": [sets["small"][0].model_copy(update={"documents": documents[:3]})]}
-    assert shift_pictures("tiny/model", ranker, few) == []
-    pictures = shift_pictures("tiny/model", ranker, sets)
-    assert [picture.name for picture in pictures] == ["shifts-tiny-model-0"]
-    scored = {"small": score_dataset(ranker, sets["small"])}
-    report.write_report(tmp_path, [Measured("tiny/model", 0.0, "given", scored)], sets, pictures=pictures)
-    page = Page((tmp_path / "index.html").read_text(encoding="utf-8"))
-    assert any("before and after B" in image["alt"] for image in page.all("img"))
-    assert (tmp_path / "figures" / "shifts-tiny-model-0.png").is_file()
-
-
 @pytest.mark.parametrize(("module", "extra"), [("jinja2", "eval,plots"), ("matplotlib", "plots"), ("scipy", "eval")])
 def test_a_missing_package_is_said_before_the_work(monkeypatch, tmp_path, module, extra):
     monkeypatch.setitem(sys.modules, module, None)
     with pytest.raises(MissingDependencyError, match=rf"pip install 'rsrank-rag\[{extra}\]'"):
         report.check_report(tmp_path)
-    monkeypatch.undo()
-    monkeypatch.setitem(sys.modules, "umap", None)
-    report.check_report(tmp_path)
-    with pytest.raises(MissingDependencyError, match="umap-learn"):
-        load_umap()
 
 
 def test_a_folder_that_cannot_be_made_is_an_error(tmp_path):

@@ -18,13 +18,17 @@ import pytest
 from ray_models import Fatal, Lengths, refuse, worker_of_nothing
 from typer.testing import CliRunner
 
-from rsrank_rag import Reranker
+from rsrank_rag import Reranker, RSRank
+from rsrank_rag.artifact import hub
+from rsrank_rag.bulk.files import begun, missing
 from rsrank_rag.bulk.on_ray import Actors, each
 from rsrank_rag.bulk.pairs import PairScorer
-from rsrank_rag.bulk.run import score_files
+from rsrank_rag.bulk.run import model_identity, score_files, settled_dtype
 from rsrank_rag.cli import app
-from rsrank_rag.errors import InputError, RSRankError
+from rsrank_rag.errors import ArtifactError, InputError, RSRankError
 from rsrank_rag.evaluation.systems.bm25 import BM25
+from rsrank_rag.language_model import options
+from rsrank_rag.language_model.options import LoadOptions
 from rsrank_rag.partial_files import is_running, partial_of
 from rsrank_rag.reranker import BLANK_SCORE
 
@@ -287,12 +291,55 @@ def test_what_a_killed_run_left_half_written_is_removed_and_what_another_writes_
     assert not is_running(elsewhere)
 
 
-def test_a_damaged_part_is_named(tmp_path):
-    source = write_lines(tmp_path / "rows.jsonl", rows_of(4))
+DAMAGES = {
+    "gone": lambda parts, other: parts[1].unlink(),
+    "cut": lambda parts, other: parts[1].write_bytes(parts[1].read_bytes()[:-9]),
+    "empty": lambda parts, other: parts[1].write_bytes(b""),
+    "no Parquet": lambda parts, other: parts[1].write_bytes(b"PAR1"),
+    "another part": lambda parts, other: parts[1].write_bytes(parts[0].read_bytes()),
+    "another run's": lambda parts, other: parts[1].write_bytes((other / parts[1].name).read_bytes()),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_a_part_that_is_not_this_plans_as_it_was_written_is_done_again(damage, tmp_path):
+    source = write_lines(tmp_path / "rows.jsonl", rows_of(6))
+    score(source, tmp_path / "other", rows_per_part=2, model="another")
     score(source, tmp_path / "out", rows_per_part=2)
-    (tmp_path / "out" / "part-000001.parquet").write_bytes(b"PAR1")
-    with pytest.raises(InputError, match=r"part-000001\.parquet is damaged"):
-        score(source, tmp_path / "out", rows_per_part=2)
+    parts = sorted((tmp_path / "out").glob("part-*"))
+    expected = parts[1].read_bytes()
+    DAMAGES[damage](parts, tmp_path / "other")
+    assert score(source, tmp_path / "out", rows_per_part=2).found == 2
+    assert parts[1].read_bytes() == expected
+
+
+def test_no_byte_of_a_part_or_a_plan_can_change_unseen(tmp_path):
+    source = write_lines(tmp_path / "rows.jsonl", rows_of(3))
+    score(source, tmp_path / "out")
+    made, path = begun(tmp_path / "out"), tmp_path / "out" / "part-000000.parquet"
+    content = path.read_bytes()
+    for place in range(0, len(content), 7):
+        path.write_bytes(content[:place] + bytes([content[place] ^ 1]) + content[place + 1 :])
+        assert missing(tmp_path / "out", made) == list(made.parts)
+    path.write_bytes(content)
+    assert missing(tmp_path / "out", made) == []
+    plan = tmp_path / "out" / "_plan.json"
+    text = plan.read_bytes()
+    for place in range(0, len(text), 7):
+        plan.write_bytes(text[:place] + bytes([text[place] ^ 1]) + text[place + 1 :])
+        with pytest.raises(InputError, match="Use another folder"):
+            begun(tmp_path / "out")
+
+
+def test_a_folder_of_an_earlier_release_is_refused_and_said_to_be_one(tmp_path):
+    source = write_lines(tmp_path / "rows.jsonl", rows_of(3))
+    score(source, tmp_path / "out")
+    plan = json.loads((tmp_path / "out" / "_plan.json").read_text())
+    del plan["sha256"]
+    text = json.dumps({**plan, "format_version": 1}, separators=(",", ":"))
+    (tmp_path / "out" / "_plan.json").write_text(text)
+    with pytest.raises(InputError, match=r"was begun by an earlier release.* Its parts can be read; .* another folder"):
+        score(source, tmp_path / "out")
 
 
 KILLED = """
@@ -301,7 +348,7 @@ from functools import partial
 from pathlib import Path
 from ray_models import Assassin
 from rsrank_rag.bulk.on_ray import Actors
-from rsrank_rag.bulk.run import score_files
+from rsrank_rag.bulk.run import model_identity, score_files, settled_dtype
 
 source, output, address = sys.argv[1:]
 actors = Actors(2, cpus=0.5, address=address) if address else None
@@ -429,6 +476,11 @@ def test_every_item_is_done_once(ray_cluster):
 
 
 @pytest.mark.ray
+def test_the_dtype_is_that_of_the_machines_that_do_the_work(ray_cluster):
+    assert settled_dtype(LoadOptions("cpu"), TWO) == settled_dtype(LoadOptions("cpu"), None)
+
+
+@pytest.mark.ray
 def test_a_machine_without_room_for_an_actor_says_so(ray_cluster):
     with pytest.raises(RSRankError, match=r"1 actors of 1 CPUs and 4 GPUs were asked for, and the cluster has 8 CPUs"):
         list(each(worker_of_nothing, [1], Actors(gpus=4)))
@@ -458,6 +510,38 @@ def test_the_command_scores_and_goes_on(tmp_path):
     other = run(*arguments[:-1], "mini")
     assert other.exit_code == 2
     assert "was begun otherwise (model: 'bm25' there, 'mini" in " ".join(other.stderr.split())
+
+
+def test_a_plan_names_the_dtype_that_was_chosen_and_another_machines_is_refused(tmp_path, monkeypatch):
+    pytest.importorskip("bm25s")
+    source, output = write_lines(tmp_path / "rows.jsonl", rows_of(4)), tmp_path / "out"
+    arguments = ["score", "-i", source, "-o", output, "--model", "bm25"]
+    monkeypatch.setattr(options, "has_fast_bfloat16", lambda device: True)
+    assert run(*arguments).exit_code == 0
+    assert begun(output).settings["dtype"] == "bfloat16"
+    monkeypatch.setattr(options, "has_fast_bfloat16", lambda device: False)  # as on another machine
+    refused = run(*arguments)
+    assert "dtype: 'bfloat16' there, 'float32' asked for" in " ".join(refused.stderr.split())
+    assert run(*arguments, "--dtype", "bfloat16").exit_code == 0
+
+
+@pytest.mark.parametrize("recorded", [True, False])
+def test_another_language_model_is_another_model(recorded, ranker, tmp_path):
+    ranker.save_pretrained(tmp_path, include_backbone=True)
+    if not recorded:  # as in earlier releases
+        config = hub.read_config(tmp_path)
+        plain = config.model_copy(update={"backbone": config.backbone.model_copy(update={"files": {}})})
+        hub.write_artifact(tmp_path, plain, hub.read_projection(tmp_path, config), "")
+    before = model_identity(str(tmp_path))
+    assert model_identity(str(tmp_path)) == before
+    weights = tmp_path / "backbone" / "model.safetensors"
+    content = weights.read_bytes()
+    weights.write_bytes(content[:-64] + bytes(64))
+    if recorded:
+        with pytest.raises(ArtifactError, match=r"model\.safetensors not as when"):
+            RSRank.from_pretrained(tmp_path, device="cpu")
+    else:
+        assert model_identity(str(tmp_path)) != before
 
 
 def test_the_command_names_what_is_wrong(tmp_path):

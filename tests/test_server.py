@@ -27,7 +27,6 @@ from typer.testing import CliRunner
 
 from rsrank_rag import RSRank
 from rsrank_rag.adapters.systems import load as load_reranker
-from rsrank_rag.artifact.identity import prefix_identity
 from rsrank_rag.cli import app
 from rsrank_rag.cli import service as cli_service
 from rsrank_rag.cli.service import KEYS, prefix_choice, read_canary, read_keys
@@ -671,7 +670,7 @@ async def test_two_services_in_one_process_count_apart():
 
 async def test_a_real_models_prefixes_and_memory_retries_are_counted(tiny_folder):
     own = load_ranker(tiny_folder("qwen3"), "qwen3")
-    own.store = own.reader.store = store_for(own.backbone, prefix_identity(own.backbone, own.config), True)
+    own.store = own.reader.store = store_for(own.backbone, dict, True)
     async with serving(own) as http:
         for _ in range(2):
             await http.post("/v1/rerank", json={"query": "When?", "documents": ["In 1932.", "Never."]})

@@ -23,10 +23,9 @@ from rsrank_rag.errors import BackboneError, InputError, MissingDependencyError
 from rsrank_rag.evaluation.datasets import LabelledDocument, LabelledQuery
 from rsrank_rag.evaluation.evaluate import score_dataset
 from rsrank_rag.evaluation.systems.bm25 import BM25
-from rsrank_rag.evaluation.systems.oracle import OracleSimilarity
 from rsrank_rag.evaluation.systems.sentence_transformers import BiEncoder, CrossEncoder
 from rsrank_rag.language_model.options import LoadOptions
-from rsrank_rag.reproduction.oracle import oracle_scores
+from rsrank_rag.reproduction.oracle import OracleSimilarity, oracle_scores
 from rsrank_rag.training.store import QueryFeatures
 
 CPU = LoadOptions(device="cpu", dtype="float32", local_files_only=True)
@@ -129,7 +128,7 @@ def test_encoders_honour_the_options(make, tmp_path):
     folder = save_cross_encoder(tmp_path)
     half = make(folder, options=LoadOptions(device="cpu", dtype="bfloat16", local_files_only=True))
     assert {parameter.dtype for parameter in half._model.parameters()} == {torch.bfloat16}
-    plain = make(folder, device="cpu")
+    plain = make(folder, options=LoadOptions("cpu"))
     assert {parameter.dtype for parameter in plain._model.parameters()} == {torch.float32}
     with pytest.raises(BackboneError, match="could not be loaded"):
         make("nobody/nothing", options=CPU)
@@ -247,7 +246,7 @@ def test_oracle_similarity_equals_a_slow_computation_from_the_definition(ranker,
         expected.append(score)
     query = labelled(relevant)
     found = OracleSimilarity(ranker).score_labelled(query, titles=False)
-    assert found == pytest.approx(expected, abs=5e-3)  # shifts are kept in float16
+    assert found == pytest.approx(expected, abs=5e-3)  # shifts are kept in bfloat16
     assert score_dataset(OracleSimilarity(ranker), [query], titles=False)[0].scores == found
     if len(relevant) == 1:
         assert found[relevant[0]] == max(found)

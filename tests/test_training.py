@@ -24,19 +24,19 @@ from rsrank_rag.evaluation.metrics import ScoredQuery
 from rsrank_rag.language_model.check import open_backbone
 from rsrank_rag.language_model.loading import load_model
 from rsrank_rag.language_model.options import LoadOptions
-from rsrank_rag.method.losses import (
+from rsrank_rag.method.scoring import ShiftReader
+from rsrank_rag.method.shift import cosine_to_ones
+from rsrank_rag.method.template import PromptTokenizer
+from rsrank_rag.reproduction.closed_form import closed_form
+from rsrank_rag.training.features import FeatureExtractor, digest, plan_features, spec_for, subsample, together
+from rsrank_rag.training.fit import Batch, FitOptions, batch_scores, fit, scored, split
+from rsrank_rag.training.losses import (
     alignment_loss,
     calibration_loss,
     frobenius_loss,
     margin_loss,
     orthogonality_loss,
 )
-from rsrank_rag.method.scoring import ShiftReader
-from rsrank_rag.method.shift import cosine_to_ones
-from rsrank_rag.method.template import PromptTokenizer
-from rsrank_rag.reproduction.closed_form import closed_form
-from rsrank_rag.training.features import FeatureExtractor, digest, plan_features, spec_for, subsample
-from rsrank_rag.training.fit import Batch, FitOptions, batch_scores, fit, scored, split
 from rsrank_rag.training.recipe import FeaturePart, Recipe, shipped
 from rsrank_rag.training.run import TrainingRun
 from rsrank_rag.training.store import FeatureStore, QueryFeatures, Subset, resident
@@ -124,15 +124,15 @@ def toy(count=12, tokens=3, seed=0, layers=2, heads=2, width=8):
 
 def test_documents_that_are_read_together_get_fair_shares(loaded):
     _, prompts, _ = loaded("qwen3")
-    room = prompts._room(10)
+    room = prompts.room(10)
     long, short = "word " * 2000, "bridge"
-    ids = prompts.together([long, short, long], 10)
+    ids = together(prompts, [long, short, long], 10)
     assert len(ids) == prompts.overhead + room
     text = "".join(prompts.text_of(ids))
-    first, middle, last = text.removeprefix("".join(prompts.text_of(prompts._instruction))).split("\n")[:3]
+    first, middle, last = text.removeprefix("".join(prompts.text_of(prompts.instruction))).split("\n")[:3]
     assert middle == short
     assert abs(len(first) - len(last.split("<|im_end|>")[0])) < 20
-    assert "".join(prompts.text_of(prompts.together([short, "frost"], 10))).count("bridge\nfrost") == 1
+    assert "".join(prompts.text_of(together(prompts, [short, "frost"], 10))).count("bridge\nfrost") == 1
 
 
 # The store
@@ -291,6 +291,42 @@ def test_a_damaged_shard_is_one_clear_error(extractor, store_of):
         store[0]
     with pytest.raises(TrainingError, match="is no feature store"):
         FeatureStore(store.folder / "elsewhere")
+
+
+def test_features_that_changed_or_are_of_another_store_or_query_are_one_clear_error(extractor, store_of):
+    store, _ = store_of(labelled(2), extractor, shard_bytes=1)
+    other, _ = store_of(labelled(3)[1:], extractor, "other", shard_bytes=1)
+    path = store.path(0)
+    content = path.read_bytes()
+    flipped = content[:-5] + bytes([content[-5] ^ 1]) + content[-4:]
+    relabelled = content.replace(b"[true, false", b"[false, true", 1)
+    assert relabelled != content
+    for changed in (flipped, relabelled, other.path(0).read_bytes(), content[: len(content) // 2]):
+        path.write_bytes(changed)
+        with pytest.raises(TrainingError, match=r"is damaged .* Remove it and run the same"):
+            FeatureStore(store.folder)[0]
+    path.write_bytes(content)
+    assert torch.equal(FeatureStore(store.folder)[0].shifts, store[0].shifts)
+
+
+def test_a_store_of_an_earlier_release_is_read_and_continued(extractor, store_of, loaded):
+    queries = labelled(2)
+    store, plan = store_of(queries, extractor)
+    with safe_open(store.path(0), framework="pt") as file:
+        rows = json.loads(file.metadata()["queries"])
+        tensors = {name: file.get_tensor(name) for name in rows}
+    for row in rows.values():
+        del row["sha256"]
+    save_file(tensors, store.path(0), metadata={"queries": json.dumps(rows)})
+    spec = loaded("qwen3")[2]
+    described = json.loads((store.folder / "store.json").read_text())
+    del described["backbone"]["files"]
+    (store.folder / "store.json").write_text(json.dumps(described))
+    now = spec_for(
+        extractor, queries, plan, spec.model_copy(update={"files": {"config.json": "0"}}), shard_bytes=1 << 30
+    )
+    again = FeatureStore.create(store.folder, now, plan.bytes)
+    assert torch.equal(again[1].shifts, tensors["1"])
 
 
 def test_a_disk_that_is_too_small_is_refused_before_the_work(extractor, loaded, tmp_path):
@@ -605,8 +641,6 @@ def test_a_recipe_goes_from_labelled_queries_to_an_artifact(recipe_file, tmp_pat
     out = tmp_path / "run"
     said = run("train", "--config", recipe_file, "--output", out)
     assert "Features of 12 queries with 72 documents" in said
-    for name in ("curves.png", "samples.png"):
-        assert (out / name).stat().st_size > 0
     for name in ("metrics.json", "samples.json", "fit/log.jsonl", "fit/checkpoint.safetensors"):
         assert (out / name).stat().st_size > 0
     ranker = RSRank.from_pretrained(out / "artifact", device="cpu", dtype="float32")

@@ -200,3 +200,26 @@ def mean_values(values: Tensor, valid: Tensor) -> Tensor:
     """Mean value vector of a text's tokens, (N, H, D)."""
     weights = valid.float() / valid.sum(1, keepdim=True)
     return (values.float() * weights[:, None, :, None]).sum(2)
+
+
+BERT_NAMES = {
+    "query": "attention.self.query",
+    "key": "attention.self.key",
+    "value": "attention.self.value",
+    "out": "attention.output.dense",
+    "norm": "attention.output.LayerNorm",
+    "up": "intermediate.dense",
+    "down": "output.dense",
+    "last_norm": "output.LayerNorm",
+}
+
+
+def bert_weights(model: Mini) -> dict[str, Tensor]:
+    """The encoder's weights under `BertModel`'s names; of the layer above those that are run, the value projection."""
+    tensors = {f"embeddings.{name}": tensor for name, tensor in model.embeddings.named_parameters()}
+    for number, layer in enumerate(model.layers):
+        for own, name in BERT_NAMES.items():
+            if number < model.shape.run or own == "value":
+                for part, tensor in getattr(layer, own).named_parameters():
+                    tensors[f"encoder.layer.{number}.{name}.{part}"] = tensor
+    return {name: tensor.detach() for name, tensor in tensors.items()}

@@ -12,6 +12,7 @@ Axes: Q queries of a batch, R pairs of a query and a document, H heads, L layers
 from __future__ import annotations
 
 import argparse
+import copy
 import json
 import os
 import random
@@ -22,7 +23,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from model import BORDER, Mini, Shape, mean_values, pooled
+from model import BORDER, Mini, Shape, bert_weights, mean_values, pooled
 from tokenizers import Tokenizer
 from torch import Tensor
 from torch.nn import functional
@@ -386,14 +387,18 @@ class Trainer:
         self.mean, self.step = state["mean"], state["step"]
 
     def export(self, folder: Path) -> None:
-        """Write the mean weights, without those of the encoder below, which are MiniLM's, and their description."""
+        """Write the mean weights, the encoder's in fp16 under BERT's names, and their description: for export.py."""
         from safetensors.torch import save_file
 
         folder.mkdir(parents=True, exist_ok=True)
-        small = ("projection", "shift_weight", "pooled_weight", "value_weight", "bias")
-        tensors = {n: (p if n in small else p.half()).contiguous() for n, p in self.mean.items()}
-        save_file(tensors, folder / "model.safetensors")
+        model = copy.deepcopy(self.model)
+        model.load_state_dict(self.mean, strict=False)
+        small = {name: model.get_parameter(name).detach() for name in ("projection", "shift_weight")}
+        small |= {name: model.get_parameter(name).detach().reshape(1) for name in ("pooled_weight", "bias")}
+        encoder = {name: tensor.half().contiguous() for name, tensor in bert_weights(model).items()}
+        save_file(encoder | small, folder / "model.safetensors")
         shape = asdict(self.model.shape) | {"read": self.model.shape.read, "border": BORDER, "step": self.step}
+        shape |= {"data": sorted(set(data.SETS) - set(self.options.without)), "seed": self.options.seed}
         (folder / "model.json").write_text(json.dumps(shape, indent=2) + "\n", encoding="utf-8")
 
 

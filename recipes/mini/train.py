@@ -31,10 +31,10 @@ from rsrank_rag.artifact.config import TrainingRecord
 from rsrank_rag.artifact.hub import read_config, read_projection
 from rsrank_rag.language_model.check import open_backbone
 from rsrank_rag.language_model.options import LoadOptions, has_fast_bfloat16
-from rsrank_rag.method.losses import alignment_loss, calibration_loss, frobenius_loss, margin_loss, orthogonality_loss
 from rsrank_rag.method.projection import Projection
 from rsrank_rag.method.shift import representational_shift
 from rsrank_rag.method.template import PromptTokenizer, Template, TokenisedQuery
+from rsrank_rag.training.losses import alignment_loss, calibration_loss, frobenius_loss, margin_loss, orthogonality_loss
 
 TEMPLATE = Template(instruction="[CLS]", separator="[SEP]", suffix="[SEP]")
 LAMBDA_CAL, LAMBDA_ORTHO, LAMBDA_ALIGN, LAMBDA_FROB, MARGIN = 0.8, 0.05, 0.5, 0.1, 0.5  # the paper's
@@ -233,8 +233,7 @@ def _begin(options: argparse.Namespace) -> tuple[BertModel, Projection]:
     """Encoder and B of an earlier artifact, or MiniLM with copies of its last layer and a random B."""
     if options.from_artifact is not None:
         config = read_config(options.from_artifact)
-        projection = Projection(read_projection(options.from_artifact, config).float(), config.layers)
-        return _minilm(str(options.from_artifact / "backbone")), projection
+        return _minilm(str(options.from_artifact / "backbone")), read_projection(options.from_artifact, config)
     encoder = _with_copies(_minilm(options.start), options.extra_layers)
     heads = encoder.config.num_attention_heads
     head_dim = encoder.config.hidden_size // heads

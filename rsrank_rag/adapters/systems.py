@@ -63,7 +63,7 @@ _ENCODERS = "evaluation.systems.sentence_transformers"
 _CALIBRATED = {"threshold": 0.0}  # the sigmoid of what these cross-encoders give is the probability of relevance
 KINDS: dict[str, Kind] = {
     "rsrank": Kind("rsrank.RSRank"),
-    "oracle": Kind("evaluation.systems.oracle.OracleSimilarity"),
+    "oracle": Kind("reproduction.oracle.OracleSimilarity"),
     "qwen3-reranker": Kind(
         "evaluation.systems.qwen3_reranker.Qwen3Reranker",
         short={size.lower(): f"Qwen/Qwen3-Reranker-{size}" for size in ("0.6B", "4B", "8B")},

@@ -4,14 +4,26 @@ from __future__ import annotations
 
 import hashlib
 import json
+import reprlib
+import textwrap
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    SerializerFunctionWrapHandler,
+    ValidationError,
+    model_serializer,
+    model_validator,
+)
 
 from ..errors import ArtifactError
 from ..method.template import Template
 
 FORMAT_VERSION: Literal[1] = 1
+
+LARGEST = 2**31
 
 INSIDE = "./backbone"
 """How an artifact names a language model that lies in its own folder."""
@@ -28,11 +40,12 @@ class BackboneSpec(BaseModel):
     name: str = Field(description="Hub id or local path; './folder' lies inside the artifact.")
     revision: str | None = Field(default=None, description="Commit, tag or branch on the Hub.")
     model_type: str
-    num_layers: int = Field(gt=1)
-    num_heads: int = Field(gt=0, description="KV heads, H.")
-    head_dim: int = Field(gt=0, description="D.")
+    num_layers: int = Field(gt=1, le=LARGEST)
+    num_heads: int = Field(gt=0, le=LARGEST, description="KV heads, H.")
+    head_dim: int = Field(gt=0, le=LARGEST, description="D.")
     tokenizer: str = Field(description="Fingerprint of how the tokenizer splits a fixed text.")
     values: tuple[float, ...] = Field(description="Entries of the last read layer's value vectors on fixed tokens.")
+    files: dict[str, str] = Field(default_factory=dict, description="sha256 of each file that decides a score.")
 
 
 class TrainingRecord(BaseModel):
@@ -56,9 +69,12 @@ class RSRankConfig(BaseModel):
     format_version: Literal[1] = FORMAT_VERSION
     backbone: BackboneSpec
     layers: tuple[int, ...] = Field(min_length=1, description="Backbone layers B reads, from 0; layer 0 is left out.")
-    projection_dim: int = Field(gt=0, description="P.")
+    projection_dim: int = Field(gt=0, le=LARGEST, description="P.")
+    fusion_layer: int = Field(default=0, ge=0, description="The first layer in which queries see documents.")
     template: Template = Template()
-    max_length: int | None = Field(default=None, gt=0, description="Positions to use, if fewer than the model has.")
+    max_length: int | None = Field(
+        default=None, gt=0, le=LARGEST, description="Positions to use, if fewer than the model has."
+    )
     license: str | None = None
     training: TrainingRecord = TrainingRecord()
 
@@ -66,12 +82,17 @@ class RSRankConfig(BaseModel):
     def _layers_exist(self) -> RSRankConfig:
         if list(self.layers) != sorted(set(self.layers)):
             raise ValueError(f"layers must ascend without repeats, got {self.layers}")
-        if self.layers[0] < 1 or self.layers[-1] >= self.backbone.num_layers:
+        if self.layers[0] <= self.fusion_layer or self.layers[-1] >= self.backbone.num_layers:
             raise ValueError(
-                f"layers must lie in 1..{self.backbone.num_layers - 1} (layer 0 holds raw token embeddings, which "
-                f"no document can shift), got {self.layers[0]}..{self.layers[-1]}"
+                f"layers must lie in {self.fusion_layer + 1}..{self.backbone.num_layers - 1} (up to layer "
+                f"{self.fusion_layer}, no document has been seen), got {self.layers[0]}..{self.layers[-1]}"
             )
         return self
+
+    @model_serializer(mode="wrap")
+    def _readable_by_earlier_releases(self, plain: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        found: dict[str, Any] = plain(self)
+        return found if self.fusion_layer else {name: value for name, value in found.items() if name != "fusion_layer"}
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
@@ -98,7 +119,7 @@ class RSRankConfig(BaseModel):
         """
         try:
             raw: Any = json.loads(text)
-        except json.JSONDecodeError as error:
+        except (ValueError, RecursionError) as error:  # also nested too deep, or a number of thousands of digits
             raise ArtifactError(f"{source} is not valid JSON ({error}). Download it again.") from None
         if not isinstance(raw, dict) or "format_version" not in raw:
             raise ArtifactError(
@@ -107,13 +128,14 @@ class RSRankConfig(BaseModel):
             )
         if raw["format_version"] != FORMAT_VERSION:
             raise ArtifactError(
-                f"{source} has format version {raw['format_version']!r}; this rsrank_rag reads version "
+                f"{source} has format version {reprlib.repr(raw['format_version'])}; this rsrank_rag reads version "
                 f"{FORMAT_VERSION}. Upgrade with: pip install -U rsrank-rag"
             )
         try:
             return cls.model_validate(_without_retired(raw, source))
         except ValidationError as error:
             problems = "; ".join(f"{'.'.join(map(str, e['loc'])) or 'config'}: {e['msg']}" for e in error.errors())
+            problems = textwrap.shorten(problems, 1000, placeholder=" ...")  # names in it may be of any length
             raise ArtifactError(f"{source} is not a valid RSRank config: {problems}.") from None
 
 
@@ -126,8 +148,8 @@ def _without_retired(raw: dict[str, Any], source: str) -> dict[str, Any]:
     for name, meant in RETIRED.items():
         if name in raw and raw[name] not in meant:
             raise ArtifactError(
-                f"{source} was made with {name}={raw[name]!r}, which belongs to the paper's ablations and is no longer "
-                "part of an artifact. Run it through `rsrank reproduce`, or train B on value vectors."
+                f"{source} was made with {name}={reprlib.repr(raw[name])}, which belongs to the paper's ablations and "
+                "is no longer part of an artifact. Run it through `rsrank reproduce`, or train B on value vectors."
             )
     kept = {name: value for name, value in raw.items() if name not in RETIRED}
     for part, field in (("backbone", "hidden_size"), ("template", "filler"), ("training", "histogram")):
@@ -140,6 +162,12 @@ def content_digest(text: str) -> str:
     """sha256 of a JSON text's content, whatever its layout and the order of its keys.
 
     Taken from the file as written, so that fields which later versions add do not change it.
+
+    Raises:
+        ArtifactError: It is nested too deep.
     """
-    content = json.dumps(json.loads(text), sort_keys=True, ensure_ascii=True)
+    try:
+        content = json.dumps(json.loads(text), sort_keys=True, ensure_ascii=True)
+    except RecursionError:
+        raise ArtifactError("config.json is nested too deep. Download it again.") from None
     return hashlib.sha256(content.encode()).hexdigest()

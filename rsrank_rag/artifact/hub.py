@@ -5,8 +5,8 @@ from __future__ import annotations
 import hashlib
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+import torch
 from huggingface_hub import HfApi, constants, snapshot_download
 from huggingface_hub.errors import (
     HFValidationError,
@@ -17,13 +17,13 @@ from huggingface_hub.errors import (
 from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined] # public, but loaded lazily
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
+from torch import Tensor
 
 from ..errors import ArtifactError
 from ..language_model.hub_errors import HUB_ERRORS
+from ..method.projection import Projection
+from ..partial_files import settle
 from .config import INSIDE, RSRankConfig, content_digest
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 CONFIG, PROJECTION, CARD = "config.json", "projection.safetensors", "README.md"
 BUILTIN = Path(__file__).parents[1] / "models"
@@ -53,7 +53,15 @@ def resolve(
                 f"Revision {revision!r} of {str(name)!r} was asked for, but that is a local folder: only artifacts on "
                 "the Hub have revisions. Leave revision out."
             )
-        return BUILTIN / str(name) if str(name) in builtin_names() else Path(name)
+        if str(name) in builtin_names():
+            return BUILTIN / str(name)
+        try:
+            settle(Path(name))
+        except OSError as error:
+            raise ArtifactError(
+                f"{name} was being saved when the process ended, and {error}. Save it again."
+            ) from error
+        return Path(name)
     asked = f"The artifact {str(name)!r}" + (f" at revision {revision!r}" if revision else "")
     found = f"is neither built in ({', '.join(builtin_names())}) nor a local folder"
     try:
@@ -113,51 +121,48 @@ def read_config(folder: Path) -> RSRankConfig:
     return RSRankConfig.parse(text, source=str(path))
 
 
-def read_projection(folder: Path, config: RSRankConfig) -> Tensor:
-    """Read B, checked against the config.
-
-    Returns:
-        (L, H, P, D), fp32.
+def read_projection(folder: Path, config: RSRankConfig) -> Projection:
+    """Read B, and what else weighs a score, checked against the config.
 
     Raises:
         ArtifactError: Missing, truncated, of another shape, not finite, or written with another config.
     """
-    import torch
-
     path = folder / PROJECTION
     if not path.is_file():
         raise ArtifactError(f"{folder} holds no {PROJECTION}. The artifact is incomplete: download it again.")
     try:
         with safe_open(path, framework="pt") as file:
             written = (file.metadata() or {}).get("sha256")
-            names = list(file.keys())
-            # A copy: what safetensors gives is the file itself, and changes with it.
-            weight = file.get_tensor("weight").clone() if "weight" in names else None
+            # Copies: what safetensors gives is the file itself, and changes with it.
+            tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118 - no mapping
     except (SafetensorError, OSError) as error:
         raise ArtifactError(f"{path} is damaged or truncated ({error}). Download it again.") from error
-    if weight is None:
+    shapes = {"weight": config.shape, "head_weight": config.shape[:2], "agreement": (2,)}
+    if "weight" not in tensors or not tensors.keys() <= shapes.keys():
         raise ArtifactError(
-            f"{path} holds {names or 'nothing'} where 'weight' was expected. Give a folder made by save_pretrained."
+            f"{path} holds {list(tensors) or 'nothing'} where 'weight' was expected, and at most 'head_weight' and "
+            "'agreement' beside it. Give a folder made by save_pretrained."
         )
-    if tuple(weight.shape) != config.shape:
-        raise ArtifactError(
-            f"{path} holds B of shape {tuple(weight.shape)}, but {CONFIG} describes (layers, heads, P, head_dim) = "
-            f"{config.shape}. The two files do not belong together."
-        )
-    if not bool(torch.isfinite(weight).all()):
-        bad = int((~torch.isfinite(weight)).sum())
-        raise ArtifactError(f"{path}: {bad} of {weight.numel()} entries of B are NaN or infinite. Train it again.")
-    digests = _digests(written)
-    expected = content_digest((folder / CONFIG).read_text(encoding="utf-8"))
+    for name, tensor in tensors.items():
+        if tuple(tensor.shape) != shapes[name]:
+            what = "B" if name == "weight" else name
+            raise ArtifactError(
+                f"{path} holds {what} of shape {tuple(tensor.shape)}, but {CONFIG} describes (layers, heads, P, "
+                f"head_dim) = {config.shape}. The two files do not belong together."
+            )
+        if bad := int((~torch.isfinite(tensor)).sum()):
+            raise ArtifactError(f"{path}: {bad} of {tensor.numel()} entries of B are NaN or infinite. Train it again.")
+    if "agreement" in tensors and not config.fusion_layer:
+        raise ArtifactError(f"{path} weighs agreement, but {CONFIG} has no fusion_layer at which it could be taken.")
+    digests, expected = _digests(written), content_digest((folder / CONFIG).read_text(encoding="utf-8"))
     if digests.get("config") != expected:
         raise ArtifactError(
             f"{path} was written with another {CONFIG} (sha256 {digests.get('config', 'missing')}, found {expected}). "
             "Restore the original config.json, or save the artifact again with save_pretrained."
         )
-    if digests.get("weight") != _digest_of(weight):
+    if digests != {"config": expected, **{name: _digest_of(tensor) for name, tensor in tensors.items()}}:
         raise ArtifactError(f"{path} is damaged: its numbers are not those that were written. Download it again.")
-    tensor: Tensor = weight.float()
-    return tensor
+    return Projection(tensors.pop("weight"), config.layers, **tensors)
 
 
 def _digest_of(weight: Tensor) -> str:
@@ -168,17 +173,16 @@ def _digests(written: str | None) -> dict[str, str]:
     """What the file says of the config and of B; empty if it says nothing that can be read."""
     try:
         found = json.loads(written or "{}")
-    except json.JSONDecodeError:
+    except (ValueError, RecursionError):
         return {}
     return found if isinstance(found, dict) else {}
 
 
-def write_artifact(folder: Path, config: RSRankConfig, weight: Tensor, card: str) -> None:
-    """Write the three files of an artifact."""
-    folder.mkdir(parents=True, exist_ok=True)
+def write_artifact(folder: Path, config: RSRankConfig, projection: Projection, card: str) -> None:
+    """Write the three files of an artifact into a folder that is there."""
     (folder / CONFIG).write_text(config.model_dump_json(indent=2) + "\n", encoding="utf-8")
-    tensors = {"weight": weight.detach().float().cpu().contiguous()}
-    digests = {"config": config.digest, "weight": _digest_of(tensors["weight"])}
+    tensors = {name: weight.detach().cpu().contiguous() for name, weight in projection.named_parameters()}
+    digests = {"config": config.digest, **{name: _digest_of(tensor) for name, tensor in tensors.items()}}
     # One entry only: safetensors writes several in random order, and the same B would give other bytes each time.
     # Not save_file: it makes files that only their owner can read.
     (folder / PROJECTION).write_bytes(save(tensors, metadata={"sha256": json.dumps(digests)}))
@@ -239,6 +243,15 @@ def is_hub_id(name: str) -> bool:
     return True
 
 
+def _fusion(config: RSRankConfig) -> list[str]:
+    """What a model card says of mid-fusion."""
+    layer = config.fusion_layer
+    return [
+        f"- Queries see documents from layer {layer} on only; below it, each is run by itself. What both are there may "
+        "count beside the shift (agreement). This is not part of the paper's method"
+    ] * bool(layer)
+
+
 UNNAMED = "PATH_OR_HUB_ID"
 """Stands in a model card's examples until the artifact is published."""
 
@@ -281,6 +294,7 @@ def model_card(config: RSRankConfig) -> str:
         f"({config.backbone.model_type}, {config.depth})",
         f"- B: layers {config.layers[0]}-{config.layers[-1]} ({len(config.layers)}), {heads} KV heads, "
         f"P = {config.projection_dim}, D = {dim}: {len(config.layers) * heads * config.projection_dim * dim:,} numbers",
+        *_fusion(config),
         f"- Template: `{config.template.model_dump_json()}`",
         f"- Training data: {', '.join(training.data) or 'not recorded'}; seed {training.seed}",
     ]

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import hashlib
+import json
+import logging
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ..errors import ArtifactError
+from ..language_model.files import hashes
 from ..language_model.loading import LoadedModel
 from ..language_model.weights import bits_of, fingerprint
 from ..method.backbone import Backbone
@@ -16,6 +20,8 @@ from .config import BackboneSpec, RSRankConfig
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+logger = logging.getLogger(__name__)
 
 TOLERANCE = {16: 0.1, 8: 0.3, 4: 0.7}
 """How far value vectors may lie from the recorded ones, by the weights' bits (16 or more count as 16).
@@ -37,8 +43,10 @@ def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
     return hashlib.sha256(repr(ids).encode()).hexdigest()[:16]
 
 
-def describe(core: Backbone, prompts: PromptTokenizer, name: str, revision: str | None) -> BackboneSpec:
-    """What an artifact records of its language model."""
+def describe(
+    core: Backbone, prompts: PromptTokenizer, name: str, revision: str | None, files: Mapping[str, str] | None = None
+) -> BackboneSpec:
+    """What an artifact records of its language model; ``files``: their hashes."""
     return BackboneSpec(
         name=name,
         revision=revision,
@@ -48,12 +56,18 @@ def describe(core: Backbone, prompts: PromptTokenizer, name: str, revision: str 
         head_dim=core.head_dim,
         tokenizer=tokenizer_fingerprint(prompts.tokenizer),
         values=core.findings.sample,
+        files=dict(files or {}),
     )
 
 
 def prefix_identity(core: Backbone, config: RSRankConfig) -> dict[str, object]:
-    """Everything that a document's keys and values depend on beside its token ids, dtype and tenant."""
+    """Everything that a document's keys and values depend on beside its token ids, dtype and tenant.
+
+    The weights are read whole (0.5 to 1 s/GB), because a sample does not see a damaged block.
+    """
+    read = {name: value for name, value in core.config.to_dict().items() if name not in _NOT_READ}
     return {
+        "config": json.dumps(read, sort_keys=True, default=str),
         "backbone": config.backbone.name,
         "revision": config.backbone.revision,
         "weights": fingerprint(core.model),
@@ -61,8 +75,33 @@ def prefix_identity(core: Backbone, config: RSRankConfig) -> dict[str, object]:
         "template": config.template.model_dump(),
         "layers": core.last_layer,
         "bits": bits_of(core.model),
+        **({"fusion_layer": core.fusion_layer} if core.fusion_layer else {}),
     }
 
+
+def check_files(spec: BackboneSpec, folder: Path | None, *, chosen: bool) -> None:
+    """Compare every byte that decides a score; artifacts of earlier releases do not know what it was.
+
+    A model that somebody ``chosen`` instead of the artifact's may have other files: then this is logged, no more.
+
+    Raises:
+        ArtifactError: Files are damaged or others.
+    """
+    found = hashes(folder) if spec.files else {}
+    # What else a tokenizer may be read from differs between copies; weights that were never recorded are foreign.
+    known = {file: spec.files.get(file, not file.endswith(".safetensors") and digest) for file, digest in found.items()}
+    different = ", ".join(file for file, digest in found.items() if digest != known[file])
+    what = f"{folder}: {different} not as when this artifact was made (by sha256)"
+    if different and not chosen:
+        raise ArtifactError(
+            f"{what}: damaged, or another revision. Download or copy the model again; or, to use it as it is, name it: "
+            "backbone=..."
+        )
+    if different:
+        logger.warning("%s. Scores may differ from the artifact's.", what)
+
+
+_NOT_READ = ("_name_or_path", "architectures", "transformers_version")
 
 ADVICE = "Load the backbone the artifact names (and its revision), or train B for this one."
 

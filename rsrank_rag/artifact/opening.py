@@ -7,14 +7,16 @@ from typing import NamedTuple
 
 from ..errors import ArtifactError
 from ..language_model.check import open_backbone
+from ..language_model.files import folder_of, hashes
 from ..language_model.loading import load_model
 from ..language_model.options import ModelSource
 from ..method.backbone import Backbone
 from ..method.projection import Projection
 from ..method.template import PromptTokenizer, Template
+from ..partial_files import replacing
 from . import hub
 from .config import INSIDE, RSRankConfig, TrainingRecord
-from .identity import check_after_run, check_before_run, describe
+from .identity import check_after_run, check_before_run, check_files, describe
 
 
 class Artifact(NamedTuple):
@@ -42,15 +44,20 @@ def open_artifact(source: ModelSource) -> Artifact:
         cache_dir=load.cache_dir,
     )
     config = hub.read_config(folder)
-    projection = Projection(hub.read_projection(folder, config), config.layers)
+    projection = hub.read_projection(folder, config)
     inside = config.backbone.name == INSIDE
     model = source.backbone or (folder / config.backbone.name if inside else config.backbone.name)
     pinned = config.backbone.revision if source.backbone is None and not inside else None
     last_layer = config.layers[-1]
+    here, chosen = hub.is_folder(model), source.backbone is not None
+    if here:  # before anything of it is read
+        check_files(config.backbone, Path(model), chosen=chosen)
     loaded = load_model(model, revision=pinned, options=load, last_layer=last_layer)
     check_before_run(loaded, config.backbone, str(model))
-    core = open_backbone(loaded.model, last_layer, num_layers=loaded.num_layers)
+    core = open_backbone(loaded.model, last_layer, num_layers=loaded.num_layers, fusion_layer=config.fusion_layer)
     check_after_run(core, config.backbone, str(model))
+    if not here:  # it has been downloaded
+        check_files(config.backbone, folder_of(model, pinned, load.cache_dir), chosen=chosen)
     limits = (core.max_length, config.max_length, source.max_length)
     prompts = PromptTokenizer(
         loaded.tokenizer,
@@ -62,7 +69,13 @@ def open_artifact(source: ModelSource) -> Artifact:
 
 
 def new_artifact(
-    source: ModelSource, projection: Projection, template: Template, training: TrainingRecord, license: str | None
+    source: ModelSource,
+    projection: Projection,
+    template: Template,
+    training: TrainingRecord,
+    *,
+    license: str | None = None,
+    fusion_layer: int = 0,
 ) -> Artifact:
     """Join a language model and a B for it.
 
@@ -72,12 +85,14 @@ def new_artifact(
     """
     last_layer = projection.layers[-1]
     loaded = load_model(source.name, revision=source.revision, options=source.load, last_layer=last_layer)
-    core = open_backbone(loaded.model, last_layer, num_layers=loaded.num_layers)
+    core = open_backbone(loaded.model, last_layer, num_layers=loaded.num_layers, fusion_layer=fusion_layer)
     prompts = PromptTokenizer(loaded.tokenizer, template, max_length=core.max_length, shared_positions=core.causal)
+    files = hashes(folder_of(source.name, source.revision, source.load.cache_dir))
     config = RSRankConfig(
-        backbone=describe(core, prompts, source.name, source.revision),
+        backbone=describe(core, prompts, source.name, source.revision, files),
         layers=projection.layers,
         projection_dim=projection.weight.shape[2],
+        fusion_layer=fusion_layer,
         template=template,
         training=training,
         license=license,
@@ -90,11 +105,13 @@ def new_artifact(
 
 
 def save_artifact(folder: Path, artifact: Artifact, *, include_backbone: bool) -> None:
-    """Write config, B and model card, and the language model if it is wanted or came with them."""
+    """Write config, B and model card, and the language model if it is wanted or came with them: all or nothing."""
     config = artifact.config
-    if include_backbone or config.backbone.name == INSIDE:
-        inside = {"name": INSIDE, "revision": None, "num_layers": artifact.backbone.loaded_layers}
-        config = config.model_copy(update={"backbone": config.backbone.model_copy(update=inside)})
-        artifact.backbone.model.save_pretrained(folder / INSIDE)
-        artifact.prompts.tokenizer.save_pretrained(folder / INSIDE)
-    hub.write_artifact(folder, config, artifact.projection.weight, hub.model_card(config))
+    with replacing(folder) as new:
+        if include_backbone or config.backbone.name == INSIDE:
+            artifact.backbone.model.save_pretrained(new / INSIDE)
+            artifact.prompts.tokenizer.save_pretrained(new / INSIDE)
+            inside: dict[str, object] = {"name": INSIDE, "revision": None, "files": hashes(new / INSIDE)}
+            inside["num_layers"] = artifact.backbone.loaded_layers
+            config = config.model_copy(update={"backbone": config.backbone.model_copy(update=inside)})
+        hub.write_artifact(new, config, artifact.projection, hub.model_card(config))

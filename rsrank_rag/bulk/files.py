@@ -1,8 +1,8 @@
 """Files of rows, cut into parts once and for all: each part is read, and later written, by itself.
 
 The output is a folder: ``_plan.json`` says what was read, of which model, and where each part lies in the input;
-``part-000000.parquet`` is the first part with its scores. A part appears only when it is complete, so that a run that
-was killed goes on, and whoever does a part, in whatever order, the folder ends up the same.
+``part-000000.parquet`` is the first part with its scores. A part appears only when it is complete, and counts as there
+if it is of this plan and each of its bytes as it was written. So a run that was killed goes on, whoever does a part.
 """
 
 from __future__ import annotations
@@ -11,26 +11,30 @@ import base64
 import glob
 import gzip
 import hashlib
+import io
 import itertools
 import json
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, BinaryIO, Literal
+from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from ..errors import InputError, MissingDependencyError
 from ..method.template import clean
-from ..partial_files import is_running, partial_of
+from ..partial_files import digest_of, is_running, partial_of
 from .pairs import COLUMNS, form_of
 
 PLAN = "_plan.json"
 ROWS = 10_000
 ENDINGS = (".jsonl", ".jsonl.gz", ".parquet")
-BLOCK = 1 << 20
-SUMMARY = b"rsrank"
-"""Key of a part's counts in its Parquet metadata."""
+SUMMARY = "rsrank"
+"""Key of what a part says of itself, in its Parquet metadata."""
+
+BLANK = "0" * 64
+SEAL = b'"sha256":"'
+"""What a file's own hash stands behind, the last time that this occurs in it."""
 
 
 class _Record(BaseModel):
@@ -63,14 +67,15 @@ class Part(_Record):
 
 
 class Plan(_Record):
-    """What an output folder holds or will hold."""
+    """What an output folder holds or will hold. ``sha256`` is the file's: see `sealed`."""
 
-    format_version: Literal[1] = 1
+    format_version: Literal[2] = 2
     settings: dict[str, Any]
     rows_per_part: int
     arrow_schema: str
     files: tuple[SourceFile, ...]
     parts: tuple[Part, ...]
+    sha256: str = BLANK
 
     @property
     def columns(self) -> Any:
@@ -217,15 +222,6 @@ def _check_types(schema: Any) -> None:
             raise InputError(f'Column "{name}" must hold {wanted}, got {kind}.')
 
 
-def digest_of(path: Path) -> str:
-    """sha256 of a file."""
-    digest = hashlib.sha256()
-    with path.open("rb") as file:
-        while block := file.read(BLOCK):
-            digest.update(block)
-    return digest.hexdigest()
-
-
 def read(made: Plan, part: Part) -> Any:
     """A part's rows as a table with the schema of the whole input; raises InputError if they are there no more."""
     pa, path = arrow(), Path(made.files[part.file].path)
@@ -267,19 +263,15 @@ def open_output(output: Path, source: str, settings: Mapping[str, Any], rows_per
             raise InputError(f"--output {output} is no empty folder, and no output of rsrank score. Use another one.")
         made = plan(source, settings, rows_per_part)
         output.mkdir(parents=True, exist_ok=True)
-        _write_whole(path, lambda file: file.write(made.model_dump_json().encode()))
-        return made
-    try:
-        found = Plan.model_validate_json(path.read_text(encoding="utf-8"))
-    except (OSError, ValidationError, UnicodeDecodeError) as error:
-        raise InputError(f"{path} is damaged: {error}. Use another folder.") from None
+        _write_whole(path, made.model_dump_json().encode())
+    found = begun(output)
     paths = find(source)
-    begun = {**found.settings, "rows_per_part": found.rows_per_part, "input files": len(found.files)}
+    there = {**found.settings, "rows_per_part": found.rows_per_part, "input files": len(found.files)}
     asked = {**settings, "rows_per_part": rows_per_part, "input files": len(paths)}
     different = [
-        f"{name}: {begun.get(name)!r} there, {asked.get(name)!r} asked for"
-        for name in sorted(set(asked) | set(begun))
-        if asked.get(name) != begun.get(name)
+        f"{name}: {there.get(name)!r} there, {asked.get(name)!r} asked for"
+        for name in sorted(set(asked) | set(there))
+        if asked.get(name) != there.get(name)
     ]
     if len(found.files) == len(paths):
         different += [f"the content of {now}" for file, now in zip(found.files, paths, strict=True) if _new(file, now)]
@@ -293,6 +285,30 @@ def open_output(output: Path, source: str, settings: Mapping[str, Any], rows_per
     return found.model_copy(update={"files": tuple(moved)})
 
 
+def begun(output: Path) -> Plan:
+    """The plan of an output folder; InputError if it is damaged or of an earlier release."""
+    path = output / PLAN
+    try:
+        content = path.read_bytes()
+        if b'{"format_version":1,' in content[:20]:
+            raise InputError(
+                f"{output} was begun by an earlier release, which kept no checksums. Its parts can be read; to go on, "
+                "use another folder."
+            )
+        if sealed(content) != content:
+            raise InputError(f"{path} is damaged. Use another folder.")
+        return Plan.model_validate_json(content)
+    except (OSError, ValidationError) as error:
+        raise InputError(f"{path} cannot be read: {error}. Use another folder.") from None
+
+
+def sealed(content: bytes) -> bytes:
+    """A file that holds the sha256 of everything else in it, behind the last `SEAL`; the same bytes if it did so."""
+    place = content.rfind(SEAL) + len(SEAL)
+    before, after = content[:place], content[place + len(BLANK) :]
+    return before + hashlib.sha256(before + after).hexdigest().encode() + after
+
+
 def _new(file: SourceFile, path: Path) -> bool:
     """Whether the content is another one than it was; a file that nobody has touched is not read for that."""
     status = path.stat()
@@ -301,45 +317,66 @@ def _new(file: SourceFile, path: Path) -> bool:
 
 
 def missing(output: Path, made: Plan) -> list[Part]:
-    """Parts that are not there yet; what killed runs left half written is removed."""
+    """Parts that are not there, damaged or another's; what killed runs left half written is removed."""
     for partial in output.glob("_*.partial"):
         if not is_running(partial):
             partial.unlink(missing_ok=True)
-    there = {path.name for path in output.glob("part-*.parquet")}
-    return [part for part in made.parts if part.name not in there]
+    return [part for part in made.parts if not _is_there(output / part.name, made, part)]
 
 
-def write(output: Path, part: Part, table: Any, found: Mapping[str, Sequence[Any]]) -> None:
+def _is_there(path: Path, made: Plan, part: Part) -> bool:
+    """Whether a file is this part, every byte as it was written."""
+    try:
+        content = path.read_bytes()
+    except FileNotFoundError:
+        return False
+    if sealed(content) == content:  # else nobody should try to read it as Parquet
+        said = _said(arrow().BufferReader(content))
+        return (said.get("plan"), said.get("part")) == (made.sha256, part.number)
+    return False
+
+
+def _said(file: Any) -> dict[str, Any]:
+    """What a part says of itself."""
+    found = arrow().parquet.read_metadata(file).metadata or {}
+    said: dict[str, Any] = json.loads(found.get(SUMMARY.encode(), "{}"))
+    return said
+
+
+def write(output: Path, made: Plan, part: Part, table: Any, found: Mapping[str, Sequence[Any]]) -> None:
     """Write a part's rows with the columns that `PairScorer` found; the file appears only when it is complete."""
     pa = arrow()
     listed = "documents" in table.column_names
     for name, kind in zip(COLUMNS, (pa.float64(), pa.bool_(), pa.bool_(), pa.string()), strict=True):
         table = table.append_column(name, pa.array(found[name], pa.list_(kind) if listed else kind))
     errors = [error for row in found["error"] for error in row] if listed else list(found["error"])
-    summary = {"pairs": len(errors), "errors": sum(error is not None for error in errors)}
-    table = table.replace_schema_metadata({SUMMARY: json.dumps(summary).encode()})
-    _write_whole(output / part.name, lambda file: pa.parquet.write_table(table, file))
+    failed = sum(error is not None for error in errors)
+    said = {"pairs": len(errors), "errors": failed, "plan": made.sha256, "part": part.number, "sha256": BLANK}
+    whole = io.BytesIO()
+    with pa.parquet.ParquetWriter(whole, table.schema) as file:
+        file.write_table(table)
+        file.add_key_value_metadata({SUMMARY: json.dumps(said, separators=(",", ":"))})
+    _write_whole(output / part.name, whole.getvalue())
 
 
 def finish(output: Path, made: Plan) -> tuple[int, int]:
-    """Numbers of pairs and errors in a complete folder; raises InputError if a part is damaged."""
-    pa = arrow()
+    """Numbers of pairs and errors in a complete folder; raises InputError if a part cannot be read."""
     pairs = errors = 0
     for part in made.parts:
         path = output / part.name
         try:
-            summary = json.loads(pa.parquet.read_schema(path).metadata[SUMMARY])
-        except (OSError, pa.ArrowInvalid, KeyError, TypeError) as error:
-            raise InputError(f"{path} is damaged ({error}). Remove it and run the same command again.") from error
-        pairs, errors = pairs + summary["pairs"], errors + summary["errors"]
+            said = _said(path)
+            pairs, errors = pairs + said["pairs"], errors + said["errors"]
+        except (OSError, arrow().ArrowInvalid, KeyError) as error:
+            raise InputError(f"{path} is damaged ({error}). Run the same command again.") from error
     return pairs, errors
 
 
-def _write_whole(path: Path, write: Callable[[BinaryIO], object]) -> None:
-    """Have a file appear only when all of it is on the disk."""
+def _write_whole(path: Path, content: bytes) -> None:
+    """Have a file, with the hash of its content in it, appear only when all of it is on the disk."""
     partial = partial_of(path.with_name(f"_{path.name.lstrip('_')}"))
     with partial.open("wb") as file:
-        write(file)
+        file.write(sealed(content))
         file.flush()
         os.fsync(file.fileno())
     partial.replace(path)

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from ..adapters.systems import KINDS, parse
+from ..artifact.config import INSIDE
 from ..errors import InputError
+from ..language_model.files import hashes
+from ..language_model.options import LoadOptions
+from ..partial_files import digest_of
 from ..reranker import Reranker
 from . import files
 from .files import Part, Plan
@@ -38,25 +43,42 @@ def _part_scorer(make: Callable[[], Reranker], name: str, plan: Plan, output: Pa
         table = files.read(plan, part)
         columns = [column for column in table.column_names if column in ("query", "document", "documents")]
         found = scorer({column: table[column].to_pylist() for column in columns})
-        files.write(output, part, table, found)
+        files.write(output, plan, part, table, found)
         return part.rows
 
     return score
 
 
 def model_identity(name: str, *, revision: str | None = None, local_files_only: bool = False) -> str:
-    """What tells a model from another: its name and, of an RSRank artifact, a hash of its config and its B."""
+    """What tells a model from another: its name and a hash of what decides its scores, so far as it can be had here.
+
+    Of an RSRank artifact config and B, and the language model's files: as the config records them, which is checked
+    where it is loaded, or, of earlier releases, as they are. Of other systems the files of a local folder.
+    """
     from ..artifact import hub
 
-    kind, rest = parse(name)
-    if kind is not KINDS["rsrank"]:
-        return name if revision is None else f"{name} at {revision}"
-    folder = hub.resolve(rest, revision=revision, local_files_only=local_files_only)
-    hub.read_projection(folder, hub.read_config(folder))
-    digest = hashlib.sha256()
-    for file in (hub.CONFIG, hub.PROJECTION):
-        digest.update((folder / file).read_bytes())
-    return f"{name} {digest.hexdigest()[:16]}"
+    kind, model = parse(name)
+    found: dict[str, str] = {}
+    if kind is KINDS["rsrank"]:
+        folder = hub.resolve(model, revision=revision, local_files_only=local_files_only)
+        config = hub.read_config(folder)
+        hub.read_projection(folder, config)
+        found = {file: digest_of(folder / file) for file in (hub.CONFIG, hub.PROJECTION)}
+        spec = config.backbone
+        model = "" if spec.files else str(folder / spec.name) if spec.name == INSIDE else spec.name
+    if hub.is_folder(model):
+        found |= hashes(Path(model))
+    known = f" {hashlib.sha256(json.dumps(found).encode()).hexdigest()}" if found else ""
+    return name + known + ("" if revision is None or kind is KINDS["rsrank"] else f" at {revision}")
+
+
+def settled_dtype(load: LoadOptions, actors: Actors | None) -> str:
+    """The dtype that those choose who do the work: it stands in the plan, and all of an output is computed in it."""
+
+    def chosen(_: object) -> str:
+        return str(load.resolved_dtype()).removeprefix("torch.")
+
+    return chosen(0) if actors is None else next(iter([*each(lambda: chosen, [0], replace(actors, count=1))]))
 
 
 def score_files(

@@ -38,7 +38,6 @@ def evaluate(
     revision: Revision = None,
     output: Annotated[Path | None, Option("--json", help="Write the metrics here, an object a model and file.")] = None,
     report: Annotated[Path | None, Option(help="Folder for a page with tables, figures and worst queries.")] = None,
-    umap: Annotated[bool, Option("--umap", help="In the report, draw RSRank's shifts before and after B.")] = False,
     threshold: Annotated[str, Option(help="For f1@tau: a number, native or shared (see above).")] = "native",
     titles: Annotated[bool, Option(help="Put a document's title in front of its text.")] = True,
     limit: Annotated[int | None, Option(min=1, help="At most so many queries of each; of the Hub, at random.")] = None,
@@ -65,16 +64,15 @@ def evaluate(
     from ..evaluation.evaluate import score_dataset, summarise
     from ..evaluation.hub_datasets import load_sets
     from ..evaluation.report import write_report
-    from ..reproduction.shift_map import shift_pictures
 
-    _check_outputs(output, report, umap)
+    _check_outputs(output, report)
     if threshold not in ("native", "shared"):
         _number(threshold)
     for name in model:
         parse(name)  # a wrong name is said before the data are read
     chosen = None if negatives is None else hard.Negatives.parse(negatives)
     sets = load_sets(data, limit=limit, negatives=chosen, titles=titles, options=load)
-    measured, pictures = [], []
+    measured = []
     for name in dict.fromkeys(model):
         with problems.status(f"Loading {name} ..."):
             system = load_system(name, revision=revision, options=load)
@@ -83,8 +81,6 @@ def evaluate(
             for label, queries in sets.items()
         }
         measured.append(Measured(name, *_tau(threshold, system, list(scored.values())), scored))
-        if umap:
-            pictures += shift_pictures(name, system, sets, titles=titles)
     tables: list[list[dict[str, str | float]]] = [
         [
             {"model": found.name, "dataset": label, **summarise(queries, threshold=found.threshold)}
@@ -96,7 +92,7 @@ def evaluate(
         _write(output, json.dumps([row for rows in tables for row in rows], indent=2) + "\n")
     if report is not None:
         with problems.status("Writing the report ..."):
-            write_report(report, measured, sets, titles=titles, pictures=pictures)
+            write_report(report, measured, sets, titles=titles)
         problems.print(f"Report: {report / 'index.html'}", soft_wrap=True)
     for found, rows in zip(measured, tables, strict=True):
         screen.print(evaluation_table(f"{found.name}, tau = {found.threshold:.4g} ({found.origin})", rows))
@@ -118,19 +114,14 @@ def _tau(threshold: str, system: System, scored: list[list[ScoredQuery]]) -> tup
     return _number(threshold), "given"
 
 
-def _check_outputs(output: Path | None, report: Path | None, umap: bool) -> None:
+def _check_outputs(output: Path | None, report: Path | None) -> None:
     """Fail now and not after the work, where something is missing or cannot be written."""
     from ..evaluation.metrics import ranking_metrics
     from ..evaluation.report import check_report
-    from ..reproduction.shift_map import load_umap
 
     ranking_metrics([])
     if report is not None:
         check_report(report)
-        if umap:
-            load_umap()
-    elif umap:
-        raise InputError("--umap draws into a report. Give --report DIR too.")
     if output is not None:
         _write(output, "")
 

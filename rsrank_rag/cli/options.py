@@ -20,6 +20,7 @@ from ..adapters.systems import forms
 from ..bulk.on_ray import Actors
 from ..errors import InputError, RSRankError
 from ..language_model.options import LoadOptions, LoadSettings
+from ..language_model.threads import use_threads
 
 screen = Console(highlight=False)
 problems = Console(stderr=True, highlight=False)
@@ -41,7 +42,8 @@ class Where(str, Enum):
     ray = "ray"
 
 
-def _load_options(**given: Any) -> LoadOptions:
+def _load_options(threads: int | None, **given: Any) -> LoadOptions:
+    use_threads(threads)
     return LoadSettings(**given).load_options()
 
 
@@ -57,8 +59,10 @@ def _actors(
 
 
 def _loading_parameters() -> dict[str, Parameter]:
-    """An option for each field of `LoadSettings`."""
-    found = {}
+    """An option for each field of `LoadSettings`, and one for threads."""
+    help_text = "Threads to compute with on a CPU. Default: OMP_NUM_THREADS, or the cores that this process may use."
+    threads = Annotated[int | None, Option("--threads", min=1, help=help_text)]
+    found = {"threads": Parameter("threads", Parameter.KEYWORD_ONLY, default=None, annotation=threads)}
     for name, setting in LoadSettings.model_fields.items():
         kind: Any = bool if setting.annotation is bool else str | None
         annotation = Annotated[kind, Option(f"--{name.replace('_', '-')}", help=setting.description)]

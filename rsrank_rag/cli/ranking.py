@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -120,7 +120,7 @@ def index(
         ranker = make()
         count, size = ranker.index_size(texts)
         problems.print(f"{len(texts):,} documents, {count:,} new: {size / 1e6:,.1f} MB")
-        ranker.index(texts, show_progress=problems.is_terminal)
+        count = ranker.index(texts, show_progress=problems.is_terminal)
     screen.print(f"{len(texts):,} documents, {count} new, in {prefixes}")
 
 
@@ -188,15 +188,16 @@ def score(
 
     `rsrank score --input pairs/ --output scored --engine ray --gpus-per-actor 1 --address auto`
     """
-    from ..bulk.run import model_identity, score_files
+    from ..bulk.run import model_identity, score_files, settled_dtype
 
+    load = replace(load, dtype=load.dtype or settled_dtype(load, actors))
     # Nothing is kept between parts unless asked for: a part's scores must not depend on what was done before.
     kept = False if prefixes is None else str(prefixes.absolute())
     settings = {
         "dtype": load.dtype,
         "load_in_8bit": load.weights == "int8",
         "load_in_4bit": load.weights == "nf4",
-        **({"load_in_fp8": True} if load.weights == "fp8" else {}),  # outputs begun before there was fp8 can go on
+        "load_in_fp8": load.weights == "fp8",
         "prefixes": prefixes is not None,
     }
     found = score_files(

@@ -54,6 +54,8 @@ def explanation_table(explanation: Explanation) -> Table:
     labels, rows = explanation.columns()
     for label, parts in zip(labels, zip(*rows, strict=True), strict=True):
         table.add_column(label, justify="right", footer=f"{sum(parts):+.2f}", no_wrap=True)
+    if explanation.agreement:  # of the whole query, not of a token
+        table.add_column("agreement", justify="right", footer=f"{explanation.agreement:+.2f}", no_wrap=True)
     for position, token in enumerate(explanation.tokens):
         table.add_row(Text(token), cell(explanation.by_token[position]), *map(cell, rows[position]))
     return table
@@ -72,6 +74,7 @@ def info_table(name: str, config: RSRankConfig) -> Table:
         "artifact": name,
         "backbone": f"{config.backbone.name} at {config.backbone.revision or 'no pinned revision'} "
         f"({config.backbone.model_type}, {config.depth})",
+        **({"fusion": f"queries see documents from layer {config.fusion_layer} on"} if config.fusion_layer else {}),
         "B": f"{layers} layers ({config.layers[0]}-{config.layers[-1]}) x {heads} heads x P {dim} x D {head_dim} = "
         f"{layers * heads * dim * head_dim:,} numbers; scores lie in ±{layers * heads}",
         "template": f"{config.template.instruction!r} document {config.template.separator!r} query "

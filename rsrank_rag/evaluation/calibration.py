@@ -1,37 +1,24 @@
-"""Is one threshold good for all sets and all queries? And is it better than a fixed number of documents?
-
-The measures of the paper's Section 2, and selection by threshold and by top-k for the same number of documents.
-"""
+"""Is one threshold good for all sets and all queries? The measures of the paper's Section 2."""
 
 from __future__ import annotations
 
-import math
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
-from .metrics import ScoredQuery, best_threshold, f1, f1_at, query_best_f1
+from .metrics import ScoredQuery, best_threshold, f1_at, query_best_f1
 
 
 @dataclass(frozen=True, slots=True)
 class Stability:
-    """How well one threshold suits several sets (paper, Section 2.1), in units of the whole score range.
+    """How well one threshold suits several sets (paper, Section 2.1), in units of the whole score range."""
 
-    Attributes:
-        low: Lowest score of all sets; 0 after normalisation.
-        high: Highest score of all sets; 1 after normalisation.
-        natural: The threshold the system is used with, normalised; outside [0, 1] if no score lies beyond it.
-        best: Each set's threshold with the highest mean F1, normalised.
-        bias: Mean over sets of the absolute offset between the best and the natural threshold.
-        variance: Mean squared distance of the sets' best thresholds from their mean.
-    """
-
-    low: float
-    high: float
-    natural: float
-    best: dict[str, float]
-    bias: float
-    variance: float
+    low: float  # lowest score of all sets; 0 after normalisation
+    high: float  # highest score of all sets; 1 after normalisation
+    natural: float  # the threshold the system is used with; outside [0, 1] if no score lies beyond it
+    best: dict[str, float]  # each set's threshold with the highest mean F1
+    bias: float  # mean over sets of the absolute offset between the best and the natural threshold
+    variance: float  # mean squared distance of the sets' best thresholds from their mean
 
 
 def threshold_stability(sets: Mapping[str, Sequence[ScoredQuery]], threshold: float) -> Stability:
@@ -51,14 +38,8 @@ def threshold_stability(sets: Mapping[str, Sequence[ScoredQuery]], threshold: fl
     span = (high - low) or 1.0
     best = {name: (best_threshold(queries)[0] - low) / span for name, queries in sets.items()}
     natural = (threshold - low) / span
-    return Stability(
-        low=low,
-        high=high,
-        natural=natural,
-        best=best,
-        bias=statistics.fmean(abs(value - natural) for value in best.values()),
-        variance=statistics.pvariance(best.values()),
-    )
+    bias = statistics.fmean(abs(value - natural) for value in best.values())
+    return Stability(low, high, natural, best, bias, statistics.pvariance(best.values()))
 
 
 def f1_gaps(queries: Sequence[ScoredQuery]) -> list[float]:
@@ -79,71 +60,3 @@ def share_above(values: Sequence[float], limit: float) -> float:
     0.25
     """
     return sum(value > limit + 1e-9 for value in values) / max(len(values), 1)
-
-
-@dataclass(frozen=True, slots=True)
-class Selection:
-    """What was kept of each query's documents: one number a query in every list.
-
-    Attributes:
-        kept: Documents kept (the expected number, where chance decides).
-        precision: Share of what was kept that is relevant; 0 where nothing was kept.
-        recall: Share of what is relevant that was kept.
-        f1: Their harmonic mean.
-
-    Where nothing is relevant and nothing was kept, all three count 1; where something was kept, 0.
-    """
-
-    kept: list[float]
-    precision: list[float]
-    recall: list[float]
-    f1: list[float]
-
-    @property
-    def budget(self) -> float:
-        """Mean number of documents kept of a query."""
-        return math.fsum(self.kept) / max(len(self.kept), 1)
-
-
-def select_above(queries: Sequence[ScoredQuery], threshold: float) -> Selection:
-    """Keep what scores above a threshold."""
-    return _selection(queries, [[i for i, score in enumerate(query.scores) if score > threshold] for query in queries])
-
-
-def select_top(queries: Sequence[ScoredQuery], k: int) -> Selection:
-    """Keep each query's best k documents, or all where there are fewer."""
-    return _selection(queries, [query.order()[:k] for query in queries])
-
-
-def select_top_at_budget(queries: Sequence[ScoredQuery], budget: float) -> Selection:
-    """Top-k that keeps ``budget`` documents of a query in the mean, which is seldom a whole k.
-
-    Each query gets k + 1 documents with a probability p and k with 1 - p, with k and p chosen to meet the budget; the
-    numbers are the expected ones. A budget above the mean number of documents keeps all.
-    """
-    lower, k = select_top(queries, 0), 0
-    most = max((len(query.scores) for query in queries), default=0)
-    while k < most:
-        upper = select_top(queries, k + 1)
-        if upper.budget >= budget:
-            return _mixed(lower, upper, (budget - lower.budget) / (upper.budget - lower.budget))
-        lower, k = upper, k + 1
-    return lower
-
-
-def _selection(queries: Sequence[ScoredQuery], kept: Sequence[Sequence[int]]) -> Selection:
-    rows = []
-    for query, places in zip(queries, kept, strict=True):
-        hits, relevant = sum(bool(query.relevant[i]) for i in places), sum(map(bool, query.relevant))
-        nothing = 1.0 if not places and not relevant else 0.0
-        precision = hits / len(places) if places else nothing
-        recall = hits / relevant if relevant else nothing
-        rows.append((float(len(places)), precision, recall, f1(hits, len(places), relevant)))
-    columns = [list(column) for column in zip(*rows, strict=True)] or [[], [], [], []]
-    return Selection(*columns)
-
-
-def _mixed(first: Selection, second: Selection, share: float) -> Selection:
-    """Expected numbers of one selection with the probability 1 - share and another with share."""
-    columns = (zip(getattr(first, part.name), getattr(second, part.name), strict=True) for part in fields(Selection))
-    return Selection(*([(1 - share) * x + share * y for x, y in column] for column in columns))

@@ -11,7 +11,7 @@ from typing import Literal
 from pydantic import BaseModel, ConfigDict
 
 from .. import __version__
-from .calibration import Selection, f1_gaps, select_above, select_top_at_budget, share_above, threshold_stability
+from .calibration import f1_gaps, share_above, threshold_stability
 from .datasets import LabelledQuery
 from .metrics import ScoredQuery, best_threshold, f1_at, query_best_f1, ranking_by_query
 from .statistics import LEVEL, RESAMPLES, Estimate, PairedTest, estimate_mean, paired_differences, paired_t_test
@@ -54,61 +54,27 @@ class QueryResult(_Record):
         return self.metrics["f1@query_best"] - self.metrics["f1@best"]
 
 
-class Spending(_Record):
-    """What a selection keeps of a query in the mean, and how good that is."""
-
-    kept: float
-    precision: Estimate
-    recall: Estimate
-    f1: Estimate
-
-
-class SelectionResult(_Record):
-    """The threshold in use, top-k with the same mean number of documents, and the difference."""
-
-    natural: Spending
-    top_k: Spending
-    f1_difference: Estimate
-
-
 class SetResult(_Record):
-    """One system on one set.
-
-    Attributes:
-        tau_best: The threshold with the highest mean F1.
-        tau_best_normalised: The same, normalised over all sets of the system.
-        score_range: Lowest and highest score, normalised over all sets of the system.
-        gap: Mean F1 that sharing the set's best threshold costs a query.
-        gap_above: Limit -> share of queries that lose more.
-        t_test: Each query's best F1 against its F1 at the set's best threshold.
-    """
+    """One system on one set; what is normalised is so over all sets of the system."""
 
     metrics: dict[str, Estimate]
-    tau_best: float
+    tau_best: float  # the threshold with the highest mean F1
     tau_best_normalised: float
-    score_range: tuple[float, float]
-    gap: Estimate
-    gap_above: dict[str, float]
-    t_test: PairedTest
-    selection: SelectionResult
+    score_range: tuple[float, float]  # lowest and highest score, normalised
+    gap: Estimate  # F1 that sharing the set's best threshold costs a query
+    gap_above: dict[str, float]  # limit -> share of queries that lose more
+    t_test: PairedTest  # each query's best F1 against its F1 at the set's best threshold
     queries: tuple[QueryResult, ...]
 
 
 class SystemResult(_Record):
-    """One system on all sets; means count each set the same.
-
-    Attributes:
-        threshold: The one it is used with, in its own units.
-        threshold_origin: Where that comes from, such as "native".
-        threshold_normalised: The same, normalised over all sets.
-        bias: Of the sets' best thresholds (`calibration.threshold_stability`).
-    """
+    """One system on all sets; means count each set the same."""
 
     name: str
-    threshold: float
-    threshold_origin: str
+    threshold: float  # the one it is used with, in its own units
+    threshold_origin: str  # where that comes from, such as "native"
     threshold_normalised: float
-    bias: float
+    bias: float  # of the sets' best thresholds (`calibration.threshold_stability`), as is the variance
     variance: float
     metrics: dict[str, Estimate]
     sets: dict[str, SetResult]
@@ -131,7 +97,7 @@ class Difference(_Record):
 class Comparison(_Record):
     """Everything that was measured. `model_validate_json` reads report.json back."""
 
-    format_version: Literal[2] = 2
+    format_version: Literal[3] = 3
     package_version: str = __version__
     level: float = LEVEL
     resamples: int = RESAMPLES
@@ -143,17 +109,12 @@ class Comparison(_Record):
 
 @dataclass(frozen=True, eq=False)
 class Measured:
-    """A system's scores.
-
-    Attributes:
-        origin: Where the threshold comes from, such as "native".
-        scored: Set -> scored queries, in the order of the set.
-    """
+    """A system's scores."""
 
     name: str
     threshold: float
-    origin: str
-    scored: Mapping[str, Sequence[ScoredQuery]]
+    origin: str  # where the threshold comes from, such as "native"
+    scored: Mapping[str, Sequence[ScoredQuery]]  # set -> scored queries, in the order of the set
 
 
 def compare(
@@ -182,10 +143,8 @@ def compare(
 
 
 def _labels(query: LabelledQuery) -> QueryLabels:
-    documents = query.documents
-    return QueryLabels(
-        id=query.id, documents=tuple(d.id for d in documents), relevant=tuple(d.relevant for d in documents)
-    )
+    ids, relevant = ([getattr(d, name) for d in query.documents] for name in ("id", "relevant"))
+    return QueryLabels(id=query.id, documents=tuple(ids), relevant=tuple(relevant))
 
 
 def _system(system: Measured, sets: Mapping[str, Sequence[LabelledQuery]], estimate: _Estimator) -> SystemResult:
@@ -208,7 +167,6 @@ def _system(system: Measured, sets: Mapping[str, Sequence[LabelledQuery]], estim
             gap=estimate(gaps),
             gap_above={f"{limit:g}": share_above(gaps, limit) for limit in GAP_LIMITS},
             t_test=paired_t_test(own, best),
-            selection=_selection(queries, system.threshold, estimate),
             queries=rows,
         )
     return SystemResult(
@@ -226,54 +184,26 @@ def _system(system: Measured, sets: Mapping[str, Sequence[LabelledQuery]], estim
 def _rows(labelled: Sequence[LabelledQuery], queries: Sequence[ScoredQuery], tau: float) -> tuple[QueryResult, ...]:
     tau_best, _ = best_threshold(queries)
     ranking = ranking_by_query(queries)
-    return tuple(
-        QueryResult(
-            id=label.id,
-            scores=tuple(query.scores),
-            kept=sum(score > tau for score in query.scores),
-            metrics={
-                **{name: values[number] for name, values in ranking.items()},
-                "f1@tau": f1_at(query, tau),
-                "f1@best": f1_at(query, tau_best),
-                "f1@query_best": query_best_f1(query),
-            },
-        )
-        for number, (label, query) in enumerate(zip(labelled, queries, strict=True))
-    )
-
-
-def _selection(queries: Sequence[ScoredQuery], threshold: float, estimate: _Estimator) -> SelectionResult:
-    def spending(selection: Selection) -> Spending:
-        return Spending(
-            kept=selection.budget,
-            precision=estimate(selection.precision),
-            recall=estimate(selection.recall),
-            f1=estimate(selection.f1),
-        )
-
-    natural = select_above(queries, threshold)
-    top = select_top_at_budget(queries, natural.budget)
-    return SelectionResult(
-        natural=spending(natural), top_k=spending(top), f1_difference=estimate(paired_differences(natural.f1, top.f1))
-    )
+    rows = []
+    for number, (label, query) in enumerate(zip(labelled, queries, strict=True)):
+        metrics = {name: values[number] for name, values in ranking.items()}
+        f1 = {"f1@tau": f1_at(query, tau), "f1@best": f1_at(query, tau_best), "f1@query_best": query_best_f1(query)}
+        kept = sum(score > tau for score in query.scores)
+        rows.append(QueryResult(id=label.id, scores=tuple(query.scores), kept=kept, metrics=metrics | f1))
+    return tuple(rows)
 
 
 def _difference(first: SystemResult, second: SystemResult, estimate: _Estimator) -> Difference:
-    by_metric = {
-        metric: [
-            paired_differences(a, b)
-            for a, b in zip(_values(first.sets, metric), _values(second.sets, metric), strict=True)
-        ]
-        for metric in METRICS
-    }
+    def differences(metric: str) -> dict[str, list[float]]:
+        pairs = zip(first.sets, _values(first.sets, metric), _values(second.sets, metric), strict=True)
+        return {name: paired_differences(a, b) for name, a, b in pairs}
+
+    found = {metric: differences(metric) for metric in METRICS}
     return Difference(
         first=first.name,
         second=second.name,
-        sets={
-            name: {metric: estimate(differences[number]) for metric, differences in by_metric.items()}
-            for number, name in enumerate(first.sets)
-        },
-        mean={metric: estimate(*differences) for metric, differences in by_metric.items()},
+        sets={name: {metric: estimate(found[metric][name]) for metric in METRICS} for name in first.sets},
+        mean={metric: estimate(*by_set.values()) for metric, by_set in found.items()},
     )
 
 

@@ -50,12 +50,7 @@ def dataset_name(path: str | Path) -> str:
 def read_sets(paths: Iterable[str | Path], *, limit: int | None = None) -> dict[str, list[LabelledQuery]]:
     """Read several files: name -> queries. Files that share a name go by their paths; one given twice is read once.
 
-    Args:
-        paths: ``.jsonl`` or ``.jsonl.gz`` files.
-        limit: Only the first queries of each file.
-
-    Raises:
-        InputError: As `read_labelled`.
+    `limit`: only the first queries of each file. Raises as `read_labelled`.
     """
     files = list(dict.fromkeys(map(Path, paths)))
     names = [dataset_name(path) for path in files]

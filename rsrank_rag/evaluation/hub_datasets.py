@@ -91,8 +91,8 @@ def load_sets(
     Args:
         places: ``.jsonl`` or ``.jsonl.gz`` files, names of `NAMES` or ``beir:NAME``. A file goes before a name.
         limit: Only the first queries of each file; of a set by name so many at random.
-        negatives: Irrelevant documents of each query, of a file from the candidates of all its queries. None for the
-            file's own, and 15 at random for sets of BEIR by name. The multi-hop sets by name keep their own.
+        negatives: Of each query, of a file from the candidates of all its queries. None for the file's own, and 15 at
+            random for sets of BEIR by name. The multi-hop sets by name keep their own.
         titles: The first stage reads a file's titles in front of the texts.
         options: How to load the bi-encoder of dense negatives.
 
@@ -101,8 +101,7 @@ def load_sets(
     """
     given = dict.fromkeys(map(str, places))
     named = [place for place in given if is_name(place)]
-    files = [place for place in given if place not in named]
-    found = read_sets(files, limit=limit if negatives is None else None)
+    found = read_sets((p for p in given if p not in named), limit=limit if negatives is None else None)
     if negatives is not None:  # before the cut: the corpus is the whole file's
         found = {
             name: replace_negatives(queries, negatives, titles=titles, options=options)[:limit]
@@ -144,18 +143,15 @@ def load_named(
 
     2wiki, hotpotqa and musique come with each question's own gold and distractor paragraphs, and musique holds
     answerable questions only. Their test labels are hidden, so "test" gives the validation split. fiqa, nfcorpus and
-    fever have test labels; their documents are the relevant ones and random others of the whole corpus, shuffled.
-    fever's corpus takes several GB on disk, but only the rows that are drawn are read. It is the paper's zero-shot
-    set: measure on it, do not train on it.
+    fever have test labels; their documents are the relevant ones and others of the whole corpus, shuffled. fever's
+    corpus takes several GB on disk. It is the paper's zero-shot set: measure on it, do not train on it.
 
     Args:
         name: One of `NAMES`, or ``beir:scifact`` for the set of BEIR that stands as mteb/scifact on the Hub.
         split: Which part.
         queries: At most so many, at random; None for all. The choice depends on the ids and the seed alone.
-        granularity: What a document of 2wiki and hotpotqa is; None for the paper's choice, "sentence". The other sets
-            have paragraphs only.
-        negatives: Irrelevant documents a query of fiqa, nfcorpus, fever and other sets of BEIR. A number stands for so
-            many at random, drawn from (seed, query id); `Negatives` for hard ones of BM25 or a bi-encoder.
+        granularity: What a document of 2wiki and hotpotqa is; None for the paper's choice, "sentence".
+        negatives: Irrelevant documents a query of sets of BEIR: so many at random, or as `Negatives` says.
         seed: Of the sample of queries and the negatives.
         revision: Another commit, branch or tag of the repository than the one this package was written against.
         options: How to load the bi-encoder of dense negatives.
@@ -173,17 +169,15 @@ def load_named(
         raise InputError(f"There is no split {split!r} of {name}. Choose one of: {', '.join(source.splits)}.")
     if granularity not in (None, "paragraph", *(["sentence"] if source.layout == "hotpotqa" else [])):
         raise InputError(f"{name} cannot be had with granularity {granularity!r}. Leave it out.")
-    if isinstance(negatives, int):
-        if negatives < 0:
-            raise InputError(f"Give negatives >= 0, not {negatives}.")
-        negatives = Negatives(count=negatives)
-    if queries is not None and queries < 1:
-        raise InputError(f"Give queries >= 1 or None, not {queries}.")
+    for what, number, least in (("negatives", negatives, 0), ("queries", queries, 1)):
+        if isinstance(number, int) and number < least:
+            raise InputError(f"Give {what} >= {least}, not {number}.")
+    chosen = Negatives(count=negatives) if isinstance(negatives, int) else negatives
     draw = partial(_sample, count=queries, seed=seed)
     try:
         if source.layout == "beir":
             tables = [source.table(c, s) for c, s in ((source.config, source.splits[split]), *_BEIR_TABLES)]
-            found = _from_beir(*tables, draw=draw, negatives=negatives, seed=seed, options=options)
+            found = _from_beir(*tables, draw=draw, negatives=chosen, seed=seed, options=options)
         else:
             found = _from_multihop(source.table(source.config, source.splits[split]), source.layout, granularity, draw)
     except KeyError as error:
@@ -271,7 +265,7 @@ def _from_beir(
         negatives,
         [(key, text, gold[key]) for key, text in zip(keys, texts, strict=True)],
         len(corpus),
-        lambda rows: _contents(corpus[list(rows)]),
+        lambda rows: [_document(row).content() for row in corpus.select(rows)],
         seed=seed,
         options=options,
     )
@@ -279,20 +273,15 @@ def _from_beir(
     for key, text, others in zip(keys, texts, chosen, strict=True):
         rows = [*sorted(gold[key]), *others]
         random.Random(f"order:{seed}:{key}").shuffle(rows)
-        drawn = corpus[rows]
-        lines = zip(rows, drawn["_id"], drawn["title"], drawn["text"], strict=True)
-        documents = tuple(
-            LabelledDocument(id=str(i), title=title or None, text=body, relevant=row in gold[key])
-            for row, i, title, body in lines
-        )
+        drawn = zip(rows, corpus.select(rows), strict=True)
+        documents = tuple(_document(line, relevant=row in gold[key]) for row, line in drawn)
         found.append(LabelledQuery(id=key, query=text, documents=documents))
     return found
 
 
-def _contents(rows: Mapping[str, list[str]]) -> list[str]:
-    """What a reranker reads of rows of a corpus."""
-    pairs = zip(rows["title"], rows["text"], strict=True)
-    return [LabelledDocument(id="", title=title, text=text, relevant=False).content() for title, text in pairs]
+def _document(row: Mapping[str, Any], *, relevant: bool = False) -> LabelledDocument:
+    """A row of a corpus."""
+    return LabelledDocument(id=str(row["_id"]), title=row["title"] or None, text=row["text"], relevant=relevant)
 
 
 def _rows(ids: Any, wanted: Collection[str]) -> dict[str, int]:

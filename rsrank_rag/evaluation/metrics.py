@@ -72,12 +72,8 @@ def best_threshold(queries: Sequence[ScoredQuery], weights: Sequence[float] | No
     >>> best_threshold([ScoredQuery([3.0, 1.0], [True, False]), ScoredQuery([2.0, 0.0], [True, False])])
     (1.5, 1.0)
     """
-    labelled = (
-        (score, label, row)
-        for row, query in enumerate(queries)
-        for score, label in zip(query.scores, query.relevant, strict=True)
-    )
-    documents = sorted(labelled, key=lambda item: -item[0])
+    pairs = ((*pair, row) for row, q in enumerate(queries) for pair in zip(q.scores, q.relevant, strict=True))
+    documents = sorted(pairs, key=lambda item: -item[0])
     relevant = [sum(query.relevant) for query in queries]
     kept, hits = [0] * len(queries), [0] * len(queries)
     weights = [1.0] * len(queries) if weights is None else weights
@@ -129,8 +125,6 @@ def ranking_by_query(queries: Sequence[ScoredQuery]) -> dict[str, list[float]]:
         order = query.order()
         run[str(number)] = {str(i): float(len(order) - rank) for rank, i in enumerate(order)}
         qrels[str(number)] = {str(i): int(label) for i, label in enumerate(query.relevant)}
-    found = {(m.query_id, str(m.measure)): m.value for m in ir_measures.iter_calc([nDCG @ 5, R @ 5], qrels, run)}
-    return {
-        name: [float(found.get((key, measure), 0.0)) for key in qrels]
-        for name, measure in (("ndcg@5", "nDCG@5"), ("recall@5", "R@5"))
-    }
+    measures = {"ndcg@5": nDCG @ 5, "recall@5": R @ 5}
+    found = {(m.query_id, m.measure): float(m.value) for m in ir_measures.iter_calc(measures.values(), qrels, run)}
+    return {name: [found.get((key, measure), 0.0) for key in qrels] for name, measure in measures.items()}

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import logging
 import random
-from collections.abc import Callable, Collection, Iterable, Sequence
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Literal, get_args
 
+import numpy as np
 from pydantic import BaseModel, ConfigDict, Field
 
 from ..errors import InputError
@@ -19,17 +20,12 @@ from .systems.bm25 import BM25
 from .systems.sentence_transformers import BiEncoder
 
 if TYPE_CHECKING:
-    import numpy as np
-
     from ..language_model.options import LoadOptions
 
 logger = logging.getLogger(__name__)
 
 LARGE = 1_000_000
 """Documents of a corpus beyond which a warning says what a first stage will take."""
-
-CHUNK = 4096
-"""Documents that are embedded at a time."""
 
 Kind = Literal["random", "bm25", "dense"]
 
@@ -105,24 +101,20 @@ def _ranked(
     rows: Sequence[int],
     read: Callable[[Sequence[int]], Sequence[str]],
     options: LoadOptions | None,
-) -> list[list[int]]:
+) -> Iterable[list[int]]:
     """Places in ``rows`` of the first stage's best documents, enough of them beside the relevant ones."""
     if negatives.kind == "random":
-        return [[] for _ in queries]
+        return ([] for _ in queries)
     if len(rows) > LARGE:
         logger.warning(
-            "Negatives by %s read all %s documents of the corpus, which takes hours and many GB. Negatives(corpus=%d) "
-            "draws them from so many at random.",
-            negatives.kind,
-            f"{len(rows):,}",
-            LARGE // 10,
+            f"Negatives by {negatives.kind} read all {len(rows):,} documents of the corpus, which takes hours and many "
+            f"GB. Negatives(corpus={LARGE // 10}) draws them from so many at random."
         )
     texts = [text for _, text, _ in queries]
-    depths = [negatives.count + len(gold) for _, _, gold in queries]
+    depth = negatives.count + max((len(gold) for _, _, gold in queries), default=0)
     if negatives.kind == "bm25":
-        return _bm25(texts, depths, read(rows))
-    chunks = (read(rows[start : start + CHUNK]) for start in range(0, len(rows), CHUNK))
-    return _dense(texts, depths, chunks, BiEncoder(negatives.encoder, options=options))
+        return _bm25(texts, depth, read(rows))
+    return _dense(texts, depth, read(rows), BiEncoder(negatives.encoder, options=options))
 
 
 def replace_negatives(
@@ -174,51 +166,15 @@ def _others(rows: Sequence[int], taken: Collection[int], count: int, rng: random
     return [row for row in drawn if row not in taken][:count]
 
 
-def _bm25(queries: Sequence[str], depths: Sequence[int], corpus: Sequence[str]) -> list[list[int]]:
-    """The best of the corpus by BM25 of each query, as deep as asked for; none without a common word."""
-    import numpy as np
-
-    found = []
-    for scores, depth in zip(BM25().scores(queries, corpus), depths, strict=True):
-        scores = np.asarray(scores)
-        found.append([row for row in top(scores, depth) if scores[row] > 0])
-    return found
+def _bm25(queries: Sequence[str], depth: int, corpus: Sequence[str]) -> Iterator[list[int]]:
+    """The best of the corpus by BM25 of each query; none without a common word, of equal ones the first."""
+    for scores in map(np.asarray, BM25().scores(queries, corpus)):
+        yield [int(row) for row in np.argsort(-scores, kind="stable")[:depth] if scores[row] > 0]
 
 
-def _dense(
-    queries: Sequence[str], depths: Sequence[int], corpus: Iterable[Sequence[str]], encoder: BiEncoder
-) -> list[list[int]]:
-    """The best of the corpus by cosine of each query; the corpus passes by in chunks and only the best are kept."""
-    import numpy as np
+def _dense(queries: Sequence[str], depth: int, corpus: Sequence[str], encoder: BiEncoder) -> Iterator[list[int]]:
+    """The best of the corpus by cosine of each query."""
+    from sentence_transformers.util import semantic_search
 
-    targets = encoder.encode_queries(queries)
-    rows: list[Any] = [np.empty(0, dtype=np.int64) for _ in queries]
-    values: list[Any] = [np.empty(0, dtype=np.float32) for _ in queries]
-    start = 0
-    for texts in corpus:
-        cosines = targets @ encoder.encode_documents(texts).T
-        for number, depth in enumerate(depths):
-            merged = np.concatenate([values[number], cosines[number]])
-            merged_rows = np.concatenate([rows[number], np.arange(start, start + len(texts))])
-            best = top(merged, depth)
-            values[number], rows[number] = merged[best], merged_rows[best]
-        start += len(texts)
-    return [[int(row) for row in found] for found in rows]
-
-
-def top(scores: np.ndarray, depth: int) -> list[int]:
-    """Places of the highest scores, best first; of equal ones the first.
-
-    >>> import numpy as np
-    >>> top(np.array([1.0, 3.0, 2.0, 3.0, 2.0]), 3)
-    [1, 3, 2]
-    """
-    import numpy as np
-
-    if depth <= 0:
-        return []
-    places = np.arange(len(scores))
-    if depth < len(scores):
-        places = np.flatnonzero(scores >= np.partition(scores, -depth)[-depth])
-    order = np.argsort(-scores[places], kind="stable")[:depth]
-    return [int(place) for place in places[order]]
+    found = semantic_search(encoder.encode_queries(queries), encoder.encode_documents(corpus), top_k=depth)
+    return ([int(hit["corpus_id"]) for hit in hits] for hits in found)

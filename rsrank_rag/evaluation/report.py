@@ -38,16 +38,11 @@ TITLES = {
 
 @dataclass(frozen=True)
 class Picture:
-    """A figure on the page.
+    """A figure on the page."""
 
-    Attributes:
-        section: Where it stands: "thresholds", "gaps", "scores" or "shifts".
-        caption: What it shows; also its text for those who cannot see it.
-    """
-
-    section: str
+    section: str  # where it stands: "thresholds", "gaps" or "scores"
     name: str
-    caption: str
+    caption: str  # what it shows; also its text for those who cannot see it
     figure: Figure
 
 
@@ -60,7 +55,7 @@ def check_report(folder: str | Path) -> None:
     """
     ranking_metrics([])
     scipy_stats()
-    plots.check()
+    plots.load_matplotlib()
     _template()
     try:
         Path(folder).mkdir(parents=True, exist_ok=True)
@@ -74,18 +69,12 @@ def write_report(
     sets: Mapping[str, Sequence[LabelledQuery]],
     *,
     titles: bool = True,
-    pictures: Sequence[Picture] = (),
     seed: int = 0,
 ) -> Comparison:
     """Compare systems and write ``index.html``, ``report.json`` and ``figures/*.png``.
 
-    Args:
-        folder: Where to; made if need be.
-        systems: Their scores.
-        sets: The labelled queries that were scored.
-        titles: Show a document's title, if it has one, in front of its text: as it was scored.
-        pictures: More figures, such as shifts before and after B.
-        seed: Of the confidence intervals.
+    `folder`: made if need be. `sets`: the labelled queries that were scored. `titles`: show a document's title, if it
+    has one, in front of its text, as it was scored. `seed`: of the confidence intervals.
 
     Returns:
         What report.json holds.
@@ -100,8 +89,7 @@ def write_report(
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "report.json").write_text(found.model_dump_json(indent=1) + "\n", encoding="utf-8")
         drawn = [
-            (picture, plots.save(picture.figure, folder / "figures" / picture.name))
-            for picture in [*figures_of(found), *pictures]
+            (picture, plots.save(picture.figure, folder / "figures" / picture.name)) for picture in figures_of(found)
         ]
         (folder / "index.html").write_text(page(found, sets, drawn, titles=titles), encoding="utf-8")
     except OSError as error:
@@ -110,43 +98,28 @@ def write_report(
 
 
 def figures_of(found: Comparison) -> Iterator[Picture]:
-    """All figures that need nothing but scores and labels."""
+    """All figures."""
     systems = found.systems
-    sets = list(found.labels)
     short = short_names([system.name for system in systems])
     for number, system in enumerate(systems):
-        yield Picture(
-            "thresholds",
-            f"score-range-{number}",
-            f"{system.name}: the range of scores of each set and the threshold with the highest mean F1, normalised "
-            "over all sets.",
-            plots.score_ranges(
-                {name: result.score_range for name, result in system.sets.items()},
-                {name: result.tau_best_normalised for name, result in system.sets.items()},
-                system.threshold_normalised,
-                label=system.threshold_kind,
-                title=f"{short[system.name]}: bias {system.bias:.3f}, variance {system.variance:.4f}",
-            ),
+        results = system.sets.items()
+        figure = plots.score_ranges(
+            {name: result.score_range for name, result in results},
+            {name: result.tau_best_normalised for name, result in results},
+            system.threshold_normalised,
+            label=system.threshold_kind,
+            title=f"{short[system.name]}: bias {system.bias:.3f}, variance {system.variance:.4f}",
         )
-    yield Picture(
-        "gaps",
-        "f1-gap",
-        "Share of queries whose F1 at the set's best threshold falls short of their own best by more than x.",
-        plots.f1_gap_curves(
-            {s: {short[system.name]: [q.gap for q in system.sets[s].queries] for system in systems} for s in sets}
-        ),
-    )
+        caption = "the range of scores of each set and the threshold with the highest mean F1, normalised."
+        yield Picture("thresholds", f"score-range-{number}", f"{system.name}: {caption}", figure)
+    gaps = {s: {short[x.name]: [q.gap for q in x.sets[s].queries] for x in systems} for s in found.labels}
+    caption = "Share of queries whose F1 at the set's best threshold falls short of their own best by more than x."
+    yield Picture("gaps", "f1-gap", caption, plots.f1_gap_curves(gaps))
     for number, system in enumerate(systems):
-        yield Picture(
-            "scores",
-            f"scores-{number}",
-            f"{system.name}: scores of relevant and of irrelevant documents.",
-            plots.score_histograms(
-                {s: _by_label(found.labels[s], system.sets[s].queries) for s in sets},
-                system.threshold,
-                title=short[system.name],
-            ),
-        )
+        scores = {s: _by_label(labels, system.sets[s].queries) for s, labels in found.labels.items()}
+        figure = plots.score_histograms(scores, system.threshold, title=short[system.name])
+        caption = f"{system.name}: scores of relevant and of irrelevant documents."
+        yield Picture("scores", f"scores-{number}", caption, figure)
 
 
 def short_names(names: Sequence[str]) -> dict[str, str]:
@@ -157,12 +130,11 @@ def short_names(names: Sequence[str]) -> dict[str, str]:
 
 def _by_label(labels: Sequence[QueryLabels], queries: Sequence[QueryResult]) -> tuple[list[float], list[float]]:
     """Scores of the relevant, and of the irrelevant documents."""
-    pairs = [
-        pair
-        for label, query in zip(labels, queries, strict=True)
-        for pair in zip(query.scores, label.relevant, strict=True)
-    ]
-    return [score for score, relevant in pairs if relevant], [score for score, relevant in pairs if not relevant]
+    found: tuple[list[float], list[float]] = ([], [])
+    for label, query in zip(labels, queries, strict=True):
+        for score, relevant in zip(query.scores, label.relevant, strict=True):
+            found[not relevant].append(score)
+    return found
 
 
 def page(
@@ -205,9 +177,8 @@ def worst_queries(queries: Sequence[QueryResult], count: int = WORST) -> dict[in
     lowest = sorted(rows, key=lambda row: queries[row].metrics["f1@tau"])[:count]
     widest = sorted(rows, key=lambda row: -queries[row].gap)[:count]
     chosen = {row: "lowest F1 at the threshold" for row in lowest if queries[row].metrics["f1@tau"] < 1}
-    for row in widest:
-        if queries[row].gap > 1e-9:
-            chosen[row] = f"{chosen[row]}, largest gap" if row in chosen else "largest gap"
+    for row in (row for row in widest if queries[row].gap > 1e-9):
+        chosen[row] = f"{chosen[row]}, largest gap" if row in chosen else "largest gap"
     return chosen
 
 
@@ -217,17 +188,12 @@ def _shown(
     """A query with its documents, best first, as the page shows it."""
     result = system.sets[name].queries[row]
     order = sorted(range(len(result.scores)), key=lambda i: -result.scores[i])
-    documents = [
-        {
-            "rank": rank,
-            "id": query.documents[i].id,
-            "text": _cut(query.documents[i].content(titles=titles)),
-            "relevant": query.documents[i].relevant,
-            "score": result.scores[i],
-            "kept": result.scores[i] > system.threshold,
-        }
-        for rank, i in enumerate(order, start=1)
-    ]
+    documents = []
+    for rank, i in enumerate(order, start=1):
+        document, score = query.documents[i], result.scores[i]
+        text = _cut(document.content(titles=titles))
+        about = {"rank": rank, "id": document.id, "text": text, "relevant": document.relevant}
+        documents.append({**about, "score": score, "kept": score > system.threshold})
     kept = [document for document in documents if document["kept"]]
     return {"query": query, "reason": reason, "result": result, "kept": kept, "dropped": documents[len(kept) :]}
 

@@ -31,19 +31,13 @@ class Estimate(BaseModel):
 
 
 class PairedTest(BaseModel):
-    """A paired t-test.
-
-    Attributes:
-        difference: Mean of first minus second.
-        t: The statistic; None where it is not defined: fewer than two pairs, or all differ by the same amount.
-        p: Two-sided; None with fewer than two pairs, 1 where no pair differs, 0 where all differ by the same amount.
-    """
+    """A paired t-test."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
-    difference: float
-    t: float | None
-    p: float | None
+    difference: float  # mean of first minus second
+    t: float | None  # None where it is not defined: fewer than two pairs, or all differ by the same amount
+    p: float | None  # two-sided; None with fewer than two pairs, 1 where no pair differs, 0 where all do by the same
 
 
 def estimate_mean(
@@ -51,11 +45,8 @@ def estimate_mean(
 ) -> Estimate:
     """Mean of the samples' means with its percentile bootstrap interval.
 
-    With one sample that is the mean over queries. With several it is the mean over sets, each counting the same
-    whatever its size, and each resampled by itself.
-
-    `samples`: one number a query; for the paired difference of two systems, the differences. `seed`: of the
-    resampling: the same numbers give the same interval.
+    `samples`: one number a query (for two systems, the paired differences). Several are sets, each counting the same
+    whatever its size and each resampled by itself. `seed`: the same numbers give the same interval.
 
     Raises:
         MissingDependencyError: scipy is not installed.
@@ -70,21 +61,17 @@ def estimate_mean(
     def mean_of_means(*drawn: Any, axis: int) -> Any:
         return sum(sample.mean(axis=axis) for sample in drawn) / len(drawn)
 
-    interval = (
-        scipy_stats()
-        .bootstrap(
-            [np.asarray(sample, dtype=float) for sample in samples],
-            mean_of_means,
-            n_resamples=resamples,
-            batch=max(1, _AT_ONCE // max(map(len, samples))),
-            confidence_level=level,
-            method="percentile",  # BCa, the default, has no answer where a metric is the same for all queries
-            rng=np.random.default_rng(seed),
-        )
-        .confidence_interval
+    found = scipy_stats().bootstrap(
+        [np.asarray(sample, dtype=float) for sample in samples],
+        mean_of_means,
+        n_resamples=resamples,
+        batch=max(1, _AT_ONCE // max(map(len, samples))),
+        confidence_level=level,
+        method="percentile",  # BCa, the default, has no answer where a metric is the same for all queries
+        rng=np.random.default_rng(seed),
     )
-    # Of equal numbers the resampled means differ from the mean by rounding.
-    return Estimate(mean=mean, low=min(float(interval.low), mean), high=max(float(interval.high), mean))
+    low, high = map(float, found.confidence_interval)
+    return Estimate(mean=mean, low=min(low, mean), high=max(high, mean))  # equal numbers differ by rounding
 
 
 def paired_differences(first: Sequence[float], second: Sequence[float]) -> list[float]:
@@ -105,13 +92,12 @@ def paired_t_test(first: Sequence[float], second: Sequence[float]) -> PairedTest
     """
     differences = paired_differences(first, second)
     mean = math.fsum(differences) / max(len(differences), 1)
-    if len(differences) < 2:
-        return PairedTest(difference=mean, t=None, p=None)
-    if max(differences) - min(differences) < 1e-12:
-        same = abs(mean) < 1e-12
-        return PairedTest(difference=mean, t=0.0 if same else None, p=1.0 if same else 0.0)
-    found = scipy_stats().ttest_rel(first, second)
-    return PairedTest(difference=mean, t=float(found.statistic), p=float(found.pvalue))
+    t, p = None, None
+    if len(differences) > 1 and max(differences) - min(differences) > 1e-12:
+        t, p = map(float, scipy_stats().ttest_rel(first, second))
+    elif len(differences) > 1:  # all pairs differ by the same amount
+        t, p = (0.0, 1.0) if abs(mean) < 1e-12 else (None, 0.0)
+    return PairedTest(difference=mean, t=t, p=p)
 
 
 def scipy_stats() -> Any:

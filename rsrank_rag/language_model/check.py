@@ -13,6 +13,7 @@ from ..method.backbone import ADVICE, Backbone, Findings
 from ..method.batching import is_out_of_memory
 from ..method.probe import LastLayerReached, Probe
 from .attention import NAME
+from .fusion import split_at
 from .weights import bits_of
 
 if TYPE_CHECKING:
@@ -48,14 +49,18 @@ class Watcher(Probe):
         return key_states, value_states
 
 
-def open_backbone(model: PreTrainedModel, last_layer: int | None = None, *, num_layers: int | None = None) -> Backbone:
+def open_backbone(
+    model: PreTrainedModel, last_layer: int | None = None, *, num_layers: int | None = None, fusion_layer: int = 0
+) -> Backbone:
     """Try a model out and make it ready to be read.
 
     `model`: a base model without head (``AutoModel``). It is switched to eval mode. `last_layer`: the last layer
-    whose value vectors are read (counted from 0); None for the last one loaded.
+    whose value vectors are read (counted from 0); None for the last one loaded. `fusion_layer`: the first layer in
+    which queries see documents.
 
     Raises:
-        BackboneError: The model's cache does not hold its value vectors, or it cannot be run in two phases.
+        BackboneError: The model's cache does not hold its value vectors, or it cannot be run in two phases, or not
+            from the fusion layer on.
     """
     loaded = model.eval().config.get_text_config().num_hidden_layers
     last_layer = loaded - 1 if last_layer is None else last_layer
@@ -68,6 +73,8 @@ def open_backbone(model: PreTrainedModel, last_layer: int | None = None, *, num_
         raise BackboneError(f"Layer {last_layer} was asked for; {core.name} has 1..{loaded - 1}.")
     try:
         core = with_findings(_try_out(core))
+        if fusion_layer:
+            core = _fused(core, fusion_layer)
     except RUN_ERRORS as error:
         if is_out_of_memory(error):
             raise BackboneError(
@@ -120,6 +127,26 @@ def _try_out(core: Backbone) -> Findings:
                 f"query than when both are run at once, so it cannot be used in two phases. {ADVICE}"
             )
     return findings
+
+
+@torch.no_grad()
+def _fused(core: Backbone, layer: int) -> Backbone:
+    """The same model with a fusion layer.
+
+    Raises:
+        BackboneError: It cannot be run from there on, or gives other value vectors then.
+    """
+    if layer >= core.last_layer:
+        raise BackboneError(f"fusion_layer={layer} was asked for, and no layer above it is read. Choose a lower one.")
+    ids = tuple(_tokens(core))
+    view = split_at(core.model, layer)
+    fused = Backbone(view, core.findings, last_layer=core.last_layer, num_layers=core.num_layers, fusion_layer=layer)
+    read: dict[int, Tensor] = {}
+    fused.query_values([[ids]], fused.prefill([ids[:CUT]], IDS), read.__setitem__)
+    alone = _values(core, list(ids))[layer]  # in the fusion layer, they have not seen the document yet
+    if min(read) != layer or _distance(read[layer][:, :, :IDS], alone) > _near(core):
+        raise BackboneError(f"{core.name} cannot be run from layer {layer} on, as fusion_layer={layer} asks. {ADVICE}")
+    return fused
 
 
 def _tokens(core: Backbone) -> list[int]:

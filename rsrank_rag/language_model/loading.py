@@ -32,8 +32,11 @@ from .weights import bits_of
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-LOAD_ERRORS: tuple[type[Exception], ...] = (*HUB_ERRORS, SafetensorError, ImportError)
-"""What transformers raises for a model that is absent, damaged or in need of a package."""
+LOAD_ERRORS: tuple[type[Exception], ...] = (
+    *HUB_ERRORS,
+    *(SafetensorError, ImportError, TypeError, LookupError, AttributeError, ArithmeticError),
+)
+"""What transformers raises for a model that is absent, damaged, absurd or in need of a package."""
 
 Head = Literal["causal-lm", "seq2seq-lm"]
 _AUTO: dict[Head | None, Any] = {

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
-
-SAMPLE = 1024
-"""Entries of a weight that are looked at."""
 
 
 def plain(name: str, weight: Tensor) -> Iterator[tuple[str, Tensor]]:
@@ -39,17 +37,22 @@ def is_fp8(model: torch.nn.Module) -> bool:
 
 
 def fingerprint(model: torch.nn.Module) -> str:
-    """Hash of evenly spread entries of every weight: it differs for any other checkpoint, dtype or quantisation."""
-    digest = hashlib.sha256()
+    """sha256 of every entry of every weight: it differs for any other checkpoint, dtype or quantisation."""
     # Not state_dict(): bitsandbytes repacks its weights when it is asked for one.
-    for name, weight in (*model.named_parameters(), *model.named_buffers()):
-        if is_traceable_wrapper_subclass(weight):
-            # The rest of a subclass says how it multiplies: fp8 with rounded activations reads documents differently.
-            rest = weight.__tensor_flatten__()[1]
-            digest.update(f"{name} {type(weight).__name__} {rest}".encode())
-        for title, part in plain(name, weight.detach()):
-            flat = part.reshape(-1)
-            sample = flat[:: max(1, len(flat) // SAMPLE)][:SAMPLE].cpu().contiguous()
-            digest.update(f"{title} {tuple(part.shape)} {part.dtype}".encode())
-            digest.update(sample.view(torch.uint8).numpy().tobytes())
+    named = (*model.named_parameters(), *model.named_buffers())
+    with ThreadPoolExecutor(4) as threads:  # hashing lets other threads work; each holds a weight's copy
+        return hashlib.sha256("".join(threads.map(_digest, named)).encode()).hexdigest()
+
+
+def _digest(named: tuple[str, Tensor]) -> str:
+    name, weight = named
+    digest = hashlib.sha256(f"{name} {type(weight).__name__}".encode())
+    if is_traceable_wrapper_subclass(weight):
+        # The rest of a subclass says how it multiplies: fp8 with rounded activations reads documents differently.
+        digest.update(repr(weight.__tensor_flatten__()[1]).encode())
+    scales = (getattr(weight, "SCB", None), getattr(getattr(weight, "quant_state", None), "absmax", None))
+    parts = [*plain(name, weight.detach()), *((f"{name}.scale", part) for part in scales if part is not None)]
+    for title, part in parts:
+        digest.update(f"{title} {tuple(part.shape)} {part.dtype}".encode())
+        digest.update(part.reshape(-1).cpu().contiguous().view(torch.uint8).numpy())
     return digest.hexdigest()

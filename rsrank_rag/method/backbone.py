@@ -4,13 +4,17 @@
    depend on the query.
 2. `Backbone.query_values` runs only the queries' tokens against them and hands out each layer's value vectors.
 
-Causal decoders and BERT-like encoders differ only in mask and positions.
+Causal decoders and BERT-like encoders differ only in mask and positions. With a fusion layer (ours, not the paper's),
+queries see documents only from it on: below it, each is run once, by itself.
 
-Axes: N rows, H KV heads, S prefix positions, R positions of room, T query tokens, D head dimension.
+Axes: N rows, Q queries, H KV heads, S prefix positions, R positions of room, T query tokens, D head dimension, C
+hidden size.
 """
 
 from __future__ import annotations
 
+import copy
+import itertools
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -22,7 +26,7 @@ from torch import Tensor
 
 from ..errors import BackboneError, InputError
 from .batching import Ids
-from .probe import LastLayerReached, Prefixes, Probe, Reader, Recorder, Show, whole_lanes
+from .probe import Entrance, LastLayerReached, Prefix, Prefixes, Probe, Reader, Recorder, Show, pooled, whole_lanes
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -42,8 +46,6 @@ class Findings:
 
     Attributes:
         causal: Whether tokens see only earlier ones (a decoder).
-        num_heads: KV heads, H.
-        head_dim: D.
         sample: Entries of the last read layer's value vectors on fixed tokens. They depend on every weight below, so
             they tell one checkpoint from another in just what B reads.
         aligned: Whether attention can be given whole `probe.LANES` of keys.
@@ -68,6 +70,8 @@ class Backbone:
         last_layer: The last layer whose value vectors are read (counted from 0); later ones never run, and need not
             be loaded.
         num_layers: Layers of the checkpoint, of which the model may hold only the first ones.
+        fusion_layer: The first layer in which queries see documents. Above 0, the model's runs must be able to end
+            or begin there, see `language_model.fusion`.
 
     Attributes:
         fewest_tokens: A run is filled up to so many, see `Findings.steady`.
@@ -76,8 +80,10 @@ class Backbone:
 
     reader: type[Reader] = Reader
 
-    def __init__(self, model: PreTrainedModel, findings: Findings, *, last_layer: int, num_layers: int) -> None:
-        self.model, self.findings = model, findings
+    def __init__(
+        self, model: PreTrainedModel, findings: Findings, *, last_layer: int, num_layers: int, fusion_layer: int = 0
+    ) -> None:
+        self.model, self.findings, self.fusion_layer = model, findings, fusion_layer
         self.fewest_tokens = findings.steady if findings.steady and findings.steady <= CHEAP else 1
         self.config = model.config.get_text_config()
         self.last_layer, self.num_layers = last_layer, num_layers
@@ -97,8 +103,7 @@ class Backbone:
                 "bfloat16 weights of moderate size on a CPU is it known from how many tokens on results stay. Leave it "
                 "out."
             )
-        kind = type(self)
-        core = kind(self.model, self.findings, last_layer=self.last_layer, num_layers=self.num_layers)
+        core = copy.copy(self)
         core.fewest_tokens = self.findings.steady
         return core
 
@@ -132,21 +137,27 @@ class Backbone:
     @property
     def bytes_per_token(self) -> int:
         """What the prefix of a document takes for each of its tokens, unpacked."""
-        return 2 * self.last_layer * self.num_heads * self.head_dim * self.dtype.itemsize
+        return 2 * (self.last_layer - self.fusion_layer) * self.num_heads * self.head_dim * self.dtype.itemsize
 
-    def prefill(self, documents: Sequence[Ids], room: int = 0, behind: Sequence[Tensor] = ()) -> Prefixes:
-        """Run documents' prefixes and keep their keys and values.
+    def prefill(self, documents: Sequence[Ids], room: int = 0, behind: Sequence[Prefix] = ()) -> Prefixes:
+        """Run documents' prefixes and keep keys and values of the layers below ``last_layer``, whose own nobody sees.
 
         Args:
             documents: Token ids of ``instruction + document + separator``, one sequence a document.
             room: Tokens of the longest query that will be run after them.
-            behind: Prefixes of an earlier run to put below them, as `Prefixes.row` gives them.
-
-        Returns:
-            Keys and values of the layers below ``last_layer``; the last one's are never attended to.
+            behind: Prefixes of an earlier run to put below them.
         """
-        lengths = [len(ids) for ids in documents]
-        width, longest = self._width(len(documents), max(lengths)), max(lengths)
+        recorder, inputs = self._alone(documents, Recorder, room, behind)
+        with self.ended_by(recorder):
+            self.model(**inputs)
+        return recorder.prefixes()
+
+    def _alone(
+        self, texts: Sequence[Ids], kind: type[Recorder], room: int = 0, behind: Sequence[Prefix] = ()
+    ) -> tuple[Recorder, dict[str, object]]:
+        """A run of texts, each seeing itself only: its cache, which ends it, and what the model is called with."""
+        lengths = [len(ids) for ids in texts]
+        width, longest = self._width(len(texts), max(lengths)), max(lengths)
         columns = torch.arange(width, device=self.device).clamp(max=longest - 1)
         # A single token's causal mask is none at all: it would see the keys that fill the lanes.
         aligned = self.findings.aligned and longest > 1 and not torch.is_grad_enabled()
@@ -154,15 +165,13 @@ class Backbone:
         if not self.causal:  # there, no real token sees the padding on its right, and the model's own mask is faster
             keys = torch.arange(whole_lanes(longest) if aligned else width, device=self.device)
             mask = self.mask((keys < self._column(lengths))[:, None].expand(-1, width, -1))
-        recorder = Recorder(self.last_layer - 1, longest, room, behind, aligned=aligned)
-        ids = self._padded(documents, width)
-        with self.ended_by(recorder):
-            self.model(**self.inputs(recorder, ids, mask, columns.expand(len(ids), -1)))
-        return recorder.prefixes(lengths)
+        recorder = kind(self.last_layer - 1, lengths, room, behind, fusion=self.fusion_layer, aligned=aligned)
+        ids = self._padded(texts, width)
+        return recorder, self.inputs(recorder, ids, mask, columns.expand(len(ids), -1))
 
     def query_values(
         self, lines: Sequence[Sequence[Ids]], prefixes: Prefixes, show: Show, which: Sequence[int] | None = None
-    ) -> None:
+    ) -> Tensor:
         """Run queries after prefixes and hand over their value vectors, layer by layer.
 
         Values are handed over once and not kept, so memory does not grow with depth.
@@ -171,8 +180,11 @@ class Backbone:
             lines: What can stand behind a prefix: one query's token ids, or several queries' side by side, of which
                 each sees the document and itself only. A shorter line is padded on its right; T is the longest's.
             prefixes: From `prefill`, with room for T tokens.
-            show: Called with each layer's index and values (N, H, T, D), ascending up to ``last_layer``.
+            show: Called with each layer's index and values (N, H, T, D), from the fusion layer up to ``last_layer``.
             which: For each prefix, the number of its line; None where there is one line for all.
+
+        Returns:
+            What `Prefix.pooled` is of each query, (Q, C).
 
         Raises:
             ValueError: The prefixes have too little room.
@@ -196,9 +208,23 @@ class Backbone:
         # Padding stays at the first position: the model's last one might be nearer than its end.
         positions = (start + within) * (owner >= 0)
         mask = self._query_mask(prefixes, owner, within, positions)
-        reader = self.reader(self.last_layer, prefixes, show)
+        reader, embedded = self.reader(self.last_layer, prefixes, show), torch.empty(0)
+        if self.fusion_layer:
+            hidden, embedded = self._entering([query for queries in lines for query in queries])
+            first = torch.tensor([0, *itertools.accumulate(map(len, lines))], device=self.device)[index]
+            reader.entering = hidden[(first[:, None] + owner).clamp(min=0), within]
         with self.ended_by(reader):
             self.model(**self.inputs(reader, ids[index], mask, positions))
+        return embedded
+
+    def _entering(self, queries: Sequence[Ids]) -> tuple[Tensor, Tensor]:
+        """What enters the fusion layer of queries by themselves, (Q, T, C), and their mean over tokens, (Q, C)."""
+        entrance, inputs = self._alone(queries, Entrance)
+        with self.ended_by(entrance):
+            self.model(**inputs)
+        hidden = entrance.entering
+        assert hidden is not None
+        return hidden, pooled(hidden, [len(query) for query in queries])
 
     def _query_mask(
         self, prefixes: Prefixes, owner: Tensor, within: Tensor, positions: Tensor
@@ -231,12 +257,12 @@ class Backbone:
         return [window if kind == "sliding_attention" else None for kind in kinds[: self.loaded_layers]]
 
     def reach(self, layer: int) -> int | None:
-        """How many positions back a token's values at a layer can know of; None if there is no limit.
+        """How many positions back a token's values at a layer can know of a document; None if there is no limit.
 
-        They have passed the attention of all layers below, each of which carries as far as its window.
+        They have passed all layers from the fusion layer on, each of which carries as far as its window.
         """
-        windows = [window for window in self._windows[:layer] if window is not None]
-        return sum(window - 1 for window in windows) if self.causal and len(windows) == layer else None
+        windows = self._windows[self.fusion_layer : layer]
+        return sum(window - 1 for window in windows if window) if self.causal and all(windows) else None
 
     def _column(self, lengths: Sequence[int]) -> Tensor:
         return torch.tensor(lengths, device=self.device)[:, None]
@@ -265,19 +291,11 @@ class Backbone:
     def inputs(
         self, cache: Probe, ids: Tensor, mask: Tensor | dict[str, Tensor] | None, positions: Tensor
     ) -> dict[str, object]:
-        """What the model is called with.
-
-        Args:
-            cache: Records or reads.
-            ids: (N, T).
-            mask: As the model takes it.
-            positions: (N, T), each part counted from 0.
-        """
-        positions = positions + self._position_offset
+        """What the model is called with: ids (N, T), a mask as it takes them, positions (N, T) counted from 0."""
         return {
             "input_ids": ids,
             "attention_mask": mask,
-            "position_ids": positions,
+            "position_ids": positions + self._position_offset,
             "past_key_values": cache,
             "use_cache": True,
         }

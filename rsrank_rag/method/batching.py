@@ -30,11 +30,7 @@ Item = TypeVar("Item", bound=Sized)
 
 
 class DoesNotFitError(Exception):
-    """Even one sequence alone is too large for the memory.
-
-    Attributes:
-        ids: The sequence, as it was given.
-    """
+    """Even one sequence alone, ``ids`` as it was given, is too large for the memory."""
 
     def __init__(self, ids: Any) -> None:
         super().__init__(f"{len(ids)} tokens do not fit")

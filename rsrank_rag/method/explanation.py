@@ -21,6 +21,7 @@ class Explanation:
         layers: The L backbone layers read.
         parts: (T, L) nested tuples, each summed over heads and divided by T.
         head_parts: (T, L, H) nested tuples, the same per KV head.
+        agreement: What the document's agreement with the query adds, less the border; 0 for models without.
     """
 
     query: str
@@ -31,6 +32,7 @@ class Explanation:
     layers: tuple[int, ...]
     parts: tuple[tuple[float, ...], ...]
     head_parts: tuple[tuple[tuple[float, ...], ...], ...]
+    agreement: float = 0.0
 
     @property
     def by_token(self) -> dict[int, float]:
@@ -66,9 +68,11 @@ class Explanation:
         def line(name: str, total: float, parts: Iterable[float]) -> str:
             return f"{name:<{width}}  {total:>+7.3f}  " + " ".join(f"{part:>+6.2f}" for part in parts)
 
-        head = f"{'token':<{width}}  {'total':>7}  " + " ".join(f"{label:>6}" for label in labels)
+        own = [self.agreement] * bool(self.agreement)  # of the whole query, not of a token
+        names = [*labels, *["agree"] * len(own)]
+        head = f"{'token':<{width}}  {'total':>7}  " + " ".join(f"{name:>6}" for name in names)
         body = [line(token, self.by_token[i], rows[i]) for i, token in enumerate(self.tokens)]
-        return "\n".join([head, *body, line("score", self.score, map(math.fsum, zip(*rows, strict=True)))])
+        return "\n".join([head, *body, line("score", self.score, [*map(math.fsum, zip(*rows, strict=True)), *own])])
 
     def _repr_html_(self) -> str:
         """A table in a notebook: green cells raise the score, red ones lower it."""
@@ -80,14 +84,16 @@ class Explanation:
             return f'<td style="text-align:right;background:rgba({colour},{shade:.2f})">{value:+.2f}</td>'
 
         verdict = "kept" if self.score > 0 else "dropped"
-        head = "".join(f"<th>L{layer}</th>" for layer in self.layers)
+        own = bool(self.agreement)
+        head = "".join(f"<th>L{layer}</th>" for layer in self.layers) + "<th>agreement</th>" * own
         body = "".join(
             f"<tr><th>{html.escape(token)}</th>{cell(self.by_token[i], largest * len(self.layers))}"
             + "".join(cell(part, largest) for part in self.parts[i])
+            + "<td></td>" * own
             + "</tr>"
             for i, token in enumerate(self.tokens)
         )
-        foot = "".join(f"<td>{part:+.2f}</td>" for part in self.by_layer.values())
+        foot = "".join(f"<td>{part:+.2f}</td>" for part in (*self.by_layer.values(), *[self.agreement] * own))
         cut = " (truncated)" if self.truncated else ""
         return (
             f"<p><b>{html.escape(self.query)}</b><br>{html.escape(self.document[:300])}{cut}</p>"

@@ -4,7 +4,8 @@ Attention layers pass every key and value vector through ``Cache.update`` before
 keep a document's, hand a stored prefix to attention, show each value vector of the query to whoever reads it, and end
 the run at the last layer that is read. Nothing is installed on the model, so concurrent calls are safe.
 
-Axes: N rows, L layers, H KV heads, S prefix positions, R positions of room, T query tokens, D head dimension.
+Axes: N rows, L layers, H KV heads, S prefix positions, R positions of room, T query tokens, D head dimension, C hidden
+size.
 """
 
 from __future__ import annotations
@@ -62,6 +63,27 @@ class Scratch(threading.local):
 
 
 @dataclass(frozen=True)
+class Prefix:
+    """What one document leaves behind for later queries.
+
+    Attributes:
+        states: Its keys, then its values, of the layers in which queries see it, (2, L, H, S, D).
+        pooled: Mean over its tokens of what enters the fusion layer, (C,) fp32; empty without a fusion layer.
+    """
+
+    states: Tensor
+    pooled: Tensor
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of both."""
+        return self.states.nbytes + self.pooled.nbytes
+
+    def __len__(self) -> int:
+        return self.states.shape[3]
+
+
+@dataclass(frozen=True)
 class Prefixes:
     """Keys and values of N prefixes, with room in front of each for a query's.
 
@@ -73,53 +95,67 @@ class Prefixes:
         values: Per layer, (N, H, R + S, D).
         lengths: Valid positions of each prefix.
         room: R.
+        pooled: What `Prefix.pooled` is of each, (N, C).
     """
 
     keys: tuple[Tensor, ...]
     values: tuple[Tensor, ...]
     lengths: tuple[int, ...]
     room: int
+    pooled: Tensor
 
     def __len__(self) -> int:
         return len(self.lengths)
 
     @classmethod
-    def of(cls, rows: Sequence[Tensor], room: int, scratch: Scratch | None = None) -> Prefixes:
-        """Join single prefixes, each (2, L, H, its length, D): keys, then values.
+    def of(cls, rows: Sequence[Prefix], room: int, scratch: Scratch | None = None) -> Prefixes:
+        """Join single prefixes.
 
         Args:
             rows: The prefixes.
             room: Tokens of the longest query that will be run after them.
             scratch: Memory to join them in; the result then holds until this thread's next use of it.
         """
-        lengths, room = tuple(row.shape[3] for row in rows), whole_lanes(room)
-        _, layers, heads, _, dim = rows[0].shape
+        lengths, room = tuple(map(len, rows)), whole_lanes(room)
+        _, layers, heads, _, dim = rows[0].states.shape
         width = whole_lanes(max(lengths))
-        both = (scratch or Scratch()).take(rows[0], (2, layers, len(rows), heads, room + width, dim))
+        both = (scratch or Scratch()).take(rows[0].states, (2, layers, len(rows), heads, room + width, dim))
         both[:, :, :, :, :room] = 0  # whatever lay there might be NaN, and a masked NaN is still NaN
         for number, (row, length) in enumerate(zip(rows, lengths, strict=True)):
-            both[:, :, number, :, room : room + length] = row
+            both[:, :, number, :, room : room + length] = row.states
             both[:, :, number, :, room + length :] = 0
-        return cls(tuple(both[0]), tuple(both[1]), lengths, room)
+        return cls(tuple(both[0]), tuple(both[1]), lengths, room, torch.stack([row.pooled for row in rows]))
 
-    def row(self, number: int) -> Tensor:
-        """One prefix without padding, in memory of its own, (2, L, H, its length, D)."""
+    def row(self, number: int) -> Prefix:
+        """One prefix without padding, in memory of its own."""
         end = self.room + self.lengths[number]
         keys, values = ([layer[number, :, self.room : end] for layer in part] for part in (self.keys, self.values))
-        return torch.stack([*keys, *values]).view(2, len(keys), *keys[0].shape)
+        states = torch.stack([*keys, *values]).view(2, len(keys), *keys[0].shape)
+        return Prefix(states, self.pooled[number].clone())
 
     def take(self, rows: Tensor) -> Prefixes:
         """Some of the rows, in any order and as often as wanted, (their number,) indices."""
         keys, values = (tuple(layer[rows] for layer in part) for part in (self.keys, self.values))
-        return Prefixes(keys, values, tuple(self.lengths[row] for row in rows.tolist()), self.room)
+        lengths = tuple(self.lengths[row] for row in rows.tolist())
+        return Prefixes(keys, values, lengths, self.room, self.pooled[rows])
 
 
 class Probe(Cache):  # type: ignore[misc]  # transformers has no types
-    """What both caches of ours share: no state of transformers' own, a length, and an end."""
+    """What all caches of ours share: no state of transformers' own, a length, and an end.
+
+    Attributes:
+        entering: What enters the fusion layer, (N, T, C), in a run that begins there; None in one from the first layer.
+    """
+
+    entering: Tensor | None = None
 
     def __init__(self, stop: int, length: int = 0) -> None:
         super().__init__(layers=[])
         self.stop, self.length = stop, length
+
+    def enter(self, hidden: Tensor) -> Tensor:
+        """At the fusion layer: what enters it, (N, T, C)."""
+        return hidden if self.entering is None else self.entering
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Positions before the tokens of this run."""
@@ -135,56 +171,76 @@ class Probe(Cache):  # type: ignore[misc]  # transformers has no types
 
 
 class Recorder(Probe):
-    """Phase 1: keep what the documents' tokens leave behind, up to and including layer ``stop``.
+    """Phase 1: keep what the documents' tokens leave behind, from the fusion layer up to and including ``stop``.
 
     Args:
         stop: The last layer.
-        longest: Positions to keep: what stands behind them is padding.
+        lengths: Of each text: what stands behind it is padding.
         room: Positions to leave free in front of each document.
-        behind: Prefixes to add below the documents' rows, none of them longer: those without a document, each
-            (2, L, H, its length, D).
+        behind: Prefixes to add below the documents' rows, none of them longer: those without a document.
+        fusion: The fusion layer; nothing is kept of those below it.
         aligned: Whether attention is given whole `LANES`.
     """
 
     def __init__(
-        self, stop: int, longest: int, room: int = 0, behind: Sequence[Tensor] = (), *, aligned: bool = False
+        self,
+        stop: int,
+        lengths: Sequence[int],
+        room: int = 0,
+        behind: Sequence[Prefix] = (),
+        *,
+        fusion: int = 0,
+        aligned: bool = False,
     ) -> None:
         super().__init__(stop)
-        self.longest, self.room, self.behind, self.aligned = longest, whole_lanes(room), behind, aligned
+        self.lengths, self.longest, self.fusion, self.aligned = tuple(lengths), max(lengths), fusion, aligned
+        self.room, self.behind = whole_lanes(room), behind
+        self.pooled: Tensor | None = None
         self.keys: list[Tensor] = []
         self.values: list[Tensor] = []
+
+    def enter(self, hidden: Tensor) -> Tensor:
+        """Keep the mean of what enters the fusion layer."""
+        self.pooled = pooled(hidden, self.lengths)
+        return hidden
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: object, **kwargs: object
     ) -> tuple[Tensor, Tensor]:
         """Keep a layer's keys and values, (N, H, S, D)."""
-        kept = self._kept(key_states, 0, layer_idx), self._kept(value_states, 1, layer_idx)
-        self.keys.append(kept[0])
-        self.values.append(kept[1])
+        if layer_idx < self.fusion:
+            if not self.aligned:
+                return key_states, value_states
+            return _padded(key_states, self.longest), _padded(value_states, self.longest)
+        both = (key_states, value_states)
+        keys, values = (
+            _padded(
+                states, self.longest, self.room, [other.states[part, layer_idx - self.fusion] for other in self.behind]
+            )
+            for part, states in enumerate(both)
+        )
+        self.keys.append(keys)
+        self.values.append(values)
         if layer_idx == self.stop:
             raise LastLayerReached
-        if not self.aligned:
-            return key_states, value_states
-        rows = len(key_states)
-        return kept[0][:rows, :, self.room :], kept[1][:rows, :, self.room :]
+        rows = slice(len(key_states))
+        return (keys[rows, :, self.room :], values[rows, :, self.room :]) if self.aligned else both
 
-    def _kept(self, states: Tensor, part: int, layer: int) -> Tensor:
-        rows, heads, _, dim = states.shape
-        start, end = self.room, self.room + self.longest
-        kept = states.new_empty(rows + len(self.behind), heads, start + whole_lanes(self.longest), dim)
-        kept[:rows, :, start:end] = states[:, :, : self.longest]
-        kept[:, :, :start] = 0  # whatever lay there might be NaN, and a masked NaN is still NaN
-        kept[:rows, :, end:] = 0
-        for row, other in enumerate(self.behind, start=rows):
-            stop = start + other.shape[3]
-            kept[row, :, start:stop] = other[part, layer]
-            kept[row, :, stop:] = 0
-        return kept
+    def prefixes(self) -> Prefixes:
+        """What was recorded, and the prefixes behind it."""
+        lengths = (*self.lengths, *map(len, self.behind))
+        own = torch.empty(len(self.lengths), 0, device=self.keys[0].device) if self.pooled is None else self.pooled
+        every = torch.stack([*own, *(other.pooled for other in self.behind)])
+        return Prefixes(tuple(self.keys), tuple(self.values), lengths, self.room, every)
 
-    def prefixes(self, lengths: Sequence[int]) -> Prefixes:
-        """What was recorded of documents of these lengths, and those behind them."""
-        lengths = (*lengths, *(other.shape[3] for other in self.behind))
-        return Prefixes(tuple(self.keys), tuple(self.values), lengths, self.room)
+
+class Entrance(Recorder):
+    """Phase 2 below the fusion layer: the queries by themselves, up to what enters it."""
+
+    def enter(self, hidden: Tensor) -> Tensor:
+        """Keep what enters the fusion layer, (N, T, C), and end the run."""
+        self.entering = hidden
+        raise LastLayerReached
 
 
 class Reader(Probe):
@@ -193,6 +249,7 @@ class Reader(Probe):
     def __init__(self, stop: int, prefixes: Prefixes, show: Show) -> None:
         super().__init__(stop, prefixes.keys[0].shape[2])
         self.prefixes, self.show = prefixes, show
+        self.first = stop - len(prefixes.keys)
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: object, **kwargs: object
@@ -201,7 +258,33 @@ class Reader(Probe):
         self.show(layer_idx, value_states)
         if layer_idx == self.stop:
             raise LastLayerReached
-        keys, values = self.prefixes.keys[layer_idx], self.prefixes.values[layer_idx]
+        keys, values = self.prefixes.keys[layer_idx - self.first], self.prefixes.values[layer_idx - self.first]
         count = min(key_states.shape[2], self.prefixes.room)  # what stands behind it nobody sees
         keys[:, :, :count], values[:, :, :count] = key_states[:, :, :count], value_states[:, :, :count]
         return keys, values
+
+
+def pooled(hidden: Tensor, lengths: Sequence[int]) -> Tensor:
+    """Mean over each text's tokens of hidden states (N, T, C), (N, C) fp32.
+
+    In float64, in which the sum does not depend on how much padding stands behind a text.
+    """
+    counts = torch.tensor(lengths, device=hidden.device)[:, None]
+    valid = torch.arange(hidden.shape[1], device=hidden.device) < counts
+    total = hidden.double().masked_fill_(~valid[..., None], 0).sum(1)
+    return (total / counts).float()
+
+
+def _padded(states: Tensor, longest: int, room: int = 0, behind: Sequence[Tensor] = ()) -> Tensor:
+    """Keys or values (N, H, S, D) in whole `LANES`, with room in front and others below, (N + behind, H, R + S, D)."""
+    rows, heads, _, dim = states.shape
+    end = room + longest
+    kept = states.new_empty(rows + len(behind), heads, room + whole_lanes(longest), dim)
+    kept[:rows, :, room:end] = states[:, :, :longest]
+    kept[:, :, :room] = 0  # whatever lay there might be NaN, and a masked NaN is still NaN
+    kept[:rows, :, end:] = 0
+    for row, other in enumerate(behind, start=rows):
+        stop = room + other.shape[1]
+        kept[row, :, room:stop] = other
+        kept[row, :, stop:] = 0
+    return kept

@@ -1,4 +1,6 @@
-"""B: the only trained part. One small matrix per layer and KV head that turns shifts into a score.
+"""B: the only trained part of the paper's method. One small matrix per layer and KV head turns shifts into a score.
+
+Beside it, an artifact may weigh heads, and add agreement; both are ours, not the paper's.
 
 Axes: L layers, H KV heads, P projection dimension, D head dimension, N documents, T query tokens.
 """
@@ -19,13 +21,28 @@ class Projection(nn.Module):
     Args:
         weight: B, (L, H, P, D).
         layers: The L backbone layers that B reads, ascending, counted from 0.
+        head_weight: What each layer's and head's term counts, (L, H); None for 1 each, as in the paper.
+        agreement: g and b, (2,): g times the agreement of document and query, plus b, is added to a score. None for
+            nothing, as in the paper.
     """
 
-    def __init__(self, weight: Tensor, layers: Sequence[int]) -> None:
+    def __init__(
+        self,
+        weight: Tensor,
+        layers: Sequence[int],
+        *,
+        head_weight: Tensor | None = None,
+        agreement: Tensor | None = None,
+    ) -> None:
         super().__init__()
         if weight.ndim != 4 or weight.shape[0] != len(layers):
             raise ValueError(f"B must be (L, H, P, D) with L={len(layers)} layers, got {tuple(weight.shape)}")
+        for name, value, shape in (("head_weight", head_weight, weight.shape[:2]), ("agreement", agreement, (2,))):
+            if value is not None and tuple(value.shape) != tuple(shape):
+                raise ValueError(f"{name} must have shape {tuple(shape)}, got {tuple(value.shape)}")
         self.weight = nn.Parameter(weight.float())
+        self.head_weight = None if head_weight is None else nn.Parameter(head_weight.float())
+        self.agreement = None if agreement is None else nn.Parameter(agreement.float())
         self.layers = tuple(layers)
         self._row = {layer: row for row, layer in enumerate(self.layers)}
 
@@ -43,28 +60,24 @@ class Projection(nn.Module):
         return layer in self._row
 
     def projected(self, layer: int, shift: Tensor) -> Tensor:
-        """B[l, h] @ shift.
-
-        Args:
-            layer: Backbone layer, one of ``layers``.
-            shift: (N, H, T, D) fp32.
-
-        Returns:
-            (N, H, T, P).
-        """
+        """B[l, h] @ shift, (N, H, T, P), of a layer's shifts (N, H, T, D) fp32."""
         return torch.einsum("hpd,nhtd->nhtp", self.weight[self._row[layer]], shift.float())
 
     def cosines(self, layer: int, shift: Tensor) -> Tensor:
-        """Score terms of one layer: cos(B[l, h] @ shift, ones).
-
-        Args:
-            layer: Backbone layer, one of ``layers``.
-            shift: (N, H, T, D) fp32.
-
-        Returns:
-            (N, H, T) in [-1, 1]. Sum over H and over layers and average over T for the score.
-        """
+        """cos(B[l, h] @ shift, ones), (N, H, T) in [-1, 1], of a layer's shifts (N, H, T, D) fp32."""
         return cosine_to_ones(self.projected(layer, shift))
+
+    def terms(self, layer: int, shift: Tensor) -> Tensor:
+        """The cosines, each as much as its head counts: sum over H and layers and average over T for the score."""
+        cosines = self.cosines(layer, shift)
+        return cosines if self.head_weight is None else cosines * self.head_weight[self._row[layer], :, None]
+
+    def beside(self, agreement: Tensor) -> Tensor:
+        """What agreement, (N,) cosines, adds to a score, in their dtype."""
+        if self.agreement is None:
+            return torch.zeros_like(agreement)
+        weight, border = self.agreement.to(agreement.dtype)
+        return weight * agreement + border
 
     def forward(self, shift: Tensor) -> Tensor:
         """The paper's score of whole shift tensors.
@@ -75,5 +88,5 @@ class Projection(nn.Module):
         Returns:
             (N,) scores; a document is relevant where its score is above 0.
         """
-        terms = [self.cosines(layer, shift[:, row]) for row, layer in enumerate(self.layers)]
+        terms = [self.terms(layer, shift[:, row]) for row, layer in enumerate(self.layers)]
         return torch.stack(terms, dim=1).mean(-1).sum((1, 2))

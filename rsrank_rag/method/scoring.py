@@ -14,25 +14,26 @@ from typing import Protocol
 
 import torch
 from torch import Tensor
+from torch.nn.functional import cosine_similarity
 
 from .backbone import Backbone
 from .batching import Ids
-from .probe import Prefixes
+from .probe import Prefix, Prefixes
 from .projection import Projection
-from .shift import representational_shift
+from .shift import EPSILON, representational_shift
 from .template import PromptTokenizer, TokenisedQuery
 
 Consume = Callable[[int, Tensor], object]
 """Receives a read layer's index and its shifts, (N, H, T, D) fp32, zero behind queries with fewer than T tokens."""
 
-Prefill = Callable[[Sequence[Ids], int, Sequence[Tensor]], Prefixes]
+Prefill = Callable[[Sequence[Ids], int, Sequence[Prefix]], Prefixes]
 """Runs documents, with room for so many query tokens and with other prefixes behind them: `Backbone.prefill`."""
 
 
 class Keeper(Protocol):
     """Keeps what was computed for documents; see `prefixes.store.PrefixStore`."""
 
-    def prefill(self, documents: Sequence[Ids], run: Prefill, room: int, behind: Sequence[Tensor]) -> Prefixes:
+    def prefill(self, documents: Sequence[Ids], run: Prefill, room: int, behind: Sequence[Prefix]) -> Prefixes:
         """Prefixes of documents, the same one perhaps several times: kept ones, and the others run by ``run``."""
 
 
@@ -61,14 +62,14 @@ class ShiftReader:
         self, backbone: Backbone, prompts: PromptTokenizer, layers: Sequence[int], store: Keeper | None = None
     ) -> None:
         self.backbone, self.prompts, self.layers, self.store = backbone, prompts, frozenset(layers), store
-        self._null: Tensor | None = None
+        self._null: Prefix | None = None
 
-    def read(self, rows: Sequence[Row], consume: Consume) -> None:
-        """Hand over each read layer's shifts, in ascending order.
+    def read(self, rows: Sequence[Row], consume: Consume) -> Tensor:
+        """Hand over each read layer's shifts of a batch, in ascending order.
 
-        Args:
-            rows: One batch.
-            consume: Called once a layer.
+        Returns:
+            Each row's agreement, (N,) float64: the cosine of document and query, each by itself and pooled as they
+            enter the fusion layer. Zeros where there is none.
         """
         queries = list(dict.fromkeys(row.query for row in rows))
         number = {query: place for place, query in enumerate(queries)}
@@ -95,10 +96,13 @@ class ShiftReader:
                 places = [*map(distinct.__getitem__, documents), *range(len(distinct), len(prefixes))]
                 prefixes = prefixes.take(torch.tensor(places, device=owner.device))
         lines = [[query.ids] for query in queries]
-        self.backbone.query_values(lines, prefixes, subtract, [*which, *range(len(queries))])
+        embedded = self.backbone.query_values(lines, prefixes, subtract, [*which, *range(len(queries))])
+        if not len(embedded):
+            return torch.zeros(len(rows), dtype=torch.float64, device=owner.device)
+        return cosine_similarity(prefixes.pooled[: len(rows)].double(), embedded[owner].double(), eps=EPSILON)
 
-    def null_prefix(self) -> Tensor:
-        """The template before the query, without a document: run once, (2, L, H, its length, D)."""
+    def null_prefix(self) -> Prefix:
+        """The template before the query, without a document: run once."""
         if self._null is None:
             self._null = self.backbone.prefill([self.prompts.null_prefix]).row(0)
         return self._null
@@ -114,13 +118,7 @@ class ShiftReader:
 
 
 class _ScoredTokens:
-    """Which of the queries' tokens are scored, a row each.
-
-    Args:
-        rows: Each row's query.
-        nulls: The queries of the rows without a document, below them.
-        device: Of the values.
-    """
+    """Which tokens are scored: of each row's query, and of those of the rows without a document below them."""
 
     def __init__(self, rows: Sequence[TokenisedQuery], nulls: Sequence[TokenisedQuery], device: torch.device) -> None:
         self.width = max(query.length for query in nulls)
@@ -150,28 +148,22 @@ class _ScoredTokens:
 def score_rows(reader: ShiftReader, projection: Projection, rows: Sequence[Row]) -> list[float]:
     """The paper's scores: of each layer and head, the mean over the query's tokens of cos(B shift, ones), summed up.
 
-    Args:
-        reader: Reads the shifts.
-        projection: B.
-        rows: One batch.
-
-    Returns:
-        A score a row; above 0 means relevant.
+    Above 0 means relevant. Heads that count otherwise than 1, and agreement, are ours.
     """
     lengths = torch.tensor([row.query.length for row in rows], device=reader.backbone.device)
     # In float64, in which a sum does not depend on how many zeros of longer neighbours stand behind it.
     total = torch.zeros(len(rows), dtype=torch.float64, device=reader.backbone.device)
 
     def add(layer: int, shift: Tensor) -> None:
-        total.add_(projection.cosines(layer, shift).sum(1, dtype=torch.float64).sum(-1) / lengths)
+        total.add_(projection.terms(layer, shift).sum(1, dtype=torch.float64).sum(-1) / lengths)
 
-    reader.read(rows, add)
-    scores: list[float] = total.float().tolist()
+    agreement = reader.read(rows, add)
+    scores: list[float] = (total + projection.beside(agreement)).float().tolist()
     return scores
 
 
-def score_parts(reader: ShiftReader, projection: Projection, row: Row) -> Tensor:
-    """One score's parts for each query token, layer and head, (T, L, H) float64: they add up to it."""
+def score_parts(reader: ShiftReader, projection: Projection, row: Row) -> tuple[Tensor, float]:
+    """One score's parts: each query token's, layer's and head's, (T, L, H) float64, and agreement's."""
     terms: list[Tensor] = []
-    reader.read([row], lambda layer, shift: terms.append(projection.cosines(layer, shift)[0].double()))
-    return torch.stack(terms).permute(2, 0, 1) / row.query.length
+    agreement = reader.read([row], lambda layer, shift: terms.append(projection.terms(layer, shift)[0].double()))
+    return torch.stack(terms).permute(2, 0, 1) / row.query.length, float(projection.beside(agreement))

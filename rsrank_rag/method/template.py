@@ -70,12 +70,7 @@ class TokenisedDocument:
 
 @dataclass(frozen=True)
 class TokenisedQuery:
-    """Ids of ``query_start + query + suffix`` and which of them have their value vectors scored.
-
-    Attributes:
-        start: The first one.
-        stop: The one after the last.
-    """
+    """Ids of ``query_start + query + suffix``, of which those from ``start`` up to ``stop`` are scored."""
 
     ids: tuple[int, ...]
     start: int
@@ -125,8 +120,7 @@ def private_copy(tokenizer: PreTrainedTokenizerBase, *, special_tokens: bool) ->
 class PromptTokenizer:
     """Tokenises the parts of a `Template` with private copies of a fast tokenizer.
 
-    The copies are never reconfigured after construction: changing padding or truncation on a shared fast
-    tokenizer raises "Already borrowed" under threads.
+    They are never reconfigured: changing padding or truncation on a shared one raises "Already borrowed" under threads.
 
     Args:
         tokenizer: The backbone's tokenizer (must be a fast one).
@@ -140,56 +134,40 @@ class PromptTokenizer:
     ) -> None:
         self.tokenizer, self.template = tokenizer, template
         self.max_length, self.shared_positions = max_length, shared_positions
-        self._parts = private_copy(tokenizer, special_tokens=True)
         self._text = private_copy(tokenizer, special_tokens=False)
-        self._instruction = self._part(template.instruction)
-        self._separator = self._part(template.separator)
-        self._query_start, self._suffix = self._part(template.query_start), self._part(template.suffix)
-        if not self._instruction:
+        parts = private_copy(tokenizer, special_tokens=True)
+        self.instruction, self.separator, self._query_start, self._suffix = (
+            tuple(parts.encode(text, add_special_tokens=False).ids) if text else ()
+            for text in (template.instruction, template.separator, template.query_start, template.suffix)
+        )
+        if not self.instruction:
             raise InputError(f"The template's instruction {template.instruction!r} has no tokens; it needs one.")
         if "suffix" in template.positions and not self._suffix:
             raise InputError(f"The template scores its suffix, but {template.suffix!r} has no tokens.")
-        self.overhead = len(self._instruction) + len(self._separator)
-        self.after_document = len(self._separator)
+        self.overhead = len(self.instruction) + len(self.separator)
+        self.after_document = len(self.separator)
         if max_length <= self.overhead + len(self._suffix):
             raise InputError(
                 f"max_length={max_length} leaves no room for a document: the template alone has "
                 f"{self.overhead + len(self._suffix)} tokens. Raise it."
             )
 
-    def _part(self, text: str) -> tuple[int, ...]:
-        return tuple(self._parts.encode(text, add_special_tokens=False).ids) if text else ()
-
     @property
     def null_prefix(self) -> tuple[int, ...]:
         """Ids of the template before the query, without a document: the query-only run."""
-        return self._instruction + self._separator
+        return self.instruction + self.separator
 
-    def together(self, documents: Sequence[str], query_length: int) -> tuple[int, ...]:
-        """One prefix with several documents, a line break between them, for the oracle shift (paper, Section 4.2).
-
-        If they do not fit together, each gets the same number of tokens; what a shorter one leaves goes to the others.
-        """
-        encoded = [
-            item.ids for item in self._text.encode_batch([clean(text) for text in documents], add_special_tokens=False)
-        ]
-        seam = tuple(self._text.encode("\n", add_special_tokens=False).ids)
-        room = self._room(query_length) - len(seam) * (len(encoded) - 1)
-        shares = dict.fromkeys(range(len(encoded)), 0)
-        for rank, index in enumerate(sorted(shares, key=lambda i: len(encoded[i]))):
-            shares[index] = min(len(encoded[index]), max(room, 0) // (len(encoded) - rank))
-            room -= shares[index]
-        joined: tuple[int, ...] = ()
-        for index, ids in enumerate(encoded):
-            joined += (*(seam if index else ()), *ids[: shares[index]])
-        return (*self._instruction, *joined[: self._room(query_length)], *self._separator)
-
-    def _room(self, query_length: int) -> int:
+    def room(self, query_length: int) -> int:
         """Tokens that a document may have beside a query."""
         room = self.max_length - self.overhead
         if self.shared_positions:
             room -= max(query_length, min(QUERY_RESERVE, self.max_length // 4))
         return max(room, 1)
+
+    def encode(self, texts: Sequence[str]) -> list[tuple[int, ...]]:
+        """Ids of texts by themselves."""
+        cleaned = [clean(text) for text in texts]
+        return [tuple(item.ids) for item in self._text.encode_batch(cleaned, add_special_tokens=False)]
 
     def text_of(self, ids: Sequence[int]) -> list[str]:
         """Readable text of each id."""
@@ -203,7 +181,7 @@ class PromptTokenizer:
         """
         if not isinstance(query, str):
             raise InputError(f"A query must be a string, got {type(query).__name__}.")
-        own = tuple(self._text.encode(clean(query), add_special_tokens=False).ids)
+        own = self.encode([query])[0]
         if not own:
             raise InputError(f"The query {query!r} has no tokens, so nothing can be scored. Give a non-empty query.")
         ids = (*self._query_start, *own, *self._suffix)
@@ -220,13 +198,9 @@ class PromptTokenizer:
     def documents(
         self, documents: Sequence[str], query_length: int, *, max_tokens: int | None = None
     ) -> list[TokenisedDocument]:
-        """Tokenise documents; each that is too long is cut at its end.
+        """Tokenise documents; each that is too long is cut at its end, or after ``max_tokens`` of its own.
 
-        Args:
-            documents: Texts.
-            query_length: Tokens of the query part. Up to ``QUERY_RESERVE`` (or a quarter of the model's
-                positions) it does not change where a document is cut.
-            max_tokens: Cut documents after so many tokens of their own.
+        Up to `QUERY_RESERVE` (or a quarter of the model's positions), the query's length does not change where.
 
         Raises:
             InputError: An entry is not a string (it is named).
@@ -234,14 +208,11 @@ class PromptTokenizer:
         for index, text in enumerate(documents):
             if not isinstance(text, str):
                 raise InputError(f"Document {index} must be a string, got {type(text).__name__}.")
-        room = self._room(query_length)
+        room = self.room(query_length)
         room = room if max_tokens is None else min(room, max_tokens)
-        encoded = self._text.encode_batch([clean(text) for text in documents], add_special_tokens=False)
         return [
             TokenisedDocument(
-                (*self._instruction, *item.ids[:room], *self._separator),
-                len(item.ids) > room,
-                not (item.ids and text.strip()),
+                (*self.instruction, *ids[:room], *self.separator), len(ids) > room, not (ids and text.strip())
             )
-            for text, item in zip(documents, encoded, strict=True)
+            for text, ids in zip(documents, self.encode(documents), strict=True)
         ]

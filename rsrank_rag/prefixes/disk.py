@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import itertools
 import os
 import threading
 from dataclasses import dataclass
@@ -17,9 +18,11 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
 
+from ..errors import InputError
+from ..method.probe import Prefix
 from ..partial_files import is_running, partial_of
 
-FORMAT = "rsrank-prefix-1"
+FORMAT = "rsrank-prefix-2"
 
 
 @dataclass(frozen=True)
@@ -29,46 +32,57 @@ class PackedPrefix:
     Attributes:
         codes: Keys, then values, (2, L, H, S, D) int8.
         scales: (2, L, H, S, 1) fp16.
+        pooled: As it is, `Prefix.pooled`.
     """
 
     codes: Tensor
     scales: Tensor
+    pooled: Tensor
 
     @property
     def nbytes(self) -> int:
-        """Bytes of both."""
-        return self.codes.nbytes + self.scales.nbytes
+        """Bytes of all."""
+        return self.codes.nbytes + self.scales.nbytes + self.pooled.nbytes
 
     @classmethod
-    def of(cls, prefix: Tensor) -> PackedPrefix | None:
-        """Quantise (2, L, H, S, D); the largest error is half a scale, 0.4% of the token's largest entry.
+    def of(cls, prefix: Prefix) -> PackedPrefix | None:
+        """Quantise a prefix; the largest error is half a scale, 0.4% of the token's largest entry.
 
         None where something is infinite, NaN or too large: in 8 bits it would look as if it were not.
         """
-        both = prefix.float()
+        both = prefix.states.float()
         scales = (both.abs().amax(-1, keepdim=True) / 127).clamp_min(1e-7)
         if not bool((scales <= 65504).all()):
             return None
         scales = scales.half()
         codes = (both / scales.float()).round_().clamp_(-127, 127).to(torch.int8)
-        return cls(codes.cpu(), scales.cpu())
+        return cls(codes.cpu(), scales.cpu(), prefix.pooled.cpu())
 
-    def unpack(self, device: torch.device, dtype: torch.dtype) -> Tensor:
-        """Back on the device, (2, L, H, S, D)."""
+    def unpack(self, device: torch.device, dtype: torch.dtype) -> Prefix:
+        """Back on the device, keys and values in this dtype."""
         largest = torch.finfo(dtype).max  # rounding the scale up may pass it
-        return (self.codes.to(device).float() * self.scales.to(device).float()).clamp(-largest, largest).to(dtype)
+        states = (self.codes.to(device).float() * self.scales.to(device).float()).clamp(-largest, largest).to(dtype)
+        return Prefix(states, self.pooled.to(device))
 
 
 class Disk:
     """Entries as files, one each. Several processes may share a folder.
 
-    A file appears only when it is complete and carries a checksum. The least recently used go when the folder outgrows
-    its limit.
+    A file appears only when it is complete and carries a checksum; nobody else may read it, because it holds what the
+    document says. The least recently used go when the folder outgrows its limit.
+
+    Raises:
+        InputError: The folder's files are of another release.
     """
 
     def __init__(self, folder: Path, limit: int | None) -> None:
         self.folder, self.limit = folder, limit
-        folder.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        if any(_format(path) != FORMAT for path in itertools.islice(folder.glob("*/*.safetensors"), 1)):
+            raise InputError(
+                f"The prefixes in {folder} are of another release, or something else is there. Remove the folder, or "
+                "give another one."
+            )
         for partial in folder.glob("*/*.partial"):  # of writers that were killed
             if not is_running(partial):
                 with contextlib.suppress(OSError):
@@ -95,7 +109,7 @@ class Disk:
         try:
             with safe_open(path, framework="pt") as file:
                 metadata = file.metadata() or {}
-                entry = PackedPrefix(file.get_tensor("codes").clone(), file.get_tensor("scales").clone())
+                entry = PackedPrefix(*(file.get_tensor(name).clone() for name in ("codes", "scales", "pooled")))
             if metadata.get("key") != key or metadata.get("sha256") != _checksum(entry):
                 raise SafetensorError("checksum")
         except SafetensorError as error:
@@ -119,11 +133,12 @@ class Disk:
         path = self.path(key)
         if path.exists():
             return 0
-        path.parent.mkdir(exist_ok=True)
+        path.parent.mkdir(mode=0o700, exist_ok=True)
         metadata = {"format": FORMAT, "key": key, "sha256": _checksum(entry)}
-        content = save({"codes": entry.codes.contiguous(), "scales": entry.scales.contiguous()}, metadata)
+        content = save({name: tensor.contiguous() for name, tensor in vars(entry).items()}, metadata)
         partial = partial_of(path)
         try:
+            partial.touch(mode=0o600)
             partial.write_bytes(content)
             partial.replace(path)
         except OSError:
@@ -159,8 +174,18 @@ class Disk:
         return found
 
 
+def _format(path: Path) -> str | None:
+    """What wrote a file; a damaged one is nobody's, and is found out when it is read."""
+    try:
+        with safe_open(path, framework="pt") as file:
+            return (file.metadata() or {}).get("format")
+    except (SafetensorError, OSError):
+        return FORMAT
+
+
 def _checksum(entry: PackedPrefix) -> str:
     digest = hashlib.sha256(repr((tuple(entry.codes.shape), tuple(entry.scales.shape))).encode())
     digest.update(entry.codes.contiguous().numpy().tobytes())
     digest.update(entry.scales.contiguous().numpy().tobytes())
+    digest.update(entry.pooled.numpy().tobytes())
     return digest.hexdigest()

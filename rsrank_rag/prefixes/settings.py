@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError, model_validator
+from pydantic import BaseModel, BeforeValidator, ByteSize, ConfigDict, TypeAdapter, ValidationError, model_validator
 
 from ..errors import InputError
 
-_SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)B?\s*", re.IGNORECASE)
+_SIZE = TypeAdapter(ByteSize)
 
 
 def parse_size(text: str) -> int | None:
@@ -21,10 +20,10 @@ def parse_size(text: str) -> int | None:
     >>> parse_size("512MB"), parse_size("2g"), parse_size("prefixes/")
     (512000000, 2000000000, None)
     """
-    match = _SIZE.fullmatch(text)
-    if match is None:
+    try:
+        return int(_SIZE.validate_python(text))
+    except ValidationError:
         return None
-    return int(float(match[1]) * (1024 if match[3] else 1000) ** " KMGT".index(match[2].upper() or " "))
 
 
 def as_bytes(size: Any) -> int:

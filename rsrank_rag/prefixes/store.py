@@ -13,22 +13,21 @@ import json
 import logging
 import threading
 from collections import OrderedDict
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Generic, TypeVar
 
 import torch
-from torch import Tensor
 
 from ..errors import InputError
 from ..method.backbone import Backbone
 from ..method.batching import Ids
-from ..method.probe import Prefixes, Scratch
+from ..method.probe import Prefix, Prefixes, Scratch
 from ..method.scoring import Prefill
 from .disk import FORMAT, Disk, PackedPrefix
-from .settings import Choice, as_prefix_cache
+from .settings import Choice, PrefixCache, as_prefix_cache
 
 logger = logging.getLogger(__name__)
 
@@ -61,7 +60,7 @@ class Statistics:
     disk_bytes: int = 0
 
 
-Entry = TypeVar("Entry", Tensor, PackedPrefix)
+Entry = TypeVar("Entry", Prefix, PackedPrefix)
 
 
 class _Tier(Generic[Entry]):
@@ -99,41 +98,26 @@ class PrefixStore:
 
     Args:
         identity: Everything that a prefix depends on beside its token ids: model, weights, dtype, layers.
+        chosen: How much is kept where.
         device: Where prefixes are used.
         dtype: Of keys and values there.
-        device_bytes: Kept on the device as they are.
-        host_bytes: Kept in host memory in 8 bits.
-        folder: Kept on disk in 8 bits; None for no disk.
-        disk_bytes: Limit of the folder; None for none.
-        salt: Entries of one salt are invisible to every other: one for each tenant.
-        bytes_per_token_on_disk: What a token takes there.
 
     Raises:
         InputError: The folder cannot be made or read.
     """
 
     def __init__(
-        self,
-        identity: Mapping[str, object],
-        *,
-        device: torch.device,
-        dtype: torch.dtype,
-        device_bytes: int = 0,
-        host_bytes: int = 0,
-        folder: str | Path | None = None,
-        disk_bytes: int | None = None,
-        salt: str = "",
-        bytes_per_token_on_disk: int = 0,
+        self, identity: Mapping[str, object], chosen: PrefixCache, *, device: torch.device, dtype: torch.dtype
     ) -> None:
-        content = json.dumps({**identity, "format": FORMAT, "dtype": str(dtype), "salt": salt}, sort_keys=True)
+        content = json.dumps({**identity, "format": FORMAT, "dtype": str(dtype), "salt": chosen.salt}, sort_keys=True)
         self._identity = hashlib.sha256(content.encode()).digest()
-        self.device, self.dtype, self.bytes_per_token_on_disk = device, dtype, bytes_per_token_on_disk
-        self._on_device: _Tier[Tensor] = _Tier(device_bytes)
-        self._in_host: _Tier[PackedPrefix] = _Tier(host_bytes)
+        self.device, self.dtype = device, dtype
+        self._on_device: _Tier[Prefix] = _Tier(_device_bytes(device) if chosen.device is None else chosen.device)
+        self._in_host: _Tier[PackedPrefix] = _Tier(chosen.host)
         try:
-            self._disk = None if folder is None else Disk(Path(folder), disk_bytes)
+            self._disk = None if chosen.folder is None else Disk(Path(chosen.folder), chosen.disk)
         except OSError as error:
-            raise InputError(f"Prefixes cannot be kept in {str(folder)!r}: {error}. Give another folder.") from error
+            raise InputError(f"Prefixes cannot be kept in {chosen.folder!r}: {error}. Give another folder.") from error
         self._counts = Statistics()
         self._lock = threading.Lock()
         self._scratch = Scratch()
@@ -144,7 +128,7 @@ class PrefixStore:
         digest.update(torch.tensor(ids, dtype=torch.int64).numpy().tobytes())
         return digest.hexdigest()
 
-    def prefill(self, documents: Sequence[Ids], run: Prefill, room: int = 0, behind: Sequence[Tensor] = ()) -> Prefixes:
+    def prefill(self, documents: Sequence[Ids], run: Prefill, room: int = 0, behind: Sequence[Prefix] = ()) -> Prefixes:
         """Prefixes of documents: those that are kept, and the others run in one batch and kept from now on.
 
         Args:
@@ -174,18 +158,14 @@ class PrefixStore:
         """Whether entries are kept on disk."""
         return self._disk is not None
 
-    def disk_bytes(self, documents: Collection[Ids]) -> int:
-        """What the files of documents will take: 8 bits, and a scale for each token and head."""
-        return sum(map(len, documents)) * self.bytes_per_token_on_disk
-
     @contextmanager
-    def writing(self, documents: Collection[Ids]) -> Iterator[None]:
-        """While this lasts, documents are written to the disk ahead of time.
+    def writing(self, documents: int, size: int) -> Iterator[None]:
+        """While this lasts, so many documents, of so many bytes, are written to the disk ahead of time.
 
         Raises:
             InputError: The folder may not hold so many, or some could not be written.
         """
-        size, before = self.disk_bytes(documents), self._counts.write_errors
+        before = self._counts.write_errors
         if self._disk is not None and self._disk.limit is not None and size > self._disk.limit:
             raise InputError(
                 f"The prefixes take {size / 1e9:.2f} GB and the folder may hold {self._disk.limit / 1e9:.2f} GB: the "
@@ -194,7 +174,7 @@ class PrefixStore:
         yield
         if failed := self._counts.write_errors - before:
             raise InputError(
-                f"{failed} of {len(documents)} prefixes could not be written (is the disk full?). Make room and index "
+                f"{failed} of {documents} prefixes could not be written (is the disk full?). Make room and index "
                 "again: what was written is not read again."
             )
 
@@ -212,8 +192,10 @@ class PrefixStore:
                 return True
         return self.is_on_disk(ids)
 
-    def is_on_disk(self, ids: Ids) -> bool:
-        """Whether a document is kept on disk."""
+    def is_on_disk(self, ids: Ids, *, whole: bool = False) -> bool:
+        """Whether a document is kept on disk; if it has to be ``whole``, it is read."""
+        if whole:
+            return self._from_disk(self.key(ids)) is not None
         return self._disk is not None and self._disk.has(self.key(ids))
 
     def stats(self) -> dict[str, int]:
@@ -228,7 +210,7 @@ class PrefixStore:
         with self._lock:
             self._on_device, self._in_host = _Tier(self._on_device.limit), _Tier(self._in_host.limit)
 
-    def _get(self, key: str) -> Tensor | None:
+    def _get(self, key: str) -> Prefix | None:
         with self._lock:
             entry = self._on_device.get(key)
             if entry is not None:
@@ -245,14 +227,17 @@ class PrefixStore:
         self._keep(key, prefix, packed)
         return prefix
 
-    def _read(self, key: str) -> PackedPrefix | None:
-        packed = None
+    def _from_disk(self, key: str) -> PackedPrefix | None:
         try:
-            packed = None if self._disk is None else self._disk.get(key)
+            return None if self._disk is None else self._disk.get(key)
         except ValueError as error:
             logger.warning("A kept prefix is damaged and is computed again: %s", error)
             with self._lock:
                 self._counts.corrupt += 1
+        return None
+
+    def _read(self, key: str) -> PackedPrefix | None:
+        packed = self._from_disk(key)
         with self._lock:
             if packed is None:
                 self._counts.misses += 1
@@ -264,7 +249,7 @@ class PrefixStore:
     def _keeps_8_bit(self) -> bool:
         return self._disk is not None or self._in_host.limit > 0
 
-    def _put(self, key: str, prefix: Tensor) -> Tensor:
+    def _put(self, key: str, prefix: Prefix) -> Prefix:
         """Keep a prefix. Gives what later calls will find: the first one scores from the same numbers."""
         packed = PackedPrefix.of(prefix) if self._keeps_8_bit else None
         if packed is not None:
@@ -274,7 +259,7 @@ class PrefixStore:
             self._write(key, packed)
         return prefix
 
-    def _keep(self, key: str, prefix: Tensor, packed: PackedPrefix | None) -> None:
+    def _keep(self, key: str, prefix: Prefix, packed: PackedPrefix | None) -> None:
         """On the device and, in 8 bits, in host memory.
 
         In both at once: to pack on leaving the device what was packed before would round twice, and change scores.
@@ -302,12 +287,12 @@ class PrefixStore:
             self._counts.evictions += gone
 
 
-def store_for(core: Backbone, identity: Mapping[str, object], choice: Choice) -> PrefixStore | None:
+def store_for(core: Backbone, identity: Callable[[], Mapping[str, object]], choice: Choice) -> PrefixStore | None:
     """The store that a choice of ``prefix_cache`` stands for.
 
     Args:
         core: Runs the documents.
-        identity: Everything else that their prefixes depend on.
+        identity: Everything else that their prefixes depend on. Asked for where others may have written, on disk.
         choice: See `settings.as_prefix_cache`.
 
     Raises:
@@ -316,19 +301,12 @@ def store_for(core: Backbone, identity: Mapping[str, object], choice: Choice) ->
     chosen = as_prefix_cache(choice)
     if chosen is None:
         return None
-    limit = chosen.device
-    if limit is None and core.device.type == "cuda":
-        limit = torch.cuda.mem_get_info(core.device)[0] // 4
-    elif limit is None:
-        limit = DEVICE_BYTES.get(core.device.type, DEVICE_BYTES["cpu"])
-    return PrefixStore(
-        identity,
-        device=core.device,
-        dtype=core.dtype,
-        device_bytes=limit,
-        host_bytes=chosen.host,
-        folder=chosen.folder,
-        disk_bytes=chosen.disk,
-        salt=chosen.salt,
-        bytes_per_token_on_disk=2 * core.last_layer * core.num_heads * (core.head_dim + 2),
-    )
+    read = {} if chosen.folder is None else identity()
+    return PrefixStore(read, chosen, device=core.device, dtype=core.dtype)
+
+
+def _device_bytes(device: torch.device) -> int:
+    """Prefixes kept by default."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0] // 4
+    return DEVICE_BYTES.get(device.type, DEVICE_BYTES["cpu"])

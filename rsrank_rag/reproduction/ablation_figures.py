@@ -1,57 +1,44 @@
-"""Ablations in figures: means over queries and seeds, their differences, tables and curves."""
+"""Ablations in figures: means over queries and seeds, their differences and tables."""
 
 from __future__ import annotations
 
 import statistics
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import numpy as np
 from pydantic import BaseModel, ConfigDict
 
-from ..evaluation import plots
 from ..evaluation.statistics import Estimate, estimate_mean, paired_differences
 from .ablation_runs import AblationRow
-from .ablations import ABLATIONS, BASE
+from .ablations import BASE
 from .paper_tables import grid, points, sure
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 METRICS = {"recall@5": "R@5", "ndcg@5": "nDCG@5", "p@5": "P@5", "f1@5": "F1@5", "f1@0": "F1@0", "f1@best": "F1@best"}
 COMPARED = ("ndcg@5", "f1@0")
-_CURVES = {"recall@5": "Recall@5", "ndcg@5": "nDCG@5", "f1@0": "F1 at zero"}
 
 
 class AblationFigures(BaseModel):
-    """One ablation on one set.
-
-    Attributes:
-        setup: What B was trained on, in words.
-        metrics: Metric -> mean over queries of the mean over seeds, with its interval over queries.
-        spread: Metric -> standard deviation of the seeds' means; 0 for one seed.
-        differences: Metric -> paired difference from the unchanged recipe; empty where there is none, or it is that.
-    """
+    """One ablation on one set."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     name: str
     group: str
     changes: str
-    setup: str
+    setup: str  # what B was trained on, in words
     dataset: str
     queries: int
     train: int
     seeds: int
     parameters: int
-    metrics: dict[str, Estimate]
-    spread: dict[str, float]
-    differences: dict[str, Estimate]
+    metrics: dict[str, Estimate]  # mean over queries of the mean over seeds, with its interval over queries
+    spread: dict[str, float]  # standard deviation of the seeds' means; 0 for one seed
+    differences: dict[str, Estimate]  # paired, from the unchanged recipe; empty where there is none, or it is that
     tau_best: float
 
 
 class FigureFile(BaseModel):
-    """``ablations.json``: what tables and curves are made from."""
+    """``ablations.json``: what tables are made from."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
@@ -110,27 +97,6 @@ def ablation_tables(figures: Sequence[AblationFigures]) -> str:
     return "\n\n".join(parts)
 
 
-def sample_curves(figures: Sequence[AblationFigures]) -> dict[str, Figure]:
-    """Set -> quality by number of training queries (paper, Section 7.2), with bootstrap intervals over queries.
-
-    Args:
-        figures: Of any ablations; those of the group "samples" are drawn.
-    """
-    drawn = {}
-    measured = [row for row in figures if row.group == "samples"]
-    for dataset in dict.fromkeys(row.dataset for row in measured):
-        chosen = {ABLATIONS[row.name].queries or 0: row for row in measured if row.dataset == dataset}
-        samples = sorted(chosen)
-        found = {title: [chosen[count].metrics[metric] for count in samples] for metric, title in _CURVES.items()}
-        drawn[dataset] = plots.sample_efficiency(
-            samples,
-            {title: [point.mean for point in curve] for title, curve in found.items()},
-            intervals={title: [_interval(point) for point in curve] for title, curve in found.items()},
-            label=f"on {dataset}, {chosen[samples[0]].queries} queries",
-        )
-    return drawn
-
-
 def _cells(row: AblationFigures) -> list[str]:
     without_zero = row.group == "yardstick" and not row.parameters
     cells = []
@@ -149,7 +115,3 @@ def _over_seeds(rows: Sequence[AblationRow], metric: str) -> list[float]:
 def _spread(rows: Sequence[AblationRow], metric: str) -> float:
     means = [statistics.fmean(row.metrics[metric]) for row in rows]
     return statistics.stdev(means) if len(means) > 1 else 0.0
-
-
-def _interval(point: Estimate) -> tuple[float, float]:
-    return (point.mean, point.mean) if point.low is None or point.high is None else (point.low, point.high)

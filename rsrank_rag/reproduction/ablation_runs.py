@@ -12,16 +12,15 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from ..adapters.systems import load_system
 from ..errors import InputError, RSRankError
-from ..evaluation.calibration import select_top
 from ..evaluation.evaluate import score_dataset
-from ..evaluation.metrics import ScoredQuery, best_threshold, f1_at, ranking_by_query
+from ..evaluation.metrics import ScoredQuery, best_threshold, f1, f1_at, ranking_by_query
 from ..method.projection import Projection
 from ..partial_files import write_text
 from ..training.fit import scored, split
@@ -36,15 +35,7 @@ from .signals import reading
 
 
 class AblationRow(BaseModel):
-    """What one ablation gave on one set with one seed; per query, so that intervals and differences can be taken.
-
-    Attributes:
-        train: Queries that B was given.
-        parameters: Numbers in B.
-        metrics: Metric -> one number a query: ``recall@5``, ``ndcg@5``, ``p@5``, ``f1@5`` (of the best five), ``f1@0``
-            and ``f1@best`` (at the set's best threshold).
-        seconds: The run took, features included where they were not there yet.
-    """
+    """What one ablation gave on one set with one seed; per query, so that intervals and differences can be taken."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
@@ -53,11 +44,11 @@ class AblationRow(BaseModel):
     changes: str
     dataset: str
     seed: int = 0
-    train: int = 0
-    parameters: int
-    metrics: dict[str, tuple[float, ...]]
-    tau_best: float
-    seconds: float
+    train: int = 0  # queries that B was given
+    parameters: int  # numbers in B
+    metrics: dict[str, tuple[float, ...]]  # metric -> one number a query; f1@5 is of the best five, f1@best at tau_best
+    tau_best: float  # the set's best threshold
+    seconds: float  # the run took, features included where they were not there yet
 
 
 class Kept(BaseModel):
@@ -79,24 +70,15 @@ class _KeptRows(Kept):
 
 @dataclass
 class Ablations:
-    """Runs ablations of a recipe one after another.
-
-    Attributes:
-        settings: Entries that are changed for all of them, as after ``--set``.
-        train: What B learns from; empty for the recipe's data.
-        evaluation: What it is measured on; empty for the recipe's evaluation sets.
-        seeds: Of the training: of B's first numbers, the order of queries and which of them choose the epoch.
-        say: Told what is going on.
-    """
+    """Runs ablations of a recipe one after another."""
 
     config: str
     output: Path
-    settings: Sequence[str] = ()
-    train: tuple[DataPart, ...] = ()
-    evaluation: tuple[DataPart, ...] = ()
-    seeds: Sequence[int] = (0,)
-    say: Callable[[str], object] = str
-    progress: bool = False
+    settings: Sequence[str] = ()  # entries that are changed for all of them, as after ``--set``
+    train: tuple[DataPart, ...] = ()  # what B learns from; empty for the recipe's data
+    evaluation: tuple[DataPart, ...] = ()  # what it is measured on; empty for the recipe's evaluation sets
+    seeds: Sequence[int] = (0,)  # of B's first numbers, the order of queries and which of them choose the epoch
+    say: Callable[[str], object] = str  # told what is going on
     _stores: dict[str, FeatureStore] = field(default_factory=dict, init=False)
     _features: dict[Path, FeatureSource] = field(default_factory=dict, init=False)
 
@@ -132,7 +114,12 @@ class Ablations:
         started = time.perf_counter()
         train, parameters, found = self._scores(ablation, recipe, seed)
         seconds = time.perf_counter() - started
-        rows = [_row(ablation, label, seed, train, parameters, rows, seconds) for label, rows in found.items()]
+        about: dict[str, Any] = {"name": ablation.name, "group": ablation.group, "changes": str(ablation), "seed": seed}
+        about |= {"train": train, "parameters": parameters, "seconds": seconds}
+        rows = []
+        for label, queries in found.items():
+            metrics, tau = _measured(queries)
+            rows.append(AblationRow(**about, dataset=label, metrics=metrics, tau_best=tau))
         write_text(path, _KeptRows(key=key, rows=tuple(rows)).model_dump_json(indent=1) + "\n")
         return rows
 
@@ -173,7 +160,7 @@ class Ablations:
         if key not in self._stores:  # finding it again would load the language model
             what = reading(ablation.signal, ablation.null)
             folder = self.output / "stores" / key
-            run = TrainingRun(recipe, folder, say=self.say, progress=self.progress, reading=what)
+            run = TrainingRun(recipe, folder, say=self.say, reading=what)
             self._stores[key] = run.extract()
         return self._stores[key]
 
@@ -195,8 +182,7 @@ class _Part:
 
     def __getitem__(self, number: int, /) -> QueryFeatures:
         found = self.source[number]
-        count, heads = found.shifts.shape[:2]
-        shifts = found.shifts
+        shifts, (count, heads) = found.shifts, found.shifts.shape[:2]
         if self.ablation.layers != "all":
             shifts = shifts[list(pick(range(count), self.ablation.layers))]
         if self.ablation.heads != "all":
@@ -215,29 +201,18 @@ def _evaluating(recipe: Recipe, part: DataPart) -> Recipe:
     return recipe.model_copy(update={"data": (part,), "features": whole, "minimum_queries": 1})
 
 
-def _row(
-    ablation: Ablation, label: str, seed: int, train: int, parameters: int, found: list[ScoredQuery], seconds: float
-) -> AblationRow:
+def _measured(found: list[ScoredQuery]) -> tuple[dict[str, tuple[float, ...]], float]:
+    """All metrics, one number a query each, and the set's best threshold."""
     tau, _ = best_threshold(found)
-    top = select_top(found, 5)
-    return AblationRow(
-        name=ablation.name,
-        group=ablation.group,
-        changes=str(ablation),
-        dataset=label,
-        seed=seed,
-        train=train,
-        parameters=parameters,
-        metrics={
-            **{name: tuple(values) for name, values in ranking_by_query(found).items()},
-            "p@5": tuple(top.precision),
-            "f1@5": tuple(top.f1),
-            "f1@0": tuple(f1_at(query, 0.0) for query in found),
-            "f1@best": tuple(f1_at(query, tau) for query in found),
-        },
-        tau_best=tau,
-        seconds=seconds,
-    )
+    first = [[query.relevant[place] for place in query.order()[:5]] for query in found]
+    metrics = {
+        **ranking_by_query(found),
+        "p@5": [sum(labels) / max(len(labels), 1) for labels in first],
+        "f1@5": [f1(sum(x), len(x), sum(query.relevant)) for x, query in zip(first, found, strict=True)],
+        "f1@0": [f1_at(query, 0.0) for query in found],
+        "f1@best": [f1_at(query, tau) for query in found],
+    }
+    return {name: tuple(values) for name, values in metrics.items()}, tau
 
 
 def _stamp(part: DataPart) -> str:

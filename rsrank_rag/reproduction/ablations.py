@@ -30,24 +30,16 @@ BASE = "base"
 
 @dataclass(frozen=True, slots=True)
 class Ablation:
-    """One change.
-
-    Attributes:
-        group: The table it stands in.
-        changes: Entries of the recipe, as after ``--set``.
-        signal: What is read of the language model.
-        null: What is subtracted from it.
-        queries: B learns from so many queries, drawn at random, for the recipe's ``sample_epochs``; 0 is a random B.
-    """
+    """One change."""
 
     name: str
-    group: str
-    changes: tuple[str, ...] = ()
+    group: str  # the table it stands in
+    changes: tuple[str, ...] = ()  # entries of the recipe, as after ``--set``
     signal: Signal = "values"
     null: Null = "empty"
     layers: Share = "all"
     heads: Share = "all"
-    queries: int | None = None
+    queries: int | None = None  # B learns from so many, drawn at random, for ``sample_epochs``; 0 is a random B
     scorer: Scorer = "B"
 
     @property

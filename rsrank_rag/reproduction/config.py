@@ -16,7 +16,6 @@ from ..evaluation.negatives import Negatives
 from ..language_model.options import LoadOptions, LoadSettings, Weights
 from ..training.recipe import DataPart, read_toml, validated
 from .ablations import chosen
-from .paper_tables import TABLES, Table
 
 SHIPPED = Path(__file__).parent / "recipes"
 ARTIFACT = "artifact"
@@ -84,9 +83,6 @@ class Reproduction(BaseModel):
     artifact: str | None = None
     sets: tuple[SetPart, ...] = ()
     systems: tuple[SystemPart, ...] = ()
-    tables: tuple[Table, ...] = TABLES
-    umap: bool = Field(default=False, description="Draw RSRank's shifts before and after B.")
-    stages: str | None = Field(default=None, description="JSON of benchmarks.latency --paper: the inference stages.")
     ablations: Annotated[tuple[AblationPart, ...], BeforeValidator(_several)] = ()
 
     @classmethod
@@ -102,13 +98,10 @@ class Reproduction(BaseModel):
     ) -> Reproduction:
         """Read a configuration.
 
-        Args:
-            source: Name of one that ships with the package, or a TOML file.
-            data: Labelled files, or folders of them, instead of its sets.
-            artifact: What its system "artifact" stands for.
-            systems: More systems.
-            negatives: For all sets but the multi-hop ones by name, which have their own (`Negatives.parse`).
-            queries: At most so many a set.
+        `source`: name of one that ships with the package, or a TOML file. `data`: labelled files, or folders of them,
+        instead of its sets. `artifact`: what its system "artifact" stands for. `systems`: more of them. `negatives`:
+        as of `Negatives.parse`, for all sets but the multi-hop ones by name, which have their own. `queries`: at most
+        so many a set.
 
         Raises:
             InputError: There is none, or it is not a valid one; or there are no such negatives.
@@ -123,12 +116,10 @@ class Reproduction(BaseModel):
     def _with(self, systems: Sequence[str], negatives: str | None, queries: int | None) -> Reproduction:
         sets = self.sets
         if negatives is not None:
-            given = Negatives.parse(negatives)
-            update = {name: getattr(given, name) for name in given.model_fields_set}
-            sets = tuple(
-                part.model_copy(update={"negatives": (part.negatives or Negatives()).model_copy(update=update)})
-                for part in sets
-            )
+            given = Negatives.parse(negatives).model_dump(exclude_unset=True)
+            old = [part.negatives or Negatives() for part in sets]
+            pairs = zip(sets, (other.model_copy(update=given) for other in old), strict=True)
+            sets = tuple(part.model_copy(update={"negatives": new}) for part, new in pairs)
         if queries is not None:
             sets = tuple(part.model_copy(update={"queries": min(part.queries or queries, queries)}) for part in sets)
         more = tuple(SystemPart(name=name) for name in systems)
@@ -172,10 +163,7 @@ def files_in(places: Iterable[str | Path]) -> list[Path]:
     """
     files: list[Path] = []
     for place in map(Path, places):
-        if not place.is_dir():
-            files.append(place)
-            continue
-        inside = sorted(path for path in place.iterdir() if path.name.endswith((".jsonl", ".jsonl.gz")))
+        inside = [place] if not place.is_dir() else sorted([*place.glob("*.jsonl"), *place.glob("*.jsonl.gz")])
         if not inside:
             raise InputError(f"The folder {place} holds no .jsonl or .jsonl.gz files.")
         files += inside
@@ -187,13 +175,11 @@ def plan(config: Reproduction) -> str:
     lines = [f"{config.name}: {len(config.systems)} systems on {len(config.sets)} sets, seed {config.seed}"]
     for part in config.sets:
         many = "all queries" if part.queries is None else f"{part.queries} queries"
-        given = part.negatives or (Negatives() if part.dataset else None)
-        kind = "" if given is None else f", {given.count} {given.kind} negatives where the set has none of its own"
-        if part.file is not None and given is not None:
-            kind = f", {given.count} {given.kind} negatives of the file's documents"
-        lines.append(f"  set      {part.title}: {part.split if part.dataset else part.file}, {many}{kind}")
+        given = part.negatives or Negatives(count=0 if part.file else 15)
+        where = "of the file's documents" if part.file else "where the set has none of its own"
+        kind = f", {given.count} {given.kind} negatives {where}" if given.count else ""
+        lines.append(f"  set      {part.title}: {part.file or part.split}, {many}{kind}")
     lines += [f"  system   {part.title}: {part.name}" for part in config.systems]
-    lines.append(f"  tables   {', '.join(config.tables)}")
     for ablations in config.ablations:
         names = [ablation.name for ablation in chosen(ablations.names)]
         lines.append(f"  ablations of {ablations.recipe}, {len(ablations.seeds)} seeds: {'; '.join(names)}")

@@ -1,18 +1,66 @@
-"""Oracle similarity from features (paper, Section 4.2): a document's shift beside that of all relevant ones."""
+"""Oracle similarity (paper, Section 4.2): how much a document's shift resembles that of all relevant ones together.
+
+It reads the labels, so it is no reranker but a bound on what the shifts hold. The cosines of layers, heads and tokens
+are put together like the terms of RSRank's score: summed over layers and heads, averaged over tokens.
+"""
 
 from __future__ import annotations
 
 import torch
+from torch import Tensor
+from torch.nn.functional import cosine_similarity
 
-from ..method.shift import oracle_similarity
+from ..evaluation.datasets import LabelledQuery
+from ..method.shift import EPSILON
+from ..rsrank import RSRank
+from ..training.features import FeatureExtractor
+from ..training.recipe import FeaturePart
 from ..training.store import QueryFeatures
+
+
+def oracle_similarity(shift: Tensor, oracle: Tensor) -> Tensor:
+    """Cosine between each document's shift and the shift of all relevant documents together.
+
+    It needs the labels, so it is a yardstick and not a reranker (paper, Section 4.2).
+
+    Args:
+        shift: (N, H, T, D), one layer's shifts.
+        oracle: (H, T, D), the same layer's oracle shift.
+
+    Returns:
+        (N, H, T) cosines in [-1, 1].
+    """
+    return cosine_similarity(shift.float(), oracle.float(), dim=-1, eps=EPSILON)
+
+
+class OracleSimilarity:
+    """Ranks the documents of labelled queries by oracle similarity.
+
+    Args:
+        ranker: Whose language model, template and layers are read. Its B is not used.
+    """
+
+    threshold: float | None = None  # a document may well be relevant and point away from the others
+
+    def __init__(self, ranker: RSRank) -> None:
+        self._ranker = ranker
+
+    def score_labelled(self, query: LabelledQuery, *, titles: bool = True) -> list[float]:
+        """One score a document, in input order; all are 0 where nothing is relevant.
+
+        Raises:
+            InputError: The query is empty or too long.
+            ScoringError: A document does not fit into memory even alone.
+        """
+        if not any(document.relevant and document.content(titles=titles).strip() for document in query.documents):
+            return [0.0] * len(query.documents)
+        options = FeaturePart(titles=titles, dtype="bfloat16")
+        extractor = FeatureExtractor(self._ranker.reader, options, token_budget=self._ranker.token_budget)
+        return oracle_scores(extractor.extract(query))
 
 
 def oracle_scores(features: QueryFeatures) -> list[float]:
     """Score a query's documents against its oracle shift.
-
-    The cosines of layers, heads and tokens are put together like the terms of RSRank's score: summed over layers and
-    heads, averaged over tokens.
 
     Returns:
         One score a document, within plus or minus layers x heads; 0 for all where nothing is relevant.
@@ -26,3 +74,18 @@ def oracle_scores(features: QueryFeatures) -> list[float]:
         rows = layer.float().reshape(heads, count + 1, tokens, width).transpose(0, 1)  # (M, H, T, D)
         total += oracle_similarity(rows[:-1], rows[-1]).double().mean(-1).sum(-1).cpu()
     return total.tolist()
+
+
+def oracle_similarity(shift: Tensor, oracle: Tensor) -> Tensor:
+    """Cosine between each document's shift and the shift of all relevant documents together.
+
+    It needs the labels, so it is a yardstick and not a reranker (paper, Section 4.2).
+
+    Args:
+        shift: (N, H, T, D), one layer's shifts.
+        oracle: (H, T, D), the same layer's oracle shift.
+
+    Returns:
+        (N, H, T) cosines in [-1, 1].
+    """
+    return cosine_similarity(shift.float(), oracle.float(), dim=-1, eps=EPSILON)

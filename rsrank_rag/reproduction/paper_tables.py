@@ -2,16 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal, get_args
+from collections.abc import Mapping, Sequence
 
 from ..evaluation.comparison import Comparison, Measured
 from ..evaluation.evaluate import summarise
 from ..evaluation.statistics import Estimate
-
-Table = Literal["main", "differences", "thresholds", "gaps", "headroom", "selection", "stages", "ablations"]
-TABLES: tuple[Table, ...] = get_args(Table)
-"""All tables, in their order."""
 
 TIE = 0.01
 """Values so close to the best of their column are bold too, as in the paper."""
@@ -19,32 +14,16 @@ TIE = 0.01
 _METRICS = {"ndcg@5": "nDCG@5", "recall@5": "Recall@5", "f1@tau": "F1@τ"}
 
 
-def page(
-    name: str,
-    tables: Sequence[Table],
-    sets: Sequence[str],
-    measured: Sequence[Measured],
-    found: Comparison | None,
-    ablations: str = "",
-    stages: Sequence[Mapping[str, Any]] | None = None,
-) -> str:
-    """All tables that were asked for and can be filled.
+def page(name: str, sets: Sequence[str], measured: Sequence[Measured], found: Comparison | None) -> str:
+    """All tables of systems that can be filled.
 
-    `measured`: systems, also those that lack a set. `found`: of the systems that have all sets. `stages`: rows of
-    ``benchmarks.latency --paper``.
+    `measured`: systems, also those that lack a set. `found`: of the systems that have all sets.
     """
-    makers: dict[Table, Callable[[], str]] = {
-        "main": lambda: main_table(sets, measured),
-        "differences": lambda: "" if found is None else difference_tables(found),
-        "thresholds": lambda: "" if found is None else threshold_table(found),
-        "gaps": lambda: "" if found is None else gap_tables(found),
-        "headroom": lambda: "" if found is None else headroom_table(found),
-        "selection": lambda: "" if found is None else selection_table(found),
-        "stages": lambda: stage_table(stages) if stages else "",
-        "ablations": lambda: ablations,
-    }
     parts = [f"# Measured: {name}", "Points of 100. Only what was computed in this run; figures: `report/`."]
-    parts += [text for table in tables if (text := makers[table]())]
+    if measured:
+        parts.append(main_table(sets, measured))
+    if found is not None:
+        parts += [make(found) for make in (difference_tables, threshold_table, gap_tables, headroom_table)]
     return "\n\n".join(parts) + "\n"
 
 
@@ -89,13 +68,8 @@ def threshold_table(found: Comparison) -> str:
     """Bias and variance of the sets' best thresholds (paper, Sections 2.1 and 6.3), and where they lie."""
     sets = list(found.labels)
     rows = [
-        [
-            s.name,
-            f"{s.threshold_normalised:.3f}",
-            f"{s.bias:.4f}",
-            f"{s.variance:.5f}",
-            *(f"{s.sets[label].tau_best_normalised:.3f}" for label in sets),
-        ]
+        [s.name, f"{s.threshold_normalised:.3f}", f"{s.bias:.4f}", f"{s.variance:.5f}"]
+        + [f"{s.sets[label].tau_best_normalised:.3f}" for label in sets]
         for s in found.systems
     ]
     return (
@@ -111,17 +85,8 @@ def gap_tables(found: Comparison) -> str:
         rows = []
         for label, result in system.sets.items():
             own, best, test = result.metrics["f1@query_best"].mean, result.metrics["f1@best"].mean, result.t_test
-            rows.append(
-                [
-                    label,
-                    str(len(result.queries)),
-                    points(own),
-                    points(best),
-                    points(own - best),
-                    "" if test.t is None else f"{test.t:.2f}",
-                    "" if test.p is None else f"{test.p:.1e}",
-                ]
-            )
+            cells = [label, str(len(result.queries)), points(own), points(best), points(own - best)]
+            rows.append([*cells, "" if test.t is None else f"{test.t:.2f}", "" if test.p is None else f"{test.p:.1e}"])
         parts.append(f"**{system.name}**\n\n" + grid(["set", "N", "Q-Opt", "D-Opt", "Gap", "t", "p"], rows))
     return "\n\n".join(parts)
 
@@ -133,38 +98,6 @@ def headroom_table(found: Comparison) -> str:
         tau, best, own = (s.metrics[name].mean for name in ("f1@tau", "f1@best", "f1@query_best"))
         rows.append([s.name, points(tau), points(best), points(own), f"+{points(own - best)}"])
     return "## Headroom\n\n" + grid(["system", "F1@τ", "set's best", "query's best", "headroom"], rows)
-
-
-def selection_table(found: Comparison) -> str:
-    """The threshold in use against top-k with as many documents, by set."""
-    rows = []
-    for system in found.systems:
-        for label, result in system.sets.items():
-            chosen = result.selection
-            rows.append(
-                [
-                    system.name,
-                    label,
-                    f"{chosen.natural.kept:.2f}",
-                    points(chosen.natural.f1.mean),
-                    points(chosen.top_k.f1.mean),
-                    sure(chosen.f1_difference),
-                ]
-            )
-    return (
-        "## Threshold or top-k for the same number of documents\n\nIn brackets: 95% bootstrap interval over queries."
-        "\n\n" + grid(["system", "set", "kept a query", "F1@τ", "F1 of top-k", "difference"], rows)
-    )
-
-
-def stage_table(stages: Sequence[Mapping[str, Any]]) -> str:
-    """Time to score 100 documents by stage (paper, Section 5.4)."""
-    first = float(stages[0]["seconds"])
-    rows = [
-        [str(row["stage"]), f"{1000 * float(row['seconds']):.1f}", f"{100 * (float(row['seconds']) / first - 1):+.2f}%"]
-        for row in stages
-    ]
-    return "## Inference stages\n\n" + grid(["stage", "ms", "overhead"], rows)
 
 
 def sure(estimate: Estimate) -> str:
@@ -184,18 +117,16 @@ def points(value: float) -> str:
 
 
 def _bold(rows: Mapping[str, Sequence[float | None]]) -> list[list[str]]:
-    columns = list(zip(*rows.values(), strict=True))
+    """A row a name; the best of a column and its ties are bold."""
+    columns = zip(*rows.values(), strict=True)
     best = [max((value for value in column if value is not None), default=0.0) for column in columns]
-    return [
-        [
-            name,
-            *(
-                "–" if v is None else f"**{points(v)}**" if v >= top - TIE - 1e-9 else points(v)
-                for v, top in zip(values, best, strict=True)
-            ),
-        ]
-        for name, values in rows.items()
-    ]
+
+    def cell(value: float | None, top: float) -> str:
+        if value is None:
+            return "–"
+        return f"**{points(value)}**" if value >= top - TIE - 1e-9 else points(value)
+
+    return [[name, *map(cell, values, best)] for name, values in rows.items()]
 
 
 def grid(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

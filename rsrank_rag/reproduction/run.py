@@ -7,42 +7,34 @@ loaded or scored is named with its error, and the others still run.
 from __future__ import annotations
 
 import gc
-import json
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ..adapters.systems import KINDS, load_system, parse
+from ..adapters.systems import load_system, parse
 from ..artifact import hub
 from ..errors import InputError, RSRankError
-from ..evaluation import plots
 from ..evaluation.comparison import Comparison, Measured
 from ..evaluation.datasets import LabelledQuery
-from ..evaluation.evaluate import System, score_dataset, shared_threshold
+from ..evaluation.evaluate import score_dataset, shared_threshold
 from ..evaluation.metrics import ScoredQuery
-from ..evaluation.report import Picture, check_report, write_report
+from ..evaluation.report import check_report, write_report
 from ..language_model.options import LoadOptions
 from ..partial_files import write_text
-from .ablation_figures import AblationFigures, FigureFile, ablation_tables, figures_of, sample_curves
+from .ablation_figures import AblationFigures, FigureFile, ablation_tables, figures_of
 from .ablation_runs import AblationRow, Ablations, Kept, read_kept, sha
 from .ablations import chosen
 from .config import Reproduction, SystemPart
 from .paper_tables import page
-from .shift_map import load_umap, shift_pictures
 
 
 @dataclass
 class Outcome:
-    """What a run made.
+    """What a run made."""
 
-    Attributes:
-        measured: Systems with their scores by set; a set that failed is not among them.
-        comparison: Of the systems that have all sets; None where there is none.
-    """
-
-    measured: list[Measured] = field(default_factory=list)
-    comparison: Comparison | None = None
+    measured: list[Measured] = field(default_factory=list)  # scores by set; a set that failed is not among them
+    comparison: Comparison | None = None  # of the systems that have all sets; None where there is none
     failures: dict[str, str] = field(default_factory=dict)
     tables: Path | None = None
 
@@ -55,14 +47,10 @@ def reproduce(
     say: Callable[[str], object] = str,
     watch: Callable[[Sequence[LabelledQuery], str], Iterable[LabelledQuery]] = lambda queries, what: queries,
 ) -> Outcome:
-    """Run a configuration, or what is left of it, and write ``tables.md`` and ``report/`` into a folder.
+    """Run a configuration, or what is left of it, and write ``tables.md`` and ``report/`` into the folder ``output``.
 
-    Args:
-        config: What to measure.
-        output: Folder for scores, tables, figures and ablations.
-        options: How to load models.
-        say: Told what is going on, failures included.
-        watch: Wraps the queries that are being scored, as a progress bar does.
+    `options`: how to load models. `say`: told what is going on, failures included. `watch`: wraps the queries that are
+    being scored, as a progress bar does.
 
     Raises:
         InputError: No set could be loaded, or the folder cannot be written.
@@ -70,8 +58,6 @@ def reproduce(
     """
     output, options = Path(output), options or LoadOptions()
     check_report(output)
-    if config.umap:
-        load_umap()
     run = _Run(config, output, options, say, watch)
     sets = run.sets()
     for part in config.systems:
@@ -80,17 +66,13 @@ def reproduce(
     outcome = run.outcome
     complete = [found for found in outcome.measured if set(found.scored) == set(sets)]
     if complete and sets:
-        outcome.comparison = write_report(
-            output / "report", complete, sets, titles=config.titles, pictures=run.pictures
-        )
+        outcome.comparison = write_report(output / "report", complete, sets, titles=config.titles)
     figures = run.ablations()
     tables = ablation_tables(figures)
     if figures:
         _write(output / "ablations.json", FigureFile(figures=tuple(figures)).model_dump_json(indent=1) + "\n")
-    stages = None if config.stages is None else _stages(Path(config.stages))
     outcome.tables = output / "tables.md"
-    text = page(config.name, config.tables, list(sets), outcome.measured, outcome.comparison, tables, stages)
-    text += _sample_figures(figures, output)
+    text = page(config.name, list(sets), outcome.measured, outcome.comparison) + (f"\n{tables}\n" if figures else "")
     if outcome.failures:
         text += "\n## What failed\n\n" + "".join(f"- {what}: {why}\n" for what, why in outcome.failures.items())
     _write(outcome.tables, text)
@@ -105,7 +87,6 @@ class _Run:
     say: Callable[[str], object]
     watch: Callable[[Sequence[LabelledQuery], str], Iterable[LabelledQuery]]
     outcome: Outcome = field(default_factory=Outcome)
-    pictures: list[Picture] = field(default_factory=list)
 
     def fail(self, what: str, error: Exception) -> None:
         self.outcome.failures[what] = str(error)
@@ -123,41 +104,32 @@ class _Run:
         return found
 
     def measure(self, part: SystemPart, sets: dict[str, list[LabelledQuery]]) -> None:
-        """Score what has no scores yet; the system is loaded only if there is something to score or to draw."""
+        """Score what has no scores yet; the system is loaded only if there is something to score."""
         files = {label: self.output / "scores" / f"{sha(part.title, label)[:16]}.json" for label in sets}
         keys = {label: self._key(part, queries) for label, queries in sets.items()}
-        kept = {label: read_kept(_Kept, files[label], keys[label]) for label in sets}
-        system: System | None = None
-        draw = self.config.umap and parse(part.name)[0] is KINDS["rsrank"]
-        if draw or not all(kept.values()):
-            try:
-                system = load_system(part.name, revision=part.revision, options=part.options(self.options))
-            except RSRankError as error:
-                self.fail(part.title, error)
-        if system is not None:
-            for label in [label for label, found in kept.items() if found is None]:
-                kept[label] = self._score(part, system, label, sets[label], keys[label], files[label])
-            if draw:
-                self.pictures += shift_pictures(part.title, system, sets, titles=self.config.titles)
-        done = {label: found for label, found in kept.items() if found is not None}
-        if done:
-            scores = {label: found.scored(sets[label]) for label, found in done.items()}
-            native = next(iter(done.values())).threshold
-            threshold, origin = _threshold(part.threshold, native, list(scores.values()))
-            self.outcome.measured.append(Measured(part.title, threshold, origin, scores))
-
-    def _score(
-        self, part: SystemPart, system: System, label: str, queries: Sequence[LabelledQuery], key: str, path: Path
-    ) -> _Kept | None:
-        """Score a set and keep the scores; None where that failed."""
+        done = {label: kept for label in sets if (kept := read_kept(_Kept, files[label], keys[label]))}
+        missing = [label for label in sets if label not in done]
         try:
-            scored = score_dataset(system, self.watch(queries, f"{part.title}, {label}"), titles=self.config.titles)
+            options = part.options(self.options)
+            system: Any = load_system(part.name, revision=part.revision, options=options) if missing else None
         except RSRankError as error:
-            self.fail(f"{part.title}, {label}", error)
-            return None
-        found = _Kept(key=key, threshold=system.threshold, scores=tuple(tuple(query.scores) for query in scored))
-        _write(path, found.model_dump_json() + "\n")
-        return found
+            self.fail(part.title, error)
+            missing = []
+        for label in missing:
+            try:
+                watched = self.watch(sets[label], f"{part.title}, {label}")
+                scored = score_dataset(system, watched, titles=self.config.titles)
+            except RSRankError as error:
+                self.fail(f"{part.title}, {label}", error)
+                continue
+            scores = tuple(tuple(query.scores) for query in scored)
+            done[label] = _Kept(key=keys[label], threshold=system.threshold, scores=scores)
+            _write(files[label], done[label].model_dump_json() + "\n")
+        if done:
+            found = {label: done[label].scored(sets[label]) for label in sets if label in done}
+            native = next(iter(done.values())).threshold
+            threshold, origin = _threshold(part.threshold, native, list(found.values()))
+            self.outcome.measured.append(Measured(part.title, threshold, origin, found))
 
     def _key(self, part: SystemPart, queries: Sequence[LabelledQuery]) -> str:
         """Of everything that scores depend on."""
@@ -216,23 +188,6 @@ def _state(name: str) -> str:
         return ""
     files = sorted(path for path in Path(chosen).iterdir() if path.is_file())
     return str([(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in files])
-
-
-def _stages(path: Path) -> list[dict[str, Any]]:
-    try:
-        rows: list[dict[str, Any]] = json.loads(path.read_text(encoding="utf-8"))["rows"]
-        return [row for row in rows if {"stage", "seconds"} <= set(row)]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise InputError(f"{path} is no output of benchmarks.latency --paper --json: {error}") from None
-
-
-def _sample_figures(figures: Sequence[AblationFigures], output: Path) -> str:
-    """Draw quality by number of training queries, a figure a set; the Markdown that shows them."""
-    lines = []
-    for number, (dataset, figure) in enumerate(sample_curves(figures).items()):
-        path = plots.save(figure, output / "report" / "figures" / f"samples-{number}")
-        lines.append(f"\n![{dataset}: quality by number of training queries]({path.relative_to(output).as_posix()})\n")
-    return "".join(lines)
 
 
 def _free() -> None:

@@ -6,12 +6,14 @@ They are read row by row: slow, and as plain as can be. Axes: N rows, H heads, T
 from __future__ import annotations
 
 from collections.abc import Sequence
+from copy import copy
 from functools import partial
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
+from ..language_model.fusion import layers_of
 from ..method.backbone import Backbone
 from ..method.batching import Ids
 from ..method.probe import Prefixes, Reader, Show
@@ -83,7 +85,7 @@ class SignalReader(ShiftReader):
         if self.signal == "hidden":
             hooks = [
                 layer.register_forward_pre_hook(partial(_show_input, number, keep), with_kwargs=True)
-                for number, layer in enumerate(_layers(self.backbone))
+                for number, layer in enumerate(layers_of(self.backbone.model))
             ]
             try:
                 self.backbone.query_values([[row.query.ids]], prefixes, lambda layer, values: None)
@@ -91,7 +93,8 @@ class SignalReader(ShiftReader):
                 for hook in hooks:
                     hook.remove()
         else:
-            core = self.backbone if self.signal == "values" else _KeyBackbone.of(self.backbone)
+            core = copy(self.backbone)
+            core.reader = Reader if self.signal == "values" else _KeyReader
             core.query_values([[row.query.ids]], prefixes, keep)
         return found
 
@@ -110,27 +113,8 @@ class _KeyReader(Reader):
         return super().update(key_states, value_states, layer_idx, *args, **kwargs)
 
 
-class _KeyBackbone(Backbone):
-    """The same model, read by its keys."""
-
-    reader = _KeyReader
-
-    @classmethod
-    def of(cls, core: Backbone) -> _KeyBackbone:
-        return cls(core.model, core.findings, last_layer=core.last_layer, num_layers=core.num_layers)
-
-
 def _show_input(
     number: int, show: Show, module: nn.Module, args: tuple[Tensor, ...], kwargs: dict[str, Tensor]
 ) -> None:
     """A hook before a layer: hand over the hidden states that enter it, (N, T, hidden), as one head."""
     show(number, (args[0] if args else kwargs["hidden_states"])[:, None])
-
-
-def _layers(core: Backbone) -> nn.ModuleList:
-    """The model's layers: its one list of so many modules."""
-    return next(
-        module
-        for module in core.model.modules()
-        if isinstance(module, nn.ModuleList) and len(module) == core.loaded_layers
-    )

@@ -72,7 +72,8 @@ class ExplainResponse(BaseModel):
     truncated: bool
     tokens: tuple[str, ...] = Field(description="The T scored tokens of the query.")
     layers: tuple[int, ...] = Field(description="The L layers read.")
-    parts: tuple[tuple[float, ...], ...] = Field(description="T x L; all together they are the score.")
+    parts: tuple[tuple[float, ...], ...] = Field(description="T x L; with the agreement, they are the score.")
+    agreement: float = Field(description="What the document's agreement with the query adds; 0 where it has no part.")
 
 
 class Status(BaseModel):

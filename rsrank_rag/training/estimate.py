@@ -11,11 +11,11 @@ import torch
 from ..errors import BackboneError
 from ..evaluation.datasets import LabelledQuery
 from ..language_model.loading import LOAD_ERRORS, shortened
-from ..method.losses import calibration_loss
 from ..method.projection import Projection
 from ..method.template import PromptTokenizer
 from .features import Plan, plan_features
 from .fit import Batch, batch_scores
+from .losses import calibration_loss
 from .recipe import Recipe
 from .store import QueryFeatures, free_memory
 

@@ -68,6 +68,24 @@ VALUES = Reading()
 """The method's own: value vectors, the query-only run subtracted."""
 
 
+def together(prompts: PromptTokenizer, documents: Sequence[str], query_length: int) -> Ids:
+    """One prefix with several documents, a line break between them, for the oracle shift (paper, Section 4.2).
+
+    If they do not fit together, each gets the same number of tokens; what a shorter one leaves goes to the others.
+    """
+    encoded, seam = prompts.encode(documents), prompts.encode(["\n"])[0]
+    most = prompts.room(query_length)
+    room = most - len(seam) * (len(encoded) - 1)
+    shares = dict.fromkeys(range(len(encoded)), 0)
+    for rank, index in enumerate(sorted(shares, key=lambda i: len(encoded[i]))):
+        shares[index] = min(len(encoded[index]), max(room, 0) // (len(encoded) - rank))
+        room -= shares[index]
+    joined: Ids = ()
+    for index, ids in enumerate(encoded):
+        joined += (*(seam if index else ()), *ids[: shares[index]])
+    return (*prompts.instruction, *joined[:most], *prompts.separator)
+
+
 @dataclass(frozen=True)
 class QueryPrompts:
     """What the language model reads for a query: the query, each document, and all relevant ones (None if none)."""
@@ -92,7 +110,7 @@ class QueryPrompts:
         texts = [document.content(titles=titles) for document in query.documents]
         documents = [prompt.ids for prompt in prompts.documents(texts, len(tokenised.ids))]
         relevant = [text for text, document in zip(texts, query.documents, strict=True) if document.relevant]
-        oracle = prompts.together(relevant, len(tokenised.ids)) if any(map(str.strip, relevant)) else None
+        oracle = together(prompts, relevant, len(tokenised.ids)) if any(map(str.strip, relevant)) else None
         return cls(tokenised, documents, oracle)
 
     def positions(self, max_tokens: int | None) -> list[int]:
@@ -101,6 +119,24 @@ class QueryPrompts:
         if max_tokens is None or length <= max_tokens:
             return list(range(length))
         return [int(length / max_tokens * (i + 0.5)) for i in range(max_tokens)]
+
+
+def together(prompts: PromptTokenizer, documents: Sequence[str], query_length: int) -> Ids:
+    """One prefix with several documents, a line break between them, for the oracle shift (paper, Section 4.2).
+
+    If they do not fit together, each gets the same number of tokens; what a shorter one leaves goes to the others.
+    """
+    encoded, seam = prompts.encode(documents), prompts.encode(["\n"])[0]
+    most = prompts.room(query_length)
+    room = most - len(seam) * (len(encoded) - 1)
+    shares = dict.fromkeys(range(len(encoded)), 0)
+    for rank, index in enumerate(sorted(shares, key=lambda i: len(encoded[i]))):
+        shares[index] = min(len(encoded[index]), max(room, 0) // (len(encoded) - rank))
+        room -= shares[index]
+    joined: Ids = ()
+    for index, ids in enumerate(encoded):
+        joined += (*(seam if index else ()), *ids[: shares[index]])
+    return (*prompts.instruction, *joined[:most], *prompts.separator)
 
 
 def plan_features(
@@ -206,6 +242,7 @@ def spec_for(
         backbone=backbone,
         template=reader.prompts.template,
         layers=tuple(sorted(reader.layers)),
+        fusion_layer=reader.backbone.fusion_layer,
         signal=reading.signal,
         null_prefix=reading.null_prefix,
         dtype=options.dtype,

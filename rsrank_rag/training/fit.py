@@ -26,10 +26,10 @@ from ..errors import TrainingError
 from ..evaluation.metrics import ScoredQuery, f1_at
 from ..language_model.options import has_fast_bfloat16
 from ..method.batching import is_out_of_memory
-from ..method.losses import alignment_loss, calibration_loss, frobenius_loss, margin_loss, orthogonality_loss
 from ..method.projection import Projection
 from ..method.shift import cosine_to_ones
 from ..partial_files import write_text
+from .losses import alignment_loss, calibration_loss, frobenius_loss, margin_loss, orthogonality_loss
 from .store import FeatureSource, QueryFeatures
 
 TERMS = ("calibration", "margin", "orthogonality", "alignment", "frobenius")

@@ -44,6 +44,7 @@ class ModelPart(LoadSettings):
     revision: str | None = None
     weights: Weights | None = Field(default=None, description="The same as load_in_8bit = true and the like.")
     max_length: int | None = Field(default=None, gt=0)
+    fusion_layer: int = Field(default=0, ge=0, description="The first layer in which queries see documents.")
 
     @property
     def source(self) -> str:
@@ -207,11 +208,12 @@ class Recipe(BaseModel):
         """Layers that B reads of a language model with so many.
 
         Raises:
-            BackboneError: It has fewer.
+            BackboneError: It has fewer, or a layer has not seen the document.
         """
-        chosen = self.features.layers or tuple(range(1, count))
-        if chosen[-1] >= count:
-            raise BackboneError(f"Layer {chosen[-1]} was asked for; {self.model.name} has 1..{count - 1}.")
+        lowest = self.model.fusion_layer + 1
+        chosen = self.features.layers or tuple(range(lowest, count)) or (lowest,)
+        if wrong := [layer for layer in (chosen[0], chosen[-1]) if not lowest <= layer < count]:
+            raise BackboneError(f"Layer {wrong[0]} was asked for; {self.model.name} has {lowest}..{count - 1}.")
         return chosen
 
     @property

@@ -6,16 +6,15 @@ Every step leaves its result in the output folder and is not repeated when the s
 from __future__ import annotations
 
 import hashlib
-import importlib.util
 import json
 import os
 import shutil
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from tqdm.auto import tqdm
@@ -24,27 +23,24 @@ from ..artifact import hub
 from ..artifact.config import INSIDE, BackboneSpec, RSRankConfig, TrainingRecord
 from ..artifact.identity import describe
 from ..errors import InputError, TrainingError
-from ..evaluation import plots
 from ..evaluation.datasets import LabelledQuery
 from ..evaluation.evaluate import score_dataset, summarise
 from ..evaluation.metrics import ScoredQuery, ranking_metrics
 from ..language_model.check import open_backbone
+from ..language_model.files import folder_of, hashes
 from ..language_model.loading import load_model
 from ..method.backbone import Backbone
 from ..method.batching import token_budget_for
 from ..method.projection import Projection
 from ..method.template import PromptTokenizer
-from ..partial_files import write_text
+from ..partial_files import replacing, write_text
 from ..rsrank import RSRank
 from .estimate import Estimate, estimate
 from .features import VALUES, FeatureExtractor, Reading, digest, plan_features, spec_for, subsample
-from .fit import TERMS, Epoch, best_epoch, split
+from .fit import Epoch, best_epoch, split
 from .learn import ClosedForm, Learner
 from .recipe import Recipe
 from .store import FeatureStore
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 
 @dataclass(frozen=True)
@@ -143,6 +139,7 @@ class TrainingRun:
             "template": (recipe.template, spec.template),
             "signal": ("values", spec.signal),
             "null_prefix": ("empty", spec.null_prefix),
+            "model.fusion_layer": (recipe.model.fusion_layer, spec.fusion_layer),
             "features.layers": (recipe.features.layers or spec.layers, spec.layers),
         }
         different = [f"{name} {theirs!r}, not {ours!r}" for name, (ours, theirs) in wanted.items() if ours != theirs]
@@ -155,9 +152,10 @@ class TrainingRun:
         projection, config, samples, validation = self._learn(store)
         config = self._recorded(config, {"validation": validation})
         artifact = self.output / "artifact"
-        hub.write_artifact(artifact, config, projection.weight, hub.model_card(config))
-        if inside:
-            shutil.copytree(recipe.model.source, artifact / INSIDE, dirs_exist_ok=True)
+        with replacing(artifact) as new:
+            hub.write_artifact(new, config, projection, hub.model_card(config))
+            if inside:
+                shutil.copytree(recipe.model.source, new / INSIDE)
         return Result(artifact, config.training.metrics, samples)
 
     # Features
@@ -218,16 +216,16 @@ class TrainingRun:
         chosen = self.recipe.features.layers
         last_layer = None if chosen is None else chosen[-1]
         loaded = load_model(part.source, revision=part.revision, options=options, last_layer=last_layer)
-        core = open_backbone(loaded.model, last_layer, num_layers=loaded.num_layers)
+        core = open_backbone(loaded.model, last_layer, num_layers=loaded.num_layers, fusion_layer=part.fusion_layer)
         prompts = PromptTokenizer(
             loaded.tokenizer,
             self.recipe.template,
             max_length=min(core.max_length, part.max_length or core.max_length),
             shared_positions=core.causal,
         )
-        name = part.name if part.source == part.name else INSIDE
+        name, files = part.name if part.source == part.name else INSIDE, hashes(folder_of(part.source, part.revision))
         revision = part.revision or getattr(loaded.model.config, "_commit_hash", None)
-        return core, prompts, describe(core, prompts, name, None if name == INSIDE else revision)
+        return core, prompts, describe(core, prompts, name, None if name == INSIDE else revision, files)
 
     # B
 
@@ -243,20 +241,20 @@ class TrainingRun:
         samples = learner.sample_curve(train, self.say)
         if samples:
             _dump(self.output / "samples.json", samples)
-            self._draw(lambda: _sample_curves(samples), "samples")
         self._sources = spec.sources
         config = RSRankConfig(
             backbone=spec.backbone,
             layers=spec.layers,
             projection_dim=recipe.fit.projection_dim,
             template=spec.template,
+            fusion_layer=spec.fusion_layer,
             max_length=spec.max_length,
             license=recipe.license,
         )
         return projection, config, samples, learner.scored(projection)
 
     def _best(self, learner: Learner, train: list[int]) -> Projection:
-        """B by the recipe's method, with a progress bar and the curves of its epochs."""
+        """B by the recipe's method, with a progress bar."""
         with tqdm(total=self.recipe.fit.epochs, desc="training B", unit="epoch", disable=not self.progress) as bar:
 
             def show(epoch: Epoch) -> None:
@@ -266,7 +264,6 @@ class TrainingRun:
             projection, self._history = learner.learn(train, on_epoch=show)
         if self._history:
             best = best_epoch(self._history) if self.recipe.fit.keep == "best" else self._history[-1]
-            self._draw(lambda: _curves(self._history, best.epoch), "curves")
             self.say(
                 f"B of epoch {best.epoch} of {len(self._history)}: F1 at zero {best.validation_f1:.3f} on "
                 f"{len(learner.held)} validation queries."
@@ -307,24 +304,6 @@ class TrainingRun:
             data=self._sources, seed=recipe.fit.seed, metrics=metrics, settings=settings, notes=notes
         )
         return config.model_copy(update={"training": training})
-
-    def _draw(self, figure: Callable[[], Figure], name: str) -> None:
-        if importlib.util.find_spec("matplotlib") is not None:
-            plots.save(figure(), self.output / name)
-
-
-def _curves(history: Sequence[Epoch], best: int) -> Figure:
-    return plots.learning_curves(
-        [row.epoch for row in history],
-        {name: [getattr(row, name) for row in history] for name in ("loss", *TERMS)},
-        [row.validation_f1 for row in history],
-        best,
-    )
-
-
-def _sample_curves(rows: Sequence[dict[str, float]]) -> Figure:
-    curves = {"Recall@5": [row["recall@5"] for row in rows], "F1 at zero": [row["f1@0"] for row in rows]}
-    return plots.sample_efficiency([int(row["samples"]) for row in rows], curves)
 
 
 def _process() -> tuple[int, int]:

@@ -7,6 +7,7 @@ killed goes on where it stopped, and several processes can share the shards amon
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import shutil
@@ -39,6 +40,7 @@ class FeatureSpec(BaseModel):
     backbone: BackboneSpec
     template: Template
     layers: tuple[int, ...]
+    fusion_layer: int = 0
     signal: str = Field(default="values", description="Others than value vectors are made by ablations only.")
     null_prefix: str = Field(default="empty", description="What is subtracted; likewise.")
     dtype: Literal["float16", "bfloat16"]
@@ -86,8 +88,10 @@ class FeatureStore:
 
     def __init__(self, folder: str | Path) -> None:
         self.folder = Path(folder)
+        self._checked = set[int]()  # queries, once: the rest of training reads them again and again
         try:
-            raw = json.loads((self.folder / STORE).read_text(encoding="utf-8"))
+            self._identity = (self.folder / STORE).read_text(encoding="utf-8")
+            raw = json.loads(self._identity)
             for part, retired in (("backbone", "hidden_size"), ("template", "filler")):  # of earlier releases
                 raw.get(part, {}).pop(retired, None)
             self.spec = FeatureSpec.model_validate(raw)
@@ -95,7 +99,7 @@ class FeatureStore:
             raise TrainingError(
                 f"{self.folder} is no feature store: it has no {STORE}. Make one with: rsrank features"
             ) from None
-        except (ValueError, AttributeError) as error:
+        except (ValueError, AttributeError, RecursionError) as error:
             raise TrainingError(f"{self.folder / STORE} is damaged: {error}") from None
 
     @classmethod
@@ -144,12 +148,14 @@ class FeatureStore:
     def write(self, shard: int, features: Sequence[QueryFeatures]) -> None:
         """Write a whole shard; it appears only when it is complete."""
         rows = dict(zip(map(str, self.ranges()[shard]), features, strict=True))
-        labels = {
+        labels: dict[str, dict[str, Any]] = {
             number: {"relevant": list(query.relevant), "tokens": query.tokens, "oracle": query.oracle}
             for number, query in rows.items()
         }
         partial = partial_of(self.path(shard))
         tensors = {number: query.shifts.contiguous() for number, query in rows.items()}
+        for number, row in labels.items():
+            row["sha256"] = self._checksum(number, row, tensors[number])
         save_file(tensors, partial, metadata={"queries": json.dumps(labels)})
         partial.chmod(0o644)
         partial.replace(self.path(shard))
@@ -182,11 +188,20 @@ class FeatureStore:
             with safe_open(self.path(shard), framework="pt") as file:
                 row = json.loads(file.metadata()["queries"])[str(number)]
                 shifts = file.get_tensor(str(number))
+            checksum = row.pop("sha256", None)  # earlier releases kept none
+            if checksum and number not in self._checked and checksum != self._checksum(str(number), row, shifts):
+                raise SafetensorError("checksum")
+            self._checked.add(number)
         except (OSError, SafetensorError, KeyError, TypeError) as error:
             raise TrainingError(
                 f"{self.path(shard)} is damaged ({error}). Remove it and run the same rsrank features command again."
             ) from error
         return QueryFeatures(shifts, tuple(row["relevant"]), row["tokens"], row["oracle"])
+
+    def _checksum(self, number: str, row: dict[str, Any], shifts: Tensor) -> str:
+        """sha256 of a query's features, of no other number and store."""
+        what = (self._identity, number, sorted(row.items()), shifts.shape, shifts.dtype)
+        return hashlib.sha256(repr(what).encode() + shifts.view(torch.uint8).numpy().tobytes()).hexdigest()
 
     def fill(self, extract: Callable[[int], QueryFeatures], *, worker: int = 0, workers: int = 1) -> Iterator[int]:
         """Make the missing shards that fall to one of several workers.
@@ -238,6 +253,8 @@ def _differences(found: FeatureSpec, wanted: FeatureSpec) -> list[str]:
     """What differs, entry by entry. Value vectors may differ as much as other devices and dtypes make them."""
     theirs, ours = (_flat(spec.model_dump(exclude={"shards"})) for spec in (found, wanted))
     values = [entries.pop("backbone.values") for entries in (theirs, ours)]
+    if not found.backbone.files:  # of an earlier release, which did not ask
+        ours = {name: value for name, value in ours.items() if not name.startswith("backbone.files.")}
     different = [
         f"{name}: {theirs.get(name)!r} there, {ours.get(name)!r} asked for"
         for name in sorted(set(theirs) | set(ours))

@@ -57,7 +57,6 @@ class AnswerOdds(Reranker):
         prefix: Ids before the text.
         suffix: Ids after it. A document that is too long is cut, never these.
         max_length: Positions of one prompt.
-        token_budget: Padded tokens in one batch; None for the device's default.
 
     Raises:
         BackboneError: The vocabulary lacks an answer, or the output layer is not made of plain numbers.
@@ -74,12 +73,11 @@ class AnswerOdds(Reranker):
         prefix: Ids = (),
         suffix: Ids = (),
         max_length: int,
-        token_budget: int | None = None,
     ) -> None:
         self.model, self.prefix, self.suffix = model, prefix, suffix
         self.padding = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else 0
         self.max_length = min(max_length, getattr(model.config, "max_position_embeddings", None) or max_length)
-        self.token_budget = token_budget or token_budget_for(model.device)
+        self.token_budget = token_budget_for(model.device)  # padded tokens in one batch
         self._text = private_copy(tokenizer, special_tokens=False)
         vocabulary = tokenizer.get_vocab()
         missing = [answer for answer in answers if answer not in vocabulary]

@@ -2,31 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from typing import TypeVar
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from ...errors import ScoringError
-from ...method.batching import Batches, DoesNotFitError, Ids, Item
-from ...method.scoring import Row
-from ...rsrank import RSRank
-
-Result = TypeVar("Result")
-
-
-def run_batches(sequences: Sequence[Item], run: Callable[[list[Item]], object], *, budget: int) -> int:
-    """Hand all sequences to ``run``, as `Batches` cuts them. Gives the budget that fitted.
-
-    Raises:
-        DoesNotFitError: One sequence alone runs out of memory.
-    """
-    batches = Batches(sequences, budget)
-    for batch in batches:
-        with batches.attempt():
-            run(batch)
-    return batches.budget
+from ...method.batching import Batches, DoesNotFitError, Ids
 
 
 def compute_each(
@@ -43,12 +26,11 @@ def compute_each(
         ScoringError: A sequence does not fit into memory even alone; its position is given.
     """
     found: dict[Ids, Tensor] = {}
-
-    def run(batch: list[Ids]) -> None:
-        found.update(zip(batch, compute(batch), strict=True))
-
+    batches = Batches(list(dict.fromkeys(sequences)), budget)
     try:
-        budget = run_batches(list(dict.fromkeys(sequences)), run, budget=budget)
+        for batch in batches:
+            with batches.attempt():
+                found.update(zip(batch, compute(batch), strict=True))
     except DoesNotFitError as error:
         index = sequences.index(error.ids)
         raise ScoringError(
@@ -56,39 +38,12 @@ def compute_each(
             "a smaller max_length, or load the model in 8-bit or on another device.",
             index,
         ) from None
-    return [found[ids] for ids in sequences], budget
-
-
-def read_documents(
-    ranker: RSRank, query: str, texts: Sequence[str], read: Callable[[list[Row]], Iterable[Result]]
-) -> list[Result | None]:
-    """What is read of each document's row with the query, in batches; None for a document without tokens.
-
-    `texts`: its documents; equal ones are read once. `read`: one batch of rows -> one result a row.
-
-    Raises:
-        InputError: The query is empty or too long.
-        ScoringError: A document does not fit into memory even alone; its position is given.
-    """
-    asked = ranker.prompts.query(query)
-    prompts = ranker.prompts.documents(texts, len(asked.ids))
-    found: dict[Ids, Result] = {}
-
-    def run(batch: list[Row]) -> None:
-        found.update(zip((row.document for row in batch), read(batch), strict=True))
-
-    rows = [Row(ids, asked) for ids in dict.fromkeys(prompt.ids for prompt in prompts if not prompt.empty)]
-    try:
-        run_batches(rows, run, budget=ranker.token_budget)
-    except DoesNotFitError as error:
-        index = next(i for i, prompt in enumerate(prompts) if prompt.ids == error.ids.document)
-        raise ScoringError(f"Document {index} does not fit into memory even by itself.", index) from None
-    return [None if prompt.empty else found[prompt.ids] for prompt in prompts]
+    return [found[ids] for ids in sequences], batches.budget
 
 
 def pad_right(batch: Sequence[Ids], padding: int, device: torch.device) -> tuple[Tensor, Tensor]:
     """Token ids (N, T) and their mask (N, T). Padding on the right leaves the positions of real tokens alone."""
-    longest = max(map(len, batch))
-    ids = torch.tensor([[*row, *[padding] * (longest - len(row))] for row in batch], device=device)
-    mask = torch.tensor([[1] * len(row) + [0] * (longest - len(row)) for row in batch], device=device)
-    return ids, mask
+    rows = [torch.tensor(row) for row in batch]
+    ids = pad_sequence(rows, batch_first=True, padding_value=padding)
+    mask = pad_sequence([torch.ones_like(row) for row in rows], batch_first=True)
+    return ids.to(device), mask.to(device)

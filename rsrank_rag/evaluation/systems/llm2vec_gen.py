@@ -54,12 +54,8 @@ class LLM2VecGen(Reranker):
 
     Args:
         name: Hub id or local folder of the adapters. The base model is the one that their ``run_config.yml`` names.
-        query_instruction: Goes before the query; the retrieval example's by default.
-        document_instruction: Goes before each document; likewise.
+        query_instruction: Goes before the query, as `document_instruction` before documents: the retrieval example's.
         max_length: Positions of one text with its instruction and the special tokens, 512 in training.
-        revision: Commit, tag or branch of the adapters on the Hub.
-        options: Device, dtype, quantisation, access.
-        token_budget: Padded tokens in one batch.
 
     Raises:
         BackboneError: It cannot be loaded, or is no such model.
@@ -77,13 +73,15 @@ class LLM2VecGen(Reranker):
         max_length: int = 512,
         revision: str | None = None,
         options: LoadOptions | None = None,
-        token_budget: int | None = None,
     ) -> None:
         options = options or LoadOptions()
         self.query_instruction, self.document_instruction = query_instruction, document_instruction
         folder = _download(name, revision, options)
         run = _run_config(folder)
-        tokenizer = _tokenizer(folder)
+        try:
+            tokenizer: Any = AutoTokenizer.from_pretrained(str(folder))
+        except LOAD_ERRORS as error:
+            raise BackboneError(f"The tokenizer in {folder} could not be loaded: {error}") from error
         vocabulary = tokenizer.get_vocab()
         missing = [token for token in run["special_tokens"] if token not in vocabulary]
         if missing:
@@ -99,7 +97,7 @@ class LLM2VecGen(Reranker):
         base = load_model(str(run["model_name_or_path"]), revision=None, options=options).model
         self.model = _with_adapter(base, folder / "encoder", len(tokenizer), options)
         self.maps = nn.Sequential(*maps).to(base.device).requires_grad_(False)
-        self.token_budget = token_budget or token_budget_for(base.device)
+        self.token_budget = token_budget_for(base.device)  # padded tokens in one batch
 
     def score(self, query: str, documents: Sequence[str]) -> list[float]:
         """Cosine of query and document.
@@ -144,16 +142,15 @@ def _download(name: str | Path, revision: str | None, options: LoadOptions) -> P
     if is_folder(name):
         return Path(name)
     try:
-        return Path(
-            snapshot_download(
-                str(name),
-                revision=revision,
-                local_files_only=options.local_files_only,
-                token=options.token,
-                cache_dir=options.cache_dir,
-                allow_patterns=FILES,
-            )
+        found = snapshot_download(
+            str(name),
+            revision=revision,
+            local_files_only=options.local_files_only,
+            token=options.token,
+            cache_dir=options.cache_dir,
+            allow_patterns=FILES,
         )
+        return Path(found)
     except LOAD_ERRORS as error:
         raise BackboneError(
             f"{str(name)!r} (revision {revision or 'main'}) is no local folder and could not be downloaded: {error}"
@@ -164,10 +161,9 @@ def _run_config(folder: Path) -> dict[str, Any]:
     """What the package wrote down in training, completed by what it saved with the weights."""
     try:
         found = yaml.load((folder / "run_config.yml").read_text(encoding="utf-8"), Loader=_Loader)
-        run = {"encoding_mode": "last_10_tokens", **found}
         saved = folder / "encoder_decoder_config.json"
-        if saved.exists():
-            run |= json.loads(saved.read_text(encoding="utf-8"))
+        more = json.loads(saved.read_text(encoding="utf-8")) if saved.exists() else {}
+        run = {"encoding_mode": "last_10_tokens", **found, **more}
         run["model_name_or_path"], run["special_tokens"]
     except (OSError, yaml.YAMLError, ValueError, TypeError, KeyError) as error:
         raise BackboneError(
@@ -175,13 +171,6 @@ def _run_config(folder: Path) -> dict[str, Any]:
             f"and reading it gave {type(error).__name__}: {error}"
         ) from error
     return run
-
-
-def _tokenizer(folder: Path) -> Any:
-    try:
-        return AutoTokenizer.from_pretrained(str(folder))
-    except LOAD_ERRORS as error:
-        raise BackboneError(f"The tokenizer in {folder} could not be loaded: {error}") from error
 
 
 def _with_adapter(base: PreTrainedModel, folder: Path, vocabulary: int, options: LoadOptions) -> Any:

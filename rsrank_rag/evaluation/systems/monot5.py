@@ -36,7 +36,6 @@ class MonoT5(AnswerOdds):
         max_length: int = 512,
         revision: str | None = None,
         options: LoadOptions | None = None,
-        token_budget: int | None = None,
     ) -> None:
         options = options or LoadOptions()
         chosen = options if options.dtype is not None else replace(options, dtype="float32")
@@ -53,7 +52,6 @@ class MonoT5(AnswerOdds):
             answers=("▁false", "▁true"),
             suffix=(*relevant, tokenizer.eos_token_id),
             max_length=max_length,
-            token_budget=token_budget,
         )
 
     def opening(self, query: str) -> str:

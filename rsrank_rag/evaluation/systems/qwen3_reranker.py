@@ -41,7 +41,6 @@ class Qwen3Reranker(AnswerOdds):
         max_length: int = 8192,
         revision: str | None = None,
         options: LoadOptions | None = None,
-        token_budget: int | None = None,
     ) -> None:
         model, tokenizer, _ = load_model(name, revision=revision, options=options or LoadOptions(), head="causal-lm")
         parts = private_copy(tokenizer, special_tokens=True)
@@ -52,7 +51,6 @@ class Qwen3Reranker(AnswerOdds):
             prefix=tuple(parts.encode(self.PREFIX, add_special_tokens=False).ids),
             suffix=tuple(parts.encode(self.SUFFIX, add_special_tokens=False).ids),
             max_length=max_length,
-            token_budget=token_budget,
         )
         self.instruction = instruction
 

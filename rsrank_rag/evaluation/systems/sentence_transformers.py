@@ -30,15 +30,8 @@ class BiEncoder(Reranker):
 
     threshold: float | None = None
 
-    def __init__(
-        self,
-        name: str | Path,
-        *,
-        device: str | None = None,
-        revision: str | None = None,
-        options: LoadOptions | None = None,
-    ) -> None:
-        self._model = _load("SentenceTransformer", name, device, revision, options)
+    def __init__(self, name: str | Path, *, revision: str | None = None, options: LoadOptions | None = None) -> None:
+        self._model = _load("SentenceTransformer", name, revision, options)
 
     def score(self, query: str, documents: Sequence[str]) -> list[float]:
         """Cosine of query and document."""
@@ -76,14 +69,13 @@ class CrossEncoder(Reranker):
         name: str | Path,
         *,
         threshold: float | None = None,
-        device: str | None = None,
         revision: str | None = None,
         options: LoadOptions | None = None,
     ) -> None:
         from torch.nn import Identity
 
         self.threshold = threshold
-        self._model = _load("CrossEncoder", name, device, revision, options)
+        self._model = _load("CrossEncoder", name, revision, options)
         self._raw = Identity()
         if self._model.num_labels != 1:
             raise BackboneError(
@@ -99,7 +91,7 @@ class CrossEncoder(Reranker):
         return [float(score) for score in scores]
 
 
-def _load(kind: str, name: str | Path, device: str | None, revision: str | None, options: LoadOptions | None) -> Any:
+def _load(kind: str, name: str | Path, revision: str | None, options: LoadOptions | None) -> Any:
     try:
         import sentence_transformers
     except ImportError:
@@ -110,7 +102,7 @@ def _load(kind: str, name: str | Path, device: str | None, revision: str | None,
     from ...language_model.log_filters import without_progress_bars
     from ...language_model.options import LoadOptions
 
-    options = options or LoadOptions(device=device)
+    options = options or LoadOptions()
     if options.weights is not None:
         raise InputError(
             f"{str(name)!r} is a sentence-transformers model, which is not loaded in 8-bit, 4-bit or fp8 here. "
