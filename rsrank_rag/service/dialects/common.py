@@ -208,7 +208,9 @@ class ScoringRequest(Strict, ABC):
         limits = (self.max_tokens_per_doc, self.truncate_prompt_tokens)
         most = min((limit for limit in limits if limit is not None and limit > 0), default=None)
         told = self.instruction or None
-        pairs: list[Pair] = [AskedPair(query, text, most, told) for query, text in zip(queries, texts, strict=True)]
+        pairs = [Pair(query, text, most) for query, text in zip(queries, texts, strict=True)]
+        if told is not None:
+            pairs = [AskedPair(pair.query, pair.document, most, told) for pair in pairs]
         broken = {place: _BROKEN for place, text in enumerate(texts) if not _encodable(text)}
         may_be_cut = None if self.truncate is None else self.truncate not in (False, "NONE")
         return Question(pairs, {**broken, **(faults or {})}, may_be_cut)
