@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from pydantic import ConfigDict, Field
 from typing_extensions import Unpack
 
-from .adapters.settings import ERROR, RerankerAdapter, Unranked, without_marks
+from .adapters.settings import ERROR, RerankerAdapter, Unranked, kept_of, without_marks
 from .errors import InputError, MissingDependencyError
 from .reranker import Limits, RankResult
 
@@ -132,7 +132,8 @@ class RSRankCompressor(RerankerAdapter, BaseDocumentCompressor):
 
         return RunnableLambda(tell, name="RSRankRanking")
 
-    def _texts(self, documents: Sequence[Document]) -> list[str]:
+    def _texts(self, documents: Sequence[Document]) -> list[tuple[str, str]]:
+        """Each document's text, and the metadata that are read before it."""
         there = {name for document in documents for name in document.metadata}
         unknown = [name for name in self.metadata_fields if name not in there]
         if unknown and documents:
@@ -143,7 +144,7 @@ class RSRankCompressor(RerankerAdapter, BaseDocumentCompressor):
                 ", ".join(sorted(there)) or "none",
             )
         return [
-            "\n".join([*(str(document.metadata[name]) for name in self._present(document)), document.page_content])
+            ("".join(f"{document.metadata[name]}\n" for name in self._present(document)), document.page_content)
             for document in documents
         ]
 
@@ -154,9 +155,10 @@ class RSRankCompressor(RerankerAdapter, BaseDocumentCompressor):
         copies = []
         for ranked, marks in self._handed_on(result):
             document = documents[ranked.index]
+            text, places = kept_of(ranked, document.page_content)
             score = {} if ERROR in marks else {self.score_key: ranked.score}
-            metadata = {**without_marks(document.metadata), **score, **marks}
-            copies.append(document.model_copy(update={"metadata": metadata}))
+            metadata = {**without_marks(document.metadata), **score, **marks, **places}
+            copies.append(document.model_copy(update={"page_content": text, "metadata": metadata}))
         return copies
 
 

@@ -9,7 +9,7 @@ from typing import Any
 from pydantic import Field, model_validator
 from typing_extensions import Unpack
 
-from .adapters.settings import ERROR, RerankerAdapter, Unranked, without_marks
+from .adapters.settings import ERROR, RerankerAdapter, Unranked, kept_of, without_marks
 from .errors import InputError, MissingDependencyError
 from .reranker import Limits, RankResult
 
@@ -129,8 +129,16 @@ class RSRankPostprocessor(RerankerAdapter, BaseNodePostprocessor):
                 dispatcher.event(ReRankEndEvent(nodes=kept))
             event.on_end(payload={EventPayload.NODES: kept})
 
-    def _texts(self, nodes: list[NodeWithScore]) -> list[str]:
-        return [scored.node.get_content(metadata_mode=self.metadata_mode) for scored in nodes]
+    def _texts(self, nodes: list[NodeWithScore]) -> list[tuple[str, str]]:
+        """Each node's text, and the metadata that are read before it."""
+        return [self._text(scored.node) for scored in nodes]
+
+    def _text(self, node: BaseNode) -> tuple[str, str]:
+        own, content = node.get_content(), node.get_content(metadata_mode=self.metadata_mode)
+        if content.endswith(own):
+            return content[: len(content) - len(own)], own
+        # Metadata stand behind the text: where that is kept in parts, it is read without them.
+        return "", content if self.extract is None and self.long_documents == "cut" else own
 
     def _scored(self, nodes: list[NodeWithScore], result: RankResult) -> list[NodeWithScore]:
         if isinstance(result, Unranked):
@@ -141,8 +149,11 @@ class RSRankPostprocessor(RerankerAdapter, BaseNodePostprocessor):
         for ranked, marks in self._handed_on(result):
             given = nodes[ranked.index]
             retrieval = {RETRIEVAL_SCORE: given.score} if self.keep_retrieval_score else {}
-            score = given.score if ERROR in marks else ranked.score
-            found.append(NodeWithScore(node=_copied(given.node, {**retrieval, **marks}), score=score))
+            text, places = kept_of(ranked, given.node.get_content())
+            node = _copied(given.node, {**retrieval, **marks, **places})
+            if text != given.node.get_content():
+                node.set_content(text)
+            found.append(NodeWithScore(node=node, score=given.score if ERROR in marks else ranked.score))
         return found
 
 

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, TypedDict
 
 from typing_extensions import Self, Unpack
 
 from .errors import InputError, ScoringError
+from .passages.parts import WHOLE, Excerpt, Reading, ReadingOptions, TokenEnds, Window, joined, split
+from .passages.spans import Span
 
 BLANK_SCORE = -10_000.0
 """What a document without text scores: less than any other, so that whatever sorts by score puts it last.
@@ -24,13 +26,23 @@ plus or minus layers x heads (288 for Qwen3-8B), those of other systems are logi
 class RankedDocument:
     """One document with its position in the list that was ranked, and its score on the reranker's own scale.
 
-    It is `truncated` where the model read only its beginning, because it was too long.
+    Its score is that of its best sentence, where sentences are extracted; where it is read in windows, of the best one.
+    It is `truncated` where the model did not read all of it, because it was too long. `excerpts` are the sentences that
+    are kept, in their order, and `heading` the line before them, if that is kept, too.
     """
 
     index: int
     text: str
     score: float
     truncated: bool = False
+    window: Window | None = None
+    excerpts: tuple[Excerpt, ...] = ()
+    heading: str = ""
+
+    @property
+    def extract(self) -> str:
+        """What is kept of the text: the heading and the excerpts, if sentences are extracted, else all of it."""
+        return self.heading + joined(self.text, self.excerpts) if self.excerpts else self.text
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,20 +51,27 @@ class Scored:
 
     Attributes:
         tokens: Tokens read of the query and the document, the prompt around them included; 0 where nobody counts.
+        sentences: All its sentences, if they were scored.
     """
 
     score: float
     truncated: bool = False
     tokens: int = 0
+    window: Window | None = None
+    sentences: tuple[Excerpt, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """A query and a document, of which at most ``max_tokens`` are read, to be scored beside other pairs."""
+    """A query and a document, of which at most ``max_tokens`` are read, to be scored beside other pairs.
+
+    Only `score_in_parts` heeds its ``reading``.
+    """
 
     query: str
     document: str
     max_tokens: int | None = None
+    reading: Reading = WHOLE
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,15 +92,15 @@ class RankResult:
 
     @property
     def texts(self) -> list[str]:
-        """Texts of the kept documents, best first."""
-        return [document.text for document in self.kept]
+        """Texts of the kept documents, best first; of each the kept sentences only, if sentences are extracted."""
+        return [document.extract for document in self.kept]
 
     def __str__(self) -> str:
         rule = "ranked only" if self.threshold is None else f"threshold {self.threshold:g}"
         lines = [f"{self.query!r}: {len(self.kept)} kept, {len(self.dropped)} dropped ({rule})"]
         for mark, documents in (("+", self.kept), ("-", self.dropped)):
             for doc in documents:
-                text = " ".join(doc.text.split())
+                text = " ".join(doc.extract.split())
                 text = text if len(text) <= 88 else text[:87] + "…"
                 lines.append(f"{mark} {doc.score:+8.2f}  [{doc.index}] {text}{' (truncated)' * doc.truncated}")
         return "\n".join(lines)
@@ -93,6 +112,10 @@ class Limits(TypedDict, total=False):
     threshold: float | Literal["native"] | None
     top_n: int | None
     min_docs: int
+
+
+class RankOptions(Limits, ReadingOptions):
+    """All that `Reranker.rank` takes."""
 
 
 class Reranker(ABC):
@@ -152,6 +175,7 @@ class Reranker(ABC):
         top_n: int | None = None,
         min_docs: int = 0,
         show_progress: bool = False,
+        **options: Unpack[ReadingOptions],
     ) -> RankResult:
         """Sort documents by score and keep the relevant ones.
 
@@ -163,30 +187,106 @@ class Reranker(ABC):
             top_n: Keep at most this many, applied after the threshold.
             min_docs: Keep at least the best this many, even below the threshold.
             show_progress: Show a progress bar, if this reranker has one.
+            **options: How documents are read: ``extract``, ``context``, ``heading``, ``long_documents``; see `Reading`.
 
         Raises:
             InputError: An argument out of range, or input that is not text.
             ScoringError: A document has no finite score; it is named, and nothing is returned.
         """
-        documents = as_list(documents)
+        documents, reading = as_list(documents), Reading(**options)
         limit = self.threshold if threshold == "native" else threshold
         check_limits(limit, top_n, min_docs)
-        scored = self.score_documents(query, documents, show_progress=show_progress)
-        if len(scored) != len(documents):
-            raise InputError(f"{type(self).__name__}.score gave {len(scored)} scores for {len(documents)} documents.")
-        return choose(query, documents, scored, limit, top_n=top_n, min_docs=min_docs)
+
+        def score(pairs: Sequence[Pair]) -> list[Scored]:
+            texts = [pair.document for pair in pairs]
+            scored = self.score_documents(query, texts, show_progress=show_progress)
+            if len(scored) != len(texts):
+                raise InputError(f"{type(self).__name__}.score gave {len(scored)} scores for {len(texts)} documents.")
+            return scored
+
+        scored = score_in_parts([Pair(query, text, None, reading) for text in documents], self.token_ends, score)
+        return choose(query, documents, scored, limit, top_n=top_n, min_docs=min_docs, reading=reading)
+
+    def parts(self, documents: Sequence[str], **options: Unpack[ReadingOptions]) -> list[str]:
+        """The texts that `rank` scores for documents that are read in parts, each once: what to read ahead of time."""
+        pairs = [Pair("", text, None, Reading(**options)) for text in as_list(documents)]
+        spans = [(pair.document, _spans(index, pair, self.token_ends)) for index, pair in enumerate(pairs)]
+        return list(dict.fromkeys(text[slice(*span)] for text, own in spans for span in own))
+
+    def token_ends(self, document: str) -> tuple[Sequence[int], int]:
+        """Where each token of a text ends, in characters, and how many of a document's are read at most.
+
+        Raises:
+            InputError: This reranker does not say.
+        """
+        raise InputError(
+            f"{type(self).__name__} does not say where tokens end, so that documents can neither be read in windows "
+            "nor be cut after a number of tokens. Leave long_documents='cut', or send shorter ones."
+        )
 
 
 class ConcurrentReranker(Reranker):
     """A reranker whose model runs elsewhere: calls need no queue and wait in the thread or loop they came from."""
 
     @abstractmethod
-    async def arank(self, query: str, documents: Sequence[str], **limits: Unpack[Limits]) -> RankResult:
+    async def arank(self, query: str, documents: Sequence[str], **options: Unpack[RankOptions]) -> RankResult:
         """As `rank`, without blocking the event loop; cancelling it cancels the work."""
 
     @abstractmethod
     def warm_up(self) -> None:
         """Return when calls will be answered, or raise the error that they would."""
+
+
+def score_in_parts(
+    pairs: Sequence[Pair], token_ends: TokenEnds, score: Callable[[Sequence[Pair]], list[Scored]]
+) -> list[Scored]:
+    """Score pairs as their `Reading` says, all parts of all documents at once; the best part's score is a document's.
+
+    Args:
+        pairs: Of any queries and documents.
+        token_ends: See `Reranker.token_ends`.
+        score: Scores pairs whose documents are read whole.
+
+    Raises:
+        InputError: A document is no text, or cannot be read so.
+        ScoringError: A part could not be scored; its pair is named.
+    """
+    if all(pair.reading == WHOLE for pair in pairs):
+        return score(pairs)
+    spans = [_spans(index, pair, token_ends) for index, pair in enumerate(pairs)]
+    cut = [(pair, pair.document[slice(*span)]) for pair, own in zip(pairs, spans, strict=True) for span in own]
+    try:
+        scored = score([replace(pair, document=text, reading=WHOLE) for pair, text in cut])
+    except ScoringError as error:
+        owner = [owner for owner, own in enumerate(spans) for _ in own][error.index]
+        raise ScoringError(str(error).replace(f"Document {error.index}", f"Document {owner}", 1), owner) from error
+    found = iter(blanks_last([text for _, text in cut], scored))
+    return [_whole(pair, own, [next(found) for _ in own]) for pair, own in zip(pairs, spans, strict=True)]
+
+
+def _spans(index: int, pair: Pair, token_ends: TokenEnds) -> list[Span]:
+    """Where the parts of a document, or of as much of it as is to be read, begin and end."""
+    if not isinstance(pair.document, str):
+        raise InputError(f"Document {index} must be a string, got {type(pair.document).__name__}.")
+    ends = token_ends(pair.document)[0] if pair.max_tokens and pair.reading != WHOLE else ()
+    last = ends[pair.max_tokens - 1] if pair.max_tokens and len(ends) > pair.max_tokens else None
+    return split(pair.document[:last], pair.reading, token_ends)
+
+
+def _whole(pair: Pair, spans: Sequence[Span], found: Sequence[Scored]) -> Scored:
+    """What a document scores by its parts."""
+    if pair.reading == WHOLE or not spans:
+        return found[0] if spans else Scored(BLANK_SCORE)
+    # What is not finite counts as the best: whoever chooses has to hear of it.
+    best = max(range(len(spans)), key=lambda i: (not math.isfinite(found[i].score), found[i].score))
+    sentences = [Excerpt(*span, one.score, pair.document[slice(*span)]) for span, one in zip(spans, found, strict=True)]
+    return Scored(
+        found[best].score,
+        spans[-1][1] < len(pair.document.rstrip()) or any(one.truncated for one in found),
+        sum(one.tokens for one in found),
+        None if pair.reading.extract else Window(*spans[best], len(spans)),
+        tuple(sentences) if pair.reading.extract else (),
+    )
 
 
 def choose(
@@ -197,6 +297,7 @@ def choose(
     *,
     top_n: int | None = None,
     min_docs: int = 0,
+    reading: Reading = WHOLE,
 ) -> RankResult:
     """Sort scored documents and keep the relevant ones, as `Reranker.rank` says.
 
@@ -213,11 +314,27 @@ def choose(
             )
     blank = [found.score == BLANK_SCORE for found in scored]  # apart: a reranker may give even lower scores
     order = sorted(range(len(documents)), key=lambda i: (blank[i], -scored[i].score))  # stable: ties by input order
-    ranked = [RankedDocument(i, documents[i], float(scored[i].score), scored[i].truncated) for i in order]
+    ranked = [
+        RankedDocument(i, documents[i], float(scored[i].score), scored[i].truncated, scored[i].window) for i in order
+    ]
     relevant = sum(threshold is None or (doc.score > threshold and not blank[doc.index]) for doc in ranked)
     keep = max(relevant, min(min_docs, len(ranked)))
     keep = keep if top_n is None else min(keep, top_n)
-    return RankResult(query, threshold, tuple(ranked[:keep]), tuple(ranked[keep:]))
+    kept = ranked[:keep]
+    if reading.extract:
+        kept = [_shortened(doc, scored[doc.index].sentences, threshold, reading) for doc in kept]
+    return RankResult(query, threshold, tuple(kept), tuple(ranked[keep:]))
+
+
+def _shortened(
+    document: RankedDocument, sentences: Sequence[Excerpt], threshold: float | None, reading: Reading
+) -> RankedDocument:
+    """A kept document with the sentences that are kept of it: at least the best one, even below the threshold."""
+    limit = -math.inf if threshold is None else threshold
+    hits = [i for i, one in enumerate(sentences) if one.score > limit or one.score == document.score]
+    near = {i for hit in hits for i in range(hit - reading.context, hit + reading.context + 1)}
+    kept = tuple(one for i, one in enumerate(sentences) if i in near)
+    return replace(document, excerpts=kept, heading=reading.heading_of(document.text))
 
 
 def blanks_last(documents: Sequence[str], scored: Sequence[Scored]) -> list[Scored]:

@@ -244,6 +244,10 @@ class RSRank(Reranker):
         waiting = indexer.waiting(as_list(documents))
         return len(waiting), indexer.disk_bytes(waiting)
 
+    def token_ends(self, document: str) -> tuple[list[int], int]:
+        """See `Reranker.token_ends`."""
+        return self.prompts.token_ends(document)
+
     def stats(self) -> dict[str, int]:
         """Batches halved because memory ran out (``memory_retries``).
 

@@ -8,7 +8,7 @@ import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -83,6 +83,8 @@ class Service:
             self.seen.append(asked)
             if isinstance(step, (int, float)) and await self.hears_of_leaving(receive, step):
                 return
+            while isinstance(step, threading.Event) and not step.is_set():
+                await asyncio.sleep(0.005)
             found = self.rows(asked)
             await self.reply(send, 200, step(found) if callable(step) else found)
         else:
@@ -135,7 +137,7 @@ def listening(app: Any) -> Iterator[str]:
 
 
 @contextmanager
-def talking(*answers: list[bytes]) -> Iterator[tuple[str, list[bytes]]]:
+def talking(*answers: Iterable[bytes]) -> Iterator[tuple[str, list[bytes]]]:
     """A server that answers each coming connection with pieces of bytes, 0.1 s apart, and hangs up.
 
     Gives its address and a list that will hold what it was sent.

@@ -343,7 +343,7 @@ def test_a_rerankers_thread_ends_with_it():
     (thread,) = set(threading.enumerate()) - before
     del made, reranker
     gc.collect()
-    thread.join(5)
+    thread.join(60)
     assert not thread.is_alive()
 
 
@@ -419,7 +419,7 @@ def test_a_forked_process_can_go_on_using_an_adapter():
     answers = context.SimpleQueue()
     child = context.Process(target=lambda: answers.put(made._rank(QUERY, DOCUMENTS, made._limits({}))))
     child.start()
-    child.join(20)
+    child.join(120)
     assert child.exitcode == 0
     assert answers.get() == expected
 
@@ -719,6 +719,6 @@ def test_a_forked_process_can_go_on_asking_a_service(remote):
     answers = context.SimpleQueue()
     child = context.Process(target=lambda: answers.put(kept(made, QUERY, DOCUMENTS)))
     child.start()
-    child.join(20)
+    child.join(120)
     assert child.exitcode == 0
     assert answers.get() == expected

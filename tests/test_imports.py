@@ -123,6 +123,7 @@ ORDER = [
     "prefixes",
     "method",
     "reranker",
+    "passages",
     "partial_files",
     "errors",
 ]
@@ -174,19 +175,20 @@ def test_no_file_is_longer_than_450_lines():
 def test_what_asks_a_service_knows_nothing_of_models_nor_of_the_service():
     for module in ("client", "transport", "wire", "connections"):
         own = {"remote.client", "remote.transport", "remote.wire", "remote.connections"}
+        own |= {"passages.parts", "passages.spans"}
         assert own_imports(f"remote.{module}") <= own | {"errors", "reranker", "method.template"}
 
 
 @pytest.mark.parametrize("module", [name for name in MODULES if name.startswith("service.")])
 def test_the_service_knows_only_the_reranker(module):
     others = {name for name in own_imports(module) if not name.startswith("service.")}
-    assert others <= {"errors", "method.explanation", "reranker"}
+    assert others <= {"errors", "method.explanation", "passages.parts", "reranker"}
 
 
 def test_what_the_service_asks_for_scores_knows_nothing_of_http():
     for module in ("backend", "engine", "worker", "scheduler"):
         own = {f"service.{name}" for name in ("backend", "engine", "worker", "scheduler")}
-        assert own_imports(f"service.{module}") <= own | {"errors", "method.explanation", "reranker"}
+        assert own_imports(f"service.{module}") <= own | {"errors", "method.explanation", "passages.parts", "reranker"}
 
 
 def test_nothing_imports_the_command_line():

@@ -137,8 +137,8 @@ def test_scores_do_not_depend_on_batching_or_order(folder, reranker):
     for budget in (1, 300, 100_000):
         other = LLM2VecGen(folder, options=CPU)
         other.token_budget = budget
-        assert other.score(QUERY, TEXTS) == pytest.approx(expected, abs=1e-6)
-        assert other.score(QUERY, TEXTS[::-1])[::-1] == pytest.approx(expected, abs=1e-6)
+        assert other.score(QUERY, TEXTS) == pytest.approx(expected, abs=1e-5)
+        assert other.score(QUERY, TEXTS[::-1])[::-1] == pytest.approx(expected, abs=1e-5)
 
 
 def test_what_scores_above_zero_is_kept(reranker):

@@ -330,12 +330,11 @@ def test_a_service_may_name_a_date_to_come_back():
 
 @both_ways
 async def test_a_wait_beyond_the_timeout_is_not_begun(service, address, asynchronous):
-    service.script += [(503, {"message": "Loading."}, {"Retry-After": "30"})]
-    started = time.monotonic()
+    service.script += [(503, {"message": "Loading."}, {"Retry-After": "3600"})]
     with pytest.raises(RemoteError, match=r"503: Loading\. Asked once and there is no time for another try") as caught:
-        await rank(RemoteReranker(address, timeout=5), asynchronous)
-    assert caught.value.retry_after == 30
-    assert time.monotonic() - started < 5
+        await rank(RemoteReranker(address, timeout=60), asynchronous)
+    assert caught.value.retry_after == 3600
+    assert len(service.seen) == 1
 
 
 def test_pauses_grow_to_a_limit_and_differ():
@@ -383,23 +382,19 @@ async def test_a_refused_request_is_an_input_error_in_the_services_words(
 
 @both_ways
 async def test_what_takes_too_long_ends_with_the_timeout_and_is_not_asked_again(service, address, asynchronous):
-    service.script += [20]
-    started = time.monotonic()
+    service.script += [3600]
     with pytest.raises(RemoteError, match=r"did not answer in 0\.3 seconds\. Raise timeout"):
         await rank(RemoteReranker(address, timeout=0.3), asynchronous)
-    assert time.monotonic() - started < 15
-    await until(lambda: service.left == 1)  # the service is told
+    await until(lambda: service.left == 1)  # the service is told, long before it would have answered
     assert len(service.seen) == 1
 
 
 @both_ways
 async def test_an_answer_in_drops_ends_with_the_timeout(asynchronous):
     head = b"HTTP/1.1 200 OK\r\nContent-Length: 1000\r\n\r\n"
-    with talking([head, *[b" "] * 50]) as (elsewhere, _):
-        started = time.monotonic()
-        with pytest.raises(RemoteError, match="did not answer in 0"):
-            await rank(RemoteReranker(elsewhere, timeout=0.3), asynchronous)
-        assert time.monotonic() - started < 4  # all drops would take five seconds
+    drops = itertools.chain([head], itertools.repeat(b" "))  # as long as anybody listens
+    with talking(drops) as (elsewhere, _), pytest.raises(RemoteError, match="did not answer in 0"):
+        await rank(RemoteReranker(elsewhere, timeout=0.3), asynchronous)
 
 
 @both_ways
@@ -537,7 +532,7 @@ class Numbers(Reranker):
 
     def score(self, query, documents):
         self.calls += 1
-        self.open.wait(20)
+        self.open.wait(120)  # a test that fails must end
         return [float(text.split()[0]) for text in documents]
 
 
@@ -578,17 +573,19 @@ async def test_the_services_refusals_are_our_errors(asynchronous, monkeypatch):
             await rank(RemoteReranker(address + "/elsewhere", api_key=SECRET), asynchronous, "q", ["1"])
 
 
+@pytest.mark.slow
 @both_ways
 async def test_a_full_queue_is_waited_for_and_a_deadline_is_not_tried_again(asynchronous):
     from rsrank_rag.service.scheduler import QueueLimits
 
     model = Numbers()
-    with serving(model, QueueLimits(pairs=1), timeout=2.0) as (address, queue):
+    with serving(model, QueueLimits(pairs=1)) as (address, queue):
         model.open.clear()
         first, second, third = (asyncio.create_task(RemoteReranker(address).arank("q", ["1"])) for _ in range(3))
         await until(lambda: queue.stats()["refused"] > 0)
         model.open.set()
         assert {len((await call).dropped) for call in (first, second, third)} == {1}
+    with serving(model, timeout=5.0) as (address, queue):  # a loaded machine takes its time to read the body
         model.open.clear()
         with pytest.raises(RemoteError, match=r"answered 504: There was no answer in") as caught:
             await rank(RemoteReranker(address), asynchronous, "q", ["1"])
@@ -608,7 +605,9 @@ async def test_a_cancelled_call_leaves_the_services_queue():
         busy.cancel()
         await until(lambda: queue.stats()["cancelled"] == 1)
         model.open.set()
-        await asyncio.gather(busy, waiting, return_exceptions=True)
+        left = await asyncio.gather(busy, waiting, return_exceptions=True)
+        assert [type(found) for found in left] == [asyncio.CancelledError] * 2
+        assert (queue.stats()["waiting"], queue.stats()["cancelled"], model.calls) == (0, 1, 1)
 
 
 # Loops, threads, processes
@@ -623,7 +622,7 @@ async def until(done, seconds=60.0):
 
 
 async def test_a_cancelled_call_closes_its_request(service, address):
-    service.script += [20]
+    service.script += [3600]
     reranker = RemoteReranker(address)
     call = asyncio.create_task(reranker.arank(QUERY, DOCUMENTS))
     await until(lambda: service.running == 1)
@@ -631,13 +630,14 @@ async def test_a_cancelled_call_closes_its_request(service, address):
     with pytest.raises(asyncio.CancelledError):
         await call
     await until(lambda: service.left == 1)
+    assert service.left == 1
     assert await reranker.arank(QUERY, DOCUMENTS) == Overlap().rank(QUERY, DOCUMENTS)
 
 
 async def test_64_calls_at_once_are_all_answered_beside_each_other_and_none_in_a_thread(service, address):
     reranker = RemoteReranker(address)
     await reranker.arank(QUERY, DOCUMENTS)
-    service.script += [0.3] * 64
+    service.together = 64  # nobody is answered before all have asked
     threads, most = threading.active_count(), 0
     batches = [[f"{text} {number}" for text in DOCUMENTS] for number in range(64)]
     calls = [asyncio.create_task(reranker.arank(f"{QUERY} {i}", texts)) for i, texts in enumerate(batches)]
@@ -646,26 +646,28 @@ async def test_64_calls_at_once_are_all_answered_beside_each_other_and_none_in_a
         await asyncio.sleep(0.01)
     expected = [Overlap().rank(f"{QUERY} {i}", texts) for i, texts in enumerate(batches)]
     assert [call.result() for call in calls] == expected
-    assert service.most > 32
+    assert service.most == 64
     assert most == threads
 
 
-async def test_the_event_loop_stays_free_while_a_service_thinks(service, address):
+async def test_the_event_loop_stays_free_while_a_service_thinks_and_between_two_tries(service, address):
     reranker = RemoteReranker(address)
     await reranker.arank(QUERY, DOCUMENTS)
-    service.script += [(503, {}, {"Retry-After": "0.5"}), 0.5]
-    beats = []
+    thought = threading.Event()
+    service.script += [(503, {}, {"Retry-After": "1"}), thought]
+    seen = []  # how many requests had come at each beat
 
     async def heartbeat():
         while True:
-            beats.append(time.perf_counter())
+            seen.append(len(service.seen))
+            if seen.count(3) > 5:  # the second try is there: it is answered because this loop goes on
+                thought.set()
             await asyncio.sleep(0.005)
 
     beating = asyncio.create_task(heartbeat())
     await reranker.arank(QUERY, DOCUMENTS)
     beating.cancel()
-    assert beats[-1] - beats[0] > 0.9
-    assert max(after - before for before, after in itertools.pairwise(beats)) < 0.9  # it is not one long wait
+    assert seen.count(2) > 5  # the pause after the first is not one long wait
 
 
 def test_connections_are_used_again_by_all_who_talk_to_an_address(service, address):
@@ -727,7 +729,7 @@ def test_one_reranker_serves_threads_and_loops_at_once(service, address):
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(20)
+        thread.join(120)
     assert found == [expected] * 20
 
 
@@ -787,7 +789,7 @@ def test_a_forked_process_opens_its_own_connections(service, address):
 
     process = context.Process(target=child)
     process.start()
-    process.join(20)
+    process.join(120)
     assert process.exitcode == 0
     assert answers.get() == (expected, expected)
     assert reranker.rank(QUERY, DOCUMENTS) == expected

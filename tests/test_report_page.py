@@ -94,7 +94,7 @@ def reading(browser, path, size="desk", heard=None, unfold=True, **options):
 def test_nothing_goes_wrong_and_nothing_is_asked_of_others(browser, report):
     heard = {}
     with reading(browser, report, heard=heard) as page:
-        page.wait_for_timeout(200)
+        page.wait_for_load_state("networkidle")
         assert page.title() == "Evaluation of me/a-tiny-model-of-four-layers, bm25"
     assert heard["alarms"] == []
     assert heard["asked"][0] == report.as_uri()

@@ -369,7 +369,7 @@ def test_sixteen_threads_sharing_one_ranker_get_the_sequential_scores(kind, tiny
     with ThreadPoolExecutor(16) as pool:
         found = list(pool.map(lambda job: ranker.score(*job), jobs))
     for row, wanted in zip(found, expected, strict=True):
-        assert row == pytest.approx(wanted, abs=1e-5)
+        assert row == pytest.approx(wanted, abs=EXACT)
 
 
 # Failures
@@ -731,7 +731,7 @@ def test_a_document_that_several_queries_share_is_read_once(ranker, monkeypatch)
 
     def watched(lines, prefixes, *rest):
         rows.append((len(lines), len(prefixes)))
-        query_values(lines, prefixes, *rest)
+        return query_values(lines, prefixes, *rest)
 
     expected = [ranker.score(query, DOCUMENTS) for query in QUERIES]
     monkeypatch.setattr(ranker.backbone, "prefill", counted)

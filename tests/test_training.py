@@ -832,7 +832,7 @@ def test_two_processes_make_one_store(recipe_file, tmp_path):
     # accelerate launch sets the same variables, but starts several processes on GPUs only.
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port", "0"]
     command += ["-m", "rsrank_rag", "features", "--config", recipe_file, "--output", tmp_path / "two"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=180)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr[-2000:]
     store = FeatureStore(tmp_path / "two" / "features")
     assert len(store) == len(store.spec.shards) == 12

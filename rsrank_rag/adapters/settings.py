@@ -30,8 +30,9 @@ from typing_extensions import Self
 
 from ..errors import InputError, RSRankError
 from ..language_model.options import LoadSettings, ModelSource, Name
+from ..passages.parts import Reading, ReadingOptions
 from ..prefixes.settings import PrefixCache
-from ..reranker import ConcurrentReranker, Limits, RankedDocument, RankResult, Reranker, check_limits
+from ..reranker import ConcurrentReranker, Limits, RankedDocument, RankOptions, RankResult, Reranker, check_limits
 from . import worker
 
 logger = logging.getLogger(__name__)
@@ -39,6 +40,8 @@ logger = logging.getLogger(__name__)
 Result = TypeVar("Result")
 AnyReranker = TypeVar("AnyReranker", bound=Reranker)
 
+EXCERPTS, WINDOW = "rsrank_excerpts", "rsrank_window"
+"""Metadata keys: sentences that were kept, the window that scored best; offsets are those in the document's text."""
 KEPT, TRUNCATED, ERROR = "rsrank_kept", "rsrank_truncated", "rsrank_error"
 """Metadata keys: whether a document passed (with ``keep_dropped``), that it was cut, why it was not ranked."""
 
@@ -48,11 +51,7 @@ _counting = threading.Lock()
 
 @dataclass(frozen=True, slots=True)
 class Unranked(RankResult):
-    """What is handed on when nothing could be scored: documents as they came, whose scores are NaN.
-
-    Attributes:
-        error: Why.
-    """
+    """What is handed on when nothing could be scored, and why: documents as they came, whose scores are NaN."""
 
     error: Exception
 
@@ -246,9 +245,21 @@ class RerankerAdapter(ModelAdapter):
         "their metadata.",
     )
 
+    extract: Literal["sentences"] | None = Field(
+        default=None, description="'sentences': documents shrink to those of their sentences that score above."
+    )
+    context: int = Field(default=0, strict=True, description="Keep so many sentences around each of them, too.")
+    heading: bool = Field(
+        default=False, description="Documents begin with a line that is kept with any of their sentences."
+    )
+    long_documents: Literal["cut", "windows"] = Field(
+        default="cut", description="'windows': read what is too long for the model in parts; the best one counts."
+    )
+
     @model_validator(mode="after")
     def _limits_make_sense(self) -> Self:
         check_limits(self.threshold, self.top_n, self.min_docs)
+        Reading(self.extract, self.context, self.heading, self.long_documents)
         return self
 
     @property
@@ -265,24 +276,33 @@ class RerankerAdapter(ModelAdapter):
         check_limits(**chosen)
         return chosen
 
-    def _rank(self, query: str, texts: Sequence[str], limits: Limits) -> RankResult:
+    def _asked(self, texts: Sequence[tuple[str, str]], limits: Limits) -> tuple[list[str], RankOptions]:
+        """What a reranker is asked; sentences are scored without what is read before a text, such as metadata."""
+        fields, reading = type(self).model_fields, ReadingOptions.__annotations__
+        chosen: Any = {name: getattr(self, name) for name in reading if getattr(self, name) != fields[name].default}
+        options: Any = {**limits, **chosen}
+        return [text if self.extract else before + text for before, text in texts], options
+
+    def _rank(self, query: str, given: Sequence[tuple[str, str]], limits: Limits) -> RankResult:
         """Rank and wait."""
+        texts, options = self._asked(given, limits)
         try:
-            found = self._run(lambda reranker: reranker.rank(query, texts, **limits)) if texts else None
+            found = self._run(lambda reranker: reranker.rank(query, texts, **options)) if texts else None
         except Exception as error:
             return self._unranked(error, query, texts, limits)
         return self._checked(query, found, limits)
 
-    async def _arank(self, query: str, texts: Sequence[str], limits: Limits) -> RankResult:
+    async def _arank(self, query: str, given: Sequence[tuple[str, str]], limits: Limits) -> RankResult:
         """Rank in the model's thread, or where it computes; a cancelled call leaves its queue."""
+        texts, options = self._asked(given, limits)
         concurrent = self._concurrent()
         try:
             if not texts:
                 found = None
             elif concurrent is not None:
-                found = await concurrent.arank(query, texts, **limits)
+                found = await concurrent.arank(query, texts, **options)
             else:
-                found = await asyncio.wrap_future(self._submit(lambda reranker: reranker.rank(query, texts, **limits)))
+                found = await asyncio.wrap_future(self._submit(lambda reranker: reranker.rank(query, texts, **options)))
         except Exception as error:
             return self._unranked(error, query, texts, limits)
         return self._checked(query, found, limits)
@@ -320,9 +340,23 @@ class RerankerAdapter(ModelAdapter):
                 yield document, {**failure, **kept, **({TRUNCATED: True} if document.truncated else {})}
 
 
+def kept_of(document: RankedDocument, text: str) -> tuple[str, dict[str, Any]]:
+    """What is kept of a text, before which more may have been read, and the marks that say where it stood."""
+    before, marks, window = len(document.text) - len(text), dict[str, Any](), document.window
+    if window is not None:
+        marks[WINDOW] = {"start": max(window.start - before, 0), "end": window.end - before, "count": window.count}
+    if not document.excerpts:
+        return text, marks
+    marks[EXCERPTS] = [
+        {"start": one.start - before, "end": one.end - before, "score": one.score} for one in document.excerpts
+    ]
+    return document.extract[before:], marks
+
+
 def without_marks(metadata: Mapping[str, Any]) -> dict[str, Any]:
     """A copy, down to the lists inside, of what a store may still hold; without marks of an earlier call."""
-    return {name: deepcopy(value) for name, value in metadata.items() if name not in (KEPT, TRUNCATED, ERROR)}
+    ours = (KEPT, TRUNCATED, ERROR, EXCERPTS, WINDOW)
+    return {name: deepcopy(value) for name, value in metadata.items() if name not in ours}
 
 
 def _report(result: RankResult) -> None:

@@ -63,7 +63,7 @@ def describe(
 def prefix_identity(core: Backbone, config: RSRankConfig) -> dict[str, object]:
     """Everything that a document's keys and values depend on beside its token ids, dtype and tenant.
 
-    The weights are read whole (0.5 to 1 s/GB), because a sample does not see a damaged block.
+    The weights are read whole (about 1 s/GB), because a sample does not see a damaged block.
     """
     read = {name: value for name, value in core.config.to_dict().items() if name not in _NOT_READ}
     return {

@@ -351,7 +351,8 @@ def write(output: Path, made: Plan, part: Part, table: Any, found: Mapping[str, 
         table = table.append_column(name, pa.array(found[name], pa.list_(kind) if listed else kind))
     errors = [error for row in found["error"] for error in row] if listed else list(found["error"])
     failed = sum(error is not None for error in errors)
-    said = {"pairs": len(errors), "errors": failed, "plan": made.sha256, "part": part.number, "sha256": BLANK}
+    counts = {"pairs": len(errors), "errors": failed, "part": part.number}
+    said = {**made.settings, **counts, "plan": made.sha256, "sha256": BLANK}
     whole = io.BytesIO()
     with pa.parquet.ParquetWriter(whole, table.schema) as file:
         file.write_table(table)

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from typer import Option
@@ -24,6 +24,10 @@ from .tables import explanation_table, info_table, result_table
 if TYPE_CHECKING:
     from ..bulk.files import Plan
     from ..rsrank import RSRank
+
+LongDocuments = Annotated[
+    str, Option(help="cut: read the beginning of what is too long. windows: read all; the best window counts.")
+]
 
 app = typer.Typer()
 
@@ -67,6 +71,10 @@ def rank(
     top_n: Annotated[int | None, Option(help="Keep at most this many.")] = None,
     min_docs: Annotated[int, Option(help="Keep at least the best this many.")] = 0,
     instruction: Instruction = None,
+    extract: Annotated[str | None, Option(help="sentences: keep of each document those that score above.")] = None,
+    context: Annotated[int, Option(help="With --extract: so many sentences around each, too.")] = 0,
+    heading: Annotated[bool, Option("--heading", help="With --extract: keep the first line, too.")] = False,
+    long_documents: LongDocuments = "cut",
     as_json: AsJson = False,
 ) -> None:
     """Score documents for a query: what scores above zero is kept, the rest is dropped.
@@ -81,6 +89,7 @@ def rank(
     with problems.status(f"Loading {model} ..."):
         ranker = load_reranker(ModelSource(model, revision, load, prefix_cache=False))
         ranker = ranker if instruction is None else ranker.with_instruction(clean(instruction))
+    reading: Any = {"extract": extract, "context": context, "heading": heading, "long_documents": long_documents}
     result = ranker.rank(
         query,
         texts,
@@ -88,6 +97,7 @@ def rank(
         top_n=top_n,
         min_docs=min_docs,
         show_progress=problems.is_terminal and len(texts) > 100,
+        **reading,
     )
     if as_json:
         typer.echo(json.dumps(asdict(result), ensure_ascii=False, indent=2))
@@ -103,6 +113,7 @@ def index(
     actors: Actors | None,
     model: Model = "mini",
     revision: Revision = None,
+    long_documents: LongDocuments = "cut",
 ) -> None:
     """Read documents ahead of time: later calls with `prefix_cache=FOLDER` run only the query.
 
@@ -115,9 +126,13 @@ def index(
     if actors is not None:
         from ..bulk.on_ray import index_on
 
+        if long_documents != "cut":
+            raise InputError("With --engine ray, documents are indexed by their beginning. Leave --long-documents out.")
         count = index_on(actors, make, texts)
     else:
         ranker = make()
+        reading: Any = {"long_documents": long_documents}
+        texts = ranker.parts(texts, **reading)
         count, size = ranker.index_size(texts)
         problems.print(f"{len(texts):,} documents, {count:,} new: {size / 1e6:,.1f} MB")
         count = ranker.index(texts, show_progress=problems.is_terminal)

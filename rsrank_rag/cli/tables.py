@@ -27,7 +27,7 @@ def result_table(result: RankResult) -> Table:
     groups = (("kept", "green", result.kept), ("dropped", "dim", result.dropped))
     for name, style, documents in groups:
         for document in documents:
-            text = Text(" ".join(document.text.split()), style=style)
+            text = Text(" ".join(document.extract.split()), style=style)
             text.truncate(240, overflow="ellipsis")
             if document.truncated:
                 text.append(" (cut: too long)", style="yellow")

@@ -126,10 +126,7 @@ def compare(
 ) -> Comparison:
     """All metrics of all systems with their intervals, and the paired differences of every two systems.
 
-    `sets`: the labelled queries that were scored, at least one a set.
-
-    Raises:
-        MissingDependencyError: ir-measures or scipy is not installed.
+    `sets`: the labelled queries that were scored, at least one a set. Needs ir-measures and scipy.
     """
     estimate = partial(estimate_mean, resamples=resamples, seed=seed)
     results = tuple(_system(system, sets, estimate) for system in systems)

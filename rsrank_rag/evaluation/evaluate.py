@@ -18,7 +18,6 @@ class LabelledScorer(Protocol):
 
     def score_labelled(self, query: LabelledQuery, *, titles: bool = True) -> list[float]:
         """One score a document, in input order."""
-        ...
 
 
 System = Reranker | LabelledScorer

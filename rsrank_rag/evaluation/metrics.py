@@ -60,9 +60,7 @@ def best_threshold(queries: Sequence[ScoredQuery], weights: Sequence[float] | No
 
     Lowering the threshold past one document after another changes one query's F1 at a time.
 
-    Args:
-        queries: Scored queries.
-        weights: Weight of each query in the mean; None weighs all the same.
+    `weights`: of each query in the mean; None weighs all the same.
 
     Returns:
         The threshold and the mean F1 there. The threshold lies halfway between the last score kept and the first one
@@ -99,11 +97,7 @@ def query_best_f1(query: ScoredQuery) -> float:
 
 
 def ranking_metrics(queries: Sequence[ScoredQuery]) -> dict[str, float]:
-    """Mean nDCG@5 and Recall@5 by ir-measures.
-
-    Raises:
-        MissingDependencyError: ir-measures is not installed.
-    """
+    """Mean nDCG@5 and Recall@5; raises as `ranking_by_query`."""
     return {name: math.fsum(values) / max(len(values), 1) for name, values in ranking_by_query(queries).items()}
 
 

@@ -31,21 +31,14 @@ Kind = Literal["random", "bm25", "dense"]
 
 
 class Negatives(BaseModel):
-    """How a query's irrelevant documents are chosen.
-
-    Attributes:
-        kind: At random, or the best of BM25 or of a bi-encoder over the corpus.
-        count: Documents a query; all there are where the corpus is smaller.
-        encoder: The bi-encoder of "dense": a sentence-transformers model, by Hub id or folder.
-        corpus: Draw them from so many documents of the corpus, chosen at random; None for all of it.
-    """
+    """How a query's irrelevant documents are chosen: at random, or the best of BM25 or of a bi-encoder."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     kind: Kind = "random"
-    count: int = Field(default=15, ge=0)
-    encoder: str = "sentence-transformers/all-MiniLM-L6-v2"
-    corpus: int | None = Field(default=None, gt=0)
+    count: int = Field(default=15, ge=0)  # documents a query; all there are where the corpus is smaller
+    encoder: str = "sentence-transformers/all-MiniLM-L6-v2"  # of "dense", by Hub id or folder
+    corpus: int | None = Field(default=None, gt=0)  # draw from so many documents of it, at random; None for all
 
     @classmethod
     def parse(cls, text: str) -> Negatives:
@@ -127,11 +120,7 @@ def replace_negatives(
 ) -> list[LabelledQuery]:
     """The queries with their relevant documents and other irrelevant ones, from the candidates of all queries.
 
-    `titles`: the first stage reads a document's title in front of its text.
-
-    Raises:
-        BackboneError: The encoder cannot be loaded.
-        MissingDependencyError: bm25s or sentence-transformers is not installed.
+    `titles`: the first stage reads a document's title in front of its text. Raises as `choose`.
     """
     corpus: dict[tuple[str | None, str], LabelledDocument] = {}
     for query in queries:

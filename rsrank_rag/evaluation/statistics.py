@@ -75,21 +75,12 @@ def estimate_mean(
 
 
 def paired_differences(first: Sequence[float], second: Sequence[float]) -> list[float]:
-    """First minus second, query by query.
-
-    Raises:
-        ValueError: They differ in length, so they are not pairs.
-    """
+    """First minus second, query by query; ValueError where they differ in length."""
     return [a - b for a, b in zip(first, second, strict=True)]
 
 
 def paired_t_test(first: Sequence[float], second: Sequence[float]) -> PairedTest:
-    """Paired t-test, such as the paper's Table 1: each query's best F1 against its F1 at the set's best threshold.
-
-    Raises:
-        MissingDependencyError: scipy is not installed.
-        ValueError: They differ in length.
-    """
+    """Paired t-test, such as the paper's Table 1: each query's best F1 against its F1 at the set's best threshold."""
     differences = paired_differences(first, second)
     mean = math.fsum(differences) / max(len(differences), 1)
     t, p = None, None

@@ -12,11 +12,12 @@ from huggingface_hub import constants, try_to_load_from_cache
 
 from ..partial_files import digest_of, write_text
 
-DECIDING = ("config.json", "tokenizer*.json", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt")
-"""Files beside the weights that decide a score; with ``*.model`` and ``*.py``."""
+TOKENIZER = ("tokenizer*.json", "tokenizer.model", "spiece.model", "special_tokens_map.json", "added_tokens.json")
+DECIDING = ("config.json", *TOKENIZER, "vocab.*", "merges.txt", "modeling*.py", "configuration*.py")
+"""Files beside the weights that decide a score."""
 
 REMEMBERED = 1 << 28
-"""Bytes from which on a file's hash is remembered: hashing takes 0.5 to 1 s/GB on one core."""
+"""Bytes from which on a file's hash is remembered: hashing takes about 1 s/GB on one core."""
 
 
 def folder_of(name: str | Path, revision: str | None, cache_dir: str | Path | None = None) -> Path | None:
@@ -33,7 +34,7 @@ def hashes(folder: Path | None) -> dict[str, str]:
         return {}
     one = (folder / "model.safetensors").is_file()
     weights = ("model.safetensors",) if one else ("model.safetensors.index.json", "model-*-of-*.safetensors")
-    found = {path for pattern in (*DECIDING, "*.model", "*.py", *weights) for path in folder.glob(pattern)}
+    found = {path for pattern in (*DECIDING, *weights) for path in folder.glob(pattern)}
     files = sorted(path for path in found if path.is_file())
     with ThreadPoolExecutor() as threads:  # hashing waits for no other thread
         return dict(zip((path.name for path in files), threads.map(_remembered, files), strict=True))

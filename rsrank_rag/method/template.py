@@ -164,6 +164,11 @@ class PromptTokenizer:
             room -= max(query_length, min(QUERY_RESERVE, self.max_length // 4))
         return max(room, 1)
 
+    def token_ends(self, document: str) -> tuple[list[int], int]:
+        """Where each token of a text ends, in characters, and how many of a document are read beside a short query."""
+        encoded = self._text.encode(clean(document), add_special_tokens=False)
+        return [stop for _, stop in encoded.offsets], self.room(0)
+
     def encode(self, texts: Sequence[str]) -> list[tuple[int, ...]]:
         """Ids of texts by themselves."""
         cleaned = [clean(text) for text in texts]

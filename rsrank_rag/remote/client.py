@@ -11,7 +11,8 @@ from pydantic import SecretStr
 from typing_extensions import Self, Unpack
 
 from ..errors import InputError
-from ..reranker import ConcurrentReranker, Limits, RankResult, Scored, as_list, blanks_last, check_limits, choose
+from ..passages.parts import WHOLE, Reading, ReadingOptions
+from ..reranker import ConcurrentReranker, RankOptions, RankResult, Scored, as_list, blanks_last, check_limits, choose
 from . import connections
 from .transport import ANSWER_BYTES, Call, Transport, service_address, usable_key
 from .wire import Answer, Info, parsed, request_body, scores_of
@@ -20,6 +21,9 @@ __all__ = ["RemoteReranker", "service_address", "usable_key"]
 
 ROW_BYTES = 1 << 12
 """Of an answer, for each document; a longer one is not read."""
+
+SENTENCE_BYTES = 100
+"""Likewise, of an answer with sentences, for each byte of the request: at worst, each letter ends one."""
 
 INFO = Call("GET", "/info")
 
@@ -105,24 +109,24 @@ class RemoteReranker(
         return [found.score for found in self.score_documents(query, as_list(documents))]
 
     def rank(
-        self, query: str, documents: Sequence[str], *, show_progress: bool = False, **limits: Unpack[Limits]
+        self, query: str, documents: Sequence[str], *, show_progress: bool = False, **options: Unpack[RankOptions]
     ) -> RankResult:
         """See `Reranker.rank`."""
-        documents, (threshold, top_n, min_docs) = as_list(documents), _checked(**limits)
-        call = self._call(query, documents)
-        scored, native = self._read(self._transport.send(call), documents) if call else ([], None)
+        documents, (threshold, top_n, min_docs, reading) = as_list(documents), _checked(**options)
+        call = self._call(query, documents, reading)
+        scored, native = self._read(self._transport.send(call), documents, reading) if call else ([], None)
         if threshold == "native":
             threshold = native if call else self.threshold
-        return choose(query, documents, scored, threshold, top_n=top_n, min_docs=min_docs)
+        return choose(query, documents, scored, threshold, top_n=top_n, min_docs=min_docs, reading=reading)
 
-    async def arank(self, query: str, documents: Sequence[str], **limits: Unpack[Limits]) -> RankResult:
+    async def arank(self, query: str, documents: Sequence[str], **options: Unpack[RankOptions]) -> RankResult:
         """As `rank`, on the event loop; cancelling it closes the request."""
-        documents, (threshold, top_n, min_docs) = as_list(documents), _checked(**limits)
-        call = self._call(query, documents)
-        scored, native = self._read(await self._transport.asend(call), documents) if call else ([], None)
+        documents, (threshold, top_n, min_docs, reading) = as_list(documents), _checked(**options)
+        call = self._call(query, documents, reading)
+        scored, native = self._read(await self._transport.asend(call), documents, reading) if call else ([], None)
         if threshold == "native":
             threshold = native if call else await self.athreshold()
-        return choose(query, documents, scored, threshold, top_n=top_n, min_docs=min_docs)
+        return choose(query, documents, scored, threshold, top_n=top_n, min_docs=min_docs, reading=reading)
 
     def warm_up(self) -> None:
         """Return when the service is ready to answer and holds the right model; open a connection."""
@@ -146,15 +150,18 @@ class RemoteReranker(
     def _transport(self) -> Transport:
         return Transport(self.base_url, self._api_key, self.timeout, self.max_retries)
 
-    def _call(self, query: str, documents: Sequence[str]) -> Call | None:
+    def _call(self, query: str, documents: Sequence[str], reading: Reading = WHOLE) -> Call | None:
         """The request for scores; None if there is nothing to ask."""
-        body = request_body(self.model, query, documents, self._instruction)
-        return Call("POST", "/v1/rerank", body, ANSWER_BYTES + ROW_BYTES * len(documents)) if documents else None
+        body = request_body(self.model, query, documents, reading, self._instruction)
+        most = ANSWER_BYTES + ROW_BYTES * len(documents) + (SENTENCE_BYTES * len(body) if reading.extract else 0)
+        return Call("POST", "/v1/rerank", body, most) if documents else None
 
-    def _read(self, body: bytes, documents: Sequence[str]) -> tuple[list[Scored], float | None]:
+    def _read(
+        self, body: bytes, documents: Sequence[str], reading: Reading = WHOLE
+    ) -> tuple[list[Scored], float | None]:
         """Scores, and the native threshold that came with them."""
         answer = parsed(Answer, body, self.base_url, self.model)
-        scored = blanks_last(documents, scores_of(answer, len(documents), self.base_url))
+        scored = blanks_last(documents, scores_of(answer, documents, self.base_url, reading))
         self._native = (answer.threshold,)
         return scored, answer.threshold
 
@@ -164,8 +171,11 @@ class RemoteReranker(
 
 
 def _checked(
-    threshold: float | Literal["native"] | None = "native", top_n: int | None = None, min_docs: int = 0
-) -> tuple[float | Literal["native"] | None, int | None, int]:
-    """The limits of a call that make sense, with their defaults."""
+    threshold: float | Literal["native"] | None = "native",
+    top_n: int | None = None,
+    min_docs: int = 0,
+    **options: Unpack[ReadingOptions],
+) -> tuple[float | Literal["native"] | None, int | None, int, Reading]:
+    """The options of a call that make sense, with their defaults."""
     check_limits(threshold, top_n, min_docs)
-    return threshold, top_n, min_docs
+    return threshold, top_n, min_docs, Reading(**options)

@@ -6,12 +6,15 @@ import json
 import math
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import asdict, replace
 from typing import Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from ..errors import InputError, RemoteError, ScoringError
 from ..method.template import clean
+from ..passages.parts import WHOLE, Excerpt, Reading, Window
+from ..passages.spans import encodable
 from ..reranker import Scored
 
 
@@ -23,6 +26,8 @@ class _Row(_Strict):
     index: int
     relevance_score: float | None
     truncated: bool = False
+    window: Window | None = None
+    excerpts: list[Excerpt] | None = None
 
 
 class _Fault(_Strict):
@@ -49,7 +54,9 @@ class Info(_Strict):
 Body = TypeVar("Body", Answer, Info)
 
 
-def request_body(model: str | None, query: str, documents: Sequence[str], instruction: str | None = None) -> bytes:
+def request_body(
+    model: str | None, query: str, documents: Sequence[str], reading: Reading, instruction: str | None = None
+) -> bytes:
     """The request for the raw scores of all documents; raises InputError if something is no text."""
     for name, text in (("A query", query), *((f"Document {i}", text) for i, text in enumerate(documents))):
         if not isinstance(text, str):
@@ -58,7 +65,8 @@ def request_body(model: str | None, query: str, documents: Sequence[str], instru
         **({} if model is None else {"model": model}),
         **({} if instruction is None else {"instruction": clean(instruction)}),
         "query": clean(query),
-        "documents": [clean(text) for text in documents],
+        "documents": [(clean if reading == WHOLE else encodable)(text) for text in documents],
+        **({} if reading == WHOLE else {**asdict(reading), "context": 0}),  # what is kept is decided here
         "partial": True,
         "threshold": None,  # this and the next are written out because a service may be set otherwise
         "normalize": False,
@@ -81,14 +89,14 @@ def parsed(kind: type[Body], body: bytes, address: str, model: str | None) -> Bo
     return found
 
 
-def scores_of(answer: Answer, count: int, address: str) -> list[Scored]:
+def scores_of(answer: Answer, documents: Sequence[str], address: str, reading: Reading) -> list[Scored]:
     """Scores in the order of the documents: rows come in whichever, so that only their numbers count.
 
     Raises:
         ScoringError: A document has no finite score.
         RemoteError: There is not one row or error for each of so many documents.
     """
-    faults = answer.errors or []
+    faults, count = answer.errors or [], len(documents)
     named = Counter([row.index for row in answer.results] + [fault.index for fault in faults])
     wrong = next((i for i in (*range(count), *named) if named[i] != 1 or not 0 <= i < count), None)
     if wrong is not None:
@@ -106,7 +114,13 @@ def scores_of(answer: Answer, count: int, address: str) -> list[Scored]:
             raise ScoringError(
                 f"{address} gave document {row.index} the score {row.relevance_score}, which is none.", row.index
             )
-        scored.append(Scored(row.relevance_score, row.truncated))
+        if reading != WHOLE and row.excerpts is None and row.window is None:
+            raise RemoteError(
+                f"{address} reads documents whole. Its version is older than this one: update the service."
+            )
+        text = documents[row.index]
+        sentences = tuple(replace(one, text=text[one.start : one.end]) for one in row.excerpts or ())
+        scored.append(Scored(row.relevance_score, row.truncated, 0, row.window, sentences))
     return scored
 
 

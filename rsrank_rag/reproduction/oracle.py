@@ -21,11 +21,7 @@ from ..training.store import QueryFeatures
 def oracle_similarity(shift: Tensor, oracle: Tensor) -> Tensor:
     """Cosine between each document's shift and the shift of all relevant documents together.
 
-    It needs the labels, so it is a yardstick and not a reranker (paper, Section 4.2).
-
-    Args:
-        shift: (N, H, T, D), one layer's shifts.
-        oracle: (H, T, D), the same layer's oracle shift.
+    `shift`: (N, H, T, D), one layer's shifts. `oracle`: (H, T, D), the same layer's oracle shift.
 
     Returns:
         (N, H, T) cosines in [-1, 1].
@@ -74,18 +70,3 @@ def oracle_scores(features: QueryFeatures) -> list[float]:
         rows = layer.float().reshape(heads, count + 1, tokens, width).transpose(0, 1)  # (M, H, T, D)
         total += oracle_similarity(rows[:-1], rows[-1]).double().mean(-1).sum(-1).cpu()
     return total.tolist()
-
-
-def oracle_similarity(shift: Tensor, oracle: Tensor) -> Tensor:
-    """Cosine between each document's shift and the shift of all relevant documents together.
-
-    It needs the labels, so it is a yardstick and not a reranker (paper, Section 4.2).
-
-    Args:
-        shift: (N, H, T, D), one layer's shifts.
-        oracle: (H, T, D), the same layer's oracle shift.
-
-    Returns:
-        (N, H, T) cosines in [-1, 1].
-    """
-    return cosine_similarity(shift.float(), oracle.float(), dim=-1, eps=EPSILON)

@@ -193,7 +193,8 @@ class _Service:
 
         Of a document beyond the service's limit of tokens, the first ones are read; the answer says so.
         """
-        pair = AskedPair(body.query, body.document, self.settings.max_document_tokens, body.instruction or None)
+        most, told = self.settings.max_document_tokens, body.instruction or None
+        pair = AskedPair(body.query, body.document, most, instruction=told)
         self._check_size(Question([pair]))
         record = _record(request)
         record.documents = 1

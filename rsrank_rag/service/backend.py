@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from ..errors import RSRankError
+from ..passages.parts import Excerpt, Window
 from ..reranker import Pair
 
 Fault = Literal["input", "unscored", "internal"]
@@ -27,6 +28,8 @@ class Outcome:
     truncated: bool = False  # whether the document's end was not read
     tokens: int = 0  # read; 0 where the reranker does not count
     fault: Fault | None = None
+    window: Window | None = None
+    sentences: tuple[Excerpt, ...] = ()
     error: str = ""  # to be read after the document's name; of a query that cannot be used, the whole text
 
 

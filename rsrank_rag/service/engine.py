@@ -12,7 +12,7 @@ from typing import Protocol, runtime_checkable
 
 from ..errors import InputError, RSRankError, ScoringError
 from ..method.explanation import Explanation
-from ..reranker import Pair, Reranker, Scored
+from ..reranker import Pair, Reranker, Scored, score_in_parts
 from .backend import Description, Outcome
 
 FAILURES = 3
@@ -104,8 +104,8 @@ class Engine:
             if not places:
                 continue
             try:
-                told = self._told(pairs[places[0]])
-                outcomes = [_outcome(scored) for scored in told.score_pairs([pairs[i] for i in places])]
+                told, own = self._told(pairs[places[0]]), [pairs[i] for i in places]
+                outcomes = [_outcome(s) for s in score_in_parts(own, told.token_ends, told.score_pairs)]
                 found.update(list(zip(places, outcomes, strict=True)))  # as a list: all of them or none
             except Exception as error:  # it must not reach another client's pairs, nor end the service
                 _check_device(error)
@@ -140,7 +140,7 @@ def _check_device(error: Exception) -> None:
 
 def _outcome(found: Scored) -> Outcome:
     if math.isfinite(found.score):
-        return Outcome(found.score, found.truncated, found.tokens)
+        return Outcome(found.score, found.truncated, found.tokens, window=found.window, sentences=found.sentences)
     return Outcome(None, fault="unscored", error=f"scored {found.score}.")
 
 

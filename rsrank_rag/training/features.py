@@ -121,24 +121,6 @@ class QueryPrompts:
         return [int(length / max_tokens * (i + 0.5)) for i in range(max_tokens)]
 
 
-def together(prompts: PromptTokenizer, documents: Sequence[str], query_length: int) -> Ids:
-    """One prefix with several documents, a line break between them, for the oracle shift (paper, Section 4.2).
-
-    If they do not fit together, each gets the same number of tokens; what a shorter one leaves goes to the others.
-    """
-    encoded, seam = prompts.encode(documents), prompts.encode(["\n"])[0]
-    most = prompts.room(query_length)
-    room = most - len(seam) * (len(encoded) - 1)
-    shares = dict.fromkeys(range(len(encoded)), 0)
-    for rank, index in enumerate(sorted(shares, key=lambda i: len(encoded[i]))):
-        shares[index] = min(len(encoded[index]), max(room, 0) // (len(encoded) - rank))
-        room -= shares[index]
-    joined: Ids = ()
-    for index, ids in enumerate(encoded):
-        joined += (*(seam if index else ()), *ids[: shares[index]])
-    return (*prompts.instruction, *joined[:most], *prompts.separator)
-
-
 def plan_features(
     queries: Sequence[LabelledQuery], prompts: PromptTokenizer, options: FeaturePart, numbers: int
 ) -> Plan:

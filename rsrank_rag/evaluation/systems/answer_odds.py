@@ -51,11 +51,9 @@ class AnswerOdds(Reranker):
     written in a document is not one.
 
     Args:
-        model: A model with an output layer, which is replaced by an `AnswerHead`.
-        tokenizer: Its tokenizer.
+        model: Its output layer is replaced by an `AnswerHead`.
         answers: The negative and the positive answer, as they stand in the vocabulary.
-        prefix: Ids before the text.
-        suffix: Ids after it. A document that is too long is cut, never these.
+        prefix: Ids before the text, as `suffix` are those after it. A document that is too long is cut, never these.
         max_length: Positions of one prompt.
 
     Raises:

@@ -59,7 +59,7 @@ class LLM2VecGen(Reranker):
 
     Raises:
         BackboneError: It cannot be loaded, or is no such model.
-        MissingDependencyError: peft is not installed; 8-bit or 4-bit without bitsandbytes, fp8 without torchao.
+        MissingDependencyError: peft or a quantisation's package is not installed.
     """
 
     threshold: float | None = 0.0
@@ -100,11 +100,7 @@ class LLM2VecGen(Reranker):
         self.token_budget = token_budget_for(base.device)  # padded tokens in one batch
 
     def score(self, query: str, documents: Sequence[str]) -> list[float]:
-        """Cosine of query and document.
-
-        Raises:
-            ScoringError: A document does not fit into memory even alone.
-        """
+        """Cosine of query and document; ScoringError where a document does not fit into memory even alone."""
         return [found.score for found in self.score_documents(query, documents)]
 
     @torch.inference_mode()

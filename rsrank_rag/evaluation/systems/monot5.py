@@ -19,14 +19,9 @@ from .answer_odds import AnswerOdds
 class MonoT5(AnswerOdds):
     """MonoT5 (castorini): the decoder's first token, "true" against "false".
 
-    Args:
-        max_length: Positions of one prompt, 512 in training.
-        options: Device, dtype, quantisation, access; float32 unless they name a dtype, as T5 was not made for less.
-
-    Raises:
-        BackboneError: It cannot be loaded, or is no such model.
-        MissingDependencyError: Its tokenizer needs sentencepiece and protobuf; or a quantisation's package is
-            missing.
+    `max_length`: positions of one prompt, 512 in training. It is loaded in float32 unless `options` name a dtype, as T5
+    was not made for less. BackboneError and MissingDependencyError (its tokenizer needs sentencepiece and protobuf) say
+    why it could not be.
     """
 
     def __init__(

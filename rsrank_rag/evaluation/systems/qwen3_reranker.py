@@ -18,13 +18,8 @@ from .answer_odds import AnswerOdds
 class Qwen3Reranker(AnswerOdds):
     """Qwen3-Reranker (0.6B, 4B, 8B): "yes" against "no" after the prompt of its model card.
 
-    Args:
-        instruction: What is to be judged; the model card's own by default.
-        max_length: Positions of one prompt, 8192 on the model card.
-
-    Raises:
-        BackboneError: It cannot be loaded, or is no such model.
-        MissingDependencyError: 8-bit or 4-bit without bitsandbytes, fp8 without torchao.
+    `instruction`: what is to be judged; the model card's own by default. `max_length`: positions of one prompt, 8192 on
+    the model card. BackboneError and MissingDependencyError say why it could not be loaded.
     """
 
     PREFIX = (

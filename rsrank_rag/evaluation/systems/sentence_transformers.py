@@ -18,14 +18,8 @@ _ALLOW = "options=LoadOptions(trust_remote_code=True), --trust-remote-code on th
 class BiEncoder(Reranker):
     """Cosine of sentence embeddings (sentence-transformers). No natural threshold.
 
-    Queries and documents get the prompts that the model has for them, if any.
-
-    Args:
-        options: All of how to load it; float32 unless they name a dtype.
-
-    Raises:
-        BackboneError: The model cannot be loaded.
-        MissingDependencyError: sentence-transformers is not installed.
+    Queries and documents get the prompts that the model has for them, if any. It is loaded in float32 unless `options`
+    name a dtype; BackboneError and MissingDependencyError say why it could not be.
     """
 
     threshold: float | None = None
@@ -55,13 +49,8 @@ class CrossEncoder(Reranker):
     BGE-reranker-v2 and Jina-reranker-v2 are used with the sigmoid of that output as the probability of relevance, so
     their native threshold is 0, where it is one half. Other models may be trained on order alone and have none.
 
-    Args:
-        threshold: The native threshold, in logits.
-        options: All of how to load it; float32 unless they name a dtype.
-
-    Raises:
-        BackboneError: The model cannot be loaded, or gives more than one number a pair.
-        MissingDependencyError: sentence-transformers is not installed.
+    `threshold`: the native one, in logits. It is loaded in float32 unless `options` name a dtype; BackboneError and
+    MissingDependencyError say why it could not be, such as that it gives more than one number a pair.
     """
 
     def __init__(

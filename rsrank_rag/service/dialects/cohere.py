@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, FailFast, Field, FiniteFloat, StringConstraints, model_validator
 from typing_extensions import Self
 
 from ...errors import InputError
+from ...passages.parts import Excerpt, Reading, Window
 from ...reranker import check_limits
 from ..backend import Description
 from ..refusals import DocumentError, RefusedError, document_errors
@@ -43,20 +45,38 @@ class RerankRequest(ScaledRequest):
     )
     min_docs: int | None = Field(default=None, ge=0, description="The best so many stay, even below the threshold.")
     partial: bool | None = Field(default=None, description="Answer without documents that fail; they are in errors.")
+    extract: Literal["sentences"] | None = Field(
+        default=None,
+        description="sentences: keep, of each document, those that score above the threshold (the model's own, if none "
+        "is given; null: all), with their offsets; documents without one are left out.",
+    )
+    context: int = Field(default=0, ge=0, description="Keep so many sentences around each such one, too.")
+    heading: bool = Field(
+        default=False, description="Documents begin with a line that is kept with any of their sentences."
+    )
+    long_documents: Literal["cut", "windows"] = Field(
+        default="cut", description="windows: read what is too long in parts; the best one's score is the document's."
+    )
 
     @model_validator(mode="after")
     def _limits_make_sense(self) -> Self:
         check_limits(None, self.top_n or None, self.min_docs or 0)
+        _ = self.reading  # refuses what has no effect
         return self
+
+    @property
+    def reading(self) -> Reading:
+        """How documents are to be read."""
+        return Reading(self.extract, self.context, self.heading, self.long_documents)
 
     def asked(self) -> Question:  # noqa: D102 - inherited
         query = self.query if isinstance(self.query, str) else self.query.text
         texts, faults = texts_of(self.documents, self.rank_fields)
-        return self.question([query] * len(texts), texts, faults)
+        return self.question([query] * len(texts), texts, faults, self.reading)
 
     def cutoff(self, model: Description, drop: bool) -> float | None:
         """Documents must score above this; None if all stay. ``drop`` is what the service does by itself."""
-        chosen = self.threshold if "threshold" in self.model_fields_set else "native" if drop else None
+        chosen = self.threshold if "threshold" in self.model_fields_set else "native" if drop or self.extract else None
         if chosen != "native":
             return chosen
         if model.threshold is None:
@@ -66,14 +86,18 @@ class RerankRequest(ScaledRequest):
     def answer(self, scores: Scores, cutoff: float | None = None) -> RerankResponse:
         """Rows best first, that score above ``cutoff`` if there is one."""
         rows = []
-        for document in scores.ranked(cutoff, top_n=self.top_n or None, min_docs=self.min_docs or 0).kept:
+        for document in scores.ranked(cutoff, self.top_n or None, self.min_docs or 0, self.reading).kept:
             row = RerankedDocument(
                 index=scores.places[document.index],
                 relevance_score=scores.shown(document.score),
                 truncated=document.truncated,
             )
             if self.return_documents:
-                row.document = TextObject(text=document.text)
+                row.document = TextObject(text=document.extract)
+            if self.extract:
+                row.excerpts = [replace(one, score=scores.shown(one.score)) for one in document.excerpts]
+            if document.window:
+                row.window = document.window
             rows.append(row)
         units = math.ceil(len(scores.outcomes) / SEARCH_UNIT)
         response = RerankResponse(
@@ -127,7 +151,9 @@ class RerankedDocument(BaseModel):
     index: int
     relevance_score: float
     truncated: bool
-    document: TextObject | None = Field(default=None, description="As it was read, if asked for.")
+    document: TextObject | None = Field(default=None, description="As it was read, or what is kept of it.")
+    excerpts: list[Excerpt] | None = Field(default=None, description="The sentences kept; offsets in characters.")
+    window: Window | None = Field(default=None, description="The best window, and of how many.")
 
 
 class RerankResponse(BaseModel):

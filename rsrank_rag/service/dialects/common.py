@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, AliasChoices, AliasPath, BaseModel, ConfigDict, Field, PositiveInt
 
+from ...passages.parts import WHOLE, Reading
 from ...reranker import Pair, RankResult, Scored, choose
 from ..backend import AskedPair, Description, Outcome
 
@@ -134,12 +135,14 @@ class Scores:
     def scored(self) -> list[Scored]:
         """The raw scores of these pairs."""
         found = (self.outcomes[place] for place in self.places)
-        return [Scored(o.score, o.truncated, tokens=o.tokens) for o in found if o.score is not None]
+        return [Scored(o.score, o.truncated, o.tokens, o.window, o.sentences) for o in found if o.score is not None]
 
-    def ranked(self, cutoff: float | None = None, *, top_n: int | None = None, min_docs: int = 0) -> RankResult:
+    def ranked(
+        self, cutoff: float | None = None, top_n: int | None = None, min_docs: int = 0, reading: Reading = WHOLE
+    ) -> RankResult:
         """Documents best first, numbered as in `places`; see `choose`."""
         texts = [self.question.pairs[place].document for place in self.places]
-        return choose("", texts, self.scored, cutoff, top_n=top_n, min_docs=min_docs)
+        return choose("", texts, self.scored, cutoff, top_n=top_n, min_docs=min_docs, reading=reading)
 
     def shown(self, score: float) -> float:
         """A raw score on the scale of the answer."""
@@ -202,15 +205,19 @@ class ScoringRequest(Strict, ABC):
         return False
 
     def question(
-        self, queries: Sequence[str], texts: Sequence[str], faults: Mapping[int, str] | None = None
+        self,
+        queries: Sequence[str],
+        texts: Sequence[str],
+        faults: Mapping[int, str] | None = None,
+        reading: Reading = WHOLE,
     ) -> Question:
         """Pairs of queries and texts, with this request's options."""
         limits = (self.max_tokens_per_doc, self.truncate_prompt_tokens)
         most = min((limit for limit in limits if limit is not None and limit > 0), default=None)
         told = self.instruction or None
-        pairs = [Pair(query, text, most) for query, text in zip(queries, texts, strict=True)]
+        pairs = [Pair(query, text, most, reading) for query, text in zip(queries, texts, strict=True)]
         if told is not None:
-            pairs = [AskedPair(pair.query, pair.document, most, told) for pair in pairs]
+            pairs = [AskedPair(pair.query, pair.document, most, reading, told) for pair in pairs]
         broken = {place: _BROKEN for place, text in enumerate(texts) if not _encodable(text)}
         may_be_cut = None if self.truncate is None else self.truncate not in (False, "NONE")
         return Question(pairs, {**broken, **(faults or {})}, may_be_cut)
