@@ -146,10 +146,10 @@ def adapters():
 def test_adapters_pass_an_instruction_on_and_dump_it(adapters):
     for adapter in adapters:
         found = adapter(model=Instructed(), instruction="one two three")
-        assert found._rank("q", ["a"], found._limits({})).kept[0].score == 3
+        assert found._rank("q", [("", "a")], found._limits({})).kept[0].score == 3
         refused = adapter(model=Words(), instruction="one")
         with pytest.raises(InputError, match="Words takes none"):
-            refused._rank("q", ["a"], refused._limits({}))
+            refused._rank("q", [("", "a")], refused._limits({}))
         with pytest.raises(InputError, match="Words takes none"):
             refused.warm_up()
         assert adapter(**adapter(instruction="one").model_dump()).instruction == "one"
@@ -253,7 +253,7 @@ async def test_requests_that_share_a_batch_keep_their_own_instructions():
     from rsrank_rag.service.engine import Engine
 
     told = [None, "one two", None, "one two three", "one two"]
-    pairs = [AskedPair("q", "a", None, text) for text in told]
+    pairs = [AskedPair("q", "a", instruction=text) for text in told]
     outcomes = Engine(Instructed(), "fake").step([*pairs, Pair("q", "a")]).outcomes
     assert [outcome.score for outcome in outcomes] == [1, 2, 1, 3, 2, 1]
     outcomes = Engine(Words(), "fake").step(pairs).outcomes  # who sent none is not concerned

@@ -35,6 +35,8 @@ from rsrank_rag.langchain import RSRankCompressor, RSRankRetriever
 from rsrank_rag.llama_index import RSRankPostprocessor
 
 both = pytest.mark.parametrize("adapter", [RSRankCompressor, RSRankPostprocessor], ids=lambda kind: kind.__name__)
+GIVEN = [("", text) for text in DOCUMENTS]  # nothing is read before them
+
 both_ways = pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
 
 
@@ -208,7 +210,7 @@ async def test_who_stops_a_call_is_obeyed(adapter, asynchronous):
     for stop in (KeyboardInterrupt(), SystemExit(3), CancelledError()):
         made = adapter(model=Failing(stop), on_error="keep")
         with pytest.raises(CancelledError if isinstance(stop, CancelledError) else type(stop)):
-            made._rank(QUERY, DOCUMENTS, made._limits({}))
+            made._rank(QUERY, GIVEN, made._limits({}))
         assert made.unranked_calls == 0
     if asynchronous:
         begun, go_on = threading.Event(), threading.Event()
@@ -272,7 +274,7 @@ def test_the_choice_is_checked_and_written_down(adapter):
 def test_calls_of_many_threads_are_all_counted(adapter):
     made = adapter(model=Failing(ScoringError("No.", 0)), on_error="keep")
     threads = [
-        threading.Thread(target=lambda: [made._rank(QUERY, DOCUMENTS, made._limits({})) for _ in range(50)])
+        threading.Thread(target=lambda: [made._rank(QUERY, GIVEN, made._limits({})) for _ in range(50)])
         for _ in range(8)
     ]
     for thread in threads:
