@@ -1,13 +1,15 @@
 """The service under load: `rsrank serve` in processes of its own, asked by many clients over HTTP.
 
     python -m benchmarks.load throughput     # requests a second and latencies, against a cross-encoder of the same size
-    python -m benchmarks.load soak --minutes 20      # constant load: does memory stay where it is?
+    python -m benchmarks.load overload       # one to five times as many requests as can be answered: how many are?
     python -m benchmarks.load kill           # the model's process is killed again and again under load
     python -m benchmarks.load restart        # the server itself is killed and started again
     python -m benchmarks.load disk           # the disk under the kept prefixes is full (Linux, as root)
 
-Every answer is compared with scores computed without a server. A request holds a made-up question and passages that are
-drawn from a corpus by popularity (Zipf), as in a RAG application, so that some of them come back.
+Every answer must have its rows, and a sample of all scores is compared with those of plain transformers code in float32
+(`workload.by_hooks`), which shares nothing with the service but the weights. How far they lie apart is printed, and how
+far a pair's scores lie apart from one request to the next: 0 is what `--deterministic` promises. A request holds a
+made-up question and passages drawn from a corpus by popularity (Zipf), as in a RAG application, so that some come back.
 """
 
 from __future__ import annotations
@@ -25,7 +27,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -35,10 +37,13 @@ import torch
 from rsrank_rag import RSRank
 
 from .timing import machine
-from .workload import passages, question
+from .workload import Plain, by_hooks, load, passages, question
 
-TOLERANCE = 0.12
-"""Scores move so much with their neighbours in bfloat16."""
+TOLERANCE = {"float32": 0.001, "bfloat16": 0.2}
+"""A score further from plain float32 code's is wrong: rounding to bfloat16 alone moves one by a tenth."""
+
+SAMPLE = 200
+"""Pairs of those that were answered which are scored again."""
 
 
 @dataclass(frozen=True)
@@ -73,19 +78,13 @@ class Traffic:
 
 @dataclass
 class Record:
-    """What became of requests.
+    """What became of requests."""
 
-    Attributes:
-        latencies: Seconds of those that were answered.
-        outcomes: How many had which status; "lost" for those without an answer.
-        wrong: Answers with a missing row or another score than without a server.
-        started: When the load began.
-        ended: When it ended.
-    """
-
-    latencies: list[float] = field(default_factory=list)
-    outcomes: Counter[str] = field(default_factory=Counter)
-    wrong: int = 0
+    latencies: list[float] = field(default_factory=list)  # seconds of those that were answered
+    outcomes: Counter[str] = field(default_factory=Counter)  # how many had which status
+    wrong: int = 0  # answers with a missing row
+    scores: dict[tuple[int, int], tuple[float, float]] = field(default_factory=dict)
+    """The lowest and the highest score of each pair of a question and a passage."""
     started: float = field(default_factory=time.perf_counter)
     ended: float = 0.0
 
@@ -98,6 +97,16 @@ class Record:
         """Milliseconds within which this share was answered."""
         ranked = sorted(self.latencies)
         return 1000 * ranked[min(len(ranked) - 1, int(share * len(ranked)))] if ranked else float("nan")
+
+    def take(self, query: int, chosen: list[int], rows: list[dict[str, float]]) -> None:
+        """An answer: one row for each passage, or it is wrong."""
+        if sorted(int(row["index"]) for row in rows) != list(range(len(chosen))):
+            self.wrong += 1
+            return
+        for row in rows:
+            pair, score = (query, chosen[int(row["index"])]), row["relevance_score"]
+            low, high = self.scores.get(pair, (score, score))
+            self.scores[pair] = (min(low, score), max(high, score))
 
 
 class Server:
@@ -114,7 +123,7 @@ class Server:
             self.port = probe.getsockname()[1]
         self.url = f"http://127.0.0.1:{self.port}"
         self.command = [sys.executable, "-m", "rsrank_rag", "serve", "--model", model, "--port", str(self.port)]
-        self.command += ["--no-canary", "--log-level", "warning", *arguments]
+        self.command += ["--no-canary", "--notice", "0", "--log-level", "warning", *arguments]
         self.process: subprocess.Popen[bytes] | None = None
 
     def __enter__(self) -> Server:
@@ -140,7 +149,7 @@ class Server:
         """Send a signal and wait for the end."""
         assert self.process is not None
         self.process.send_signal(how)
-        self.process.wait(60)
+        self.process.wait(150)
 
     @property
     def model_process(self) -> int | None:
@@ -165,35 +174,30 @@ def resident(process: int) -> int:
     return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("VmRSS")), 0)
 
 
-class Reference:
-    """Scores without a server, each computed when it is first asked for."""
-
-    def __init__(self, traffic: Traffic) -> None:
-        self.traffic, self.ranker = traffic, RSRank.from_pretrained("mini")
-        self.known: dict[tuple[int, int], float] = {}
-
-    def prepare(self, count: int) -> None:
-        """Compute all scores of the first questions, so that none has to be while the clock runs."""
-        for number, query in enumerate(self.traffic.questions[:count]):
-            scores = self.ranker.score(query, self.traffic.corpus)
-            self.known.update({(number, place): score for place, score in enumerate(scores)})
-
-    def agrees(self, query: int, chosen: list[int], answer: list[dict[str, float]]) -> bool:
-        """Whether there is one row for each passage, with its score where that is known."""
-        if sorted(int(row["index"]) for row in answer) != list(range(len(chosen))):
-            return False
-        expected = [self.known.get((query, chosen[int(row["index"])]), row["relevance_score"]) for row in answer]
-        return all(
-            abs(row["relevance_score"] - score) <= TOLERANCE for row, score in zip(answer, expected, strict=True)
-        )
+def verdict(traffic: Traffic, records: Sequence[Record], dtype: str) -> tuple[str, int]:
+    """What the answers are worth, in a line, as the module's first lines say, and how many are wrong."""
+    plain = load("mini", device="cpu", dtype="float32")
+    reference = Plain(plain, by_hooks(plain), 1)
+    pairs = sorted({pair for record in records for pair in record.scores})
+    sample = random.Random(0).sample(pairs, min(SAMPLE, len(pairs)))
+    off = [0.0]
+    for query, place in sample:
+        score = reference.score(traffic.questions[query], [traffic.corpus[place]])[0]
+        off += [abs(seen - score) for record in records for seen in record.scores.get((query, place), ())]
+    apart = 0.0
+    for pair in pairs:
+        seen = [score for record in records for score in record.scores.get(pair, ())]
+        apart = max(apart, max(seen) - min(seen))
+    missing, wrong = sum(record.wrong for record in records), sum(distance > TOLERANCE[dtype] for distance in off)
+    told = f"{missing} answers with missing rows; of {len(sample)} pairs scored again by plain float32 code, {wrong} "
+    told += f"scores are more than {TOLERANCE[dtype]} away, the furthest {max(off):.4f}; the same pair in other "
+    return f"{told}requests: at most {apart:.4f} apart", missing + wrong
 
 
-async def ask(
-    client: httpx.AsyncClient, traffic: Traffic, rng: random.Random, record: Record, reference: Reference | None
-) -> None:
+async def ask(client: httpx.AsyncClient, traffic: Traffic, rng: random.Random, record: Record) -> None:
     """One request, recorded."""
-    query, chosen = traffic.request(rng)
-    body = {"model": "any", "query": traffic.questions[query], "documents": [traffic.corpus[i] for i in chosen]}
+    query, places = traffic.request(rng)
+    body = {"model": "any", "query": traffic.questions[query], "documents": [traffic.corpus[i] for i in places]}
     started = time.perf_counter()
     try:
         response = await client.post("/v1/rerank", json=body)
@@ -204,8 +208,7 @@ async def ask(
     record.outcomes[str(response.status_code)] += 1
     if response.status_code == 200:
         record.latencies.append(time.perf_counter() - started)
-        if reference is not None and not reference.agrees(query, chosen, response.json()["results"]):
-            record.wrong += 1
+        record.take(query, places, response.json()["results"])
 
 
 @contextlib.asynccontextmanager
@@ -221,7 +224,6 @@ async def closed_loop(
     traffic: Traffic,
     concurrency: int,
     seconds: float,
-    reference: Reference | None = None,
     beside: Callable[[], Awaitable[None]] | None = None,
 ) -> Record:
     """So many clients, each of which asks again as soon as it has been answered."""
@@ -232,7 +234,7 @@ async def closed_loop(
         async def one(number: int) -> None:
             rng = random.Random(number)
             while time.perf_counter() < ends:
-                await ask(client, traffic, rng, record, reference)
+                await ask(client, traffic, rng, record)
 
         await asyncio.gather(*(one(number) for number in range(concurrency)), *([beside()] if beside else []))
         record.ended = time.perf_counter()
@@ -247,7 +249,7 @@ async def open_loop(url: str, traffic: Traffic, rate: float, seconds: float) -> 
         due = record.started
         while due < record.started + seconds:
             await asyncio.sleep(max(0.0, due - time.perf_counter()))
-            running.append(asyncio.create_task(ask(client, traffic, rng, record, None)))
+            running.append(asyncio.create_task(ask(client, traffic, rng, record)))
             due += rng.expovariate(rate)
         await asyncio.gather(*running)
         record.ended = time.perf_counter()
@@ -272,8 +274,6 @@ def cross_encoder() -> Iterator[str]:
 def throughput(options: argparse.Namespace) -> None:
     """Requests a second and latencies, for mini and a cross-encoder, in turns."""
     traffic = Traffic.made_up(options)
-    reference = Reference(traffic)
-    reference.prepare(5)
     found: dict[tuple[str, str], list[Record]] = {}
     hits: list[float] = []
     with cross_encoder() as other:
@@ -281,17 +281,9 @@ def throughput(options: argparse.Namespace) -> None:
             models = ["mini", other]
             for model in models if turn % 2 == 0 else reversed(models):
                 name = model.partition(":")[0]
-                with Server(model, "--dtype", options.dtype) as server:
+                with Server(model, *chosen(options)) as server:
                     for concurrency in options.clients:
-                        record = asyncio.run(
-                            closed_loop(
-                                server.url,
-                                traffic,
-                                concurrency,
-                                options.seconds,
-                                reference if model == "mini" else None,
-                            )
-                        )
+                        record = asyncio.run(closed_loop(server.url, traffic, concurrency, options.seconds))
                         found.setdefault((name, f"{concurrency} clients"), []).append(record)
                     best = max(found[name, f"{concurrency} clients"][-1].rate for concurrency in options.clients)
                     record = asyncio.run(open_loop(server.url, traffic, 0.6 * best, options.seconds))
@@ -300,57 +292,48 @@ def throughput(options: argparse.Namespace) -> None:
                         taken = server.metric("rsrank_prefix_hits_total")
                         hits.append(taken / (taken + server.metric("rsrank_prefix_misses_total")))
     print(f"{traffic.count} passages of {options.words} words a request, {options.dtype}; {machine()}\n")
-    print("| | load | requests/s | p50 ms | p99 ms | other than 200 | wrong |\n|---|---|--:|--:|--:|--:|--:|")
-    for (name, load), records in found.items():
+    print("| | load | requests/s | p50 ms | p99 ms | other than 200 |\n|---|---|--:|--:|--:|--:|")
+    for (name, kind), records in found.items():
         median = sorted(records, key=lambda record: record.rate)[len(records) // 2]
         failed = sum(sum(record.outcomes.values()) - len(record.latencies) for record in records)
-        wrong = sum(record.wrong for record in records)
-        print(
-            f"| {name} | {load} | {median.rate:.1f} | {median.quantile(0.5):.0f} | {median.quantile(0.99):.0f} | "
-            f"{failed} | {wrong if name == 'mini' else ''} |"
-        )
-    for load in dict.fromkeys(load for _, load in found):
-        pairs = zip(found["mini", load], found["cross-encoder", load], strict=True)
-        print(f"mini / cross-encoder, {load}: {statistics.median(a.rate / b.rate for a, b in pairs):.2f} x requests/s")
+        row = [name, kind, f"{median.rate:.1f}", f"{median.quantile(0.5):.0f}", f"{median.quantile(0.99):.0f}", failed]
+        print(f"| {' | '.join(map(str, row))} |")
+    for kind in dict.fromkeys(kind for _, kind in found):
+        pairs = zip(found["mini", kind], found["cross-encoder", kind], strict=True)
+        print(f"mini / cross-encoder, {kind}: {statistics.median(a.rate / b.rate for a, b in pairs):.2f} x requests/s")
     print(f"passages found among the kept ones: {statistics.median(hits):.0%}")
+    records = [record for (name, _), group in found.items() for record in group if name == "mini"]
+    print(f"mini: {verdict(traffic, records, options.dtype)[0]}")
 
 
-def soak(options: argparse.Namespace) -> None:
-    """Constant load for long: answers, and memory over time."""
+def overload(options: argparse.Namespace) -> None:
+    """Requests at one to five times the rate at which they can be answered, each with few seconds for its answer."""
     traffic = Traffic.made_up(options)
-    reference = Reference(traffic)
-    reference.prepare(5)
-    samples: list[tuple[float, int, int]] = []
-    with Server("mini", "--dtype", options.dtype) as server:
-        assert server.process is not None
-        process, child = server.process.pid, server.model_process
-        assert child is not None
-        ends = time.perf_counter() + 60 * options.minutes
-
-        async def watch() -> None:
-            started = time.perf_counter()
-            while time.perf_counter() < ends:
-                samples.append((time.perf_counter() - started, resident(process), resident(child)))
-                await asyncio.sleep(5)
-
-        record = asyncio.run(
-            closed_loop(server.url, traffic, options.clients[-1], 60 * options.minutes, reference, watch)
-        )
-    print(f"{options.minutes} minutes, {options.clients[-1]} clients; {machine()}\n")
-    print(f"{sum(record.outcomes.values()):,} requests: {dict(record.outcomes)}, {record.wrong} wrong")
-    print("\n| minute | server MB | model MB |\n|--:|--:|--:|")
-    for share in (0.05, 0.1, 0.25, 0.5, 0.75, 0.999):
-        at, server_bytes, model_bytes = samples[int(share * len(samples))]
-        print(f"| {at / 60:.1f} | {server_bytes / 1e6:.0f} | {model_bytes / 1e6:.0f} |")
+    records: list[Record] = []
+    print(f"{traffic.count} passages a request, {options.timeout:g} s for an answer, {options.dtype}; {machine()}\n")
+    print("| load | offered/s | answered in time/s | of the capacity | 200 | 429 | others | p50 ms | p99 ms |")
+    print("|---|--:|--:|--:|--:|--:|--:|--:|--:|")
+    with Server("mini", *chosen(options), "--timeout", str(options.timeout)) as server:
+        for _ in range(2):  # the first time prefixes are read that are kept from then on
+            full = asyncio.run(closed_loop(server.url, traffic, options.clients[-1], options.seconds))
+        for times in (1, 2, 3, 4, 5):
+            record = asyncio.run(open_loop(server.url, traffic, times * full.rate, options.seconds))
+            records.append(record)
+            in_time, count = record.outcomes["200"], sum(record.outcomes.values())
+            refused, lasted = record.outcomes["429"], record.ended - record.started
+            answered, others = in_time / lasted, count - in_time - refused
+            row = [f"{times}x", f"{count / options.seconds:.1f}", f"{answered:.1f}", f"{answered / full.rate:.0%}"]
+            row += [in_time, refused, others, f"{record.quantile(0.5):.0f}", f"{record.quantile(0.99):.0f}"]
+            print(f"| {' | '.join(map(str, row))} |")
+    print(f"\ncapacity, by {options.clients[-1]} clients that ask again when answered: {full.rate:.1f} requests/s")
+    print(verdict(traffic, [full, *records], options.dtype)[0])
 
 
 def kill(options: argparse.Namespace) -> None:
     """The model's process is killed under load; nobody may notice but by waiting."""
     traffic = Traffic.made_up(options)
-    reference = Reference(traffic)
-    reference.prepare(len(traffic.questions))
     killed = 0
-    with Server("mini", "--dtype", options.dtype) as server:
+    with Server("mini", *chosen(options)) as server:
         ends = time.perf_counter() + options.seconds
 
         async def murder() -> None:
@@ -362,9 +345,9 @@ def kill(options: argparse.Namespace) -> None:
                     os.kill(child, signal.SIGKILL)
                     killed += 1
 
-        record = asyncio.run(closed_loop(server.url, traffic, options.clients[-1], options.seconds, reference, murder))
+        record = asyncio.run(closed_loop(server.url, traffic, options.clients[-1], options.seconds, murder))
     print(f"{killed} kills of the model's process in {options.seconds:.0f} s, {options.clients[-1]} clients")
-    print(f"{sum(record.outcomes.values()):,} requests: {dict(record.outcomes)}, {record.wrong} wrong")
+    print(f"{dict(record.outcomes)}; {verdict(traffic, [record], options.dtype)[0]}")
     print(f"p50 {record.quantile(0.5):.0f} ms, p99 {record.quantile(0.99):.0f} ms, most {record.quantile(1):.0f} ms")
 
 
@@ -374,9 +357,8 @@ def restart(options: argparse.Namespace) -> None:
     from rsrank_rag.remote.client import RemoteReranker
 
     traffic = Traffic.made_up(options)
-    reference = Reference(traffic)
-    reference.prepare(len(traffic.questions))
-    server = Server("mini", "--dtype", options.dtype)
+    record = Record()
+    server = Server("mini", *chosen(options))
     server.start()
     counts: Counter[str] = Counter()
     ends = time.perf_counter() + options.seconds
@@ -384,16 +366,17 @@ def restart(options: argparse.Namespace) -> None:
     async def one(number: int, ranker: RemoteReranker) -> None:
         rng = random.Random(number)
         while time.perf_counter() < ends:
-            query, chosen = traffic.request(rng)
+            query, places = traffic.request(rng)
             try:
                 ranked = await ranker.arank(
-                    traffic.questions[query], [traffic.corpus[i] for i in chosen], threshold=None
+                    traffic.questions[query], [traffic.corpus[i] for i in places], threshold=None
                 )
             except RSRankError as error:
                 counts[type(error).__name__] += 1
                 continue
             rows = [{"index": document.index, "relevance_score": document.score} for document in ranked.kept]
-            counts["answered" if reference.agrees(query, chosen, rows) else "wrong"] += 1
+            counts["answered"] += 1
+            record.take(query, places, rows)
 
     async def murder() -> None:
         while time.perf_counter() < ends - 15:
@@ -411,40 +394,51 @@ def restart(options: argparse.Namespace) -> None:
     finally:
         server.end(signal.SIGTERM)
     print(f"{options.seconds:.0f} s, {options.clients[-1]} clients: {dict(counts)}")
+    print(verdict(traffic, [record], options.dtype)[0])
 
 
 def disk(options: argparse.Namespace) -> None:
     """Prefixes are kept in a file system of one megabyte, which is soon full."""
     traffic = Traffic.made_up(options)
-    reference = Reference(traffic)
-    reference.prepare(5)
     with tempfile.TemporaryDirectory() as folder:
         done = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", folder], capture_output=True)
         if done.returncode:
             sys.exit(f"No file system of one megabyte could be made: {done.stderr.decode().strip()}")
         try:
-            with Server("mini", "--dtype", options.dtype, "--prefixes", folder) as server:
-                record = asyncio.run(closed_loop(server.url, traffic, options.clients[-1], options.seconds, reference))
+            with Server("mini", *chosen(options), "--prefixes", folder) as server:
+                record = asyncio.run(closed_loop(server.url, traffic, options.clients[-1], options.seconds))
                 errors = server.metric("rsrank_prefix_write_errors_total")
         finally:
             subprocess.run(["umount", folder], check=True)
-    print(f"{sum(record.outcomes.values()):,} requests: {dict(record.outcomes)}, {record.wrong} wrong")
+    print(f"{dict(record.outcomes)}; {verdict(traffic, [record], options.dtype)[0]}")
     print(f"{errors:.0f} prefixes could not be written")
+
+
+def arguments(description: str) -> argparse.ArgumentParser:
+    """Options of traffic and server."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--documents", type=int, default=20, help="passages in a request")
+    parser.add_argument("--words", type=int, default=100)
+    parser.add_argument("--corpus", type=int, default=2000, help="passages in all")
+    parser.add_argument("--timeout", type=float, default=3.0, help="of overload: seconds for an answer")
+    parser.add_argument("--dtype", default="bfloat16", choices=TOLERANCE)
+    parser.add_argument("--deterministic", action="store_true")
+    return parser
+
+
+def chosen(options: argparse.Namespace) -> list[str]:
+    """Options for `rsrank serve`."""
+    return ["--dtype", options.dtype, *(["--deterministic"] if options.deterministic else [])]
 
 
 def main() -> None:
     """Command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parts = {part.__name__: part for part in (throughput, soak, kill, restart, disk)}
+    parser = arguments(str(__doc__))
+    parts = {part.__name__: part for part in (throughput, overload, kill, restart, disk)}
     parser.add_argument("part", choices=parts)
     parser.add_argument("--clients", type=int, nargs="+", default=[1, 4, 16])
-    parser.add_argument("--documents", type=int, default=20, help="passages in a request")
-    parser.add_argument("--words", type=int, default=100)
-    parser.add_argument("--corpus", type=int, default=2000, help="passages in all")
     parser.add_argument("--seconds", type=float, default=20.0)
     parser.add_argument("--turns", type=int, default=3)
-    parser.add_argument("--minutes", type=float, default=20.0)
-    parser.add_argument("--dtype", default="bfloat16")
     options = parser.parse_args()
     parts[options.part](options)
 

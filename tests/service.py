@@ -6,7 +6,6 @@ import time
 from contextlib import asynccontextmanager, contextmanager
 
 import httpx
-import uvicorn
 
 from rsrank_rag import Reranker
 from rsrank_rag.errors import InputError, ScoringError
@@ -14,6 +13,7 @@ from rsrank_rag.method.explanation import Explanation
 from rsrank_rag.reranker import Scored
 from rsrank_rag.service.app import Settings, create_app
 from rsrank_rag.service.scheduler import QueueLimits, Scheduler
+from rsrank_rag.service.server import Limits, Server
 
 
 class Numbers(Reranker):
@@ -73,12 +73,11 @@ async def client_of(backend, **settings):
 
 
 @contextmanager
-def address_of(backend, **settings):
+def address_of(backend, limits=None, **settings):
     """The address of a service in a thread, on a port of its own."""
     with socket.socket() as bound:
         bound.bind(("127.0.0.1", 0))
-        config = uvicorn.Config(create_app(backend, Settings(**settings)), log_config=None, access_log=False)
-        server = uvicorn.Server(config)
+        server = Server(create_app(backend, Settings(**settings)), limits or Limits())
         thread = threading.Thread(target=server.run, kwargs={"sockets": [bound]})
         thread.start()
         try:

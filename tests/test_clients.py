@@ -111,6 +111,13 @@ def test_langchains_infinity_rerank(open_service, dropping):
     assert compress(rerank(dropping)) == between_0_and_1(BEST_FIRST[:2])
 
 
+def test_langchains_infinity_rerank_with_a_key(service):
+    client = pytest.importorskip("infinity_client")
+    library = pytest.importorskip("langchain_community.document_compressors.infinity_rerank")
+    with_key = client.Client(base_url=service, headers={"Authorization": f"Bearer {KEY}"})
+    assert compress(library.InfinityRerank(client=with_key, model="any", top_n=3)) == between_0_and_1(BEST_FIRST[:3])
+
+
 def test_infinitys_client(service):
     client = pytest.importorskip("infinity_client")
     from infinity_client.api.default import rerank
@@ -179,7 +186,9 @@ def test_llama_indexs_tei_rerank(service, dropping):
 @pytest.mark.filterwarnings("ignore::UserWarning")
 def test_llama_indexs_nvidia_rerank(service):
     library = llama_index("nvidia_rerank")
-    assert postprocess(library.NVIDIARerank(base_url=f"{service}/v1", api_key=KEY, top_n=3)) == BEST_FIRST[:3]
+    for model in ({}, {"model": "fake"}):  # it asks for the list of models, and takes no other
+        rerank = library.NVIDIARerank(base_url=f"{service}/v1", api_key=KEY, top_n=3, **model)
+        assert postprocess(rerank) == BEST_FIRST[:3]
 
 
 def test_llama_indexs_siliconflow_rerank(service, dropping):
@@ -226,9 +235,10 @@ def test_the_api_ranker_of_rerankers(service, provider, path):
     assert [(row.document.doc_id, row.score) for row in found.results] == BEST_FIRST
 
 
-def test_xinferences_client(open_service):
-    library = pytest.importorskip("xinference_client.client.restful.restful_client")
-    model = library.RESTfulRerankModelHandle("any", open_service, {})
+@pytest.mark.parametrize("key", [None, KEY])
+def test_xinferences_client(open_service, service, key):
+    library = pytest.importorskip("xinference_client")
+    model = library.RESTfulClient(open_service if key is None else service, api_key=key).get_model("any")
     found = model.rerank(TEXTS, "q", top_n=2, return_documents=True)
     assert [(row["index"], row["relevance_score"]) for row in found["results"]] == BEST_FIRST[:2]
     assert found["results"][0]["document"]["text"] == "3 three"

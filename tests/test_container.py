@@ -117,6 +117,17 @@ def test_compose_publishes_the_port_to_the_loopback_only_and_keeps_what_must_sta
     assert chosen["command"][chosen["command"].index("--prefixes") + 1] in volumes.values()
 
 
+def test_compose_waits_longer_than_a_request_may_take(steps):
+    pytest.importorskip("fastapi")
+    from rsrank_rag.service.server import GRACE
+
+    for service in COMPOSE["services"]:
+        command = typer.main.get_command(app).commands["serve"]
+        found = command.make_context("serve", [resolved(word) for word in arguments(steps, service)[2:]]).params
+        grace = int(COMPOSE["services"][service]["stop_grace_period"].removesuffix("s"))
+        assert grace > found["notice"] + found["timeout"] + GRACE
+
+
 def test_no_secret_stands_in_the_files():
     for service in COMPOSE["services"].values():
         for name, value in service["environment"].items():

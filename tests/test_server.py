@@ -16,6 +16,7 @@ from pathlib import Path
 
 import httpx
 import pytest
+import typer
 
 pytest.importorskip("fastapi")
 pytest.importorskip("uvicorn")
@@ -37,7 +38,9 @@ from rsrank_rag.prefixes.store import store_for
 from rsrank_rag.reranker import BLANK_SCORE
 from rsrank_rag.service import app as app_module
 from rsrank_rag.service.engine import Canary
+from rsrank_rag.service.keys import keys_in
 from rsrank_rag.service.logs import TextlessFormatter
+from rsrank_rag.service.server import Limits, Server
 
 JSON = {"content-type": "application/json"}
 RERANK = {"query": "q", "documents": ["3", "1", "2"]}
@@ -532,6 +535,8 @@ async def test_a_stopping_service_is_503_with_a_time_to_come_back():
 class Broken:
     """A backend with an error that nobody thought of."""
 
+    name = "broken"
+
     async def start(self):
         pass
 
@@ -759,16 +764,15 @@ async def test_health_checks_are_logged_only_at_debug(caplog):
 # The command
 
 
-def test_keys_come_from_a_file_and_from_the_environment(tmp_path):
+def test_keys_come_from_the_environment_and_from_a_file_with_some(tmp_path):
+    assert read_keys("three, one,,three") == ("three", "one")
     file = tmp_path / "keys"
     file.write_text("one\n\n two \n", encoding="utf-8")
-    assert read_keys(file, "three, one,") == ("three", "one", "two")
-    assert read_keys(None, "") == ()
+    assert keys_in(file) == ("one", "two")
     file.write_text("\n", encoding="utf-8")
-    with pytest.raises(InputError, match="holds no key"):
-        read_keys(file, "")
-    with pytest.raises(InputError, match="could not be read"):
-        read_keys(tmp_path / "none", "")
+    for bad, says in ((file, "holds no key"), (tmp_path / "none", "could not be read")):
+        done = CliRunner().invoke(app, ["serve", "--api-key-file", str(bad)], env={"COLUMNS": "200"})
+        assert (done.exit_code, says in done.stderr, len(done.stderr.splitlines())) == (2, True, 1)
 
 
 @pytest.mark.parametrize("name", KEYS)
@@ -777,7 +781,7 @@ def test_both_variables_close_a_service_and_clients_know_the_first(name, monkeyp
         monkeypatch.delenv(other, raising=False)
     monkeypatch.setenv(name, " one, two")
     asked = {}
-    monkeypatch.setattr(cli_service, "run", lambda backend, settings, **where: asked.update(dict(settings)))
+    monkeypatch.setattr(cli_service, "run", lambda backend, settings, limits, **where: asked.update(dict(settings)))
     assert CliRunner().invoke(app, ["serve", "--model", "bm25"]).exit_code == 0
     assert [key.get_secret_value() for key in asked["api_keys"]] == ["one", "two"]
 
@@ -986,7 +990,7 @@ def test_the_log_is_json_without_texts_or_keys(service):
 @pytest.mark.slow
 def test_sigterm_ends_the_service_when_what_is_in_flight_has_been_answered():
     documents = [f"{number} {' '.join(PASSAGES * 8)}" for number in range(30)]
-    with process("--prefix-cache", "0", "--no-canary") as (process_, http):
+    with process("--prefix-cache", "0", "--no-canary", "--notice", "2") as (process_, http):
         answers = []
 
         def ask():
@@ -998,9 +1002,29 @@ def test_sigterm_ends_the_service_when_what_is_in_flight_has_been_answered():
         # In flight: the model has begun and has not ended.
         wait_until(lambda: 0 < metrics(http.get("/metrics").text)["rsrank_waiting_documents",] < 60)
         process_.send_signal(signal.SIGTERM)
+        wait_until(lambda: http.get("/ready").status_code == 503)  # and still listens, so that nobody is sent here
+        assert http.post("/v1/rerank", json={"query": BEES, "documents": ["Bees dance."]}).status_code == 200
         wait_until(lambda: not listens(http.base_url))
-        assert not answers
         for thread in threads:
             thread.join(300)
         assert [len(answer.json()["results"]) for answer in answers] == [30, 30]
-        assert process_.wait(300) in (0, -signal.SIGTERM)
+        assert process_.wait(300) == 0
+    assert all(json.loads(line) for line in process_.log)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_end_that_was_asked_for_is_no_failure_and_leaves_no_traceback(number):
+    with process("--no-canary", "--notice", "0") as (process_, _):
+        process_.send_signal(number)
+        assert process_.wait(300) == 0
+    assert all(json.loads(line) for line in process_.log)
+
+
+def test_what_is_not_answered_before_the_end_makes_it_a_failure(monkeypatch):
+    monkeypatch.setattr(Server, "run", lambda self, sockets: setattr(self.app.state.metrics, "unanswered", 1))
+    monkeypatch.setattr("rsrank_rag.service.logs.configure", lambda level: logging.NullHandler())
+    settings, where = app_module.Settings(), {"host": "127.0.0.1", "port": 0, "log_level": "INFO"}
+    with pytest.raises(typer.Exit) as ended:
+        cli_service.run(scheduler(Numbers()), settings, Limits(), **where)
+    assert ended.value.exit_code == 1

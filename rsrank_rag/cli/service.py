@@ -5,7 +5,6 @@ from __future__ import annotations
 import ipaddress
 import json
 import logging
-import math
 import os
 import signal
 import socket
@@ -21,7 +20,7 @@ from typer import Option
 
 from ..adapters.systems import load as load_reranker
 from ..adapters.systems import parse
-from ..errors import InputError, MissingDependencyError
+from ..errors import InputError
 from ..language_model.options import LoadOptions, ModelSource
 from ..prefixes.settings import Choice, PrefixCache, as_bytes
 from .options import Address, Revision, System, Where, command, screen
@@ -31,6 +30,7 @@ if TYPE_CHECKING:
     from ..service.engine import Canary
     from ..service.ray import Replicas
     from ..service.scheduler import Scheduler
+    from ..service.server import Limits
 
 logger = logging.getLogger(__name__)
 
@@ -40,9 +40,6 @@ KEYS = ("RSRANK_API_KEY", "RSRANK_API_KEYS")
 """Environment variables with API keys, separated by commas. Clients send the first key of the first one."""
 
 LEVELS = ("debug", "info", "warning", "error", "critical")
-
-GRACE = 5
-"""Seconds that a request in flight has beyond its timeout, when the service stops."""
 
 
 def prepare_logs(level: str) -> None:
@@ -56,22 +53,9 @@ def prepare_logs(level: str) -> None:
     transformers_logging.enable_propagation()
 
 
-def _read(option: str, file: Path) -> str:
-    try:
-        return file.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise InputError(f"{option} {file} could not be read: {error}") from error
-
-
-def read_keys(file: Path | None, environment: str) -> tuple[str, ...]:
-    """API keys of a file, one a line, and of the environment variable, separated by commas."""
-    found = [key.strip() for key in environment.split(",")]
-    if file is not None:
-        lines = [line.strip() for line in _read("--api-key-file", file).splitlines()]
-        if not any(lines):
-            raise InputError(f"--api-key-file {file} holds no key. Write one a line.")
-        found += lines
-    return tuple(dict.fromkeys(key for key in found if key))
+def read_keys(environment: str) -> tuple[str, ...]:
+    """API keys of the environment variables, separated by commas."""
+    return tuple(dict.fromkeys(key for part in environment.split(",") if (key := part.strip())))
 
 
 def read_canary(file: Path) -> Canary:
@@ -80,9 +64,9 @@ def read_canary(file: Path) -> Canary:
 
     names = {field.name for field in fields(Canary)}
     try:
-        found = json.loads(_read("--canary", file))
-    except json.JSONDecodeError as error:
-        raise InputError(f"--canary {file} is no JSON: {error}") from error
+        found = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise InputError(f"--canary {file} is no JSON file that can be read: {error}") from error
     if not isinstance(found, dict) or found.keys() != names or not all(isinstance(t, str) for t in found.values()):
         raise InputError(f"--canary {file} must be an object of three texts: {', '.join(sorted(names))}.")
     return Canary(**found)
@@ -106,6 +90,9 @@ def serve(
     host: Annotated[str, Option(help="Address to listen on; 0.0.0.0 for all.")] = "127.0.0.1",
     port: Annotated[int, Option(min=0, max=65535, help="0 for any that is free.")] = 8080,
     api_key_file: Annotated[Path | None, Option(help=f"API keys, one a line; also from {KEYS[0]}, by commas.")] = None,
+    allowed_host: Annotated[list[str], Option(help="Name that clients call the service by; may be repeated.")] = [],  # noqa: B006
+    max_connections: Annotated[int, Option(min=1, help="Open at a time.")] = 1000,
+    notice: Annotated[float, Option(min=0, help="Seconds of 503 from /ready before the end at SIGTERM.")] = 5.0,
     max_documents: Annotated[int, Option(min=1, help="Documents of one request.")] = 1000,
     max_tokens: Annotated[int | None, Option(min=1, help="Refuse longer documents, or cut them if asked to.")] = None,
     max_body: Annotated[str, Option(help="Size of one request, such as 20MB.")] = "20MB",
@@ -131,7 +118,7 @@ def serve(
 
     `curl localhost:8080/v1/rerank --json '{"query": "Who painted it?", "documents": ["Ann did.", "It is old."]}'`
 
-    Ends at SIGTERM or Ctrl-C, when the requests in flight have been answered.
+    Ends at SIGTERM or Ctrl-C, when the requests in flight have been answered. API keys may be changed in their file.
     """
     if log_level not in LEVELS:
         raise InputError(f"--log-level must be one of {', '.join(LEVELS)}, got {log_level!r}.")
@@ -139,9 +126,10 @@ def serve(
         raise InputError("--canary and --no-canary contradict each other.")
     parse(model)
     source = ModelSource(model, revision, load, prefix_cache=prefix_choice(prefix_cache, prefixes))
-    keys = read_keys(api_key_file, ",".join(os.environ.get(name, "") for name in KEYS))
     settings = _settings(
-        api_keys=keys,
+        api_keys=read_keys(",".join(os.environ.get(name, "") for name in KEYS)),
+        api_key_file=api_key_file,
+        allowed_hosts=tuple(allowed_host),
         max_documents=max_documents,
         max_document_tokens=max_tokens,
         max_body_bytes=as_bytes(max_body),
@@ -161,7 +149,10 @@ def serve(
         prepare=partial(prepare_logs, log_level.upper()),
     )
     if engine is Where.local:
-        run(build(), settings, host=host, port=port, log_level=log_level.upper())
+        from ..service.server import Limits
+
+        limits = Limits(max_connections, notice=notice)
+        run(build(), settings, limits, host=host, port=port, log_level=log_level.upper())
         return
     from ..bulk.on_ray import cluster
 
@@ -183,23 +174,12 @@ def _settings(**given: Any) -> Settings:
         raise InputError(f"{'.'.join(map(str, wrong['loc']))}: {wrong['msg']}.") from None
 
 
-def run(backend: Scheduler, settings: Settings, *, host: str, port: int, log_level: str) -> None:
+def run(backend: Scheduler, settings: Settings, limits: Limits, *, host: str, port: int, log_level: str) -> None:
     """Serve until told to stop; raises what keeps the backend or the server from starting."""
-    try:
-        import uvicorn
-    except ModuleNotFoundError:
-        raise MissingDependencyError(
-            "The service needs uvicorn. Install with: pip install 'rsrank-rag[serve]'"
-        ) from None
-
     from ..service.app import create_app
     from ..service.logs import configure
-
-    class Server(uvicorn.Server):
-        async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-            await super().startup(sockets)
-            if self.started:
-                screen.print(f"{backend.description.name} answers at {address}", soft_wrap=True)
+    from ..service.memory import trim_regularly
+    from ..service.server import Server
 
     with _bound(host, port) as bound:  # before the model is loaded, which may take minutes
         name, number = bound.getsockname()[:2]
@@ -209,17 +189,18 @@ def run(backend: Scheduler, settings: Settings, *, host: str, port: int, log_lev
         # What the app refuses to start for is shown by the command, in one line.
         handler.addFilter(lambda record: app.state.failure is None or not record.name.startswith("uvicorn"))
         warn_if_open(settings, host)
-        grace = math.ceil(settings.timeout or 0) + GRACE
-        config = uvicorn.Config(
-            app, ws="none", log_config=None, access_log=False, server_header=False, timeout_graceful_shutdown=grace
-        )
+        trim_regularly()
         try:
-            Server(config).run(sockets=[bound])
+            Server(
+                app, limits, lambda: screen.print(f"{backend.description.name} answers at {address}", soft_wrap=True)
+            ).run(sockets=[bound])
         except SystemExit:
             if app.state.failure is None:
                 raise
         if app.state.failure is not None:
             raise app.state.failure
+        if app.state.metrics.unanswered:
+            raise typer.Exit(1)
 
 
 def run_on_ray(build: Callable[[], Scheduler], settings: Settings, replicas: Replicas, *, host: str, port: int) -> None:
@@ -255,7 +236,7 @@ def _bound(host: str, port: int) -> socket.socket:
 
 def warn_if_open(settings: Settings, host: str) -> None:
     """Log that whoever can reach a service beyond this machine may ask it."""
-    if not settings.api_keys and not _is_loopback(host):
+    if not settings.closed and not _is_loopback(host):
         logger.warning("The service listens at %s without an API key. Set %s, or give --api-key-file.", host, KEYS[0])
 
 

@@ -181,7 +181,8 @@ def _steady_tokens(core: Backbone) -> int | None:
     if core.device.type != "cpu" or bits_of(core.model) != 16 or any(m.weight.numel() > LARGEST_TRIED for m in maps):
         return None
     generator, steady = torch.Generator().manual_seed(0), 1
-    for module in {tuple(module.weight.shape): module for module in maps}.values():
+    # The first of each shape: of the last layer only the value projection runs, and the rest may be zeros.
+    for module in {tuple(module.weight.shape): module for module in reversed(maps)}.values():
         rows = torch.randn(2 * MOST_STEADY, module.in_features, generator=generator).to(core.dtype)
         among_many = module(rows)
         for count in range(MOST_STEADY, 0, -16):

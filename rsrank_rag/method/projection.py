@@ -77,7 +77,8 @@ class Projection(nn.Module):
         if self.agreement is None:
             return torch.zeros_like(agreement)
         weight, border = self.agreement.to(agreement.dtype)
-        return weight * agreement + border
+        part: Tensor = weight * agreement + border
+        return part
 
     def forward(self, shift: Tensor) -> Tensor:
         """The paper's score of whole shift tensors.

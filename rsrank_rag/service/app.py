@@ -82,6 +82,12 @@ class Status(BaseModel):
     status: str
 
 
+class Auth(BaseModel):
+    """Whether requests need a key, as Xinference's client asks."""
+
+    auth: bool
+
+
 class Info(BaseModel):
     """What is served, and what is allowed."""
 
@@ -123,7 +129,7 @@ def create_app(backend: Scheduler, settings: Settings | None = None) -> FastAPI:
         docs_url=None,  # these pages would load scripts from elsewhere
         redoc_url=None,
     )
-    app.state.failure = None
+    app.state.failure, app.state.backend, app.state.settings, app.state.metrics = None, backend, chosen, metrics
     app.include_router(_Service(backend, chosen, metrics).router())
     app.add_middleware(Gate, settings=chosen, metrics=metrics)
     answer_errors(app)
@@ -144,10 +150,11 @@ class _Service:
         page = {**described(404), **_text("text/html")}
         open_routes.add_api_route("/", self.page, response_class=Response, responses=page)
         open_routes.add_api_route("/health", self.health, response_model=Status)
+        open_routes.add_api_route("/v1/cluster/auth", self.auth, response_model=Auth)
         open_routes.add_api_route("/ready", self.ready, response_model=Status, responses=described(503))
 
         # The gate asks for keys; this only describes it.
-        routes = APIRouter(dependencies=[Depends(HTTPBearer(auto_error=False))] if self.settings.api_keys else [])
+        routes = APIRouter(dependencies=[Depends(HTTPBearer(auto_error=False))] if self.settings.closed else [])
         wrong = described(400, 401, 408, 413, 422, 429, 500, 503, 504)
         posts: dict[str, tuple[Any, Any]] = {
             "/v1/rerank": (self.rerank, RerankResponse),
@@ -160,7 +167,9 @@ class _Service:
         }
         for path, (endpoint, model) in posts.items():
             routes.add_api_route(path, endpoint, methods=["POST"], response_model=model, responses=wrong)
-        routes.add_api_route("/v1/models", self.models, response_model=others.ModelList, responses=described(401, 503))
+        listed = described(401, 503)
+        routes.add_api_route("/v1/models", self.models, response_model=others.ModelList, responses=listed)
+        routes.add_api_route("/v1/models/{name:path}", self.model, response_model=others.ModelCard, responses=listed)
         routes.add_api_route("/info", self.info, response_model=Info, responses=described(401, 503))
         counters = {**described(401), **_text("text/plain")}
         routes.add_api_route("/metrics", self.metrics_page, response_class=Response, responses=counters)
@@ -204,7 +213,11 @@ class _Service:
 
     async def models(self) -> others.ModelList:
         """The model that is served, as OpenAI and NVIDIA list models."""
-        return others.ModelList(data=[others.ModelCard(id=self.backend.description.name, created=self.created)])
+        return others.ModelList(data=[await self.model("")])
+
+    async def model(self, name: str) -> others.ModelCard:
+        """The model that is served, whatever it is called: Xinference."""
+        return others.ModelCard(id=self.backend.description.name, created=self.created)
 
     async def info(self) -> Info:
         """What is served, and what is allowed."""
@@ -221,6 +234,10 @@ class _Service:
     async def health(self) -> Status:
         """Whether the service is alive."""
         return Status(status="ok")
+
+    async def auth(self) -> Auth:
+        """Whether requests need a key: Xinference."""
+        return Auth(auth=self.settings.closed)
 
     async def ready(self) -> Status:
         """Whether requests are answered, and the last canary scored as it should."""

@@ -40,6 +40,7 @@ class Description:
     name: str
     threshold: float | None  # the native one, if there is one
     explains: bool  # whether scores can be taken apart
+    identity: str = ""  # short hash of all that decides a score, where the model tells
 
 
 class ServiceError(RSRankError):

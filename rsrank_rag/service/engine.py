@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 import itertools
+import json
+import logging
 import math
 import re
 import time
@@ -10,10 +13,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol, runtime_checkable
 
-from ..errors import InputError, RSRankError, ScoringError
+from ..errors import InputError, ScoringError
 from ..method.explanation import Explanation
 from ..reranker import Pair, Reranker, Scored, score_in_parts
 from .backend import Description, Outcome
+
+logger = logging.getLogger(__name__)
 
 FAILURES = 3
 """Pairs that may fail by name before the rest is searched in parts, which takes fewer runs if there are many."""
@@ -56,18 +61,24 @@ class Engine:
 
     def __init__(self, reranker: Reranker, name: str) -> None:
         self.reranker, self.name = reranker, name
-
-    @property
-    def description(self) -> Description:
-        """What is being served."""
-        return Description(self.name, self.reranker.threshold, isinstance(self.reranker, _Explains))
+        explains = isinstance(reranker, _Explains)
+        self.description = Description(name, reranker.threshold, explains, _identity(reranker))
 
     def step(self, pairs: Sequence[Pair]) -> Step:
         """Score pairs of any clients; raises DeviceLostError if nothing more can be scored in this process."""
         started = time.perf_counter()
         outcomes = self._outcomes(pairs)
-        stats = self.reranker.stats() if isinstance(self.reranker, _Counts) else {}
-        return Step(outcomes, time.perf_counter() - started, stats)
+        return Step(outcomes, time.perf_counter() - started, self._stats())
+
+    def _stats(self) -> dict[str, float]:
+        """The reranker's counters; none where it fails to count, which costs nobody a score."""
+        if not isinstance(self.reranker, _Counts):
+            return {}
+        try:
+            return {str(name): float(value) for name, value in self.reranker.stats().items()}
+        except BaseException:
+            logger.exception("The model's counters could not be read.")
+            return {}
 
     def explain(self, pair: Pair) -> Explanation:
         """Take one score apart; errors as of `step` and `Scheduler.explain`."""
@@ -107,7 +118,8 @@ class Engine:
                 told, own = self._told(pairs[places[0]]), [pairs[i] for i in places]
                 outcomes = [_outcome(s) for s in score_in_parts(own, told.token_ends, told.score_pairs)]
                 found.update(list(zip(places, outcomes, strict=True)))  # as a list: all of them or none
-            except Exception as error:  # it must not reach another client's pairs, nor end the service
+            except BaseException as error:  # a panic in Rust and sys.exit() are none of Exception's
+                # Whatever it is, it must not reach another client's pairs, nor end the service.
                 _check_device(error)
                 if isinstance(error, ScoringError) and 0 <= error.index < len(places):
                     # The reranker says which one it is; the others can do without it.
@@ -121,6 +133,18 @@ class Engine:
         return [found[place] for place in range(len(pairs))]
 
 
+def _identity(reranker: Reranker) -> str:
+    """Short hash of the model, how it is computed, and B; empty for what is no RSRank model."""
+    from ..artifact.identity import prefix_identity
+    from ..rsrank import RSRank
+
+    if not isinstance(reranker, RSRank):
+        return ""
+    model, b = reranker.backbone, reranker.projection.weight.detach().float().cpu().numpy().tobytes()
+    content = json.dumps({**prefix_identity(model, reranker.config), "dtype": str(model.dtype)}, sort_keys=True)
+    return hashlib.sha256(content.encode() + b).hexdigest()[:16]
+
+
 def _parts(pairs: Sequence[Pair], places: list[int]) -> list[list[int]]:
     """Halves, each with queries of its own if there are several, because most faults are a query's."""
     queries: dict[str, list[int]] = {}
@@ -131,22 +155,24 @@ def _parts(pairs: Sequence[Pair], places: list[int]) -> list[list[int]]:
     return [list(itertools.chain(*half)) for half in (groups[:middle], groups[middle:])]
 
 
-def _check_device(error: Exception) -> None:
+def _check_device(error: BaseException) -> None:
     """Raise if a device is lost to this process: after such an error CUDA refuses whatever it is asked to do."""
-    text = str(error)
-    if isinstance(error, RuntimeError) and "CUDA error: " in text and "out of memory" not in text:
+    text = str(error) if isinstance(error, RuntimeError) else ""
+    if "CUDA error: " in text and "out of memory" not in text:
         raise DeviceLostError(text.partition("\n")[0]) from error
 
 
 def _outcome(found: Scored) -> Outcome:
-    if math.isfinite(found.score):
-        return Outcome(found.score, found.truncated, found.tokens, window=found.window, sentences=found.sentences)
-    return Outcome(None, fault="unscored", error=f"scored {found.score}.")
+    """Of plain numbers: what a model gives as one may be a tensor, which costs, or something that no pickle takes."""
+    score = float(found.score)
+    if math.isfinite(score):
+        return Outcome(score, bool(found.truncated), int(found.tokens), window=found.window, sentences=found.sentences)
+    return Outcome(None, fault="unscored", error=f"scored {score}.")
 
 
-def _failure(error: Exception) -> Outcome:
+def _failure(error: BaseException) -> Outcome:
     """What is said of a document, less its number in the batch, which means nothing to whoever sent it."""
-    if not isinstance(error, RSRankError):
+    if not isinstance(error, (InputError, ScoringError)):
         return Outcome(None, fault="internal", error=f"made the model fail ({type(error).__name__}).")
     text = re.sub(r"^Document \d+( of query \d+)? ", "", str(error))
     return Outcome(None, fault="input" if isinstance(error, InputError) else "unscored", error=text)

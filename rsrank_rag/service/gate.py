@@ -1,32 +1,48 @@
-"""What a request must pass before a route sees it: a key, a size, a time. It gets an id, is counted and logged."""
+"""What a request must pass before a route sees it: host, key, size, time. It gets an id, is counted, logged, traced."""
 
 from __future__ import annotations
 
 import asyncio
 import hashlib
-import hmac
+import ipaddress
 import logging
 import os
 import re
 import uuid
+from pathlib import Path
+from urllib.parse import urlsplit
 
-from fastapi import Response
 from pydantic import BaseModel, ConfigDict, Field, SecretStr, field_validator
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from .keys import Keys, keys_in
 from .logs import Record
 from .metrics import Metrics
 from .refusals import error_answer
+from .tracing import request_span
 
 logger = logging.getLogger(__name__)
 
-OPEN = frozenset({"/", "/health", "/ready"})
+OPEN = frozenset({"/", "/health", "/ready", "/v1/cluster/auth"})
 """Routes that need no key."""
 
 QUIET = frozenset({"/health", "/ready", "/metrics"})
 """Routes that are asked all the time: logged at DEBUG only."""
+
+VALUES = 100
+"""JSON values that a request may have for each document it may have: texts, fields, lists; parsing more takes long."""
+
+BODIES = 10
+"""Bodies of the largest size that may be in memory at a time."""
+
+HEADERS = {
+    "X-Content-Type-Options": "nosniff",
+    "X-Frame-Options": "DENY",
+    "Content-Security-Policy": "frame-ancestors 'none'",
+}
+"""Of every answer: a browser is to guess no type, and to show nothing of this in another site's page."""
 
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,128}")
 
@@ -36,7 +52,9 @@ class Settings(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True, hide_input_in_errors=True)  # it may be a key
 
-    api_keys: tuple[SecretStr, ...] = ()  # any of them opens the service; without any it is open
+    api_keys: tuple[SecretStr, ...] = ()  # any of them opens the service; without any, and a file, it is open
+    api_key_file: Path | None = None  # more of them, one a line; read again when it changes
+    allowed_hosts: tuple[str, ...] = ()  # names that clients may call the service by; see `is_own_name`
     max_documents: int = Field(default=1000, ge=1)  # of a request
     max_query_characters: int = Field(default=10_000, ge=1)
     max_document_characters: int = Field(default=1_000_000, ge=1)
@@ -55,14 +73,25 @@ class Settings(BaseModel):
             raise ValueError("an API key is empty")
         return keys
 
+    @field_validator("api_key_file")
+    @classmethod
+    def _file_has_keys(cls, file: Path | None) -> Path | None:
+        return file if file is None or keys_in(file) else None
+
+    @property
+    def closed(self) -> bool:
+        """Whether a request needs a key."""
+        return bool(self.api_keys) or self.api_key_file is not None
+
 
 class Gate:
-    """ASGI middleware: lets requests in that have a key and are not too large."""
+    """ASGI middleware: lets requests in that call the service by its name, have a key and are not too large."""
 
     def __init__(self, app: ASGIApp, *, settings: Settings, metrics: Metrics) -> None:
         self.app, self.settings, self.metrics = app, settings, metrics
-        self._keys = [key.get_secret_value().strip().encode() for key in settings.api_keys]
+        self._keys = Keys([key.get_secret_value() for key in settings.api_keys], settings.api_key_file)
         self._salt = os.urandom(16)  # without it, whoever reads the logs could try all addresses
+        self.held = 0  # bytes of all bodies that are being read or answered
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request."""
@@ -70,7 +99,7 @@ class Gate:
             await self.app(scope, receive, send)
             return
         headers = Headers(scope=scope)
-        key, given = self._key(headers), headers.get("x-request-id", "")
+        key, given = self._keys.find(headers.get("authorization", "")), headers.get("x-request-id", "")
         id_ = given if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
         record = Record(id_, self._client(scope, key), scope["method"])
         scope["state"] = {**scope.get("state", {}), "record": record}
@@ -80,45 +109,71 @@ class Gate:
             nonlocal started
             if message["type"] == "http.response.start":
                 started, record.status = True, message["status"]
-                MutableHeaders(scope=message)["x-request-id"] = record.id
+                MutableHeaders(scope=message).update({**HEADERS, "x-request-id": record.id})
             await send(message)
 
-        try:
-            answer = self.app if key or not self._keys or scope["path"] in OPEN else _no_key()
-            await answer(scope, _Body(receive, self.settings, record), send_marked)
-        except Exception:  # whatever it is, the client gets an answer and the next request is served
-            logger.exception("A request failed.", extra={"id": record.id})
-            if not started:
-                await error_answer(500, "The service failed; its log says more.")(scope, receive, send_marked)
-        finally:
-            record.route = getattr(scope.get("route"), "path", "other")
-            self.metrics.observe(record)
-            record.write(logging.DEBUG if record.route in QUIET else logging.INFO)
+        body = _Body(receive, self, record)
+        with request_span(scope, headers, record, self.metrics.model):
+            try:
+                await self._chosen(scope, headers, key)(scope, body, send_marked)
+            except asyncio.CancelledError:  # by the server, whose time to end is up
+                self.metrics.unanswered += 1
+                if not started:
+                    await error_answer(503, "The service has ended.")(scope, receive, send_marked)
+            except Exception:  # whatever it is, the client gets an answer and the next request is served
+                logger.exception("A request failed.", extra={"id": record.id})
+                if not started:
+                    await error_answer(500, "The service failed; its log says more.")(scope, receive, send_marked)
+            finally:
+                self.held -= body.bytes
+                record.route = getattr(scope.get("route"), "path", "other")
+                self.metrics.observe(record)
+                record.write(logging.DEBUG if record.route in QUIET else logging.INFO)
 
-    def _key(self, headers: Headers) -> bytes | None:
-        """The key that a request brings, if it is one of ours."""
-        kind, _, given = headers.get("authorization", "").partition(" ")
-        # All are compared, so that the time taken tells nothing about which one it is.
-        right = [key for key in self._keys if hmac.compare_digest(key, given.strip().encode("latin-1"))]
-        return right[0] if right and kind.lower() == "bearer" else None
+    def _chosen(self, scope: Scope, headers: Headers, key: bytes | None) -> ASGIApp:
+        """The app, or a refusal."""
+        if not is_own_name(headers.get("host", ""), self.settings):
+            return error_answer(421, "This service is not called so. Its operator can add the name: --allowed-host.")
+        if key or not self._keys.asked_for() or scope["path"] in OPEN:
+            return self.app
+        response = error_answer(401, "This service needs an API key: send it as 'Authorization: Bearer KEY'.")
+        response.headers["WWW-Authenticate"] = "Bearer"
+        return response
 
     def _client(self, scope: Scope, key: bytes | None) -> str:
         name = key if key is not None else (scope.get("client") or ("",))[0].encode()
         return hashlib.blake2b(name, digest_size=6, key=self._salt).hexdigest()
 
 
-def _no_key() -> Response:
-    response = error_answer(401, "This service needs an API key: send it as 'Authorization: Bearer KEY'.")
-    response.headers["WWW-Authenticate"] = "Bearer"
-    return response
+def is_own_name(host: str, settings: Settings) -> bool:
+    """Whether a request may call the service so.
+
+    A page of another site can have a name of its own lead here, and then ask as if it were from here. It cannot bring
+    a key, so with keys and no list of names any will do. Nor can it own a number, or a name that is none of the public
+    ones.
+
+    >>> [is_own_name(host, Settings()) for host in ("127.0.0.1:8080", "[::1]", "rsrank", "a.local", "evil.example")]
+    [True, True, True, True, False]
+    """
+    try:
+        name = (urlsplit(f"//{host}").hostname or "").removesuffix(".")
+    except ValueError:
+        return False
+    if not name or name in settings.allowed_hosts or (settings.closed and not settings.allowed_hosts):
+        return True
+    try:
+        return bool(ipaddress.ip_address(name))
+    except ValueError:
+        return "." not in name or name.endswith((".localhost", ".local", ".internal"))
 
 
 class _Body:
-    """Receives a request's body while it is small enough and comes in time."""
+    """Receives a request's body while it is small enough, simple enough and comes in time."""
 
-    def __init__(self, receive: Receive, settings: Settings, record: Record) -> None:
-        self._receive, self._settings, self._record = receive, settings, record
-        self._bytes, self._complete = 0, False
+    def __init__(self, receive: Receive, gate: Gate, record: Record) -> None:
+        self._receive, self._gate, self._settings, self._record = receive, gate, gate.settings, record
+        self.bytes, self._values, self._complete = 0, 0, False
+        self._in_text, self._rest = 0, b""  # whether a text goes on at the next piece; a backslash before it
 
     async def __call__(self) -> Message:
         if self._complete:  # what comes now is that the client has left, at any time
@@ -130,8 +185,26 @@ class _Body:
         except asyncio.TimeoutError:
             raise HTTPException(408, f"The body did not arrive in {limit:g} seconds.") from None
         self._complete = message["type"] != "http.request" or not message.get("more_body", False)
-        self._bytes += len(message.get("body", b""))
-        if self._bytes > self._settings.max_body_bytes:
-            most = self._settings.max_body_bytes
-            raise HTTPException(413, f"The body is too large; it may have {most:,} bytes.")
+        self._check(message.get("body", b""))
         return message
+
+    def _check(self, piece: bytes) -> None:
+        self.bytes += len(piece)
+        self._gate.held += len(piece)
+        self._values += self._values_in(piece)
+        settings = self._settings
+        if self.bytes > settings.max_body_bytes:
+            raise HTTPException(413, f"The body is too large; it may have {settings.max_body_bytes:,} bytes.")
+        if self._values > (most := VALUES * (settings.max_documents + 10)):
+            raise HTTPException(413, f"The body has too many values; it may have {most:,} texts, lists and objects.")
+        if self._gate.held > BODIES * settings.max_body_bytes:
+            raise HTTPException(429, "Too much is being sent at a time. Try again later.", {"Retry-After": "1"})
+
+    def _values_in(self, piece: bytes) -> int:
+        """About how many JSON values begin in this piece: what stands outside of texts is counted, not parsed."""
+        piece = (self._rest + piece).replace(b"\\\\", b"").replace(b'\\"', b"")
+        self._rest = b"\\" if piece.endswith(b"\\") else b""
+        parts = piece.split(b'"')
+        outside = b"".join(parts[self._in_text :: 2])
+        self._in_text ^= (len(parts) - 1) % 2
+        return outside.count(b",") + outside.count(b"[") + outside.count(b"{")

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
-from prometheus_client import CollectorRegistry, Histogram
-from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client import CollectorRegistry, Counter, Histogram, ProcessCollector
+from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from .logs import Record
@@ -21,7 +21,7 @@ COUNTERS = {
     "unscored": ("rsrank_unscored_documents", "Documents without a finite score, or too large for the memory."),
     "failed": ("rsrank_failed_documents", "Documents that could not be used, or on which the model failed."),
     "cancelled": ("rsrank_cancelled_documents", "Documents whose request went away before their turn."),
-    "refused": ("rsrank_refused_requests", "Requests refused because the queue was full."),
+    "refused": ("rsrank_refused_requests", "Requests refused because the queue was full, or too long for their time."),
     "late": ("rsrank_late_requests", "Requests that were not answered in time."),
     "steps": ("rsrank_batches", "Batches that the model scored."),
     "restarts": ("rsrank_restarts", "Times that the model's process was replaced."),
@@ -49,13 +49,39 @@ class Metrics:
 
     def __init__(self, backend: Scheduler) -> None:
         self.registry = registry = CollectorRegistry()
-        registry.register(_BackendCollector(backend))
+        self.backend = backend
+        self.unanswered = 0  # requests that the server's end cut off
+        self.connections: Callable[[], int] = lambda: 0  # how many are open; from the server
+        registry.register(_BackendCollector(self))
+        ProcessCollector(registry=registry)
+        ProcessCollector("rsrank_model", self._model_process, registry=registry)
         text = "Time from a request's arrival to its answer."
         self._seconds = Histogram(
             "rsrank_request_seconds", text, ("route", "status"), buckets=SECONDS, registry=registry
         )
         text = "Documents of a request."
         self._documents = Histogram("rsrank_request_documents", text, ("route",), buckets=SIZES, registry=registry)
+        text = "Time from a document's arrival to its turn."
+        self._waits = Histogram("rsrank_wait_seconds", text, buckets=SECONDS, registry=registry)
+        backend.observe_wait = self._waits.observe
+        text = "Connections closed by the service: slow head, slow reader, crowded."
+        self._closed = Counter("rsrank_closed_connections", text, ("why",), registry=registry)
+
+    @property
+    def model(self) -> str:
+        """What is served."""
+        return self.backend.name
+
+    def _model_process(self) -> int:
+        """Number of the model's process; raises OSError, as for a process that is gone, if there is none."""
+        loaded = self.backend.model.loaded
+        if loaded is None:
+            raise ProcessLookupError
+        return loaded.process
+
+    def close(self, why: str) -> None:
+        """Count a connection that the service closed."""
+        self._closed.labels(why).inc()
 
     def observe(self, record: Record) -> None:
         """Count a request that has been answered."""
@@ -65,14 +91,18 @@ class Metrics:
 
 
 class _BackendCollector(Collector):
-    def __init__(self, backend: Scheduler) -> None:
-        self._backend = backend
+    def __init__(self, metrics: Metrics) -> None:
+        self._metrics = metrics
 
     def collect(self) -> Iterator[Metric]:
         """Every counter and level of the backend."""
-        stats = self._backend.stats()
-        ready = float(self._backend.readiness() is None)
+        backend, loaded = self._metrics.backend, self._metrics.backend.model.loaded
+        stats, ready = backend.stats(), float(backend.readiness() is None)
         yield GaugeMetricFamily("rsrank_ready", "1 if requests are answered as they should be.", ready)
+        yield GaugeMetricFamily("rsrank_open_connections", "Of clients, now.", self._metrics.connections())
+        if loaded is not None:
+            labels = {"name": loaded.description.name, "identity": loaded.description.identity}
+            yield InfoMetricFamily("rsrank_model", "What is served.", labels)
         for name, (title, text) in COUNTERS.items():
             if name in stats:
                 yield CounterMetricFamily(title, text, value=stats[name])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -14,6 +15,8 @@ from starlette.exceptions import HTTPException
 from ..errors import InputError, RSRankError, ScoringError
 from .backend import DeadlineError, OverloadedError, ServiceError
 
+logger = logging.getLogger(__name__)
+
 RETRY_AFTER = 5.0
 """Seconds to stay away from a service without a model, if it has no better idea."""
 
@@ -25,6 +28,7 @@ ERROR_TYPES = {
     **dict.fromkeys((404, 405), "NotFound"),
     **dict.fromkeys((408, 504), "Timeout"),
     401: "Unauthorized",
+    421: "Validation",
     429: "Overloaded",
     503: "Unhealthy",
 }
@@ -110,7 +114,10 @@ def answer_errors(app: FastAPI) -> None:
         if isinstance(error, ServiceError):
             status = 429 if isinstance(error, OverloadedError) else 503
             return error_answer(status, str(error), retry_after=error.retry_after or RETRY_AFTER)
-        return error_answer(422 if isinstance(error, (InputError, ScoringError)) else 500, str(error))
+        if isinstance(error, (InputError, ScoringError)):
+            return error_answer(422, str(error))
+        logger.error("A request failed: %s", error)  # with names of files, say, that are nobody's business
+        return error_answer(500, "The model failed; the service's log says more.")
 
     @app.exception_handler(RequestValidationError)
     async def malformed(request: Request, error: RequestValidationError) -> Response:

@@ -33,6 +33,9 @@ CHARACTERS_A_TOKEN = 4
 OVERHEAD = 16
 """Tokens that a pair costs beside its texts, to plan with."""
 
+MARGIN = 0.8
+"""Share of a request's time that the work before it and its own may take: that is no more than an estimate."""
+
 COUNTED = ("pairs", "tokens", "truncated", "unscored", "failed", "cancelled", "refused", "late", "steps", "restarts")
 
 
@@ -55,6 +58,7 @@ class _Item:
     pair: Pair
     tokens: int
     done: asyncio.Future[Any]
+    came: float  # on the loop's clock
 
 
 @dataclass(eq=False)
@@ -62,6 +66,7 @@ class _Client:
     """A client's pairs, first come first served, and the tokens it has had, on a clock that all clients share."""
 
     waiting: deque[_Item] = field(default_factory=deque)
+    tokens: int = 0  # of what waits
     served: float = 0.0
 
 
@@ -90,10 +95,13 @@ class Scheduler:
         self.name, self.limits = name, limits or QueueLimits()
         self.model = ModelProcess((make, name, canary), self.limits.longest_step, in_process, prepare)
         self._trouble = "It has not been started."
-        self._stopping = False
+        self._stopping = self._leaving = False
         self._clients: dict[str, _Client] = {}
         self._ahead: dict[str, float] = {}  # clients that wait for nothing, but have had more than others who do
         self._suspects: deque[list[_Item]] = deque()
+        self._in_hand: list[_Item] = []  # what the model is scoring
+        self._in_hand_until: float | None = None  # when that should be done; None if nothing is
+        self.observe_wait: Callable[[float], object] = lambda seconds: None  # called with each pair's time in the queue
         self._waiting = self._waiting_tokens = 0
         self._clock = 0.0
         self._rate = self.limits.least_tokens / self.limits.step_seconds
@@ -113,8 +121,12 @@ class Scheduler:
 
     def readiness(self) -> str | None:
         """None if requests are answered and the last canary scored as it should; else what is the matter."""
-        if self._stopping:
+        if self._stopping or self._leaving:
             return "The service is stopping."
+        if self._runner is not None and self._runner.done():
+            return "The queue has ended; only a new start of the service helps."
+        if self.model.hangs:
+            return "The model does not answer."
         if not self._trouble and self._runner is not None and self.model.is_gone():
             self._work.set()  # nobody else would look before the next request
             return "The model's process is gone; it is being replaced."
@@ -144,7 +156,11 @@ class Scheduler:
         self._trouble = ""
         if self.readiness() is not None:
             logger.warning("%s", self.readiness())
-        self._runner = asyncio.create_task(self._run())
+        self._runner = asyncio.create_task(self._supervised())
+
+    def end_soon(self) -> None:
+        """Say from now on that the service is not ready; requests are still taken, until `stop`."""
+        self._leaving = True
 
     async def stop(self) -> None:
         """Take no more work, finish what is there, and let the model go."""
@@ -152,9 +168,15 @@ class Scheduler:
         if self._runner is not None:
             self._work.set()
             self._ending.set()
-            await self._runner
+            if self._in_hand and self._is_abandoned():
+                self.model.kill()
+            await asyncio.wait([self._runner])
             self._runner = None
         await asyncio.to_thread(self.model.end)
+
+    def _is_abandoned(self) -> bool:
+        """Whether nobody waits for what the model is doing, nor for anything else."""
+        return not self._waiting and all(item.done.done() for item in self._in_hand)
 
     async def score(self, pairs: Sequence[Pair], *, client: str = "", timeout: float | None = None) -> list[Outcome]:
         """One outcome for each pair of any queries, in input order; cancelling the call cancels the work.
@@ -162,7 +184,7 @@ class Scheduler:
         Clients share the model's time equally. ``timeout`` is the number of seconds after which to give up.
 
         Raises:
-            OverloadedError: The queue is full.
+            OverloadedError: The queue is full, or so long that time would be up before the answer.
             DeadlineError: Time was up.
             UnavailableError: The service is stopping.
         """
@@ -178,13 +200,13 @@ class Scheduler:
     ) -> list[Any]:
         """Put pairs into the queue and wait for what becomes of each; giving up takes them out again."""
         loop = asyncio.get_running_loop()
-        items = [_Item(method, pair, _estimate(pair), loop.create_future()) for pair in pairs]
-        self._admit(items)
+        items = [_Item(method, pair, _estimate(pair), loop.create_future(), loop.time()) for pair in pairs]
+        self._admit(items, client, timeout)
         if client not in self._clients:
             # Whoever asks again and again must not begin each time as if they had had nothing.
             self._clients[client] = _Client(served=max(self._clock, self._ahead.pop(client, 0.0)))
         self._clients[client].waiting.extend(items)
-        self._count_waiting(items, 1)
+        self._count_waiting(self._clients[client], items, 1)
         self._work.set()
         try:
             return await asyncio.wait_for(asyncio.gather(*(item.done for item in items)), timeout)
@@ -195,9 +217,9 @@ class Scheduler:
             if any(item.done.cancelled() for item in items):
                 self._withdraw(client)
 
-    def _admit(self, items: Sequence[_Item]) -> None:
-        """Let a request in, or refuse it: the queue is full, or no more work is taken."""
-        if self._runner is None or self._stopping:
+    def _admit(self, items: Sequence[_Item], client: str, timeout: float | None) -> None:
+        """Let a request in, or refuse it: no more work is taken, the queue is full, or there is no time for it."""
+        if self._runner is None or self._runner.done() or self._stopping:
             raise UnavailableError(f"No requests are taken. {self.readiness()}", retry_after=5.0)
         limits, waiting, tokens = self.limits, self._waiting, self._waiting_tokens
         more = sum(item.tokens for item in items)
@@ -208,10 +230,31 @@ class Scheduler:
                 f"would be over its limit of {limits.pairs:,} documents or {limits.tokens:,} tokens. Try again later.",
                 retry_after=max(1.0, math.ceil(tokens / self._rate)),
             )
+        if timeout is None or (not waiting and self._in_hand_until is None):
+            return  # however long it seems to take: without a try nobody would learn that it takes less
+        late = self._seconds(client, more) - MARGIN * timeout
+        if late > 0:
+            self._counts["refused"] += 1
+            raise OverloadedError(
+                f"{waiting:,} documents are waiting, too many for an answer in {timeout:g} seconds. Try again later.",
+                retry_after=max(1.0, math.ceil(late)),
+            )
 
-    def _count_waiting(self, items: Sequence[_Item], sign: Literal[1, -1]) -> None:
+    def _seconds(self, client: str, tokens: int) -> float:
+        """How long it should take until so many more tokens of a client are scored, beside all others that wait."""
+        known = self._clients.get(client)
+        mine, clients = tokens + (known.tokens if known else 0), len(self._clients) + (known is None)
+        # Others come meanwhile, and double what waits or get as much as this one; the last batch ends for all in it.
+        ahead = min(mine * clients, 2 * (self._waiting_tokens + tokens)) + self._room()
+        # What should be done by now and is not may take as long again.
+        rest = 0.0 if self._in_hand_until is None else abs(self._in_hand_until - asyncio.get_running_loop().time())
+        return rest + ahead / self._rate
+
+    def _count_waiting(self, client: _Client, items: Sequence[_Item], sign: Literal[1, -1]) -> None:
+        tokens = sign * sum(item.tokens for item in items)
+        client.tokens += tokens
+        self._waiting_tokens += tokens
         self._waiting += sign * len(items)
-        self._waiting_tokens += sign * sum(item.tokens for item in items)
 
     def _withdraw(self, client: str) -> None:
         """Take what nobody waits for any more out of the queue."""
@@ -220,7 +263,7 @@ class Scheduler:
             return
         gone = [item for item in mine.waiting if item.done.done()]
         mine.waiting = deque(item for item in mine.waiting if not item.done.done())
-        self._count_waiting(gone, -1)
+        self._count_waiting(mine, gone, -1)
         self._counts["cancelled"] += len(gone)
         if not mine.waiting:
             self._leave(client)
@@ -231,6 +274,19 @@ class Scheduler:
         self._ahead = {name: served for name, served in self._ahead.items() if self._clients and served > self._clock}
 
     # The loop
+
+    async def _supervised(self) -> None:
+        """The loop, which goes on whatever happens in it: every request waits for it."""
+        while True:
+            try:
+                return await self._run()
+            except Exception as error:
+                logger.exception("The queue failed and goes on.")
+                self._settle(self._in_hand, [_failure(item, error) for item in self._in_hand])
+            except BaseException:  # cancelled, with the loop that it runs in
+                self._trouble = "The queue was cancelled."
+                self._give_up()
+                raise
 
     async def _run(self) -> None:
         while True:
@@ -246,9 +302,13 @@ class Scheduler:
             else:
                 await self._work.wait()
 
+    def _room(self) -> int:
+        """Tokens that a batch may have."""
+        return max(self.limits.least_tokens, int(self._rate * self.limits.step_seconds))
+
     def _next_batch(self) -> list[_Item]:
         """What is scored next: pairs of whichever client has had the least, until the batch takes long enough."""
-        room = max(self.limits.least_tokens, int(self._rate * self.limits.step_seconds))
+        room = self._room()
         batch: list[_Item] = []
         while self._clients:
             name = min(self._clients, key=lambda name: self._clients[name].served)
@@ -256,7 +316,7 @@ class Scheduler:
             if batch and (mine.waiting[0].tokens > room or "explain" in (mine.waiting[0].method, batch[0].method)):
                 break
             item = mine.waiting.popleft()
-            self._count_waiting([item], -1)
+            self._count_waiting(mine, [item], -1)
             batch.append(item)
             room -= item.tokens
             self._clock = mine.served
@@ -269,22 +329,28 @@ class Scheduler:
         batch = [item for item in batch if not item.done.done()]
         if not batch:
             return
+        tokens, started = sum(item.tokens for item in batch), asyncio.get_running_loop().time()
+        self._in_hand, self._in_hand_until = batch, started + tokens / self._rate
+        for item in batch:
+            self.observe_wait(started - item.came)
         try:
             if batch[0].method == "explain":
                 results: list[Any] = [await self.model.call("explain", batch[0].pair)]
             else:
                 step: Step = await self.model.call("step", [item.pair for item in batch])
-                self._learn(step, sum(item.tokens for item in batch))
+                self._learn(step, tokens)
                 results = step.outcomes
         except BrokenProcessPool:
             self._suspect(batch, suspect)
-            await self._restart()
+            if not (self._stopping and self._is_abandoned()):
+                await self._restart()
             return
-        except Exception as error:  # whatever the model raises, this loop goes on: every other request waits for it
-            if not isinstance(error, RSRankError):
-                logger.exception("A batch failed.")
+        except RSRankError as error:
             results = [_failure(item, error) for item in batch]
+        finally:
+            self._in_hand_until = None
         self._settle(batch, results)
+        self._in_hand = []
 
     def _learn(self, step: Step, tokens: int) -> None:
         """Take in what a batch of so many (estimated) tokens tells about the model."""
@@ -327,28 +393,29 @@ class Scheduler:
             if not name.endswith("_bytes"):  # what was held is gone with the process
                 self._stats_before[name] = self._stats_before.get(name, 0) + value
         self._model_stats = {}
+        self._in_hand_until = asyncio.get_running_loop().time() + self.model.load_seconds
         for attempt in itertools.count():
             self._counts["restarts"] += 1
             self._trouble = "The model is being loaded."
             try:
                 await self.model.start()
-            except Exception as error:  # whatever loading meets, such as a device that is still full: it may pass
-                self._trouble = f"The model's process died and could not be replaced ({error})."
-                logger.error("%s", self._trouble)
+            except RSRankError as error:  # whatever loading meets, such as a device that is still full: it may pass
+                self._trouble = "The model's process died and could not be replaced; the log says why."
+                logger.error("The model's process could not be replaced: %s", error)
                 if self._stopping:
                     self._give_up()
                     return
                 with contextlib.suppress(asyncio.TimeoutError):
                     await asyncio.wait_for(self._ending.wait(), min(30.0, 0.5 * 2 ** min(attempt, 6)))
             else:
-                self._trouble = ""
+                self._trouble, self._in_hand_until = "", None
                 logger.warning("The model's process died and was replaced.")
                 return
 
     def _give_up(self) -> None:
         """Answer all that waits: there is no model and will be none."""
         waiting = (client.waiting for client in self._clients.values())
-        for item in itertools.chain(*self._suspects, *waiting):
+        for item in itertools.chain(self._in_hand, *self._suspects, *waiting):
             if not item.done.done():
                 item.done.set_exception(UnavailableError(self._trouble))
         self._suspects.clear()
@@ -362,7 +429,5 @@ def _estimate(pair: Pair) -> int:
 
 def _failure(item: _Item, error: Exception) -> Exception | Outcome:
     """An error is the whole answer to whoever wants an explanation, and that of one document to others."""
-    own, kind = isinstance(error, RSRankError), type(error).__name__
-    if item.method == "explain":
-        return error if own else RSRankError(f"The model failed ({kind}).")
-    return Outcome(None, fault="internal", error=str(error) if own else f"made the model fail ({kind}).")
+    told = error if isinstance(error, RSRankError) else RSRankError("The service failed.")
+    return told if item.method == "explain" else Outcome(None, fault="internal", error=str(told))

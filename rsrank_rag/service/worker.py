@@ -7,6 +7,7 @@ import contextlib
 import logging
 import multiprocessing
 import os
+import pickle
 import signal
 import threading
 import time
@@ -16,9 +17,11 @@ from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from typing import Any
 
+from ..errors import RSRankError
 from ..reranker import Reranker
 from .backend import Description, UnavailableError
 from .engine import Canary, DeviceLostError, Engine
+from .memory import trim_regularly
 
 logger = logging.getLogger(__name__)
 
@@ -36,25 +39,51 @@ _here = threading.local()
 """``engine``: the model of this thread, which is the only one that uses it."""
 
 
-def load(make: Callable[[], Reranker], name: str, canary: Canary | None) -> Loaded:
-    """Load the model into this thread and try it out."""
-    _here.engine = Engine(make(), name)
-    complaint = None if canary is None else _here.engine.check(canary)
-    return Loaded(os.getpid(), _here.engine.description, complaint)
+def load(make: Callable[[], Reranker], name: str, canary: Canary | None) -> bytes:
+    """Load the model into this thread and try it out; gives a `Loaded` as `_answer` packs it."""
+
+    def loaded() -> Loaded:
+        try:
+            _here.engine = Engine(make(), name)
+        except RSRankError:
+            raise
+        except BaseException as error:  # its message can be told: no client's text has been seen yet
+            raise RSRankError(f"{name} could not be loaded ({type(error).__name__}: {error}).") from error
+        complaint = None if canary is None else _here.engine.check(canary)
+        return Loaded(os.getpid(), _here.engine.description, complaint)
+
+    return _answer(loaded)
 
 
-def call(method: str, argument: Any) -> Any:
-    """Call a method of this thread's `Engine`.
+def call(method: str, argument: Any) -> bytes:
+    """Call a method of this thread's `Engine`; gives what it returns as `_answer` packs it.
 
     If the device is lost, a process of the model's own ends, and whoever waits for it replaces it.
     """
+    return _answer(lambda: getattr(_here.engine, method)(argument))
+
+
+def _answer(work: Callable[[], object]) -> bytes:
+    """What work returns, or the RSRankError that is to be raised, pickled: nothing else leaves this thread.
+
+    SystemExit would end the other side's event loop, a panic in Rust (no Exception) its queue, and what cannot be
+    pickled, or not be read again, the pool.
+    """
     try:
-        return getattr(_here.engine, method)(argument)
+        return pickle.dumps((work(), None))
     except DeviceLostError as error:
-        if multiprocessing.parent_process() is None:
-            raise
-        logger.error("The device is lost (%s); the model's process ends.", error)
-        os._exit(1)
+        if multiprocessing.parent_process() is not None:
+            logger.error("The device is lost (%s); the model's process ends.", error)
+            os._exit(1)
+        return pickle.dumps((None, RSRankError("The device is lost.")))
+    except BaseException as error:
+        if isinstance(error, RSRankError):
+            with contextlib.suppress(Exception):
+                packed = pickle.dumps((None, error))
+                pickle.loads(packed)
+                return packed
+        logger.exception("The model failed.")
+        return pickle.dumps((None, RSRankError(f"The model failed ({type(error).__name__}).")))
 
 
 def begin(prepare: Callable[[], object] | None) -> None:
@@ -71,8 +100,16 @@ def begin(prepare: Callable[[], object] | None) -> None:
         os._exit(1)
 
     threading.Thread(target=end_with_parent, daemon=True).start()
+    trim_regularly()
     if prepare is not None:
         prepare()
+
+
+def _unpacked(answer: bytes) -> Any:
+    found, error = pickle.loads(answer)
+    if error is not None:
+        raise error
+    return found
 
 
 class ModelProcess:
@@ -90,10 +127,12 @@ class ModelProcess:
     ) -> None:
         self.loading, self.longest_step, self.in_process, self.prepare = loading, longest_step, in_process, prepare
         self.loaded: Loaded | None = None
+        self.load_seconds = 0.0  # that the last load took
+        self.hangs = False  # no answer for ``longest_step`` seconds
         self._pool: Executor | None = None
 
     async def start(self) -> None:
-        """Load the model, in a new process in the place of one that is gone; raises what loading raises."""
+        """Load the model, in a new process in the place of one that is gone; raises RSRankError."""
         self.end(wait=False)
         if self.in_process:
             self._pool = ThreadPoolExecutor(1, thread_name_prefix="rsrank-serve")
@@ -102,21 +141,37 @@ class ModelProcess:
             self._pool = ProcessPoolExecutor(1, mp_context=context, initializer=begin, initargs=(self.prepare,))
         name, started = self.loading[1], time.perf_counter()
         try:
-            self.loaded = await asyncio.get_running_loop().run_in_executor(self._pool, load, *self.loading)
+            loaded: Loaded = _unpacked(
+                await asyncio.get_running_loop().run_in_executor(self._pool, load, *self.loading)
+            )
         except BrokenProcessPool:
             raise UnavailableError(f"The process that was to hold {name} ended while it was loading.") from None
-        logger.info("%s was loaded in %.1f s.", name, time.perf_counter() - started)
+        self.loaded, self.load_seconds = loaded, time.perf_counter() - started
+        logger.info("%s was loaded in %.1f s.", name, self.load_seconds)
 
     async def call(self, method: str, argument: Any) -> Any:
-        """Call a method of the `Engine`; raises BrokenProcessPool if the process died, or was ended because it hung."""
+        """Call a method of the `Engine`.
+
+        Raises:
+            RSRankError: From the model, or instead of whatever else it raised.
+            BrokenProcessPool: The process died, or was ended because it hung.
+        """
         future = asyncio.get_running_loop().run_in_executor(self._pool, call, method, argument)
         done, _ = await asyncio.wait([future], timeout=self.longest_step)
         if not done:
-            logger.error("The model's process has not answered for %g seconds and is ended.", self.longest_step)
-            if not self.in_process and self.loaded is not None:
-                with contextlib.suppress(ProcessLookupError):  # it has ended just now
-                    os.kill(self.loaded.process, signal.SIGKILL)
-        return await future
+            logger.error("The model has not answered for %g seconds.", self.longest_step)
+            self.hangs = True
+            self.kill()
+        try:
+            return _unpacked(await future)
+        finally:
+            self.hangs = False
+
+    def kill(self) -> None:
+        """End the model's process, whatever it is doing; a thread of this one cannot be ended."""
+        if not self.in_process and self.loaded is not None:
+            with contextlib.suppress(ProcessLookupError):  # it has ended just now
+                os.kill(self.loaded.process, signal.SIGKILL)
 
     def is_gone(self) -> bool:
         """Whether the process has ended; where one cannot ask, the next call tells."""

@@ -126,12 +126,13 @@ class RankingResponse(BaseModel):
 
 
 class ModelCard(BaseModel):
-    """One model, as OpenAI and NVIDIA list it."""
+    """One model, as OpenAI and NVIDIA list it; Xinference reads its type."""
 
     id: str
     object: Literal["model"] = "model"
     created: int
     owned_by: str = "rsrank-rag"
+    model_type: Literal["rerank"] = "rerank"
 
 
 class ModelList(BaseModel):

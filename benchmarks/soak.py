@@ -1,0 +1,201 @@
+"""Mixed lengths for long, and a fault every minute: is every answer right, and does memory stay where it is?
+
+    python -m benchmarks.soak --minutes 60
+
+Passages have 5 to 2,000 words and requests 1 to 40 of them. Clients ask again as soon as they have been answered, and
+again a second later where they were refused (429, 503). Each minute the next fault is made: the model's process is
+killed, or stopped for five seconds; connections with half a request are opened and left; megabytes of nonsense are
+sent; clients leave before their answer; more is asked at a time than can be answered. Answers are checked as
+`benchmarks.load` does.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import math
+import os
+import random
+import signal
+import statistics
+import sys
+import time
+from collections import Counter
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+
+import httpx
+
+from .load import Record, Server, Traffic, arguments, chosen, clients, resident, verdict
+from .timing import machine
+from .workload import passages, question
+
+
+@dataclass(frozen=True)
+class Mixed(Traffic):
+    """Requests of 1 to ``count`` passages of 5 to 2,000 words, the logarithm of which is anything with equal chance."""
+
+    def request(self, rng: random.Random) -> tuple[int, list[int]]:
+        """Numbers of a question and of distinct passages."""
+        return rng.randrange(len(self.questions)), rng.sample(range(len(self.corpus)), rng.randint(1, self.count))
+
+    @classmethod
+    def of(cls, options: argparse.Namespace) -> Mixed:
+        """A corpus of so many passages."""
+        rng = random.Random(0)
+        words = passages(1, 2000)[0].split()
+        corpus = [
+            " ".join(rng.sample(words, round(math.exp(rng.uniform(math.log(5), math.log(len(words)))))))
+            for _ in range(options.corpus)
+        ]
+        queries = question(200).split()
+        return cls(corpus, [" ".join(rng.sample(queries, rng.randint(1, 60))) for _ in range(50)], options.documents)
+
+
+@dataclass
+class Soak:
+    """One run: what was asked, answered and measured."""
+
+    server: Server
+    traffic: Mixed
+    client: httpx.AsyncClient
+    record: Record = field(default_factory=Record)
+    counts: Counter[str] = field(default_factory=Counter)
+    samples: list[tuple[float, int, int]] = field(default_factory=list)  # minutes, bytes of the server, of the model
+
+    async def ask(self, rng: random.Random, ends: float) -> None:
+        """Ask until the end; a request is lost if no answer comes at all, or one that is none."""
+        while time.perf_counter() < ends:
+            query, places = self.traffic.request(rng)
+            body = {"query": self.traffic.questions[query], "documents": [self.traffic.corpus[i] for i in places]}
+            try:
+                response = await self.client.post("/v1/rerank", json=body)
+            except httpx.TransportError as error:
+                self.counts[f"lost ({type(error).__name__})"] += 1
+                continue
+            self.counts[str(response.status_code)] += 1
+            if response.status_code == 200:
+                self.record.take(query, places, response.json()["results"])
+            else:
+                await asyncio.sleep(1)
+
+    async def watch(self, ends: float) -> None:
+        """Memory, every five seconds."""
+        began = time.perf_counter()
+        while time.perf_counter() < ends:
+            child, process = self.server.model_process, self.server.process
+            assert process is not None
+            sizes = (resident(process.pid), 0 if child is None else resident(child))
+            self.samples.append(((time.perf_counter() - began) / 60, *sizes))
+            await asyncio.sleep(5)
+
+    async def break_things(self, ends: float, every: float) -> None:
+        """The next fault, every so many seconds."""
+        faults: list[Callable[[], Awaitable[None]]] = [
+            self.kill, self.stop, self.half_heads, self.nonsense, self.leave, self.crowd
+        ]  # fmt: skip
+        number = 0
+        while time.perf_counter() + every < ends:
+            await asyncio.sleep(every)
+            fault = faults[number % len(faults)]
+            number += 1
+            self.counts[f"fault: {fault.__name__}"] += 1
+            await fault()
+            if (await self.client.get("/health")).status_code != 200:
+                self.counts["not alive"] += 1
+
+    async def kill(self) -> None:
+        """The model's process is killed."""
+        if (child := self.server.model_process) is not None:
+            os.kill(child, signal.SIGKILL)
+
+    async def stop(self) -> None:
+        """The model's process does nothing for five seconds."""
+        if (child := self.server.model_process) is not None:
+            os.kill(child, signal.SIGSTOP)
+            await asyncio.sleep(5)
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(child, signal.SIGCONT)
+
+    async def half_heads(self) -> None:
+        """Three hundred connections say half of what they want, and stay for twelve seconds."""
+        opened = [await asyncio.open_connection("127.0.0.1", self.server.port) for _ in range(300)]
+        for _, writer in opened:
+            writer.write(b"POST /v1/rerank HTTP/1.1\r\nHost: localhost\r\nX-Half: ")
+        await asyncio.sleep(12)
+        for _, writer in opened:
+            writer.close()
+
+    async def nonsense(self) -> None:
+        """Bodies that are large and none of what was agreed on."""
+        for content in (
+            b"[" * 10_000_000,
+            b'{"documents": [' + b"[]," * 5_000_000,
+            b"\xff" * 10_000_000,
+            b"{" * 25_000_000,
+        ):
+            with contextlib.suppress(httpx.TransportError):  # it may be closed while much is on its way
+                await self.client.post("/v1/rerank", content=content, headers={"content-type": "application/json"})
+
+    async def leave(self) -> None:
+        """Fifty clients leave before they are answered."""
+        rng = random.Random(time.perf_counter())
+        tasks = []
+        for _ in range(50):
+            query, places = self.traffic.request(rng)
+            body = {"query": self.traffic.questions[query], "documents": [self.traffic.corpus[i] for i in places]}
+            tasks.append(asyncio.create_task(self.client.post("/v1/rerank", json=body)))
+        await asyncio.sleep(0.3)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def crowd(self) -> None:
+        """Forty clients more, for ten seconds."""
+        ends = time.perf_counter() + 10
+        await asyncio.gather(*(self.ask(random.Random(number), ends) for number in range(1000, 1040)))
+
+
+async def soak(options: argparse.Namespace, server: Server) -> Soak:
+    """All of it at a time."""
+    async with clients(server.url) as client:
+        run = Soak(server, Mixed.of(options), client)
+        ends = time.perf_counter() + 60 * options.minutes
+        asking = (run.ask(random.Random(number), ends) for number in range(options.clients))
+        await asyncio.gather(run.watch(ends), run.break_things(ends, options.every), *asking)
+        run.counts["restarts"] = int(server.metric("rsrank_restarts_total"))
+    return run
+
+
+def main() -> None:
+    """Command line; the exit status is 1 if anything was wrong or lost."""
+    parser = arguments(str(__doc__))
+    parser.set_defaults(documents=40, corpus=300)
+    parser.add_argument("--minutes", type=float, default=60.0)
+    parser.add_argument("--every", type=float, default=60.0, help="seconds from one fault to the next")
+    parser.add_argument("--clients", type=int, default=4)
+    options = parser.parse_args()
+    with Server("mini", *chosen(options)) as server:
+        run = asyncio.run(soak(options, server))
+        process = server.process
+    assert process is not None
+    print(f"{options.minutes:g} minutes, {options.clients} clients, {options.dtype}; {machine()}\n")
+    print(f"{dict(run.counts)}; exit status {process.returncode}")
+    told, wrong = verdict(run.traffic, [run.record], options.dtype)
+    print(f"{told}\n")
+    print("| minute | server MB | model MB |\n|--:|--:|--:|")
+    for share in (0.02, 0.1, 0.25, 0.5, 0.75, 0.999):
+        at, ours, models = run.samples[int(share * len(run.samples))]
+        print(f"| {at:.1f} | {ours / 1e6:.0f} | {models / 1e6:.0f} |")
+    later = run.samples[len(run.samples) // 2 :]
+    if len(later) > 2:
+        slope = statistics.linear_regression([at for at, _, _ in later], [models / 1e6 for _, _, models in later]).slope
+        most = max(models for *_, models in run.samples) / 1e6
+        print(f"\nmodel's process: at most {most:.0f} MB; {slope:+.1f} MB a minute over the second half of the time")
+    lost = sum(count for name, count in run.counts.items() if name.startswith(("lost", "500", "504", "not")))
+    sys.exit(bool(lost or wrong or process.returncode))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,67 @@
+"""API keys: fixed ones, and those of a file that is read again when it changes."""
+
+from __future__ import annotations
+
+import hmac
+import logging
+from collections.abc import Sequence
+from pathlib import Path
+
+from ..errors import InputError
+
+logger = logging.getLogger(__name__)
+
+
+def keys_in(file: Path) -> tuple[str, ...]:
+    """Keys of a file, one a line; raises InputError if it cannot be read or has none."""
+    try:
+        lines = [line.strip() for line in file.read_text(encoding="utf-8").splitlines()]
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(f"--api-key-file {file} could not be read: {error}") from error
+    if not any(lines):
+        raise InputError(f"--api-key-file {file} holds no key. Write one a line.")
+    return tuple(line for line in lines if line)
+
+
+class Keys:
+    """Which keys open the service; without a file and fixed ones it is open to all.
+
+    Raises:
+        InputError: The file cannot be read or holds no key; later on, the keys of before stay.
+    """
+
+    def __init__(self, fixed: Sequence[str], file: Path | None) -> None:
+        self._fixed, self._file = [key.strip().encode() for key in fixed], file
+        self._state = self._looks()
+        self._read = [] if file is None else [key.encode() for key in keys_in(file)]
+
+    def asked_for(self) -> bool:
+        """Whether a request needs a key."""
+        return bool(self._fixed) or self._file is not None
+
+    def find(self, authorization: str) -> bytes | None:
+        """The key in an ``Authorization`` header, if it is one of ours."""
+        if self._file is not None and self._looks() != self._state:
+            self._renew(self._file)
+        kind, _, given = authorization.partition(" ")
+        # All are compared, so that the time taken tells nothing about which one it is.
+        found = [
+            key for key in (*self._fixed, *self._read) if hmac.compare_digest(key, given.strip().encode("latin-1"))
+        ]
+        return found[0] if found and kind.lower() == "bearer" else None
+
+    def _looks(self) -> tuple[int, ...] | None:
+        """What changes when the file does, or the link to it."""
+        try:
+            found = self._file.stat() if self._file is not None else None
+        except OSError:
+            return ()
+        return None if found is None else (found.st_mtime_ns, found.st_size, found.st_ino)
+
+    def _renew(self, file: Path) -> None:
+        self._state = self._looks()
+        try:
+            self._read = [key.encode() for key in keys_in(file)]
+            logger.info("The API keys were read again: %d.", len(self._read))
+        except InputError as error:
+            logger.error("%s The keys that were read before stay.", error)

@@ -1,0 +1,203 @@
+"""The HTTP server before the app: uvicorn, whose connections have limits, and which says that it is going to end.
+
+A client that has shown no key yet costs little: a request's head may have 16 KB (h11's limit, which the faster
+`httptools` has not) and some seconds; of more connections than there is room for, the longest idle one goes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from types import FrameType
+from typing import Any
+
+from ..errors import MissingDependencyError
+
+try:
+    import uvicorn
+    from fastapi import FastAPI
+    from starlette.types import Receive, Scope, Send
+    from uvicorn.protocols.http.h11_impl import H11Protocol
+except ModuleNotFoundError as error:
+    raise MissingDependencyError(
+        f"The service needs {error.name}. Install with: pip install 'rsrank-rag[serve]'"
+    ) from error
+
+from .gate import QUIET
+from .refusals import RETRY_AFTER, error_answer
+
+logger = logging.getLogger(__name__)
+
+SPARE = 64
+"""File descriptors that are not for connections: listener, the model's process, logs, files of prefixes."""
+
+RESERVE = 16
+"""Connections beyond the limit if none is idle; only health and metrics are answered there."""
+
+GRACE = 5
+"""Seconds that a request in flight has beyond its timeout, when the service stops."""
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Of connections, whatever is sent over them."""
+
+    connections: int = 1000  # open at a time; fewer where the process may not open so many files
+    head_seconds: float = 10.0  # for a request's head to arrive, and for a client to go on reading an answer
+    notice: float = 5.0  # seconds from SIGTERM, in which /ready is 503 and requests are taken, to the listener's end
+
+
+@dataclass
+class _Doors:
+    """What all connections of a server share."""
+
+    app: Callable[..., Any]
+    limits: Limits
+    closed: Callable[[str], None]  # told why a connection was closed
+    most: int = field(init=False)
+    warned: float = -math.inf  # when it was last logged, on time.monotonic's clock
+
+    def __post_init__(self) -> None:
+        self.most = int(min(self.limits.connections, max(RESERVE, _files() - SPARE - RESERVE)))
+
+    def close(self, connection: _Connection, why: str) -> None:
+        self.closed(why)
+        if time.monotonic() - self.warned > 10:
+            self.warned = time.monotonic()
+            logger.warning("Connections are closed (%s); rsrank_closed_connections_total counts them.", why)
+        connection.transport.abort()
+
+    async def crowded(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """The app, for a connection of the reserve."""
+        full = error_answer(503, "Too many connections are open. Try again later.", retry_after=RETRY_AFTER)
+        await (self.app if scope["path"] in QUIET else full)(scope, receive, send)
+
+
+class _Connection(H11Protocol):
+    """One connection; `Server` sets ``doors``."""
+
+    doors: _Doors
+    since = 0.0
+    timer: asyncio.TimerHandle | None = None
+
+    @property
+    def idle(self) -> bool:
+        """Whether no request is being answered: none has come, or not the whole of its head."""
+        return self.cycle is None or self.cycle.response_complete
+
+    def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+        super().connection_made(transport)
+        self.since = self.loop.time()
+        self._await_head()
+        if len(self.connections) > self.doors.most:
+            idle = [other for other in self.connections if other is not self and other.idle]  # type: ignore[union-attr]
+            if idle:
+                self.doors.close(min(idle, key=lambda other: other.since), "crowded")  # type: ignore[union-attr, arg-type]
+            elif len(self.connections) > self.doors.most + RESERVE:
+                self.doors.close(self, "crowded")
+            else:
+                self.app = self.doors.crowded
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        if not self.idle:
+            self._no_limit()
+        elif self.timer is None:  # the head of the next request, or more than was asked for
+            self._await_head()
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        self._watch_reader(math.inf)
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        self._no_limit()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._no_limit()
+        super().connection_lost(exc)
+
+    def on_response_complete(self) -> None:
+        self.since = self.loop.time()
+        super().on_response_complete()
+
+    def _await_head(self) -> None:
+        self.timer = self.loop.call_later(self.doors.limits.head_seconds, self.doors.close, self, "slow head")
+
+    def _watch_reader(self, before: float) -> None:
+        """Close the connection unless its client has read something since the last look; look again later."""
+        left = self.transport.get_write_buffer_size()
+        if left >= before:
+            self.doors.close(self, "slow reader")
+            return
+        self._no_limit()
+        self.timer = self.loop.call_later(self.doors.limits.head_seconds, self._watch_reader, left)
+
+    def _no_limit(self) -> None:
+        if self.timer is not None:
+            self.timer.cancel()
+            self.timer = None
+
+
+def _files() -> float:
+    """How many files this process may have open."""
+    if sys.platform == "win32":
+        return math.inf
+    import resource
+
+    most = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    return math.inf if most == resource.RLIM_INFINITY else most
+
+
+class Server(uvicorn.Server):
+    """uvicorn around an app of `create_app`. Its end has notice and, if all was answered, the exit status 0.
+
+    Args:
+        app: The app.
+        limits: Of connections.
+        started: Called when requests are taken.
+    """
+
+    def __init__(self, app: FastAPI, limits: Limits, started: Callable[[], None] = lambda: None) -> None:
+        timeout = app.state.settings.timeout
+        doors = _Doors(app, limits, app.state.metrics.close)
+        super().__init__(
+            uvicorn.Config(
+                app,
+                http=type("Connection", (_Connection,), {"doors": doors}),
+                ws="none",
+                log_config=None,
+                access_log=False,
+                server_header=False,
+                timeout_graceful_shutdown=None if timeout is None else math.ceil(timeout) + GRACE,
+            )
+        )
+        self.app, self.limits, self.when_started, self.ends = app, limits, started, math.inf
+        app.state.metrics.connections = lambda: len(self.server_state.connections)
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:  # noqa: D102 - uvicorn's
+        await super().startup(sockets)
+        if self.started:
+            self.when_started()
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """Begin to end; at the second signal at once, at the third without answering what is in flight.
+
+        The signal is not raised again afterwards, as uvicorn would: an end that was asked for is no failure.
+        """
+        self.app.state.backend.end_soon()
+        now = time.monotonic()
+        self.force_exit = self.should_exit
+        self.should_exit = self.ends < math.inf
+        self.ends = min(self.ends, now + (self.limits.notice if sig == signal.SIGTERM else 0.0))
+
+    async def on_tick(self, counter: int) -> bool:  # noqa: D102 - uvicorn's
+        self.should_exit = self.should_exit or time.monotonic() >= self.ends
+        return await super().on_tick(counter)

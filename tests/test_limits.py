@@ -1,0 +1,427 @@
+"""What strangers can do to the service: connections, heads, bodies, names, keys; and what can be seen of it."""
+
+import asyncio
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+from contextlib import ExitStack
+
+import httpx
+import pytest
+
+pytest.importorskip("fastapi")
+pytest.importorskip("uvicorn")
+
+from hypothesis import given
+from hypothesis import strategies as st
+from prometheus_client.parser import text_string_to_metric_families
+from service import Numbers, address_of, client_of, scheduler
+
+from rsrank_rag.errors import ArtifactError
+from rsrank_rag.service import gate, server
+from rsrank_rag.service.gate import Settings, _Body
+from rsrank_rag.service.logs import Record
+from rsrank_rag.service.server import RESERVE, Limits
+
+JSON = {"content-type": "application/json"}
+RERANK = {"query": "q", "documents": ["3", "1", "2"]}
+HEAD = b"POST /v1/rerank HTTP/1.1\r\nHost: localhost\r\n"
+
+
+def serving(reranker=None, **settings):
+    return client_of(scheduler(reranker or Numbers()), **settings)
+
+
+def sample(text, metric, /, **labels):
+    """One number of /metrics."""
+    samples = [sample for family in text_string_to_metric_families(text) for sample in family.samples]
+    return next(s.value for s in samples if s.name == metric and s.labels.items() >= labels.items())
+
+
+def wait_until(condition):
+    ends = time.monotonic() + 300  # a test that fails must end
+    while not condition():
+        assert time.monotonic() < ends, "it never came true"
+        time.sleep(0.01)
+
+
+# Connections
+
+
+def connected(url):
+    found = httpx.URL(url)
+    return socket.create_connection((found.host, found.port), timeout=60)
+
+
+def is_closed(connection):
+    """Wait for the end of what the service says."""
+    try:
+        while connection.recv(1 << 16):
+            pass
+    except ConnectionError:
+        pass
+    return True
+
+
+@pytest.mark.parametrize("size", [30_000, 3_000_000])
+def test_a_head_beyond_the_limit_is_not_read_to_its_end(size):
+    with address_of(scheduler(Numbers())) as url, connected(url) as connection:
+        try:
+            connection.sendall(HEAD + b"X-Large: " + b"x" * size)
+            answer = connection.recv(100)
+        except ConnectionError:  # closed while much of it was on its way
+            answer = b"HTTP/1.1 400"
+        assert answer.startswith(b"HTTP/1.1 400")
+        assert is_closed(connection)
+        assert httpx.get(f"{url}/health").status_code == 200
+
+
+@pytest.mark.parametrize("said", [b"", HEAD, b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n" + HEAD])
+def test_a_head_that_does_not_come_is_not_waited_for(said):
+    with address_of(scheduler(Numbers()), Limits(head_seconds=0.3)) as url, connected(url) as connection:
+        connection.sendall(said)
+        assert is_closed(connection)
+
+
+def test_a_body_that_goes_on_after_the_refusal_is_not_read_for_ever():
+    limits = Limits(head_seconds=2.0)
+    with address_of(scheduler(Numbers()), limits, api_keys=["k"]) as url, connected(url) as connection:
+        connection.sendall(HEAD + b"Content-Type: application/json\r\nContent-Length: 1000000\r\n\r\n")
+        assert connection.recv(1000).startswith(b"HTTP/1.1 401")
+
+        def still_takes():
+            try:
+                connection.sendall(b" ")
+            except ConnectionError:
+                return False
+            return True
+
+        wait_until(lambda: not still_takes())
+
+
+def test_of_too_many_connections_the_longest_idle_one_goes_and_health_is_answered(caplog):
+    with ExitStack() as stack:
+        url = stack.enter_context(address_of(scheduler(Numbers()), Limits(connections=5)))
+        held = []
+        for _ in range(12):
+            held.append(stack.enter_context(connected(url)))
+            held[-1].sendall(HEAD)
+            assert httpx.get(f"{url}/health", timeout=60).status_code == 200
+        assert all(is_closed(connection) for connection in held[:6])
+        text = httpx.get(f"{url}/metrics").text
+    assert sample(text, "rsrank_closed_connections_total", why="crowded") >= 7
+    assert sample(text, "rsrank_open_connections") <= 6
+    assert [record.message for record in caplog.records if "Connections are closed (crowded)" in record.message]
+
+
+def test_while_all_connections_are_busy_health_is_answered_and_nothing_else():
+    reranker = Numbers()
+    backend = scheduler(reranker)
+    with ExitStack() as stack:
+        url = stack.enter_context(address_of(backend, Limits(connections=2)))
+        reranker.may_go_on.clear()
+        body = json.dumps(RERANK).encode()
+        said = HEAD + b"Content-Type: application/json\r\nContent-Length: %d\r\n\r\n" % len(body) + body
+        busy = [stack.enter_context(connected(url)) for _ in range(2)]
+        for connection in busy:
+            connection.sendall(said)
+        wait_until(lambda: backend.stats()["waiting"] == 3)
+        refused = httpx.post(f"{url}/v1/rerank", json=RERANK)
+        assert (refused.status_code, refused.headers["retry-after"]) == (503, "5")
+        assert httpx.get(f"{url}/ready").status_code == 200
+        more = [stack.enter_context(connected(url)) for _ in range(RESERVE + 10)]
+        assert is_closed(more[0])  # idle
+        reranker.may_go_on.set()
+        assert all(connection.recv(100).startswith(b"HTTP/1.1 200") for connection in busy)
+
+
+@pytest.mark.slow
+def test_an_answer_that_nobody_reads_does_not_stay():
+    documents = ["1 " + "x" * 100_000] * 110
+    with address_of(scheduler(Numbers()), Limits(head_seconds=3.0)) as url, connected(url) as connection:
+        body = json.dumps({"query": "q", "documents": documents, "return_documents": True}).encode()
+        connection.sendall(HEAD + b"Content-Type: application/json\r\nContent-Length: %d\r\n\r\n" % len(body) + body)
+        wait_until(lambda: "slow reader" in httpx.get(f"{url}/metrics").text)
+
+
+def test_connections_leave_room_for_other_files(monkeypatch):
+    monkeypatch.setattr(server, "_files", lambda: 256)
+    assert server._Doors(None, Limits(connections=1000), print).most == 176
+    assert server._Doors(None, Limits(connections=100), print).most == 100
+
+
+# Bodies
+
+
+def values_in(pieces):
+    body = _Body(None, type("Of", (), {"settings": Settings(), "held": 0})(), Record("", "", ""))
+    return sum(body._values_in(piece) for piece in pieces)
+
+
+anything = st.recursive(
+    st.none() | st.integers() | st.text('ab"\\,[{}]\u00e9\U0001f600'),
+    lambda inner: st.lists(inner) | st.dictionaries(st.text('"\\,[', max_size=3), inner),
+)
+
+
+def counted(value):
+    """Commas and opening brackets of a value, by walking through it."""
+    if not isinstance(value, (list, dict)):
+        return 0
+    inner = value.values() if isinstance(value, dict) else value
+    return max(1, len(value)) + sum(map(counted, inner))
+
+
+@given(anything, st.booleans(), st.integers(1, 7))
+def test_values_are_counted_however_a_body_is_cut_into_pieces(value, ascii_only, size):
+    body = json.dumps(value, ensure_ascii=ascii_only).encode()
+    pieces = [body[start : start + size] for start in range(0, len(body), size)]
+    assert values_in(pieces) == counted(value)
+
+
+@pytest.mark.parametrize("entry", [b"[]", b"{}", b"0", b'""', b'"\\""'])
+async def test_a_body_of_many_small_values_is_refused_before_it_is_parsed(entry):
+    async def pieces():
+        yield b'{"query": "q", "documents": ['
+        for _ in range(3_000):
+            yield (entry + b",") * 100
+        raise AssertionError("all of it was read")
+
+    async with serving() as http:
+        response = await http.post("/v1/rerank", content=pieces(), headers=JSON)
+        assert (response.status_code, "too many values" in response.text) == (413, True)
+        documents = [{"text": "1", **{str(number): number for number in range(40)}}] * 1000  # 42,000 are allowed
+        assert (await http.post("/v1/rerank", json={"query": "q", "documents": documents})).status_code == 200
+
+
+async def test_bodies_that_come_together_are_limited_together(monkeypatch):
+    monkeypatch.setattr(gate, "BODIES", 2)
+    taken, never = [], asyncio.Event()
+
+    async def stays():
+        yield b" " * 900
+        taken.append(900)
+        await never.wait()
+
+    async with serving(max_body_bytes=1000) as http:
+        held = [asyncio.create_task(http.post("/v1/rerank", content=stays(), headers=JSON)) for _ in range(2)]
+        while len(taken) < 2:
+            await asyncio.sleep(0.01)
+        assert (await http.post("/v1/rerank", content=b" " * 300, headers=JSON)).status_code == 429
+        assert (await http.post("/v1/rerank", json=RERANK)).status_code == 200
+        for task in held:
+            task.cancel()
+        await asyncio.gather(*held, return_exceptions=True)
+        assert (await http.post("/v1/rerank", content=b" " * 300, headers=JSON)).status_code == 400
+
+
+# Names, keys, messages
+
+
+@pytest.mark.parametrize(
+    ("host", "settings", "status"),
+    [
+        ("evil.example", {}, 421),
+        ("evil.example:8080", {}, 421),
+        ("127.0.0.1.evil.example", {}, 421),
+        ("[::1", {}, 421),
+        ("127.0.0.1:80", {}, 200),
+        ("[::1]:80", {}, 200),
+        ("localhost:8080", {}, 200),
+        ("rsrank", {}, 200),
+        ("rsrank.default.svc.cluster.local", {}, 200),
+        ("ranks.example", {"allowed_hosts": ("ranks.example",)}, 200),
+        ("evil.example", {"allowed_hosts": ("ranks.example",)}, 421),
+        ("ranks.example", {"api_keys": ("k",)}, 200),
+        ("evil.example", {"api_keys": ("k",), "allowed_hosts": ("ranks.example",)}, 421),
+    ],
+)
+async def test_another_sites_name_does_not_lead_here(host, settings, status):
+    async with serving(**settings) as http:
+        headers = {"Host": host, "Authorization": "Bearer k"}
+        for path in ("/info", "/health"):
+            assert (await http.get(path, headers=headers)).status_code == status
+
+
+@pytest.mark.parametrize("path", ["/", "/health", "/nothing", "/info"])
+async def test_every_answer_forbids_guessing_its_type_and_framing_it(path):
+    async with serving(api_keys=["k"]) as http:
+        found = (await http.get(path)).headers
+    assert (found["x-content-type-options"], found["x-frame-options"]) == ("nosniff", "DENY")
+    assert "frame-ancestors 'none'" in found["content-security-policy"]
+
+
+async def test_keys_change_with_their_file_and_stay_if_it_is_broken(tmp_path, caplog):
+    file = tmp_path / "keys"
+    file.write_text("old\n")
+    async with serving(api_keys=["fixed"], api_key_file=file) as http:
+
+        async def opens(*keys):
+            found = [await http.get("/info", headers={"Authorization": f"Bearer {key}"}) for key in keys]
+            return [answer.status_code == 200 for answer in found]
+
+        assert await opens("fixed", "old", "new") == [True, True, False]
+        other = tmp_path / "other"
+        other.write_text("new\nnewer\n")
+        other.replace(file)
+        assert await opens("fixed", "old", "new", "newer") == [True, False, True, True]
+        file.write_text("\n")
+        assert await opens("new", "") == [True, False]
+        file.unlink()
+        assert await opens("new", "") == [True, False]
+        assert caplog.text.count("The keys that were read before stay.") == 2
+
+
+class Telling(Numbers):
+    """Has an error of ours that names a file."""
+
+    def explain(self, query, document, *, max_tokens=None):
+        raise ArtifactError("/home/someone/secret is damaged.")
+
+    def scored(self, number, pair):
+        if pair.document == "tell":
+            raise ArtifactError("/home/someone/secret is damaged.")
+        return super().scored(number, pair)
+
+
+async def test_what_goes_wrong_inside_is_told_to_the_log_only(caplog):
+    async with serving(Telling()) as http:
+        answers = [
+            await http.post("/explain", json={"query": "q", "document": "d"}),
+            await http.post("/v1/rerank", json={"query": "q", "documents": ["tell", "1"]}),
+        ]
+        backend = http.app.state.backend
+
+        async def fails():
+            raise ArtifactError("/home/someone/secret is gone.")
+
+        backend.model.start = fails
+        restart = asyncio.create_task(backend._restart())
+        while (answer := await http.get("/ready")).status_code != 503:
+            await asyncio.sleep(0.01)
+        answers.append(answer)
+        restart.cancel()
+    assert [answer.status_code for answer in answers] == [500, 422, 503]
+    assert not any("secret" in answer.text for answer in answers)
+    assert "secret is gone" in caplog.text
+
+
+# What can be seen
+
+
+async def test_memory_files_waits_and_the_model_can_be_seen():
+    async with serving() as http:
+        await http.post("/v1/rerank", json=RERANK)
+        text = (await http.get("/metrics")).text
+    assert sample(text, "rsrank_wait_seconds_count") == 3
+    assert sample(text, "rsrank_model_info", name="fake") == 1
+    if os.path.isdir("/proc/self"):  # noqa: PTH112
+        assert sample(text, "process_resident_memory_bytes") > 1e6
+        assert sample(text, "process_open_fds") > 2
+        assert sample(text, "rsrank_model_process_resident_memory_bytes") > 1e6
+
+
+@pytest.fixture
+def spans():
+    pytest.importorskip("opentelemetry.sdk")
+    from opentelemetry import trace
+    from opentelemetry.sdk.trace import TracerProvider
+    from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+    from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+
+    if not isinstance(trace.get_tracer_provider(), TracerProvider):
+        trace.set_tracer_provider(TracerProvider())
+    exporter = InMemorySpanExporter()
+    processor = SimpleSpanProcessor(exporter)
+    trace.get_tracer_provider().add_span_processor(processor)
+    yield lambda: [span for span in exporter.get_finished_spans() if span.instrumentation_scope.name == "rsrank_rag"]
+    processor.shutdown()
+
+
+async def test_a_request_is_a_span_of_its_callers_trace_without_a_word_of_it(spans):
+    trace, parent = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
+    body = {"query": "secret", "documents": ["3 secret", "1"]}
+    async with serving() as http:
+        headers = {"traceparent": f"00-{trace}-{parent}-01"}
+        await http.post("/v1/rerank", json=body, headers=headers)
+        await http.get("/secret")
+        await http.post("/v1/rerank", json={"query": "q", "documents": ["broken"]})
+    first, second, third = spans()
+    assert (f"{first.context.trace_id:032x}", f"{first.parent.span_id:016x}") == (trace, parent)
+    assert (first.name, first.kind.name) == ("POST /v1/rerank", "SERVER")
+    expected = {
+        "http.request.method": "POST",
+        "http.route": "/v1/rerank",
+        "http.response.status_code": 200,
+        "gen_ai.operation.name": "rerank",
+        "gen_ai.response.model": "fake",
+        "gen_ai.usage.input_tokens": 5,
+    }
+    assert expected.items() <= dict(first.attributes).items()
+    assert (second.name, second.parent) == ("GET other", None)
+    assert (third.status.status_code.name, third.attributes["error.type"]) == ("ERROR", "500")
+    assert not any("secret" in span.to_json() for span in spans())
+
+
+async def test_without_opentelemetry_requests_are_answered(monkeypatch):
+    monkeypatch.setattr("rsrank_rag.service.tracing.trace", None)
+    async with serving() as http:
+        assert (await http.post("/v1/rerank", json=RERANK)).status_code == 200
+
+
+async def test_xinferences_clients_find_the_model_by_any_name():
+    async with serving() as http:
+        for name in ("fake", "BAAI/bge"):
+            found = (await http.get(f"/v1/models/{name}")).json()
+            assert (found["id"], found["model_type"]) == ("fake", "rerank")
+
+
+async def test_a_request_that_the_servers_end_cuts_off_is_answered_and_counted():
+    reranker = Numbers()
+    backend = scheduler(reranker)
+    async with client_of(backend) as http:
+        reranker.may_go_on.clear()
+        sent, body = [], json.dumps(RERANK).encode()
+
+        async def receive():
+            if not sent:
+                sent.append("request")
+                return {"type": "http.request", "body": body}
+            await asyncio.Event().wait()
+
+        async def send(message):
+            sent.append(message.get("status"))
+
+        headers = [(b"content-type", b"application/json"), (b"host", b"localhost")]
+        scope = {"type": "http", "method": "POST", "path": "/v1/rerank", "headers": headers, "query_string": b""}
+        call = asyncio.create_task(http.app(scope, receive, send))
+        while not reranker.batches:
+            await asyncio.sleep(0.01)
+        call.cancel()
+        await call
+        assert 503 in sent
+        assert http.app.state.metrics.unanswered == 1
+        reranker.may_go_on.set()
+
+
+@pytest.mark.skipif(not os.path.exists("/proc/self/statm"), reason="needs /proc")  # noqa: PTH110
+@pytest.mark.slow
+def test_freed_memory_of_mixed_lengths_goes_back():
+    code = (
+        "import os, random, sys\n"
+        "from rsrank_rag.service.memory import trim_regularly\n"
+        "size = lambda: int(open('/proc/self/statm').read().split()[1]) * 4096\n"
+        "pieces = [bytes(random.randint(1000, 100_000)) for _ in range(8000)]\n"
+        "full = size(); kept = pieces[::100]; pieces.clear(); held = size()\n"
+        "assert trim_regularly(0.05)\n"
+        "import time\n"
+        "ends = time.monotonic() + 60\n"
+        "while size() > 0.3 * full and time.monotonic() < ends: time.sleep(0.05)\n"
+        "print(full, held, size())\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300, check=True)
+    full, _, left = map(int, done.stdout.split())
+    assert left < 0.3 * full
