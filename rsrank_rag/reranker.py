@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, Literal, NamedTuple, TypedDict
 
-from typing_extensions import Unpack
+from typing_extensions import Self, Unpack
 
 from .errors import InputError, MissingDependencyError, ScoringError
 from .passages.parts import WHOLE, Excerpt, Reading, ReadingOptions, TokenEnds, Window, joined, split
@@ -169,6 +169,10 @@ class Reranker(ABC):
     threshold: float | None = 0.0
     """The native one: what scores above it is relevant, by how the scores are made. None where nothing separates
     relevant from irrelevant scores (a cosine, BM25)."""
+
+    def with_instruction(self, instruction: str) -> Self:
+        """The same, judging by an instruction of the caller; InputError if this reranker takes none."""
+        raise InputError(f"An instruction was given, and {type(self).__name__} takes none. Leave it out.")
 
     @abstractmethod
     def score(self, query: str, documents: Sequence[str]) -> list[float]:

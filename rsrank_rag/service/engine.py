@@ -80,11 +80,12 @@ class Engine:
 
     def explain(self, pair: Pair) -> Explanation:
         """Take one score apart; errors as of `step` and `Scheduler.explain`."""
-        if not isinstance(self.reranker, _Explains):
+        told = self._told(pair)
+        if not isinstance(told, _Explains):
             raise InputError(f"{self.name} cannot take its scores apart. RSRank models can.")
         limit = {} if pair.max_tokens is None else {"max_tokens": pair.max_tokens}
         try:
-            return self.reranker.explain(pair.query, pair.document, **limit)
+            return told.explain(pair.query, pair.document, **limit)
         except RuntimeError as error:
             _check_device(error)
             raise
@@ -97,18 +98,23 @@ class Engine:
             return "The canary could not be scored: " + " ".join(o.error for o in outcomes if o.error)
         return None if good > bad else f"The canary's relevant passage scored {good:.4g}, its irrelevant one {bad:.4g}."
 
+    def _told(self, pair: Pair) -> Reranker:
+        instruction = getattr(pair, "instruction", None)  # of an `AskedPair`
+        return self.reranker if instruction is None else self.reranker.with_instruction(instruction)
+
     def _outcomes(self, pairs: Sequence[Pair]) -> list[Outcome]:
         found: dict[int, Outcome] = {}
-        waiting, failed = [list(range(len(pairs)))], 0
+        groups: dict[str | None, list[int]] = {}  # a run has one instruction
+        for place, pair in enumerate(pairs):
+            groups.setdefault(getattr(pair, "instruction", None), []).append(place)
+        waiting, failed = list(groups.values()), 0
         while waiting:
             places = waiting.pop()
             if not places:
                 continue
             try:
-                own = [pairs[i] for i in places]
-                outcomes = [
-                    _outcome(s) for s in score_in_parts(own, self.reranker.token_ends, self.reranker.score_pairs)
-                ]
+                told, own = self._told(pairs[places[0]]), [pairs[i] for i in places]
+                outcomes = [_outcome(s) for s in score_in_parts(own, told.token_ends, told.score_pairs)]
                 found.update(list(zip(places, outcomes, strict=True)))  # as a list: all of them or none
             except BaseException as error:  # a panic in Rust and sys.exit() are none of Exception's
                 # Whatever it is, it must not reach another client's pairs, nor end the service.
