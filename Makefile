@@ -9,7 +9,7 @@ CLIENTS_llama := $(addprefix llama-index-postprocessor-,cohere-rerank jinaai-rer
 	siliconflow-rerank xinference-rerank)
 CLIENTS_newest := 'cohere>=7' xinference-client
 
-.PHONY: demo test test-all test-oldest test-clients docs lint clean
+.PHONY: demo test test-all test-oldest test-clients test-without-torch docs lint clean
 
 demo: $(VENV)/.installed
 	@$(BIN)/python examples/demo.py
@@ -32,7 +32,12 @@ docs: $(VENV)/.installed-dev
 
 # The adapters with the oldest releases of LangChain and LlamaIndex that are supported; all else comes from $(VENV).
 test-oldest: $(VENV)-oldest/.installed
-	$(VENV)-oldest/bin/python -m pytest tests/test_adapter.py tests/test_langchain.py tests/test_llama_index.py
+	$(VENV)-oldest/bin/python -m pytest tests/test_adapter.py tests/test_langchain.py tests/test_llama_index.py \
+		tests/test_on_error.py
+
+# rsrank-rag-client in an environment with nothing else; the service that it asks runs in $(VENV).
+test-without-torch: $(VENV)-client/.installed
+	RSRANK_CLIENT_PYTHON=$(abspath $(VENV))-client/bin/python $(BIN)/python -m pytest tests/test_client_alone.py
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check .
@@ -61,6 +66,13 @@ $(VENV)-oldest/.installed: $(VENV)/.installed-dev
 	@$(VENV)-oldest/bin/python -m pip install --quiet --disable-pip-version-check --no-warn-conflicts $(OLDEST)
 	@touch $@
 
+$(VENV)-client/.installed: client/pyproject.toml constraints.txt $(shell find rsrank_rag -name '*.py') | $(VENV)/.installed-dev
+	@echo "Installing rsrank-rag-client by itself ..."
+	@$(PYTHON) -m venv --clear $(VENV)-client
+	@$(VENV)-client/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt \
+		'./client[langchain,llama-index]'
+	@touch $@
+
 $(VENV)-clients-%/.installed: $(VENV)/.installed-dev
 	@echo "Installing clients ($*) ..."
 	@$(PYTHON) -m venv --clear $(VENV)-clients-$*
@@ -70,4 +82,4 @@ $(VENV)-clients-%/.installed: $(VENV)/.installed-dev
 	@touch $@
 
 clean:
-	rm -rf $(VENV) $(VENV)-oldest $(VENV)-clients-*
+	rm -rf $(VENV) $(VENV)-oldest $(VENV)-client $(VENV)-clients-*

@@ -6,6 +6,8 @@ from importlib import import_module
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
+from .errors import needs_the_whole_package
+
 if TYPE_CHECKING:
     from .artifact.config import TrainingRecord
     from .errors import RSRankError
@@ -69,8 +71,9 @@ if find_spec("llama_index"):
 def __getattr__(name: str) -> Any:
     """Import a public name when it is first used: torch takes seconds."""
     if name in _HOME:
-        import_module(".language_model.threads", __name__).use_threads()
-        return getattr(import_module(f".{_HOME[name]}", __name__), name)
+        with needs_the_whole_package():
+            import_module(".language_model.threads", __name__).use_threads()
+            return getattr(import_module(f".{_HOME[name]}", __name__), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
 from difflib import get_close_matches
 from importlib.metadata import PackageNotFoundError, distribution
 from urllib.parse import urlparse
@@ -78,16 +79,17 @@ class MissingDependencyError(RSRankError, ImportError):
 
 def pip_install(extra: str) -> str:
     """The command that adds an extra to this installation: from the clone or address it came from, else by name."""
-    try:
-        source = json.loads(distribution("rsrank-rag").read_text("direct_url.json") or "{}")
-    except PackageNotFoundError:
-        source = {}
+    name, source = "rsrank-rag", {}
+    for name in ("rsrank-rag-client", "rsrank-rag"):
+        with suppress(PackageNotFoundError):
+            source = json.loads(distribution(name).read_text("direct_url.json") or "{}")
+            break
     place = urlparse(source.get("url", ""))
     if place.scheme == "file":
         editable = "-e " if source.get("dir_info", {}).get("editable") else ""
         return f"pip install {editable}'{url2pathname(place.path)}[{extra}]'"
     address = f" @ git+{place.geturl()}" if "vcs_info" in source else ""
-    return f"pip install 'rsrank-rag[{extra}]{address}'"
+    return f"pip install '{name}[{extra}]{address}'"
 
 
 def nearest(name: str, names: Iterable[str], prefix: str = "") -> str:
@@ -98,3 +100,17 @@ def nearest(name: str, names: Iterable[str], prefix: str = "") -> str:
     """
     found = [repr(prefix + known) for known in get_close_matches(name, list(names), n=3, cutoff=0.7)]
     return f" Did you mean {' or '.join(found)}?" if found else ""
+
+
+@contextmanager
+def needs_the_whole_package() -> Iterator[None]:
+    """Around what loads models: a client's installation lacks it, and gets the pip command."""
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] not in ("rsrank_rag", "torch", "transformers"):
+            raise
+        raise MissingDependencyError(
+            f"A model in this process needs {error.name}, and rsrank-rag-client can only ask a service (base_url). "
+            "Install the whole package: pip uninstall -y rsrank-rag-client && pip install rsrank-rag"
+        ) from error

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from pydantic import ConfigDict, Field
 from typing_extensions import Unpack
 
-from .adapters.settings import RerankerAdapter, kept_of, without_marks
+from .adapters.settings import ERROR, RerankerAdapter, Unranked, kept_of, without_marks
 from .errors import InputError, MissingDependencyError
 from .reranker import Limits, RankResult
 
@@ -91,30 +92,42 @@ class RSRankCompressor(RerankerAdapter, BaseDocumentCompressor):
             query, documents = unpack(inputs)
             chosen = self._limits(limits)
             result = self._rank(query, self._texts(documents), chosen)
-            self._trace(result).invoke(chosen, config)
+            with _survived(result):
+                self._trace(result).invoke(chosen, config)
             return self._copies(documents, result)
 
         async def arun(inputs: dict[str, Any], config: RunnableConfig, **limits: Unpack[Limits]) -> list[Document]:
             query, documents = unpack(inputs)
             chosen = self._limits(limits)
             result = await self._arank(query, self._texts(documents), chosen)
-            await self._trace(result).ainvoke(chosen, config)
+            with _survived(result):
+                await self._trace(result).ainvoke(chosen, config)
             return self._copies(documents, result)
 
         return RunnableLambda(run, arun, name=type(self).__name__)
 
     def _trace(self, result: RankResult) -> Runnable[Limits, dict[str, Any]]:
-        """A run that says what a trace would not show otherwise: what decided, and the scores of what was dropped."""
+        """A run that says what a trace would not show otherwise: what decided, and the scores of what was dropped.
+
+        Where nothing could be ranked, it fails for that reason.
+        """
         documents = (*result.kept, *result.dropped)
         summary = {
             "model": self.model_label,
+            **({} if self.instruction is None else {"instruction": self.instruction}),
             "threshold": result.threshold,
             "documents": len(documents),
             "kept": len(result.kept),
             "truncated": sum(document.truncated for document in documents),
             "dropped": [{"index": document.index, "score": document.score} for document in result.dropped],
         }
-        return RunnableLambda(lambda asked: summary, name="RSRankRanking")
+
+        def tell(asked: Limits) -> dict[str, Any]:
+            if isinstance(result, Unranked):
+                raise result.error
+            return summary
+
+        return RunnableLambda(tell, name="RSRankRanking")
 
     def _texts(self, documents: Sequence[Document]) -> list[tuple[str, str]]:
         """Each document's text, and the metadata that are read before it."""
@@ -140,9 +153,15 @@ class RSRankCompressor(RerankerAdapter, BaseDocumentCompressor):
         for ranked, marks in self._handed_on(result):
             document = documents[ranked.index]
             text, places = kept_of(ranked, document.page_content)
-            metadata = {**without_marks(document.metadata), self.score_key: ranked.score, **marks, **places}
+            score = {} if ERROR in marks else {self.score_key: ranked.score}
+            metadata = {**without_marks(document.metadata), **score, **marks, **places}
             copies.append(document.model_copy(update={"page_content": text, "metadata": metadata}))
         return copies
+
+
+def _survived(result: RankResult) -> suppress:
+    """Keeps the error of a run that is there to be seen in a trace from ending a call that goes on."""
+    return suppress(*([type(result.error)] if isinstance(result, Unranked) else []))
 
 
 class RSRankRetriever(BaseRetriever):

@@ -9,13 +9,14 @@ from typing import Any
 from pydantic import Field, model_validator
 from typing_extensions import Unpack
 
-from .adapters.settings import RerankerAdapter, kept_of, without_marks
+from .adapters.settings import ERROR, RerankerAdapter, Unranked, kept_of, without_marks
 from .errors import InputError, MissingDependencyError
 from .reranker import Limits, RankResult
 
 try:
     from llama_index.core.callbacks.schema import CBEventType, EventPayload
     from llama_index.core.instrumentation import get_dispatcher
+    from llama_index.core.instrumentation.events.exception import ExceptionEvent
     from llama_index.core.instrumentation.events.rerank import ReRankEndEvent, ReRankStartEvent
     from llama_index.core.postprocessor.types import BaseNodePostprocessor
     from llama_index.core.schema import BaseNode, MetadataMode, NodeWithScore, QueryBundle
@@ -113,8 +114,12 @@ class RSRankPostprocessor(RerankerAdapter, BaseNodePostprocessor):
             EventPayload.QUERY_STR: query,
             EventPayload.TOP_K: top_n,
         }
+        told = {} if self.instruction is None else {"instruction": self.instruction}
+        if told:
+            payload[EventPayload.ADDITIONAL_KWARGS] = told
         with self.callback_manager.event(CBEventType.RERANKING, payload=payload) as event:
-            dispatcher.event(ReRankStartEvent(query=query, nodes=nodes, top_n=top_n, model_name=self.model_label))
+            start = ReRankStartEvent(query=query, nodes=nodes, top_n=top_n, model_name=self.model_label, tags=told)
+            dispatcher.event(start)
             try:
                 yield kept
             finally:
@@ -133,6 +138,10 @@ class RSRankPostprocessor(RerankerAdapter, BaseNodePostprocessor):
         return "", content if self.extract is None and self.long_documents == "cut" else own
 
     def _scored(self, nodes: list[NodeWithScore], result: RankResult) -> list[NodeWithScore]:
+        if isinstance(result, Unranked):
+            dispatcher.event(ExceptionEvent(exception=result.error))
+            with self.callback_manager.event(CBEventType.EXCEPTION, payload={EventPayload.EXCEPTION: result.error}):
+                pass  # nothing lasts
         found = []
         for ranked, marks in self._handed_on(result):
             given = nodes[ranked.index]
@@ -141,7 +150,7 @@ class RSRankPostprocessor(RerankerAdapter, BaseNodePostprocessor):
             node = _copied(given.node, {**retrieval, **marks, **places})
             if text != given.node.get_content():
                 node.set_content(text)
-            found.append(NodeWithScore(node=node, score=ranked.score))
+            found.append(NodeWithScore(node=node, score=given.score if ERROR in marks else ranked.score))
         return found
 
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, Literal, NamedTuple, TypedDict
 
-from typing_extensions import Unpack
+from typing_extensions import Self, Unpack
 
 from .errors import InputError, MissingDependencyError, ScoringError
 from .passages.parts import WHOLE, Excerpt, Reading, ReadingOptions, TokenEnds, Window, joined, split
@@ -170,6 +170,10 @@ class Reranker(ABC):
     """The native one: what scores above it is relevant, by how the scores are made. None where nothing separates
     relevant from irrelevant scores (a cosine, BM25)."""
 
+    def with_instruction(self, instruction: str) -> Self:
+        """The same, judging by an instruction of the caller; InputError if this reranker takes none."""
+        raise InputError(f"An instruction was given, and {type(self).__name__} takes none. Leave it out.")
+
     @abstractmethod
     def score(self, query: str, documents: Sequence[str]) -> list[float]:
         """Relevance of each document to the query, in input order; above the native threshold means relevant."""
@@ -181,6 +185,10 @@ class Reranker(ABC):
             ScoringError: A document could not be scored.
         """
         return [Scored(score) for score in self.score(query, documents)]
+
+    def identity(self) -> str:
+        """Short hash of everything that decides a score; empty for what cannot tell."""
+        return ""
 
     def score_pairs(self, pairs: Sequence[Pair | tuple[str, str]]) -> list[Scored]:
         """Score pairs of any queries and documents, as a service that joins the requests of many does.

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import hashlib
+import json
 import math
 from collections.abc import Iterator, Sequence
 from functools import partial
@@ -12,6 +14,7 @@ from typing import NoReturn
 
 import torch
 from tqdm.auto import tqdm
+from typing_extensions import Self
 
 from .artifact import hub
 from .artifact.config import RSRankConfig, TrainingRecord
@@ -36,6 +39,9 @@ ALIKE_KEPT = 0.4
 
 JOINED_BYTES = {"cpu": 128_000_000, "cuda": 4_000_000_000, "mps": 1_000_000_000}
 """Kept prefixes that are joined for one batch."""
+
+INSTRUCTIONS = 16
+"""Rankers that are remembered, each with an instruction of its own: the template is tokenised once."""
 
 
 class RSRank(Reranker):
@@ -258,6 +264,31 @@ class RSRank(Reranker):
         """
         return {"memory_retries": len(self._halved), **({} if self.store is None else self.store.stats())}
 
+    def with_instruction(self, instruction: str) -> Self:
+        """A ranker that judges by this instruction, if the artifact's template has a place for one.
+
+        It shares model, B and kept prefixes, which are kept for each instruction apart.
+
+        Raises:
+            InputError: The artifact takes none, or the instruction is blank, too long or holds a special token.
+        """
+        twins: dict[str, Self] = self.__dict__.setdefault("_instructed", {})
+        if instruction not in twins:
+            template = self.config.template.with_instruction(instruction)
+            tokenizer, most = self.prompts.tokenizer, self.prompts.max_length
+            special = [token for token in tokenizer.get_added_vocab() if token in instruction]
+            if special:  # it would be read as one, as in the template
+                raise InputError(f"An instruction must be plain text, and this one holds {special[0]!r}.")
+            twin = copy.copy(self)
+            twin.prompts = PromptTokenizer(
+                tokenizer, template, max_length=most, shared_positions=self.prompts.shared_positions
+            )
+            twin.reader = ShiftReader(self.backbone, twin.prompts, self.config.layers, self.store)
+            if len(twins) >= INSTRUCTIONS:
+                twins.pop(next(iter(twins)), None)
+            twins[instruction] = twin
+        return twins[instruction]
+
     def score(self, query: str, documents: Sequence[str], *, show_progress: bool = False) -> list[float]:
         """Score documents for one query, in input order (paper, Section 4.3); above 0 means relevant.
 
@@ -309,6 +340,12 @@ class RSRank(Reranker):
         return [[next(scores).score for _ in prompts] for prompts in lists]
 
     @torch.inference_mode()
+    def identity(self) -> str:
+        """Short hash of the language model, how it is computed, the template and B."""
+        found = prefix_identity(self.backbone, self.config) | {"dtype": str(self.backbone.dtype)}
+        weights = self.projection.weight.detach().float().cpu().numpy().tobytes()
+        return hashlib.sha256(json.dumps(found, sort_keys=True).encode() + weights).hexdigest()[:16]
+
     def score_pairs(self, pairs: Sequence[Pair | tuple[str, str]]) -> list[Scored]:
         """Score pairs of any queries and documents, in input order: pairs of several queries share batches.
 

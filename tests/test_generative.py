@@ -138,10 +138,12 @@ def test_qwen3_reranker_scores_as_its_model_card_does_one_pair_at_a_time(folders
     assert rerankers["qwen"].score(QUERY, TEXTS) == pytest.approx(expected, abs=1e-5)
 
 
-def test_the_instruction_can_be_chosen(folders):
+def test_the_instruction_can_be_chosen(folders, rerankers):
     chosen = Qwen3Reranker(folders["qwen"], instruction="Find bridges", options=CPU)
     expected = qwen_reference(folders["qwen"], QUERY, DOCUMENTS[0], "Find bridges")
     assert chosen.score(QUERY, DOCUMENTS[:1]) == pytest.approx([expected], abs=1e-5)
+    told = rerankers["qwen"].with_instruction("Find bridges")
+    assert told.score(QUERY, DOCUMENTS[:1]) == pytest.approx([expected], abs=1e-5)
 
 
 def test_qwen3_reranker_cuts_documents_where_its_model_card_does(folders):

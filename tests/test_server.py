@@ -872,8 +872,9 @@ def test_what_the_loaded_model_cannot_do_is_said_in_one_line_too():
 
 
 @pytest.mark.slow
-def test_without_the_extra_the_command_to_install_it_is_named(tmp_path):
-    (tmp_path / "fastapi.py").write_text("raise ModuleNotFoundError('gone', name='fastapi')", encoding="utf-8")
+@pytest.mark.parametrize("package", ["fastapi", "uvicorn"])
+def test_without_the_extra_the_command_to_install_it_is_named(tmp_path, package):
+    (tmp_path / f"{package}.py").write_text(f"raise ModuleNotFoundError('gone', name='{package}')", encoding="utf-8")
     path = os.pathsep.join([str(tmp_path), str(Path(__file__).parents[1])])
     done = in_fresh_python(PYTHONPATH=path)
     assert "[serve]'" in done.stderr.partition("pip install")[2]

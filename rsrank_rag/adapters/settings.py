@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
+import threading
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import CancelledError, Future
 from copy import deepcopy
+from dataclasses import dataclass
 from functools import partial
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -24,7 +28,7 @@ from pydantic import (
 )
 from typing_extensions import Self
 
-from ..errors import InputError
+from ..errors import InputError, RSRankError
 from ..language_model.options import LoadSettings, ModelSource, Name
 from ..passages.parts import Reading, ReadingOptions
 from ..prefixes.settings import PrefixCache
@@ -34,11 +38,22 @@ from . import worker
 logger = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
+AnyReranker = TypeVar("AnyReranker", bound=Reranker)
 
 EXCERPTS, WINDOW = "rsrank_excerpts", "rsrank_window"
 """Metadata keys: sentences that were kept, the window that scored best; offsets are those in the document's text."""
-KEPT, TRUNCATED = "rsrank_kept", "rsrank_truncated"
-"""Metadata keys: whether a document passed (with ``keep_dropped``), and that it was cut (only where it was)."""
+KEPT, TRUNCATED, ERROR = "rsrank_kept", "rsrank_truncated", "rsrank_error"
+"""Metadata keys: whether a document passed (with ``keep_dropped``), that it was cut, why it was not ranked."""
+
+_unranked_calls: Counter[str] = Counter()  # by model, of this process
+_counting = threading.Lock()
+
+
+@dataclass(frozen=True, slots=True)
+class Unranked(RankResult):
+    """What is handed on when nothing could be scored, and why: documents as they came, whose scores are NaN."""
+
+    error: Exception
 
 
 def _as_address(value: str) -> str:
@@ -94,6 +109,9 @@ class ModelAdapter(LoadSettings):
         repr=False,
         description="The service's key, never written down; by default RSRANK_API_KEY at the time of a call.",
     )
+    instruction: str | None = Field(
+        default=None, pattern=r"\S", description="What to judge by, for a model that takes an instruction."
+    )
     timeout: float = Field(default=60.0, gt=0, allow_inf_nan=False, description="Seconds for a call, with its retries.")
     max_retries: int = Field(default=3, ge=0, strict=True, description="How often a busy service is asked again.")
 
@@ -101,7 +119,7 @@ class ModelAdapter(LoadSettings):
     def _settings_have_an_effect(self) -> Self:
         self.load_options()  # refuses two kinds of weights
         given = {name for name, field in ModelAdapter.model_fields.items() if getattr(self, name) != field.default}
-        given -= {"model"}
+        given -= {"model", "instruction"}
         of_service = given & {"base_url", "api_key", "timeout", "max_retries"}
         if isinstance(self.model, Reranker):
             idle, why = given, f"model is a {type(self.model).__name__} that is already loaded"
@@ -187,11 +205,15 @@ class ModelAdapter(LoadSettings):
     def _concurrent(self) -> ConcurrentReranker | None:
         """What computes elsewhere, so that its calls need no queue; None for a model of this process."""
         if self.base_url is None:
-            return self.model if isinstance(self.model, ConcurrentReranker) else None
+            return self._told(self.model) if isinstance(self.model, ConcurrentReranker) else None
         from ..remote.client import RemoteReranker
 
         names = ("base_url", "api_key", "timeout", "max_retries")
-        return RemoteReranker(model=self._asked_for, **{name: getattr(self, name) for name in names})
+        return self._told(RemoteReranker(model=self._asked_for, **{name: getattr(self, name) for name in names}))
+
+    def _told(self, reranker: AnyReranker) -> AnyReranker:
+        """The reranker, judging by this adapter's instruction if there is one."""
+        return reranker if self.instruction is None else reranker.with_instruction(self.instruction)
 
     def _run(self, task: Callable[[Reranker], Result]) -> Result:
         """Run a task with the model and wait."""
@@ -205,7 +227,7 @@ class ModelAdapter(LoadSettings):
             future.cancel()  # no effect unless waiting was interrupted
 
     def _submit(self, task: Callable[[Reranker], Result]) -> Future[Result]:
-        return worker.submit(self._source(), task)
+        return worker.submit(self._source(), lambda reranker: task(self._told(reranker)))
 
 
 class RerankerAdapter(ModelAdapter):
@@ -217,6 +239,11 @@ class RerankerAdapter(ModelAdapter):
     top_n: int | None = Field(default=None, strict=True, description="Keep at most this many above the threshold.")
     min_docs: int = Field(default=0, strict=True, description="Keep the best this many, even below the threshold.")
     keep_dropped: bool = Field(default=False, description="Hand on the dropped, too, marked: rsrank_kept is False.")
+    on_error: Literal["raise", "keep"] = Field(
+        default="raise",
+        description="When scoring fails: raise, or keep the documents as they came, cut at top_n, with rsrank_error in "
+        "their metadata.",
+    )
 
     extract: Literal["sentences"] | None = Field(
         default=None, description="'sentences': documents shrink to those of their sentences that score above."
@@ -234,6 +261,11 @@ class RerankerAdapter(ModelAdapter):
         check_limits(self.threshold, self.top_n, self.min_docs)
         Reading(self.extract, self.context, self.heading, self.long_documents)
         return self
+
+    @property
+    def unranked_calls(self) -> int:
+        """How often ``on_error="keep"`` handed documents on unranked: in this process, for a model of this name."""
+        return _unranked_calls[self.model_label]
 
     def _limits(self, limits: Limits) -> Limits:
         """This adapter's limits, with those of one call in their place."""
@@ -254,20 +286,38 @@ class RerankerAdapter(ModelAdapter):
     def _rank(self, query: str, given: Sequence[tuple[str, str]], limits: Limits) -> RankResult:
         """Rank and wait."""
         texts, options = self._asked(given, limits)
-        found = self._run(lambda reranker: reranker.rank(query, texts, **options)) if texts else None
+        try:
+            found = self._run(lambda reranker: reranker.rank(query, texts, **options)) if texts else None
+        except Exception as error:
+            return self._unranked(error, query, texts, limits)
         return self._checked(query, found, limits)
 
     async def _arank(self, query: str, given: Sequence[tuple[str, str]], limits: Limits) -> RankResult:
         """Rank in the model's thread, or where it computes; a cancelled call leaves its queue."""
         texts, options = self._asked(given, limits)
         concurrent = self._concurrent()
-        if not texts:
-            found = None
-        elif concurrent is not None:
-            found = await concurrent.arank(query, texts, **options)
-        else:
-            found = await asyncio.wrap_future(self._submit(lambda reranker: reranker.rank(query, texts, **options)))
+        try:
+            if not texts:
+                found = None
+            elif concurrent is not None:
+                found = await concurrent.arank(query, texts, **options)
+            else:
+                found = await asyncio.wrap_future(self._submit(lambda reranker: reranker.rank(query, texts, **options)))
+        except Exception as error:
+            return self._unranked(error, query, texts, limits)
         return self._checked(query, found, limits)
+
+    def _unranked(self, error: Exception, query: str, texts: Sequence[str], limits: Limits) -> Unranked:
+        """All documents in the order they came, where ``on_error`` says so; else the error is raised."""
+        if self.on_error == "raise" or isinstance(error, CancelledError):
+            raise error
+        trace = None if isinstance(error, RSRankError) else error  # whose message may say little
+        logger.warning("%s failed, %d documents stay unranked: %r", self.model_label, len(texts), error, exc_info=trace)
+        with _counting:
+            _unranked_calls[self.model_label] += 1
+        documents = tuple(RankedDocument(index, text, math.nan) for index, text in enumerate(texts))
+        most = len(texts) if limits["top_n"] is None else limits["top_n"]
+        return Unranked(query, None, documents[:most], documents[most:], error)
 
     def _checked(self, query: str, result: RankResult | None, limits: Limits) -> RankResult:
         """Refuse to keep everything where nobody has asked for that; log what an application would never hear of."""
@@ -281,12 +331,13 @@ class RerankerAdapter(ModelAdapter):
         _report(result)
         return result
 
-    def _handed_on(self, result: RankResult) -> Iterator[tuple[RankedDocument, dict[str, bool]]]:
+    def _handed_on(self, result: RankResult) -> Iterator[tuple[RankedDocument, dict[str, bool | str]]]:
         """What a call gives back, best first, with the marks that go into its metadata."""
+        failure = {ERROR: f"{type(result.error).__name__}: {result.error}"} if isinstance(result, Unranked) else {}
         for was_kept, documents in ((True, result.kept), (False, result.dropped if self.keep_dropped else ())):
             for document in documents:
-                marks = {KEPT: was_kept} if self.keep_dropped else {}
-                yield document, marks | ({TRUNCATED: True} if document.truncated else {})
+                kept = {KEPT: was_kept} if self.keep_dropped else {}
+                yield document, {**failure, **kept, **({TRUNCATED: True} if document.truncated else {})}
 
 
 def kept_of(document: RankedDocument, text: str) -> tuple[str, dict[str, Any]]:
@@ -304,7 +355,7 @@ def kept_of(document: RankedDocument, text: str) -> tuple[str, dict[str, Any]]:
 
 def without_marks(metadata: Mapping[str, Any]) -> dict[str, Any]:
     """A copy, down to the lists inside, of what a store may still hold; without marks of an earlier call."""
-    ours = (KEPT, TRUNCATED, EXCERPTS, WINDOW)
+    ours = (KEPT, TRUNCATED, ERROR, EXCERPTS, WINDOW)
     return {name: deepcopy(value) for name, value in metadata.items() if name not in ours}
 
 

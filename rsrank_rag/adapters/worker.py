@@ -16,6 +16,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextvars import copy_context
 from typing import TypeVar
 
+from ..errors import needs_the_whole_package
 from ..language_model.options import ModelSource
 from ..reranker import Reranker
 from .systems import load
@@ -37,7 +38,8 @@ class _Worker:
         if isinstance(source, Reranker):
             return task(source)
         if self.loaded is None:
-            self.loaded = load(source)
+            with needs_the_whole_package():
+                self.loaded = load(source)
         return task(self.loaded)
 
     def unload(self) -> None:

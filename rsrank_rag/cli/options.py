@@ -33,6 +33,7 @@ System = Annotated[str, Option("--model", "-m", help=f"Built-in name, artifact f
 Revision = Annotated[str | None, Option(help="Commit, tag or branch on the Hub.")]
 Query = Annotated[str, Option("--query", "-q", help="The question.")]
 Documents = Annotated[str, Option("--documents", "-d", help="A file, or - for standard input.")]
+Instruction = Annotated[str | None, Option(help="What to judge by, for a model that takes an instruction.")]
 AsJson = Annotated[bool, Option("--json", help="Print JSON instead of a table.")]
 Address = Annotated[str | None, Option(help="With ray: of the cluster. Default: RAY_ADDRESS, or one on this machine.")]
 

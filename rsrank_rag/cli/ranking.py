@@ -18,7 +18,7 @@ from ..bulk.on_ray import Actors
 from ..errors import InputError
 from ..language_model.options import LoadOptions, ModelSource
 from ..method.template import clean
-from .options import AsJson, Documents, Model, Query, Revision, System, command, problems, screen
+from .options import AsJson, Documents, Instruction, Model, Query, Revision, System, command, problems, screen
 from .tables import explanation_table, info_table, result_table
 
 if TYPE_CHECKING:
@@ -82,6 +82,7 @@ def rank(
     keep_all: Annotated[bool, Option("--keep-all", help="Rank only, drop nothing.")] = False,
     top_n: Annotated[int | None, Option(help="Keep at most this many.")] = None,
     min_docs: Annotated[int, Option(help="Keep at least the best this many.")] = 0,
+    instruction: Instruction = None,
     extract: Annotated[str | None, Option(help="sentences: keep of each document those that score above.")] = None,
     context: Annotated[int, Option(help="With --extract: so many sentences around each, too.")] = 0,
     heading: Annotated[bool, Option("--heading", help="With --extract: keep the first line, too.")] = False,
@@ -100,6 +101,7 @@ def rank(
     query, texts = clean(query), read_documents(documents)
     with problems.status(f"Loading {model} ..."):
         ranker = load_reranker(ModelSource(model, revision, load, prefix_cache=_kept(prefixes)))
+        ranker = ranker if instruction is None else ranker.with_instruction(clean(instruction))
     reading: Any = {"extract": extract, "context": context, "heading": heading, "long_documents": long_documents}
     result = ranker.rank(
         query,
@@ -158,6 +160,7 @@ def explain(
     documents: Annotated[str | None, Option("--documents", "-d", help="Or a file of them, or - .")] = None,
     model: Model = "mini",
     revision: Revision = None,
+    instruction: Instruction = None,
     as_json: AsJson = False,
 ) -> None:
     """Show where a score comes from: its exact parts per query token and per layer (L1, L2, ...).
@@ -173,6 +176,7 @@ def explain(
     else:
         raise InputError("Give one document's text (--document TEXT) or a file of them (--documents FILE).")
     ranker = _load(ModelSource(model, revision, load))
+    ranker = ranker if instruction is None else ranker.with_instruction(clean(instruction))
     explanations = [ranker.explain(clean(query), text) for text in texts]
     if as_json:
         fields = ("query", "document", "score", "truncated", "tokens", "layers", "parts")

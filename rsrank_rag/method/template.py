@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, SerializerFunctionWrapHandler, model_serializer
 
 from ..errors import BackboneError, InputError
 
@@ -37,6 +37,26 @@ class Template(BaseModel):
     query_start: str = Field(default="", description="Run before the query and never scored, as an encoder's [CLS].")
     suffix: str = ""
     positions: Literal["query", "suffix", "query+suffix"] = "query"
+    instructed: str | None = Field(
+        default=None,
+        pattern=r"\{instruction\}",
+        description="The instruction where a call brings its own, which stands at {instruction}; None: no call may.",
+    )
+
+    @model_serializer(mode="wrap")
+    def _as_before_where_no_call_may(self, plain: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        return {name: value for name, value in plain(self).items() if name != "instructed" or value is not None}
+
+    def with_instruction(self, instruction: str) -> Template:
+        """The template for calls that bring this instruction; InputError if none may."""
+        if self.instructed is None:
+            raise InputError(
+                "An instruction was given, and this artifact takes none: B, and zero as its threshold, are calibrated "
+                "for one prompt. Leave the instruction out, or load an artifact whose template has a place for it."
+            )
+        if not instruction.strip():
+            raise InputError("An instruction was given, and it is blank. Leave it out.")
+        return self.model_copy(update={"instruction": self.instructed.replace("{instruction}", instruction)})
 
 
 @dataclass(frozen=True)

@@ -66,6 +66,7 @@ class RemoteReranker(
         self.base_url, self.model = service_address(base_url), model
         self.timeout, self.max_retries = timeout, max_retries
         self._api_key = usable_key(SecretStr(api_key) if isinstance(api_key, str) else api_key)
+        self._instruction: str | None = None
         self._native: tuple[float | None] | None = None  # None: not known yet
 
     def __repr__(self) -> str:
@@ -96,6 +97,12 @@ class RemoteReranker(
     async def athreshold(self) -> float | None:
         """As `threshold`, without blocking the event loop."""
         return self._native[0] if self._native else self._learn(await self._transport.asend(INFO))
+
+    def with_instruction(self, instruction: str) -> Self:
+        """The same, sending an instruction, which the service refuses if its model takes none."""
+        twin = self.__copy__()
+        twin._instruction = instruction
+        return twin
 
     def score(self, query: str, documents: Sequence[str]) -> list[float]:
         """Scores in input order."""
@@ -145,7 +152,7 @@ class RemoteReranker(
 
     def _call(self, query: str, documents: Sequence[str], reading: Reading = WHOLE) -> Call | None:
         """The request for scores; None if there is nothing to ask."""
-        body = request_body(self.model, query, documents, reading)
+        body = request_body(self.model, query, documents, reading, self._instruction)
         most = ANSWER_BYTES + ROW_BYTES * len(documents) + (SENTENCE_BYTES * len(body) if reading.extract else 0)
         return Call("POST", "/v1/rerank", body, most) if documents else None
 

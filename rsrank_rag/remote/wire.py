@@ -54,13 +54,16 @@ class Info(_Strict):
 Body = TypeVar("Body", Answer, Info)
 
 
-def request_body(model: str | None, query: str, documents: Sequence[str], reading: Reading) -> bytes:
+def request_body(
+    model: str | None, query: str, documents: Sequence[str], reading: Reading, instruction: str | None = None
+) -> bytes:
     """The request for the raw scores of all documents; raises InputError if something is no text."""
     for name, text in (("A query", query), *((f"Document {i}", text) for i, text in enumerate(documents))):
         if not isinstance(text, str):
             raise InputError(f"{name} must be a string, got {type(text).__name__}.")
     asked = {
         **({} if model is None else {"model": model}),
+        **({} if instruction is None else {"instruction": clean(instruction)}),
         "query": clean(query),
         "documents": [(clean if reading == WHOLE else encodable)(text) for text in documents],
         **({} if reading == WHOLE else {**asdict(reading), "context": 0}),  # what is kept is decided here

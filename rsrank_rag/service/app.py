@@ -13,9 +13,9 @@ from pydantic import BaseModel, Discriminator, Field, Tag, TypeAdapter
 
 from .. import __version__
 from ..errors import InputError, MissingDependencyError, RSRankError
-from ..reranker import Pair
+from .backend import AskedPair
 from .dialects import others
-from .dialects.common import Query, Question, Scores, ScoringRequest, Strict
+from .dialects.common import Instruction, Query, Question, Scores, ScoringRequest, Strict
 from .scheduler import Scheduler
 
 try:
@@ -58,6 +58,7 @@ class ExplainRequest(Strict):
 
     query: Query
     document: Query
+    instruction: Instruction = None
 
 
 class ExplainResponse(BaseModel):
@@ -199,7 +200,8 @@ class _Service:
 
         Of a document beyond the service's limit of tokens, the first ones are read; the answer says so.
         """
-        pair = Pair(body.query, body.document, self.settings.max_document_tokens)
+        most, told = self.settings.max_document_tokens, body.instruction or None
+        pair = AskedPair(body.query, body.document, most, instruction=told)
         self._check_size(Question([pair]))
         record = _record(request)
         record.documents = 1

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import hashlib
 import itertools
-import json
 import logging
 import math
 import re
@@ -62,7 +60,7 @@ class Engine:
     def __init__(self, reranker: Reranker, name: str) -> None:
         self.reranker, self.name = reranker, name
         explains = isinstance(reranker, _Explains)
-        self.description = Description(name, reranker.threshold, explains, _identity(reranker))
+        self.description = Description(name, reranker.threshold, explains, reranker.identity())
 
     def step(self, pairs: Sequence[Pair]) -> Step:
         """Score pairs of any clients; raises DeviceLostError if nothing more can be scored in this process."""
@@ -82,11 +80,12 @@ class Engine:
 
     def explain(self, pair: Pair) -> Explanation:
         """Take one score apart; errors as of `step` and `Scheduler.explain`."""
-        if not isinstance(self.reranker, _Explains):
+        told = self._told(pair)
+        if not isinstance(told, _Explains):
             raise InputError(f"{self.name} cannot take its scores apart. RSRank models can.")
         limit = {} if pair.max_tokens is None else {"max_tokens": pair.max_tokens}
         try:
-            return self.reranker.explain(pair.query, pair.document, **limit)
+            return told.explain(pair.query, pair.document, **limit)
         except RuntimeError as error:
             _check_device(error)
             raise
@@ -99,18 +98,23 @@ class Engine:
             return "The canary could not be scored: " + " ".join(o.error for o in outcomes if o.error)
         return None if good > bad else f"The canary's relevant passage scored {good:.4g}, its irrelevant one {bad:.4g}."
 
+    def _told(self, pair: Pair) -> Reranker:
+        instruction = getattr(pair, "instruction", None)  # of an `AskedPair`
+        return self.reranker if instruction is None else self.reranker.with_instruction(instruction)
+
     def _outcomes(self, pairs: Sequence[Pair]) -> list[Outcome]:
         found: dict[int, Outcome] = {}
-        waiting, failed = [list(range(len(pairs)))], 0
+        groups: dict[str | None, list[int]] = {}  # a run has one instruction
+        for place, pair in enumerate(pairs):
+            groups.setdefault(getattr(pair, "instruction", None), []).append(place)
+        waiting, failed = list(groups.values()), 0
         while waiting:
             places = waiting.pop()
             if not places:
                 continue
             try:
-                own = [pairs[i] for i in places]
-                outcomes = [
-                    _outcome(s) for s in score_in_parts(own, self.reranker.token_ends, self.reranker.score_pairs)
-                ]
+                told, own = self._told(pairs[places[0]]), [pairs[i] for i in places]
+                outcomes = [_outcome(s) for s in score_in_parts(own, told.token_ends, told.score_pairs)]
                 found.update(list(zip(places, outcomes, strict=True)))  # as a list: all of them or none
             except BaseException as error:  # a panic in Rust and sys.exit() are none of Exception's
                 # Whatever it is, it must not reach another client's pairs, nor end the service.
@@ -125,18 +129,6 @@ class Engine:
                 else:
                     waiting += _parts(pairs, places)
         return [found[place] for place in range(len(pairs))]
-
-
-def _identity(reranker: Reranker) -> str:
-    """Short hash of the model, how it is computed, and B; empty for what is no RSRank model."""
-    from ..artifact.identity import prefix_identity
-    from ..rsrank import RSRank
-
-    if not isinstance(reranker, RSRank):
-        return ""
-    model, b = reranker.backbone, reranker.projection.weight.detach().float().cpu().numpy().tobytes()
-    content = json.dumps({**prefix_identity(model, reranker.config), "dtype": str(model.dtype)}, sort_keys=True)
-    return hashlib.sha256(content.encode() + b).hexdigest()[:16]
 
 
 def _parts(pairs: Sequence[Pair], places: list[int]) -> list[list[int]]:

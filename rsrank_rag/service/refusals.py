@@ -81,7 +81,7 @@ def error_body(status: int, message: str, documents: Mapping[int, str] | None = 
 def refusal(faults: Mapping[int, str], status: int) -> RefusedError:
     """The error of a request with documents that have no score."""
     texts = set(faults.values())
-    if len(texts) == 1 and (text := next(iter(texts))).startswith(("The query", "A query")):
+    if len(texts) == 1 and (text := next(iter(texts))).startswith(("The query", "A query", "An instruction")):
         return RefusedError(status, text)
     first = min(faults)
     more = f" So it is with {len(faults) - 1} more." if len(faults) > 1 else ""

@@ -18,10 +18,17 @@ from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any
 
-import uvicorn
-from fastapi import FastAPI
-from starlette.types import Receive, Scope, Send
-from uvicorn.protocols.http.h11_impl import H11Protocol
+from ..errors import MissingDependencyError
+
+try:
+    import uvicorn
+    from fastapi import FastAPI
+    from starlette.types import Receive, Scope, Send
+    from uvicorn.protocols.http.h11_impl import H11Protocol
+except ModuleNotFoundError as error:
+    raise MissingDependencyError(
+        f"The service needs {error.name}. Install with: pip install 'rsrank-rag[serve]'"
+    ) from error
 
 from .gate import QUIET
 from .refusals import RETRY_AFTER, error_answer

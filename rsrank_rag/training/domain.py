@@ -166,7 +166,7 @@ def domain_loss(scores: Tensor, relevant: Tensor, valid: Tensor) -> Tensor:
 def with_cosines(query: QueryFeatures, weight: Tensor) -> QueryFeatures:
     """A query with the mean cosines that B, (L, H, P, D), gives its documents in the place of their shifts."""
     cosines = cosine_to_ones(query.shifts.to(weight.device).float() @ weight.mT)  # (L, H, M * T)
-    means = cosines.unflatten(2, (-1, query.tokens)).mean(3, keepdim=True)
+    means = cosines.reshape(*cosines.shape[:2], -1, query.tokens).mean(3, keepdim=True)
     return replace(query, shifts=means, tokens=1)
 
 
@@ -229,14 +229,14 @@ class _Near:
         def closure() -> Tensor:
             optimizer.zero_grad()
             total = strength / 2 * sum((part.square().sum() for part in change.values()), torch.zeros(()))
-            total.backward()
+            total.backward()  # type: ignore[no-untyped-call]
             for batch in self._batches(numbers):
                 loss = self._losses(self._moved(change), batch).sum()
-                loss.backward()
+                loss.backward()  # type: ignore[no-untyped-call]
                 total = total.detach() + loss.detach()
             return total
 
-        optimizer.step(closure)
+        optimizer.step(closure)  # type: ignore[no-untyped-call]
 
     def _moved(self, change: Weights) -> dict[str, Tensor]:
         return {name: weight + self.units[name] * change[name] for name, weight in self.weights.items()}

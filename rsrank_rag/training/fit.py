@@ -221,9 +221,9 @@ class _Run:
         weights = (getattr(self.options, f"{name}_weight") for name in TERMS)
         total = sum((weight * term for weight, term in zip(weights, terms, strict=True)), scores.new_zeros(()))
         self.optimizer.zero_grad()
-        total.backward()  # type: ignore[no-untyped-call]
+        total.backward()
         self.optimizer.step()
-        self.rate = self.schedule.get_last_lr()[0]
+        self.rate = float(self.schedule.get_last_lr()[0])
         self.schedule.step()
         return torch.stack([total, *terms]).detach()
 

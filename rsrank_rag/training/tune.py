@@ -83,7 +83,7 @@ class Curves:
         }
 
     def _above(self, values: NDArray[np.float64]) -> NDArray[np.int64]:
-        return len(values) - np.searchsorted(np.sort(values), self.thresholds, side="right")
+        return np.asarray(len(values) - np.searchsorted(np.sort(values), self.thresholds, side="right"), np.int64)
 
     def choose(self, goal: Goal, means: NDArray[np.float64]) -> NDArray[np.float64]:
         """The threshold that each row of means, (..., thresholds), leads to; NaN where none reaches the goal.
@@ -161,7 +161,8 @@ def tune(
     ranker = RSRank.from_source(ModelSource(model, revision, load))
     rows = score_dataset(ranker, queries)
     threshold, interval = find_threshold(rows, goal)
-    tuned = Tuned(threshold, interval, ranker.threshold, cross_tuned(rows, goal, ranker.threshold))
+    before = ranker.threshold or 0.0
+    tuned = Tuned(threshold, interval, before, cross_tuned(rows, goal, before))
     folder = hub.resolve(model, revision=revision, local_files_only=load.local_files_only, token=load.token)
     config = hub.read_config(folder)
     note = f"{config.training.notes} Threshold for {goal} on {len(queries)} labelled queries of {data.name}.".strip()

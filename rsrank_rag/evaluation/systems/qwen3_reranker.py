@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from copy import copy
 from pathlib import Path
 
 import torch
 from torch import Tensor
+from typing_extensions import Self
 
 from ...language_model.loading import load_model
 from ...language_model.options import LoadOptions
@@ -46,6 +48,12 @@ class Qwen3Reranker(AnswerOdds):
             max_length=max_length,
         )
         self.instruction = instruction
+
+    def with_instruction(self, instruction: str) -> Self:
+        """The same model with another instruction."""
+        twin = copy(self)
+        twin.instruction = instruction
+        return twin
 
     def opening(self, query: str) -> str:
         """Instruction and query."""

@@ -9,11 +9,11 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, AliasChoices, BaseModel, ConfigDict, Field, PositiveInt
+from pydantic import AfterValidator, AliasChoices, AliasPath, BaseModel, ConfigDict, Field, PositiveInt
 
 from ...passages.parts import WHOLE, Reading
 from ...reranker import Pair, RankResult, Scored, choose
-from ..backend import Description, Outcome
+from ..backend import AskedPair, Description, Outcome
 
 _BROKEN = "holds half of a surrogate pair, which is no character."
 
@@ -167,6 +167,15 @@ class QueryObject(Strict):
     text: Query
 
 
+Instruction = Annotated[
+    Query | None,
+    Field(
+        validation_alias=AliasChoices("instruction", "instruct", AliasPath("chat_template_kwargs", "instruction")),
+        description="What to judge by. Or as instruct (SGLang), or in chat_template_kwargs (vLLM).",
+    ),
+]
+
+
 class ScoringRequest(Strict, ABC):
     """A request for scores, with the options that every one may have."""
 
@@ -181,6 +190,7 @@ class ScoringRequest(Strict, ABC):
         validation_alias=AliasChoices("truncation_direction", "truncation_side"),
         description="Documents are cut at their end and nowhere else.",
     )
+    instruction: Instruction = None
 
     @abstractmethod
     def asked(self) -> Question:
@@ -204,7 +214,10 @@ class ScoringRequest(Strict, ABC):
         """Pairs of queries and texts, with this request's options."""
         limits = (self.max_tokens_per_doc, self.truncate_prompt_tokens)
         most = min((limit for limit in limits if limit is not None and limit > 0), default=None)
+        told = self.instruction or None
         pairs = [Pair(query, text, most, reading) for query, text in zip(queries, texts, strict=True)]
+        if told is not None:
+            pairs = [AskedPair(pair.query, pair.document, most, reading, told) for pair in pairs]
         broken = {place: _BROKEN for place, text in enumerate(texts) if not _encodable(text)}
         may_be_cut = None if self.truncate is None else self.truncate not in (False, "NONE")
         return Question(pairs, {**broken, **(faults or {})}, may_be_cut)

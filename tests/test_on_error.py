@@ -1,0 +1,428 @@
+"""`on_error`: what the adapters hand on when no model can be loaded, a service is down, or a document has no score."""
+
+import asyncio
+import copy
+import logging
+import pickle
+import threading
+from concurrent.futures import CancelledError
+
+import pytest
+from conftest import DOCUMENTS, QUERY
+from pydantic import ValidationError
+
+from rsrank_rag import Reranker
+from rsrank_rag.adapters import settings
+from rsrank_rag.errors import ArtifactError, InputError, RemoteError, ScoringError
+
+pytest.importorskip("langchain_core")
+pytest.importorskip("llama_index.core")
+pytest.importorskip("uvicorn")
+
+from langchain_core.callbacks import BaseCallbackHandler
+from langchain_core.documents import Document
+from langchain_core.retrievers import BaseRetriever
+from llama_index.core import MockEmbedding, Settings, VectorStoreIndex
+from llama_index.core.callbacks import CallbackManager, LlamaDebugHandler
+from llama_index.core.callbacks.schema import CBEventType, EventPayload
+from llama_index.core.instrumentation import get_dispatcher
+from llama_index.core.instrumentation.event_handlers import BaseEventHandler
+from llama_index.core.llms import MockLLM
+from llama_index.core.schema import MetadataMode, NodeWithScore, TextNode
+from stub_service import Service, listening
+
+from rsrank_rag.langchain import RSRankCompressor, RSRankRetriever
+from rsrank_rag.llama_index import RSRankPostprocessor
+
+both = pytest.mark.parametrize("adapter", [RSRankCompressor, RSRankPostprocessor], ids=lambda kind: kind.__name__)
+GIVEN = [("", text) for text in DOCUMENTS]  # nothing is read before them
+
+both_ways = pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
+
+
+class Failing(Reranker):
+    """Raises what it holds; if it holds nothing, the longer document scores higher."""
+
+    def __init__(self, error=None):
+        self.error = error
+
+    def score(self, query, documents):
+        if self.error is not None:
+            raise self.error
+        return [float(len(text)) for text in documents]
+
+
+@pytest.fixture(scope="module")
+def running():
+    service = Service()
+    with listening(service) as address:
+        service.address = address
+        yield service
+
+
+@pytest.fixture
+def service(running, monkeypatch):
+    monkeypatch.delenv("RSRANK_API_KEY", raising=False)
+    running.renew()
+    return running
+
+
+@pytest.fixture(autouse=True)
+def _counted_from_nothing():
+    settings._unranked_calls.clear()
+
+
+async def process(made, asynchronous, texts=DOCUMENTS, **limits):
+    """What an adapter hands on: (text, metadata, score) of each, whatever the framework."""
+    if isinstance(made, RSRankCompressor):
+        given = [Document(text, metadata={"from": "store"}) for text in texts]
+        call = made.acompress_documents if asynchronous else made.compress_documents
+        found = call(given, QUERY, **limits)
+        found = await found if asynchronous else found
+        assert [document.metadata for document in given] == [{"from": "store"}] * len(texts)
+        return [(d.page_content, d.metadata, d.metadata.get("relevance_score")) for d in found]
+    given = [
+        NodeWithScore(node=TextNode(text=text, metadata={"from": "store"}), score=0.5 - place)
+        for place, text in enumerate(texts)
+    ]
+    call = made.apostprocess_nodes if asynchronous else made.postprocess_nodes
+    found = call(given, query_str=QUERY, **limits)
+    found = await found if asynchronous else found
+    assert [scored.node.metadata for scored in given] == [{"from": "store"}] * len(texts)
+    return [(scored.node.text, scored.node.metadata, scored.score) for scored in found]
+
+
+def one_has_no_score(answer):
+    first, *others = answer["results"]
+    return {**answer, "results": others, "errors": [{"index": first["index"], "message": "does not fit."}]}
+
+
+OUTAGES = {
+    "loading": ((503, {"message": "Loading."}), RemoteError, "answered 503: Loading"),
+    "slow": (30, RemoteError, "did not answer in 0.2 seconds"),
+    "key": ((401, {"message": "No."}), InputError, "refused a request without a key"),
+    "nonsense": (lambda answer: {**answer, "results": []}, RemoteError, "gave 0 scores for document 0"),
+    "one document": (one_has_no_score, ScoringError, "does not fit"),
+}
+
+
+@both
+@both_ways
+@pytest.mark.parametrize("outage", OUTAGES)
+async def test_when_a_service_fails_documents_are_raised_about_or_kept(adapter, asynchronous, outage, service, caplog):
+    step, kind, message = OUTAGES[outage]
+    how = {"base_url": service.address, "max_retries": 0, "timeout": 0.2 if outage == "slow" else 20}
+    service.script += [step, step]
+    with pytest.raises(kind, match=message):
+        await process(adapter(**how), asynchronous)
+    made = adapter(**how, on_error="keep")
+    with caplog.at_level(logging.WARNING, "rsrank_rag"):
+        found = await process(made, asynchronous)
+    assert [text for text, _, _ in found] == DOCUMENTS
+    for place, (_, metadata, score) in enumerate(found):
+        assert metadata.pop("rsrank_error").startswith(f"{kind.__name__}: ")
+        assert metadata == {"from": "store"}
+        assert score == (None if adapter is RSRankCompressor else 0.5 - place)  # the retriever's
+    (record,) = caplog.records
+    assert record.levelno == logging.WARNING
+    assert message in record.message
+    assert f"{service.address} failed, {len(DOCUMENTS)} documents stay unranked" in record.message
+    assert made.unranked_calls == adapter(**how).unranked_calls == 1
+    made.timeout = 60
+    await process(made, asynchronous)  # the service is back
+    assert made.unranked_calls == 1
+
+
+@both
+@both_ways
+@pytest.mark.parametrize(
+    "error", [ScoringError("Document 0 scored nan.", 0), InputError("The query is too long."), ZeroDivisionError()]
+)
+async def test_whatever_a_local_model_raises_is_kept_with_its_name(adapter, asynchronous, error, caplog):
+    with pytest.raises(type(error)):
+        await process(adapter(model=Failing(error)), asynchronous)
+    made = adapter(model=Failing(error), on_error="keep")
+    found = await process(made, asynchronous)
+    assert [text for text, _, _ in found] == DOCUMENTS
+    assert {metadata["rsrank_error"] for _, metadata, _ in found} == {f"{type(error).__name__}: {error}"}
+    assert made.unranked_calls == 1
+    (record,) = caplog.records
+    assert (record.exc_info is not None) == isinstance(error, ZeroDivisionError)  # only a stranger's needs its place
+
+
+@both
+@both_ways
+async def test_one_document_without_a_score_loses_none(adapter, asynchronous):
+    class OneIsBroken(Failing):
+        def score(self, query, documents):
+            return [float("nan") if place == 1 else 1.0 for place in range(len(documents))]
+
+    found = await process(adapter(model=OneIsBroken(), on_error="keep"), asynchronous)
+    assert [text for text, _, _ in found] == DOCUMENTS
+    assert all("Document 1 scored nan" in metadata["rsrank_error"] for _, metadata, _ in found)
+
+
+@both
+@both_ways
+async def test_a_model_that_cannot_be_loaded_is_tried_again_and_warming_up_raises(
+    adapter, asynchronous, ranker, tmp_path
+):
+    made = adapter(model=tmp_path / "later", device="cpu", dtype="float32", threshold=None, on_error="keep")
+    with pytest.raises(ArtifactError, match="later"):
+        made.warm_up()
+    found = await process(made, asynchronous)
+    assert all(metadata["rsrank_error"].startswith("ArtifactError: ") for _, metadata, _ in found)
+    ranker.save_pretrained(tmp_path / "later", include_backbone=True)
+    found = await process(made, asynchronous)
+    assert len(found) == len(DOCUMENTS)
+    assert not any("rsrank_error" in metadata for _, metadata, _ in found)
+    made.close()
+
+
+@both
+@both_ways
+async def test_nobody_listens_from_the_start(adapter, asynchronous):
+    with listening(Service()) as address:
+        pass
+    made = adapter(base_url=address, max_retries=0, on_error="keep")
+    with pytest.raises(RemoteError, match="could not be reached"):
+        made.warm_up()
+    found = await process(made, asynchronous, top_n=2)
+    assert [text for text, _, _ in found] == DOCUMENTS[:2]
+    assert "could not be reached" in found[0][1]["rsrank_error"]
+
+
+@both
+@both_ways
+async def test_top_n_cuts_what_is_kept_and_what_is_cut_can_be_marked_instead(adapter, asynchronous):
+    broken = Failing(ScoringError("Nothing works.", 0))
+    found = await process(adapter(model=broken, on_error="keep", top_n=2, min_docs=1, threshold=9), asynchronous)
+    assert [text for text, _, _ in found] == DOCUMENTS[:2]
+    found = await process(adapter(model=broken, on_error="keep", keep_dropped=True), asynchronous, top_n=1)
+    assert [text for text, _, _ in found] == DOCUMENTS
+    assert [metadata["rsrank_kept"] for _, metadata, _ in found] == [True] + [False] * (len(DOCUMENTS) - 1)
+    assert all(metadata["rsrank_error"] == "ScoringError: Nothing works." for _, metadata, _ in found)
+
+
+@both
+@both_ways
+async def test_who_stops_a_call_is_obeyed(adapter, asynchronous):
+    for stop in (KeyboardInterrupt(), SystemExit(3), CancelledError()):
+        made = adapter(model=Failing(stop), on_error="keep")
+        with pytest.raises(CancelledError if isinstance(stop, CancelledError) else type(stop)):
+            made._rank(QUERY, GIVEN, made._limits({}))
+        assert made.unranked_calls == 0
+    if asynchronous:
+        begun, go_on = threading.Event(), threading.Event()
+
+        class Waiting(Failing):
+            def score(self, query, documents):
+                begun.set()
+                assert go_on.wait(60)
+                return super().score(query, documents)
+
+        made = adapter(model=Waiting(), on_error="keep")
+        call = asyncio.create_task(process(made, asynchronous))
+        await asyncio.to_thread(begun.wait, 60)
+        call.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await call
+        go_on.set()
+        assert made.unranked_calls == 0
+
+
+@both
+async def test_a_cancelled_call_of_a_service_is_no_outage(adapter, service):
+    made = adapter(base_url=service.address, on_error="keep")
+    service.script += [30]
+    call = asyncio.create_task(process(made, True))
+    while not service.running:
+        await asyncio.sleep(0.001)
+    call.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await call
+    assert made.unranked_calls == 0
+
+
+@both
+@both_ways
+async def test_what_the_adapter_itself_refuses_stays_an_error(adapter, asynchronous):
+    class Cosine(Failing):
+        threshold = None
+
+    made = adapter(model=Cosine(), on_error="keep")
+    with pytest.raises(InputError, match="no native threshold"):
+        await process(made, asynchronous)
+    with pytest.raises(TypeError, match="Unknown argument: tpo_n"):
+        await process(made, asynchronous, tpo_n=3)
+    with pytest.raises(InputError, match="top_n must be at least 1"):
+        await process(made, asynchronous, top_n=0)
+    assert made.unranked_calls == 0
+
+
+@both
+def test_the_choice_is_checked_and_written_down(adapter):
+    with pytest.raises(ValidationError, match="on_error"):
+        adapter(on_error="ignore")
+    made = adapter(on_error="keep")
+    for found in (pickle.loads(pickle.dumps(made)), copy.deepcopy(made), adapter(**made.model_dump())):
+        assert found.on_error == "keep"
+    assert adapter().on_error == "raise"
+
+
+@both
+def test_calls_of_many_threads_are_all_counted(adapter):
+    made = adapter(model=Failing(ScoringError("No.", 0)), on_error="keep")
+    threads = [
+        threading.Thread(target=lambda: [made._rank(QUERY, GIVEN, made._limits({})) for _ in range(50)])
+        for _ in range(8)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert made.unranked_calls == 400
+
+
+@both_ways
+async def test_the_mark_of_an_outage_is_gone_after_the_next_call_that_works(asynchronous):
+    reranker = Failing(ScoringError("No.", 0))
+    made = RSRankCompressor(model=reranker, on_error="keep")
+    kept = made.compress_documents([Document("a"), Document("bb")], QUERY)
+    reranker.error = None
+    found = await made.acompress_documents(kept, QUERY) if asynchronous else made.compress_documents(kept, QUERY)
+    assert [document.metadata for document in found] == [{"relevance_score": 2.0}, {"relevance_score": 1.0}]
+    assert all("rsrank_error" in document.metadata for document in kept)
+
+
+def test_neither_embedding_nor_llm_reads_the_error_of_a_node():
+    made = RSRankPostprocessor(model=Failing(ScoringError("No.", 0)), on_error="keep", keep_retrieval_score=True)
+    (found,) = made.postprocess_nodes([NodeWithScore(node=TextNode(text="a"), score=0.25)], query_str=QUERY)
+    assert found.node.metadata == {"rsrank_error": "ScoringError: No.", "retrieval_score": 0.25}
+    assert found.score == 0.25
+    for mode in (MetadataMode.EMBED, MetadataMode.LLM):
+        assert found.node.get_content(metadata_mode=mode) == "a"
+
+
+# Traces
+
+
+class Trace(BaseCallbackHandler):
+    def __init__(self):
+        self.events = []
+
+    def on_chain_start(self, serialized, inputs, *, run_id, parent_run_id=None, name=None, **kwargs):
+        self.events.append(("start", name, parent_run_id, run_id))
+
+    def on_chain_end(self, outputs, *, run_id, **kwargs):
+        self.events.append(("end", run_id, outputs))
+
+    def on_chain_error(self, error, *, run_id, **kwargs):
+        self.events.append(("error", run_id, error))
+
+
+@both_ways
+async def test_langchains_callbacks_see_a_run_that_failed_inside_one_that_did_not(asynchronous):
+    error, trace = ScoringError("No.", 0), Trace()
+    made = RSRankCompressor(model=Failing(error), on_error="keep")
+    given = [Document(text) for text in DOCUMENTS]
+    call = made.acompress_documents if asynchronous else made.compress_documents
+    found = call(given, QUERY, callbacks=[trace])
+    found = await found if asynchronous else found
+    outer, inner, failed, ended = trace.events
+    assert (outer[:3], inner[:3]) == (("start", "RSRankCompressor", None), ("start", "RSRankRanking", outer[3]))
+    assert failed == ("error", inner[3], error)
+    assert ended == ("end", outer[3], found)
+
+
+def test_open_inference_exports_the_failed_run_of_langchain():
+    instrumentation = pytest.importorskip("openinference.instrumentation.langchain")
+    from opentelemetry.sdk.trace import TracerProvider
+    from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+    from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+
+    exporter, provider = InMemorySpanExporter(), TracerProvider()
+    provider.add_span_processor(SimpleSpanProcessor(exporter))
+    instrumentor = instrumentation.LangChainInstrumentor()
+    instrumentor.instrument(tracer_provider=provider)
+    try:
+        made = RSRankCompressor(model=Failing(ScoringError("No.", 0)), on_error="keep")
+        made.compress_documents([Document("a")], QUERY)
+    finally:
+        instrumentor.uninstrument()
+    inside, span = exporter.get_finished_spans()
+    assert (inside.name, span.name) == ("RSRankRanking", "RSRankCompressor")
+    assert (inside.status.status_code.name, span.status.status_code.name) == ("ERROR", "OK")
+    assert "ScoringError: No." in span.attributes["output.value"]
+
+
+class Events(BaseEventHandler):
+    seen: list = []  # noqa: RUF012 - a pydantic default
+
+    def handle(self, event, **kwargs):
+        self.seen.append(event)
+
+
+@both_ways
+async def test_llama_indexs_events_hold_the_error(asynchronous):
+    error = ScoringError("No.", 0)
+    made = RSRankPostprocessor(model=Failing(error), on_error="keep")
+    debug = LlamaDebugHandler(print_trace_on_end=False)
+    made.callback_manager = CallbackManager([debug])
+    dispatcher, handler = get_dispatcher("rsrank_rag.llama_index"), Events(seen=[])
+    dispatcher.add_event_handler(handler)
+    try:
+        await process(made, asynchronous)
+    finally:
+        dispatcher.event_handlers.remove(handler)
+    start, exception, end = handler.seen
+    assert [type(event).__name__ for event in handler.seen] == ["ReRankStartEvent", "ExceptionEvent", "ReRankEndEvent"]
+    assert exception.exception is error
+    assert start.span_id == exception.span_id == end.span_id is not None
+    assert [scored.node.metadata["rsrank_error"] for scored in end.nodes] == ["ScoringError: No."] * len(DOCUMENTS)
+    ((begun, _),) = debug.get_event_pairs(CBEventType.EXCEPTION)
+    assert begun.payload == {EventPayload.EXCEPTION: error}
+    assert len(debug.get_event_pairs(CBEventType.RERANKING)) == 1
+
+
+# Whole applications
+
+
+class Everything(BaseRetriever):
+    def _get_relevant_documents(self, query, *, run_manager):
+        return [Document(text) for text in DOCUMENTS]
+
+
+@both_ways
+async def test_retrievers_of_langchain_answer_while_the_service_is_down(asynchronous, service):
+    service.script += [(503, {"message": "Loading."})] * 2
+    compressor = RSRankCompressor(base_url=service.address, max_retries=0, on_error="keep", top_n=3)
+    retrievers = [RSRankRetriever(base_retriever=Everything(), compressor=compressor)]
+    try:
+        from langchain_classic.retrievers import ContextualCompressionRetriever
+    except ImportError:
+        from langchain.retrievers import ContextualCompressionRetriever
+    retrievers += [ContextualCompressionRetriever(base_retriever=Everything(), base_compressor=compressor)]
+    for retriever in retrievers:
+        found = await retriever.ainvoke(QUERY) if asynchronous else retriever.invoke(QUERY)
+        assert [document.page_content for document in found] == DOCUMENTS[:3]
+    assert compressor.unranked_calls == 2
+
+
+@both_ways
+async def test_a_query_engine_of_llama_index_answers_while_the_service_is_down(asynchronous, service):
+    before = Settings._embed_model, Settings._llm
+    service.script += [(503, {"message": "Loading."})]
+    try:
+        index = VectorStoreIndex([TextNode(text=text) for text in DOCUMENTS], embed_model=MockEmbedding(8))
+        postprocessor = RSRankPostprocessor(base_url=service.address, max_retries=0, on_error="keep", top_n=2)
+        retrieved = index.as_retriever(similarity_top_k=len(DOCUMENTS)).retrieve(QUERY)
+        engine = index.as_query_engine(
+            llm=MockLLM(), similarity_top_k=len(DOCUMENTS), node_postprocessors=[postprocessor]
+        )
+        answer = await engine.aquery(QUERY) if asynchronous else engine.query(QUERY)
+    finally:
+        Settings._embed_model, Settings._llm = before
+    assert [scored.node.text for scored in answer.source_nodes] == [scored.node.text for scored in retrieved][:2]
+    assert "rsrank_error" not in str(answer)
+    assert answer.source_nodes[0].node.text in str(answer)
