@@ -373,7 +373,7 @@ class TrainingRun:
     def _written(self, store: FeatureStore, learned: Learned, found: dict[str, list[ScoredQuery]]) -> Result:
         """The artifact, with metrics of the sets that were scored, else of what was held out."""
         metrics = {
-            label: {n.replace("@tau", "@0"): float(v) for n, v in summarise(rows).items() if v is not None}
+            label: {name.replace("@tau", "@0"): float(v) for name, v in summarise(rows).items() if v is not None}
             for label, rows in (found or dict([learned.measured])).items()
         }
         _dump(self.output / "metrics.json", metrics)
