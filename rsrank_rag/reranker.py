@@ -66,13 +66,14 @@ class Scored:
 class Pair:
     """A query and a document, of which at most ``max_tokens`` are read, to be scored beside other pairs.
 
-    Only `score_in_parts` heeds its ``reading``.
+    Only `score_in_parts` heeds its ``reading``, and only a service its ``instruction``.
     """
 
     query: str
     document: str
     max_tokens: int | None = None
     reading: Reading = WHOLE
+    instruction: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -249,11 +249,10 @@ async def test_a_service_refuses_an_instruction_or_uses_it_in_every_dialect(path
 async def test_requests_that_share_a_batch_keep_their_own_instructions():
     pytest.importorskip("fastapi")
     from rsrank_rag.reranker import Pair
-    from rsrank_rag.service.backend import AskedPair
     from rsrank_rag.service.engine import Engine
 
     told = [None, "one two", None, "one two three", "one two"]
-    pairs = [AskedPair("q", "a", instruction=text) for text in told]
+    pairs = [Pair("q", "a", instruction=text) for text in told]
     outcomes = Engine(Instructed(), "fake").step([*pairs, Pair("q", "a")]).outcomes
     assert [outcome.score for outcome in outcomes] == [1, 2, 1, 3, 2, 1]
     outcomes = Engine(Words(), "fake").step(pairs).outcomes  # who sent none is not concerned

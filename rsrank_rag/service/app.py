@@ -13,7 +13,7 @@ from pydantic import BaseModel, Discriminator, Field, Tag, TypeAdapter
 
 from .. import __version__
 from ..errors import InputError, MissingDependencyError, RSRankError
-from .backend import AskedPair
+from ..reranker import Pair
 from .dialects import others
 from .dialects.common import Instruction, Query, Question, Scores, ScoringRequest, Strict
 from .scheduler import Scheduler
@@ -201,7 +201,7 @@ class _Service:
         Of a document beyond the service's limit of tokens, the first ones are read; the answer says so.
         """
         most, told = self.settings.max_document_tokens, body.instruction or None
-        pair = AskedPair(body.query, body.document, most, instruction=told)
+        pair = Pair(body.query, body.document, most, instruction=told)
         self._check_size(Question([pair]))
         record = _record(request)
         record.documents = 1

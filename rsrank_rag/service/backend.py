@@ -7,17 +7,9 @@ from typing import Literal
 
 from ..errors import RSRankError
 from ..passages.parts import Excerpt, Window
-from ..reranker import Pair
 
 Fault = Literal["input", "unscored", "internal"]
 """Why a pair has no score: it cannot be used as given, the model found none, or the model failed on it."""
-
-
-@dataclass(frozen=True, slots=True)
-class AskedPair(Pair):
-    """A pair with the instruction that a client sent; None for none."""
-
-    instruction: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -99,14 +99,13 @@ class Engine:
         return None if good > bad else f"The canary's relevant passage scored {good:.4g}, its irrelevant one {bad:.4g}."
 
     def _told(self, pair: Pair) -> Reranker:
-        instruction = getattr(pair, "instruction", None)  # of an `AskedPair`
-        return self.reranker if instruction is None else self.reranker.with_instruction(instruction)
+        return self.reranker if pair.instruction is None else self.reranker.with_instruction(pair.instruction)
 
     def _outcomes(self, pairs: Sequence[Pair]) -> list[Outcome]:
         found: dict[int, Outcome] = {}
         groups: dict[str | None, list[int]] = {}  # a run has one instruction
         for place, pair in enumerate(pairs):
-            groups.setdefault(getattr(pair, "instruction", None), []).append(place)
+            groups.setdefault(pair.instruction, []).append(place)
         waiting, failed = list(groups.values()), 0
         while waiting:
             places = waiting.pop()

@@ -13,7 +13,7 @@ from pydantic import AfterValidator, AliasChoices, AliasPath, BaseModel, ConfigD
 
 from ...passages.parts import WHOLE, Reading
 from ...reranker import Pair, RankResult, Scored, choose
-from ..backend import AskedPair, Description, Outcome
+from ..backend import Description, Outcome
 
 _BROKEN = "holds half of a surrogate pair, which is no character."
 
@@ -215,9 +215,7 @@ class ScoringRequest(Strict, ABC):
         limits = (self.max_tokens_per_doc, self.truncate_prompt_tokens)
         most = min((limit for limit in limits if limit is not None and limit > 0), default=None)
         told = self.instruction or None
-        pairs = [Pair(query, text, most, reading) for query, text in zip(queries, texts, strict=True)]
-        if told is not None:
-            pairs = [AskedPair(pair.query, pair.document, most, reading, told) for pair in pairs]
+        pairs = [Pair(query, text, most, reading, told) for query, text in zip(queries, texts, strict=True)]
         broken = {place: _BROKEN for place, text in enumerate(texts) if not _encodable(text)}
         may_be_cut = None if self.truncate is None else self.truncate not in (False, "NONE")
         return Question(pairs, {**broken, **(faults or {})}, may_be_cut)
