@@ -413,13 +413,14 @@ def as_list(documents: Iterable[str]) -> list[str]:
         raise InputError(f"documents must be a list of strings, got {type(documents).__name__}.") from None
 
 
-def as_pairs(pairs: Iterable[Sequence[Any]]) -> list[Pair]:
+def as_pairs(pairs: Iterable[Pair | tuple[str, ...]]) -> list[Pair]:
     """Pairs, whatever tuples they came in; InputError where something is no pair."""
-    pairs = list(pairs)
+    found = []
     for place, pair in enumerate(pairs):
-        if not (isinstance(pair, Pair) or (isinstance(pair, (tuple, list)) and len(pair) in (2, 3))):
+        if not (isinstance(pair, Pair) or (isinstance(pair, (tuple, list)) and len(pair) == 2)):
             raise InputError(f"Pair {place} must be (query, document), got {pair!r:.60}.")
-    return [pair if isinstance(pair, Pair) else Pair(*pair) for pair in pairs]
+        found.append(pair if isinstance(pair, Pair) else Pair(*pair))
+    return found
 
 
 def check_limits(threshold: float | Literal["native"] | None, top_n: int | None, min_docs: int) -> None:

@@ -316,8 +316,8 @@ class RSRank(Reranker):
             asked = "one string" if isinstance(queries, str) else f"{len(queries)} queries"
             raise InputError(f"score_many needs a list of documents a query, got {len(documents)} lists for {asked}.")
         tokens = [self.prompts.query(query) for query in queries]
-        asked = zip(tokens, documents, strict=True)
-        lists = [self.prompts.documents(as_list(texts), len(query.ids)) for query, texts in asked]
+        given = zip(tokens, documents, strict=True)
+        lists = [self.prompts.documents(as_list(texts), len(query.ids)) for query, texts in given]
         pairs = [(query, prompt) for query, prompts in zip(tokens, lists, strict=True) for prompt in prompts]
         places = [(row, place) for row, prompts in enumerate(lists) for place in range(len(prompts))]
         try:
@@ -329,13 +329,13 @@ class RSRank(Reranker):
             raise ScoringError(said, place) from None
         return [[next(scores).score for _ in prompts] for prompts in lists]
 
-    @torch.inference_mode()
     def identity(self) -> str:
         """Short hash of the language model, how it is computed, the template and B."""
         found = prefix_identity(self.backbone, self.config) | {"dtype": str(self.backbone.dtype)}
         weights = self.projection.weight.detach().float().cpu().numpy().tobytes()
         return hashlib.sha256(json.dumps(found, sort_keys=True).encode() + weights).hexdigest()[:16]
 
+    @torch.inference_mode()
     def score_pairs(self, pairs: Sequence[Pair | tuple[str, str]]) -> list[Scored]:
         """Score pairs of any queries and documents, in input order: pairs of several queries share batches.
 
