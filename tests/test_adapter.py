@@ -152,7 +152,12 @@ def test_an_adapter_can_be_imported_from_the_top(adapter):
 def test_a_missing_framework_gives_the_pip_command(framework, module, extra):
     code = f"""
 import sys
-sys.modules[{framework!r}] = None  # as if it were not installed
+import rsrank_rag  # which looks for frameworks itself
+class NotInstalled:
+    def find_spec(self, name, path=None, target=None):
+        if name == {framework!r}:
+            raise ModuleNotFoundError(f"No module named {{name!r}}", name=name)
+sys.meta_path.insert(0, NotInstalled())
 try:
     import rsrank_rag.{module}
 except ImportError as error:
