@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import logging
 import os
 from collections.abc import Callable, Iterator, Sequence
@@ -12,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..errors import InputError, MissingDependencyError, RSRankError
+from ..errors import InputError, RSRankError, required
 
 if TYPE_CHECKING:
     from ..rsrank import RSRank
@@ -55,11 +54,8 @@ class Actors:
 @contextmanager
 def cluster(address: str | None) -> Iterator[Any]:
     """Ray, connected. What was begun here is ended here: a connection, or a cluster of this machine."""
-    if importlib.util.find_spec("ray") is None:
-        raise MissingDependencyError("--engine ray needs Ray.", "ray")
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    import ray
-
+    ray = required("ray", "--engine ray needs Ray.", "ray")
     if ray.is_initialized():
         yield ray
         return

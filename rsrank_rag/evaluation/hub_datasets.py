@@ -15,7 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from ..errors import InputError, MissingDependencyError
+from ..errors import InputError, required
 from ..language_model.hub_errors import HUB_ERRORS
 from .datasets import LabelledDocument, LabelledQuery, read_sets
 from .negatives import Negatives, choose, replace_negatives
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 Split = Literal["test", "train", "validation"]
 Granularity = Literal["sentence", "paragraph"]
+_Draw = Callable[[Iterable[str]], list[str]]
 
 
 @dataclass(frozen=True)
@@ -39,10 +40,7 @@ class _Source:
 
     def table(self, config: str | None, split: str) -> Any:
         """A `datasets.Dataset`: Arrow files, mapped into memory."""
-        try:
-            import datasets
-        except ImportError:
-            raise MissingDependencyError(f"Loading {self.repository} needs datasets.", "train") from None
+        datasets = required("datasets", f"Loading {self.repository} needs datasets.", "train")
         try:
             return datasets.load_dataset(self.repository, config, split=split, revision=self.revision)
         except (*HUB_ERRORS, datasets.exceptions.DatasetsError) as error:
@@ -84,7 +82,7 @@ def load_sets(
     titles: bool = True,
     options: LoadOptions | None = None,
 ) -> dict[str, list[LabelledQuery]]:
-    """Files of labelled queries and sets by name from the Hub: name -> queries.
+    """Files of labelled queries and sets by name from the Hub: name -> queries; raises as what it calls.
 
     Args:
         places: ``.jsonl`` or ``.jsonl.gz`` files, names of `NAMES` or ``beir:NAME``. A file goes before a name.
@@ -93,9 +91,6 @@ def load_sets(
             random for sets of BEIR by name. The multi-hop sets by name keep their own.
         titles: The first stage reads a file's titles in front of the texts.
         options: How to load the bi-encoder of dense negatives.
-
-    Raises:
-        RSRankError: As `read_labelled`, `load_named` and `replace_negatives`.
     """
     given = dict.fromkeys(map(str, places))
     named = [place for place in given if is_name(place)]
@@ -175,7 +170,7 @@ def load_named(
     try:
         if source.layout == "beir":
             tables = [source.table(c, s) for c, s in ((source.config, source.splits[split]), *_BEIR_TABLES)]
-            found = _from_beir(*tables, draw=draw, negatives=chosen, seed=seed, options=options)
+            found = _from_beir(*tables, draw, partial(choose, chosen, seed=seed, options=options), seed)
         else:
             found = _from_multihop(source.table(source.config, source.splits[split]), source.layout, granularity, draw)
     except KeyError as error:
@@ -203,12 +198,7 @@ def _column(table: Any, name: str) -> Any:
     return table.data.column(name)
 
 
-def _from_multihop(
-    table: Any,
-    layout: Literal["hotpotqa", "musique"],
-    granularity: Granularity | None,
-    draw: Callable[[Iterable[str]], list[str]],
-) -> list[LabelledQuery]:
+def _from_multihop(table: Any, layout: str, granularity: Granularity | None, draw: _Draw) -> list[LabelledQuery]:
     rows = {str(key): row for row, key in enumerate(_column(table, "id").to_pylist())}
     if layout == "musique":
         answerable = _column(table, "answerable").to_pylist()
@@ -240,14 +230,7 @@ def _from_musique(row: Mapping[str, Any]) -> LabelledQuery:
 
 
 def _from_beir(
-    labels: Any,
-    queries: Any,
-    corpus: Any,
-    *,
-    draw: Callable[[Iterable[str]], list[str]],
-    negatives: Negatives,
-    seed: int,
-    options: LoadOptions | None,
+    labels: Any, queries: Any, corpus: Any, draw: _Draw, choose: Callable[..., list[list[int]]], seed: int
 ) -> list[LabelledQuery]:
     relevant: dict[str, set[str]] = defaultdict(set)
     columns = (_column(labels, name).to_pylist() for name in ("query-id", "corpus-id", "score"))
@@ -259,14 +242,8 @@ def _from_beir(
     gold = {key: {corpus_rows[i] for i in relevant[key] if i in corpus_rows} for key in query_rows}
     keys = draw(key for key, rows in gold.items() if rows)
     texts = [queries[query_rows[key]]["text"] for key in keys]
-    chosen = choose(
-        negatives,
-        [(key, text, gold[key]) for key, text in zip(keys, texts, strict=True)],
-        len(corpus),
-        lambda rows: [_document(row).content() for row in corpus.select(rows)],
-        seed=seed,
-        options=options,
-    )
+    asked = [(key, text, gold[key]) for key, text in zip(keys, texts, strict=True)]
+    chosen = choose(asked, len(corpus), lambda rows: [_document(row).content() for row in corpus.select(rows)])
     found = []
     for key, text, others in zip(keys, texts, chosen, strict=True):
         rows = [*sorted(gold[key]), *others]

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..errors import InputError, MissingDependencyError
+from ..errors import InputError, required
 from . import plots
 from .comparison import METRICS, Comparison, Measured, QueryLabels, QueryResult, SystemResult, compare
 from .datasets import LabelledQuery
@@ -204,14 +204,11 @@ def _cut(text: str) -> str:
 
 
 def _template() -> Any:
-    try:
-        from jinja2 import Environment, PackageLoader, StrictUndefined
-    except ImportError:
-        raise MissingDependencyError("The report needs jinja2.", "eval,plots") from None
-    environment = Environment(
-        loader=PackageLoader(__package__, "templates"),
+    jinja2 = required("jinja2", "The report needs jinja2.", "eval,plots")
+    environment = jinja2.Environment(
+        loader=jinja2.PackageLoader(__package__, "templates"),
         autoescape=True,
-        undefined=StrictUndefined,
+        undefined=jinja2.StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,
     )

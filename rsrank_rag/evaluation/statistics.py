@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from pydantic import BaseModel, ConfigDict
 
-from ..errors import MissingDependencyError
+from ..errors import required
 
 LEVEL = 0.95
 """Confidence level of the intervals."""
@@ -92,13 +92,5 @@ def paired_t_test(first: Sequence[float], second: Sequence[float]) -> PairedTest
 
 
 def scipy_stats() -> Any:
-    """The library.
-
-    Raises:
-        MissingDependencyError: scipy is not installed.
-    """
-    try:
-        from scipy import stats
-    except ImportError:
-        raise MissingDependencyError("Intervals and tests need scipy.", "eval") from None
-    return stats
+    """The library; MissingDependencyError where it is not installed."""
+    return required("scipy", "Intervals and tests need scipy.", "eval").stats

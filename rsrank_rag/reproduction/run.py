@@ -50,11 +50,7 @@ def reproduce(
     """Run a configuration, or what is left of it, and write ``tables.md`` and ``report/`` into the folder ``output``.
 
     `options`: how to load models. `say`: told what is going on, failures included. `watch`: wraps the queries that are
-    being scored, as a progress bar does.
-
-    Raises:
-        InputError: No set could be loaded, or the folder cannot be written.
-        MissingDependencyError: What tables and figures need is not installed.
+    being scored, as a progress bar does. InputError: no set could be loaded, or the folder cannot be written.
     """
     output, options = Path(output), options or LoadOptions()
     check_report(output)
@@ -128,7 +124,9 @@ class _Run:
         if done:
             found = {label: done[label].scored(sets[label]) for label in sets if label in done}
             native = next(iter(done.values())).threshold
-            threshold, origin = _threshold(part.threshold, native, list(found.values()))
+            threshold, origin = (part.threshold, "given") if part.threshold is not None else (native, "native")
+            if threshold is None:
+                threshold, origin = shared_threshold(list(found.values())), "the best over all sets; no native one"
             self.outcome.measured.append(Measured(part.title, threshold, origin, found))
 
     def _key(self, part: SystemPart, queries: Sequence[LabelledQuery]) -> str:
@@ -141,15 +139,7 @@ class _Run:
     def ablations(self) -> list[AblationFigures]:
         found: list[AblationFigures] = []
         for part in self.config.ablations:
-            runner = Ablations(
-                part.recipe,
-                self.output / "ablations",
-                settings=part.settings,
-                train=part.train,
-                evaluation=part.evaluation,
-                seeds=part.seeds,
-                say=self.say,
-            )
+            runner = Ablations(part, self.output / "ablations", self.say)
             done: list[AblationRow] = []
             for ablation, rows in runner.run(chosen(part.names)):
                 if isinstance(rows, RSRankError):
@@ -171,14 +161,6 @@ class _Kept(Kept):
             ScoredQuery(scores, [document.relevant for document in query.documents])
             for query, scores in zip(queries, self.scores, strict=True)
         ]
-
-
-def _threshold(given: float | None, native: float | None, scored: Sequence[Sequence[ScoredQuery]]) -> tuple[float, str]:
-    if given is not None:
-        return given, "given"
-    if native is not None:
-        return native, "native"
-    return shared_threshold(scored), "the best over all sets; no native one"
 
 
 def _state(name: str) -> str:

@@ -27,13 +27,12 @@ from torch import Tensor, nn
 from transformers import AutoTokenizer
 
 from ...artifact.hub import is_folder
-from ...errors import BackboneError, InputError, MissingDependencyError
+from ...errors import BackboneError, InputError, required
 from ...language_model.loading import LOAD_ERRORS, load_model
 from ...language_model.options import LoadOptions
-from ...method.batching import Ids, token_budget_for
-from ...method.template import clean, private_copy
-from ...reranker import Reranker, Scored, as_list
-from .batched import compute_each, pad_right
+from ...method.batching import Ids
+from ...reranker import Scored, as_list
+from .batched import Batched
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -49,7 +48,7 @@ class _Loader(yaml.SafeLoader):  # type: ignore[misc] # it comes without types
 _Loader.add_multi_constructor("tag:yaml.org,2002:python/", lambda loader, suffix, node: None)
 
 
-class LLM2VecGen(Reranker):
+class LLM2VecGen(Batched):
     """Cosine of the LLM2Vec-Gen embeddings of query and document; the paper keeps what scores above 0.
 
     Args:
@@ -89,23 +88,15 @@ class LLM2VecGen(Reranker):
         self.special: Ids = tuple(vocabulary[token] for token in run["special_tokens"])
         self.read = _read_tokens(str(run["encoding_mode"]), len(self.special))
         maps = [_linear(folder / part) for part in ("reconstruction_mlp", "alignment_mlp") if (folder / part).exists()]
-        self.padding = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else 0
         if max_length <= len(self.special):
             raise InputError(f"max_length={max_length} leaves no room beside {len(self.special)} special tokens.")
-        self.max_length = max_length
-        self._text = private_copy(tokenizer, special_tokens=False)
         base = load_model(str(run["model_name_or_path"]), revision=None, options=options).model
-        self.model = _with_adapter(base, folder / "encoder", len(tokenizer), options)
+        super().__init__(_with_adapter(base, folder / "encoder", len(tokenizer), options), tokenizer, max_length)
         self.maps = nn.Sequential(*maps).to(base.device).requires_grad_(False)
-        self.token_budget = token_budget_for(base.device)  # padded tokens in one batch
-
-    def score(self, query: str, documents: Sequence[str]) -> list[float]:
-        """Cosine of query and document; ScoringError where a document does not fit into memory even alone."""
-        return [found.score for found in self.score_documents(query, documents)]
 
     @torch.inference_mode()
     def score_documents(self, query: str, documents: Sequence[str], *, show_progress: bool = False) -> list[Scored]:
-        """As `score`, with whether a document was cut."""
+        """Cosine of query and document, and whether a document was cut."""
         asked, _ = self._prompts([query], self.query_instruction)
         prompts, truncated = self._prompts(as_list(documents), self.document_instruction)
         target = self.embed(asked)
@@ -114,19 +105,15 @@ class LLM2VecGen(Reranker):
 
     def _prompts(self, texts: Sequence[str], instruction: str) -> tuple[list[Ids], list[bool]]:
         """Instruction, text and special tokens; a text that is too long is cut at its end."""
-        if not all(isinstance(text, str) for text in texts):
-            raise InputError("The query and the documents must be strings.")
-        room = self.max_length - len(self.special)
-        encoded = [item.ids for item in self._text.encode_batch([instruction + clean(text).strip() for text in texts])]
-        return [(*ids[:room], *self.special) for ids in encoded], [len(ids) > room for ids in encoded]
+        stripped = [text.strip() if isinstance(text, str) else text for text in texts]
+        encoded, truncated = self.encode(instruction, stripped, self.max_length - len(self.special))
+        return [(*ids, *self.special) for ids in encoded], truncated
 
     def embed(self, prompts: Sequence[Ids]) -> Tensor:
         """Embeddings of length 1, (N, E), fp32, on the CPU."""
-        found, self.token_budget = compute_each(prompts, self._embed_batch, budget=self.token_budget)
-        return torch.nn.functional.normalize(torch.stack(found), dim=-1)
+        return torch.nn.functional.normalize(torch.stack(self.compute_each(prompts, self._embed_batch)), dim=-1)
 
-    def _embed_batch(self, batch: list[Ids]) -> Tensor:
-        ids, mask = pad_right(batch, self.padding, self.model.device)
+    def _embed_batch(self, ids: Tensor, mask: Tensor) -> Tensor:
         hidden = self.model(input_ids=ids, attention_mask=mask, use_cache=False).last_hidden_state
         places = mask.sum(1, keepdim=True) - self.read + torch.arange(self.read, device=ids.device)  # (N, S)
         last = hidden[torch.arange(len(ids), device=ids.device)[:, None], places].float()
@@ -137,16 +124,9 @@ class LLM2VecGen(Reranker):
 def _download(name: str | Path, revision: str | None, options: LoadOptions) -> Path:
     if is_folder(name):
         return Path(name)
+    how = {"local_files_only": options.local_files_only, "token": options.token, "cache_dir": options.cache_dir}
     try:
-        found = snapshot_download(
-            str(name),
-            revision=revision,
-            local_files_only=options.local_files_only,
-            token=options.token,
-            cache_dir=options.cache_dir,
-            allow_patterns=FILES,
-        )
-        return Path(found)
+        return Path(snapshot_download(str(name), revision=revision, allow_patterns=FILES, **how))
     except LOAD_ERRORS as error:
         raise BackboneError(
             f"{str(name)!r} (revision {revision or 'main'}) is no local folder and could not be downloaded: {error}"
@@ -170,13 +150,10 @@ def _run_config(folder: Path) -> dict[str, Any]:
 
 
 def _with_adapter(base: PreTrainedModel, folder: Path, vocabulary: int, options: LoadOptions) -> Any:
-    try:
-        from peft import PeftModel
-    except ImportError:
-        raise MissingDependencyError("LLM2Vec-Gen needs peft.", "eval") from None
+    peft = required("peft", "LLM2Vec-Gen needs peft.", "eval")
     base.resize_token_embeddings(vocabulary, mean_resizing=False)  # as in training; the adapter holds the new rows
     try:
-        model = PeftModel.from_pretrained(base, str(folder), torch_device=str(options.resolved_device()))
+        model = peft.PeftModel.from_pretrained(base, str(folder), torch_device=str(options.resolved_device()))
     except LOAD_ERRORS as error:
         raise BackboneError(f"The adapter in {folder} could not be loaded: {error}") from error
     return model.eval().requires_grad_(False)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ...errors import BackboneError, InputError, MissingDependencyError
+from ...errors import BackboneError, InputError, required
 from ...reranker import Reranker
 
 if TYPE_CHECKING:
@@ -81,10 +81,8 @@ class CrossEncoder(Reranker):
 
 
 def _load(kind: str, name: str | Path, revision: str | None, options: LoadOptions | None) -> Any:
-    try:
-        import sentence_transformers
-    except ImportError:
-        raise MissingDependencyError("Bi-encoders and cross-encoders need sentence-transformers.", "eval") from None
+    what = "Bi-encoders and cross-encoders need sentence-transformers."
+    sentence_transformers = required("sentence_transformers", what, "eval")
     from ...language_model.loading import LOAD_ERRORS
     from ...language_model.log_filters import without_progress_bars
     from ...language_model.options import LoadOptions
