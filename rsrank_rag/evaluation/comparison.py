@@ -146,21 +146,16 @@ def _labels(query: LabelledQuery) -> QueryLabels:
 
 def _system(system: Measured, sets: Mapping[str, Sequence[LabelledQuery]], estimate: _Estimator) -> SystemResult:
     stability = threshold_stability(system.scored, system.threshold)
-    span = (stability.high - stability.low) or 1.0
     results = {}
     for name, labelled in sets.items():
         queries = system.scored[name]
-        scores = [score for query in queries for score in query.scores]
         gaps, rows = f1_gaps(queries), _rows(labelled, queries, system.threshold)
         best, own = ([row.metrics[metric] for row in rows] for metric in ("f1@best", "f1@query_best"))
         results[name] = SetResult(
             metrics={metric: estimate([row.metrics[metric] for row in rows]) for metric in METRICS},
             tau_best=best_threshold(queries)[0],
             tau_best_normalised=stability.best[name],
-            score_range=(
-                (min(scores, default=0.0) - stability.low) / span,
-                (max(scores, default=0.0) - stability.low) / span,
-            ),
+            score_range=stability.ranges[name],
             gap=estimate(gaps),
             gap_above={f"{limit:g}": share_above(gaps, limit) for limit in GAP_LIMITS},
             t_test=paired_t_test(own, best),

@@ -9,7 +9,7 @@ from __future__ import annotations
 import random
 import re
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -132,7 +132,7 @@ def load_named(
     revision: str | None = None,
     options: LoadOptions | None = None,
 ) -> list[LabelledQuery]:
-    """Load one of the paper's sets. Downloads are kept in the cache of `datasets`.
+    """Load a set, in order of the queries' ids. Downloads are kept in the cache of `datasets`.
 
     2wiki, hotpotqa and musique come with each question's own gold and distractor paragraphs, and musique holds
     answerable questions only. Their test labels are hidden, so "test" gives the validation split. fiqa, nfcorpus and
@@ -149,13 +149,8 @@ def load_named(
         revision: Another commit, branch or tag of the repository than the one this package was written against.
         options: How to load the bi-encoder of dense negatives.
 
-    Returns:
-        Queries in order of their id. In the sets of BEIR each has a relevant document.
-
     Raises:
         InputError: An argument that cannot be used, or a set that cannot be downloaded or has other columns.
-        BackboneError: The bi-encoder cannot be loaded.
-        MissingDependencyError: datasets is not installed, or what hard negatives need.
     """
     source = _source(name) if revision is None else replace(_source(name), revision=revision)
     if split not in source.splits:
@@ -170,7 +165,7 @@ def load_named(
     try:
         if source.layout == "beir":
             tables = [source.table(c, s) for c, s in ((source.config, source.splits[split]), *_BEIR_TABLES)]
-            found = _from_beir(*tables, draw, partial(choose, chosen, seed=seed, options=options), seed)
+            found = _from_beir(tables, draw, partial(choose, chosen, seed=seed, options=options), seed)
         else:
             found = _from_multihop(source.table(source.config, source.splits[split]), source.layout, granularity, draw)
     except KeyError as error:
@@ -230,8 +225,9 @@ def _from_musique(row: Mapping[str, Any]) -> LabelledQuery:
 
 
 def _from_beir(
-    labels: Any, queries: Any, corpus: Any, draw: _Draw, choose: Callable[..., list[list[int]]], seed: int
+    tables: Sequence[Any], draw: _Draw, choose: Callable[..., list[list[int]]], seed: int
 ) -> list[LabelledQuery]:
+    labels, queries, corpus = tables
     relevant: dict[str, set[str]] = defaultdict(set)
     columns = (_column(labels, name).to_pylist() for name in ("query-id", "corpus-id", "score"))
     for query, document, score in zip(*columns, strict=True):

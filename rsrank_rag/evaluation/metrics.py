@@ -16,15 +16,7 @@ from ..errors import InputError, required
 
 @dataclass(frozen=True, slots=True)
 class ScoredQuery:
-    """Scores and labels of one query's documents, in input order.
-
-    Attributes:
-        scores: Finite numbers.
-        relevant: As many labels.
-
-    Raises:
-        InputError: A score is not finite, so it could be neither ranked nor compared; or there is not one a label.
-    """
+    """Scores and labels of one query's documents, in input order; InputError if a score is not finite, or lacks."""
 
     scores: Sequence[float]
     relevant: Sequence[bool]

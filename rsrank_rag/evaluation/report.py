@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -47,12 +48,7 @@ class Picture:
 
 
 def check_report(folder: str | Path) -> None:
-    """Say before the work that the report could not be written after it.
-
-    Raises:
-        InputError: The folder cannot be made.
-        MissingDependencyError: ir-measures, scipy, matplotlib or jinja2 is not installed.
-    """
+    """Raise before the work what would keep the report from being written after it."""
     ranking_metrics([])
     scipy_stats()
     plots.load_matplotlib()
@@ -83,14 +79,11 @@ def write_report(
         InputError: The folder cannot be written.
         MissingDependencyError: ir-measures, scipy, matplotlib or jinja2 is not installed.
     """
-    found = compare(systems, sets, seed=seed)
-    folder = Path(folder)
+    found, folder = compare(systems, sets, seed=seed), Path(folder)
     try:
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "report.json").write_text(found.model_dump_json(indent=1) + "\n", encoding="utf-8")
-        drawn = [
-            (picture, plots.save(picture.figure, folder / "figures" / picture.name)) for picture in figures_of(found)
-        ]
+        drawn = [(x, plots.save(x.figure, folder / "figures" / x.name)) for x in figures_of(found)]
         (folder / "index.html").write_text(page(found, sets, drawn, titles=titles), encoding="utf-8")
     except OSError as error:
         raise InputError(f"The report could not be written to {folder}: {error}") from error
@@ -130,11 +123,8 @@ def short_names(names: Sequence[str]) -> dict[str, str]:
 
 def _by_label(labels: Sequence[QueryLabels], queries: Sequence[QueryResult]) -> tuple[list[float], list[float]]:
     """Scores of the relevant, and of the irrelevant documents."""
-    found: tuple[list[float], list[float]] = ([], [])
-    for label, query in zip(labels, queries, strict=True):
-        for score, relevant in zip(query.scores, label.relevant, strict=True):
-            found[not relevant].append(score)
-    return found
+    pairs = [pair for x, y in zip(queries, labels, strict=True) for pair in zip(x.scores, y.relevant, strict=True)]
+    return [score for score, relevant in pairs if relevant], [score for score, relevant in pairs if not relevant]
 
 
 def page(
@@ -144,28 +134,17 @@ def page(
     *,
     titles: bool = True,
 ) -> str:
-    """The report as one HTML page with its figures inside; every text from elsewhere is escaped (jinja2).
-
-    Raises:
-        MissingDependencyError: jinja2 is not installed.
-    """
+    """The report as one HTML page with its figures inside; every text from elsewhere is escaped (jinja2)."""
     pictures: dict[str, list[dict[str, str]]] = {}
-    for picture, svg in drawn:
-        data = base64.b64encode(svg.read_bytes()).decode()
+    for picture, png in drawn:
+        data = base64.b64encode(png.read_bytes()).decode()
         pictures.setdefault(picture.section, []).append({"caption": picture.caption, "data": data})
-    text: str = _template().render(
-        found=found,
-        metrics=METRICS,
-        names=TITLES,
-        sets=sets,
-        pictures=pictures,
-        worst=[
-            (system, name, [_shown(sets[name][row], system, name, row, why, titles) for row, why in chosen.items()])
-            for system in found.systems
-            for name, chosen in ((name, worst_queries(system.sets[name].queries)) for name in sets)
-        ],
-    )
-    return text
+    worst = []
+    for system, (name, queries) in product(found.systems, sets.items()):
+        chosen = worst_queries(system.sets[name].queries).items()
+        worst.append((system, name, [_shown(queries[row], system, name, row, why, titles) for row, why in chosen]))
+    about = {"metrics": METRICS, "names": TITLES, "sets": sets, "pictures": pictures, "worst": worst}
+    return str(_template().render(found=found, **about))
 
 
 def worst_queries(queries: Sequence[QueryResult], count: int = WORST) -> dict[int, str]:

@@ -46,11 +46,8 @@ def estimate_mean(
     """Mean of the samples' means with its percentile bootstrap interval.
 
     `samples`: one number a query (for two systems, the paired differences). Several are sets, each counting the same
-    whatever its size and each resampled by itself. `seed`: the same numbers give the same interval.
-
-    Raises:
-        MissingDependencyError: scipy is not installed.
-        ValueError: A sample is empty, or there is none.
+    whatever its size and each resampled by itself. ValueError: one is empty, or there is none. `seed`: the same
+    numbers give the same interval.
     """
     if not samples or not all(samples):
         raise ValueError("estimate_mean needs samples with numbers in them.")

@@ -124,7 +124,7 @@ class LLM2VecGen(Batched):
 def _download(name: str | Path, revision: str | None, options: LoadOptions) -> Path:
     if is_folder(name):
         return Path(name)
-    how = {"local_files_only": options.local_files_only, "token": options.token, "cache_dir": options.cache_dir}
+    how: Any = {"local_files_only": options.local_files_only, "token": options.token, "cache_dir": options.cache_dir}
     try:
         return Path(snapshot_download(str(name), revision=revision, allow_patterns=FILES, **how))
     except LOAD_ERRORS as error:
