@@ -251,7 +251,6 @@ def _from_beir(
 
 
 def _document(row: Mapping[str, Any], *, relevant: bool = False) -> LabelledDocument:
-    """A row of a corpus."""
     return LabelledDocument(id=str(row["_id"]), title=row["title"] or None, text=row["text"], relevant=relevant)
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..errors import InputError, required
+from ..partial_files import write_text
 from . import plots
 from .comparison import METRICS, Comparison, Measured, QueryLabels, QueryResult, SystemResult, compare
 from .datasets import LabelledQuery
@@ -76,17 +77,12 @@ def write_report(
         What report.json holds.
 
     Raises:
-        InputError: The folder cannot be written.
         MissingDependencyError: ir-measures, scipy, matplotlib or jinja2 is not installed.
     """
     found, folder = compare(systems, sets, seed=seed), Path(folder)
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / "report.json").write_text(found.model_dump_json(indent=1) + "\n", encoding="utf-8")
-        drawn = [(x, plots.save(x.figure, folder / "figures" / x.name)) for x in figures_of(found)]
-        (folder / "index.html").write_text(page(found, sets, drawn, titles=titles), encoding="utf-8")
-    except OSError as error:
-        raise InputError(f"The report could not be written to {folder}: {error}") from error
+    write_text(folder / "report.json", found.model_dump_json(indent=1) + "\n")
+    drawn = [(x, plots.save(x.figure, folder / "figures" / x.name)) for x in figures_of(found)]
+    write_text(folder / "index.html", page(found, sets, drawn, titles=titles))
     return found
 
 

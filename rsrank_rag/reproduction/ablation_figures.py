@@ -48,32 +48,24 @@ class FigureFile(BaseModel):
 def figures_of(rows: Sequence[AblationRow], setup: str = "") -> list[AblationFigures]:
     """Rows of one recipe with their seeds joined, set by set in the order they came in."""
     groups: dict[tuple[str, str], list[AblationRow]] = {}
-    for dataset in dict.fromkeys(row.dataset for row in rows):
-        for row in rows:
-            if row.dataset == dataset:
-                groups.setdefault((dataset, row.name), []).append(row)
+    sets = list(dict.fromkeys(row.dataset for row in rows))
+    for row in sorted(rows, key=lambda row: sets.index(row.dataset)):
+        groups.setdefault((row.dataset, row.name), []).append(row)
     means = {key: {metric: _over_seeds(found, metric) for metric in METRICS} for key, found in groups.items()}
     made = []
     for (dataset, name), found in groups.items():
-        base = means.get((dataset, BASE))
-        values, first = means[dataset, name], found[0]
-        differences = {}
-        if base is not None and name != BASE:
-            differences = {m: estimate_mean(paired_differences(values[m], base[m])) for m in COMPARED}
+        base = means.get((dataset, BASE)) if name != BASE else None
+        values = means[dataset, name]
+        differences = {m: paired_differences(values[m], base[m]) for m in COMPARED} if base else {}
         made.append(
             AblationFigures(
-                name=name,
-                group=first.group,
-                changes=first.changes,
+                **found[0].model_dump(include={"name", "group", "changes", "dataset", "train", "parameters"}),
                 setup=setup,
-                dataset=dataset,
                 queries=len(values["f1@0"]),
-                train=first.train,
                 seeds=len(found),
-                parameters=first.parameters,
                 metrics={metric: estimate_mean(numbers) for metric, numbers in values.items()},
                 spread={metric: _spread(found, metric) for metric in METRICS},
-                differences=differences,
+                differences={metric: estimate_mean(numbers) for metric, numbers in differences.items()},
                 tau_best=statistics.fmean(row.tau_best for row in found),
             )
         )

@@ -12,10 +12,11 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from pydantic import BaseModel, ConfigDict, ValidationError
+from typing_extensions import Self
 
 from ..adapters.systems import load_system
 from ..errors import InputError, RSRankError
@@ -59,8 +60,14 @@ class Kept(BaseModel):
 
     key: str
 
-
-K = TypeVar("K", bound=Kept)
+    @classmethod
+    def read(cls, path: Path, key: str) -> Self | None:
+        """What was kept under this key; None where there is nothing, or something else."""
+        try:
+            found = cls.model_validate_json(path.read_text(encoding="utf-8"))
+        except (OSError, ValidationError, UnicodeDecodeError):
+            return None
+        return found if found.key == key else None
 
 
 class _KeptRows(Kept):
@@ -101,7 +108,7 @@ class Ablations:
         recipe = self.recipe(ablation)
         key = sha(repr(ablation), str(seed), recipe.model_dump_json(), *map(_stamp, (*recipe.data, *recipe.evaluation)))
         path = self.output / "results" / f"{key[:16]}.json"
-        kept = read_kept(_KeptRows, path, key)
+        kept = _KeptRows.read(path, key)
         if kept is not None:
             return list(kept.rows)
         self.say(f"ablation: {ablation.name}, seed {seed}")
@@ -209,15 +216,6 @@ def _stamp(part: DataPart) -> str:
         return ""
     state = Path(part.file).stat()
     return f"{state.st_size} {state.st_mtime_ns}"
-
-
-def read_kept(kind: type[K], path: Path, key: str) -> K | None:
-    """What was kept under this key; None where there is nothing, or something else."""
-    try:
-        found = kind.model_validate_json(path.read_text(encoding="utf-8"))
-    except (OSError, ValidationError, UnicodeDecodeError):
-        return None
-    return found if found.key == key else None
 
 
 def sha(*texts: str) -> str:

@@ -53,10 +53,6 @@ class AnswerOdds(Batched):
         model: Its output layer is replaced by an `AnswerHead`.
         answers: The negative and the positive answer, as they stand in the vocabulary.
         prefix: Ids before the text, as `suffix` are those after it. A document that is too long is cut, never these.
-        max_length: Positions of one prompt.
-
-    Raises:
-        BackboneError: The vocabulary lacks an answer, or the output layer is not made of plain numbers.
     """
 
     threshold: float | None = 0.5
@@ -94,11 +90,7 @@ class AnswerOdds(Batched):
         """Logits of the negative and the positive answer, (N, 2), of prompts (N, T) and their mask (N, T)."""
 
     def prompts(self, query: str, documents: Sequence[str]) -> tuple[list[Ids], list[bool]]:
-        """Token ids of each document's prompt, and whether the document was cut.
-
-        Raises:
-            InputError: Something is not text, or the query leaves no room for a document.
-        """
+        """Token ids of each document's prompt, and whether the document was cut; InputError where there is none."""
         if not isinstance(query, str):
             raise InputError(f"The query must be a string, got {type(query).__name__}.")
         opening = clean(self.opening(query))

@@ -35,14 +35,7 @@ class Batched(Reranker):
         return [found.score for found in self.score_documents(query, documents)]
 
     def encode(self, before: str, texts: Sequence[str], room: int, **options: bool) -> tuple[list[Ids], list[bool]]:
-        """Token ids of each text behind the same words, as one text like in training; cut where there is no room.
-
-        Returns:
-            The ids and whether they were cut.
-
-        Raises:
-            InputError: Something is not text.
-        """
+        """Token ids of each text behind the same words, joined as in training, cut to the room; and which were cut."""
         for index, text in enumerate(texts):
             if not isinstance(text, str):
                 raise InputError(f"A query or document must be a string, got {type(text).__name__} at {index}.")

@@ -15,7 +15,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import TYPE_CHECKING, Any
@@ -77,10 +78,8 @@ class LLM2VecGen(Batched):
         self.query_instruction, self.document_instruction = query_instruction, document_instruction
         folder = _download(name, revision, options)
         run = _run_config(folder)
-        try:
+        with _reading(f"The tokenizer in {folder} could not be loaded"):
             tokenizer: Any = AutoTokenizer.from_pretrained(str(folder))
-        except LOAD_ERRORS as error:
-            raise BackboneError(f"The tokenizer in {folder} could not be loaded: {error}") from error
         vocabulary = tokenizer.get_vocab()
         missing = [token for token in run["special_tokens"] if token not in vocabulary]
         if missing:
@@ -121,41 +120,40 @@ class LLM2VecGen(Batched):
         return embedding.cpu()
 
 
+@contextmanager
+def _reading(what: str) -> Iterator[None]:
+    """Around what reads files of others: whatever is wrong with them is a BackboneError."""
+    try:
+        yield
+    except (*LOAD_ERRORS, yaml.YAMLError, UnpicklingError) as error:
+        raise BackboneError(f"{what}: {type(error).__name__}: {error}") from error
+
+
 def _download(name: str | Path, revision: str | None, options: LoadOptions) -> Path:
     if is_folder(name):
         return Path(name)
     how: Any = {"local_files_only": options.local_files_only, "token": options.token, "cache_dir": options.cache_dir}
-    try:
+    with _reading(f"{str(name)!r} (revision {revision or 'main'}) is no local folder and could not be downloaded"):
         return Path(snapshot_download(str(name), revision=revision, allow_patterns=FILES, **how))
-    except LOAD_ERRORS as error:
-        raise BackboneError(
-            f"{str(name)!r} (revision {revision or 'main'}) is no local folder and could not be downloaded: {error}"
-        ) from error
 
 
 def _run_config(folder: Path) -> dict[str, Any]:
     """What the package wrote down in training, completed by what it saved with the weights."""
-    try:
+    needs = "its run_config.yml must name model_name_or_path and special_tokens"
+    with _reading(f"{folder} is no LLM2Vec-Gen model: {needs}"):
         found = yaml.load((folder / "run_config.yml").read_text(encoding="utf-8"), Loader=_Loader)
         saved = folder / "encoder_decoder_config.json"
         more = json.loads(saved.read_text(encoding="utf-8")) if saved.exists() else {}
         run = {"encoding_mode": "last_10_tokens", **found, **more}
         run["model_name_or_path"], run["special_tokens"]
-    except (OSError, yaml.YAMLError, ValueError, TypeError, KeyError) as error:
-        raise BackboneError(
-            f"{folder} is no LLM2Vec-Gen model: its run_config.yml must name model_name_or_path and special_tokens, "
-            f"and reading it gave {type(error).__name__}: {error}"
-        ) from error
     return run
 
 
 def _with_adapter(base: PreTrainedModel, folder: Path, vocabulary: int, options: LoadOptions) -> Any:
     peft = required("peft", "LLM2Vec-Gen needs peft.", "eval")
     base.resize_token_embeddings(vocabulary, mean_resizing=False)  # as in training; the adapter holds the new rows
-    try:
+    with _reading(f"The adapter in {folder} could not be loaded"):
         model = peft.PeftModel.from_pretrained(base, str(folder), torch_device=str(options.resolved_device()))
-    except LOAD_ERRORS as error:
-        raise BackboneError(f"The adapter in {folder} could not be loaded: {error}") from error
     return model.eval().requires_grad_(False)
 
 
@@ -171,13 +169,11 @@ def _read_tokens(mode: str, special: int) -> int:
 
 def _linear(path: Path) -> nn.Linear:
     """One of the two trained maps, in fp32, read without running anything that a pickle may hold."""
-    try:
+    with _reading(f"{path} could not be read as a linear map"):
         saved = torch.load(path, map_location="cpu", weights_only=True)
         config, weights = saved["config"], saved["state_dict"]
         if config.get("pooling_mode", "linear") != "linear" or config.get("size", 1) != 1:
             raise BackboneError(f"{path} is not a single linear map: {config}. Only that kind is published and read.")
         layer = nn.Linear(config["input_dim"], config["output_dim"])
         layer.load_state_dict({name.removeprefix("projection."): value.float() for name, value in weights.items()})
-    except (OSError, RuntimeError, KeyError, TypeError, AttributeError, UnpicklingError) as error:
-        raise BackboneError(f"{path} could not be read as a linear map: {error}") from error
     return layer
