@@ -236,11 +236,10 @@ def read(made: Plan, part: Part) -> Any:
 def _read_parquet(path: Path, part: Part, schema: Any) -> Any:
     pa = arrow()
     with pa.parquet.ParquetFile(path) as file:
-        sizes = [file.metadata.row_group(group).num_rows for group in range(file.num_row_groups)]
-        ends = list(itertools.accumulate(sizes))
-        groups = [g for g, end in enumerate(ends) if end > part.start and end - sizes[g] < part.start + part.rows]
-        first = ends[groups[0]] - sizes[groups[0]]
-        table = file.read_row_groups(groups).slice(part.start - first, part.rows).replace_schema_metadata()
+        starts = [0, *itertools.accumulate(file.metadata.row_group(g).num_rows for g in range(file.num_row_groups))]
+        pairs = enumerate(itertools.pairwise(starts))
+        groups = [g for g, (start, end) in pairs if end > part.start and start < part.start + part.rows]
+        table = file.read_row_groups(groups).slice(part.start - starts[groups[0]], part.rows).replace_schema_metadata()
     return pa.concat_tables([schema.empty_table(), table], promote_options="permissive")
 
 

@@ -75,10 +75,8 @@ def cluster(address: str | None) -> Iterator[Any]:
 def each(make: Callable[[], Worker], items: Sequence[Any], actors: Actors) -> Iterator[Any]:
     """Have every item done by some actor; results come as they are ready, in any order.
 
-    ``make`` makes an actor's worker when its first item comes; it and the items must be picklable.
-
-    Raises:
-        RSRankError: What a worker raised; or an actor died again and again; or the cluster has no room for one.
+    ``make`` makes an actor's worker when its first item comes; it and the items must be picklable. RSRankError is what
+    a worker raised; or an actor died again and again; or the cluster has no room for one.
     """
     if not items:
         return

@@ -20,20 +20,22 @@ RESAMPLES = 2000
 _AT_ONCE = 1_000_000  # numbers drawn at a time, so that memory does not grow with the number of queries
 
 
-class Estimate(BaseModel):
-    """A mean and its bootstrap confidence interval; no interval (None) with fewer than two queries in a set."""
+class Record(BaseModel):
+    """Figures that are written as JSON and read back."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+
+class Estimate(Record):
+    """A mean and its bootstrap confidence interval; no interval (None) with fewer than two queries in a set."""
 
     mean: float
     low: float | None
     high: float | None
 
 
-class PairedTest(BaseModel):
+class PairedTest(Record):
     """A paired t-test."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     difference: float  # mean of first minus second
     t: float | None  # None where it is not defined: fewer than two pairs, or all differ by the same amount

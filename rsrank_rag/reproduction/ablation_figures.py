@@ -6,9 +6,8 @@ import statistics
 from collections.abc import Sequence
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict
 
-from ..evaluation.statistics import Estimate, estimate_mean, paired_differences
+from ..evaluation.statistics import Estimate, Record, estimate_mean, paired_differences
 from .ablation_runs import AblationRow
 from .ablations import BASE
 from .paper_tables import grid, points, sure
@@ -17,10 +16,8 @@ METRICS = {"recall@5": "R@5", "ndcg@5": "nDCG@5", "p@5": "P@5", "f1@5": "F1@5", 
 COMPARED = ("ndcg@5", "f1@0")
 
 
-class AblationFigures(BaseModel):
+class AblationFigures(Record):
     """One ablation on one set."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     name: str
     group: str
@@ -37,10 +34,8 @@ class AblationFigures(BaseModel):
     tau_best: float
 
 
-class FigureFile(BaseModel):
+class FigureFile(Record):
     """``ablations.json``: what tables are made from."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     figures: tuple[AblationFigures, ...]
 

@@ -15,13 +15,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import ValidationError
 from typing_extensions import Self
 
 from ..adapters.systems import load_system
 from ..errors import InputError, RSRankError
 from ..evaluation.evaluate import score_dataset
 from ..evaluation.metrics import ScoredQuery, best_threshold, f1, f1_at, ranking_by_query
+from ..evaluation.statistics import Record
 from ..method.projection import Projection
 from ..partial_files import write_text
 from ..training.batches import scored, split
@@ -36,10 +37,8 @@ from .oracle import oracle_scores
 from .signals import reading
 
 
-class AblationRow(BaseModel):
+class AblationRow(Record):
     """What one ablation gave on one set with one seed; per query, so that intervals and differences can be taken."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     name: str
     group: str
@@ -53,10 +52,8 @@ class AblationRow(BaseModel):
     seconds: float  # the run took, features included where they were not there yet
 
 
-class Kept(BaseModel):
+class Kept(Record):
     """What was computed, on disk, under a key of everything that it depends on."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     key: str
 

@@ -108,19 +108,15 @@ class Reproduction(BaseModel):
             raw["sets"] = [{"file": str(file)} for file in files_in(data)]
         if artifact is not None:
             raw["artifact"] = artifact
-        return validated(cls, raw, source, "configuration")._with(systems, negatives, queries)._checked(source)
-
-    def _with(self, systems: Sequence[str], negatives: str | None, queries: int | None) -> Reproduction:
-        sets = self.sets
-        if negatives is not None:
-            given = Negatives.parse(negatives).model_dump(exclude_unset=True)
-            old = [part.negatives or Negatives() for part in sets]
-            pairs = zip(sets, (other.model_copy(update=given) for other in old), strict=True)
-            sets = tuple(part.model_copy(update={"negatives": new}) for part, new in pairs)
-        if queries is not None:
-            sets = tuple(part.model_copy(update={"queries": min(part.queries or queries, queries)}) for part in sets)
-        more = tuple(SystemPart(name=name) for name in systems)
-        return self.model_copy(update={"sets": sets, "systems": (*self.systems, *more)})
+        validated(cls, raw, source, "configuration")  # before it is changed
+        given = {} if negatives is None else Negatives.parse(negatives).model_dump(exclude_unset=True)
+        for part in raw.get("sets", ()):
+            if given:
+                part["negatives"] = part.get("negatives", {}) | given
+            if queries is not None:
+                part["queries"] = min(part.get("queries", queries), queries)
+        raw["systems"] = [*raw.get("systems", ()), *({"name": name} for name in systems)]
+        return validated(cls, raw, source, "configuration")._checked(source)
 
     def _checked(self, source: str) -> Reproduction:
         """With the artifact's name in place; InputError for what no run could use."""

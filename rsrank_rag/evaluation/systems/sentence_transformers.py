@@ -61,11 +61,8 @@ class CrossEncoder(Reranker):
         revision: str | None = None,
         options: LoadOptions | None = None,
     ) -> None:
-        from torch.nn import Identity
-
         self.threshold = threshold
         self._model = _load("CrossEncoder", name, revision, options)
-        self._raw = Identity()
         if self._model.num_labels != 1:
             raise BackboneError(
                 f"{str(name)!r} is no reranker: it gives {self._model.num_labels} numbers a pair, not one score."
@@ -73,10 +70,12 @@ class CrossEncoder(Reranker):
 
     def score(self, query: str, documents: Sequence[str]) -> list[float]:
         """The model's logit."""
+        from torch.nn import Identity
+
         if not documents:
             return []
         pairs = [(query, document) for document in documents]
-        scores = self._model.predict(pairs, activation_fn=self._raw, show_progress_bar=False)
+        scores = self._model.predict(pairs, activation_fn=Identity(), show_progress_bar=False)
         return [float(score) for score in scores]
 
 
@@ -98,8 +97,6 @@ def _load(kind: str, name: str | Path, revision: str | None, options: LoadOption
         _keep_what_jina_imports()
     hub = {"revision": revision, "local_files_only": options.local_files_only, "token": options.token}
     cache = None if options.cache_dir is None else str(options.cache_dir)
-    # The last two: a repository's own code, written for another version.
-    failures: tuple[type[Exception], ...] = (*LOAD_ERRORS, AttributeError, TypeError)
     try:
         if kind == "CrossEncoder" and not options.trust_remote_code:
             _refuse_own_code(str(name), cache_dir=cache, **hub)
@@ -112,7 +109,7 @@ def _load(kind: str, name: str | Path, revision: str | None, options: LoadOption
                 model_kwargs=model,
                 **hub,
             )
-    except failures as error:
+    except LOAD_ERRORS as error:
         hint = ""
         if "trust_remote_code" in str(error) and not options.trust_remote_code:
             hint = f" Read that code, and allow it if you trust it: {_ALLOW}."
