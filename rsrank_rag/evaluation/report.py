@@ -92,13 +92,11 @@ def figures_of(found: Comparison) -> Iterator[Picture]:
     short = short_names([system.name for system in systems])
     for number, system in enumerate(systems):
         results = system.sets.items()
-        figure = plots.score_ranges(
-            {name: result.score_range for name, result in results},
-            {name: result.tau_best_normalised for name, result in results},
-            system.threshold_normalised,
-            label=system.threshold_kind,
-            title=f"{short[system.name]}: bias {system.bias:.3f}, variance {system.variance:.4f}",
-        )
+        ranges = {name: result.score_range for name, result in results}
+        best = {name: result.tau_best_normalised for name, result in results}
+        title = f"{short[system.name]}: bias {system.bias:.3f}, variance {system.variance:.4f}"
+        threshold, label = system.threshold_normalised, system.threshold_kind
+        figure = plots.score_ranges(ranges, best, threshold, label=label, title=title)
         caption = "the range of scores of each set and the threshold with the highest mean F1, normalised."
         yield Picture("thresholds", f"score-range-{number}", f"{system.name}: {caption}", figure)
     gaps = {s: {short[x.name]: [q.gap for q in x.sets[s].queries] for x in systems} for s in found.labels}
@@ -180,11 +178,6 @@ def _cut(text: str) -> str:
 
 def _template() -> Any:
     jinja2 = required("jinja2", "The report needs jinja2.", "eval,plots")
-    environment = jinja2.Environment(
-        loader=jinja2.PackageLoader(__package__, "templates"),
-        autoescape=True,
-        undefined=jinja2.StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    return environment.get_template("report.html")
+    loader, lines = jinja2.PackageLoader(__package__, "templates"), {"trim_blocks": True, "lstrip_blocks": True}
+    made = jinja2.Environment(loader=loader, autoescape=True, undefined=jinja2.StrictUndefined, **lines)
+    return made.get_template("report.html")

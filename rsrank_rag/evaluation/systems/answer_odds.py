@@ -111,10 +111,8 @@ class AnswerOdds(Batched):
         scores = [float(score) for score in self.compute_each(prompts, self._probabilities)]
         for index, score in enumerate(scores):
             if not math.isfinite(score):
-                raise ScoringError(
-                    f"Document {index} scored {score}. The model overflowed on it: load it in bfloat16 or float32.",
-                    index,
-                )
+                overflow = "The model overflowed on it: load it in bfloat16 or float32."
+                raise ScoringError(f"Document {index} scored {score}. {overflow}", index)
         return [Scored(*row) for row in zip(scores, truncated, strict=True)]
 
     def _probabilities(self, ids: Tensor, mask: Tensor) -> Tensor:

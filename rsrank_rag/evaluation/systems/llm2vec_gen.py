@@ -85,7 +85,13 @@ class LLM2VecGen(Batched):
         if missing:
             raise BackboneError(f"The tokenizer in {folder} lacks the special token {missing[0]!r} of run_config.yml.")
         self.special: Ids = tuple(vocabulary[token] for token in run["special_tokens"])
-        self.read = _read_tokens(str(run["encoding_mode"]), len(self.special))
+        mode = re.fullmatch(r"last_(\d+)_tokens", str(run["encoding_mode"]))
+        self.read = int(mode[1]) if mode else 0
+        if not 1 <= self.read <= len(self.special):
+            raise BackboneError(
+                f"encoding_mode is {run['encoding_mode']!r}, expected 'last_N_tokens' with N at most the "
+                f"{len(self.special)} special tokens."
+            )
         maps = [_linear(folder / part) for part in ("reconstruction_mlp", "alignment_mlp") if (folder / part).exists()]
         if max_length <= len(self.special):
             raise InputError(f"max_length={max_length} leaves no room beside {len(self.special)} special tokens.")
@@ -155,16 +161,6 @@ def _with_adapter(base: PreTrainedModel, folder: Path, vocabulary: int, options:
     with _reading(f"The adapter in {folder} could not be loaded"):
         model = peft.PeftModel.from_pretrained(base, str(folder), torch_device=str(options.resolved_device()))
     return model.eval().requires_grad_(False)
-
-
-def _read_tokens(mode: str, special: int) -> int:
-    """S of ``last_S_tokens``."""
-    found = re.fullmatch(r"last_(\d+)_tokens", mode)
-    if found is None or not 1 <= int(found[1]) <= special:
-        raise BackboneError(
-            f"encoding_mode is {mode!r}, expected 'last_N_tokens' with N at most the {special} special tokens."
-        )
-    return int(found[1])
 
 
 def _linear(path: Path) -> nn.Linear:

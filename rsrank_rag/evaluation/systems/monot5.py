@@ -41,13 +41,8 @@ class MonoT5(AnswerOdds):
                     required(package, "MonoT5's tokenizer needs sentencepiece and protobuf.", "eval")
             raise
         relevant = private_copy(tokenizer, special_tokens=False).encode("Relevant:", add_special_tokens=False).ids
-        super().__init__(
-            model,
-            tokenizer,
-            answers=("▁false", "▁true"),
-            suffix=(*relevant, tokenizer.eos_token_id),
-            max_length=max_length,
-        )
+        suffix = (*relevant, tokenizer.eos_token_id)
+        super().__init__(model, tokenizer, answers=("▁false", "▁true"), suffix=suffix, max_length=max_length)
 
     def opening(self, query: str) -> str:
         """The query."""

@@ -101,14 +101,8 @@ def _load(kind: str, name: str | Path, revision: str | None, options: LoadOption
         if kind == "CrossEncoder" and not options.trust_remote_code:
             _refuse_own_code(str(name), cache_dir=cache, **hub)
         with without_progress_bars():
-            return getattr(sentence_transformers, kind)(
-                str(name),
-                device=str(options.resolved_device()),
-                cache_folder=cache,
-                trust_remote_code=options.trust_remote_code,
-                model_kwargs=model,
-                **hub,
-            )
+            how = {"device": str(options.resolved_device()), "trust_remote_code": options.trust_remote_code, **hub}
+            return getattr(sentence_transformers, kind)(str(name), cache_folder=cache, model_kwargs=model, **how)
     except LOAD_ERRORS as error:
         hint = ""
         if "trust_remote_code" in str(error) and not options.trust_remote_code:
