@@ -6,7 +6,9 @@ import json
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from difflib import get_close_matches
+from importlib import import_module
 from importlib.metadata import PackageNotFoundError, distribution
+from typing import Any
 from urllib.parse import urlparse
 from urllib.request import url2pathname
 
@@ -89,6 +91,14 @@ def pip_install(extra: str) -> str:
         return f"pip install {editable}'{url2pathname(place.path)}[{extra}]'"
     address = f" @ git+{place.geturl()}" if "vcs_info" in source else ""
     return f"pip install '{name}[{extra}]{address}'"
+
+
+def required(module: str, message: str, extra: str) -> Any:
+    """An optional module; where it cannot be imported, MissingDependencyError with the message and the pip command."""
+    try:
+        return import_module(module)
+    except ImportError:
+        raise MissingDependencyError(message, extra) from None
 
 
 def nearest(name: str, names: Iterable[str], prefix: str = "") -> str:

@@ -24,7 +24,7 @@ from rsrank_rag.reproduction import paper_tables
 from rsrank_rag.reproduction.ablation_figures import METRICS, FigureFile, ablation_tables, figures_of
 from rsrank_rag.reproduction.ablation_runs import AblationRow, Ablations
 from rsrank_rag.reproduction.ablations import ABLATIONS, GROUPS, chosen, pick
-from rsrank_rag.reproduction.config import SHIPPED, Reproduction, plan
+from rsrank_rag.reproduction.config import SHIPPED, AblationPart, Reproduction, plan
 from rsrank_rag.reproduction.oracle import OracleSimilarity, oracle_scores
 from rsrank_rag.reproduction.run import reproduce
 from rsrank_rag.reproduction.signals import SignalReader, reading
@@ -355,13 +355,12 @@ def test_halves_are_the_whole(count):
 def test_ablations_are_run_once_and_a_failure_stops_no_other(artifact, data, tmp_path):
     (tmp_path / "recipe.toml").write_text(recipe_text(artifact), encoding="utf-8")
     said = []
-    runner = Ablations(
-        str(tmp_path / "recipe.toml"),
-        tmp_path / "runs",
+    part = AblationPart(
+        recipe=str(tmp_path / "recipe.toml"),
         train=(DataPart(file=str(data / "one.jsonl")),),
         evaluation=(DataPart(file=str(data / "two.jsonl")),),
-        say=said.append,
     )
+    runner = Ablations(part, tmp_path / "runs", said.append)
     wanted = [ABLATIONS[name] for name in ("800 queries", "0 queries", "P=4", "heads: first half")]
     found = {ablation.name: rows for ablation, rows in runner.run(wanted)}
     assert isinstance(found.pop("800 queries"), InputError)

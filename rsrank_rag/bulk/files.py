@@ -18,12 +18,13 @@ import json
 import os
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
+from importlib import import_module
 from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from ..errors import InputError, MissingDependencyError
+from ..errors import InputError, required
 from ..method.template import clean
 from ..partial_files import digest_of, is_running, partial_of, write_text
 from .pairs import COLUMNS, form_of
@@ -87,11 +88,8 @@ class Plan(_Record):
 
 def arrow() -> Any:
     """The library that reads and writes Parquet, if it is installed."""
-    try:
-        import pyarrow
-        import pyarrow.parquet
-    except ModuleNotFoundError as error:
-        raise MissingDependencyError("Parquet files need pyarrow.", "parquet") from error
+    pyarrow = required("pyarrow", "Parquet files need pyarrow.", "parquet")
+    import_module("pyarrow.parquet")
     return pyarrow
 
 
@@ -119,10 +117,9 @@ def plan(source: str, settings: Mapping[str, Any], rows_per_part: int) -> Plan:
     pa = arrow()
     files, parts, schema = list[SourceFile](), list[Part](), pa.schema([])
     for path in find(source):
-        survey = _survey_parquet if path.suffix == ".parquet" else _survey_lines
         rows = 0
         try:
-            for found, offset, count in survey(path, rows_per_part):
+            for found, offset, count in _survey(path, rows_per_part):
                 try:
                     schema = pa.unify_schemas([schema, found], promote_options="permissive")
                 except (pa.ArrowInvalid, pa.ArrowTypeError) as error:
@@ -140,25 +137,18 @@ def plan(source: str, settings: Mapping[str, Any], rows_per_part: int) -> Plan:
     if not parts:
         raise InputError(f"--input {source}: there are no rows in {len(files)} files.")
     _check_types(schema)
-    return Plan(
-        settings=dict(settings),
-        rows_per_part=rows_per_part,
-        arrow_schema=base64.b64encode(schema.serialize().to_pybytes()).decode(),
-        files=tuple(files),
-        parts=tuple(parts),
-    )
+    packed = base64.b64encode(schema.serialize().to_pybytes()).decode()
+    about: dict[str, Any] = {"settings": dict(settings), "rows_per_part": rows_per_part, "arrow_schema": packed}
+    return Plan(**about, files=tuple(files), parts=tuple(parts))
 
 
-def _survey_parquet(path: Path, rows: int) -> Iterator[tuple[Any, int, int]]:
-    """Schema, 0 and number of rows of each part."""
-    with arrow().parquet.ParquetFile(path) as file:
-        schema, total = file.schema_arrow.remove_metadata(), file.metadata.num_rows
-    for start in range(0, total, rows):
-        yield schema, 0, min(rows, total - start)
-
-
-def _survey_lines(path: Path, rows: int) -> Iterator[tuple[Any, int, int]]:
-    """Schema, first byte and number of rows of each part."""
+def _survey(path: Path, rows: int) -> Iterator[tuple[Any, int, int]]:
+    """Schema, first byte (0 where a file cannot be entered) and number of rows of each part."""
+    if path.suffix == ".parquet":
+        with arrow().parquet.ParquetFile(path) as file:
+            schema, total = file.schema_arrow.remove_metadata(), file.metadata.num_rows
+        yield from ((schema, 0, min(rows, total - start)) for start in range(0, total, rows))
+        return
     lines = enumerate(_lines(path))
     while batch := list(itertools.islice(lines, rows)):
         table = _table([_parse(line, path, number) for number, (_, line) in batch])
@@ -190,16 +180,9 @@ def _parse(line: bytes | dict[str, Any], path: Path, number: int) -> dict[str, A
             raise ValueError(f"it is no object but {type(row).__name__}")
     except (ValueError, RecursionError) as error:  # also of an encoding that is not UTF-8
         raise InputError(f"{path}, row {number} (from 0) is no JSON object: {error}") from None
-    return {clean(name): _cleaned(value) for name, value in row.items()} if b"\\u" in line else row
-
-
-def _cleaned(value: Any) -> Any:
-    """Without lone surrogates, which JSON can spell and Parquet cannot hold."""
-    if isinstance(value, str):
-        return clean(value)
-    if isinstance(value, list):
-        return [_cleaned(item) for item in value]
-    return {clean(key): _cleaned(item) for key, item in value.items()} if isinstance(value, dict) else value
+    if b"\\u" in line:  # JSON can spell lone surrogates, and Parquet cannot hold them
+        row = json.loads(clean(json.dumps(row, ensure_ascii=False)))
+    return dict(row)
 
 
 def _table(rows: Sequence[Mapping[str, Any]], schema: Any = None) -> Any:
@@ -218,16 +201,15 @@ def _table(rows: Sequence[Mapping[str, Any]], schema: Any = None) -> Any:
 
 def _check_types(schema: Any) -> None:
     """Raise InputError if the columns that are scored hold something else than text."""
-    types = arrow().types
+    pa = arrow()
     for name in ("query", form_of(schema.names)):
         kind = schema.field(name).type
-        listed = types.is_list(kind) or types.is_large_list(kind)
+        listed = isinstance(kind, (pa.ListType, pa.LargeListType))
         found = kind.value_type if listed else kind
-        if listed and types.is_struct(found) and found.get_field_index("text") >= 0:  # as `rsrank evaluate` reads them
+        if listed and pa.types.is_struct(found) and found.get_field_index("text") >= 0:  # as `rsrank evaluate` does
             found = found.field("text").type
-        found = found.value_type if types.is_dictionary(found) else found
-        text = types.is_string(found) or types.is_large_string(found) or types.is_string_view(found)
-        if not text or listed != (name == "documents"):
+        found = found.value_type if pa.types.is_dictionary(found) else found
+        if found not in (pa.string(), pa.large_string(), pa.string_view()) or listed != (name == "documents"):
             wanted = "lists of texts" if name == "documents" else "texts"
             raise InputError(f'Column "{name}" must hold {wanted}, got {kind}.')
 
@@ -254,11 +236,10 @@ def read(made: Plan, part: Part) -> Any:
 def _read_parquet(path: Path, part: Part, schema: Any) -> Any:
     pa = arrow()
     with pa.parquet.ParquetFile(path) as file:
-        sizes = [file.metadata.row_group(group).num_rows for group in range(file.num_row_groups)]
-        ends = list(itertools.accumulate(sizes))
-        groups = [g for g, end in enumerate(ends) if end > part.start and end - sizes[g] < part.start + part.rows]
-        first = ends[groups[0]] - sizes[groups[0]]
-        table = file.read_row_groups(groups).slice(part.start - first, part.rows).replace_schema_metadata()
+        starts = [0, *itertools.accumulate(file.metadata.row_group(g).num_rows for g in range(file.num_row_groups))]
+        pairs = enumerate(itertools.pairwise(starts))
+        groups = [g for g, (start, end) in pairs if end > part.start and start < part.start + part.rows]
+        table = file.read_row_groups(groups).slice(part.start - starts[groups[0]], part.rows).replace_schema_metadata()
     return pa.concat_tables([schema.empty_table(), table], promote_options="permissive")
 
 
@@ -278,21 +259,17 @@ def open_output(output: Path, source: str, settings: Mapping[str, Any], rows_per
     paths = find(source)
     there = {**found.settings, "rows_per_part": found.rows_per_part, "input files": len(found.files)}
     asked = {**settings, "rows_per_part": rows_per_part, "input files": len(paths)}
-    different = [
-        f"{name}: {there.get(name)!r} there, {asked.get(name)!r} asked for"
-        for name in sorted(set(asked) | set(there))
-        if asked.get(name) != there.get(name)
-    ]
+    pairs = [(name, there.get(name), asked.get(name)) for name in sorted({*there, *asked})]
+    different = [f"{name}: {old!r} there, {new!r} asked for" for name, old, new in pairs if old != new]
     if len(found.files) == len(paths):
         different += [f"the content of {now}" for file, now in zip(found.files, paths, strict=True) if _new(file, now)]
     if different:
         raise InputError(
             f"--output {output} was begun otherwise ({'; '.join(different)}). Ask for the same, or use another folder."
         )
-    moved = [
-        file.model_copy(update={"path": str(now.absolute())}) for file, now in zip(found.files, paths, strict=True)
-    ]
-    return found.model_copy(update={"files": tuple(moved)})
+    places = zip(found.files, paths, strict=True)
+    moved = tuple(file.model_copy(update={"path": str(now.absolute())}) for file, now in places)
+    return found.model_copy(update={"files": moved})
 
 
 def begun(output: Path) -> Plan:
@@ -321,9 +298,8 @@ def sealed(content: bytes) -> bytes:
 
 def _new(file: SourceFile, path: Path) -> bool:
     """Whether the content is another one than it was; a file that nobody has touched is not read for that."""
-    status = path.stat()
-    untouched = (file.path, file.modified) == (str(path.absolute()), status.st_mtime_ns)
-    return file.size != status.st_size or not (untouched or file.sha256 == digest_of(path))
+    untouched = (file.path, file.modified) == (str(path.absolute()), path.stat().st_mtime_ns)
+    return file.size != path.stat().st_size or not (untouched or file.sha256 == digest_of(path))
 
 
 def missing(output: Path, made: Plan) -> list[Part]:
@@ -336,14 +312,11 @@ def missing(output: Path, made: Plan) -> list[Part]:
 
 def _is_there(path: Path, made: Plan, part: Part) -> bool:
     """Whether a file is this part, every byte as it was written."""
-    try:
-        content = path.read_bytes()
-    except FileNotFoundError:
+    content = path.read_bytes() if path.exists() else b""
+    if not content or sealed(content) != content:  # nobody should try to read it as Parquet
         return False
-    if sealed(content) == content:  # else nobody should try to read it as Parquet
-        said = _said(arrow().BufferReader(content))
-        return (said.get("plan"), said.get("part")) == (made.sha256, part.number)
-    return False
+    said = _said(arrow().BufferReader(content))
+    return (said.get("plan"), said.get("part")) == (made.sha256, part.number)
 
 
 def _said(file: Any) -> dict[str, Any]:
@@ -361,8 +334,8 @@ def write(output: Path, made: Plan, part: Part, table: Any, found: Mapping[str, 
         table = table.append_column(name, pa.array(found[name], pa.list_(kind) if listed else kind))
     errors = [error for row in found["error"] for error in row] if listed else list(found["error"])
     failed = sum(error is not None for error in errors)
-    counts = {"pairs": len(errors), "errors": failed, "part": part.number}
-    said = {**made.settings, **counts, "plan": made.sha256, "sha256": BLANK}
+    said = {**made.settings, "pairs": len(errors), "errors": failed, "part": part.number, "plan": made.sha256}
+    said["sha256"] = BLANK
     whole = io.BytesIO()
     with pa.parquet.ParquetWriter(whole, table.schema) as file:
         file.write_table(table)

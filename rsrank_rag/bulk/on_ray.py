@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import logging
 import os
 from collections.abc import Callable, Iterator, Sequence
@@ -12,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..errors import InputError, MissingDependencyError, RSRankError
+from ..errors import InputError, RSRankError, required
 
 if TYPE_CHECKING:
     from ..rsrank import RSRank
@@ -55,11 +54,8 @@ class Actors:
 @contextmanager
 def cluster(address: str | None) -> Iterator[Any]:
     """Ray, connected. What was begun here is ended here: a connection, or a cluster of this machine."""
-    if importlib.util.find_spec("ray") is None:
-        raise MissingDependencyError("--engine ray needs Ray.", "ray")
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    import ray
-
+    ray = required("ray", "--engine ray needs Ray.", "ray")
     if ray.is_initialized():
         yield ray
         return
@@ -79,10 +75,8 @@ def cluster(address: str | None) -> Iterator[Any]:
 def each(make: Callable[[], Worker], items: Sequence[Any], actors: Actors) -> Iterator[Any]:
     """Have every item done by some actor; results come as they are ready, in any order.
 
-    ``make`` makes an actor's worker when its first item comes; it and the items must be picklable.
-
-    Raises:
-        RSRankError: What a worker raised; or an actor died again and again; or the cluster has no room for one.
+    ``make`` makes an actor's worker when its first item comes; it and the items must be picklable. RSRankError is what
+    a worker raised; or an actor died again and again; or the cluster has no room for one.
     """
     if not items:
         return

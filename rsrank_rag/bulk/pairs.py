@@ -94,16 +94,14 @@ class PairScorer:
             outcomes = self._outcomes([pair for _, pair in chunk])
             if any(outcome.fault == "internal" for outcome in outcomes):
                 self._check()
-            for (place, _), outcome in zip(chunk, outcomes, strict=True):
-                cells[place] = self._cell(outcome)
+            threshold = self._engine.reranker.threshold
+            for (place, _), x in zip(chunk, outcomes, strict=True):
+                if x.score is None:
+                    cells[place] = None, None, None, x.error or "It could not be scored."
+                else:
+                    kept = None if threshold is None else x.score > threshold and x.score != BLANK_SCORE
+                    cells[place] = x.score, kept, x.truncated, None
         return cells
-
-    def _cell(self, outcome: Outcome) -> Cell:
-        if outcome.score is None:
-            return None, None, None, outcome.error or "It could not be scored."
-        threshold = self._engine.reranker.threshold
-        kept = None if threshold is None else outcome.score > threshold and outcome.score != BLANK_SCORE
-        return outcome.score, kept, outcome.truncated, None
 
     def _outcomes(self, pairs: Sequence[Pair]) -> list[Outcome]:
         try:

@@ -107,10 +107,6 @@ def score_files(
         rows_per_part: Rows of an output file, of which as many are lost at most for each process that is killed.
         actors: Ray actors to do the work; None to do it in this process.
         progress: Wraps the numbers of rows that are done, as they come.
-
-    Raises:
-        InputError: The input cannot be used, or the folder holds something else.
-        RSRankError: The model cannot be loaded, or an actor failed.
     """
     if rows_per_part < 1:
         raise InputError(f"--rows-per-part must be at least 1, got {rows_per_part}.")

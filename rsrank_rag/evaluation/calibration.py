@@ -13,8 +13,7 @@ from .metrics import ScoredQuery, best_threshold, f1_at, query_best_f1
 class Stability:
     """How well one threshold suits several sets (paper, Section 2.1), in units of the whole score range."""
 
-    low: float  # lowest score of all sets; 0 after normalisation
-    high: float  # highest score of all sets; 1 after normalisation
+    ranges: dict[str, tuple[float, float]]  # each set's lowest and highest score; 0 and 1 are those of all sets
     natural: float  # the threshold the system is used with; outside [0, 1] if no score lies beyond it
     best: dict[str, float]  # each set's threshold with the highest mean F1
     bias: float  # mean over sets of the absolute offset between the best and the natural threshold
@@ -33,13 +32,14 @@ def threshold_stability(sets: Mapping[str, Sequence[ScoredQuery]], threshold: fl
     >>> found.best, found.natural, found.bias, found.variance
     ({'a': 0.25}, 0.5, 0.25, 0.0)
     """
-    scores = [score for queries in sets.values() for query in queries for score in query.scores]
-    low, high = min(scores, default=0.0), max(scores, default=0.0)
+    scores = {name: [score for query in queries for score in query.scores] or [0.0] for name, queries in sets.items()}
+    low, high = min(map(min, scores.values())), max(map(max, scores.values()))
     span = (high - low) or 1.0
+    ranges = {name: ((min(found) - low) / span, (max(found) - low) / span) for name, found in scores.items()}
     best = {name: (best_threshold(queries)[0] - low) / span for name, queries in sets.items()}
     natural = (threshold - low) / span
     bias = statistics.fmean(abs(value - natural) for value in best.values())
-    return Stability(low, high, natural, best, bias, statistics.pvariance(best.values()))
+    return Stability(ranges, natural, best, bias, statistics.pvariance(best.values()))
 
 
 def f1_gaps(queries: Sequence[ScoredQuery]) -> list[float]:

@@ -8,13 +8,11 @@ from functools import partial
 from itertools import combinations
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict
-
 from .. import __version__
 from .calibration import f1_gaps, share_above, threshold_stability
 from .datasets import LabelledQuery
 from .metrics import ScoredQuery, best_threshold, f1_at, query_best_f1, ranking_by_query
-from .statistics import LEVEL, RESAMPLES, Estimate, PairedTest, estimate_mean, paired_differences, paired_t_test
+from .statistics import LEVEL, RESAMPLES, Estimate, PairedTest, Record, estimate_mean, paired_differences, paired_t_test
 
 METRICS = ("ndcg@5", "recall@5", "f1@tau", "f1@best", "f1@query_best")
 """Per query and in the mean: ranking, then F1 at the threshold in use, the set's best and the query's own best one."""
@@ -28,11 +26,7 @@ TUNED = "tuned threshold"
 _Estimator = Callable[..., Estimate]
 
 
-class _Record(BaseModel):
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
-
-
-class QueryLabels(_Record):
+class QueryLabels(Record):
     """A query's documents, by id, and which are relevant."""
 
     id: str
@@ -40,7 +34,7 @@ class QueryLabels(_Record):
     relevant: tuple[bool, ...]
 
 
-class QueryResult(_Record):
+class QueryResult(Record):
     """One system on one query; scores in the order of the labels."""
 
     id: str
@@ -54,7 +48,7 @@ class QueryResult(_Record):
         return self.metrics["f1@query_best"] - self.metrics["f1@best"]
 
 
-class SetResult(_Record):
+class SetResult(Record):
     """One system on one set; what is normalised is so over all sets of the system."""
 
     metrics: dict[str, Estimate]
@@ -67,7 +61,7 @@ class SetResult(_Record):
     queries: tuple[QueryResult, ...]
 
 
-class SystemResult(_Record):
+class SystemResult(Record):
     """One system on all sets; means count each set the same."""
 
     name: str
@@ -85,7 +79,7 @@ class SystemResult(_Record):
         return {"native": "native threshold", "given": "given threshold"}.get(self.threshold_origin, TUNED)
 
 
-class Difference(_Record):
+class Difference(Record):
     """Mean paired differences between two systems, first minus second, by set and metric, and over sets."""
 
     first: str
@@ -94,7 +88,7 @@ class Difference(_Record):
     mean: dict[str, Estimate]
 
 
-class Comparison(_Record):
+class Comparison(Record):
     """Everything that was measured. `model_validate_json` reads report.json back."""
 
     format_version: Literal[3] = 3
@@ -146,21 +140,16 @@ def _labels(query: LabelledQuery) -> QueryLabels:
 
 def _system(system: Measured, sets: Mapping[str, Sequence[LabelledQuery]], estimate: _Estimator) -> SystemResult:
     stability = threshold_stability(system.scored, system.threshold)
-    span = (stability.high - stability.low) or 1.0
     results = {}
     for name, labelled in sets.items():
         queries = system.scored[name]
-        scores = [score for query in queries for score in query.scores]
         gaps, rows = f1_gaps(queries), _rows(labelled, queries, system.threshold)
         best, own = ([row.metrics[metric] for row in rows] for metric in ("f1@best", "f1@query_best"))
         results[name] = SetResult(
             metrics={metric: estimate([row.metrics[metric] for row in rows]) for metric in METRICS},
             tau_best=best_threshold(queries)[0],
             tau_best_normalised=stability.best[name],
-            score_range=(
-                (min(scores, default=0.0) - stability.low) / span,
-                (max(scores, default=0.0) - stability.low) / span,
-            ),
+            score_range=stability.ranges[name],
             gap=estimate(gaps),
             gap_above={f"{limit:g}": share_above(gaps, limit) for limit in GAP_LIMITS},
             t_test=paired_t_test(own, best),

@@ -28,7 +28,7 @@ class LabelledDocument(BaseModel):
     relevant: StrictBool
 
     def content(self, *, titles: bool = True) -> str:
-        """What a reranker reads: the title, where there is one and the text does not start with it, then the text."""
+        """What a reranker reads."""
         return joined(self.text, self.title if titles else None)
 
 
@@ -52,10 +52,7 @@ def dataset_name(path: str | Path) -> str:
 
 
 def read_sets(paths: Iterable[str | Path], *, limit: int | None = None) -> dict[str, list[LabelledQuery]]:
-    """Read several files: name -> queries. Files that share a name go by their paths; one given twice is read once.
-
-    `limit`: only the first queries of each file. Raises as `read_labelled`.
-    """
+    """The first `limit` queries of each file by its name, or path where files share a name; each is read once."""
     files = list(dict.fromkeys(map(Path, paths)))
     names = [dataset_name(path) for path in files]
     return {
@@ -65,11 +62,7 @@ def read_sets(paths: Iterable[str | Path], *, limit: int | None = None) -> dict[
 
 
 def read_labelled(path: str | Path) -> list[LabelledQuery]:
-    """Read ``.jsonl`` or ``.jsonl.gz``.
-
-    Raises:
-        InputError: The file is missing or empty, or a line is not as described (its number is given).
-    """
+    """Read ``.jsonl`` or ``.jsonl.gz``; InputError where it cannot be, with the number of a line that is wrong."""
     path = Path(path)
     if not path.is_file():
         raise InputError(f"There is no data file {path}.")

@@ -25,25 +25,21 @@ System = Reranker | LabelledScorer
 
 
 def score_dataset(system: System, queries: Iterable[LabelledQuery], *, titles: bool = True) -> list[ScoredQuery]:
-    """Score every query's documents, one query after another.
+    """Score every query's documents, one query after another; InputError names a query with a score that is no number.
 
     `titles`: put a document's title, if it has one, in front of its text.
-
-    Raises:
-        InputError: A score is not finite; the query is named.
     """
-    return [_scored(system, query, titles) for query in queries]
-
-
-def _scored(system: System, query: LabelledQuery, titles: bool) -> ScoredQuery:
-    if isinstance(system, Reranker):
-        scores = system.score(query.query, [document.content(titles=titles) for document in query.documents])
-    else:
-        scores = system.score_labelled(query, titles=titles)
-    try:
-        return ScoredQuery(scores, [document.relevant for document in query.documents])
-    except InputError as error:
-        raise InputError(f"Query {query.id!r}: {error}") from None
+    found = []
+    for query in queries:
+        if isinstance(system, Reranker):
+            scores = system.score(query.query, [document.content(titles=titles) for document in query.documents])
+        else:
+            scores = system.score_labelled(query, titles=titles)
+        try:
+            found.append(ScoredQuery(scores, [document.relevant for document in query.documents]))
+        except InputError as error:
+            raise InputError(f"Query {query.id!r}: {error}") from None
+    return found
 
 
 def summarise(scored: Sequence[ScoredQuery], *, threshold: float = 0.0) -> dict[str, Any]:
@@ -55,9 +51,6 @@ def summarise(scored: Sequence[ScoredQuery], *, threshold: float = 0.0) -> dict[
         keep nothing; ``unanswered``: queries without a relevant document, and ``false_keeps``: what is kept of each of
         these (None if there are none). ``f1@best`` at the best single threshold for this set, ``tau_best``, and
         ``f1@query_best`` if every query had its own best one.
-
-    Raises:
-        MissingDependencyError: ir-measures is not installed.
     """
     tau_best, f1_best = best_threshold(scored)
     precision, recall, f1, kept = ([selection(query, threshold)[part] for query in scored] for part in range(4))

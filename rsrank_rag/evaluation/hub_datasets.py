@@ -9,13 +9,13 @@ from __future__ import annotations
 import random
 import re
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from ..errors import InputError, MissingDependencyError
+from ..errors import InputError, required
 from ..language_model.hub_errors import HUB_ERRORS
 from .datasets import LabelledDocument, LabelledQuery, read_sets
 from .negatives import Negatives, choose, replace_negatives
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 Split = Literal["test", "train", "validation"]
 Granularity = Literal["sentence", "paragraph"]
+_Draw = Callable[[Iterable[str]], list[str]]
 
 
 @dataclass(frozen=True)
@@ -39,10 +40,7 @@ class _Source:
 
     def table(self, config: str | None, split: str) -> Any:
         """A `datasets.Dataset`: Arrow files, mapped into memory."""
-        try:
-            import datasets
-        except ImportError:
-            raise MissingDependencyError(f"Loading {self.repository} needs datasets.", "train") from None
+        datasets = required("datasets", f"Loading {self.repository} needs datasets.", "train")
         try:
             return datasets.load_dataset(self.repository, config, split=split, revision=self.revision)
         except (*HUB_ERRORS, datasets.exceptions.DatasetsError) as error:
@@ -84,7 +82,7 @@ def load_sets(
     titles: bool = True,
     options: LoadOptions | None = None,
 ) -> dict[str, list[LabelledQuery]]:
-    """Files of labelled queries and sets by name from the Hub: name -> queries.
+    """Files of labelled queries and sets by name from the Hub: name -> queries; raises as what it calls.
 
     Args:
         places: ``.jsonl`` or ``.jsonl.gz`` files, names of `NAMES` or ``beir:NAME``. A file goes before a name.
@@ -93,9 +91,6 @@ def load_sets(
             random for sets of BEIR by name. The multi-hop sets by name keep their own.
         titles: The first stage reads a file's titles in front of the texts.
         options: How to load the bi-encoder of dense negatives.
-
-    Raises:
-        RSRankError: As `read_labelled`, `load_named` and `replace_negatives`.
     """
     given = dict.fromkeys(map(str, places))
     named = [place for place in given if is_name(place)]
@@ -137,7 +132,7 @@ def load_named(
     revision: str | None = None,
     options: LoadOptions | None = None,
 ) -> list[LabelledQuery]:
-    """Load one of the paper's sets. Downloads are kept in the cache of `datasets`.
+    """Load a set, in order of the queries' ids. Downloads are kept in the cache of `datasets`.
 
     2wiki, hotpotqa and musique come with each question's own gold and distractor paragraphs, and musique holds
     answerable questions only. Their test labels are hidden, so "test" gives the validation split. fiqa, nfcorpus and
@@ -154,13 +149,8 @@ def load_named(
         revision: Another commit, branch or tag of the repository than the one this package was written against.
         options: How to load the bi-encoder of dense negatives.
 
-    Returns:
-        Queries in order of their id. In the sets of BEIR each has a relevant document.
-
     Raises:
         InputError: An argument that cannot be used, or a set that cannot be downloaded or has other columns.
-        BackboneError: The bi-encoder cannot be loaded.
-        MissingDependencyError: datasets is not installed, or what hard negatives need.
     """
     source = _source(name) if revision is None else replace(_source(name), revision=revision)
     if split not in source.splits:
@@ -175,7 +165,7 @@ def load_named(
     try:
         if source.layout == "beir":
             tables = [source.table(c, s) for c, s in ((source.config, source.splits[split]), *_BEIR_TABLES)]
-            found = _from_beir(*tables, draw=draw, negatives=chosen, seed=seed, options=options)
+            found = _from_beir(tables, draw, partial(choose, chosen, seed=seed, options=options), seed)
         else:
             found = _from_multihop(source.table(source.config, source.splits[split]), source.layout, granularity, draw)
     except KeyError as error:
@@ -203,12 +193,7 @@ def _column(table: Any, name: str) -> Any:
     return table.data.column(name)
 
 
-def _from_multihop(
-    table: Any,
-    layout: Literal["hotpotqa", "musique"],
-    granularity: Granularity | None,
-    draw: Callable[[Iterable[str]], list[str]],
-) -> list[LabelledQuery]:
+def _from_multihop(table: Any, layout: str, granularity: Granularity | None, draw: _Draw) -> list[LabelledQuery]:
     rows = {str(key): row for row, key in enumerate(_column(table, "id").to_pylist())}
     if layout == "musique":
         answerable = _column(table, "answerable").to_pylist()
@@ -240,15 +225,9 @@ def _from_musique(row: Mapping[str, Any]) -> LabelledQuery:
 
 
 def _from_beir(
-    labels: Any,
-    queries: Any,
-    corpus: Any,
-    *,
-    draw: Callable[[Iterable[str]], list[str]],
-    negatives: Negatives,
-    seed: int,
-    options: LoadOptions | None,
+    tables: Sequence[Any], draw: _Draw, choose: Callable[..., list[list[int]]], seed: int
 ) -> list[LabelledQuery]:
+    labels, queries, corpus = tables
     relevant: dict[str, set[str]] = defaultdict(set)
     columns = (_column(labels, name).to_pylist() for name in ("query-id", "corpus-id", "score"))
     for query, document, score in zip(*columns, strict=True):
@@ -259,14 +238,8 @@ def _from_beir(
     gold = {key: {corpus_rows[i] for i in relevant[key] if i in corpus_rows} for key in query_rows}
     keys = draw(key for key, rows in gold.items() if rows)
     texts = [queries[query_rows[key]]["text"] for key in keys]
-    chosen = choose(
-        negatives,
-        [(key, text, gold[key]) for key, text in zip(keys, texts, strict=True)],
-        len(corpus),
-        lambda rows: [_document(row).content() for row in corpus.select(rows)],
-        seed=seed,
-        options=options,
-    )
+    asked = [(key, text, gold[key]) for key, text in zip(keys, texts, strict=True)]
+    chosen = choose(asked, len(corpus), lambda rows: [_document(row).content() for row in corpus.select(rows)])
     found = []
     for key, text, others in zip(keys, texts, chosen, strict=True):
         rows = [*sorted(gold[key]), *others]
@@ -278,7 +251,6 @@ def _from_beir(
 
 
 def _document(row: Mapping[str, Any], *, relevant: bool = False) -> LabelledDocument:
-    """A row of a corpus."""
     return LabelledDocument(id=str(row["_id"]), title=row["title"] or None, text=row["text"], relevant=relevant)
 
 

@@ -11,20 +11,12 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ..errors import InputError, MissingDependencyError
+from ..errors import InputError, required
 
 
 @dataclass(frozen=True, slots=True)
 class ScoredQuery:
-    """Scores and labels of one query's documents, in input order.
-
-    Attributes:
-        scores: Finite numbers.
-        relevant: As many labels.
-
-    Raises:
-        InputError: A score is not finite, so it could be neither ranked nor compared; or there is not one a label.
-    """
+    """Scores and labels of one query's documents, in input order; InputError if a score is not finite, or lacks."""
 
     scores: Sequence[float]
     relevant: Sequence[bool]
@@ -114,26 +106,18 @@ def query_best_f1(query: ScoredQuery) -> float:
 
 
 def ranking_metrics(queries: Sequence[ScoredQuery]) -> dict[str, float]:
-    """Mean nDCG@5 and Recall@5; raises as `ranking_by_query`."""
+    """Mean nDCG@5 and Recall@5."""
     return {name: mean(values) for name, values in ranking_by_query(queries).items()}
 
 
 def ranking_by_query(queries: Sequence[ScoredQuery]) -> dict[str, list[float]]:
-    """nDCG@5 and Recall@5 of each query by ir-measures; 0 for a query without relevant documents.
-
-    Raises:
-        MissingDependencyError: ir-measures is not installed.
-    """
-    try:
-        import ir_measures
-        from ir_measures import R, nDCG
-    except ImportError:
-        raise MissingDependencyError("Ranking metrics need ir-measures.", "eval") from None
+    """nDCG@5 and Recall@5 of each query by ir-measures; 0 for a query without relevant documents."""
+    ir_measures = required("ir_measures", "Ranking metrics need ir-measures.", "eval")
     qrels, run = {}, {}
     for number, query in enumerate(queries):
         order = query.order()
         run[str(number)] = {str(i): float(len(order) - rank) for rank, i in enumerate(order)}
         qrels[str(number)] = {str(i): int(label) for i, label in enumerate(query.relevant)}
-    measures = {"ndcg@5": nDCG @ 5, "recall@5": R @ 5}
+    measures = {"ndcg@5": ir_measures.nDCG @ 5, "recall@5": ir_measures.R @ 5}
     found = {(m.query_id, m.measure): float(m.value) for m in ir_measures.iter_calc(measures.values(), qrels, run)}
     return {name: [found.get((key, measure), 0.0) for key in qrels] for name, measure in measures.items()}

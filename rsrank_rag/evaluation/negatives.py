@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 import random
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import TYPE_CHECKING, Literal, get_args
 
 import numpy as np
@@ -42,13 +42,10 @@ class Negatives(BaseModel):
 
     @classmethod
     def parse(cls, text: str) -> Negatives:
-        """As on the command line: ``random``, ``bm25``, ``dense`` or ``dense:ENCODER``.
+        """As on the command line: ``random``, ``bm25``, ``dense`` or ``dense:ENCODER``; else InputError.
 
         >>> Negatives.parse("dense:BAAI/bge-m3").encoder
         'BAAI/bge-m3'
-
-        Raises:
-            InputError: It is none of them.
         """
         kind, colon, encoder = text.partition(":")
         if kind not in get_args(Kind) or (colon and not (kind == "dense" and encoder)):
@@ -70,11 +67,8 @@ def choose(
     Documents that share no word with the query are no hard negatives: where BM25 finds too few, random ones follow.
 
     `queries`: id, text and the rows of the relevant documents of each. `read`: texts of some rows, as a reranker
-    reads them. `seed`: of everything random. What a query gets depends on no other query.
-
-    Raises:
-        BackboneError: The encoder cannot be loaded.
-        MissingDependencyError: bm25s or sentence-transformers is not installed.
+    reads them. `seed`: of everything random. What a query gets depends on no other query. BackboneError and
+    MissingDependencyError say why there is no first stage.
     """
     rows: Sequence[int] = range(size)
     if negatives.corpus is not None and negatives.corpus < size:
@@ -103,11 +97,18 @@ def _ranked(
             f"Negatives by {negatives.kind} read all {len(rows):,} documents of the corpus, which takes hours and many "
             f"GB. Negatives(corpus={LARGE // 10}) draws them from so many at random."
         )
-    texts = [text for _, text, _ in queries]
+    texts, corpus = [text for _, text, _ in queries], read(rows)
     depth = negatives.count + max((len(gold) for _, _, gold in queries), default=0)
-    if negatives.kind == "bm25":
-        return _bm25(texts, depth, read(rows))
-    return _dense(texts, depth, read(rows), BiEncoder(negatives.encoder, options=options))
+    if negatives.kind == "bm25":  # none without a common word, of equal ones the first
+        ranked = (
+            (scores, np.argsort(-scores, kind="stable")) for scores in map(np.asarray, BM25().scores(texts, corpus))
+        )
+        return ([int(row) for row in best[:depth] if scores[row] > 0] for scores, best in ranked)
+    encoder = BiEncoder(negatives.encoder, options=options)
+    from sentence_transformers.util import semantic_search
+
+    found = semantic_search(encoder.encode_queries(texts), encoder.encode_documents(corpus), top_k=depth)
+    return ([int(hit["corpus_id"]) for hit in hits] for hits in found)
 
 
 def replace_negatives(
@@ -131,14 +132,11 @@ def replace_negatives(
     wanted = [
         (query.id, query.query, {place[d.title, d.text] for d in query.documents if d.relevant}) for query in queries
     ]
-    found = choose(
-        negatives,
-        wanted,
-        len(documents),
-        lambda rows: [documents[row].content(titles=titles) for row in rows],
-        seed=seed,
-        options=options,
-    )
+
+    def read(rows: Sequence[int]) -> list[str]:
+        return [documents[row].content(titles=titles) for row in rows]
+
+    found = choose(negatives, wanted, len(documents), read, seed=seed, options=options)
     changed = []
     for query, rows in zip(queries, found, strict=True):
         # An id may stand for another text at another query.
@@ -153,17 +151,3 @@ def _others(rows: Sequence[int], taken: Collection[int], count: int, rng: random
     """`count` of the rows that are not taken, or all there are, at random."""
     drawn = rng.sample(rows, min(len(rows), count + len(taken)))
     return [row for row in drawn if row not in taken][:count]
-
-
-def _bm25(queries: Sequence[str], depth: int, corpus: Sequence[str]) -> Iterator[list[int]]:
-    """The best of the corpus by BM25 of each query; none without a common word, of equal ones the first."""
-    for scores in map(np.asarray, BM25().scores(queries, corpus)):
-        yield [int(row) for row in np.argsort(-scores, kind="stable")[:depth] if scores[row] > 0]
-
-
-def _dense(queries: Sequence[str], depth: int, corpus: Sequence[str], encoder: BiEncoder) -> Iterator[list[int]]:
-    """The best of the corpus by cosine of each query."""
-    from sentence_transformers.util import semantic_search
-
-    found = semantic_search(encoder.encode_queries(queries), encoder.encode_documents(corpus), top_k=depth)
-    return ([int(hit["corpus_id"]) for hit in hits] for hits in found)

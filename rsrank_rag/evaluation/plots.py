@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ..errors import MissingDependencyError
+from ..errors import required
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -40,16 +40,8 @@ STYLE: dict[str, Any] = {
 
 
 def load_matplotlib() -> Any:
-    """The library.
-
-    Raises:
-        MissingDependencyError: matplotlib is not installed.
-    """
-    try:
-        import matplotlib
-    except ImportError:
-        raise MissingDependencyError("Figures need matplotlib.", "plots") from None
-    return matplotlib
+    """The library; MissingDependencyError where it is not installed."""
+    return required("matplotlib", "Figures need matplotlib.", "plots")
 
 
 def save(figure: Figure, path: Path) -> Path:

@@ -5,10 +5,12 @@ from __future__ import annotations
 import base64
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..errors import InputError, MissingDependencyError
+from ..errors import InputError, required
+from ..partial_files import write_text
 from . import plots
 from .comparison import METRICS, Comparison, Measured, QueryLabels, QueryResult, SystemResult, compare
 from .datasets import LabelledQuery
@@ -47,12 +49,7 @@ class Picture:
 
 
 def check_report(folder: str | Path) -> None:
-    """Say before the work that the report could not be written after it.
-
-    Raises:
-        InputError: The folder cannot be made.
-        MissingDependencyError: ir-measures, scipy, matplotlib or jinja2 is not installed.
-    """
+    """Raise before the work what would keep the report from being written after it."""
     ranking_metrics([])
     scipy_stats()
     plots.load_matplotlib()
@@ -80,20 +77,12 @@ def write_report(
         What report.json holds.
 
     Raises:
-        InputError: The folder cannot be written.
         MissingDependencyError: ir-measures, scipy, matplotlib or jinja2 is not installed.
     """
-    found = compare(systems, sets, seed=seed)
-    folder = Path(folder)
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / "report.json").write_text(found.model_dump_json(indent=1) + "\n", encoding="utf-8")
-        drawn = [
-            (picture, plots.save(picture.figure, folder / "figures" / picture.name)) for picture in figures_of(found)
-        ]
-        (folder / "index.html").write_text(page(found, sets, drawn, titles=titles), encoding="utf-8")
-    except OSError as error:
-        raise InputError(f"The report could not be written to {folder}: {error}") from error
+    found, folder = compare(systems, sets, seed=seed), Path(folder)
+    write_text(folder / "report.json", found.model_dump_json(indent=1) + "\n")
+    drawn = [(x, plots.save(x.figure, folder / "figures" / x.name)) for x in figures_of(found)]
+    write_text(folder / "index.html", page(found, sets, drawn, titles=titles))
     return found
 
 
@@ -103,13 +92,11 @@ def figures_of(found: Comparison) -> Iterator[Picture]:
     short = short_names([system.name for system in systems])
     for number, system in enumerate(systems):
         results = system.sets.items()
-        figure = plots.score_ranges(
-            {name: result.score_range for name, result in results},
-            {name: result.tau_best_normalised for name, result in results},
-            system.threshold_normalised,
-            label=system.threshold_kind,
-            title=f"{short[system.name]}: bias {system.bias:.3f}, variance {system.variance:.4f}",
-        )
+        ranges = {name: result.score_range for name, result in results}
+        best = {name: result.tau_best_normalised for name, result in results}
+        title = f"{short[system.name]}: bias {system.bias:.3f}, variance {system.variance:.4f}"
+        threshold, label = system.threshold_normalised, system.threshold_kind
+        figure = plots.score_ranges(ranges, best, threshold, label=label, title=title)
         caption = "the range of scores of each set and the threshold with the highest mean F1, normalised."
         yield Picture("thresholds", f"score-range-{number}", f"{system.name}: {caption}", figure)
     gaps = {s: {short[x.name]: [q.gap for q in x.sets[s].queries] for x in systems} for s in found.labels}
@@ -130,11 +117,8 @@ def short_names(names: Sequence[str]) -> dict[str, str]:
 
 def _by_label(labels: Sequence[QueryLabels], queries: Sequence[QueryResult]) -> tuple[list[float], list[float]]:
     """Scores of the relevant, and of the irrelevant documents."""
-    found: tuple[list[float], list[float]] = ([], [])
-    for label, query in zip(labels, queries, strict=True):
-        for score, relevant in zip(query.scores, label.relevant, strict=True):
-            found[not relevant].append(score)
-    return found
+    pairs = [pair for x, y in zip(queries, labels, strict=True) for pair in zip(x.scores, y.relevant, strict=True)]
+    return [score for score, relevant in pairs if relevant], [score for score, relevant in pairs if not relevant]
 
 
 def page(
@@ -144,28 +128,17 @@ def page(
     *,
     titles: bool = True,
 ) -> str:
-    """The report as one HTML page with its figures inside; every text from elsewhere is escaped (jinja2).
-
-    Raises:
-        MissingDependencyError: jinja2 is not installed.
-    """
+    """The report as one HTML page with its figures inside; every text from elsewhere is escaped (jinja2)."""
     pictures: dict[str, list[dict[str, str]]] = {}
-    for picture, svg in drawn:
-        data = base64.b64encode(svg.read_bytes()).decode()
+    for picture, png in drawn:
+        data = base64.b64encode(png.read_bytes()).decode()
         pictures.setdefault(picture.section, []).append({"caption": picture.caption, "data": data})
-    text: str = _template().render(
-        found=found,
-        metrics=METRICS,
-        names=TITLES,
-        sets=sets,
-        pictures=pictures,
-        worst=[
-            (system, name, [_shown(sets[name][row], system, name, row, why, titles) for row, why in chosen.items()])
-            for system in found.systems
-            for name, chosen in ((name, worst_queries(system.sets[name].queries)) for name in sets)
-        ],
-    )
-    return text
+    worst = []
+    for system, (name, queries) in product(found.systems, sets.items()):
+        chosen = worst_queries(system.sets[name].queries).items()
+        worst.append((system, name, [_shown(queries[row], system, name, row, why, titles) for row, why in chosen]))
+    about = {"metrics": METRICS, "names": TITLES, "sets": sets, "pictures": pictures, "worst": worst}
+    return str(_template().render(found=found, **about))
 
 
 def worst_queries(queries: Sequence[QueryResult], count: int = WORST) -> dict[int, str]:
@@ -204,15 +177,7 @@ def _cut(text: str) -> str:
 
 
 def _template() -> Any:
-    try:
-        from jinja2 import Environment, PackageLoader, StrictUndefined
-    except ImportError:
-        raise MissingDependencyError("The report needs jinja2.", "eval,plots") from None
-    environment = Environment(
-        loader=PackageLoader(__package__, "templates"),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    return environment.get_template("report.html")
+    jinja2 = required("jinja2", "The report needs jinja2.", "eval,plots")
+    loader, lines = jinja2.PackageLoader(__package__, "templates"), {"trim_blocks": True, "lstrip_blocks": True}
+    made = jinja2.Environment(loader=loader, autoescape=True, undefined=jinja2.StrictUndefined, **lines)
+    return made.get_template("report.html")

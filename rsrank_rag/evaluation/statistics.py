@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from pydantic import BaseModel, ConfigDict
 
-from ..errors import MissingDependencyError
+from ..errors import required
 
 LEVEL = 0.95
 """Confidence level of the intervals."""
@@ -20,20 +20,22 @@ RESAMPLES = 2000
 _AT_ONCE = 1_000_000  # numbers drawn at a time, so that memory does not grow with the number of queries
 
 
-class Estimate(BaseModel):
-    """A mean and its bootstrap confidence interval; no interval (None) with fewer than two queries in a set."""
+class Record(BaseModel):
+    """Figures that are written as JSON and read back."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+
+class Estimate(Record):
+    """A mean and its bootstrap confidence interval; no interval (None) with fewer than two queries in a set."""
 
     mean: float
     low: float | None
     high: float | None
 
 
-class PairedTest(BaseModel):
+class PairedTest(Record):
     """A paired t-test."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     difference: float  # mean of first minus second
     t: float | None  # None where it is not defined: fewer than two pairs, or all differ by the same amount
@@ -46,11 +48,8 @@ def estimate_mean(
     """Mean of the samples' means with its percentile bootstrap interval.
 
     `samples`: one number a query (for two systems, the paired differences). Several are sets, each counting the same
-    whatever its size and each resampled by itself. `seed`: the same numbers give the same interval.
-
-    Raises:
-        MissingDependencyError: scipy is not installed.
-        ValueError: A sample is empty, or there is none.
+    whatever its size and each resampled by itself. ValueError: one is empty, or there is none. `seed`: the same
+    numbers give the same interval.
     """
     if not samples or not all(samples):
         raise ValueError("estimate_mean needs samples with numbers in them.")
@@ -92,13 +91,5 @@ def paired_t_test(first: Sequence[float], second: Sequence[float]) -> PairedTest
 
 
 def scipy_stats() -> Any:
-    """The library.
-
-    Raises:
-        MissingDependencyError: scipy is not installed.
-    """
-    try:
-        from scipy import stats
-    except ImportError:
-        raise MissingDependencyError("Intervals and tests need scipy.", "eval") from None
-    return stats
+    """The library; MissingDependencyError where it is not installed."""
+    return required("scipy", "Intervals and tests need scipy.", "eval").stats

@@ -6,9 +6,8 @@ import statistics
 from collections.abc import Sequence
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict
 
-from ..evaluation.statistics import Estimate, estimate_mean, paired_differences
+from ..evaluation.statistics import Estimate, Record, estimate_mean, paired_differences
 from .ablation_runs import AblationRow
 from .ablations import BASE
 from .paper_tables import grid, points, sure
@@ -17,10 +16,8 @@ METRICS = {"recall@5": "R@5", "ndcg@5": "nDCG@5", "p@5": "P@5", "f1@5": "F1@5", 
 COMPARED = ("ndcg@5", "f1@0")
 
 
-class AblationFigures(BaseModel):
+class AblationFigures(Record):
     """One ablation on one set."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     name: str
     group: str
@@ -37,10 +34,8 @@ class AblationFigures(BaseModel):
     tau_best: float
 
 
-class FigureFile(BaseModel):
+class FigureFile(Record):
     """``ablations.json``: what tables are made from."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     figures: tuple[AblationFigures, ...]
 
@@ -48,32 +43,24 @@ class FigureFile(BaseModel):
 def figures_of(rows: Sequence[AblationRow], setup: str = "") -> list[AblationFigures]:
     """Rows of one recipe with their seeds joined, set by set in the order they came in."""
     groups: dict[tuple[str, str], list[AblationRow]] = {}
-    for dataset in dict.fromkeys(row.dataset for row in rows):
-        for row in rows:
-            if row.dataset == dataset:
-                groups.setdefault((dataset, row.name), []).append(row)
+    sets = list(dict.fromkeys(row.dataset for row in rows))
+    for row in sorted(rows, key=lambda row: sets.index(row.dataset)):
+        groups.setdefault((row.dataset, row.name), []).append(row)
     means = {key: {metric: _over_seeds(found, metric) for metric in METRICS} for key, found in groups.items()}
     made = []
     for (dataset, name), found in groups.items():
-        base = means.get((dataset, BASE))
-        values, first = means[dataset, name], found[0]
-        differences = {}
-        if base is not None and name != BASE:
-            differences = {m: estimate_mean(paired_differences(values[m], base[m])) for m in COMPARED}
+        base = means.get((dataset, BASE)) if name != BASE else None
+        values = means[dataset, name]
+        differences = {m: paired_differences(values[m], base[m]) for m in COMPARED} if base else {}
         made.append(
             AblationFigures(
-                name=name,
-                group=first.group,
-                changes=first.changes,
+                **found[0].model_dump(include={"name", "group", "changes", "dataset", "train", "parameters"}),
                 setup=setup,
-                dataset=dataset,
                 queries=len(values["f1@0"]),
-                train=first.train,
                 seeds=len(found),
-                parameters=first.parameters,
                 metrics={metric: estimate_mean(numbers) for metric, numbers in values.items()},
                 spread={metric: _spread(found, metric) for metric in METRICS},
-                differences=differences,
+                differences={metric: estimate_mean(numbers) for metric, numbers in differences.items()},
                 tau_best=statistics.fmean(row.tau_best for row in found),
             )
         )

@@ -12,15 +12,17 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import ValidationError
+from typing_extensions import Self
 
 from ..adapters.systems import load_system
 from ..errors import InputError, RSRankError
 from ..evaluation.evaluate import score_dataset
 from ..evaluation.metrics import ScoredQuery, best_threshold, f1, f1_at, ranking_by_query
+from ..evaluation.statistics import Record
 from ..method.projection import Projection
 from ..partial_files import write_text
 from ..training.batches import scored, split
@@ -30,14 +32,13 @@ from ..training.run import TrainingRun
 from ..training.store import FeatureSource, FeatureStore, QueryFeatures
 from .ablations import Ablation, pick
 from .closed_form import closed_form
+from .config import AblationPart
 from .oracle import oracle_scores
 from .signals import reading
 
 
-class AblationRow(BaseModel):
+class AblationRow(Record):
     """What one ablation gave on one set with one seed; per query, so that intervals and differences can be taken."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     name: str
     group: str
@@ -51,15 +52,19 @@ class AblationRow(BaseModel):
     seconds: float  # the run took, features included where they were not there yet
 
 
-class Kept(BaseModel):
+class Kept(Record):
     """What was computed, on disk, under a key of everything that it depends on."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     key: str
 
-
-K = TypeVar("K", bound=Kept)
+    @classmethod
+    def read(cls, path: Path, key: str) -> Self | None:
+        """What was kept under this key; None where there is nothing, or something else."""
+        try:
+            found = cls.model_validate_json(path.read_text(encoding="utf-8"))
+        except (OSError, ValidationError, UnicodeDecodeError):
+            return None
+        return found if found.key == key else None
 
 
 class _KeptRows(Kept):
@@ -72,32 +77,25 @@ class _KeptRows(Kept):
 class Ablations:
     """Runs ablations of a recipe one after another."""
 
-    config: str
+    part: AblationPart
     output: Path
-    settings: Sequence[str] = ()  # entries that are changed for all of them, as after ``--set``
-    train: tuple[DataPart, ...] = ()  # what B learns from; empty for the recipe's data
-    evaluation: tuple[DataPart, ...] = ()  # what it is measured on; empty for the recipe's evaluation sets
-    seeds: Sequence[int] = (0,)  # of B's first numbers, the order of queries and which of them choose the epoch
     say: Callable[[str], object] = str  # told what is going on
     _stores: dict[str, FeatureStore] = field(default_factory=dict, init=False)
     _features: dict[Path, FeatureSource] = field(default_factory=dict, init=False)
 
     def recipe(self, ablation: Ablation) -> Recipe:
-        """The changed recipe.
-
-        Raises:
-            InputError: There is no such recipe, it cannot be changed so, or it has nothing to measure on.
-        """
-        found = Recipe.load(self.config, [*self.settings, *ablation.changes])
-        update = {"data": self.train or found.data, "evaluation": self.evaluation or found.evaluation}
+        """The changed recipe; InputError where there is none, or it has nothing to learn from or to measure on."""
+        part = self.part
+        found = Recipe.load(part.recipe, [*part.settings, *ablation.changes])
+        update = {"data": part.train or found.data, "evaluation": part.evaluation or found.evaluation}
         if not update["data"] or not update["evaluation"]:
-            raise InputError(f"Ablations of {self.config!r} need data to train on and evaluation sets. Name both.")
+            raise InputError(f"Ablations of {part.recipe!r} need data to train on and evaluation sets. Name both.")
         return found.model_copy(update=update)
 
     def run(self, ablations: Sequence[Ablation]) -> Iterator[tuple[Ablation, list[AblationRow] | RSRankError]]:
         """Each ablation and seed with its rows, one a set; or with the error that it ended with. The others go on."""
         for ablation in ablations:
-            for seed in self.seeds if ablation.seeded else self.seeds[:1]:
+            for seed in self.part.seeds if ablation.seeded else self.part.seeds[:1]:
                 try:
                     yield ablation, self._rows(ablation, seed)
                 except RSRankError as error:
@@ -107,19 +105,15 @@ class Ablations:
         recipe = self.recipe(ablation)
         key = sha(repr(ablation), str(seed), recipe.model_dump_json(), *map(_stamp, (*recipe.data, *recipe.evaluation)))
         path = self.output / "results" / f"{key[:16]}.json"
-        kept = read_kept(_KeptRows, path, key)
+        kept = _KeptRows.read(path, key)
         if kept is not None:
             return list(kept.rows)
         self.say(f"ablation: {ablation.name}, seed {seed}")
         started = time.perf_counter()
         train, parameters, found = self._scores(ablation, recipe, seed)
-        seconds = time.perf_counter() - started
         about: dict[str, Any] = {"name": ablation.name, "group": ablation.group, "changes": str(ablation), "seed": seed}
-        about |= {"train": train, "parameters": parameters, "seconds": seconds}
-        rows = []
-        for label, queries in found.items():
-            metrics, tau = _measured(queries)
-            rows.append(AblationRow(**about, dataset=label, metrics=metrics, tau_best=tau))
+        about |= {"train": train, "parameters": parameters, "seconds": time.perf_counter() - started}
+        rows = [AblationRow(**about, dataset=label, **_measured(queries)) for label, queries in found.items()]
         write_text(path, _KeptRows(key=key, rows=tuple(rows)).model_dump_json(indent=1) + "\n")
         return rows
 
@@ -158,10 +152,8 @@ class Ablations:
         same = recipe.model_dump_json(include={"model", "template", "features", "data"})
         key = sha(same, str(recipe.fit.seed), ablation.signal, ablation.null)[:16]
         if key not in self._stores:  # finding it again would load the language model
-            what = reading(ablation.signal, ablation.null)
-            folder = self.output / "stores" / key
-            run = TrainingRun(recipe, folder, say=self.say, reading=what)
-            self._stores[key] = run.extract()
+            what, folder = reading(ablation.signal, ablation.null), self.output / "stores" / key
+            self._stores[key] = TrainingRun(recipe, folder, say=self.say, reading=what).extract()
         return self._stores[key]
 
     def _in_memory(self, store: FeatureStore) -> FeatureSource:
@@ -201,7 +193,7 @@ def _evaluating(recipe: Recipe, part: DataPart) -> Recipe:
     return recipe.model_copy(update={"data": (part,), "features": whole, "minimum_queries": 1})
 
 
-def _measured(found: list[ScoredQuery]) -> tuple[dict[str, tuple[float, ...]], float]:
+def _measured(found: list[ScoredQuery]) -> dict[str, Any]:
     """All metrics, one number a query each, and the set's best threshold."""
     tau, _ = best_threshold(found)
     first = [[query.relevant[place] for place in query.order()[:5]] for query in found]
@@ -212,27 +204,15 @@ def _measured(found: list[ScoredQuery]) -> tuple[dict[str, tuple[float, ...]], f
         "f1@0": [f1_at(query, 0.0) for query in found],
         "f1@best": [f1_at(query, tau) for query in found],
     }
-    return {name: tuple(values) for name, values in metrics.items()}, tau
+    return {"metrics": {name: tuple(values) for name, values in metrics.items()}, "tau_best": tau}
 
 
 def _stamp(part: DataPart) -> str:
     """A file's state, so that a changed file is measured anew. A named set is pinned."""
-    if part.file is None:
+    if part.file is None or not Path(part.file).is_file():  # what is not there is named where it is read
         return ""
-    try:
-        state = Path(part.file).stat()
-    except OSError as error:
-        raise InputError(f"There is no data file {part.file}: {error}") from None
+    state = Path(part.file).stat()
     return f"{state.st_size} {state.st_mtime_ns}"
-
-
-def read_kept(kind: type[K], path: Path, key: str) -> K | None:
-    """What was kept under this key; None where there is nothing, or something else."""
-    try:
-        found = kind.model_validate_json(path.read_text(encoding="utf-8"))
-    except (OSError, ValidationError, UnicodeDecodeError):
-        return None
-    return found if found.key == key else None
 
 
 def sha(*texts: str) -> str:

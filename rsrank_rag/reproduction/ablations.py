@@ -100,11 +100,7 @@ GROUPS: tuple[str, ...] = tuple(dict.fromkeys(ablation.group for ablation in ABL
 
 
 def chosen(names: Sequence[str]) -> list[Ablation]:
-    """The ablations that names, groups or ``all`` stand for, the unchanged recipe first.
-
-    Raises:
-        InputError: There is no such one; all are listed.
-    """
+    """The ablations that names, groups or ``all`` stand for, the unchanged recipe first; else InputError."""
     found = {BASE: ABLATIONS[BASE]}
     for name in names:
         matching = {key: a for key, a in ABLATIONS.items() if name in ("all", key, a.group)}

@@ -30,11 +30,7 @@ def closed_form(
     - ``separation``: ridge regression of relevant shifts to 1 and irrelevant ones to 0.
     - ``combined``: the least response to irrelevant shifts among those with B mu = 1.
 
-    `ridge`: added to the diagonal, as a share of its mean.
-
-    Raises:
-        InputError: No such method.
-        TrainingError: The features lack what the method needs.
+    `ridge`: added to the diagonal, as a share of its mean. TrainingError: no query has a relevant document.
     """
     if method not in get_args(Method):
         raise InputError(f"There is no closed form {method!r}. Choose one of {', '.join(get_args(Method))}.")

@@ -66,10 +66,10 @@ class AblationPart(BaseModel):
     recipe: str
     names: tuple[str, ...] = ("all",)
     setup: str = Field(default="", description="What B is trained on, for the tables' headings.")
-    seeds: tuple[int, ...] = Field(default=(0,), min_length=1)
-    settings: tuple[str, ...] = ()
-    train: tuple[DataPart, ...] = ()
-    evaluation: tuple[DataPart, ...] = ()
+    seeds: tuple[int, ...] = Field(default=(0,), min_length=1, description="Of all that is random in training.")
+    settings: tuple[str, ...] = Field(default=(), description="Entries changed for all of them, as after --set.")
+    train: tuple[DataPart, ...] = Field(default=(), description="What B learns from; empty for the recipe's data.")
+    evaluation: tuple[DataPart, ...] = Field(default=(), description="Empty for the recipe's evaluation sets.")
 
 
 class Reproduction(BaseModel):
@@ -101,36 +101,25 @@ class Reproduction(BaseModel):
         `source`: name of one that ships with the package, or a TOML file. `data`: labelled files, or folders of them,
         instead of its sets. `artifact`: what its system "artifact" stands for. `systems`: more of them. `negatives`:
         as of `Negatives.parse`, for all sets but the multi-hop ones by name, which have their own. `queries`: at most
-        so many a set.
-
-        Raises:
-            InputError: There is none, or it is not a valid one; or there are no such negatives.
+        so many a set. InputError: there is no such configuration, or it is not valid.
         """
         raw = read_toml(source, SHIPPED, "configuration")
         if data:
             raw["sets"] = [{"file": str(file)} for file in files_in(data)]
         if artifact is not None:
             raw["artifact"] = artifact
-        return validated(cls, raw, source, "configuration")._with(systems, negatives, queries)._checked(source)
-
-    def _with(self, systems: Sequence[str], negatives: str | None, queries: int | None) -> Reproduction:
-        sets = self.sets
-        if negatives is not None:
-            given = Negatives.parse(negatives).model_dump(exclude_unset=True)
-            old = [part.negatives or Negatives() for part in sets]
-            pairs = zip(sets, (other.model_copy(update=given) for other in old), strict=True)
-            sets = tuple(part.model_copy(update={"negatives": new}) for part, new in pairs)
-        if queries is not None:
-            sets = tuple(part.model_copy(update={"queries": min(part.queries or queries, queries)}) for part in sets)
-        more = tuple(SystemPart(name=name) for name in systems)
-        return self.model_copy(update={"sets": sets, "systems": (*self.systems, *more)})
+        validated(cls, raw, source, "configuration")  # before it is changed
+        given = {} if negatives is None else Negatives.parse(negatives).model_dump(exclude_unset=True)
+        for part in raw.get("sets", ()):
+            if given:
+                part["negatives"] = part.get("negatives", {}) | given
+            if queries is not None:
+                part["queries"] = min(part.get("queries", queries), queries)
+        raw["systems"] = [*raw.get("systems", ()), *({"name": name} for name in systems)]
+        return validated(cls, raw, source, "configuration")._checked(source)
 
     def _checked(self, source: str) -> Reproduction:
-        """With the artifact's name in place.
-
-        Raises:
-            InputError: No sets, no artifact, two systems or sets of one name, or an unknown system or ablation.
-        """
+        """With the artifact's name in place; InputError for what no run could use."""
         if not self.systems and not self.ablations:
             raise InputError(f"{source} names neither systems nor ablations. Add [[systems]] or [[ablations]].")
         if self.systems and not self.sets:
@@ -156,11 +145,7 @@ class Reproduction(BaseModel):
 
 
 def files_in(places: Iterable[str | Path]) -> list[Path]:
-    """Files, and for each folder its ``.jsonl`` and ``.jsonl.gz`` files by name.
-
-    Raises:
-        InputError: A folder without any.
-    """
+    """Files, and for each folder its ``.jsonl`` and ``.jsonl.gz`` files by name; InputError where it has none."""
     files: list[Path] = []
     for place in map(Path, places):
         inside = [place] if not place.is_dir() else sorted([*place.glob("*.jsonl"), *place.glob("*.jsonl.gz")])

@@ -19,13 +19,7 @@ from ..training.store import QueryFeatures
 
 
 def oracle_similarity(shift: Tensor, oracle: Tensor) -> Tensor:
-    """Cosine between each document's shift and the shift of all relevant documents together.
-
-    `shift`: (N, H, T, D), one layer's shifts. `oracle`: (H, T, D), the same layer's oracle shift.
-
-    Returns:
-        (N, H, T) cosines in [-1, 1].
-    """
+    """Cosines (N, H, T) of one layer's shifts (N, H, T, D) and the shift of all relevant documents (H, T, D)."""
     return cosine_similarity(shift.float(), oracle.float(), dim=-1, eps=EPSILON)
 
 
@@ -42,12 +36,7 @@ class OracleSimilarity:
         self._ranker = ranker
 
     def score_labelled(self, query: LabelledQuery, *, titles: bool = True) -> list[float]:
-        """One score a document, in input order; all are 0 where nothing is relevant.
-
-        Raises:
-            InputError: The query is empty or too long.
-            ScoringError: A document does not fit into memory even alone.
-        """
+        """One score a document, in input order; all are 0 where nothing is relevant."""
         if not any(document.relevant and document.content(titles=titles).strip() for document in query.documents):
             return [0.0] * len(query.documents)
         options = FeaturePart(titles=titles, dtype="bfloat16")
@@ -56,11 +45,7 @@ class OracleSimilarity:
 
 
 def oracle_scores(features: QueryFeatures) -> list[float]:
-    """Score a query's documents against its oracle shift.
-
-    Returns:
-        One score a document, within plus or minus layers x heads; 0 for all where nothing is relevant.
-    """
+    """One score a document, within plus or minus layers x heads; 0 for all where nothing is relevant."""
     count, tokens = len(features.relevant), features.tokens
     if not features.oracle:
         return [0.0] * count

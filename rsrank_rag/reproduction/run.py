@@ -12,6 +12,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from ..adapters.systems import load_system, parse
 from ..artifact import hub
 from ..errors import InputError, RSRankError
@@ -23,7 +25,7 @@ from ..evaluation.report import check_report, write_report
 from ..language_model.options import LoadOptions
 from ..partial_files import write_text
 from .ablation_figures import AblationFigures, FigureFile, ablation_tables, figures_of
-from .ablation_runs import AblationRow, Ablations, Kept, read_kept, sha
+from .ablation_runs import AblationRow, Ablations, Kept, sha
 from .ablations import chosen
 from .config import Reproduction, SystemPart
 from .paper_tables import page
@@ -50,11 +52,7 @@ def reproduce(
     """Run a configuration, or what is left of it, and write ``tables.md`` and ``report/`` into the folder ``output``.
 
     `options`: how to load models. `say`: told what is going on, failures included. `watch`: wraps the queries that are
-    being scored, as a progress bar does.
-
-    Raises:
-        InputError: No set could be loaded, or the folder cannot be written.
-        MissingDependencyError: What tables and figures need is not installed.
+    being scored, as a progress bar does. Raises InputError if no set could be loaded.
     """
     output, options = Path(output), options or LoadOptions()
     check_report(output)
@@ -70,12 +68,12 @@ def reproduce(
     figures = run.ablations()
     tables = ablation_tables(figures)
     if figures:
-        _write(output / "ablations.json", FigureFile(figures=tuple(figures)).model_dump_json(indent=1) + "\n")
+        write_text(output / "ablations.json", FigureFile(figures=tuple(figures)).model_dump_json(indent=1) + "\n")
     outcome.tables = output / "tables.md"
     text = page(config.name, list(sets), outcome.measured, outcome.comparison) + (f"\n{tables}\n" if figures else "")
     if outcome.failures:
         text += "\n## What failed\n\n" + "".join(f"- {what}: {why}\n" for what, why in outcome.failures.items())
-    _write(outcome.tables, text)
+    write_text(outcome.tables, text)
     return outcome
 
 
@@ -107,7 +105,7 @@ class _Run:
         """Score what has no scores yet; the system is loaded only if there is something to score."""
         files = {label: self.output / "scores" / f"{sha(part.title, label)[:16]}.json" for label in sets}
         keys = {label: self._key(part, queries) for label, queries in sets.items()}
-        done = {label: kept for label in sets if (kept := read_kept(_Kept, files[label], keys[label]))}
+        done = {label: kept for label in sets if (kept := _Kept.read(files[label], keys[label]))}
         missing = [label for label in sets if label not in done]
         try:
             options = part.options(self.options)
@@ -124,11 +122,13 @@ class _Run:
                 continue
             scores = tuple(tuple(query.scores) for query in scored)
             done[label] = _Kept(key=keys[label], threshold=system.threshold, scores=scores)
-            _write(files[label], done[label].model_dump_json() + "\n")
+            write_text(files[label], done[label].model_dump_json() + "\n")
         if done:
             found = {label: done[label].scored(sets[label]) for label in sets if label in done}
             native = next(iter(done.values())).threshold
-            threshold, origin = _threshold(part.threshold, native, list(found.values()))
+            threshold, origin = (part.threshold, "given") if part.threshold is not None else (native, "native")
+            if threshold is None:
+                threshold, origin = shared_threshold(list(found.values())), "the best over all sets; no native one"
             self.outcome.measured.append(Measured(part.title, threshold, origin, found))
 
     def _key(self, part: SystemPart, queries: Sequence[LabelledQuery]) -> str:
@@ -141,15 +141,7 @@ class _Run:
     def ablations(self) -> list[AblationFigures]:
         found: list[AblationFigures] = []
         for part in self.config.ablations:
-            runner = Ablations(
-                part.recipe,
-                self.output / "ablations",
-                settings=part.settings,
-                train=part.train,
-                evaluation=part.evaluation,
-                seeds=part.seeds,
-                say=self.say,
-            )
+            runner = Ablations(part, self.output / "ablations", self.say)
             done: list[AblationRow] = []
             for ablation, rows in runner.run(chosen(part.names)):
                 if isinstance(rows, RSRankError):
@@ -173,14 +165,6 @@ class _Kept(Kept):
         ]
 
 
-def _threshold(given: float | None, native: float | None, scored: Sequence[Sequence[ScoredQuery]]) -> tuple[float, str]:
-    if given is not None:
-        return given, "given"
-    if native is not None:
-        return native, "native"
-    return shared_threshold(scored), "the best over all sets; no native one"
-
-
 def _state(name: str) -> str:
     """Of a local folder that a system is loaded from: another artifact there is another system."""
     chosen = parse(name)[1]
@@ -192,15 +176,5 @@ def _state(name: str) -> str:
 
 def _free() -> None:
     """Give back what the last system took, before the next one is loaded."""
-    import torch
-
     gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
-
-
-def _write(path: Path, text: str) -> None:
-    try:
-        write_text(path, text)
-    except OSError as error:
-        raise InputError(f"{path} could not be written: {error}") from error
+    torch.cuda.empty_cache()  # does nothing where there is no GPU

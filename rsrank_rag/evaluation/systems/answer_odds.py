@@ -16,10 +16,10 @@ import torch
 from torch import Tensor, nn
 
 from ...errors import BackboneError, InputError, ScoringError
-from ...method.batching import Ids, token_budget_for
-from ...method.template import clean, private_copy
-from ...reranker import Reranker, Scored, as_list
-from .batched import compute_each, pad_right
+from ...method.batching import Ids
+from ...method.template import clean
+from ...reranker import Scored, as_list
+from .batched import Batched
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -44,20 +44,15 @@ class AnswerHead(nn.Linear):
         return super().forward(hidden.float())
 
 
-class AnswerOdds(Reranker):
+class AnswerOdds(Batched):
     """A prompt around query and document, and the odds of one answer against the other.
 
-    Subclasses give the prompt and run the model. What a text contains is read as text: a special token that is
-    written in a document is not one.
+    Subclasses give the prompt and run the model.
 
     Args:
         model: Its output layer is replaced by an `AnswerHead`.
         answers: The negative and the positive answer, as they stand in the vocabulary.
         prefix: Ids before the text, as `suffix` are those after it. A document that is too long is cut, never these.
-        max_length: Positions of one prompt.
-
-    Raises:
-        BackboneError: The vocabulary lacks an answer, or the output layer is not made of plain numbers.
     """
 
     threshold: float | None = 0.5
@@ -72,11 +67,9 @@ class AnswerOdds(Reranker):
         suffix: Ids = (),
         max_length: int,
     ) -> None:
-        self.model, self.prefix, self.suffix = model, prefix, suffix
-        self.padding = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else 0
-        self.max_length = min(max_length, getattr(model.config, "max_position_embeddings", None) or max_length)
-        self.token_budget = token_budget_for(model.device)  # padded tokens in one batch
-        self._text = private_copy(tokenizer, special_tokens=False)
+        most = getattr(model.config, "max_position_embeddings", None) or max_length
+        super().__init__(model, tokenizer, min(max_length, most))
+        self.prefix, self.suffix = prefix, suffix
         vocabulary = tokenizer.get_vocab()
         missing = [answer for answer in answers if answer not in vocabulary]
         head = model.get_output_embeddings()
@@ -97,14 +90,9 @@ class AnswerOdds(Reranker):
         """Logits of the negative and the positive answer, (N, 2), of prompts (N, T) and their mask (N, T)."""
 
     def prompts(self, query: str, documents: Sequence[str]) -> tuple[list[Ids], list[bool]]:
-        """Token ids of each document's prompt, and whether the document was cut.
-
-        Raises:
-            InputError: Something is not text, or the query leaves no room for a document.
-        """
-        for name, text in (("The query", query), *((f"Document {i}", text) for i, text in enumerate(documents))):
-            if not isinstance(text, str):
-                raise InputError(f"{name} must be a string, got {type(text).__name__}.")
+        """Token ids of each document's prompt, and whether the document was cut; InputError where there is none."""
+        if not isinstance(query, str):
+            raise InputError(f"The query must be a string, got {type(query).__name__}.")
         opening = clean(self.opening(query))
         room = self.max_length - len(self.prefix) - len(self.suffix)
         length = len(self._text.encode(opening, add_special_tokens=False).ids)
@@ -113,34 +101,20 @@ class AnswerOdds(Reranker):
                 f"With the instruction the query has {length} tokens, and the prompt has room for {room} with the "
                 "document. Shorten the query: it is never cut, because that would change what is asked."
             )
-        # As one text, as in training: the document's first token may reach into the opening.
-        texts = [opening + clean(document) for document in documents]
-        encoded = [item.ids for item in self._text.encode_batch(texts, add_special_tokens=False)]
-        return [(*self.prefix, *ids[:room], *self.suffix) for ids in encoded], [len(ids) > room for ids in encoded]
-
-    def score(self, query: str, documents: Sequence[str]) -> list[float]:
-        """Probability of the positive answer against the negative one.
-
-        Raises:
-            InputError: As `prompts`.
-            ScoringError: A document could not be scored; it is named.
-        """
-        return [found.score for found in self.score_documents(query, documents)]
+        encoded, truncated = self.encode(opening, documents, room, add_special_tokens=False)
+        return [(*self.prefix, *ids, *self.suffix) for ids in encoded], truncated
 
     @torch.inference_mode()
     def score_documents(self, query: str, documents: Sequence[str], *, show_progress: bool = False) -> list[Scored]:
-        """As `score`, with whether a document was cut."""
+        """Probability of the positive answer against the negative one, and whether a document was cut."""
         prompts, truncated = self.prompts(query, as_list(documents))
-        found, self.token_budget = compute_each(prompts, self._probabilities, budget=self.token_budget)
-        scores = [float(score) for score in found]
+        scores = [float(score) for score in self.compute_each(prompts, self._probabilities)]
         for index, score in enumerate(scores):
             if not math.isfinite(score):
-                raise ScoringError(
-                    f"Document {index} scored {score}. The model overflowed on it: load it in bfloat16 or float32.",
-                    index,
-                )
+                overflow = "The model overflowed on it: load it in bfloat16 or float32."
+                raise ScoringError(f"Document {index} scored {score}. {overflow}", index)
         return [Scored(*row) for row in zip(scores, truncated, strict=True)]
 
-    def _probabilities(self, batch: list[Ids]) -> Tensor:
-        logits = self.logits(*pad_right(batch, self.padding, self.model.device))
+    def _probabilities(self, ids: Tensor, mask: Tensor) -> Tensor:
+        logits = self.logits(ids, mask)
         return torch.sigmoid((logits[:, 1] - logits[:, 0]).double()).cpu()  # fp32 would be 1 from odds of 17 nats on

@@ -5,25 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from ...errors import MissingDependencyError
+from ...errors import required
 from ...reranker import Reranker
 
 
 class BM25(Reranker):
-    """Okapi BM25 with the candidates themselves as the corpus (bm25s, English stop words). No natural threshold.
-
-    Raises:
-        MissingDependencyError: bm25s is not installed.
-    """
+    """Okapi BM25 with the candidates themselves as the corpus (bm25s, English stop words). No natural threshold."""
 
     threshold: float | None = None
 
     def __init__(self) -> None:
-        try:
-            import bm25s
-        except ImportError:
-            raise MissingDependencyError("BM25 needs bm25s.", "eval") from None
-        self._bm25s: Any = bm25s
+        self._bm25s = required("bm25s", "BM25 needs bm25s.", "eval")
 
     def score(self, query: str, documents: Sequence[str]) -> list[float]:
         """BM25 scores; 0 where no word is shared."""

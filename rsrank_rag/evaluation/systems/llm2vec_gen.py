@@ -15,7 +15,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import TYPE_CHECKING, Any
@@ -27,13 +28,12 @@ from torch import Tensor, nn
 from transformers import AutoTokenizer
 
 from ...artifact.hub import is_folder
-from ...errors import BackboneError, InputError, MissingDependencyError
+from ...errors import BackboneError, InputError, required
 from ...language_model.loading import LOAD_ERRORS, load_model
 from ...language_model.options import LoadOptions
-from ...method.batching import Ids, token_budget_for
-from ...method.template import clean, private_copy
-from ...reranker import Reranker, Scored, as_list
-from .batched import compute_each, pad_right
+from ...method.batching import Ids
+from ...reranker import Scored, as_list
+from .batched import Batched
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -49,7 +49,7 @@ class _Loader(yaml.SafeLoader):  # type: ignore[misc] # it comes without types
 _Loader.add_multi_constructor("tag:yaml.org,2002:python/", lambda loader, suffix, node: None)
 
 
-class LLM2VecGen(Reranker):
+class LLM2VecGen(Batched):
     """Cosine of the LLM2Vec-Gen embeddings of query and document; the paper keeps what scores above 0.
 
     Args:
@@ -78,34 +78,30 @@ class LLM2VecGen(Reranker):
         self.query_instruction, self.document_instruction = query_instruction, document_instruction
         folder = _download(name, revision, options)
         run = _run_config(folder)
-        try:
+        with _reading(f"The tokenizer in {folder} could not be loaded"):
             tokenizer: Any = AutoTokenizer.from_pretrained(str(folder))
-        except LOAD_ERRORS as error:
-            raise BackboneError(f"The tokenizer in {folder} could not be loaded: {error}") from error
         vocabulary = tokenizer.get_vocab()
         missing = [token for token in run["special_tokens"] if token not in vocabulary]
         if missing:
             raise BackboneError(f"The tokenizer in {folder} lacks the special token {missing[0]!r} of run_config.yml.")
         self.special: Ids = tuple(vocabulary[token] for token in run["special_tokens"])
-        self.read = _read_tokens(str(run["encoding_mode"]), len(self.special))
+        mode = re.fullmatch(r"last_(\d+)_tokens", str(run["encoding_mode"]))
+        self.read = int(mode[1]) if mode else 0
+        if not 1 <= self.read <= len(self.special):
+            raise BackboneError(
+                f"encoding_mode is {run['encoding_mode']!r}, expected 'last_N_tokens' with N at most the "
+                f"{len(self.special)} special tokens."
+            )
         maps = [_linear(folder / part) for part in ("reconstruction_mlp", "alignment_mlp") if (folder / part).exists()]
-        self.padding = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else 0
         if max_length <= len(self.special):
             raise InputError(f"max_length={max_length} leaves no room beside {len(self.special)} special tokens.")
-        self.max_length = max_length
-        self._text = private_copy(tokenizer, special_tokens=False)
         base = load_model(str(run["model_name_or_path"]), revision=None, options=options).model
-        self.model = _with_adapter(base, folder / "encoder", len(tokenizer), options)
+        super().__init__(_with_adapter(base, folder / "encoder", len(tokenizer), options), tokenizer, max_length)
         self.maps = nn.Sequential(*maps).to(base.device).requires_grad_(False)
-        self.token_budget = token_budget_for(base.device)  # padded tokens in one batch
-
-    def score(self, query: str, documents: Sequence[str]) -> list[float]:
-        """Cosine of query and document; ScoringError where a document does not fit into memory even alone."""
-        return [found.score for found in self.score_documents(query, documents)]
 
     @torch.inference_mode()
     def score_documents(self, query: str, documents: Sequence[str], *, show_progress: bool = False) -> list[Scored]:
-        """As `score`, with whether a document was cut."""
+        """Cosine of query and document, and whether a document was cut."""
         asked, _ = self._prompts([query], self.query_instruction)
         prompts, truncated = self._prompts(as_list(documents), self.document_instruction)
         target = self.embed(asked)
@@ -114,19 +110,15 @@ class LLM2VecGen(Reranker):
 
     def _prompts(self, texts: Sequence[str], instruction: str) -> tuple[list[Ids], list[bool]]:
         """Instruction, text and special tokens; a text that is too long is cut at its end."""
-        if not all(isinstance(text, str) for text in texts):
-            raise InputError("The query and the documents must be strings.")
-        room = self.max_length - len(self.special)
-        encoded = [item.ids for item in self._text.encode_batch([instruction + clean(text).strip() for text in texts])]
-        return [(*ids[:room], *self.special) for ids in encoded], [len(ids) > room for ids in encoded]
+        stripped = [text.strip() if isinstance(text, str) else text for text in texts]
+        encoded, truncated = self.encode(instruction, stripped, self.max_length - len(self.special))
+        return [(*ids, *self.special) for ids in encoded], truncated
 
     def embed(self, prompts: Sequence[Ids]) -> Tensor:
         """Embeddings of length 1, (N, E), fp32, on the CPU."""
-        found, self.token_budget = compute_each(prompts, self._embed_batch, budget=self.token_budget)
-        return torch.nn.functional.normalize(torch.stack(found), dim=-1)
+        return torch.nn.functional.normalize(torch.stack(self.compute_each(prompts, self._embed_batch)), dim=-1)
 
-    def _embed_batch(self, batch: list[Ids]) -> Tensor:
-        ids, mask = pad_right(batch, self.padding, self.model.device)
+    def _embed_batch(self, ids: Tensor, mask: Tensor) -> Tensor:
         hidden = self.model(input_ids=ids, attention_mask=mask, use_cache=False).last_hidden_state
         places = mask.sum(1, keepdim=True) - self.read + torch.arange(self.read, device=ids.device)  # (N, S)
         last = hidden[torch.arange(len(ids), device=ids.device)[:, None], places].float()
@@ -134,73 +126,50 @@ class LLM2VecGen(Reranker):
         return embedding.cpu()
 
 
+@contextmanager
+def _reading(what: str) -> Iterator[None]:
+    """Around what reads files of others: whatever is wrong with them is a BackboneError."""
+    try:
+        yield
+    except (*LOAD_ERRORS, yaml.YAMLError, UnpicklingError) as error:
+        raise BackboneError(f"{what}: {type(error).__name__}: {error}") from error
+
+
 def _download(name: str | Path, revision: str | None, options: LoadOptions) -> Path:
     if is_folder(name):
         return Path(name)
-    try:
-        found = snapshot_download(
-            str(name),
-            revision=revision,
-            local_files_only=options.local_files_only,
-            token=options.token,
-            cache_dir=options.cache_dir,
-            allow_patterns=FILES,
-        )
-        return Path(found)
-    except LOAD_ERRORS as error:
-        raise BackboneError(
-            f"{str(name)!r} (revision {revision or 'main'}) is no local folder and could not be downloaded: {error}"
-        ) from error
+    how: Any = {"local_files_only": options.local_files_only, "token": options.token, "cache_dir": options.cache_dir}
+    with _reading(f"{str(name)!r} (revision {revision or 'main'}) is no local folder and could not be downloaded"):
+        return Path(snapshot_download(str(name), revision=revision, allow_patterns=FILES, **how))
 
 
 def _run_config(folder: Path) -> dict[str, Any]:
     """What the package wrote down in training, completed by what it saved with the weights."""
-    try:
+    needs = "its run_config.yml must name model_name_or_path and special_tokens"
+    with _reading(f"{folder} is no LLM2Vec-Gen model: {needs}"):
         found = yaml.load((folder / "run_config.yml").read_text(encoding="utf-8"), Loader=_Loader)
         saved = folder / "encoder_decoder_config.json"
         more = json.loads(saved.read_text(encoding="utf-8")) if saved.exists() else {}
         run = {"encoding_mode": "last_10_tokens", **found, **more}
         run["model_name_or_path"], run["special_tokens"]
-    except (OSError, yaml.YAMLError, ValueError, TypeError, KeyError) as error:
-        raise BackboneError(
-            f"{folder} is no LLM2Vec-Gen model: its run_config.yml must name model_name_or_path and special_tokens, "
-            f"and reading it gave {type(error).__name__}: {error}"
-        ) from error
     return run
 
 
 def _with_adapter(base: PreTrainedModel, folder: Path, vocabulary: int, options: LoadOptions) -> Any:
-    try:
-        from peft import PeftModel
-    except ImportError:
-        raise MissingDependencyError("LLM2Vec-Gen needs peft.", "eval") from None
+    peft = required("peft", "LLM2Vec-Gen needs peft.", "eval")
     base.resize_token_embeddings(vocabulary, mean_resizing=False)  # as in training; the adapter holds the new rows
-    try:
-        model = PeftModel.from_pretrained(base, str(folder), torch_device=str(options.resolved_device()))
-    except LOAD_ERRORS as error:
-        raise BackboneError(f"The adapter in {folder} could not be loaded: {error}") from error
+    with _reading(f"The adapter in {folder} could not be loaded"):
+        model = peft.PeftModel.from_pretrained(base, str(folder), torch_device=str(options.resolved_device()))
     return model.eval().requires_grad_(False)
-
-
-def _read_tokens(mode: str, special: int) -> int:
-    """S of ``last_S_tokens``."""
-    found = re.fullmatch(r"last_(\d+)_tokens", mode)
-    if found is None or not 1 <= int(found[1]) <= special:
-        raise BackboneError(
-            f"encoding_mode is {mode!r}, expected 'last_N_tokens' with N at most the {special} special tokens."
-        )
-    return int(found[1])
 
 
 def _linear(path: Path) -> nn.Linear:
     """One of the two trained maps, in fp32, read without running anything that a pickle may hold."""
-    try:
+    with _reading(f"{path} could not be read as a linear map"):
         saved = torch.load(path, map_location="cpu", weights_only=True)
         config, weights = saved["config"], saved["state_dict"]
         if config.get("pooling_mode", "linear") != "linear" or config.get("size", 1) != 1:
             raise BackboneError(f"{path} is not a single linear map: {config}. Only that kind is published and read.")
         layer = nn.Linear(config["input_dim"], config["output_dim"])
         layer.load_state_dict({name.removeprefix("projection."): value.float() for name, value in weights.items()})
-    except (OSError, RuntimeError, KeyError, TypeError, AttributeError, UnpicklingError) as error:
-        raise BackboneError(f"{path} could not be read as a linear map: {error}") from error
     return layer

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from importlib import import_module
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from ...errors import BackboneError, MissingDependencyError
+from ...errors import BackboneError, required
 from ...language_model.loading import load_model
 from ...language_model.options import LoadOptions
 from ...method.template import private_copy
@@ -37,17 +36,13 @@ class MonoT5(AnswerOdds):
         try:
             model, tokenizer, _ = load_model(name, revision=revision, options=chosen, head="seq2seq-lm", allow_bin=True)
         except BackboneError as error:
-            if "spiece.model" in str(error):
-                _require_sentencepiece()
+            if "spiece.model" in str(error):  # what transformers reads it with; it complains about something else
+                for package in ("sentencepiece", "google.protobuf"):
+                    required(package, "MonoT5's tokenizer needs sentencepiece and protobuf.", "eval")
             raise
         relevant = private_copy(tokenizer, special_tokens=False).encode("Relevant:", add_special_tokens=False).ids
-        super().__init__(
-            model,
-            tokenizer,
-            answers=("▁false", "▁true"),
-            suffix=(*relevant, tokenizer.eos_token_id),
-            max_length=max_length,
-        )
+        suffix = (*relevant, tokenizer.eos_token_id)
+        super().__init__(model, tokenizer, answers=("▁false", "▁true"), suffix=suffix, max_length=max_length)
 
     def opening(self, query: str) -> str:
         """The query."""
@@ -58,12 +53,3 @@ class MonoT5(AnswerOdds):
         start = torch.full((len(ids), 1), self.model.config.decoder_start_token_id, device=ids.device)
         found: Tensor = self.model(input_ids=ids, attention_mask=mask, decoder_input_ids=start, use_cache=False).logits
         return found[:, 0]
-
-
-def _require_sentencepiece() -> None:
-    """What transformers reads a ``spiece.model`` with; where it is missing, it complains about something else."""
-    try:
-        for package in ("sentencepiece", "google.protobuf"):
-            import_module(package)
-    except ImportError:
-        raise MissingDependencyError("MonoT5's tokenizer needs sentencepiece and protobuf.", "eval") from None

@@ -38,15 +38,9 @@ class Qwen3Reranker(AnswerOdds):
         options: LoadOptions | None = None,
     ) -> None:
         model, tokenizer, _ = load_model(name, revision=revision, options=options or LoadOptions(), head="causal-lm")
-        parts = private_copy(tokenizer, special_tokens=True)
-        super().__init__(
-            model,
-            tokenizer,
-            answers=("no", "yes"),
-            prefix=tuple(parts.encode(self.PREFIX, add_special_tokens=False).ids),
-            suffix=tuple(parts.encode(self.SUFFIX, add_special_tokens=False).ids),
-            max_length=max_length,
-        )
+        copied = private_copy(tokenizer, special_tokens=True)
+        before, after = (tuple(copied.encode(x, add_special_tokens=False).ids) for x in (self.PREFIX, self.SUFFIX))
+        super().__init__(model, tokenizer, answers=("no", "yes"), prefix=before, suffix=after, max_length=max_length)
         self.instruction = instruction
 
     def with_instruction(self, instruction: str) -> Self:

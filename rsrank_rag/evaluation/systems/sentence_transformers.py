@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ...errors import BackboneError, InputError, MissingDependencyError
+from ...errors import BackboneError, InputError, required
 from ...reranker import Reranker
 
 if TYPE_CHECKING:
@@ -61,11 +61,8 @@ class CrossEncoder(Reranker):
         revision: str | None = None,
         options: LoadOptions | None = None,
     ) -> None:
-        from torch.nn import Identity
-
         self.threshold = threshold
         self._model = _load("CrossEncoder", name, revision, options)
-        self._raw = Identity()
         if self._model.num_labels != 1:
             raise BackboneError(
                 f"{str(name)!r} is no reranker: it gives {self._model.num_labels} numbers a pair, not one score."
@@ -73,18 +70,18 @@ class CrossEncoder(Reranker):
 
     def score(self, query: str, documents: Sequence[str]) -> list[float]:
         """The model's logit."""
+        from torch.nn import Identity
+
         if not documents:
             return []
         pairs = [(query, document) for document in documents]
-        scores = self._model.predict(pairs, activation_fn=self._raw, show_progress_bar=False)
+        scores = self._model.predict(pairs, activation_fn=Identity(), show_progress_bar=False)
         return [float(score) for score in scores]
 
 
 def _load(kind: str, name: str | Path, revision: str | None, options: LoadOptions | None) -> Any:
-    try:
-        import sentence_transformers
-    except ImportError:
-        raise MissingDependencyError("Bi-encoders and cross-encoders need sentence-transformers.", "eval") from None
+    what = "Bi-encoders and cross-encoders need sentence-transformers."
+    sentence_transformers = required("sentence_transformers", what, "eval")
     from ...language_model.loading import LOAD_ERRORS
     from ...language_model.log_filters import without_progress_bars
     from ...language_model.options import LoadOptions
@@ -100,21 +97,13 @@ def _load(kind: str, name: str | Path, revision: str | None, options: LoadOption
         _keep_what_jina_imports()
     hub = {"revision": revision, "local_files_only": options.local_files_only, "token": options.token}
     cache = None if options.cache_dir is None else str(options.cache_dir)
-    # The last two: a repository's own code, written for another version.
-    failures: tuple[type[Exception], ...] = (*LOAD_ERRORS, AttributeError, TypeError)
     try:
         if kind == "CrossEncoder" and not options.trust_remote_code:
             _refuse_own_code(str(name), cache_dir=cache, **hub)
         with without_progress_bars():
-            return getattr(sentence_transformers, kind)(
-                str(name),
-                device=str(options.resolved_device()),
-                cache_folder=cache,
-                trust_remote_code=options.trust_remote_code,
-                model_kwargs=model,
-                **hub,
-            )
-    except failures as error:
+            how = {"device": str(options.resolved_device()), "trust_remote_code": options.trust_remote_code, **hub}
+            return getattr(sentence_transformers, kind)(str(name), cache_folder=cache, model_kwargs=model, **how)
+    except LOAD_ERRORS as error:
         hint = ""
         if "trust_remote_code" in str(error) and not options.trust_remote_code:
             hint = f" Read that code, and allow it if you trust it: {_ALLOW}."
