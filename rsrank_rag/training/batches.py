@@ -22,6 +22,9 @@ from ..method.projection import Projection
 from ..method.shift import cosine_to_ones
 from .store import FeatureSource, QueryFeatures
 
+BATCH_QUERIES = 16
+"""Queries at a time, where nothing else was asked for."""
+
 AHEAD = 3
 """Batches that are read from the disk while earlier ones are trained on."""
 
@@ -54,8 +57,8 @@ class Batch:
     @classmethod
     def of(cls, queries: Sequence[QueryFeatures]) -> Batch:
         """Join queries."""
-        width = max(len(query.relevant) for query in queries)
-        slots, shares, oracles = [], [], 0
+        width, oracles = max(len(query.relevant) for query in queries), 0
+        slots, shares = [], []
         for row, query in enumerate(queries):
             places = [row * width + i for i in range(len(query.relevant))]
             if query.oracle:
@@ -144,7 +147,7 @@ def scored(
     """Scores of all documents of stored features: what the artifact would give, without its language model."""
     where = device_for(device)
     weights = {name: weight.detach().to(where) for name, weight in projection.named_parameters()}
-    found = batches(features, range(len(features)), 16, where)
+    found = batches(features, range(len(features)), BATCH_QUERIES, where)
     return [row for batch in found for row in score_batch(weights, batch)]
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -22,9 +21,11 @@ from ..evaluation.statistics import LEVEL, RESAMPLES
 from ..language_model.options import LoadOptions, ModelSource
 from ..partial_files import replacing
 from ..rsrank import RSRank
+from .domain import parts
 from .verdict import Verdict, judge
 
 FOLDS = 5
+
 AT_MOST = 2000
 """Thresholds that are tried: all between two scores, or so many of them, evenly spread."""
 
@@ -46,12 +47,9 @@ class Goal:
 
 @dataclass(frozen=True)
 class Tuned:
-    """A threshold and how sure it is.
+    """A threshold, where it lies when the queries are drawn again, and the one in use so far.
 
     Attributes:
-        threshold: What scores above it is kept.
-        interval: Where it lies when the queries are drawn again.
-        before: The threshold in use so far.
         verdict: That one against thresholds found without the queries that are measured.
     """
 
@@ -68,22 +66,17 @@ class Curves:
         scores = np.unique(np.concatenate([np.asarray(query.scores, dtype=float) for query in queries]))
         between = np.concatenate([[np.nextafter(scores[0], -np.inf)], (scores[:-1] + scores[1:]) / 2, scores[-1:]])
         self.thresholds = between[np.linspace(0, len(between) - 1, min(len(between), AT_MOST)).round().astype(int)]
-        kept, hits, relevant = [], [], []
-        for query in queries:
-            values, labels = np.asarray(query.scores, dtype=float), np.asarray(query.relevant, dtype=bool)
-            kept.append(self._above(values))
-            hits.append(self._above(values[labels]))
-            relevant.append(labels.sum())
-        k, h, r = np.array(kept), np.array(hits), np.array(relevant)[:, None] + np.zeros_like(kept)
+        above = [np.asarray(query.scores, dtype=float)[:, None] > self.thresholds for query in queries]
+        labels = [np.asarray(query.relevant, dtype=bool) for query in queries]
+        k = np.array([rows.sum(0) for rows in above])
+        h = np.array([rows[label].sum(0) for rows, label in zip(above, labels, strict=True)])
+        r = np.array([label.sum() for label in labels])[:, None]
         nothing = ((k == 0) & (r == 0)).astype(float)  # nothing to keep, and nothing kept
         self.by_metric = {
             "precision": np.where(k > 0, h / np.maximum(k, 1), nothing),
             "recall": np.where(r > 0, h / np.maximum(r, 1), nothing),
             "f1": np.where(k + r > 0, 2 * h / np.maximum(k + r, 1), 1.0),
         }
-
-    def _above(self, values: NDArray[np.float64]) -> NDArray[np.int64]:
-        return np.asarray(len(values) - np.searchsorted(np.sort(values), self.thresholds, side="right"), np.int64)
 
     def choose(self, goal: Goal, means: NDArray[np.float64]) -> NDArray[np.float64]:
         """The threshold that each row of means, (..., thresholds), leads to; NaN where none reaches the goal.
@@ -97,7 +90,7 @@ class Curves:
 
 
 def find_threshold(
-    queries: Sequence[ScoredQuery], goal: Goal, *, resamples: int = RESAMPLES, seed: int = 0
+    queries: Sequence[ScoredQuery], goal: Goal, *, resamples: int = RESAMPLES
 ) -> tuple[float, tuple[float, float]]:
     """The threshold that reaches a goal on scored queries, and its bootstrap interval.
 
@@ -113,29 +106,23 @@ def find_threshold(
             f"No threshold gives a {goal.metric} of {goal.value:g} on these {len(queries)} queries: the highest is "
             f"{means.max():.3f}. Ask for less."
         )
-    drawn = np.random.default_rng(seed).multinomial(len(queries), [1 / len(queries)] * len(queries), resamples)
+    drawn = np.random.default_rng(0).multinomial(len(queries), [1 / len(queries)] * len(queries), resamples)
     others = np.concatenate([curves.choose(goal, part @ values / len(queries)) for part in np.array_split(drawn, 20)])
     tail = 50 * (1 - LEVEL)
     low, high = np.nanpercentile(others, [tail, 100 - tail])
     return found, (float(low), float(high))
 
 
-def cross_tuned(queries: Sequence[ScoredQuery], goal: Goal, before: float, *, seed: int = 0) -> Verdict:
-    """A threshold in use against those found on other queries than are measured (five folds).
+def cross_tuned(queries: Sequence[ScoredQuery], goal: Goal, before: float) -> Verdict:
+    """A threshold in use against those found on other queries than are measured (in five parts).
 
     Raises:
         TrainingError: Fewer than two queries, or no threshold reaches the goal.
     """
-    if len(queries) < 2:
-        raise TrainingError("One labelled query cannot be tuned on and measured on. Label more.")
-    order = list(range(len(queries)))
-    random.Random(f"tune-{seed}").shuffle(order)
-    moved: list[ScoredQuery] = []  # so that each has its own threshold at zero
     held_out: list[ScoredQuery] = []
-    for start in range(min(FOLDS, len(queries))):
-        held = order[start::FOLDS]
-        rest = [queries[i] for i in order if i not in set(held)]
-        threshold, _ = find_threshold(rest, goal, resamples=1)
+    moved: list[ScoredQuery] = []  # so that each has its own threshold at zero
+    for held in parts(len(queries), FOLDS):
+        threshold, _ = find_threshold([query for i, query in enumerate(queries) if i not in held], goal, resamples=1)
         held_out += [queries[i] for i in held]
         moved += [ScoredQuery([s - threshold for s in queries[i].scores], queries[i].relevant) for i in held]
     return judge(held_out, moved, (before, 0.0))

@@ -7,7 +7,7 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict
 
-from ..evaluation.metrics import ScoredQuery, f1_at, ranking_by_query
+from ..evaluation.metrics import ScoredQuery, ranking_by_query, selection
 from ..evaluation.statistics import Estimate, estimate_mean, paired_differences
 
 Outcome = Literal["better", "no difference that can be told", "worse: the base is kept", "worse: taken all the same"]
@@ -60,20 +60,7 @@ def judge(
 
 
 def by_query(rows: Sequence[ScoredQuery], threshold: float = 0.0) -> dict[str, list[float]]:
-    """Each query's ``ndcg@5``, and ``precision``, ``recall`` and ``f1`` of what scores above the threshold.
-
-    Without a relevant document, or with nothing kept, precision and recall are 1 where nothing was to be kept, else 0.
-    """
-    found: dict[str, list[float]] = {
-        "ndcg@5": ranking_by_query(rows)["ndcg@5"],
-        "precision": [],
-        "recall": [],
-        "f1": [],
-    }
-    for query in rows:
-        kept = [label for score, label in zip(query.scores, query.relevant, strict=True) if score > threshold]
-        wanted = sum(query.relevant)
-        found["precision"].append(sum(kept) / len(kept) if kept else float(not wanted))
-        found["recall"].append(sum(kept) / wanted if wanted else float(not kept))
-        found["f1"].append(f1_at(query, threshold))
-    return found
+    """Each query's ``ndcg@5``, and ``precision``, ``recall`` and ``f1`` of what scores above the threshold."""
+    kept = [selection(query, threshold) for query in rows]
+    parts = {name: [found[place] for found in kept] for place, name in enumerate(("precision", "recall", "f1"))}
+    return {"ndcg@5": ranking_by_query(rows)["ndcg@5"], **parts}
