@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from tqdm.auto import tqdm
 from typer import Option
 
 from ..adapters.systems import load as load_reranker
@@ -143,8 +144,7 @@ def index(
             raise InputError("With --engine ray, documents are indexed by their beginning. Leave --long-documents out.")
         count = index_on(actors, make, texts)
     else:
-        ranker = make()
-        reading: Any = {"long_documents": long_documents}
+        ranker, reading = make(), dict[str, Any](long_documents=long_documents)
         texts = ranker.parts(texts, **reading)
         count, size = ranker.index_size(texts)
         problems.print(f"{len(texts):,} documents, {count:,} new: {size / 1e6:,.1f} MB")
@@ -261,12 +261,8 @@ def score(
 
 
 def _progress(plan: Plan, done: Iterable[int]) -> Iterable[int]:
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
     total = sum(part.rows for part in plan.parts)
-    columns = (TextColumn("Scoring"), BarColumn(), MofNCompleteColumn(), TextColumn("rows"), TimeRemainingColumn())
-    with Progress(*columns, console=problems, disable=not problems.is_terminal) as bar:
-        task = bar.add_task("", total=total)
+    with tqdm(total=total, desc="Scoring", unit="row", disable=not problems.is_terminal) as bar:
         for rows in done:
-            bar.advance(task, rows)
+            bar.update(rows)
             yield rows

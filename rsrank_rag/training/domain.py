@@ -51,20 +51,13 @@ class DomainOptions(BaseModel):
 
 @dataclass(frozen=True)
 class Trained:
-    """What training for a domain found.
-
-    Attributes:
-        strength: The chosen one; infinite where the base did best.
-        values: Mean of nDCG@5 and F1 at zero on queries left out of training, by strength; of the base first.
-        base: Scores of the queries left out, by the base.
-        trained: The same queries' scores by weights that were trained without them.
-    """
+    """What training for a domain found."""
 
     projection: Projection
-    strength: float
-    values: dict[float, float]
-    base: list[ScoredQuery]
-    trained: list[ScoredQuery]
+    strength: float  # the chosen one; infinite where the base did best
+    values: dict[float, float]  # by strength: mean of nDCG@5 and F1 at zero on queries left out; of the base first
+    base: list[ScoredQuery]  # the queries left out, by the base
+    trained: list[ScoredQuery]  # the same by weights that were trained without them
 
 
 def train_near(
@@ -79,12 +72,7 @@ def train_near(
 
     The strength that scores a fold's queries is chosen by the other folds.
 
-    Args:
-        features: Labelled queries.
-        base: Where to begin, and what to stay near.
-        options: How.
-        device: None for CUDA if present, else the CPU.
-        watch: What folds are taken through, such as a progress bar.
+    `device`: None for CUDA if present, else the CPU. `watch`: what folds are taken through, such as a progress bar.
 
     Raises:
         TrainingError: Fewer than two queries, or labels of one class only.
@@ -125,11 +113,7 @@ def _best(folds: Sequence[Tensor]) -> int:
 
 
 def parts(count: int, folds: int) -> list[list[int]]:
-    """Numbers of the queries that are left out, one list a fold.
-
-    Raises:
-        TrainingError: Fewer than two queries.
-    """
+    """Numbers of the queries that are left out, one list a fold."""
     if count < 2:
         raise TrainingError(f"{count} labelled query cannot be learned from and measured on. Label more.")
     order = list(range(count))
@@ -154,7 +138,7 @@ def domain_loss(scores: Tensor, relevant: Tensor, valid: Tensor) -> Tensor:
     return order.sum(1) / positive.sum(1).clamp_min(1) + 2 * zero.sum(1) / weight.sum(1).clamp_min(1)
 
 
-def with_cosines(query: QueryFeatures, weight: Tensor) -> QueryFeatures:
+def _with_cosines(query: QueryFeatures, weight: Tensor) -> QueryFeatures:
     """A query with the mean cosines that B, (L, H, P, D), gives its documents in the place of their shifts."""
     cosines = cosine_to_ones(query.shifts.to(weight.device).float() @ weight.mT)  # (L, H, M * T)
     means = cosines.reshape(*cosines.shape[:2], -1, query.tokens).mean(3, keepdim=True)
@@ -169,7 +153,7 @@ class _Near:
         weights = {name: weight.detach().to(device) for name, weight in base.named_parameters()}
         if len(weights) > 1 and len(features) < options.projection_from:
             fixed = weights.pop("weight")
-            features = [with_cosines(features[number], fixed) for number in range(len(features))]
+            features = [_with_cosines(features[number], fixed) for number in range(len(features))]
         self.features, self.weights = features, weights
         self.units = self._units()
 

@@ -42,27 +42,17 @@ SHAPES = {
 
 @dataclass(frozen=True)
 class Estimate:
-    """What a recipe will take.
-
-    Attributes:
-        evaluation_tokens: Tokens that the language model reads for the evaluation.
-        weight_bytes: Of the language model in memory.
-        flops: Of the language model's pass.
-        flops_per_second: Half of what a large matrix product reached here just now.
-        parameters: Numbers in B.
-        rows_per_second: Rows of features that B was trained on here just now.
-        memory: Bytes that features may take to be kept in memory; more are read from the disk in each epoch.
-    """
+    """What a recipe will take."""
 
     plan: Plan
     evaluation_tokens: int
-    weight_bytes: int
-    flops: float
-    flops_per_second: float
-    parameters: int
+    weight_bytes: int  # of the language model in memory
+    flops: float  # of the language model's pass
+    flops_per_second: float  # half of what a large matrix product reached here just now
+    parameters: int  # of B
     epochs: int
-    rows_per_second: float
-    memory: int
+    rows_per_second: float  # of features that B was trained on here just now
+    memory: int  # bytes that features may take to be kept there; more are read from the disk in each epoch
 
     @property
     def bytes_read(self) -> int:
@@ -97,11 +87,7 @@ def sketch(part: DataPart) -> list[LabelledQuery]:
 
 
 def estimate(recipe: Recipe, queries: list[LabelledQuery], evaluation: list[LabelledQuery]) -> Estimate:
-    """Disk, memory and time, without loading the language model's weights.
-
-    Raises:
-        BackboneError: There is no such language model.
-    """
+    """Disk, memory and time, without loading the language model's weights."""
     from transformers import AutoConfig, AutoModel, AutoTokenizer, Qwen3Config
 
     part, options = recipe.model, recipe.model.options()

@@ -31,13 +31,7 @@ STORE_DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
 
 @dataclass(frozen=True)
 class Plan:
-    """What an extraction will take.
-
-    Attributes:
-        documents: Number of documents of all queries, oracle prompts not counted.
-        rows: Rows of shifts, a row a query token and document, that B is trained on.
-        bytes: Size of the features.
-    """
+    """What an extraction will take: oracle prompts are not counted as documents; a row is a query token's shift."""
 
     queries: int
     documents: int
@@ -111,9 +105,6 @@ def plan_features(
     """Tokenise everything and add up what it will take.
 
     `numbers`: of one token's shift: layers times heads times their width.
-
-    Raises:
-        InputError: As `tokenise`.
     """
     rows = tokens = 0
     read = lru_cache(maxsize=1)(tokenise)  # an estimate repeats one query
@@ -126,11 +117,7 @@ def plan_features(
 
 
 class FeatureExtractor:
-    """Turns labelled queries into features.
-
-    Args:
-        token_budget: Padded tokens in one batch; falls where memory runs out.
-    """
+    """Turns labelled queries into features, with so many padded tokens a batch, or fewer where memory runs out."""
 
     def __init__(self, reader: ShiftReader, options: FeaturePart | None = None, *, token_budget: int = 16384) -> None:
         self.reader, self.options, self.token_budget = reader, options or FeaturePart(), token_budget
@@ -140,9 +127,7 @@ class FeatureExtractor:
         """Features of one query.
 
         Raises:
-            InputError: As `tokenise`.
-            TrainingError: A shift is not finite in the store's dtype.
-            ScoringError: A document does not fit into memory even alone; it is named.
+            RSRankError: As `tokenise`; a shift is not finite in the store's dtype; a document does not fit into memory.
         """
         asked, texts = tokenise(query, self.reader.prompts, titles=self.options.titles)
         positions, dtype = kept_tokens(asked.length, self.options.max_tokens), STORE_DTYPES[self.options.dtype]
@@ -153,9 +138,9 @@ class FeatureExtractor:
 
         def read(batch: list[Row]) -> None:
             def keep(layer: int, shift: Tensor) -> None:
-                heads, width = shift.shape[1], shift.shape[3]
                 if layer not in found:
-                    found[layer] = torch.zeros(heads, len(texts), len(positions), width, dtype=dtype)
+                    size = shift.shape[1], len(texts), len(positions), shift.shape[3]
+                    found[layer] = torch.zeros(size, dtype=dtype)
                 for row, shifts in zip(batch, shift[:, :, positions].to(dtype).cpu(), strict=True):
                     found[layer][:, wanted[row.document]] = shifts[:, None]
 

@@ -145,8 +145,8 @@ class _Run:
     ) -> None:
         self.train, self.validation, self.options, self.device = train, validation, options, device
         self.precision = torch.bfloat16 if has_fast_bfloat16(device) else torch.float32  # of the projection
-        queries = {"train": len(train), "validation": len(validation), "features": identity}
-        self.identity: dict[str, Any] = {**options.model_dump(), **queries, "layers": list(layers)}
+        about = {"train": len(train), "validation": len(validation), "features": identity, "layers": list(layers)}
+        self.identity: dict[str, Any] = {**options.model_dump(), **about}
         count, heads, _, width = train[0].shifts.shape
         if count != len(layers):
             raise TrainingError(f"The features hold {count} layers, but {len(layers)} were named.")
@@ -170,11 +170,7 @@ class _Run:
         return bool(done) and (done >= self.options.epochs or done - self.best.epoch >= self.options.patience)
 
     def epoch(self) -> Epoch:
-        """One pass over the training queries, in an order that depends on the seed and the epoch alone.
-
-        Raises:
-            TrainingError: The loss is not finite, or a batch does not fit into memory.
-        """
+        """One pass over the training queries, in an order that depends on the seed and the epoch alone."""
         number, order = len(self.history) + 1, list(range(len(self.train)))
         random.Random(f"{self.options.seed}-{number}").shuffle(order)
         try:

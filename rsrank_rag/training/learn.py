@@ -39,11 +39,7 @@ class Learner:
         folder: str = "fit",
         on_epoch: Callable[[Epoch], object] = lambda epoch: None,
     ) -> tuple[Projection, tuple[Epoch, ...]]:
-        """B from the queries of these numbers, a random one from none; and the epochs, if there were any.
-
-        Raises:
-            TrainingError: As `fit`, or there is no closed form at hand.
-        """
+        """B from the queries of these numbers, a random one from none; and the epochs, if there were any."""
         options, source, held = options or self.recipe.fit, *(Subset(self.features, x) for x in (train, self.held))
         if not train:
             _, heads, _, width = self.features[0].shifts.shape

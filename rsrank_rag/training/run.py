@@ -10,7 +10,7 @@ import json
 import math
 import shutil
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
@@ -51,17 +51,11 @@ FALL = 0.02
 
 @dataclass(frozen=True)
 class Result:
-    """What a recipe made.
-
-    Attributes:
-        metrics: Dataset -> metric -> value.
-        verdict: Where training began with an artifact: whether it helped.
-    """
+    """What a recipe made."""
 
     artifact: Path
-    metrics: dict[str, dict[str, float]]
-    samples: list[dict[str, float]]
-    verdict: Verdict | None = None
+    metrics: dict[str, dict[str, float]]  # dataset -> metric -> value
+    verdict: Verdict | None = None  # where training began with an artifact: whether it helped
 
 
 @dataclass(frozen=True)
@@ -72,27 +66,21 @@ class Learned:
     measured: tuple[str, list[ScoredQuery]]
     settings: dict[str, Any]
     notes: str = ""
-    samples: list[dict[str, float]] = field(default_factory=list)
     verdict: Verdict | None = None
     threshold: float = 0.0
 
 
 @dataclass
 class TrainingRun:
-    """Runs a recipe step by step.
-
-    Attributes:
-        closed_form: Finds B for recipes whose method is none by gradient.
-        accept: Write what was trained even if it is worse than the base.
-    """
+    """Runs a recipe step by step."""
 
     recipe: Recipe
     output: Path
     say: Callable[[str], object] = str
     progress: bool = False
-    closed_form: ClosedForm | None = None
+    closed_form: ClosedForm | None = None  # finds B for recipes whose method is none by gradient
     reading: Reading = VALUES
-    accept: bool = False
+    accept: bool = False  # write what was trained even if it is worse than the base
 
     @cached_property
     def queries(self) -> list[LabelledQuery]:
@@ -130,9 +118,8 @@ class TrainingRun:
         """Run the recipe, or what is left of it.
 
         Raises:
-            BackboneError: The language model cannot be loaded or read.
-            InputError: The data are missing.
-            TrainingError: They are too few, or features or a checkpoint in the output folder belong to something else.
+            RSRankError: The language model cannot be loaded or read, the data are missing or too few, or features or a
+                checkpoint in the output folder belong to something else.
         """
         ranking_metrics([])  # fails now, not after the work, where ir-measures is missing; likewise without data
         self.say(f"{sum(map(len, self.evaluation.values())):,} labelled queries for evaluation")
@@ -148,8 +135,7 @@ class TrainingRun:
         """Train B on features that exist, without the language model; metrics are of the validation queries.
 
         Raises:
-            TrainingError: The store is unfinished or of another model than the recipe's, or a checkpoint in the output
-                folder belongs to something else.
+            TrainingError: The store is unfinished or of another model, or a checkpoint in the output folder is.
         """
         recipe, spec = self.recipe, store.spec
         inside = recipe.model.source != recipe.model.name
@@ -250,8 +236,8 @@ class TrainingRun:
             ("held out", trained.base if keep else trained.trained),
             {"method": "near a base", **about},
             f"Base and trained weights on {verdict.queries} queries left out of training: {verdict.outcome}.",
-            verdict=verdict,
-            threshold=config.threshold if keep else 0.0,
+            verdict,
+            config.threshold if keep else 0.0,
         )
 
     def _from_nothing(self, store: FeatureStore, features: FeatureSource) -> Learned:
@@ -280,7 +266,7 @@ class TrainingRun:
         samples = learner.sample_curve(train, self.say)
         if samples:
             _dump(self.output / "samples.json", samples)
-        return Learned(projection, ("validation", learner.scored(projection)), settings, notes, samples)
+        return Learned(projection, ("validation", learner.scored(projection)), settings, notes)
 
     def _scored(self, ranker: RSRank, label: str, queries: list[LabelledQuery]) -> list[ScoredQuery]:
         """Scores of an evaluation set; those of an earlier run with the same B are taken from its file."""
@@ -329,7 +315,7 @@ class TrainingRun:
             hub.write_artifact(new, config, learned.projection, hub.model_card(config))
             if config.backbone.name == INSIDE:
                 shutil.copytree(self.recipe.model.source, new / INSIDE)
-        return Result(artifact, metrics, learned.samples, learned.verdict)
+        return Result(artifact, metrics, learned.verdict)
 
 
 def fallen(history: Sequence[Epoch]) -> str:

@@ -56,20 +56,13 @@ class FeatureSpec(BaseModel):
 
 @dataclass(frozen=True)
 class QueryFeatures:
-    """One labelled query's features: L layers, H heads, M documents and oracle, T scored query tokens, D head width.
+    """One labelled query's features: L layers, H heads, M documents and oracle, T scored query tokens, D head width."""
 
-    Attributes:
-        shifts: (L, H, M * T, D): T rows for each document, then, if there is an oracle, its T rows.
-        tokens: T.
-        oracle: Whether the last T rows are the oracle shift: all relevant documents together.
-        agreement: Of each document with the query; nothing where the model has no fusion layer.
-    """
-
-    shifts: Tensor
+    shifts: Tensor  # (L, H, M * T, D): T rows for each document, then, if there is an oracle, its T rows
     relevant: tuple[bool, ...]
-    tokens: int
-    oracle: bool
-    agreement: tuple[float, ...] = ()
+    tokens: int  # T
+    oracle: bool  # whether the last T rows are the oracle shift: all relevant documents together
+    agreement: tuple[float, ...] = ()  # of each document with the query; nothing where there is no fusion layer
 
 
 class FeatureSource(Protocol):
@@ -147,11 +140,7 @@ class FeatureStore:
         partial.replace(self.path(number))
 
     def __len__(self) -> int:
-        """Number of queries.
-
-        Raises:
-            TrainingError: The store is not finished.
-        """
+        """Number of queries; raises TrainingError if the store is not finished."""
         missing = self.missing()
         if missing:
             raise TrainingError(
@@ -161,12 +150,7 @@ class FeatureStore:
         return self.spec.queries
 
     def __getitem__(self, number: int, /) -> QueryFeatures:
-        """One query's features, read from the disk when they are used.
-
-        Raises:
-            IndexError: No such query.
-            TrainingError: The file is damaged.
-        """
+        """One query's features, read from the disk when they are used; raises TrainingError if the file is damaged."""
         if not 0 <= number < self.spec.queries:
             raise IndexError(number)
         try:
@@ -180,9 +164,7 @@ class FeatureStore:
                 f"{self.path(number)} is damaged ({error}). Remove it and run the same rsrank features command again."
             ) from error
         row = json.loads(about["query"])
-        return QueryFeatures(
-            shifts, tuple(row["relevant"]), row["tokens"], row["oracle"], agreement=tuple(row["agreement"])
-        )
+        return QueryFeatures(shifts, tuple(row["relevant"]), row["tokens"], row["oracle"], tuple(row["agreement"]))
 
     def _checksum(self, number: int, row: str, shifts: Tensor) -> str:
         """sha256 of a query's features, of no other number and store."""

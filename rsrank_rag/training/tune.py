@@ -32,11 +32,7 @@ AT_MOST = 2000
 
 @dataclass(frozen=True)
 class Goal:
-    """What a threshold is to reach, in the mean over queries.
-
-    Attributes:
-        value: Of precision or recall; None for the best F1.
-    """
+    """What a threshold is to reach, in the mean over queries: a precision, a recall, or the best F1 (value None)."""
 
     metric: Literal["precision", "recall", "f1"] = "f1"
     value: float | None = None
@@ -47,16 +43,12 @@ class Goal:
 
 @dataclass(frozen=True)
 class Tuned:
-    """A threshold, where it lies when the queries are drawn again, and the one in use so far.
-
-    Attributes:
-        verdict: That one against thresholds found without the queries that are measured.
-    """
+    """A threshold, where it lies when the queries are drawn again, and the one in use so far."""
 
     threshold: float
     interval: tuple[float, float]
     before: float
-    verdict: Verdict
+    verdict: Verdict  # that one against thresholds found without the queries that are measured
 
 
 class Curves:
@@ -92,11 +84,7 @@ class Curves:
 def find_threshold(
     queries: Sequence[ScoredQuery], goal: Goal, *, resamples: int = RESAMPLES
 ) -> tuple[float, tuple[float, float]]:
-    """The threshold that reaches a goal on scored queries, and its bootstrap interval.
-
-    Raises:
-        TrainingError: No threshold reaches it; the best there is is named.
-    """
+    """The threshold that reaches a goal on scored queries, and its bootstrap interval; TrainingError if none does."""
     curves = Curves(queries)
     values = curves.by_metric[goal.metric]
     means = values.mean(0)
@@ -114,11 +102,7 @@ def find_threshold(
 
 
 def cross_tuned(queries: Sequence[ScoredQuery], goal: Goal, before: float) -> Verdict:
-    """A threshold in use against those found on other queries than are measured (in five parts).
-
-    Raises:
-        TrainingError: Fewer than two queries, or no threshold reaches the goal.
-    """
+    """A threshold in use against those found on other queries than are measured (in five parts)."""
     held_out: list[ScoredQuery] = []
     moved: list[ScoredQuery] = []  # so that each has its own threshold at zero
     for held in parts(len(queries), FOLDS):
@@ -129,19 +113,12 @@ def cross_tuned(queries: Sequence[ScoredQuery], goal: Goal, before: float) -> Ve
 
 
 def tune(
-    model: str,
-    data: Path,
-    output: Path,
-    goal: Goal,
-    *,
-    revision: str | None = None,
-    load: LoadOptions | None = None,
+    model: str, data: Path, output: Path, goal: Goal, *, revision: str | None = None, load: LoadOptions | None = None
 ) -> Tuned:
     """Write a copy of an artifact with the threshold that reaches a goal on labelled queries.
 
     Raises:
         TrainingError: No threshold reaches it.
-        RSRankError: The artifact or the data cannot be read, or a document not be scored.
     """
     load = load or LoadOptions()
     queries = read_labelled(data)

@@ -19,14 +19,9 @@ DECIDING = ("ndcg@5", "f1")
 
 
 class Verdict(BaseModel):
-    """Base and trained weights on the same held-out queries.
+    """Base and trained weights on so many held-out queries: ``ndcg@5``; ``precision``, ``recall``, ``f1`` of the kept.
 
-    Attributes:
-        queries: How many.
-        base: Mean and interval of ``ndcg@5``, and of ``precision``, ``recall`` and ``f1`` of what is kept.
-        trained: Likewise.
-        difference: Trained minus base, query by query (paired bootstrap).
-        outcome: Worse if the interval of one of `DECIDING` lies below zero, else better if one lies above.
+    Worse if the interval of a difference of one of `DECIDING` lies below zero, else better if one lies above.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -34,20 +29,15 @@ class Verdict(BaseModel):
     queries: int
     base: dict[str, Estimate]
     trained: dict[str, Estimate]
-    difference: dict[str, Estimate]
+    difference: dict[str, Estimate]  # trained minus base, query by query (paired bootstrap)
     outcome: Outcome
 
 
 def judge(
     base: Sequence[ScoredQuery], trained: Sequence[ScoredQuery], thresholds: tuple[float, float] = (0.0, 0.0)
 ) -> Verdict:
-    """Compare two scorings of the same queries, each with its threshold.
-
-    Raises:
-        MissingDependencyError: scipy or ir-measures is not installed.
-        ValueError: They are not of as many queries, or of none.
-    """
-    first, second = (by_query(rows, tau) for rows, tau in zip((base, trained), thresholds, strict=True))
+    """Compare two scorings of the same queries, each with its threshold."""
+    first, second = map(by_query, (base, trained), thresholds)
     difference = {name: estimate_mean(paired_differences(second[name], first[name])) for name in first}
     deciding = [difference[name] for name in DECIDING]
     outcome: Outcome = "no difference that can be told"
