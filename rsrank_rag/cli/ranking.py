@@ -103,16 +103,10 @@ def rank(
     with problems.status(f"Loading {model} ..."):
         ranker = load_reranker(ModelSource(model, revision, load, prefix_cache=_kept(prefixes)))
         ranker = ranker if instruction is None else ranker.with_instruction(clean(instruction))
-    reading: Any = {"extract": extract, "context": context, "heading": heading, "long_documents": long_documents}
-    result = ranker.rank(
-        query,
-        texts,
-        threshold=None if keep_all else "native" if threshold is None else threshold,
-        top_n=top_n,
-        min_docs=min_docs,
-        show_progress=problems.is_terminal and len(texts) > 100,
-        **reading,
-    )
+    given: Any = {"extract": extract, "context": context, "heading": heading, "long_documents": long_documents}
+    given |= {"top_n": top_n, "min_docs": min_docs, "show_progress": problems.is_terminal and len(texts) > 100}
+    tau: Any = None if keep_all else "native" if threshold is None else threshold
+    result = ranker.rank(query, texts, threshold=tau, **given)
     if as_json:
         typer.echo(json.dumps(result.to_dict(), ensure_ascii=False, indent=2))
     else:

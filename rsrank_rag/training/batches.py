@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -76,7 +77,8 @@ class Batch:
             pinned = part.pin_memory() if device.type == "cuda" and part.device.type == "cpu" else part
             return pinned.to(device, non_blocking=True)
 
-        return replace(self, **{name: moved(part) for name, part in vars(self).items() if name != "oracles"})
+        parts: Any = {name: moved(part) for name, part in vars(self).items() if name != "oracles"}
+        return replace(self, **parts)
 
 
 def batches(features: FeatureSource, order: Sequence[int], size: int, device: torch.device) -> Iterator[Batch]:

@@ -118,9 +118,9 @@ def parts(count: int, folds: int) -> list[list[int]]:
         raise TrainingError(f"{count} labelled query cannot be learned from and measured on. Label more.")
     order = list(range(count))
     random.Random("folds-0").shuffle(order)
-    many = count >= HOLD_OUT_FROM
-    folds = 10 if many else min(folds, count)
-    return [sorted(order[start::folds]) for start in range(2 if many else folds)]
+    if count >= HOLD_OUT_FROM:
+        return [sorted(order[start::10]) for start in range(2)]
+    return [sorted(order[start::folds]) for start in range(min(folds, count))]
 
 
 def domain_loss(scores: Tensor, relevant: Tensor, valid: Tensor) -> Tensor:
