@@ -218,8 +218,6 @@ def subsample(queries: Sequence[LabelledQuery], max_documents: int | None, seed:
     """
     if max_documents is None:
         return list(queries)
-    if max_documents < 2:
-        raise InputError(f"max_documents must be at least 2 (one of each class), got {max_documents}.")
     chosen = []
     for query in queries:
         rng = random.Random(f"{seed}-{query.id}-{query.query}")
