@@ -178,27 +178,25 @@ def spec_for(
     queries: Sequence[LabelledQuery],
     backbone: BackboneSpec,
     reading: Reading = VALUES,
-    *,
     sources: Sequence[str] = (),
 ) -> FeatureSpec:
     """What a store of these queries would be."""
-    reader, options = extractor.reader, extractor.options
+    reader, core, options = extractor.reader, extractor.reader.backbone, extractor.options
     return FeatureSpec(
         backbone=backbone,
         template=reader.prompts.template,
         layers=tuple(sorted(reader.layers)),
         signal=reading.signal,
         null_prefix=reading.null_prefix,
-        fusion_layer=reader.backbone.fusion_layer,
-        dtype=options.dtype,
-        compute_dtype=str(reader.backbone.dtype).removeprefix("torch."),
-        bits=bits_of(reader.backbone.model),
-        fp8=is_fp8(reader.backbone.model),
+        fusion_layer=core.fusion_layer,
+        compute_dtype=str(core.dtype).removeprefix("torch."),
+        bits=bits_of(core.model),
+        fp8=is_fp8(core.model),
         max_length=reader.prompts.max_length,
         data=digest(queries, titles=options.titles),
         queries=len(queries),
-        max_tokens=options.max_tokens,
         sources=tuple(sources),
+        **options.model_dump(include={"dtype", "max_tokens"}),
     )
 
 

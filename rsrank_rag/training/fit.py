@@ -90,15 +90,11 @@ def fit(
 ) -> Fitted:
     """Train B, and keep the one with the best F1 at zero on the validation queries.
 
-    Args:
-        train: Features to learn from; they are streamed and may be larger than memory.
-        validation: Features to choose the epoch by.
-        layers: Backbone layers of the features.
-        options: Losses and schedule.
-        output: Folder for ``log.jsonl`` and the checkpoint, from which an interrupted run goes on to the same B.
-        device: None for CUDA if present, else the CPU.
-        identity: What the features are of. A checkpoint of another identity is not continued.
-        on_epoch: Told about each epoch.
+    Features are streamed and may be larger than memory.
+
+    `output`: folder for ``log.jsonl`` and the checkpoint, from which an interrupted run goes on to the same B.
+    `device`: None for CUDA if present, else the CPU. `identity`: what the features are of; a checkpoint of another one
+    is not continued. `on_epoch`: told about each epoch.
 
     Raises:
         TrainingError: No queries, labels of one class only, too little memory, or the checkpoint is another run's.

@@ -179,13 +179,10 @@ class Recipe(BaseModel):
     def load(
         cls, source: str, overrides: Sequence[str] = (), data: Sequence[str | Path] = (), base: str | None = None
     ) -> Recipe:
-        """Read a recipe.
+        """Read a recipe: the name of one that ships with the package, or a TOML file.
 
-        Args:
-            source: Name of one that ships with the package, or a TOML file.
-            overrides: ``key=value`` in TOML, such as ``fit.epochs=10``.
-            data: Labelled files to train on instead of the recipe's.
-            base: Artifact to begin with instead of the recipe's.
+        `overrides`: ``key=value`` in TOML, such as ``fit.epochs=10``. `data`: labelled files to train on, and `base`:
+        artifact to begin with, instead of the recipe's.
 
         Raises:
             InputError: There is none, or it is not a valid one.
