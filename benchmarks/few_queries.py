@@ -5,7 +5,7 @@
 Of each file, so many queries are drawn to train on (`rsrank train --base`) and to tune a threshold on (`rsrank tune`,
 best F1); base, trained and tuned are measured on the file's other queries, which take no part in anything. Features
 are read once a file, with at most 20 documents a query. A draw leaves at least a third of its size to measure on.
-An interrupted run goes on where it stopped. `--table FILE` prints the tables of a finished one.
+Features of an interrupted run are not read again. `--table FILE` prints the tables of a finished one.
 """
 
 from __future__ import annotations
@@ -49,11 +49,11 @@ def draw(count: int, size: int, seed: int) -> tuple[list[int], list[int]]:
 
 
 def measure(
-    features: FeatureSource, base: Projection, numbers: tuple[list[int], list[int]], output: Path
+    features: FeatureSource, base: Projection, numbers: tuple[list[int], list[int]]
 ) -> dict[str, Any]:
     """Verdicts on the other queries: of training, what the training itself said, and of a tuned threshold."""
     own, others = (Subset(features, part) for part in numbers)
-    trained = train_near(own, base, DomainOptions(), output=output, identity=repr(numbers))
+    trained = train_near(own, base, DomainOptions())
     before, after = scored(others, base), scored(others, trained.projection)
     threshold, interval = find_threshold(scored(own, base), Goal())
     verdicts = {
@@ -124,7 +124,7 @@ def main() -> None:
                 continue
             for seed in range(chosen.seeds):
                 numbers = draw(len(store), size, seed)
-                found = measure(features, base, numbers, chosen.work / name / f"{size}-{seed}")
+                found = measure(features, base, numbers)
                 rows.append({"set": name, "queries": size, "seed": seed, **found})
                 print(table(rows[-1:], "trained", ("ndcg@5", "f1")).splitlines()[-1], flush=True)
                 record = {"base": chosen.base, "config": hub.read_config(folder).digest, "rows": rows}

@@ -15,6 +15,7 @@ import random
 import tempfile
 import time
 from collections.abc import Sequence
+from pathlib import Path
 
 import torch
 from transformers import AutoModel, Qwen3Config
@@ -125,8 +126,8 @@ def main() -> None:
             tokenizer="random",
             values=core.findings.sample,
         )
-        spec = spec_for(extractor, queries, plan, described)
-        store = FeatureStore.create(f"{folder}/features", spec, plan.bytes)
+        spec = spec_for(extractor, queries, described)
+        store = FeatureStore.create(Path(folder) / "features", spec, plan.bytes)
         started = time.perf_counter()
         for _ in store.fill(lambda number, made=extractor: made.extract(queries[number])):
             pass

@@ -163,9 +163,6 @@ def test_evaluate_writes_one_record_a_file_and_shows_the_same_table(artifact, la
         assert record["f1@tau"] <= record["f1@best"] <= record["f1@query_best"] <= 1
         assert f"{record['ndcg@5']:.3f}" in table
     assert json.loads(run("evaluate", "-m", artifact, *data, "--json").stdout) == records
-    old = tmp_path / "old.json"
-    assert run("evaluate", "-m", artifact, *data, "--json", str(old)).stdout == table
-    assert json.loads(old.read_text(encoding="utf-8")) == records
 
 
 def test_a_label_stands_for_a_model_in_the_tables_and_in_the_json(artifact, labelled, tmp_path):

@@ -143,21 +143,21 @@ def test_few_queries_move_the_weights_less_than_many_and_an_endless_strength_not
     assert 0 < differences(few, base)[2] < differences(many, base)[2]
 
 
-def test_training_finds_the_border_of_a_domain_and_says_so(base, tmp_path):
+def test_training_finds_the_border_of_a_domain_and_says_so(base):
     features, unseen = domain_features(20), domain_features(20, seed=7)
-    found = train_near(features, base, DomainOptions(), output=tmp_path, device="cpu")
+    found = train_near(features, base, DomainOptions(), device="cpu")
     before, after = (scored(unseen, weights, device="cpu") for weights in (base, found.projection))
     assert statistics.fmean(by_query(after)["f1"]) > statistics.fmean(by_query(before)["f1"]) + 0.2
     assert judge(found.base, found.trained).outcome == "better"
     assert math.isfinite(found.strength)
     assert found.values[found.strength] == max(found.values.values())
-    in_turn = [features[number] for held in parts(20, DomainOptions()) for number in held]
+    in_turn = [features[number] for held in parts(20, 5) for number in held]
     assert [row.relevant for row in found.base] == [list(query.relevant) for query in in_turn]
     expected = [score for row in scored(in_turn, base, device="cpu") for score in row.scores]
     assert [score for row in found.base for score in row.scores] == pytest.approx(expected, abs=1e-5)
 
 
-def test_labels_at_random_leave_the_base_as_it_is(base, tmp_path):
+def test_labels_at_random_leave_the_base_as_it_is(base):
     rng = random.Random(3)
     features = [
         replace(query, agreement=tuple(rng.random() for _ in query.agreement)) for query in domain_features(12, seed=5)
@@ -165,39 +165,19 @@ def test_labels_at_random_leave_the_base_as_it_is(base, tmp_path):
     fitting = copy.deepcopy(base)
     fitting.agreement.data = torch.tensor([0.0, -1.1])  # what best can be said of them: one in four is relevant
     fitting.head_weight.data.zero_()
-    found = train_near(features, fitting, DomainOptions(strengths=(0.001,)), output=tmp_path, device="cpu")
+    found = train_near(features, fitting, DomainOptions(strengths=(0.001,)), device="cpu")
     assert found.strength == math.inf
     assert differences(found.projection, fitting) == [0.0, 0.0, 0.0]
 
 
 def test_forty_queries_are_all_measured_on_and_many_only_in_part():
-    held = parts(40, DomainOptions())
+    held = parts(40, 5)
     assert len(held) == 5
     assert sorted(number for fold in held for number in fold) == list(range(40))
-    assert [len(fold) for fold in parts(600, DomainOptions())] == [60, 60]
-    assert sorted(map(len, parts(3, DomainOptions()))) == [1, 1, 1]
+    assert [len(fold) for fold in parts(600, 5)] == [60, 60]
+    assert sorted(map(len, parts(3, 5))) == [1, 1, 1]
     with pytest.raises(TrainingError, match="1 labelled query cannot be"):
-        parts(1, DomainOptions())
-
-
-def test_folds_that_are_done_are_not_done_again_after_an_interruption(base, tmp_path):
-    features, options = domain_features(10), DomainOptions(strengths=(3.0,), iterations=5)
-    unbroken = train_near(features, base, options, output=tmp_path / "a", device="cpu", identity="x")
-
-    def kill(done, of):
-        if done == 2:
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        train_near(features, base, options, output=tmp_path / "b", device="cpu", identity="x", on_fold=kill)
-    times = {path: path.stat().st_mtime_ns for path in (tmp_path / "b").iterdir()}
-    assert len(times) == 2
-    resumed = train_near(features, base, options, output=tmp_path / "b", device="cpu", identity="x")
-    assert {path: path.stat().st_mtime_ns for path in times} == times
-    assert differences(resumed.projection, unbroken.projection) == [0.0, 0.0, 0.0]
-    assert resumed.trained == unbroken.trained
-    train_near(features, base, options, output=tmp_path / "b", device="cpu", identity="other labels")
-    assert all(path.stat().st_mtime_ns != time for path, time in times.items())
+        parts(1, 5)
 
 
 # The verdict

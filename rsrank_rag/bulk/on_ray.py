@@ -28,7 +28,7 @@ DOCUMENTS = 256
 """That an actor reads at a time."""
 
 SHARES = 64
-"""Of the feature shards, for any number of actors: as many as there are shards, roughly."""
+"""Parts that the features are made in, for any number of actors."""
 
 
 @dataclass(frozen=True)
@@ -165,11 +165,11 @@ def features_on(actors: Actors, recipe: Recipe, output: Path) -> FeatureStore:
 
     folder = output.absolute()
 
-    def extraction() -> Callable[[int], None]:
+    def extraction() -> Callable[[int], Path]:
         from ..training.run import TrainingRun
 
         run = TrainingRun(recipe, folder)  # loads the language model at its first share, and once
-        return lambda share: run.extract_part(share, SHARES)
+        return lambda share: run.extract(share, SHARES).folder
 
     for _ in each(extraction, list(range(SHARES)), actors):
         pass

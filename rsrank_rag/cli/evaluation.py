@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.progress import track
-from typer import Argument, Option
+from typer import Option
 
 from ..adapters.systems import forms
 from ..errors import InputError
@@ -19,8 +19,6 @@ from .tables import cell, evaluation_tables
 
 if TYPE_CHECKING:
     from ..evaluation.datasets import LabelledQuery
-    from ..evaluation.evaluate import System
-    from ..evaluation.metrics import ScoredQuery
 
 app = typer.Typer()
 
@@ -38,10 +36,7 @@ def evaluate(
     revision: Revision = None,
     label: Annotated[list[str] | None, Option(help="What to call a model; once for each, in order.")] = None,
     as_json: AsJson = False,
-    output: Annotated[
-        Path | None, Option("--output", "-o", help="Write the JSON here, an object a model and set.")
-    ] = None,
-    file: Annotated[Path | None, Argument(hidden=True)] = None,  # --json FILE, as it was once written
+    output: Annotated[Path | None, Option("--output", "-o", help="Write the JSON here.")] = None,
     report: Annotated[Path | None, Option(help="Folder for a page with tables, figures and worst queries.")] = None,
     threshold: Annotated[str, Option(help="For f1@tau: a number, native or shared (see above).")] = "native",
     titles: Annotated[bool, Option(help="Put a document's title in front of its text.")] = True,
@@ -66,19 +61,15 @@ def evaluate(
     from ..adapters.systems import load_system, parse
     from ..evaluation import negatives as hard
     from ..evaluation.comparison import Measured
-    from ..evaluation.evaluate import score_dataset, summarise
+    from ..evaluation.evaluate import score_dataset, shared_threshold, summarise
     from ..evaluation.hub_datasets import load_sets
     from ..evaluation.report import write_report
 
-    output, as_json = (file, False) if file is not None else (output, as_json)
     _check_outputs(output, report)
     model = list(dict.fromkeys(model))
     if label and len(set(label)) != len(model):
-        raise InputError(
-            f"{len(model)} models were given and {len(set(label))} labels. Give one --label a model, in order."
-        )
-    if threshold not in ("native", "shared"):
-        _number(threshold)
+        raise InputError(f"{len(model)} models were given and {len(set(label))} labels. Give one a model, in order.")
+    given = None if threshold in ("native", "shared") else _number(threshold)
     for name in model:
         parse(name)  # a wrong name is said before the data are read
     chosen = None if negatives is None else hard.Negatives.parse(negatives)
@@ -91,7 +82,14 @@ def evaluate(
             title: score_dataset(system, _watched(queries, f"{name}, {title}"), titles=titles)
             for title, queries in sets.items()
         }
-        measured.append(Measured(name, *_tau(threshold, system, list(scored.values())), scored))
+        if given is not None:
+            tau, origin = given, "given"
+        elif threshold == "native" and system.threshold is not None:
+            tau, origin = system.threshold, "native"
+        else:
+            why = "" if threshold == "shared" else "; this system has no native threshold"
+            tau, origin = shared_threshold(list(scored.values())), f"the best over all files{why}"
+        measured.append(Measured(name, tau, origin, scored))
     tables: list[list[dict[str, Any]]] = [
         [
             {"model": found.name, "dataset": title, **summarise(queries, threshold=found.threshold)}
@@ -116,18 +114,6 @@ def evaluate(
 
 def _watched(queries: Sequence[LabelledQuery], what: str) -> Iterable[LabelledQuery]:
     return track(queries, description=what, console=problems, transient=True)
-
-
-def _tau(threshold: str, system: System, scored: list[list[ScoredQuery]]) -> tuple[float, str]:
-    """The threshold for f1@tau, and where it comes from."""
-    from ..evaluation.evaluate import shared_threshold
-
-    if threshold == "native" and system.threshold is not None:
-        return system.threshold, "native"
-    if threshold in ("native", "shared"):
-        why = "" if threshold == "shared" else "; this system has no native threshold"
-        return shared_threshold(scored), f"the best over all files{why}"
-    return _number(threshold), "given"
 
 
 def _check_outputs(output: Path | None, report: Path | None) -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from tqdm.auto import tqdm
 from typer import Option
 
 from ..adapters.systems import load as load_reranker
@@ -102,16 +103,10 @@ def rank(
     with problems.status(f"Loading {model} ..."):
         ranker = load_reranker(ModelSource(model, revision, load, prefix_cache=_kept(prefixes)))
         ranker = ranker if instruction is None else ranker.with_instruction(clean(instruction))
-    reading: Any = {"extract": extract, "context": context, "heading": heading, "long_documents": long_documents}
-    result = ranker.rank(
-        query,
-        texts,
-        threshold=None if keep_all else "native" if threshold is None else threshold,
-        top_n=top_n,
-        min_docs=min_docs,
-        show_progress=problems.is_terminal and len(texts) > 100,
-        **reading,
-    )
+    given: Any = {"extract": extract, "context": context, "heading": heading, "long_documents": long_documents}
+    given |= {"top_n": top_n, "min_docs": min_docs, "show_progress": problems.is_terminal and len(texts) > 100}
+    tau: Any = None if keep_all else "native" if threshold is None else threshold
+    result = ranker.rank(query, texts, threshold=tau, **given)
     if as_json:
         typer.echo(json.dumps(result.to_dict(), ensure_ascii=False, indent=2))
     else:
@@ -143,8 +138,7 @@ def index(
             raise InputError("With --engine ray, documents are indexed by their beginning. Leave --long-documents out.")
         count = index_on(actors, make, texts)
     else:
-        ranker = make()
-        reading: Any = {"long_documents": long_documents}
+        ranker, reading = make(), dict[str, Any](long_documents=long_documents)
         texts = ranker.parts(texts, **reading)
         count, size = ranker.index_size(texts)
         problems.print(f"{len(texts):,} documents, {count:,} new: {size / 1e6:,.1f} MB")
@@ -261,12 +255,8 @@ def score(
 
 
 def _progress(plan: Plan, done: Iterable[int]) -> Iterable[int]:
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
     total = sum(part.rows for part in plan.parts)
-    columns = (TextColumn("Scoring"), BarColumn(), MofNCompleteColumn(), TextColumn("rows"), TimeRemainingColumn())
-    with Progress(*columns, console=problems, disable=not problems.is_terminal) as bar:
-        task = bar.add_task("", total=total)
+    with tqdm(total=total, desc="Scoring", unit="row", disable=not problems.is_terminal) as bar:
         for rows in done:
-            bar.advance(task, rows)
+            bar.update(rows)
             yield rows

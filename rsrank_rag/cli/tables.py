@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from .. import __version__
@@ -19,13 +19,14 @@ if TYPE_CHECKING:
 def result_table(result: RankResult) -> Table:
     """Kept documents in green, then dropped ones in grey."""
     rule = "ranked, nothing dropped" if result.threshold is None else f"kept above {result.threshold:g}"
-    table = Table(title=_title(result.query, rule), title_justify="left", expand=True)
-    table.add_column("", width=7)
-    table.add_column("score", justify="right")
-    table.add_column("#", justify="right")
-    table.add_column("document", ratio=1)
-    groups = (("kept", "green", result.kept), ("dropped", "dim", result.dropped))
-    for name, style, documents in groups:
+    columns = (
+        Column("", width=7),
+        Column("score", justify="right"),
+        Column("#", justify="right"),
+        Column("document", ratio=1),
+    )
+    table = Table(*columns, title=_title(result.query, rule), title_justify="left", expand=True)
+    for name, style, documents in (("kept", "green", result.kept), ("dropped", "dim", result.dropped)):
         for document in documents:
             text = Text(" ".join(document.extract.split()), style=style)
             text.truncate(240, overflow="ellipsis")

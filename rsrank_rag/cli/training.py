@@ -65,7 +65,7 @@ def features(run: Run, actors: Actors | None, dry_run: DryRun = False) -> None:
     Recipes: mini, your-data, encoder, qwen3-0.6b, qwen3-8b.
 
     A run that was interrupted goes on where it stopped. Several GPUs:
-    `accelerate launch --num_processes 4 -m rsrank_rag features ...`, or several machines: `--engine ray`.
+    `--engine ray --gpus-per-actor 1`, on one machine or on several.
 
     Too large? `--set features.max_tokens=8` keeps 8 tokens of each query, `--set features.max_documents=10` so many
     documents.

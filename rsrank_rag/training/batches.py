@@ -10,7 +10,7 @@ import random
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -22,6 +22,9 @@ from ..method.projection import Projection
 from ..method.shift import cosine_to_ones
 from .store import FeatureSource, QueryFeatures
 
+BATCH_QUERIES = 16
+"""Queries at a time, where nothing else was asked for."""
+
 AHEAD = 3
 """Batches that are read from the disk while earlier ones are trained on."""
 
@@ -31,31 +34,21 @@ Weights = Mapping[str, Tensor]
 
 @dataclass(frozen=True)
 class Batch:
-    """Features of several queries as one matrix of rows.
+    """Features of several queries as one matrix of rows."""
 
-    Attributes:
-        shifts: (L, H, M, D).
-        slot: Flat (query, document) place of each row in the padded scores; oracles have places of their own behind.
-        oracles: Number of oracles.
-        share: 1 / T of each row's query.
-        relevant: (Q, N) labels.
-        valid: (Q, N), which places hold a document.
-        agreement: (Q, N), 0 where there is none.
-    """
-
-    shifts: Tensor
-    slot: Tensor
-    share: Tensor
-    relevant: Tensor
-    valid: Tensor
-    agreement: Tensor
+    shifts: Tensor  # (L, H, M, D)
+    slot: Tensor  # (M,): the row's flat (query, document) place in the padded scores; oracles have places behind them
+    share: Tensor  # (M,): 1 / T of the row's query
+    relevant: Tensor  # (Q, N) labels
+    valid: Tensor  # (Q, N), which places hold a document
+    agreement: Tensor  # (Q, N), 0 where there is none
     oracles: int
 
     @classmethod
     def of(cls, queries: Sequence[QueryFeatures]) -> Batch:
         """Join queries."""
-        width = max(len(query.relevant) for query in queries)
-        slots, shares, oracles = [], [], 0
+        width, oracles = max(len(query.relevant) for query in queries), 0
+        slots, shares = [], []
         for row, query in enumerate(queries):
             places = [row * width + i for i in range(len(query.relevant))]
             if query.oracle:
@@ -80,14 +73,12 @@ class Batch:
     def to(self, device: torch.device) -> Batch:
         """On a device. Copies from host memory go through page-locked memory and are not waited for."""
 
-        def moved(part: Any) -> Any:
-            if not isinstance(part, Tensor):
-                return part
-            if device.type == "cuda" and part.device.type == "cpu":
-                part = part.pin_memory()
-            return part.to(device, non_blocking=True)
+        def moved(part: Tensor) -> Tensor:
+            pinned = part.pin_memory() if device.type == "cuda" and part.device.type == "cpu" else part
+            return pinned.to(device, non_blocking=True)
 
-        return Batch(**{part.name: moved(getattr(self, part.name)) for part in fields(self)})
+        parts: Any = {name: moved(part) for name, part in vars(self).items() if name != "oracles"}
+        return replace(self, **parts)
 
 
 def batches(features: FeatureSource, order: Sequence[int], size: int, device: torch.device) -> Iterator[Batch]:
@@ -107,13 +98,10 @@ def batches(features: FeatureSource, order: Sequence[int], size: int, device: to
 
 
 def batch_scores(weights: Weights, batch: Batch, precision: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
-    """Scores of a batch, and the terms of its oracle shifts.
+    """Scores of a batch, (Q, N), and each oracle's mean term over layers, heads and tokens.
 
-    `weights`: without B, what stands in the place of the shifts are its cosines. `precision`: of the matrix product;
-    cosines and sums are fp32.
-
-    Returns:
-        Scores (Q, N), and each oracle's mean term over layers, heads and tokens.
+    Without B in the weights, what stands in the place of the shifts are its cosines. The precision is of the matrix
+    product; cosines and sums are fp32.
     """
     if "weight" in weights:
         projected = batch.shifts.to(precision) @ weights["weight"].to(precision).mT
@@ -144,16 +132,12 @@ def scored(
     """Scores of all documents of stored features: what the artifact would give, without its language model."""
     where = device_for(device)
     weights = {name: weight.detach().to(where) for name, weight in projection.named_parameters()}
-    found = batches(features, range(len(features)), 16, where)
+    found = batches(features, range(len(features)), BATCH_QUERIES, where)
     return [row for batch in found for row in score_batch(weights, batch)]
 
 
 def check_labels(features: FeatureSource) -> None:
-    """Refuse to learn from one class.
-
-    Raises:
-        TrainingError: All documents are relevant, or none is.
-    """
+    """Refuse to learn from one class."""
     labels: set[bool] = set()
     for number in range(len(features)):
         labels |= set(features[number].relevant)
@@ -172,9 +156,6 @@ def split(count: int, held: int | float, seed: int = 0) -> tuple[list[int], list
     """Numbers of training and validation queries, at random; at least one each.
 
     `held`: validation queries: a number of them, or below 1 a share.
-
-    Raises:
-        TrainingError: Fewer than two queries.
     """
     if count < 2:
         raise TrainingError(f"{count} labelled queries cannot be split into training and validation ones.")

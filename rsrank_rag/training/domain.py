@@ -11,13 +11,10 @@ Below some hundred queries B stays where an artifact has other weights: these ar
 from __future__ import annotations
 
 import copy
-import json
 import math
 import random
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
-from pathlib import Path
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field
@@ -28,13 +25,15 @@ from ..errors import TrainingError
 from ..evaluation.metrics import ScoredQuery
 from ..method.projection import Projection
 from ..method.shift import cosine_to_ones
-from ..partial_files import write_text
-from .batches import Batch, Weights, batch_scores, batches, check_labels, device_for, score_batch
+from .batches import BATCH_QUERIES, Batch, Weights, batch_scores, batches, check_labels, device_for, score_batch
 from .store import FeatureSource, QueryFeatures
 from .verdict import by_query
 
 SPREAD = {"weight": 0.3, "head_weight": 0.3, "agreement": 1.0}
 """By how much a change of one unit moves a typical score, by tensor."""
+
+HOLD_OUT_FROM = 500
+"""From so many queries on, two tenths are left out of training instead of each fold in turn."""
 
 
 class DomainOptions(BaseModel):
@@ -46,29 +45,19 @@ class DomainOptions(BaseModel):
         default=(10.0, 3.0, 1.0), min_length=1, description="Besides the base as it is."
     )
     folds: int = Field(default=5, ge=2, description="Parts that are left out of training, one after another.")
-    hold_out_from: int = Field(default=500, description="From so many queries on, two tenths are left out instead.")
     projection_from: int = Field(default=300, description="B moves from so many queries on, if there is more to move.")
     iterations: int = Field(default=40, gt=0, description="Of L-BFGS, at most.")
-    batch_queries: int = Field(default=16, gt=0)
-    seed: int = 0
 
 
 @dataclass(frozen=True)
 class Trained:
-    """What training for a domain found.
-
-    Attributes:
-        strength: The chosen one; infinite where the base did best.
-        values: Mean of nDCG@5 and F1 at zero on queries left out of training, by strength; of the base first.
-        base: Scores of the queries left out, by the base.
-        trained: The same queries' scores by weights that were trained without them.
-    """
+    """What training for a domain found."""
 
     projection: Projection
-    strength: float
-    values: dict[float, float]
-    base: list[ScoredQuery]
-    trained: list[ScoredQuery]
+    strength: float  # the chosen one; infinite where the base did best
+    values: dict[float, float]  # by strength: mean of nDCG@5 and F1 at zero on queries left out; of the base first
+    base: list[ScoredQuery]  # the queries left out, by the base
+    trained: list[ScoredQuery]  # the same by weights that were trained without them
 
 
 def train_near(
@@ -76,52 +65,42 @@ def train_near(
     base: Projection,
     options: DomainOptions,
     *,
-    output: Path,
     device: str | torch.device | None = None,
-    identity: str = "",
-    on_fold: Callable[[int, int], object] = lambda done, of: None,
+    watch: Callable[[list[list[int]]], Iterable[list[int]]] = iter,
 ) -> Trained:
     """Find weights near a base, and how they do on queries that they have not seen.
 
     The strength that scores a fold's queries is chosen by the other folds.
 
-    Args:
-        features: Labelled queries.
-        base: Where to begin, and what to stay near.
-        options: How.
-        output: Folder for finished folds; an interrupted run goes on behind them.
-        device: Where to train; None for CUDA if present, else the CPU.
-        identity: What the features and the base are. Folds of others are not taken.
-        on_fold: Told how many of how many are done.
+    `device`: None for CUDA if present, else the CPU. `watch`: what folds are taken through, such as a progress bar.
 
     Raises:
         TrainingError: Fewer than two queries, or labels of one class only.
     """
     check_labels(features)
     near = _Near(features, base, options, device_for(device))
-    strengths = (math.inf, *options.strengths)
-    groups, found = parts(len(features), options), []
-    for number, held in enumerate(groups):
-        path = output / f"fold-{number}.json"
-        key = json.dumps([identity, options.model_dump(), held])
-        kept = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
-        if kept.get("key") != key:
-            rest = sorted(set(range(len(features))) - set(held))
-            kept = {"key": key, "rows": [near.held_out(projection, held) for projection in near.path(rest, strengths)]}
-            write_text(path, json.dumps(kept) + "\n")
-        found.append(kept["rows"])
-        on_fold(number + 1, len(groups))
-    values = [torch.tensor([row["values"] for row in rows], dtype=torch.float64) for rows in found]
+    strengths, everything = (math.inf, *options.strengths), range(len(features))
+    found = []  # by fold and strength: the queries left out
+    for held in watch(parts(len(features), options.folds)):
+        rest = sorted({*everything} - {*held})
+        found.append([near.scored(projection, held) for projection in near.path(rest, strengths)])
+    values = [torch.stack([_values(rows) for rows in fold]) for fold in found]
     chosen = [_best([*values[:number], *values[number + 1 :]]) for number in range(len(values))]
     best = _best(values)
-    *_, projection = near.path(range(len(features)), strengths[: best + 1])
+    *_, projection = near.path(everything, strengths[: best + 1])
     return Trained(
         projection,
         strengths[best],
         dict(zip(strengths, torch.cat(values, 1).mean(1).tolist(), strict=True)),
-        [ScoredQuery(**row) for rows in found for row in rows[0]["queries"]],
-        [ScoredQuery(**row) for rows, choice in zip(found, chosen, strict=True) for row in rows[choice]["queries"]],
+        [row for fold in found for row in fold[0]],
+        [row for fold, choice in zip(found, chosen, strict=True) for row in fold[choice]],
     )
+
+
+def _values(rows: Sequence[ScoredQuery]) -> Tensor:
+    """The mean of each query's nDCG@5 and F1 at zero."""
+    found = by_query(rows)
+    return torch.tensor([found["ndcg@5"], found["f1"]], dtype=torch.float64).mean(0)
 
 
 def _best(folds: Sequence[Tensor]) -> int:
@@ -133,19 +112,15 @@ def _best(folds: Sequence[Tensor]) -> int:
     return best if bool(gains[best].mean() > error) else 0  # of a single query, the error is not a number
 
 
-def parts(count: int, options: DomainOptions) -> list[list[int]]:
-    """Numbers of the queries that are left out, one list a fold.
-
-    Raises:
-        TrainingError: Fewer than two queries.
-    """
+def parts(count: int, folds: int) -> list[list[int]]:
+    """Numbers of the queries that are left out, one list a fold."""
     if count < 2:
         raise TrainingError(f"{count} labelled query cannot be learned from and measured on. Label more.")
     order = list(range(count))
-    random.Random(f"folds-{options.seed}").shuffle(order)
-    many = count >= options.hold_out_from
-    folds = 10 if many else min(options.folds, count)
-    return [sorted(order[start::folds]) for start in range(2 if many else folds)]
+    random.Random("folds-0").shuffle(order)
+    if count >= HOLD_OUT_FROM:
+        return [sorted(order[start::10]) for start in range(2)]
+    return [sorted(order[start::folds]) for start in range(min(folds, count))]
 
 
 def domain_loss(scores: Tensor, relevant: Tensor, valid: Tensor) -> Tensor:
@@ -163,7 +138,7 @@ def domain_loss(scores: Tensor, relevant: Tensor, valid: Tensor) -> Tensor:
     return order.sum(1) / positive.sum(1).clamp_min(1) + 2 * zero.sum(1) / weight.sum(1).clamp_min(1)
 
 
-def with_cosines(query: QueryFeatures, weight: Tensor) -> QueryFeatures:
+def _with_cosines(query: QueryFeatures, weight: Tensor) -> QueryFeatures:
     """A query with the mean cosines that B, (L, H, P, D), gives its documents in the place of their shifts."""
     cosines = cosine_to_ones(query.shifts.to(weight.device).float() @ weight.mT)  # (L, H, M * T)
     means = cosines.reshape(*cosines.shape[:2], -1, query.tokens).mean(3, keepdim=True)
@@ -178,7 +153,7 @@ class _Near:
         weights = {name: weight.detach().to(device) for name, weight in base.named_parameters()}
         if len(weights) > 1 and len(features) < options.projection_from:
             fixed = weights.pop("weight")
-            features = [with_cosines(features[number], fixed) for number in range(len(features))]
+            features = [_with_cosines(features[number], fixed) for number in range(len(features))]
         self.features, self.weights = features, weights
         self.units = self._units()
 
@@ -192,21 +167,18 @@ class _Near:
             found.load_state_dict({**found.state_dict(), **self._moved(change)})
             yield found
 
-    def held_out(self, projection: Projection, numbers: Sequence[int]) -> dict[str, list[Any]]:
-        """Scores of queries, and the mean of each one's nDCG@5 and F1 at zero."""
+    def scored(self, projection: Projection, numbers: Sequence[int]) -> list[ScoredQuery]:
+        """Scores of queries."""
         given = dict(projection.named_parameters())
         weights = {name: given[name].detach().to(self.device) for name in self.weights}
-        rows = [row for batch in self._batches(numbers) for row in score_batch(weights, batch)]
-        found = by_query(rows)
-        values = [(ndcg + f1) / 2 for ndcg, f1 in zip(found["ndcg@5"], found["f1"], strict=True)]
-        return {"values": values, "queries": [asdict(row) for row in rows]}
+        return [row for batch in self._batches(numbers) for row in score_batch(weights, batch)]
 
     def _units(self) -> dict[str, Tensor]:
         """How far to move a tensor for its `SPREAD`: that, by the root mean square of scores' gradients.
 
         Gradients of sums with random signs have in the mean the squared length of all of them together.
         """
-        generator = torch.Generator().manual_seed(self.options.seed)
+        generator = torch.Generator().manual_seed(0)
         free = {name: weight.clone().requires_grad_() for name, weight in self.weights.items()}
         squares, count = dict.fromkeys(free, torch.zeros((), device=self.device)), 0
         for batch in self._batches(range(len(self.features))):
@@ -231,7 +203,8 @@ class _Near:
             total = strength / 2 * sum((part.square().sum() for part in change.values()), torch.zeros(()))
             total.backward()  # type: ignore[no-untyped-call]
             for batch in self._batches(numbers):
-                loss = self._losses(self._moved(change), batch).sum()
+                scores, _ = batch_scores(self._moved(change), batch)
+                loss = domain_loss(scores, batch.relevant, batch.valid).sum()
                 loss.backward()  # type: ignore[no-untyped-call]
                 total = total.detach() + loss.detach()
             return total
@@ -241,8 +214,5 @@ class _Near:
     def _moved(self, change: Weights) -> dict[str, Tensor]:
         return {name: weight + self.units[name] * change[name] for name, weight in self.weights.items()}
 
-    def _losses(self, weights: Weights, batch: Batch) -> Tensor:
-        return domain_loss(batch_scores(weights, batch)[0], batch.relevant, batch.valid)
-
     def _batches(self, numbers: Sequence[int]) -> Iterator[Batch]:
-        return batches(self.features, numbers, self.options.batch_queries, self.device)
+        return batches(self.features, numbers, BATCH_QUERIES, self.device)

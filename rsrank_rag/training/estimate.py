@@ -13,6 +13,7 @@ from ..artifact.config import INSIDE
 from ..errors import BackboneError
 from ..evaluation.datasets import LabelledDocument, LabelledQuery
 from ..language_model.loading import LOAD_ERRORS, shortened
+from ..language_model.options import has_fast_bfloat16
 from ..method.projection import Projection
 from ..method.template import PromptTokenizer
 from .batches import Batch, batch_scores
@@ -20,9 +21,6 @@ from .features import Plan, plan_features
 from .losses import calibration_loss
 from .recipe import DataPart, Recipe
 from .store import QueryFeatures, free_memory
-
-DISK = 1e9
-"""Bytes a second of a middling disk, for features that do not fit into memory."""
 
 SIZES = {
     "2wiki": (33, 17, 31),
@@ -41,45 +39,24 @@ SHAPES = {
 }
 """Of the language models of the recipes, for which nobody has to be asked."""
 
-_TOKENS, _DOCUMENTS = 16, 32  # of the made-up query whose training is timed
-
 
 @dataclass(frozen=True)
 class Estimate:
-    """What a recipe will take.
-
-    Attributes:
-        evaluation_tokens: Tokens that the language model reads for the evaluation.
-        weight_bytes: Of the language model in memory.
-        flops: Of the language model's pass.
-        flops_per_second: Half of what a large matrix product reached here just now.
-        rows_per_second: Rows of features that B was trained on here just now.
-        memory: Bytes that features may take to be kept in memory.
-    """
+    """What a recipe will take."""
 
     plan: Plan
     evaluation_tokens: int
-    weight_bytes: int
-    flops: float
-    flops_per_second: float
-    parameters: int
+    weight_bytes: int  # of the language model in memory
+    flops: float  # of the language model's pass
+    flops_per_second: float  # half of what a large matrix product reached here just now
+    parameters: int  # of B
     epochs: int
-    rows_per_second: float
-    memory: int
-
-    @property
-    def hours(self) -> float:
-        """Of the language model's pass."""
-        return self.flops / self.flops_per_second / 3600
-
-    @property
-    def training_hours(self) -> float:
-        """Of all epochs' arithmetic."""
-        return self.epochs * self.plan.rows / self.rows_per_second / 3600
+    rows_per_second: float  # of features that B was trained on here just now
+    memory: int  # bytes that features may take to be kept there; more are read from the disk in each epoch
 
     @property
     def bytes_read(self) -> int:
-        """By all epochs: once where the features fit into memory, else again in each."""
+        """By all epochs."""
         return self.plan.bytes * (1 if self.plan.bytes <= self.memory else self.epochs)
 
     def __str__(self) -> str:
@@ -88,14 +65,14 @@ class Estimate:
         lines = {
             "queries": f"{plan.queries:,} with {plan.documents:,} documents",
             "reading": f"{plan.prompt_tokens:,} tokens and {self.evaluation_tokens:,} for the evaluation, "
-            f"{self.flops / 1e12:,.1f} TFLOP: about {_hours(self.hours)} here (at {self.flops_per_second / 1e12:,.2f} "
-            "TFLOP/s, half of what a large matrix product reaches)",
+            f"{self.flops / 1e12:,.1f} TFLOP: about {_time(self.flops / self.flops_per_second)} here (at half of what "
+            "a large matrix product reaches)",
             "memory": f"{self.weight_bytes / 1e9:,.2f} GB for the language model's weights",
             "disk": f"{plan.bytes / 1e9:,.2f} GB for the features (less with features.max_tokens or "
             "features.max_documents)",
             "training B": f"{self.parameters:,} numbers, at most {self.epochs} epochs over {plan.rows:,} rows: about "
-            f"{_hours(self.training_hours)} here; features are read {again}: {self.bytes_read / 1e9:,.1f} GB in all, "
-            f"{_hours(self.bytes_read / DISK / 3600)} from a disk of 1 GB/s",
+            f"{_time(self.epochs * plan.rows / self.rows_per_second)} here; features are read {again}: "
+            f"{self.bytes_read / 1e9:,.1f} GB in all, {_time(self.bytes_read / 1e9)} from a disk of 1 GB/s",
         }
         return "\n".join(f"{name:<13}{text}" for name, text in lines.items())
 
@@ -110,11 +87,7 @@ def sketch(part: DataPart) -> list[LabelledQuery]:
 
 
 def estimate(recipe: Recipe, queries: list[LabelledQuery], evaluation: list[LabelledQuery]) -> Estimate:
-    """Disk, memory and time, without loading the language model's weights.
-
-    Raises:
-        BackboneError: There is no such language model.
-    """
+    """Disk, memory and time, without loading the language model's weights."""
     from transformers import AutoConfig, AutoModel, AutoTokenizer, Qwen3Config
 
     part, options = recipe.model, recipe.model.options()
@@ -164,34 +137,26 @@ def _matmul_rate(device: torch.device, dtype: torch.dtype) -> float:
 
 
 def _training_rate(weight: torch.Tensor) -> float:
-    """Rows a second of B's loss and its gradient, for one made-up query."""
+    """Rows a second of B's loss and its gradient, for a made-up query of 32 documents and 16 tokens."""
     layers, heads, _, width = weight.shape
-    rows = _DOCUMENTS * _TOKENS
-    labels = tuple(i == 0 for i in range(_DOCUMENTS))
-    shifts = torch.randn(layers, heads, rows, width).half()
-    batch = Batch.of([QueryFeatures(shifts, labels, _TOKENS, oracle=False)]).to(weight.device)
+    made = QueryFeatures(torch.randn(layers, heads, 32 * 16, width).half(), (True,) + (False,) * 31, 16, oracle=False)
+    batch = Batch.of([made]).to(weight.device)
+    precision = torch.bfloat16 if has_fast_bfloat16(weight.device) else torch.float32
 
     def step() -> None:
-        scores, _ = batch_scores(
-            {"weight": weight}, batch, torch.bfloat16 if weight.device.type == "cuda" else torch.float32
-        )
+        scores, _ = batch_scores({"weight": weight}, batch, precision)
         calibration_loss(scores, batch.relevant, batch.valid).backward()  # type: ignore[no-untyped-call]
 
-    return rows / _seconds(step, weight.device)
+    return 32 * 16 / _seconds(step, weight.device)
 
 
 def _seconds(step: Callable[[], object], device: torch.device) -> float:
     """The shortest of a few runs."""
-
-    def finished() -> None:
-        step()
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-
-    return min(timeit.repeat(finished, number=1, repeat=4))
+    wait = torch.cuda.synchronize if device.type == "cuda" else str
+    return min(timeit.repeat(lambda: (step(), wait()), number=1, repeat=4))
 
 
-def _hours(hours: float) -> str:
-    if hours < 1 / 60:
-        return f"{hours * 3600:.0f} s"
-    return f"{hours * 60:.0f} min" if hours < 2 else f"{hours:.1f} h"
+def _time(seconds: float) -> str:
+    if seconds < 60:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"

@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -27,29 +27,17 @@ from .recipe import FeaturePart
 from .store import FeatureSpec, QueryFeatures
 
 STORE_DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
-SHARD_BYTES = 1 << 30
 
 
 @dataclass(frozen=True)
 class Plan:
-    """What an extraction will take.
-
-    Attributes:
-        documents: Number of documents of all queries, oracle prompts not counted.
-        rows: Rows of shifts, a row a query token and document, that B is trained on.
-        query_bytes: Size of each query's features.
-    """
+    """What an extraction will take: oracle prompts are not counted as documents; a row is a query token's shift."""
 
     queries: int
     documents: int
     prompt_tokens: int
     rows: int
-    query_bytes: tuple[int, ...]
-
-    @property
-    def bytes(self) -> int:
-        """Size of the store."""
-        return sum(self.query_bytes)
+    bytes: int
 
 
 @dataclass(frozen=True)
@@ -87,39 +75,28 @@ def together(prompts: PromptTokenizer, documents: Sequence[str], query_length: i
     return (*prompts.instruction, *joined[:most], *prompts.separator)
 
 
-@dataclass(frozen=True)
-class QueryPrompts:
-    """What the language model reads for a query: the query, each document, and all relevant ones (None if none)."""
+def tokenise(query: LabelledQuery, prompts: PromptTokenizer, *, titles: bool) -> tuple[TokenisedQuery, list[Ids]]:
+    """What the language model reads for a query: the query; each document, and all relevant ones if there are any.
 
-    query: TokenisedQuery
-    documents: list[Ids]
-    oracle: Ids | None
+    Raises:
+        InputError: The query is empty or too long, or none of its documents has text.
+    """
+    asked = prompts.query(query.query)
+    texts = [document.content(titles=titles) for document in query.documents]
+    found = [prompt.ids for prompt in prompts.documents(texts, len(asked.ids))]
+    if all(len(ids) == len(prompts.null_prefix) for ids in found):
+        raise InputError(f"Query {query.id!r} has no document with text. Remove it from the data.")
+    relevant = [text for text, document in zip(texts, query.documents, strict=True) if document.relevant]
+    if any(map(str.strip, relevant)):
+        found.append(together(prompts, relevant, len(asked.ids)))
+    return asked, found
 
-    @property
-    def all(self) -> list[Ids]:
-        """The documents and the oracle."""
-        return [*self.documents, *([] if self.oracle is None else [self.oracle])]
 
-    @classmethod
-    def of(cls, query: LabelledQuery, prompts: PromptTokenizer, *, titles: bool) -> QueryPrompts:
-        """Tokenise a query.
-
-        Raises:
-            InputError: The query is empty or too long.
-        """
-        tokenised = prompts.query(query.query)
-        texts = [document.content(titles=titles) for document in query.documents]
-        documents = [prompt.ids for prompt in prompts.documents(texts, len(tokenised.ids))]
-        relevant = [text for text, document in zip(texts, query.documents, strict=True) if document.relevant]
-        oracle = together(prompts, relevant, len(tokenised.ids)) if any(map(str.strip, relevant)) else None
-        return cls(tokenised, documents, oracle)
-
-    def positions(self, max_tokens: int | None) -> list[int]:
-        """Which of the scored tokens are kept: all, or ``max_tokens`` of them, evenly spread."""
-        length = self.query.length
-        if max_tokens is None or length <= max_tokens:
-            return list(range(length))
-        return [int(length / max_tokens * (i + 0.5)) for i in range(max_tokens)]
+def kept_tokens(length: int, most: int | None) -> list[int]:
+    """Which of a query's scored tokens are kept: all, or so many of them, evenly spread."""
+    if most is None or length <= most:
+        return list(range(length))
+    return [int(length / most * (i + 0.5)) for i in range(most)]
 
 
 def plan_features(
@@ -128,29 +105,19 @@ def plan_features(
     """Tokenise everything and add up what it will take.
 
     `numbers`: of one token's shift: layers times heads times their width.
-
-    Raises:
-        InputError: A query is empty or too long, or none of its documents has text.
     """
-    rows, tokens = [], 0
-    of = lru_cache(maxsize=1)(QueryPrompts.of)  # an estimate repeats one query
+    rows = tokens = 0
+    read = lru_cache(maxsize=1)(tokenise)  # an estimate repeats one query
     for query in queries:
-        found = of(query, prompts, titles=options.titles)
-        if all(len(ids) == len(prompts.null_prefix) for ids in found.documents):
-            raise InputError(f"Query {query.id!r} has no document with text. Remove it from the data.")
-        rows.append(len(found.all) * len(found.positions(options.max_tokens)))
-        tokens += sum(len(ids) + len(found.query.ids) for ids in found.all)
-    size = numbers * STORE_DTYPES[options.dtype].itemsize
+        asked, texts = read(query, prompts, titles=options.titles)
+        rows += len(texts) * len(kept_tokens(asked.length, options.max_tokens))
+        tokens += sum(len(ids) + len(asked.ids) for ids in texts)
     documents = sum(len(query.documents) for query in queries)
-    return Plan(len(queries), documents, tokens, sum(rows), tuple(count * size for count in rows))
+    return Plan(len(queries), documents, tokens, rows, rows * numbers * STORE_DTYPES[options.dtype].itemsize)
 
 
 class FeatureExtractor:
-    """Turns labelled queries into features.
-
-    Args:
-        token_budget: Padded tokens in one batch; falls where memory runs out.
-    """
+    """Turns labelled queries into features, with so many padded tokens a batch, or fewer where memory runs out."""
 
     def __init__(self, reader: ShiftReader, options: FeaturePart | None = None, *, token_budget: int = 16384) -> None:
         self.reader, self.options, self.token_budget = reader, options or FeaturePart(), token_budget
@@ -160,13 +127,10 @@ class FeatureExtractor:
         """Features of one query.
 
         Raises:
-            InputError: The query is empty or too long, or none of its documents has text.
-            TrainingError: A shift is not finite in the store's dtype.
-            ScoringError: A document does not fit into memory even alone; it is named.
+            RSRankError: As `tokenise`; a shift is not finite in the store's dtype; a document does not fit into memory.
         """
-        prompts = QueryPrompts.of(query, self.reader.prompts, titles=self.options.titles)
-        texts, asked = prompts.all, prompts.query
-        positions, dtype = prompts.positions(self.options.max_tokens), STORE_DTYPES[self.options.dtype]
+        asked, texts = tokenise(query, self.reader.prompts, titles=self.options.titles)
+        positions, dtype = kept_tokens(asked.length, self.options.max_tokens), STORE_DTYPES[self.options.dtype]
         bare = len(self.reader.prompts.null_prefix)  # a document without tokens shifts nothing
         wanted = {ids: [i for i, other in enumerate(texts) if other == ids] for ids in texts if len(ids) > bare}
         found: dict[int, Tensor] = {}  # layer -> (H, M, T, D)
@@ -174,9 +138,9 @@ class FeatureExtractor:
 
         def read(batch: list[Row]) -> None:
             def keep(layer: int, shift: Tensor) -> None:
-                heads, width = shift.shape[1], shift.shape[3]
                 if layer not in found:
-                    found[layer] = torch.zeros(heads, len(texts), len(positions), width, dtype=dtype)
+                    size = shift.shape[1], len(texts), len(positions), shift.shape[3]
+                    found[layer] = torch.zeros(size, dtype=dtype)
                 for row, shifts in zip(batch, shift[:, :, positions].to(dtype).cpu(), strict=True):
                     found[layer][:, wanted[row.document]] = shifts[:, None]
 
@@ -191,7 +155,7 @@ class FeatureExtractor:
                     read(batch)
         except DoesNotFitError as error:
             place = wanted[error.ids.document][0]
-            name = f"Document {place}" if place < len(prompts.documents) else "All relevant documents together"
+            name = f"Document {place}" if place < len(query.documents) else "All relevant documents together"
             raise ScoringError(
                 f"{name} of query {query.id!r} ({len(error.ids)} tokens) do not fit into memory even alone. Set a "
                 "smaller model.max_length, or load the model in 8-bit or on another device.",
@@ -206,43 +170,33 @@ class FeatureExtractor:
             )
         labels = tuple(document.relevant for document in query.documents)
         kept = tuple(agreement[: len(labels)]) if self.reader.backbone.fusion_layer else ()
-        return QueryFeatures(shifts, labels, len(positions), prompts.oracle is not None, kept)
+        return QueryFeatures(shifts, labels, len(positions), len(texts) > len(labels), kept)
 
 
 def spec_for(
     extractor: FeatureExtractor,
     queries: Sequence[LabelledQuery],
-    plan: Plan,
     backbone: BackboneSpec,
     reading: Reading = VALUES,
-    *,
     sources: Sequence[str] = (),
-    shard_bytes: int | None = None,
 ) -> FeatureSpec:
-    """What a store of these queries would be.
-
-    Shards are small enough that several workers all get some and that little is lost to a kill: 64 of them, each of
-    at most a gigabyte.
-    """
-    reader, options = extractor.reader, extractor.options
-    shard_bytes = min(SHARD_BYTES, plan.bytes // 64) if shard_bytes is None else shard_bytes
+    """What a store of these queries would be."""
+    reader, core, options = extractor.reader, extractor.reader.backbone, extractor.options
     return FeatureSpec(
         backbone=backbone,
         template=reader.prompts.template,
         layers=tuple(sorted(reader.layers)),
         signal=reading.signal,
         null_prefix=reading.null_prefix,
-        fusion_layer=reader.backbone.fusion_layer,
-        dtype=options.dtype,
-        compute_dtype=str(reader.backbone.dtype).removeprefix("torch."),
-        bits=bits_of(reader.backbone.model),
-        fp8=is_fp8(reader.backbone.model),
+        fusion_layer=core.fusion_layer,
+        compute_dtype=str(core.dtype).removeprefix("torch."),
+        bits=bits_of(core.model),
+        fp8=is_fp8(core.model),
         max_length=reader.prompts.max_length,
         data=digest(queries, titles=options.titles),
         queries=len(queries),
-        max_tokens=options.max_tokens,
         sources=tuple(sources),
-        shards=tuple(_shards(plan.query_bytes, shard_bytes)),
+        **options.model_dump(include={"dtype", "max_tokens"}),
     )
 
 
@@ -262,8 +216,6 @@ def subsample(queries: Sequence[LabelledQuery], max_documents: int | None, seed:
     """
     if max_documents is None:
         return list(queries)
-    if max_documents < 2:
-        raise InputError(f"max_documents must be at least 2 (one of each class), got {max_documents}.")
     chosen = []
     for query in queries:
         rng = random.Random(f"{seed}-{query.id}-{query.query}")
@@ -273,13 +225,3 @@ def subsample(queries: Sequence[LabelledQuery], max_documents: int | None, seed:
         places = rng.sample(relevant, keep) + rng.sample(others, min(len(others), max_documents - keep))
         chosen.append(query.model_copy(update={"documents": tuple(query.documents[i] for i in sorted(places))}))
     return chosen
-
-
-def _shards(sizes: Sequence[int], limit: int) -> Iterator[int]:
-    """First query of each shard: as many queries as fit, at least one."""
-    total = limit + 1
-    for number, size in enumerate(sizes):
-        total += size
-        if total > limit:
-            yield number
-            total = size

@@ -49,7 +49,6 @@ class FitOptions(BaseModel):
     epochs: int = Field(default=120, gt=0)
     patience: int = Field(default=35, gt=0, description="Epochs without a better validation F1 before the end.")
     batch_queries: int = Field(default=16, gt=0, description="Queries a step. The paper does not say.")
-    precision: Literal["auto", "float32", "bfloat16"] = Field(default="auto", description="Of the projection.")
     keep: Literal["best", "last"] = Field(default="best", description="Which epoch's B is the result.")
     seed: int = 0
 
@@ -71,11 +70,7 @@ class Epoch:
 
 @dataclass(frozen=True)
 class Fitted:
-    """A trained B.
-
-    Attributes:
-        projection: B of the epoch with the best validation F1 (or of the last one, if that was asked for).
-    """
+    """A trained B: that of the epoch with the best validation F1, or of the last one, if that was asked for."""
 
     projection: Projection
     best: Epoch
@@ -95,24 +90,18 @@ def fit(
 ) -> Fitted:
     """Train B, and keep the one with the best F1 at zero on the validation queries.
 
-    Args:
-        train: Features to learn from; they are streamed and may be larger than memory.
-        validation: Features to choose the epoch by.
-        layers: Backbone layers of the features.
-        options: Losses and schedule.
-        output: Folder for the checkpoint and ``log.jsonl``. If it holds the checkpoint of a run with these
-            options that was interrupted, that run goes on and ends with the same B.
-        device: Where to train; None for CUDA if present, else the CPU.
-        identity: What the features are of. A checkpoint of another identity is not continued.
-        on_epoch: Told about each epoch.
+    Features are streamed and may be larger than memory.
+
+    `output`: folder for ``log.jsonl`` and the checkpoint, from which an interrupted run goes on to the same B.
+    `device`: None for CUDA if present, else the CPU. `identity`: what the features are of; a checkpoint of another one
+    is not continued. `on_epoch`: told about each epoch.
 
     Raises:
         TrainingError: No queries, labels of one class only, too little memory, or the checkpoint is another run's.
     """
     if not len(train) or not len(validation):
         raise TrainingError(
-            f"Training needs queries to learn from and others to choose the epoch by; got {len(train)} and "
-            f"{len(validation)}."
+            f"B needs queries to learn from and others to choose the epoch by; got {len(train)} and {len(validation)}."
         )
     check_labels(train)
     options = options or FitOptions()
@@ -151,10 +140,9 @@ class _Run:
         identity: str,
     ) -> None:
         self.train, self.validation, self.options, self.device = train, validation, options, device
-        fast = has_fast_bfloat16(device) if options.precision == "auto" else options.precision == "bfloat16"
-        self.precision = torch.bfloat16 if fast else torch.float32
-        queries = {"train": len(train), "validation": len(validation), "features": identity}
-        self.identity: dict[str, Any] = {**options.model_dump(), **queries, "layers": list(layers)}
+        self.precision = torch.bfloat16 if has_fast_bfloat16(device) else torch.float32  # of the projection
+        about = {"train": len(train), "validation": len(validation), "features": identity, "layers": list(layers)}
+        self.identity: dict[str, Any] = {**options.model_dump(), **about}
         count, heads, _, width = train[0].shifts.shape
         if count != len(layers):
             raise TrainingError(f"The features hold {count} layers, but {len(layers)} were named.")
@@ -178,14 +166,9 @@ class _Run:
         return bool(done) and (done >= self.options.epochs or done - self.best.epoch >= self.options.patience)
 
     def epoch(self) -> Epoch:
-        """One pass over the training queries, in an order that depends on the seed and the epoch alone.
-
-        Raises:
-            TrainingError: The loss is not finite, or a batch does not fit into memory.
-        """
-        number, options = len(self.history) + 1, self.options
-        order = list(range(len(self.train)))
-        random.Random(f"{options.seed}-{number}").shuffle(order)
+        """One pass over the training queries, in an order that depends on the seed and the epoch alone."""
+        number, order = len(self.history) + 1, list(range(len(self.train)))
+        random.Random(f"{self.options.seed}-{number}").shuffle(order)
         try:
             terms = [self._step(batch) for batch in self._batches(self.train, order)]
             f1 = self._validation_f1()
@@ -193,7 +176,7 @@ class _Run:
             if not is_out_of_memory(error):
                 raise
             raise TrainingError(
-                f"{options.batch_queries} queries at once do not fit into the memory of {self.device}. Set a "
+                f"{self.options.batch_queries} queries at once do not fit into the memory of {self.device}. Set a "
                 "smaller fit.batch_queries."
             ) from error
         loss, *means = torch.stack(terms).mean(0).tolist()
@@ -229,10 +212,10 @@ class _Run:
 
     def _validation_f1(self) -> float:
         weights = {"weight": self.weight.detach()}
-        rows = (
-            score_batch(weights, b, self.precision) for b in self._batches(self.validation, range(len(self.validation)))
+        found = self._batches(self.validation, range(len(self.validation)))
+        return statistics.fmean(
+            f1_at(row, 0.0) for batch in found for row in score_batch(weights, batch, self.precision)
         )
-        return statistics.fmean(f1_at(row, 0.0) for found in rows for row in found)
 
     def save(self, path: Path) -> None:
         state = {

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -10,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import TrainingError
-from ..evaluation.metrics import ScoredQuery, f1_at, ranking_metrics
+from ..evaluation.metrics import ScoredQuery, f1_at, mean, ranking_metrics
 from ..method.projection import Projection
 from .batches import scored
 from .fit import Epoch, FitOptions, fit
@@ -23,13 +22,7 @@ ClosedForm = Callable[..., Projection]
 
 @dataclass
 class Learner:
-    """Trains B on some queries of a source, with others to choose the epoch by.
-
-    Attributes:
-        held: Numbers of the validation queries.
-        identity: What the features are of. A checkpoint of another identity is not continued.
-        closed_form: For methods that are none by gradient.
-    """
+    """Trains B on some queries of a source; those numbered in `held` choose the epoch. The rest is as in `fit`."""
 
     recipe: Recipe
     features: FeatureSource
@@ -39,11 +32,6 @@ class Learner:
     identity: str
     closed_form: ClosedForm | None = None
 
-    @property
-    def validation(self) -> Subset:
-        """The validation queries."""
-        return Subset(self.features, self.held)
-
     def learn(
         self,
         train: Sequence[int],
@@ -51,12 +39,8 @@ class Learner:
         folder: str = "fit",
         on_epoch: Callable[[Epoch], object] = lambda epoch: None,
     ) -> tuple[Projection, tuple[Epoch, ...]]:
-        """B from the queries of these numbers, a random one from none; and the epochs, if there were any.
-
-        Raises:
-            TrainingError: As `fit`, or there is no closed form at hand.
-        """
-        options, source = options or self.recipe.fit, Subset(self.features, train)
+        """B from the queries of these numbers, a random one from none; and the epochs, if there were any."""
+        options, source, held = options or self.recipe.fit, *(Subset(self.features, x) for x in (train, self.held))
         if not train:
             _, heads, _, width = self.features[0].shifts.shape
             return Projection.random(self.layers, heads, options.projection_dim, width, seed=options.seed), ()
@@ -65,21 +49,13 @@ class Learner:
                 raise TrainingError(f"method={self.recipe.method!r} needs a closed form; rsrank train passes one.")
             form = self.closed_form(source, self.layers, self.recipe.method, projection_dim=options.projection_dim)
             return form, ()
-        fitted = fit(
-            source,
-            self.validation,
-            self.layers,
-            options,
-            output=self.output / folder,
-            device=self.recipe.model.device,
-            identity=self.identity,
-            on_epoch=on_epoch,
-        )
+        where: dict[str, Any] = {"output": self.output / folder, "device": self.recipe.model.device}
+        fitted = fit(source, held, self.layers, options, **where, identity=self.identity, on_epoch=on_epoch)
         return fitted.projection, fitted.history
 
     def scored(self, projection: Projection) -> list[ScoredQuery]:
         """The validation queries' scores."""
-        return scored(self.validation, projection, device=self.recipe.model.device)
+        return scored(Subset(self.features, self.held), projection, device=self.recipe.model.device)
 
     def sample(self, train: Sequence[int], size: int, seed: int) -> tuple[list[int], FitOptions]:
         """Some training queries, drawn at random, and how B learns from them: so many epochs, nothing is chosen."""
@@ -94,7 +70,7 @@ class Learner:
         for size in [*sizes, len(train)] if self.recipe.sample_sizes else []:
             drawn, options = self.sample(train, size, self.recipe.fit.seed)
             found = self.scored(self.learn(drawn, options, f"fit-samples/{size}")[0])
-            f1 = math.fsum(f1_at(query, 0.0) for query in found) / max(len(found), 1)
-            rows.append({"samples": size, "recall@5": ranking_metrics(found)["recall@5"], "f1@0": f1})
-            say(f"{size:5} samples: Recall@5 {rows[-1]['recall@5']:.3f}, F1 at zero {f1:.3f}")
+            recall, f1 = ranking_metrics(found)["recall@5"], mean([f1_at(query, 0.0) for query in found])
+            rows.append({"samples": size, "recall@5": recall, "f1@0": f1})
+            say(f"{size:5} samples: Recall@5 {recall:.3f}, F1 at zero {f1:.3f}")
         return rows

@@ -2,8 +2,8 @@
 
 Axes: Q queries, N documents of one query, L layers, H KV heads, P projection dimension, D head dimension.
 Scores and labels are those of one query, (N,), or of a batch of queries padded to a common N, (Q, N), whose terms
-are averaged. A term over an empty class is 0, so queries whose documents are all relevant or all irrelevant still
-count.
+are averaged; ``valid`` are the entries that are documents, None for all. A term over an empty class is 0, so queries
+whose documents are all relevant or all irrelevant still count.
 """
 
 from __future__ import annotations
@@ -15,11 +15,6 @@ from torch import Tensor
 def calibration_loss(scores: Tensor, relevant: Tensor, valid: Tensor | None = None) -> Tensor:
     """Relevant documents above zero, irrelevant ones below (L_cal).
 
-    Args:
-        scores: (N,) or (Q, N).
-        relevant: Labels, bool, of the same shape.
-        valid: Which entries are documents; None for all.
-
     >>> calibration_loss(torch.tensor([-1.0, 3.0, 2.0]), torch.tensor([True, True, False]))
     tensor(2.5000)
     """
@@ -29,12 +24,6 @@ def calibration_loss(scores: Tensor, relevant: Tensor, valid: Tensor | None = No
 
 def margin_loss(scores: Tensor, relevant: Tensor, margin: float = 0.5, valid: Tensor | None = None) -> Tensor:
     """Both classes beyond the margin, and the worst relevant one above the best irrelevant one (L_margin).
-
-    Args:
-        scores: (N,) or (Q, N).
-        relevant: Labels, bool, of the same shape.
-        margin: m.
-        valid: Which entries are documents; None for all.
 
     >>> margin_loss(torch.tensor([1.0, 0.0]), torch.tensor([True, False]))
     tensor(0.5000)
@@ -52,9 +41,6 @@ def margin_loss(scores: Tensor, relevant: Tensor, margin: float = 0.5, valid: Te
 def orthogonality_loss(weight: Tensor) -> Tensor:
     """Distance of each B[l, h]'s rows from orthonormal (L_ortho).
 
-    Args:
-        weight: B, (L, H, P, D).
-
     >>> orthogonality_loss(torch.eye(2).expand(3, 4, 2, 2))
     tensor(0.)
     """
@@ -65,10 +51,7 @@ def orthogonality_loss(weight: Tensor) -> Tensor:
 
 
 def alignment_loss(oracle_cosines: Tensor) -> Tensor:
-    """The oracle shift points along the ones vector (L_align).
-
-    Args:
-        oracle_cosines: cos(B @ oracle shift, ones) of every layer, head and query token, any shape.
+    """The oracle shift points along the ones vector (L_align); given are the cosines of B @ oracle shift, any shape.
 
     >>> alignment_loss(torch.tensor([1.0, 0.0]))
     tensor(0.5000)

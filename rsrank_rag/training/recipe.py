@@ -7,6 +7,7 @@ import random
 import re
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar, get_args
 
@@ -54,11 +55,7 @@ class ModelPart(LoadSettings):
         return str(folder / INSIDE) if (folder / hub.PROJECTION).is_file() else self.name
 
     def options(self) -> LoadOptions:
-        """For `load_model`.
-
-        Raises:
-            InputError: Two kinds of weights.
-        """
+        """For `load_model`."""
         return self.load_options(weights=self.weights)
 
 
@@ -98,21 +95,11 @@ class DataPart(BaseModel):
 
         `options`: how to load the bi-encoder of dense negatives. `titles`: the first stage of hard negatives
         reads a file's titles in front of the texts.
-
-        Raises:
-            RSRankError: It cannot be loaded.
         """
         if self.file is None:
-            return load_named(
-                str(self.dataset),
-                split=self.split,
-                queries=self.queries,
-                granularity=self.granularity,
-                negatives=self.negatives or Negatives(),
-                seed=seed,
-                revision=self.revision,
-                options=options,
-            )
+            named: Any = self.model_dump(include={"split", "queries", "granularity", "revision"})
+            negatives = self.negatives or Negatives()
+            return load_named(str(self.dataset), negatives=negatives, seed=seed, options=options, **named)
         queries = read_labelled(self.file)
         if self.negatives is not None:
             queries = replace_negatives(queries, self.negatives, titles=titles, seed=seed, options=options)
@@ -126,9 +113,6 @@ def parse_layers(value: Any) -> Any:
 
     >>> parse_layers("1-4,8")
     (1, 2, 3, 4, 8)
-
-    Raises:
-        ValueError: Text that is neither.
     """
     if isinstance(value, int) and not isinstance(value, bool):
         return (value,)
@@ -193,19 +177,12 @@ class Recipe(BaseModel):
 
     @classmethod
     def load(
-        cls,
-        source: str,
-        overrides: Sequence[str] = (),
-        data: Sequence[str | Path] = (),
-        base: str | None = None,
+        cls, source: str, overrides: Sequence[str] = (), data: Sequence[str | Path] = (), base: str | None = None
     ) -> Recipe:
-        """Read a recipe.
+        """Read a recipe: the name of one that ships with the package, or a TOML file.
 
-        Args:
-            source: Name of one that ships with the package, or a TOML file.
-            overrides: ``key=value`` in TOML, such as ``fit.epochs=10``.
-            data: Labelled files to train on instead of the recipe's.
-            base: Artifact to begin with instead of the recipe's.
+        `overrides`: ``key=value`` in TOML, such as ``fit.epochs=10``. `data`: labelled files to train on, and `base`:
+        artifact to begin with, instead of the recipe's.
 
         Raises:
             InputError: There is none, or it is not a valid one.
@@ -223,11 +200,7 @@ class Recipe(BaseModel):
         return validated(cls, raw, source, "recipe")
 
     def layers(self, count: int) -> tuple[int, ...]:
-        """Layers that B reads of a language model with so many.
-
-        Raises:
-            BackboneError: It has fewer, or a layer has not seen the document.
-        """
+        """Layers that B reads of a language model with so many."""
         lowest = self.model.fusion_layer + 1
         chosen = self.features.layers or tuple(range(lowest, count)) or (lowest,)
         if wrong := [layer for layer in (chosen[0], chosen[-1]) if not lowest <= layer < count]:
@@ -269,18 +242,12 @@ def read_toml(source: str, folder: Path, what: str) -> dict[str, Any]:
 
 
 def validated(kind: type[Model], raw: dict[str, Any], source: str, what: str) -> Model:
-    """Settings that were read, as a model.
-
-    Raises:
-        InputError: They are not valid; each place is named.
-    """
+    """Settings that were read, as a model."""
     try:
         return kind.model_validate(raw)
     except ValidationError as error:
         problems = "; ".join(f"{'.'.join(map(str, e['loc']))}: {_said(kind, e)}" for e in error.errors())
-        raise InputError(
-            f"{source} is not a valid {what}: {problems.rstrip('.')}{'' if problems.endswith('?') else '.'}"
-        ) from None
+        raise InputError(f"{source} is not a valid {what}: {problems}") from None
 
 
 def _said(kind: type[BaseModel], error: Any) -> str:
@@ -303,11 +270,7 @@ def _merge(target: dict[str, Any], extra: dict[str, Any]) -> None:
 
 
 def _from_base(base: str, raw: dict[str, Any]) -> dict[str, Any]:
-    """What an artifact decides for all that begins with it.
-
-    Raises:
-        InputError: Something else was asked for.
-    """
+    """What an artifact decides for all that begins with it."""
     folder = hub.resolve(base)
     config = hub.read_config(folder)
     own = config.model_dump(mode="json", include={"template", "layers", "projection_dim", "max_length"})
@@ -336,13 +299,7 @@ def _from_base(base: str, raw: dict[str, Any]) -> dict[str, Any]:
 def _assignment(override: str) -> dict[str, Any]:
     """``key=value`` in TOML; a value that is no TOML is taken as text."""
     key, found, value = override.partition("=")
-    if not found:
-        raise InputError(f"{override!r} is no setting. Write key=value, such as fit.epochs=10.")
-    try:
-        tomllib.loads(f"x = {value}")
-    except tomllib.TOMLDecodeError:
-        value = json.dumps(value)
-    try:
-        return tomllib.loads(f"{key} = {value}")
-    except tomllib.TOMLDecodeError as error:
-        raise InputError(f"{override!r} is not valid TOML: {error}") from None
+    for text in (value, json.dumps(value)) if found else ():
+        with suppress(tomllib.TOMLDecodeError):
+            return tomllib.loads(f"{key} = {text}")
+    raise InputError(f"{override!r} is no setting. Write key=value, such as fit.epochs=10.")

@@ -8,12 +8,10 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import os
 import shutil
-import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
-from functools import cached_property
+from dataclasses import dataclass
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -53,55 +51,36 @@ FALL = 0.02
 
 @dataclass(frozen=True)
 class Result:
-    """What a recipe made.
-
-    Attributes:
-        metrics: Dataset -> metric -> value.
-        verdict: Where training began with an artifact: whether it helped.
-    """
+    """What a recipe made."""
 
     artifact: Path
-    metrics: dict[str, dict[str, float]]
-    samples: list[dict[str, float]]
-    verdict: Verdict | None = None
+    metrics: dict[str, dict[str, float]]  # dataset -> metric -> value
+    verdict: Verdict | None = None  # where training began with an artifact: whether it helped
 
 
 @dataclass(frozen=True)
 class Learned:
-    """B, and what is to be said of it.
-
-    Attributes:
-        measured: What was scored without the language model, and its name.
-        settings: How B was trained, for the artifact.
-        notes: Likewise, in words.
-        threshold: A base's own, where that is kept.
-    """
+    """B, what was scored without the language model and its name, and what the artifact says of the training."""
 
     projection: Projection
     measured: tuple[str, list[ScoredQuery]]
     settings: dict[str, Any]
     notes: str = ""
-    samples: list[dict[str, float]] = field(default_factory=list)
     verdict: Verdict | None = None
     threshold: float = 0.0
 
 
 @dataclass
 class TrainingRun:
-    """Runs a recipe step by step.
-
-    Attributes:
-        closed_form: Finds B for recipes whose method is none by gradient.
-        accept: Write what was trained even if it is worse than the base.
-    """
+    """Runs a recipe step by step."""
 
     recipe: Recipe
     output: Path
     say: Callable[[str], object] = str
     progress: bool = False
-    closed_form: ClosedForm | None = None
+    closed_form: ClosedForm | None = None  # finds B for recipes whose method is none by gradient
     reading: Reading = VALUES
-    accept: bool = False
+    accept: bool = False  # write what was trained even if it is worse than the base
 
     @cached_property
     def queries(self) -> list[LabelledQuery]:
@@ -135,27 +114,18 @@ class TrainingRun:
         queries = [query for part in data for query in sketch(part) or part.load(seed)]
         return estimate(self.recipe, subsample(queries, self.recipe.features.max_documents, seed), held)
 
-    # The whole recipe
-
     def run(self) -> Result:
         """Run the recipe, or what is left of it.
 
         Raises:
-            BackboneError: The language model cannot be loaded or read.
-            InputError: The data are missing.
-            TrainingError: They are too few, or features or a checkpoint in the output folder belong to something else.
+            RSRankError: The language model cannot be loaded or read, the data are missing or too few, or features or a
+                checkpoint in the output folder belong to something else.
         """
-        if _process()[1] > 1:
-            raise InputError(
-                "Only the features are made by several processes. Run rsrank features under accelerate launch, and "
-                "then rsrank train by itself."
-            )
         ranking_metrics([])  # fails now, not after the work, where ir-measures is missing; likewise without data
-        held = sum(map(len, self.evaluation.values()))
-        self.say(f"{len(self.queries):,} labelled queries, {held:,} for evaluation")
-        core, prompts, _ = self._model
-        store = self._fill()
+        self.say(f"{sum(map(len, self.evaluation.values())):,} labelled queries for evaluation")
+        store = self.extract()
         learned = self._learn(store)
+        core, prompts, _ = self._model
         config = self._config(store, learned, {})
         ranker = RSRank(core, prompts, learned.projection, config, token_budget=self.recipe.features.token_budget)
         found = {label: self._scored(ranker, label, queries) for label, queries in self.evaluation.items()}
@@ -165,8 +135,7 @@ class TrainingRun:
         """Train B on features that exist, without the language model; metrics are of the validation queries.
 
         Raises:
-            TrainingError: The store is unfinished or of another model than the recipe's, or a checkpoint in the output
-                folder belongs to something else.
+            TrainingError: The store is unfinished or of another model, or a checkpoint in the output folder is.
         """
         recipe, spec = self.recipe, store.spec
         inside = recipe.model.source != recipe.model.name
@@ -187,36 +156,22 @@ class TrainingRun:
         self._check_count(len(store))
         return self._written(store, self._learn(store), {})
 
-    # Features
-
-    def extract(self) -> FeatureStore:
-        """Make the feature store, or what is missing of it; several processes of ``accelerate launch`` share it.
+    def extract(self, worker: int = 0, workers: int = 1) -> FeatureStore:
+        """Make the feature store, or what is missing of it; of several workers each its part, waiting for no other.
 
         Raises:
             TrainingError: The folder holds other features, or the disk is too small.
         """
         self.say(f"{len(self.queries):,} labelled queries")
-        return self._fill()
-
-    def extract_part(self, worker: int, workers: int) -> None:
-        """Make the shards of the feature store that fall to one of several workers, and wait for no other.
-
-        Raises:
-            RSRankError: As `extract`.
-        """
         store, extractor = self._begun
-        for _ in store.fill(lambda number: extractor.extract(self.queries[number]), worker=worker, workers=workers):
-            pass
-
-    def _fill(self) -> FeatureStore:
-        store, extractor = self._begun
-        worker, workers = _process()
         done = store.fill(lambda number: extractor.extract(self.queries[number]), worker=worker, workers=workers)
-        for _ in tqdm(done, total=len(self.queries), desc="features", unit="query", disable=not self.progress):
+        for _ in self._bar(done, total=len(self.queries), desc="features", unit="query"):
             pass
-        while workers > 1 and store.missing():  # the others' shards; accelerate ends all if one fails
-            time.sleep(0.5)
         return store
+
+    @cached_property
+    def _bar(self) -> Callable[..., tqdm[Any]]:
+        return partial(tqdm, disable=not self.progress)
 
     @cached_property
     def _begun(self) -> tuple[FeatureStore, FeatureExtractor]:
@@ -227,7 +182,7 @@ class TrainingRun:
         heads, width = self.reading.shape(core)
         plan = plan_features(self.queries, prompts, part, len(layers) * heads * width)
         sources = [source.title for source in self.recipe.data]
-        wanted = spec_for(extractor, self.queries, plan, spec, self.reading, sources=sources)
+        wanted = spec_for(extractor, self.queries, spec, self.reading, sources=sources)
         store = FeatureStore.create(self.output / "features", wanted, plan.bytes)
         if store.missing():
             self.say(
@@ -238,15 +193,12 @@ class TrainingRun:
 
     @cached_property
     def _model(self) -> tuple[Backbone, PromptTokenizer, BackboneSpec]:
-        part = self.recipe.model
-        options = part.options()
-        if _process()[1] > 1 and options.device is None:
-            options = replace(options, device=_local_device())
+        part, options = self.recipe.model, self.recipe.model.options()
         if self.recipe.base is not None:
             opened = open_artifact(ModelSource(self.recipe.base, load=options, max_length=part.max_length))
             return opened.backbone, opened.prompts, opened.config.backbone
-        chosen = self.recipe.features.layers
-        last_layer = None if chosen is None else chosen[-1]
+        layers = self.recipe.features.layers
+        last_layer = layers[-1] if layers else None
         loaded = load_model(part.source, revision=part.revision, options=options, last_layer=last_layer)
         core = open_backbone(loaded.model, last_layer, num_layers=loaded.num_layers, fusion_layer=part.fusion_layer)
         prompts = PromptTokenizer(
@@ -259,33 +211,17 @@ class TrainingRun:
         revision = part.revision or getattr(loaded.model.config, "_commit_hash", None)
         return core, prompts, describe(core, prompts, name, None if name == INSIDE else revision, files)
 
-    # B
-
     def _learn(self, store: FeatureStore) -> Learned:
-        device = device_for(self.recipe.model.device)
-        features = store.in_memory(device)
-        return self._from_nothing(store, features) if self.recipe.base is None else self._near(store, features)
+        features = store.in_memory(device_for(self.recipe.model.device))
+        return self._from_nothing(store, features) if self.recipe.base is None else self._near(features)
 
-    def _near(self, store: FeatureStore, features: FeatureSource) -> Learned:
+    def _near(self, features: FeatureSource) -> Learned:
         """Weights near the base's, unless they are worse."""
         recipe, folder = self.recipe, hub.resolve(str(self.recipe.base))
         config = hub.read_config(folder)
         base = hub.read_projection(folder, config)
-        with tqdm(desc="folds", unit="fold", disable=not self.progress) as bar:
-
-            def show(done: int, of: int) -> None:
-                bar.total, bar.n = of, done
-                bar.refresh()
-
-            trained = train_near(
-                features,
-                base,
-                recipe.domain,
-                output=self.output / "folds",
-                device=recipe.model.device,
-                identity=_digest(base, store.spec.model_dump_json()),
-                on_fold=show,
-            )
+        watch = partial(self._bar, desc="folds", unit="fold")
+        trained = train_near(features, base, recipe.domain, device=recipe.model.device, watch=watch)
         for strength, value in trained.values.items():
             what = "the base's weights" if math.isinf(strength) else f"weights near them, strength {strength:g}"
             self.say(f"{value:.3f} mean of nDCG@5 and F1 at zero on queries left out of training: {what}")
@@ -294,17 +230,15 @@ class TrainingRun:
         if verdict.outcome == WORSE and self.accept:
             verdict = verdict.model_copy(update={"outcome": "worse: taken all the same"})
         write_text(self.output / "verdict.json", verdict.model_dump_json(indent=2) + "\n")
-        settings = {
-            "method": "near a base",
-            "base": str(recipe.base),
-            "strength": str(trained.strength),
-            "outcome": verdict.outcome,
-        }
-        notes = f" Base and trained weights on {verdict.queries} queries left out of training: {verdict.outcome}"
-        notes += ". Metrics are of those queries."
-        projection, rows = (base, trained.base) if keep else (trained.projection, trained.trained)
-        threshold = config.threshold if keep else 0.0
-        return Learned(projection, ("held out", rows), settings, notes, verdict=verdict, threshold=threshold)
+        about = {"base": str(recipe.base), "strength": str(trained.strength), "outcome": verdict.outcome}
+        return Learned(
+            base if keep else trained.projection,
+            ("held out", trained.base if keep else trained.trained),
+            {"method": "near a base", **about},
+            f"Base and trained weights on {verdict.queries} queries left out of training: {verdict.outcome}.",
+            verdict,
+            config.threshold if keep else 0.0,
+        )
 
     def _from_nothing(self, store: FeatureStore, features: FeatureSource) -> Learned:
         """B by the recipe's method, and its curve by the number of queries."""
@@ -313,8 +247,8 @@ class TrainingRun:
         identity = hashlib.sha256(f"{store.spec.model_dump_json()} {train} {held}".encode()).hexdigest()
         learner = Learner(recipe, features, held, store.spec.layers, self.output, identity, self.closed_form)
         settings: dict[str, Any] = {"method": recipe.method, "projection_dim": recipe.fit.projection_dim}
-        notes = " Metrics are of the validation queries."
-        with tqdm(total=recipe.fit.epochs, desc="training B", unit="epoch", disable=not self.progress) as bar:
+        notes = ""
+        with self._bar(total=recipe.fit.epochs, desc="training B", unit="epoch") as bar:
 
             def show(epoch: Epoch) -> None:
                 bar.n = epoch.epoch
@@ -328,30 +262,29 @@ class TrainingRun:
                 f"{len(held)} validation queries.{fallen(history)}"
             )
             settings |= {**recipe.fit.model_dump(exclude={"seed"}), "epochs_run": len(history)}
-            notes = " Metrics are of the validation queries, which also chose the epoch."
+            notes = "The validation queries chose the epoch."
         samples = learner.sample_curve(train, self.say)
         if samples:
             _dump(self.output / "samples.json", samples)
-        return Learned(projection, ("validation", learner.scored(projection)), settings, notes, samples)
+        return Learned(projection, ("validation", learner.scored(projection)), settings, notes)
 
     def _scored(self, ranker: RSRank, label: str, queries: list[LabelledQuery]) -> list[ScoredQuery]:
         """Scores of an evaluation set; those of an earlier run with the same B are taken from its file."""
         titles = self.recipe.features.titles
-        key = _digest(ranker.projection, digest(queries, titles=titles))
+        weights = b"".join(weight.detach().cpu().numpy().tobytes() for weight in ranker.projection.parameters())
+        key = hashlib.sha256(weights + digest(queries, titles=titles).encode()).hexdigest()
         path = self.output / "scores" / f"{label}.json"
         if path.exists():
             kept = json.loads(path.read_text(encoding="utf-8"))
             if kept["key"] == key:
                 return [ScoredQuery(**row) for row in kept["queries"]]
-        bar = tqdm(queries, desc=label, unit="query", disable=not self.progress)
-        found = score_dataset(ranker, bar, titles=titles)
+        found = score_dataset(ranker, self._bar(queries, desc=label, unit="query"), titles=titles)
         rows = [{"scores": list(row.scores), "relevant": list(row.relevant)} for row in found]
         _dump(path, {"key": key, "queries": rows})
         return found
 
     def _config(self, store: FeatureStore, learned: Learned, metrics: dict[str, dict[str, float]]) -> RSRankConfig:
         recipe, spec = self.recipe, store.spec
-        own = list(metrics) == [learned.measured[0]]
         return RSRankConfig(
             backbone=spec.backbone,
             layers=spec.layers,
@@ -366,7 +299,7 @@ class TrainingRun:
                 seed=recipe.fit.seed,
                 metrics=metrics,
                 settings=learned.settings,
-                notes=f"Made by the recipe {recipe.name!r}.{learned.notes if own or learned.verdict else ''}",
+                notes=f"Made by the recipe {recipe.name!r}. {learned.notes}".strip(),
             ),
         )
 
@@ -382,7 +315,7 @@ class TrainingRun:
             hub.write_artifact(new, config, learned.projection, hub.model_card(config))
             if config.backbone.name == INSIDE:
                 shutil.copytree(self.recipe.model.source, new / INSIDE)
-        return Result(artifact, metrics, learned.samples, learned.verdict)
+        return Result(artifact, metrics, learned.verdict)
 
 
 def fallen(history: Sequence[Epoch]) -> str:
@@ -394,23 +327,6 @@ def fallen(history: Sequence[Epoch]) -> str:
         f" Validation fell to {last.validation_f1:.3f} by epoch {last.epoch}: B learned its examples by heart. More "
         "labelled queries would help, or an artifact to begin with (--base)."
     )
-
-
-def _process() -> tuple[int, int]:
-    """This process's number and how many there are, under ``accelerate launch`` or ``torchrun``."""
-    return int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
-
-
-def _local_device() -> str:
-    from accelerate import PartialState
-
-    return str(PartialState().device)
-
-
-def _digest(projection: Projection, text: str) -> str:
-    """sha256 of all weights and a text."""
-    content = b"".join(weight.detach().cpu().numpy().tobytes() for weight in projection.parameters())
-    return hashlib.sha256(content + text.encode()).hexdigest()
 
 
 def _dump(path: Path, content: Any) -> None:

@@ -1,8 +1,8 @@
 """Features on disk and in memory: what training reads.
 
-A store is a folder: ``store.json`` says what was read, of which model and from which queries; each shard
-``shard-00000.safetensors`` holds a fixed range of queries. A shard appears only when it is complete, so a run that was
-killed goes on where it stopped, and several processes can share the shards among them.
+A store is a folder: ``store.json`` says what was read, of which model and from which queries; ``00000.safetensors`` and
+so on hold a query each. A file appears only when it is complete, so a run that was killed goes on where it stopped,
+and several processes can share the queries among them.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class FeatureSpec(BaseModel):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    format_version: Literal[1] = 1
+    format_version: Literal[2] = 2
     backbone: BackboneSpec
     template: Template
     layers: tuple[int, ...]
@@ -52,25 +52,17 @@ class FeatureSpec(BaseModel):
     queries: int
     max_tokens: int | None = None
     sources: tuple[str, ...] = Field(default=(), description="Names of the data sets.")
-    shards: tuple[int, ...] = Field(description="First query of each shard.")
 
 
 @dataclass(frozen=True)
 class QueryFeatures:
-    """One labelled query's features: L layers, H heads, M documents and oracle, T scored query tokens, D head width.
+    """One labelled query's features: L layers, H heads, M documents and oracle, T scored query tokens, D head width."""
 
-    Attributes:
-        shifts: (L, H, M * T, D): T rows for each document, then, if there is an oracle, its T rows.
-        tokens: T.
-        oracle: Whether the last T rows are the oracle shift: all relevant documents together.
-        agreement: Of each document with the query; nothing where the model has no fusion layer.
-    """
-
-    shifts: Tensor
+    shifts: Tensor  # (L, H, M * T, D): T rows for each document, then, if there is an oracle, its T rows
     relevant: tuple[bool, ...]
-    tokens: int
-    oracle: bool
-    agreement: tuple[float, ...] = ()
+    tokens: int  # T
+    oracle: bool  # whether the last T rows are the oracle shift: all relevant documents together
+    agreement: tuple[float, ...] = ()  # of each document with the query; nothing where there is no fusion layer
 
 
 class FeatureSource(Protocol):
@@ -82,7 +74,7 @@ class FeatureSource(Protocol):
 
 
 class FeatureStore:
-    """A finished or unfinished store on disk. Shards are memory-mapped, so it may be larger than memory.
+    """A finished or unfinished store on disk, which may be larger than memory.
 
     Raises:
         TrainingError: Not a store.
@@ -93,25 +85,21 @@ class FeatureStore:
         self._checked = set[int]()  # queries, once: the rest of training reads them again and again
         try:
             self._identity = (self.folder / STORE).read_text(encoding="utf-8")
-            raw = json.loads(self._identity)
-            for part, retired in (("backbone", "hidden_size"), ("template", "filler")):  # of earlier releases
-                raw.get(part, {}).pop(retired, None)
-            self.spec = FeatureSpec.model_validate(raw)
+            self.spec = FeatureSpec.model_validate_json(self._identity)
         except OSError:
             raise TrainingError(
                 f"{self.folder} is no feature store: it has no {STORE}. Make one with: rsrank features"
             ) from None
-        except (ValueError, AttributeError, RecursionError) as error:
-            raise TrainingError(f"{self.folder / STORE} is damaged: {error}") from None
+        except ValueError as error:
+            raise TrainingError(f"{self.folder / STORE} is damaged, or of another release: {error}") from None
 
     @classmethod
-    def create(cls, folder: str | Path, spec: FeatureSpec, size: int) -> FeatureStore:
+    def create(cls, folder: Path, spec: FeatureSpec, size: int) -> FeatureStore:
         """Begin a store of so many bytes, or go on with one that was begun in just the same way.
 
         Raises:
             TrainingError: There is a store of something else, or the disk is too small.
         """
-        folder = Path(folder)
         if (folder / STORE).exists():
             found = cls(folder)
             different = _differences(found.spec, spec)
@@ -129,110 +117,73 @@ class FeatureStore:
         if size > free:
             raise TrainingError(
                 f"The features need {size / 1e9:.1f} GB and {folder} has {free / 1e9:.1f} GB free. Use fewer query "
-                "tokens (--max-tokens), documents (--max-documents) or queries (--queries), or another disk."
+                "tokens (features.max_tokens), documents (features.max_documents) or queries, or another disk."
             )
         write_text(folder / STORE, spec.model_dump_json(indent=2) + "\n")
         return cls(folder)
 
-    def ranges(self) -> list[range]:
-        """The queries of each shard."""
-        stops = [*self.spec.shards[1:], self.spec.queries]
-        return [range(start, stop) for start, stop in zip(self.spec.shards, stops, strict=True)]
-
-    def path(self, shard: int) -> Path:
-        """File of a shard."""
-        return self.folder / f"shard-{shard:05d}.safetensors"
+    def path(self, number: int) -> Path:
+        """File of a query."""
+        return self.folder / f"{number:05d}.safetensors"
 
     def missing(self) -> list[int]:
-        """Shards that are not there yet."""
-        return [shard for shard in range(len(self.spec.shards)) if not self.path(shard).exists()]
+        """Queries that are not there yet."""
+        return [number for number in range(self.spec.queries) if not self.path(number).exists()]
 
-    def write(self, shard: int, features: Sequence[QueryFeatures]) -> None:
-        """Write a whole shard; it appears only when it is complete."""
-        rows = dict(zip(map(str, self.ranges()[shard]), features, strict=True))
-        labels: dict[str, dict[str, Any]] = {
-            number: {
-                "relevant": list(query.relevant),
-                "tokens": query.tokens,
-                "oracle": query.oracle,
-                "agreement": list(query.agreement),
-            }
-            for number, query in rows.items()
-        }
-        partial = partial_of(self.path(shard))
-        tensors = {number: query.shifts.contiguous() for number, query in rows.items()}
-        for number, row in labels.items():
-            row["sha256"] = self._checksum(number, row, tensors[number])
-        save_file(tensors, partial, metadata={"queries": json.dumps(labels)})
+    def write(self, number: int, query: QueryFeatures) -> None:
+        """Write a query's features."""
+        shifts = query.shifts.contiguous()
+        row = json.dumps({name: getattr(query, name) for name in ("relevant", "tokens", "oracle", "agreement")})
+        partial = partial_of(self.path(number))
+        save_file({"shifts": shifts}, partial, {"query": row, "sha256": self._checksum(number, row, shifts)})
         partial.chmod(0o644)
-        partial.replace(self.path(shard))
+        partial.replace(self.path(number))
 
     def __len__(self) -> int:
-        """Number of queries.
-
-        Raises:
-            TrainingError: The store is not finished.
-        """
+        """Number of queries; raises TrainingError if the store is not finished."""
         missing = self.missing()
         if missing:
             raise TrainingError(
-                f"{self.folder} is not finished: {len(missing)} of {len(self.spec.shards)} shards are missing. Run the "
+                f"{self.folder} is not finished: {len(missing)} of {self.spec.queries} queries are missing. Run the "
                 "same rsrank features command again; it goes on where it stopped."
             )
         return self.spec.queries
 
     def __getitem__(self, number: int, /) -> QueryFeatures:
-        """One query's features, read from the disk when they are used.
-
-        Raises:
-            IndexError: No such query.
-            TrainingError: The shard is damaged.
-        """
+        """One query's features, read from the disk when they are used; raises TrainingError if the file is damaged."""
         if not 0 <= number < self.spec.queries:
             raise IndexError(number)
-        shard = max(i for i, first in enumerate(self.spec.shards) if first <= number)
         try:
-            with safe_open(self.path(shard), framework="pt") as file:
-                row = json.loads(file.metadata()["queries"])[str(number)]
-                shifts = file.get_tensor(str(number))
-            checksum = row.pop("sha256", None)  # earlier releases kept none
-            if checksum and number not in self._checked and checksum != self._checksum(str(number), row, shifts):
+            with safe_open(self.path(number), framework="pt") as file:
+                about, shifts = file.metadata(), file.get_tensor("shifts")
+            if number not in self._checked and about["sha256"] != self._checksum(number, about["query"], shifts):
                 raise SafetensorError("checksum")
             self._checked.add(number)
         except (OSError, SafetensorError, KeyError, TypeError) as error:
             raise TrainingError(
-                f"{self.path(shard)} is damaged ({error}). Remove it and run the same rsrank features command again."
+                f"{self.path(number)} is damaged ({error}). Remove it and run the same rsrank features command again."
             ) from error
-        agreement = tuple(row.get("agreement", ()))
-        return QueryFeatures(shifts, tuple(row["relevant"]), row["tokens"], row["oracle"], agreement)
+        row = json.loads(about["query"])
+        return QueryFeatures(shifts, tuple(row["relevant"]), row["tokens"], row["oracle"], tuple(row["agreement"]))
 
-    def _checksum(self, number: str, row: dict[str, Any], shifts: Tensor) -> str:
+    def _checksum(self, number: int, row: str, shifts: Tensor) -> str:
         """sha256 of a query's features, of no other number and store."""
-        what = (self._identity, number, sorted(row.items()), shifts.shape, shifts.dtype)
+        what = (self._identity, number, row, shifts.shape, shifts.dtype)
         return hashlib.sha256(repr(what).encode() + shifts.view(torch.uint8).numpy().tobytes()).hexdigest()
 
     def fill(self, extract: Callable[[int], QueryFeatures], *, worker: int = 0, workers: int = 1) -> Iterator[int]:
-        """Make the missing shards that fall to one of several workers.
-
-        Yields:
-            The number of each query as it is done, those of shards that were there already included.
-        """
+        """Make the missing queries that fall to one of several workers, by their number; yields each that is there."""
         missing = set(self.missing())
-        for shard, numbers in enumerate(self.ranges()):
-            if shard not in missing:
-                yield from numbers
-        for shard in sorted(missing):
-            if shard % workers != worker:  # by its number: what is missing changes while others work
-                continue
-            features = []
-            for number in self.ranges()[shard]:
-                features.append(extract(number))
-                yield number
-            self.write(shard, features)
+        for number in range(self.spec.queries):
+            if number in missing:
+                if number % workers != worker:
+                    continue
+                self.write(number, extract(number))
+            yield number
 
     def in_memory(self, device: torch.device) -> FeatureSource:
         """The features copied once, to the GPU or host memory, where they take at most half of what is free there."""
-        size = sum(self.path(shard).stat().st_size for shard in range(len(self.spec.shards)))
+        size = sum(self.path(number).stat().st_size for number in range(len(self)))
         if device.type == "cuda" and size < torch.cuda.mem_get_info(device)[0] / 2:
             return resident(self, device)
         return resident(self, "cpu") if size < free_memory() / 2 else self
@@ -259,10 +210,8 @@ def resident(source: FeatureSource, device: str | torch.device) -> list[QueryFea
 
 def _differences(found: FeatureSpec, wanted: FeatureSpec) -> list[str]:
     """What differs, entry by entry. Value vectors may differ as much as other devices and dtypes make them."""
-    theirs, ours = (_flat(spec.model_dump(exclude={"shards"})) for spec in (found, wanted))
+    theirs, ours = (_flat(spec.model_dump()) for spec in (found, wanted))
     values = [entries.pop("backbone.values") for entries in (theirs, ours)]
-    if not found.backbone.files:  # of an earlier release, which did not ask
-        ours = {name: value for name, value in ours.items() if not name.startswith("backbone.files.")}
     different = [
         f"{name}: {theirs.get(name)!r} there, {ours.get(name)!r} asked for"
         for name in sorted(set(theirs) | set(ours))
@@ -271,8 +220,6 @@ def _differences(found: FeatureSpec, wanted: FeatureSpec) -> list[str]:
     comparable = found.layers[-1] == wanted.layers[-1]  # the values are of the last layer that is read
     if comparable and relative_difference(values[1], values[0]) > TOLERANCE[wanted.bits]:
         different.append("the weights of the language model")
-    if not different and found.shards != wanted.shards:
-        different.append("other shards")
     return different
 
 

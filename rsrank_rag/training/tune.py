@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -22,20 +21,18 @@ from ..evaluation.statistics import LEVEL, RESAMPLES
 from ..language_model.options import LoadOptions, ModelSource
 from ..partial_files import replacing
 from ..rsrank import RSRank
+from .domain import parts
 from .verdict import Verdict, judge
 
 FOLDS = 5
+
 AT_MOST = 2000
 """Thresholds that are tried: all between two scores, or so many of them, evenly spread."""
 
 
 @dataclass(frozen=True)
 class Goal:
-    """What a threshold is to reach, in the mean over queries.
-
-    Attributes:
-        value: Of precision or recall; None for the best F1.
-    """
+    """What a threshold is to reach, in the mean over queries: a precision, a recall, or the best F1 (value None)."""
 
     metric: Literal["precision", "recall", "f1"] = "f1"
     value: float | None = None
@@ -46,19 +43,12 @@ class Goal:
 
 @dataclass(frozen=True)
 class Tuned:
-    """A threshold and how sure it is.
-
-    Attributes:
-        threshold: What scores above it is kept.
-        interval: Where it lies when the queries are drawn again.
-        before: The threshold in use so far.
-        verdict: That one against thresholds found without the queries that are measured.
-    """
+    """A threshold, where it lies when the queries are drawn again, and the one in use so far."""
 
     threshold: float
     interval: tuple[float, float]
     before: float
-    verdict: Verdict
+    verdict: Verdict  # that one against thresholds found without the queries that are measured
 
 
 class Curves:
@@ -68,22 +58,17 @@ class Curves:
         scores = np.unique(np.concatenate([np.asarray(query.scores, dtype=float) for query in queries]))
         between = np.concatenate([[np.nextafter(scores[0], -np.inf)], (scores[:-1] + scores[1:]) / 2, scores[-1:]])
         self.thresholds = between[np.linspace(0, len(between) - 1, min(len(between), AT_MOST)).round().astype(int)]
-        kept, hits, relevant = [], [], []
-        for query in queries:
-            values, labels = np.asarray(query.scores, dtype=float), np.asarray(query.relevant, dtype=bool)
-            kept.append(self._above(values))
-            hits.append(self._above(values[labels]))
-            relevant.append(labels.sum())
-        k, h, r = np.array(kept), np.array(hits), np.array(relevant)[:, None] + np.zeros_like(kept)
+        above = [np.asarray(query.scores, dtype=float)[:, None] > self.thresholds for query in queries]
+        labels = [np.asarray(query.relevant, dtype=bool) for query in queries]
+        k = np.array([rows.sum(0) for rows in above])
+        h = np.array([rows[label].sum(0) for rows, label in zip(above, labels, strict=True)])
+        r = np.array([label.sum() for label in labels])[:, None]
         nothing = ((k == 0) & (r == 0)).astype(float)  # nothing to keep, and nothing kept
         self.by_metric = {
             "precision": np.where(k > 0, h / np.maximum(k, 1), nothing),
             "recall": np.where(r > 0, h / np.maximum(r, 1), nothing),
             "f1": np.where(k + r > 0, 2 * h / np.maximum(k + r, 1), 1.0),
         }
-
-    def _above(self, values: NDArray[np.float64]) -> NDArray[np.int64]:
-        return np.asarray(len(values) - np.searchsorted(np.sort(values), self.thresholds, side="right"), np.int64)
 
     def choose(self, goal: Goal, means: NDArray[np.float64]) -> NDArray[np.float64]:
         """The threshold that each row of means, (..., thresholds), leads to; NaN where none reaches the goal.
@@ -97,13 +82,9 @@ class Curves:
 
 
 def find_threshold(
-    queries: Sequence[ScoredQuery], goal: Goal, *, resamples: int = RESAMPLES, seed: int = 0
+    queries: Sequence[ScoredQuery], goal: Goal, *, resamples: int = RESAMPLES
 ) -> tuple[float, tuple[float, float]]:
-    """The threshold that reaches a goal on scored queries, and its bootstrap interval.
-
-    Raises:
-        TrainingError: No threshold reaches it; the best there is is named.
-    """
+    """The threshold that reaches a goal on scored queries, and its bootstrap interval; TrainingError if none does."""
     curves = Curves(queries)
     values = curves.by_metric[goal.metric]
     means = values.mean(0)
@@ -113,48 +94,31 @@ def find_threshold(
             f"No threshold gives a {goal.metric} of {goal.value:g} on these {len(queries)} queries: the highest is "
             f"{means.max():.3f}. Ask for less."
         )
-    drawn = np.random.default_rng(seed).multinomial(len(queries), [1 / len(queries)] * len(queries), resamples)
+    drawn = np.random.default_rng(0).multinomial(len(queries), [1 / len(queries)] * len(queries), resamples)
     others = np.concatenate([curves.choose(goal, part @ values / len(queries)) for part in np.array_split(drawn, 20)])
     tail = 50 * (1 - LEVEL)
     low, high = np.nanpercentile(others, [tail, 100 - tail])
     return found, (float(low), float(high))
 
 
-def cross_tuned(queries: Sequence[ScoredQuery], goal: Goal, before: float, *, seed: int = 0) -> Verdict:
-    """A threshold in use against those found on other queries than are measured (five folds).
-
-    Raises:
-        TrainingError: Fewer than two queries, or no threshold reaches the goal.
-    """
-    if len(queries) < 2:
-        raise TrainingError("One labelled query cannot be tuned on and measured on. Label more.")
-    order = list(range(len(queries)))
-    random.Random(f"tune-{seed}").shuffle(order)
-    moved: list[ScoredQuery] = []  # so that each has its own threshold at zero
+def cross_tuned(queries: Sequence[ScoredQuery], goal: Goal, before: float) -> Verdict:
+    """A threshold in use against those found on other queries than are measured (in five parts)."""
     held_out: list[ScoredQuery] = []
-    for start in range(min(FOLDS, len(queries))):
-        held = order[start::FOLDS]
-        rest = [queries[i] for i in order if i not in set(held)]
-        threshold, _ = find_threshold(rest, goal, resamples=1)
+    moved: list[ScoredQuery] = []  # so that each has its own threshold at zero
+    for held in parts(len(queries), FOLDS):
+        threshold, _ = find_threshold([query for i, query in enumerate(queries) if i not in held], goal, resamples=1)
         held_out += [queries[i] for i in held]
         moved += [ScoredQuery([s - threshold for s in queries[i].scores], queries[i].relevant) for i in held]
     return judge(held_out, moved, (before, 0.0))
 
 
 def tune(
-    model: str,
-    data: Path,
-    output: Path,
-    goal: Goal,
-    *,
-    revision: str | None = None,
-    load: LoadOptions | None = None,
+    model: str, data: Path, output: Path, goal: Goal, *, revision: str | None = None, load: LoadOptions | None = None
 ) -> Tuned:
     """Write a copy of an artifact with the threshold that reaches a goal on labelled queries.
 
     Raises:
         TrainingError: No threshold reaches it.
-        RSRankError: The artifact or the data cannot be read, or a document not be scored.
     """
     load = load or LoadOptions()
     queries = read_labelled(data)

@@ -7,7 +7,7 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict
 
-from ..evaluation.metrics import ScoredQuery, f1_at, ranking_by_query
+from ..evaluation.metrics import ScoredQuery, ranking_by_query, selection
 from ..evaluation.statistics import Estimate, estimate_mean, paired_differences
 
 Outcome = Literal["better", "no difference that can be told", "worse: the base is kept", "worse: taken all the same"]
@@ -19,14 +19,9 @@ DECIDING = ("ndcg@5", "f1")
 
 
 class Verdict(BaseModel):
-    """Base and trained weights on the same held-out queries.
+    """Base and trained weights on so many held-out queries: ``ndcg@5``; ``precision``, ``recall``, ``f1`` of the kept.
 
-    Attributes:
-        queries: How many.
-        base: Mean and interval of ``ndcg@5``, and of ``precision``, ``recall`` and ``f1`` of what is kept.
-        trained: Likewise.
-        difference: Trained minus base, query by query (paired bootstrap).
-        outcome: Worse if the interval of one of `DECIDING` lies below zero, else better if one lies above.
+    Worse if the interval of a difference of one of `DECIDING` lies below zero, else better if one lies above.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -34,20 +29,15 @@ class Verdict(BaseModel):
     queries: int
     base: dict[str, Estimate]
     trained: dict[str, Estimate]
-    difference: dict[str, Estimate]
+    difference: dict[str, Estimate]  # trained minus base, query by query (paired bootstrap)
     outcome: Outcome
 
 
 def judge(
     base: Sequence[ScoredQuery], trained: Sequence[ScoredQuery], thresholds: tuple[float, float] = (0.0, 0.0)
 ) -> Verdict:
-    """Compare two scorings of the same queries, each with its threshold.
-
-    Raises:
-        MissingDependencyError: scipy or ir-measures is not installed.
-        ValueError: They are not of as many queries, or of none.
-    """
-    first, second = (by_query(rows, tau) for rows, tau in zip((base, trained), thresholds, strict=True))
+    """Compare two scorings of the same queries, each with its threshold."""
+    first, second = map(by_query, (base, trained), thresholds)
     difference = {name: estimate_mean(paired_differences(second[name], first[name])) for name in first}
     deciding = [difference[name] for name in DECIDING]
     outcome: Outcome = "no difference that can be told"
@@ -60,20 +50,7 @@ def judge(
 
 
 def by_query(rows: Sequence[ScoredQuery], threshold: float = 0.0) -> dict[str, list[float]]:
-    """Each query's ``ndcg@5``, and ``precision``, ``recall`` and ``f1`` of what scores above the threshold.
-
-    Without a relevant document, or with nothing kept, precision and recall are 1 where nothing was to be kept, else 0.
-    """
-    found: dict[str, list[float]] = {
-        "ndcg@5": ranking_by_query(rows)["ndcg@5"],
-        "precision": [],
-        "recall": [],
-        "f1": [],
-    }
-    for query in rows:
-        kept = [label for score, label in zip(query.scores, query.relevant, strict=True) if score > threshold]
-        wanted = sum(query.relevant)
-        found["precision"].append(sum(kept) / len(kept) if kept else float(not wanted))
-        found["recall"].append(sum(kept) / wanted if wanted else float(not kept))
-        found["f1"].append(f1_at(query, threshold))
-    return found
+    """Each query's ``ndcg@5``, and ``precision``, ``recall`` and ``f1`` of what scores above the threshold."""
+    kept = [selection(query, threshold) for query in rows]
+    parts = {name: [found[place] for found in kept] for place, name in enumerate(("precision", "recall", "f1"))}
+    return {"ndcg@5": ranking_by_query(rows)["ndcg@5"], **parts}
