@@ -412,7 +412,7 @@ async def test_a_request_that_the_servers_end_cuts_off_is_answered_and_counted()
 def test_freed_memory_of_mixed_lengths_goes_back():
     code = (
         "import os, random, sys\n"
-        "from rsrank_rag.service.memory import trim_regularly\n"
+        "from rsrank_rag.service.worker import trim_regularly\n"
         "size = lambda: int(open('/proc/self/statm').read().split()[1]) * 4096\n"
         "pieces = [bytes(random.randint(1000, 100_000)) for _ in range(8000)]\n"
         "full = size(); kept = pieces[::100]; pieces.clear(); held = size()\n"

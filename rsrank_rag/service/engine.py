@@ -18,9 +18,6 @@ from .backend import Description, Outcome
 
 logger = logging.getLogger(__name__)
 
-FAILURES = 3
-"""Pairs that may fail by name before the rest is searched in parts, which takes fewer runs if there are many."""
-
 
 class DeviceLostError(Exception):
     """The device answers no more in this process; another process may be luckier."""
@@ -106,27 +103,21 @@ class Engine:
         groups: dict[str | None, list[int]] = {}  # a run has one instruction
         for place, pair in enumerate(pairs):
             groups.setdefault(pair.instruction, []).append(place)
-        waiting, failed = list(groups.values()), 0
+        waiting = list(groups.values())
         while waiting:
             places = waiting.pop()
-            if not places:
-                continue
+            own = [pairs[place] for place in places]
             try:
-                told, own = self._told(pairs[places[0]]), [pairs[i] for i in places]
+                told = self._told(own[0])
                 outcomes = [_outcome(s) for s in score_in_parts(own, told.token_ends, told.score_pairs)]
                 found.update(list(zip(places, outcomes, strict=True)))  # as a list: all of them or none
             except BaseException as error:  # a panic in Rust and sys.exit() are none of Exception's
                 # Whatever it is, it must not reach another client's pairs, nor end the service.
                 _check_device(error)
-                if isinstance(error, ScoringError) and 0 <= error.index < len(places):
-                    # The reranker says which one it is; the others can do without it.
-                    failed += 1
-                    found[places.pop(error.index)] = _failure(error)
-                    waiting += [places] if failed < FAILURES else _parts(pairs, places)
-                elif len(places) == 1:
-                    found[places[0]] = _failure(error)
-                else:
-                    waiting += _parts(pairs, places)
+                named = error.index if isinstance(error, ScoringError) and 0 <= error.index < len(places) else None
+                if named is not None or len(places) == 1:  # the others can do without the one that it is
+                    found[places.pop(named or 0)] = _failure(error)
+                waiting += [part for part in _parts(pairs, places) if part]
         return [found[place] for place in range(len(pairs))]
 
 

@@ -113,7 +113,7 @@ class Gate:
             await send(message)
 
         body = _Body(receive, self, record)
-        with request_span(scope, headers, record, self.metrics.model):
+        with request_span(scope, headers, record, self.metrics.backend.name):
             try:
                 await self._chosen(scope, headers, key)(scope, body, send_marked)
             except asyncio.CancelledError:  # by the server, whose time to end is up
@@ -134,7 +134,7 @@ class Gate:
         """The app, or a refusal."""
         if not is_own_name(headers.get("host", ""), self.settings):
             return error_answer(421, "This service is not called so. Its operator can add the name: --allowed-host.")
-        if key or not self._keys.asked_for() or scope["path"] in OPEN:
+        if key or not self.settings.closed or scope["path"] in OPEN:
             return self.app
         response = error_answer(401, "This service needs an API key: send it as 'Authorization: Bearer KEY'.")
         response.headers["WWW-Authenticate"] = "Bearer"

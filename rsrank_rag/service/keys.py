@@ -24,44 +24,36 @@ def keys_in(file: Path) -> tuple[str, ...]:
 
 
 class Keys:
-    """Which keys open the service; without a file and fixed ones it is open to all.
+    """Keys that open the service: fixed ones, and those of a file, which stay when it cannot be read any more.
 
     Raises:
-        InputError: The file cannot be read or holds no key; later on, the keys of before stay.
+        InputError: The file cannot be read or holds no key.
     """
 
     def __init__(self, fixed: Sequence[str], file: Path | None) -> None:
         self._fixed, self._file = [key.strip().encode() for key in fixed], file
-        self._state = self._looks()
+        self._seen = self._looks()
         self._read = [] if file is None else [key.encode() for key in keys_in(file)]
-
-    def asked_for(self) -> bool:
-        """Whether a request needs a key."""
-        return bool(self._fixed) or self._file is not None
 
     def find(self, authorization: str) -> bytes | None:
         """The key in an ``Authorization`` header, if it is one of ours."""
-        if self._file is not None and self._looks() != self._state:
-            self._renew(self._file)
+        if self._file is not None and self._seen != (now := self._looks()):
+            self._seen = now
+            try:
+                self._read = [key.encode() for key in keys_in(self._file)]
+                logger.info("The API keys were read again: %d.", len(self._read))
+            except InputError as error:
+                logger.error("%s The keys that were read before stay.", error)
         kind, _, given = authorization.partition(" ")
+        sent = given.strip().encode("latin-1")
         # All are compared, so that the time taken tells nothing about which one it is.
-        found = [
-            key for key in (*self._fixed, *self._read) if hmac.compare_digest(key, given.strip().encode("latin-1"))
-        ]
+        found = [key for key in (*self._fixed, *self._read) if hmac.compare_digest(key, sent)]
         return found[0] if found and kind.lower() == "bearer" else None
 
-    def _looks(self) -> tuple[int, ...] | None:
+    def _looks(self) -> tuple[int, ...]:
         """What changes when the file does, or the link to it."""
         try:
             found = self._file.stat() if self._file is not None else None
         except OSError:
-            return ()
-        return None if found is None else (found.st_mtime_ns, found.st_size, found.st_ino)
-
-    def _renew(self, file: Path) -> None:
-        self._state = self._looks()
-        try:
-            self._read = [key.encode() for key in keys_in(file)]
-            logger.info("The API keys were read again: %d.", len(self._read))
-        except InputError as error:
-            logger.error("%s The keys that were read before stay.", error)
+            found = None
+        return () if found is None else (found.st_mtime_ns, found.st_size, found.st_ino)

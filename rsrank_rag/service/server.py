@@ -16,7 +16,6 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import FrameType
-from typing import Any
 
 from ..errors import MissingDependencyError
 
@@ -58,9 +57,8 @@ class Limits:
 class _Doors:
     """What all connections of a server share."""
 
-    app: Callable[..., Any]
+    app: FastAPI
     limits: Limits
-    closed: Callable[[str], None]  # told why a connection was closed
     most: int = field(init=False)
     warned: float = -math.inf  # when it was last logged, on time.monotonic's clock
 
@@ -68,7 +66,7 @@ class _Doors:
         self.most = int(min(self.limits.connections, max(RESERVE, _files() - SPARE - RESERVE)))
 
     def close(self, connection: _Connection, why: str) -> None:
-        self.closed(why)
+        self.app.state.metrics.closed.labels(why).inc()
         if time.monotonic() - self.warned > 10:
             self.warned = time.monotonic()
             logger.warning("Connections are closed (%s); rsrank_closed_connections_total counts them.", why)
@@ -167,7 +165,7 @@ class Server(uvicorn.Server):
 
     def __init__(self, app: FastAPI, limits: Limits, started: Callable[[], None] = lambda: None) -> None:
         timeout = app.state.settings.timeout
-        doors = _Doors(app, limits, app.state.metrics.close)
+        doors = _Doors(app, limits)
         super().__init__(
             uvicorn.Config(
                 app,
