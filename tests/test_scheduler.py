@@ -458,12 +458,6 @@ async def test_whatever_a_model_raises_on_an_explanation_the_next_request_is_ser
         assert scores(await scheduler.score(pairs("a"), timeout=60)) == [1]
 
 
-async def test_odd_counters_of_the_model_stop_nobody():
-    async with running(Miscounting, in_process=True) as scheduler:
-        for _ in range(2):
-            assert scores(await scheduler.score(pairs(1, 2), timeout=60)) == [1, 2]
-
-
 async def test_a_real_model_explains_and_counts(ranker):
     async with running(lambda: ranker, in_process=True) as scheduler:
         explanation = await scheduler.explain(Pair("When?", "In 1932."))
@@ -637,9 +631,6 @@ class Raising(Numbers):
 
     def explain(self, query, document, *, max_tokens=None):
         raise RAISED[document]()
-
-    def stats(self):
-        raise RAISED["panic"]()
 
 
 @pytest.mark.parametrize("in_process", [True, False])

@@ -38,7 +38,7 @@ from rsrank_rag.prefixes.store import store_for
 from rsrank_rag.reranker import BLANK_SCORE
 from rsrank_rag.service import app as app_module
 from rsrank_rag.service.engine import Canary
-from rsrank_rag.service.keys import keys_in
+from rsrank_rag.service.gate import keys_in
 from rsrank_rag.service.logs import TextlessFormatter
 from rsrank_rag.service.server import Limits, Server
 
@@ -184,6 +184,7 @@ async def test_an_explanation_has_its_exact_parts():
             "tokens": ["a", "b"],
             "layers": [1, 2],
             "parts": [[1.0, 0.5], [1.0, 0.5]],
+            "agreement": 0.0,
         }
     async with serving(max_document_tokens=2) as http:
         cut = [await http.post("/explain", json={"query": "q", "document": text}) for text in ("3 4", "3 4 5")]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import logging
 import math
 import re
 import time
@@ -15,8 +14,6 @@ from ..errors import InputError, ScoringError
 from ..method.explanation import Explanation
 from ..reranker import Pair, Reranker, Scored, score_in_parts
 from .backend import Description, Outcome
-
-logger = logging.getLogger(__name__)
 
 
 class DeviceLostError(Exception):
@@ -63,17 +60,8 @@ class Engine:
         """Score pairs of any clients; raises DeviceLostError if nothing more can be scored in this process."""
         started = time.perf_counter()
         outcomes = self._outcomes(pairs)
-        return Step(outcomes, time.perf_counter() - started, self._stats())
-
-    def _stats(self) -> dict[str, float]:
-        """The reranker's counters; none where it fails to count, which costs nobody a score."""
-        if not isinstance(self.reranker, _Counts):
-            return {}
-        try:
-            return {str(name): float(value) for name, value in self.reranker.stats().items()}
-        except BaseException:
-            logger.exception("The model's counters could not be read.")
-            return {}
+        stats = self.reranker.stats() if isinstance(self.reranker, _Counts) else {}
+        return Step(outcomes, time.perf_counter() - started, stats)
 
     def explain(self, pair: Pair) -> Explanation:
         """Take one score apart; errors as of `step` and `Scheduler.explain`."""

@@ -41,7 +41,7 @@ GAUGES = {
     "tokens_per_second": ("rsrank_tokens_per_second", "The model's speed, by estimated tokens."),
 }
 
-PREFIXES: dict[str, tuple[type[Metric], str, str]] = {
+PREFIXES: dict[str, tuple[type[CounterMetricFamily | GaugeMetricFamily], str, str]] = {
     "hits": (CounterMetricFamily, "rsrank_prefix_hits", "Documents whose prefix was kept."),
     "bytes": (GaugeMetricFamily, "rsrank_prefix_bytes", "Size of the kept prefixes."),
 }
