@@ -22,6 +22,7 @@ from service import Numbers, address_of, client_of, scheduler
 
 from rsrank_rag.errors import ArtifactError
 from rsrank_rag.service import gate, server
+from rsrank_rag.service.app import create_app
 from rsrank_rag.service.gate import Settings, _Body
 from rsrank_rag.service.logs import Record
 from rsrank_rag.service.server import RESERVE, Limits
@@ -149,8 +150,9 @@ def test_an_answer_that_nobody_reads_does_not_stay():
 
 def test_connections_leave_room_for_other_files(monkeypatch):
     monkeypatch.setattr(server, "_files", lambda: 256)
-    assert server._Doors(None, Limits(connections=1000), print).most == 176
-    assert server._Doors(None, Limits(connections=100), print).most == 100
+    app = create_app(scheduler(Numbers()))
+    assert server.Server(app, Limits(connections=1000)).most == 176
+    assert server.Server(app, Limits(connections=100)).most == 100
 
 
 # Bodies

@@ -43,11 +43,6 @@ class _Explains(Protocol):
     def explain(self, query: str, document: str, *, max_tokens: int | None = None) -> Explanation: ...
 
 
-@runtime_checkable
-class _Counts(Protocol):
-    def stats(self) -> dict[str, int]: ...
-
-
 class Engine:
     """A reranker, called ``name``, that answers for each pair alone."""
 
@@ -60,8 +55,7 @@ class Engine:
         """Score pairs of any clients; raises DeviceLostError if nothing more can be scored in this process."""
         started = time.perf_counter()
         outcomes = self._outcomes(pairs)
-        stats = self.reranker.stats() if isinstance(self.reranker, _Counts) else {}
-        return Step(outcomes, time.perf_counter() - started, stats)
+        return Step(outcomes, time.perf_counter() - started, getattr(self.reranker, "stats", dict)())
 
     def explain(self, pair: Pair) -> Explanation:
         """Take one score apart; errors as of `step` and `Scheduler.explain`."""
