@@ -48,9 +48,6 @@ class RSRank(Reranker):
     """Keeps the documents that shift a query's value vectors the way relevant ones do.
 
     Make one with `from_pretrained`, which explains the choices. Calls from several threads are safe.
-
-    Raises:
-        InputError: A choice that cannot be used.
     """
 
     def __init__(
@@ -78,8 +75,8 @@ class RSRank(Reranker):
         self._halved: list[int] = []  # sizes of batches; threads may append without a lock
 
     def __repr__(self) -> str:
-        core, limit = self.backbone, f"threshold={self.threshold:g}"
-        return f"RSRank({self.name!r}, device={str(core.device)!r}, dtype={core.dtype}, {limit})"
+        core = self.backbone
+        return f"RSRank({self.name!r}, device='{core.device}', dtype={core.dtype}, threshold={self.threshold:g})"
 
     @classmethod
     def from_pretrained(
@@ -313,20 +310,14 @@ class RSRank(Reranker):
     ) -> list[list[float]]:
         """Score each query's own documents. A document that several queries share is read only once.
 
-        Raises:
-            InputError: As `score`, or the two lists differ in length.
-            ScoringError: As `score`.
+        Raises as `score`, and InputError where the two lists differ in length.
         """
         if isinstance(queries, str) or len(queries) != len(documents):
-            raise InputError(
-                f"score_many needs one list of documents for each query, got {len(documents)} lists for "
-                f"{'one string' if isinstance(queries, str) else f'{len(queries)} queries'}."
-            )
+            asked = "one string" if isinstance(queries, str) else f"{len(queries)} queries"
+            raise InputError(f"score_many needs a list of documents a query, got {len(documents)} lists for {asked}.")
         tokens = [self.prompts.query(query) for query in queries]
-        lists = [
-            self.prompts.documents(as_list(texts), len(query.ids))
-            for query, texts in zip(tokens, documents, strict=True)
-        ]
+        given = zip(tokens, documents, strict=True)
+        lists = [self.prompts.documents(as_list(texts), len(query.ids)) for query, texts in given]
         pairs = [(query, prompt) for query, prompts in zip(tokens, lists, strict=True) for prompt in prompts]
         places = [(row, place) for row, prompts in enumerate(lists) for place in range(len(prompts))]
         try:
@@ -334,18 +325,17 @@ class RSRank(Reranker):
         except ScoringError as error:
             row, place = places[error.index]
             whose = f" of query {row}" if row else ""
-            raise ScoringError(
-                str(error).replace(f"Document {error.index}", f"Document {place}{whose}", 1), place
-            ) from None
+            said = str(error).replace(f"Document {error.index}", f"Document {place}{whose}", 1)
+            raise ScoringError(said, place) from None
         return [[next(scores).score for _ in prompts] for prompts in lists]
 
-    @torch.inference_mode()
     def identity(self) -> str:
         """Short hash of the language model, how it is computed, the template and B."""
         found = prefix_identity(self.backbone, self.config) | {"dtype": str(self.backbone.dtype)}
         weights = self.projection.weight.detach().float().cpu().numpy().tobytes()
         return hashlib.sha256(json.dumps(found, sort_keys=True).encode() + weights).hexdigest()[:16]
 
+    @torch.inference_mode()
     def score_pairs(self, pairs: Sequence[Pair | tuple[str, str]]) -> list[Scored]:
         """Score pairs of any queries and documents, in input order: pairs of several queries share batches.
 
