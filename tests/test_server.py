@@ -480,7 +480,7 @@ async def test_a_full_queue_is_429_with_a_time_to_come_back():
 async def test_a_deadline_is_504_and_the_work_is_cancelled():
     ranker = Numbers()
     backend = scheduler(ranker)
-    async with client_of(backend, timeout=1.0) as http:
+    async with client_of(backend, timeout=3.0) as http:
         ranker.may_go_on.clear()
         responses = await asyncio.gather(*(http.post("/v1/rerank", json=RERANK) for _ in range(2)))
         assert [response.status_code for response in responses] == [504, 504]
