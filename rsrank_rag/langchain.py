@@ -141,12 +141,14 @@ class RSRankCompressor(RerankerAdapter, BaseDocumentCompressor):
                 ", ".join(sorted(there)) or "none",
             )
         return [
-            ("".join(f"{document.metadata[name]}\n" for name in self._present(document)), document.page_content)
+            (
+                "".join(
+                    f"{found}\n" for name in self.metadata_fields if (found := document.metadata.get(name)) is not None
+                ),
+                document.page_content,
+            )
             for document in documents
         ]
-
-    def _present(self, document: Document) -> list[str]:
-        return [name for name in self.metadata_fields if document.metadata.get(name) is not None]
 
     def _copies(self, documents: Sequence[Document], result: RankResult) -> list[Document]:
         copies = []

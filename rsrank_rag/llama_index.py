@@ -128,14 +128,13 @@ class RSRankPostprocessor(RerankerAdapter, BaseNodePostprocessor):
 
     def _texts(self, nodes: list[NodeWithScore]) -> list[tuple[str, str]]:
         """Each node's text, and the metadata that are read before it."""
-        return [self._text(scored.node) for scored in nodes]
-
-    def _text(self, node: BaseNode) -> tuple[str, str]:
-        own, content = node.get_content(), node.get_content(metadata_mode=self.metadata_mode)
-        if content.endswith(own):
-            return content[: len(content) - len(own)], own
-        # Metadata stand behind the text: where that is kept in parts, it is read without them.
-        return "", content if self.extract is None and self.long_documents == "cut" else own
+        texts = []
+        for node in (scored.node for scored in nodes):
+            own, content = node.get_content(), node.get_content(metadata_mode=self.metadata_mode)
+            # Where metadata stand behind a text that is kept in parts, it is read without them.
+            whole = self.extract is None and self.long_documents == "cut"
+            texts.append((content.removesuffix(own), own) if content.endswith(own) else ("", content if whole else own))
+        return texts
 
     def _scored(self, nodes: list[NodeWithScore], result: RankResult) -> list[NodeWithScore]:
         if isinstance(result, Unranked):

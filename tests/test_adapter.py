@@ -687,8 +687,7 @@ def test_warming_up_asks_the_service_and_closing_lets_its_connections_go(adapter
     made = adapter(base_url=remote.address)
     made.warm_up()
     assert kept(made, QUERY, DOCUMENTS)
-    with connections.client(remote.address) as client:
-        pass
+    client = connections._clients[remote.address].client
     made.close()
     assert client.is_closed
     assert kept(made, QUERY, DOCUMENTS)

@@ -195,7 +195,7 @@ def test_the_service_knows_only_the_reranker(module):
 
 def test_what_the_service_asks_for_scores_knows_nothing_of_http():
     for module in ("backend", "engine", "worker", "scheduler"):
-        own = {f"service.{name}" for name in ("backend", "engine", "worker", "scheduler", "memory")}
+        own = {f"service.{name}" for name in ("backend", "engine", "worker", "scheduler")}
         assert own_imports(f"service.{module}") <= own | {"errors", "method.explanation", "passages.parts", "reranker"}
 
 

@@ -22,6 +22,7 @@ from service import Numbers, address_of, client_of, scheduler
 
 from rsrank_rag.errors import ArtifactError
 from rsrank_rag.service import gate, server
+from rsrank_rag.service.app import create_app
 from rsrank_rag.service.gate import Settings, _Body
 from rsrank_rag.service.logs import Record
 from rsrank_rag.service.server import RESERVE, Limits
@@ -149,8 +150,9 @@ def test_an_answer_that_nobody_reads_does_not_stay():
 
 def test_connections_leave_room_for_other_files(monkeypatch):
     monkeypatch.setattr(server, "_files", lambda: 256)
-    assert server._Doors(None, Limits(connections=1000), print).most == 176
-    assert server._Doors(None, Limits(connections=100), print).most == 100
+    app = create_app(scheduler(Numbers()))
+    assert server.Server(app, Limits(connections=1000)).most == 176
+    assert server.Server(app, Limits(connections=100)).most == 100
 
 
 # Bodies
@@ -412,7 +414,7 @@ async def test_a_request_that_the_servers_end_cuts_off_is_answered_and_counted()
 def test_freed_memory_of_mixed_lengths_goes_back():
     code = (
         "import os, random, sys\n"
-        "from rsrank_rag.service.memory import trim_regularly\n"
+        "from rsrank_rag.service.worker import trim_regularly\n"
         "size = lambda: int(open('/proc/self/statm').read().split()[1]) * 4096\n"
         "pieces = [bytes(random.randint(1000, 100_000)) for _ in range(8000)]\n"
         "full = size(); kept = pieces[::100]; pieces.clear(); held = size()\n"

@@ -22,7 +22,7 @@ from rsrank_rag.reranker import Pair, Scored
 from rsrank_rag.service import engine
 from rsrank_rag.service import scheduler as scheduler_module
 from rsrank_rag.service.backend import DeadlineError, OverloadedError, UnavailableError
-from rsrank_rag.service.engine import FAILURES, Canary, Engine
+from rsrank_rag.service.engine import Canary, Engine
 from rsrank_rag.service.scheduler import QueueLimits, Scheduler
 
 
@@ -108,19 +108,6 @@ class Miscounting(Numbers):
 
     def stats(self):
         return None
-
-
-class Counting(Mortal):
-    """Says how often it was asked, and that it holds ten bytes."""
-
-    calls = 0
-
-    def score(self, query, documents):
-        self.calls += 1
-        return super().score(query, documents)
-
-    def stats(self):
-        return {"calls": self.calls, "kept_bytes": 10}
 
 
 def refuse_to_load():
@@ -282,7 +269,7 @@ async def test_asking_again_and_again_gives_no_larger_share_than_waiting():
     for text in [text for batch in reranker.batches for text in batch]:
         tokens[int(text)] += len(text) // 4 + 16
     assert tokens[2] < 1.5 * tokens[1]
-    assert not scheduler._ahead  # nobody waits, so nobody is ahead
+    assert not scheduler._clients  # nobody waits, so nobody is ahead
 
 
 async def test_a_request_beyond_the_limit_is_refused_with_a_time_to_come_back():
@@ -293,9 +280,7 @@ async def test_a_request_beyond_the_limit_is_refused_with_a_time_to_come_back():
         await until(lambda: reranker.began)
         second = asyncio.create_task(scheduler.score(pairs(1, 2, 3)))  # waits
         await until(lambda: scheduler.stats()["waiting"] == 3)
-        with pytest.raises(
-            OverloadedError, match=r"3 documents of about 48 tokens are waiting\. With 3 more"
-        ) as caught:
+        with pytest.raises(OverloadedError, match="3 documents are waiting, too many for 3 more") as caught:
             await scheduler.score(pairs(1, 2, 3))
         assert caught.value.retry_after >= 1
         reranker.may_go_on.set()
@@ -303,22 +288,6 @@ async def test_a_request_beyond_the_limit_is_refused_with_a_time_to_come_back():
         await first
         assert scheduler.stats()["refused"] == 1
         assert scores(await scheduler.score(pairs(*range(9)))) == list(range(9))  # one that is too large waits for none
-
-
-async def test_long_documents_fill_the_queue_before_many_do():
-    reranker = Numbers()
-    async with numbers(reranker, tokens=2000) as scheduler:
-        reranker.may_go_on.clear()
-        first = asyncio.create_task(scheduler.score(pairs(0)))
-        await until(lambda: reranker.began)
-        second = asyncio.create_task(scheduler.score(pairs("1" + " " * 4000)))
-        await until(lambda: scheduler.stats()["waiting"] == 1)
-        with pytest.raises(OverloadedError, match=r"1 documents of about 1,016 tokens are waiting"):
-            await scheduler.score(pairs("2" + " " * 4000))
-        reranker.may_go_on.set()
-        await asyncio.gather(first, second)
-        assert scores(await scheduler.score(pairs("2" + " " * 40_000))) == [2]
-        assert scheduler._waiting_tokens == 0
 
 
 async def test_late_work_is_cancelled_and_says_so():
@@ -376,7 +345,7 @@ async def test_a_refused_query_concerns_no_other_clients_pairs():
     assert found[0].error == "The query is refused."
 
 
-@pytest.mark.parametrize("count", [0, 1, FAILURES, 40])
+@pytest.mark.parametrize("count", [0, 1, 3, 40])
 def test_many_documents_without_scores_are_found_in_few_runs(count):
     reranker = Numbers()
     texts = [*["no score"] * count, *map(str, range(40))]
@@ -489,12 +458,6 @@ async def test_whatever_a_model_raises_on_an_explanation_the_next_request_is_ser
         assert scores(await scheduler.score(pairs("a"), timeout=60)) == [1]
 
 
-async def test_odd_counters_of_the_model_stop_nobody():
-    async with running(Miscounting, in_process=True) as scheduler:
-        for _ in range(2):
-            assert scores(await scheduler.score(pairs(1, 2), timeout=60)) == [1, 2]
-
-
 async def test_a_real_model_explains_and_counts(ranker):
     async with running(lambda: ranker, in_process=True) as scheduler:
         explanation = await scheduler.explain(Pair("When?", "In 1932."))
@@ -537,15 +500,6 @@ async def test_a_document_on_which_the_process_dies_each_time_fails_alone(tmp_pa
         found = await scheduler.score(pairs("a", "bb", "die", "dddd"))
         assert scores(found) == [1, 2, None, 4]
         assert found[2].error == "ended the model's process, twice."
-
-
-async def test_what_the_model_counted_outlives_its_process_but_not_what_it_held(tmp_path):
-    async with running(partial(Counting, tmp_path)) as scheduler:
-        await scheduler.score(pairs("a"))
-        os.kill(scheduler.model.loaded.process, signal.SIGKILL)
-        await scheduler.score(pairs("b"), timeout=60)
-        found = scheduler.stats()
-    assert (found["model_calls"], found["model_kept_bytes"]) == (2, 10)
 
 
 async def test_the_models_process_logs_as_it_is_told_to(tmp_path, capfd):
@@ -677,9 +631,6 @@ class Raising(Numbers):
 
     def explain(self, query, document, *, max_tokens=None):
         raise RAISED[document]()
-
-    def stats(self):
-        raise RAISED["panic"]()
 
 
 @pytest.mark.parametrize("in_process", [True, False])

@@ -38,7 +38,7 @@ from rsrank_rag.prefixes.store import store_for
 from rsrank_rag.reranker import BLANK_SCORE
 from rsrank_rag.service import app as app_module
 from rsrank_rag.service.engine import Canary
-from rsrank_rag.service.keys import keys_in
+from rsrank_rag.service.gate import keys_in
 from rsrank_rag.service.logs import TextlessFormatter
 from rsrank_rag.service.server import Limits, Server
 
@@ -480,7 +480,7 @@ async def test_a_full_queue_is_429_with_a_time_to_come_back():
 async def test_a_deadline_is_504_and_the_work_is_cancelled():
     ranker = Numbers()
     backend = scheduler(ranker)
-    async with client_of(backend, timeout=1.0) as http:
+    async with client_of(backend, timeout=3.0) as http:
         ranker.may_go_on.clear()
         responses = await asyncio.gather(*(http.post("/v1/rerank", json=RERANK) for _ in range(2)))
         assert [response.status_code for response in responses] == [504, 504]
@@ -683,7 +683,6 @@ async def test_a_real_models_prefixes_and_memory_retries_are_counted(tiny_folder
         found = metrics((await http.get("/metrics")).text)
     assert found["rsrank_prefix_misses_total",] == 2
     assert found["rsrank_prefix_hits_total", ("place", "device")] == 2
-    assert found["rsrank_prefix_hit_ratio",] == 0.5
     assert found["rsrank_prefix_bytes", ("place", "device")] > 0
     assert found["rsrank_memory_retries_total",] == 0
 

@@ -284,28 +284,30 @@ class RerankerAdapter(ModelAdapter):
         return [text if self.extract else before + text for before, text in texts], options
 
     def _rank(self, query: str, given: Sequence[tuple[str, str]], limits: Limits) -> RankResult:
-        """Rank and wait."""
+        """Rank and wait; without documents, nothing is asked."""
         texts, options = self._asked(given, limits)
+        if not texts:
+            return RankResult(query, None, (), ())
         try:
-            found = self._run(lambda reranker: reranker.rank(query, texts, **options)) if texts else None
+            found = self._run(lambda reranker: reranker.rank(query, texts, **options))
         except Exception as error:
             return self._unranked(error, query, texts, limits)
-        return self._checked(query, found, limits)
+        return self._checked(found, limits)
 
     async def _arank(self, query: str, given: Sequence[tuple[str, str]], limits: Limits) -> RankResult:
         """Rank in the model's thread, or where it computes; a cancelled call leaves its queue."""
         texts, options = self._asked(given, limits)
+        if not texts:
+            return RankResult(query, None, (), ())
         concurrent = self._concurrent()
         try:
-            if not texts:
-                found = None
-            elif concurrent is not None:
+            if concurrent is not None:
                 found = await concurrent.arank(query, texts, **options)
             else:
                 found = await asyncio.wrap_future(self._submit(lambda reranker: reranker.rank(query, texts, **options)))
         except Exception as error:
             return self._unranked(error, query, texts, limits)
-        return self._checked(query, found, limits)
+        return self._checked(found, limits)
 
     def _unranked(self, error: Exception, query: str, texts: Sequence[str], limits: Limits) -> Unranked:
         """All documents in the order they came, where ``on_error`` says so; else the error is raised."""
@@ -319,10 +321,8 @@ class RerankerAdapter(ModelAdapter):
         most = len(texts) if limits["top_n"] is None else limits["top_n"]
         return Unranked(query, None, documents[:most], documents[most:], error)
 
-    def _checked(self, query: str, result: RankResult | None, limits: Limits) -> RankResult:
+    def _checked(self, result: RankResult, limits: Limits) -> RankResult:
         """Refuse to keep everything where nobody has asked for that; log what an application would never hear of."""
-        if result is None:  # without documents, nothing was asked
-            return RankResult(query, None, (), ())
         if result.threshold is None and limits["threshold"] == "native" and limits["top_n"] is None:
             raise InputError(
                 f"{self.model_label} has no native threshold: nothing in its scores separates relevant from irrelevant "

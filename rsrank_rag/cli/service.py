@@ -180,8 +180,8 @@ def run(backend: Scheduler, settings: Settings, limits: Limits, *, host: str, po
     """Serve until told to stop; raises what keeps the backend or the server from starting."""
     from ..service.app import create_app
     from ..service.logs import configure
-    from ..service.memory import trim_regularly
     from ..service.server import Server
+    from ..service.worker import trim_regularly
 
     with _bound(host, port) as bound:  # before the model is loaded, which may take minutes
         name, number = bound.getsockname()[:2]

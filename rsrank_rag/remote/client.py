@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import math
 from collections.abc import Sequence
 from contextlib import AbstractAsyncContextManager, AbstractContextManager
@@ -44,8 +45,7 @@ class RemoteReranker(
         model: Name of the model that must answer; None for whichever the service holds.
         api_key: Sent as a bearer token. By default what ``RSRANK_API_KEY`` holds at the time of a call, or its first
             part if it holds several keys, by commas, as a service takes them. It is neither shown nor pickled.
-        timeout: Seconds that a call may take in all, with its retries and the pauses between them. (A synchronous call
-            whose answer comes in drops can take longer, by as much for each of its steps.)
+        timeout: Seconds that a call may take in all, with its retries and the pauses between them.
         max_retries: How often a call is sent again after a lost connection, a 429, 502 or 503, after pauses that grow,
             or that the service asks for. What takes too long is not sent again.
     """
@@ -138,8 +138,8 @@ class RemoteReranker(
         connections.close(self.base_url)
 
     async def aclose(self) -> None:
-        """As `close`; those of the running event loop are closed when it returns, unless they are in use."""
-        await connections.aclose(self.base_url)
+        """As `close`, without blocking the event loop."""
+        await asyncio.wrap_future(connections.begin(connections.give_up(self.base_url)))
 
     def score_documents(self, query: str, documents: Sequence[str], *, show_progress: bool = False) -> list[Scored]:
         """As `score`, with whether a document was cut."""

@@ -56,40 +56,37 @@ class Transport:
 
     def send(self, call: Call) -> bytes:
         """The body of the answer; errors as `RemoteReranker` describes them."""
-        patience = _Patience(self.timeout, self.max_retries)
-        while True:
-            try:
-                with (
-                    self._named_errors(),
-                    connections.client(self.base_url) as client,
-                    client.stream(**self._request(call, patience)) as response,
-                ):
-                    answer = bytearray()
-                    for chunk in response.iter_bytes():
-                        patience.check()
-                        self._grow(answer, chunk, call)
-                    return self._accepted(response, bytes(answer))
-            except RemoteError as error:
-                pause = patience.pause(error)
-            time.sleep(pause)
+        future = connections.begin(self._answer(call))
+        try:
+            return future.result()
+        finally:
+            future.cancel()  # no effect unless waiting was interrupted
 
     async def asend(self, call: Call) -> bytes:
         """As `send`."""
-        with self._named_errors():
-            return await asyncio.wait_for(self._patient_asend(call), self.timeout)
+        return await asyncio.wrap_future(connections.begin(self._answer(call)))
 
-    async def _patient_asend(self, call: Call) -> bytes:
+    async def _answer(self, call: Call) -> bytes:
+        with self._named_errors():
+            return await asyncio.wait_for(self._patient_answer(call), self.timeout)
+
+    async def _patient_answer(self, call: Call) -> bytes:
         patience = _Patience(self.timeout, self.max_retries)
         while True:
             try:
                 with self._named_errors():
                     async with (
-                        connections.async_client(self.base_url) as client,
+                        connections.client(self.base_url) as client,
                         client.stream(**self._request(call, patience)) as response,
                     ):
                         answer = bytearray()
                         async for chunk in response.aiter_bytes():
-                            self._grow(answer, chunk, call)
+                            answer += chunk
+                            if len(answer) > call.most_bytes:
+                                most = f"{call.most_bytes:,} bytes"
+                                raise RemoteError(
+                                    f"The answer of {self.base_url} is too long to be scores: more than {most}."
+                                )
                         return self._accepted(response, bytes(answer))
             except RemoteError as error:
                 pause = patience.pause(error)
@@ -130,13 +127,6 @@ class Transport:
             ) from error
         except httpx.RequestError as error:
             raise RemoteError(f"The answer of {self.base_url} cannot be read ({_reason(error)}).") from error
-
-    def _grow(self, answer: bytearray, chunk: bytes, call: Call) -> None:
-        answer += chunk
-        if len(answer) > call.most_bytes:
-            raise RemoteError(
-                f"The answer of {self.base_url} is too long to be scores: more than {call.most_bytes:,} bytes."
-            )
 
     def _accepted(self, response: httpx.Response, body: bytes) -> bytes:
         """The body of an answer that is no refusal; a refusal is raised."""
@@ -189,11 +179,6 @@ class _Patience:
     def left(self) -> float:
         """Seconds; never quite none, which would be no limit to some."""
         return max(self.ends - time.monotonic(), 1e-3)
-
-    def check(self) -> None:
-        """Stop when time is up."""
-        if time.monotonic() > self.ends:
-            raise asyncio.TimeoutError
 
     def pause(self, error: RemoteError) -> float:
         """Seconds until the next try; an error after which there is none is raised."""

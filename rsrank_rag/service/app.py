@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Coroutine, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
@@ -27,7 +27,6 @@ try:
 
     from .dialects.cohere import RerankRequest, RerankResponse
     from .gate import Gate, Settings
-    from .logs import Record
     from .metrics import Metrics
     from .refusals import RETRY_AFTER, RefusedError, answer_errors, described, refusal
 except ModuleNotFoundError as error:
@@ -72,18 +71,6 @@ class ExplainResponse(BaseModel):
     layers: tuple[int, ...] = Field(description="The L layers read.")
     parts: tuple[tuple[float, ...], ...] = Field(description="T x L; with the agreement, they are the score.")
     agreement: float = Field(description="What the document's agreement with the query adds; 0 where it has no part.")
-
-
-class Status(BaseModel):
-    """Of the service."""
-
-    status: str
-
-
-class Auth(BaseModel):
-    """Whether requests need a key, as Xinference's client asks."""
-
-    auth: bool
 
 
 class Info(BaseModel):
@@ -147,9 +134,9 @@ class _Service:
         open_routes = APIRouter()
         page = {**described(404), **_text("text/html")}
         open_routes.add_api_route("/", self.page, response_class=Response, responses=page)
-        open_routes.add_api_route("/health", self.health, response_model=Status)
-        open_routes.add_api_route("/v1/cluster/auth", self.auth, response_model=Auth)
-        open_routes.add_api_route("/ready", self.ready, response_model=Status, responses=described(503))
+        open_routes.add_api_route("/health", self.health, response_model=dict[str, str])
+        open_routes.add_api_route("/v1/cluster/auth", self.auth, response_model=dict[str, bool])
+        open_routes.add_api_route("/ready", self.ready, response_model=dict[str, str], responses=described(503))
 
         # The gate asks for keys; this only describes it.
         routes = APIRouter(dependencies=[Depends(HTTPBearer(auto_error=False))] if self.settings.closed else [])
@@ -178,7 +165,7 @@ class _Service:
         """Score documents for a query, best first: Cohere, Jina, vLLM, Infinity, Xinference, SiliconFlow."""
         cutoff = body.cutoff(self.backend.description, self.settings.drop)
         found = body.answer(await self._scores(request, body), cutoff)
-        _record(request).kept = len(found.results)
+        request.state.record.kept = len(found.results)
         return _json(found)
 
     async def rerank_any(self, body: Annotated[AnyRerankRequest, Body()], request: Request) -> Response:
@@ -200,13 +187,10 @@ class _Service:
 
         Of a document beyond the service's limit of tokens, the first ones are read; the answer says so.
         """
-        most, told = self.settings.max_document_tokens, body.instruction or None
-        pair = Pair(body.query, body.document, most, instruction=told)
+        pair = Pair(body.query, body.document, self.settings.max_document_tokens, instruction=body.instruction or None)
         self._check_size(Question([pair]))
-        record = _record(request)
-        record.documents = 1
-        work = self.backend.explain(pair, client=record.client, timeout=self._time_left(record))
-        found = await _while_connected(request, work)
+        request.state.record.documents = 1
+        found = await self._work(request, self.backend.explain, pair)
         return _json(ExplainResponse.model_validate(found, from_attributes=True))
 
     async def models(self) -> others.ModelList:
@@ -229,20 +213,20 @@ class _Service:
             **self.settings.model_dump(include=set(Info.model_fields)),
         )
 
-    async def health(self) -> Status:
+    async def health(self) -> dict[str, str]:
         """Whether the service is alive."""
-        return Status(status="ok")
+        return {"status": "ok"}
 
-    async def auth(self) -> Auth:
+    async def auth(self) -> dict[str, bool]:
         """Whether requests need a key: Xinference."""
-        return Auth(auth=self.settings.closed)
+        return {"auth": self.settings.closed}
 
-    async def ready(self) -> Status:
+    async def ready(self) -> dict[str, str]:
         """Whether requests are answered, and the last canary scored as it should."""
         trouble = self.backend.readiness()
         if trouble is not None:
             raise HTTPException(503, trouble, {"Retry-After": str(int(RETRY_AFTER))})
-        return Status(status="ready")
+        return {"status": "ready"}
 
     async def metrics_page(self) -> Response:
         """Counters, as Prometheus reads them."""
@@ -256,7 +240,7 @@ class _Service:
 
     async def _scores(self, request: Request, body: ScoringRequest) -> Scores:
         """Have what a request asks scored, or raise the error that it is answered with."""
-        record, limits = _record(request), self.settings
+        record, limits = request.state.record, self.settings
         partial = isinstance(body, RerankRequest) and bool(body.partial)
         question = body.asked()
         record.documents = len(question.pairs)
@@ -264,8 +248,7 @@ class _Service:
         if question.faults and not partial:
             raise refusal(question.faults, 422)
         question = question.bounded(limits.max_document_tokens)
-        work = self.backend.score(question.usable, client=record.client, timeout=self._time_left(record))
-        outcomes = question.outcomes(await _while_connected(request, work))
+        outcomes = question.outcomes(await self._work(request, self.backend.score, question.usable))
         record.tokens = sum(outcome.tokens for outcome in outcomes)
         faults, status = question.complaints(outcomes)
         if faults and not (partial and len(faults) < len(outcomes)):
@@ -281,42 +264,34 @@ class _Service:
         longest, most = max((len(pair.query) for pair in question.pairs), default=0), limits.max_query_characters
         if longest > most:
             raise RefusedError(413, f"The query has {longest:,} characters; it may have {most:,}.")
-        most = limits.max_document_characters
-        long = {
-            place: f"has {len(pair.document):,} characters; it may have {most:,}."
-            for place, pair in enumerate(question.pairs)
-            if len(pair.document) > most
-        }
+        most, lengths = limits.max_document_characters, [len(pair.document) for pair in question.pairs]
+        long = {i: f"has {n:,} characters; it may have {most:,}." for i, n in enumerate(lengths) if n > most}
         if long:
             raise refusal(long, 413)
 
-    def _time_left(self, record: Record) -> float | None:
-        return None if self.settings.timeout is None else max(0.001, self.settings.timeout - record.seconds)
+    async def _work(self, request: Request, ask: Callable[..., Coroutine[Any, Any, Result]], what: Any) -> Result:
+        """Ask the backend for a client; if it leaves, the work is cancelled and an error raised that nobody will read.
 
-
-async def _while_connected(request: Request, work: Coroutine[Any, Any, Result]) -> Result:
-    """Do work for a client; if it leaves, the work is cancelled and an error raised that nobody will read."""
-    task = asyncio.ensure_future(work)
-    gone = asyncio.ensure_future(_disconnected(request))
-    try:
-        await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
-        if task.done():
-            return task.result()
-        raise HTTPException(499, "The client has left.")
-    finally:
-        task.cancel()
-        gone.cancel()
-        await asyncio.gather(task, gone, return_exceptions=True)
+        The time that the request has taken so far is part of what it may take.
+        """
+        record, limit = request.state.record, self.settings.timeout
+        left = None if limit is None else max(0.001, limit - record.seconds)
+        task = asyncio.ensure_future(ask(what, client=record.client, timeout=left))
+        gone = asyncio.ensure_future(_disconnected(request))
+        try:
+            await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
+            if task.done():
+                return task.result()
+            raise HTTPException(499, "The client has left.")
+        finally:
+            task.cancel()
+            gone.cancel()
+            await asyncio.gather(task, gone, return_exceptions=True)
 
 
 async def _disconnected(request: Request) -> None:
     while (await request.receive())["type"] != "http.disconnect":
         pass
-
-
-def _record(request: Request) -> Record:
-    record: Record = request.state.record
-    return record
 
 
 def _json(body: BaseModel | Sequence[BaseModel]) -> Response:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import logging
 import math
 import multiprocessing
 import re
@@ -17,11 +16,6 @@ from ..errors import InputError, ScoringError
 from ..method.explanation import Explanation
 from ..reranker import Pair, Reranker, Scored, score_in_parts
 from .backend import Description, Outcome
-
-logger = logging.getLogger(__name__)
-
-FAILURES = 3
-"""Pairs that may fail by name before the rest is searched in parts, which takes fewer runs if there are many."""
 
 
 class DeviceLostError(Exception):
@@ -51,11 +45,6 @@ class _Explains(Protocol):
     def explain(self, query: str, document: str, *, max_tokens: int | None = None) -> Explanation: ...
 
 
-@runtime_checkable
-class _Counts(Protocol):
-    def stats(self) -> dict[str, int]: ...
-
-
 class Engine:
     """A reranker, called ``name``, that answers for each pair alone."""
 
@@ -68,17 +57,7 @@ class Engine:
         """Score pairs of any clients; raises DeviceLostError if nothing more can be scored in this process."""
         started = time.perf_counter()
         outcomes = self._outcomes(pairs)
-        return Step(outcomes, time.perf_counter() - started, self._stats())
-
-    def _stats(self) -> dict[str, float]:
-        """The reranker's counters; none where it fails to count, which costs nobody a score."""
-        if not isinstance(self.reranker, _Counts):
-            return {}
-        try:
-            return {str(name): float(value) for name, value in self.reranker.stats().items()}
-        except BaseException:
-            logger.exception("The model's counters could not be read.")
-            return {}
+        return Step(outcomes, time.perf_counter() - started, getattr(self.reranker, "stats", dict)())
 
     def explain(self, pair: Pair) -> Explanation:
         """Take one score apart; errors as of `step` and `Scheduler.explain`."""
@@ -108,13 +87,12 @@ class Engine:
         groups: dict[str | None, list[int]] = {}  # a run has one instruction
         for place, pair in enumerate(pairs):
             groups.setdefault(pair.instruction, []).append(place)
-        waiting, failed = list(groups.values()), 0
+        waiting = list(groups.values())
         while waiting:
             places = waiting.pop()
-            if not places:
-                continue
+            own = [pairs[place] for place in places]
             try:
-                told, own = self._told(pairs[places[0]]), [pairs[i] for i in places]
+                told = self._told(own[0])
                 outcomes = [_outcome(s) for s in score_in_parts(own, told.token_ends, told.score_pairs)]
                 found.update(list(zip(places, outcomes, strict=True)))  # as a list: all of them or none
             except BaseException as error:  # a panic in Rust and sys.exit() are none of Exception's
@@ -122,15 +100,10 @@ class Engine:
                 if isinstance(error, KeyboardInterrupt) and _in_a_command():
                     raise
                 _check_device(error)
-                if isinstance(error, ScoringError) and 0 <= error.index < len(places):
-                    # The reranker says which one it is; the others can do without it.
-                    failed += 1
-                    found[places.pop(error.index)] = _failure(error)
-                    waiting += [places] if failed < FAILURES else _parts(pairs, places)
-                elif len(places) == 1:
-                    found[places[0]] = _failure(error)
-                else:
-                    waiting += _parts(pairs, places)
+                named = error.index if isinstance(error, ScoringError) and 0 <= error.index < len(places) else None
+                if named is not None or len(places) == 1:  # the others can do without the one that it is
+                    found[places.pop(named or 0)] = _failure(error)
+                waiting += [part for part in _parts(pairs, places) if part]
         return [found[place] for place in range(len(pairs))]
 
 

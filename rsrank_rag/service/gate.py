@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import hmac
 import ipaddress
 import logging
 import os
 import re
 import uuid
+from collections.abc import Sequence
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -17,7 +19,7 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from .keys import Keys, keys_in
+from ..errors import InputError
 from .logs import Record
 from .metrics import Metrics
 from .refusals import error_answer
@@ -45,6 +47,17 @@ HEADERS = {
 """Of every answer: a browser is to guess no type, and to show nothing of this in another site's page."""
 
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,128}")
+
+
+def keys_in(file: Path) -> tuple[str, ...]:
+    """Keys of a file, one a line; raises InputError if it cannot be read or has none."""
+    try:
+        lines = [line.strip() for line in file.read_text(encoding="utf-8").splitlines()]
+    except (OSError, UnicodeDecodeError) as error:
+        raise InputError(f"--api-key-file {file} could not be read: {error}") from error
+    if not any(lines):
+        raise InputError(f"--api-key-file {file} holds no key. Write one a line.")
+    return tuple(line for line in lines if line)
 
 
 class Settings(BaseModel):
@@ -84,6 +97,42 @@ class Settings(BaseModel):
         return bool(self.api_keys) or self.api_key_file is not None
 
 
+class Keys:
+    """Keys that open the service: fixed ones, and those of a file, which stay when it cannot be read any more.
+
+    Raises:
+        InputError: The file cannot be read or holds no key.
+    """
+
+    def __init__(self, fixed: Sequence[str], file: Path | None) -> None:
+        self._fixed, self._file = [key.strip().encode() for key in fixed], file
+        self._seen = self._looks()
+        self._read = [] if file is None else [key.encode() for key in keys_in(file)]
+
+    def find(self, authorization: str) -> bytes | None:
+        """The key in an ``Authorization`` header, if it is one of ours."""
+        if self._file is not None and self._seen != (now := self._looks()):
+            self._seen = now
+            try:
+                self._read = [key.encode() for key in keys_in(self._file)]
+                logger.info("The API keys were read again: %d.", len(self._read))
+            except InputError as error:
+                logger.error("%s The keys that were read before stay.", error)
+        kind, _, given = authorization.partition(" ")
+        sent = given.strip().encode("latin-1")
+        # All are compared, so that the time taken tells nothing about which one it is.
+        found = [key for key in (*self._fixed, *self._read) if hmac.compare_digest(key, sent)]
+        return found[0] if found and kind.lower() == "bearer" else None
+
+    def _looks(self) -> tuple[int, ...]:
+        """What changes when the file does, or the link to it."""
+        try:
+            found = self._file.stat() if self._file is not None else None
+        except OSError:
+            found = None
+        return () if found is None else (found.st_mtime_ns, found.st_size, found.st_ino)
+
+
 class Gate:
     """ASGI middleware: lets requests in that call the service by its name, have a key and are not too large."""
 
@@ -113,7 +162,7 @@ class Gate:
             await send(message)
 
         body = _Body(receive, self, record)
-        with request_span(scope, headers, record, self.metrics.model):
+        with request_span(scope, headers, record, self.metrics.backend.name):
             try:
                 await self._chosen(scope, headers, key)(scope, body, send_marked)
             except asyncio.CancelledError:  # by the server, whose time to end is up
@@ -134,7 +183,7 @@ class Gate:
         """The app, or a refusal."""
         if not is_own_name(headers.get("host", ""), self.settings):
             return error_answer(421, "This service is not called so. Its operator can add the name: --allowed-host.")
-        if key or not self._keys.asked_for() or scope["path"] in OPEN:
+        if key or not self.settings.closed or scope["path"] in OPEN:
             return self.app
         response = error_answer(401, "This service needs an API key: send it as 'Authorization: Bearer KEY'.")
         response.headers["WWW-Authenticate"] = "Bearer"

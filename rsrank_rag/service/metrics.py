@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
+from functools import partial
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, ProcessCollector
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily, Metric
@@ -40,48 +41,37 @@ GAUGES = {
     "tokens_per_second": ("rsrank_tokens_per_second", "The model's speed, by estimated tokens."),
 }
 
-PLACES = ("device", "host", "disk")
-"""Where prefixes are kept."""
+PREFIXES: dict[str, tuple[type[CounterMetricFamily | GaugeMetricFamily], str, str]] = {
+    "hits": (CounterMetricFamily, "rsrank_prefix_hits", "Documents whose prefix was kept."),
+    "bytes": (GaugeMetricFamily, "rsrank_prefix_bytes", "Size of the kept prefixes."),
+}
+"""Likewise, for each place where prefixes are kept, such as ``model_disk_hits``."""
 
 
-class Metrics:
+class Metrics(Collector):
     """Measures requests, and reads the backend's counters when asked."""
 
     def __init__(self, backend: Scheduler) -> None:
-        self.registry = registry = CollectorRegistry()
-        self.backend = backend
+        self.registry, self.backend = CollectorRegistry(), backend
         self.unanswered = 0  # requests that the server's end cut off
         self.connections: Callable[[], int] = lambda: 0  # how many are open; from the server
-        registry.register(_BackendCollector(self))
-        ProcessCollector(registry=registry)
-        ProcessCollector("rsrank_model", self._model_process, registry=registry)
+        self.registry.register(self)
+        ProcessCollector(registry=self.registry)
+        ProcessCollector("rsrank_model", self._model_process, registry=self.registry)
+        histogram = partial(Histogram, registry=self.registry)
         text = "Time from a request's arrival to its answer."
-        self._seconds = Histogram(
-            "rsrank_request_seconds", text, ("route", "status"), buckets=SECONDS, registry=registry
-        )
-        text = "Documents of a request."
-        self._documents = Histogram("rsrank_request_documents", text, ("route",), buckets=SIZES, registry=registry)
+        self._seconds = histogram("rsrank_request_seconds", text, ("route", "status"), buckets=SECONDS)
+        self._documents = histogram("rsrank_request_documents", "Documents of a request.", ("route",), buckets=SIZES)
         text = "Time from a document's arrival to its turn."
-        self._waits = Histogram("rsrank_wait_seconds", text, buckets=SECONDS, registry=registry)
-        backend.observe_wait = self._waits.observe
+        backend.observe_wait = histogram("rsrank_wait_seconds", text, buckets=SECONDS).observe
         text = "Connections closed by the service: slow head, slow reader, crowded."
-        self._closed = Counter("rsrank_closed_connections", text, ("why",), registry=registry)
-
-    @property
-    def model(self) -> str:
-        """What is served."""
-        return self.backend.name
+        self.closed = Counter("rsrank_closed_connections", text, ("why",), registry=self.registry)
 
     def _model_process(self) -> int:
         """Number of the model's process; raises OSError, as for a process that is gone, if there is none."""
-        loaded = self.backend.model.loaded
-        if loaded is None:
+        if self.backend.model.loaded is None:
             raise ProcessLookupError
-        return loaded.process
-
-    def close(self, why: str) -> None:
-        """Count a connection that the service closed."""
-        self._closed.labels(why).inc()
+        return self.backend.model.loaded.process
 
     def observe(self, record: Record) -> None:
         """Count a request that has been answered."""
@@ -89,42 +79,21 @@ class Metrics:
         if record.documents is not None:
             self._documents.labels(record.route).observe(record.documents)
 
-
-class _BackendCollector(Collector):
-    def __init__(self, metrics: Metrics) -> None:
-        self._metrics = metrics
-
     def collect(self) -> Iterator[Metric]:
         """Every counter and level of the backend."""
-        backend, loaded = self._metrics.backend, self._metrics.backend.model.loaded
-        stats, ready = backend.stats(), float(backend.readiness() is None)
+        stats, loaded = self.backend.stats(), self.backend.model.loaded
+        ready = float(self.backend.readiness() is None)
         yield GaugeMetricFamily("rsrank_ready", "1 if requests are answered as they should be.", ready)
-        yield GaugeMetricFamily("rsrank_open_connections", "Of clients, now.", self._metrics.connections())
+        yield GaugeMetricFamily("rsrank_open_connections", "Of clients, now.", self.connections())
         if loaded is not None:
             labels = {"name": loaded.description.name, "identity": loaded.description.identity}
             yield InfoMetricFamily("rsrank_model", "What is served.", labels)
-        for name, (title, text) in COUNTERS.items():
-            if name in stats:
-                yield CounterMetricFamily(title, text, value=stats[name])
-        for name, (title, text) in GAUGES.items():
-            if name in stats:
-                yield GaugeMetricFamily(title, text, value=stats[name])
-        yield from _prefixes(stats)
-
-
-def _prefixes(stats: Mapping[str, float]) -> Iterator[Metric]:
-    hits = CounterMetricFamily("rsrank_prefix_hits", "Documents whose prefix was kept.", labels=["place"])
-    held = GaugeMetricFamily("rsrank_prefix_bytes", "Size of the kept prefixes.", labels=["place"])
-    found = 0.0
-    for place in PLACES:
-        if f"model_{place}_hits" in stats:
-            found += stats[f"model_{place}_hits"]
-            hits.add_metric([place], stats[f"model_{place}_hits"])
-            held.add_metric([place], stats[f"model_{place}_bytes"])
-    if not hits.samples:
-        return
-    yield hits
-    yield held
-    if asked := found + stats.get("model_misses", 0):
-        text = "Share of documents whose prefix was kept, since the start."
-        yield GaugeMetricFamily("rsrank_prefix_hit_ratio", text, value=found / asked)
+        for kind, names in ((CounterMetricFamily, COUNTERS), (GaugeMetricFamily, GAUGES)):
+            for name in filter(stats.__contains__, names):
+                yield kind(*names[name], value=stats[name])
+        for what, (kind, title, text) in PREFIXES.items():
+            family = kind(title, text, labels=["place"])
+            for place in ("device", "host", "disk"):
+                if (name := f"model_{place}_{what}") in stats:
+                    family.add_metric([place], stats[name])
+            yield family

@@ -132,19 +132,14 @@ def answer_errors(app: FastAPI) -> None:
 
 def _what_is_malformed(errors: Sequence[Any]) -> tuple[str, dict[int, str]]:
     """What pydantic found, without what the client sent: a sentence, and the documents that it is about."""
-    found: dict[str, dict[str, None]] = {}  # messages by field, each once and in order
-    documents: dict[int, dict[str, None]] = {}
+    found: dict[tuple[str | int, ...], dict[str, None]] = {}  # messages by field or document, each once and in order
     for error in errors:
         if error["type"] == "json_invalid":
             return f"The body is not JSON: {error.get('ctx', {}).get('error', 'it cannot be parsed')}.", {}
-        path = [part for part in error["loc"] if part not in _BRANCHES]
-        numbers = [place for place, part in enumerate(path) if isinstance(part, int)]
-        if numbers:  # what comes after is a branch of a union, or inside the document
-            path = path[: numbers[0] + 1]
-        told = str(error["msg"]).removeprefix("Value error, ")
-        found.setdefault(".".join(map(str, path[:2])) or "The body", {})[told] = None
-        if len(path) > 1 and path[0] in _LISTS and isinstance(path[1], int):
-            documents.setdefault(path[1], {})[told] = None
-    lines = [f"{name}: {' or '.join(messages)}" for name, messages in list(found.items())[:5]]
+        place = tuple(part for part in error["loc"] if part not in _BRANCHES)[:2]
+        found.setdefault(place, {})[str(error["msg"]).removeprefix("Value error, ")] = None
+    texts = {place: " or ".join(messages) for place, messages in found.items()}
+    lines = [f"{'.'.join(map(str, place)) or 'The body'}: {text}" for place, text in list(texts.items())[:5]]
     more = f"; and {len(found) - 5} more" if len(found) > 5 else ""
-    return f"{'; '.join(lines)}{more}.", {index: " or ".join(messages) for index, messages in documents.items()}
+    documents = {place[-1]: text for place, text in texts.items() if place and place[0] in _LISTS}
+    return f"{'; '.join(lines)}{more}.", {index: text for index, text in documents.items() if isinstance(index, int)}

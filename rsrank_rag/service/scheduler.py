@@ -13,7 +13,7 @@ import itertools
 import logging
 import math
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -44,7 +44,6 @@ class QueueLimits:
     """How much may wait, and how much is scored at once."""
 
     pairs: int = 10_000  # that may wait; a request beyond is refused with `OverloadedError`
-    tokens: int = 25_000_000  # that they may have together, by estimate; likewise
     step_seconds: float = 0.2  # what a batch should take: roughly the longest that a new request waits for its turn
     least_tokens: int = 2048  # a batch may hold so many (estimated) tokens however slow the model is
     longest_step: float = 300.0  # seconds after which the process is taken for hung and replaced
@@ -65,9 +64,9 @@ class _Item:
 class _Client:
     """A client's pairs, first come first served, and the tokens it has had, on a clock that all clients share."""
 
+    served: float
     waiting: deque[_Item] = field(default_factory=deque)
     tokens: int = 0  # of what waits
-    served: float = 0.0
 
 
 class Scheduler:
@@ -96,21 +95,18 @@ class Scheduler:
         self.model = ModelProcess((make, name, canary), self.limits.longest_step, in_process, prepare)
         self._trouble = "It has not been started."
         self._stopping = self._leaving = False
-        self._clients: dict[str, _Client] = {}
-        self._ahead: dict[str, float] = {}  # clients that wait for nothing, but have had more than others who do
+        self._clients: dict[str, _Client] = {}  # that wait, or have had more than others who do
         self._suspects: deque[list[_Item]] = deque()
         self._in_hand: list[_Item] = []  # what the model is scoring
         self._in_hand_until: float | None = None  # when that should be done; None if nothing is
         self.observe_wait: Callable[[float], object] = lambda seconds: None  # called with each pair's time in the queue
-        self._waiting = self._waiting_tokens = 0
         self._clock = 0.0
         self._rate = self.limits.least_tokens / self.limits.step_seconds
         self._work = self._ending = asyncio.Event()
         self._runner: asyncio.Task[None] | None = None
         self._counts = dict.fromkeys(COUNTED, 0)
         self._busy_seconds = 0.0
-        self._model_stats: dict[str, float] = {}
-        self._stats_before: dict[str, float] = {}  # of processes that have died
+        self._model_stats: Mapping[str, float] = {}
 
     @property
     def description(self) -> Description:
@@ -133,16 +129,28 @@ class Scheduler:
         return self._trouble or (None if self.model.loaded is None else self.model.loaded.complaint)
 
     def stats(self) -> dict[str, float]:
-        """Counters since the start, and levels of now, as `metrics` describes them; the reranker's own are model_*."""
-        before, now = self._stats_before, self._model_stats
+        """Counters and levels, as `metrics` describes them; the reranker's own, since it was loaded, are model_*."""
         return {
             **self._counts,
             "busy_seconds": self._busy_seconds,
             "waiting": self._waiting,
-            "clients": len(self._clients),
+            "clients": len(self._askers),
             "tokens_per_second": self._rate,
-            **{f"model_{name}": now.get(name, 0) + before.get(name, 0) for name in {**before, **now}},
+            **{f"model_{name}": value for name, value in self._model_stats.items()},
         }
+
+    @property
+    def _askers(self) -> dict[str, _Client]:
+        """Clients with something in the queue."""
+        return {name: client for name, client in self._clients.items() if client.waiting}
+
+    @property
+    def _waiting(self) -> int:
+        return sum(len(client.waiting) for client in self._clients.values())
+
+    @property
+    def _waiting_tokens(self) -> int:
+        return sum(client.tokens for client in self._clients.values())
 
     async def start(self) -> None:
         """Load the model and check it; returns when it can score, or raises what loading raises."""
@@ -202,11 +210,9 @@ class Scheduler:
         loop = asyncio.get_running_loop()
         items = [_Item(method, pair, _estimate(pair), loop.create_future(), loop.time()) for pair in pairs]
         self._admit(items, client, timeout)
-        if client not in self._clients:
-            # Whoever asks again and again must not begin each time as if they had had nothing.
-            self._clients[client] = _Client(served=max(self._clock, self._ahead.pop(client, 0.0)))
-        self._clients[client].waiting.extend(items)
-        self._count_waiting(self._clients[client], items, 1)
+        mine = self._clients.setdefault(client, _Client(self._clock))
+        mine.waiting.extend(items)
+        mine.tokens += sum(item.tokens for item in items)
         self._work.set()
         try:
             return await asyncio.wait_for(asyncio.gather(*(item.done for item in items)), timeout)
@@ -215,63 +221,51 @@ class Scheduler:
             raise DeadlineError(f"There was no answer in {timeout:g} seconds; the work has been cancelled.") from None
         finally:
             if any(item.done.cancelled() for item in items):
-                self._withdraw(client)
+                self._withdraw(mine)
 
     def _admit(self, items: Sequence[_Item], client: str, timeout: float | None) -> None:
         """Let a request in, or refuse it: no more work is taken, the queue is full, or there is no time for it."""
         if self._runner is None or self._runner.done() or self._stopping:
             raise UnavailableError(f"No requests are taken. {self.readiness()}", retry_after=5.0)
-        limits, waiting, tokens = self.limits, self._waiting, self._waiting_tokens
-        more = sum(item.tokens for item in items)
-        if waiting and (waiting + len(items) > limits.pairs or tokens + more > limits.tokens):
-            self._counts["refused"] += 1
-            raise OverloadedError(
-                f"{waiting:,} documents of about {tokens:,} tokens are waiting. With {len(items):,} more the queue "
-                f"would be over its limit of {limits.pairs:,} documents or {limits.tokens:,} tokens. Try again later.",
-                retry_after=max(1.0, math.ceil(tokens / self._rate)),
-            )
-        if timeout is None or (not waiting and self._in_hand_until is None):
+        waiting = self._waiting
+        if not waiting and self._in_hand_until is None:
             return  # however long it seems to take: without a try nobody would learn that it takes less
-        late = self._seconds(client, more) - MARGIN * timeout
-        if late > 0:
-            self._counts["refused"] += 1
-            raise OverloadedError(
-                f"{waiting:,} documents are waiting, too many for an answer in {timeout:g} seconds. Try again later.",
-                retry_after=max(1.0, math.ceil(late)),
-            )
+        late, why = self._waiting_tokens / self._rate, f"{len(items):,} more"
+        if not waiting or waiting + len(items) <= self.limits.pairs:
+            if timeout is None:
+                return
+            late = self._seconds(client, sum(item.tokens for item in items)) - MARGIN * timeout
+            if late <= 0:
+                return
+            why = f"an answer in {timeout:g} seconds"
+        self._counts["refused"] += 1
+        text = f"{waiting:,} documents are waiting, too many for {why}. Try again later."
+        raise OverloadedError(text, retry_after=max(1.0, math.ceil(late)))
 
     def _seconds(self, client: str, tokens: int) -> float:
         """How long it should take until so many more tokens of a client are scored, beside all others that wait."""
-        known = self._clients.get(client)
-        mine, clients = tokens + (known.tokens if known else 0), len(self._clients) + (known is None)
+        askers = self._askers
+        mine, clients = tokens + (askers[client].tokens if client in askers else 0), len({*askers, client})
         # Others come meanwhile, and double what waits or get as much as this one; the last batch ends for all in it.
         ahead = min(mine * clients, 2 * (self._waiting_tokens + tokens)) + self._room()
         # What should be done by now and is not may take as long again.
         rest = 0.0 if self._in_hand_until is None else abs(self._in_hand_until - asyncio.get_running_loop().time())
         return rest + ahead / self._rate
 
-    def _count_waiting(self, client: _Client, items: Sequence[_Item], sign: Literal[1, -1]) -> None:
-        tokens = sign * sum(item.tokens for item in items)
-        client.tokens += tokens
-        self._waiting_tokens += tokens
-        self._waiting += sign * len(items)
-
-    def _withdraw(self, client: str) -> None:
+    def _withdraw(self, client: _Client) -> None:
         """Take what nobody waits for any more out of the queue."""
-        mine = self._clients.get(client)
-        if mine is None:
-            return
-        gone = [item for item in mine.waiting if item.done.done()]
-        mine.waiting = deque(item for item in mine.waiting if not item.done.done())
-        self._count_waiting(mine, gone, -1)
-        self._counts["cancelled"] += len(gone)
-        if not mine.waiting:
-            self._leave(client)
+        before = len(client.waiting)
+        client.waiting = deque(item for item in client.waiting if not item.done.done())
+        client.tokens = sum(item.tokens for item in client.waiting)
+        self._counts["cancelled"] += before - len(client.waiting)
+        self._tidy()
 
-    def _leave(self, name: str) -> None:
-        """A client waits for nothing any more. What it has had counts for as long as others who wait have had less."""
-        self._ahead[name] = self._clients.pop(name).served
-        self._ahead = {name: served for name, served in self._ahead.items() if self._clients and served > self._clock}
+    def _tidy(self) -> None:
+        """Forget who waits for nothing. What they have had counts for as long as others who wait have had less."""
+        if askers := self._askers:
+            self._clients = {n: c for n, c in self._clients.items() if n in askers or c.served > self._clock}
+        else:
+            self._clients = {}
 
     # The loop
 
@@ -308,21 +302,18 @@ class Scheduler:
 
     def _next_batch(self) -> list[_Item]:
         """What is scored next: pairs of whichever client has had the least, until the batch takes long enough."""
-        room = self._room()
-        batch: list[_Item] = []
-        while self._clients:
-            name = min(self._clients, key=lambda name: self._clients[name].served)
-            mine = self._clients[name]
+        room, batch = self._room(), list[_Item]()
+        while askers := self._askers.values():
+            mine = min(askers, key=lambda client: client.served)
             if batch and (mine.waiting[0].tokens > room or "explain" in (mine.waiting[0].method, batch[0].method)):
                 break
             item = mine.waiting.popleft()
-            self._count_waiting(mine, [item], -1)
             batch.append(item)
             room -= item.tokens
+            mine.tokens -= item.tokens
             self._clock = mine.served
             mine.served += item.tokens
-            if not mine.waiting:
-                self._leave(name)
+        self._tidy()
         return batch
 
     async def _process(self, batch: list[_Item], *, suspect: bool = False) -> None:
@@ -356,7 +347,7 @@ class Scheduler:
         """Take in what a batch of so many (estimated) tokens tells about the model."""
         self._counts["steps"] += 1
         self._busy_seconds += step.seconds
-        self._model_stats = dict(step.stats)
+        self._model_stats = step.stats
         speed = tokens / max(step.seconds, 1e-6)
         # Small batches say little about how fast a full one would be, and one that took too long must not be repeated.
         weight = min(1.0, 0.3 * step.seconds / self.limits.step_seconds)
@@ -389,10 +380,6 @@ class Scheduler:
 
     async def _restart(self) -> None:
         """Put a new process in the place of a dead one; while that fails, try again ever more slowly."""
-        for name, value in self._model_stats.items():
-            if not name.endswith("_bytes"):  # what was held is gone with the process
-                self._stats_before[name] = self._stats_before.get(name, 0) + value
-        self._model_stats = {}
         self._in_hand_until = asyncio.get_running_loop().time() + self.model.load_seconds
         for attempt in itertools.count():
             self._counts["restarts"] += 1
@@ -420,7 +407,6 @@ class Scheduler:
                 item.done.set_exception(UnavailableError(self._trouble))
         self._suspects.clear()
         self._clients.clear()
-        self._waiting = self._waiting_tokens = 0
 
 
 def _estimate(pair: Pair) -> int:

@@ -14,9 +14,8 @@ import socket
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from types import FrameType
-from typing import Any
 
 from ..errors import MissingDependencyError
 
@@ -54,36 +53,10 @@ class Limits:
     notice: float = 5.0  # seconds from SIGTERM, in which /ready is 503 and requests are taken, to the listener's end
 
 
-@dataclass
-class _Doors:
-    """What all connections of a server share."""
-
-    app: Callable[..., Any]
-    limits: Limits
-    closed: Callable[[str], None]  # told why a connection was closed
-    most: int = field(init=False)
-    warned: float = -math.inf  # when it was last logged, on time.monotonic's clock
-
-    def __post_init__(self) -> None:
-        self.most = int(min(self.limits.connections, max(RESERVE, _files() - SPARE - RESERVE)))
-
-    def close(self, connection: _Connection, why: str) -> None:
-        self.closed(why)
-        if time.monotonic() - self.warned > 10:
-            self.warned = time.monotonic()
-            logger.warning("Connections are closed (%s); rsrank_closed_connections_total counts them.", why)
-        connection.transport.abort()
-
-    async def crowded(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """The app, for a connection of the reserve."""
-        full = error_answer(503, "Too many connections are open. Try again later.", retry_after=RETRY_AFTER)
-        await (self.app if scope["path"] in QUIET else full)(scope, receive, send)
-
-
 class _Connection(H11Protocol):
-    """One connection; `Server` sets ``doors``."""
+    """One connection."""
 
-    doors: _Doors
+    owner: Server
     since = 0.0
     timer: asyncio.TimerHandle | None = None
 
@@ -96,14 +69,14 @@ class _Connection(H11Protocol):
         super().connection_made(transport)
         self.since = self.loop.time()
         self._await_head()
-        if len(self.connections) > self.doors.most:
+        if len(self.connections) > self.owner.most:
             idle = [other for other in self.connections if other is not self and other.idle]  # type: ignore[union-attr]
             if idle:
-                self.doors.close(min(idle, key=lambda other: other.since), "crowded")  # type: ignore[union-attr, arg-type]
-            elif len(self.connections) > self.doors.most + RESERVE:
-                self.doors.close(self, "crowded")
+                self.owner.end_connection(min(idle, key=lambda other: other.since), "crowded")  # type: ignore[union-attr, arg-type]
+            elif len(self.connections) > self.owner.most + RESERVE:
+                self.owner.end_connection(self, "crowded")
             else:
-                self.app = self.doors.crowded
+                self.app = self.owner.crowded
 
     def data_received(self, data: bytes) -> None:
         super().data_received(data)
@@ -129,16 +102,16 @@ class _Connection(H11Protocol):
         super().on_response_complete()
 
     def _await_head(self) -> None:
-        self.timer = self.loop.call_later(self.doors.limits.head_seconds, self.doors.close, self, "slow head")
+        self.timer = self.loop.call_later(self.owner.limits.head_seconds, self.owner.end_connection, self, "slow head")
 
     def _watch_reader(self, before: float) -> None:
         """Close the connection unless its client has read something since the last look; look again later."""
         left = self.transport.get_write_buffer_size()
         if left >= before:
-            self.doors.close(self, "slow reader")
+            self.owner.end_connection(self, "slow reader")
             return
         self._no_limit()
-        self.timer = self.loop.call_later(self.doors.limits.head_seconds, self._watch_reader, left)
+        self.timer = self.loop.call_later(self.owner.limits.head_seconds, self._watch_reader, left)
 
     def _no_limit(self) -> None:
         if self.timer is not None:
@@ -166,12 +139,15 @@ class Server(uvicorn.Server):
     """
 
     def __init__(self, app: FastAPI, limits: Limits, started: Callable[[], None] = lambda: None) -> None:
+        self.app, self.limits, self.when_started = app, limits, started
+        self.most = int(min(limits.connections, max(RESERVE, _files() - SPARE - RESERVE)))  # connections
+        self.ends = math.inf  # these two on time.monotonic's clock
+        self.warned = -math.inf  # when it was last logged that connections are closed
         timeout = app.state.settings.timeout
-        doors = _Doors(app, limits, app.state.metrics.close)
         super().__init__(
             uvicorn.Config(
                 app,
-                http=type("Connection", (_Connection,), {"doors": doors}),
+                http=type("Connection", (_Connection,), {"owner": self}),
                 ws="none",
                 log_config=None,
                 access_log=False,
@@ -179,8 +155,20 @@ class Server(uvicorn.Server):
                 timeout_graceful_shutdown=None if timeout is None else math.ceil(timeout) + GRACE,
             )
         )
-        self.app, self.limits, self.when_started, self.ends = app, limits, started, math.inf
         app.state.metrics.connections = lambda: len(self.server_state.connections)
+
+    def end_connection(self, connection: _Connection, why: str) -> None:
+        """Close a connection at once; it is counted, and logged now and then."""
+        self.app.state.metrics.closed.labels(why).inc()
+        if time.monotonic() - self.warned > 10:
+            self.warned = time.monotonic()
+            logger.warning("Connections are closed (%s); rsrank_closed_connections_total counts them.", why)
+        connection.transport.abort()
+
+    async def crowded(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """The app, for a connection of the reserve."""
+        full = error_answer(503, "Too many connections are open. Try again later.", retry_after=RETRY_AFTER)
+        await (self.app if scope["path"] in QUIET else full)(scope, receive, send)
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:  # noqa: D102 - uvicorn's
         await super().startup(sockets)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import ctypes
 import logging
 import multiprocessing
 import os
@@ -21,7 +22,6 @@ from ..errors import RSRankError
 from ..reranker import Reranker
 from .backend import Description, UnavailableError
 from .engine import Canary, DeviceLostError, Engine
-from .memory import trim_regularly
 
 logger = logging.getLogger(__name__)
 
@@ -84,6 +84,24 @@ def _answer(work: Callable[[], object]) -> bytes:
                 return packed
         logger.exception("The model failed.")
         return pickle.dumps((None, RSRankError(f"The model failed ({type(error).__name__}).")))
+
+
+def trim_regularly(seconds: float = 20.0) -> bool:
+    """Give freed memory back to the system again and again, from a thread; whether the C library can (glibc).
+
+    By itself it keeps what was freed, in pieces that texts of other lengths do not fit into.
+    """
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is None:
+        return False
+
+    def run() -> None:
+        while True:
+            time.sleep(seconds)
+            trim(0)  # ctypes lets other threads run meanwhile
+
+    threading.Thread(target=run, name="rsrank-trim", daemon=True).start()
+    return True
 
 
 def begin(prepare: Callable[[], object] | None) -> None:

@@ -10,7 +10,6 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, FailFast, Field, FiniteFloat, StringConstraints, model_validator
 from typing_extensions import Self
 
-from ...errors import InputError
 from ...passages.parts import Excerpt, Reading, Window
 from ...reranker import check_limits
 from ..backend import Description
@@ -125,24 +124,18 @@ def texts_of(
     ([''], {0: 'has no "text".'})
     """
     names = list(dict.fromkeys(fields)) if fields else ["text"]
-    texts, faults = [], {}
+    texts, faults = [], dict[int, str]()
     for index, document in enumerate(documents):
-        try:
-            texts.append(document if isinstance(document, str) else _text_of(document, names))
-        except InputError as error:
-            texts.append("")
-            faults[index] = str(error)
+        if isinstance(document, str):
+            texts.append(document)
+            continue
+        found = {name: document[name] for name in names if document.get(name) is not None}
+        wrong = [name for name, value in found.items() if not isinstance(value, (str, int, float))]
+        if wrong or not found:
+            no = "has no " + " and no ".join(f'"{name}"' for name in names) + "."
+            faults[index] = f'has a "{wrong[0]}" that is no text.' if wrong else no
+        texts.append("" if index in faults else "\n".join(map(str, found.values())))
     return texts, faults
-
-
-def _text_of(document: Mapping[str, Any], names: Sequence[str]) -> str:
-    found = [(name, document[name]) for name in names if document.get(name) is not None]
-    if not found:
-        raise InputError("has no " + " and no ".join(f'"{name}"' for name in names) + ".")
-    for name, value in found:
-        if not isinstance(value, (str, int, float)):
-            raise InputError(f'has a "{name}" that is no text.')
-    return "\n".join(str(value) for _, value in found)
 
 
 class RerankedDocument(BaseModel):
