@@ -160,7 +160,7 @@ def test_the_method_knows_torch_and_of_ours_errors_only(module):
 
 
 def test_the_maths_imports_nothing_of_ours():
-    for module in ("method.shift", "method.explanation", "errors"):
+    for module in ("method.shift", "passages.explanation", "errors"):
         assert own_imports(module) == set(), module
 
 
@@ -190,13 +190,18 @@ def test_what_asks_a_service_knows_nothing_of_models_nor_of_the_service():
 @pytest.mark.parametrize("module", [name for name in MODULES if name.startswith("service.")])
 def test_the_service_knows_only_the_reranker(module):
     others = {name for name in own_imports(module) if not name.startswith("service.")}
-    assert others <= {"errors", "method.explanation", "passages.parts", "reranker"}
+    assert others <= {"errors", "passages.explanation", "passages.parts", "reranker"}
 
 
 def test_what_the_service_asks_for_scores_knows_nothing_of_http():
     for module in ("backend", "engine", "worker", "scheduler"):
         own = {f"service.{name}" for name in ("backend", "engine", "worker", "scheduler", "memory")}
-        assert own_imports(f"service.{module}") <= own | {"errors", "method.explanation", "passages.parts", "reranker"}
+        assert own_imports(f"service.{module}") <= own | {
+            "errors",
+            "passages.explanation",
+            "passages.parts",
+            "reranker",
+        }
 
 
 def test_nothing_imports_the_command_line():
