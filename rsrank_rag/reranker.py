@@ -81,9 +81,7 @@ class Reranker(ABC):
         """Score pairs of any queries and documents, as a service that joins the requests of many does.
 
         In input order, and equal to what `score` gives. Here query by query; override it where queries can share a
-        batch.
-
-        Plain tuples do as well: ``[("query", "document"), ...]``.
+        batch. Plain tuples do as well: ``[("query", "document"), ...]``.
 
         Raises:
             InputError: This reranker cannot use a pair as it is.
@@ -181,10 +179,7 @@ def score_in_parts(
 ) -> list[Scored]:
     """Score pairs as their `Reading` says, all parts of all documents at once; the best part's score is a document's.
 
-    Args:
-        pairs: Of any queries and documents.
-        token_ends: See `Reranker.token_ends`.
-        score: Scores pairs whose documents are read whole.
+    ``token_ends`` is as `Reranker.token_ends`; ``score`` scores pairs whose documents are read whole.
 
     Raises:
         InputError: A document is no text, or cannot be read so.
@@ -229,11 +224,7 @@ def _whole(pair: Pair, spans: Sequence[Span], found: Sequence[Scored]) -> Scored
 
 
 def as_list(documents: Iterable[str]) -> list[str]:
-    """Documents as a list, whatever iterable they came in.
-
-    Raises:
-        InputError: One string, or nothing that can be iterated over.
-    """
+    """Documents as a list, whatever iterable they came in; InputError for one string, or what is no iterable."""
     if isinstance(documents, (str, bytes)):
         raise InputError("documents must be a list of strings, got one string. Put it in a list.")
     try:
@@ -252,11 +243,7 @@ def as_pairs(pairs: Iterable[Sequence[Any]]) -> list[Pair]:
 
 
 def check_limits(threshold: float | Literal["native"] | None, top_n: int | None, min_docs: int) -> None:
-    """Refuse limits of `Reranker.rank` that make no sense.
-
-    Raises:
-        InputError: One is out of range, or they contradict each other.
-    """
+    """Refuse limits of `Reranker.rank` that are out of range, or contradict each other, with an InputError."""
     threshold = None if threshold == "native" else threshold
     for name, value, kinds in (
         ("threshold", threshold, (int, float, type(None))),

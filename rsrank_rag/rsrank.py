@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import hashlib
+import itertools
 import json
 import math
 from collections.abc import Iterator, Sequence
@@ -80,8 +81,6 @@ class RSRank(Pretrained, Reranker):
     def index(self, documents: Sequence[str], *, show_progress: bool = False) -> int:
         """Read documents ahead of time, for later calls to find on disk; how many were new. It can be interrupted.
 
-        Gives the number of those that were not there yet.
-
         Raises:
             InputError: This ranker keeps no prefixes on disk, they could not be written or are more than the folder
                 may hold, or something is not text.
@@ -149,14 +148,12 @@ class RSRank(Pretrained, Reranker):
         """
         return [found.score for found in self.score_documents(query, documents, show_progress=show_progress)]
 
-    @torch.inference_mode()
     def score_documents(self, query: str, documents: Sequence[str], *, show_progress: bool = False) -> list[Scored]:
         """As `score`, which raises the same errors, with what else there is to say of each document."""
         tokens = self.prompts.query(query)
         prompts = self.prompts.documents(as_list(documents), len(tokens.ids))
         return self._scored([(tokens, prompt) for prompt in prompts], show_progress=show_progress)
 
-    @torch.inference_mode()
     def score_many(
         self, queries: Sequence[str], documents: Sequence[Sequence[str]], *, show_progress: bool = False
     ) -> list[list[float]]:
@@ -173,22 +170,18 @@ class RSRank(Pretrained, Reranker):
             )
         tokens = [self.prompts.query(query) for query in queries]
         lists = [
-            self.prompts.documents(as_list(texts), len(query.ids))
+            [(query, prompt) for prompt in self.prompts.documents(as_list(texts), len(query.ids))]
             for query, texts in zip(tokens, documents, strict=True)
         ]
-        pairs = [(query, prompt) for query, prompts in zip(tokens, lists, strict=True) for prompt in prompts]
-        places = [(row, place) for row, prompts in enumerate(lists) for place in range(len(prompts))]
+        places = [(row, place) for row, pairs in enumerate(lists) for place in range(len(pairs))]
         try:
-            scores = iter(self._scored(pairs, show_progress=show_progress))
+            scores = iter(self._scored([*itertools.chain(*lists)], show_progress=show_progress))
         except ScoringError as error:
             row, place = places[error.index]
-            whose = f" of query {row}" if row else ""
-            raise ScoringError(
-                str(error).replace(f"Document {error.index}", f"Document {place}{whose}", 1), place
-            ) from None
-        return [[next(scores).score for _ in prompts] for prompts in lists]
+            whose = f"Document {place}" + f" of query {row}" * bool(row)
+            raise ScoringError(str(error).replace(f"Document {error.index}", whose, 1), place) from None
+        return [[next(scores).score for _ in pairs] for pairs in lists]
 
-    @torch.inference_mode()
     def identity(self) -> str:
         """Short hash of the language model, how it is computed, the template and B."""
         found = prefix_identity(self.backbone, self.config) | {"dtype": str(self.backbone.dtype)}
@@ -204,13 +197,14 @@ class RSRank(Pretrained, Reranker):
         """
         pairs = as_pairs(pairs)
         queries = {query: self.prompts.query(query) for query in dict.fromkeys(pair.query for pair in pairs)}
-        tokenised = []
-        for pair in pairs:
-            query = queries[pair.query]
-            prompts = self.prompts.documents([pair.document], len(query.ids), max_tokens=pair.max_tokens)
-            tokenised.append((query, prompts[0]))
-        return self._scored(tokenised)
 
+        def tokenised(pair: Pair) -> tuple[TokenisedQuery, TokenisedDocument]:
+            query = queries[pair.query]
+            return query, *self.prompts.documents([pair.document], len(query.ids), max_tokens=pair.max_tokens)
+
+        return self._scored(list(map(tokenised, pairs)))
+
+    @torch.inference_mode()
     def _scored(
         self, pairs: Sequence[tuple[TokenisedQuery, TokenisedDocument]], *, show_progress: bool = False
     ) -> list[Scored]:

@@ -61,7 +61,7 @@ def own_imports(module, *, lazy=True):
 
 
 def test_the_import_reader_sees_what_is_there():
-    assert {"method.backbone", "errors", "artifact.hub", "method.projection"} <= own_imports("rsrank")
+    assert {"method.backbone", "errors", "artifact.config", "method.projection"} <= own_imports("rsrank")
     assert "errors" not in own_imports("method.shift")
     assert own_imports("method.template") == {"errors"}
 

@@ -81,7 +81,7 @@ def test_queries_of_like_length_share_one_run_with_a_row_without_a_document_for_
 
     def counted(lines, prefixes, *arguments):
         runs.append((len(lines), len(prefixes)))
-        query_values(lines, prefixes, *arguments)
+        return query_values(lines, prefixes, *arguments)
 
     monkeypatch.setattr(ranker.backbone, "query_values", counted)
     pairs = [

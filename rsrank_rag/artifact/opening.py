@@ -36,13 +36,7 @@ def open_artifact(source: ModelSource) -> Artifact:
         BackboneError: The language model cannot be loaded or read.
     """
     load = source.load
-    folder = hub.resolve(
-        source.name,
-        revision=source.revision,
-        local_files_only=load.local_files_only,
-        token=load.token,
-        cache_dir=load.cache_dir,
-    )
+    folder = hub.resolve(source.name, source.revision, load)
     config = hub.read_config(folder)
     projection = hub.read_projection(folder, config)
     inside = config.backbone.name == INSIDE

@@ -73,11 +73,7 @@ class LoadOptions:
             raise InputError(f"weights={self.weights!r} is none of {', '.join(get_args(Weights))}.")
 
     def resolved_device(self) -> torch.device:
-        """The device asked for, or the best one present.
-
-        Raises:
-            InputError: Not the name of a device.
-        """
+        """The device asked for, or the best one present; InputError if it is not the name of one."""
         import torch
 
         if self.device is not None:
@@ -90,11 +86,7 @@ class LoadOptions:
         return torch.device("mps" if torch.backends.mps.is_available() else "cpu")
 
     def resolved_dtype(self) -> torch.dtype:
-        """The dtype asked for, or bfloat16 where it is fast.
-
-        Raises:
-            InputError: Not the name of a floating-point dtype.
-        """
+        """The dtype asked for, or bfloat16 where it is fast; InputError if it is no floating-point dtype's name."""
         import torch
 
         if self.dtype is not None:
@@ -129,12 +121,9 @@ class ModelSource:
 
 
 def _as_name(value: Any) -> Any:
-    """Paths, devices and dtypes as text."""
     if isinstance(value, os.PathLike):
         return os.fspath(value)
-    if type(value).__module__.partition(".")[0] == "torch":
-        return str(value).removeprefix("torch.")
-    return value
+    return str(value).removeprefix("torch.") if type(value).__module__.partition(".")[0] == "torch" else value
 
 
 Name = Annotated[str, BeforeValidator(_as_name)]
@@ -160,14 +149,7 @@ class LoadSettings(BaseModel):
     )
 
     def load_options(self, **more: Any) -> LoadOptions:
-        """What these settings ask for.
-
-        Args:
-            **more: Options that have no field here.
-
-        Raises:
-            InputError: Two kinds of weights.
-        """
+        """What these settings, and ``more`` options without a field, ask for; InputError for two kinds of weights."""
         return LoadOptions(**{name: getattr(self, name) for name in LoadSettings.model_fields}, **more)
 
 

@@ -81,13 +81,6 @@ class Projection(nn.Module):
         return part
 
     def forward(self, shift: Tensor) -> Tensor:
-        """The paper's score of whole shift tensors.
-
-        Args:
-            shift: (N, L, H, T, D), layers in the order of ``layers``.
-
-        Returns:
-            (N,) scores; a document is relevant where its score is above 0.
-        """
+        """The paper's scores, (N,), of whole shift tensors, (N, L, H, T, D) with layers in the order of ``layers``."""
         terms = [self.terms(layer, shift[:, row]) for row, layer in enumerate(self.layers)]
         return torch.stack(terms, dim=1).mean(-1).sum((1, 2))

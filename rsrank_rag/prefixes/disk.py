@@ -100,11 +100,7 @@ class Disk:
         return self.path(key).exists()
 
     def get(self, key: str) -> PackedPrefix | None:
-        """An entry, or None if there is none.
-
-        Raises:
-            ValueError: The file is damaged; it is gone now.
-        """
+        """An entry, or None if there is none; ValueError if the file was damaged, and is gone now."""
         path = self.path(key)
         try:
             with safe_open(path, framework="pt") as file:
@@ -125,11 +121,7 @@ class Disk:
         return entry
 
     def put(self, key: str, entry: PackedPrefix) -> int:
-        """Write an entry; gives the number of older ones that had to go.
-
-        Raises:
-            OSError: It could not be written.
-        """
+        """Write an entry, or raise OSError; gives the number of older ones that had to go."""
         path = self.path(key)
         if path.exists():
             return 0
@@ -185,7 +177,6 @@ def _format(path: Path) -> str | None:
 
 def _checksum(entry: PackedPrefix) -> str:
     digest = hashlib.sha256(repr((tuple(entry.codes.shape), tuple(entry.scales.shape))).encode())
-    digest.update(entry.codes.contiguous().numpy().tobytes())
-    digest.update(entry.scales.contiguous().numpy().tobytes())
-    digest.update(entry.pooled.numpy().tobytes())
+    for part in (entry.codes, entry.scales, entry.pooled):
+        digest.update(part.contiguous().numpy().tobytes())
     return digest.hexdigest()
