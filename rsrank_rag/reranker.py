@@ -5,13 +5,15 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, Literal, NamedTuple, TypedDict
+from dataclasses import dataclass, replace
+from typing import Literal, TypedDict
 
 from typing_extensions import Self, Unpack
 
 from .errors import InputError, ScoringError
 from .passages.parts import WHOLE, Excerpt, Reading, ReadingOptions, TokenEnds, Window, split
 from .passages.ranked import BLANK_SCORE, RankedDocument, RankResult, Scored, blanks_last, choose
+from .passages.spans import Span
 
 __all__ = [  # also what is returned, which users know from here
     "BLANK_SCORE",
@@ -22,10 +24,10 @@ __all__ = [  # also what is returned, which users know from here
     "blanks_last",
     "choose",
 ]
-from .passages.spans import Span
 
 
-class Pair(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Pair:
     """A query and a document, of which at most ``max_tokens`` are read, to be scored beside other pairs.
 
     Only `score_in_parts` heeds its ``reading``, and only a service its ``instruction``.
@@ -190,7 +192,7 @@ def score_in_parts(
     spans = [_spans(index, pair, token_ends) for index, pair in enumerate(pairs)]
     cut = [(pair, pair.document[slice(*span)]) for pair, own in zip(pairs, spans, strict=True) for span in own]
     try:
-        scored = score([pair._replace(document=text, reading=WHOLE) for pair, text in cut])
+        scored = score([replace(pair, document=text, reading=WHOLE) for pair, text in cut])
     except ScoringError as error:
         owner = [owner for owner, own in enumerate(spans) for _ in own][error.index]
         raise ScoringError(str(error).replace(f"Document {error.index}", f"Document {owner}", 1), owner) from error
@@ -233,13 +235,14 @@ def as_list(documents: Iterable[str]) -> list[str]:
         raise InputError(f"documents must be a list of strings, got {type(documents).__name__}.") from None
 
 
-def as_pairs(pairs: Iterable[Sequence[Any]]) -> list[Pair]:
+def as_pairs(pairs: Iterable[Pair | tuple[str, ...]]) -> list[Pair]:
     """Pairs, whatever tuples they came in; InputError where something is no pair."""
-    pairs = list(pairs)
+    found = []
     for place, pair in enumerate(pairs):
-        if not (isinstance(pair, Pair) or (isinstance(pair, (tuple, list)) and len(pair) in (2, 3))):
+        if not (isinstance(pair, Pair) or (isinstance(pair, (tuple, list)) and len(pair) == 2)):
             raise InputError(f"Pair {place} must be (query, document), got {pair!r:.60}.")
-    return [Pair(*pair) for pair in pairs]
+        found.append(pair if isinstance(pair, Pair) else Pair(*pair))
+    return found
 
 
 def check_limits(threshold: float | Literal["native"] | None, top_n: int | None, min_docs: int) -> None:

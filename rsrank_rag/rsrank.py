@@ -45,9 +45,6 @@ class RSRank(Pretrained, Reranker):
     """Keeps the documents that shift a query's value vectors the way relevant ones do.
 
     Make one with `from_pretrained`, which explains the choices. Calls from several threads are safe.
-
-    Raises:
-        InputError: A choice that cannot be used.
     """
 
     def __init__(
@@ -75,8 +72,8 @@ class RSRank(Pretrained, Reranker):
         self._halved: list[int] = []  # sizes of batches; threads may append without a lock
 
     def __repr__(self) -> str:
-        core, limit = self.backbone, f"threshold={self.threshold:g}"
-        return f"RSRank({self.name!r}, device={str(core.device)!r}, dtype={core.dtype}, {limit})"
+        core = self.backbone
+        return f"RSRank({self.name!r}, device='{core.device}', dtype={core.dtype}, threshold={self.threshold:g})"
 
     def index(self, documents: Sequence[str], *, show_progress: bool = False) -> int:
         """Read documents ahead of time, for later calls to find on disk; how many were new. It can be interrupted.
@@ -159,15 +156,11 @@ class RSRank(Pretrained, Reranker):
     ) -> list[list[float]]:
         """Score each query's own documents. A document that several queries share is read only once.
 
-        Raises:
-            InputError: As `score`, or the two lists differ in length.
-            ScoringError: As `score`.
+        Raises as `score`, and InputError where the two lists differ in length.
         """
         if isinstance(queries, str) or len(queries) != len(documents):
-            raise InputError(
-                f"score_many needs one list of documents for each query, got {len(documents)} lists for "
-                f"{'one string' if isinstance(queries, str) else f'{len(queries)} queries'}."
-            )
+            asked = "one string" if isinstance(queries, str) else f"{len(queries)} queries"
+            raise InputError(f"score_many needs a list of documents a query, got {len(documents)} lists for {asked}.")
         tokens = [self.prompts.query(query) for query in queries]
         lists = [
             [(query, prompt) for prompt in self.prompts.documents(as_list(texts), len(query.ids))]

@@ -66,6 +66,8 @@ MOST_QUERIES = {
 TITLED = 0.75
 KEYWORDS = 0.12
 UNANSWERED = 0.12
+QUOTED = 0.15
+"""Share of queries that give way to a sentence of one of their passages, which is looked for then."""
 MOST_RELEVANT = 6
 SORTED = 4
 """Batches drawn together and cut by length of the query: padding costs time."""
@@ -400,10 +402,23 @@ class Sampler:
         start = order[step % SORTED] * self.queries
         return chosen[start : start + self.queries]
 
+    def quoted(self, example: Example, rng: random.Random) -> Example:
+        """The same passages for a sentence of one of them; as it was where none has several sentences."""
+        places = [*example.relevant, *example.others, *example.mined]
+        for place in rng.sample(places, min(4, len(places))):
+            parts = sentences(self.texts.texts[place].partition("\n")[2] or self.texts.texts[place])
+            long = [part for part in parts if 6 <= len(part.split()) <= 35]
+            if len(parts) > 2 and long:
+                return Example(rng.choice(long), [place], [p for p in places if p != place], [], "quoted")
+        return example
+
     def choose(self, example: Example, rng: random.Random) -> Chosen:
         """Documents for a query, within the budget: relevant ones, mined ones, the set's own."""
         query = example.query
-        if example.source not in MADE and rng.random() < KEYWORDS:
+        if example.source not in MADE and rng.random() < QUOTED:
+            example = self.quoted(example, rng)
+            query = example.query
+        elif example.source not in MADE and rng.random() < KEYWORDS:
             query = keywords(query)
         titled = rng.random() < TITLED
         relevant = rng.sample(example.relevant, min(MOST_RELEVANT, len(example.relevant)))

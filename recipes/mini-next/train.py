@@ -32,6 +32,8 @@ from transformers import AutoModel, BertModel
 import data
 
 LAMBDA_CAL, LAMBDA_ORTHO, LAMBDA_ALIGN, LAMBDA_FROB, MARGIN = 0.8, 0.05, 0.05, 0.1, 0.5
+TEMPERATURE = 20.0
+"""Of MiniLM's cosines: what it was trained with."""
 SELECTION = 0.5
 """Weight of the paper's calibration and margin losses beside the listwise one."""
 QUERY_TOKENS, DOCUMENT_TOKENS, LONGER_TOKENS = 62, 200, 158
@@ -220,8 +222,8 @@ class Trainer:
         self.answers = data.answers(prepared.training, prepared.texts)
         self.step = 0
 
-    def batch(self, step: int) -> tuple[list[str], list[list[int]], list[Tensor]]:
-        """Queries, documents of each (its own, then some of the other queries'), and their labels."""
+    def batch(self, step: int) -> tuple[list[str], list[list[int]], list[Tensor], list[int]]:
+        """Queries, documents of each (its own, then some of the other queries'), labels, and how many are its own."""
         chosen = self.sampler(step)
         rng = random.Random(f"others-{self.options.seed}-{step}")
         everything = [place for one in chosen for place in one.documents]
@@ -235,7 +237,7 @@ class Trainer:
                 others = [p for p in others if not data.shares_word(one.query, self.prepared.texts.texts[p])]
             documents.append(one.documents + others)
             labels.append(torch.tensor(one.relevant + [False] * len(others)))
-        return [one.query for one in chosen], documents, labels
+        return [one.query for one in chosen], documents, labels, [len(one.documents) for one in chosen]
 
     def states(self, places: Sequence[int]) -> tuple[Tensor, Tensor]:
         """Token states of documents as they enter the fusion layers, and which are none of the padding."""
@@ -247,8 +249,10 @@ class Trainer:
         valid = torch.arange(width) < torch.tensor([self.lengths[p] for p in places])[:, None]
         return torch.from_numpy(found).view(torch.bfloat16).to(self.fast), valid
 
-    def scores(self, queries: Sequence[str], documents: Sequence[Sequence[int]]) -> tuple[list[Tensor], list[Tensor]]:
-        """Scores of each query's documents, and their shift terms (documents, L, H)."""
+    def scores(
+        self, queries: Sequence[str], documents: Sequence[Sequence[int]]
+    ) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
+        """Scores of each query's documents, their shift terms (documents, L, H), and MiniLM's cosines."""
         model = self.model
         ids, valid = padded(self.ids(queries, QUERY_TOKENS))
         with torch.no_grad():
@@ -262,7 +266,7 @@ class Trainer:
         ]
         alone, own = model.values(entering, valid, null, empty_valid.expand(len(ids), -1))
         means = [mean_values(values, valid) for values in own]
-        found, terms, pairs = [], [], []
+        found, terms, cosines, pairs = [], [], [], []
         for chunk, rows in self.chunks(documents, ids.shape[1]):
             hidden, seen = self.states(chunk)
             kept = model.document(hidden, seen)
@@ -279,11 +283,16 @@ class Trainer:
                 )  # fmt: skip
             found.append(model.score(term, cosine, agreements))
             terms.append(term)
+            cosines.append(cosine)
             pairs += [(q, place) for _, q, place in rows]
         index = {pair: number for number, pair in enumerate(pairs)}
         orders = [torch.tensor([index[q, place] for place in range(len(of))]) for q, of in enumerate(documents)]
-        every, every_term = torch.cat(found), torch.cat(terms)
-        return [every[order] for order in orders], [every_term[order] for order in orders]
+        every, every_term, every_cosine = torch.cat(found), torch.cat(terms), torch.cat(cosines)
+        return (
+            [every[order] for order in orders],
+            [every_term[order] for order in orders],
+            [every_cosine[order] for order in orders],
+        )
 
     def chunks(self, documents: Sequence[Sequence[int]], width: int) -> Iterable[tuple[list[int], list[tuple]]]:
         """Documents of similar length, and the (row, query, position) that want them."""
@@ -302,19 +311,49 @@ class Trainer:
             chunk, order = order[:count], order[count:]
             yield chunk, [(row, q, position) for row, place in enumerate(chunk) for q, position in users[place]]
 
-    def loss(self, scores: Sequence[Tensor], labels: Sequence[Tensor], terms: Sequence[Tensor]) -> tuple[Tensor, dict]:
-        """The whole objective."""
+    def loss(
+        self,
+        scores: Sequence[Tensor],
+        labels: Sequence[Tensor],
+        terms: Sequence[Tensor],
+        cosines: Sequence[Tensor],
+        own: Sequence[int],
+    ) -> tuple[Tensor, dict]:
+        """The whole objective.
+
+        The shifts have to rank by themselves, too: beside a cosine that settles most questions they would learn what
+        its errors look like in these sets, and be noise on any other. Over relevant documents and those of other
+        queries MiniLM's cosine teaches them how near each is: that holds for texts of any kind.
+
+        Args:
+            scores: Of each query's documents.
+            labels: Which of them are relevant.
+            terms: Their shift terms.
+            cosines: MiniLM's.
+            own: How many of them are the query's own candidates, the others being other queries'.
+        """
         lists = torch.stack([listwise_loss(s, y) for s, y in zip(scores, labels, strict=True)]).mean()
         selection = torch.stack([selection_loss(s, y) for s, y in zip(scores, labels, strict=True)]).mean()
         weight = self.model.projection
         gram = weight @ weight.mT - torch.eye(weight.shape[2])
-        total = lists + SELECTION * selection
+        alone = [(term * self.model.shift_weight).sum((1, 2)) for term in terms]
+        ranked = torch.stack([ranking_loss(s, y) for s, y in zip(alone, labels, strict=True)]).mean()
+        taught = torch.stack([
+            teacher_loss(s, c, torch.arange(len(y)).ge(n) | y)
+            for s, c, y, n in zip(alone, cosines, labels, own, strict=True)
+        ]).mean()  # fmt: skip
+        total = lists + SELECTION * selection + self.options.own * ranked + self.options.teacher * taught
         total = total + LAMBDA_ORTHO * gram.square().sum((-2, -1)).mean() / weight.shape[2] ** 2
         total = total + LAMBDA_FROB * (weight.norm() - 0.5 * weight.numel() ** 0.5).relu()
         relevant = torch.cat([t[y] for t, y in zip(terms, labels, strict=True)])
         if len(relevant):
             total = total + LAMBDA_ALIGN * (1 - relevant.mean())
-        return total, {"list": lists.item(), "selection": selection.item()}
+        return total, {
+            "list": lists.item(),
+            "selection": selection.item(),
+            "own": ranked.item(),
+            "teacher": taught.item(),
+        }
 
     def update(self, done: float) -> dict[str, float]:
         """One step of the optimiser, ``done`` being the share of the run behind us."""
@@ -322,9 +361,9 @@ class Trainer:
         for group, rate in zip(self.optimizer.param_groups, self.rates, strict=True):
             group["lr"] = rate * factor
         self.model.train()
-        queries, documents, labels = self.batch(self.step)
-        scores, terms = self.scores(queries, documents)
-        total, parts = self.loss(scores, labels, terms)
+        queries, documents, labels, own = self.batch(self.step)
+        scores, terms, cosines = self.scores(queries, documents)
+        total, parts = self.loss(scores, labels, terms, cosines, own)
         self.optimizer.zero_grad()
         total.backward()
         for parameters in self.groups:
@@ -355,16 +394,22 @@ class Trainer:
             for start in range(0, len(examples), 8):
                 chunk = examples[start : start + 8]
                 documents = [[*e.relevant, *e.others] for e in chunk]
-                scores, _ = self.scores([e.query for e in chunk], documents)
+                scores, terms, _ = self.scores([e.query for e in chunk], documents)
                 ids, valid = padded(self.ids([e.query for e in chunk], QUERY_TOKENS))
                 queries = self.model.below(self.model.embed(ids).to(self.fast), valid, 0, self.model.base)
-                for e, s, of, q in zip(chunk, scores, documents, pooled(queries, valid), strict=True):
+                embedded = pooled(queries, valid)
+                for e, s, term, of, q in zip(chunk, scores, terms, documents, embedded, strict=True):
                     relevant = torch.arange(len(of)) < len(e.relevant)
                     cosine = self.embedded[of].float() @ q
+                    alone = (term * self.model.shift_weight).sum((1, 2))
                     rows.append(
-                        [ndcg(s, relevant), f1(s > 0, relevant), ndcg(cosine, relevant), f1(cosine > BORDER, relevant)]
+                        [
+                            *(ndcg(s, relevant), f1(s > 0, relevant)),
+                            *(ndcg(cosine, relevant), f1(cosine > BORDER, relevant)),
+                            ndcg(alone, relevant),
+                        ]
                     )
-            columns = ("ndcg@5", "f1", "cosine ndcg@5", "cosine f1")
+            columns = ("ndcg@5", "f1", "cosine ndcg@5", "cosine f1", "shifts' ndcg@5")
             found[name] = dict(
                 zip(columns, (round(100 * sum(c) / len(c), 1) for c in zip(*rows, strict=True)), strict=True)
             )
@@ -420,6 +465,20 @@ def listwise_loss(scores: Tensor, relevant: Tensor) -> Tensor:
     return 0.5 * negative + ranked + 0.5 * functional.softplus(-positive).mean()
 
 
+def ranking_loss(scores: Tensor, relevant: Tensor) -> Tensor:
+    """Each relevant document above all irrelevant ones."""
+    positive, negative = scores[relevant], scores[~relevant]
+    if not len(positive) or not len(negative):
+        return scores.new_zeros(())
+    return (torch.logaddexp(positive, negative.logsumexp(0)) - positive).mean()
+
+
+def teacher_loss(scores: Tensor, cosines: Tensor, pairs: Tensor) -> Tensor:
+    """Divergence of the distribution over some documents from that of the encoder's cosines, at its own temperature."""
+    wanted = (TEMPERATURE * cosines[pairs].detach()).softmax(0)
+    return functional.kl_div(scores[pairs].log_softmax(0), wanted, reduction="sum")
+
+
 def selection_loss(scores: Tensor, relevant: Tensor) -> Tensor:
     """The paper's calibration and margin losses for one query."""
     positive, negative = scores[relevant], scores[~relevant]
@@ -469,7 +528,9 @@ def arguments() -> argparse.Namespace:
     add("--agreement", choices=("pooled", "values"), default="pooled")
     add("--stop", action="store_true", help="documents stop below the fusion layers")
     add("--scale", type=float, default=8.0, help="weight of the cosine at the start")
-    add("--shift", type=float, default=0.1, help="weight of a shift term at the start")
+    add("--shift", type=float, default=0.25, help="weight of a shift term at the start")
+    add("--own", type=float, default=1.0, help="weight of the loss of the shifts by themselves")
+    add("--teacher", type=float, default=0.5, help="weight of the loss by which MiniLM's cosine teaches the shifts")
     add("--lr", type=float, default=3e-4, help="of the fusion layers")
     add("--projection-lr", type=float, default=1e-3, help="of B")
     add("--weight-lr", type=float, default=5e-3, help="of the weights of shift terms")

@@ -50,7 +50,7 @@ class Question:
         if most is None:
             return self
         within = all(pair.max_tokens is not None and pair.max_tokens <= most for pair in self.pairs)
-        pairs = [pair._replace(max_tokens=min(pair.max_tokens or most, most)) for pair in self.pairs]
+        pairs = [replace(pair, max_tokens=min(pair.max_tokens or most, most)) for pair in self.pairs]
         return replace(self, pairs=pairs, may_be_cut=within if self.may_be_cut is None else self.may_be_cut)
 
     @property
