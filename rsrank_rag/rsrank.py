@@ -193,7 +193,7 @@ class RSRank(Pretrained, Reranker):
 
         def tokenised(pair: Pair) -> tuple[TokenisedQuery, TokenisedDocument]:
             query = queries[pair.query]
-            return query, *self.prompts.documents([pair.document], len(query.ids), max_tokens=pair.max_tokens)
+            return query, self.prompts.documents([pair.document], len(query.ids), max_tokens=pair.max_tokens)[0]
 
         return self._scored(list(map(tokenised, pairs)))
 

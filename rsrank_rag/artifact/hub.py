@@ -47,7 +47,15 @@ def resolve(name: str | Path, revision: str | None = None, load: LoadOptions | N
                 f"Revision {revision!r} of {str(name)!r} was asked for, but that is a local folder: only artifacts on "
                 "the Hub have revisions. Leave revision out."
             )
-        return BUILTIN / str(name) if str(name) in builtin_names() else _settled(Path(name))
+        if str(name) in builtin_names():
+            return BUILTIN / str(name)
+        try:
+            settle(Path(name))
+        except OSError as error:
+            raise ArtifactError(
+                f"{name} was being saved when the process ended, and {error}. Save it again."
+            ) from error
+        return Path(name)
     load = load or LoadOptions()
     asked = f"The artifact {str(name)!r}" + (f" at revision {revision!r}" if revision else "")
     found = f"is neither built in ({', '.join(builtin_names())}) nor a local folder"
@@ -298,9 +306,8 @@ def model_card(config: RSRankConfig) -> str:
     if training.metrics:
         columns = sorted({key for row in training.metrics.values() for key in row})
         lines += ["", "| dataset | " + " | ".join(columns) + " |", "|---" * (len(columns) + 1) + "|"]
+        whole = ("queries", "unanswered")
         for dataset, row in training.metrics.items():
-            cells = [
-                f"{row[key]:.{0 if key in ('queries', 'unanswered') else 3}f}" if key in row else "" for key in columns
-            ]
+            cells = [f"{row[key]:.{0 if key in whole else 3}f}" if key in row else "" for key in columns]
             lines.append(f"| {dataset} | " + " | ".join(cells) + " |")
     return "\n".join(lines) + "\n"

@@ -112,7 +112,7 @@ def load_model(
         safetensors = None if allow_bin else True  # None: where there are any
         # Weights that the checkpoint has and nobody asked for are listed otherwise.
         with only(_says_more_than_unexpected, "transformers.modeling_utils"), without_progress_bars():
-            model = _AUTO[head].from_pretrained(
+            model = (AutoModel if head is None else _AUTO[head]).from_pretrained(
                 str(name), config=config, dtype=dtype, use_safetensors=safetensors, **hub, **extra
             )
     except failures as error:

@@ -37,12 +37,7 @@ class LoadOptions:
         weights: None leaves them as they are. ``int8`` and ``nf4`` (bitsandbytes) save memory, not time. ``fp8``
             (torchao) does so too; on CUDA devices that multiply float8 (Ada, Hopper and later), in bfloat16,
             activations are rounded as well, token by token.
-        local_files_only: Never ask the Hub.
-        token: Hub access token.
-        cache_dir: Hub cache folder.
-        trust_remote_code: Run model code from the Hub repository.
-        deterministic: Fill small calls up where scores would otherwise depend on how many documents share a call: see
-            `RSRank.from_pretrained`.
+        deterministic: As the others, see `RSRank.from_pretrained`.
 
     Raises:
         InputError: Weights that there are not, or two kinds of them.
@@ -101,14 +96,7 @@ class LoadOptions:
 class ModelSource:
     """Everything that decides which model is loaded and how; equal sources may share one model.
 
-    Attributes:
-        name: ``"mini"``, a local folder or a Hub id of an RSRank artifact, or another system's name.
-        revision: Commit, tag or branch on the Hub.
-        load: How.
-        backbone: Where to load the language model from instead.
-        max_length: Most positions; longer documents are cut.
-        token_budget: Padded tokens of documents and query in one batch; None for the device's default.
-        prefix_cache: Where documents' prefixes are kept; see `RSRank.from_pretrained`.
+    As `RSRank.from_pretrained` explains; the name may be another system's.
     """
 
     name: str

@@ -41,23 +41,19 @@ ADVICE = (
 
 @dataclass(frozen=True)
 class Findings:
-    """What a trial run of the model found out; see `language_model.check`.
-
-    Attributes:
-        causal: Whether tokens see only earlier ones (a decoder).
-        sample: Entries of the last read layer's value vectors on fixed tokens. They depend on every weight below, so
-            they tell one checkpoint from another in just what B reads.
-        aligned: Whether attention can be given whole `probe.LANES` of keys.
-        steady: A run of at least so many tokens gives each the same numbers, however many others there are; None if
-            no such number is known.
-    """
+    """What a trial run of the model found out; see `language_model.check`."""
 
     causal: bool
+    """Whether tokens see only earlier ones (a decoder)."""
     num_heads: int
     head_dim: int
     sample: tuple[float, ...]
+    """Entries of the last read layer's value vectors on fixed tokens. They depend on every weight below, so they tell
+    one checkpoint from another in just what B reads."""
     aligned: bool = False
+    """Whether attention can be given whole `probe.LANES` of keys."""
     steady: int | None = None
+    """A run of so many tokens gives each the same numbers, however many others there are; None if nobody knows."""
 
 
 class Backbone:
@@ -66,8 +62,7 @@ class Backbone:
     Args:
         model: A base model without head (``AutoModel``), in eval mode.
         findings: What is known of it.
-        last_layer: The last layer whose value vectors are read (counted from 0); later ones never run, and need not
-            be loaded.
+        last_layer: The last layer whose value vectors are read (from 0); later ones never run, nor need be loaded.
         num_layers: Layers of the checkpoint, of which the model may hold only the first ones.
         fusion_layer: The first layer in which queries see documents. Above 0, the model's runs must be able to end
             or begin there, see `language_model.fusion`.
@@ -185,19 +180,15 @@ class Backbone:
         mask = self._query_mask(prefixes, valid, positions)
         reader, embedded = self.reader(self.last_layer, prefixes, show), torch.empty(0)
         if self.fusion_layer:
-            hidden, embedded = self._entering(queries)
-            reader.entering = hidden[index, : ids.shape[1]]
+            entrance, inputs = self._alone(queries, Entrance)  # each query by itself, up to what enters the layer
+            with self.ended_by(entrance):
+                self.model(**inputs)
+            assert entrance.entering is not None
+            reader.entering = entrance.entering[index, : ids.shape[1]]
+            embedded = pooled(entrance.entering, list(map(len, queries)))
         with self.ended_by(reader):
             self.model(**self.inputs(reader, ids, mask, positions))
         return embedded
-
-    def _entering(self, queries: Sequence[Ids]) -> tuple[Tensor, Tensor]:
-        """What enters the fusion layer of queries by themselves, (Q, T, C), and their mean over tokens, (Q, C)."""
-        entrance, inputs = self._alone(queries, Entrance)
-        with self.ended_by(entrance):
-            self.model(**inputs)
-        assert entrance.entering is not None
-        return entrance.entering, pooled(entrance.entering, list(map(len, queries)))
 
     def _query_mask(self, prefixes: Prefixes, valid: Tensor, positions: Tensor) -> Tensor | dict[str, Tensor]:
         """Mask (N, 1, T, R + S), one for each kind of attention layer the model has."""

@@ -51,15 +51,12 @@ class Batches(Generic[Item]):
         budget: Rows times the longest row's tokens.
         extra: Tokens that each row costs beside its own.
         alike: Sequences shorter than this share of a batch's longest wait for a later one.
-
-    Attributes:
-        halved: Sizes of batches that ran out of memory.
     """
 
     def __init__(self, sequences: Iterable[Item], budget: int, *, extra: int = 0, alike: float = ALIKE) -> None:
         self.waiting = sorted(sequences, key=len)
         self.budget, self.extra, self.alike = budget, extra, alike
-        self.halved: list[int] = []
+        self.halved: list[int] = []  # sizes of batches that ran out of memory
         self._size = 0
 
     def __iter__(self) -> Iterator[list[Item]]:

@@ -76,9 +76,8 @@ class Projection(nn.Module):
         """What agreement, (N,) cosines, adds to a score, in their dtype."""
         if self.agreement is None:
             return torch.zeros_like(agreement)
-        weight, border = self.agreement.to(agreement.dtype)
-        part: Tensor = weight * agreement + border
-        return part
+        weight, border = self.agreement.to(agreement.dtype).unbind()
+        return weight * agreement + border
 
     def forward(self, shift: Tensor) -> Tensor:
         """The paper's scores, (N,), of whole shift tensors, (N, L, H, T, D) with layers in the order of ``layers``."""

@@ -147,10 +147,10 @@ class Disk:
         """Remove the least recently used files until the rest fits with a tenth to spare."""
         files = sorted(self._files())
         self.bytes, self._since = sum(size for _, size, _ in files), 0
-        gone = 0
-        enough = self.limit if self.limit is None or self.bytes <= self.limit else 0.9 * self.limit
+        assert self.limit is not None
+        enough, gone = self.limit if self.bytes <= self.limit else 0.9 * self.limit, 0
         for _, size, path in files:
-            if enough is None or self.bytes <= enough:
+            if self.bytes <= enough:
                 break
             path.unlink(missing_ok=True)
             self.bytes -= size
