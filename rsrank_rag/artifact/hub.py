@@ -28,6 +28,7 @@ from .config import INSIDE, RSRankConfig, content_digest
 
 CONFIG, PROJECTION, CARD, LIMITS = "config.json", "projection.safetensors", "README.md", "limits.txt"
 BUILTIN = Path(__file__).parents[1] / "models"
+USUAL = LoadOptions()
 
 
 def builtin_names() -> list[str]:
@@ -35,7 +36,7 @@ def builtin_names() -> list[str]:
     return sorted(path.parent.name for path in BUILTIN.glob(f"*/{CONFIG}"))
 
 
-def resolve(name: str | Path, revision: str | None = None, load: LoadOptions | None = None) -> Path:
+def resolve(name: str | Path, revision: str | None = None, load: LoadOptions = USUAL) -> Path:
     """Find an artifact's folder: a built-in name, a local path or a Hub id, in this order.
 
     Raises:
@@ -47,16 +48,7 @@ def resolve(name: str | Path, revision: str | None = None, load: LoadOptions | N
                 f"Revision {revision!r} of {str(name)!r} was asked for, but that is a local folder: only artifacts on "
                 "the Hub have revisions. Leave revision out."
             )
-        if str(name) in builtin_names():
-            return BUILTIN / str(name)
-        try:
-            settle(Path(name))
-        except OSError as error:
-            raise ArtifactError(
-                f"{name} was being saved when the process ended, and {error}. Save it again."
-            ) from error
-        return Path(name)
-    load = load or LoadOptions()
+        return BUILTIN / str(name) if str(name) in builtin_names() else _settled(Path(name))
     asked = f"The artifact {str(name)!r}" + (f" at revision {revision!r}" if revision else "")
     found = f"is neither built in ({', '.join(builtin_names())}) nor a local folder"
     if alike := "" if "/" in str(name) else nearest(str(name), builtin_names()):

@@ -39,11 +39,7 @@ LOAD_ERRORS: tuple[type[Exception], ...] = (
 """What transformers raises for a model that is absent, damaged, absurd or in need of a package."""
 
 Head = Literal["causal-lm", "seq2seq-lm"]
-_AUTO: dict[Head | None, Any] = {
-    None: AutoModel,
-    "causal-lm": AutoModelForCausalLM,
-    "seq2seq-lm": AutoModelForSeq2SeqLM,
-}
+_AUTO: dict[Head, Any] = {"causal-lm": AutoModelForCausalLM, "seq2seq-lm": AutoModelForSeq2SeqLM}
 
 
 def has_fast_fp8(device: torch.device) -> bool:
