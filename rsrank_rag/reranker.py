@@ -15,15 +15,8 @@ from .passages.parts import WHOLE, Excerpt, Reading, ReadingOptions, TokenEnds, 
 from .passages.ranked import BLANK_SCORE, RankedDocument, RankResult, Scored, blanks_last, choose
 from .passages.spans import Span
 
-__all__ = [  # also what is returned, which users know from here
-    "BLANK_SCORE",
-    "RankResult",
-    "RankedDocument",
-    "Reranker",
-    "Scored",
-    "blanks_last",
-    "choose",
-]
+# Also what is returned: users know it from here.
+__all__ = ["BLANK_SCORE", "RankResult", "RankedDocument", "Reranker", "Scored", "blanks_last", "choose"]
 
 
 @dataclass(frozen=True, slots=True)
