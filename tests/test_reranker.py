@@ -161,7 +161,7 @@ def test_results_cannot_be_changed():
         result.kept[0].score = 5.0
 
 
-finite = st.floats(allow_nan=False, allow_infinity=False)
+finite = st.floats(allow_nan=False, allow_infinity=False).filter(lambda score: score != BLANK_SCORE)
 
 
 @settings(max_examples=100, deadline=None, derandomize=True)
