@@ -80,10 +80,9 @@ class MissingDependencyError(RSRankError, ImportError):
 def pip_install(extra: str) -> str:
     """The command that adds an extra to this installation: from the clone or address it came from, else by name."""
     name, source = "rsrank-rag", {}
-    for name in ("rsrank-rag-client", "rsrank-rag"):
+    for installed in ("rsrank-rag-client", "rsrank-rag"):
         with suppress(PackageNotFoundError):
-            source = json.loads(distribution(name).read_text("direct_url.json") or "{}")
-            break
+            source, name = json.loads(distribution(installed).read_text("direct_url.json") or "{}"), installed
     place = urlparse(source.get("url", ""))
     if place.scheme == "file":
         editable = "-e " if source.get("dir_info", {}).get("editable") else ""

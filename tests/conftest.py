@@ -17,6 +17,8 @@ from transformers import PreTrainedTokenizerFast
 from rsrank_rag import Projection, RSRank, Template
 from rsrank_rag.language_model.options import LoadOptions
 
+collect_ignore = ["client_alone.py"]  # it runs where torch is not installed
+
 SHARED = Path(__file__).parents[1].parent / "shared"
 STORIES = SHARED / "models" / "stories260K"
 

@@ -41,6 +41,11 @@ from rsrank_rag.llama_index import RSRankPostprocessor
 ADAPTERS = [RSRankCompressor, RSRankPostprocessor]
 
 
+def bare(texts):
+    """Texts as the adapters hand them on: each behind what its metadata say, here nothing."""
+    return [("", text) for text in texts]
+
+
 async def scores(made, query, texts, **limits):
     """Scores of what a framework's asynchronous method keeps, by text."""
     if isinstance(made, RSRankCompressor):
@@ -303,7 +308,7 @@ def test_close_frees_the_model_and_the_next_call_loads_it_again(artifact, loads)
     gc.collect()
     assert freed() is None
     made.close()  # nothing left to close
-    assert made._rank(QUERY, DOCUMENTS, made._limits({})).query == QUERY
+    assert made._rank(QUERY, bare(DOCUMENTS), made._limits({})).query == QUERY
     assert len(loads) == 2
 
 
@@ -367,14 +372,14 @@ def test_a_model_never_runs_twice_at_the_same_time_whoever_calls():
     made = RSRankCompressor(model=reranker)
 
     def call():
-        made._rank(QUERY, DOCUMENTS, made._limits({}))
+        made._rank(QUERY, bare(DOCUMENTS), made._limits({}))
 
     threads = [threading.Thread(target=call) for _ in range(16)]
     for thread in threads:
         thread.start()
 
     async def beside():
-        await asyncio.gather(*(made._arank(QUERY, DOCUMENTS, made._limits({})) for _ in range(16)))
+        await asyncio.gather(*(made._arank(QUERY, bare(DOCUMENTS), made._limits({})) for _ in range(16)))
 
     asyncio.run(beside())
     for thread in threads:
@@ -414,10 +419,10 @@ async def test_a_cancelled_call_gives_up_its_place_in_the_queue(adapter):
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 def test_a_forked_process_can_go_on_using_an_adapter():
     made = RSRankCompressor(model=Overlap(), threshold=None)
-    expected = made._rank(QUERY, DOCUMENTS, made._limits({}))
+    expected = made._rank(QUERY, bare(DOCUMENTS), made._limits({}))
     context = multiprocessing.get_context("fork")
     answers = context.SimpleQueue()
-    child = context.Process(target=lambda: answers.put(made._rank(QUERY, DOCUMENTS, made._limits({}))))
+    child = context.Process(target=lambda: answers.put(made._rank(QUERY, bare(DOCUMENTS), made._limits({}))))
     child.start()
     child.join(120)
     assert child.exitcode == 0
@@ -471,7 +476,7 @@ def test_options_of_loading_are_one_declaration():
 def test_an_adapter_takes_every_system_by_the_name_it_is_measured_by(tmp_path, loads):
     pytest.importorskip("bm25s")
     made = RerankerAdapter(model="bm25", top_n=1)
-    assert made._rank(QUERY, DOCUMENTS, made._limits({})).texts == DOCUMENTS[:1]
+    assert made._rank(QUERY, bare(DOCUMENTS), made._limits({})).texts == DOCUMENTS[:1]
     for settings, error, message in (
         ({"model": "bm25", "prefix_cache": "1MB"}, InputError, "prefix_cache would have no effect"),
         ({"model": "cross-encoder"}, InputError, "Write cross-encoder:NAME"),
@@ -485,27 +490,27 @@ def test_an_adapter_takes_every_system_by_the_name_it_is_measured_by(tmp_path, l
 def test_when_all_is_dropped_one_debug_line_says_so(caplog):
     made = RerankerAdapter(model=Overlap())
     with caplog.at_level(logging.DEBUG, logger="rsrank_rag"):
-        result = made._rank("nothing in common", ["a b", "in a"], made._limits({}))
+        result = made._rank("nothing in common", bare(["a b", "in a"]), made._limits({}))
     assert result.kept == ()
     assert caplog.messages == ["All 2 documents were dropped; the best scored +0.000, not above 0."]
 
 
 def test_documents_without_text_are_counted_in_a_warning(caplog):
     made = RerankerAdapter(model=Overlap())
-    made._rank("a b", ["a b", " "], made._limits({}))
+    made._rank("a b", bare(["a b", " "]), made._limits({}))
     assert caplog.messages == ["1 of 2 documents hold no text to score."]
 
 
 def test_cut_documents_are_counted_in_the_log(ranker, caplog):
     made = RerankerAdapter(model=ranker)
     with caplog.at_level(logging.INFO, logger="rsrank_rag.adapters.settings"):
-        made._rank(QUERY, ["word " * 2000, "short"], made._limits({}))
+        made._rank(QUERY, bare(["word " * 2000, "short"]), made._limits({}))
     assert "1 of 2 documents were too long and scored by their beginning." in caplog.messages
 
 
 def test_a_model_name_that_is_a_loaded_ranker_scores_as_itself(ranker):
     made = RerankerAdapter(model=ranker)
-    assert made._rank(QUERY, DOCUMENTS, made._limits({})) == ranker.rank(QUERY, DOCUMENTS)
+    assert made._rank(QUERY, bare(DOCUMENTS), made._limits({})) == ranker.rank(QUERY, DOCUMENTS)
     assert isinstance(made.model, RSRank)
 
 

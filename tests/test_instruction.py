@@ -300,6 +300,7 @@ def test_the_command_refuses_or_uses_it(command, ranker, told, tmp_path):
     told.save_pretrained(tmp_path / "told", include_backbone=True)
     (tmp_path / "one.txt").write_text(DOCUMENTS[0] + "\n", encoding="utf-8")
     what = str(tmp_path / "one.txt") if command[0] == "rank" else DOCUMENTS[0]
+    command = [*command[:-1], "--document"] if command[0] == "explain" else command
     arguments = [*command, what, "-q", QUERY, "--instruction", LEGAL, "--dtype", "float32", "--device", "cpu", "--json"]
     done = CliRunner().invoke(app, [*arguments, "--model", str(tmp_path / "plain")])
     assert done.exit_code == 2

@@ -184,6 +184,7 @@ async def test_an_explanation_has_its_exact_parts():
             "tokens": ["a", "b"],
             "layers": [1, 2],
             "parts": [[1.0, 0.5], [1.0, 0.5]],
+            "agreement": 0.0,
         }
     async with serving(max_document_tokens=2) as http:
         cut = [await http.post("/explain", json={"query": "q", "document": text}) for text in ("3 4", "3 4 5")]

@@ -380,16 +380,16 @@ def artifact(ranker, tmp_path_factory):
 def test_evaluate_measures_at_the_native_threshold(tmp_path, data):
     folder, output = save_qwen(tmp_path / "qwen"), tmp_path / "metrics.json"
     arguments = ("--data", data, "-m", f"qwen3-reranker:{folder}", "--dtype", "float32", "--json", output)
-    assert "tau = 0.5 (native)" in evaluate(*arguments)
+    assert "kept above 0.5 (native)" in evaluate(*arguments)
     native = json.loads(output.read_text())
     evaluate(*arguments, "--threshold", "0.5")
     assert json.loads(output.read_text()) == native
-    assert "tau = 0.1 (given)" in evaluate(*arguments, "--threshold", "0.1")
+    assert "kept above 0.1 (given)" in evaluate(*arguments, "--threshold", "0.1")
     assert "(the best over all files)" in evaluate(*arguments, "--threshold", "shared")
 
 
 def test_rsrank_is_measured_at_zero_and_bm25_at_the_best_shared_threshold(artifact, data):
-    assert "tau = 0 (native)" in evaluate("--data", data, "-m", artifact, "--dtype", "float32")
+    assert "kept above 0 (native)" in evaluate("--data", data, "-m", artifact, "--dtype", "float32")
     said = evaluate("--data", data, "-m", "bm25")
     assert "the best over all files; this system has no native threshold" in said
 
@@ -419,7 +419,7 @@ def test_raw_representations_are_a_system_like_any_other(tiny_folder, data, tmp_
     raw = load_ranker(tiny_folder("qwen3"), "qwen3")
     raw.config = raw.config.model_copy(update={"null_prefix": "none"})
     raw.save_pretrained(tmp_path / "raw")
-    assert "tau = 0 (native)" in evaluate("--data", data, "-m", tmp_path / "raw", "--dtype", "float32")
+    assert "kept above 0 (native)" in evaluate("--data", data, "-m", tmp_path / "raw", "--dtype", "float32")
 
 
 def test_without_sentence_transformers_the_error_says_what_to_install(monkeypatch):

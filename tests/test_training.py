@@ -707,7 +707,7 @@ def test_corrected_labels_are_not_answered_with_the_old_b(recipe_file, tmp_path)
 
 
 def test_what_ablations_compare_is_no_setting_of_a_recipe(recipe_file, tmp_path, extractor, store_of):
-    with pytest.raises(InputError, match=r"features.null_prefix: Extra inputs"):
+    with pytest.raises(InputError, match=r"features.null_prefix: there is no such entry"):
         Recipe.load(str(recipe_file), ["features.null_prefix=none"])
     store, _ = store_of(labelled(2), extractor)
     raw = json.loads((store.folder / "store.json").read_text())
@@ -800,7 +800,7 @@ def test_the_shipped_recipes_are_valid_and_keep_fever_out_of_training():
 @pytest.mark.parametrize(
     ("setting", "message"),
     [
-        ("fit.epoch=3", "fit.epoch: Extra inputs"),
+        ("fit.epoch=3", "fit.epoch: there is no such entry"),
         ("fit.epochs=0", "fit.epochs"),
         ("fit.epochs", "is no setting. Write key=value"),
         ("method=magic", "method"),

@@ -24,9 +24,9 @@ SEAM = 4
 def sentences(text: str, begin: int = 0) -> list[Span]:
     r"""Spans of a text's sentences, in order, without white space around them; together they hold all from ``begin``.
 
-    >>> text = "Dr. No left. He was late!\r\nWhy?"
+    >>> text = "Dr. Smith left. He was late!\r\nWhy?"
     >>> [text[start:stop] for start, stop in sentences(text)]
-    ['Dr. No left.', 'He was late!', 'Why?']
+    ['Dr. Smith left.', 'He was late!', 'Why?']
 
     Raises:
         MissingDependencyError: sentencex is not installed.

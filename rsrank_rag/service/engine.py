@@ -5,7 +5,9 @@ from __future__ import annotations
 import itertools
 import logging
 import math
+import multiprocessing
 import re
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -116,7 +118,9 @@ class Engine:
                 outcomes = [_outcome(s) for s in score_in_parts(own, told.token_ends, told.score_pairs)]
                 found.update(list(zip(places, outcomes, strict=True)))  # as a list: all of them or none
             except BaseException as error:  # a panic in Rust and sys.exit() are none of Exception's
-                # Whatever it is, it must not reach another client's pairs, nor end the service.
+                # Whatever it is, it must not reach another client's pairs, nor end the service. Ctrl-C ends a command.
+                if isinstance(error, KeyboardInterrupt) and _in_a_command():
+                    raise
                 _check_device(error)
                 if isinstance(error, ScoringError) and 0 <= error.index < len(places):
                     # The reranker says which one it is; the others can do without it.
@@ -138,6 +142,11 @@ def _parts(pairs: Sequence[Pair], places: list[int]) -> list[list[int]]:
     groups = list(queries.values()) if len(queries) > 1 else [[place] for place in places]
     middle = len(groups) // 2
     return [list(itertools.chain(*half)) for half in (groups[:middle], groups[middle:])]
+
+
+def _in_a_command() -> bool:
+    """Whether this is where Ctrl-C arrives: the main thread, and not of a service's model process."""
+    return threading.current_thread() is threading.main_thread() and multiprocessing.parent_process() is None
 
 
 def _check_device(error: BaseException) -> None:
