@@ -48,9 +48,7 @@ def draw(count: int, size: int, seed: int) -> tuple[list[int], list[int]]:
     return order[:size], order[size:]
 
 
-def measure(
-    features: FeatureSource, base: Projection, numbers: tuple[list[int], list[int]]
-) -> dict[str, Any]:
+def measure(features: FeatureSource, base: Projection, numbers: tuple[list[int], list[int]]) -> dict[str, Any]:
     """Verdicts on the other queries: of training, what the training itself said, and of a tuned threshold."""
     own, others = (Subset(features, part) for part in numbers)
     trained = train_near(own, base, DomainOptions())

@@ -147,7 +147,7 @@ def paper_table(ranker: RSRank, turns: int) -> list[dict[str, Any]]:
         """The passes through the language model, whose values nobody reads."""
 
         def batch(ids: list[Ids]) -> None:
-            core.query_values([[tokens.ids]], core.prefill(ids, room=count), lambda layer, value: None)
+            core.query_values([tokens.ids], core.prefill(ids, room=count), lambda layer, value: None)
 
         if alone:
             batch([ranker.prompts.null_prefix])

@@ -63,7 +63,7 @@ def flops(recipe: Recipe, queries: Sequence[LabelledQuery], last_layer: int | No
                     model(input_ids=torch.tensor([[*document.ids, *asked]]))
                 else:
                     prefixes = core.prefill([document.ids], room=len(asked))
-                    core.query_values([[asked]], prefixes, lambda layer, value: None)
+                    core.query_values([asked], prefixes, lambda layer, value: None)
     return counter.get_total_flops(), sum(parameter.numel() for parameter in model.parameters())
 
 

@@ -14,9 +14,9 @@ if TYPE_CHECKING:
     from .langchain import RSRankCompressor, RSRankRetriever
     from .language_model.options import LoadOptions
     from .llama_index import RSRankPostprocessor
-    from .method.explanation import Explanation
     from .method.projection import Projection
     from .method.template import Template
+    from .passages.explanation import Explanation
     from .prefixes.settings import PrefixCache
     from .remote.client import RemoteReranker
     from .reranker import Pair, RankedDocument, RankResult, Reranker, Scored
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOME = {
-    "Explanation": "method.explanation",
+    "Explanation": "passages.explanation",
     "LoadOptions": "language_model.options",
     "Pair": "reranker",
     "PrefixCache": "prefixes.settings",

@@ -4,31 +4,28 @@ from __future__ import annotations
 
 import copy
 import hashlib
+import itertools
 import json
 import math
 from collections.abc import Iterator, Sequence
 from functools import partial
-from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import NoReturn
 
 import torch
 from tqdm.auto import tqdm
 from typing_extensions import Self
 
-from .artifact import hub
-from .artifact.config import RSRankConfig, TrainingRecord
+from .artifact.config import RSRankConfig
 from .artifact.identity import prefix_identity
-from .artifact.opening import Artifact, new_artifact, open_artifact, save_artifact
+from .artifact.pretrained import Pretrained
 from .errors import InputError, ScoringError
-from .language_model.options import LoadOptions, ModelSource
 from .method.backbone import Backbone
 from .method.batching import Batches, DoesNotFitError, Ids, is_out_of_memory, token_budget_for
-from .method.explanation import Explanation
 from .method.probe import whole_lanes
 from .method.projection import Projection
 from .method.scoring import Row, ShiftReader, score_parts, score_rows
-from .method.template import PromptTokenizer, Template, TokenisedDocument, TokenisedQuery
+from .method.template import PromptTokenizer, TokenisedDocument, TokenisedQuery
+from .passages.explanation import Explanation
 from .prefixes.indexing import Indexer
 from .prefixes.settings import Choice
 from .prefixes.store import PrefixStore, store_for
@@ -44,7 +41,7 @@ INSTRUCTIONS = 16
 """Rankers that are remembered, each with an instruction of its own: the template is tokenised once."""
 
 
-class RSRank(Reranker):
+class RSRank(Pretrained, Reranker):
     """Keeps the documents that shift a query's value vectors the way relevant ones do.
 
     Make one with `from_pretrained`, which explains the choices. Calls from several threads are safe.
@@ -78,157 +75,8 @@ class RSRank(Reranker):
         core = self.backbone
         return f"RSRank({self.name!r}, device='{core.device}', dtype={core.dtype}, threshold={self.threshold:g})"
 
-    @classmethod
-    def from_pretrained(
-        cls,
-        name: str | Path = "mini",
-        *,
-        revision: str | None = None,
-        backbone: str | Path | None = None,
-        device: str | torch.device | None = None,
-        dtype: str | torch.dtype | None = None,
-        load_in_8bit: bool = False,
-        load_in_4bit: bool = False,
-        load_in_fp8: bool = False,
-        max_length: int | None = None,
-        token_budget: int | None = None,
-        prefix_cache: Choice = True,
-        deterministic: bool = False,
-        local_files_only: bool = False,
-        token: str | bool | None = None,
-        cache_dir: str | Path | None = None,
-        trust_remote_code: bool = False,
-    ) -> RSRank:
-        """Load an artifact and the language model it belongs to.
-
-        Args:
-            name: ``"mini"`` (ships with the package), a local folder, or a Hub id.
-            revision: Commit, tag or branch of the artifact. The model's own revision stands in the artifact.
-            backbone: Where to load the language model from instead, such as a local copy. It is checked.
-            device: ``"cuda"``, ``"cpu"``, ...; None for the best one present.
-            dtype: None for bfloat16 where it is fast, else float32.
-            load_in_8bit: int8 weights through bitsandbytes (needs the ``8bit`` extra).
-            load_in_4bit: nf4 weights through bitsandbytes (needs the ``8bit`` extra).
-            load_in_fp8: float8 weights through torchao (needs the ``fp8`` extra).
-            max_length: Use at most this many positions; longer documents are cut.
-            token_budget: Padded tokens of documents and query in one batch.
-            prefix_cache: Where documents' prefixes are kept, so that a document that comes back is not read again.
-                True for some of the device's memory, a size such as ``"512MB"`` for so much of it, a folder for that
-                and the disk, a `PrefixCache` or its fields for more, or False for nowhere.
-            deterministic: Fill small calls up on processors (those with AMX) whose matrix kernels give a token other
-                last digits among few others than among many. Elsewhere a CPU's scores never depend on neighbours.
-            local_files_only: Use what is already on disk, never the network.
-            token: Hub access token.
-            cache_dir: Hub cache folder.
-            trust_remote_code: Let the model's repository run its own code. Off unless you say so.
-
-        Raises:
-            ArtifactError: The artifact is missing, damaged, or belongs to another model.
-            BackboneError: The language model cannot be loaded or read.
-            MissingDependencyError: 8-bit or 4-bit without bitsandbytes, fp8 without torchao, any without accelerate.
-        """
-        load = LoadOptions(
-            device=device,
-            dtype=dtype,
-            load_in_8bit=load_in_8bit,
-            load_in_4bit=load_in_4bit,
-            load_in_fp8=load_in_fp8,
-            local_files_only=local_files_only,
-            token=token,
-            cache_dir=cache_dir,
-            trust_remote_code=trust_remote_code,
-            deterministic=deterministic,
-        )
-        elsewhere = None if backbone is None else str(backbone)
-        return cls.from_source(
-            ModelSource(str(name), revision, load, elsewhere, max_length, token_budget, prefix_cache)
-        )
-
-    @classmethod
-    def from_source(cls, source: ModelSource) -> RSRank:
-        """As `from_pretrained`, from one object that holds all of its arguments."""
-        ranker = cls(
-            *open_artifact(source),
-            token_budget=source.token_budget,
-            prefix_cache=source.prefix_cache,
-            deterministic=source.load.deterministic,
-        )
-        ranker.name = source.name
-        return ranker
-
-    @classmethod
-    def from_backbone(
-        cls,
-        name: str | Path,
-        projection: Projection,
-        *,
-        template: Template | None = None,
-        fusion_layer: int = 0,
-        revision: str | None = None,
-        options: LoadOptions | None = None,
-        training: TrainingRecord | None = None,
-        license: str | None = None,
-    ) -> RSRank:
-        """Join a language model (a local folder or a Hub id) and a B into a new artifact, for `save_pretrained`.
-
-        Args:
-            name: Of the language model.
-            projection: B, and what else it weighs.
-            template: Text around document and query.
-            fusion_layer: The first layer in which queries see documents; B reads layers above it. Below it, a query's
-                tokens see only ``query_start + query + suffix``.
-            revision: The model's revision on the Hub, recorded in the artifact.
-            options: How to load the model.
-            training: Where B comes from, recorded in the artifact.
-            license: SPDX-like identifier for the model card, such as ``"apache-2.0"``.
-
-        Raises:
-            BackboneError: The model cannot be loaded or read.
-            ArtifactError: B's shape does not fit it.
-        """
-        record = training or TrainingRecord()
-        chosen = ModelSource(str(name), revision, options or LoadOptions())
-        text = template or Template()
-        return cls(*new_artifact(chosen, projection, text, record, license=license, fusion_layer=fusion_layer))
-
-    def save_pretrained(self, folder: str | Path, *, include_backbone: bool = False) -> None:
-        """Write the artifact: config.json, projection.safetensors and a model card.
-
-        With ``include_backbone``, and always where it came with its own, the language model and its tokenizer, too:
-        without the layers after the last one that B reads, which are not loaded.
-        """
-        parts = Artifact(self.backbone, self.prompts, self.projection, self.config)
-        save_artifact(Path(folder), parts, include_backbone=include_backbone)
-
-    def push_to_hub(
-        self,
-        repo_id: str,
-        *,
-        include_backbone: bool = False,
-        private: bool = False,
-        revision: str | None = None,
-        token: str | bool | None = None,
-        commit_message: str = "Upload RSRank projection",
-    ) -> str:
-        """Publish the artifact on the Hugging Face Hub; gives the commit's address.
-
-        Repository (``owner/name``) and revision (a branch) are made if need be; ``private`` is for a new one.
-        ``include_backbone`` is as in `save_pretrained`; the default token is that of ``hf auth login``.
-
-        Raises:
-            ArtifactError: The Hub refused, or the artifact names a language model that only this machine has.
-        """
-        hub.check_shareable(self.config, include_backbone=include_backbone)
-        with TemporaryDirectory() as folder:
-            self.save_pretrained(folder, include_backbone=include_backbone)
-            return hub.push(
-                Path(folder), repo_id, private=private, revision=revision, token=token, message=commit_message
-            )
-
     def index(self, documents: Sequence[str], *, show_progress: bool = False) -> int:
         """Read documents ahead of time, for later calls to find on disk; how many were new. It can be interrupted.
-
-        Gives the number of those that were not there yet.
 
         Raises:
             InputError: This ranker keeps no prefixes on disk, they could not be written or are more than the folder
@@ -297,14 +145,12 @@ class RSRank(Reranker):
         """
         return [found.score for found in self.score_documents(query, documents, show_progress=show_progress)]
 
-    @torch.inference_mode()
     def score_documents(self, query: str, documents: Sequence[str], *, show_progress: bool = False) -> list[Scored]:
         """As `score`, which raises the same errors, with what else there is to say of each document."""
         tokens = self.prompts.query(query)
         prompts = self.prompts.documents(as_list(documents), len(tokens.ids))
         return self._scored([(tokens, prompt) for prompt in prompts], show_progress=show_progress)
 
-    @torch.inference_mode()
     def score_many(
         self, queries: Sequence[str], documents: Sequence[Sequence[str]], *, show_progress: bool = False
     ) -> list[list[float]]:
@@ -316,18 +162,18 @@ class RSRank(Reranker):
             asked = "one string" if isinstance(queries, str) else f"{len(queries)} queries"
             raise InputError(f"score_many needs a list of documents a query, got {len(documents)} lists for {asked}.")
         tokens = [self.prompts.query(query) for query in queries]
-        given = zip(tokens, documents, strict=True)
-        lists = [self.prompts.documents(as_list(texts), len(query.ids)) for query, texts in given]
-        pairs = [(query, prompt) for query, prompts in zip(tokens, lists, strict=True) for prompt in prompts]
-        places = [(row, place) for row, prompts in enumerate(lists) for place in range(len(prompts))]
+        lists = [
+            [(query, prompt) for prompt in self.prompts.documents(as_list(texts), len(query.ids))]
+            for query, texts in zip(tokens, documents, strict=True)
+        ]
+        places = [(row, place) for row, pairs in enumerate(lists) for place in range(len(pairs))]
         try:
-            scores = iter(self._scored(pairs, show_progress=show_progress))
+            scores = iter(self._scored([*itertools.chain(*lists)], show_progress=show_progress))
         except ScoringError as error:
             row, place = places[error.index]
-            whose = f" of query {row}" if row else ""
-            said = str(error).replace(f"Document {error.index}", f"Document {place}{whose}", 1)
-            raise ScoringError(said, place) from None
-        return [[next(scores).score for _ in prompts] for prompts in lists]
+            whose = f"Document {place}" + f" of query {row}" * bool(row)
+            raise ScoringError(str(error).replace(f"Document {error.index}", whose, 1), place) from None
+        return [[next(scores).score for _ in pairs] for pairs in lists]
 
     def identity(self) -> str:
         """Short hash of the language model, how it is computed, the template and B."""
@@ -335,7 +181,6 @@ class RSRank(Reranker):
         weights = self.projection.weight.detach().float().cpu().numpy().tobytes()
         return hashlib.sha256(json.dumps(found, sort_keys=True).encode() + weights).hexdigest()[:16]
 
-    @torch.inference_mode()
     def score_pairs(self, pairs: Sequence[Pair | tuple[str, str]]) -> list[Scored]:
         """Score pairs of any queries and documents, in input order: pairs of several queries share batches.
 
@@ -345,13 +190,14 @@ class RSRank(Reranker):
         """
         pairs = as_pairs(pairs)
         queries = {query: self.prompts.query(query) for query in dict.fromkeys(pair.query for pair in pairs)}
-        tokenised = []
-        for pair in pairs:
-            query = queries[pair.query]
-            prompts = self.prompts.documents([pair.document], len(query.ids), max_tokens=pair.max_tokens)
-            tokenised.append((query, prompts[0]))
-        return self._scored(tokenised)
 
+        def tokenised(pair: Pair) -> tuple[TokenisedQuery, TokenisedDocument]:
+            query = queries[pair.query]
+            return query, self.prompts.documents([pair.document], len(query.ids), max_tokens=pair.max_tokens)[0]
+
+        return self._scored(list(map(tokenised, pairs)))
+
+    @torch.inference_mode()
     def _scored(
         self, pairs: Sequence[tuple[TokenisedQuery, TokenisedDocument]], *, show_progress: bool = False
     ) -> list[Scored]:

@@ -9,7 +9,7 @@ import httpx
 
 from rsrank_rag import Reranker
 from rsrank_rag.errors import InputError, ScoringError
-from rsrank_rag.method.explanation import Explanation
+from rsrank_rag.passages.explanation import Explanation
 from rsrank_rag.reranker import Scored
 from rsrank_rag.service.app import Settings, create_app
 from rsrank_rag.service.scheduler import QueueLimits, Scheduler

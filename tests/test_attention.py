@@ -60,7 +60,7 @@ def test_a_model_reads_the_same_values_with_and_without_repeated_keys(kind, tiny
         backbone, found = open_backbone(model), {}
         with torch.inference_mode():
             prefixes = backbone.prefill([tuple(range(5, 45)), (7, 8)], room=6)
-            backbone.query_values([[(9, 10, 11), (12, 13, 14)]], prefixes, found.__setitem__)
+            backbone.query_values([(9, 10, 11), (12, 13, 14)], prefixes, found.__setitem__, [0, 1])
         return torch.stack([found[layer] for layer in sorted(found)])
 
     grouped, *_ = load_model(tiny_folder(kind), revision=None, options=LoadOptions(device="cpu", dtype="float32"))

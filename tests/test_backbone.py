@@ -134,12 +134,11 @@ def eager(tiny_folder):
     return load
 
 
-def values_of(backbone, documents, queries):
+def values_of(backbone, documents, query):
     """All layers' values (layers, N, H, T, D) of the two-phase run."""
     read = {}
-    documents, queries = [tuple(ids) for ids in documents], [tuple(ids) for ids in queries]
-    prefixes = backbone.prefill(documents, sum(map(len, queries)))
-    backbone.query_values([queries], prefixes, read.__setitem__)
+    prefixes = backbone.prefill([tuple(ids) for ids in documents], len(query))
+    backbone.query_values([tuple(query)], prefixes, read.__setitem__)
     assert list(read) == list(range(backbone.last_layer + 1))
     return torch.stack(list(read.values()))
 
@@ -151,7 +150,7 @@ def test_values_of_a_padded_batch_equal_those_of_whole_sequences_read_by_hooks(k
     documents = [document.ids for document in ranker.prompts.documents(DOCUMENTS, 20)]
     assert len({len(ids) for ids in documents}) > 3  # padding of several lengths
     for query in (ranker.prompts.query(QUERY).ids, ranker.prompts.query(LONG_QUERY).ids):
-        found = values_of(ranker.backbone, documents, [query])
+        found = values_of(ranker.backbone, documents, query)
         for row, ids in enumerate(documents):
             expected = reference_values(eager(kind), ids, query)
             torch.testing.assert_close(found[:, row], expected, rtol=1e-4, atol=1e-4)
@@ -253,22 +252,6 @@ def test_sliding_windows_are_smaller_than_the_documents_of_these_tests(ranker):
         assert tiny_config(kind).sliding_window == WINDOW
 
 
-@pytest.mark.parametrize("kind", DECODERS + ENCODERS)
-@torch.no_grad()
-def test_queries_packed_into_one_row_give_the_same_values_as_alone(kind, tiny_ranker):
-    backbone, prompts = tiny_ranker(kind).backbone, tiny_ranker(kind).prompts
-    queries = [prompts.query(query).ids for query in (*QUERIES, LONG_QUERY)]
-    documents = [document.ids for document in prompts.documents(DOCUMENTS, 20)]
-    packed = values_of(backbone, documents, queries)
-    start = 0
-    for query in queries:
-        alone = values_of(backbone, documents, [query])
-        found = packed[:, :, :, start : start + len(query)]
-        torch.testing.assert_close(found, alone, rtol=1e-4, atol=1e-4)
-        start += len(query)
-    assert start == packed.shape[3]
-
-
 @torch.no_grad()
 def test_one_prefill_serves_many_queries_and_is_not_changed_by_them(ranker):
     backbone, prompts = ranker.backbone, ranker.prompts
@@ -277,7 +260,7 @@ def test_one_prefill_serves_many_queries_and_is_not_changed_by_them(ranker):
     runs = []
     for query in [*QUERIES, QUERIES[0]]:
         read = {}
-        backbone.query_values([[prompts.query(query).ids]], prefixes, read.__setitem__)
+        backbone.query_values([prompts.query(query).ids], prefixes, read.__setitem__)
         runs.append(read)
     assert all(torch.equal(runs[0][layer], runs[-1][layer]) for layer in runs[0])
     after = [tensor[:, :, prefixes.room :] for tensor in (*prefixes.keys, *prefixes.values)]
@@ -294,7 +277,7 @@ def test_gradients_through_both_phases_equal_those_of_whole_sequences(kind, tiny
     documents = [document.ids for document in prompts.documents(DOCUMENTS[:3], len(query))]
     weights = torch.randn(LAYERS, 3, kv_heads(kind), len(query), HEAD_DIM, generator=torch.Generator().manual_seed(6))
 
-    (values_of(two_phase, documents, [query]) * weights).sum().backward()
+    (values_of(two_phase, documents, query) * weights).sum().backward()
     for row, ids in enumerate(documents):
         (reference_values(reference, ids, query) * weights[:, row]).sum().backward()
 
@@ -322,7 +305,7 @@ def test_layers_after_the_last_one_read_never_run(last_layer, tiny_folder):
     assert f"layers.{last_layer - 1}.self_attn.v_proj" in ran
     assert not [name for name in ran if name.startswith(f"layers.{last_layer}.")]
     ran.clear()
-    backbone.query_values([[(50, 60)]], prefixes, lambda layer, value: None)
+    backbone.query_values([(50, 60)], prefixes, lambda layer, value: None)
     assert f"layers.{last_layer}.self_attn.v_proj" in ran
     assert not {f"layers.{last_layer}.self_attn.o_proj", f"layers.{last_layer}.mlp", "norm"} & set(ran)
     assert not [name for name in ran if name.startswith(tuple(f"layers.{i}." for i in range(last_layer + 1, LAYERS)))]
@@ -332,9 +315,7 @@ def test_layers_after_the_last_one_read_never_run(last_layer, tiny_folder):
 def test_reading_fewer_layers_gives_the_same_values_in_them(tiny_folder, ranker):
     shallow = open_backbone(AutoModel.from_pretrained(tiny_folder("qwen3")), last_layer=2)
     documents, query = [[1, 20, 30, 40], [1, 50]], [60, 70, 80]
-    torch.testing.assert_close(
-        values_of(shallow, documents, [query]), values_of(ranker.backbone, documents, [query])[:3]
-    )
+    torch.testing.assert_close(values_of(shallow, documents, query), values_of(ranker.backbone, documents, query)[:3])
 
 
 @pytest.mark.parametrize("layer", [0, LAYERS, LAYERS + 3, -1])

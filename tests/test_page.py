@@ -22,7 +22,7 @@ from playwright.sync_api import sync_playwright
 
 from rsrank_rag import RSRank
 from rsrank_rag.errors import InputError, ScoringError
-from rsrank_rag.method.explanation import Explanation
+from rsrank_rag.passages.explanation import Explanation
 from rsrank_rag.reranker import Pair, Reranker
 from rsrank_rag.service.app import Settings, create_app
 from rsrank_rag.service.scheduler import Scheduler

@@ -297,7 +297,7 @@ def test_two_processes_share_a_folder(tmp_path):
     assert [answers.get(), answers.get()] == [0, 0]
     assert len(list(tmp_path.glob("*/*.safetensors"))) == len(documents)
     for path in tmp_path.glob("*/*"):
-        assert set(load_file(path)) == {"codes", "scales"}
+        assert set(load_file(path)) == {"codes", "scales", "pooled"}
 
 
 def test_threads_share_a_store(tmp_path):

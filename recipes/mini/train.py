@@ -6,7 +6,7 @@ The encoder starts from all-MiniLM-L6-v2 with copies of its last layer on top: d
 just as MiniLM would embed them, and there the query meets them. Everything runs through the package's own
 backbone, projection and scoring; a checkpoint is written every few minutes and the same command goes on from it.
 
-Axes: M queries, N documents, T query tokens of all queries.
+Axes: M queries, N documents, T query tokens.
 """
 
 from __future__ import annotations
@@ -76,12 +76,12 @@ class Trainer:
 
     def scores(self, documents: Sequence[Sequence[int]], queries: Sequence[TokenisedQuery]) -> tuple[Tensor, Tensor]:
         """Scores of every document for every query, (N, M), and the first query's cosines of the last document."""
-        line = [query.ids for query in queries]
-        room = sum(map(len, line))
-        null = self.backbone.prefill([self.prompts.null_prefix], room)
+        asked, every = [query.ids for query in queries], torch.arange(len(queries), device=self.device)
+        room = max(map(len, asked))
+        null = self.backbone.prefill([self.prompts.null_prefix], room).take(torch.zeros_like(every))
         alone: dict[int, Tensor] = {}
-        self.backbone.query_values([line], null, alone.__setitem__)
-        average = _segment_average(queries, self.device)  # (T, M)
+        self.backbone.query_values(asked, null, alone.__setitem__, every.tolist())
+        average = _average(queries, room, self.device)  # (M, T)
         order = sorted(range(len(documents)), key=lambda i: len(documents[i]))
         found: list[Tensor] = []
         oracle = torch.zeros(())
@@ -90,14 +90,18 @@ class Trainer:
 
             def keep(layer: int, value: Tensor, terms: list[Tensor] = terms) -> None:
                 if self.projection.reads(layer):
-                    terms.append(self.projection.cosines(layer, representational_shift(value, alone[layer])))
+                    value = value.unflatten(0, (-1, len(queries)))  # (n, M, H, T, D)
+                    terms.append(
+                        self.projection.cosines(layer, representational_shift(value, alone[layer]).flatten(0, 1))
+                    )
 
-            prefixes = self.backbone.prefill([documents[i] for i in chunk], room)
-            self.backbone.query_values([line], prefixes, keep)
-            cosines = torch.stack(terms)  # (L, n, H, T)
-            found.append(cosines.sum((0, 2)) @ average)
+            rows = torch.arange(len(chunk), device=self.device).repeat_interleave(len(queries))
+            prefixes = self.backbone.prefill([documents[i] for i in chunk], room).take(rows)
+            self.backbone.query_values(asked, prefixes, keep, every.tolist() * len(chunk))
+            cosines = torch.stack(terms).unflatten(1, (-1, len(queries)))  # (L, n, M, H, T)
+            found.append((cosines.sum((0, 3)) * average).sum(-1))
             if len(documents) - 1 in chunk:
-                oracle = cosines[:, chunk.index(len(documents) - 1), :, queries[0].scored]
+                oracle = cosines[:, chunk.index(len(documents) - 1), 0, :, queries[0].scored]
         inverse = torch.tensor(order, device=self.device).argsort()
         return torch.cat(found)[inverse], oracle
 
@@ -259,13 +263,11 @@ def _selection(scores: Tensor, relevant: Tensor) -> Tensor:
     return LAMBDA_CAL * calibration_loss(scores, relevant) + margin_loss(scores, relevant, MARGIN)
 
 
-def _segment_average(queries: Sequence[TokenisedQuery], device: torch.device) -> Tensor:
-    """(T, M) weights that average each query's scored tokens in the packed row."""
-    weights = torch.zeros(sum(len(query.ids) for query in queries), len(queries), device=device)
-    offset = 0
-    for m, query in enumerate(queries):
-        weights[offset + query.scored.start : offset + query.scored.stop, m] = 1 / query.length
-        offset += len(query.ids)
+def _average(queries: Sequence[TokenisedQuery], width: int, device: torch.device) -> Tensor:
+    """(M, T) weights that average each query's scored tokens."""
+    weights = torch.zeros(len(queries), width, device=device)
+    for row, query in zip(weights, queries, strict=True):
+        row[query.scored] = 1 / query.length
     return weights
 
 

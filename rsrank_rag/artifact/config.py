@@ -114,11 +114,7 @@ class RSRankConfig(BaseModel):
 
     @classmethod
     def parse(cls, text: str, *, source: str) -> RSRankConfig:
-        """Read a ``config.json``.
-
-        Raises:
-            ArtifactError: Not JSON, not an RSRank config, or of an unknown format version.
-        """
+        """Read a ``config.json``; ArtifactError if it is no JSON, no RSRank config, or of an unknown version."""
         try:
             raw: Any = json.loads(text)
         except (ValueError, RecursionError) as error:  # also nested too deep, or a number of thousands of digits
@@ -142,11 +138,7 @@ class RSRankConfig(BaseModel):
 
 
 def _without_retired(raw: dict[str, Any], source: str) -> dict[str, Any]:
-    """A config without what only earlier releases knew.
-
-    Raises:
-        ArtifactError: It asks for something that only they could do.
-    """
+    """A config without what only earlier releases knew; ArtifactError if it asks for what only they could do."""
     for name, meant in RETIRED.items():
         if name in raw and raw[name] not in meant:
             raise ArtifactError(
@@ -164,9 +156,6 @@ def content_digest(text: str) -> str:
     """sha256 of a JSON text's content, whatever its layout and the order of its keys.
 
     Taken from the file as written, so that fields which later versions add do not change it.
-
-    Raises:
-        ArtifactError: It is nested too deep.
     """
     try:
         content = json.dumps(json.loads(text), sort_keys=True, ensure_ascii=True)

@@ -21,12 +21,14 @@ from torch import Tensor
 
 from ..errors import ArtifactError, nearest
 from ..language_model.hub_errors import HUB_ERRORS
+from ..language_model.options import LoadOptions
 from ..method.projection import Projection
 from ..partial_files import settle
 from .config import INSIDE, RSRankConfig, content_digest
 
 CONFIG, PROJECTION, CARD, LIMITS = "config.json", "projection.safetensors", "README.md", "limits.txt"
 BUILTIN = Path(__file__).parents[1] / "models"
+USUAL = LoadOptions()
 
 
 def builtin_names() -> list[str]:
@@ -34,14 +36,7 @@ def builtin_names() -> list[str]:
     return sorted(path.parent.name for path in BUILTIN.glob(f"*/{CONFIG}"))
 
 
-def resolve(
-    name: str | Path,
-    *,
-    revision: str | None = None,
-    local_files_only: bool = False,
-    token: str | bool | None = None,
-    cache_dir: str | Path | None = None,
-) -> Path:
+def resolve(name: str | Path, revision: str | None = None, load: LoadOptions = USUAL) -> Path:
     """Find an artifact's folder: a built-in name, a local path or a Hub id, in this order.
 
     Raises:
@@ -62,9 +57,9 @@ def resolve(
         folder = snapshot_download(
             str(name),
             revision=revision,
-            local_files_only=local_files_only,
-            token=token,
-            cache_dir=cache_dir,
+            local_files_only=load.local_files_only,
+            token=load.token,
+            cache_dir=load.cache_dir,
             allow_patterns=[CONFIG, PROJECTION, CARD, LIMITS, "backbone/*"],
         )
     except HFValidationError:
@@ -77,7 +72,7 @@ def resolve(
             "'hf auth login' or pass token=..."
         ) from None
     except LocalEntryNotFoundError as error:
-        where = "the local Hub cache" if local_files_only or constants.HF_HUB_OFFLINE else "the Hub"
+        where = "the local Hub cache" if load.local_files_only or constants.HF_HUB_OFFLINE else "the Hub"
         raise ArtifactError(
             f"{asked} {found}, and it could not be had from {where}: {error.__cause__ or error} Connect once to "
             "download it, or pass the path of a local copy."
@@ -106,11 +101,7 @@ def is_folder(name: str | Path) -> bool:
 
 
 def read_config(folder: Path) -> RSRankConfig:
-    """Read and validate ``config.json``.
-
-    Raises:
-        ArtifactError: Missing, unreadable, invalid or of an unknown version.
-    """
+    """Read and validate ``config.json``; ArtifactError if it is missing, unreadable, invalid or of another version."""
     path = folder / CONFIG
     if not path.is_file():
         raise ArtifactError(
@@ -192,11 +183,7 @@ def write_artifact(folder: Path, config: RSRankConfig, projection: Projection, c
 
 
 def check_shareable(config: RSRankConfig, *, include_backbone: bool) -> None:
-    """Refuse to publish what nobody else could load.
-
-    Raises:
-        ArtifactError: The language model lies in a folder of this machine.
-    """
+    """Refuse to publish what nobody else could load: an artifact of a language model in a folder of this machine."""
     source = config.backbone.name
     if not include_backbone and source != INSIDE and not is_hub_id(source):
         raise ArtifactError(
@@ -215,13 +202,9 @@ def contents(folder: Path, repo_id: str) -> dict[str, Path | bytes]:
 def push(
     folder: Path, repo_id: str, *, private: bool, revision: str | None, token: str | bool | None, message: str
 ) -> str:
-    """Upload an artifact folder to the Hub, making the repository if need be. The folder stays as it is.
+    """Upload an artifact folder to the Hub, making the repository if need be; gives the commit's address.
 
-    Returns:
-        Address of the commit.
-
-    Raises:
-        ArtifactError: The Hub refused.
+    The folder stays as it is. ArtifactError says what the Hub refused.
     """
     api = HfApi(token=token)
     added = [CommitOperationAdd(name, content) for name, content in contents(folder, repo_id).items()]
@@ -253,17 +236,37 @@ def is_hub_id(name: str) -> bool:
     return True
 
 
-def _fusion(config: RSRankConfig) -> list[str]:
-    """What a model card says of mid-fusion."""
-    layer = config.fusion_layer
-    return [
-        f"- Queries see documents from layer {layer} on only; below it, each is run by itself. What both are there may "
-        "count beside the shift (agreement). This is not part of the paper's method"
-    ] * bool(layer)
-
-
 UNNAMED = "PATH_OR_HUB_ID"
 """Stands in a model card's examples until the artifact is published."""
+
+USAGE = f"""---
+
+# RSRank projection
+
+Scores how a document shifts the value vectors of a query's tokens. Documents above 0 are relevant.
+
+```python
+from rsrank_rag import RSRank
+
+ranker = RSRank.from_pretrained("{UNNAMED}")
+print(ranker.rank("your question", ["a document", "another document"]))
+```
+
+In LangChain and LlamaIndex:
+
+```python
+from rsrank_rag.langchain import RSRankCompressor
+from rsrank_rag.llama_index import RSRankPostprocessor
+
+compressor = RSRankCompressor(model="{UNNAMED}")
+postprocessor = RSRankPostprocessor(model="{UNNAMED}")
+```
+"""
+
+FUSION = (
+    "- Queries see documents from layer {} on only; below it, each is run by itself. What both are there may "
+    "count beside the shift (agreement). This is not part of the paper's method"
+)
 
 
 def model_card(config: RSRankConfig) -> str:
@@ -277,34 +280,12 @@ def model_card(config: RSRankConfig) -> str:
         front.append(f"base_model: {config.backbone.name}")
     lines = [
         *front,
-        "---",
-        "",
-        "# RSRank projection",
-        "",
-        "Scores how a document shifts the value vectors of a query's tokens. Documents above 0 are relevant.",
-        "",
-        "```python",
-        "from rsrank_rag import RSRank",
-        "",
-        f'ranker = RSRank.from_pretrained("{UNNAMED}")',
-        'print(ranker.rank("your question", ["a document", "another document"]))',
-        "```",
-        "",
-        "In LangChain and LlamaIndex:",
-        "",
-        "```python",
-        "from rsrank_rag.langchain import RSRankCompressor",
-        "from rsrank_rag.llama_index import RSRankPostprocessor",
-        "",
-        f'compressor = RSRankCompressor(model="{UNNAMED}")',
-        f'postprocessor = RSRankPostprocessor(model="{UNNAMED}")',
-        "```",
-        "",
+        USAGE,
         f"- Backbone: `{config.backbone.name}`, revision `{config.backbone.revision or 'not pinned'}` "
         f"({config.backbone.model_type}, {config.depth})",
         f"- B: layers {config.layers[0]}-{config.layers[-1]} ({len(config.layers)}), {heads} KV heads, "
         f"P = {config.projection_dim}, D = {dim}: {len(config.layers) * heads * config.projection_dim * dim:,} numbers",
-        *_fusion(config),
+        *[FUSION.format(config.fusion_layer)] * bool(config.fusion_layer),
         f"- Template: `{config.template.model_dump_json()}`",
         f"- Training data: {', '.join(training.data) or 'not recorded'}; seed {training.seed}",
     ]
@@ -317,9 +298,8 @@ def model_card(config: RSRankConfig) -> str:
     if training.metrics:
         columns = sorted({key for row in training.metrics.values() for key in row})
         lines += ["", "| dataset | " + " | ".join(columns) + " |", "|---" * (len(columns) + 1) + "|"]
+        whole = ("queries", "unanswered")
         for dataset, row in training.metrics.items():
-            cells = [
-                f"{row[key]:.{0 if key in ('queries', 'unanswered') else 3}f}" if key in row else "" for key in columns
-            ]
+            cells = [f"{row[key]:.{0 if key in whole else 3}f}" if key in row else "" for key in columns]
             lines.append(f"| {dataset} | " + " | ".join(cells) + " |")
     return "\n".join(lines) + "\n"

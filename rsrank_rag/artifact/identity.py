@@ -33,11 +33,7 @@ _PROBE = "Who wrote it, and when? 1984 naïve façade — 東京 Привет �
 
 
 def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
-    """Short hash of how a tokenizer splits a fixed multilingual string, and of its vocabulary's size.
-
-    Raises:
-        BackboneError: Not a fast tokenizer.
-    """
+    """Short hash of how a tokenizer splits a fixed multilingual string, and of its vocabulary's size."""
     copy = private_copy(tokenizer, special_tokens=False)
     ids = [copy.get_vocab_size(), *copy.encode(_PROBE, add_special_tokens=False).ids]
     return hashlib.sha256(repr(ids).encode()).hexdigest()[:16]
@@ -107,11 +103,7 @@ ADVICE = "Load the backbone the artifact names (and its revision), or train B fo
 
 
 def check_before_run(loaded: LoadedModel, spec: BackboneSpec, source: str) -> None:
-    """Compare what can be compared before the model runs, so that a foreign one gives these errors and no others.
-
-    Raises:
-        ArtifactError: Another architecture, depth or tokenizer.
-    """
+    """Refuse another architecture, depth or tokenizer before the model runs and fails in ways of its own."""
     model_type = loaded.model.config.get_text_config().model_type
     if (loaded.num_layers, model_type) != (spec.num_layers, spec.model_type):
         raise ArtifactError(
@@ -127,11 +119,7 @@ def check_before_run(loaded: LoadedModel, spec: BackboneSpec, source: str) -> No
 
 
 def check_after_run(core: Backbone, spec: BackboneSpec, source: str) -> None:
-    """Compare heads and value vectors with the ones the artifact was made with.
-
-    Raises:
-        ArtifactError: Other heads or other weights.
-    """
+    """Refuse other heads or other value vectors than the ones the artifact was made with."""
     if (core.num_heads, core.head_dim) != (spec.num_heads, spec.head_dim):
         raise ArtifactError(
             f"This artifact belongs to {spec.name} with {spec.num_heads} KV heads of {spec.head_dim}, but {source} "

@@ -29,20 +29,8 @@ class Artifact(NamedTuple):
 
 
 def open_artifact(source: ModelSource) -> Artifact:
-    """Load an artifact and the language model it belongs to.
-
-    Raises:
-        ArtifactError: The artifact is missing, damaged, or belongs to another model.
-        BackboneError: The language model cannot be loaded or read.
-    """
-    load = source.load
-    folder = hub.resolve(
-        source.name,
-        revision=source.revision,
-        local_files_only=load.local_files_only,
-        token=load.token,
-        cache_dir=load.cache_dir,
-    )
+    """Load an artifact and the language model it belongs to; raises as `RSRank.from_pretrained`."""
+    folder = hub.resolve(source.name, source.revision, source.load)
     config = hub.read_config(folder)
     projection = hub.read_projection(folder, config)
     inside = config.backbone.name == INSIDE
@@ -52,12 +40,12 @@ def open_artifact(source: ModelSource) -> Artifact:
     here, chosen = hub.is_folder(model), source.backbone is not None
     if here:  # before anything of it is read
         check_files(config.backbone, Path(model), chosen=chosen)
-    loaded = load_model(model, revision=pinned, options=load, last_layer=last_layer)
+    loaded = load_model(model, revision=pinned, options=source.load, last_layer=last_layer)
     check_before_run(loaded, config.backbone, str(model))
     core = open_backbone(loaded.model, last_layer, num_layers=loaded.num_layers, fusion_layer=config.fusion_layer)
     check_after_run(core, config.backbone, str(model))
     if not here:  # it has been downloaded
-        check_files(config.backbone, folder_of(model, pinned, load.cache_dir), chosen=chosen)
+        check_files(config.backbone, folder_of(model, pinned, source.load.cache_dir), chosen=chosen)
     limits = (core.max_length, config.max_length, source.max_length)
     prompts = PromptTokenizer(
         loaded.tokenizer,
@@ -77,12 +65,7 @@ def new_artifact(
     license: str | None = None,
     fusion_layer: int = 0,
 ) -> Artifact:
-    """Join a language model and a B for it.
-
-    Raises:
-        BackboneError: The model cannot be loaded or read.
-        ArtifactError: B's shape does not fit it.
-    """
+    """Join a language model and a B for it; raises as `RSRank.from_backbone`."""
     last_layer = projection.layers[-1]
     loaded = load_model(source.name, revision=source.revision, options=source.load, last_layer=last_layer)
     core = open_backbone(loaded.model, last_layer, num_layers=loaded.num_layers, fusion_layer=fusion_layer)

@@ -60,7 +60,7 @@ def model_identity(name: str, *, revision: str | None = None, local_files_only: 
     kind, model = parse(name)
     found: dict[str, str] = {}
     if kind is KINDS["rsrank"]:
-        folder = hub.resolve(model, revision=revision, local_files_only=local_files_only)
+        folder = hub.resolve(model, revision, LoadOptions(local_files_only=local_files_only))
         config = hub.read_config(folder)
         hub.read_projection(folder, config)
         found = {file: digest_of(folder / file) for file in (hub.CONFIG, hub.PROJECTION)}

@@ -193,7 +193,7 @@ def info(
     """
     from ..artifact import hub
 
-    folder = hub.resolve(model, revision=revision, local_files_only=local_files_only)
+    folder = hub.resolve(model, revision, LoadOptions(local_files_only=local_files_only))
     config, limits = hub.read_config(folder), folder / hub.LIMITS
     if as_json:
         typer.echo(config.model_dump_json(indent=2))

@@ -12,7 +12,7 @@ from .. import __version__
 
 if TYPE_CHECKING:
     from ..artifact.config import RSRankConfig
-    from ..method.explanation import Explanation
+    from ..passages.explanation import Explanation
     from ..reranker import RankResult
 
 

@@ -34,19 +34,10 @@ SPECIAL = ("position_bias", "softcap", "s_aux", "sinks", "indices", "block_indic
 def attend(
     module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any
 ) -> tuple[Tensor, None]:
-    """Scaled dot product attention of (N, H * G, T, D) queries over (N, H, S, D) keys.
+    """Scaled dot product attention of (N, H * G, T, D) queries over (N, H, S, D) keys and values, as transformers asks.
 
-    Args:
-        module: The attention layer.
-        query: (N, H * G, T, D).
-        key: (N, H, S, D).
-        value: (N, H, S, D).
-        attention_mask: (N, 1, T, about S), boolean or to be added; None for a causal one. Keys that it does not cover
-            only fill `probe.LANES` and are not seen.
-        **options: As transformers passes them.
-
-    Returns:
-        (N, T, H * G, D), and None for the attention weights.
+    The mask is (N, 1, T, about S), boolean or to be added; None for a causal one. Keys that it does not cover only fill
+    `probe.LANES` and are not seen. Gives (N, T, H * G, D), and None for the attention weights.
     """
     special = any(options.get(name) is not None for name in SPECIAL)
     if attention_mask is not None and attention_mask.shape[-1] != key.shape[2]:

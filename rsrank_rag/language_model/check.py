@@ -52,11 +52,9 @@ class Watcher(Probe):
 def open_backbone(
     model: PreTrainedModel, last_layer: int | None = None, *, num_layers: int | None = None, fusion_layer: int = 0
 ) -> Backbone:
-    """Try a model out and make it ready to be read.
+    """Try a model out and make it ready to be read; see `Backbone`. It is switched to eval mode.
 
-    `model`: a base model without head (``AutoModel``). It is switched to eval mode. `last_layer`: the last layer
-    whose value vectors are read (counted from 0); None for the last one loaded. `fusion_layer`: the first layer in
-    which queries see documents.
+    ``last_layer`` and ``num_layers`` are by default the last one loaded, and as many as are loaded.
 
     Raises:
         BackboneError: The model's cache does not hold its value vectors, or it cannot be run in two phases, or not
@@ -118,7 +116,7 @@ def _try_out(core: Backbone) -> Findings:
     whole = values if causal else _block_masked_run(checked, ids)
     read: dict[int, Tensor] = {}
     prefixes = checked.prefill([tuple(ids[:CUT]), (*ids[::-1], *ids)], IDS - CUT)
-    checked.query_values([[tuple(ids[CUT:])]], prefixes, read.__setitem__)
+    checked.query_values([tuple(ids[CUT:])], prefixes, read.__setitem__)
     near = _near(core)
     for layer, value in enumerate(whole):
         if _distance(read[layer][:1, :, : IDS - CUT], value[:, :, CUT:]) > near:
@@ -131,18 +129,14 @@ def _try_out(core: Backbone) -> Findings:
 
 @torch.no_grad()
 def _fused(core: Backbone, layer: int) -> Backbone:
-    """The same model with a fusion layer.
-
-    Raises:
-        BackboneError: It cannot be run from there on, or gives other value vectors then.
-    """
+    """The same model with a fusion layer; BackboneError if it gives other value vectors when run from there on."""
     if layer >= core.last_layer:
         raise BackboneError(f"fusion_layer={layer} was asked for, and no layer above it is read. Choose a lower one.")
     ids = tuple(_tokens(core))
     view = split_at(core.model, layer)
     fused = Backbone(view, core.findings, last_layer=core.last_layer, num_layers=core.num_layers, fusion_layer=layer)
     read: dict[int, Tensor] = {}
-    fused.query_values([[ids]], fused.prefill([ids[:CUT]], IDS), read.__setitem__)
+    fused.query_values([ids], fused.prefill([ids[:CUT]], IDS), read.__setitem__)
     alone = _values(core, list(ids))[layer]  # in the fusion layer, they have not seen the document yet
     if min(read) != layer or _distance(read[layer][:, :, :IDS], alone) > _near(core):
         raise BackboneError(f"{core.name} cannot be run from layer {layer} on, as fusion_layer={layer} asks. {ADVICE}")
@@ -156,12 +150,8 @@ def _tokens(core: Backbone) -> list[int]:
 
 def _check_rotary(core: Backbone, ids: list[int]) -> None:
     """Refuse positions that are added to the embeddings: a document would shift its query by its mere length."""
-    tokens = torch.tensor([ids], device=core.device)
-    first, moved = Watcher(core.last_layer), Watcher(core.last_layer)
-    places = torch.arange(IDS, device=core.device)[None]
-    for watcher, positions in ((first, places), (moved, places + 3)):
-        _run(core, watcher, tokens, torch.ones_like(tokens), positions)
-    if _distance(moved.values[0], first.values[0]) > _near(core):
+    first, moved = (_values(core, ids, first=place)[0] for place in (0, 3))
+    if _distance(moved, first) > _near(core):
         raise BackboneError(
             f"{core.name} adds positions to its embeddings, so a document would move the query's value vectors by its "
             f"length alone: the shift (Eq. 3 of the paper) needs rotary positions. {ADVICE}"
@@ -171,11 +161,8 @@ def _check_rotary(core: Backbone, ids: list[int]) -> None:
 def _steady_tokens(core: Backbone) -> int | None:
     """How many tokens a run needs so that each of them comes out the same however many others there are.
 
-    Matrix kernels for few rows sum in another order. Found out for the shapes that the model has.
-
-    Returns:
-        At most `MOST_STEADY`; None where that is not enough, for other devices, and for weights that are quantised or
-        so large that finding out would take long.
+    Matrix kernels for few rows sum in another order. Found out for the shapes that the model has: at most
+    `MOST_STEADY`. None where that is not enough, for other devices, and for weights that are quantised or large.
     """
     maps = [module for module in core.model.modules() if isinstance(module, torch.nn.Linear)]
     if core.device.type != "cpu" or bits_of(core.model) != 16 or any(m.weight.numel() > LARGEST_TRIED for m in maps):
@@ -237,28 +224,27 @@ def _checked_values(core: Backbone, ids: list[int]) -> list[Tensor]:
     return values
 
 
-def _values(core: Backbone, ids: list[int], watcher: Watcher | None = None) -> list[Tensor]:
-    """Every layer's values with all tokens run at once, under the model's own mask."""
-    watcher = Watcher(core.last_layer) if watcher is None else watcher  # an empty cache is falsy
-    tokens = torch.tensor([ids], device=core.device)
-    _run(core, watcher, tokens, torch.ones_like(tokens), torch.arange(len(ids), device=core.device)[None])
-    return watcher.values
+def _values(core: Backbone, ids: list[int], watcher: Watcher | None = None, *, first: int = 0) -> list[Tensor]:
+    """Every layer's values with all tokens run at once, from position ``first`` on, under the model's own mask."""
+    places = torch.arange(first, first + len(ids), device=core.device)
+    return _run(core, ids, torch.ones(1, len(ids), dtype=torch.long, device=core.device), places, watcher)
 
 
 def _block_masked_run(core: Backbone, ids: list[int]) -> list[Tensor]:
     """An encoder's reference: one run in which the document's tokens do not see the query's."""
-    tokens = torch.tensor([ids], device=core.device)
-    positions = torch.tensor([[*range(CUT), *range(IDS - CUT)]], device=core.device)
+    positions = torch.tensor([*range(CUT), *range(IDS - CUT)], device=core.device)
     allowed = torch.ones(IDS, IDS, dtype=torch.bool, device=core.device)
     allowed[:CUT, CUT:] = False
-    watcher = Watcher(core.last_layer)
-    _run(core, watcher, tokens, core.mask(allowed[None]), positions)
+    return _run(core, ids, core.mask(allowed[None]), positions)
+
+
+def _run(
+    core: Backbone, ids: list[int], mask: Tensor, positions: Tensor, watcher: Watcher | None = None
+) -> list[Tensor]:
+    watcher = Watcher(core.last_layer) if watcher is None else watcher  # an empty cache is falsy
+    with core.ended_by(watcher):
+        core.model(**core.inputs(watcher, torch.tensor([ids], device=core.device), mask, positions[None]))
     return watcher.values
-
-
-def _run(core: Backbone, cache: Probe, ids: Tensor, mask: Tensor, positions: Tensor) -> None:
-    with core.ended_by(cache):
-        core.model(**core.inputs(cache, ids, mask, positions))
 
 
 def _near(core: Backbone) -> float:

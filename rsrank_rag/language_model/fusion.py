@@ -17,11 +17,7 @@ if TYPE_CHECKING:
 
 
 def layers_of(model: PreTrainedModel) -> nn.ModuleList:
-    """The model's layers: its one list of so many modules.
-
-    Raises:
-        BackboneError: There is no such list.
-    """
+    """The model's layers: its one list of so many modules; BackboneError if there is none."""
     count = model.config.get_text_config().num_hidden_layers
     for module in model.modules():
         if isinstance(module, nn.ModuleList) and len(module) == count:

@@ -39,11 +39,7 @@ LOAD_ERRORS: tuple[type[Exception], ...] = (
 """What transformers raises for a model that is absent, damaged, absurd or in need of a package."""
 
 Head = Literal["causal-lm", "seq2seq-lm"]
-_AUTO: dict[Head | None, Any] = {
-    None: AutoModel,
-    "causal-lm": AutoModelForCausalLM,
-    "seq2seq-lm": AutoModelForSeq2SeqLM,
-}
+_AUTO: dict[Head, Any] = {"causal-lm": AutoModelForCausalLM, "seq2seq-lm": AutoModelForSeq2SeqLM}
 
 
 def has_fast_fp8(device: torch.device) -> bool:
@@ -54,16 +50,11 @@ def has_fast_fp8(device: torch.device) -> bool:
 
 
 class LoadedModel(NamedTuple):
-    """A frozen language model in memory.
+    """A frozen language model in memory."""
 
-    Attributes:
-        model: Without the layers that nobody reads.
-        num_layers: Layers of the checkpoint; the model may hold only its first ones.
-    """
-
-    model: PreTrainedModel
+    model: PreTrainedModel  # without the layers that nobody reads
     tokenizer: PreTrainedTokenizerBase
-    num_layers: int
+    num_layers: int  # of the checkpoint
 
 
 def load_model(
@@ -117,7 +108,7 @@ def load_model(
         safetensors = None if allow_bin else True  # None: where there are any
         # Weights that the checkpoint has and nobody asked for are listed otherwise.
         with only(_says_more_than_unexpected, "transformers.modeling_utils"), without_progress_bars():
-            model = _AUTO[head].from_pretrained(
+            model = (AutoModel if head is None else _AUTO[head]).from_pretrained(
                 str(name), config=config, dtype=dtype, use_safetensors=safetensors, **hub, **extra
             )
     except failures as error:
@@ -143,9 +134,7 @@ def load_model(
 def shortened(config: PreTrainedConfig, layers: int) -> PreTrainedConfig:
     """A copy of a model's config that describes its first layers alone; the config itself if there are no more.
 
-    Args:
-        config: Of the whole checkpoint; of a vision-language model, the text part is what is shortened.
-        layers: How many to keep.
+    Of a vision-language model, the text part is shortened.
     """
     count = _depth(config)
     if layers >= count:
@@ -180,11 +169,7 @@ def _is_no_cast_notice(record: logging.LogRecord) -> bool:
 
 
 def _quantization(options: LoadOptions) -> Any:
-    """What transformers' ``quantization_config`` has to be; None without quantisation.
-
-    Raises:
-        MissingDependencyError: bitsandbytes, torchao or accelerate is missing.
-    """
+    """What transformers' ``quantization_config`` has to be; None without quantisation."""
     if options.weights is None:
         return None
     flag = next(name for name, weights in FLAGS.items() if weights == options.weights)
@@ -211,11 +196,7 @@ def _bitsandbytes(options: LoadOptions) -> Any:
 
 
 def _fp8(options: LoadOptions) -> Any:
-    """For torchao: a scale for each output row of a weight and, where activations are rounded too, for each token.
-
-    Raises:
-        MissingDependencyError: torchao is too old for transformers.
-    """
+    """For torchao: a scale for each output row of a weight and, where activations are rounded too, for each token."""
     from transformers import TorchAoConfig
     from transformers.utils import is_torchao_available
 
@@ -235,11 +216,7 @@ def _fp8(options: LoadOptions) -> Any:
 
 
 def _finish_fp8(model: PreTrainedModel, name: str) -> None:
-    """Undo what torchao makes of a weight's row of zeros: its scale is zero, and it is divided by it.
-
-    Raises:
-        BackboneError: No weight is in fp8.
-    """
+    """Undo what torchao makes of a weight's row of zeros: its scale is zero, and it is divided by it."""
     if bits_of(model) != 8:
         raise BackboneError(f"{name!r} has no linear maps that torchao keeps in fp8. Load it without load_in_fp8.")
     for weight in model.parameters():

@@ -37,12 +37,7 @@ class LoadOptions:
         weights: None leaves them as they are. ``int8`` and ``nf4`` (bitsandbytes) save memory, not time. ``fp8``
             (torchao) does so too; on CUDA devices that multiply float8 (Ada, Hopper and later), in bfloat16,
             activations are rounded as well, token by token.
-        local_files_only: Never ask the Hub.
-        token: Hub access token.
-        cache_dir: Hub cache folder.
-        trust_remote_code: Run model code from the Hub repository.
-        deterministic: Fill small calls up where scores would otherwise depend on how many documents share a call: see
-            `RSRank.from_pretrained`.
+        deterministic: As the others, see `RSRank.from_pretrained`.
 
     Raises:
         InputError: Weights that there are not, or two kinds of them.
@@ -73,11 +68,7 @@ class LoadOptions:
             raise InputError(f"weights={self.weights!r} is none of {', '.join(get_args(Weights))}.")
 
     def resolved_device(self) -> torch.device:
-        """The device asked for, or the best one present.
-
-        Raises:
-            InputError: Not the name of a device.
-        """
+        """The device asked for, or the best one present; InputError if it is not the name of one."""
         import torch
 
         if self.device is not None:
@@ -90,11 +81,7 @@ class LoadOptions:
         return torch.device("mps" if torch.backends.mps.is_available() else "cpu")
 
     def resolved_dtype(self) -> torch.dtype:
-        """The dtype asked for, or bfloat16 where it is fast.
-
-        Raises:
-            InputError: Not the name of a floating-point dtype.
-        """
+        """The dtype asked for, or bfloat16 where it is fast; InputError if it is no floating-point dtype's name."""
         import torch
 
         if self.dtype is not None:
@@ -109,14 +96,7 @@ class LoadOptions:
 class ModelSource:
     """Everything that decides which model is loaded and how; equal sources may share one model.
 
-    Attributes:
-        name: ``"mini"``, a local folder or a Hub id of an RSRank artifact, or another system's name.
-        revision: Commit, tag or branch on the Hub.
-        load: How.
-        backbone: Where to load the language model from instead.
-        max_length: Most positions; longer documents are cut.
-        token_budget: Padded tokens of documents and query in one batch; None for the device's default.
-        prefix_cache: Where documents' prefixes are kept; see `RSRank.from_pretrained`.
+    As `RSRank.from_pretrained` explains; the name may be another system's.
     """
 
     name: str
@@ -129,12 +109,9 @@ class ModelSource:
 
 
 def _as_name(value: Any) -> Any:
-    """Paths, devices and dtypes as text."""
     if isinstance(value, os.PathLike):
         return os.fspath(value)
-    if type(value).__module__.partition(".")[0] == "torch":
-        return str(value).removeprefix("torch.")
-    return value
+    return str(value).removeprefix("torch.") if type(value).__module__.partition(".")[0] == "torch" else value
 
 
 Name = Annotated[str, BeforeValidator(_as_name)]
@@ -160,14 +137,7 @@ class LoadSettings(BaseModel):
     )
 
     def load_options(self, **more: Any) -> LoadOptions:
-        """What these settings ask for.
-
-        Args:
-            **more: Options that have no field here.
-
-        Raises:
-            InputError: Two kinds of weights.
-        """
+        """What these settings, and ``more`` options without a field, ask for; InputError for two kinds of weights."""
         return LoadOptions(**{name: getattr(self, name) for name in LoadSettings.model_fields}, **more)
 
 

@@ -14,14 +14,10 @@ CGROUP = Path("/sys/fs/cgroup")
 
 
 def usable_cores(cgroup: Path = CGROUP) -> int:
-    """Cores that this process may use: those it is bound to, and no more than its container's CPU quota, rounded up.
-
-    Args:
-        cgroup: Where the control group is mounted, version 2 (``cpu.max``) or 1 (``cpu/cpu.cfs_quota_us``).
-    """
+    """Cores that this process may use: those it is bound to, and no more than its container's CPU quota, rounded up."""
     bound = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     try:
-        quota, period = (cgroup / "cpu.max").read_text().split()
+        quota, period = (cgroup / "cpu.max").read_text().split()  # version 2
     except (OSError, ValueError):
         try:
             quota, period = ((cgroup / "cpu" / f"cpu.cfs_{name}_us").read_text() for name in ("quota", "period"))
@@ -36,13 +32,8 @@ def use_threads(threads: int | None = None) -> int | None:
     """Bound torch's threads, and let idle ones sleep instead of spin: spinning costs most where cores are shared.
 
     ``OMP_NUM_THREADS`` and ``OMP_WAIT_POLICY`` win where they are set. Waiting is decided when torch is imported, so it
-    changes only where this is called before; the number can be lowered afterwards, too.
-
-    Args:
-        threads: So many; None for torch's own choice, but not more than `usable_cores`.
-
-    Returns:
-        The number that was set; None where torch's own choice stays.
+    changes only where this is called before; the number can be lowered afterwards, too. Without ``threads`` it is
+    torch's own choice, but at most `usable_cores`. Gives the number that was set; None where torch's own choice stays.
     """
     torch, cores = sys.modules.get("torch"), usable_cores()
     if torch is None:

@@ -14,7 +14,6 @@ hidden size.
 from __future__ import annotations
 
 import copy
-import itertools
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -42,23 +41,19 @@ ADVICE = (
 
 @dataclass(frozen=True)
 class Findings:
-    """What a trial run of the model found out; see `language_model.check`.
-
-    Attributes:
-        causal: Whether tokens see only earlier ones (a decoder).
-        sample: Entries of the last read layer's value vectors on fixed tokens. They depend on every weight below, so
-            they tell one checkpoint from another in just what B reads.
-        aligned: Whether attention can be given whole `probe.LANES` of keys.
-        steady: A run of at least so many tokens gives each the same numbers, however many others there are; None if
-            no such number is known.
-    """
+    """What a trial run of the model found out; see `language_model.check`."""
 
     causal: bool
+    """Whether tokens see only earlier ones (a decoder)."""
     num_heads: int
     head_dim: int
     sample: tuple[float, ...]
+    """Entries of the last read layer's value vectors on fixed tokens. They depend on every weight below, so they tell
+    one checkpoint from another in just what B reads."""
     aligned: bool = False
+    """Whether attention can be given whole `probe.LANES` of keys."""
     steady: int | None = None
+    """A run of so many tokens gives each the same numbers, however many others there are; None if nobody knows."""
 
 
 class Backbone:
@@ -67,23 +62,25 @@ class Backbone:
     Args:
         model: A base model without head (``AutoModel``), in eval mode.
         findings: What is known of it.
-        last_layer: The last layer whose value vectors are read (counted from 0); later ones never run, and need not
-            be loaded.
+        last_layer: The last layer whose value vectors are read (from 0); later ones never run, nor need be loaded.
         num_layers: Layers of the checkpoint, of which the model may hold only the first ones.
         fusion_layer: The first layer in which queries see documents. Above 0, the model's runs must be able to end
             or begin there, see `language_model.fusion`.
 
     Attributes:
         fewest_tokens: A run is filled up to so many, see `Findings.steady`.
-        reader: Reads queries.
     """
 
     reader: type[Reader] = Reader
+    """Reads queries."""
 
     def __init__(
         self, model: PreTrainedModel, findings: Findings, *, last_layer: int, num_layers: int, fusion_layer: int = 0
     ) -> None:
         self.model, self.findings, self.fusion_layer = model, findings, fusion_layer
+        self.name = f"{type(model).__name__} ({model.name_or_path or 'unnamed'})"  # for messages
+        self.device: torch.device = next(model.parameters()).device
+        self.dtype: torch.dtype = model.get_input_embeddings().weight.dtype
         self.fewest_tokens = findings.steady if findings.steady and findings.steady <= CHEAP else 1
         self.config = model.config.get_text_config()
         self.last_layer, self.num_layers = last_layer, num_layers
@@ -94,8 +91,7 @@ class Backbone:
     def deterministic(self) -> Backbone:
         """The same model, run so that what a token gives never depends on how many others share its run.
 
-        Raises:
-            InputError: For this model on this device nobody knows how.
+        Raises InputError where nobody knows how, for this model on this device.
         """
         if self.findings.steady is None:
             raise InputError(
@@ -106,23 +102,6 @@ class Backbone:
         core = copy.copy(self)
         core.fewest_tokens = self.findings.steady
         return core
-
-    @property
-    def name(self) -> str:
-        """Class and source, for messages."""
-        return f"{type(self.model).__name__} ({self.model.name_or_path or 'unnamed'})"
-
-    @property
-    def device(self) -> torch.device:
-        """Where inputs go."""
-        device: torch.device = next(self.model.parameters()).device
-        return device
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """The dtype the model computes in."""
-        dtype: torch.dtype = self.model.get_input_embeddings().weight.dtype
-        return dtype
 
     @property
     def max_length(self) -> int:
@@ -156,7 +135,7 @@ class Backbone:
         self, texts: Sequence[Ids], kind: type[Recorder], room: int = 0, behind: Sequence[Prefix] = ()
     ) -> tuple[Recorder, dict[str, object]]:
         """A run of texts, each seeing itself only: its cache, which ends it, and what the model is called with."""
-        lengths = [len(ids) for ids in texts]
+        lengths = list(map(len, texts))
         width, longest = self._width(len(texts), max(lengths)), max(lengths)
         columns = torch.arange(width, device=self.device).clamp(max=longest - 1)
         # A single token's causal mask is none at all: it would see the keys that fill the lanes.
@@ -170,18 +149,17 @@ class Backbone:
         return recorder, self.inputs(recorder, ids, mask, columns.expand(len(ids), -1))
 
     def query_values(
-        self, lines: Sequence[Sequence[Ids]], prefixes: Prefixes, show: Show, which: Sequence[int] | None = None
+        self, queries: Sequence[Ids], prefixes: Prefixes, show: Show, which: Sequence[int] | None = None
     ) -> Tensor:
         """Run queries after prefixes and hand over their value vectors, layer by layer.
 
         Values are handed over once and not kept, so memory does not grow with depth.
 
         Args:
-            lines: What can stand behind a prefix: one query's token ids, or several queries' side by side, of which
-                each sees the document and itself only. A shorter line is padded on its right; T is the longest's.
+            queries: Token ids. A shorter query is padded on its right; T is the longest's.
             prefixes: From `prefill`, with room for T tokens.
             show: Called with each layer's index and values (N, H, T, D), from the fusion layer up to ``last_layer``.
-            which: For each prefix, the number of its line; None where there is one line for all.
+            which: For each prefix, the number of its query; None where there is one for all.
 
         Returns:
             What `Prefix.pooled` is of each query, (Q, C).
@@ -189,53 +167,38 @@ class Backbone:
         Raises:
             ValueError: The prefixes have too little room.
         """
-        line = [0] * len(prefixes) if which is None else list(which)
-        longest = max(sum(map(len, queries)) for queries in lines)
+        longest = max(map(len, queries))
         if longest > prefixes.room:
             raise ValueError(f"The prefixes have room for {prefixes.room} query tokens, and there are {longest}.")
-        width = self._width(len(prefixes), longest)
-        ids = self._padded([tuple(i for query in queries for i in query) for queries in lines], width)
-        owner = torch.full((len(lines), width), -1)
-        within = torch.zeros(len(lines), width, dtype=torch.long)
-        for number, queries in enumerate(lines):
-            lengths = torch.tensor([len(query) for query in queries])
-            count = int(lengths.sum())
-            owner[number, :count] = torch.repeat_interleave(torch.arange(len(queries)), lengths)
-            within[number, :count] = torch.cat([torch.arange(int(length)) for length in lengths])
-        index = torch.tensor(line, device=self.device)
-        owner, within = owner.to(self.device)[index], within.to(self.device)[index]
+        index = torch.tensor([0] * len(prefixes) if which is None else which, device=self.device)
+        ids = self._padded(queries, self._width(len(prefixes), longest))[index]
+        within = torch.arange(ids.shape[1], device=self.device)
+        valid = within < self._column([len(query) for query in queries])[index]  # (N, T)
         start = self._column(prefixes.lengths) if self.causal else torch.zeros_like(index)[:, None]
         # Padding stays at the first position: the model's last one might be nearer than its end.
-        positions = (start + within) * (owner >= 0)
-        mask = self._query_mask(prefixes, owner, within, positions)
+        positions = (start + within) * valid
+        mask = self._query_mask(prefixes, valid, positions)
         reader, embedded = self.reader(self.last_layer, prefixes, show), torch.empty(0)
         if self.fusion_layer:
-            hidden, embedded = self._entering([query for queries in lines for query in queries])
-            first = torch.tensor([0, *itertools.accumulate(map(len, lines))], device=self.device)[index]
-            reader.entering = hidden[(first[:, None] + owner).clamp(min=0), within]
+            entrance, inputs = self._alone(queries, Entrance)  # each query by itself, up to what enters the layer
+            with self.ended_by(entrance):
+                self.model(**inputs)
+            assert entrance.entering is not None
+            reader.entering = entrance.entering[index, : ids.shape[1]]
+            embedded = pooled(entrance.entering, list(map(len, queries)))
         with self.ended_by(reader):
-            self.model(**self.inputs(reader, ids[index], mask, positions))
+            self.model(**self.inputs(reader, ids, mask, positions))
         return embedded
 
-    def _entering(self, queries: Sequence[Ids]) -> tuple[Tensor, Tensor]:
-        """What enters the fusion layer of queries by themselves, (Q, T, C), and their mean over tokens, (Q, C)."""
-        entrance, inputs = self._alone(queries, Entrance)
-        with self.ended_by(entrance):
-            self.model(**inputs)
-        hidden = entrance.entering
-        assert hidden is not None
-        return hidden, pooled(hidden, [len(query) for query in queries])
-
-    def _query_mask(
-        self, prefixes: Prefixes, owner: Tensor, within: Tensor, positions: Tensor
-    ) -> Tensor | dict[str, Tensor]:
+    def _query_mask(self, prefixes: Prefixes, valid: Tensor, positions: Tensor) -> Tensor | dict[str, Tensor]:
         """Mask (N, 1, T, R + S), one for each kind of attention layer the model has."""
-        rows, width = owner.shape
+        rows, width = valid.shape
         columns = torch.arange(prefixes.keys[0].shape[2] - prefixes.room, device=self.device)
+        within = torch.arange(width, device=self.device)
         document = (columns < self._column(prefixes.lengths))[:, None].expand(-1, width, -1)  # (N, T, S)
-        query = (owner[:, :, None] == owner[:, None]) & (owner >= 0)[:, None]  # (N, T, T)
+        query = valid[:, None].expand(-1, width, -1)  # (N, T, T)
         if self.causal:
-            query = query & (within[:, None] <= within[..., None])
+            query = query & (within <= within[:, None])
         query = query[:, :, : prefixes.room]  # what stands behind it fills the run up: nobody sees it
         rest = query.new_zeros(rows, width, prefixes.room - query.shape[2])
         full = torch.cat([query, rest, document], dim=2)
@@ -243,7 +206,7 @@ class Backbone:
         if not self.causal or window is None:
             return self.mask(full)
         near_document = document & (positions[..., None] - columns < window)
-        near_query = query & (within[..., None] - within[:, None] < window)[:, :, : prefixes.room]
+        near_query = query & (within[:, None] - within < window)[:, : prefixes.room]
         sliding = self.mask(torch.cat([near_query, rest, near_document], dim=2))
         if all(self._windows):
             return sliding
@@ -292,21 +255,12 @@ class Backbone:
         self, cache: Probe, ids: Tensor, mask: Tensor | dict[str, Tensor] | None, positions: Tensor
     ) -> dict[str, object]:
         """What the model is called with: ids (N, T), a mask as it takes them, positions (N, T) counted from 0."""
-        return {
-            "input_ids": ids,
-            "attention_mask": mask,
-            "position_ids": positions + self._position_offset,
-            "past_key_values": cache,
-            "use_cache": True,
-        }
+        places = positions + self._position_offset
+        return dict(input_ids=ids, attention_mask=mask, position_ids=places, past_key_values=cache, use_cache=True)
 
     @contextmanager
     def ended_by(self, cache: Probe) -> Iterator[None]:
-        """Around a forward pass that the cache has to end.
-
-        Raises:
-            BackboneError: The model never passed the cache's last layer through it.
-        """
+        """Around a forward pass that the cache has to end; BackboneError if its last layer never passed through it."""
         try:
             yield
         except LastLayerReached:

@@ -7,6 +7,7 @@ import logging
 from bisect import bisect_left
 from collections.abc import Iterable, Iterator, Sized
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -24,24 +25,22 @@ ALIKE = 0.7
 FEW = 8
 """... but not while the batch is below this part of the budget: there, padding costs less than another run."""
 
-
 Item = TypeVar("Item", bound=Sized)
 """Token ids, or what has as many."""
 
 
+@dataclass(eq=False)
 class DoesNotFitError(Exception):
     """Even one sequence alone, ``ids`` as it was given, is too large for the memory."""
 
-    def __init__(self, ids: Any) -> None:
-        super().__init__(f"{len(ids)} tokens do not fit")
-        self.ids = ids
+    ids: Any
 
 
 class Batches(Generic[Item]):
-    """Sequences in batches of at most so many padded tokens (at least one sequence).
+    """Sequences of like length in batches of at most so many padded tokens (at least one sequence).
 
-    Only sequences of like length share a batch. The longest come first, so that too large a budget shows at once; when
-    memory runs out, the batch is tried again at half its size and the smaller budget stays for the rest. To be used as
+    The longest come first, so that too large a budget shows at once; when memory runs out, the batch is tried again at
+    half its size and the smaller budget stays for the rest. To be used as
 
         for batch in batches:
             with batches.attempt():
@@ -52,15 +51,12 @@ class Batches(Generic[Item]):
         budget: Rows times the longest row's tokens.
         extra: Tokens that each row costs beside its own.
         alike: Sequences shorter than this share of a batch's longest wait for a later one.
-
-    Attributes:
-        halved: Sizes of batches that ran out of memory.
     """
 
     def __init__(self, sequences: Iterable[Item], budget: int, *, extra: int = 0, alike: float = ALIKE) -> None:
         self.waiting = sorted(sequences, key=len)
         self.budget, self.extra, self.alike = budget, extra, alike
-        self.halved: list[int] = []
+        self.halved: list[int] = []  # sizes of batches that ran out of memory
         self._size = 0
 
     def __iter__(self) -> Iterator[list[Item]]:
@@ -81,8 +77,7 @@ class Batches(Generic[Item]):
     def attempt(self) -> Iterator[None]:
         """Run the batch that the loop is at: it is done afterwards, or comes again in halves.
 
-        Raises:
-            DoesNotFitError: One sequence alone runs out of memory.
+        Raises DoesNotFitError where one sequence alone runs out of memory.
         """
         try:
             yield

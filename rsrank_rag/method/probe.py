@@ -64,15 +64,12 @@ class Scratch(threading.local):
 
 @dataclass(frozen=True)
 class Prefix:
-    """What one document leaves behind for later queries.
-
-    Attributes:
-        states: Its keys, then its values, of the layers in which queries see it, (2, L, H, S, D).
-        pooled: Mean over its tokens of what enters the fusion layer, (C,) fp32; empty without a fusion layer.
-    """
+    """What one document leaves behind for later queries."""
 
     states: Tensor
+    """Its keys, then its values, of the layers in which queries see it, (2, L, H, S, D)."""
     pooled: Tensor
+    """Mean over its tokens of what enters the fusion layer, (C,) fp32; empty without a fusion layer."""
 
     @property
     def nbytes(self) -> int:
@@ -89,33 +86,20 @@ class Prefixes:
 
     A query's keys and values are written into the room, so that attention finds both in one piece without a copy of
     the prefix. They stand in front so that their place does not depend on the longest prefix of the batch.
-
-    Attributes:
-        keys: Per layer, (N, H, R + S, D). Rotary positions are already in them.
-        values: Per layer, (N, H, R + S, D).
-        lengths: Valid positions of each prefix.
-        room: R.
-        pooled: What `Prefix.pooled` is of each, (N, C).
     """
 
-    keys: tuple[Tensor, ...]
-    values: tuple[Tensor, ...]
-    lengths: tuple[int, ...]
-    room: int
-    pooled: Tensor
+    keys: tuple[Tensor, ...]  # per layer, (N, H, R + S, D), with rotary positions
+    values: tuple[Tensor, ...]  # per layer, (N, H, R + S, D)
+    lengths: tuple[int, ...]  # valid positions of each prefix
+    room: int  # R
+    pooled: Tensor  # `Prefix.pooled` of each, (N, C)
 
     def __len__(self) -> int:
         return len(self.lengths)
 
     @classmethod
     def of(cls, rows: Sequence[Prefix], room: int, scratch: Scratch | None = None) -> Prefixes:
-        """Join single prefixes.
-
-        Args:
-            rows: The prefixes.
-            room: Tokens of the longest query that will be run after them.
-            scratch: Memory to join them in; the result then holds until this thread's next use of it.
-        """
+        """Join single prefixes, with room for so many tokens; in ``scratch`` until this thread's next use of it."""
         lengths, room = tuple(map(len, rows)), whole_lanes(room)
         _, layers, heads, _, dim = rows[0].states.shape
         width = whole_lanes(max(lengths))
@@ -141,13 +125,10 @@ class Prefixes:
 
 
 class Probe(Cache):  # type: ignore[misc]  # transformers has no types
-    """What all caches of ours share: no state of transformers' own, a length, and an end.
-
-    Attributes:
-        entering: What enters the fusion layer, (N, T, C), in a run that begins there; None in one from the first layer.
-    """
+    """What all caches of ours share: no state of transformers' own, a length, and an end."""
 
     entering: Tensor | None = None
+    """What enters the fusion layer, (N, T, C), in a run that begins there; None in one from the first layer."""
 
     def __init__(self, stop: int, length: int = 0) -> None:
         super().__init__(layers=[])
@@ -212,11 +193,9 @@ class Recorder(Probe):
             if not self.aligned:
                 return key_states, value_states
             return _padded(key_states, self.longest), _padded(value_states, self.longest)
-        both = (key_states, value_states)
+        both, place = (key_states, value_states), layer_idx - self.fusion
         keys, values = (
-            _padded(
-                states, self.longest, self.room, [other.states[part, layer_idx - self.fusion] for other in self.behind]
-            )
+            _padded(states, self.longest, self.room, [other.states[part, place] for other in self.behind])
             for part, states in enumerate(both)
         )
         self.keys.append(keys)

@@ -76,18 +76,10 @@ class Projection(nn.Module):
         """What agreement, (N,) cosines, adds to a score, in their dtype."""
         if self.agreement is None:
             return torch.zeros_like(agreement)
-        weight, border = self.agreement.to(agreement.dtype)
-        part: Tensor = weight * agreement + border
-        return part
+        weight, border = self.agreement.to(agreement.dtype).unbind()
+        return weight * agreement + border
 
     def forward(self, shift: Tensor) -> Tensor:
-        """The paper's score of whole shift tensors.
-
-        Args:
-            shift: (N, L, H, T, D), layers in the order of ``layers``.
-
-        Returns:
-            (N,) scores; a document is relevant where its score is above 0.
-        """
+        """The paper's scores, (N,), of whole shift tensors, (N, L, H, T, D) with layers in the order of ``layers``."""
         terms = [self.terms(layer, shift[:, row]) for row, layer in enumerate(self.layers)]
         return torch.stack(terms, dim=1).mean(-1).sum((1, 2))

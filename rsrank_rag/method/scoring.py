@@ -67,9 +67,8 @@ class ShiftReader:
     def read(self, rows: Sequence[Row], consume: Consume) -> Tensor:
         """Hand over each read layer's shifts of a batch, in ascending order.
 
-        Returns:
-            Each row's agreement, (N,) float64: the cosine of document and query, each by itself and pooled as they
-            enter the fusion layer. Zeros where there is none.
+        Gives each row's agreement, (N,) float64: the cosine of document and query, each by itself and pooled as they
+        enter the fusion layer. Zeros where there is none.
         """
         queries = list(dict.fromkeys(row.query for row in rows))
         number = {query: place for place, query in enumerate(queries)}
@@ -95,8 +94,8 @@ class ShiftReader:
             if len(distinct) < len(documents):
                 places = [*map(distinct.__getitem__, documents), *range(len(distinct), len(prefixes))]
                 prefixes = prefixes.take(torch.tensor(places, device=owner.device))
-        lines = [[query.ids] for query in queries]
-        embedded = self.backbone.query_values(lines, prefixes, subtract, [*which, *range(len(queries))])
+        asked = [query.ids for query in queries]
+        embedded = self.backbone.query_values(asked, prefixes, subtract, [*which, *range(len(queries))])
         if not len(embedded):
             return torch.zeros(len(rows), dtype=torch.float64, device=owner.device)
         return cosine_similarity(prefixes.pooled[: len(rows)].double(), embedded[owner].double(), eps=EPSILON)

@@ -179,11 +179,7 @@ class PromptTokenizer:
         return [self._text.decode([i], skip_special_tokens=False) or str(self._text.id_to_token(i)) for i in ids]
 
     def query(self, query: str) -> TokenisedQuery:
-        """Tokenise a query.
-
-        Raises:
-            InputError: The query is not a string, has no tokens, or does not fit the model by itself.
-        """
+        """Tokenise a query; InputError if it is no string, has no tokens, or does not fit the model by itself."""
         if not isinstance(query, str):
             raise InputError(f"A query must be a string, got {type(query).__name__}.")
         own = self.encode([query])[0]
@@ -206,18 +202,15 @@ class PromptTokenizer:
         """Tokenise documents; each that is too long is cut at its end, or after ``max_tokens`` of its own.
 
         Up to `QUERY_RESERVE` (or a quarter of the model's positions), the query's length does not change where.
-
-        Raises:
-            InputError: An entry is not a string (it is named).
+        InputError names an entry that is no string.
         """
         for index, text in enumerate(documents):
             if not isinstance(text, str):
                 raise InputError(f"Document {index} must be a string, got {type(text).__name__}.")
         room = self.room(query_length)
         room = room if max_tokens is None else min(room, max_tokens)
+        before, after = self.instruction, self.separator
         return [
-            TokenisedDocument(
-                (*self.instruction, *ids[:room], *self.separator), len(ids) > room, not (ids and text.strip())
-            )
+            TokenisedDocument((*before, *ids[:room], *after), len(ids) > room, not (ids and text.strip()))
             for text, ids in zip(documents, self.encode(documents), strict=True)
         ]

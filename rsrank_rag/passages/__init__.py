@@ -1,1 +1,1 @@
-"""Documents read in parts: sentence by sentence, or in windows. Knows texts and offsets, and no reranker."""
+"""Documents read in parts, ranked and explained. Knows texts and numbers, and no reranker."""

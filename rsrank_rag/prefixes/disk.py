@@ -100,11 +100,7 @@ class Disk:
         return self.path(key).exists()
 
     def get(self, key: str) -> PackedPrefix | None:
-        """An entry, or None if there is none.
-
-        Raises:
-            ValueError: The file is damaged; it is gone now.
-        """
+        """An entry, or None if there is none; ValueError if the file was damaged, and is gone now."""
         path = self.path(key)
         try:
             with safe_open(path, framework="pt") as file:
@@ -125,11 +121,7 @@ class Disk:
         return entry
 
     def put(self, key: str, entry: PackedPrefix) -> int:
-        """Write an entry; gives the number of older ones that had to go.
-
-        Raises:
-            OSError: It could not be written.
-        """
+        """Write an entry, or raise OSError; gives the number of older ones that had to go."""
         path = self.path(key)
         if path.exists():
             return 0
@@ -155,10 +147,10 @@ class Disk:
         """Remove the least recently used files until the rest fits with a tenth to spare."""
         files = sorted(self._files())
         self.bytes, self._since = sum(size for _, size, _ in files), 0
-        gone = 0
-        enough = self.limit if self.limit is None or self.bytes <= self.limit else 0.9 * self.limit
+        assert self.limit is not None
+        enough, gone = self.limit if self.bytes <= self.limit else 0.9 * self.limit, 0
         for _, size, path in files:
-            if enough is None or self.bytes <= enough:
+            if self.bytes <= enough:
                 break
             path.unlink(missing_ok=True)
             self.bytes -= size
@@ -185,7 +177,6 @@ def _format(path: Path) -> str | None:
 
 def _checksum(entry: PackedPrefix) -> str:
     digest = hashlib.sha256(repr((tuple(entry.codes.shape), tuple(entry.scales.shape))).encode())
-    digest.update(entry.codes.contiguous().numpy().tobytes())
-    digest.update(entry.scales.contiguous().numpy().tobytes())
-    digest.update(entry.pooled.numpy().tobytes())
+    for part in (entry.codes, entry.scales, entry.pooled):
+        digest.update(part.contiguous().numpy().tobytes())
     return digest.hexdigest()

@@ -14,16 +14,7 @@ from .store import PrefixStore
 
 
 class Indexer:
-    """Writes prefixes of whole corpora.
-
-    Args:
-        store: Where to; with a folder.
-        core: Runs the documents.
-        prompts: Its tokenizer.
-
-    Raises:
-        InputError: Nothing is kept on disk.
-    """
+    """Writes prefixes of whole corpora; InputError if nothing is kept on disk."""
 
     def __init__(self, store: PrefixStore | None, core: Backbone, prompts: PromptTokenizer) -> None:
         if store is None or not store.has_disk:
@@ -47,12 +38,7 @@ class Indexer:
 
     @torch.inference_mode()
     def write(self, documents: Mapping[Ids, int], budget: int, done: Callable[[int], object]) -> None:
-        """Run documents in batches of so many padded tokens, and write them.
-
-        Raises:
-            InputError: The folder may not hold so many, or some could not be written.
-            DoesNotFitError: One does not fit into memory even alone.
-        """
+        """Run documents in batches of so many padded tokens, and write them; see `RSRank.index` for what may fail."""
         batches = Batches(documents, budget)
         with self.store.writing(len(documents), self.disk_bytes(documents)):
             for batch in batches:

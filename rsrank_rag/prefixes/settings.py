@@ -27,11 +27,7 @@ def parse_size(text: str) -> int | None:
 
 
 def as_bytes(size: Any) -> int:
-    """Bytes of a size.
-
-    Raises:
-        InputError: Not a size.
-    """
+    """Bytes of a size; InputError if it is none."""
     limit = parse_size(size) if isinstance(size, str) else size
     if not isinstance(limit, int) or isinstance(limit, bool) or limit < 0:
         raise InputError(f"{size!r} is no size. Write bytes, or such as '512MB'.")

@@ -37,25 +37,16 @@ DEVICE_BYTES = {"cpu": 256_000_000, "mps": 1_000_000_000}
 
 @dataclass
 class Statistics:
-    """What a store has done and holds.
+    """What a store has done and holds."""
 
-    Attributes:
-        device_hits: Documents found on the device; likewise in host memory and on disk.
-        misses: Documents that had to be run.
-        evictions: Entries that a tier gave up for newer ones.
-        corrupt: Files that were damaged, removed and computed again.
-        write_errors: Files that could not be written, such as on a full disk.
-        device_bytes: Bytes held now; likewise in host memory and on disk.
-    """
-
-    device_hits: int = 0
+    device_hits: int = 0  # documents found there
     host_hits: int = 0
     disk_hits: int = 0
-    misses: int = 0
-    evictions: int = 0
-    corrupt: int = 0
-    write_errors: int = 0
-    device_bytes: int = 0
+    misses: int = 0  # documents that had to be run
+    evictions: int = 0  # entries that a tier gave up for newer ones
+    corrupt: int = 0  # files that were damaged, removed and computed again
+    write_errors: int = 0  # files that could not be written, such as on a full disk
+    device_bytes: int = 0  # held now
     host_bytes: int = 0
     disk_bytes: int = 0
 
@@ -129,16 +120,9 @@ class PrefixStore:
         return digest.hexdigest()
 
     def prefill(self, documents: Sequence[Ids], run: Prefill, room: int = 0, behind: Sequence[Prefix] = ()) -> Prefixes:
-        """Prefixes of documents: those that are kept, and the others run in one batch and kept from now on.
+        """As `Backbone.prefill`, with documents that are kept, and others ``run`` in one batch and kept from now on.
 
-        Args:
-            documents: Token ids of ``instruction + document + separator``; the same may stand there again.
-            run: Runs documents through the model.
-            room: Tokens of the longest query that will be run after them.
-            behind: Other prefixes to put below them.
-
-        Returns:
-            As `Backbone.prefill`; to be used before the same thread calls this again.
+        The same document may stand there again. To be used before the same thread calls this again.
         """
         keys = {ids: self.key(ids) for ids in documents}
         found = {ids: self._get(key) for ids, key in keys.items()}
@@ -160,11 +144,7 @@ class PrefixStore:
 
     @contextmanager
     def writing(self, documents: int, size: int) -> Iterator[None]:
-        """While this lasts, so many documents, of so many bytes, are written to the disk ahead of time.
-
-        Raises:
-            InputError: The folder may not hold so many, or some could not be written.
-        """
+        """While this lasts, documents of so many bytes are written to the disk; InputError if not all were."""
         before = self._counts.write_errors
         if self._disk is not None and self._disk.limit is not None and size > self._disk.limit:
             raise InputError(
@@ -239,10 +219,8 @@ class PrefixStore:
     def _read(self, key: str) -> PackedPrefix | None:
         packed = self._from_disk(key)
         with self._lock:
-            if packed is None:
-                self._counts.misses += 1
-            else:
-                self._counts.disk_hits += 1
+            self._counts.misses += packed is None
+            self._counts.disk_hits += packed is not None
         return packed
 
     @property
@@ -290,13 +268,7 @@ class PrefixStore:
 def store_for(core: Backbone, identity: Callable[[], Mapping[str, object]], choice: Choice) -> PrefixStore | None:
     """The store that a choice of ``prefix_cache`` stands for.
 
-    Args:
-        core: Runs the documents.
-        identity: Everything else that their prefixes depend on. Asked for where others may have written, on disk.
-        choice: See `settings.as_prefix_cache`.
-
-    Raises:
-        InputError: Not a choice.
+    ``identity``, all that prefixes depend on, is asked for only where others may have written: on disk.
     """
     chosen = as_prefix_cache(choice)
     if chosen is None:
@@ -306,7 +278,6 @@ def store_for(core: Backbone, identity: Callable[[], Mapping[str, object]], choi
 
 
 def _device_bytes(device: torch.device) -> int:
-    """Prefixes kept by default."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0] // 4
     return DEVICE_BYTES.get(device.type, DEVICE_BYTES["cpu"])

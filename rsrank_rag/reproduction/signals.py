@@ -89,14 +89,14 @@ class SignalReader(ShiftReader):
                 for number, layer in enumerate(layers_of(self.backbone.model))
             ]
             try:
-                self.backbone.query_values([[row.query.ids]], prefixes, lambda layer, values: None)
+                self.backbone.query_values([row.query.ids], prefixes, lambda layer, values: None)
             finally:
                 for hook in hooks:
                     hook.remove()
         else:
             core = copy(self.backbone)
             core.reader = Reader if self.signal == "values" else _KeyReader
-            core.query_values([[row.query.ids]], prefixes, keep)
+            core.query_values([row.query.ids], prefixes, keep)
         return found
 
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Protocol, runtime_checkable
 
 from ..errors import InputError, ScoringError
-from ..method.explanation import Explanation
+from ..passages.explanation import Explanation
 from ..reranker import Pair, Reranker, Scored, score_in_parts
 from .backend import Description, Outcome
 

@@ -19,7 +19,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from ..errors import RSRankError
-from ..method.explanation import Explanation
+from ..passages.explanation import Explanation
 from ..reranker import Pair, Reranker
 from .backend import DeadlineError, Description, Outcome, OverloadedError, UnavailableError
 from .engine import Canary, Step

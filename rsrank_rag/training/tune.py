@@ -127,7 +127,7 @@ def tune(
     threshold, interval = find_threshold(rows, goal)
     before = ranker.threshold or 0.0
     tuned = Tuned(threshold, interval, before, cross_tuned(rows, goal, before))
-    folder = hub.resolve(model, revision=revision, local_files_only=load.local_files_only, token=load.token)
+    folder = hub.resolve(model, revision, load)
     config = hub.read_config(folder)
     note = f"{config.training.notes} Threshold for {goal} on {len(queries)} labelled queries of {data.name}.".strip()
     training = config.training.model_copy(update={"notes": note})

@@ -1,0 +1,183 @@
+"""How `RSRank` is loaded, saved and published."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import TYPE_CHECKING, Any
+
+from typing_extensions import Self
+
+from ..language_model.options import LoadOptions, ModelSource
+from ..method.backbone import Backbone
+from ..method.projection import Projection
+from ..method.template import PromptTokenizer, Template
+from ..prefixes.settings import Choice
+from . import hub
+from .config import RSRankConfig, TrainingRecord
+from .opening import Artifact, new_artifact, open_artifact, save_artifact
+
+if TYPE_CHECKING:
+    import torch
+
+
+class Pretrained(ABC):
+    """What is made of an artifact, and can be saved as one."""
+
+    backbone: Backbone
+    prompts: PromptTokenizer
+    projection: Projection
+    config: RSRankConfig
+    name: str
+
+    @abstractmethod
+    def __init__(self, *parts: Any, **choices: Any) -> None:
+        """From an artifact's parts, and those choices of `from_pretrained` that do not concern its loading."""
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        name: str | Path = "mini",
+        *,
+        revision: str | None = None,
+        backbone: str | Path | None = None,
+        device: str | torch.device | None = None,
+        dtype: str | torch.dtype | None = None,
+        load_in_8bit: bool = False,
+        load_in_4bit: bool = False,
+        load_in_fp8: bool = False,
+        max_length: int | None = None,
+        token_budget: int | None = None,
+        prefix_cache: Choice = True,
+        deterministic: bool = False,
+        local_files_only: bool = False,
+        token: str | bool | None = None,
+        cache_dir: str | Path | None = None,
+        trust_remote_code: bool = False,
+    ) -> Self:
+        """Load an artifact and the language model it belongs to.
+
+        Args:
+            name: ``"mini"`` (ships with the package), a local folder, or a Hub id.
+            revision: Commit, tag or branch of the artifact. The model's own revision stands in the artifact.
+            backbone: Where to load the language model from instead, such as a local copy. It is checked.
+            device: ``"cuda"``, ``"cpu"``, ...; None for the best one present.
+            dtype: None for bfloat16 where it is fast, else float32.
+            load_in_8bit: int8 weights through bitsandbytes (needs the ``8bit`` extra).
+            load_in_4bit: nf4 weights through bitsandbytes (needs the ``8bit`` extra).
+            load_in_fp8: float8 weights through torchao (needs the ``fp8`` extra).
+            max_length: Use at most this many positions; longer documents are cut.
+            token_budget: Padded tokens of documents and query in one batch.
+            prefix_cache: Where documents' prefixes are kept, so that a document that comes back is not read again.
+                True for some of the device's memory, a size such as ``"512MB"`` for so much of it, a folder for that
+                and the disk, a `PrefixCache` or its fields for more, or False for nowhere.
+            deterministic: Fill small calls up on processors (those with AMX) whose matrix kernels give a token other
+                last digits among few others than among many. Elsewhere a CPU's scores never depend on neighbours.
+            local_files_only: Use what is already on disk, never the network.
+            token: Hub access token.
+            cache_dir: Hub cache folder.
+            trust_remote_code: Let the model's repository run its own code. Off unless you say so.
+
+        Raises:
+            ArtifactError: The artifact is missing, damaged, or belongs to another model.
+            BackboneError: The language model cannot be loaded or read.
+            MissingDependencyError: 8-bit or 4-bit without bitsandbytes, fp8 without torchao, any without accelerate.
+        """
+        load = LoadOptions(
+            device=device,
+            dtype=dtype,
+            load_in_8bit=load_in_8bit,
+            load_in_4bit=load_in_4bit,
+            load_in_fp8=load_in_fp8,
+            local_files_only=local_files_only,
+            token=token,
+            cache_dir=cache_dir,
+            trust_remote_code=trust_remote_code,
+            deterministic=deterministic,
+        )
+        elsewhere = None if backbone is None else str(backbone)
+        return cls.from_source(
+            ModelSource(str(name), revision, load, elsewhere, max_length, token_budget, prefix_cache)
+        )
+
+    @classmethod
+    def from_source(cls, source: ModelSource) -> Self:
+        """As `from_pretrained`, from one object that holds all of its arguments."""
+        ranker = cls(
+            *open_artifact(source),
+            token_budget=source.token_budget,
+            prefix_cache=source.prefix_cache,
+            deterministic=source.load.deterministic,
+        )
+        ranker.name = source.name
+        return ranker
+
+    @classmethod
+    def from_backbone(
+        cls,
+        name: str | Path,
+        projection: Projection,
+        *,
+        template: Template | None = None,
+        fusion_layer: int = 0,
+        revision: str | None = None,
+        options: LoadOptions | None = None,
+        training: TrainingRecord | None = None,
+        license: str | None = None,
+    ) -> Self:
+        """Join a language model (a local folder or a Hub id) and a B into a new artifact, for `save_pretrained`.
+
+        Args:
+            name: Of the language model.
+            projection: B, and what else it weighs.
+            template: Text around document and query.
+            fusion_layer: The first layer in which queries see documents; B reads layers above it. Below it, a query's
+                tokens see only ``query_start + query + suffix``.
+            revision: The model's revision on the Hub, recorded in the artifact.
+            options: How to load the model.
+            training: Where B comes from, recorded in the artifact.
+            license: SPDX-like identifier for the model card, such as ``"apache-2.0"``.
+
+        Raises:
+            BackboneError: The model cannot be loaded or read.
+            ArtifactError: B's shape does not fit it.
+        """
+        record = training or TrainingRecord()
+        chosen = ModelSource(str(name), revision, options or LoadOptions())
+        text = template or Template()
+        return cls(*new_artifact(chosen, projection, text, record, license=license, fusion_layer=fusion_layer))
+
+    def save_pretrained(self, folder: str | Path, *, include_backbone: bool = False) -> None:
+        """Write the artifact: config.json, projection.safetensors and a model card.
+
+        With ``include_backbone``, and always where it came with its own, the language model and its tokenizer, too:
+        without the layers after the last one that B reads, which are not loaded.
+        """
+        parts = Artifact(self.backbone, self.prompts, self.projection, self.config)
+        save_artifact(Path(folder), parts, include_backbone=include_backbone)
+
+    def push_to_hub(
+        self,
+        repo_id: str,
+        *,
+        include_backbone: bool = False,
+        private: bool = False,
+        revision: str | None = None,
+        token: str | bool | None = None,
+        commit_message: str = "Upload RSRank projection",
+    ) -> str:
+        """Publish the artifact on the Hugging Face Hub; gives the commit's address.
+
+        Repository (``owner/name``) and revision (a branch) are made if need be; ``private`` is for a new one.
+        ``include_backbone`` is as in `save_pretrained`; the default token is that of ``hf auth login``.
+
+        Raises:
+            ArtifactError: The Hub refused, or the artifact names a language model that only this machine has.
+        """
+        hub.check_shareable(self.config, include_backbone=include_backbone)
+        with TemporaryDirectory() as folder:
+            self.save_pretrained(folder, include_backbone=include_backbone)
+            return hub.push(
+                Path(folder), repo_id, private=private, revision=revision, token=token, message=commit_message
+            )
