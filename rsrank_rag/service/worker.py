@@ -8,7 +8,6 @@ import ctypes
 import logging
 import multiprocessing
 import os
-import pickle
 import signal
 import threading
 import time
@@ -16,6 +15,7 @@ from collections.abc import Callable
 from concurrent.futures import Executor, ProcessPoolExecutor, ThreadPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
+from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
 from ..errors import RSRankError
@@ -70,20 +70,20 @@ def _answer(work: Callable[[], object]) -> bytes:
     pickled, or not be read again, the pool.
     """
     try:
-        return pickle.dumps((work(), None))
+        return bytes(ForkingPickler.dumps((work(), None)))
     except DeviceLostError as error:
         if multiprocessing.parent_process() is not None:
             logger.error("The device is lost (%s); the model's process ends.", error)
             os._exit(1)
-        return pickle.dumps((None, RSRankError("The device is lost.")))
+        return bytes(ForkingPickler.dumps((None, RSRankError("The device is lost."))))
     except BaseException as error:
         if isinstance(error, RSRankError):
             with contextlib.suppress(Exception):
-                packed = pickle.dumps((None, error))
-                pickle.loads(packed)
+                packed = bytes(ForkingPickler.dumps((None, error)))
+                ForkingPickler.loads(packed)
                 return packed
         logger.exception("The model failed.")
-        return pickle.dumps((None, RSRankError(f"The model failed ({type(error).__name__}).")))
+        return bytes(ForkingPickler.dumps((None, RSRankError(f"The model failed ({type(error).__name__})."))))
 
 
 def trim_regularly(seconds: float = 20.0) -> bool:
@@ -124,7 +124,7 @@ def begin(prepare: Callable[[], object] | None) -> None:
 
 
 def _unpacked(answer: bytes) -> Any:
-    found, error = pickle.loads(answer)
+    found, error = ForkingPickler.loads(answer)
     if error is not None:
         raise error
     return found

@@ -13,6 +13,8 @@ from typing import Any, Literal
 
 import torch
 from pydantic import BaseModel, ConfigDict, Field
+from safetensors import safe_open
+from safetensors.torch import save_file
 from torch import Tensor
 
 from ..errors import TrainingError
@@ -218,30 +220,29 @@ class _Run:
         )
 
     def save(self, path: Path) -> None:
-        state = {
-            "run": json.dumps({"options": self.identity, "history": [asdict(row) for row in self.history]}),
-            "weight": self.weight.detach(),
-            "best_weight": self.best_weight,
-            "optimizer": self.optimizer.state_dict(),
-            "schedule": self.schedule.state_dict(),
+        run = {
+            "options": self.identity,
+            "history": [asdict(row) for row in self.history],
+            "rate": self.schedule.state_dict(),
         }
+        tensors = {"weight": self.weight.detach(), "best_weight": self.best_weight, **self.optimizer.state[self.weight]}
         partial = partial_of(path)
-        torch.save(state, partial)
+        save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, partial, {"run": json.dumps(run)})
         partial.replace(path)
 
     def resume(self, path: Path) -> None:
         if not path.exists():
             return
-        state = torch.load(path, map_location=self.device, weights_only=True)
-        record = json.loads(state["run"])
+        with safe_open(path, "pt") as file:
+            state, record = {name: file.get_tensor(name) for name in file.keys()}, json.loads(file.metadata()["run"])  # noqa: SIM118
         if record["options"] != self.identity:
             different = {name: value for name, value in record["options"].items() if self.identity.get(name) != value}
             raise TrainingError(
                 f"{path} belongs to a run with {different}. Use another folder, or remove the checkpoint."
             )
         with torch.no_grad():
-            self.weight.copy_(state["weight"])
-        self.best_weight = state["best_weight"].cpu()
-        self.optimizer.load_state_dict(state["optimizer"])
-        self.schedule.load_state_dict(state["schedule"])
+            self.weight.copy_(state.pop("weight"))
+        self.best_weight = state.pop("best_weight")
+        self.optimizer.load_state_dict({**self.optimizer.state_dict(), "state": {0: state}})
+        self.schedule.load_state_dict(record["rate"])
         self.history = [Epoch(**row) for row in record["history"]]
