@@ -130,7 +130,7 @@ def _check_device(error: BaseException) -> None:
 
 
 def _outcome(found: Scored) -> Outcome:
-    """Of plain numbers: what a model gives as one may be a tensor, which costs, or what cannot be sent to another process."""
+    """Of plain numbers: a model may give a tensor as one, or what cannot be sent to another process."""
     score = float(found.score)
     if math.isfinite(score):
         return Outcome(score, bool(found.truncated), int(found.tokens), window=found.window, sentences=found.sentences)
