@@ -379,7 +379,7 @@ def artifact(ranker, tmp_path_factory):
 
 def test_evaluate_measures_at_the_native_threshold(tmp_path, data):
     folder, output = save_qwen(tmp_path / "qwen"), tmp_path / "metrics.json"
-    arguments = ("--data", data, "-m", f"qwen3-reranker:{folder}", "--dtype", "float32", "--json", output)
+    arguments = ("--data", data, "-m", f"qwen3-reranker:{folder}", "--dtype", "float32", "--output", output)
     assert "kept above 0.5 (native)" in evaluate(*arguments)
     native = json.loads(output.read_text())
     evaluate(*arguments, "--threshold", "0.5")
@@ -397,7 +397,7 @@ def test_rsrank_is_measured_at_zero_and_bm25_at_the_best_shared_threshold(artifa
 def test_evaluate_ranks_by_oracle_similarity(artifact, tmp_path):
     output, data = tmp_path / "metrics.json", tmp_path / "single.jsonl"
     data.write_text("\n".join(labelled((i,)).model_dump_json() for i in (2, 4)), encoding="utf-8")
-    said = evaluate("--data", data, "-m", f"oracle:{artifact}", "--dtype", "float32", "--json", output)
+    said = evaluate("--data", data, "-m", f"oracle:{artifact}", "--dtype", "float32", "--output", output)
     assert "no native threshold" in said
     (record,) = json.loads(output.read_text())
     assert record["ndcg@5"] == 1.0  # a single relevant document is the oracle itself

@@ -224,6 +224,7 @@ class _Run:
             "options": self.identity,
             "history": [asdict(row) for row in self.history],
             "rate": self.schedule.state_dict(),
+            "groups": self.optimizer.state_dict()["param_groups"],  # with the rate that the schedule goes on from
         }
         tensors = {"weight": self.weight.detach(), "best_weight": self.best_weight, **self.optimizer.state[self.weight]}
         partial = partial_of(path)
@@ -243,6 +244,6 @@ class _Run:
         with torch.no_grad():
             self.weight.copy_(state.pop("weight"))
         self.best_weight = state.pop("best_weight")
-        self.optimizer.load_state_dict({**self.optimizer.state_dict(), "state": {0: state}})
+        self.optimizer.load_state_dict({"param_groups": record["groups"], "state": {0: state}})
         self.schedule.load_state_dict(record["rate"])
         self.history = [Epoch(**row) for row in record["history"]]
