@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import Tensor
-from torch.nn.functional import cosine_similarity
+from torch.nn.functional import cosine_similarity, normalize
 from transformers import AutoModel, AutoModelForCausalLM, PreTrainedTokenizerFast, Qwen3Config
 
 from rsrank_rag import Projection, RSRank, Template
@@ -121,11 +121,11 @@ class Plain:
         prompts, projection = self.ranker.prompts, self.ranker.projection
         tokens = prompts.query(query)
         prefixes = [document.ids for document in prompts.documents(list(documents), len(tokens.ids))]
-        alone, _ = self._read([prompts.null_prefix], tokens.ids)
+        alone, _ = self._read([prompts.null_prefix], tokens.ids, tokens.scored)
         scores: list[float] = []
         for start in range(0, len(prefixes), self.rows):
             batch = prefixes[start : start + self.rows]
-            found, agreement = self._read(batch, tokens.ids)
+            found, agreement = self._read(batch, tokens.ids, tokens.scored)
             total = torch.zeros(len(batch), device=self.ranker.backbone.device)
             for layer in projection.layers:
                 shift = representational_shift(found[layer][:, :, tokens.scored], alone[layer][:, :, tokens.scored])
@@ -133,8 +133,10 @@ class Plain:
             scores += (total + projection.beside(agreement)).tolist()
         return scores
 
-    def _read(self, prefixes: list[tuple[int, ...]], query: tuple[int, ...]) -> tuple[list[Tensor], Tensor]:
-        """Value vectors of the query's tokens, and agreement (N,).
+    def _read(
+        self, prefixes: list[tuple[int, ...]], query: tuple[int, ...], scored: slice
+    ) -> tuple[list[Tensor], Tensor]:
+        """Value vectors of the query's tokens, and agreement (N, 2).
 
         Below the fusion layer, hooks take the documents out of the mask of a BERT's layers.
         """
@@ -155,10 +157,19 @@ class Plain:
             for hook in hooks:
                 hook.remove()
         if not fusion:
-            return found, torch.zeros(len(prefixes), device=entering[0].device)
+            return found, torch.zeros(len(prefixes), 2, device=entering[0].device)
         states = entering[0].float()
         documents = torch.stack([row[: len(prefix)].mean(0) for row, prefix in zip(states, prefixes, strict=True)])
-        return found, cosine_similarity(documents, states[:, width:].mean(1))
+        cosines = cosine_similarity(documents, states[:, width:].mean(1))
+        values = normalize(value_projections(self.ranker.backbone.model)[fusion](entering[0]).float(), dim=-1)
+        before, after = len(self.ranker.prompts.instruction), self.ranker.prompts.after_document
+        nearest = [
+            (asked[scored] @ row[before : len(prefix) - after].mT).amax(1).mean()
+            if len(prefix) > before + after
+            else cosines[0]
+            for row, asked, prefix in zip(values[:, :width], values[:, width:], prefixes, strict=True)
+        ]
+        return found, torch.stack([cosines, torch.stack(nearest)], 1)
 
 
 def value_projections(model: torch.nn.Module) -> list[torch.nn.Module]:

@@ -40,7 +40,8 @@ def domain_features(count=12, *, border=0.6, seed=0):
     made = []
     for _ in range(count):
         relevant = tuple(i % 4 == 0 for i in range(8))
-        agreement = tuple(border + (0.15 if label else -0.15) + rng.gauss(0, 0.08) for label in relevant)
+        means = [border + (0.15 if label else -0.15) for label in relevant]
+        agreement = tuple((mean + rng.gauss(0, 0.08), mean + rng.gauss(0, 0.08)) for mean in means)
         shifts = torch.randn(2, 2, 8 * 3, 8, generator=generator)
         made.append(QueryFeatures(shifts.half(), relevant, 3, oracle=False, agreement=agreement))
     return made
@@ -50,7 +51,7 @@ def domain_features(count=12, *, border=0.6, seed=0):
 def base():
     plain = Projection.random([2, 3], 2, 4, 8)
     return Projection(
-        plain.weight.detach(), [2, 3], head_weight=torch.full((2, 2), 0.2), agreement=torch.tensor([4.0, -1.0])
+        plain.weight.detach(), [2, 3], head_weight=torch.full((2, 2), 0.2), agreement=torch.tensor([2.0, 2.0, -1.0])
     )
 
 
@@ -59,7 +60,9 @@ def fused(tiny_folder, tmp_path_factory):
     """Folder of a tiny artifact in which queries see documents from layer 1 on, and agreement counts."""
     folder = tmp_path_factory.mktemp("fused") / "artifact"
     weight = Projection.random([2, 3], 4, 4, 16).weight.detach()
-    projection = Projection(weight, [2, 3], head_weight=torch.full((2, 4), 0.3), agreement=torch.tensor([2.0, -0.5]))
+    projection = Projection(
+        weight, [2, 3], head_weight=torch.full((2, 4), 0.3), agreement=torch.tensor([2.0, 1.0, -0.5])
+    )
     made = RSRank.from_backbone(
         tiny_folder("bert"),
         projection,
@@ -96,7 +99,8 @@ def plain_loss(weights, features):
     for query in features:
         scores = []
         for place, agreement in enumerate(query.agreement):
-            score = weights["agreement"][0] * agreement + weights["agreement"][1]
+            g, w, b = weights["agreement"]
+            score = g * agreement[0] + w * agreement[1] + b
             for layer in range(2):
                 for head in range(2):
                     for token in range(query.tokens):
@@ -129,7 +133,7 @@ def test_the_weights_are_those_of_the_least_loss_and_squared_change(base, projec
         weights = {**trained, "agreement": start["agreement"] + change}
         return plain_loss(weights, features) + 2.0 / 2 * (penalty + sum(x * x for x in moved))
 
-    best = minimize(objective, [0.0, 0.0], method="Nelder-Mead", options={"xatol": 1e-4, "fatol": 1e-7})
+    best = minimize(objective, [0.0] * 3, method="Nelder-Mead", options={"xatol": 1e-4, "fatol": 1e-7, "maxiter": 5000})
     expected = start["agreement"] + torch.tensor(best.x) * near.units["agreement"]
     assert trained["agreement"].tolist() == pytest.approx(expected.tolist(), abs=0.01)
 
@@ -160,10 +164,11 @@ def test_training_finds_the_border_of_a_domain_and_says_so(base):
 def test_labels_at_random_leave_the_base_as_it_is(base):
     rng = random.Random(3)
     features = [
-        replace(query, agreement=tuple(rng.random() for _ in query.agreement)) for query in domain_features(12, seed=5)
+        replace(query, agreement=tuple((rng.random(), rng.random()) for _ in query.agreement))
+        for query in domain_features(12, seed=5)
     ]
     fitting = copy.deepcopy(base)
-    fitting.agreement.data = torch.tensor([0.0, -1.1])  # what best can be said of them: one in four is relevant
+    fitting.agreement.data = torch.tensor([0.0, 0.0, -1.1])  # what best can be said of them: one in four is relevant
     fitting.head_weight.data.zero_()
     found = train_near(features, fitting, DomainOptions(strengths=(0.001,)), device="cpu")
     assert found.strength == math.inf

@@ -37,8 +37,8 @@ def weighted(layers, heads, dim, head_dim, seed=1):
     """Random B with random weights of heads and of agreement."""
     generator = torch.Generator().manual_seed(seed)
     weight = torch.randn(len(layers), heads, dim, head_dim, generator=generator)
-    s, g_and_b = torch.rand(len(layers), heads, generator=generator), torch.tensor([3.0, -1.25])
-    return Projection(weight, layers, head_weight=s, agreement=g_and_b)
+    s, beside = torch.rand(len(layers), heads, generator=generator), torch.tensor([3.0, 2.0, -1.25])
+    return Projection(weight, layers, head_weight=s, agreement=beside)
 
 
 def flat(lists):
@@ -105,6 +105,8 @@ class Reference:
             def keep(module, args, output, number=number):
                 heads = output[0, first:].unflatten(-1, (-1, self.ranker.backbone.head_dim))
                 values[number] = heads.transpose(0, 1)[:, query.scored]
+                if number == self.fusion:
+                    values["tokens"] = output[0, :first], output[0, first:][query.scored]
 
             named = dict(layer.named_modules())
             projection = next(module for name, module in named.items() if name.endswith(("v_proj", "self.value")))
@@ -135,7 +137,11 @@ class Reference:
                 cosines = functional.cosine_similarity(projected, torch.ones(1, projected.shape[-1]), dim=-1, eps=1e-6)
                 total += float(projection.head_weight[row, head] * cosines.mean())
         cosine = functional.cosine_similarity(document_states.mean(0), query_states.mean(0), dim=0)
-        beside = float(projection.agreement[0] * cosine + projection.agreement[1])
+        document_values, query_values = after["tokens"]
+        own = document_values[len(prompts.instruction) : len(document_values) - len(prompts.separator)]
+        nearest = [max(float(functional.cosine_similarity(q, d, dim=0)) for d in own) for q in query_values]
+        g, w, b = projection.agreement.tolist()
+        beside = g * float(cosine) + w * sum(nearest) / len(nearest) + b
         return total + beside, beside
 
 
@@ -278,7 +284,7 @@ def test_weights_of_one_change_no_score(tiny_ranker):
 
 def test_agreement_needs_a_fusion_layer(tiny_ranker, tmp_path):
     plain = tiny_ranker("qwen3")
-    projection = Projection(plain.projection.weight, plain.projection.layers, agreement=torch.ones(2))
+    projection = Projection(plain.projection.weight, plain.projection.layers, agreement=torch.ones(3))
     hub.write_artifact(tmp_path, plain.config, projection, "")
     with pytest.raises(ArtifactError, match="no fusion_layer"):
         hub.read_projection(tmp_path, plain.config)
@@ -293,7 +299,7 @@ def test_weights_that_do_not_belong_are_refused(fused, tmp_path):
     with pytest.raises(ArtifactError, match="do not belong together"):
         hub.read_projection(tmp_path, own.config)
     with pytest.raises(ValueError, match="agreement must have shape"):
-        Projection(own.projection.weight, own.projection.layers, agreement=torch.ones(3))
+        Projection(own.projection.weight, own.projection.layers, agreement=torch.ones(2))
 
 
 @pytest.mark.parametrize("layer", [LAYERS - 1, LAYERS])

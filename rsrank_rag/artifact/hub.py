@@ -130,7 +130,7 @@ def read_projection(folder: Path, config: RSRankConfig) -> Projection:
             tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118 - no mapping
     except (SafetensorError, OSError) as error:
         raise ArtifactError(f"{path} is damaged or truncated ({error}). Download it again.") from error
-    shapes = {"weight": config.shape, "head_weight": config.shape[:2], "agreement": (2,)}
+    shapes = {"weight": config.shape, "head_weight": config.shape[:2], "agreement": (3,)}
     if "weight" not in tensors or not tensors.keys() <= shapes.keys():
         raise ArtifactError(
             f"{path} holds {list(tensors) or 'nothing'} where 'weight' was expected, and at most 'head_weight' and "

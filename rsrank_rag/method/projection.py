@@ -22,8 +22,8 @@ class Projection(nn.Module):
         weight: B, (L, H, P, D).
         layers: The L backbone layers that B reads, ascending, counted from 0.
         head_weight: What each layer's and head's term counts, (L, H); None for 1 each, as in the paper.
-        agreement: g and b, (2,): g times the agreement of document and query, plus b, is added to a score. None for
-            nothing, as in the paper.
+        agreement: g, w and b, (3,): g times the cosine of document and query, plus w times how well the query's tokens
+            are matched, plus b, is added to a score. None for nothing, as in the paper.
     """
 
     def __init__(
@@ -37,7 +37,7 @@ class Projection(nn.Module):
         super().__init__()
         if weight.ndim != 4 or weight.shape[0] != len(layers):
             raise ValueError(f"B must be (L, H, P, D) with L={len(layers)} layers, got {tuple(weight.shape)}")
-        for name, value, shape in (("head_weight", head_weight, weight.shape[:2]), ("agreement", agreement, (2,))):
+        for name, value, shape in (("head_weight", head_weight, weight.shape[:2]), ("agreement", agreement, (3,))):
             if value is not None and tuple(value.shape) != tuple(shape):
                 raise ValueError(f"{name} must have shape {tuple(shape)}, got {tuple(value.shape)}")
         self.weight = nn.Parameter(weight.float())
@@ -73,11 +73,11 @@ class Projection(nn.Module):
         return cosines if self.head_weight is None else cosines * self.head_weight[self._row[layer], :, None]
 
     def beside(self, agreement: Tensor) -> Tensor:
-        """What agreement, (N,) cosines, adds to a score, in their dtype."""
+        """What agreement, (N, 2) as `ShiftReader.read` gives it, adds to a score, (N,) in its dtype."""
         if self.agreement is None:
-            return torch.zeros_like(agreement)
-        weight, border = self.agreement.to(agreement.dtype).unbind()
-        return weight * agreement + border
+            return torch.zeros_like(agreement[:, 0])
+        weights = self.agreement.to(agreement.dtype)
+        return agreement @ weights[:2] + weights[2]
 
     def forward(self, shift: Tensor) -> Tensor:
         """The paper's scores, (N,), of whole shift tensors, (N, L, H, T, D) with layers in the order of ``layers``."""

@@ -20,7 +20,7 @@ from .backbone import Backbone
 from .batching import Ids
 from .probe import Prefix, Prefixes
 from .projection import Projection
-from .shift import EPSILON, representational_shift
+from .shift import best_matches, representational_shift
 from .template import PromptTokenizer, TokenisedQuery
 
 Consume = Callable[[int, Tensor], object]
@@ -67,18 +67,21 @@ class ShiftReader:
     def read(self, rows: Sequence[Row], consume: Consume) -> Tensor:
         """Hand over each read layer's shifts of a batch, in ascending order.
 
-        Gives each row's agreement, (N,) float64: the cosine of document and query, each by itself and pooled as they
-        enter the fusion layer. Zeros where there is none.
+        Gives each row's agreement, (N, 2) float64: of document and query, each by itself, the cosine of what enters the
+        fusion layer, pooled, and the mean over the query's tokens of `best_matches` there. Zeros where there is none.
         """
         queries = list(dict.fromkeys(row.query for row in rows))
         number = {query: place for place, query in enumerate(queries)}
         which = [number[row.query] for row in rows]
         owner = torch.tensor(which, device=self.backbone.device)
         tokens = _ScoredTokens([row.query for row in rows], queries, self.backbone.device)
+        agreement = torch.zeros(len(rows), 2, dtype=torch.float64, device=owner.device)
 
         def subtract(layer: int, values: Tensor) -> None:
+            found = tokens.of(values)
+            if layer == self.backbone.fusion_layer > 0:
+                agreement[:, 1] = tokens.mean(self._matches(found[: len(rows)], prefixes))
             if layer in self.layers:
-                found = tokens.of(values)
                 alone = found[len(rows) :]
                 # A single query's row is the same for all: no copy of it for each.
                 shift = representational_shift(found[: len(rows)], alone if len(queries) == 1 else alone[owner])
@@ -96,15 +99,22 @@ class ShiftReader:
                 prefixes = prefixes.take(torch.tensor(places, device=owner.device))
         asked = [query.ids for query in queries]
         embedded = self.backbone.query_values(asked, prefixes, subtract, [*which, *range(len(queries))])
-        if not len(embedded):
-            return torch.zeros(len(rows), dtype=torch.float64, device=owner.device)
-        return cosine_similarity(prefixes.pooled[: len(rows)].double(), embedded[owner].double(), eps=EPSILON)
+        if len(embedded):
+            agreement[:, 0] = cosine_similarity(prefixes.pooled[: len(rows)].double(), embedded[owner].double())
+        return agreement
 
     def null_prefix(self) -> Prefix:
         """The template before the query, without a document: run once."""
         if self._null is None:
             self._null = self.backbone.prefill([self.prompts.null_prefix]).row(0)
         return self._null
+
+    def _matches(self, query: Tensor, prefixes: Prefixes) -> Tensor:
+        """How near each scored token, values (N, H, T, D), is to one of its row's document, (N, T)."""
+        documents = prefixes.values[0][: len(query), :, prefixes.room :]
+        places = torch.arange(documents.shape[2], device=query.device)
+        ends = torch.tensor(prefixes.lengths[: len(query)], device=query.device) - self.prompts.after_document
+        return best_matches(query, documents, (places >= len(self.prompts.instruction)) & (places < ends[:, None]))
 
     def _reached(self, layer: int) -> int | None:
         """How many of a query's tokens can know of the document at a layer; None for all.
@@ -133,6 +143,10 @@ class _ScoredTokens:
             return values[:, :, start : start + self.width]
         places = (self.starts[:, None] + self.columns).clamp(max=values.shape[2] - 1)
         return values.gather(2, places[:, None, :, None].expand(-1, values.shape[1], -1, values.shape[3]))
+
+    def mean(self, each: Tensor) -> Tensor:
+        """Mean over a row's scored tokens of (N, T) numbers, (N,) float64."""
+        return each.double().masked_fill(self.columns >= self.lengths[:, None], 0).sum(1) / self.lengths
 
     def only_scored(self, shift: Tensor, reached: int | None) -> Tensor:
         """Shifts (N, H, T, D) with zeros behind shorter queries, and where no document reaches."""

@@ -41,7 +41,7 @@ class Batch:
     share: Tensor  # (M,): 1 / T of the row's query
     relevant: Tensor  # (Q, N) labels
     valid: Tensor  # (Q, N), which places hold a document
-    agreement: Tensor  # (Q, N), 0 where there is none
+    agreement: Tensor  # (Q, N, 2), 0 where there is none
     oracles: int
 
     @classmethod
@@ -57,6 +57,8 @@ class Batch:
             slots += [place for place in places for _ in range(query.tokens)]
             shares += [1 / query.tokens] * (len(places) * query.tokens)
 
+        agreements = [[[pair[part] for pair in query.agreement] for query in queries] for part in (0, 1)]
+
         def padded(rows: Sequence[Sequence[float]]) -> Tensor:
             return torch.tensor([[*row, *[0] * (width - len(row))] for row in rows])
 
@@ -66,7 +68,7 @@ class Batch:
             torch.tensor(shares),
             padded([query.relevant for query in queries]).bool(),
             padded([[1] * len(query.relevant) for query in queries]).bool(),
-            padded([query.agreement for query in queries]).float(),
+            torch.stack([padded(part) for part in agreements], dim=-1).float(),
             oracles,
         )
 
@@ -114,7 +116,7 @@ def batch_scores(weights: Weights, batch: Batch, precision: torch.dtype = torch.
     flat = terms.new_zeros(places + batch.oracles).index_add(0, batch.slot, terms.sum((0, 1)) * batch.share)
     scores = flat[:places].view(batch.valid.shape)
     if "agreement" in weights:
-        scores = scores + weights["agreement"][0] * batch.agreement + weights["agreement"][1]
+        scores = scores + batch.agreement @ weights["agreement"][:2] + weights["agreement"][2]
     return scores, flat[places:] / terms[..., 0].numel()
 
 

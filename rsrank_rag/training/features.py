@@ -134,7 +134,7 @@ class FeatureExtractor:
         bare = len(self.reader.prompts.null_prefix)  # a document without tokens shifts nothing
         wanted = {ids: [i for i, other in enumerate(texts) if other == ids] for ids in texts if len(ids) > bare}
         found: dict[int, Tensor] = {}  # layer -> (H, M, T, D)
-        agreement = [0.0] * len(texts)
+        agreement = [(0.0, 0.0)] * len(texts)
 
         def read(batch: list[Row]) -> None:
             def keep(layer: int, shift: Tensor) -> None:
@@ -146,7 +146,7 @@ class FeatureExtractor:
 
             for row, agreed in zip(batch, self.reader.read(batch, keep).tolist(), strict=True):
                 for place in wanted[row.document]:
-                    agreement[place] = agreed
+                    agreement[place] = tuple(agreed)
 
         batches = Batches([Row(ids, asked) for ids in wanted], self.token_budget, extra=len(asked.ids))
         try:

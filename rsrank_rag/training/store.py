@@ -62,7 +62,7 @@ class QueryFeatures:
     relevant: tuple[bool, ...]
     tokens: int  # T
     oracle: bool  # whether the last T rows are the oracle shift: all relevant documents together
-    agreement: tuple[float, ...] = ()  # of each document with the query; nothing where there is no fusion layer
+    agreement: tuple[tuple[float, float], ...] = ()  # of each document with the query; none without a fusion layer
 
 
 class FeatureSource(Protocol):
@@ -164,7 +164,9 @@ class FeatureStore:
                 f"{self.path(number)} is damaged ({error}). Remove it and run the same rsrank features command again."
             ) from error
         row = json.loads(about["query"])
-        return QueryFeatures(shifts, tuple(row["relevant"]), row["tokens"], row["oracle"], tuple(row["agreement"]))
+        return QueryFeatures(
+            shifts, tuple(row["relevant"]), row["tokens"], row["oracle"], tuple(map(tuple, row["agreement"]))
+        )
 
     def _checksum(self, number: int, row: str, shifts: Tensor) -> str:
         """sha256 of a query's features, of no other number and store."""
