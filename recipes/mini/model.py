@@ -18,8 +18,19 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers import BertModel
 
-BORDER = 0.43
-"""The encoder's cosine from which a passage is about what is asked, over many sets."""
+BORDER, MATCHED = 0.45, 0.6
+"""The encoder's cosine from which a passage is about what is asked, over many sets, and how well its tokens match."""
+
+BERT_NAMES = {
+    "query": "attention.self.query",
+    "key": "attention.self.key",
+    "value": "attention.self.value",
+    "out": "attention.output.dense",
+    "norm": "attention.output.LayerNorm",
+    "up": "intermediate.dense",
+    "down": "output.dense",
+    "last_norm": "output.LayerNorm",
+}
 
 
 class Layer(nn.Module):
@@ -84,17 +95,11 @@ class Shape:
     Attributes:
         fuse: First layer in which the query sees the document.
         run: Layers that are run.
-        agreement: Which agreements count: "pooled" embedding only, or "values" of the fusion layers, too.
-        null: What stands in a document's place where there is none: "prefix" ([CLS] [SEP]) or "self" (nothing).
-        stop: Documents stop at layer ``fuse``: all fusion layers read their final embeddings.
         dim: P.
     """
 
     fuse: int = 6
     run: int = 8
-    agreement: str = "pooled"
-    null: str = "prefix"
-    stop: bool = False
     dim: int = 32
 
     @property
@@ -109,13 +114,21 @@ class Mini(nn.Module):
     Args:
         encoder: MiniLM.
         shape: What to build of it.
-        scale: g of the pooled embeddings at the start; the border starts where the cosine's is.
+        scale: g, the weight of the pooled embeddings' cosine.
+        tokens: w, the weight of how well the query's tokens are matched.
         shift: s at the start.
         seed: Of B.
     """
 
     def __init__(
-        self, encoder: BertModel, shape: Shape, *, scale: float = 8.0, shift: float = 0.1, seed: int = 0
+        self,
+        encoder: BertModel,
+        shape: Shape,
+        *,
+        scale: float = 5.0,
+        tokens: float = 4.5,
+        shift: float = 0.1,
+        seed: int = 0,
     ) -> None:
         super().__init__()
         self.shape, self.heads = shape, encoder.config.num_attention_heads
@@ -129,8 +142,8 @@ class Mini(nn.Module):
         self.projection = nn.Parameter(torch.linalg.qr(start)[0].mT[..., : shape.dim, :].contiguous())
         self.shift_weight = nn.Parameter(torch.full((read, self.heads), shift))
         self.pooled_weight = nn.Parameter(torch.tensor(float(scale)))
-        self.value_weight = nn.Parameter(torch.zeros(shape.run - shape.fuse, self.heads))
-        self.bias = nn.Parameter(torch.tensor(-scale * BORDER))
+        self.token_weight = nn.Parameter(torch.tensor(float(tokens)))
+        self.bias = nn.Parameter(torch.tensor(-scale * BORDER - tokens * MATCHED))
 
     def embed(self, ids: Tensor) -> Tensor:
         """Token embeddings, positions from 0."""
@@ -153,7 +166,7 @@ class Mini(nn.Module):
         for number in range(self.shape.fuse, self.shape.run):
             layer = self.layers[number]
             kept.append(layer.keys_values(hidden))
-            if number + 1 < self.shape.run and not self.shape.stop:
+            if number + 1 < self.shape.run:
                 hidden = layer(hidden, *kept[-1], mask)
         return kept
 
@@ -184,34 +197,28 @@ class Mini(nn.Module):
         weights = scored / scored.sum(1, keepdim=True)
         return (cosine * weights[:, None, None]).sum(-1)
 
-    def score(self, terms: Tensor, cosine: Tensor, agreements: Tensor | None = None) -> Tensor:
-        """Scores (R,) of shift terms, cosines of the pooled embeddings, and agreements (R, L, H) of values."""
-        total = (terms * self.shift_weight).sum((1, 2)) + self.pooled_weight * cosine + self.bias
-        return total if agreements is None else total + (agreements * self.value_weight).sum((1, 2))
+    def agreement(self, query: Tensor, document: Tensor, scored: Tensor, own: Tensor) -> Tensor:
+        """How well a query's tokens are matched: the mean of each one's best among the document's, (R,).
+
+        Args:
+            query: Values of the first fusion layer of the query's tokens, (R, H, T, D).
+            document: Those of the document's, (R, H, S, D).
+            scored: Which tokens of the query count, (R, T) as float.
+            own: Which tokens are the document's own, (R, S).
+        """
+        q, d = (functional.normalize(v.transpose(1, 2).flatten(2), dim=-1) for v in (query, document))
+        near = (q @ d.mT).float().masked_fill(~own[:, None], -1.0).amax(-1)
+        return (near * scored).sum(1) / scored.sum(1)
+
+    def base_score(self, cosine: Tensor, said: Tensor) -> Tensor:
+        """Scores (R,) without the shift."""
+        return self.pooled_weight * cosine + self.token_weight * said + self.bias
 
 
 def pooled(hidden: Tensor, valid: Tensor) -> Tensor:
     """Mean over a text's tokens, as a unit vector, (N, C)."""
     total = (hidden.float() * valid[..., None]).sum(1)
     return functional.normalize(total / valid.sum(1, keepdim=True), dim=-1)
-
-
-def mean_values(values: Tensor, valid: Tensor) -> Tensor:
-    """Mean value vector of a text's tokens, (N, H, D)."""
-    weights = valid.float() / valid.sum(1, keepdim=True)
-    return (values.float() * weights[:, None, :, None]).sum(2)
-
-
-BERT_NAMES = {
-    "query": "attention.self.query",
-    "key": "attention.self.key",
-    "value": "attention.self.value",
-    "out": "attention.output.dense",
-    "norm": "attention.output.LayerNorm",
-    "up": "intermediate.dense",
-    "down": "output.dense",
-    "last_norm": "output.LayerNorm",
-}
 
 
 def bert_weights(model: Mini) -> dict[str, Tensor]:

@@ -1,7 +1,7 @@
 r"""Make an artifact of what train.py wrote: encoder, B and the weights beside it, in one folder.
 
-    python recipes/mini-next/export.py --weights runs/mini/model --output rsrank_rag/models/mini \
-        --keep recipes/mini-next/reference.json
+    python recipes/mini/export.py --weights runs/mini/model --output rsrank_rag/models/mini \
+        --keep recipes/mini/reference.json
 
 Where the weights come with scored pairs (reference.json), the artifact is loaded and has to give the same scores.
 """
@@ -14,7 +14,6 @@ import shutil
 import tempfile
 from pathlib import Path
 
-import torch
 from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoConfig, AutoTokenizer, BertModel
@@ -24,7 +23,7 @@ from rsrank_rag.artifact.config import TrainingRecord
 from rsrank_rag.language_model.options import LoadOptions
 
 TEMPLATE = Template(instruction="[CLS]", separator="[SEP]", query_start="[CLS]", suffix="[SEP]")
-SMALL = ("projection", "shift_weight", "pooled_weight", "bias")
+SMALL = ("projection", "shift_weight", "agreement")
 NEAR = 1e-4
 """Largest difference from the recipe's own scores, both in float32: rounding, far below what a mistake makes."""
 
@@ -46,7 +45,7 @@ def convert(source: Path, folder: Path, start: str) -> RSRank:
     """Write the artifact; the reranker it was written from, in fp16."""
     description = json.loads((source / "model.json").read_text(encoding="utf-8"))
     weights = load_file(source / "model.safetensors")
-    projection, shift_weight, g, b = (weights.pop(name) for name in SMALL)
+    projection, shift_weight, agreement = (weights.pop(name) for name in SMALL)
     with tempfile.TemporaryDirectory() as temporary:
         encoder(weights, start).save_pretrained(temporary)
         AutoTokenizer.from_pretrained(start).save_pretrained(temporary)
@@ -56,7 +55,7 @@ def convert(source: Path, folder: Path, start: str) -> RSRank:
                 projection,
                 description["read"],
                 head_weight=shift_weight,
-                agreement=torch.cat([g.reshape(1), b.reshape(1)]),
+                agreement=agreement,
             ),
             template=TEMPLATE,
             fusion_layer=description["fuse"],
@@ -64,7 +63,7 @@ def convert(source: Path, folder: Path, start: str) -> RSRank:
             training=TrainingRecord(
                 data=tuple(description.get("data", ())),
                 seed=description.get("seed"),
-                notes="Fusion layers, B and the weights of agreement trained on top of all-MiniLM-L6-v2 (Apache-2.0), "
+                notes="Fusion layers, B and the weights beside it trained on top of all-MiniLM-L6-v2 (Apache-2.0), "
                 "which is frozen below, by recipes/mini.",
             ),
             license="apache-2.0",
