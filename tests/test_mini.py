@@ -18,7 +18,7 @@ from rsrank_rag.reranker import Pair
 
 ROOT = Path(__file__).parents[1]
 PASSAGES = (ROOT / "examples" / "passages.txt").read_text(encoding="utf-8").splitlines()
-REFERENCE = ROOT / "recipes" / "mini-next" / "reference.json"
+REFERENCE = ROOT / "recipes" / "mini" / "reference.json"
 QUERY = "How do honeybees tell each other where the flowers are?"
 
 # Largest difference between a score in bfloat16 and in float32, and between two bfloat16 scores of one document in

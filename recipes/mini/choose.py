@@ -6,6 +6,7 @@ share is kept that ranks best on all validation queries while those of sets that
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -14,14 +15,16 @@ from typing import Any
 
 import numpy as np
 import torch
-from encode import Stored
-from model import BORDER, bert_weights
+from encode import DOCUMENT_TOKENS, Stored, padded
+from model import BORDER, bert_weights, pooled
 from safetensors.torch import save_file
 from scorer import Scorer
 from torch import Tensor
 
 import data
 
+PASSAGES = (Path(__file__).parents[2] / "examples" / "passages.txt").read_text(encoding="utf-8").splitlines()
+QUESTIONS = ["How do honeybees tell each other where the flowers are?", "night trains in winter", "honey"]
 SHARES = np.arange(0, 1.01, 0.05)
 BORDERS = np.arange(-2, 2.01, 0.05)
 
@@ -99,6 +102,39 @@ def export(scorer: Scorer, choice: tuple[float, float], folder: Path, about: Map
     )
     shape = asdict(model.shape) | {"read": model.shape.read, "share": share, "border": border} | dict(about)
     (folder / "model.json").write_text(json.dumps(shape, indent=2) + "\n", encoding="utf-8")
+
+
+@dataclass(frozen=True)
+class InMemory:
+    """As `Stored`, of a few texts."""
+
+    ids: list[list[int]]
+    embedded: Tensor
+    hidden: Tensor
+    valid: Tensor
+
+    def states(self, places: Sequence[int]) -> tuple[Tensor, Tensor]:
+        """As `Stored.states`."""
+        return self.hidden[list(places)], self.valid[list(places)]
+
+
+@torch.no_grad()
+def reference(scorer: Scorer, choice: tuple[float, float], folder: Path) -> None:
+    """Scores of a few pairs by this code, in float32 with weights rounded to fp16, for export.py and the tests."""
+    model = copy.deepcopy(scorer.model).half().float()
+    for name in ("projection", "shift_weight", "pooled_weight", "token_weight", "bias"):  # kept in float32
+        model.get_parameter(name).copy_(scorer.model.get_parameter(name))
+    model.shift_weight *= choice[0]
+    model.bias -= choice[1]
+    plain = Scorer(model, scorer.ids)
+    plain.fast = torch.float32
+    ids, valid = padded(scorer.ids(PASSAGES, DOCUMENT_TOKENS))
+    hidden = model.below(model.embed(ids), valid, 0, model.base)
+    texts = InMemory(scorer.ids(PASSAGES, DOCUMENT_TOKENS), pooled(hidden, valid), hidden, valid)
+    everything = [range(len(PASSAGES))] * len(QUESTIONS)
+    scores, _, _ = plain(QUESTIONS, everything, texts)
+    cases = [{"query": q, "documents": PASSAGES, "scores": s.tolist()} for q, s in zip(QUESTIONS, scores, strict=True)]
+    (folder / "reference.json").write_text(json.dumps(cases, indent=1) + "\n", encoding="utf-8")
 
 
 def ndcg(scores: Tensor, relevant: Tensor, depth: int = 5) -> float:

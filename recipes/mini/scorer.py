@@ -6,14 +6,25 @@ Axes: Q queries, R pairs of a query and a document, H heads, L layers read.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Protocol
 
 import torch
-from encode import CHUNK, CLS, QUERY_TOKENS, SEP, Stored, inner, padded, scored_tokens
+from encode import CHUNK, CLS, QUERY_TOKENS, SEP, inner, padded, scored_tokens
 from model import Mini, pooled
 from torch import Tensor
 
 ROWS = 6000
 """Padded query tokens that are run behind documents at once."""
+
+
+class Texts(Protocol):
+    """`encode.Stored`, or what is like it."""
+
+    ids: list[list[int]]
+    embedded: Tensor
+
+    def states(self, places: Sequence[int]) -> tuple[Tensor, Tensor]:
+        """Token states of texts (N, S, C), and which are none of the padding, (N, S)."""
 
 
 class Scorer:
@@ -28,7 +39,7 @@ class Scorer:
         self.model, self.ids, self.fast = model, ids, torch.bfloat16
 
     def __call__(
-        self, queries: Sequence[str], documents: Sequence[Sequence[int]], stored: Stored
+        self, queries: Sequence[str], documents: Sequence[Sequence[int]], stored: Texts
     ) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
         """Scores of each query's documents, those without the shift, and the shift terms (documents, L, H)."""
         model = self.model
@@ -60,14 +71,14 @@ class Scorer:
         total = base + (every * model.shift_weight).sum((1, 2))
         return [total[o] for o in orders], [base[o] for o in orders], [every[o] for o in orders]
 
-    def cosines(self, query: str, documents: Sequence[int], stored: Stored) -> Tensor:
+    def cosines(self, query: str, documents: Sequence[int], stored: Texts) -> Tensor:
         """MiniLM's own, (documents,)."""
         ids, valid = padded(self.ids([query], QUERY_TOKENS))
         states = self.model.below(self.model.embed(ids).to(self.fast), valid, 0, self.model.base)
         return stored.embedded[list(documents)].float() @ pooled(states, valid)[0]
 
     def _chunks(
-        self, documents: Sequence[Sequence[int]], width: int, stored: Stored
+        self, documents: Sequence[Sequence[int]], width: int, stored: Texts
     ) -> Iterator[tuple[list[int], list[tuple[int, int, int]]]]:
         """Documents of similar length, and the (row, query, position) that want them."""
         users: dict[int, list[tuple[int, int]]] = {}

@@ -21,7 +21,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-from choose import choose, export, measured
+from choose import choose, export, measured, reference
 from encode import Encoder, Prepared, Stored, minilm, prepare, prepare_unseen
 from model import Mini, Shape
 from scorer import Scorer
@@ -258,6 +258,7 @@ def main() -> None:
     (options.output / "validation.json").write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
     about = {"data": sorted(set(data.SETS) - set(options.without)), "seed": options.seed, "step": trainer.step}
     export(scorer, choice, options.output / "model", about)
+    reference(scorer, choice, options.output / "model")
 
 
 if __name__ == "__main__":
