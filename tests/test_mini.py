@@ -143,6 +143,17 @@ def test_the_recorded_figures_are_those_of_the_shipped_weights(mini):
         }
 
 
+@pytest.mark.slow
+def test_words_keywords_and_greetings_are_understood(monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "recipes" / "mini")
+    found = importlib.import_module("measure").short_queries(RSRank.from_pretrained(device="cpu", dtype="float32"), 0.0)
+    assert found["words"]["mrr"] > 0.95
+    assert found["words"]["found"] >= 0.95
+    assert found["keywords"]["mrr"] > 0.95
+    assert found["keywords"]["found"] >= 0.95
+    assert found["nothing"]["silent"] == 1
+
+
 def figures():
     return json.loads((ROOT / "docs" / "mini.json").read_text(encoding="utf-8"))
 

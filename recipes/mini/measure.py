@@ -12,11 +12,13 @@ from __future__ import annotations
 import argparse
 import itertools
 import json
+import math
 from collections.abc import Callable
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
-from tables import differences, table
+from tables import ROOT, differences, table
 from tqdm import tqdm
 
 from rsrank_rag import Reranker, RSRank
@@ -45,17 +47,57 @@ def measure(data: Path, systems: dict[str, Callable[[], Reranker]], limit: int |
     first: Scored = {}
     for system, load in systems.items():
         reranker = load()
-        scored = {
+        everything = {
             name: score_dataset(reranker, tqdm(queries, desc=f"{system}, {name}")) for name, queries in sets.items()
         }
+        scored = {name: [query for query in queries if any(query.relevant)] for name, queries in everything.items()}
         tau = shared_threshold(list(scored.values())) if figures else 0.0
-        rows = [{"dataset": name, **summarise(queries, threshold=tau)} for name, queries in scored.items()]
-        figures[system] = {"tau": tau, "sets": rows}
+        figures[system] = {
+            "tau": tau,
+            "sets": [{"dataset": name, **summarise(queries, threshold=tau)} for name, queries in scored.items()],
+            "unanswered": unanswered(everything, tau),
+            "short": short_queries(reranker, tau),
+        }
         if len(figures) == 1:
             first, figures[system]["differences"] = scored, {}
         else:
             next(iter(figures.values()))["differences"][system] = differences(first, scored, (0.0, tau))
     return figures
+
+
+def unanswered(sets: Scored, tau: float) -> dict[str, dict[str, float]]:
+    """Set -> how many queries have no relevant document, and the share of their documents that is kept."""
+    found = {}
+    for name, queries in sets.items():
+        kept = [[score > tau for score in query.scores] for query in queries if not any(query.relevant)]
+        if kept:
+            found[name] = {"queries": len(kept), "kept": fmean(fmean(row) for row in kept)}
+    return found
+
+
+def short_queries(reranker: Reranker, tau: float) -> dict[str, dict[str, float]]:
+    """Words, keywords, and greetings that nothing answers, over the 61 passages of examples/island.
+
+    By kind: ``queries``; ``mrr``, the mean reciprocal rank of the first wanted passage; ``found``, the share of queries
+    that keep a wanted one; ``kept``, documents a query; ``silent``, the share of queries that keep none.
+    """
+    lines = (ROOT / "examples" / "island" / "passages.jsonl").read_text(encoding="utf-8").splitlines()
+    passages = [json.loads(line) for line in lines]
+    texts = [f"{passage['title']}\n{passage['text']}" for passage in passages]
+    found = {}
+    for kind, queries in json.loads(Path(__file__).with_name("short_queries.json").read_text(encoding="utf-8")).items():
+        rows = []
+        for query, wanted in queries.items():
+            scores = reranker.score(query, texts)
+            own = [score for score, passage in zip(scores, passages, strict=True) if passage["id"] in wanted]
+            first = max(own, default=math.inf)
+            kept = sum(score > tau for score in scores)
+            rank = 1 + sum(score > first for score in scores)
+            rows.append({"mrr": 1 / rank, "found": first > tau, "kept": kept, "silent": kept == 0})
+        found[kind] = {"queries": len(rows), **{part: fmean(row[part] for row in rows) for part in rows[0]}}
+    found["nothing"].pop("mrr")
+    found["nothing"].pop("found")
+    return found
 
 
 def examples(model: str, sets: dict[str, list[LabelledQuery]], count: int = 3) -> dict[str, dict[str, list[float]]]:

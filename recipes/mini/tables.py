@@ -98,6 +98,29 @@ def threshold_table(figures: Figures) -> str:
     return "\n".join(lines)
 
 
+def short_table(figures: Figures) -> str:
+    """Words, keywords and greetings over the passages of examples/island, and questions without an answer."""
+    lines = [f"| | {' | '.join(figures)} |", f"|---|{'--:|' * len(figures)}"]
+    kinds = {"words": "one word", "keywords": "keywords", "nothing": "greeting or off-topic"}
+    shown = {
+        "mrr": "MRR {:.3f}",
+        "found": "wanted one kept {:.0%}",
+        "kept": "kept of 61: {:.1f}",
+        "silent": "keeps none {:.0%}",
+    }
+    for kind, name in kinds.items():
+        rows = [system["short"][kind] for system in figures.values()]
+        for part, text in shown.items():
+            if part in rows[0] and (part == "silent") == (kind == "nothing"):
+                label, _, number = text.partition("{")
+                cells = [("{" + number).format(row[part]) for row in rows]
+                lines.append(f"| {name} ({rows[0]['queries']:.0f}): {label.strip(' :')} | {' | '.join(cells)} |")
+    for dataset, row in next(iter(figures.values()))["unanswered"].items():
+        cells = [f"{system['unanswered'][dataset]['kept']:.0%}" for system in figures.values()]
+        lines.append(f"| {dataset}, no relevant candidate ({row['queries']}): kept | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
 def difference_tables(figures: Figures) -> str:
     """The first system minus each other one; bold where the interval leaves zero out."""
     first, parts = next(iter(figures)), []
@@ -140,6 +163,7 @@ def blocks(figures: Figures, ablations: FigureFile) -> dict[str, str]:
         "mini": table(figures),
         "results": table(figures, tuple(METRICS)),
         "thresholds": threshold_table(figures),
+        "short": short_table(figures),
         "differences": difference_tables(figures),
     }
 
