@@ -215,7 +215,7 @@ async def ask(client: httpx.AsyncClient, traffic: Traffic, rng: random.Random, r
 async def clients(url: str) -> AsyncIterator[httpx.AsyncClient]:
     """Connections without a limit of their own."""
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
-    async with httpx.AsyncClient(base_url=url, timeout=120, limits=limits) as client:
+    async with httpx.AsyncClient(base_url=url, timeout=600, limits=limits) as client:
         yield client
 
 
@@ -420,7 +420,7 @@ def arguments(description: str) -> argparse.ArgumentParser:
     parser.add_argument("--documents", type=int, default=20, help="passages in a request")
     parser.add_argument("--words", type=int, default=100)
     parser.add_argument("--corpus", type=int, default=2000, help="passages in all")
-    parser.add_argument("--timeout", type=float, default=3.0, help="of overload: seconds for an answer")
+    parser.add_argument("--timeout", type=float, default=3.0, help="of overload and soak: seconds for an answer")
     parser.add_argument("--dtype", default="bfloat16", choices=TOLERANCE)
     parser.add_argument("--deterministic", action="store_true")
     return parser

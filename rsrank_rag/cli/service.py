@@ -91,6 +91,7 @@ def serve(
     host: Annotated[str, Option(help="Address to listen on; 0.0.0.0 for all.")] = "127.0.0.1",
     port: Annotated[int, Option(min=0, max=65535, help="0 for any that is free.")] = 8080,
     api_key_file: Annotated[Path | None, Option(help=f"API keys, one a line; also from {KEYS[0]}, by commas.")] = None,
+    separate_keys: Annotated[bool, Option("--separate-keys", help="Keep prefixes for each API key apart.")] = False,
     allowed_host: Annotated[list[str], Option(help="Name that clients call the service by; may be repeated.")] = [],  # noqa: B006
     max_connections: Annotated[int, Option(min=1, help="Open at a time.")] = 1000,
     notice: Annotated[float, Option(min=0, help="Seconds of 503 from /ready before the end at SIGTERM.")] = 5.0,
@@ -131,6 +132,7 @@ def serve(
     settings = _settings(
         api_keys=read_keys(",".join(os.environ.get(name, "") for name in KEYS)),
         api_key_file=api_key_file,
+        separate_keys=separate_keys,
         allowed_hosts=tuple(allowed_host),
         max_documents=max_documents,
         max_document_tokens=max_tokens,

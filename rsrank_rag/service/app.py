@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
@@ -187,7 +188,8 @@ class _Service:
 
         Of a document beyond the service's limit of tokens, the first ones are read; the answer says so.
         """
-        pair = Pair(body.query, body.document, self.settings.max_document_tokens, instruction=body.instruction or None)
+        most, told, salt = self.settings.max_document_tokens, body.instruction or None, request.state.salt
+        pair = Pair(body.query, body.document, most, instruction=told, salt=salt)
         self._check_size(Question([pair]))
         request.state.record.documents = 1
         found = await self._work(request, self.backend.explain, pair)
@@ -248,7 +250,8 @@ class _Service:
         if question.faults and not partial:
             raise refusal(question.faults, 422)
         question = question.bounded(limits.max_document_tokens)
-        outcomes = question.outcomes(await self._work(request, self.backend.score, question.usable))
+        usable = [replace(pair, salt=request.state.salt) for pair in question.usable]
+        outcomes = question.outcomes(await self._work(request, self.backend.score, usable))
         record.tokens = sum(outcome.tokens for outcome in outcomes)
         faults, status = question.complaints(outcomes)
         if faults and not (partial and len(faults) < len(outcomes)):

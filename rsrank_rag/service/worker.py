@@ -18,6 +18,8 @@ from dataclasses import dataclass
 from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
+from tqdm import tqdm
+
 from ..errors import RSRankError
 from ..reranker import Reranker
 from .backend import Description, UnavailableError
@@ -119,6 +121,7 @@ def begin(prepare: Callable[[], object] | None) -> None:
 
     threading.Thread(target=end_with_parent, daemon=True).start()
     trim_regularly()
+    tqdm.set_lock(threading.RLock())  # its own is shared between processes, and leaks when this one is killed
     if prepare is not None:
         prepare()
 
