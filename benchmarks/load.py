@@ -30,6 +30,7 @@ from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import httpx
 import torch
@@ -124,6 +125,7 @@ class Server:
         self.url = f"http://127.0.0.1:{self.port}"
         self.command = [sys.executable, "-m", "rsrank_rag", "serve", "--model", model, "--port", str(self.port)]
         self.command += ["--no-canary", "--notice", "0", "--log-level", "warning", *arguments]
+        self.popen: dict[str, Any] = {}  # how the process is started
         self.process: subprocess.Popen[bytes] | None = None
 
     def __enter__(self) -> Server:
@@ -135,15 +137,15 @@ class Server:
 
     def start(self) -> None:
         """Start it and wait until it is ready."""
-        self.process = subprocess.Popen(self.command)
-        for _ in range(1200):
+        self.process = subprocess.Popen(self.command, **self.popen)
+        for _ in range(6000):
             with contextlib.suppress(httpx.TransportError):
                 if httpx.get(f"{self.url}/ready").status_code == 200:
                     return
             if self.process.poll() is not None:
                 sys.exit(f"The server ended with {self.process.returncode}.")
             time.sleep(0.05)
-        sys.exit("The server did not become ready in a minute.")
+        sys.exit("The server did not become ready in five minutes.")
 
     def end(self, how: signal.Signals) -> None:
         """Send a signal and wait for the end."""

@@ -194,10 +194,14 @@ def run(backend: Scheduler, settings: Settings, limits: Limits, *, host: str, po
         handler.addFilter(lambda record: app.state.failure is None or not record.name.startswith("uvicorn"))
         warn_if_open(settings, host)
         trim_regularly()
+        server = Server(
+            app, limits, lambda: screen.print(f"{backend.description.name} answers at {address}", soft_wrap=True)
+        )
+        hangup = getattr(signal, "SIGHUP", None)  # a closed terminal is an end like Ctrl-C, unless nohup says otherwise
+        if hangup is not None and signal.getsignal(hangup) is signal.SIG_DFL:
+            signal.signal(hangup, server.handle_exit)
         try:
-            Server(
-                app, limits, lambda: screen.print(f"{backend.description.name} answers at {address}", soft_wrap=True)
-            ).run(sockets=[bound])
+            server.run(sockets=[bound])
         except SystemExit:
             if app.state.failure is None:
                 raise

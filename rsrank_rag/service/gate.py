@@ -128,7 +128,7 @@ class Keys:
             except InputError as error:
                 logger.error("%s The keys that were read before stay.", error)
         kind, _, given = authorization.partition(" ")
-        sent = given.strip().encode("latin-1")
+        sent = given.encode("latin-1").strip()  # of bytes: a letter's second byte may be a space of Latin-1
         # All are compared, so that the time taken tells nothing about which one it is.
         found = [key for key in (*self._fixed, *self._read) if hmac.compare_digest(key, sent)]
         return found[0] if found and kind.lower() == "bearer" else None
@@ -194,6 +194,10 @@ class Gate:
         """The app, or a refusal."""
         if not is_own_name(headers.get("host", ""), self.settings):
             return error_answer(421, "This service is not called so. Its operator can add the name: --allowed-host.")
+        if "transfer-encoding" in headers and "content-length" in headers:  # a proxy may have read another end of it
+            response = error_answer(400, "A request has Content-Length or Transfer-Encoding, not both.")
+            response.headers["Connection"] = "close"
+            return response
         if key or not self.settings.closed or scope["path"] in OPEN:
             return self.app
         response = error_answer(401, "This service needs an API key: send it as 'Authorization: Bearer KEY'.")
@@ -253,6 +257,8 @@ class _Body:
         self._gate.held += len(piece)
         self._values += self._values_in(piece)
         settings = self._settings
+        if b"\0" in piece:  # in UTF-16, values would be counted wrong
+            raise HTTPException(400, "The body is not JSON in UTF-8: it holds a zero byte.")
         if self.bytes > settings.max_body_bytes:
             raise HTTPException(413, f"The body is too large; it may have {settings.max_body_bytes:,} bytes.")
         if self._values > (most := VALUES * (settings.max_documents + 10)):

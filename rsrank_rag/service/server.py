@@ -20,6 +20,7 @@ from types import FrameType
 from ..errors import MissingDependencyError
 
 try:
+    import h11
     import uvicorn
     from fastapi import FastAPI
     from starlette.types import Receive, Scope, Send
@@ -40,6 +41,9 @@ SPARE = 64
 RESERVE = 16
 """Connections beyond the limit if none is idle; only health and metrics are answered there."""
 
+EVENTS = 100
+"""Heads and pieces of bodies of one connection that are looked at before it is another's turn."""
+
 GRACE = 5
 """Seconds that a request in flight has beyond its timeout, when the service stops."""
 
@@ -53,10 +57,21 @@ class Limits:
     notice: float = 5.0  # seconds from SIGTERM, in which /ready is 503 and requests are taken, to the listener's end
 
 
+class _Parser(h11.Connection):
+    """Gives so many events at a time and no more: chunks of a byte each would hold up everybody else for seconds."""
+
+    left = 0
+
+    def next_event(self) -> h11.Event | type[h11.NEED_DATA | h11.PAUSED]:
+        self.left -= 1
+        return super().next_event() if self.left >= 0 else h11.PAUSED
+
+
 class _Connection(H11Protocol):
     """One connection."""
 
     owner: Server
+    conn: _Parser
     since = 0.0
     timer: asyncio.TimerHandle | None = None
 
@@ -67,6 +82,7 @@ class _Connection(H11Protocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        self.conn = _Parser(h11.SERVER)
         self.since = self.loop.time()
         self._await_head()
         if len(self.connections) > self.owner.most:
@@ -84,6 +100,29 @@ class _Connection(H11Protocol):
             self._no_limit()
         elif self.timer is None:  # the head of the next request, or more than was asked for
             self._await_head()
+
+    def handle_events(self) -> None:
+        self.conn.left = EVENTS
+        super().handle_events()
+        if self.conn.left < 0:
+            self.flow.read_paused = False  # so that nobody but `_go_on` has more read
+            self.loop.call_soon(self._go_on)
+
+    def _go_on(self) -> None:
+        """Handle what is here already, and read on."""
+        if not self.transport.is_closing():
+            if not self.flow.read_paused:
+                self.transport.resume_reading()
+            self.handle_events()
+
+    def send_400_response(self, msg: str) -> None:
+        if self.cycle is not None:  # whose body breaks off here; what it would still be answered has no place
+            self.cycle.disconnected = True
+            self.cycle.message_event.set()
+        if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
+            super().send_400_response(msg)
+        else:  # answered before its body was read
+            self.transport.close()
 
     def pause_writing(self) -> None:
         super().pause_writing()
