@@ -692,25 +692,18 @@ async def test_a_real_models_prefixes_and_memory_retries_are_counted(tiny_folder
 
 @pytest.mark.parametrize(("separate", "expected"), [(True, [0, 0, 1, 2]), (False, [0, 1, 2, 3])])
 @pytest.mark.parametrize("path", ["/v1/rerank", "/explain"])
-async def test_what_one_key_sent_is_found_by_another_unless_keys_are_separate(
+async def test_what_one_client_sent_is_found_by_another_unless_they_are_separate(
     tiny_folder, tmp_path, separate, expected, path
 ):
     body = {"query": "When?", "documents": ["In 1932."], "document": "In 1932."}
     for found in (expected, [1, 2, 3, 4]):  # the second time after a new start, when all has been kept on disk
         own, hits = load_ranker(tiny_folder("qwen3"), "qwen3"), []
         own.store = own.reader.store = store_for(own.backbone, dict, tmp_path)
-        async with serving(own, api_keys=["one", "two"], separate_keys=separate) as http:
+        async with serving(own, api_keys=["one", "two"], separate_clients=separate) as http:
             for key in ("one", "two", "one", "two"):
                 await http.post(path, json=body, headers={"Authorization": f"Bearer {key}"})
                 hits.append(own.store.stats()["device_hits"] + own.store.stats()["disk_hits"])
         assert hits == found
-
-
-def test_only_keys_can_be_separate(tmp_path):
-    (tmp_path / "keys").write_text("one")
-    with pytest.raises(ValueError, match="no API keys"):
-        app_module.Settings(separate_keys=True)
-    assert app_module.Settings(separate_keys=True, api_key_file=tmp_path / "keys").separate_keys
 
 
 @contextmanager
@@ -857,7 +850,6 @@ def test_systems_of_any_kind_are_loaded_but_those_that_need_labels(ranker, tmp_p
         (["--max-body", "much"], "is no size"),
         (["--max-body", "0"], "max_body_bytes"),
         (["--timeout", "inf"], "timeout"),
-        (["--separate-keys"], "no API keys"),
         (["--log-level", "loud"], "--log-level must be one of"),
         (["--canary", "x.json", "--no-canary"], "contradict"),
         (["--host", "203.0.113.1"], "Nobody can listen at 203.0.113.1"),

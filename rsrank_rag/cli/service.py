@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import ipaddress
 import json
 import logging
 import os
 import signal
 import socket
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import fields
 from functools import partial
 from pathlib import Path
@@ -91,7 +89,7 @@ def serve(
     host: Annotated[str, Option(help="Address to listen on; 0.0.0.0 for all.")] = "127.0.0.1",
     port: Annotated[int, Option(min=0, max=65535, help="0 for any that is free.")] = 8080,
     api_key_file: Annotated[Path | None, Option(help=f"API keys, one a line; also from {KEYS[0]}, by commas.")] = None,
-    separate_keys: Annotated[bool, Option("--separate-keys", help="Keep prefixes for each API key apart.")] = False,
+    separate_clients: Annotated[bool, Option("--separate-clients", help="Each finds only its own prefixes.")] = False,
     allowed_host: Annotated[list[str], Option(help="Name that clients call the service by; may be repeated.")] = [],  # noqa: B006
     max_connections: Annotated[int, Option(min=1, help="Open at a time.")] = 1000,
     notice: Annotated[float, Option(min=0, help="Seconds of 503 from /ready before the end at SIGTERM.")] = 5.0,
@@ -132,7 +130,7 @@ def serve(
     settings = _settings(
         api_keys=read_keys(",".join(os.environ.get(name, "") for name in KEYS)),
         api_key_file=api_key_file,
-        separate_keys=separate_keys,
+        separate_clients=separate_clients,
         allowed_hosts=tuple(allowed_host),
         max_documents=max_documents,
         max_document_tokens=max_tokens,
@@ -244,11 +242,5 @@ def _bound(host: str, port: int) -> socket.socket:
 
 def warn_if_open(settings: Settings, host: str) -> None:
     """Log that whoever can reach a service beyond this machine may ask it."""
-    if not settings.closed and not _is_loopback(host):
+    if not settings.closed and host not in ("127.0.0.1", "::1", "localhost"):
         logger.warning("The service listens at %s without an API key. Set %s, or give --api-key-file.", host, KEYS[0])
-
-
-def _is_loopback(host: str) -> bool:
-    with suppress(ValueError):
-        return ipaddress.ip_address(host).is_loopback
-    return host == "localhost"

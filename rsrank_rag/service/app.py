@@ -244,8 +244,11 @@ class _Service:
         """Have what a request asks scored, or raise the error that it is answered with."""
         record, limits = request.state.record, self.settings
         partial = isinstance(body, RerankRequest) and bool(body.partial)
+        # Counted before anything is made of them.
+        record.documents = max(len(getattr(body, name, ())) for name in ("documents", "texts", "text_2", "passages"))
+        if record.documents > (most := limits.max_documents):
+            raise RefusedError(413, f"{record.documents:,} documents; a request may have {most:,}.")
         question = body.asked()
-        record.documents = len(question.pairs)
         self._check_size(question)
         if question.faults and not partial:
             raise refusal(question.faults, 422)
@@ -261,9 +264,7 @@ class _Service:
         return Scores(question, outcomes, self.backend.description, normalised, faults, record.id, int(time.time()))
 
     def _check_size(self, question: Question) -> None:
-        limits, count = self.settings, len(question.pairs)
-        if count > limits.max_documents:
-            raise RefusedError(413, f"{count:,} documents; a request may have {limits.max_documents:,}.")
+        limits = self.settings
         longest, most = max((len(pair.query) for pair in question.pairs), default=0), limits.max_query_characters
         if longest > most:
             raise RefusedError(413, f"The query has {longest:,} characters; it may have {most:,}.")

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from pydantic import BaseModel, ConfigDict, Field, SecretStr, ValidationInfo, field_validator
+from pydantic import BaseModel, ConfigDict, Field, SecretStr, field_validator
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -67,8 +67,7 @@ class Settings(BaseModel):
 
     api_keys: tuple[SecretStr, ...] = ()  # any of them opens the service; without any, and a file, it is open
     api_key_file: Path | None = None  # more of them, one a line; read again when it changes
-    separate_keys: bool = False
-    """Of what is kept of documents, each key finds its own only: else the time of an answer tells what others sent."""
+    separate_clients: bool = False  # of what is kept of documents, each finds only its own
     allowed_hosts: tuple[str, ...] = ()  # names that clients may call the service by; see `is_own_name`
     max_documents: int = Field(default=1000, ge=1)  # of a request
     max_query_characters: int = Field(default=10_000, ge=1)
@@ -92,13 +91,6 @@ class Settings(BaseModel):
     @classmethod
     def _file_has_keys(cls, file: Path | None) -> Path | None:
         return file if file is None or keys_in(file) else None
-
-    @field_validator("separate_keys")
-    @classmethod
-    def _there_are_keys(cls, separate: bool, others: ValidationInfo) -> bool:
-        if separate and not (others.data.get("api_keys") or others.data.get("api_key_file")):
-            raise ValueError("there are no API keys to separate")
-        return separate
 
     @property
     def closed(self) -> bool:
@@ -159,9 +151,10 @@ class Gate:
         headers = Headers(scope=scope)
         key, given = self._keys.find(headers.get("authorization", "")), headers.get("x-request-id", "")
         id_ = given if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
-        record = Record(id_, self._client(scope, key), scope["method"])
+        client = key if key is not None else (scope.get("client") or ("",))[0].encode()
+        record = Record(id_, hashlib.blake2b(client, digest_size=6, key=self._salt).hexdigest(), scope["method"])
         # The same in every run: what is kept on disk is to be found again.
-        salt = hashlib.sha256(key).hexdigest() if key and self.settings.separate_keys else ""
+        salt = hashlib.sha256(client).hexdigest() if self.settings.separate_clients else ""
         scope["state"] = {**scope.get("state", {}), "record": record, "salt": salt}
         started = False
 
@@ -203,10 +196,6 @@ class Gate:
         response = error_answer(401, "This service needs an API key: send it as 'Authorization: Bearer KEY'.")
         response.headers["WWW-Authenticate"] = "Bearer"
         return response
-
-    def _client(self, scope: Scope, key: bytes | None) -> str:
-        name = key if key is not None else (scope.get("client") or ("",))[0].encode()
-        return hashlib.blake2b(name, digest_size=6, key=self._salt).hexdigest()
 
 
 def is_own_name(host: str, settings: Settings) -> bool:

@@ -9,9 +9,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
+import os
 import signal
 import socket
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -116,13 +116,10 @@ class _Connection(H11Protocol):
             self.handle_events()
 
     def send_400_response(self, msg: str) -> None:
-        if self.cycle is not None:  # whose body breaks off here; what it would still be answered has no place
-            self.cycle.disconnected = True
-            self.cycle.message_event.set()
-        if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
+        if self.conn.our_state is h11.IDLE:
             super().send_400_response(msg)
-        else:  # answered before its body was read
-            self.transport.close()
+        else:  # in the body of a request that has its answer, or was to have another one
+            self.transport.abort()
 
     def pause_writing(self) -> None:
         super().pause_writing()
@@ -160,12 +157,8 @@ class _Connection(H11Protocol):
 
 def _files() -> float:
     """How many files this process may have open."""
-    if sys.platform == "win32":
-        return math.inf
-    import resource
-
-    most = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-    return math.inf if most == resource.RLIM_INFINITY else most
+    most = os.sysconf("SC_OPEN_MAX") if hasattr(os, "sysconf") else -1
+    return most if most > 0 else math.inf
 
 
 class Server(uvicorn.Server):
