@@ -38,6 +38,7 @@ from rsrank_rag.prefixes.settings import PrefixCache
 from rsrank_rag.prefixes.store import store_for
 from rsrank_rag.reranker import BLANK_SCORE
 from rsrank_rag.service import app as app_module
+from rsrank_rag.service.dialects.common import ScoringRequest
 from rsrank_rag.service.engine import Canary
 from rsrank_rag.service.gate import keys_in
 from rsrank_rag.service.logs import TextlessFormatter
@@ -347,6 +348,14 @@ async def test_what_is_too_large_is_413_and_says_what(fields, message):
         response = await http.post("/v1/rerank", json={**RERANK, **fields})
         assert (response.status_code, message in response.json()["message"]) == (413, True)
         assert (await http.post("/v1/rerank", json=RERANK)).status_code == 200
+
+
+@pytest.mark.parametrize(("path", "body"), REQUESTS[:-1])
+async def test_too_many_documents_are_refused_before_anything_is_made_of_them(path, body, monkeypatch):
+    monkeypatch.setattr(ScoringRequest, "question", lambda *_: pytest.fail("pairs were made"))
+    async with serving(max_documents=2) as http:
+        response = await http.post(path, json=body)
+    assert (response.status_code, response.json()["error"]) == (413, "3 documents; a request may have 2.")
 
 
 async def test_a_body_without_a_length_is_measured_as_it_comes():
