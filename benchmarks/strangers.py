@@ -93,14 +93,14 @@ def asked(target: str, method: str = "GET", *more: str) -> Attack:
     return says("\r\n".join(lines).encode())
 
 
-def half_open(count: int, seconds: float) -> Attack:
-    """So many connections with half a head each, held for some time: are requests answered beside them?"""
+def half_open(count: int, seconds: float, said: bytes) -> Attack:
+    """So many connections with half of what they want, held for some time: are requests answered beside them?"""
 
     def run(port: int) -> Counter[str]:
         with contextlib.ExitStack() as held:
             for _ in range(count):
                 connection = held.enter_context(socket.create_connection(("127.0.0.1", port), timeout=PATIENCE))
-                connection.sendall(OPEN_HEAD)
+                connection.sendall(said)
             ends, found = time.monotonic() + seconds, Counter[str]()
             while time.monotonic() < ends:
                 found += post(GOOD)(port)
@@ -142,7 +142,7 @@ def heads() -> Attacks:
         "head: 60 MB": (says(OPEN_HEAD + b"X-Large: " + b"x" * 60_000_000), "400 closed"),
         "head: 200 MB": (says(OPEN_HEAD + b"X-Large: " + b"x" * 200_000_000), "400 closed"),
         "head: 100,000 lines": (says(OPEN_HEAD + b"X: y\r\n" * 100_000), "400 closed"),
-        "head: 300 half open": (half_open(300, 15), "200"),
+        "head: 300 half open": (half_open(300, 15, OPEN_HEAD), "200"),
         "head: NUL and control bytes": (says(b"GET /health\0 HTTP/1.1\r\nHost: a\r\nX: \1\0\r\n\r\n"), "400"),
         "head: two hosts": (asked("/health", "GET", "Host: evil.example"), "400"),
         "head: no host": (says(b"GET /health HTTP/1.1\r\n\r\n"), "400"),
@@ -190,6 +190,7 @@ def frames() -> Attacks:
             "left",
         ),
         "framing: half a body and no more": (says(HEAD + b"Content-Length: 900\r\n\r\n" + GOOD), "408"),
+        "framing: 300 half bodies": (half_open(300, 15, HEAD + b"Content-Length: 900\r\n\r\n{"), "200"),
         "framing: half a body, slowly": (slowly, "408"),
         "framing: 1 MB in chunks of a byte": (says(bytes_apart), "400 408"),
         "framing: the same without a key": (says(bytes_apart.replace(HEAD, OPEN_HEAD)), "401"),
@@ -238,8 +239,9 @@ def odd_bodies() -> Attacks:
     """Bodies that mean nothing, or something else."""
     kinds = (b"text/plain", b"multipart/form-data", b"application/json; charset=utf-16", b"\xff", b"")
     fields = ("top_n", "min_docs", "max_tokens_per_doc", "truncate_prompt_tokens", "context", "threshold", "documents")
-    huge = [{name: value} for value in (BIG, -BIG, 2**63, 2**31, 1e308) for name in fields]
-    parts: list[dict[str, object]] = [{}, {"extract": "sentences"}, {"long_documents": "windows"}]
+    huge = [{name: value} for value in (BIG, -BIG, 2**63, 23_082_634_031, 1e308) for name in fields]
+    parts: list[dict[str, object]] = [{}, {"long_documents": "windows"}]
+    parts += [{"extract": "sentences", **some} for some in ({}, {"threshold": None})]
     numbers = (b"NaN", b"Infinity", b"-Infinity", b"1e999", b"01", b"1.", b"--1", b"\xd9\xa1")
     half: list[dict[str, object]] = [
         *({name: "\ud800"} for name in ("query", "instruction", "instruct", "extract")),
@@ -270,7 +272,7 @@ def odd_bodies() -> Attacks:
             each(post(GOOD, head=HEAD.replace(b"application/json", kind)) for kind in kinds),
             "200 400",
         ),
-        "body: huge numbers": (each(rerank(**one, **part) for one in huge for part in parts), "200 400 422"),
+        "body: huge numbers": (each(rerank(**part, **one) for one in huge for part in parts), "200 400 422"),
         "body: numbers that are none": (
             each(post(b'{"query": "q", "documents": ["x"], "threshold": %s}' % number) for number in numbers),
             "400",

@@ -86,9 +86,10 @@ class _Connection(H11Protocol):
         self.since = self.loop.time()
         self._await_head()
         if len(self.connections) > self.owner.most:
-            idle = [other for other in self.connections if other is not self and other.idle]  # type: ignore[union-attr]
+            others: set[_Connection] = self.connections - {self}  # type: ignore[assignment]
+            idle = [other for other in others if other.idle or other.cycle.more_body]
             if idle:
-                self.owner.end_connection(min(idle, key=lambda other: other.since), "crowded")  # type: ignore[union-attr, arg-type]
+                self.owner.end_connection(min(idle, key=lambda other: other.since), "crowded")
             elif len(self.connections) > self.owner.most + RESERVE:
                 self.owner.end_connection(self, "crowded")
             else:
