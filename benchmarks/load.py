@@ -30,6 +30,7 @@ from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import httpx
 import torch
@@ -124,6 +125,7 @@ class Server:
         self.url = f"http://127.0.0.1:{self.port}"
         self.command = [sys.executable, "-m", "rsrank_rag", "serve", "--model", model, "--port", str(self.port)]
         self.command += ["--no-canary", "--notice", "0", "--log-level", "warning", *arguments]
+        self.popen: dict[str, Any] = {}  # how the process is started
         self.process: subprocess.Popen[bytes] | None = None
 
     def __enter__(self) -> Server:
@@ -135,15 +137,15 @@ class Server:
 
     def start(self) -> None:
         """Start it and wait until it is ready."""
-        self.process = subprocess.Popen(self.command)
-        for _ in range(1200):
+        self.process = subprocess.Popen(self.command, **self.popen)
+        for _ in range(6000):
             with contextlib.suppress(httpx.TransportError):
                 if httpx.get(f"{self.url}/ready").status_code == 200:
                     return
             if self.process.poll() is not None:
                 sys.exit(f"The server ended with {self.process.returncode}.")
             time.sleep(0.05)
-        sys.exit("The server did not become ready in a minute.")
+        sys.exit("The server did not become ready in five minutes.")
 
     def end(self, how: signal.Signals) -> None:
         """Send a signal and wait for the end."""
@@ -215,7 +217,7 @@ async def ask(client: httpx.AsyncClient, traffic: Traffic, rng: random.Random, r
 async def clients(url: str) -> AsyncIterator[httpx.AsyncClient]:
     """Connections without a limit of their own."""
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
-    async with httpx.AsyncClient(base_url=url, timeout=120, limits=limits) as client:
+    async with httpx.AsyncClient(base_url=url, timeout=600, limits=limits) as client:
         yield client
 
 
@@ -420,7 +422,7 @@ def arguments(description: str) -> argparse.ArgumentParser:
     parser.add_argument("--documents", type=int, default=20, help="passages in a request")
     parser.add_argument("--words", type=int, default=100)
     parser.add_argument("--corpus", type=int, default=2000, help="passages in all")
-    parser.add_argument("--timeout", type=float, default=3.0, help="of overload: seconds for an answer")
+    parser.add_argument("--timeout", type=float, default=3.0, help="of overload and soak: seconds for an answer")
     parser.add_argument("--dtype", default="bfloat16", choices=TOLERANCE)
     parser.add_argument("--deterministic", action="store_true")
     return parser

@@ -5,7 +5,8 @@
 Passages have 5 to 2,000 words and requests 1 to 40 of them. Clients ask again as soon as they have been answered, and
 again a second later where they were refused (429, 503). Each minute the next fault is made: the model's process is
 killed, or stopped for five seconds; connections with half a request are opened and left; megabytes of nonsense are
-sent; clients leave before their answer; more is asked at a time than can be answered. Answers are checked as
+sent; clients leave before their answer; more is asked at a time than can be answered. After a third of the time the
+process is killed no more, so that one process's memory can be seen over the rest. Answers are checked as
 `benchmarks.load` does.
 """
 
@@ -92,12 +93,13 @@ class Soak:
 
     async def break_things(self, ends: float, every: float) -> None:
         """The next fault, every so many seconds."""
-        faults: list[Callable[[], Awaitable[None]]] = [
-            self.kill, self.stop, self.half_heads, self.nonsense, self.leave, self.crowd
+        gentle: list[Callable[[], Awaitable[None]]] = [
+            self.stop, self.half_heads, self.nonsense, self.leave, self.crowd
         ]  # fmt: skip
-        number = 0
-        while time.perf_counter() + every < ends:
+        number, began = 0, time.perf_counter()
+        while (now := time.perf_counter()) + every < ends:
             await asyncio.sleep(every)
+            faults = [self.kill, *gentle] if now - began < (ends - began) / 3 else gentle
             fault = faults[number % len(faults)]
             number += 1
             self.counts[f"fault: {fault.__name__}"] += 1
@@ -171,12 +173,12 @@ async def soak(options: argparse.Namespace, server: Server) -> Soak:
 def main() -> None:
     """Command line; the exit status is 1 if anything was wrong or lost."""
     parser = arguments(str(__doc__))
-    parser.set_defaults(documents=40, corpus=300)
+    parser.set_defaults(documents=40, corpus=300, timeout=60.0)
     parser.add_argument("--minutes", type=float, default=60.0)
     parser.add_argument("--every", type=float, default=60.0, help="seconds from one fault to the next")
     parser.add_argument("--clients", type=int, default=4)
     options = parser.parse_args()
-    with Server("mini", *chosen(options)) as server:
+    with Server("mini", *chosen(options), "--timeout", str(options.timeout)) as server:
         run = asyncio.run(soak(options, server))
         process = server.process
     assert process is not None
@@ -185,7 +187,7 @@ def main() -> None:
     told, wrong = verdict(run.traffic, [run.record], options.dtype)
     print(f"{told}\n")
     print("| minute | server MB | model MB |\n|--:|--:|--:|")
-    for share in (0.02, 0.1, 0.25, 0.5, 0.75, 0.999):
+    for share in (0, 1 / 12, 1 / 3, 2 / 3, 0.999):
         at, ours, models = run.samples[int(share * len(run.samples))]
         print(f"| {at:.1f} | {ours / 1e6:.0f} | {models / 1e6:.0f} |")
     later = run.samples[len(run.samples) // 2 :]

@@ -23,7 +23,7 @@ __all__ = ["BLANK_SCORE", "RankResult", "RankedDocument", "Reranker", "Scored", 
 class Pair:
     """A query and a document, of which at most ``max_tokens`` are read, to be scored beside other pairs.
 
-    Only `score_in_parts` heeds its ``reading``, and only a service its ``instruction``.
+    Only `score_in_parts` heeds its ``reading``, and only a service its ``instruction`` and ``salt``.
     """
 
     query: str
@@ -31,6 +31,7 @@ class Pair:
     max_tokens: int | None = None
     reading: Reading = WHOLE
     instruction: str | None = None
+    salt: str = ""
 
 
 class Limits(TypedDict, total=False):
@@ -55,6 +56,10 @@ class Reranker(ABC):
     def with_instruction(self, instruction: str) -> Self:
         """The same, judging by an instruction of the caller; InputError if this reranker takes none."""
         raise InputError(f"An instruction was given, and {type(self).__name__} takes none. Leave it out.")
+
+    def with_salt(self, salt: str) -> Self:
+        """The same model; what it keeps of documents is found by callers with the same salt only."""
+        return self
 
     @abstractmethod
     def score(self, query: str, documents: Sequence[str]) -> list[float]:

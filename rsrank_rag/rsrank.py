@@ -134,6 +134,15 @@ class RSRank(Pretrained, Reranker):
             twins[instruction] = twin
         return twins[instruction]
 
+    @torch.inference_mode()
+    def with_salt(self, salt: str) -> Self:
+        """See `Reranker.with_salt`."""
+        self.reader.null_prefix()  # read once for all
+        twin, twin.reader = copy.copy(self), copy.copy(self.reader)
+        twin.reader.store = twin.store = None if self.store is None else self.store.with_salt(salt)
+        twin.__dict__.pop("_instructed", None)
+        return twin
+
     def score(self, query: str, documents: Sequence[str], *, show_progress: bool = False) -> list[float]:
         """Score documents for one query, in input order (paper, Section 4.3); above 0 means relevant.
 

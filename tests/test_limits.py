@@ -7,7 +7,7 @@ import socket
 import subprocess
 import sys
 import time
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 
 import httpx
 import pytest
@@ -15,10 +15,12 @@ import pytest
 pytest.importorskip("fastapi")
 pytest.importorskip("uvicorn")
 
+import h11
 from hypothesis import given
 from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families
 from service import Numbers, address_of, client_of, scheduler
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from rsrank_rag.errors import ArtifactError
 from rsrank_rag.service import gate, server
@@ -103,14 +105,56 @@ def test_a_body_that_goes_on_after_the_refusal_is_not_read_for_ever():
         wait_until(lambda: not still_takes())
 
 
-def test_of_too_many_connections_the_longest_idle_one_goes_and_health_is_answered(caplog):
+@pytest.mark.parametrize("first", [b"", b"2\r\n{}\r\n"])
+@pytest.mark.parametrize("waits", [True, False])
+@pytest.mark.parametrize("key", [b"", b"Authorization: Bearer k\r\n"])
+def test_a_body_that_breaks_off_in_nonsense_leaves_no_traceback(key, waits, first, caplog):
+    caplog.set_level("ERROR")
+    with address_of(scheduler(Numbers()), api_keys=["k"]) as url, connected(url) as connection:
+        connection.sendall(HEAD + key + b"Transfer-Encoding: chunked\r\n\r\n" + first)
+        answer = connection.recv(12) if waits and not key else b""
+        connection.sendall(b"nonsense\r\n\r\n")
+        with suppress(ConnectionError):
+            answer += b"".join(iter(lambda: connection.recv(1 << 16), b""))
+        assert answer.count(b"HTTP/1.1") <= 1
+        assert httpx.get(f"{url}/health").status_code == 200
+    assert not caplog.records
+
+
+def test_a_body_in_many_small_chunks_is_read_and_lets_others_have_their_turn(monkeypatch):
+    events, turns, next_event, handle = [0], [], h11.Connection.next_event, H11Protocol.handle_events
+
+    def counted(self):
+        events[0] += 1
+        return next_event(self)
+
+    def turn(self):
+        before = events[0]
+        handle(self)
+        turns.append(events[0] - before)
+
+    monkeypatch.setattr(h11.Connection, "next_event", counted)
+    monkeypatch.setattr(H11Protocol, "handle_events", turn)
+    body = b" " * 20_000 + json.dumps(RERANK).encode()
+    said = HEAD + b"Content-Type: application/json\r\nConnection: close\r\nTransfer-Encoding: chunked\r\n\r\n"
+    said += b"".join(b"1\r\n%c\r\n" % byte for byte in body) + b"0\r\n\r\n"
+    with address_of(scheduler(Numbers())) as url, connected(url) as connection:
+        connection.sendall(said)
+        answer = b"".join(iter(lambda: connection.recv(1 << 16), b""))
+    assert answer.startswith(b"HTTP/1.1 200")
+    assert sum(turns) > len(body)
+    assert max(turns) <= 200
+
+
+@pytest.mark.parametrize("said", [HEAD, HEAD + b"Content-Length: 9\r\n\r\n{"])
+def test_of_too_many_connections_the_longest_idle_one_goes_and_others_are_answered(said, caplog):
     with ExitStack() as stack:
         url = stack.enter_context(address_of(scheduler(Numbers()), Limits(connections=5)))
         held = []
         for _ in range(12):
             held.append(stack.enter_context(connected(url)))
-            held[-1].sendall(HEAD)
-            assert httpx.get(f"{url}/health", timeout=60).status_code == 200
+            held[-1].sendall(said)
+            assert httpx.get(f"{url}/info", timeout=60).status_code == 200
         assert all(is_closed(connection) for connection in held[:6])
         text = httpx.get(f"{url}/metrics").text
     assert sample(text, "rsrank_closed_connections_total", why="crowded") >= 7
@@ -182,6 +226,31 @@ def test_values_are_counted_however_a_body_is_cut_into_pieces(value, ascii_only,
     body = json.dumps(value, ensure_ascii=ascii_only).encode()
     pieces = [body[start : start + size] for start in range(0, len(body), size)]
     assert values_in(pieces) == counted(value)
+
+
+async def test_a_body_in_which_values_cannot_be_counted_is_no_json():
+    body = rb'{"query": "\"", "documents": [' + b"[]," * 300 + b"[]]}"
+    async with serving(max_documents=1) as http:
+        response = await http.post("/v1/rerank", content=body.decode().encode("utf-16"), headers=JSON)
+        assert (response.status_code, "UTF-8" in response.text) == (400, True)
+        assert (await http.post("/v1/rerank", content=body * 5, headers=JSON)).status_code == 413
+
+
+def test_a_request_with_two_ends_is_refused_and_nothing_behind_it_is_read():
+    with address_of(scheduler(Numbers())) as url, connected(url) as connection:
+        hidden = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
+        connection.sendall(HEAD + b"Content-Length: 100\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n" + hidden)
+        answer = b"".join(iter(lambda: connection.recv(1 << 16), b""))
+    assert answer.startswith(b"HTTP/1.1 400")
+    assert answer.count(b"HTTP/1.1") == 1
+
+
+@pytest.mark.parametrize("key", ["voil\u00e0", "\u00c5", "\u30ad\u30fc"])
+async def test_a_key_may_have_letters_of_any_alphabet(key):
+    async with serving(api_keys=[key]) as http:
+        for sent in (key, key + "x", key[:-1]):
+            answer = await http.get("/info", headers={b"Authorization": b"Bearer  " + sent.encode() + b" "})
+            assert (answer.status_code == 200) == (sent == key)
 
 
 @pytest.mark.parametrize("entry", [b"[]", b"{}", b"0", b'""', b'"\\""'])

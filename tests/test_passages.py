@@ -152,6 +152,14 @@ def test_neighbours_stay_with_what_stands_between_them():
     assert Hits().rank("q", [far], extract="sentences", context=1).texts == ["A bee. One. Four. A bee."]
 
 
+@pytest.mark.parametrize("context", [0, 1, 3, 40, 23_082_634_031, pytest.param(10**400, id="huge")])
+def test_what_stands_near_a_hit_is_kept_however_far_near_is(context):
+    said = random.Random(5).choices(["A bee.", "Not so."], [1, 9], k=40)
+    found = Hits().rank("q", [" ".join(said)], extract="sentences", context=context).kept[0].excerpts
+    expected = [text for i, text in enumerate(said) if "A bee." in said[max(0, i - context) : i + context + 1]]
+    assert [one.text for one in found] == expected
+
+
 def test_a_heading_is_kept_and_not_scored():
     text = "All of the bees\r\nNothing here. One bee is.\nNo."
     reranker = Hits()

@@ -1,6 +1,7 @@
 """The HTTP service: what clients send and get, limits, errors, keys, metrics, logs, and its life as a process."""
 
 import asyncio
+import gc
 import io
 import json
 import logging
@@ -37,6 +38,7 @@ from rsrank_rag.prefixes.settings import PrefixCache
 from rsrank_rag.prefixes.store import store_for
 from rsrank_rag.reranker import BLANK_SCORE
 from rsrank_rag.service import app as app_module
+from rsrank_rag.service.dialects.common import ScoringRequest
 from rsrank_rag.service.engine import Canary
 from rsrank_rag.service.gate import keys_in
 from rsrank_rag.service.logs import TextlessFormatter
@@ -348,6 +350,14 @@ async def test_what_is_too_large_is_413_and_says_what(fields, message):
         assert (await http.post("/v1/rerank", json=RERANK)).status_code == 200
 
 
+@pytest.mark.parametrize(("path", "body"), REQUESTS[:-1])
+async def test_too_many_documents_are_refused_before_anything_is_made_of_them(path, body, monkeypatch):
+    monkeypatch.setattr(ScoringRequest, "question", lambda *_: pytest.fail("pairs were made"))
+    async with serving(max_documents=2) as http:
+        response = await http.post(path, json=body)
+    assert (response.status_code, response.json()["error"]) == (413, "3 documents; a request may have 2.")
+
+
 async def test_a_body_without_a_length_is_measured_as_it_comes():
     sent = []
 
@@ -519,6 +529,8 @@ async def test_a_client_that_leaves_takes_its_work_with_it(caplog):
         assert backend.stats()["waiting"] == 0
         assert backend.stats()["cancelled"] == 3
         assert [record.status for record in caplog.records if hasattr(record, "status")] == [499]
+        gc.collect()
+        assert not [record for record in caplog.records if record.name == "asyncio"]  # it is nobody's error
         ranker.may_go_on.set()
         assert (await running).status_code == 200
 
@@ -685,6 +697,22 @@ async def test_a_real_models_prefixes_and_memory_retries_are_counted(tiny_folder
     assert found["rsrank_prefix_hits_total", ("place", "device")] == 2
     assert found["rsrank_prefix_bytes", ("place", "device")] > 0
     assert found["rsrank_memory_retries_total",] == 0
+
+
+@pytest.mark.parametrize(("separate", "expected"), [(True, [0, 0, 1, 2]), (False, [0, 1, 2, 3])])
+@pytest.mark.parametrize("path", ["/v1/rerank", "/explain"])
+async def test_what_one_client_sent_is_found_by_another_unless_they_are_separate(
+    tiny_folder, tmp_path, separate, expected, path
+):
+    body = {"query": "When?", "documents": ["In 1932."], "document": "In 1932."}
+    for found in (expected, [1, 2, 3, 4]):  # the second time after a new start, when all has been kept on disk
+        own, hits = load_ranker(tiny_folder("qwen3"), "qwen3"), []
+        own.store = own.reader.store = store_for(own.backbone, dict, tmp_path)
+        async with serving(own, api_keys=["one", "two"], separate_clients=separate) as http:
+            for key in ("one", "two", "one", "two"):
+                await http.post(path, json=body, headers={"Authorization": f"Bearer {key}"})
+                hits.append(own.store.stats()["device_hits"] + own.store.stats()["disk_hits"])
+        assert hits == found
 
 
 @contextmanager
@@ -1013,9 +1041,15 @@ def test_sigterm_ends_the_service_when_what_is_in_flight_has_been_answered():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_an_end_that_was_asked_for_is_no_failure_and_leaves_no_traceback(number):
-    with process("--no-canary", "--notice", "0") as (process_, _):
+    if signal.getsignal(number) is signal.SIG_IGN:  # inherited from nohup
+        pytest.skip(f"{number.name} is ignored here")
+    with process("--no-canary", "--notice", "0") as (process_, http):
+        if number == signal.SIGTERM:  # nor does a process that was killed before it
+            os.kill(worker_of(process_), signal.SIGKILL)
+            wait_until(lambda: metrics(http.get("/metrics").text)["rsrank_restarts_total",] == 1)
+            wait_until(lambda: http.get("/ready").status_code == 200)
         process_.send_signal(number)
         assert process_.wait(300) == 0
     assert all(json.loads(line) for line in process_.log)

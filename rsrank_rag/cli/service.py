@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import ipaddress
 import json
 import logging
 import os
 import signal
 import socket
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import fields
 from functools import partial
 from pathlib import Path
@@ -91,6 +89,7 @@ def serve(
     host: Annotated[str, Option(help="Address to listen on; 0.0.0.0 for all.")] = "127.0.0.1",
     port: Annotated[int, Option(min=0, max=65535, help="0 for any that is free.")] = 8080,
     api_key_file: Annotated[Path | None, Option(help=f"API keys, one a line; also from {KEYS[0]}, by commas.")] = None,
+    separate_clients: Annotated[bool, Option("--separate-clients", help="Each finds only its own prefixes.")] = False,
     allowed_host: Annotated[list[str], Option(help="Name that clients call the service by; may be repeated.")] = [],  # noqa: B006
     max_connections: Annotated[int, Option(min=1, help="Open at a time.")] = 1000,
     notice: Annotated[float, Option(min=0, help="Seconds of 503 from /ready before the end at SIGTERM.")] = 5.0,
@@ -131,6 +130,7 @@ def serve(
     settings = _settings(
         api_keys=read_keys(",".join(os.environ.get(name, "") for name in KEYS)),
         api_key_file=api_key_file,
+        separate_clients=separate_clients,
         allowed_hosts=tuple(allowed_host),
         max_documents=max_documents,
         max_document_tokens=max_tokens,
@@ -192,10 +192,14 @@ def run(backend: Scheduler, settings: Settings, limits: Limits, *, host: str, po
         handler.addFilter(lambda record: app.state.failure is None or not record.name.startswith("uvicorn"))
         warn_if_open(settings, host)
         trim_regularly()
+        server = Server(
+            app, limits, lambda: screen.print(f"{backend.description.name} answers at {address}", soft_wrap=True)
+        )
+        hangup = getattr(signal, "SIGHUP", None)  # a closed terminal is an end like Ctrl-C, unless nohup says otherwise
+        if hangup is not None and signal.getsignal(hangup) is signal.SIG_DFL:
+            signal.signal(hangup, server.handle_exit)
         try:
-            Server(
-                app, limits, lambda: screen.print(f"{backend.description.name} answers at {address}", soft_wrap=True)
-            ).run(sockets=[bound])
+            server.run(sockets=[bound])
         except SystemExit:
             if app.state.failure is None:
                 raise
@@ -238,11 +242,5 @@ def _bound(host: str, port: int) -> socket.socket:
 
 def warn_if_open(settings: Settings, host: str) -> None:
     """Log that whoever can reach a service beyond this machine may ask it."""
-    if not settings.closed and not _is_loopback(host):
+    if not settings.closed and host not in ("127.0.0.1", "::1", "localhost"):
         logger.warning("The service listens at %s without an API key. Set %s, or give --api-key-file.", host, KEYS[0])
-
-
-def _is_loopback(host: str) -> bool:
-    with suppress(ValueError):
-        return ipaddress.ip_address(host).is_loopback
-    return host == "localhost"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import html
 import math
+from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
@@ -178,8 +179,8 @@ def _shortened(
     """A kept document with the sentences that are kept of it: at least the best one, even below the threshold."""
     limit = -math.inf if threshold is None else threshold
     hits = [i for i, one in enumerate(sentences) if one.score > limit or one.score == document.score]
-    near = {i for hit in hits for i in range(hit - reading.context, hit + reading.context + 1)}
-    kept = tuple(one for i, one in enumerate(sentences) if i in near)
+    ends, context = [*hits, math.inf], reading.context  # which may be any number
+    kept = tuple(one for i, one in enumerate(sentences) if ends[bisect_left(hits, i - context)] <= i + context)
     return replace(document, excerpts=kept, heading=reading.heading_of(document.text))
 
 

@@ -8,6 +8,7 @@ Axes: N documents, L layers, H KV heads, S prefix positions, D head dimension.
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import json
 import logging
@@ -112,6 +113,12 @@ class PrefixStore:
         self._counts = Statistics()
         self._lock = threading.Lock()
         self._scratch = Scratch()
+
+    def with_salt(self, salt: str) -> PrefixStore:
+        """The same places and limits; what is kept through one salt is not found through another."""
+        found = copy.copy(self)
+        found._identity = hashlib.sha256(self._identity + salt.encode()).digest()
+        return found
 
     def key(self, ids: Ids) -> str:
         """Name of a document's entry."""

@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
@@ -187,7 +188,8 @@ class _Service:
 
         Of a document beyond the service's limit of tokens, the first ones are read; the answer says so.
         """
-        pair = Pair(body.query, body.document, self.settings.max_document_tokens, instruction=body.instruction or None)
+        most, told, salt = self.settings.max_document_tokens, body.instruction or None, request.state.salt
+        pair = Pair(body.query, body.document, most, instruction=told, salt=salt)
         self._check_size(Question([pair]))
         request.state.record.documents = 1
         found = await self._work(request, self.backend.explain, pair)
@@ -242,13 +244,17 @@ class _Service:
         """Have what a request asks scored, or raise the error that it is answered with."""
         record, limits = request.state.record, self.settings
         partial = isinstance(body, RerankRequest) and bool(body.partial)
+        # Counted before anything is made of them.
+        record.documents = max(len(getattr(body, name, ())) for name in ("documents", "texts", "text_2", "passages"))
+        if record.documents > (most := limits.max_documents):
+            raise RefusedError(413, f"{record.documents:,} documents; a request may have {most:,}.")
         question = body.asked()
-        record.documents = len(question.pairs)
         self._check_size(question)
         if question.faults and not partial:
             raise refusal(question.faults, 422)
         question = question.bounded(limits.max_document_tokens)
-        outcomes = question.outcomes(await self._work(request, self.backend.score, question.usable))
+        usable = [replace(pair, salt=request.state.salt) for pair in question.usable]
+        outcomes = question.outcomes(await self._work(request, self.backend.score, usable))
         record.tokens = sum(outcome.tokens for outcome in outcomes)
         faults, status = question.complaints(outcomes)
         if faults and not (partial and len(faults) < len(outcomes)):
@@ -258,9 +264,7 @@ class _Service:
         return Scores(question, outcomes, self.backend.description, normalised, faults, record.id, int(time.time()))
 
     def _check_size(self, question: Question) -> None:
-        limits, count = self.settings, len(question.pairs)
-        if count > limits.max_documents:
-            raise RefusedError(413, f"{count:,} documents; a request may have {limits.max_documents:,}.")
+        limits = self.settings
         longest, most = max((len(pair.query) for pair in question.pairs), default=0), limits.max_query_characters
         if longest > most:
             raise RefusedError(413, f"The query has {longest:,} characters; it may have {most:,}.")

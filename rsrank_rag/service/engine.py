@@ -80,13 +80,14 @@ class Engine:
         return None if good > bad else f"The canary's relevant passage scored {good:.4g}, its irrelevant one {bad:.4g}."
 
     def _told(self, pair: Pair) -> Reranker:
-        return self.reranker if pair.instruction is None else self.reranker.with_instruction(pair.instruction)
+        told = self.reranker if pair.instruction is None else self.reranker.with_instruction(pair.instruction)
+        return told.with_salt(pair.salt) if pair.salt else told
 
     def _outcomes(self, pairs: Sequence[Pair]) -> list[Outcome]:
         found: dict[int, Outcome] = {}
-        groups: dict[str | None, list[int]] = {}  # a run has one instruction
+        groups: dict[tuple[str | None, str], list[int]] = {}  # a run has one instruction and one salt
         for place, pair in enumerate(pairs):
-            groups.setdefault(pair.instruction, []).append(place)
+            groups.setdefault((pair.instruction, pair.salt), []).append(place)
         waiting = list(groups.values())
         while waiting:
             places = waiting.pop()

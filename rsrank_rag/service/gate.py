@@ -67,6 +67,7 @@ class Settings(BaseModel):
 
     api_keys: tuple[SecretStr, ...] = ()  # any of them opens the service; without any, and a file, it is open
     api_key_file: Path | None = None  # more of them, one a line; read again when it changes
+    separate_clients: bool = False  # of what is kept of documents, each finds only its own
     allowed_hosts: tuple[str, ...] = ()  # names that clients may call the service by; see `is_own_name`
     max_documents: int = Field(default=1000, ge=1)  # of a request
     max_query_characters: int = Field(default=10_000, ge=1)
@@ -119,7 +120,7 @@ class Keys:
             except InputError as error:
                 logger.error("%s The keys that were read before stay.", error)
         kind, _, given = authorization.partition(" ")
-        sent = given.strip().encode("latin-1")
+        sent = given.encode("latin-1").strip()  # of bytes: a letter's second byte may be a space of Latin-1
         # All are compared, so that the time taken tells nothing about which one it is.
         found = [key for key in (*self._fixed, *self._read) if hmac.compare_digest(key, sent)]
         return found[0] if found and kind.lower() == "bearer" else None
@@ -150,8 +151,11 @@ class Gate:
         headers = Headers(scope=scope)
         key, given = self._keys.find(headers.get("authorization", "")), headers.get("x-request-id", "")
         id_ = given if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
-        record = Record(id_, self._client(scope, key), scope["method"])
-        scope["state"] = {**scope.get("state", {}), "record": record}
+        client = key if key is not None else (scope.get("client") or ("",))[0].encode()
+        record = Record(id_, hashlib.blake2b(client, digest_size=6, key=self._salt).hexdigest(), scope["method"])
+        # The same in every run: what is kept on disk is to be found again.
+        salt = hashlib.sha256(client).hexdigest() if self.settings.separate_clients else ""
+        scope["state"] = {**scope.get("state", {}), "record": record, "salt": salt}
         started = False
 
         async def send_marked(message: Message) -> None:
@@ -183,15 +187,15 @@ class Gate:
         """The app, or a refusal."""
         if not is_own_name(headers.get("host", ""), self.settings):
             return error_answer(421, "This service is not called so. Its operator can add the name: --allowed-host.")
+        if "transfer-encoding" in headers and "content-length" in headers:  # a proxy may have read another end of it
+            response = error_answer(400, "A request has Content-Length or Transfer-Encoding, not both.")
+            response.headers["Connection"] = "close"
+            return response
         if key or not self.settings.closed or scope["path"] in OPEN:
             return self.app
         response = error_answer(401, "This service needs an API key: send it as 'Authorization: Bearer KEY'.")
         response.headers["WWW-Authenticate"] = "Bearer"
         return response
-
-    def _client(self, scope: Scope, key: bytes | None) -> str:
-        name = key if key is not None else (scope.get("client") or ("",))[0].encode()
-        return hashlib.blake2b(name, digest_size=6, key=self._salt).hexdigest()
 
 
 def is_own_name(host: str, settings: Settings) -> bool:
@@ -242,6 +246,8 @@ class _Body:
         self._gate.held += len(piece)
         self._values += self._values_in(piece)
         settings = self._settings
+        if b"\0" in piece:  # in UTF-16, values would be counted wrong
+            raise HTTPException(400, "The body is not JSON in UTF-8: it holds a zero byte.")
         if self.bytes > settings.max_body_bytes:
             raise HTTPException(413, f"The body is too large; it may have {settings.max_body_bytes:,} bytes.")
         if self._values > (most := VALUES * (settings.max_documents + 10)):

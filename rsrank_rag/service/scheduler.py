@@ -214,8 +214,10 @@ class Scheduler:
         mine.waiting.extend(items)
         mine.tokens += sum(item.tokens for item in items)
         self._work.set()
+        together = asyncio.gather(*(item.done for item in items))
+        together.add_done_callback(lambda done: done.cancelled() or done.exception())  # else Python 3.11 logs an error
         try:
-            return await asyncio.wait_for(asyncio.gather(*(item.done for item in items)), timeout)
+            return await asyncio.wait_for(together, timeout)
         except asyncio.TimeoutError:
             self._counts["late"] += 1
             raise DeadlineError(f"There was no answer in {timeout:g} seconds; the work has been cancelled.") from None

@@ -9,9 +9,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
+import os
 import signal
 import socket
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -20,6 +20,7 @@ from types import FrameType
 from ..errors import MissingDependencyError
 
 try:
+    import h11
     import uvicorn
     from fastapi import FastAPI
     from starlette.types import Receive, Scope, Send
@@ -40,6 +41,9 @@ SPARE = 64
 RESERVE = 16
 """Connections beyond the limit if none is idle; only health and metrics are answered there."""
 
+EVENTS = 100
+"""Heads and pieces of bodies of one connection that are looked at before it is another's turn."""
+
 GRACE = 5
 """Seconds that a request in flight has beyond its timeout, when the service stops."""
 
@@ -53,10 +57,21 @@ class Limits:
     notice: float = 5.0  # seconds from SIGTERM, in which /ready is 503 and requests are taken, to the listener's end
 
 
+class _Parser(h11.Connection):
+    """Gives so many events at a time and no more: chunks of a byte each would hold up everybody else for seconds."""
+
+    left = 0
+
+    def next_event(self) -> h11.Event | type[h11.NEED_DATA | h11.PAUSED]:
+        self.left -= 1
+        return super().next_event() if self.left >= 0 else h11.PAUSED
+
+
 class _Connection(H11Protocol):
     """One connection."""
 
     owner: Server
+    conn: _Parser
     since = 0.0
     timer: asyncio.TimerHandle | None = None
 
@@ -67,12 +82,14 @@ class _Connection(H11Protocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        self.conn = _Parser(h11.SERVER)
         self.since = self.loop.time()
         self._await_head()
         if len(self.connections) > self.owner.most:
-            idle = [other for other in self.connections if other is not self and other.idle]  # type: ignore[union-attr]
+            others: set[_Connection] = self.connections - {self}  # type: ignore[assignment]
+            idle = [other for other in others if other.idle or other.cycle.more_body]
             if idle:
-                self.owner.end_connection(min(idle, key=lambda other: other.since), "crowded")  # type: ignore[union-attr, arg-type]
+                self.owner.end_connection(min(idle, key=lambda other: other.since), "crowded")
             elif len(self.connections) > self.owner.most + RESERVE:
                 self.owner.end_connection(self, "crowded")
             else:
@@ -84,6 +101,26 @@ class _Connection(H11Protocol):
             self._no_limit()
         elif self.timer is None:  # the head of the next request, or more than was asked for
             self._await_head()
+
+    def handle_events(self) -> None:
+        self.conn.left = EVENTS
+        super().handle_events()
+        if self.conn.left < 0:
+            self.flow.read_paused = False  # so that nobody but `_go_on` has more read
+            self.loop.call_soon(self._go_on)
+
+    def _go_on(self) -> None:
+        """Handle what is here already, and read on."""
+        if not self.transport.is_closing():
+            if not self.flow.read_paused:
+                self.transport.resume_reading()
+            self.handle_events()
+
+    def send_400_response(self, msg: str) -> None:
+        if self.conn.our_state is h11.IDLE:
+            super().send_400_response(msg)
+        else:  # in the body of a request that has its answer, or was to have another one
+            self.transport.abort()
 
     def pause_writing(self) -> None:
         super().pause_writing()
@@ -121,12 +158,8 @@ class _Connection(H11Protocol):
 
 def _files() -> float:
     """How many files this process may have open."""
-    if sys.platform == "win32":
-        return math.inf
-    import resource
-
-    most = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-    return math.inf if most == resource.RLIM_INFINITY else most
+    most = os.sysconf("SC_OPEN_MAX") if hasattr(os, "sysconf") else -1
+    return most if most > 0 else math.inf
 
 
 class Server(uvicorn.Server):

@@ -18,6 +18,8 @@ from dataclasses import dataclass
 from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
+from tqdm import tqdm
+
 from ..errors import RSRankError
 from ..reranker import Reranker
 from .backend import Description, UnavailableError
@@ -106,9 +108,10 @@ def trim_regularly(seconds: float = 20.0) -> bool:
 
 def begin(prepare: Callable[[], object] | None) -> None:
     """Make this process one that ends with its parent, and not before; then do what else is asked for."""
-    # Ctrl-C and a service manager reach the whole group, but the parent needs this process to finish its work.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    # Ctrl-C, a service manager and a closed terminal reach the whole group, but the parent needs this process to finish
+    # its work.
+    for name in vars(signal).keys() & {"SIGINT", "SIGTERM", "SIGHUP"}:
+        signal.signal(getattr(signal, name), signal.SIG_IGN)
     parent = multiprocessing.parent_process()
     assert parent is not None
     ends: Callable[[], object] = parent.join
@@ -119,6 +122,7 @@ def begin(prepare: Callable[[], object] | None) -> None:
 
     threading.Thread(target=end_with_parent, daemon=True).start()
     trim_regularly()
+    tqdm.set_lock(threading.RLock())  # its own is shared between processes, and leaks when this one is killed
     if prepare is not None:
         prepare()
 
