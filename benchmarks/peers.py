@@ -1,12 +1,13 @@
 """`mini` beside what people run on a CPU instead: cross-encoders of MiniLM's shape, also through ONNX Runtime in int8.
 
     pip install -e '.[bench]'
-    python -m benchmarks.peers --json docs/peers.json
+    python -m benchmarks.peers            # writes docs/peers.json, and its table into README.md and docs/benchmarks.md
 
-One process for each processor (as it is; limited to AVX2) and number of threads; within a process all systems take
-turns in random order, with the same texts. The peers' weights are random: time only. The limit holds for torch; ONNX
-Runtime knows no such switch and always uses all that the processor has. The floor is what the floating-point operations
-of a call would take at the rate of a large matrix product in the same dtype.
+One process for each processor (as it is; limited to AVX2, and to AVX2 with VNNI, as many laptops are) and number of
+threads; within a process all systems take turns in random order, with the same texts. The peers' weights are random:
+time only. `processor.c` limits all libraries; where it cannot, torch is limited, ONNX Runtime is not, and that is
+recorded. The floor is what the floating-point operations of a call would take at the rate of a large matrix product in
+the same dtype.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -21,11 +23,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-PROCESSORS = {
-    "all of it": {},
-    "AVX2": {"ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2"},
-}
-"""Environment that limits torch and oneDNN."""
+ROOT = Path(__file__).parents[1]
+PAGES = ("README.md", "docs/benchmarks.md")
+BLOCK = re.compile(r"(<!-- peers -->\n).*?(<!-- end of peers -->)", re.S)
+PROCESSORS = {"as it is": None, "AVX2 with VNNI": "vnni", "AVX2": "avx2"}
+"""What `processor.c` is asked to leave."""
 BASE = "ONNX Runtime, 6 layers, int8"
 SHARES = (0.0, 0.5, 0.84, 1.0)
 SHAPE = {"hidden_size": 384, "num_attention_heads": 12, "intermediate_size": 1536, "vocab_size": 30522}
@@ -48,32 +50,19 @@ def cross_encoder(layers: int, dtype: str, tokenizer: Any) -> Score:
     return lambda query, documents: ranker.predict([(query, d) for d in documents], show_progress_bar=False)
 
 
-def onnx(
-    layers: int, bits: int, tokenizer: Any, threads: int, batch: int = 32
-) -> Callable[[str, Sequence[str]], object]:
-    """A cross-encoder through ONNX Runtime: fused by its optimizer, quantized by its dynamic quantization."""
-    import onnxruntime
-    import torch
-    from onnx import TensorProto
-    from onnxruntime.quantization import QuantType, quantize_dynamic
-    from onnxruntime.transformers.optimizer import optimize_model
-    from transformers import BertConfig, BertForSequenceClassification
+def onnx(layers: int, bits: int, tokenizer: Any, threads: int, folder: Path, batch: int = 32) -> Score:
+    """A cross-encoder through ONNX Runtime: fused by its optimizer, quantized by its dynamic quantization.
 
-    config = BertConfig(num_hidden_layers=layers, num_labels=1, attn_implementation="eager", **SHAPE)
-    names = ["input_ids", "attention_mask", "token_type_ids"]
-    example = torch.ones(2, 16, dtype=torch.long)
-    with tempfile.TemporaryDirectory() as folder:
-        plain, fused, small = (str(Path(folder) / f"{name}.onnx") for name in ("plain", "fused", "small"))
-        axes = {name: {0: "rows", 1: "tokens"} for name in names}
-        model = BertForSequenceClassification(config).eval()
-        torch.onnx.export(model, (example,) * 3, plain, input_names=names, dynamic_axes=axes, dynamo=False)
-        optimize_model(plain, "bert", num_heads=config.num_attention_heads, hidden_size=384).save_model_to_file(fused)
-        if bits == 8:
-            extra = {"DefaultTensorType": TensorProto.FLOAT}  # of what the fused operators return
-            quantize_dynamic(fused, small, per_channel=True, weight_type=QuantType.QInt8, extra_options=extra)
-        options = onnxruntime.SessionOptions()
-        options.intra_op_num_threads = threads
-        session = onnxruntime.InferenceSession(small if bits == 8 else fused, options, ["CPUExecutionProvider"])
+    Written to the folder by the first process that wants it.
+    """
+    import onnxruntime
+
+    path = folder / f"{layers}-{bits}.onnx"
+    if not path.exists():
+        export(layers, bits, path)
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = threads
+    session = onnxruntime.InferenceSession(str(path), options, ["CPUExecutionProvider"])
     wanted = {given.name for given in session.get_inputs()}
 
     def score(query: str, documents: Sequence[str]) -> list[float]:
@@ -90,68 +79,143 @@ def onnx(
     return score
 
 
+def export(layers: int, bits: int, path: Path) -> None:
+    """Write a cross-encoder with random weights as an ONNX file."""
+    import torch
+    from onnx import TensorProto
+    from onnxruntime.quantization import QuantType, quantize_dynamic
+    from onnxruntime.transformers.optimizer import optimize_model
+    from transformers import BertConfig, BertForSequenceClassification
+
+    config = BertConfig(num_hidden_layers=layers, num_labels=1, attn_implementation="eager", **SHAPE)
+    names = ["input_ids", "attention_mask", "token_type_ids"]
+    example = torch.ones(2, 16, dtype=torch.long)
+    plain, fused = (str(path.with_suffix(suffix)) for suffix in (".plain", ".fused"))
+    axes = {name: {0: "rows", 1: "tokens"} for name in names}
+    model = BertForSequenceClassification(config).eval()
+    torch.onnx.export(model, (example,) * 3, plain, input_names=names, dynamic_axes=axes, dynamo=False)
+    optimized = optimize_model(plain, "bert", num_heads=config.num_attention_heads, hidden_size=384)
+    optimized.save_model_to_file(fused if bits == 8 else str(path))
+    if bits == 8:
+        extra = {"DefaultTensorType": TensorProto.FLOAT}  # of what the fused operators return
+        quantize_dynamic(fused, path, per_channel=True, weight_type=QuantType.QInt8, extra_options=extra)
+
+
 def run(options: argparse.Namespace) -> dict[str, Any]:
     """All systems in this process."""
     import torch
 
     from rsrank_rag import RSRank
+    from rsrank_rag.language_model.int8 import is_fast
 
     from .timing import System, machine, matmul_ceiling, measure
     from .workload import QUERY, passages
 
     torch.set_num_threads(options.threads)
-    ranker = RSRank.from_pretrained("mini", prefix_cache=4 * 10**9)
-    tokenizer, documents = ranker.prompts.tokenizer, passages(options.documents, options.words)
-    dtype = str(ranker.backbone.dtype).removeprefix("torch.")
+    documents, threads = passages(options.documents, options.words), options.threads
+    dtypes = ["int8"] * is_fast() + ["float32", "bfloat16"]
+    rankers = {dtype: RSRank.from_pretrained("mini", dtype=dtype, prefix_cache=4 * 10**9) for dtype in dtypes}
+    chosen = RSRank.from_pretrained("mini", prefix_cache=False)
+    default = "int8" if chosen.backbone.for_documents else str(chosen.backbone.dtype).removeprefix("torch.")
+    if default != "bfloat16":
+        del rankers["bfloat16"]  # emulated, it takes many times as long
+    ranker, tokenizer = rankers[default], chosen.prompts.tokenizer
+    store = ranker.reader.store
+    assert store is not None
+    ranker.score(QUERY, documents)
+    kept = dict(store._on_device.entries)
+
+    def system(name: str, score: Score, prepare: Callable[[], object] = lambda: None) -> System:
+        return System(name, lambda: score(QUERY, documents), prepare)
 
     def keep(share: float) -> Callable[[], None]:
         def prepare() -> None:
-            store = ranker.reader.store
-            assert store is not None
             store.clear()
-            if share:
-                ranker.score(QUERY, documents[: round(share * len(documents))])
+            for key in list(kept)[: round(share * len(kept))]:
+                store._on_device.put(key, kept[key])
 
         return prepare
 
-    def system(name: str, score: Score) -> System:
-        return System(name, lambda: score(QUERY, documents))
-
-    peers = [
-        system(BASE, onnx(6, 8, tokenizer, options.threads)),
-        system("ONNX Runtime, 12 layers, int8", onnx(12, 8, tokenizer, options.threads)),
-        system("ONNX Runtime, 6 layers, float32", onnx(6, 32, tokenizer, options.threads)),
-        system("CrossEncoder, 6 layers, bfloat16", cross_encoder(6, "bfloat16", tokenizer)),
-        system("CrossEncoder, 6 layers, float32", cross_encoder(6, "float32", tokenizer)),
-    ]
-    ours = [System(f"mini, {share:.0%} kept", lambda: ranker.score(QUERY, documents), keep(share)) for share in SHARES]
-    found = measure([*ours, *peers], options.turns)
-    base, cold = (next(m for m in found if m.name == name) for name in (BASE, "mini, 0% kept"))
+    with tempfile.TemporaryDirectory() as own:
+        folder = options.folder or Path(own)
+        systems = [
+            *[system(f"mini, {share:.0%} kept", ranker.score, keep(share)) for share in SHARES],
+            *[
+                system(f"mini in {dtype}, 0% kept", other.score, other.reader.store.clear)  # type: ignore[union-attr]
+                for dtype, other in rankers.items()
+                if dtype != default
+            ],
+            system(BASE, onnx(6, 8, tokenizer, threads, folder)),
+            system("ONNX Runtime, 12 layers, int8", onnx(12, 8, tokenizer, threads, folder)),
+            system("ONNX Runtime, 6 layers, float32", onnx(6, 32, tokenizer, threads, folder)),
+            system("CrossEncoder, 6 layers, float32", cross_encoder(6, "float32", tokenizer)),
+        ]
+        if default == "bfloat16":
+            systems.append(system("CrossEncoder, 6 layers, bfloat16", cross_encoder(6, "bfloat16", tokenizer)))
+        found = measure(systems, options.turns, memory=False)
+    base = next(m for m in found if m.name == BASE)
     ceiling = matmul_ceiling(torch.device("cpu"), ranker.backbone.dtype)
     rows = [
         {
             "system": m.name,
             "milliseconds": round(1e3 * m.median, 1),
             "of_onnx_int8": round(1 / m.times_faster_than(base), 3),
-            "of_mini_cold": round(1 / m.times_faster_than(cold), 3),
-            "floor_milliseconds": round(1e3 * m.flops / ceiling, 1) if m.name.startswith("mini") else None,
+            "floor_milliseconds": round(1e3 * m.flops / ceiling, 1) if "kept" in m.name else None,
         }
         for m in found
     ]
-    return {"machine": machine(), "dtype": dtype, "matmul_tflops": round(ceiling / 1e12, 3), "rows": rows}
+    limited = options.processor == "as it is" or not torch.cpu._is_avx512_vnni_supported()
+    return {
+        "machine": machine(),
+        "dtype": default,
+        "onnx_runtime_limited_too": limited,
+        "matmul_tflops": round(ceiling / 1e12, 3),
+        "rows": rows,
+    }
 
 
-def table(result: dict[str, Any]) -> str:
-    """One process's result, in Markdown."""
-    head = (
-        f"{result['processor']}, {result['threads']} thread{'s' * (result['threads'] > 1)}, mini in {result['dtype']}"
-    )
-    lines = [f"| {head} | ms | of ONNX int8 | of mini cold | floor, ms |", "|---|--:|--:|--:|--:|"]
-    for row in result["rows"]:
-        floor = "" if row["floor_milliseconds"] is None else f"{row['floor_milliseconds']:.0f}"
-        times = f"{row['milliseconds']:.0f} | {row['of_onnx_int8']:.2f} | {row['of_mini_cold']:.2f}"
-        lines.append(f"| {row['system']} | {times} | {floor} |")
+def table(results: Sequence[dict[str, Any]]) -> str:
+    """Times as multiples of ONNX Runtime's in int8 with 6 layers, a column for each process, in Markdown."""
+    threads = {1: "1 thread", 2: "2 threads"}
+    heads = [f"{r['processor']}, {threads.get(r['threads'], r['threads'])}, {r['dtype']}" for r in results]
+    lines = ["| of ONNX int8's time | " + " | ".join(heads) + " |", "|---|" + "--:|" * len(results)]
+    of = [{row["system"]: row for row in result["rows"]} for result in results]
+    for name in dict.fromkeys(name for column in of for name in column):
+        cells = [f"{column[name]['of_onnx_int8']:.2f}" if name in column else "" for column in of]
+        lines.append(f"| {name} | " + " | ".join(cells) + " |")
+    own = [f"{column[BASE]['milliseconds']:.0f}" for column in of]
+    floors = [f"{column['mini, 0% kept']['floor_milliseconds']:.0f}" for column in of]
+    lines.append("| ONNX Runtime, 6 layers, int8, in ms | " + " | ".join(own) + " |")
+    lines.append("| floor of mini, 0% kept, in ms | " + " | ".join(floors) + " |")
     return "\n".join(lines)
+
+
+def write(results: Sequence[dict[str, Any]], root: Path = ROOT) -> None:
+    """The figures, and the pages' tables made of them."""
+    (root / "docs/peers.json").write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+    for page in PAGES:
+        text = (root / page).read_text(encoding="utf-8")
+        (root / page).write_text(rewritten(text, results), encoding="utf-8")
+
+
+def rewritten(text: str, results: Sequence[dict[str, Any]]) -> str:
+    """A page with the table that these results make."""
+    head = f"{results[0]['machine']}; a column says what `mini` chose to compute in.\n\n"
+    return BLOCK.sub(lambda match: f"{match[1]}{head}{table(results)}\n{match[2]}", text)
+
+
+def environment(processor: str, threads: int, folder: Path) -> dict[str, str]:
+    """Variables that limit a process's libraries to what a processor has."""
+    left, library = PROCESSORS[processor], folder / "processor.so"
+    found = {**os.environ, "OMP_NUM_THREADS": str(threads)}
+    if left is None:
+        return found
+    if not library.exists():
+        source = str(Path(__file__).with_name("processor.c"))
+        subprocess.run(["cc", "-O2", "-shared", "-fPIC", "-o", str(library), source], check=False)
+    isa = {"vnni": "AVX2_VNNI", "avx2": "AVX2"}[left]
+    found |= {"ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": isa, "PROCESSOR": left}
+    return found | ({"LD_PRELOAD": str(library)} if library.exists() else {})
 
 
 def main() -> None:
@@ -159,27 +223,30 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--documents", type=int, default=100)
     parser.add_argument("--words", type=int, default=100)
-    parser.add_argument("--turns", type=int, default=5)
+    parser.add_argument("--turns", type=int, default=3)
     parser.add_argument("--threads", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--processors", choices=PROCESSORS, nargs="+", default=list(PROCESSORS))
-    parser.add_argument("--json", type=Path, help="file to write the figures to")
-    parser.add_argument("--here", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--print", action="store_true", help="write nothing")
+    parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--processor", help=argparse.SUPPRESS)
     options = parser.parse_args()
-    if options.here:
+    if options.processor:
         options.threads = options.threads[0]
         print(json.dumps(run(options)))
         return
     results = []
-    for processor in options.processors:
-        for threads in options.threads:
-            command = [sys.executable, "-W", "ignore", "-m", "benchmarks.peers", "--here", "--threads", str(threads)]
-            command += [f"--{name}={getattr(options, name)}" for name in ("documents", "words", "turns")]
-            environment = {**os.environ, **PROCESSORS[processor], "OMP_NUM_THREADS": str(threads)}
-            done = subprocess.run(command, env=environment, check=True, stdout=subprocess.PIPE, text=True)
-            results.append({"processor": processor, "threads": threads, **json.loads(done.stdout.splitlines()[-1])})
-            print(table(results[-1]), end="\n\n", flush=True)
-    if options.json:
-        options.json.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+    with tempfile.TemporaryDirectory() as folder:
+        for processor in options.processors:
+            for threads in options.threads if processor != "AVX2 with VNNI" else options.threads[:1]:
+                command = [sys.executable, "-W", "ignore", "-m", "benchmarks.peers", "--processor", processor]
+                command += [f"--{name}={getattr(options, name)}" for name in ("documents", "words", "turns")]
+                command += ["--folder", folder, "--threads", str(threads)]
+                variables = environment(processor, threads, Path(folder))
+                done = subprocess.run(command, env=variables, check=True, stdout=subprocess.PIPE, text=True)
+                results.append({"processor": processor, "threads": threads, **json.loads(done.stdout.splitlines()[-1])})
+                print(table(results[-1:]), end="\n\n", flush=True)
+    if not options.print:
+        write(results)
 
 
 if __name__ == "__main__":

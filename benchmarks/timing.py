@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 import statistics
 import time
@@ -55,9 +56,9 @@ class Measured:
         return statistics.median(b / a for a, b in zip(self.seconds, other.seconds, strict=True))
 
 
-def measure(systems: list[System], turns: int, seed: int = 0) -> list[Measured]:
-    """Count, then time: one run each for memory and operations, which also warms up, then the turns."""
-    counted = [(_peak(system), _flops(system)) for system in systems]
+def measure(systems: list[System], turns: int, seed: int = 0, *, memory: bool = True) -> list[Measured]:
+    """Count, then time: one run each for operations and, if asked for, memory, which also warms up; then the turns."""
+    counted = [(_peak(system) if memory else -1, _flops(system)) for system in systems]
     times: dict[str, list[float]] = {system.name: [] for system in systems}
     rng = random.Random(seed)
     for _ in range(turns):
@@ -107,9 +108,14 @@ def _wait() -> None:
 
 def _flops(system: System) -> int:
     system.prepare()
-    with FlopCounterMode(display=False) as counter:
+    with FlopCounterMode(display=False, custom_mapping={torch.ops.onednn.qlinear_pointwise: _int8_flops}) as counter:
         system.run()
     return int(counter.get_total_flops())
+
+
+def _int8_flops(inputs: tuple[int, ...], *args: object, out_shape: tuple[int, ...], **kwargs: object) -> int:
+    """Of a linear map with inputs and outputs of these shapes."""
+    return 2 * inputs[-1] * math.prod(out_shape)
 
 
 def _peak(system: System) -> int:

@@ -73,7 +73,8 @@ class RSRank(Pretrained, Reranker):
 
     def __repr__(self) -> str:
         core = self.backbone
-        return f"RSRank({self.name!r}, device='{core.device}', dtype={core.dtype}, threshold={self.threshold:g})"
+        dtype = f"{core.dtype}, documents in int8" if core.for_documents else core.dtype
+        return f"RSRank({self.name!r}, device='{core.device}', dtype={dtype}, threshold={self.threshold:g})"
 
     def index(self, documents: Sequence[str], *, show_progress: bool = False) -> int:
         """Read documents ahead of time, for later calls to find on disk; how many were new. It can be interrupted.

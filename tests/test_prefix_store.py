@@ -21,7 +21,7 @@ from rsrank_rag.cli import app
 from rsrank_rag.errors import InputError, ScoringError
 from rsrank_rag.method.probe import Prefix, Prefixes
 from rsrank_rag.partial_files import A_DAY, may_be_running
-from rsrank_rag.prefixes.settings import PrefixCache, as_bytes, as_prefix_cache, parse_size
+from rsrank_rag.prefixes.settings import PrefixCache, as_bytes, as_prefix_cache, memory_share, parse_size
 from rsrank_rag.prefixes.store import PackedPrefix, PrefixStore
 
 LAYERS, HEADS, WIDTH = 3, 2, 8
@@ -83,19 +83,69 @@ def test_one_call_may_mix_hits_and_misses():
     assert model.ran == [DOCS[0], DOCS[1], DOCS[2]]
 
 
-def test_the_least_recently_used_go_first_and_the_bound_holds():
+def test_what_is_asked_for_more_often_takes_the_place_of_the_least_recently_used_and_the_bound_holds():
     kept, model = store(device=8 * BYTES), Model()
     kept.prefill([DOCS[0]], model)
     kept.prefill([DOCS[1]], model)
     kept.prefill([DOCS[0]], model)  # now the second is the older one
-    kept.prefill([(11, 12, 13, 14)], model)
-    assert kept.stats()["device_bytes"] <= 8 * BYTES
+    new = (11, 12, 13, 14)
+    kept.prefill([new], model)  # asked for as often as the second: it finds no place
+    assert kept.stats()["evictions"] == 0
+    kept.prefill([new], model)
     assert kept.stats()["evictions"] == 1
+    assert kept.stats()["device_bytes"] == 7 * BYTES
     model.ran.clear()
-    kept.prefill([DOCS[0], (11, 12, 13, 14)], model)
+    kept.prefill([DOCS[0], new], model)
     assert model.ran == []
     kept.prefill([DOCS[1]], model)
     assert model.ran == [DOCS[1]]
+
+
+@pytest.mark.parametrize("rounds", [10, 60])
+def test_of_more_documents_in_turn_than_fit_most_that_could_be_kept_are_found_and_the_log_says_it_once(rounds, caplog):
+    kept, model = store(device=40 * BYTES), Model()
+    for _ in range(rounds):
+        for number in range(60):  # 1.5 times as many as fit
+            kept.prefill([(number,)], model)
+    hits, best = kept.stats()["device_hits"], 40 * (rounds - 1)
+    assert hits > 0.5 * best
+    assert caplog.text.count("The prefix cache is too small: ") == 1
+
+
+def test_where_all_fit_nothing_is_said(caplog):
+    kept, model = store(device=10 * BYTES), Model()
+    for number in range(400):
+        kept.prefill([(number % 10,)], model)
+    assert kept.stats()["misses"] == 10
+    assert not caplog.text
+
+
+def test_documents_that_are_asked_for_no_more_make_room_for_new_ones():
+    kept, model = store(device=10 * BYTES), Model()
+    for start in (0, 100, 200):
+        for _ in range(12):
+            kept.prefill([(start + number,) for number in range(8)], model)
+        model.ran.clear()
+        kept.prefill([(start + number,) for number in range(8)], model)
+        assert model.ran == []
+
+
+@pytest.mark.parametrize(
+    ("files", "share"),
+    [
+        ({"memory.max": "10000000000\n"}, 500_000_000),
+        ({"memory/memory.limit_in_bytes": "6000000000\n"}, 300_000_000),
+        ({"memory.max": "1000000\n"}, 128_000_000),
+        ({"memory.max": "max\n"}, 2_000_000_000),
+        ({}, 2_000_000_000),
+    ],
+)
+def test_a_twentieth_of_the_memory_is_used_within_bounds(tmp_path, monkeypatch, files, share):
+    monkeypatch.setattr("os.sysconf", lambda name: 10**6)  # pages of 1 MB, a million of them
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
+    assert memory_share(tmp_path) == share
 
 
 def test_a_document_larger_than_a_tier_is_run_each_time():
@@ -110,11 +160,12 @@ def test_what_has_left_the_device_is_found_in_host_memory_in_8_bits():
     kept, model = store(device=5 * BYTES, host=1 << 20), Model()
     first = kept.prefill([DOCS[2]], model)
     check(first, [DOCS[2]], error=0.02)
-    kept.prefill([DOCS[0]], model)
+    for _ in range(2):  # asked for more often than the first, it takes its place
+        kept.prefill([DOCS[0]], model)
     assert 0 < kept.stats()["host_bytes"] < 8 * BYTES * 0.4
     again = kept.prefill([DOCS[2]], model)
     assert model.ran == [DOCS[2], DOCS[0]]
-    assert kept.stats()["host_hits"] == 1
+    assert kept.stats()["host_hits"] == 2
     assert all(torch.equal(a, b) for a, b in zip(first.keys, again.keys, strict=True))
 
 
@@ -401,7 +452,7 @@ def test_prefixes_on_disk_serve_the_next_process_but_no_other_model(tiny_ranker,
 
 
 @pytest.mark.parametrize(
-    ("choice", "limit", "folder"), [("1KB", 1000, False), (5000, 5000, False), ("folder", 256_000_000, True)]
+    ("choice", "limit", "folder"), [("1KB", 1000, False), (5000, 5000, False), ("folder", memory_share(), True)]
 )
 def test_the_cache_can_be_chosen_by_size_or_folder(ranker, tmp_path, choice, limit, folder):
     made = keeping(ranker, tmp_path / "folder" if folder else choice).reader.store

@@ -76,6 +76,7 @@ class RSRankConfig(BaseModel):
         default=None, gt=0, le=LARGEST, description="Positions to use, if fewer than the model has."
     )
     threshold: float = Field(default=0.0, allow_inf_nan=False, description="Keep what scores above; 0 as in the paper.")
+    int8: bool = Field(default=False, description="Whether documents read in int8 were measured to be good enough.")
     license: str | None = None
     training: TrainingRecord = TrainingRecord()
 
@@ -93,7 +94,7 @@ class RSRankConfig(BaseModel):
     @model_serializer(mode="wrap")
     def _readable_by_earlier_releases(self, plain: SerializerFunctionWrapHandler) -> dict[str, Any]:
         found: dict[str, Any] = plain(self)
-        later = ("fusion_layer", "threshold")
+        later = ("fusion_layer", "threshold", "int8")
         return {name: value for name, value in found.items() if value or name not in later}
 
     @property

@@ -72,6 +72,7 @@ def prefix_identity(core: Backbone, config: RSRankConfig) -> dict[str, object]:
         "layers": core.last_layer,
         "bits": bits_of(core.model),
         **({"fusion_layer": core.fusion_layer} if core.fusion_layer else {}),
+        **({"int8": True} if core.for_documents else {}),
     }
 
 

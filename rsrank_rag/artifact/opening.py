@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
 from ..errors import ArtifactError
 from ..language_model.check import open_backbone
 from ..language_model.files import folder_of, hashes
-from ..language_model.loading import load_model
-from ..language_model.options import ModelSource
+from ..language_model.loading import LoadedModel, load_model
+from ..language_model.options import LoadOptions, ModelSource
 from ..method.backbone import Backbone
 from ..method.projection import Projection
 from ..method.template import PromptTokenizer, Template
@@ -40,9 +41,11 @@ def open_artifact(source: ModelSource) -> Artifact:
     here, chosen = hub.is_folder(model), source.backbone is not None
     if here:  # before anything of it is read
         check_files(config.backbone, Path(model), chosen=chosen)
-    loaded = load_model(model, revision=pinned, options=source.load, last_layer=last_layer)
+    loaded, int8 = _load(model, pinned, source.load, last_layer, int8=config.int8)
     check_before_run(loaded, config.backbone, str(model))
-    core = open_backbone(loaded.model, last_layer, num_layers=loaded.num_layers, fusion_layer=config.fusion_layer)
+    core = open_backbone(
+        *(loaded.model, last_layer, int8), num_layers=loaded.num_layers, fusion_layer=config.fusion_layer
+    )
     check_after_run(core, config.backbone, str(model))
     if not here:  # it has been downloaded
         check_files(config.backbone, folder_of(model, pinned, source.load.cache_dir), chosen=chosen)
@@ -67,8 +70,8 @@ def new_artifact(
 ) -> Artifact:
     """Join a language model and a B for it; raises as `RSRank.from_backbone`."""
     last_layer = projection.layers[-1]
-    loaded = load_model(source.name, revision=source.revision, options=source.load, last_layer=last_layer)
-    core = open_backbone(loaded.model, last_layer, num_layers=loaded.num_layers, fusion_layer=fusion_layer)
+    loaded, int8 = _load(source.name, source.revision, source.load, last_layer)
+    core = open_backbone(loaded.model, last_layer, int8, num_layers=loaded.num_layers, fusion_layer=fusion_layer)
     prompts = PromptTokenizer(loaded.tokenizer, template, max_length=core.max_length, shared_positions=core.causal)
     files = hashes(folder_of(source.name, source.revision, source.load.cache_dir))
     config = RSRankConfig(
@@ -85,6 +88,15 @@ def new_artifact(
             f"B has shape {tuple(projection.weight.shape)}, but {core.name} needs (L, H, P, D) = {config.shape}."
         )
     return Artifact(core, prompts, projection, config)
+
+
+def _load(
+    name: str | Path, revision: str | None, options: LoadOptions, last_layer: int, *, int8: bool = False
+) -> tuple[LoadedModel, bool]:
+    """A language model, and whether it is to read documents in int8: if it is asked for, or ``int8`` is good enough."""
+    dtype = options.settled_dtype(int8=int8)
+    options = replace(options, dtype=None if dtype == "int8" else dtype)
+    return load_model(name, revision=revision, options=options, last_layer=last_layer), dtype == "int8"
 
 
 def save_artifact(folder: Path, artifact: Artifact, *, include_backbone: bool) -> None:

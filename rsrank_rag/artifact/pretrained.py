@@ -63,7 +63,8 @@ class Pretrained(ABC):
             revision: Commit, tag or branch of the artifact. The model's own revision stands in the artifact.
             backbone: Where to load the language model from instead, such as a local copy. It is checked.
             device: ``"cuda"``, ``"cpu"``, ...; None for the best one present.
-            dtype: None for bfloat16 where it is fast, else float32.
+            dtype: None for bfloat16 where it is fast, else on a CPU int8 if the artifact is known to be good enough so,
+                else float32. ``"int8"``: documents' linear maps in 8 bits, on a CPU; the rest as by None.
             load_in_8bit: int8 weights through bitsandbytes (needs the ``8bit`` extra).
             load_in_4bit: nf4 weights through bitsandbytes (needs the ``8bit`` extra).
             load_in_fp8: float8 weights through torchao (needs the ``fp8`` extra).

@@ -72,11 +72,15 @@ def model_identity(name: str, *, revision: str | None = None, local_files_only: 
     return name + known + ("" if revision is None or kind is KINDS["rsrank"] else f" at {revision}")
 
 
-def settled_dtype(load: LoadOptions, actors: Actors | None) -> str:
+def settled_dtype(load: LoadOptions, actors: Actors | None, name: str = "mini", revision: str | None = None) -> str:
     """The dtype that those choose who do the work: it stands in the plan, and all of an output is computed in it."""
 
     def chosen(_: object) -> str:
-        return str(load.resolved_dtype()).removeprefix("torch.")
+        from ..artifact import hub
+
+        kind, model = parse(name)
+        int8 = kind is KINDS["rsrank"] and hub.read_config(hub.resolve(model, revision, load)).int8
+        return load.settled_dtype(int8=int8)
 
     return chosen(0) if actors is None else next(iter([*each(lambda: chosen, [0], replace(actors, count=1))]))
 

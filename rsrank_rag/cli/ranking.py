@@ -199,7 +199,7 @@ def info(
         typer.echo(config.model_dump_json(indent=2))
     else:
         said = limits.read_text(encoding="utf-8").strip() if limits.is_file() else "not stated"
-        screen.print(info_table(model, config, said))
+        screen.print(info_table(model, config, said, LoadOptions().settled_dtype(int8=config.int8)))
 
 
 @command(app, resumes=True)
@@ -229,7 +229,7 @@ def score(
     from ..bulk.files import write_lines
     from ..bulk.run import model_identity, score_files, settled_dtype
 
-    load = replace(load, dtype=load.dtype or settled_dtype(load, actors))
+    load = replace(load, dtype=load.dtype or settled_dtype(load, actors, model, revision))
     settings = {
         "dtype": load.dtype,
         "load_in_8bit": load.weights == "int8",

@@ -67,8 +67,15 @@ def _title(first: str, second: str) -> Text:
     return Text.assemble(first, "\n", (second, "dim"))
 
 
-def info_table(name: str, config: RSRankConfig, limits: str) -> Table:
-    """What an artifact says of itself."""
+WHY = {
+    "bfloat16": "the hardware multiplies it",
+    "int8": "documents; the hardware multiplies no bfloat16, and this was measured to be good enough",
+    "float32": "the hardware multiplies no bfloat16",
+}
+
+
+def info_table(name: str, config: RSRankConfig, limits: str, dtype: str) -> Table:
+    """What an artifact says of itself, and the dtype that it is computed in here."""
     layers, heads, dim, head_dim = config.shape
     rows = {
         "rsrank_rag": __version__,
@@ -81,6 +88,7 @@ def info_table(name: str, config: RSRankConfig, limits: str) -> Table:
         "template": f"{config.template.instruction!r} document {config.template.separator!r} query "
         f"{config.template.suffix!r}, scored: {config.template.positions}",
         "training data": ", ".join(config.training.data) or "not recorded",
+        "computed here in": f"{dtype}: {WHY[dtype]}",
         "limits": limits,
         "notes": config.training.notes or "-",
         "licence": config.license or "not recorded",

@@ -33,7 +33,8 @@ class LoadOptions:
 
     Attributes:
         device: ``cuda``, ``cuda:1``, ``mps``, ``cpu``; None for the best one present.
-        dtype: None picks bfloat16 where the hardware computes in it, else float32.
+        dtype: None picks bfloat16 where the hardware computes in it, else float32. ``int8`` is that, and documents'
+            linear maps in 8 bits on a CPU, see `language_model.int8`; only artifacts are read so.
         weights: None leaves them as they are. ``int8`` and ``nf4`` (bitsandbytes) save memory, not time. ``fp8``
             (torchao) does so too; on CUDA devices that multiply float8 (Ada, Hopper and later), in bfloat16,
             activations are rounded as well, token by token.
@@ -80,6 +81,21 @@ class LoadOptions:
             return torch.device("cuda")
         return torch.device("mps" if torch.backends.mps.is_available() else "cpu")
 
+    def settled_dtype(self, *, int8: bool = False) -> str:
+        """Name of the dtype asked for, or of the fastest here, which is int8 only where that is good enough (``int8``).
+
+        Raises InputError as `resolved_dtype`, and where int8 is asked for and cannot be had.
+        """
+        device, asked = self.resolved_device(), self.dtype == "int8"
+        if asked or (int8 and self.dtype is None and not has_fast_bfloat16(device)):
+            from .int8 import is_fast
+
+            if self.weights is None and device.type == "cpu" and is_fast():
+                return "int8"
+        if asked:
+            raise InputError("dtype='int8' needs an x86 CPU with AVX2, and excludes load_in_8bit and the like.")
+        return str(self.resolved_dtype()).removeprefix("torch.")
+
     def resolved_dtype(self) -> torch.dtype:
         """The dtype asked for, or bfloat16 where it is fast; InputError if it is no floating-point dtype's name."""
         import torch
@@ -123,7 +139,7 @@ class LoadSettings(BaseModel):
 
     device: Name | None = Field(default=None, description="cuda, cuda:1, mps, cpu. Default: the best one present.")
     dtype: Name | None = Field(
-        default=None, description="float32, bfloat16, float16. Default: bfloat16 where it is fast, else float32."
+        default=None, description="float32, bfloat16, float16, int8 (CPU). Default: what is fastest and good enough."
     )
     load_in_8bit: bool = Field(default=False, description="int8 weights (needs the 8bit extra).")
     load_in_4bit: bool = Field(default=False, description="nf4 weights (needs the 8bit extra).")

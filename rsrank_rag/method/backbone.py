@@ -68,6 +68,7 @@ class Backbone:
             or begin there, see `language_model.fusion`.
 
     Attributes:
+        for_documents: The same model with coarser numbers, if documents are to run through that.
         fewest_tokens: A run is filled up to so many, see `Findings.steady`.
     """
 
@@ -78,6 +79,7 @@ class Backbone:
         self, model: PreTrainedModel, findings: Findings, *, last_layer: int, num_layers: int, fusion_layer: int = 0
     ) -> None:
         self.model, self.findings, self.fusion_layer = model, findings, fusion_layer
+        self.for_documents: PreTrainedModel | None = None
         self.name = f"{type(model).__name__} ({model.name_or_path or 'unnamed'})"  # for messages
         self.device: torch.device = next(model.parameters()).device
         self.dtype: torch.dtype = model.get_input_embeddings().weight.dtype
@@ -128,7 +130,7 @@ class Backbone:
         """
         recorder, inputs = self._alone(documents, Recorder, room, behind)
         with self.ended_by(recorder):
-            self.model(**inputs)
+            (self.for_documents or self.model)(**inputs)
         return recorder.prefixes()
 
     def _alone(

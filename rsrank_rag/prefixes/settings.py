@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -47,7 +48,7 @@ class PrefixCache(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     device: Size | None = None
-    """On the device, as they are; None for 256 MB on a CPU and a quarter of what is free on a GPU."""
+    """On the device, as they are; None for a quarter of what is free on a GPU, and on a CPU for `memory_share`."""
     host: Size = 0
     """In host memory, in 8 bits, beside the device: much more fits there."""
     folder: Annotated[str, BeforeValidator(_as_text)] | None = None
@@ -62,6 +63,15 @@ class PrefixCache(BaseModel):
         if self.disk is not None and self.folder is None:
             raise InputError("disk limits a folder, and none was given. Add folder=.")
         return self
+
+
+def memory_share(cgroup: Path = Path("/sys/fs/cgroup")) -> int:
+    """A twentieth of the machine's memory or, if less, of its container's limit: 128 MB at least, 2 GB at most."""
+    sizes = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")] if hasattr(os, "sysconf") else []
+    for name in ("memory.max", "memory/memory.limit_in_bytes"):  # versions 2 and 1
+        with suppress(OSError, ValueError):  # absent, or "max"
+            sizes.append(int((cgroup / name).read_text()))
+    return min(max(min(sizes, default=0) // 20, 128_000_000), 2_000_000_000)
 
 
 Choice = bool | int | str | Path | Mapping[str, Any] | PrefixCache

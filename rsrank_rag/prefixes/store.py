@@ -13,7 +13,7 @@ import hashlib
 import json
 import logging
 import threading
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -28,12 +28,15 @@ from ..method.batching import Ids
 from ..method.probe import Prefix, Prefixes, Scratch
 from ..method.scoring import Prefill
 from .disk import FORMAT, Disk, PackedPrefix
-from .settings import Choice, PrefixCache, as_prefix_cache
+from .settings import Choice, PrefixCache, as_prefix_cache, memory_share
 
 logger = logging.getLogger(__name__)
 
-DEVICE_BYTES = {"cpu": 256_000_000, "mps": 1_000_000_000}
-"""Prefixes kept by default; on CUDA a quarter of what is free after loading."""
+MPS_BYTES = 1_000_000_000
+"""Prefixes kept there by default; on CUDA a quarter of what is free after loading, on a CPU `settings.memory_share`."""
+
+REMEMBERED, MOST = 8, 3
+"""Past questions for a document count half after so many times as many as there are entries, and so many at most."""
 
 
 @dataclass
@@ -56,32 +59,48 @@ Entry = TypeVar("Entry", Prefix, PackedPrefix)
 
 
 class _Tier(Generic[Entry]):
-    """The most recently used entries that fit into so many bytes. Not safe for threads by itself."""
+    """Entries that fit into so many bytes. Not safe for threads by itself.
+
+    A new entry takes the place of the least recently used one only if it was asked for more often of late (TinyLFU's
+    rule, arXiv 1512.00727). So where more documents come round than fit, those that are here stay, instead of each
+    leaving just before it is asked for again.
+    """
 
     def __init__(self, limit: int) -> None:
         self.limit, self.bytes = limit, 0
         self.entries: OrderedDict[str, Entry] = OrderedDict()
+        self.asked: Counter[str] = Counter()
+        self.questions = self.returned = 0  # since past ones were halved; for what had been asked for, and was not here
+        self.too_small = False  # whether many of them were such
 
     def get(self, key: str) -> Entry | None:
+        if self.questions >= REMEMBERED * max(len(self.entries), REMEMBERED):
+            self.too_small = bool(self.entries) and self.returned > self.questions / 5
+            self.asked = Counter({key: count // 2 for key, count in self.asked.items() if count > 1})
+            self.questions = self.returned = 0
         entry = self.entries.get(key)
         if entry is not None:
             self.entries.move_to_end(key)
+        self.questions += 1
+        self.returned += entry is None and self.asked[key] > 0
+        self.asked[key] = min(self.asked[key] + 1, MOST)
         return entry
 
-    def put(self, key: str, entry: Entry) -> list[tuple[str, Entry]]:
-        """Add an entry; gives those that had to go, which may be the new one."""
+    def put(self, key: str, entry: Entry) -> list[str]:
+        """Add an entry; gives the keys of those that had to go, or its own if it was refused."""
         if key in self.entries:
-            self.entries.move_to_end(key)
             return []
-        if entry.nbytes > self.limit:
-            return [(key, entry)]
-        self.entries[key] = entry
-        self.bytes += entry.nbytes
-        gone = []
-        while self.bytes > self.limit:
-            old = self.entries.popitem(last=False)
-            self.bytes -= old[1].nbytes
+        gone, free = list[str](), self.limit - self.bytes
+        for old, kept in self.entries.items():
+            if free >= entry.nbytes or self.asked[old] >= self.asked[key]:
+                break
             gone.append(old)
+            free += kept.nbytes
+        if free < entry.nbytes:
+            return [key]
+        for old in gone:
+            del self.entries[old]
+        self.entries[key], self.bytes = entry, self.limit - free + entry.nbytes
         return gone
 
 
@@ -113,6 +132,7 @@ class PrefixStore:
         self._counts = Statistics()
         self._lock = threading.Lock()
         self._scratch = Scratch()
+        self._said = False  # that the cache is too small
 
     def with_salt(self, salt: str) -> PrefixStore:
         """The same places and limits; what is kept through one salt is not found through another."""
@@ -209,10 +229,21 @@ class PrefixStore:
         if packed is None:
             packed = self._read(key)
         if packed is None:
+            self._say_if_too_small()
             return None
         prefix = packed.unpack(self.device, self.dtype)
         self._keep(key, prefix, packed)
         return prefix
+
+    def _say_if_too_small(self) -> None:
+        tier = self._on_device
+        if tier.too_small and not self._said:
+            self._said = True
+            logger.warning(
+                "The prefix cache is too small: more than a fifth of the documents asked for of late had been read "
+                "before and were read again. It holds %d in %.0f MB. Choose a larger prefix_cache=, or a folder.",
+                *(len(tier.entries), tier.limit / 1e6),
+            )
 
     def _from_disk(self, key: str) -> PackedPrefix | None:
         try:
@@ -250,9 +281,9 @@ class PrefixStore:
         In both at once: to pack on leaving the device what was packed before would round twice, and change scores.
         """
         with self._lock:
-            gone = [old for old, _ in self._on_device.put(key, prefix)]
+            gone = self._on_device.put(key, prefix)
             if packed is not None and self._in_host.limit:
-                gone += [old for old, _ in self._in_host.put(key, packed)]
+                gone += self._in_host.put(key, packed)
             self._counts.evictions += sum(old != key for old in gone)
 
     def _write(self, key: str, packed: PackedPrefix | None) -> None:
@@ -287,4 +318,4 @@ def store_for(core: Backbone, identity: Callable[[], Mapping[str, object]], choi
 def _device_bytes(device: torch.device) -> int:
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0] // 4
-    return DEVICE_BYTES.get(device.type, DEVICE_BYTES["cpu"])
+    return MPS_BYTES if device.type == "mps" else memory_share()

@@ -1,0 +1,61 @@
+"""Documents' linear maps in 8 bits on a CPU, which is faster than float32 where there is no bfloat16: ``dtype="int8"``.
+
+Another thing than ``load_in_8bit`` (bitsandbytes), which saves memory and costs time on a CPU. Each output of a map has
+a scale of its own, and each token, so that a token comes out the same beside any others. Queries are computed as ever.
+"""
+
+from __future__ import annotations
+
+import copy
+from functools import cache
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor, nn
+
+from .fusion import layers_of
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+LARGEST_INPUT, LARGEST_WEIGHT = 127, 63
+"""Inputs have 8 bits and weights 7: processors without VNNI add two products in 16 bits, and no more fits there."""
+
+
+class RoundedLinear(nn.Module):
+    """A linear map, (..., in) to (..., out), whose weights are rounded once and whose inputs are as they come."""
+
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__()
+        weight, self.bias = linear.weight.detach().float(), linear.bias
+        self.scales = (weight.abs().amax(1) / LARGEST_WEIGHT).clamp_min(1e-12)
+        self.zeros = torch.zeros(len(weight), dtype=torch.long)
+        codes = (weight / self.scales[:, None]).round().to(torch.int8)
+        self.packed = torch.ops.onednn.qlinear_prepack(codes, None)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        """Each token's entries become whole numbers up to `LARGEST_INPUT`; their sums are exact."""
+        largest = torch.maximum(inputs.amax(-1, keepdim=True), inputs.amin(-1, keepdim=True).neg_()).float()
+        size = largest.div_(LARGEST_INPUT).clamp_min_(1e-12)
+        codes = (inputs / size).round_().to(torch.int8)
+        sums = torch.ops.onednn.qlinear_pointwise(
+            *(codes, 1.0, 0, self.packed, self.scales, self.zeros, None, 1.0, 0, torch.float32, "none", [], "")
+        )
+        return (sums.mul_(size) if self.bias is None else torch.addcmul(self.bias, sums, size)).to(inputs.dtype)
+
+
+def rounded(model: PreTrainedModel) -> PreTrainedModel:
+    """A model that shares the given one's weights, except that its layers' linear maps are rounded."""
+    shared: dict[int, object] = {id(part): part for part in (*model.parameters(), *model.buffers())}
+    maps = {id(part): RoundedLinear(part) for part in layers_of(model).modules() if isinstance(part, nn.Linear)}
+    return copy.deepcopy(model, {**shared, **maps})
+
+
+@cache
+def is_fast() -> bool:
+    """Whether this processor and this torch multiply int8 matrices faster than float32 ones: x86 with AVX2."""
+    try:
+        RoundedLinear(nn.Linear(8, 8))(torch.ones(1, 8))
+    except (AttributeError, RuntimeError, TypeError):
+        return False
+    return torch.backends.cpu.get_cpu_capability().startswith("AVX")
