@@ -18,6 +18,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -97,22 +98,12 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     from rsrank_rag import RSRank
 
     from .timing import System, machine, matmul_ceiling, measure
-    from .workload import QUERY, passages
+    from .workload import QUERY, keep_share, passages
 
     torch.set_num_threads(options.threads)
     ranker = RSRank.from_pretrained("mini", prefix_cache=4 * 10**9)
     tokenizer, documents = ranker.prompts.tokenizer, passages(options.documents, options.words)
     dtype = str(ranker.backbone.dtype).removeprefix("torch.")
-
-    def keep(share: float) -> Callable[[], None]:
-        def prepare() -> None:
-            store = ranker.reader.store
-            assert store is not None
-            store.clear()
-            if share:
-                ranker.score(QUERY, documents[: round(share * len(documents))])
-
-        return prepare
 
     def system(name: str, score: Score) -> System:
         return System(name, lambda: score(QUERY, documents))
@@ -124,7 +115,14 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         system("CrossEncoder, 6 layers, bfloat16", cross_encoder(6, "bfloat16", tokenizer)),
         system("CrossEncoder, 6 layers, float32", cross_encoder(6, "float32", tokenizer)),
     ]
-    ours = [System(f"mini, {share:.0%} kept", lambda: ranker.score(QUERY, documents), keep(share)) for share in SHARES]
+    ours = [
+        System(
+            f"mini, {share:.0%} kept",
+            lambda: ranker.score(QUERY, documents),
+            partial(keep_share, ranker, documents, share),
+        )
+        for share in SHARES
+    ]
     found = measure([*ours, *peers], options.turns)
     base, cold = (next(m for m in found if m.name == name) for name in (BASE, "mini, 0% kept"))
     ceiling = matmul_ceiling(torch.device("cpu"), ranker.backbone.dtype)

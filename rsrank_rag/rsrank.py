@@ -178,8 +178,10 @@ class RSRank(Pretrained, Reranker):
     def identity(self) -> str:
         """Short hash of the language model, how it is computed, the template and B."""
         found = prefix_identity(self.backbone, self.config) | {"dtype": str(self.backbone.dtype)}
-        weights = self.projection.weight.detach().float().cpu().numpy().tobytes()
-        return hashlib.sha256(json.dumps(found, sort_keys=True).encode() + weights).hexdigest()[:16]
+        digest = hashlib.sha256(json.dumps(found, sort_keys=True).encode())
+        for name, weights in sorted(self.projection.state_dict().items()):
+            digest.update(name.encode() + weights.cpu().numpy().tobytes())
+        return digest.hexdigest()[:16]
 
     def score_pairs(self, pairs: Sequence[Pair | tuple[str, str]]) -> list[Scored]:
         """Score pairs of any queries and documents, in input order: pairs of several queries share batches.
