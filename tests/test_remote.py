@@ -45,9 +45,9 @@ def address(service):
 def serving(reranker, limits=None, **settings):
     """`rsrank serve` itself, around a fake; gives its address and its queue."""
     app = pytest.importorskip("rsrank_rag.service.app", exc_type=ImportError)
-    from rsrank_rag.service.scheduler import Scheduler
+    from service import in_thread
 
-    queue = Scheduler(lambda: reranker, "fake", limits=limits, canary=None, in_process=True)
+    queue = in_thread(lambda: reranker, limits=limits, canary=None)
     with listening(app.create_app(queue, app.Settings(**settings))) as address:
         yield address, queue
 
