@@ -246,13 +246,13 @@ class RSRank(Pretrained, Reranker):
             yield Batches([row for row in group if row not in kept], self.token_budget, extra=room)
 
     @torch.inference_mode()
-    def explain(self, query: str, document: str, *, max_tokens: int | None = None) -> Explanation:
-        """Take a score apart, exactly, per query token, layer and head; at most ``max_tokens`` of a document are read.
+    def explain(self, query: str, document: str) -> Explanation:
+        """Take a score apart, exactly, per query token, layer and head; raises as `score`.
 
-        A document without text has no parts, and `BLANK_SCORE`. Raises as `score`.
+        A document without text has no parts, and `BLANK_SCORE`.
         """
         tokens = self.prompts.query(query)
-        prompt = self.prompts.documents([document], len(tokens.ids), max_tokens=max_tokens)[0]
+        prompt = self.prompts.documents([document], len(tokens.ids))[0]
         parts = torch.zeros(tokens.length, len(self.projection.layers), self.backbone.num_heads)
         score, agreement = BLANK_SCORE, 0.0
         if not prompt.empty:

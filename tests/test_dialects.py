@@ -180,22 +180,11 @@ def test_limits_of_tokens_reach_every_pair(fields, expected):
 
 
 @pytest.mark.parametrize(
-    ("fields", "limit", "tokens", "may_be_cut"),
-    [
-        ({}, None, None, None),
-        ({}, 9, 9, False),
-        ({"truncate": True}, 9, 9, True),
-        ({"truncate": "END"}, 9, 9, True),
-        ({"truncate": "NONE"}, None, None, False),
-        ({"truncate": False, "max_tokens_per_doc": 5}, 9, 5, False),
-        ({"max_tokens_per_doc": 5}, 9, 5, True),
-        ({"max_tokens_per_doc": 50}, 9, 9, False),
-    ],
+    ("fields", "may_be_cut"),
+    [({}, None), ({"truncate": True}, True), ({"truncate": "END"}, True), ({"truncate": "NONE"}, False)],
 )
-def test_under_a_limit_only_a_cut_that_was_asked_for_is_made(fields, limit, tokens, may_be_cut):
-    question = rerank(**fields).asked().bounded(limit)
-    assert {pair.max_tokens for pair in question.pairs} == {tokens}
-    assert question.may_be_cut is may_be_cut
+def test_a_request_may_say_whether_documents_may_be_cut(fields, may_be_cut):
+    assert rerank(**fields).asked().may_be_cut is may_be_cut
 
 
 @pytest.mark.parametrize(

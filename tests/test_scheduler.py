@@ -98,7 +98,7 @@ class Mortal(Reranker):
                 time.sleep(60)
         return [float(len(text)) for text in documents]
 
-    def explain(self, query, document, *, max_tokens=None):
+    def explain(self, query, document):
         if document == "broken":
             raise ZeroDivisionError
         os.kill(os.getpid(), signal.SIGKILL)
@@ -631,7 +631,7 @@ class Raising(Numbers):
                 raise RAISED[text]()
         return [float(text) for text in documents]
 
-    def explain(self, query, document, *, max_tokens=None):
+    def explain(self, query, document):
         raise RAISED[document]()
 
 
