@@ -30,7 +30,7 @@ from rsrank_rag import RSRank
 from rsrank_rag.adapters.systems import load as load_reranker
 from rsrank_rag.cli import app
 from rsrank_rag.cli import service as cli_service
-from rsrank_rag.cli.service import KEYS, prefix_choice, read_canary, read_keys
+from rsrank_rag.cli.service import KEYS, prefix_choice, read_keys
 from rsrank_rag.errors import InputError
 from rsrank_rag.language_model.options import LoadOptions, ModelSource
 from rsrank_rag.prefixes.settings import PrefixCache
@@ -756,16 +756,6 @@ def test_an_open_service_beyond_loopback_is_warned_of(host, keys, warned, caplog
     assert ("RSRANK_API_KEY" in caplog.text) is warned
 
 
-def test_a_canary_is_three_texts(tmp_path):
-    file = tmp_path / "canary.json"
-    file.write_text('{"query": "q", "relevant": "r", "irrelevant": "i"}', encoding="utf-8")
-    assert read_canary(file) == Canary("q", "r", "i")
-    for text in ("{", "[]", '{"query": "q"}', '{"query": 1, "relevant": "r", "irrelevant": "i"}'):
-        file.write_text(text, encoding="utf-8")
-        with pytest.raises(InputError, match="--canary"):
-            read_canary(file)
-
-
 def test_what_the_prefix_options_stand_for(tmp_path):
     assert prefix_choice(None, None) is True
     assert prefix_choice("0", None) is False
@@ -793,7 +783,6 @@ def test_systems_of_any_kind_are_loaded_but_those_that_need_labels(ranker, tmp_p
         (["--max-body", "0"], "max_body_bytes"),
         (["--timeout", "inf"], "timeout"),
         (["--log-level", "loud"], "--log-level must be one of"),
-        (["--canary", "x.json", "--no-canary"], "contradict"),
         (["--host", "203.0.113.1"], "Nobody can listen at 203.0.113.1"),
     ],
 )

@@ -118,7 +118,6 @@ def index(
     documents: Documents,
     prefixes: Annotated[Path, Option("--prefixes", "-p", help="Folder to keep them in.")],
     load: LoadOptions,
-    actors: Actors | None,
     model: Model = "mini",
     revision: Revision = None,
     long_documents: LongDocuments = "cut",
@@ -129,20 +128,12 @@ def index(
 
     `rsrank index --documents passages.txt --prefixes prefixes`
     """
-    texts = read_documents(documents)
-    make = partial(_load, ModelSource(model, revision, load, prefix_cache=str(prefixes.absolute())))
-    if actors is not None:
-        from ..bulk.on_ray import index_on
-
-        if long_documents != "cut":
-            raise InputError("With --engine ray, documents are indexed by their beginning. Leave --long-documents out.")
-        count = index_on(actors, make, texts)
-    else:
-        ranker, reading = make(), dict[str, Any](long_documents=long_documents)
-        texts = ranker.parts(texts, **reading)
-        count, size = ranker.index_size(texts)
-        problems.print(f"{len(texts):,} documents, {count:,} new: {size / 1e6:,.1f} MB")
-        count = ranker.index(texts, show_progress=problems.is_terminal)
+    ranker = _load(ModelSource(model, revision, load, prefix_cache=str(prefixes.absolute())))
+    reading: Any = {"long_documents": long_documents}
+    texts = ranker.parts(read_documents(documents), **reading)
+    count, size = ranker.index_size(texts)
+    problems.print(f"{len(texts):,} documents, {count:,} new: {size / 1e6:,.1f} MB")
+    count = ranker.index(texts, show_progress=problems.is_terminal)
     screen.print(f"{len(texts):,} documents, {count} new, in {prefixes}")
 
 

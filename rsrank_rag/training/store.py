@@ -1,8 +1,7 @@
 """Features on disk and in memory: what training reads.
 
 A store is a folder: ``store.json`` says what was read, of which model and from which queries; ``00000.safetensors`` and
-so on hold a query each. A file appears only when it is complete, so a run that was killed goes on where it stopped,
-and several processes can share the queries among them.
+so on hold a query each. A file appears only when it is complete, so a run that was killed goes on where it stopped.
 """
 
 from __future__ import annotations
@@ -87,9 +86,7 @@ class FeatureStore:
             self._identity = (self.folder / STORE).read_text(encoding="utf-8")
             self.spec = FeatureSpec.model_validate_json(self._identity)
         except OSError:
-            raise TrainingError(
-                f"{self.folder} is no feature store: it has no {STORE}. Make one with: rsrank features"
-            ) from None
+            raise TrainingError(f"{self.folder} is no feature store: it has no {STORE}.") from None
         except ValueError as error:
             raise TrainingError(f"{self.folder / STORE} is damaged, or of another release: {error}") from None
 
@@ -145,7 +142,7 @@ class FeatureStore:
         if missing:
             raise TrainingError(
                 f"{self.folder} is not finished: {len(missing)} of {self.spec.queries} queries are missing. Run the "
-                "same rsrank features command again; it goes on where it stopped."
+                "same command again; it goes on where it stopped."
             )
         return self.spec.queries
 
@@ -161,7 +158,7 @@ class FeatureStore:
             self._checked.add(number)
         except (OSError, SafetensorError, KeyError, TypeError) as error:
             raise TrainingError(
-                f"{self.path(number)} is damaged ({error}). Remove it and run the same rsrank features command again."
+                f"{self.path(number)} is damaged ({error}). Remove it and run the same command again."
             ) from error
         row = json.loads(about["query"])
         return QueryFeatures(shifts, tuple(row["relevant"]), row["tokens"], row["oracle"], tuple(row["agreement"]))
@@ -171,13 +168,11 @@ class FeatureStore:
         what = (self._identity, number, row, shifts.shape, shifts.dtype)
         return hashlib.sha256(repr(what).encode() + shifts.view(torch.uint8).numpy().tobytes()).hexdigest()
 
-    def fill(self, extract: Callable[[int], QueryFeatures], *, worker: int = 0, workers: int = 1) -> Iterator[int]:
-        """Make the missing queries that fall to one of several workers, by their number; yields each that is there."""
+    def fill(self, extract: Callable[[int], QueryFeatures]) -> Iterator[int]:
+        """Make the missing queries, by their number; yields each that is there."""
         missing = set(self.missing())
         for number in range(self.spec.queries):
             if number in missing:
-                if number % workers != worker:
-                    continue
                 self.write(number, extract(number))
             yield number
 
