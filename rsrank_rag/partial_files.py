@@ -14,8 +14,7 @@ from pathlib import Path
 
 A_DAY = 24 * 3600
 
-COMPLETE = ".complete"
-"""Holds what is to take the place of a folder's content, from when all of it is there."""
+COMPLETE = ".complete"  # holds what is to take the place of a folder's content, from when all of it is there
 
 
 def partial_of(path: Path) -> Path:

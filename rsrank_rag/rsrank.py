@@ -31,14 +31,12 @@ from .prefixes.settings import Choice
 from .prefixes.store import PrefixStore, store_for
 from .reranker import BLANK_SCORE, Pair, Reranker, Scored, as_list, as_pairs
 
-ALIKE_KEPT = 0.4
-"""As `batching.ALIKE`, for documents that are kept: padding costs them attention only."""
+ALIKE_KEPT = 0.4  # as `batching.ALIKE`, for documents that are kept: padding costs them attention only
 
 JOINED_BYTES = {"cpu": 128_000_000, "cuda": 4_000_000_000, "mps": 1_000_000_000}
 """Kept prefixes that are joined for one batch."""
 
-INSTRUCTIONS = 16
-"""Rankers that are remembered, each with an instruction of its own: the template is tokenised once."""
+INSTRUCTIONS = 16  # rankers that are remembered, each with an instruction of its own: the template is tokenised once
 
 
 class RSRank(Pretrained, Reranker):

@@ -13,11 +13,9 @@ from typing import Any
 
 from ..errors import InputError, RSRankError, required
 
-Worker = Callable[[Any], Any]
-"""Does one item. Items and results can be pickled."""
+Worker = Callable[[Any], Any]  # does one item. Items and results can be pickled.
 
-LIVES = 3
-"""Times that an item is tried if the actor's process dies on it."""
+LIVES = 3  # times that an item is tried if the actor's process dies on it
 
 
 @dataclass(frozen=True)

@@ -12,11 +12,8 @@ from ..reranker import BLANK_SCORE, Pair, Reranker
 from ..service.backend import Outcome
 from ..service.engine import DeviceLostError, Engine
 
-CHUNK = 4096
-"""Pairs that are scored together: enough to sort them into batches of like length."""
-
-COLUMNS = ("score", "kept", "truncated", "error")
-"""What is added to a row."""
+CHUNK = 4096  # pairs that are scored together: enough to sort them into batches of like length
+COLUMNS = ("score", "kept", "truncated", "error")  # what is added to a row
 
 Cell = tuple[float | None, bool | None, bool | None, str | None]
 """What is written about one pair, in the order of `COLUMNS`."""

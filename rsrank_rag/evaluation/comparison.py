@@ -17,8 +17,7 @@ from .statistics import LEVEL, RESAMPLES, Estimate, PairedTest, Record, estimate
 METRICS = ("ndcg@5", "recall@5", "f1@tau", "f1@best", "f1@query_best")
 """Per query and in the mean: ranking, then F1 at the threshold in use, the set's best and the query's own best one."""
 
-GAP_LIMITS = (0.1, 0.3)
-"""F1 gaps of which the share of queries above is given, as in the paper's Section 2.2."""
+GAP_LIMITS = (0.1, 0.3)  # F1 gaps of which the share of queries above is given, as in the paper's Section 2.2
 
 TUNED = "tuned threshold"
 """The best single one over all sets, found on the labels: where there is no native one, or where it was asked for."""

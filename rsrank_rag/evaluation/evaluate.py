@@ -20,8 +20,7 @@ class LabelledScorer(Protocol):
         """One score a document, in input order."""
 
 
-System = Reranker | LabelledScorer
-"""What can be measured. Its ``threshold`` is its native one, or None."""
+System = Reranker | LabelledScorer  # what can be measured. Its ``threshold`` is its native one, or None.
 
 
 def score_dataset(system: System, queries: Iterable[LabelledQuery], *, titles: bool = True) -> list[ScoredQuery]:

@@ -20,14 +20,9 @@ from .statistics import scipy_stats
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-WORST = 3
-"""Queries shown of each set and system for each of the two reasons."""
-
-TEXT_LENGTH = 400
-"""Characters of a document that are shown."""
-
-NAME_LENGTH = 32
-"""Characters of a system's name in figures; captions have all of it."""
+WORST = 3  # queries shown of each set and system for each of the two reasons
+TEXT_LENGTH = 400  # characters of a document that are shown
+NAME_LENGTH = 32  # characters of a system's name in figures; captions have all of it
 
 TITLES = {
     "ndcg@5": "nDCG@5",

@@ -8,8 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-EPSILON = 1e-6
-"""Projected shifts shorter than this count as no shift at all (cosine 0)."""
+EPSILON = 1e-6  # projected shifts shorter than this count as no shift at all (cosine 0)
 
 
 def representational_shift(conditioned: Tensor, alone: Tensor) -> Tensor:

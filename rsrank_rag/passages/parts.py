@@ -58,8 +58,7 @@ class Reading:
         return document[: document.find("\n") + 1] if self.heading else ""
 
 
-WHOLE = Reading()
-"""Each document at once, by its beginning where it is too long."""
+WHOLE = Reading()  # each document at once, by its beginning where it is too long
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,8 +22,7 @@ from ..method.template import PromptTokenizer, private_copy
 from ..training.features import VALUES, Reading
 from .ablations import Null, Signal
 
-FILLER = "."
-"""Fills a null prefix up to a document's length."""
+FILLER = "."  # fills a null prefix up to a document's length
 
 
 def reading(signal: Signal, null: Null) -> Reading:

@@ -32,8 +32,7 @@ from .verdict import by_query
 SPREAD = {"weight": 0.3, "head_weight": 0.3, "agreement": 1.0}
 """By how much a change of one unit moves a typical score, by tensor."""
 
-HOLD_OUT_FROM = 500
-"""From so many queries on, two tenths are left out of training instead of each fold in turn."""
+HOLD_OUT_FROM = 500  # from so many queries on, two tenths are left out of training instead of each fold in turn
 
 
 class DomainOptions(BaseModel):

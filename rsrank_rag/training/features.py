@@ -53,8 +53,7 @@ class Reading:
         return (1, core.config.hidden_size) if self.signal == "hidden" else (core.num_heads, core.head_dim)
 
 
-VALUES = Reading()
-"""The method's own: value vectors, the query-only run subtracted."""
+VALUES = Reading()  # the method's own: value vectors, the query-only run subtracted
 
 
 def together(prompts: PromptTokenizer, documents: Sequence[str], query_length: int) -> Ids:

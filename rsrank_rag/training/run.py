@@ -45,8 +45,7 @@ from .recipe import Recipe
 from .store import FeatureSource, FeatureStore
 from .verdict import WORSE, Verdict, judge
 
-FALL = 0.02
-"""Loss of validation F1 after the best epoch that is worth a word."""
+FALL = 0.02  # loss of validation F1 after the best epoch that is worth a word
 
 
 @dataclass(frozen=True)

@@ -26,8 +26,7 @@ from .verdict import Verdict, judge
 
 FOLDS = 5
 
-AT_MOST = 2000
-"""Thresholds that are tried: all between two scores, or so many of them, evenly spread."""
+AT_MOST = 2000  # thresholds that are tried: all between two scores, or so many of them, evenly spread
 
 
 @dataclass(frozen=True)
