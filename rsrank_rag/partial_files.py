@@ -1,7 +1,5 @@
 """Files and folders that appear only when they are complete, where processes of several machines may share them."""
 
-from __future__ import annotations
-
 import hashlib
 import os
 import platform

@@ -5,8 +5,6 @@ text and looked up when it is wanted, as in the package's own ``__init__``: the 
 evaluation, which nothing here has to know.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from importlib import import_module

@@ -5,8 +5,6 @@ The output is a folder: ``_plan.json`` says what was read, of which model, and w
 if it is of this plan and each of its bytes as it was written. So a run that was killed goes on, whoever does a part.
 """
 
-from __future__ import annotations
-
 import base64
 import csv
 import glob

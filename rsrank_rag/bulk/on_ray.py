@@ -1,7 +1,5 @@
 """Work on a Ray cluster: actors that each load their model once and take items until there are none left."""
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import os

@@ -1,7 +1,5 @@
 """Columns of queries and documents in, columns of scores out: a callable for Ray Data, HF datasets and Spark."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
 from typing import Any

@@ -1,7 +1,5 @@
 """Scoring files: here, or on a Ray cluster."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Callable, Iterable, Mapping

@@ -1,7 +1,5 @@
 """Is one threshold good for all sets and all queries? The measures of the paper's Section 2."""
 
-from __future__ import annotations
-
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

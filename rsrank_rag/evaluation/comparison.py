@@ -1,7 +1,5 @@
 """Several systems on several sets in numbers: the record behind ``rsrank evaluate --report`` and its report.json."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial

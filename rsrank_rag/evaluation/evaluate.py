@@ -1,7 +1,5 @@
 """Run a reranker over a labelled set, and its metrics."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from typing import Any, Protocol
 

@@ -1,7 +1,5 @@
 """How sure a mean or a difference is: bootstrap intervals and the paired t-test (scipy), over queries."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from typing import Any

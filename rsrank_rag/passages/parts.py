@@ -1,7 +1,5 @@
 """How a document is read: whole, sentence by sentence, or in windows."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal, TypedDict

@@ -1,7 +1,5 @@
 """Scored documents, sorted and cut: what `rank` returns, and how it is shown."""
 
-from __future__ import annotations
-
 import html
 import math
 from collections.abc import Iterator, Sequence

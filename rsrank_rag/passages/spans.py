@@ -1,7 +1,5 @@
 """Where the sentences and the windows of a text begin and end, in characters."""
 
-from __future__ import annotations
-
 import re
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """A reranker that asks a service (``rsrank serve``), so that one model in one process does for many applications."""
 
-from __future__ import annotations
-
 import asyncio
 import math
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """What goes over the wire: the request for scores, the answers, and the message of a refusal."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections import Counter

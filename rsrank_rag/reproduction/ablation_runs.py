@@ -4,8 +4,6 @@ B is trained on the recipe's data and measured on its evaluation sets, both from
 features share one store.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import time

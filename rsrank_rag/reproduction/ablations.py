@@ -3,8 +3,6 @@
 Every ablation changes one thing. `ablation_runs` carries them out.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path

@@ -4,8 +4,6 @@ It reads the labels, so it is no reranker but a bound on what the shifts hold. T
 are put together like the terms of RSRank's score: summed over layers and heads, averaged over tokens.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 from torch.nn.functional import cosine_similarity

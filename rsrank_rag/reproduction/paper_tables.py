@@ -1,7 +1,5 @@
 """The paper's tables as Markdown, from numbers that were measured."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 
 from ..evaluation.comparison import Comparison, Measured

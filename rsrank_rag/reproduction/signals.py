@@ -3,8 +3,6 @@
 They are read row by row: slow, and as plain as can be. Axes: N rows, H heads, T scored query tokens, D head width.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from copy import copy
 from functools import partial

@@ -6,8 +6,6 @@ of the shift: they rank, but their zero means little. Matrices are accumulated i
 Axes: L layers, H heads, M rows (query tokens of documents), P projection dimension, D head dimension.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch

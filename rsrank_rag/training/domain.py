@@ -8,8 +8,6 @@ part, so the base stays; many move it. Of several strengths, that is taken which
 Below some hundred queries B stays where an artifact has other weights: these are few, and move scores more.
 """
 
-from __future__ import annotations
-
 import copy
 import math
 import random

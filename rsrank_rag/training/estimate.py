@@ -1,7 +1,5 @@
 """What a recipe will take on this machine, in both of its parts: the language model's one pass, then B's epochs."""
 
-from __future__ import annotations
-
 import timeit
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -3,8 +3,6 @@
 Axes: L layers, H heads, N documents, T scored query tokens, D head dimension.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import random

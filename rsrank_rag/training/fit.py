@@ -1,7 +1,5 @@
 """Training B from nothing, by gradient on stored features (paper, Sections 4.3 and 5.3, Appendix B.4)."""
 
-from __future__ import annotations
-
 import json
 import math
 import random

@@ -1,7 +1,5 @@
 """B from features by any method: gradient, a closed form, or none at all (random); and its curve over sample sizes."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass

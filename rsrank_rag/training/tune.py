@@ -1,7 +1,5 @@
 """A threshold for a wanted precision, recall or the best F1, from labelled queries."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
