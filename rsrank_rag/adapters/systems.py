@@ -89,10 +89,8 @@ def forms() -> str:
 def load(source: ModelSource) -> Reranker:
     """Load a reranker: its name is one of `KINDS`, with a name after a colon, or that of an RSRank artifact alone.
 
-    Raises:
-        InputError: The name is not how a system is written, the system needs labels to score, or something is set that
-            only RSRank has.
-        RSRankError: It cannot be loaded.
+    Raises InputError: the name is not how a system is written, the system needs labels to score, or something is set
+    that only RSRank has; RSRankError: it cannot be loaded.
     """
     use_threads()  # before torch is imported
     known = source.name.partition(":")[0] in KINDS or _alike(source.name)

@@ -81,9 +81,8 @@ class Window:
 def split(document: str, reading: Reading, token_ends: TokenEnds) -> list[Span]:
     """Where the parts of a document begin and end; none if it is to be read by sentences and has none.
 
-    Raises:
-        InputError: Windows are asked for, and nobody counts tokens.
-        MissingDependencyError: sentencex is not installed.
+    Raises InputError: windows are asked for, and nobody counts tokens; MissingDependencyError: sentencex is not
+    installed.
     """
     if reading.extract:
         return sentences(document, len(reading.heading_of(document)))

@@ -71,8 +71,7 @@ def train_near(
 
     `device`: None for CUDA if present, else the CPU. `watch`: what folds are taken through, such as a progress bar.
 
-    Raises:
-        TrainingError: Fewer than two queries, or labels of one class only.
+    Raises TrainingError: fewer than two queries, or labels of one class only.
     """
     check_labels(features)
     near = _Near(features, base, options, device_for(device))

@@ -75,8 +75,7 @@ def together(prompts: PromptTokenizer, documents: Sequence[str], query_length: i
 def tokenise(query: LabelledQuery, prompts: PromptTokenizer, *, titles: bool) -> tuple[TokenisedQuery, list[Ids]]:
     """What the language model reads for a query: the query; each document, and all relevant ones if there are any.
 
-    Raises:
-        InputError: The query is empty or too long, or none of its documents has text.
+    Raises InputError: the query is empty or too long, or none of its documents has text.
     """
     asked = prompts.query(query.query)
     texts = [document.content(titles=titles) for document in query.documents]

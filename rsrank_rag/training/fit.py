@@ -96,8 +96,7 @@ def fit(
     `device`: None for CUDA if present, else the CPU. `identity`: what the features are of; a checkpoint of another one
     is not continued. `on_epoch`: told about each epoch.
 
-    Raises:
-        TrainingError: No queries, labels of one class only, too little memory, or the checkpoint is another run's.
+    Raises TrainingError: no queries, labels of one class only, too little memory, or the checkpoint is another run's.
     """
     if not len(train) or not len(validation):
         raise TrainingError(

@@ -115,9 +115,8 @@ class TrainingRun:
     def run(self) -> Result:
         """Run the recipe, or what is left of it.
 
-        Raises:
-            RSRankError: The language model cannot be loaded or read, the data are missing or too few, or features or a
-                checkpoint in the output folder belong to something else.
+        Raises RSRankError: the language model cannot be loaded or read, the data are missing or too few, or features or
+        a checkpoint in the output folder belong to something else.
         """
         ranking_metrics([])  # fails now, not after the work, where ir-measures is missing; likewise without data
         self.say(f"{sum(map(len, self.evaluation.values())):,} labelled queries for evaluation")

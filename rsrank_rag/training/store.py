@@ -73,11 +73,7 @@ class FeatureSource(Protocol):
 
 
 class FeatureStore:
-    """A finished or unfinished store on disk, which may be larger than memory.
-
-    Raises:
-        TrainingError: Not a store.
-    """
+    """A finished or unfinished store on disk, which may be larger than memory. Raises TrainingError: not a store."""
 
     def __init__(self, folder: str | Path) -> None:
         self.folder = Path(folder)
@@ -94,8 +90,7 @@ class FeatureStore:
     def create(cls, folder: Path, spec: FeatureSpec, size: int) -> FeatureStore:
         """Begin a store of so many bytes, or go on with one that was begun in just the same way.
 
-        Raises:
-            TrainingError: There is a store of something else, or the disk is too small.
+        Raises TrainingError: there is a store of something else, or the disk is too small.
         """
         if (folder / STORE).exists():
             found = cls(folder)

@@ -114,8 +114,7 @@ def tune(
 ) -> Tuned:
     """Write a copy of an artifact with the threshold that reaches a goal on labelled queries.
 
-    Raises:
-        TrainingError: No threshold reaches it.
+    Raises TrainingError: no threshold reaches it.
     """
     load = load or LoadOptions()
     queries = read_labelled(data)
