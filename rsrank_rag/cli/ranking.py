@@ -20,7 +20,7 @@ from ..errors import InputError
 from ..language_model.options import LoadOptions, ModelSource
 from ..method.template import clean
 from .options import AsJson, Documents, Instruction, Model, Query, Revision, System, command, problems, screen
-from .tables import explanation_table, info_table, result_table
+from .tables import explanation_text, info_table, result_text
 
 if TYPE_CHECKING:
     from ..bulk.files import Plan
@@ -110,7 +110,7 @@ def rank(
     if as_json:
         typer.echo(json.dumps(result.to_dict(), ensure_ascii=False, indent=2))
     else:
-        screen.print(result_table(result))
+        screen.print(result_text(result), soft_wrap=True)
 
 
 @command(app, resumes=True)
@@ -165,10 +165,10 @@ def explain(
     explanations = [ranker.explain(clean(query), text) for text in texts]
     if as_json:
         fields = ("query", "document", "score", "truncated", "tokens", "layers", "parts")
-        found = [{name: getattr(explanation, name) for name in fields} for explanation in explanations]
-        typer.echo(json.dumps(found if document is None else found[0], ensure_ascii=False, indent=2))
+        shown = [{name: getattr(explanation, name) for name in fields} for explanation in explanations]
+        typer.echo(json.dumps(shown if document is None else shown[0], ensure_ascii=False, indent=2))
     else:
-        screen.print(*map(explanation_table, explanations), sep="\n\n")
+        screen.print(*map(explanation_text, explanations), sep="\n\n", soft_wrap=True)
 
 
 @command(app)
