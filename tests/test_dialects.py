@@ -87,10 +87,8 @@ def test_who_asks_for_scores_between_0_and_1_gets_them(fields, default, expected
 # Documents
 
 
-def test_objects_are_read_by_their_text_or_by_the_fields_asked_for():
+def test_objects_are_read_by_their_text():
     assert texts_of(["a", {"text": "b", "id": [1]}]) == (["a", "b"], {})
-    assert texts_of([{"title": "t", "body": "b", "n": 1.5}], ["body", "n", "title"]) == (["b\n1.5\nt"], {})
-    assert texts_of([{"title": None, "body": ""}], ["title", "body"]) == ([""], {})
 
 
 def test_an_object_without_text_is_named_and_the_others_are_read():

@@ -39,9 +39,8 @@ class PairScorer:
     >>> batch["kept"], batch["error"], batch["id"]
     ([True], [None], [7])
 
-    Args:
-        make: Loads the model. It must be picklable where the scorer is sent to other processes.
-        name: What the model is called in messages.
+    ``make`` loads the model, and must be picklable where the scorer is sent to other processes; messages call it
+    ``name``.
     """
 
     def __init__(self, make: Callable[[], Reranker], name: str = "the model") -> None:

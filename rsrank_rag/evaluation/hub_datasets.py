@@ -77,12 +77,10 @@ def load_sets(
 ) -> dict[str, list[LabelledQuery]]:
     """Files of labelled queries and sets by name from the Hub: name -> queries; raises as what it calls.
 
-    Args:
-        places: ``.jsonl`` or ``.jsonl.gz`` files, names of `NAMES` or ``beir:NAME``. A file goes before a name.
-        limit: Only the first queries of each file; of a set by name so many at random.
-        negatives: Of each query, of a file from the candidates of all its queries. None for the file's own, and 15 at
-            random for sets of BEIR by name. The multi-hop sets by name keep their own.
-        titles: BM25 reads a file's titles in front of the texts.
+    `places`: ``.jsonl`` or ``.jsonl.gz`` files, names of `NAMES` or ``beir:NAME``; a file goes before a name. `limit`:
+    only the first queries of each file; of a set by name so many at random. `negatives`: of each query, of a file from
+    the candidates of all its queries; None for the file's own, and 15 at random for sets of BEIR by name. The multi-hop
+    sets by name keep their own. `titles`: BM25 reads a file's titles in front of the texts.
     """
     given = dict.fromkeys(map(str, places))
     named = [place for place in given if is_name(place)]
@@ -127,17 +125,10 @@ def load_named(
     fever have test labels; their documents are the relevant ones and others of the whole corpus, shuffled. fever's
     corpus takes several GB on disk. It is the paper's zero-shot set: measure on it, do not train on it.
 
-    Args:
-        name: One of `NAMES`, or ``beir:scifact`` for the set of BEIR that stands as mteb/scifact on the Hub.
-        split: Which part.
-        queries: At most so many, at random; None for all. The choice depends on the ids and the seed alone.
-        granularity: What a document of 2wiki and hotpotqa is; None for the paper's choice, "sentence".
-        negatives: Irrelevant documents a query of sets of BEIR: so many at random, or as `Negatives` says.
-        seed: Of the sample of queries and the negatives.
-        revision: Another commit, branch or tag of the repository than the one this package was written against.
-
-    Raises:
-        InputError: An argument that cannot be used, or a set that cannot be downloaded or has other columns.
+    `queries`: at most so many, at random; the choice depends on the ids and the seed alone. `granularity`: what a
+    document of 2wiki and hotpotqa is; None for the paper's, "sentence". `negatives`: irrelevant documents a query
+    of sets of BEIR: so many at random, or as `Negatives` says. `revision`: another commit, branch or tag of the
+    repository. InputError: an argument that cannot be used, or a set that cannot be downloaded or has other columns.
     """
     source = _source(name) if revision is None else replace(_source(name), revision=revision)
     if split not in source.splits:

@@ -66,13 +66,8 @@ def write_report(
     """Compare systems and write ``index.html``, ``report.json`` and ``figures/*.png``.
 
     `folder`: made if need be. `sets`: the labelled queries that were scored. `titles`: show a document's title, if it
-    has one, in front of its text, as it was scored. `seed`: of the confidence intervals.
-
-    Returns:
-        What report.json holds.
-
-    Raises:
-        MissingDependencyError: ir-measures, scipy, matplotlib or jinja2 is not installed.
+    has one, in front of its text, as it was scored. `seed`: of the confidence intervals. Gives what report.json holds;
+    needs ir-measures, scipy, matplotlib and jinja2.
     """
     found, folder = compare(systems, sets, seed=seed), Path(folder)
     write_text(folder / "report.json", found.model_dump_json(indent=1) + "\n")
