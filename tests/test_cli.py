@@ -276,7 +276,7 @@ def test_limit_takes_the_first_queries(labelled, tmp_path):
         (["rank", "-q", "x", "-d", "-", "-m", "ARTIFACT", "--dtype", "int8"], 2, "is not a dtype"),
         (["info", "nowhere at all"], 1, "neither built in"),
         (["evaluate", "-m", "bm25", "--data", "nowhere.jsonl"], 2, "no data file"),
-        (["evaluate", "-m", "bm25", "--data", "x", "--negatives", "hard"], 2, "random or bm25"),
+        (["evaluate", "-m", "bm25", "--data", "x", "--negatives", "hard"], 2, "random, bm25, dense or dense:ENCODER"),
         (["evaluate", "-m", "bm25", "--data", "x", "--threshold", "high"], 2, "a number, 'native' or 'shared'"),
         (["rank", "--nonsense"], 2, "No such option"),
         (["rank", "-q", "x", "-d", "EMPTY", "-m", "ARTIFACT"], 2, "holds no documents"),

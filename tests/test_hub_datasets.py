@@ -12,7 +12,7 @@ from hub_server import HubServer, connected
 from rsrank_rag.errors import InputError, MissingDependencyError
 from rsrank_rag.evaluation.datasets import read_labelled
 from rsrank_rag.evaluation.hub_datasets import _SOURCES, NAMES, _from_hotpotqa, _rows, _sample, load_named, load_sets
-from rsrank_rag.evaluation.negatives import Negatives, choose, replace_negatives
+from rsrank_rag.evaluation.negatives import Negatives, _others, replace_negatives
 
 datasets = pytest.importorskip("datasets")
 pa = pytest.importorskip("pyarrow")
@@ -258,10 +258,10 @@ def test_what_a_query_gets_depends_on_no_other_query_and_on_no_order(publish, hu
 def test_no_other_document_is_relevant(seed):
     rng = random.Random(seed)
     relevant = set(rng.sample(range(30), 12))
-    (found,) = choose(Negatives(count=10), [("q", "", relevant)], 30, list)
+    found = _others(range(30), relevant, 10, rng)
     assert len(set(found)) == 10
     assert not relevant & set(found)
-    assert set(choose(Negatives(count=99), [("q", "", relevant)], 30, list)[0]) == set(range(30)) - relevant
+    assert set(_others(range(30), relevant, 99, rng)) == set(range(30)) - relevant
 
 
 @pytest.mark.parametrize("count", [None, 1, 7, 20, 99])
@@ -300,6 +300,9 @@ def test_hard_negatives_are_what_the_first_stage_ranks_highest_without_the_relev
     assert labels_of(query) == {"w3": True, "w1": False, "w0": False}
     (query,) = load_named("fiqa", negatives=Negatives(kind="bm25", count=4))
     assert set(labels_of(query)) == {f"w{i}" for i in range(5)}  # no other has a common word: the rest comes at random
+    (query,) = load_named("fiqa", negatives=Negatives(corpus=2))
+    assert len(query.documents) in (2, 3)  # the relevant one may be among the two
+    assert load_named("fiqa", negatives=Negatives(corpus=2)) == [query]
 
 
 @pytest.mark.parametrize("name", ["beir:made-up", "beir/made-up"])

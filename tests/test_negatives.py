@@ -1,14 +1,18 @@
 """Negatives: against scoring every document of the corpus one by one and sorting."""
 
+import logging
 import math
 import random
 
 import pytest
 
 from rsrank_rag.errors import InputError
+from rsrank_rag.evaluation import negatives as module
 from rsrank_rag.evaluation.datasets import LabelledDocument, LabelledQuery
 from rsrank_rag.evaluation.negatives import Negatives, choose, replace_negatives
 from rsrank_rag.evaluation.systems.bm25 import BM25
+from rsrank_rag.evaluation.systems.sentence_transformers import BiEncoder
+from rsrank_rag.language_model.options import LoadOptions
 
 WORDS = ["lamp", "oil", "tower", "bee", "honey", "salt", "rope", "bell", "bridge", "frost", "dough", "starter"]
 
@@ -20,6 +24,15 @@ def corpus(size=60, seed=0):
 
 TEXTS = corpus()
 QUERIES = [("a", "lamp oil tower", {3, 5}), ("b", "honey of the bee", {7}), ("c", "salt", {0, 1, 2})]
+
+
+@pytest.fixture(scope="module")
+def encoder(tiny_folder, tmp_path_factory):
+    """Folder of a tiny random sentence-transformers model."""
+    st = pytest.importorskip("sentence_transformers")
+    folder = tmp_path_factory.mktemp("encoder")
+    st.SentenceTransformer(str(tiny_folder("bert")), device="cpu").save(str(folder))
+    return folder
 
 
 def read(rows):
@@ -64,6 +77,19 @@ def test_bm25_negatives_are_those_of_scoring_every_document():
         assert len(set(rows)) == 6
 
 
+def test_dense_negatives_are_those_of_scoring_every_document(encoder):
+    found = choose(
+        Negatives(kind="dense", count=6, encoder=str(encoder)), QUERIES, len(TEXTS), read, options=LoadOptions("cpu")
+    )
+    ranker = BiEncoder(encoder, options=LoadOptions("cpu"))
+    for (_, text, relevant), rows in zip(QUERIES, found, strict=True):
+        cosines = ranker.score(text, TEXTS)
+        assert [cosines[row] for row in rows] == pytest.approx(
+            [cosines[row] for row in best_of(cosines, relevant, 6)], abs=1e-5
+        )
+        assert not relevant & set(rows)
+
+
 def test_one_index_scores_queries_as_one_index_a_query_does():
     system = BM25()
     together = list(system.scores(["lamp oil", "the", "bee"], TEXTS))
@@ -78,15 +104,27 @@ def test_without_a_common_word_negatives_are_random():
 
 
 @pytest.mark.parametrize("kind", ["random", "bm25"])
-def test_of_a_small_corpus_all_that_is_not_relevant_is_taken(kind):
-    for (_, _, relevant), rows in zip(QUERIES, chosen(Negatives(kind=kind, count=100)), strict=True):
-        assert sorted(rows) == sorted(set(range(len(TEXTS))) - relevant)
+def test_a_part_of_the_corpus_gives_all_negatives(kind):
+    part = set(random.Random("corpus:0").sample(range(len(TEXTS)), 20))
+    for (_, _, relevant), rows in zip(QUERIES, chosen(Negatives(kind=kind, count=30, corpus=20)), strict=True):
+        assert set(rows) == part - relevant
 
 
 def test_what_a_query_gets_depends_on_no_other_query():
     for kind in ("random", "bm25"):
         alone = [chosen(Negatives(kind=kind, count=5), [query])[0] for query in QUERIES]
         assert chosen(Negatives(kind=kind, count=5)) == alone
+
+
+def test_a_large_corpus_is_warned_of(monkeypatch, caplog):
+    monkeypatch.setattr(module, "LARGE", 50)
+    with caplog.at_level(logging.WARNING):
+        chosen(Negatives(kind="bm25", count=2))
+        chosen(Negatives(kind="bm25", count=2, corpus=50))
+        chosen(Negatives(count=2))
+    assert [record.message.split(",")[0] for record in caplog.records] == [
+        "Negatives by bm25 read all 60 documents of the corpus"
+    ]
 
 
 def query(key, text, *documents):
@@ -114,7 +152,16 @@ def test_the_candidates_of_all_queries_are_the_corpus_of_a_file():
     assert queries[0].documents[1].text == "bees hum"  # what was given is as it was
 
 
-@pytest.mark.parametrize("text", ["", "hard", "BM25", "bm25:x", "dense"])
+def test_negatives_are_written_as_a_kind_and_an_encoder():
+    assert [Negatives.parse(kind) for kind in ("random", "bm25", "dense")] == [
+        Negatives(),
+        Negatives(kind="bm25"),
+        Negatives(kind="dense"),
+    ]
+    assert Negatives.parse("dense:./models/mine:v2") == Negatives(kind="dense", encoder="./models/mine:v2")
+
+
+@pytest.mark.parametrize("text", ["", "hard", "BM25", "bm25:x", "random:", "dense:"])
 def test_other_negatives_are_refused(text):
-    with pytest.raises(InputError, match="random or bm25"):
+    with pytest.raises(InputError, match="random, bm25, dense or dense:ENCODER"):
         Negatives.parse(text)

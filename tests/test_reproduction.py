@@ -95,6 +95,8 @@ def test_the_papers_configuration_is_its_protocol():
     assert "15 random negatives" in text
     assert all(name in text for name in ABLATIONS)
     assert "15 bm25 negatives" in plan(Reproduction.load("paper", artifact="mini", negatives="bm25"))
+    dense = Reproduction.load("paper", artifact="mini", negatives="dense:./encoder").sets[0].negatives
+    assert (dense.kind, dense.encoder, dense.count) == ("dense", "./encoder", 15)
 
 
 @pytest.mark.parametrize("name", shipped(SHIPPED))

@@ -25,7 +25,7 @@ app = typer.Typer()
 Systems = Annotated[
     list[str], Option("--model", "-m", help=f"Built-in name, artifact folder or Hub id; or {forms()}. May be repeated.")
 ]
-Negatives = Annotated[str | None, Option(help="New irrelevant documents: bm25 or random.")]
+Negatives = Annotated[str | None, Option(help="New irrelevant documents: bm25, dense, dense:ENCODER or random.")]
 
 
 @command(app)
@@ -73,7 +73,7 @@ def evaluate(
     for name in model:
         parse(name)  # a wrong name is said before the data are read
     chosen = None if negatives is None else hard.Negatives.parse(negatives)
-    sets = load_sets(data, limit=limit, negatives=chosen, titles=titles)
+    sets = load_sets(data, limit=limit, negatives=chosen, titles=titles, options=load)
     measured = []
     for source, name in zip(model, label or model, strict=True):
         with problems.status(f"Loading {name} ..."):

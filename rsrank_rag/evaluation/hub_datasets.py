@@ -11,12 +11,15 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from ..errors import InputError, required
 from ..language_model.hub_errors import HUB_ERRORS
 from .datasets import LabelledDocument, LabelledQuery, read_sets
 from .negatives import Negatives, choose, replace_negatives
+
+if TYPE_CHECKING:
+    from ..language_model.options import LoadOptions
 
 Split = Literal["test", "train", "validation"]
 Granularity = Literal["sentence", "paragraph"]
@@ -74,21 +77,28 @@ def load_sets(
     limit: int | None = None,
     negatives: Negatives | None = None,
     titles: bool = True,
+    options: LoadOptions | None = None,
 ) -> dict[str, list[LabelledQuery]]:
     """Files of labelled queries and sets by name from the Hub: name -> queries; raises as what it calls.
 
-    `places`: ``.jsonl`` or ``.jsonl.gz`` files, names of `NAMES` or ``beir:NAME``; a file goes before a name. `limit`:
-    only the first queries of each file; of a set by name so many at random. `negatives`: of each query, of a file from
-    the candidates of all its queries; None for the file's own, and 15 at random for sets of BEIR by name. The multi-hop
-    sets by name keep their own. `titles`: BM25 reads a file's titles in front of the texts.
+    Args:
+        places: ``.jsonl`` or ``.jsonl.gz`` files, names of `NAMES` or ``beir:NAME``. A file goes before a name.
+        limit: Only the first queries of each file; of a set by name so many at random.
+        negatives: Of each query, of a file from the candidates of all its queries. None for the file's own, and 15 at
+            random for sets of BEIR by name. The multi-hop sets by name keep their own.
+        titles: The first stage reads a file's titles in front of the texts.
+        options: How to load the bi-encoder of dense negatives.
     """
     given = dict.fromkeys(map(str, places))
     named = [place for place in given if is_name(place)]
     found = read_sets((p for p in given if p not in named), limit=limit if negatives is None else None)
     if negatives is not None:  # before the cut: the corpus is the whole file's
-        found = {name: replace_negatives(queries, negatives, titles=titles)[:limit] for name, queries in found.items()}
+        found = {
+            name: replace_negatives(queries, negatives, titles=titles, options=options)[:limit]
+            for name, queries in found.items()
+        }
     for name in named:
-        found[name] = load_named(name, queries=limit, negatives=negatives or Negatives())
+        found[name] = load_named(name, queries=limit, negatives=negatives or Negatives(), options=options)
     return found
 
 
@@ -117,6 +127,7 @@ def load_named(
     negatives: int | Negatives = 15,
     seed: int = 0,
     revision: str | None = None,
+    options: LoadOptions | None = None,
 ) -> list[LabelledQuery]:
     """Load a set, in order of the queries' ids. Downloads are kept in the cache of `datasets`.
 
@@ -125,10 +136,18 @@ def load_named(
     fever have test labels; their documents are the relevant ones and others of the whole corpus, shuffled. fever's
     corpus takes several GB on disk. It is the paper's zero-shot set: measure on it, do not train on it.
 
-    `queries`: at most so many, at random; the choice depends on the ids and the seed alone. `granularity`: what a
-    document of 2wiki and hotpotqa is; None for the paper's, "sentence". `negatives`: irrelevant documents a query
-    of sets of BEIR: so many at random, or as `Negatives` says. `revision`: another commit, branch or tag of the
-    repository. InputError: an argument that cannot be used, or a set that cannot be downloaded or has other columns.
+    Args:
+        name: One of `NAMES`, or ``beir:scifact`` for the set of BEIR that stands as mteb/scifact on the Hub.
+        split: Which part.
+        queries: At most so many, at random; None for all. The choice depends on the ids and the seed alone.
+        granularity: What a document of 2wiki and hotpotqa is; None for the paper's choice, "sentence".
+        negatives: Irrelevant documents a query of sets of BEIR: so many at random, or as `Negatives` says.
+        seed: Of the sample of queries and the negatives.
+        revision: Another commit, branch or tag of the repository than the one this package was written against.
+        options: How to load the bi-encoder of dense negatives.
+
+    Raises:
+        InputError: An argument that cannot be used, or a set that cannot be downloaded or has other columns.
     """
     source = _source(name) if revision is None else replace(_source(name), revision=revision)
     if split not in source.splits:
@@ -143,7 +162,7 @@ def load_named(
     try:
         if source.layout == "beir":
             tables = [source.table(c, s) for c, s in ((source.config, source.splits[split]), *_BEIR_TABLES)]
-            found = _from_beir(tables, draw, partial(choose, chosen, seed=seed), seed)
+            found = _from_beir(tables, draw, partial(choose, chosen, seed=seed, options=options), seed)
         else:
             found = _from_multihop(source.table(source.config, source.splits[split]), source.layout, granularity, draw)
     except KeyError as error:

@@ -1,14 +1,15 @@
 """Irrelevant candidates for a query: at random, as in the paper, or the hard ones that its Limitations ask for.
 
-Hard ones are what BM25 ranks highest in the corpus and nobody has labelled relevant. Some may be relevant all the same:
-labels of large corpora are never complete.
+Hard ones are what a first stage, BM25 or a bi-encoder, ranks highest in the corpus and nobody has labelled relevant.
+Some may be relevant all the same: labels of large corpora are never complete.
 """
 
 from __future__ import annotations
 
+import logging
 import random
 from collections.abc import Callable, Collection, Iterable, Sequence
-from typing import Literal, get_args
+from typing import TYPE_CHECKING, Literal, get_args
 
 import numpy as np
 from pydantic import BaseModel, ConfigDict, Field
@@ -16,24 +17,40 @@ from pydantic import BaseModel, ConfigDict, Field
 from ..errors import InputError
 from .datasets import LabelledDocument, LabelledQuery
 from .systems.bm25 import BM25
+from .systems.sentence_transformers import BiEncoder
 
-Kind = Literal["random", "bm25"]
+if TYPE_CHECKING:
+    from ..language_model.options import LoadOptions
+
+logger = logging.getLogger(__name__)
+
+LARGE = 1_000_000
+"""Documents of a corpus beyond which a warning says what a first stage will take."""
+
+Kind = Literal["random", "bm25", "dense"]
 
 
 class Negatives(BaseModel):
-    """How a query's irrelevant documents are chosen: at random, or BM25's best."""
+    """How a query's irrelevant documents are chosen: at random, or the best of BM25 or of a bi-encoder."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     kind: Kind = "random"
     count: int = Field(default=15, ge=0)  # documents a query; all there are where the corpus is smaller
+    encoder: str = "sentence-transformers/all-MiniLM-L6-v2"  # of "dense", by Hub id or folder
+    corpus: int | None = Field(default=None, gt=0)  # draw from so many documents of it, at random; None for all
 
     @classmethod
     def parse(cls, text: str) -> Negatives:
-        """As on the command line: ``random`` or ``bm25``; else InputError."""
-        if text not in get_args(Kind):
-            raise InputError(f"Negatives are random or bm25, not {text!r}.")
-        return cls.model_validate({"kind": text})
+        """As on the command line: ``random``, ``bm25``, ``dense`` or ``dense:ENCODER``; else InputError.
+
+        >>> Negatives.parse("dense:BAAI/bge-m3").encoder
+        'BAAI/bge-m3'
+        """
+        kind, colon, encoder = text.partition(":")
+        if kind not in get_args(Kind) or (colon and not (kind == "dense" and encoder)):
+            raise InputError(f"Negatives are random, bm25, dense or dense:ENCODER (a bi-encoder), not {text!r}.")
+        return cls.model_validate({"kind": kind, "encoder": encoder} if encoder else {"kind": kind})
 
 
 def choose(
@@ -43,31 +60,55 @@ def choose(
     read: Callable[[Sequence[int]], Sequence[str]],
     *,
     seed: int = 0,
+    options: LoadOptions | None = None,
 ) -> list[list[int]]:
     """Rows of each query's irrelevant documents; hard ones best first, random ones in random order.
 
     Documents that share no word with the query are no hard negatives: where BM25 finds too few, random ones follow.
 
-    `queries`: id, text and the rows of the relevant documents of each. `size`: of the corpus. `read`: texts of some
-    rows, as a reranker reads them. `seed`: of everything random. What a query gets depends on no other query.
+    `queries`: id, text and the rows of the relevant documents of each. `read`: texts of some rows, as a reranker
+    reads them. `seed`: of everything random. What a query gets depends on no other query. BackboneError and
+    MissingDependencyError say why there is no first stage.
     """
-    ranked: Iterable[list[int]] = ([] for _ in queries)
-    if negatives.kind == "bm25":
-        depth = negatives.count + max((len(gold) for _, _, gold in queries), default=0)
-        ranked = (_best(scores, depth) for scores in BM25().scores([text for _, text, _ in queries], read(range(size))))
+    rows: Sequence[int] = range(size)
+    if negatives.corpus is not None and negatives.corpus < size:
+        rows = sorted(random.Random(f"corpus:{seed}").sample(rows, negatives.corpus))
+    ranked = _ranked(negatives, queries, rows, read, options)
     chosen = []
     for (key, _, gold), best in zip(queries, ranked, strict=True):
-        hard = [row for row in best if row not in gold][: negatives.count]
-        taken, rng = {*gold, *hard}, random.Random(f"{seed}:{key}")
-        others = [row for row in rng.sample(range(size), min(size, negatives.count + len(gold))) if row not in taken]
-        chosen.append([*hard, *others[: negatives.count - len(hard)]])
+        hard = [rows[place] for place in best if rows[place] not in gold][: negatives.count]
+        rng = random.Random(f"{seed}:{key}")
+        chosen.append([*hard, *_others(rows, {*gold, *hard}, negatives.count - len(hard), rng)])
     return chosen
 
 
-def _best(scores: Sequence[float], depth: int) -> list[int]:
-    """Rows with a score, none without a common word; the highest first, of equal ones the first."""
-    rows = np.argsort(-np.asarray(scores), kind="stable")[:depth]
-    return [int(row) for row in rows if scores[row] > 0]
+def _ranked(
+    negatives: Negatives,
+    queries: Sequence[tuple[str, str, Collection[int]]],
+    rows: Sequence[int],
+    read: Callable[[Sequence[int]], Sequence[str]],
+    options: LoadOptions | None,
+) -> Iterable[list[int]]:
+    """Places in ``rows`` of the first stage's best documents, enough of them beside the relevant ones."""
+    if negatives.kind == "random":
+        return ([] for _ in queries)
+    if len(rows) > LARGE:
+        logger.warning(
+            f"Negatives by {negatives.kind} read all {len(rows):,} documents of the corpus, which takes hours and many "
+            f"GB. Negatives(corpus={LARGE // 10}) draws them from so many at random."
+        )
+    texts, corpus = [text for _, text, _ in queries], read(rows)
+    depth = negatives.count + max((len(gold) for _, _, gold in queries), default=0)
+    if negatives.kind == "bm25":  # none without a common word, of equal ones the first
+        ranked = (
+            (scores, np.argsort(-scores, kind="stable")) for scores in map(np.asarray, BM25().scores(texts, corpus))
+        )
+        return ([int(row) for row in best[:depth] if scores[row] > 0] for scores, best in ranked)
+    encoder = BiEncoder(negatives.encoder, options=options)
+    from sentence_transformers.util import semantic_search
+
+    found = semantic_search(encoder.encode_queries(texts), encoder.encode_documents(corpus), top_k=depth)
+    return ([int(hit["corpus_id"]) for hit in hits] for hits in found)
 
 
 def replace_negatives(
@@ -76,10 +117,11 @@ def replace_negatives(
     *,
     titles: bool = True,
     seed: int = 0,
+    options: LoadOptions | None = None,
 ) -> list[LabelledQuery]:
     """The queries with their relevant documents and other irrelevant ones, from the candidates of all queries.
 
-    `titles`: the first stage reads a document's title in front of its text.
+    `titles`: the first stage reads a document's title in front of its text. Raises as `choose`.
     """
     corpus: dict[tuple[str | None, str], LabelledDocument] = {}
     for query in queries:
@@ -94,7 +136,7 @@ def replace_negatives(
     def read(rows: Sequence[int]) -> list[str]:
         return [documents[row].content(titles=titles) for row in rows]
 
-    found = choose(negatives, wanted, len(documents), read, seed=seed)
+    found = choose(negatives, wanted, len(documents), read, seed=seed, options=options)
     changed = []
     for query, rows in zip(queries, found, strict=True):
         # An id may stand for another text at another query.
@@ -103,3 +145,9 @@ def replace_negatives(
         random.Random(f"order:{seed}:{query.id}").shuffle(mixed)
         changed.append(query.model_copy(update={"documents": tuple(mixed)}))
     return changed
+
+
+def _others(rows: Sequence[int], taken: Collection[int], count: int, rng: random.Random) -> list[int]:
+    """`count` of the rows that are not taken, or all there are, at random."""
+    drawn = rng.sample(rows, min(len(rows), count + len(taken)))
+    return [row for row in drawn if row not in taken][:count]

@@ -92,7 +92,7 @@ class _Run:
         found = {}
         for part in self.config.sets:
             try:
-                found[part.title] = part.load(self.config.seed, titles=self.config.titles)
+                found[part.title] = part.load(self.config.seed, options=self.options, titles=self.config.titles)
             except RSRankError as error:
                 self.fail(part.title, error)
         if self.config.sets and not found:

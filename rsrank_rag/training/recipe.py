@@ -90,15 +90,19 @@ class DataPart(BaseModel):
         """What the set is called."""
         return self.label or self.dataset or dataset_name(str(self.file))
 
-    def load(self, seed: int, *, titles: bool = True) -> list[LabelledQuery]:
-        """Read it. `titles`: the first stage of hard negatives reads a file's titles in front of the texts."""
+    def load(self, seed: int, *, options: LoadOptions | None = None, titles: bool = True) -> list[LabelledQuery]:
+        """Read it.
+
+        `options`: how to load the bi-encoder of dense negatives. `titles`: the first stage of hard negatives
+        reads a file's titles in front of the texts.
+        """
         if self.file is None:
             named: Any = self.model_dump(include={"split", "queries", "granularity", "revision"})
             negatives = self.negatives or Negatives()
-            return load_named(str(self.dataset), negatives=negatives, seed=seed, **named)
+            return load_named(str(self.dataset), negatives=negatives, seed=seed, options=options, **named)
         queries = read_labelled(self.file)
         if self.negatives is not None:
-            queries = replace_negatives(queries, self.negatives, titles=titles, seed=seed)
+            queries = replace_negatives(queries, self.negatives, titles=titles, seed=seed, options=options)
         if self.queries is not None and self.queries < len(queries):
             queries = random.Random(f"{seed}-{self.title}").sample(queries, self.queries)
         return queries
