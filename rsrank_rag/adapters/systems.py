@@ -71,6 +71,7 @@ KINDS: dict[str, Kind] = {
     "monot5": Kind(
         "evaluation.systems.monot5.MonoT5", short={size: f"castorini/monot5-{size}-msmarco" for size in ("base", "3b")}
     ),
+    "llm2vec-gen": Kind("evaluation.systems.llm2vec_gen.LLM2VecGen", default="McGill-NLP/LLM2Vec-Gen-Qwen3-8B"),
     "bge-reranker-v2-m3": Kind(f"{_ENCODERS}.CrossEncoder", default="BAAI/bge-reranker-v2-m3", settings=_CALIBRATED),
     "jina-reranker-v2": Kind(
         f"{_ENCODERS}.CrossEncoder", default="jinaai/jina-reranker-v2-base-multilingual", settings=_CALIBRATED

@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
-from torch.nn.utils.rnn import pad_sequence
 
 from ...errors import BackboneError, InputError, ScoringError
-from ...method.batching import Batches, DoesNotFitError, Ids, token_budget_for
-from ...method.template import clean, private_copy
-from ...reranker import Reranker, Scored, as_list
+from ...method.batching import Ids
+from ...method.template import clean
+from ...reranker import Scored, as_list
+from .batched import Batched
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -44,10 +44,10 @@ class AnswerHead(nn.Linear):
         return super().forward(hidden.float())
 
 
-class AnswerOdds(Reranker):
+class AnswerOdds(Batched):
     """A prompt around query and document, and the odds of one answer against the other.
 
-    Subclasses give the prompt and run the model. A special token that is written in a text is read as text.
+    Subclasses give the prompt and run the model.
 
     Args:
         model: Its output layer is replaced by an `AnswerHead`.
@@ -68,10 +68,8 @@ class AnswerOdds(Reranker):
         max_length: int,
     ) -> None:
         most = getattr(model.config, "max_position_embeddings", None) or max_length
-        self.model, self.max_length, self.prefix, self.suffix = model, min(max_length, most), prefix, suffix
-        self.padding = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else 0
-        self.token_budget = token_budget_for(model.device)  # padded tokens in one batch
-        self._text = private_copy(tokenizer, special_tokens=False)
+        super().__init__(model, tokenizer, min(max_length, most))
+        self.prefix, self.suffix = prefix, suffix
         vocabulary = tokenizer.get_vocab()
         missing = [answer for answer in answers if answer not in vocabulary]
         head = model.get_output_embeddings()
@@ -93,9 +91,8 @@ class AnswerOdds(Reranker):
 
     def prompts(self, query: str, documents: Sequence[str]) -> tuple[list[Ids], list[bool]]:
         """Token ids of each document's prompt, and whether the document was cut; InputError where there is none."""
-        for name, text in (("The query", query), *((f"Document {i}", text) for i, text in enumerate(documents))):
-            if not isinstance(text, str):
-                raise InputError(f"{name} must be a string, got {type(text).__name__}.")
+        if not isinstance(query, str):
+            raise InputError(f"The query must be a string, got {type(query).__name__}.")
         opening = clean(self.opening(query))
         room = self.max_length - len(self.prefix) - len(self.suffix)
         length = len(self._text.encode(opening, add_special_tokens=False).ids)
@@ -104,45 +101,20 @@ class AnswerOdds(Reranker):
                 f"With the instruction the query has {length} tokens, and the prompt has room for {room} with the "
                 "document. Shorten the query: it is never cut, because that would change what is asked."
             )
-        joined = [opening + clean(text) for text in documents]  # before they are tokenised, as in training
-        encoded = [found.ids for found in self._text.encode_batch(joined, add_special_tokens=False)]
-        return [(*self.prefix, *ids[:room], *self.suffix) for ids in encoded], [len(ids) > room for ids in encoded]
-
-    def score(self, query: str, documents: Sequence[str]) -> list[float]:
-        """One score a document; InputError and ScoringError name one that cannot be scored."""
-        return [found.score for found in self.score_documents(query, documents)]
+        encoded, truncated = self.encode(opening, documents, room, add_special_tokens=False)
+        return [(*self.prefix, *ids, *self.suffix) for ids in encoded], truncated
 
     @torch.inference_mode()
     def score_documents(self, query: str, documents: Sequence[str], *, show_progress: bool = False) -> list[Scored]:
         """Probability of the positive answer against the negative one, and whether a document was cut."""
         prompts, truncated = self.prompts(query, as_list(documents))
-        scores = self._probabilities(prompts)
+        scores = [float(score) for score in self.compute_each(prompts, self._probabilities)]
         for index, score in enumerate(scores):
             if not math.isfinite(score):
                 overflow = "The model overflowed on it: load it in bfloat16 or float32."
                 raise ScoringError(f"Document {index} scored {score}. {overflow}", index)
         return [Scored(*row) for row in zip(scores, truncated, strict=True)]
 
-    def _probabilities(self, prompts: Sequence[Ids]) -> list[float]:
-        """Of each prompt, in batches; equal ones are computed once."""
-        found: dict[Ids, float] = {}
-        batches = Batches(list(dict.fromkeys(prompts)), self.token_budget)
-        try:
-            for batch in batches:
-                with batches.attempt():
-                    rows = [torch.tensor(row) for row in batch]
-                    # On the right, padding leaves positions alone.
-                    ids = pad_sequence(rows, batch_first=True, padding_value=self.padding)
-                    mask = pad_sequence([torch.ones_like(row) for row in rows], batch_first=True)
-                    logits = self.logits(ids.to(self.model.device), mask.to(self.model.device)).double()
-                    # fp32 would be 1 from odds of 17 nats on
-                    found.update(zip(batch, (logits[:, 1] - logits[:, 0]).sigmoid().tolist(), strict=True))
-        except DoesNotFitError as error:
-            index = prompts.index(error.ids)
-            raise ScoringError(
-                f"Document {index} ({len(error.ids)} tokens with the prompt) does not fit into memory even by itself. "
-                "Pass a smaller max_length, or load the model in 8-bit or on another device.",
-                index,
-            ) from None
-        self.token_budget = batches.budget
-        return [found[ids] for ids in prompts]
+    def _probabilities(self, ids: Tensor, mask: Tensor) -> Tensor:
+        logits = self.logits(ids, mask)
+        return torch.sigmoid((logits[:, 1] - logits[:, 0]).double()).cpu()  # fp32 would be 1 from odds of 17 nats on
