@@ -33,6 +33,7 @@ from .workload import (
     SameSizeCrossEncoder,
     by_hidden_states,
     by_hooks,
+    keep_share,
     load,
     passages,
     question,
@@ -61,11 +62,7 @@ def systems(ranker: RSRank, query: str, documents: list[str], keep: int) -> list
     def warm(share: float) -> Callable[[], None]:
         def prepare() -> None:
             attend(own)()
-            store = kept.reader.store
-            assert store is not None
-            store.clear()
-            if share:
-                kept.score(query, documents[: round(share * len(documents))])
+            keep_share(kept, documents, share, query)
 
         return prepare
 

@@ -89,6 +89,14 @@ def load(
     return RSRank(ranker.backbone, ranker.prompts, ranker.projection, ranker.config, prefix_cache=False)
 
 
+def keep_share(ranker: RSRank, documents: list[str], share: float, query: str = QUERY) -> None:
+    """Let a ranker keep the prefixes of this share of the documents, and no others."""
+    assert ranker.store is not None
+    ranker.store.clear()
+    if share:
+        ranker.score(query, documents[: round(share * len(documents))])
+
+
 def tokenizer() -> PreTrainedTokenizerFast:
     """One token for each word that the made-up texts and the template have."""
     pieces = ["<pad>", "<unk>", "<s>", *WORDS, *f"{QUERY} {TEMPLATE.instruction} {TEMPLATE.separator} .".split()]

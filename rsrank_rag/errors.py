@@ -30,11 +30,7 @@ class BackboneError(RSRankError):
 
 
 class ScoringError(RSRankError):
-    """A document that could not be scored.
-
-    Attributes:
-        index: Position of the document in the list that was given.
-    """
+    """A document that could not be scored; ``index`` is its position in the list that was given."""
 
     def __init__(self, message: str, index: int) -> None:
         super().__init__(message)
@@ -47,10 +43,8 @@ class ScoringError(RSRankError):
 class RemoteError(RSRankError):
     """A service that could not be reached, was not ready in time, or answered what cannot be used.
 
-    Attributes:
-        status: The HTTP status; None if there was no answer.
-        transient: Whether the same request may succeed later.
-        retry_after: Seconds that the service asked to wait for; None if it did not say.
+    ``status`` is HTTP's, None if there was no answer; ``transient``: whether the same request may succeed later;
+    ``retry_after``: seconds that the service asked to wait for, None if it did not say.
     """
 
     def __init__(
@@ -68,12 +62,7 @@ class TrainingError(RSRankError):
 
 
 class MissingDependencyError(RSRankError, ImportError):
-    """An optional package is not installed; the message holds the exact pip command.
-
-    Args:
-        message: What needs it.
-        extra: Of this package, that installs it.
-    """
+    """An optional package is not installed: what needs it, and the exact pip command for the extra that installs it."""
 
     def __init__(self, message: str, extra: str = "") -> None:
         super().__init__(f"{message} Install with: {pip_install(extra)}" if extra else message)

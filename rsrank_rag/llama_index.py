@@ -1,7 +1,5 @@
 """LlamaIndex: a node postprocessor that drops what scores below zero."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any

@@ -1,7 +1,5 @@
 """Files and folders that appear only when they are complete, where processes of several machines may share them."""
 
-from __future__ import annotations
-
 import hashlib
 import os
 import platform
@@ -14,8 +12,7 @@ from pathlib import Path
 
 A_DAY = 24 * 3600
 
-COMPLETE = ".complete"
-"""Holds what is to take the place of a folder's content, from when all of it is there."""
+COMPLETE = ".complete"  # holds what is to take the place of a folder's content, from when all of it is there
 
 
 def partial_of(path: Path) -> Path:
@@ -23,39 +20,26 @@ def partial_of(path: Path) -> Path:
     return path.with_suffix(f".{os.getpid()}-{threading.get_ident()}-{_machine()}.partial")
 
 
-def is_running(partial: Path) -> bool:
-    """Whether whoever began a file may still be writing it. Of another machine nobody knows: a day is enough."""
+def is_running(partial: Path, *, posix: bool = os.name == "posix") -> bool:
+    """Whether whoever began a file may still be writing it. Where nobody can be asked, a day is enough.
+
+    That is so of another machine, and on Windows: there, `os.kill` with any signal sends Ctrl+C or ends the process.
+    """
     process, *rest = partial.name.split(".")[-2].split("-")
     try:
         age = time.time() - partial.stat().st_mtime
     except OSError:  # gone: its writer has finished it
         return True
-    if len(rest) > 1 and rest[-1] != _machine():
-        return age < A_DAY
-    return may_be_running(process, age, posix=os.name == "posix")
-
-
-def may_be_running(writer: str, age: float, *, posix: bool) -> bool:
-    """Whether the process that began a file may still be at it.
-
-    Args:
-        writer: Its number, of this machine; anything else was no writer of ours.
-        age: Seconds since the file was last written to.
-        posix: Whether a process can be asked for. Windows has no such question: `os.kill` with signal 0 sends Ctrl+C
-            there, and any other one ends the process. So only age counts.
-    """
-    try:
-        number = int(writer)
-    except ValueError:
+    if not process.isdecimal():  # no writer of ours
         return False
-    if not posix:
+    if not posix or (len(rest) > 1 and rest[-1] != _machine()):
         return age < A_DAY
     try:
-        os.kill(number, 0)
+        os.kill(int(process), 0)
     except (ProcessLookupError, OverflowError):
         return False
-    except PermissionError:
-        return True
+    except PermissionError:  # somebody else's process
+        pass
     return True
 
 

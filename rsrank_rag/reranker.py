@@ -1,7 +1,5 @@
 """The contract every reranker of this package keeps: implement ``score``, inherit ``rank``."""
 
-from __future__ import annotations
-
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence

@@ -31,14 +31,12 @@ from .prefixes.settings import Choice
 from .prefixes.store import PrefixStore, store_for
 from .reranker import BLANK_SCORE, Pair, Reranker, Scored, as_list, as_pairs
 
-ALIKE_KEPT = 0.4
-"""As `batching.ALIKE`, for documents that are kept: padding costs them attention only."""
+ALIKE_KEPT = 0.4  # as `batching.ALIKE`, for documents that are kept: padding costs them attention only
 
 JOINED_BYTES = {"cpu": 128_000_000, "cuda": 4_000_000_000, "mps": 1_000_000_000}
 """Kept prefixes that are joined for one batch."""
 
-INSTRUCTIONS = 16
-"""Rankers that are remembered, each with an instruction of its own: the template is tokenised once."""
+INSTRUCTIONS = 16  # rankers that are remembered, each with an instruction of its own: the template is tokenised once
 
 
 class RSRank(Pretrained, Reranker):
@@ -188,8 +186,10 @@ class RSRank(Pretrained, Reranker):
     def identity(self) -> str:
         """Short hash of the language model, how it is computed, the template and B."""
         found = prefix_identity(self.backbone, self.config) | {"dtype": str(self.backbone.dtype)}
-        weights = self.projection.weight.detach().float().cpu().numpy().tobytes()
-        return hashlib.sha256(json.dumps(found, sort_keys=True).encode() + weights).hexdigest()[:16]
+        digest = hashlib.sha256(json.dumps(found, sort_keys=True).encode())
+        for name, weights in sorted(self.projection.state_dict().items()):
+            digest.update(name.encode() + weights.cpu().numpy().tobytes())
+        return digest.hexdigest()[:16]
 
     def score_pairs(self, pairs: Sequence[Pair | tuple[str, str]]) -> list[Scored]:
         """Score pairs of any queries and documents, in input order: pairs of several queries share batches.
@@ -254,13 +254,13 @@ class RSRank(Pretrained, Reranker):
             yield Batches([row for row in group if row not in kept], self.token_budget, extra=room)
 
     @torch.inference_mode()
-    def explain(self, query: str, document: str, *, max_tokens: int | None = None) -> Explanation:
-        """Take a score apart, exactly, per query token, layer and head; at most ``max_tokens`` of a document are read.
+    def explain(self, query: str, document: str) -> Explanation:
+        """Take a score apart, exactly, per query token, layer and head; raises as `score`.
 
-        A document without text has no parts, and `BLANK_SCORE`. Raises as `score`.
+        A document without text has no parts, and `BLANK_SCORE`.
         """
         tokens = self.prompts.query(query)
-        prompt = self.prompts.documents([document], len(tokens.ids), max_tokens=max_tokens)[0]
+        prompt = self.prompts.documents([document], len(tokens.ids))[0]
         parts = torch.zeros(tokens.length, len(self.projection.layers), self.backbone.num_heads)
         score, agreement = BLANK_SCORE, 0.0
         if not prompt.empty:

@@ -245,6 +245,41 @@ def stories():
 
 
 @pytest.fixture(scope="session")
+def running_service():
+    """A service that breaks its contract when told to, on a port of this machine; ``address`` is its URL."""
+    pytest.importorskip("uvicorn")
+    from stub_service import Service, listening
+
+    app = Service()
+    with listening(app) as app.address:
+        yield app
+
+
+@pytest.fixture
+def service(running_service, monkeypatch):
+    """The stub service, which nobody has asked yet."""
+    monkeypatch.delenv("RSRANK_API_KEY", raising=False)
+    running_service.renew()
+    return running_service
+
+
+@pytest.fixture
+def spans_of_langchain():
+    """Function: the spans that OpenInference has exported of LangChain's runs."""
+    instrumentation = pytest.importorskip("openinference.instrumentation.langchain")
+    from opentelemetry.sdk.trace import TracerProvider
+    from opentelemetry.sdk.trace.export import SimpleSpanProcessor
+    from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
+
+    exporter, provider = InMemorySpanExporter(), TracerProvider()
+    provider.add_span_processor(SimpleSpanProcessor(exporter))
+    instrumentor = instrumentation.LangChainInstrumentor()
+    instrumentor.instrument(tracer_provider=provider)
+    yield exporter.get_finished_spans
+    instrumentor.uninstrument()
+
+
+@pytest.fixture(scope="session")
 def ray_cluster(tmp_path_factory):
     """A Ray cluster of several processes on this machine, with what is in this folder importable everywhere."""
     ray = pytest.importorskip("ray")

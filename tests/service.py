@@ -3,6 +3,7 @@
 import socket
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, contextmanager
 
 import httpx
@@ -14,6 +15,7 @@ from rsrank_rag.reranker import Scored
 from rsrank_rag.service.app import Settings, create_app
 from rsrank_rag.service.scheduler import QueueLimits, Scheduler
 from rsrank_rag.service.server import Limits, Server
+from rsrank_rag.service.worker import ModelProcess
 
 
 class Numbers(Reranker):
@@ -45,8 +47,8 @@ class Numbers(Reranker):
     def score(self, query, documents):
         raise NotImplementedError
 
-    def explain(self, query, document, *, max_tokens=None):
-        truncated = len(document.split()) > (max_tokens or 10)
+    def explain(self, query, document):
+        truncated = len(document.split()) > 10
         return Explanation(query, document, 3.0, truncated, ("a", "b"), (1, 2), ((1.0, 0.5), (1.0, 0.5)), ())
 
 
@@ -58,8 +60,28 @@ class Words(Reranker):
         return [len(words & set(text.lower().split())) / max(1, len(words)) - 0.5 for text in documents]
 
 
+class InThread(ModelProcess):
+    """A model in a thread of the test's own process: the test can hold it in its hands."""
+
+    def _new_pool(self):
+        return ThreadPoolExecutor(1)
+
+    def kill(self):
+        pass
+
+    def is_gone(self):
+        return False
+
+
+def in_thread(make, name="fake", **options):
+    """A `Scheduler` before a model in a thread."""
+    made = Scheduler(make, name, **options)
+    made.model = InThread(made.model.loading, made.model.longest_step)
+    return made
+
+
 def scheduler(reranker, canary=None, **limits):
-    return Scheduler(lambda: reranker, "fake", in_process=True, canary=canary, limits=QueueLimits(**limits))
+    return in_thread(lambda: reranker, canary=canary, limits=QueueLimits(**limits))
 
 
 @asynccontextmanager

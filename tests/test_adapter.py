@@ -446,19 +446,19 @@ def test_limits_of_a_call_replace_those_of_the_adapter_one_by_one():
 
 
 @both
-async def test_the_threshold_of_a_reranker_and_of_a_service_is_the_default_and_a_given_one_wins(adapter, remote):
+async def test_the_threshold_of_a_reranker_and_of_a_service_is_the_default_and_a_given_one_wins(adapter, service):
     reranker = Overlap()
-    reranker.threshold = remote.threshold = 0.5
+    reranker.threshold = service.threshold = 0.5
     query, texts = "a b c", ["a", "a b", "a b c", "d"]  # score 0, 1, 2, -1
-    for made in (adapter(model=reranker), adapter(base_url=remote.address)):
-        reranker.threshold = remote.threshold = 1.0
+    for made in (adapter(model=reranker), adapter(base_url=service.address)):
+        reranker.threshold = service.threshold = 1.0
         assert await scores(made, query, texts) == {"a b c": 2.0}
         assert await scores(made, query, texts, threshold=0.0) == {"a b c": 2.0, "a b": 1.0}
         made.threshold = -0.5
         assert len(await scores(made, query, texts)) == 3
         assert await scores(made, query, texts, threshold="native") == {"a b c": 2.0}
-    reranker.threshold = remote.threshold = None
-    for made in (adapter(model=reranker), adapter(base_url=remote.address)):
+    reranker.threshold = service.threshold = None
+    for made in (adapter(model=reranker), adapter(base_url=service.address)):
         with pytest.raises(InputError, match="has no native threshold"):
             await scores(made, query, texts)
         assert await scores(made, query, texts, top_n=1) == {"a b c": 2.0}
@@ -520,24 +520,6 @@ def test_a_model_name_that_is_a_loaded_ranker_scores_as_itself(ranker):
 SECRET = "sk-very-secret"
 
 
-@pytest.fixture(scope="module")
-def service():
-    pytest.importorskip("uvicorn")
-    from stub_service import Service, listening
-
-    app = Service()
-    with listening(app) as address:
-        app.address = address
-        yield app
-
-
-@pytest.fixture
-def remote(service, monkeypatch):
-    monkeypatch.delenv("RSRANK_API_KEY", raising=False)
-    service.renew()
-    return service
-
-
 def kept(made, query, texts):
     """As `scores`, of the framework's synchronous method."""
     if isinstance(made, RSRankCompressor):
@@ -548,8 +530,8 @@ def kept(made, query, texts):
 
 
 @both
-async def test_with_base_url_a_service_is_asked_and_nothing_is_loaded_nor_queued(adapter, remote, loads):
-    made = adapter(base_url=remote.address, api_key=SECRET)
+async def test_with_base_url_a_service_is_asked_and_nothing_is_loaded_nor_queued(adapter, service, loads):
+    made = adapter(base_url=service.address, api_key=SECRET)
     local = adapter(model=Overlap())
     expected = await scores(local, QUERY, DOCUMENTS)
     before = set(threading.enumerate())
@@ -562,36 +544,36 @@ async def test_with_base_url_a_service_is_asked_and_nothing_is_loaded_nor_queued
     )
     assert set(threading.enumerate()) <= before
     assert loads == []
-    assert len(remote.seen) == 4
-    assert all(asked["documents"] == DOCUMENTS for asked in remote.seen)
-    assert all(headers["authorization"] == f"Bearer {SECRET}" for headers in remote.headers)
+    assert len(service.seen) == 4
+    assert all(asked["documents"] == DOCUMENTS for asked in service.seen)
+    assert all(headers["authorization"] == f"Bearer {SECRET}" for headers in service.headers)
 
 
 @both
-async def test_64_calls_of_a_service_run_beside_each_other(adapter, remote):
-    made = adapter(base_url=remote.address, threshold=None)
-    remote.together = 33
+async def test_64_calls_of_a_service_run_beside_each_other(adapter, service):
+    made = adapter(base_url=service.address, threshold=None)
+    service.together = 33
     batches = [[f"{text} {number}" for text in DOCUMENTS] for number in range(64)]
     found = await asyncio.gather(*(scores(made, QUERY, texts) for texts in batches))
     assert [set(one) for one in found] == [set(texts) for texts in batches]
 
 
 @both
-async def test_a_cancelled_call_of_a_service_closes_its_request(adapter, remote):
-    made = adapter(base_url=remote.address)
-    remote.script += [20]
+async def test_a_cancelled_call_of_a_service_closes_its_request(adapter, service):
+    made = adapter(base_url=service.address)
+    service.script += [20]
     call = asyncio.create_task(scores(made, QUERY, DOCUMENTS))
-    await until_async(lambda: remote.running)
+    await until_async(lambda: service.running)
     call.cancel()
     with pytest.raises(asyncio.CancelledError):
         await call
-    await until_async(lambda: remote.left == 1)
+    await until_async(lambda: service.left == 1)
 
 
 @both
-async def test_a_failing_service_gives_our_errors(adapter, remote):
-    made = adapter(base_url=remote.address, max_retries=0, timeout=5)
-    remote.script += [
+async def test_a_failing_service_gives_our_errors(adapter, service):
+    made = adapter(base_url=service.address, max_retries=0, timeout=5)
+    service.script += [
         (503, {"message": "Loading."}),
         (401, {"message": "No."}),
         lambda answer: {**answer, "results": []},
@@ -627,9 +609,9 @@ def test_the_address_survives_every_way_of_writing_it_down_and_the_key_none(adap
 
 
 @both
-def test_the_key_may_come_from_the_environment_after_unpickling(adapter, remote, monkeypatch):
-    remote.key = SECRET
-    made = pickle.loads(pickle.dumps(adapter(base_url=remote.address, api_key=SECRET)))
+def test_the_key_may_come_from_the_environment_after_unpickling(adapter, service, monkeypatch):
+    service.key = SECRET
+    made = pickle.loads(pickle.dumps(adapter(base_url=service.address, api_key=SECRET)))
     with pytest.raises(InputError, match="give api_key or set RSRANK_API_KEY"):
         kept(made, QUERY, DOCUMENTS)
     monkeypatch.setenv("RSRANK_API_KEY", SECRET)
@@ -668,26 +650,26 @@ def test_settings_of_a_service_that_make_no_sense_are_refused(adapter, settings,
 
 
 @both
-def test_a_service_may_be_asked_for_a_model_by_name_which_traces_show(adapter, remote):
-    named = adapter(base_url=remote.address, model="overlap")
+def test_a_service_may_be_asked_for_a_model_by_name_which_traces_show(adapter, service):
+    named = adapter(base_url=service.address, model="overlap")
     assert kept(named, QUERY, DOCUMENTS)
-    assert remote.seen[-1]["model"] == named.model_label == "overlap"
-    unnamed = adapter(base_url=remote.address)
+    assert service.seen[-1]["model"] == named.model_label == "overlap"
+    unnamed = adapter(base_url=service.address)
     assert kept(unnamed, QUERY, DOCUMENTS)
-    assert "model" not in remote.seen[-1]
-    assert unnamed.model_label == remote.address
+    assert "model" not in service.seen[-1]
+    assert unnamed.model_label == service.address
     with pytest.raises(RemoteError, match="asked for 'large' and holds 'overlap'"):
-        kept(adapter(base_url=remote.address, model="large"), QUERY, DOCUMENTS)
+        kept(adapter(base_url=service.address, model="large"), QUERY, DOCUMENTS)
 
 
 @both
-def test_warming_up_asks_the_service_and_closing_lets_its_connections_go(adapter, remote):
+def test_warming_up_asks_the_service_and_closing_lets_its_connections_go(adapter, service):
     from rsrank_rag.remote import connections
 
-    made = adapter(base_url=remote.address)
+    made = adapter(base_url=service.address)
     made.warm_up()
     assert kept(made, QUERY, DOCUMENTS)
-    client = connections._clients[remote.address].client
+    client = connections._clients[service.address].client
     made.close()
     assert client.is_closed
     assert kept(made, QUERY, DOCUMENTS)
@@ -696,29 +678,29 @@ def test_warming_up_asks_the_service_and_closing_lets_its_connections_go(adapter
 
 
 @both
-async def test_a_remote_reranker_as_model_is_not_queued_either(adapter, remote):
+async def test_a_remote_reranker_as_model_is_not_queued_either(adapter, service):
     from rsrank_rag.remote.client import RemoteReranker
 
-    made = adapter(model=RemoteReranker(remote.address))
+    made = adapter(model=RemoteReranker(service.address))
     made.warm_up()
-    remote.together = 5
+    service.together = 5
     await asyncio.gather(*(scores(made, QUERY, DOCUMENTS) for _ in range(8)))
     assert id(made.model) not in worker._workers
 
 
-def test_a_cross_encoder_asks_a_service_too(remote):
+def test_a_cross_encoder_asks_a_service_too(service):
     pytest.importorskip("langchain_core.cross_encoders")
     from rsrank_rag.langchain import RSRankCrossEncoder
 
-    made = RSRankCrossEncoder(base_url=remote.address)
+    made = RSRankCrossEncoder(base_url=service.address)
     assert made.score([("a b", "a b"), ("c", "d"), ("a b", "a")]) == [1.0, -1.0, 0.0]
-    assert [asked["documents"] for asked in remote.seen] == [["a b", "a"], ["d"]]
+    assert [asked["documents"] for asked in service.seen] == [["a b", "a"], ["d"]]
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
-def test_a_forked_process_can_go_on_asking_a_service(remote):
-    made = RSRankCompressor(base_url=remote.address)
+def test_a_forked_process_can_go_on_asking_a_service(service):
+    made = RSRankCompressor(base_url=service.address)
     expected = kept(made, QUERY, DOCUMENTS)
     context = multiprocessing.get_context("fork")
     answers = context.SimpleQueue()

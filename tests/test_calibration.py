@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rsrank_rag.errors import MissingDependencyError
-from rsrank_rag.evaluation.calibration import f1_gaps, share_above, threshold_stability
+from rsrank_rag.evaluation.comparison import f1_gaps, share_above, threshold_stability
 from rsrank_rag.evaluation.metrics import ScoredQuery, best_threshold, f1_at
 from rsrank_rag.evaluation.statistics import estimate_mean, paired_differences, paired_t_test
 

@@ -61,8 +61,8 @@ def test_rank_prints_every_document_once_as_the_library_ranks_them(ranker, artif
 def test_the_table_shows_kept_and_dropped_documents(ranker, artifact, passages):
     output = run("rank", "-q", QUERY, "-m", artifact, "-d", passages, "--dtype", "float32").stdout
     result = ranker.rank(QUERY, DOCUMENTS)
-    kept = [line for line in output.splitlines() if "│ kept" in line]
-    dropped = [line for line in output.splitlines() if "│ dropped" in line]
+    kept = [line for line in output.splitlines() if line.startswith("+ ")]
+    dropped = [line for line in output.splitlines() if line.startswith("- ")]
     assert (len(kept), len(dropped)) == (len(result.kept), len(result.dropped))
     assert all(document.text[:40] in output for document in result.kept + result.dropped)
 

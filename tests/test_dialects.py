@@ -87,10 +87,8 @@ def test_who_asks_for_scores_between_0_and_1_gets_them(fields, default, expected
 # Documents
 
 
-def test_objects_are_read_by_their_text_or_by_the_fields_asked_for():
+def test_objects_are_read_by_their_text():
     assert texts_of(["a", {"text": "b", "id": [1]}]) == (["a", "b"], {})
-    assert texts_of([{"title": "t", "body": "b", "n": 1.5}], ["body", "n", "title"]) == (["b\n1.5\nt"], {})
-    assert texts_of([{"title": None, "body": ""}], ["title", "body"]) == ([""], {})
 
 
 def test_an_object_without_text_is_named_and_the_others_are_read():
@@ -180,22 +178,11 @@ def test_limits_of_tokens_reach_every_pair(fields, expected):
 
 
 @pytest.mark.parametrize(
-    ("fields", "limit", "tokens", "may_be_cut"),
-    [
-        ({}, None, None, None),
-        ({}, 9, 9, False),
-        ({"truncate": True}, 9, 9, True),
-        ({"truncate": "END"}, 9, 9, True),
-        ({"truncate": "NONE"}, None, None, False),
-        ({"truncate": False, "max_tokens_per_doc": 5}, 9, 5, False),
-        ({"max_tokens_per_doc": 5}, 9, 5, True),
-        ({"max_tokens_per_doc": 50}, 9, 9, False),
-    ],
+    ("fields", "may_be_cut"),
+    [({}, None), ({"truncate": True}, True), ({"truncate": "END"}, True), ({"truncate": "NONE"}, False)],
 )
-def test_under_a_limit_only_a_cut_that_was_asked_for_is_made(fields, limit, tokens, may_be_cut):
-    question = rerank(**fields).asked().bounded(limit)
-    assert {pair.max_tokens for pair in question.pairs} == {tokens}
-    assert question.may_be_cut is may_be_cut
+def test_a_request_may_say_whether_documents_may_be_cut(fields, may_be_cut):
+    assert rerank(**fields).asked().may_be_cut is may_be_cut
 
 
 @pytest.mark.parametrize(

@@ -190,18 +190,13 @@ async def test_traces_name_the_instruction(adapters):
     assert begun[0].tags["instruction"] == LEGAL
 
 
-def test_a_remote_reranker_sends_it_and_without_it_sends_none():
-    pytest.importorskip("uvicorn")
-    from stub_service import Service, listening
-
+def test_a_remote_reranker_sends_it_and_without_it_sends_none(service):
     from rsrank_rag.remote.client import RemoteReranker
 
-    service = Service()
-    with listening(service) as address:
-        reranker = RemoteReranker(address)
-        reranker.rank("q", ["a"])
-        reranker.with_instruction(LEGAL).rank("q", ["a"])
-        reranker.rank("q", ["a"])
+    reranker = RemoteReranker(service.address)
+    reranker.rank("q", ["a"])
+    reranker.with_instruction(LEGAL).rank("q", ["a"])
+    reranker.rank("q", ["a"])
     assert [asked.get("instruction") for asked in service.seen] == [None, LEGAL, None]
     assert "instruction" not in service.seen[0]
 

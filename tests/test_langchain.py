@@ -266,21 +266,9 @@ def test_a_call_inside_a_chain_is_a_child_of_the_chains_run(compressor):
     assert inner[3] == outer[2]
 
 
-def test_open_inference_exports_the_run():
-    instrumentation = pytest.importorskip("openinference.instrumentation.langchain")
-    from opentelemetry.sdk.trace import TracerProvider
-    from opentelemetry.sdk.trace.export import SimpleSpanProcessor
-    from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
-
-    exporter, provider = InMemorySpanExporter(), TracerProvider()
-    provider.add_span_processor(SimpleSpanProcessor(exporter))
-    instrumentor = instrumentation.LangChainInstrumentor()
-    instrumentor.instrument(tracer_provider=provider)
-    try:
-        RSRankCompressor(model=Numbers()).compress_documents(documents(2, -2), "which?")
-    finally:
-        instrumentor.uninstrument()
-    inside, span = exporter.get_finished_spans()
+def test_open_inference_exports_the_run(spans_of_langchain):
+    RSRankCompressor(model=Numbers()).compress_documents(documents(2, -2), "which?")
+    inside, span = spans_of_langchain()
     assert (inside.name, span.name) == ("RSRankRanking", "RSRankCompressor")
     assert '"score": -2.0' in inside.attributes["output.value"]
     assert "which?" in span.attributes["input.value"]

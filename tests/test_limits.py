@@ -189,7 +189,9 @@ def test_an_answer_that_nobody_reads_does_not_stay():
     with address_of(scheduler(Numbers()), Limits(head_seconds=3.0)) as url, connected(url) as connection:
         body = json.dumps({"query": "q", "documents": documents, "return_documents": True}).encode()
         connection.sendall(HEAD + b"Content-Type: application/json\r\nContent-Length: %d\r\n\r\n" % len(body) + body)
-        wait_until(lambda: "slow reader" in httpx.get(f"{url}/metrics").text)
+        wait_until(lambda: 'why="slow reader"' in httpx.get(f"{url}/metrics").text)
+        closed = sample(httpx.get(f"{url}/metrics").text, "rsrank_closed_connections_total", why="slow reader")
+        assert closed == 1
 
 
 def test_connections_leave_room_for_other_files(monkeypatch):
@@ -349,7 +351,7 @@ async def test_keys_change_with_their_file_and_stay_if_it_is_broken(tmp_path, ca
 class Telling(Numbers):
     """Has an error of ours that names a file."""
 
-    def explain(self, query, document, *, max_tokens=None):
+    def explain(self, query, document):
         raise ArtifactError("/home/someone/secret is damaged.")
 
     def scored(self, number, pair):

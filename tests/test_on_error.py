@@ -52,21 +52,6 @@ class Failing(Reranker):
         return [float(len(text)) for text in documents]
 
 
-@pytest.fixture(scope="module")
-def running():
-    service = Service()
-    with listening(service) as address:
-        service.address = address
-        yield service
-
-
-@pytest.fixture
-def service(running, monkeypatch):
-    monkeypatch.delenv("RSRANK_API_KEY", raising=False)
-    running.renew()
-    return running
-
-
 @pytest.fixture(autouse=True)
 def _counted_from_nothing():
     settings._unranked_calls.clear()
@@ -335,22 +320,10 @@ async def test_langchains_callbacks_see_a_run_that_failed_inside_one_that_did_no
     assert ended == ("end", outer[3], found)
 
 
-def test_open_inference_exports_the_failed_run_of_langchain():
-    instrumentation = pytest.importorskip("openinference.instrumentation.langchain")
-    from opentelemetry.sdk.trace import TracerProvider
-    from opentelemetry.sdk.trace.export import SimpleSpanProcessor
-    from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
-
-    exporter, provider = InMemorySpanExporter(), TracerProvider()
-    provider.add_span_processor(SimpleSpanProcessor(exporter))
-    instrumentor = instrumentation.LangChainInstrumentor()
-    instrumentor.instrument(tracer_provider=provider)
-    try:
-        made = RSRankCompressor(model=Failing(ScoringError("No.", 0)), on_error="keep")
-        made.compress_documents([Document("a")], QUERY)
-    finally:
-        instrumentor.uninstrument()
-    inside, span = exporter.get_finished_spans()
+def test_open_inference_exports_the_failed_run_of_langchain(spans_of_langchain):
+    made = RSRankCompressor(model=Failing(ScoringError("No.", 0)), on_error="keep")
+    made.compress_documents([Document("a")], QUERY)
+    inside, span = spans_of_langchain()
     assert (inside.name, span.name) == ("RSRankRanking", "RSRankCompressor")
     assert (inside.status.status_code.name, span.status.status_code.name) == ("ERROR", "OK")
     assert "ScoringError: No." in span.attributes["output.value"]

@@ -19,13 +19,13 @@ from pathlib import Path
 import pytest
 import uvicorn
 from playwright.sync_api import sync_playwright
+from service import in_thread
 
 from rsrank_rag import RSRank
 from rsrank_rag.errors import InputError, ScoringError
 from rsrank_rag.passages.explanation import Explanation
 from rsrank_rag.reranker import Pair, Reranker
 from rsrank_rag.service.app import Settings, create_app
-from rsrank_rag.service.scheduler import Scheduler
 
 pytestmark = pytest.mark.browser
 
@@ -131,7 +131,7 @@ def sealed(page):
 
 def application(reranker, key=None):
     """The service with a model in this process."""
-    backend = Scheduler(lambda: reranker, "mini", canary=None, in_process=True)
+    backend = in_thread(lambda: reranker, "mini", canary=None)
     return create_app(backend, Settings(api_keys=(key,) if key else ()))
 
 

@@ -6,6 +6,7 @@ import multiprocessing
 import os
 import subprocess
 import sys
+import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
@@ -20,7 +21,7 @@ from rsrank_rag import RSRank
 from rsrank_rag.cli import app
 from rsrank_rag.errors import InputError, ScoringError
 from rsrank_rag.method.probe import Prefix, Prefixes
-from rsrank_rag.partial_files import A_DAY, may_be_running
+from rsrank_rag.partial_files import A_DAY, is_running
 from rsrank_rag.prefixes.settings import PrefixCache, as_bytes, as_prefix_cache, memory_share, parse_size
 from rsrank_rag.prefixes.store import PackedPrefix, PrefixStore
 
@@ -313,16 +314,22 @@ def test_what_a_writer_still_writes_is_left_alone(tmp_path):
     assert begun.exists()
 
 
-def test_a_writer_is_asked_for_only_where_asking_does_not_harm_it(monkeypatch):
+def test_a_writer_is_asked_for_only_where_asking_does_not_harm_it(tmp_path, monkeypatch):
     asked = []
-    mine = str(os.getpid())
-    assert may_be_running(mine, 1e9, posix=True)
-    assert not may_be_running("999999999", 0.0, posix=True)
-    assert not may_be_running("9" * 30, 0.0, posix=True)
+
+    def begun_by(process, age):
+        partial = tmp_path / f"abcd.{process}-1.partial"
+        partial.touch()
+        os.utime(partial, (time.time() - age,) * 2)
+        return partial
+
+    assert is_running(begun_by(os.getpid(), 1e9), posix=True)
+    assert not is_running(begun_by("999999999", 0), posix=True)
+    assert not is_running(begun_by("9" * 30, 0), posix=True)
     monkeypatch.setattr(os, "kill", lambda number, signal: asked.append(number))  # ends the process on Windows
-    assert may_be_running(mine, A_DAY - 1, posix=False)
-    assert not may_be_running(mine, A_DAY + 1, posix=False)
-    assert not may_be_running("partial", 0.0, posix=False)
+    assert is_running(begun_by(os.getpid(), A_DAY - 60), posix=False)
+    assert not is_running(begun_by(os.getpid(), A_DAY + 60), posix=False)
+    assert not is_running(begun_by("somebody", 0), posix=False)
     assert asked == []
 
 

@@ -36,32 +36,18 @@ SECRET = "sk-very-secret"
 MISSING = "This service needs an API key."
 
 
-@pytest.fixture(scope="module")
-def running():
-    service = Service()
-    with listening(service) as address:
-        yield service, address
-
-
 @pytest.fixture
-def service(running, monkeypatch):
-    monkeypatch.delenv("RSRANK_API_KEY", raising=False)
-    running[0].renew()
-    return running[0]
-
-
-@pytest.fixture
-def address(running, service):
-    return running[1]
+def address(service):
+    return service.address
 
 
 @contextmanager
 def serving(reranker, limits=None, **settings):
     """`rsrank serve` itself, around a fake; gives its address and its queue."""
     app = pytest.importorskip("rsrank_rag.service.app", exc_type=ImportError)
-    from rsrank_rag.service.scheduler import Scheduler
+    from service import in_thread
 
-    queue = Scheduler(lambda: reranker, "fake", limits=limits, canary=None, in_process=True)
+    queue = in_thread(lambda: reranker, limits=limits, canary=None)
     with listening(app.create_app(queue, app.Settings(**settings))) as address:
         yield address, queue
 
@@ -103,10 +89,10 @@ limits = st.fixed_dictionaries(
 @pytest.mark.parametrize("kind", ["a stub", "rsrank serve"])
 @settings(deadline=None, max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(query=texts, documents=st.lists(texts, max_size=6), limits=limits)
-def test_a_remote_rank_is_the_local_one(running, served, kind, query, documents, limits):
+def test_a_remote_rank_is_the_local_one(running_service, served, kind, query, documents, limits):
     expected = Overlap().rank(query, documents, **limits)
     pairs = [Pair(query, text) for text in documents]
-    reranker = RemoteReranker(running[1] if kind == "a stub" else served)
+    reranker = RemoteReranker(running_service.address if kind == "a stub" else served)
     # A lone surrogate is no text that can be sent; the mark in its place is read as RSRank reads it.
     if "\ud800" not in query + "".join(documents):
         assert reranker.rank(query, documents, **limits) == expected

@@ -622,39 +622,3 @@ def test_the_command_names_what_is_wrong_on_a_cluster(ray_cluster, tmp_path):
     assert failed.exit_code == 1
     assert "float99" in failed.stderr
     assert "Traceback" not in failed.stderr
-
-
-@pytest.mark.ray
-def test_documents_are_read_ahead_of_time_by_actors(ray_cluster, tmp_path):
-    documents = tmp_path / "passages.txt"
-    documents.write_text("\n".join(f"{i}: {TEXTS[i % 5]}" for i in range(300)))
-    arguments = ["index", "--documents", documents, "--prefixes", tmp_path / "kept"]
-    actors = ["--engine", "ray", "--actors", 2, "--cpus-per-actor", 0.5]
-    done = run(*arguments, *actors)
-    assert done.exit_code == 0, done.stderr
-    assert "300 documents, 300 new" in done.stdout
-    again = run(*arguments)
-    assert "300 documents, 0 new" in again.stdout
-
-
-@pytest.mark.ray
-def test_features_are_made_by_actors(ray_cluster, tiny_folder, tmp_path):
-    data = tmp_path / "labelled.jsonl"
-    lines = []
-    for number in range(12):
-        documents = [{"id": str(i), "text": f"{text}{number}", "relevant": i < 1} for i, text in enumerate(TEXTS[:3])]
-        lines.append(json.dumps({"id": str(number), "query": f"query {number}", "documents": documents}))
-    data.write_text("\n".join(lines) + "\n")
-    options = ["--config", "your-data", "--data", data, "--set", f"model.name={tiny_folder('qwen3')}"]
-    options += ["--set", "model.device=cpu", "--set", "minimum_queries=4"]
-    local = run("features", *options, "--output", tmp_path / "local")
-    assert local.exit_code == 0, local.stderr
-    actors = ["--engine", "ray", "--actors", 2, "--cpus-per-actor", 0.5]
-    done = run("features", *options, "--output", tmp_path / "ray", *actors)
-    assert done.exit_code == 0, done.stderr
-    assert "12 queries" in done.stdout
-    from rsrank_rag.training.store import FeatureStore
-
-    expected, found = FeatureStore(tmp_path / "local" / "features"), FeatureStore(tmp_path / "ray" / "features")
-    for number in range(12):
-        assert found[number].shifts.equal(expected[number].shifts)

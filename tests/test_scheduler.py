@@ -15,6 +15,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from service import in_thread
 
 from rsrank_rag import Reranker
 from rsrank_rag.errors import ArtifactError, InputError, RSRankError, ScoringError
@@ -97,7 +98,7 @@ class Mortal(Reranker):
                 time.sleep(60)
         return [float(len(text)) for text in documents]
 
-    def explain(self, query, document, *, max_tokens=None):
+    def explain(self, query, document):
         if document == "broken":
             raise ZeroDivisionError
         os.kill(os.getpid(), signal.SIGKILL)
@@ -135,8 +136,8 @@ def load_on_a_free_device(folder):
 class running:
     """A started scheduler, stopped at the end."""
 
-    def __init__(self, make, **options):
-        self.scheduler = Scheduler(make, "fake", **{"canary": None, **options})
+    def __init__(self, make, thread=False, **options):
+        self.scheduler = (in_thread if thread else Scheduler)(make, "fake", **{"canary": None, **options})
 
     async def __aenter__(self):
         await self.scheduler.start()
@@ -147,7 +148,7 @@ class running:
 
 
 def numbers(reranker, **limits):
-    return running(lambda: reranker, in_process=True, limits=QueueLimits(**limits))
+    return running(lambda: reranker, thread=True, limits=QueueLimits(**limits))
 
 
 def pairs(*texts, query="q"):
@@ -392,12 +393,12 @@ def test_a_refused_query_does_not_take_the_others_batches_apart(clients):
 
 async def test_the_canary_must_rank_the_right_way_round():
     canary = Canary("q", "2", "1")
-    async with running(Numbers, in_process=True, canary=canary) as scheduler:
+    async with running(Numbers, thread=True, canary=canary) as scheduler:
         assert scheduler.readiness() is None
     assert scheduler.readiness() == "The service is stopping."
-    async with running(Numbers, in_process=True, canary=Canary("q", "1", "2")) as scheduler:
+    async with running(Numbers, thread=True, canary=Canary("q", "1", "2")) as scheduler:
         assert scheduler.readiness() == "The canary's relevant passage scored 1, its irrelevant one 2."
-    async with running(Numbers, in_process=True, canary=Canary("q", "1", "no score")) as scheduler:
+    async with running(Numbers, thread=True, canary=Canary("q", "1", "no score")) as scheduler:
         assert scheduler.readiness().startswith("The canary could not be scored: ")
 
 
@@ -408,7 +409,7 @@ async def test_a_model_that_cannot_be_loaded_is_an_error_at_the_start_and_leaves
 
 
 async def test_nothing_is_taken_before_the_start_or_after_the_end():
-    scheduler = Scheduler(Numbers, "fake", in_process=True, canary=None)
+    scheduler = in_thread(Numbers, canary=None)
     with pytest.raises(UnavailableError, match="has not been started"):
         await scheduler.score(pairs(1))
     with pytest.raises(UnavailableError, match="not loaded"):
@@ -452,14 +453,14 @@ async def test_an_explanation_that_nobody_waits_for_leaves_the_queue():
 
 
 async def test_whatever_a_model_raises_on_an_explanation_the_next_request_is_served(tmp_path):
-    async with running(lambda: Mortal(tmp_path), in_process=True) as scheduler:
+    async with running(lambda: Mortal(tmp_path), thread=True) as scheduler:
         with pytest.raises(RSRankError, match=r"The model failed \(ZeroDivisionError\)"):
             await scheduler.explain(Pair("q", "broken"), timeout=60)
         assert scores(await scheduler.score(pairs("a"), timeout=60)) == [1]
 
 
 async def test_a_real_model_explains_and_counts(ranker):
-    async with running(lambda: ranker, in_process=True) as scheduler:
+    async with running(lambda: ranker, thread=True) as scheduler:
         explanation = await scheduler.explain(Pair("When?", "In 1932."))
         assert explanation.score == pytest.approx(ranker.score("When?", ["In 1932."])[0], abs=1e-4)
         assert (await scheduler.score(pairs("In 1932.", query="When?")))[0].tokens > 3
@@ -567,11 +568,12 @@ async def test_the_end_does_not_wait_for_the_pause_before_the_next_try(tmp_path,
         await told  # for ever, if nobody tells
 
     (tmp_path / "may load").touch()
-    async with running(partial(load_once, tmp_path), in_process=True) as scheduler:
+    async with running(partial(load_once, tmp_path), thread=True) as scheduler:
         monkeypatch.setattr(scheduler_module, "asyncio", SimpleNamespace(**{**vars(asyncio), "wait_for": pause}))
         restart = asyncio.create_task(scheduler._restart())
         await until(lambda: pauses == [0.5])
     await asyncio.wait_for(restart, 60)
+    assert pauses == [0.5]  # it was told in the first pause, and tried no more
 
 
 @pytest.mark.slow
@@ -629,13 +631,13 @@ class Raising(Numbers):
                 raise RAISED[text]()
         return [float(text) for text in documents]
 
-    def explain(self, query, document, *, max_tokens=None):
+    def explain(self, query, document):
         raise RAISED[document]()
 
 
-@pytest.mark.parametrize("in_process", [True, False])
-async def test_whatever_is_raised_on_one_document_only_that_one_fails_and_the_next_request_is_served(in_process):
-    async with running(Raising, in_process=in_process) as scheduler:
+@pytest.mark.parametrize("thread", [True, False])
+async def test_whatever_is_raised_on_one_document_only_that_one_fails_and_the_next_request_is_served(thread):
+    async with running(Raising, thread=thread) as scheduler:
         first = scheduler.model.loaded.process
         for bad in RAISED:
             found = await asyncio.gather(
@@ -656,7 +658,7 @@ async def test_whatever_loading_raises_is_an_error_of_ours(raised):
         raise RAISED[raised]()
 
     with pytest.raises(RSRankError, match="fake could not be loaded"):
-        await Scheduler(refuse, "fake", in_process=True).start()
+        await in_thread(refuse).start()
 
 
 class Odd(Numbers):
@@ -692,7 +694,7 @@ async def test_a_fault_of_the_queues_own_costs_one_batch_and_not_the_service(mon
 
 async def test_a_queue_that_was_ended_says_so_and_answers_what_waits():
     reranker = Numbers()
-    scheduler = Scheduler(lambda: reranker, "fake", in_process=True, canary=None)
+    scheduler = in_thread(lambda: reranker, canary=None)
     await scheduler.start()
     reranker.may_go_on.clear()
     tasks = [asyncio.create_task(scheduler.score(pairs(1, 2)))]

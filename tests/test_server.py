@@ -31,7 +31,7 @@ from rsrank_rag import RSRank
 from rsrank_rag.adapters.systems import load as load_reranker
 from rsrank_rag.cli import app
 from rsrank_rag.cli import service as cli_service
-from rsrank_rag.cli.service import KEYS, prefix_choice, read_canary, read_keys
+from rsrank_rag.cli.service import KEYS, prefix_choice, read_keys
 from rsrank_rag.errors import InputError
 from rsrank_rag.language_model.options import LoadOptions, ModelSource
 from rsrank_rag.prefixes.settings import PrefixCache
@@ -123,8 +123,6 @@ async def test_documents_may_be_objects_and_come_back_if_asked_for():
     async with serving() as http:
         found = (await http.post("/v1/rerank", json=body)).json()
         assert [row["document"] for row in found["results"]] == [{"text": "2"}, {"text": "1"}]
-        body = {"query": "q", "documents": [{"n": 3, "m": "x"}], "rank_fields": ["n", "m"]}
-        assert scores((await http.post("/v1/rerank", json=body)).json()) == [(0, 3)]
 
 
 @pytest.mark.parametrize("fields", [{"normalize": True}, {"raw_scores": False}, {"use_activation": True}])
@@ -188,9 +186,6 @@ async def test_an_explanation_has_its_exact_parts():
             "parts": [[1.0, 0.5], [1.0, 0.5]],
             "agreement": 0.0,
         }
-    async with serving(max_document_tokens=2) as http:
-        cut = [await http.post("/explain", json={"query": "q", "document": text}) for text in ("3 4", "3 4 5")]
-        assert [answer.json()["truncated"] for answer in cut] == [False, True]
     async with serving(Words()) as http:
         response = await http.post("/explain", json={"query": "q", "document": "3"})
         assert (response.status_code, "cannot take its scores apart" in response.text) == (422, True)
@@ -314,20 +309,6 @@ async def test_a_request_may_have_documents_cut_after_some_tokens():
             assert found["usage"]["total_tokens"] == 6
 
 
-async def test_documents_beyond_the_services_limit_of_tokens_are_refused_and_not_cut():
-    async with serving(max_document_tokens=2) as http:
-
-        async def status(**fields):
-            body = {"query": "q", "documents": ["1 2 3", "1 2"], **fields}
-            return (await http.post("/v1/rerank", json=body)).status_code
-
-        assert await status() == 413
-        assert await status(max_tokens_per_doc=3) == 413
-        assert await status(max_tokens_per_doc=1) == 200
-        assert await status(truncate=True) == 200
-        assert await status(documents=["1 2"]) == 200
-
-
 # Limits and errors
 
 
@@ -428,7 +409,6 @@ async def test_the_first_document_of_a_wrong_type_is_named():
     ("path", "name", "wrong", "rest"),
     [
         ("/v1/rerank", "documents", 1, {"query": "q"}),
-        ("/v1/rerank", "rank_fields", 1, {"query": "q", "documents": ["1"]}),
         ("/rerank", "texts", 1, {"query": "q"}),
         ("/score", "text_1", 1, {"text_2": ["1"]}),
         ("/score", "text_2", 1, {"text_1": "q"}),
@@ -440,25 +420,6 @@ async def test_an_answer_to_a_flood_of_wrong_entries_is_short(path, name, wrong,
         response = await http.post(path, json={**rest, name: [wrong] * 20_000})
     assert (response.status_code, len(response.content) < 2000) == (400, True)
     assert response.json()["error"].startswith(name)
-
-
-async def test_fields_to_read_multiply_neither_texts_nor_errors():
-    async with serving() as http:
-        documents = [{"text": "3"}, {"other": "1"}]
-        body = {"query": "q", "documents": documents, "rank_fields": ["text"] * 100, "return_documents": True}
-        response = await http.post("/v1/rerank", json=body)
-        assert response.json()["error"] == 'Document 1 has no "text".'
-        response = await http.post("/v1/rerank", json={**body, "partial": True})
-        assert response.json()["results"][0]["document"]["text"] == "3"
-        for fields in (["a"] * 101, ["a" * 201]):
-            response = await http.post("/v1/rerank", json={**body, "rank_fields": fields})
-            assert (response.status_code, len(response.content) < 2000) == (400, True)
-        response = await http.post(
-            "/v1/rerank",
-            content=rb'{"query": "q", "documents": [{"a": "1"}], "rank_fields": ["\ud800"], "partial": true}',
-            headers=JSON,
-        )
-        assert (response.status_code, "surrogate" in response.json()["error"]) == (400, True)
 
 
 @pytest.mark.parametrize(
@@ -823,16 +784,6 @@ def test_an_open_service_beyond_loopback_is_warned_of(host, keys, warned, caplog
     assert ("RSRANK_API_KEY" in caplog.text) is warned
 
 
-def test_a_canary_is_three_texts(tmp_path):
-    file = tmp_path / "canary.json"
-    file.write_text('{"query": "q", "relevant": "r", "irrelevant": "i"}', encoding="utf-8")
-    assert read_canary(file) == Canary("q", "r", "i")
-    for text in ("{", "[]", '{"query": "q"}', '{"query": 1, "relevant": "r", "irrelevant": "i"}'):
-        file.write_text(text, encoding="utf-8")
-        with pytest.raises(InputError, match="--canary"):
-            read_canary(file)
-
-
 def test_what_the_prefix_options_stand_for(tmp_path):
     assert prefix_choice(None, None) is True
     assert prefix_choice("0", None) is False
@@ -860,7 +811,6 @@ def test_systems_of_any_kind_are_loaded_but_those_that_need_labels(ranker, tmp_p
         (["--max-body", "0"], "max_body_bytes"),
         (["--timeout", "inf"], "timeout"),
         (["--log-level", "loud"], "--log-level must be one of"),
-        (["--canary", "x.json", "--no-canary"], "contradict"),
         (["--host", "203.0.113.1"], "Nobody can listen at 203.0.113.1"),
     ],
 )

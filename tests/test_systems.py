@@ -24,7 +24,7 @@ from rsrank_rag.evaluation.datasets import LabelledDocument, LabelledQuery
 from rsrank_rag.evaluation.evaluate import score_dataset
 from rsrank_rag.evaluation.systems.bm25 import BM25
 from rsrank_rag.evaluation.systems.sentence_transformers import BiEncoder, CrossEncoder
-from rsrank_rag.language_model.options import LoadOptions
+from rsrank_rag.language_model.options import LoadOptions, ModelSource
 from rsrank_rag.reproduction.oracle import OracleSimilarity, oracle_scores
 from rsrank_rag.training.store import QueryFeatures
 
@@ -110,7 +110,7 @@ def test_a_cross_encoder_scores_as_one_pair_at_a_time(tmp_path):
 
 def test_a_logit_of_zero_is_a_probability_of_one_half(tmp_path):
     folder = save_cross_encoder(tmp_path)
-    calibrated = parse(f"bge-reranker-v2-m3:{folder}")[0].load(str(folder), None, CPU)
+    calibrated = parse(f"bge-reranker-v2-m3:{folder}")[0].load(ModelSource(str(folder), None, CPU))
     probabilities = [torch.tensor(score).sigmoid().item() for score in calibrated.score(QUERY, TEXTS)]
     kept = {document.index for document in calibrated.rank(QUERY, TEXTS).kept}
     assert calibrated.threshold == 0.0

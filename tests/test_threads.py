@@ -67,3 +67,13 @@ def test_torch_that_is_there_already_is_given_fewer_threads_but_never_more() -> 
 @pytest.mark.slow
 def test_the_first_use_of_a_public_name_bounds_threads() -> None:
     assert ran(f"{LOW}import os; os.cpu_count = lambda: 8\nfrom rsrank_rag import RSRank; {SHOW}") == "1 PASSIVE"
+
+
+@pytest.mark.slow
+def test_a_model_that_an_adapter_loads_bounds_threads() -> None:
+    code = (
+        "import os; os.cpu_count = lambda: 8\n"
+        "from rsrank_rag.langchain import RSRankCompressor; from langchain_core.documents import Document\n"
+        f"RSRankCompressor(model='mini').compress_documents([Document('A bridge.')], 'bridge'); {SHOW}"
+    )
+    assert ran(f"{LOW}{code}") == "1 PASSIVE"

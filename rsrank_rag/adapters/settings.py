@@ -1,7 +1,5 @@
 """What the LangChain and LlamaIndex adapters have in common: settings, the shared model, and calls to it."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import math

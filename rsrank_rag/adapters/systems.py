@@ -5,8 +5,6 @@ text and looked up when it is wanted, as in the package's own ``__init__``: the 
 evaluation, which nothing here has to know.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from importlib import import_module
@@ -14,6 +12,7 @@ from typing import Any
 
 from ..errors import ArtifactError, InputError, nearest
 from ..language_model.options import LoadOptions, ModelSource
+from ..language_model.threads import use_threads
 from ..reranker import Reranker
 
 
@@ -34,29 +33,30 @@ class Kind:
         choices = "|".join([*self.short, "NAME"])
         return f"{name}:{choices}" if self.default is None else f"{name}[:{choices}]"
 
-    def load(self, name: str, revision: str | None = None, options: LoadOptions | None = None) -> Any:
+    def load(self, source: ModelSource) -> Any:
         """Make it from a Hub id or folder."""
         module, made = self.home.rsplit(".", 1)
         make = getattr(import_module(f"...{module}", __name__), made)
+        if self is KINDS["rsrank"]:
+            return _ranker(source)
+        if self is KINDS["oracle"]:
+            return make(_ranker(source))
         if not self.named:
             return make()
-        chosen = LoadOptions() if options is None else options
-        if self in (KINDS["rsrank"], KINDS["oracle"]):
-            ranker = KINDS["rsrank"]._ranker(ModelSource(name, revision, chosen))
-            return ranker if self is KINDS["rsrank"] else make(ranker)
-        return make(name, revision=revision, options=chosen, **self.settings)
+        return make(source.name, revision=source.revision, options=source.load, **self.settings)
 
-    def _ranker(self, source: ModelSource) -> Reranker:
-        from ..artifact import hub
-        from ..rsrank import RSRank
 
-        try:
-            return RSRank.from_source(source)
-        except ArtifactError as error:
-            if source.name in hub.builtin_names() or not (hub.is_folder(source.name) or hub.is_hub_id(source.name)):
-                raise
-            others = ", ".join(f"{kind}:{source.name}" for kind in ("cross-encoder", "bi-encoder", "qwen3-reranker"))
-            raise ArtifactError(f"{error} If it is a reranker of another kind, say which: {others}, ...") from error
+def _ranker(source: ModelSource) -> Reranker:
+    from ..artifact import hub
+    from ..rsrank import RSRank
+
+    try:
+        return RSRank.from_source(source)
+    except ArtifactError as error:
+        if source.name in hub.builtin_names() or not (hub.is_folder(source.name) or hub.is_hub_id(source.name)):
+            raise
+        others = ", ".join(f"{kind}:{source.name}" for kind in ("cross-encoder", "bi-encoder", "qwen3-reranker"))
+        raise ArtifactError(f"{error} If it is a reranker of another kind, say which: {others}, ...") from error
 
 
 _ENCODERS = "evaluation.systems.sentence_transformers"
@@ -90,21 +90,20 @@ def forms() -> str:
 def load(source: ModelSource) -> Reranker:
     """Load a reranker: its name is one of `KINDS`, with a name after a colon, or that of an RSRank artifact alone.
 
-    Raises:
-        InputError: The name is not how a system is written, the system needs labels to score, or something is set that
-            only RSRank has.
-        RSRankError: It cannot be loaded.
+    Raises InputError: the name is not how a system is written, the system needs labels to score, or something is set
+    that only RSRank has; RSRankError: it cannot be loaded.
     """
+    use_threads()  # before torch is imported
     known = source.name.partition(":")[0] in KINDS or _alike(source.name)
     kind, name = parse(source.name) if known else (KINDS["rsrank"], source.name)
     if kind is KINDS["rsrank"]:
-        return kind._ranker(replace(source, name=name))
+        return kind.load(replace(source, name=name))  # type: ignore[no-any-return]
     idle = [what for what in ("backbone", "max_length", "token_budget") if getattr(source, what) is not None]
     idle += ["deterministic"] * source.load.deterministic
     idle += ["prefix_cache"] * (not isinstance(source.prefix_cache, bool))  # to keep nothing is no wish
     if idle:
         raise InputError(f"{source.name} is no RSRank model, so {', '.join(idle)} would have no effect. Leave it out.")
-    system = kind.load(name, source.revision, source.load)
+    system = kind.load(replace(source, name=name))
     if not isinstance(system, Reranker):
         raise InputError(f"{source.name} needs labels to score, so it can only be measured. Choose another system.")
     return system
@@ -113,7 +112,7 @@ def load(source: ModelSource) -> Reranker:
 def load_system(text: str, *, revision: str | None = None, options: LoadOptions | None = None) -> Any:
     """Load a system by its name to measure it: a `Reranker`, or a scorer that knows the labels."""
     kind, name = parse(text)
-    return kind.load(name, revision, options)
+    return kind.load(ModelSource(name, revision, options or LoadOptions()))
 
 
 def parse(text: str) -> tuple[Kind, str]:

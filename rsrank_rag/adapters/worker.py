@@ -4,8 +4,6 @@ Calls wait in the thread's queue, where a cancelled one gives up its place. The 
 call, in the thread, so that nobody holds a lock meanwhile.
 """
 
-from __future__ import annotations
-
 import gc
 import os
 import sys

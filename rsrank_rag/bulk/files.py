@@ -5,8 +5,6 @@ The output is a folder: ``_plan.json`` says what was read, of which model, and w
 if it is of this plan and each of its bytes as it was written. So a run that was killed goes on, whoever does a part.
 """
 
-from __future__ import annotations
-
 import base64
 import csv
 import glob
@@ -32,12 +30,10 @@ from .pairs import COLUMNS, form_of
 PLAN = "_plan.json"
 ROWS = 10_000
 ENDINGS = (".jsonl", ".jsonl.gz", ".csv", ".parquet")
-SUMMARY = "rsrank"
-"""Key of what a part says of itself, in its Parquet metadata."""
+SUMMARY = "rsrank"  # key of what a part says of itself, in its Parquet metadata
 
 BLANK = "0" * 64
-SEAL = b'"sha256":"'
-"""What a file's own hash stands behind, the last time that this occurs in it."""
+SEAL = b'"sha256":"'  # what a file's own hash stands behind, the last time that this occurs in it
 
 
 class _Record(BaseModel):

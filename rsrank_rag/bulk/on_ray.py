@@ -1,7 +1,5 @@
 """Work on a Ray cluster: actors that each load their model once and take items until there are none left."""
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import os
@@ -9,26 +7,13 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ..errors import InputError, RSRankError, required
 
-if TYPE_CHECKING:
-    from ..rsrank import RSRank
-    from ..training.recipe import Recipe
-    from ..training.store import FeatureStore
+Worker = Callable[[Any], Any]  # does one item. Items and results can be pickled.
 
-Worker = Callable[[Any], Any]
-"""Does one item. Items and results can be pickled."""
-
-LIVES = 3
-"""Times that an item is tried if the actor's process dies on it."""
-
-DOCUMENTS = 256
-"""That an actor reads at a time."""
-
-SHARES = 64
-"""Parts that the features are made in, for any number of actors."""
+LIVES = 3  # times that an item is tried if the actor's process dies on it
 
 
 @dataclass(frozen=True)
@@ -147,35 +132,3 @@ class _Actor:
             return self.worker(item), ""
         except RSRankError as error:
             return None, str(error)
-
-
-def index_on(actors: Actors, make: Callable[[], RSRank], documents: Sequence[str]) -> int:
-    """Read documents ahead of time on a Ray cluster; returns how many were not there yet.
-
-    ``make`` loads the model. It must be picklable, and the model's folder of prefixes one that every machine sees.
-    """
-    texts = list(dict.fromkeys(documents))
-    chunks = [texts[start : start + DOCUMENTS] for start in range(0, len(texts), DOCUMENTS)]
-    return sum(each(lambda: make().index, chunks, actors))
-
-
-def features_on(actors: Actors, recipe: Recipe, output: Path) -> FeatureStore:
-    """Make a recipe's feature store on a Ray cluster, or what is missing of it, in a folder that every machine sees."""
-    from ..training.store import FeatureStore
-
-    folder = output.absolute()
-
-    def extraction() -> Callable[[int], Path]:
-        from ..training.run import TrainingRun
-
-        run = TrainingRun(recipe, folder)  # loads the language model at its first share, and once
-        return lambda share: run.extract(share, SHARES).folder
-
-    for _ in each(extraction, list(range(SHARES)), actors):
-        pass
-    store = FeatureStore(folder / "features")
-    if store.missing():
-        raise RSRankError(
-            f"{store.folder} is not finished, though every actor has done its share. Do they all see this folder?"
-        )
-    return store

@@ -1,7 +1,5 @@
 """Columns of queries and documents in, columns of scores out: a callable for Ray Data, HF datasets and Spark."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
 from typing import Any
@@ -12,11 +10,8 @@ from ..reranker import BLANK_SCORE, Pair, Reranker
 from ..service.backend import Outcome
 from ..service.engine import DeviceLostError, Engine
 
-CHUNK = 4096
-"""Pairs that are scored together: enough to sort them into batches of like length."""
-
-COLUMNS = ("score", "kept", "truncated", "error")
-"""What is added to a row."""
+CHUNK = 4096  # pairs that are scored together: enough to sort them into batches of like length
+COLUMNS = ("score", "kept", "truncated", "error")  # what is added to a row
 
 Cell = tuple[float | None, bool | None, bool | None, str | None]
 """What is written about one pair, in the order of `COLUMNS`."""
@@ -44,9 +39,8 @@ class PairScorer:
     >>> batch["kept"], batch["error"], batch["id"]
     ([True], [None], [7])
 
-    Args:
-        make: Loads the model. It must be picklable where the scorer is sent to other processes.
-        name: What the model is called in messages.
+    ``make`` loads the model, and must be picklable where the scorer is sent to other processes; messages call it
+    ``name``.
     """
 
     def __init__(self, make: Callable[[], Reranker], name: str = "the model") -> None:

@@ -1,7 +1,5 @@
 """Scoring files: here, or on a Ray cluster."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from collections.abc import Callable, Iterable, Mapping
@@ -101,16 +99,10 @@ def score_files(
     The same call goes on with what is missing after an interruption. Whatever the engine, the folder ends up the same,
     and its files hold the rows in input order.
 
-    Args:
-        source: A ``.jsonl``, ``.jsonl.gz``, ``.csv`` or ``.parquet`` file, a folder or a pattern; columns as for
-            `PairScorer`.
-        output: Folder, new or begun by the same call.
-        make: Loads the model; picklable if ``actors`` are given.
-        model: What the model is: an output of one is not continued with another.
-        settings: What else changes scores, likewise.
-        rows_per_part: Rows of an output file, of which as many are lost at most for each process that is killed.
-        actors: Ray actors to do the work; None to do it in this process.
-        progress: Wraps the numbers of rows that are done, as they come.
+    `source`: a ``.jsonl``, ``.jsonl.gz``, ``.csv`` or ``.parquet`` file, a folder or a pattern; columns as for
+    `PairScorer`. `make`: loads the model; picklable if Ray ``actors`` do the work. `model`: what it is, and
+    `settings`: what else changes scores; an output is not continued with others. `rows_per_part`: as many are lost at
+    most for each process that is killed. `progress`: wraps the numbers of rows that are done, as they come.
     """
     if rows_per_part < 1:
         raise InputError(f"--rows-per-part must be at least 1, got {rows_per_part}.")

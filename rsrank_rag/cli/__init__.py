@@ -1,7 +1,5 @@
 """The ``rsrank`` command: one module a group of commands. The only place of this package that prints."""
 
-from __future__ import annotations
-
 from typing import Annotated
 
 import typer

@@ -1,7 +1,5 @@
 """What the ``rsrank`` commands share: where they print, how their errors look, options, and the decorator."""
 
-from __future__ import annotations
-
 import inspect
 import re
 from collections.abc import Callable, Iterator, Mapping

@@ -20,7 +20,7 @@ from ..errors import InputError
 from ..language_model.options import LoadOptions, ModelSource
 from ..method.template import clean
 from .options import AsJson, Documents, Instruction, Model, Query, Revision, System, command, problems, screen
-from .tables import explanation_table, info_table, result_table
+from .tables import explanation_text, info_table, result_text
 
 if TYPE_CHECKING:
     from ..bulk.files import Plan
@@ -110,7 +110,7 @@ def rank(
     if as_json:
         typer.echo(json.dumps(result.to_dict(), ensure_ascii=False, indent=2))
     else:
-        screen.print(result_table(result))
+        screen.print(result_text(result), soft_wrap=True)
 
 
 @command(app, resumes=True)
@@ -118,7 +118,6 @@ def index(
     documents: Documents,
     prefixes: Annotated[Path, Option("--prefixes", "-p", help="Folder to keep them in.")],
     load: LoadOptions,
-    actors: Actors | None,
     model: Model = "mini",
     revision: Revision = None,
     long_documents: LongDocuments = "cut",
@@ -129,20 +128,12 @@ def index(
 
     `rsrank index --documents passages.txt --prefixes prefixes`
     """
-    texts = read_documents(documents)
-    make = partial(_load, ModelSource(model, revision, load, prefix_cache=str(prefixes.absolute())))
-    if actors is not None:
-        from ..bulk.on_ray import index_on
-
-        if long_documents != "cut":
-            raise InputError("With --engine ray, documents are indexed by their beginning. Leave --long-documents out.")
-        count = index_on(actors, make, texts)
-    else:
-        ranker, reading = make(), dict[str, Any](long_documents=long_documents)
-        texts = ranker.parts(texts, **reading)
-        count, size = ranker.index_size(texts)
-        problems.print(f"{len(texts):,} documents, {count:,} new: {size / 1e6:,.1f} MB")
-        count = ranker.index(texts, show_progress=problems.is_terminal)
+    ranker = _load(ModelSource(model, revision, load, prefix_cache=str(prefixes.absolute())))
+    reading: Any = {"long_documents": long_documents}
+    texts = ranker.parts(read_documents(documents), **reading)
+    count, size = ranker.index_size(texts)
+    problems.print(f"{len(texts):,} documents, {count:,} new: {size / 1e6:,.1f} MB")
+    count = ranker.index(texts, show_progress=problems.is_terminal)
     screen.print(f"{len(texts):,} documents, {count} new, in {prefixes}")
 
 
@@ -174,10 +165,10 @@ def explain(
     explanations = [ranker.explain(clean(query), text) for text in texts]
     if as_json:
         fields = ("query", "document", "score", "truncated", "tokens", "layers", "parts")
-        found = [{name: getattr(explanation, name) for name in fields} for explanation in explanations]
-        typer.echo(json.dumps(found if document is None else found[0], ensure_ascii=False, indent=2))
+        shown = [{name: getattr(explanation, name) for name in fields} for explanation in explanations]
+        typer.echo(json.dumps(shown if document is None else shown[0], ensure_ascii=False, indent=2))
     else:
-        screen.print(*map(explanation_table, explanations), sep="\n\n")
+        screen.print(*map(explanation_text, explanations), sep="\n\n", soft_wrap=True)
 
 
 @command(app)

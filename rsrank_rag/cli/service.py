@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import signal
 import socket
 from collections.abc import Callable
-from dataclasses import fields
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -26,7 +24,6 @@ from .options import Address, Revision, System, Where, command, screen
 
 if TYPE_CHECKING:
     from ..service.app import Settings
-    from ..service.engine import Canary
     from ..service.ray import Replicas
     from ..service.scheduler import Scheduler
     from ..service.server import Limits
@@ -57,20 +54,6 @@ def read_keys(environment: str) -> tuple[str, ...]:
     return tuple(dict.fromkeys(key for part in environment.split(",") if (key := part.strip())))
 
 
-def read_canary(file: Path) -> Canary:
-    """A canary from a JSON file with ``query``, ``relevant`` and ``irrelevant``."""
-    from ..service.engine import Canary
-
-    names = {field.name for field in fields(Canary)}
-    try:
-        found = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise InputError(f"--canary {file} is no JSON file that can be read: {error}") from error
-    if not isinstance(found, dict) or found.keys() != names or not all(isinstance(t, str) for t in found.values()):
-        raise InputError(f"--canary {file} must be an object of three texts: {', '.join(sorted(names))}.")
-    return Canary(**found)
-
-
 def prefix_choice(size: str | None, folder: Path | None) -> Choice:
     """What ``--prefix-cache`` and ``--prefixes`` mean together."""
     if size is None and folder is None:
@@ -94,13 +77,11 @@ def serve(
     max_connections: Annotated[int, Option(min=1, help="Open at a time.")] = 1000,
     notice: Annotated[float, Option(min=0, help="Seconds of 503 from /ready before the end at SIGTERM.")] = 5.0,
     max_documents: Annotated[int, Option(min=1, help="Documents of one request.")] = 1000,
-    max_tokens: Annotated[int | None, Option(min=1, help="Refuse longer documents, or cut them if asked to.")] = None,
     max_body: Annotated[str, Option(help="Size of one request, such as 20MB.")] = "20MB",
     max_queue: Annotated[int, Option(min=1, help="Documents that may wait, of all requests.")] = 10_000,
     timeout: Annotated[float, Option(min=0.001, help="Seconds from a request to its answer.")] = 60.0,
     drop: Annotated[bool, Option("--drop", help="Leave out what is below the native threshold.")] = False,
     normalize: Annotated[bool, Option("--normalize", help="Scores from 0 to 1; 0.5: the native threshold.")] = False,
-    canary: Annotated[Path | None, Option(help="JSON with query, relevant, irrelevant: checked for /ready.")] = None,
     no_canary: Annotated[bool, Option("--no-canary", help="Be ready without scoring anything.")] = False,
     prefix_cache: Annotated[str | None, Option(help="Prefixes kept on the device, such as 512MB; 0: none.")] = None,
     prefixes: Annotated[Path | None, Option("--prefixes", "-p", help="Folder to keep prefixes in.")] = None,
@@ -123,8 +104,6 @@ def serve(
     """
     if log_level not in LEVELS:
         raise InputError(f"--log-level must be one of {', '.join(LEVELS)}, got {log_level!r}.")
-    if canary is not None and no_canary:
-        raise InputError("--canary and --no-canary contradict each other.")
     parse(model)
     source = ModelSource(model, revision, load, prefix_cache=prefix_choice(prefix_cache, prefixes))
     settings = _settings(
@@ -133,7 +112,6 @@ def serve(
         separate_clients=separate_clients,
         allowed_hosts=tuple(allowed_host),
         max_documents=max_documents,
-        max_document_tokens=max_tokens,
         max_body_bytes=as_bytes(max_body),
         timeout=timeout,
         normalize=normalize,
@@ -147,7 +125,7 @@ def serve(
         partial(load_reranker, source),
         model,
         limits=QueueLimits(pairs=max_queue),
-        canary=None if no_canary else Canary() if canary is None else read_canary(canary),
+        canary=None if no_canary else Canary(),
         prepare=partial(prepare_logs, log_level.upper()),
     )
     if engine is Where.local:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from rich.table import Column, Table
+from rich.table import Table
 from rich.text import Text
 
 from .. import __version__
@@ -16,55 +16,16 @@ if TYPE_CHECKING:
     from ..reranker import RankResult
 
 
-def result_table(result: RankResult) -> Table:
-    """Kept documents in green, then dropped ones in grey."""
-    rule = "ranked, nothing dropped" if result.threshold is None else f"kept above {result.threshold:g}"
-    columns = (
-        Column("", width=7),
-        Column("score", justify="right"),
-        Column("#", justify="right"),
-        Column("document", ratio=1),
-    )
-    table = Table(*columns, title=_title(result.query, rule), title_justify="left", expand=True)
-    for name, style, documents in (("kept", "green", result.kept), ("dropped", "dim", result.dropped)):
-        for document in documents:
-            text = Text(" ".join(document.extract.split()), style=style)
-            text.truncate(240, overflow="ellipsis")
-            if document.truncated:
-                text.append(" (cut: too long)", style="yellow")
-            table.add_row(name, f"{document.score:+.2f}", str(document.index), text, style=style)
-        table.add_section()
-    return table
+def result_text(result: RankResult) -> Text:
+    """As a result prints itself: kept documents in green, then dropped ones in grey."""
+    styles = {"+": "green", "-": "dim"}
+    return Text("\n").join(Text(line, styles.get(line[0], "bold")) for line in str(result).splitlines())
 
 
-def explanation_table(explanation: Explanation) -> Table:
-    """A row a query token, a column a layer; the parts add up to the score."""
-
-    def cell(part: float) -> Text:
-        return Text(f"{part:+.2f}", style="green" if part > 0.005 else "red" if part < -0.005 else "dim")
-
-    verdict = "kept" if explanation.score > 0 else "dropped"
-    table = Table(
-        title=_title(explanation.query, " ".join(explanation.document.split())[:200]),
-        title_justify="left",
-        show_footer=True,
-        padding=(0, 0, 0, 1),
-    )
-    table.add_column("query token", footer=verdict, no_wrap=True)
-    table.add_column("total", justify="right", footer=f"{explanation.score:+.2f}", no_wrap=True)
-    labels, rows = explanation.columns()
-    for label, parts in zip(labels, zip(*rows, strict=True), strict=True):
-        table.add_column(label, justify="right", footer=f"{sum(parts):+.2f}", no_wrap=True)
-    if explanation.agreement:  # of the whole query, not of a token
-        table.add_column("agreement", justify="right", footer=f"{explanation.agreement:+.2f}", no_wrap=True)
-    for position, token in enumerate(explanation.tokens):
-        table.add_row(Text(token), cell(explanation.by_token[position]), *map(cell, rows[position]))
-    return table
-
-
-def _title(first: str, second: str) -> Text:
-    """Two lines as they are: what stands in brackets in a query is no markup."""
-    return Text.assemble(first, "\n", (second, "dim"))
+def explanation_text(explanation: Explanation) -> Text:
+    """As an explanation prints itself, below what was asked and read."""
+    document, verdict = " ".join(explanation.document.split())[:200], "kept" if explanation.score > 0 else "dropped"
+    return Text.assemble((explanation.query, "bold"), "\n", (document, "dim"), f"\n{explanation}\n{verdict}")
 
 
 WHY = {

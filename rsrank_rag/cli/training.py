@@ -1,8 +1,7 @@
-"""The ``rsrank`` commands that make artifacts: features, train, tune, push."""
+"""The ``rsrank`` commands that make artifacts: train, tune, push."""
 
 from __future__ import annotations
 
-import inspect
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -10,84 +9,28 @@ import typer
 from rich.table import Table
 from typer import Option
 
-from ..bulk.on_ray import Actors
 from ..errors import InputError
 from ..language_model.options import LoadOptions
-from .options import GROUPS, Model, Revision, command, problems, screen
+from .options import Model, Revision, command, problems, screen
 from .tables import evaluation_tables
 
 if TYPE_CHECKING:
     from ..training.run import Result
-    from ..training.run import TrainingRun as Run
     from ..training.verdict import Verdict
-else:
-    Run = object  # annotations are read at import, which is not to import what trains
 
 app = typer.Typer()
-
-Data = Annotated[list[Path] | None, Option("--data", help="Labelled .jsonl(.gz) instead of the recipe's data.")]
-Output = Annotated[Path, Option("--output", "-o", help="Folder for features, checkpoint, figures and artifact.")]
-Setting = Annotated[list[str] | None, Option("--set", help="Change one entry of the recipe, such as fit.epochs=10.")]
-DryRun = Annotated[bool, Option("--dry-run", help="Print disk, memory and hours, and stop.")]
-
-
-def _training(
-    config: Annotated[str, Option("--config", "-c", help="A recipe's name (above) or a TOML file.")] = "your-data",
-    base: Annotated[str | None, Option(help="Begin with this artifact's weights and stay near them.")] = None,
-    data: Data = None,
-    output: Output = Path("runs/rsrank"),
-    settings: Setting = None,
-    layers: Annotated[str | None, Option("--layers", help="Layers that B reads, such as 1-24 or 1-8,12.")] = None,
-) -> Run:
-    """The run that was asked for."""
-    from ..reproduction.closed_form import closed_form
-    from ..training.recipe import Recipe
-    from ..training.run import TrainingRun
-
-    overrides = [*(settings or ()), *([] if layers is None else [f"features.layers={layers}"])]
-    recipe = Recipe.load(config, overrides, data or (), base)
-    return TrainingRun(recipe, output, say=problems.print, progress=problems.is_terminal, closed_form=closed_form)
-
-
-GROUPS["run"] = (inspect.signature(_training, eval_str=True).parameters, _training)
-
-
-def _plan(run: Run) -> None:
-    sources = ", ".join(f"{part.title} (about)" if part.dataset else part.title for part in run.recipe.data)
-    screen.print(f"recipe       {run.recipe.name}: {run.recipe.model.name}\ndata         {sources}")
-    screen.print(str(run.estimate()))
-
-
-@command(app, resumes=True)
-def features(run: Run, actors: Actors | None, dry_run: DryRun = False) -> None:
-    """Read the shifts of labelled queries from the frozen language model, into OUTPUT/features.
-
-    Recipes: mini, your-data, encoder, qwen3-0.6b, qwen3-8b.
-
-    A run that was interrupted goes on where it stopped. Several GPUs:
-    `--engine ray --gpus-per-actor 1`, on one machine or on several.
-
-    Too large? `--set features.max_tokens=8` keeps 8 tokens of each query, `--set features.max_documents=10` so many
-    documents.
-    """
-    if dry_run:
-        _plan(run)
-        return
-    if actors is None:
-        store = run.extract()
-    else:
-        from ..bulk.on_ray import features_on
-
-        store = features_on(actors, run.recipe, run.output)
-    screen.print(f"{len(store):,} queries in {store.folder}")
 
 
 @command(app, resumes=True)
 def train(
-    run: Run,
-    features: Annotated[Path | None, Option(help="Train on this feature store, without the language model.")] = None,
+    config: Annotated[str, Option("--config", "-c", help="A recipe's name (above) or a TOML file.")] = "your-data",
+    base: Annotated[str | None, Option(help="Begin with this artifact's weights and stay near them.")] = None,
+    data: Annotated[list[Path] | None, Option(help="Labelled .jsonl(.gz) instead of the recipe's data.")] = None,
+    output: Annotated[Path, Option("--output", "-o", help="Folder for all that is made.")] = Path("runs/rsrank"),
+    settings: Annotated[list[str] | None, Option("--set", help="Change an entry, such as fit.epochs=10.")] = None,
+    layers: Annotated[str | None, Option("--layers", help="Layers that B reads, such as 1-24 or 1-8,12.")] = None,
     accept: Annotated[bool, Option("--accept", help="Write the trained weights even if the base was better.")] = False,
-    dry_run: DryRun = False,
+    dry_run: Annotated[bool, Option("--dry-run", help="Print disk, memory and hours, and stop.")] = False,
 ) -> None:
     """Run a recipe: data, features, B, evaluation, model card, artifact (OUTPUT/artifact).
 
@@ -97,18 +40,21 @@ def train(
 
     Training that begins with an artifact (the recipe mini, or `--base`) ends with a verdict: base against trained on
     queries left out of training. Where the base was better, its weights are what is written.
-    """
-    if dry_run:
-        _plan(run)
-        return
-    run.accept = accept
-    if features is None:
-        result = run.run()
-    else:
-        from ..training.store import FeatureStore
 
-        result = run.run_from(FeatureStore(features))
-    _show(result)
+    Features too large? `--set features.max_tokens=8` keeps 8 tokens of each query, `--set features.max_documents=10`
+    so many documents.
+    """
+    from ..training.recipe import Recipe
+    from ..training.run import TrainingRun
+
+    overrides = [*(settings or ()), *([] if layers is None else [f"features.layers={layers}"])]
+    recipe = Recipe.load(config, overrides, data or (), base)
+    run = TrainingRun(recipe, output, say=problems.print, progress=problems.is_terminal, accept=accept)
+    if not dry_run:
+        _show(run.run())
+        return
+    sources = ", ".join(f"{part.title} (about)" if part.dataset else part.title for part in recipe.data)
+    screen.print(f"recipe       {recipe.name}: {recipe.model.name}\ndata         {sources}\n{run.estimate()}")
 
 
 @command(app)

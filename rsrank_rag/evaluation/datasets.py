@@ -1,7 +1,5 @@
 """Labelled passages: one query a line, with its documents and which of them are relevant."""
 
-from __future__ import annotations
-
 import gzip
 import zlib
 from collections.abc import Iterable

@@ -1,7 +1,5 @@
 """Run a reranker over a labelled set, and its metrics."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from typing import Any, Protocol
 
@@ -20,8 +18,7 @@ class LabelledScorer(Protocol):
         """One score a document, in input order."""
 
 
-System = Reranker | LabelledScorer
-"""What can be measured. Its ``threshold`` is its native one, or None."""
+System = Reranker | LabelledScorer  # what can be measured. Its ``threshold`` is its native one, or None.
 
 
 def score_dataset(system: System, queries: Iterable[LabelledQuery], *, titles: bool = True) -> list[ScoredQuery]:

@@ -4,8 +4,6 @@ Each of the six is read at a fixed commit of a repository that holds plain data 
 queries. Other sets of BEIR are read as they are on the Hub, at a commit of your choice.
 """
 
-from __future__ import annotations
-
 import random
 import re
 from collections import defaultdict
@@ -68,8 +66,7 @@ _SOURCES: Mapping[str, _Source] = {
     "fever": _Source("beir", "mteb/fever", "default", _OPEN, "bea83ef9e8fb933d90a2f1d5515737465d613e12"),
 }
 
-NAMES: tuple[str, ...] = tuple(_SOURCES)
-"""The sets that `load_named` knows, besides those of BEIR."""
+NAMES: tuple[str, ...] = tuple(_SOURCES)  # the sets that `load_named` knows, besides those of BEIR
 
 _BEIR_NAME = re.compile(r"beir[:/]([A-Za-z0-9][A-Za-z0-9._-]*)")
 

@@ -5,8 +5,6 @@ without documents. (One with documents, none of them relevant, counts 1 where no
 A document is kept when its score is above the threshold. Equal scores rank by input order.
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass

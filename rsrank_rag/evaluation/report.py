@@ -20,14 +20,9 @@ from .statistics import scipy_stats
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-WORST = 3
-"""Queries shown of each set and system for each of the two reasons."""
-
-TEXT_LENGTH = 400
-"""Characters of a document that are shown."""
-
-NAME_LENGTH = 32
-"""Characters of a system's name in figures; captions have all of it."""
+WORST = 3  # queries shown of each set and system for each of the two reasons
+TEXT_LENGTH = 400  # characters of a document that are shown
+NAME_LENGTH = 32  # characters of a system's name in figures; captions have all of it
 
 TITLES = {
     "ndcg@5": "nDCG@5",
@@ -71,13 +66,8 @@ def write_report(
     """Compare systems and write ``index.html``, ``report.json`` and ``figures/*.png``.
 
     `folder`: made if need be. `sets`: the labelled queries that were scored. `titles`: show a document's title, if it
-    has one, in front of its text, as it was scored. `seed`: of the confidence intervals.
-
-    Returns:
-        What report.json holds.
-
-    Raises:
-        MissingDependencyError: ir-measures, scipy, matplotlib or jinja2 is not installed.
+    has one, in front of its text, as it was scored. `seed`: of the confidence intervals. Gives what report.json holds;
+    needs ir-measures, scipy, matplotlib and jinja2.
     """
     found, folder = compare(systems, sets, seed=seed), Path(folder)
     write_text(folder / "report.json", found.model_dump_json(indent=1) + "\n")

@@ -1,7 +1,5 @@
 """How sure a mean or a difference is: bootstrap intervals and the paired t-test (scipy), over queries."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -11,11 +9,8 @@ from pydantic import BaseModel, ConfigDict
 
 from ..errors import required
 
-LEVEL = 0.95
-"""Confidence level of the intervals."""
-
-RESAMPLES = 2000
-"""Bootstrap samples."""
+LEVEL = 0.95  # confidence level of the intervals
+RESAMPLES = 2000  # bootstrap samples
 
 _AT_ONCE = 1_000_000  # numbers drawn at a time, so that memory does not grow with the number of queries
 

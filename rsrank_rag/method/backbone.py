@@ -30,8 +30,7 @@ from .probe import Entrance, LastLayerReached, Prefix, Prefixes, Probe, Reader, 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-CHEAP = 64
-"""Tokens that any run may be filled up to; more only where somebody asked for it."""
+CHEAP = 64  # tokens that any run may be filled up to; more only where somebody asked for it
 
 ADVICE = (
     "RSRank needs a decoder with an ordinary per-layer KV cache and rotary positions (Qwen2/3, Llama, Mistral, Gemma "
@@ -43,15 +42,13 @@ ADVICE = (
 class Findings:
     """What a trial run of the model found out; see `language_model.check`."""
 
-    causal: bool
-    """Whether tokens see only earlier ones (a decoder)."""
+    causal: bool  # whether tokens see only earlier ones (a decoder)
     num_heads: int
     head_dim: int
     sample: tuple[float, ...]
     """Entries of the last read layer's value vectors on fixed tokens. They depend on every weight below, so they tell
     one checkpoint from another in just what B reads."""
-    aligned: bool = False
-    """Whether attention can be given whole `probe.LANES` of keys."""
+    aligned: bool = False  # whether attention can be given whole `probe.LANES` of keys
     steady: int | None = None
     """A run of so many tokens gives each the same numbers, however many others there are; None if nobody knows."""
 
@@ -72,8 +69,7 @@ class Backbone:
         fewest_tokens: A run is filled up to so many, see `Findings.steady`.
     """
 
-    reader: type[Reader] = Reader
-    """Reads queries."""
+    reader: type[Reader] = Reader  # reads queries
 
     def __init__(
         self, model: PreTrainedModel, findings: Findings, *, last_layer: int, num_layers: int, fusion_layer: int = 0

@@ -19,14 +19,10 @@ Ids = tuple[int, ...]
 TOKEN_BUDGET = {"cuda": 16384, "cpu": 2048, "mps": 4096}
 """Padded tokens in one batch, by device. A batch holds at least one sequence."""
 
-ALIKE = 0.7
-"""How short a sequence may be beside a batch's longest, so that little of the batch is padding."""
+ALIKE = 0.7  # how short a sequence may be beside a batch's longest, so that little of the batch is padding
+FEW = 8  # ... but not while the batch is below this part of the budget: there, padding costs less than another run.
 
-FEW = 8
-"""... but not while the batch is below this part of the budget: there, padding costs less than another run."""
-
-Item = TypeVar("Item", bound=Sized)
-"""Token ids, or what has as many."""
+Item = TypeVar("Item", bound=Sized)  # token ids, or what has as many
 
 
 @dataclass(eq=False)

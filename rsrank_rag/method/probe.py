@@ -19,8 +19,7 @@ import torch
 from torch import Tensor
 from transformers import Cache
 
-Show = Callable[[int, Tensor], object]
-"""Receives a layer's index and its value vectors, (N, H, T, D)."""
+Show = Callable[[int, Tensor], object]  # receives a layer's index and its value vectors, (N, H, T, D)
 
 LARGEST_SCRATCH = 192_000_000
 """Bytes that a thread goes on holding for joined prefixes: a batch's, and what rounding up to `LANES` and the rows
@@ -66,10 +65,8 @@ class Scratch(threading.local):
 class Prefix:
     """What one document leaves behind for later queries."""
 
-    states: Tensor
-    """Its keys, then its values, of the layers in which queries see it, (2, L, H, S, D)."""
-    pooled: Tensor
-    """Mean over its tokens of what enters the fusion layer, (C,) fp32; empty without a fusion layer."""
+    states: Tensor  # its keys, then its values, of the layers in which queries see it, (2, L, H, S, D)
+    pooled: Tensor  # mean over its tokens of what enters the fusion layer, (C,) fp32; empty without a fusion layer
 
     @property
     def nbytes(self) -> int:

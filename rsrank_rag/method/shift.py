@@ -9,8 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import normalize
 
-EPSILON = 1e-6
-"""Projected shifts shorter than this count as no shift at all (cosine 0)."""
+EPSILON = 1e-6  # projected shifts shorter than this count as no shift at all (cosine 0)
 
 
 def representational_shift(conditioned: Tensor, alone: Tensor) -> Tensor:

@@ -19,8 +19,7 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
     from transformers import PreTrainedTokenizerBase
 
-QUERY_RESERVE = 512
-"""Positions kept free for the query, so that where a document is cut does not depend on the query."""
+QUERY_RESERVE = 512  # positions kept free for the query, so that where a document is cut does not depend on the query
 
 
 class Template(BaseModel):

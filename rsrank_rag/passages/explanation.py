@@ -1,7 +1,5 @@
 """Why a document got its score: the score's exact parts per query token, layer and head."""
 
-from __future__ import annotations
-
 import html
 import math
 from collections.abc import Iterable

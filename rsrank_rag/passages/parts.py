@@ -1,7 +1,5 @@
 """How a document is read: whole, sentence by sentence, or in windows."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal, TypedDict
@@ -58,8 +56,7 @@ class Reading:
         return document[: document.find("\n") + 1] if self.heading else ""
 
 
-WHOLE = Reading()
-"""Each document at once, by its beginning where it is too long."""
+WHOLE = Reading()  # each document at once, by its beginning where it is too long
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,9 +81,8 @@ class Window:
 def split(document: str, reading: Reading, token_ends: TokenEnds) -> list[Span]:
     """Where the parts of a document begin and end; none if it is to be read by sentences and has none.
 
-    Raises:
-        InputError: Windows are asked for, and nobody counts tokens.
-        MissingDependencyError: sentencex is not installed.
+    Raises InputError: windows are asked for, and nobody counts tokens; MissingDependencyError: sentencex is not
+    installed.
     """
     if reading.extract:
         return sentences(document, len(reading.heading_of(document)))

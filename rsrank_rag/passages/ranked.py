@@ -1,7 +1,5 @@
 """Scored documents, sorted and cut: what `rank` returns, and how it is shown."""
 
-from __future__ import annotations
-
 import html
 import math
 from bisect import bisect_left
@@ -95,8 +93,7 @@ class RankResult:
     def to_pandas(self) -> Any:
         """A data frame with a row a document, best first: ``kept``, then what a `RankedDocument` has.
 
-        Raises:
-            MissingDependencyError: pandas is not installed.
+        Raises MissingDependencyError: pandas is not installed.
         """
         try:
             from pandas import DataFrame
@@ -148,8 +145,7 @@ def choose(
 ) -> RankResult:
     """Sort scored documents and keep the relevant ones, as `Reranker.rank` says.
 
-    Raises:
-        ScoringError: A document has no finite score; it is named.
+    Raises ScoringError: A document has no finite score; it is named.
     """
     scored = blanks_last(documents, scored)
     for index, found in enumerate(scored):
@@ -187,8 +183,7 @@ def _shortened(
 def blanks_last(documents: Sequence[str], scored: Sequence[Scored]) -> list[Scored]:
     """The same scores, with `BLANK_SCORE` for documents of nothing but white space, whatever a reranker gave them.
 
-    Raises:
-        InputError: There are more or fewer scores than documents.
+    Raises InputError: there are more or fewer scores than documents.
     """
     if len(scored) != len(documents):
         raise InputError(f"The reranker gave {len(scored)} scores for {len(documents)} documents.")

@@ -1,24 +1,16 @@
 """Where the sentences and the windows of a text begin and end, in characters."""
 
-from __future__ import annotations
-
 import re
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 
 from ..errors import MissingDependencyError
 
-Span = tuple[int, int]
-"""From a character to before another."""
+Span = tuple[int, int]  # from a character to before another
 
-CHUNK = 10_000
-"""Characters that are split at once: the time it takes can grow with their square (measured on lists)."""
-
-OVERLAP = 4
-"""Windows share up to 1 / `OVERLAP` of their tokens with the one before."""
-
-SEAM = 4
-"""Tokens by which a window is shorter than it might be: split apart from its neighbours, it may have some more."""
+CHUNK = 10_000  # characters that are split at once: the time it takes can grow with their square (measured on lists)
+OVERLAP = 4  # windows share up to 1 / `OVERLAP` of their tokens with the one before
+SEAM = 4  # tokens by which a window is shorter than it might be: split apart from its neighbours, it may have some more
 
 
 def sentences(text: str, begin: int = 0) -> list[Span]:

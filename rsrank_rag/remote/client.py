@@ -1,7 +1,5 @@
 """A reranker that asks a service (``rsrank serve``), so that one model in one process does for many applications."""
 
-from __future__ import annotations
-
 import asyncio
 import math
 from collections.abc import Sequence
@@ -20,8 +18,7 @@ from .wire import Answer, Info, parsed, request_body, scores_of
 
 __all__ = ["RemoteReranker", "service_address", "usable_key"]
 
-ROW_BYTES = 1 << 12
-"""Of an answer, for each document; a longer one is not read."""
+ROW_BYTES = 1 << 12  # of an answer, for each document; a longer one is not read
 
 SENTENCE_BYTES = 100
 """Likewise, of an answer with sentences, for each byte of the request: at worst, each letter ends one."""

@@ -4,8 +4,6 @@ Callers come from threads and from event loops that end, and a client of httpx b
 made in a loop of their own. A client that is given up while calls use it is closed by the last of them.
 """
 
-from __future__ import annotations
-
 import asyncio
 import os
 import threading

@@ -31,8 +31,7 @@ TRANSIENT = (429, 502, 503)
 CONNECT_SECONDS = 5.0
 FIRST_PAUSE, LONGEST_PAUSE = 0.25, 8.0
 HEADERS = {"Content-Type": "application/json", "Accept": "application/json", "User-Agent": "rsrank-rag"}
-ANSWER_BYTES = 1 << 20
-"""A longer answer is not read, unless more is expected."""
+ANSWER_BYTES = 1 << 20  # a longer answer is not read, unless more is expected
 
 
 @dataclass(frozen=True)

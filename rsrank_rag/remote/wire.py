@@ -1,7 +1,5 @@
 """What goes over the wire: the request for scores, the answers, and the message of a refusal."""
 
-from __future__ import annotations
-
 import json
 import math
 from collections import Counter
@@ -92,9 +90,8 @@ def parsed(kind: type[Body], body: bytes, address: str, model: str | None) -> Bo
 def scores_of(answer: Answer, documents: Sequence[str], address: str, reading: Reading) -> list[Scored]:
     """Scores in the order of the documents: rows come in whichever, so that only their numbers count.
 
-    Raises:
-        ScoringError: A document has no finite score.
-        RemoteError: There is not one row or error for each of so many documents.
+    Raises ScoringError: A document has no finite score; RemoteError: there is not one row or error for each of so many
+    documents.
     """
     faults, count = answer.errors or [], len(documents)
     named = Counter([row.index for row in answer.results] + [fault.index for fault in faults])

@@ -1,7 +1,5 @@
 """Ablations in figures: means over queries and seeds, their differences and tables."""
 
-from __future__ import annotations
-
 import statistics
 from collections.abc import Sequence
 

@@ -4,8 +4,6 @@ B is trained on the recipe's data and measured on its evaluation sets, both from
 features share one store.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import time
@@ -31,7 +29,6 @@ from ..training.recipe import DataPart, Recipe
 from ..training.run import TrainingRun
 from ..training.store import FeatureSource, FeatureStore, QueryFeatures
 from .ablations import Ablation, pick
-from .closed_form import closed_form
 from .config import AblationPart
 from .oracle import oracle_scores
 from .signals import reading
@@ -141,7 +138,7 @@ class Ablations:
         identity = sha(store.spec.model_dump_json(), repr(ablation), str((train, held)))
         folder = self.output / "fit" / sha(repr(ablation), str(seed), recipe.model_dump_json())[:16]
         features, layers = _Part(self._in_memory(store), ablation), pick(store.spec.layers, ablation.layers)
-        learner = Learner(recipe, features, held, layers, folder, identity, closed_form)
+        learner = Learner(recipe, features, held, layers, folder, identity)
         options = recipe.fit.model_copy(update={"seed": seed})
         if ablation.queries is not None:
             train, options = learner.sample(train, ablation.queries, seed)

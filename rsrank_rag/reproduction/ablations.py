@@ -1,15 +1,15 @@
-"""Ablations (paper, Appendix B) as data: named changes of a recipe or of what is read.
+"""Ablations (paper, Appendix B): named changes of a recipe or of what is read, as ``ablations.toml`` lists them.
 
 Every ablation changes one thing. `ablation_runs` carries them out.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
 from ..errors import InputError
+from ..training.recipe import SHIPPED, read_toml
 
 Signal = Literal["values", "keys", "hidden"]
 """Value vectors (the paper's choice), keys, or the hidden states that enter a layer (Appendix B.2)."""
@@ -63,36 +63,9 @@ class Ablation:
         return None if value in ("values", "empty", "all") else value
 
 
-_ASK = r'template.suffix="\nRelevant: "'
-_SHARES: tuple[Share, ...] = ("first half", "second half", "every second", "first", "last")
-_LOSSES = ("calibration", "margin", "orthogonality", "alignment", "frobenius")
-
 ABLATIONS: Mapping[str, Ablation] = {
-    ablation.name: ablation
-    for ablation in (
-        Ablation(BASE, BASE),
-        Ablation("cosine", "yardstick", scorer="cosine"),
-        Ablation("oracle similarity", "yardstick", scorer="oracle similarity"),
-        Ablation("random B", "yardstick", queries=0),
-        Ablation("raw", "shift", null="none"),
-        Ablation("matched", "shift", null="matched"),
-        *(Ablation(f"closed-{name}", "shift", (f"method={name}",)) for name in ("oracle", "separation", "combined")),
-        Ablation("keys", "signal", signal="keys", null="matched"),
-        Ablation("hidden", "signal", signal="hidden"),
-        *(Ablation(f"no-{name}", "loss", (f"fit.{name}_weight=0",)) for name in _LOSSES),
-        *(Ablation(f"P={size}", "P", (f"fit.projection_dim={size}",)) for size in (1, 4, 16, 32, 64, 128)),
-        *(Ablation(f"layers: {share}", "layers", layers=share) for share in _SHARES),
-        *(Ablation(f"heads: {share}", "heads", heads=share) for share in _SHARES[:4]),
-        Ablation("suffix, query scored", "positions", (_ASK,)),
-        Ablation("suffix, suffix scored", "positions", (_ASK, "template.positions=suffix")),
-        Ablation("suffix, both scored", "positions", (_ASK, "template.positions=query+suffix")),
-        Ablation("8 query tokens in training", "positions", ("features.max_tokens=8",)),
-        Ablation("short instruction", "template", ('template.instruction="Document: "',)),
-        Ablation("bare separator", "template", (r'template.separator="\n"',)),
-        Ablation("no titles", "template", ("features.titles=false",)),
-        *(Ablation(f"{size} documents", "candidates", (f"features.max_documents={size}",)) for size in (5, 10, 20)),
-        *(Ablation(f"{count} queries", "samples", queries=count) for count in (0, 50, 100, 200, 400, 800)),
-    )
+    entry["name"]: Ablation(**{**entry, "changes": tuple(entry.get("changes", ()))})
+    for entry in read_toml(str(Path(__file__).with_suffix(".toml")), SHIPPED, "list of ablations")["ablations"]
 }
 """All that are known, by name."""
 

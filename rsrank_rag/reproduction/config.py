@@ -18,8 +18,7 @@ from ..training.recipe import DataPart, read_toml, validated
 from .ablations import chosen
 
 SHIPPED = Path(__file__).parent / "recipes"
-ARTIFACT = "artifact"
-"""Stands in a system's name for the artifact that is given on the command line."""
+ARTIFACT = "artifact"  # stands in a system's name for the artifact that is given on the command line
 
 STRICT = ConfigDict(extra="forbid", frozen=True)
 

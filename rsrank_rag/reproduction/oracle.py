@@ -4,8 +4,6 @@ It reads the labels, so it is no reranker but a bound on what the shifts hold. T
 are put together like the terms of RSRank's score: summed over layers and heads, averaged over tokens.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 from torch.nn.functional import cosine_similarity
@@ -24,11 +22,7 @@ def oracle_similarity(shift: Tensor, oracle: Tensor) -> Tensor:
 
 
 class OracleSimilarity:
-    """Ranks the documents of labelled queries by oracle similarity.
-
-    Args:
-        ranker: Whose language model, template and layers are read. Its B is not used.
-    """
+    """Ranks the documents of labelled queries with a ranker's language model, template and layers; B is not used."""
 
     threshold: float | None = None  # a document may well be relevant and point away from the others
 

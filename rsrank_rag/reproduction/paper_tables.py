@@ -1,15 +1,12 @@
 """The paper's tables as Markdown, from numbers that were measured."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 
 from ..evaluation.comparison import Comparison, Measured
 from ..evaluation.evaluate import summarise
 from ..evaluation.statistics import Estimate
 
-TIE = 0.01
-"""Values so close to the best of their column are bold too, as in the paper."""
+TIE = 0.01  # values so close to the best of their column are bold too, as in the paper
 
 _METRICS = {"ndcg@5": "nDCG@5", "recall@5": "Recall@5", "f1@tau": "F1@τ"}
 

@@ -4,8 +4,6 @@ System by system and set by set; scores are kept after each, so that a run that 
 loaded or scored is named with its error, and the others still run.
 """
 
-from __future__ import annotations
-
 import gc
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field

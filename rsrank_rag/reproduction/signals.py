@@ -3,8 +3,6 @@
 They are read row by row: slow, and as plain as can be. Axes: N rows, H heads, T scored query tokens, D head width.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from copy import copy
 from functools import partial
@@ -22,8 +20,7 @@ from ..method.template import PromptTokenizer, private_copy
 from ..training.features import VALUES, Reading
 from .ablations import Null, Signal
 
-FILLER = "."
-"""Fills a null prefix up to a document's length."""
+FILLER = "."  # fills a null prefix up to a document's length
 
 
 def reading(signal: Signal, null: Null) -> Reading:

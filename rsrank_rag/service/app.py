@@ -84,7 +84,6 @@ class Info(BaseModel):
     drop: bool
     max_documents: int
     max_client_batch_size: int
-    max_document_tokens: int | None
     max_body_bytes: int
     version: str
 
@@ -184,12 +183,8 @@ class _Service:
         return _json(body.answer(await self._scores(request, body)))
 
     async def explain(self, body: ExplainRequest, request: Request) -> Response:
-        """Take one score apart: what each token of the query adds to it in each layer.
-
-        Of a document beyond the service's limit of tokens, the first ones are read; the answer says so.
-        """
-        most, told, salt = self.settings.max_document_tokens, body.instruction or None, request.state.salt
-        pair = Pair(body.query, body.document, most, instruction=told, salt=salt)
+        """Take one score apart: what each token of the query adds to it in each layer."""
+        pair = Pair(body.query, body.document, instruction=body.instruction or None, salt=request.state.salt)
         self._check_size(Question([pair]))
         request.state.record.documents = 1
         found = await self._work(request, self.backend.explain, pair)
@@ -252,7 +247,6 @@ class _Service:
         self._check_size(question)
         if question.faults and not partial:
             raise refusal(question.faults, 422)
-        question = question.bounded(limits.max_document_tokens)
         usable = [replace(pair, salt=request.state.salt) for pair in question.usable]
         outcomes = question.outcomes(await self._work(request, self.backend.score, usable))
         record.tokens = sum(outcome.tokens for outcome in outcomes)

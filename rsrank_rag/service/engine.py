@@ -42,7 +42,7 @@ class Step:
 
 @runtime_checkable
 class _Explains(Protocol):
-    def explain(self, query: str, document: str, *, max_tokens: int | None = None) -> Explanation: ...
+    def explain(self, query: str, document: str) -> Explanation: ...
 
 
 class Engine:
@@ -64,9 +64,8 @@ class Engine:
         told = self._told(pair)
         if not isinstance(told, _Explains):
             raise InputError(f"{self.name} cannot take its scores apart. RSRank models can.")
-        limit = {} if pair.max_tokens is None else {"max_tokens": pair.max_tokens}
         try:
-            return told.explain(pair.query, pair.document, **limit)
+            return told.explain(pair.query, pair.document)
         except RuntimeError as error:
             _check_device(error)
             raise

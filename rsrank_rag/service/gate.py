@@ -72,8 +72,6 @@ class Settings(BaseModel):
     max_documents: int = Field(default=1000, ge=1)  # of a request
     max_query_characters: int = Field(default=10_000, ge=1)
     max_document_characters: int = Field(default=1_000_000, ge=1)
-    max_document_tokens: int | None = Field(default=None, ge=1)
-    """A longer document is refused, unless the request asks for it to be cut. Needs a model that counts tokens."""
     max_body_bytes: int = Field(default=20_000_000, ge=1)
     timeout: float | None = Field(default=60.0, gt=0, allow_inf_nan=False)
     """Seconds from a request's arrival to its answer; None for ever."""

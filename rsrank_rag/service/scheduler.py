@@ -73,11 +73,10 @@ class Scheduler:
     """Scores pairs for many clients at once, with one model in one process.
 
     Args:
-        make: Loads the model; it and what it gives must be picklable by reference unless ``in_process``.
+        make: Loads the model; it and what it gives must be picklable by reference.
         name: What the model is called.
         limits: Of what may wait.
         canary: Scored after each load; None for none.
-        in_process: Run the model in a thread of this process instead. Its death is then everybody's.
         prepare: Called in the model's own process before all else, such as to set up its logs.
     """
 
@@ -88,11 +87,10 @@ class Scheduler:
         *,
         limits: QueueLimits | None = None,
         canary: Canary | None = Canary(),  # noqa: B008 - it is frozen
-        in_process: bool = False,
         prepare: Callable[[], object] | None = None,
     ) -> None:
         self.name, self.limits = name, limits or QueueLimits()
-        self.model = ModelProcess((make, name, canary), self.limits.longest_step, in_process, prepare)
+        self.model = ModelProcess((make, name, canary), self.limits.longest_step, prepare)
         self._trouble = "It has not been started."
         self._stopping = self._leaving = False
         self._clients: dict[str, _Client] = {}  # that wait, or have had more than others who do

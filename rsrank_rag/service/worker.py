@@ -12,7 +12,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import Executor, ProcessPoolExecutor, ThreadPoolExecutor
+from concurrent.futures import Executor, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from multiprocessing.reduction import ForkingPickler
@@ -135,19 +135,18 @@ def _unpacked(answer: bytes) -> Any:
 
 
 class ModelProcess:
-    """Where the model is: a process that can be replaced, or a thread of this one; arguments as of `Scheduler`.
+    """The process that the model lives in, which can be replaced; arguments as of `Scheduler`.
 
-    ``loading`` are the arguments of `load`: picklable, and so must the model's results be, unless ``in_process``.
+    ``loading`` are the arguments of `load`: picklable, and so must the model's results be.
     """
 
     def __init__(
         self,
         loading: tuple[Callable[[], Reranker], str, Canary | None],
         longest_step: float,
-        in_process: bool = False,
         prepare: Callable[[], object] | None = None,
     ) -> None:
-        self.loading, self.longest_step, self.in_process, self.prepare = loading, longest_step, in_process, prepare
+        self.loading, self.longest_step, self.prepare = loading, longest_step, prepare
         self.loaded: Loaded | None = None
         self.load_seconds = 0.0  # that the last load took
         self.hangs = False  # no answer for ``longest_step`` seconds
@@ -156,11 +155,7 @@ class ModelProcess:
     async def start(self) -> None:
         """Load the model, in a new process in the place of one that is gone; raises RSRankError."""
         self.end(wait=False)
-        if self.in_process:
-            self._pool = ThreadPoolExecutor(1, thread_name_prefix="rsrank-serve")
-        else:
-            context = multiprocessing.get_context("spawn")  # a forked copy of threads and CUDA would not work
-            self._pool = ProcessPoolExecutor(1, mp_context=context, initializer=begin, initargs=(self.prepare,))
+        self._pool = self._new_pool()
         name, started = self.loading[1], time.perf_counter()
         try:
             loaded: Loaded = _unpacked(
@@ -170,6 +165,10 @@ class ModelProcess:
             raise UnavailableError(f"The process that was to hold {name} ended while it was loading.") from None
         self.loaded, self.load_seconds = loaded, time.perf_counter() - started
         logger.info("%s was loaded in %.1f s.", name, self.load_seconds)
+
+    def _new_pool(self) -> Executor:
+        context = multiprocessing.get_context("spawn")  # a forked copy of threads and CUDA would not work
+        return ProcessPoolExecutor(1, mp_context=context, initializer=begin, initargs=(self.prepare,))
 
     async def call(self, method: str, argument: Any) -> Any:
         """Call a method of the `Engine`.
@@ -190,14 +189,14 @@ class ModelProcess:
             self.hangs = False
 
     def kill(self) -> None:
-        """End the model's process, whatever it is doing; a thread of this one cannot be ended."""
-        if not self.in_process and self.loaded is not None:
+        """End the model's process, whatever it is doing."""
+        if self.loaded is not None:
             with contextlib.suppress(ProcessLookupError):  # it has ended just now
                 os.kill(self.loaded.process, signal.SIGKILL)
 
     def is_gone(self) -> bool:
         """Whether the process has ended; where one cannot ask, the next call tells."""
-        if self.in_process or self.loaded is None or os.name != "posix":
+        if self.loaded is None or os.name != "posix":
             return False
         try:
             os.kill(self.loaded.process, 0)

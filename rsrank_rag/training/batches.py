@@ -22,11 +22,8 @@ from ..method.projection import Projection
 from ..method.shift import cosine_to_ones
 from .store import FeatureSource, QueryFeatures
 
-BATCH_QUERIES = 16
-"""Queries at a time, where nothing else was asked for."""
-
-AHEAD = 3
-"""Batches that are read from the disk while earlier ones are trained on."""
+BATCH_QUERIES = 16  # queries at a time, where nothing else was asked for
+AHEAD = 3  # batches that are read from the disk while earlier ones are trained on
 
 Weights = Mapping[str, Tensor]
 """The parameters of a `Projection` by name: ``weight`` (B), and ``head_weight`` and ``agreement`` where it has them."""

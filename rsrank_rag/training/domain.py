@@ -8,8 +8,6 @@ part, so the base stays; many move it. Of several strengths, that is taken which
 Below some hundred queries B stays where an artifact has other weights: these are few, and move scores more.
 """
 
-from __future__ import annotations
-
 import copy
 import math
 import random
@@ -32,8 +30,7 @@ from .verdict import by_query
 SPREAD = {"weight": 0.3, "head_weight": 0.3, "agreement": 1.0}
 """By how much a change of one unit moves a typical score, by tensor."""
 
-HOLD_OUT_FROM = 500
-"""From so many queries on, two tenths are left out of training instead of each fold in turn."""
+HOLD_OUT_FROM = 500  # from so many queries on, two tenths are left out of training instead of each fold in turn
 
 
 class DomainOptions(BaseModel):
@@ -74,8 +71,7 @@ def train_near(
 
     `device`: None for CUDA if present, else the CPU. `watch`: what folds are taken through, such as a progress bar.
 
-    Raises:
-        TrainingError: Fewer than two queries, or labels of one class only.
+    Raises TrainingError: fewer than two queries, or labels of one class only.
     """
     check_labels(features)
     near = _Near(features, base, options, device_for(device))

@@ -1,10 +1,9 @@
 """What a recipe will take on this machine, in both of its parts: the language model's one pass, then B's epochs."""
 
-from __future__ import annotations
-
 import timeit
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
@@ -19,25 +18,11 @@ from ..method.template import PromptTokenizer
 from .batches import Batch, batch_scores
 from .features import Plan, plan_features
 from .losses import calibration_loss
-from .recipe import DataPart, Recipe
+from .recipe import SHIPPED, DataPart, Recipe, read_toml
 from .store import QueryFeatures, free_memory
 
-SIZES = {
-    "2wiki": (33, 17, 31),
-    "hotpotqa": (43, 20, 34),
-    "musique": (20, 21, 113),
-    "fiqa": (18, 14, 241),
-    "nfcorpus": (59, 5, 355),
-    "fever": (17, 11, 34),
-}
-"""Documents a query, tokens a query and tokens a document of the paper's sets: means of samples, mini's tokenizer."""
-
-_QWEN3 = {"num_key_value_heads": 8, "head_dim": 128, "vocab_size": 151_936, "max_position_embeddings": 40_960}
-SHAPES = {
-    "Qwen/Qwen3-8B": {**_QWEN3, "hidden_size": 4096, "intermediate_size": 12_288, "num_hidden_layers": 36},
-    "Qwen/Qwen3-0.6B": {**_QWEN3, "hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28},
-}
-"""Of the language models of the recipes, for which nobody has to be asked."""
+_KNOWN = read_toml(str(Path(__file__).with_name("sizes.toml")), SHIPPED, "list of sizes")
+SIZES, SHAPES = _KNOWN["sets"], _KNOWN["models"]  # of sets and of language models, for which nobody has to be asked
 
 
 @dataclass(frozen=True)

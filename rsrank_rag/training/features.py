@@ -3,8 +3,6 @@
 Axes: L layers, H heads, N documents, T scored query tokens, D head dimension.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import random
@@ -53,8 +51,7 @@ class Reading:
         return (1, core.config.hidden_size) if self.signal == "hidden" else (core.num_heads, core.head_dim)
 
 
-VALUES = Reading()
-"""The method's own: value vectors, the query-only run subtracted."""
+VALUES = Reading()  # the method's own: value vectors, the query-only run subtracted
 
 
 def together(prompts: PromptTokenizer, documents: Sequence[str], query_length: int) -> Ids:
@@ -78,8 +75,7 @@ def together(prompts: PromptTokenizer, documents: Sequence[str], query_length: i
 def tokenise(query: LabelledQuery, prompts: PromptTokenizer, *, titles: bool) -> tuple[TokenisedQuery, list[Ids]]:
     """What the language model reads for a query: the query; each document, and all relevant ones if there are any.
 
-    Raises:
-        InputError: The query is empty or too long, or none of its documents has text.
+    Raises InputError: the query is empty or too long, or none of its documents has text.
     """
     asked = prompts.query(query.query)
     texts = [document.content(titles=titles) for document in query.documents]

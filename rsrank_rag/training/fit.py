@@ -1,7 +1,5 @@
 """Training B from nothing, by gradient on stored features (paper, Sections 4.3 and 5.3, Appendix B.4)."""
 
-from __future__ import annotations
-
 import json
 import math
 import random
@@ -98,8 +96,7 @@ def fit(
     `device`: None for CUDA if present, else the CPU. `identity`: what the features are of; a checkpoint of another one
     is not continued. `on_epoch`: told about each epoch.
 
-    Raises:
-        TrainingError: No queries, labels of one class only, too little memory, or the checkpoint is another run's.
+    Raises TrainingError: no queries, labels of one class only, too little memory, or the checkpoint is another run's.
     """
     if not len(train) or not len(validation):
         raise TrainingError(

@@ -1,23 +1,18 @@
 """B from features by any method: gradient, a closed form, or none at all (random); and its curve over sample sizes."""
 
-from __future__ import annotations
-
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ..errors import TrainingError
 from ..evaluation.metrics import ScoredQuery, f1_at, mean, ranking_metrics
 from ..method.projection import Projection
 from .batches import scored
+from .closed_form import closed_form
 from .fit import Epoch, FitOptions, fit
 from .recipe import Recipe
 from .store import FeatureSource, Subset
-
-ClosedForm = Callable[..., Projection]
-"""Finds B without gradients from (features, layers, method, projection_dim=P); see `reproduction.closed_form`."""
 
 
 @dataclass
@@ -30,7 +25,6 @@ class Learner:
     layers: Sequence[int]
     output: Path
     identity: str
-    closed_form: ClosedForm | None = None
 
     def learn(
         self,
@@ -45,10 +39,7 @@ class Learner:
             _, heads, _, width = self.features[0].shifts.shape
             return Projection.random(self.layers, heads, options.projection_dim, width, seed=options.seed), ()
         if self.recipe.method != "gradient":
-            if self.closed_form is None:
-                raise TrainingError(f"method={self.recipe.method!r} needs a closed form; rsrank train passes one.")
-            form = self.closed_form(source, self.layers, self.recipe.method, projection_dim=options.projection_dim)
-            return form, ()
+            return closed_form(source, self.layers, self.recipe.method, projection_dim=options.projection_dim), ()
         where: dict[str, Any] = {"output": self.output / folder, "device": self.recipe.model.device}
         fitted = fit(source, held, self.layers, options, **where, identity=self.identity, on_epoch=on_epoch)
         return fitted.projection, fitted.history

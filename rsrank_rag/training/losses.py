@@ -6,8 +6,6 @@ are averaged; ``valid`` are the entries that are documents, None for all. A term
 whose documents are all relevant or all irrelevant still count.
 """
 
-from __future__ import annotations
-
 import torch
 from torch import Tensor
 

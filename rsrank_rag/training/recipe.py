@@ -184,9 +184,7 @@ class Recipe(BaseModel):
         `overrides`: ``key=value`` in TOML, such as ``fit.epochs=10``. `data`: labelled files to train on, and `base`:
         artifact to begin with, instead of the recipe's.
 
-        Raises:
-            InputError: There is none, or it is not a valid one.
-            ArtifactError: The base is none.
+        Raises InputError: there is none, or it is not a valid one; ArtifactError: the base is none.
         """
         raw = read_toml(source, SHIPPED, "recipe")
         for override in overrides:
@@ -228,8 +226,7 @@ def shipped(folder: Path = SHIPPED) -> list[str]:
 def read_toml(source: str, folder: Path, what: str) -> dict[str, Any]:
     """A TOML file, or one of those that ship in a folder, by its name.
 
-    Raises:
-        InputError: There is none, or it is no TOML.
+    Raises InputError: there is none, or it is no TOML.
     """
     path = folder / f"{source}.toml" if source in shipped(folder) else Path(source)
     try:

@@ -40,13 +40,12 @@ from .domain import train_near
 from .estimate import Estimate, estimate, sketch
 from .features import VALUES, FeatureExtractor, Reading, digest, plan_features, spec_for, subsample
 from .fit import Epoch, best_epoch
-from .learn import ClosedForm, Learner
+from .learn import Learner
 from .recipe import Recipe
 from .store import FeatureSource, FeatureStore
 from .verdict import WORSE, Verdict, judge
 
-FALL = 0.02
-"""Loss of validation F1 after the best epoch that is worth a word."""
+FALL = 0.02  # loss of validation F1 after the best epoch that is worth a word
 
 
 @dataclass(frozen=True)
@@ -78,7 +77,6 @@ class TrainingRun:
     output: Path
     say: Callable[[str], object] = str
     progress: bool = False
-    closed_form: ClosedForm | None = None  # finds B for recipes whose method is none by gradient
     reading: Reading = VALUES
     accept: bool = False  # write what was trained even if it is worse than the base
 
@@ -117,9 +115,8 @@ class TrainingRun:
     def run(self) -> Result:
         """Run the recipe, or what is left of it.
 
-        Raises:
-            RSRankError: The language model cannot be loaded or read, the data are missing or too few, or features or a
-                checkpoint in the output folder belong to something else.
+        Raises RSRankError: the language model cannot be loaded or read, the data are missing or too few, or features or
+        a checkpoint in the output folder belong to something else.
         """
         ranking_metrics([])  # fails now, not after the work, where ir-measures is missing; likewise without data
         self.say(f"{sum(map(len, self.evaluation.values())):,} labelled queries for evaluation")
@@ -131,40 +128,11 @@ class TrainingRun:
         found = {label: self._scored(ranker, label, queries) for label, queries in self.evaluation.items()}
         return self._written(store, learned, found)
 
-    def run_from(self, store: FeatureStore) -> Result:
-        """Train B on features that exist, without the language model; metrics are of the validation queries.
-
-        Raises:
-            TrainingError: The store is unfinished or of another model, or a checkpoint in the output folder is.
-        """
-        recipe, spec = self.recipe, store.spec
-        inside = recipe.model.source != recipe.model.name
-        wanted = {
-            "model.name": (INSIDE if inside else recipe.model.name, spec.backbone.name),
-            "template": (recipe.template, spec.template),
-            "signal": ("values", spec.signal),
-            "null_prefix": ("empty", spec.null_prefix),
-            "model.fusion_layer": (recipe.model.fusion_layer, spec.fusion_layer),
-            "features.layers": (recipe.features.layers or spec.layers, spec.layers),
-        }
-        different = [f"{name} {theirs!r}, not {ours!r}" for name, (ours, theirs) in wanted.items() if ours != theirs]
-        if different:
-            raise TrainingError(
-                f"{store.folder} was made with {'; '.join(different)} as in the recipe {recipe.name!r}. Pass the "
-                "recipe and settings that it was made with; a store of another signal is for rsrank reproduce only."
-            )
-        self._check_count(len(store))
-        return self._written(store, self._learn(store), {})
-
-    def extract(self, worker: int = 0, workers: int = 1) -> FeatureStore:
-        """Make the feature store, or what is missing of it; of several workers each its part, waiting for no other.
-
-        Raises:
-            TrainingError: The folder holds other features, or the disk is too small.
-        """
+    def extract(self) -> FeatureStore:
+        """Make the feature store, or what is missing of it; TrainingError as of `FeatureStore.create`."""
         self.say(f"{len(self.queries):,} labelled queries")
         store, extractor = self._begun
-        done = store.fill(lambda number: extractor.extract(self.queries[number]), worker=worker, workers=workers)
+        done = store.fill(lambda number: extractor.extract(self.queries[number]))
         for _ in self._bar(done, total=len(self.queries), desc="features", unit="query"):
             pass
         return store
@@ -245,7 +213,7 @@ class TrainingRun:
         recipe = self.recipe
         train, held = split(len(store), recipe.held, recipe.fit.seed)
         identity = hashlib.sha256(f"{store.spec.model_dump_json()} {train} {held}".encode()).hexdigest()
-        learner = Learner(recipe, features, held, store.spec.layers, self.output, identity, self.closed_form)
+        learner = Learner(recipe, features, held, store.spec.layers, self.output, identity)
         settings: dict[str, Any] = {"method": recipe.method, "projection_dim": recipe.fit.projection_dim}
         notes = ""
         with self._bar(total=recipe.fit.epochs, desc="training B", unit="epoch") as bar:

@@ -1,8 +1,7 @@
 """Features on disk and in memory: what training reads.
 
 A store is a folder: ``store.json`` says what was read, of which model and from which queries; ``00000.safetensors`` and
-so on hold a query each. A file appears only when it is complete, so a run that was killed goes on where it stopped,
-and several processes can share the queries among them.
+so on hold a query each. A file appears only when it is complete, so a run that was killed goes on where it stopped.
 """
 
 from __future__ import annotations
@@ -74,11 +73,7 @@ class FeatureSource(Protocol):
 
 
 class FeatureStore:
-    """A finished or unfinished store on disk, which may be larger than memory.
-
-    Raises:
-        TrainingError: Not a store.
-    """
+    """A finished or unfinished store on disk, which may be larger than memory. Raises TrainingError: not a store."""
 
     def __init__(self, folder: str | Path) -> None:
         self.folder = Path(folder)
@@ -87,9 +82,7 @@ class FeatureStore:
             self._identity = (self.folder / STORE).read_text(encoding="utf-8")
             self.spec = FeatureSpec.model_validate_json(self._identity)
         except OSError:
-            raise TrainingError(
-                f"{self.folder} is no feature store: it has no {STORE}. Make one with: rsrank features"
-            ) from None
+            raise TrainingError(f"{self.folder} is no feature store: it has no {STORE}.") from None
         except ValueError as error:
             raise TrainingError(f"{self.folder / STORE} is damaged, or of another release: {error}") from None
 
@@ -97,8 +90,7 @@ class FeatureStore:
     def create(cls, folder: Path, spec: FeatureSpec, size: int) -> FeatureStore:
         """Begin a store of so many bytes, or go on with one that was begun in just the same way.
 
-        Raises:
-            TrainingError: There is a store of something else, or the disk is too small.
+        Raises TrainingError: there is a store of something else, or the disk is too small.
         """
         if (folder / STORE).exists():
             found = cls(folder)
@@ -145,7 +137,7 @@ class FeatureStore:
         if missing:
             raise TrainingError(
                 f"{self.folder} is not finished: {len(missing)} of {self.spec.queries} queries are missing. Run the "
-                "same rsrank features command again; it goes on where it stopped."
+                "same command again; it goes on where it stopped."
             )
         return self.spec.queries
 
@@ -161,7 +153,7 @@ class FeatureStore:
             self._checked.add(number)
         except (OSError, SafetensorError, KeyError, TypeError) as error:
             raise TrainingError(
-                f"{self.path(number)} is damaged ({error}). Remove it and run the same rsrank features command again."
+                f"{self.path(number)} is damaged ({error}). Remove it and run the same command again."
             ) from error
         row = json.loads(about["query"])
         return QueryFeatures(
@@ -173,13 +165,11 @@ class FeatureStore:
         what = (self._identity, number, row, shifts.shape, shifts.dtype)
         return hashlib.sha256(repr(what).encode() + shifts.view(torch.uint8).numpy().tobytes()).hexdigest()
 
-    def fill(self, extract: Callable[[int], QueryFeatures], *, worker: int = 0, workers: int = 1) -> Iterator[int]:
-        """Make the missing queries that fall to one of several workers, by their number; yields each that is there."""
+    def fill(self, extract: Callable[[int], QueryFeatures]) -> Iterator[int]:
+        """Make the missing queries, by their number; yields each that is there."""
         missing = set(self.missing())
         for number in range(self.spec.queries):
             if number in missing:
-                if number % workers != worker:
-                    continue
                 self.write(number, extract(number))
             yield number
 

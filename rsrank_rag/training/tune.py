@@ -1,7 +1,5 @@
 """A threshold for a wanted precision, recall or the best F1, from labelled queries."""
 
-from __future__ import annotations
-
 import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -26,8 +24,7 @@ from .verdict import Verdict, judge
 
 FOLDS = 5
 
-AT_MOST = 2000
-"""Thresholds that are tried: all between two scores, or so many of them, evenly spread."""
+AT_MOST = 2000  # thresholds that are tried: all between two scores, or so many of them, evenly spread
 
 
 @dataclass(frozen=True)
@@ -117,8 +114,7 @@ def tune(
 ) -> Tuned:
     """Write a copy of an artifact with the threshold that reaches a goal on labelled queries.
 
-    Raises:
-        TrainingError: No threshold reaches it.
+    Raises TrainingError: no threshold reaches it.
     """
     load = load or LoadOptions()
     queries = read_labelled(data)

@@ -1,7 +1,5 @@
 """Did training help? The base against the trained weights on the same queries, which neither has seen."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Literal
 

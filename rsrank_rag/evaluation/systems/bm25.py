@@ -1,7 +1,5 @@
 """BM25 behind the same contract."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from typing import Any
 

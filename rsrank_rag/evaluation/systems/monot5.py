@@ -1,7 +1,5 @@
 """MonoT5 behind the same contract."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 from pathlib import Path
 

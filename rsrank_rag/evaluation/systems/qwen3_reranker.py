@@ -1,7 +1,5 @@
 """Qwen3-Reranker behind the same contract."""
 
-from __future__ import annotations
-
 from copy import copy
 from pathlib import Path
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, FailFast, Field, FiniteFloat, StringConstraints, model_validator
+from pydantic import BaseModel, FailFast, Field, FiniteFloat, model_validator
 from typing_extensions import Self
 
 from ...passages.parts import Excerpt, Reading, Window
@@ -19,21 +19,13 @@ from .common import Query, QueryObject, Question, ScaledRequest, Scores, TextObj
 SEARCH_UNIT = 100
 """Documents that Cohere bills as one search; nothing is billed here, but its clients read the number."""
 
-MOST_FIELDS = 100
-"""Fields to read of each document; their number and length are limited because errors about each document name them."""
-
-FieldName = Annotated[Query, StringConstraints(max_length=200)]
-
 
 class RerankRequest(ScaledRequest):
     """As Cohere, Jina, vLLM, Infinity, Xinference and SiliconFlow take it."""
 
     query: Query | QueryObject
     documents: Annotated[list[str | dict[str, Any]], FailFast()] = Field(
-        description='Strings, or objects with a "text", or with the fields that rank_fields names.'
-    )
-    rank_fields: list[FieldName] | None = Field(
-        default=None, max_length=MOST_FIELDS, description="Fields to read of objects, in this order (Cohere v1)."
+        description='Strings, or objects with a "text".'
     )
     top_n: int | None = Field(default=None, ge=0, description="Answer with at most so many documents; 0 for all.")
     return_documents: bool | None = Field(default=None, description="Answer with the documents' texts.")
@@ -70,7 +62,7 @@ class RerankRequest(ScaledRequest):
 
     def asked(self) -> Question:  # noqa: D102 - inherited
         query = self.query if isinstance(self.query, str) else self.query.text
-        texts, faults = texts_of(self.documents, self.rank_fields)
+        texts, faults = texts_of(self.documents)
         return self.question([query] * len(texts), texts, faults, self.reading)
 
     def cutoff(self, model: Description, drop: bool) -> float | None:
@@ -111,30 +103,18 @@ class RerankRequest(ScaledRequest):
         return response
 
 
-def texts_of(
-    documents: Sequence[str | Mapping[str, Any]], fields: Sequence[str] | None = None
-) -> tuple[list[str], dict[int, str]]:
-    r"""The text of each document, and what is wrong with those that have none.
+def texts_of(documents: Sequence[str | Mapping[str, Any]]) -> tuple[list[str], dict[int, str]]:
+    """The text of each document, and what is wrong with those that have none.
 
-    Of objects, ``fields`` are read, each once, one a line; ``text`` if it is None.
-
-    >>> texts_of(["one", {"text": "two"}, {"title": "three", "year": 3}], ["title", "year", "text"])
-    (['one', 'two', 'three\n3'], {})
-    >>> texts_of([{"body": "one"}])
-    ([''], {0: 'has no "text".'})
+    >>> texts_of(["one", {"text": "two"}, {"body": "three"}])
+    (['one', 'two', ''], {2: 'has no "text".'})
     """
-    names = list(dict.fromkeys(fields)) if fields else ["text"]
     texts, faults = [], dict[int, str]()
     for index, document in enumerate(documents):
-        if isinstance(document, str):
-            texts.append(document)
-            continue
-        found = {name: document[name] for name in names if document.get(name) is not None}
-        wrong = [name for name, value in found.items() if not isinstance(value, (str, int, float))]
-        if wrong or not found:
-            no = "has no " + " and no ".join(f'"{name}"' for name in names) + "."
-            faults[index] = f'has a "{wrong[0]}" that is no text.' if wrong else no
-        texts.append("" if index in faults else "\n".join(map(str, found.values())))
+        text = document if isinstance(document, str) else document.get("text")
+        if not isinstance(text, (str, int, float)):
+            faults[index] = 'has no "text".' if text is None else 'has a "text" that is no text.'
+        texts.append("" if index in faults else str(text))
     return texts, faults
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Annotated, Any, Literal
 
@@ -44,14 +44,6 @@ class Question:
     pairs: list[Pair]
     faults: dict[int, str] = field(default_factory=dict)  # what is wrong with pairs that cannot be scored, by position
     may_be_cut: bool | None = None  # whether long documents may be; None if the request does not tell
-
-    def bounded(self, most: int | None) -> Question:
-        """The same with at most so many tokens a document: longer ones are refused, unless the request wants a cut."""
-        if most is None:
-            return self
-        within = all(pair.max_tokens is not None and pair.max_tokens <= most for pair in self.pairs)
-        pairs = [replace(pair, max_tokens=min(pair.max_tokens or most, most)) for pair in self.pairs]
-        return replace(self, pairs=pairs, may_be_cut=within if self.may_be_cut is None else self.may_be_cut)
 
     @property
     def usable(self) -> list[Pair]:
