@@ -221,6 +221,11 @@ def large_bodies() -> Attacks:
         "body: 50,000 objects in one": (rerank(documents=[{"text": "one", "x": [{}] * 50_000}]), "200"),
         "body: 100,000 texts of one byte": (rerank(documents=["x"] * 100_000), "413"),
         "body: 1,000 texts of one byte": (rerank(documents=["x"] * 1000), "200 429 504"),
+        "body: 300,000 sentences in one text": (
+            rerank(documents=["Ab. " * 250_000], extract="sentences"),
+            "413 429 504",
+        ),
+        "body: a plain one behind it": (post(GOOD), "200 429"),
         "body: the same name 50,000 times": (
             post(b'{"query":"q",' + b'"documents":["x"],' * 50_000 + b'"x":1}'),
             "200",

@@ -36,6 +36,9 @@ OVERHEAD = 16
 MARGIN = 0.8
 """Share of a request's time that the work before it and its own may take: that is no more than an estimate."""
 
+OVERDUE = 10.0
+"""Seconds after which the model is stopped in what nobody waits for, beyond what that and a new load were to take."""
+
 COUNTED = ("pairs", "tokens", "truncated", "unscored", "failed", "cancelled", "refused", "late", "steps", "restarts")
 
 
@@ -261,6 +264,10 @@ class Scheduler:
         client.tokens = sum(item.tokens for item in client.waiting)
         self._counts["cancelled"] += before - len(client.waiting)
         self._tidy()
+        if self._in_hand_until is not None and not self._trouble and all(item.done.done() for item in self._in_hand):
+            late = asyncio.get_running_loop().time() - self._in_hand_until
+            if late > OVERDUE + self.model.load_seconds:
+                self.model.kill()
 
     def _tidy(self) -> None:
         """Forget who waits for nothing. What they have had counts for as long as others who wait have had less."""
