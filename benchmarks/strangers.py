@@ -277,7 +277,7 @@ def odd_bodies() -> Attacks:
             each(post(GOOD, head=HEAD.replace(b"application/json", kind)) for kind in kinds),
             "200 400",
         ),
-        "body: huge numbers": (each(rerank(**part, **one) for one in huge for part in parts), "200 400 422"),
+        "body: huge numbers": (each(rerank(**{**part, **one}) for one in huge for part in parts), "200 400 422"),
         "body: numbers that are none": (
             each(post(b'{"query": "q", "documents": ["x"], "threshold": %s}' % number) for number in numbers),
             "400",
