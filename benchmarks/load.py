@@ -155,11 +155,14 @@ class Server:
 
     @property
     def model_process(self) -> int | None:
-        """Number of the process that holds the model: the largest of the server's children."""
+        """Number of the process that holds the model; the server has a child more, which keeps count of semaphores."""
         assert self.process is not None
         children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
-        sizes = {int(child): resident(int(child)) for child in children}
-        return max(sizes, key=lambda child: sizes[child], default=None)
+        for child in children:
+            with contextlib.suppress(OSError):  # it has ended just now
+                if b"spawn_main" in Path(f"/proc/{child}/cmdline").read_bytes():
+                    return int(child)
+        return None
 
     def metric(self, name: str) -> float:
         """A sum over a metric's samples, as /metrics gives them."""
@@ -348,8 +351,8 @@ def kill(options: argparse.Namespace) -> None:
             nonlocal killed
             while time.perf_counter() < ends - 5:
                 await asyncio.sleep(4)
-                child = server.model_process
-                if child is not None:
+                ready = await asyncio.to_thread(httpx.get, f"{server.url}/ready", timeout=60)
+                if ready.status_code == 200 and (child := server.model_process) is not None:
                     os.kill(child, signal.SIGKILL)
                     killed += 1
 
