@@ -264,10 +264,14 @@ class Scheduler:
         client.tokens = sum(item.tokens for item in client.waiting)
         self._counts["cancelled"] += before - len(client.waiting)
         self._tidy()
-        if self._in_hand_until is not None and not self._trouble and all(item.done.done() for item in self._in_hand):
-            late = asyncio.get_running_loop().time() - self._in_hand_until
-            if late > OVERDUE + self.model.load_seconds:
-                self.model.kill()
+        if self._in_hand_until is not None and all(item.done.done() for item in self._in_hand):
+            late = self._in_hand_until + self.model.load_seconds + OVERDUE
+            asyncio.get_running_loop().call_at(late, self._end_abandoned, self._in_hand)
+
+    def _end_abandoned(self, batch: list[_Item]) -> None:
+        """End the model's process if it is still at a batch that nobody waits for any more."""
+        if self._in_hand is batch and self._in_hand_until is not None and not self._trouble:
+            self.model.kill()
 
     def _tidy(self) -> None:
         """Forget who waits for nothing. What they have had counts for as long as others who wait have had less."""
