@@ -169,7 +169,7 @@ def paper_table(ranker: RSRank, turns: int) -> list[dict[str, Any]]:
     return [{"stage": m.name, "seconds": m.median, "relative": found[0].times_faster_than(m)} for m in found]
 
 
-def main() -> None:
+def main(arguments: list[str] | None = None) -> None:
     """Measure, print, and write JSON if asked."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--size", choices=SIZES, default="mini")
@@ -177,15 +177,17 @@ def main() -> None:
     parser.add_argument("--dtype")
     parser.add_argument("--weights", choices=WEIGHTS, default="bf16", help="bf16: in --dtype")
     parser.add_argument("--layers", type=int, help="fewer layers of a random model, to try things out")
+    parser.add_argument("--toy", action="store_true", help="a tiny random model, likewise")
     parser.add_argument("--documents", type=int, nargs="+", default=[10, 50, 100])
     parser.add_argument("--words", type=int, nargs="+", default=[50, 100, 200])
     parser.add_argument("--turns", type=int, default=5)
     parser.add_argument("--keep", type=int, default=4 * 10**9, help="bytes for prefixes")
     parser.add_argument("--paper", action="store_true", help="only the paper's table")
     parser.add_argument("--json", help="file to write the figures to")
-    options = parser.parse_args()
+    options = parser.parse_args(arguments)
     ranker = load(
-        options.size, device=options.device, dtype=options.dtype, weights=options.weights, layers=options.layers
+        options.size,
+        **{name: getattr(options, name) for name in ("device", "dtype", "weights", "layers", "toy")},
     )
     core = ranker.backbone
     ceiling = matmul_ceiling(core.device, core.dtype)

@@ -155,11 +155,14 @@ class Server:
 
     @property
     def model_process(self) -> int | None:
-        """Number of the process that holds the model: the largest of the server's children."""
+        """Number of the process that holds the model; the server has a child more, which keeps count of semaphores."""
         assert self.process is not None
         children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
-        sizes = {int(child): resident(int(child)) for child in children}
-        return max(sizes, key=lambda child: sizes[child], default=None)
+        for child in children:
+            with contextlib.suppress(OSError):  # it has ended just now
+                if b"spawn_main" in Path(f"/proc/{child}/cmdline").read_bytes():
+                    return int(child)
+        return None
 
     def metric(self, name: str) -> float:
         """A sum over a metric's samples, as /metrics gives them."""
@@ -196,8 +199,8 @@ def verdict(traffic: Traffic, records: Sequence[Record], dtype: str) -> tuple[st
     return f"{told}requests: at most {apart:.4f} apart", missing + wrong
 
 
-async def ask(client: httpx.AsyncClient, traffic: Traffic, rng: random.Random, record: Record) -> None:
-    """One request, recorded."""
+async def ask(client: httpx.AsyncClient, traffic: Traffic, rng: random.Random, record: Record) -> bool:
+    """One request, recorded; whether it was answered with scores."""
     query, places = traffic.request(rng)
     body = {"model": "any", "query": traffic.questions[query], "documents": [traffic.corpus[i] for i in places]}
     started = time.perf_counter()
@@ -206,11 +209,12 @@ async def ask(client: httpx.AsyncClient, traffic: Traffic, rng: random.Random, r
     except httpx.TransportError as error:
         record.outcomes[f"no connection ({type(error).__name__})"] += 1
         await asyncio.sleep(0.05)
-        return
+        return False
     record.outcomes[str(response.status_code)] += 1
     if response.status_code == 200:
         record.latencies.append(time.perf_counter() - started)
         record.take(query, places, response.json()["results"])
+    return response.status_code == 200
 
 
 @contextlib.asynccontextmanager
@@ -228,7 +232,7 @@ async def closed_loop(
     seconds: float,
     beside: Callable[[], Awaitable[None]] | None = None,
 ) -> Record:
-    """So many clients, each of which asks again as soon as it has been answered."""
+    """So many clients, each of which asks again as soon as it has been answered, or half a second after a refusal."""
     async with clients(url) as client:
         record = Record()
         ends = record.started + seconds
@@ -236,7 +240,8 @@ async def closed_loop(
         async def one(number: int) -> None:
             rng = random.Random(number)
             while time.perf_counter() < ends:
-                await ask(client, traffic, rng, record)
+                if not await ask(client, traffic, rng, record):
+                    await asyncio.sleep(0.5)
 
         await asyncio.gather(*(one(number) for number in range(concurrency)), *([beside()] if beside else []))
         record.ended = time.perf_counter()
@@ -327,7 +332,11 @@ def overload(options: argparse.Namespace) -> None:
             row = [f"{times}x", f"{count / options.seconds:.1f}", f"{answered:.1f}", f"{answered / full.rate:.0%}"]
             row += [in_time, refused, others, f"{record.quantile(0.5):.0f}", f"{record.quantile(0.99):.0f}"]
             print(f"| {' | '.join(map(str, row))} |")
-    print(f"\ncapacity, by {options.clients[-1]} clients that ask again when answered: {full.rate:.1f} requests/s")
+        again = asyncio.run(closed_loop(server.url, traffic, options.clients[-1], options.seconds))
+    print(
+        f"\ncapacity, by {options.clients[-1]} clients that ask again when answered: {full.rate:.1f} requests/s", end=""
+    )
+    print(f" at first, {again.rate:.1f} in the end")
     print(verdict(traffic, [full, *records], options.dtype)[0])
 
 
@@ -342,8 +351,8 @@ def kill(options: argparse.Namespace) -> None:
             nonlocal killed
             while time.perf_counter() < ends - 5:
                 await asyncio.sleep(4)
-                child = server.model_process
-                if child is not None:
+                ready = await asyncio.to_thread(httpx.get, f"{server.url}/ready", timeout=60)
+                if ready.status_code == 200 and (child := server.model_process) is not None:
                     os.kill(child, signal.SIGKILL)
                     killed += 1
 

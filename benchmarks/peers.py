@@ -164,7 +164,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         }
         for m in found
     ]
-    limited = options.processor == "as it is" or not torch.cpu._is_avx512_vnni_supported()
+    limited = options.processor == "as it is" or not torch.cpu._is_vnni_supported()
     return {
         "machine": machine(),
         "dtype": default,

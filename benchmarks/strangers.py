@@ -129,6 +129,14 @@ def endless(port: int) -> Counter[str]:
     )
 
 
+def recovers(port: int) -> Counter[str]:
+    """A plain request again and again, for five minutes at most, until it is not refused."""
+    ends, found = time.monotonic() + 300, Counter[str]()
+    while time.monotonic() < ends and not (found := post(GOOD)(port)) - Counter({"429": 1}):
+        time.sleep(1)
+    return found
+
+
 def texts(entry: bytes, size: int = 19_900_000) -> bytes:
     """A body of about so many bytes, full of this entry."""
     return b'{"query": "q", "documents": [' + b",".join([entry] * (size // (len(entry) + 1))) + b"]}"
@@ -272,7 +280,7 @@ def odd_bodies() -> Attacks:
             each(post(GOOD, head=HEAD.replace(b"application/json", kind)) for kind in kinds),
             "200 400",
         ),
-        "body: huge numbers": (each(rerank(**part, **one) for one in huge for part in parts), "200 400 422"),
+        "body: huge numbers": (each(rerank(**{**part, **one}) for one in huge for part in parts), "200 400 422"),
         "body: numbers that are none": (
             each(post(b'{"query": "q", "documents": ["x"], "threshold": %s}' % number) for number in numbers),
             "400",
@@ -314,6 +322,10 @@ def doors() -> Attacks:
         "paths: tricks to come in without a key": (each(map(asked, tricks.split())), "307 400 401 404"),
         "paths: as long as a head may be": (asked("/" + "%41" * 5000), "401 404"),
         "paths: another machine": (asked("evil.example:443", "CONNECT"), "400 401 404 405"),
+        "last: 250,000 sentences in one text, and a plain request behind it": (
+            each([rerank(documents=["Ab. " * 250_000], extract="sentences"), recovers]),
+            "200 504",
+        ),
     }
 
 

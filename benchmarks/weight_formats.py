@@ -2,9 +2,10 @@
 
     python -m benchmarks.weight_formats --model mini --data ../shared/data/dev/hotpotqa.paragraph.jsonl.gz
 
-On the CPU in float32, but for "all in bfloat16" and "documents in int8" (``dtype="int8"``). int8 and nf4 are bitsandbytes' (whose int8 rounds activations, too);
-fp8 is torchao's, with a scale for each output row. "activations too" emulates what a GPU that multiplies fp8 is given:
-each token's input of each linear map is rounded with a scale of its own; products and sums are float32.
+On the CPU in float32, but for "all in bfloat16" ("documents in int8" is ``dtype="int8"``). int8 and nf4 are
+bitsandbytes' (whose int8 rounds activations, too); fp8 is torchao's, a scale for each output row. "activations too"
+emulates what a GPU that multiplies fp8 is given: each token's input of each linear map is rounded with a scale of its
+own; products and sums are float32.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from torch import Tensor, nn
 from rsrank_rag import RSRank
 from rsrank_rag.evaluation.datasets import read_labelled
 from rsrank_rag.evaluation.evaluate import score_dataset, summarise
+from rsrank_rag.language_model.int8 import rounded
 
 LARGEST = torch.finfo(torch.float8_e4m3fn).max
 
@@ -52,10 +54,15 @@ def bfloat16_weights(ranker: RSRank) -> None:
         weight.data = weight.data.bfloat16().float()
 
 
+def documents_in_int8(ranker: RSRank) -> None:
+    """As ``dtype="int8"`` on a processor without bfloat16."""
+    ranker.backbone.for_documents = rounded(ranker.backbone.model)
+
+
 FORMS: dict[str, tuple[dict[str, Any], Any]] = {
     "bfloat16": ({}, bfloat16_weights),
     "all in bfloat16": ({"dtype": "bfloat16"}, None),
-    "documents in int8": ({"dtype": "int8"}, None),
+    "documents in int8": ({}, documents_in_int8),
     "int8": ({"load_in_8bit": True}, None),
     "nf4": ({}, nf4_weights),
     "fp8": ({"load_in_fp8": True}, None),

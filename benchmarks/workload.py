@@ -38,6 +38,7 @@ SHAPES = {
     "qwen3-4b": {"hidden_size": 2560, "intermediate_size": 9728, "num_hidden_layers": 36, "num_attention_heads": 32},
     "qwen3-8b": {"hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 36, "num_attention_heads": 32},
 }
+TOY = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 3, "num_attention_heads": 4}
 SIZES = ("mini", *SHAPES)
 WEIGHTS: dict[str, dict[str, bool]] = {
     "bf16": {},
@@ -61,7 +62,13 @@ def question(tokens: int) -> str:
 
 
 def load(
-    size: str, *, device: str | None = None, dtype: str | None = None, weights: str = "bf16", layers: int | None = None
+    size: str,
+    *,
+    device: str | None = None,
+    dtype: str | None = None,
+    weights: str = "bf16",
+    layers: int | None = None,
+    toy: bool = False,
 ) -> RSRank:
     """`mini`, or a Qwen3 of this size with random weights and a random B. It keeps no prefixes.
 
@@ -71,12 +78,16 @@ def load(
         dtype: None for bfloat16 where it is fast.
         weights: One of `WEIGHTS`.
         layers: Use only so many layers of the random model, to try things out.
+        toy: Make it tiny, for the same reason.
     """
     if size == "mini":
         return RSRank.from_pretrained("mini", device=device, dtype=dtype, prefix_cache=False, **WEIGHTS[weights])
-    shape = {**SHAPES[size], **({} if layers is None else {"num_hidden_layers": layers})}
+    shape = {**(TOY if toy else SHAPES[size]), **({} if layers is None else {"num_hidden_layers": layers})}
+    words, width, heads = (128, 16, 2) if toy else (151936, 128, 8)
     config = Qwen3Config(
-        vocab_size=151936, head_dim=128, num_key_value_heads=8, max_position_embeddings=4096, **shape, pad_token_id=0
+        **{"vocab_size": words, "head_dim": width, "num_key_value_heads": heads, **shape},
+        max_position_embeddings=4096,
+        pad_token_id=0,
     )
     options = LoadOptions(device=device, dtype=dtype, **WEIGHTS[weights])
     torch.manual_seed(0)
@@ -84,7 +95,7 @@ def load(
         with torch.device(options.resolved_device()):
             AutoModel.from_config(config, dtype=options.resolved_dtype()).save_pretrained(folder)
         tokenizer().save_pretrained(folder)
-        projection = Projection.random(range(1, config.num_hidden_layers), 8, 64, 128)
+        projection = Projection.random(range(1, config.num_hidden_layers), heads, width // 2, width)
         ranker = RSRank.from_backbone(folder, projection, template=TEMPLATE, options=options)
     return RSRank(ranker.backbone, ranker.prompts, ranker.projection, ranker.config, prefix_cache=False)
 

@@ -16,7 +16,7 @@ pytest.importorskip("fastapi")
 pytest.importorskip("uvicorn")
 
 import h11
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families
 from service import Numbers, address_of, client_of, scheduler
@@ -223,6 +223,7 @@ def counted(value):
     return max(1, len(value)) + sum(map(counted, inner))
 
 
+@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(anything, st.booleans(), st.integers(1, 7))
 def test_values_are_counted_however_a_body_is_cut_into_pieces(value, ascii_only, size):
     body = json.dumps(value, ensure_ascii=ascii_only).encode()

@@ -723,6 +723,20 @@ async def test_a_model_that_does_not_answer_is_not_ready():
         assert scheduler.readiness() is None
 
 
+async def test_what_takes_much_too_long_is_given_up_with_its_last_client(tmp_path, monkeypatch):
+    monkeypatch.setattr(scheduler_module, "OVERDUE", -1000.0)
+    (tmp_path / "flag").touch()
+    async with running(partial(Mortal, tmp_path)) as scheduler:
+        tasks = [asyncio.create_task(scheduler.score(pairs("hang"), client=name)) for name in "ab"]  # for a minute
+        await until(lambda: not (tmp_path / "flag").exists())
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        assert scores(await scheduler.score(pairs("a"))) == [1]
+        assert scheduler.stats()["restarts"] == 1
+        assert scheduler.stats()["pairs"] == 1  # it was not tried again
+
+
 async def test_the_end_does_not_wait_for_what_nobody_waits_for(tmp_path):
     (tmp_path / "flag").touch()
     async with running(partial(Mortal, tmp_path)) as scheduler:

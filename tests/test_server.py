@@ -909,7 +909,7 @@ def worker_of(service):
 def service():
     if not Path("/proc/self/task").is_dir():
         pytest.skip("needs /proc")
-    with process() as made:
+    with process("--timeout", "300") as made:  # on a loaded machine a model takes long to load
         yield made
 
 

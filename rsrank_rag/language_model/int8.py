@@ -18,8 +18,8 @@ from .fusion import layers_of
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-LARGEST_INPUT, LARGEST_WEIGHT = 127, 63
-"""Inputs have 8 bits and weights 7: processors without VNNI add two products in 16 bits, and no more fits there."""
+LARGEST = 127
+"""Of the whole numbers that inputs and weights become."""
 
 
 class RoundedLinear(nn.Module):
@@ -28,18 +28,19 @@ class RoundedLinear(nn.Module):
     def __init__(self, linear: nn.Linear) -> None:
         super().__init__()
         weight, self.bias = linear.weight.detach().float(), linear.bias
-        self.scales = (weight.abs().amax(1) / LARGEST_WEIGHT).clamp_min(1e-12)
+        self.scales = (weight.abs().amax(1) / LARGEST).clamp_min(1e-12)
         self.zeros = torch.zeros(len(weight), dtype=torch.long)
         codes = (weight / self.scales[:, None]).round().to(torch.int8)
         self.packed = torch.ops.onednn.qlinear_prepack(codes, None)
 
     def forward(self, inputs: Tensor) -> Tensor:
-        """Each token's entries become whole numbers up to `LARGEST_INPUT`; their sums are exact."""
+        """Each token's entries become whole numbers up to `LARGEST`; their sums are exact."""
         largest = torch.maximum(inputs.amax(-1, keepdim=True), inputs.amin(-1, keepdim=True).neg_()).float()
-        size = largest.div_(LARGEST_INPUT).clamp_min_(1e-12)
-        codes = (inputs / size).round_().to(torch.int8)
+        size = largest.div_(LARGEST).clamp_min_(1e-12)
+        # Without a sign, for which oneDNN has a fast way on every processor.
+        codes = (inputs / size).round_().to(torch.int8).view(torch.uint8).bitwise_xor_(128)
         sums = torch.ops.onednn.qlinear_pointwise(
-            *(codes, 1.0, 0, self.packed, self.scales, self.zeros, None, 1.0, 0, torch.float32, "none", [], "")
+            *(codes, 1.0, 128, self.packed, self.scales, self.zeros, None, 1.0, 0, torch.float32, "none", [], "")
         )
         return (sums.mul_(size) if self.bias is None else torch.addcmul(self.bias, sums, size)).to(inputs.dtype)
 
@@ -53,9 +54,13 @@ def rounded(model: PreTrainedModel) -> PreTrainedModel:
 
 @cache
 def is_fast() -> bool:
-    """Whether this processor and this torch multiply int8 matrices faster than float32 ones: x86 with AVX2."""
+    """Whether this processor and this torch multiply int8 matrices faster than float32 ones: x86 with VNNI.
+
+    With AVX2 alone, nothing is gained: see docs/benchmarks.md.
+    """
     try:
         RoundedLinear(nn.Linear(8, 8))(torch.ones(1, 8))
-    except (AttributeError, RuntimeError, TypeError):
+        has = torch.cpu.get_capabilities()
+    except (AttributeError, RuntimeError, TypeError):  # of torch for other processors, or an older one
         return False
-    return torch.backends.cpu.get_cpu_capability().startswith("AVX")
+    return bool(has.get("avx512_vnni") or has.get("avx_vnni"))

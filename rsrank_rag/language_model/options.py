@@ -93,7 +93,7 @@ class LoadOptions:
             if self.weights is None and device.type == "cpu" and is_fast():
                 return "int8"
         if asked:
-            raise InputError("dtype='int8' needs an x86 CPU with AVX2, and excludes load_in_8bit and the like.")
+            raise InputError("dtype='int8' needs an x86 CPU with VNNI, and excludes load_in_8bit and the like.")
         return str(self.resolved_dtype()).removeprefix("torch.")
 
     def resolved_dtype(self) -> torch.dtype:
@@ -139,7 +139,7 @@ class LoadSettings(BaseModel):
 
     device: Name | None = Field(default=None, description="cuda, cuda:1, mps, cpu. Default: the best one present.")
     dtype: Name | None = Field(
-        default=None, description="float32, bfloat16, float16, int8 (CPU). Default: what is fastest and good enough."
+        default=None, description="float32, bfloat16, float16, int8 (CPU). Default: the fastest that is good enough."
     )
     load_in_8bit: bool = Field(default=False, description="int8 weights (needs the 8bit extra).")
     load_in_4bit: bool = Field(default=False, description="nf4 weights (needs the 8bit extra).")

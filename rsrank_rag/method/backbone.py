@@ -116,17 +116,20 @@ class Backbone:
         """What the prefix of a document takes for each of its tokens, unpacked."""
         return 2 * (self.last_layer - self.fusion_layer) * self.num_heads * self.head_dim * self.dtype.itemsize
 
-    def prefill(self, documents: Sequence[Ids], room: int = 0, behind: Sequence[Prefix] = ()) -> Prefixes:
+    def prefill(
+        self, documents: Sequence[Ids], room: int = 0, behind: Sequence[Prefix] = (), *, exact: bool = False
+    ) -> Prefixes:
         """Run documents' prefixes and keep keys and values of the layers below ``last_layer``, whose own nobody sees.
 
         Args:
             documents: Token ids of ``instruction + document + separator``, one sequence a document.
             room: Tokens of the longest query that will be run after them.
             behind: Prefixes of an earlier run to put below them.
+            exact: Through the model itself, not through `for_documents`.
         """
         recorder, inputs = self._alone(documents, Recorder, room, behind)
         with self.ended_by(recorder):
-            (self.for_documents or self.model)(**inputs)
+            (self.model if exact else self.for_documents or self.model)(**inputs)
         return recorder.prefixes()
 
     def _alone(

@@ -36,6 +36,9 @@ OVERHEAD = 16
 MARGIN = 0.8
 """Share of a request's time that the work before it and its own may take: that is no more than an estimate."""
 
+OVERDUE = 10.0
+"""Seconds after which the model is stopped in what nobody waits for, beyond what that and a new load were to take."""
+
 COUNTED = ("pairs", "tokens", "truncated", "unscored", "failed", "cancelled", "refused", "late", "steps", "restarts")
 
 
@@ -259,6 +262,14 @@ class Scheduler:
         client.tokens = sum(item.tokens for item in client.waiting)
         self._counts["cancelled"] += before - len(client.waiting)
         self._tidy()
+        if self._in_hand_until is not None and all(item.done.done() for item in self._in_hand):
+            late = self._in_hand_until + self.model.load_seconds + OVERDUE
+            asyncio.get_running_loop().call_at(late, self._end_abandoned, self._in_hand)
+
+    def _end_abandoned(self, batch: list[_Item]) -> None:
+        """End the model's process if it is still at a batch that nobody waits for any more."""
+        if self._in_hand is batch and self._in_hand_until is not None and not self._trouble:
+            self.model.kill()
 
     def _tidy(self) -> None:
         """Forget who waits for nothing. What they have had counts for as long as others who wait have had less."""
