@@ -4,8 +4,8 @@
 
 On the CPU in float32, but for "all in bfloat16" and "documents in int8" (``dtype="int8"``). int8 and nf4 are
 bitsandbytes' (whose int8 rounds activations, too); fp8 is torchao's, with a scale for each output row. "activations
-too" emulates what a GPU that multiplies fp8 is given: each token's input of each linear map is rounded with a scale of its
-own; products and sums are float32.
+too" emulates what a GPU that multiplies fp8 is given: each token's input of each linear map is rounded with a scale of
+its own; products and sums are float32.
 """
 
 from __future__ import annotations
