@@ -4,6 +4,8 @@ Each of the six is read at a fixed commit of a repository that holds plain data 
 queries. Other sets of BEIR are read as they are on the Hub, at a commit of your choice.
 """
 
+from __future__ import annotations
+
 import random
 import re
 from collections import defaultdict
