@@ -36,10 +36,10 @@ def test_the_built_in_model_is_the_default_and_needs_no_network(mini):
     assert mini.config.backbone.name == "./backbone"
 
 
-def test_the_passage_that_answers_is_kept_and_foreign_ones_are_dropped_last(mini):
+def test_passages_that_answer_are_kept_by_a_wide_margin_and_others_dropped(mini):
     result = mini.rank(QUERY, PASSAGES)
-    assert [document.index for document in result.kept] == [0, 1, 2]  # the first one says it in so many words
-    assert result.dropped[-1].index == 3  # a train
+    assert {document.index for document in result.kept} == {0, 1, 2}  # all three speak of the dance
+    assert result.kept[-1].score - result.dropped[0].score > 2
 
 
 def test_scores_equal_plain_transformers_code(mini, monkeypatch):
@@ -111,10 +111,10 @@ def test_the_same_pair_gets_the_same_score_in_every_way(dtype, tmp_path):
     ("option", "package"),
     [("load_in_8bit", "bitsandbytes"), ("load_in_4bit", "bitsandbytes"), ("load_in_fp8", "torchao")],
 )
-def test_with_rounded_weights_the_same_passage_comes_first_in_float32_too(option, package):
+def test_with_rounded_weights_the_same_passages_are_kept_in_float32_too(option, package):
     pytest.importorskip(package)
     ranker = RSRank.from_pretrained(device="cpu", dtype="float32", prefix_cache=False, **{option: True})
-    assert ranker.rank(QUERY, PASSAGES).kept[0].index == 0
+    assert {document.index for document in ranker.rank(QUERY, PASSAGES).kept} == {0, 1, 2}
 
 
 def test_the_demo_shows_kept_and_dropped_passages_and_the_parts_of_a_score():
