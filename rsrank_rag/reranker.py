@@ -2,34 +2,28 @@
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Sequence
 from typing import Literal, TypedDict
 
 from typing_extensions import Self, Unpack
 
 from .errors import InputError, ScoringError
-from .passages.parts import WHOLE, Excerpt, Reading, ReadingOptions, TokenEnds, Window, split
+from .passages.pairs import Pair, score_in_parts, spans_of
+from .passages.parts import WHOLE, Reading, ReadingOptions
 from .passages.ranked import BLANK_SCORE, RankedDocument, RankResult, Scored, blanks_last, choose
-from .passages.spans import Span
 
 # Also what is returned: users know it from here.
-__all__ = ["BLANK_SCORE", "RankResult", "RankedDocument", "Reranker", "Scored", "blanks_last", "choose"]
-
-
-@dataclass(frozen=True, slots=True)
-class Pair:
-    """A query and a document, of which at most ``max_tokens`` are read, to be scored beside other pairs.
-
-    Only `score_in_parts` heeds its ``reading``, and only a service its ``instruction`` and ``salt``.
-    """
-
-    query: str
-    document: str
-    max_tokens: int | None = None
-    reading: Reading = WHOLE
-    instruction: str | None = None
-    salt: str = ""
+__all__ = [
+    "BLANK_SCORE",
+    "Pair",
+    "RankResult",
+    "RankedDocument",
+    "Reranker",
+    "Scored",
+    "blanks_last",
+    "choose",
+    "score_in_parts",
+]
 
 
 class Limits(TypedDict, total=False):
@@ -145,7 +139,7 @@ class Reranker(ABC):
     def parts(self, documents: Sequence[str], **options: Unpack[ReadingOptions]) -> list[str]:
         """The texts that `rank` scores for documents that are read in parts, each once: what to read ahead of time."""
         pairs = [Pair("", text, None, Reading(**options)) for text in as_list(documents)]
-        spans = [(pair.document, _spans(index, pair, self.token_ends)) for index, pair in enumerate(pairs)]
+        spans = [(pair.document, spans_of(index, pair, self.token_ends)) for index, pair in enumerate(pairs)]
         return list(dict.fromkeys(text[slice(*span)] for text, own in spans for span in own))
 
     def token_ends(self, document: str) -> tuple[Sequence[int], int]:
@@ -170,55 +164,6 @@ class ConcurrentReranker(Reranker):
     @abstractmethod
     def warm_up(self) -> None:
         """Return when calls will be answered, or raise the error that they would."""
-
-
-def score_in_parts(
-    pairs: Sequence[Pair], token_ends: TokenEnds, score: Callable[[Sequence[Pair]], list[Scored]]
-) -> list[Scored]:
-    """Score pairs as their `Reading` says, all parts of all documents at once; the best part's score is a document's.
-
-    ``token_ends`` is as `Reranker.token_ends`; ``score`` scores pairs whose documents are read whole.
-
-    Raises:
-        InputError: A document is no text, or cannot be read so.
-        ScoringError: A part could not be scored; its pair is named.
-    """
-    if all(pair.reading == WHOLE for pair in pairs):
-        return score(pairs)
-    spans = [_spans(index, pair, token_ends) for index, pair in enumerate(pairs)]
-    cut = [(pair, pair.document[slice(*span)]) for pair, own in zip(pairs, spans, strict=True) for span in own]
-    try:
-        scored = score([replace(pair, document=text, reading=WHOLE) for pair, text in cut])
-    except ScoringError as error:
-        owner = [owner for owner, own in enumerate(spans) for _ in own][error.index]
-        raise ScoringError(str(error).replace(f"Document {error.index}", f"Document {owner}", 1), owner) from error
-    found = iter(blanks_last([text for _, text in cut], scored))
-    return [_whole(pair, own, [next(found) for _ in own]) for pair, own in zip(pairs, spans, strict=True)]
-
-
-def _spans(index: int, pair: Pair, token_ends: TokenEnds) -> list[Span]:
-    """Where the parts of a document, or of as much of it as is to be read, begin and end."""
-    if not isinstance(pair.document, str):
-        raise InputError(f"Document {index} must be a string, got {type(pair.document).__name__}.")
-    ends = token_ends(pair.document)[0] if pair.max_tokens and pair.reading != WHOLE else ()
-    last = ends[pair.max_tokens - 1] if pair.max_tokens and len(ends) > pair.max_tokens else None
-    return split(pair.document[:last], pair.reading, token_ends)
-
-
-def _whole(pair: Pair, spans: Sequence[Span], found: Sequence[Scored]) -> Scored:
-    """What a document scores by its parts."""
-    if pair.reading == WHOLE or not spans:
-        return found[0] if spans else Scored(BLANK_SCORE)
-    # What is not finite counts as the best: whoever chooses has to hear of it.
-    best = max(range(len(spans)), key=lambda i: (not math.isfinite(found[i].score), found[i].score))
-    sentences = [Excerpt(*span, one.score, pair.document[slice(*span)]) for span, one in zip(spans, found, strict=True)]
-    return Scored(
-        found[best].score,
-        spans[-1][1] < len(pair.document.rstrip()) or any(one.truncated for one in found),
-        sum(one.tokens for one in found),
-        None if pair.reading.extract else Window(*spans[best], len(spans)),
-        tuple(sentences) if pair.reading.extract else (),
-    )
 
 
 def as_list(documents: Iterable[str]) -> list[str]:

@@ -13,10 +13,10 @@ from service import address_of, client_of, scheduler
 from rsrank_rag import Reranker
 from rsrank_rag.cli import app
 from rsrank_rag.errors import InputError, MissingDependencyError, RemoteError, ScoringError
-from rsrank_rag.passages.parts import Excerpt, Reading, joined
+from rsrank_rag.passages.parts import Excerpt, Reading, Window, joined
 from rsrank_rag.passages.spans import CHUNK, sentences, windows
 from rsrank_rag.remote.client import RemoteReranker
-from rsrank_rag.reranker import BLANK_SCORE, Pair, Scored, Window, score_in_parts
+from rsrank_rag.reranker import BLANK_SCORE, Pair, Scored, score_in_parts
 
 ODD = (
     "Dr. Ann lit the lamp.\r\nIt shone 3.5 km! \U0001f600 Wer war da? «Ça va?» dit-il.\n\n日本語です。これは文です。 "

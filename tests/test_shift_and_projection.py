@@ -175,7 +175,7 @@ def test_projection_is_always_fp32_and_trainable():
 
 def test_projection_knows_which_layers_it_reads():
     projection = Projection.random([2, 5], H, P, D)
-    assert [layer for layer in range(7) if projection.reads(layer)] == [2, 5]
+    assert [layer for layer in range(7) if layer in projection.layers] == [2, 5]
 
 
 @pytest.mark.parametrize("weight", [torch.ones(2, H, P), torch.ones(3, H, P, D)])

@@ -55,10 +55,6 @@ class Projection(nn.Module):
         weight = q.mT[..., :dim, :] if dim <= head_dim else q
         return cls(weight.contiguous(), layers)
 
-    def reads(self, layer: int) -> bool:
-        """Whether B has a matrix for this backbone layer."""
-        return layer in self._row
-
     def projected(self, layer: int, shift: Tensor) -> Tensor:
         """B[l, h] @ shift, (N, H, T, P), of a layer's shifts (N, H, T, D) fp32."""
         return torch.einsum("hpd,nhtd->nhtp", self.weight[self._row[layer]], shift.float())
