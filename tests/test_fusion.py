@@ -290,7 +290,7 @@ def test_an_identity_is_of_all_that_was_trained(tiny_ranker):
         Projection(weight * 2, layers),
         Projection(weight, layers, head_weight=ones),
         Projection(weight, layers, head_weight=ones * 2),
-        Projection(weight, layers, agreement=torch.ones(2)),
+        Projection(weight, layers, agreement=torch.ones(3)),
         Projection(weight, layers, agreement=torch.tensor([1.0, 2.0, 3.0])),
     ]
     rankers = [RSRank(plain.backbone, plain.prompts, other, plain.config) for other in others]
