@@ -22,14 +22,14 @@ def main() -> None:
 
     ranker = RSRank.from_pretrained()  # the built-in model "mini"
     result = ranker.rank(QUERY, passages)
-    screen.print(result_text(result))
+    screen.print(result_text(result), soft_wrap=True)
     screen.print(f"\n{len(result.kept)} of {len(passages)} passages go to the language model.")
     screen.print("Nothing was tuned: a passage is kept when its score is above zero.\n")
 
     screen.print("Why? Each score is a sum over the query's tokens (rows) and the encoder's layers (columns):\n")
     for document in (result.kept[:1], result.dropped[-1:]):
         for ranked in document:
-            screen.print(explanation_text(ranker.explain(QUERY, ranked.text)))
+            screen.print(explanation_text(ranker.explain(QUERY, ranked.text)), soft_wrap=True)
             screen.print()
     screen.print('Your own text:  .venv/bin/rsrank rank --query "..." --documents FILE')
 

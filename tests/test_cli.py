@@ -273,7 +273,7 @@ def test_limit_takes_the_first_queries(labelled, tmp_path):
         (["rank", "-q", "x", "-d", "nowhere.txt", "-m", "ARTIFACT"], 2, "could not be read"),
         (["rank", "-q", "x", "-d", "-", "-m", "ARTIFACT", "--top-n", "0"], 2, "top_n"),
         (["rank", "-q", "x", "-d", "-", "-m", "nowhere at all"], 1, "neither built in"),
-        (["rank", "-q", "x", "-d", "-", "-m", "ARTIFACT", "--dtype", "int8"], 2, "is not a dtype"),
+        (["rank", "-q", "x", "-d", "-", "-m", "ARTIFACT", "--dtype", "int7"], 2, "is not a dtype"),
         (["info", "nowhere at all"], 1, "neither built in"),
         (["evaluate", "-m", "bm25", "--data", "nowhere.jsonl"], 2, "no data file"),
         (["evaluate", "-m", "bm25", "--data", "x", "--negatives", "hard"], 2, "random, bm25, dense or dense:ENCODER"),

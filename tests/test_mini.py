@@ -121,7 +121,7 @@ def test_the_demo_shows_kept_and_dropped_passages_and_the_parts_of_a_score():
     output = subprocess.run(
         [sys.executable, ROOT / "examples" / "demo.py"], capture_output=True, text=True, check=True, encoding="utf-8"
     ).stdout
-    for expected in ("kept", "dropped", "query token", "passages go to the language model"):
+    for expected in ("kept", "dropped", "Each score is a sum over", "passages go to the language model"):
         assert expected in output
 
 

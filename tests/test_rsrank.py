@@ -526,7 +526,7 @@ def test_the_device_may_be_a_name_or_a_torch_device(tiny_folder):
         assert load_ranker(tiny_folder("llama"), "llama", device=device).backbone.device == torch.device("cpu")
 
 
-@pytest.mark.parametrize("dtype", ["int8", "fp99", "nn", torch.int8])
+@pytest.mark.parametrize("dtype", ["int7", "fp99", "nn", torch.int8])
 def test_a_dtype_that_models_cannot_have_is_refused(dtype, tiny_folder):
     with pytest.raises(InputError, match="is not a dtype"):
         load_ranker(tiny_folder("llama"), "llama", dtype=dtype)
@@ -722,9 +722,9 @@ def test_a_document_that_several_queries_share_is_read_once(ranker, monkeypatch)
     read, rows = [], []
     prefill, query_values = ranker.backbone.prefill, ranker.backbone.query_values
 
-    def counted(documents, *rest):
+    def counted(documents, *rest, **options):
         read.extend(documents)
-        return prefill(documents, *rest)
+        return prefill(documents, *rest, **options)
 
     def watched(lines, prefixes, *rest):
         rows.append((len(lines), len(prefixes)))

@@ -159,6 +159,7 @@ class Trainer:
         """Write a checkpoint; the old one stays until the new one is complete."""
         trained = {n: p.detach() for n, p in self.model.named_parameters() if n in self.mean}
         state = {"trained": trained, "mean": self.mean, "optimizer": self.optimizer.state_dict(), "step": self.step}
+        state["random"] = torch.get_rng_state()  # dropout's
         torch.save(state, path.with_suffix(".new"))
         path.with_suffix(".new").replace(path)
 
@@ -168,6 +169,7 @@ class Trainer:
         self.model.load_state_dict(state["trained"], strict=False)
         self.optimizer.load_state_dict(state["optimizer"])
         self.mean, self.step = state["mean"], state["step"]
+        torch.set_rng_state(state["random"])
 
 
 def listwise_loss(scores: Tensor, relevant: Tensor) -> Tensor:
