@@ -3,8 +3,8 @@
     python recipes/mini/measure.py --data ../shared/data/dev --model mini --output docs/mini.json
     python recipes/mini/tables.py    # writes it into the documentation
 
-The two baselines have no natural threshold: they get the best single one over all sets together, found on these very
-labels. `mini` is measured at zero.
+The two baselines have no natural threshold: they get the best single one over all sets in which each query has an
+answer, found on these very labels. `mini` is measured at zero.
 """
 
 from __future__ import annotations
@@ -51,7 +51,8 @@ def measure(data: Path, systems: dict[str, Callable[[], Reranker]], limit: int |
             name: score_dataset(reranker, tqdm(queries, desc=f"{system}, {name}")) for name, queries in sets.items()
         }
         scored = {name: [query for query in queries if any(query.relevant)] for name, queries in everything.items()}
-        tau = shared_threshold(list(scored.values())) if figures else 0.0
+        whole = [queries for name, queries in scored.items() if len(queries) == len(everything[name])]
+        tau = shared_threshold(whole) if figures else 0.0
         figures[system] = {
             "tau": tau,
             "sets": [{"dataset": name, **summarise(queries, threshold=tau)} for name, queries in scored.items()],
