@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[1]
-PAGES = ("README.md", "docs/benchmarks.md")
+PAGES = ("docs/benchmarks.md",)
 BLOCK = re.compile(r"(<!-- peers -->\n).*?(<!-- end of peers -->)", re.S)
 PROCESSORS = {"as it is": None, "AVX2 with VNNI": "vnni", "AVX2": "avx2"}
 """What `processor.c` is asked to leave."""
