@@ -1,7 +1,7 @@
 """`mini` beside what people run on a CPU instead: cross-encoders of MiniLM's shape, also through ONNX Runtime in int8.
 
     pip install -e '.[bench]'
-    python -m benchmarks.peers            # writes docs/peers.json, and its table into README.md and docs/benchmarks.md
+    python -m benchmarks.peers            # writes docs/peers.json, and its table into docs/benchmarks.md
 
 One process for each processor (as it is; limited to AVX2, and to AVX2 with VNNI, as many laptops are) and number of
 threads; within a process all systems take turns in random order, with the same texts. The peers' weights are random:
