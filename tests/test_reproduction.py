@@ -270,9 +270,8 @@ def test_the_command_prints_its_plan_and_refuses_what_is_wrong(data):
 
 def test_the_best_of_a_column_and_its_ties_are_bold_and_a_missing_set_has_no_average():
     full = {"a": [ScoredQuery([1.0, -1.0], [True, False])], "b": [ScoredQuery([1.0, 2.0], [True, False])]}
-    text = paper_tables.main_table(
-        ["a", "b"], [Measured("x", 0.0, "native", full), Measured("y", 0.0, "native", {"a": full["a"]})]
-    )
+    systems = [Measured("x", 0.0, "native", full), Measured("y", 0.0, "native", {"a": full["a"]})]
+    text = paper_tables.page("tiny", ["a", "b"], systems, None)
     f1 = text.split("**F1@τ**")[1]
     assert "| x | **100.0** | **66.7** | **83.3** |" in f1
     assert "| y | **100.0** | – | – |" in f1
@@ -285,7 +284,7 @@ def test_the_gap_table_holds_the_papers_columns():
     found = compare([Measured("x", 0.5, "given", {"a": scored})], sets, resamples=20)
     result = found.systems[0].sets["a"]
     own, best = (100 * result.metrics[name].mean for name in ("f1@query_best", "f1@best"))
-    assert f"| a | 4 | {own:.1f} | {best:.1f} |" in paper_tables.gap_tables(found)
+    assert f"| a | 4 | {own:.1f} | {best:.1f} |" in paper_tables.page("tiny", ["a"], [], found)
 
 
 def test_differences_are_those_of_the_means_and_bold_where_zero_is_outside_of_the_interval():
@@ -294,7 +293,7 @@ def test_differences_are_those_of_the_means_and_bold_where_zero_is_outside_of_th
     right = [ScoredQuery([1.0 if label else -1.0 for label in row], row) for row in labels]
     wrong = [ScoredQuery([-1.0 if label else 1.0 for label in row], row) for row in labels]
     systems = [Measured(name, 0.0, "native", {"a": rows}) for name, rows in (("x", right), ("y", wrong), ("z", wrong))]
-    text = paper_tables.difference_tables(compare(systems, sets, resamples=50))
+    text = paper_tables.page("tiny", ["a"], systems, compare(systems, sets, resamples=50))
     assert "| x | 100.0 [100.0, 100.0] |" in text
     better, same = (text.split(f"**{pair}**")[1] for pair in ("x minus y", "y minus z"))
     expected = [summarise(rows)["ndcg@5"] for rows in (right, wrong)]

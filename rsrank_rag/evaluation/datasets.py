@@ -5,7 +5,7 @@ import zlib
 from collections.abc import Iterable
 from pathlib import Path
 
-from pydantic import BaseModel, ConfigDict, StrictBool, ValidationError
+from pydantic import BaseModel, StrictBool, ValidationError
 
 from ..errors import InputError
 
@@ -15,10 +15,8 @@ def joined(text: str, title: str | None) -> str:
     return f"{title}\n{text}" if title and not text.startswith(title) else text
 
 
-class LabelledDocument(BaseModel):
+class LabelledDocument(BaseModel, frozen=True):
     """A passage and its label. Other fields of the line are ignored."""
-
-    model_config = ConfigDict(frozen=True)
 
     id: str
     text: str
@@ -30,10 +28,8 @@ class LabelledDocument(BaseModel):
         return joined(self.text, self.title if titles else None)
 
 
-class LabelledQuery(BaseModel):
+class LabelledQuery(BaseModel, frozen=True):
     """A query with its candidate documents."""
-
-    model_config = ConfigDict(frozen=True)
 
     id: str
     query: str

@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import TYPE_CHECKING, Literal, get_args
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, Field
 
 from ..errors import InputError
 from .datasets import LabelledDocument, LabelledQuery
@@ -30,10 +30,8 @@ LARGE = 1_000_000
 Kind = Literal["random", "bm25", "dense"]
 
 
-class Negatives(BaseModel):
+class Negatives(BaseModel, extra="forbid", frozen=True):
     """How a query's irrelevant documents are chosen: at random, or the best of BM25 or of a bi-encoder."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     kind: Kind = "random"
     count: int = Field(default=15, ge=0)  # documents a query; all there are where the corpus is smaller

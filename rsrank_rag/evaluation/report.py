@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import base64
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
@@ -48,7 +48,7 @@ def check_report(folder: str | Path) -> None:
     ranking_metrics([])
     scipy_stats()
     plots.load_matplotlib()
-    _template()
+    template(__package__, "report.html")
     try:
         Path(folder).mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -128,7 +128,7 @@ def page(
         chosen = worst_queries(system.sets[name].queries).items()
         worst.append((system, name, [_shown(queries[row], system, name, row, why, titles) for row, why in chosen]))
     about = {"metrics": METRICS, "names": TITLES, "sets": sets, "pictures": pictures, "worst": worst}
-    return str(_template().render(found=found, **about))
+    return str(template(__package__, "report.html").render(found=found, **about))
 
 
 def worst_queries(queries: Sequence[QueryResult], count: int = WORST) -> dict[int, str]:
@@ -166,8 +166,12 @@ def _cut(text: str) -> str:
     return text if len(text) <= TEXT_LENGTH else f"{text[: TEXT_LENGTH - 1]}…"
 
 
-def _template() -> Any:
+def template(package: str | None, name: str, **filters: Callable[..., str]) -> Any:
+    """A page of a package's ``templates/``; what is put into HTML is escaped."""
     jinja2 = required("jinja2", "The report needs jinja2.", "eval,plots")
-    loader, lines = jinja2.PackageLoader(__package__, "templates"), {"trim_blocks": True, "lstrip_blocks": True}
-    made = jinja2.Environment(loader=loader, autoescape=True, undefined=jinja2.StrictUndefined, **lines)
-    return made.get_template("report.html")
+    loader, lines = jinja2.PackageLoader(package, "templates"), {"trim_blocks": True, "lstrip_blocks": True}
+    made = jinja2.Environment(
+        loader=loader, autoescape=jinja2.select_autoescape(), undefined=jinja2.StrictUndefined, **lines
+    )
+    made.filters |= filters
+    return made.get_template(name)

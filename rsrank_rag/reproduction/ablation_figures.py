@@ -8,7 +8,7 @@ import numpy as np
 from ..evaluation.statistics import Estimate, Record, estimate_mean, paired_differences
 from .ablation_runs import AblationRow
 from .ablations import BASE
-from .paper_tables import grid, points, sure
+from .paper_tables import render
 
 METRICS = {"recall@5": "R@5", "ndcg@5": "nDCG@5", "p@5": "P@5", "f1@5": "F1@5", "f1@0": "F1@0", "f1@best": "F1@best"}
 COMPARED = ("ndcg@5", "f1@0")
@@ -30,6 +30,11 @@ class AblationFigures(Record):
     spread: dict[str, float]  # standard deviation of the seeds' means; 0 for one seed
     differences: dict[str, Estimate]  # paired, from the unchanged recipe; empty where there is none, or it is that
     tau_best: float
+
+    @property
+    def has_zero(self) -> bool:
+        """Whether a score of zero means anything: not for a yardstick that is no B."""
+        return self.group != "yardstick" or bool(self.parameters)
 
 
 class FigureFile(Record):
@@ -70,26 +75,8 @@ def ablation_tables(figures: Sequence[AblationFigures]) -> str:
 
     ± is the standard deviation over seeds; yardsticks that no zero belongs to have no F1 there.
     """
-    parts = []
-    for dataset, setup in dict.fromkeys((row.dataset, row.setup) for row in figures):
-        chosen = [row for row in figures if (row.dataset, row.setup) == (dataset, setup)]
-        lines = [[row.group, row.name, row.changes, *_cells(row), f"{row.parameters:,}"] for row in chosen]
-        changes = [f"Δ{METRICS[metric]}" for metric in COMPARED]
-        head = ["group", "ablation", "change", *METRICS.values(), *changes, "numbers in B"]
-        seeds = max(row.seeds for row in chosen)
-        about = ", ".join(filter(None, [setup, f"{chosen[0].queries} queries", f"{seeds} seeds" if seeds > 1 else ""]))
-        parts.append(f"## Ablations on {dataset} ({about})\n\n" + grid(head, lines))
-    return "\n\n".join(parts)
-
-
-def _cells(row: AblationFigures) -> list[str]:
-    without_zero = row.group == "yardstick" and not row.parameters
-    cells = []
-    for metric in METRICS:
-        text = points(row.metrics[metric].mean) + (f" ± {points(row.spread[metric])}" if row.seeds > 1 else "")
-        cells.append("" if metric == "f1@0" and without_zero else text)
-    changes = [sure(row.differences[metric]) if metric in row.differences else "" for metric in COMPARED]
-    return [*cells, changes[0], "" if without_zero else changes[1]]
+    tables = list(dict.fromkeys((row.dataset, row.setup) for row in figures))
+    return render("ablations.md", tables=tables, figures=figures, metrics=METRICS, compared=COMPARED)
 
 
 def _over_seeds(rows: Sequence[AblationRow], metric: str) -> list[float]:

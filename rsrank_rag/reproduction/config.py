@@ -7,7 +7,7 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, Field
 
 from ..adapters.systems import parse
 from ..errors import InputError
@@ -20,10 +20,8 @@ from .ablations import chosen
 SHIPPED = Path(__file__).parent / "recipes"
 ARTIFACT = "artifact"  # stands in a system's name for the artifact that is given on the command line
 
-STRICT = ConfigDict(extra="forbid", frozen=True)
 
-
-class SetPart(DataPart):
+class SetPart(DataPart, extra="forbid", frozen=True):
     """A set to measure on."""
 
     split: Split = "test"
@@ -31,8 +29,6 @@ class SetPart(DataPart):
 
 class SystemPart(LoadSettings):
     """A system by its name (`systems.KINDS`), and how to load it where that differs from the command line."""
-
-    model_config = STRICT
 
     name: str
     label: str | None = None
@@ -57,10 +53,8 @@ def _several(value: Any) -> Any:
     return [value] if isinstance(value, dict) else value
 
 
-class AblationPart(BaseModel):
+class AblationPart(BaseModel, extra="forbid", frozen=True):
     """Which ablations of which recipe (`reproduction.ablations`), and how often B is trained for each."""
-
-    model_config = STRICT
 
     recipe: str
     names: tuple[str, ...] = ("all",)
@@ -71,10 +65,8 @@ class AblationPart(BaseModel):
     evaluation: tuple[DataPart, ...] = Field(default=(), description="Empty for the recipe's evaluation sets.")
 
 
-class Reproduction(BaseModel):
+class Reproduction(BaseModel, extra="forbid", frozen=True):
     """Everything that decides which tables and figures come out."""
-
-    model_config = STRICT
 
     name: str
     seed: int = 0

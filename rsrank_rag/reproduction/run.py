@@ -68,9 +68,7 @@ def reproduce(
     if figures:
         write_text(output / "ablations.json", FigureFile(figures=tuple(figures)).model_dump_json(indent=1) + "\n")
     outcome.tables = output / "tables.md"
-    text = page(config.name, list(sets), outcome.measured, outcome.comparison) + (f"\n{tables}\n" if figures else "")
-    if outcome.failures:
-        text += "\n## What failed\n\n" + "".join(f"- {what}: {why}\n" for what, why in outcome.failures.items())
+    text = page(config.name, list(sets), outcome.measured, outcome.comparison, tables, outcome.failures)
     write_text(outcome.tables, text)
     return outcome
 

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, Field
 from torch import Tensor
 from torch.nn.functional import softplus
 
@@ -33,10 +33,8 @@ SPREAD = {"weight": 0.3, "head_weight": 0.3, "agreement": 1.0}
 HOLD_OUT_FROM = 500  # from so many queries on, two tenths are left out of training instead of each fold in turn
 
 
-class DomainOptions(BaseModel):
+class DomainOptions(BaseModel, extra="forbid", frozen=True):
     """How weights near those of a base are found."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     strengths: tuple[float, ...] = Field(
         default=(10.0, 3.0, 1.0), min_length=1, description="Besides the base as it is."

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, Field
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
@@ -31,10 +31,8 @@ TERMS = ("calibration", "margin", "orthogonality", "alignment", "frobenius")
 CHECKPOINT = "checkpoint.pt"
 
 
-class FitOptions(BaseModel):
+class FitOptions(BaseModel, extra="forbid", frozen=True):
     """How B is trained. The defaults are the paper's (Appendix B.4), where it says; a weight of 0 removes a term."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     projection_dim: int = Field(default=64, gt=0, description="P.")
     margin: float = Field(default=0.5, description="m.")

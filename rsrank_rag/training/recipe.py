@@ -11,7 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar, get_args
 
-from pydantic import AliasChoices, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic import AliasChoices, BaseModel, BeforeValidator, Field, ValidationError, model_validator
 
 from ..artifact import hub
 from ..artifact.config import INSIDE
@@ -34,13 +34,10 @@ Method = Literal["gradient", "oracle", "separation", "combined"]
 
 Model = TypeVar("Model", bound=BaseModel)
 SHIPPED = Path(__file__).parent / "recipes"
-_STRICT = ConfigDict(extra="forbid", frozen=True)
 
 
-class ModelPart(LoadSettings):
+class ModelPart(LoadSettings, extra="forbid", frozen=True):
     """The language model, and how to load it."""
-
-    model_config = _STRICT
 
     name: str
     revision: str | None = None
@@ -59,10 +56,8 @@ class ModelPart(LoadSettings):
         return self.load_options(weights=self.weights)
 
 
-class DataPart(BaseModel):
+class DataPart(BaseModel, extra="forbid", frozen=True):
     """Labelled queries: a JSON-lines file, or a set by name from the Hub."""
-
-    model_config = _STRICT
 
     file: str | None = None
     dataset: str | None = Field(
@@ -128,10 +123,8 @@ def parse_layers(value: Any) -> Any:
     return tuple(layers)
 
 
-class FeaturePart(BaseModel):
+class FeaturePart(BaseModel, extra="forbid", frozen=True):
     """What is read of the language model."""
-
-    model_config = _STRICT
 
     layers: Annotated[tuple[int, ...] | None, BeforeValidator(parse_layers)] = Field(
         default=None, description="Such as '1-24' or [1, 2, 3]; None for all but layer 0. Later ones are not loaded."
@@ -151,10 +144,8 @@ class FeaturePart(BaseModel):
         return self
 
 
-class Recipe(BaseModel):
+class Recipe(BaseModel, extra="forbid", frozen=True):
     """Everything that decides which artifact comes out."""
-
-    model_config = _STRICT
 
     name: str
     base: str | None = Field(

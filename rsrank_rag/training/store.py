@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Literal, Protocol
 
 import torch
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, Field
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
@@ -30,10 +30,8 @@ from ..partial_files import is_running, partial_of, write_text
 STORE = "store.json"
 
 
-class FeatureSpec(BaseModel):
+class FeatureSpec(BaseModel, extra="forbid", frozen=True):
     """What the numbers of a store mean. A store that was begun under one is never continued under another."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     format_version: Literal[2] = 2
     backbone: BackboneSpec

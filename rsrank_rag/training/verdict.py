@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel
 
 from ..evaluation.metrics import ScoredQuery, ranking_by_query, selection
 from ..evaluation.statistics import Estimate, estimate_mean, paired_differences
@@ -16,13 +16,11 @@ DECIDING = ("ndcg@5", "f1")
 """What training must not lower, and should raise one of: the order of documents, and which of them are kept."""
 
 
-class Verdict(BaseModel):
+class Verdict(BaseModel, extra="forbid", frozen=True):
     """Base and trained weights on so many held-out queries: ``ndcg@5``; ``precision``, ``recall``, ``f1`` of the kept.
 
     Worse if the interval of a difference of one of `DECIDING` lies below zero, else better if one lies above.
     """
-
-    model_config = ConfigDict(frozen=True, extra="forbid")
 
     queries: int
     base: dict[str, Estimate]
