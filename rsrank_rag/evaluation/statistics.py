@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-from pydantic import BaseModel
+from pydantic import BaseModel, ConfigDict
 
 from ..errors import required
 
@@ -15,8 +15,10 @@ RESAMPLES = 2000  # bootstrap samples
 _AT_ONCE = 1_000_000  # numbers drawn at a time, so that memory does not grow with the number of queries
 
 
-class Record(BaseModel, extra="forbid", frozen=True, allow_inf_nan=False):
+class Record(BaseModel):
     """Figures that are written as JSON and read back."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
 
 class Estimate(Record):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import fields, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -13,8 +12,7 @@ from ..adapters.systems import parse
 from ..errors import InputError
 from ..evaluation.hub_datasets import Split
 from ..evaluation.negatives import Negatives
-from ..language_model.options import LoadOptions, LoadSettings, Weights
-from ..training.recipe import DataPart, read_toml, validated
+from ..training.recipe import DataPart, LoadedPart, read_toml, validated
 from .ablations import chosen
 
 SHIPPED = Path(__file__).parent / "recipes"
@@ -27,25 +25,16 @@ class SetPart(DataPart, extra="forbid", frozen=True):
     split: Split = "test"
 
 
-class SystemPart(LoadSettings):
+class SystemPart(LoadedPart):
     """A system by its name (`systems.KINDS`), and how to load it where that differs from the command line."""
 
-    name: str
     label: str | None = None
-    revision: str | None = None
     threshold: float | None = Field(default=None, description="None for its native one, else the best over all sets.")
-    weights: Weights | None = Field(default=None, description="The same as load_in_8bit = true and the like.")
 
     @property
     def title(self) -> str:
         """What the tables call it."""
         return self.label or self.name
-
-    def options(self, given: LoadOptions) -> LoadOptions:
-        """How to load it: what is set here, and the rest as given."""
-        own = self.load_options(weights=self.weights)
-        changed = {part.name: value for part in fields(own) if (value := getattr(own, part.name))}
-        return replace(given, **changed)
 
 
 def _several(value: Any) -> Any:

@@ -31,6 +31,7 @@ def page(
         for system in measured
     }
     ranked = {}
+    rows: dict[str, list[Any]]
     for metric, title in METRICS.items():
         rows = {name: [by_set.get(label, {}).get(metric) for label in sets] for name, by_set in records.items()}
         ranked[title] = _bold({name: [*row, None if None in row else mean(row)] for name, row in rows.items()})
@@ -40,8 +41,12 @@ def page(
 
 def render(name: str, /, **about: Any) -> str:
     """A page of ``templates/``, where names stand in tables and numbers become words."""
-    words = {"cell": lambda name: name.replace("|", r"\|"), "points": points, "interval": interval, "sure": sure}
-    return str(template(__package__, name, **words).render(about))
+    return str(template(__package__, name, cell=cell, points=points, interval=interval, sure=sure).render(about))
+
+
+def cell(name: str) -> str:
+    """A name in a table."""
+    return name.replace("|", r"\|")
 
 
 def sure(estimate: Estimate) -> str:
@@ -66,9 +71,9 @@ def _bold(rows: Mapping[str, Sequence[float | None]]) -> dict[str, list[str]]:
     columns = zip(*rows.values(), strict=True)
     best = [max((value for value in column if value is not None), default=0.0) for column in columns]
 
-    def cell(value: float | None, top: float) -> str:
+    def shown(value: float | None, top: float) -> str:
         if value is None:
             return "–"
         return f"**{points(value)}**" if value >= top - TIE - 1e-9 else points(value)
 
-    return {name: list(map(cell, values, best)) for name, values in rows.items()}
+    return {name: list(map(shown, values, best)) for name, values in rows.items()}

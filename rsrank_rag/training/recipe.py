@@ -8,10 +8,11 @@ import re
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar, get_args
 
-from pydantic import AliasChoices, BaseModel, BeforeValidator, Field, ValidationError, model_validator
+from pydantic import AliasChoices, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
 from ..artifact import hub
 from ..artifact.config import INSIDE
@@ -36,12 +37,26 @@ Model = TypeVar("Model", bound=BaseModel)
 SHIPPED = Path(__file__).parent / "recipes"
 
 
-class ModelPart(LoadSettings, extra="forbid", frozen=True):
-    """The language model, and how to load it."""
+class LoadedPart(LoadSettings):
+    """A model by its name, and how to load it."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
 
     name: str
     revision: str | None = None
     weights: Weights | None = Field(default=None, description="The same as load_in_8bit = true and the like.")
+
+    def options(self, given: LoadOptions | None = None) -> LoadOptions:
+        """How to load it: what is set here, and the rest as given."""
+        own = self.load_options(weights=self.weights)
+        return replace(
+            given or LoadOptions(), **{part.name: value for part in fields(own) if (value := getattr(own, part.name))}
+        )
+
+
+class ModelPart(LoadedPart):
+    """The language model, and how to load it."""
+
     max_length: int | None = Field(default=None, gt=0)
     fusion_layer: int = Field(default=0, ge=0, description="The first layer in which queries see documents.")
 
@@ -50,10 +65,6 @@ class ModelPart(LoadSettings, extra="forbid", frozen=True):
         """Folder or Hub id; an artifact that holds its language model stands for that."""
         folder = hub.BUILTIN / self.name if self.name in hub.builtin_names() else Path(self.name)
         return str(folder / INSIDE) if (folder / hub.PROJECTION).is_file() else self.name
-
-    def options(self) -> LoadOptions:
-        """For `load_model`."""
-        return self.load_options(weights=self.weights)
 
 
 class DataPart(BaseModel, extra="forbid", frozen=True):

@@ -3,10 +3,8 @@
 from collections.abc import Sequence
 from typing import Literal
 
-from pydantic import BaseModel
-
 from ..evaluation.metrics import ScoredQuery, ranking_by_query, selection
-from ..evaluation.statistics import Estimate, estimate_mean, paired_differences
+from ..evaluation.statistics import Estimate, Record, estimate_mean, paired_differences
 
 Outcome = Literal["better", "no difference that can be told", "worse: the base is kept", "worse: taken all the same"]
 
@@ -16,7 +14,7 @@ DECIDING = ("ndcg@5", "f1")
 """What training must not lower, and should raise one of: the order of documents, and which of them are kept."""
 
 
-class Verdict(BaseModel, extra="forbid", frozen=True):
+class Verdict(Record):
     """Base and trained weights on so many held-out queries: ``ndcg@5``; ``precision``, ``recall``, ``f1`` of the kept.
 
     Worse if the interval of a difference of one of `DECIDING` lies below zero, else better if one lies above.
