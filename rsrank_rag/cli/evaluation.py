@@ -1,11 +1,9 @@
 """The ``rsrank`` commands that measure: evaluate, and reproduce for the paper's tables and figures."""
 
-from __future__ import annotations
-
 import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 from rich.progress import track
@@ -13,12 +11,10 @@ from typer import Option
 
 from ..adapters.systems import forms
 from ..errors import InputError
+from ..evaluation.datasets import LabelledQuery
 from ..language_model.options import LoadOptions
 from .options import AsJson, Revision, command, problems, screen
 from .tables import cell, evaluation_tables
-
-if TYPE_CHECKING:
-    from ..evaluation.datasets import LabelledQuery
 
 app = typer.Typer()
 

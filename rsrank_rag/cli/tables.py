@@ -9,11 +9,11 @@ from rich.table import Table
 from rich.text import Text
 
 from .. import __version__
+from ..passages.explanation import Explanation
+from ..reranker import RankResult
 
 if TYPE_CHECKING:
     from ..artifact.config import RSRankConfig
-    from ..passages.explanation import Explanation
-    from ..reranker import RankResult
 
 
 def result_text(result: RankResult) -> Text:

@@ -4,8 +4,6 @@ Each of the six is read at a fixed commit of a repository that holds plain data 
 queries. Other sets of BEIR are read as they are on the Hub, at a commit of your choice.
 """
 
-from __future__ import annotations
-
 import random
 import re
 from collections import defaultdict
@@ -13,15 +11,13 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from ..errors import InputError, required
 from ..language_model.hub_errors import HUB_ERRORS
+from ..language_model.options import LoadOptions
 from .datasets import LabelledDocument, LabelledQuery, read_sets
 from .negatives import Negatives, choose, replace_negatives
-
-if TYPE_CHECKING:
-    from ..language_model.options import LoadOptions
 
 Split = Literal["test", "train", "validation"]
 Granularity = Literal["sentence", "paragraph"]

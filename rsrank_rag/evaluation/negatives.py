@@ -4,23 +4,20 @@ Hard ones are what a first stage, BM25 or a bi-encoder, ranks highest in the cor
 Some may be relevant all the same: labels of large corpora are never complete.
 """
 
-from __future__ import annotations
-
 import logging
 import random
 from collections.abc import Callable, Collection, Iterable, Sequence
-from typing import TYPE_CHECKING, Literal, get_args
+from typing import Literal, get_args
 
 import numpy as np
 from pydantic import BaseModel, Field
+from typing_extensions import Self
 
 from ..errors import InputError
+from ..language_model.options import LoadOptions
 from .datasets import LabelledDocument, LabelledQuery
 from .systems.bm25 import BM25
 from .systems.sentence_transformers import BiEncoder
-
-if TYPE_CHECKING:
-    from ..language_model.options import LoadOptions
 
 logger = logging.getLogger(__name__)
 
@@ -39,7 +36,7 @@ class Negatives(BaseModel, extra="forbid", frozen=True):
     corpus: int | None = Field(default=None, gt=0)  # draw from so many documents of it, at random; None for all
 
     @classmethod
-    def parse(cls, text: str) -> Negatives:
+    def parse(cls, text: str) -> Self:
         """As on the command line: ``random``, ``bm25``, ``dense`` or ``dense:ENCODER``; else InputError.
 
         >>> Negatives.parse("dense:BAAI/bge-m3").encoder

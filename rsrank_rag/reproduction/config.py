@@ -1,12 +1,11 @@
 """What ``rsrank reproduce`` measures: sets, systems, tables, figures and ablations, as one TOML file."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
 from pydantic import BaseModel, BeforeValidator, Field
+from typing_extensions import Self
 
 from ..adapters.systems import parse
 from ..errors import InputError
@@ -75,7 +74,7 @@ class Reproduction(BaseModel, extra="forbid", frozen=True):
         systems: Sequence[str] = (),
         negatives: str | None = None,
         queries: int | None = None,
-    ) -> Reproduction:
+    ) -> Self:
         """Read a configuration.
 
         `source`: name of one that ships with the package, or a TOML file. `data`: labelled files, or folders of them,
@@ -98,7 +97,7 @@ class Reproduction(BaseModel, extra="forbid", frozen=True):
         raw["systems"] = [*raw.get("systems", ()), *({"name": name} for name in systems)]
         return validated(cls, raw, source, "configuration")._checked(source)
 
-    def _checked(self, source: str) -> Reproduction:
+    def _checked(self, source: str) -> Self:
         """With the artifact's name in place; InputError for what no run could use."""
         if not self.systems and not self.ablations:
             raise InputError(f"{source} names neither systems nor ablations. Add [[systems]] or [[ablations]].")

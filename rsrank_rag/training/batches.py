@@ -4,8 +4,6 @@ Axes: L layers, H heads, P projection dimension, D head dimension, Q queries of 
 documents of a batch), N documents of a query.
 """
 
-from __future__ import annotations
-
 import random
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
@@ -15,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from typing_extensions import Self
 
 from ..errors import TrainingError
 from ..evaluation.metrics import ScoredQuery
@@ -42,7 +41,7 @@ class Batch:
     oracles: int
 
     @classmethod
-    def of(cls, queries: Sequence[QueryFeatures]) -> Batch:
+    def of(cls, queries: Sequence[QueryFeatures]) -> Self:
         """Join queries."""
         width, oracles = max(len(query.relevant) for query in queries), 0
         slots, shares = [], []
@@ -69,7 +68,7 @@ class Batch:
             oracles,
         )
 
-    def to(self, device: torch.device) -> Batch:
+    def to(self, device: torch.device) -> Self:
         """On a device. Copies from host memory go through page-locked memory and are not waited for."""
 
         def moved(part: Tensor) -> Tensor:

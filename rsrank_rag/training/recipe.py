@@ -1,7 +1,5 @@
 """A recipe: everything that decides which artifact comes out, as validated settings in one TOML file."""
 
-from __future__ import annotations
-
 import json
 import random
 import re
@@ -13,6 +11,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar, get_args
 
 from pydantic import AliasChoices, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from typing_extensions import Self
 
 from ..artifact import hub
 from ..artifact.config import INSIDE
@@ -86,7 +85,7 @@ class DataPart(BaseModel, extra="forbid", frozen=True):
     revision: str | None = None
 
     @model_validator(mode="after")
-    def _one_source(self) -> DataPart:
+    def _one_source(self) -> Self:
         if (self.file is None) == (self.dataset is None):
             raise ValueError("give either file or dataset (by its name)")
         return self
@@ -147,7 +146,7 @@ class FeaturePart(BaseModel, extra="forbid", frozen=True):
     token_budget: int | None = Field(default=None, gt=0)
 
     @model_validator(mode="after")
-    def _ascending(self) -> FeaturePart:
+    def _ascending(self) -> Self:
         if self.layers is not None and (not self.layers or sorted(set(self.layers)) != list(self.layers)):
             raise ValueError("layers must ascend without repeats")
         if self.layers is not None and self.layers[0] < 1:
@@ -180,7 +179,7 @@ class Recipe(BaseModel, extra="forbid", frozen=True):
     @classmethod
     def load(
         cls, source: str, overrides: Sequence[str] = (), data: Sequence[str | Path] = (), base: str | None = None
-    ) -> Recipe:
+    ) -> Self:
         """Read a recipe: the name of one that ships with the package, or a TOML file.
 
         `overrides`: ``key=value`` in TOML, such as ``fit.epochs=10``. `data`: labelled files to train on, and `base`:

@@ -3,8 +3,6 @@
 Every step leaves its result in the output folder and is not repeated when the same recipe is run again.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import math
@@ -138,7 +136,7 @@ class TrainingRun:
         return store
 
     @cached_property
-    def _bar(self) -> Callable[..., tqdm[Any]]:
+    def _bar(self) -> "Callable[..., tqdm[Any]]":
         return partial(tqdm, disable=not self.progress)
 
     @cached_property

@@ -4,8 +4,6 @@ A store is a folder: ``store.json`` says what was read, of which model and from 
 so on hold a query each. A file appears only when it is complete, so a run that was killed goes on where it stopped.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import os
@@ -20,6 +18,7 @@ from pydantic import BaseModel, Field
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
+from typing_extensions import Self
 
 from ..artifact.config import BackboneSpec
 from ..artifact.identity import TOLERANCE, relative_difference
@@ -85,7 +84,7 @@ class FeatureStore:
             raise TrainingError(f"{self.folder / STORE} is damaged, or of another release: {error}") from None
 
     @classmethod
-    def create(cls, folder: Path, spec: FeatureSpec, size: int) -> FeatureStore:
+    def create(cls, folder: Path, spec: FeatureSpec, size: int) -> Self:
         """Begin a store of so many bytes, or go on with one that was begun in just the same way.
 
         Raises TrainingError: there is a store of something else, or the disk is too small.

@@ -5,24 +5,19 @@ The score is the probability of the positive answer among the two, so 0.5 is the
 Axes: N prompts, T tokens.
 """
 
-from __future__ import annotations
-
 import math
 from abc import abstractmethod
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from ...errors import BackboneError, InputError, ScoringError
 from ...method.batching import Ids
 from ...method.template import clean
 from ...reranker import Scored, as_list
 from .batched import Batched
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 
 class AnswerHead(nn.Linear):

@@ -1,21 +1,17 @@
 """What systems share that run a language model over prompts."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
+from transformers import PreTrainedModel
 
 from ...errors import InputError, ScoringError
 from ...method.batching import Batches, DoesNotFitError, Ids, token_budget_for
 from ...method.template import clean, private_copy
 from ...reranker import Reranker
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
 
 
 class Batched(Reranker):

@@ -11,21 +11,19 @@ Verified against that source, line by line and on tiny random models; not on the
 Axes: N texts, T tokens, S special tokens that are read, E embedding size.
 """
 
-from __future__ import annotations
-
 import json
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from pickle import UnpicklingError
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import yaml
 from huggingface_hub import snapshot_download
 from torch import Tensor, nn
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, PreTrainedModel
 
 from ...artifact.hub import is_folder
 from ...errors import BackboneError, InputError, required
@@ -34,9 +32,6 @@ from ...language_model.options import LoadOptions
 from ...method.batching import Ids
 from ...reranker import Scored, as_list
 from .batched import Batched
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
 
 FILES = ["*.json", "*.jinja", "*.txt", "*.yml", "reconstruction_mlp", "alignment_mlp", "encoder/*"]
 """What is needed of a repository: all but the decoder's adapter."""

@@ -1,16 +1,12 @@
 """Bi-encoders and cross-encoders of sentence-transformers behind the same contract."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from ...errors import BackboneError, InputError, required
+from ...language_model.options import LoadOptions
 from ...reranker import Reranker
-
-if TYPE_CHECKING:
-    from ...language_model.options import LoadOptions
 
 _ALLOW = "options=LoadOptions(trust_remote_code=True), --trust-remote-code on the command line"
 
@@ -84,7 +80,6 @@ def _load(kind: str, name: str | Path, revision: str | None, options: LoadOption
     sentence_transformers = required("sentence_transformers", what, "eval")
     from ...language_model.loading import LOAD_ERRORS
     from ...language_model.log_filters import without_progress_bars
-    from ...language_model.options import LoadOptions
 
     options = options or LoadOptions()
     if options.weights is not None:
