@@ -27,7 +27,7 @@ from rsrank_rag.training.batches import scored
 from rsrank_rag.training.domain import DomainOptions, train_near
 from rsrank_rag.training.recipe import Recipe
 from rsrank_rag.training.run import TrainingRun
-from rsrank_rag.training.store import FeatureSource, Subset
+from rsrank_rag.training.store import FeatureSource, subset
 from rsrank_rag.training.tune import Goal, find_threshold
 from rsrank_rag.training.verdict import Verdict, judge
 
@@ -50,7 +50,7 @@ def draw(count: int, size: int, seed: int) -> tuple[list[int], list[int]]:
 
 def measure(features: FeatureSource, base: Projection, numbers: tuple[list[int], list[int]]) -> dict[str, Any]:
     """Verdicts on the other queries: of training, what the training itself said, and of a tuned threshold."""
-    own, others = (Subset(features, part) for part in numbers)
+    own, others = (subset(features, part) for part in numbers)
     trained = train_near(own, base, DomainOptions())
     before, after = scored(others, base), scored(others, trained.projection)
     threshold, interval = find_threshold(scored(own, base), Goal())

@@ -28,7 +28,7 @@ from rsrank_rag.method.template import Template, TokenisedDocument, TokenisedQue
 from rsrank_rag.training.features import FeatureExtractor, plan_features, spec_for
 from rsrank_rag.training.fit import FitOptions, fit
 from rsrank_rag.training.recipe import FeaturePart
-from rsrank_rag.training.store import FeatureStore, Subset, resident
+from rsrank_rag.training.store import FeatureStore, resident, subset
 
 DOCUMENT_TOKENS, QUERY_TOKENS = 184, 20
 
@@ -155,7 +155,7 @@ def main() -> None:
         )
         for name, source in (("streamed", store), ("resident", resident(store, device))):
             started = time.perf_counter()
-            train, validation = Subset(source, range(held, chosen.queries)), Subset(source, range(held))
+            train, validation = subset(source, range(held, chosen.queries)), subset(source, range(held))
             fit(train, validation, layers, settings, device=device)
             figures[f"fit_s_per_epoch_{name}"] = (time.perf_counter() - started) / chosen.epochs
         if device.type == "cuda":

@@ -37,7 +37,7 @@ from rsrank_rag.training.losses import (
 )
 from rsrank_rag.training.recipe import FeaturePart, Recipe, shipped
 from rsrank_rag.training.run import TrainingRun
-from rsrank_rag.training.store import FeatureStore, QueryFeatures, Subset, resident
+from rsrank_rag.training.store import FeatureStore, QueryFeatures, resident, subset
 
 
 def labelled(count=6, documents=DOCUMENTS):
@@ -414,7 +414,7 @@ def test_training_through_a_store_equals_training_in_memory(extractor, store_of)
     options = FitOptions(projection_dim=4, epochs=3, batch_queries=2)
     layers = range(1, LAYERS)
     results = [
-        fit(Subset(source, range(4)), Subset(source, [4, 5]), layers, options, device="cpu")
+        fit(subset(source, range(4)), subset(source, [4, 5]), layers, options, device="cpu")
         for source in (store, resident(store, "cpu"), memory)
     ]
     for other in results[1:]:

@@ -45,14 +45,12 @@ def dataset_name(path: str | Path) -> str:
     return Path(path).name.removesuffix(".gz").removesuffix(".jsonl")
 
 
-def read_sets(paths: Iterable[str | Path], *, limit: int | None = None) -> dict[str, list[LabelledQuery]]:
-    """The first `limit` queries of each file by its name, or path where files share a name; each is read once."""
+def read_sets(paths: Iterable[str | Path]) -> dict[str, list[LabelledQuery]]:
+    """The queries of each file by its name, or path where files share a name; each is read once."""
     files = list(dict.fromkeys(map(Path, paths)))
     names = [dataset_name(path) for path in files]
-    return {
-        name if names.count(name) == 1 else str(path): read_labelled(path)[:limit]
-        for name, path in zip(names, files, strict=True)
-    }
+    keys = [name if names.count(name) == 1 else str(path) for name, path in zip(names, files, strict=True)]
+    return dict(zip(keys, map(read_labelled, files), strict=True))
 
 
 def read_labelled(path: str | Path) -> list[LabelledQuery]:

@@ -26,13 +26,18 @@ _Draw = Callable[[Iterable[str]], list[str]]
 
 @dataclass(frozen=True)
 class _Source:
-    """Where a set lies on the Hub, how its rows are laid out, and what it calls the three splits."""
+    """Where a set lies on the Hub, and how its rows are laid out."""
 
     layout: Literal["hotpotqa", "musique", "beir"]
     repository: str
     config: str | None
-    splits: Mapping[str, str]
     revision: str | None
+
+    @property
+    def splits(self) -> Mapping[str, str]:
+        """What it calls the three splits. The labels of the multi-hop sets' own test split are hidden."""
+        found = {"train": "train", "validation": "validation", "test": "validation"}
+        return {**found, "validation": "dev", "test": "test"} if self.layout == "beir" else found
 
     def table(self, config: str | None, split: str) -> Any:
         """A `datasets.Dataset`: Arrow files, mapped into memory."""
@@ -48,20 +53,14 @@ class _Source:
             ) from error
 
 
-_OPEN = {"train": "train", "validation": "dev", "test": "test"}
-_HIDDEN = {"train": "train", "validation": "validation", "test": "validation"}
 _BEIR_TABLES = (("queries", "queries"), ("corpus", "corpus"))
 _SOURCES: Mapping[str, _Source] = {
-    "2wiki": _Source(
-        "hotpotqa", "framolfese/2WikiMultihopQA", None, _HIDDEN, "fe713bfbd1afbca1a65246741a75890405d56a3a"
-    ),
-    "hotpotqa": _Source(
-        "hotpotqa", "hotpotqa/hotpot_qa", "distractor", _HIDDEN, "1908d6afbbead072334abe2965f91bd2709910ab"
-    ),
-    "musique": _Source("musique", "dgslibisey/MuSiQue", None, _HIDDEN, "c8f4f8c9465fb69d31a8eae894c3fd509c4ca321"),
-    "fiqa": _Source("beir", "mteb/fiqa", "default", _OPEN, "27a168819829fe9bcd655c2df245fb19452e8e06"),
-    "nfcorpus": _Source("beir", "mteb/nfcorpus", "default", _OPEN, "ec0fa4fe99da2ff19ca1214b7966684033a58814"),
-    "fever": _Source("beir", "mteb/fever", "default", _OPEN, "bea83ef9e8fb933d90a2f1d5515737465d613e12"),
+    "2wiki": _Source("hotpotqa", "framolfese/2WikiMultihopQA", None, "fe713bfbd1afbca1a65246741a75890405d56a3a"),
+    "hotpotqa": _Source("hotpotqa", "hotpotqa/hotpot_qa", "distractor", "1908d6afbbead072334abe2965f91bd2709910ab"),
+    "musique": _Source("musique", "dgslibisey/MuSiQue", None, "c8f4f8c9465fb69d31a8eae894c3fd509c4ca321"),
+    "fiqa": _Source("beir", "mteb/fiqa", "default", "27a168819829fe9bcd655c2df245fb19452e8e06"),
+    "nfcorpus": _Source("beir", "mteb/nfcorpus", "default", "ec0fa4fe99da2ff19ca1214b7966684033a58814"),
+    "fever": _Source("beir", "mteb/fever", "default", "bea83ef9e8fb933d90a2f1d5515737465d613e12"),
 }
 
 NAMES: tuple[str, ...] = tuple(_SOURCES)  # the sets that `load_named` knows, besides those of BEIR
@@ -89,12 +88,11 @@ def load_sets(
     """
     given = dict.fromkeys(map(str, places))
     named = [place for place in given if is_name(place)]
-    found = read_sets((p for p in given if p not in named), limit=limit if negatives is None else None)
-    if negatives is not None:  # before the cut: the corpus is the whole file's
-        found = {
-            name: replace_negatives(queries, negatives, titles=titles, options=options)[:limit]
-            for name, queries in found.items()
-        }
+    found = read_sets(place for place in given if place not in named)
+    for name, queries in found.items():
+        if negatives is not None:  # before the cut: the corpus is the whole file's
+            queries = replace_negatives(queries, negatives, titles=titles, options=options)
+        found[name] = queries[:limit]
     for name in named:
         found[name] = load_named(name, queries=limit, negatives=negatives or Negatives(), options=options)
     return found
@@ -113,7 +111,7 @@ def _source(name: str) -> _Source:
         raise InputError(f"There is no set {name!r}. Choose one of: {', '.join(NAMES)}; or beir:NAME, as beir:scifact.")
     repository = f"mteb/{match[1]}"
     pinned = [source for source in _SOURCES.values() if source.repository == repository]
-    return pinned[0] if pinned else _Source("beir", repository, "default", _OPEN, None)
+    return pinned[0] if pinned else _Source("beir", repository, "default", None)
 
 
 def load_named(

@@ -24,8 +24,6 @@ from ..method.template import PromptTokenizer, TokenisedQuery
 from .recipe import FeaturePart
 from .store import FeatureSpec, QueryFeatures
 
-STORE_DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16}
-
 
 @dataclass(frozen=True)
 class Plan:
@@ -109,7 +107,7 @@ def plan_features(
         rows += len(texts) * len(kept_tokens(asked.length, options.max_tokens))
         tokens += sum(len(ids) + len(asked.ids) for ids in texts)
     documents = sum(len(query.documents) for query in queries)
-    return Plan(len(queries), documents, tokens, rows, rows * numbers * STORE_DTYPES[options.dtype].itemsize)
+    return Plan(len(queries), documents, tokens, rows, rows * numbers * getattr(torch, options.dtype).itemsize)
 
 
 class FeatureExtractor:
@@ -126,7 +124,7 @@ class FeatureExtractor:
             RSRankError: As `tokenise`; a shift is not finite in the store's dtype; a document does not fit into memory.
         """
         asked, texts = tokenise(query, self.reader.prompts, titles=self.options.titles)
-        positions, dtype = kept_tokens(asked.length, self.options.max_tokens), STORE_DTYPES[self.options.dtype]
+        positions, dtype = kept_tokens(asked.length, self.options.max_tokens), getattr(torch, self.options.dtype)
         bare = len(self.reader.prompts.null_prefix)  # a document without tokens shifts nothing
         wanted = {ids: [i for i, other in enumerate(texts) if other == ids] for ids in texts if len(ids) > bare}
         found: dict[int, Tensor] = {}  # layer -> (H, M, T, D)

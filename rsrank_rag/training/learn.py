@@ -12,7 +12,7 @@ from .batches import scored
 from .closed_form import closed_form
 from .fit import Epoch, FitOptions, fit
 from .recipe import Recipe
-from .store import FeatureSource, Subset
+from .store import FeatureSource, subset
 
 
 @dataclass
@@ -34,7 +34,7 @@ class Learner:
         on_epoch: Callable[[Epoch], object] = lambda epoch: None,
     ) -> tuple[Projection, tuple[Epoch, ...]]:
         """B from the queries of these numbers, a random one from none; and the epochs, if there were any."""
-        options, source, held = options or self.recipe.fit, *(Subset(self.features, x) for x in (train, self.held))
+        options, source, held = options or self.recipe.fit, *(subset(self.features, x) for x in (train, self.held))
         if not train:
             _, heads, _, width = self.features[0].shifts.shape
             return Projection.random(self.layers, heads, options.projection_dim, width, seed=options.seed), ()
@@ -46,7 +46,7 @@ class Learner:
 
     def scored(self, projection: Projection) -> list[ScoredQuery]:
         """The validation queries' scores."""
-        return scored(Subset(self.features, self.held), projection, device=self.recipe.model.device)
+        return scored(subset(self.features, self.held), projection, device=self.recipe.model.device)
 
     def sample(self, train: Sequence[int], size: int, seed: int) -> tuple[list[int], FitOptions]:
         """Some training queries, drawn at random, and how B learns from them: so many epochs, nothing is chosen."""

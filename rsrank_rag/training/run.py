@@ -85,16 +85,13 @@ class TrainingRun:
         if not recipe.data:
             raise InputError(f"The recipe {recipe.name!r} names no data. Pass --data FILE with labelled queries.")
         queries = [query for part in recipe.data for query in part.load(recipe.fit.seed)]
-        self._check_count(len(queries))
-        return subsample(queries, recipe.features.max_documents, recipe.fit.seed)
-
-    def _check_count(self, count: int) -> None:
-        if count < self.recipe.minimum_queries:
+        if len(queries) < recipe.minimum_queries:
             raise TrainingError(
-                f"{count} labelled queries are too few: this recipe asks for {self.recipe.minimum_queries}. The paper "
-                "reaches 95% of its recall with 50; with fewer, B learns its examples by heart. Label more queries, or "
-                "take an artifact that exists."
+                f"{len(queries)} labelled queries are too few: this recipe asks for {recipe.minimum_queries}. The "
+                "paper reaches 95% of its recall with 50; with fewer, B learns its examples by heart. Label more "
+                "queries, or take an artifact that exists."
             )
+        return subsample(queries, recipe.features.max_documents, recipe.fit.seed)
 
     @cached_property
     def evaluation(self) -> dict[str, list[LabelledQuery]]:
@@ -119,7 +116,8 @@ class TrainingRun:
         ranking_metrics([])  # fails now, not after the work, where ir-measures is missing; likewise without data
         self.say(f"{sum(map(len, self.evaluation.values())):,} labelled queries for evaluation")
         store = self.extract()
-        learned = self._learn(store)
+        features = store.in_memory(device_for(self.recipe.model.device))
+        learned = self._from_nothing(store, features) if self.recipe.base is None else self._near(features)
         core, prompts, _ = self._model
         config = self._config(store, learned, {})
         ranker = RSRank(core, prompts, learned.projection, config, token_budget=self.recipe.features.token_budget)
@@ -176,10 +174,6 @@ class TrainingRun:
         name, files = part.name if part.source == part.name else INSIDE, hashes(folder_of(part.source, part.revision))
         revision = part.revision or getattr(loaded.model.config, "_commit_hash", None)
         return core, prompts, describe(core, prompts, name, None if name == INSIDE else revision, files)
-
-    def _learn(self, store: FeatureStore) -> Learned:
-        features = store.in_memory(device_for(self.recipe.model.device))
-        return self._from_nothing(store, features) if self.recipe.base is None else self._near(features)
 
     def _near(self, features: FeatureSource) -> Learned:
         """Weights near the base's, unless they are worse."""
@@ -277,11 +271,16 @@ class TrainingRun:
         }
         _dump(self.output / "metrics.json", metrics)
         config, artifact = self._config(store, learned, metrics), self.output / "artifact"
-        with replacing(artifact) as new:
-            hub.write_artifact(new, config, learned.projection, hub.model_card(config))
-            if config.backbone.name == INSIDE:
-                shutil.copytree(self.recipe.model.source, new / INSIDE)
+        write_artifact(artifact, config, learned.projection, self.recipe.model.source)
         return Result(artifact, metrics, learned.verdict)
+
+
+def write_artifact(folder: Path, config: RSRankConfig, projection: Projection, model: str | Path) -> None:
+    """Write an artifact, with a copy of the language model's folder where it is to hold one: all or nothing."""
+    with replacing(folder) as new:
+        hub.write_artifact(new, config, projection, hub.model_card(config))
+        if config.backbone.name == INSIDE:
+            shutil.copytree(model, new / INSIDE)
 
 
 def fallen(history: Sequence[Epoch]) -> str:

@@ -18,6 +18,7 @@ from pydantic import BaseModel, Field
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
+from torch.utils.data import Subset
 from typing_extensions import Self
 
 from ..artifact.config import BackboneSpec
@@ -67,6 +68,11 @@ class FeatureSource(Protocol):
     def __len__(self) -> int: ...
 
     def __getitem__(self, number: int, /) -> QueryFeatures: ...
+
+
+def subset(source: FeatureSource, numbers: Sequence[int]) -> FeatureSource:
+    """Some queries of a source, in a given order."""
+    return Subset[QueryFeatures](source, numbers)  # type: ignore[arg-type] # anything that has a length and items
 
 
 class FeatureStore:
@@ -176,19 +182,6 @@ class FeatureStore:
         if device.type == "cuda" and size < torch.cuda.mem_get_info(device)[0] / 2:
             return resident(self, device)
         return resident(self, "cpu") if size < free_memory() / 2 else self
-
-
-class Subset:
-    """Some queries of a source, in a given order."""
-
-    def __init__(self, source: FeatureSource, numbers: Sequence[int]) -> None:
-        self.source, self.numbers = source, list(numbers)
-
-    def __len__(self) -> int:
-        return len(self.numbers)
-
-    def __getitem__(self, number: int, /) -> QueryFeatures:
-        return self.source[self.numbers[number]]
 
 
 def resident(source: FeatureSource, device: str | torch.device) -> list[QueryFeatures]:

@@ -1,6 +1,5 @@
 """A threshold for a wanted precision, recall or the best F1, from labelled queries."""
 
-import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,9 +16,9 @@ from ..evaluation.evaluate import score_dataset
 from ..evaluation.metrics import ScoredQuery
 from ..evaluation.statistics import LEVEL, RESAMPLES
 from ..language_model.options import LoadOptions, ModelSource
-from ..partial_files import replacing
 from ..rsrank import RSRank
 from .domain import parts
+from .run import write_artifact
 from .verdict import Verdict, judge
 
 FOLDS = 5
@@ -128,8 +127,5 @@ def tune(
     note = f"{config.training.notes} Threshold for {goal} on {len(queries)} labelled queries of {data.name}.".strip()
     training = config.training.model_copy(update={"notes": note})
     config = config.model_copy(update={"threshold": threshold, "training": training})
-    with replacing(output) as new:
-        hub.write_artifact(new, config, ranker.projection, hub.model_card(config))
-        if config.backbone.name == INSIDE:
-            shutil.copytree(folder / INSIDE, new / INSIDE)
+    write_artifact(output, config, ranker.projection, folder / INSIDE)
     return tuned
