@@ -10,7 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rsrank_rag.errors import MissingDependencyError
-from rsrank_rag.evaluation.comparison import f1_gaps, share_above, threshold_stability
+from rsrank_rag.evaluation.comparison import Measured, compare, share_above, threshold_stability
+from rsrank_rag.evaluation.datasets import LabelledDocument, LabelledQuery
 from rsrank_rag.evaluation.metrics import ScoredQuery, best_threshold, f1_at
 from rsrank_rag.evaluation.statistics import estimate_mean, paired_differences, paired_t_test
 
@@ -67,6 +68,17 @@ def test_stability_does_not_depend_on_the_scale_and_origin_of_the_scores(sets, s
 def test_sets_with_one_score_for_everything_have_finite_stability():
     found = threshold_stability({"a": [ScoredQuery([2.0, 2.0], [True, False])]}, threshold=2.0)
     assert (found.bias, found.variance) == (pytest.approx(0.0), 0.0)
+
+
+def f1_gaps(queries):
+    labelled = []
+    for query in queries:
+        documents = tuple(
+            LabelledDocument(id=str(i), text="x", relevant=label) for i, label in enumerate(query.relevant)
+        )
+        labelled.append(LabelledQuery(id=str(len(labelled)), query="?", documents=documents))
+    (system,) = compare([Measured("x", 0.0, "given", {"s": queries})], {"s": labelled}, resamples=10).systems
+    return [row.gap for row in system.sets["s"].queries]
 
 
 def test_f1_gaps_equal_the_fractions_by_hand():

@@ -17,7 +17,7 @@ from typer import Option
 from ..adapters.systems import load as load_reranker
 from ..bulk.on_ray import Actors
 from ..errors import InputError
-from ..language_model.options import LoadOptions, ModelSource
+from ..language_model.options import FLAGS, LoadOptions, ModelSource
 from ..method.template import clean
 from .options import AsJson, Documents, Instruction, Model, Query, Revision, System, command, problems, screen
 from .tables import explanation_text, info_table, result_text
@@ -223,9 +223,7 @@ def score(
     load = replace(load, dtype=load.dtype or settled_dtype(load, actors, model, revision))
     settings = {
         "dtype": load.dtype,
-        "load_in_8bit": load.weights == "int8",
-        "load_in_4bit": load.weights == "nf4",
-        "load_in_fp8": load.weights == "fp8",
+        **{flag: load.weights == kind for flag, kind in FLAGS.items()},
         "prefixes": prefixes is not None,
     }
     found = score_files(

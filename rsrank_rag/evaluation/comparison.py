@@ -15,8 +15,14 @@ from .datasets import LabelledQuery
 from .metrics import ScoredQuery, best_threshold, f1_at, query_best_f1, ranking_by_query
 from .statistics import LEVEL, RESAMPLES, Estimate, PairedTest, Record, estimate_mean, paired_differences, paired_t_test
 
-METRICS = ("ndcg@5", "recall@5", "f1@tau", "f1@best", "f1@query_best")
-"""Per query and in the mean: ranking, then F1 at the threshold in use, the set's best and the query's own best one."""
+METRICS = {
+    "ndcg@5": "nDCG@5",
+    "recall@5": "Recall@5",
+    "f1@tau": "F1 at the threshold",
+    "f1@best": "F1 at the set's best threshold",
+    "f1@query_best": "F1 at each query's best threshold",
+}
+"""What is measured of each query and in the mean, and what it is called."""
 
 GAP_LIMITS = (0.1, 0.3)  # F1 gaps of which the share of queries above is given, as in the paper's Section 2.2
 
@@ -44,8 +50,8 @@ class QueryResult(Record):
 
     @property
     def gap(self) -> float:
-        """F1 lost to the set's best threshold against the query's own."""
-        return self.metrics["f1@query_best"] - self.metrics["f1@best"]
+        """F1 lost because all queries share the set's best threshold (paper, Section 2.2); never negative."""
+        return max(self.metrics["f1@query_best"] - self.metrics["f1@best"], 0.0)
 
 
 class SetResult(Record):
@@ -144,17 +150,6 @@ def threshold_stability(sets: Mapping[str, Sequence[ScoredQuery]], threshold: fl
     return Stability(ranges, natural, best, bias, statistics.pvariance(best.values()))
 
 
-def f1_gaps(queries: Sequence[ScoredQuery]) -> list[float]:
-    """F1 that each query loses because all queries share the set's best threshold (paper, Section 2.2); never negative.
-
-    >>> gaps = f1_gaps([ScoredQuery([3.0, 1.0], [True, False]), ScoredQuery([1.0, 0.0], [True, False])])
-    >>> [round(gap, 3) for gap in gaps]
-    [0.333, 0.0]
-    """
-    threshold, _ = best_threshold(queries)
-    return [max(query_best_f1(query) - f1_at(query, threshold), 0.0) for query in queries]
-
-
 def share_above(values: Sequence[float], limit: float) -> float:
     """Fraction of values above a limit; values that differ from it by rounding only are not.
 
@@ -196,7 +191,8 @@ def _system(system: Measured, sets: Mapping[str, Sequence[LabelledQuery]], estim
     results = {}
     for name, labelled in sets.items():
         queries = system.scored[name]
-        gaps, rows = f1_gaps(queries), _rows(labelled, queries, system.threshold)
+        rows = _rows(labelled, queries, system.threshold)
+        gaps = [row.gap for row in rows]
         best, own = ([row.metrics[metric] for row in rows] for metric in ("f1@best", "f1@query_best"))
         results[name] = SetResult(
             metrics={metric: estimate([row.metrics[metric] for row in rows]) for metric in METRICS},

@@ -100,18 +100,14 @@ def load_sets(
 
 def is_name(place: str) -> bool:
     """Whether this is a set on the Hub, and no file."""
-    return not Path(place).is_file() and (place in _SOURCES or _BEIR_NAME.fullmatch(place) is not None)
+    return not Path(place).is_file() and _source(place) is not None
 
 
-def _source(name: str) -> _Source:
-    if name in _SOURCES:
-        return _SOURCES[name]
+def _source(name: str) -> _Source | None:
     match = _BEIR_NAME.fullmatch(name)
-    if match is None:
-        raise InputError(f"There is no set {name!r}. Choose one of: {', '.join(NAMES)}; or beir:NAME, as beir:scifact.")
-    repository = f"mteb/{match[1]}"
-    pinned = [source for source in _SOURCES.values() if source.repository == repository]
-    return pinned[0] if pinned else _Source("beir", repository, "default", None)
+    found = _Source("beir", f"mteb/{match[1]}", "default", None) if match else _SOURCES.get(name)
+    pinned = {source.repository: source for source in _SOURCES.values()}
+    return found and pinned.get(found.repository, found)
 
 
 def load_named(
@@ -145,7 +141,10 @@ def load_named(
     Raises:
         InputError: An argument that cannot be used, or a set that cannot be downloaded or has other columns.
     """
-    source = _source(name) if revision is None else replace(_source(name), revision=revision)
+    source = _source(name)
+    if source is None:
+        raise InputError(f"There is no set {name!r}. Choose one of: {', '.join(NAMES)}; or beir:NAME, as beir:scifact.")
+    source = replace(source, revision=revision or source.revision)
     if split not in source.splits:
         raise InputError(f"There is no split {split!r} of {name}. Choose one of: {', '.join(source.splits)}.")
     if granularity not in (None, "paragraph", *(["sentence"] if source.layout == "hotpotqa" else [])):

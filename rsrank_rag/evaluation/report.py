@@ -24,14 +24,6 @@ WORST = 3  # queries shown of each set and system for each of the two reasons
 TEXT_LENGTH = 400  # characters of a document that are shown
 NAME_LENGTH = 32  # characters of a system's name in figures; captions have all of it
 
-TITLES = {
-    "ndcg@5": "nDCG@5",
-    "recall@5": "Recall@5",
-    "f1@tau": "F1 at the threshold",
-    "f1@best": "F1 at the set's best threshold",
-    "f1@query_best": "F1 at each query's best threshold",
-}
-
 
 @dataclass(frozen=True)
 class Picture:
@@ -127,7 +119,7 @@ def page(
     for system, (name, queries) in product(found.systems, sets.items()):
         chosen = worst_queries(system.sets[name].queries).items()
         worst.append((system, name, [_shown(queries[row], system, name, row, why, titles) for row, why in chosen]))
-    about = {"metrics": METRICS, "names": TITLES, "sets": sets, "pictures": pictures, "worst": worst}
+    about = {"metrics": METRICS, "sets": sets, "pictures": pictures, "worst": worst}
     return str(template(__package__, "report.html").render(found=found, **about))
 
 
@@ -154,16 +146,12 @@ def _shown(
     documents = []
     for rank, i in enumerate(order, start=1):
         document, score = query.documents[i], result.scores[i]
-        text = _cut(document.content(titles=titles))
+        text = " ".join(document.content(titles=titles).split())
+        text = text if len(text) <= TEXT_LENGTH else f"{text[: TEXT_LENGTH - 1]}…"
         about = {"rank": rank, "id": document.id, "text": text, "relevant": document.relevant}
         documents.append({**about, "score": score, "kept": score > system.threshold})
     kept = [document for document in documents if document["kept"]]
     return {"query": query, "reason": reason, "result": result, "kept": kept, "dropped": documents[len(kept) :]}
-
-
-def _cut(text: str) -> str:
-    text = " ".join(text.split())
-    return text if len(text) <= TEXT_LENGTH else f"{text[: TEXT_LENGTH - 1]}…"
 
 
 def template(package: str | None, name: str, **filters: Callable[..., str]) -> Any:

@@ -49,7 +49,10 @@ def figures_of(rows: Sequence[AblationRow], setup: str = "") -> list[AblationFig
     sets = list(dict.fromkeys(row.dataset for row in rows))
     for row in sorted(rows, key=lambda row: sets.index(row.dataset)):
         groups.setdefault((row.dataset, row.name), []).append(row)
-    means = {key: {metric: _over_seeds(found, metric) for metric in METRICS} for key, found in groups.items()}
+    means: dict[tuple[str, str], dict[str, list[float]]] = {
+        key: {metric: np.mean([row.metrics[metric] for row in found], axis=0).tolist() for metric in METRICS}
+        for key, found in groups.items()
+    }
     made = []
     for (dataset, name), found in groups.items():
         base = means.get((dataset, BASE)) if name != BASE else None
@@ -77,11 +80,6 @@ def ablation_tables(figures: Sequence[AblationFigures]) -> str:
     """
     tables = list(dict.fromkeys((row.dataset, row.setup) for row in figures))
     return render("ablations.md", tables=tables, figures=figures, metrics=METRICS, compared=COMPARED)
-
-
-def _over_seeds(rows: Sequence[AblationRow], metric: str) -> list[float]:
-    means: list[float] = np.mean([row.metrics[metric] for row in rows], axis=0).tolist()
-    return means
 
 
 def _spread(rows: Sequence[AblationRow], metric: str) -> float:

@@ -92,7 +92,7 @@ class Ablations:
     def run(self, ablations: Sequence[Ablation]) -> Iterator[tuple[Ablation, list[AblationRow] | RSRankError]]:
         """Each ablation and seed with its rows, one a set; or with the error that it ended with. The others go on."""
         for ablation in ablations:
-            for seed in self.part.seeds if ablation.seeded else self.part.seeds[:1]:
+            for seed in self.part.seeds if ablation.scorer == "B" else self.part.seeds[:1]:  # yardsticks draw nothing
                 try:
                     yield ablation, self._rows(ablation, seed)
                 except RSRankError as error:

@@ -28,7 +28,7 @@ cosine that the recipe's model gives as a bi-encoder."""
 BASE = "base"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Ablation:
     """One change."""
 
@@ -42,25 +42,16 @@ class Ablation:
     queries: int | None = None  # B learns from so many, drawn at random, for ``sample_epochs``; 0 is a random B
     scorer: Scorer = "B"
 
-    @property
-    def seeded(self) -> bool:
-        """Whether another seed gives another result."""
-        return self.scorer == "B"
-
     def __str__(self) -> str:
         """The change in words."""
         parts = [change.split(".", 1)[-1] for change in self.changes]
-        parts += [f"{name}: {value}" for name in ("signal", "null", "layers", "heads") if (value := self._other(name))]
+        read = {name: getattr(self, name) for name in ("signal", "null", "layers", "heads")}
+        parts += [f"{name}: {value}" for name, value in read.items() if value != getattr(Ablation, name)]
         if self.queries is not None:
             parts.append(f"{self.queries} training queries" if self.queries else "random B")
         if self.scorer != "B":
             parts.append("knows the labels" if self.scorer == "oracle similarity" else "the model as a bi-encoder")
         return ", ".join(parts) or "nothing"
-
-    def _other(self, name: str) -> str | None:
-        """A field's value where it is not the default."""
-        value: str = getattr(self, name)
-        return None if value in ("values", "empty", "all") else value
 
 
 ABLATIONS: Mapping[str, Ablation] = {

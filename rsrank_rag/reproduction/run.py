@@ -58,7 +58,8 @@ def reproduce(
     sets = run.sets()
     for part in config.systems:
         run.measure(part, sets)
-        _free()
+        gc.collect()  # before the next system is loaded
+        torch.cuda.empty_cache()  # does nothing where there is no GPU
     outcome = run.outcome
     complete = [found for found in outcome.measured if set(found.scored) == set(sets)]
     if complete and sets:
@@ -168,9 +169,3 @@ def _state(name: str) -> str:
         return ""
     files = sorted(path for path in Path(chosen).iterdir() if path.is_file())
     return str([(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in files])
-
-
-def _free() -> None:
-    """Give back what the last system took, before the next one is loaded."""
-    gc.collect()
-    torch.cuda.empty_cache()  # does nothing where there is no GPU

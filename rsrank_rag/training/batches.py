@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 from typing_extensions import Self
 
 from ..errors import TrainingError
@@ -53,18 +54,16 @@ class Batch:
             slots += [place for place in places for _ in range(query.tokens)]
             shares += [1 / query.tokens] * (len(places) * query.tokens)
 
-        agreements = [[[pair[part] for pair in query.agreement] for query in queries] for part in (0, 1)]
-
-        def padded(rows: Sequence[Sequence[float]]) -> Tensor:
-            return torch.tensor([[*row, *[0] * (width - len(row))] for row in rows])
+        def padded(rows: Sequence[Sequence[Any]]) -> Tensor:
+            return pad_sequence([torch.tensor(row) for row in rows], batch_first=True)
 
         return cls(
             torch.cat([query.shifts for query in queries], dim=2),
             torch.tensor(slots),
             torch.tensor(shares),
-            padded([query.relevant for query in queries]).bool(),
-            padded([[1] * len(query.relevant) for query in queries]).bool(),
-            torch.stack([padded(part) for part in agreements], dim=-1).float(),
+            padded([query.relevant for query in queries]),
+            padded([[True] * len(query.relevant) for query in queries]),
+            padded([query.agreement or [(0.0, 0.0)] * len(query.relevant) for query in queries]),
             oracles,
         )
 

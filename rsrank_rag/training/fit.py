@@ -3,7 +3,6 @@
 import json
 import math
 import random
-import statistics
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -16,7 +15,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from ..errors import TrainingError
-from ..evaluation.metrics import f1_at
+from ..evaluation.metrics import f1_at, mean
 from ..language_model.options import has_fast_bfloat16
 from ..method.batching import is_out_of_memory
 from ..method.projection import Projection
@@ -168,7 +167,9 @@ class _Run:
         random.Random(f"{self.options.seed}-{number}").shuffle(order)
         try:
             terms = [self._step(batch) for batch in self._batches(self.train, order)]
-            f1 = self._validation_f1()
+            found = self._batches(self.validation, range(len(self.validation)))
+            given = {"weight": self.weight.detach()}
+            f1 = mean([f1_at(row, 0.0) for batch in found for row in score_batch(given, batch, self.precision)])
         except (MemoryError, RuntimeError) as error:
             if not is_out_of_memory(error):
                 raise
@@ -206,13 +207,6 @@ class _Run:
         self.rate = float(self.schedule.get_last_lr()[0])
         self.schedule.step()
         return torch.stack([total, *terms]).detach()
-
-    def _validation_f1(self) -> float:
-        weights = {"weight": self.weight.detach()}
-        found = self._batches(self.validation, range(len(self.validation)))
-        return statistics.fmean(
-            f1_at(row, 0.0) for batch in found for row in score_batch(weights, batch, self.precision)
-        )
 
     def save(self, path: Path) -> None:
         run = {

@@ -31,7 +31,7 @@ from ...language_model.loading import LOAD_ERRORS, load_model
 from ...language_model.options import LoadOptions
 from ...method.batching import Ids
 from ...reranker import Scored, as_list
-from .batched import Batched
+from .prompted import Batched
 
 FILES = ["*.json", "*.jinja", "*.txt", "*.yml", "reconstruction_mlp", "alignment_mlp", "encoder/*"]
 """What is needed of a repository: all but the decoder's adapter."""

@@ -10,7 +10,7 @@ from ...errors import BackboneError, required
 from ...language_model.loading import load_model
 from ...language_model.options import LoadOptions
 from ...method.template import private_copy
-from .answer_odds import AnswerOdds
+from .prompted import AnswerOdds
 
 
 class MonoT5(AnswerOdds):

@@ -10,7 +10,7 @@ from typing_extensions import Self
 from ...language_model.loading import load_model
 from ...language_model.options import LoadOptions
 from ...method.template import private_copy
-from .answer_odds import AnswerOdds
+from .prompted import AnswerOdds
 
 
 class Qwen3Reranker(AnswerOdds):
