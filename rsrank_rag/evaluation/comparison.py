@@ -26,9 +26,6 @@ METRICS = {
 
 GAP_LIMITS = (0.1, 0.3)  # F1 gaps of which the share of queries above is given, as in the paper's Section 2.2
 
-TUNED = "tuned threshold"
-"""The best single one over all sets, found on the labels: where there is no native one, or where it was asked for."""
-
 _Estimator = Callable[..., Estimate]
 
 
@@ -81,8 +78,8 @@ class SystemResult(Record):
 
     @property
     def threshold_kind(self) -> str:
-        """What figures call the threshold: only a native one is a property of the system."""
-        return {"native": "native threshold", "given": "given threshold"}.get(self.threshold_origin, TUNED)
+        """What figures call the threshold: only a native one is a property of the system; a tuned one knew the labels."""
+        return f"{self.threshold_origin if self.threshold_origin in ('native', 'given') else 'tuned'} threshold"
 
 
 class Difference(Record):

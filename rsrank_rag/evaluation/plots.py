@@ -24,18 +24,7 @@ BLUE, VERMILION, SKY, BLACK = "#0072B2", "#D55E00", "#56B4E9", "#000000"
 COLOURS = (BLUE, VERMILION, "#009E73", "#E69F00", SKY, "#CC79A7", BLACK)
 LINES = ("-", "--", "-.", ":")
 
-STYLE: dict[str, Any] = {
-    "axes.axisbelow": True,
-    "axes.grid": True,
-    "axes.spines.right": False,
-    "axes.spines.top": False,
-    "axes.titlelocation": "left",
-    "grid.color": "#e3e3e3",
-    "legend.fontsize": 9,
-    "legend.frameon": False,
-    "lines.linewidth": 1.8,
-    "savefig.dpi": 150,
-}
+STYLE = Path(__file__).with_suffix(".mplstyle")
 """Settings that every figure is drawn and written with."""
 
 
@@ -48,7 +37,7 @@ def save(figure: Figure, path: Path) -> Path:
     """Write a figure as ``PATH.png``; the folder is made if need be. The same figure gives the same bytes."""
     path.parent.mkdir(parents=True, exist_ok=True)
     png = path.with_name(f"{path.name}.png")
-    with load_matplotlib().rc_context(STYLE):
+    with load_matplotlib().rc_context(fname=STYLE):
         figure.savefig(png)
     return png
 
@@ -146,7 +135,7 @@ def _labelled(figure: Figure, across: str, up: str) -> Figure:
 @contextmanager
 def _canvas(width: float, height: float) -> Iterator[Figure]:
     """An empty figure (inches) in our style. It belongs to no window and no global state."""
-    with load_matplotlib().rc_context(STYLE):
+    with load_matplotlib().rc_context(fname=STYLE):
         from matplotlib.figure import Figure
 
         yield Figure(figsize=(width, height), layout="constrained")

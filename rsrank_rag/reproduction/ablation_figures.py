@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from ..evaluation.statistics import Estimate, Record, estimate_mean, paired_differences
-from .ablation_runs import AblationRow
+from .ablation_runs import AblationOnSet, AblationRow
 from .ablations import BASE
 from .paper_tables import render
 
@@ -14,18 +14,12 @@ METRICS = {"recall@5": "R@5", "ndcg@5": "nDCG@5", "p@5": "P@5", "f1@5": "F1@5", 
 COMPARED = ("ndcg@5", "f1@0")
 
 
-class AblationFigures(Record):
-    """One ablation on one set."""
+class AblationFigures(AblationOnSet):
+    """What it gave with all its seeds."""
 
-    name: str
-    group: str
-    changes: str
     setup: str  # what B was trained on, in words
-    dataset: str
     queries: int
-    train: int
     seeds: int
-    parameters: int
     metrics: dict[str, Estimate]  # mean over queries of the mean over seeds, with its interval over queries
     spread: dict[str, float]  # standard deviation of the seeds' means; 0 for one seed
     differences: dict[str, Estimate]  # paired, from the unchanged recipe; empty where there is none, or it is that
@@ -60,7 +54,7 @@ def figures_of(rows: Sequence[AblationRow], setup: str = "") -> list[AblationFig
         differences = {m: paired_differences(values[m], base[m]) for m in COMPARED} if base else {}
         made.append(
             AblationFigures(
-                **found[0].model_dump(include={"name", "group", "changes", "dataset", "train", "parameters"}),
+                **found[0].model_dump(include=set(AblationOnSet.model_fields)),
                 setup=setup,
                 queries=len(values["f1@0"]),
                 seeds=len(found),

@@ -34,16 +34,21 @@ from .oracle import oracle_scores
 from .signals import reading
 
 
-class AblationRow(Record):
-    """What one ablation gave on one set with one seed; per query, so that intervals and differences can be taken."""
+class AblationOnSet(Record):
+    """One ablation on one set."""
 
     name: str
     group: str
     changes: str
     dataset: str
-    seed: int = 0
     train: int = 0  # queries that B was given
     parameters: int  # numbers in B
+
+
+class AblationRow(AblationOnSet):
+    """What it gave with one seed; per query, so that intervals and differences can be taken."""
+
+    seed: int = 0
     metrics: dict[str, tuple[float, ...]]  # metric -> one number a query; f1@5 is of the best five, f1@best at tau_best
     tau_best: float  # the set's best threshold
     seconds: float  # the run took, features included where they were not there yet

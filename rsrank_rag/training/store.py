@@ -9,6 +9,7 @@ import json
 import os
 import shutil
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, Protocol
@@ -215,10 +216,8 @@ def _flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 def free_memory() -> int:
     """Bytes of host memory that can still be had, within a container's limit."""
     limits = []
-    try:
+    with suppress(ValueError, AttributeError, OSError):  # no such limit, or not Linux
         limits.append(os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
         group = Path("/sys/fs/cgroup")
         limits.append(int((group / "memory.max").read_text()) - int((group / "memory.current").read_text()))
-    except (ValueError, AttributeError, OSError):
-        pass  # no such limit, or not Linux
     return min(limits, default=0)
