@@ -78,7 +78,7 @@ class SystemResult(Record):
 
     @property
     def threshold_kind(self) -> str:
-        """What figures call the threshold: only a native one is a property of the system; a tuned one knew the labels."""
+        """What figures call it: only a native one is a property of the system; a tuned one knew the labels."""
         return f"{self.threshold_origin if self.threshold_origin in ('native', 'given') else 'tuned'} threshold"
 
 

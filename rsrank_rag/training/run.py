@@ -122,23 +122,18 @@ class TrainingRun:
         config = self._config(store, learned, {})
         ranker = RSRank(core, prompts, learned.projection, config, token_budget=self.recipe.features.token_budget)
         found = {label: self._scored(ranker, label, queries) for label, queries in self.evaluation.items()}
-        return self._written(store, learned, found)
+        metrics = {  # of the sets that were scored, else of what was held out
+            label: {name.replace("@tau", "@0"): float(v) for name, v in summarise(rows).items() if v is not None}
+            for label, rows in (found or dict([learned.measured])).items()
+        }
+        _dump(self.output / "metrics.json", metrics)
+        config, artifact = self._config(store, learned, metrics), self.output / "artifact"
+        write_artifact(artifact, config, learned.projection, self.recipe.model.source)
+        return Result(artifact, metrics, learned.verdict)
 
     def extract(self) -> FeatureStore:
         """Make the feature store, or what is missing of it; TrainingError as of `FeatureStore.create`."""
         self.say(f"{len(self.queries):,} labelled queries")
-        store, extractor = self._begun
-        done = store.fill(lambda number: extractor.extract(self.queries[number]))
-        for _ in self._bar(done, total=len(self.queries), desc="features", unit="query"):
-            pass
-        return store
-
-    @cached_property
-    def _bar(self) -> "Callable[..., tqdm[Any]]":
-        return partial(tqdm, disable=not self.progress)
-
-    @cached_property
-    def _begun(self) -> tuple[FeatureStore, FeatureExtractor]:
         core, prompts, spec = self._model
         part, layers = self.recipe.features, self.recipe.layers(core.num_layers)
         budget = part.token_budget or token_budget_for(self.recipe.model.options().resolved_device())
@@ -153,7 +148,14 @@ class TrainingRun:
                 f"Features of {plan.queries:,} queries with {plan.documents:,} documents: {plan.bytes / 1e9:.2f} GB. "
                 "It takes less with --set features.max_tokens=8 or features.max_documents=10."
             )
-        return store, extractor
+        done = store.fill(lambda number: extractor.extract(self.queries[number]))
+        for _ in self._bar(done, total=len(self.queries), desc="features", unit="query"):
+            pass
+        return store
+
+    @cached_property
+    def _bar(self) -> "Callable[..., tqdm[Any]]":
+        return partial(tqdm, disable=not self.progress)
 
     @cached_property
     def _model(self) -> tuple[Backbone, PromptTokenizer, BackboneSpec]:
@@ -262,17 +264,6 @@ class TrainingRun:
                 notes=f"Made by the recipe {recipe.name!r}. {learned.notes}".strip(),
             ),
         )
-
-    def _written(self, store: FeatureStore, learned: Learned, found: dict[str, list[ScoredQuery]]) -> Result:
-        """The artifact, with metrics of the sets that were scored, else of what was held out."""
-        metrics = {
-            label: {name.replace("@tau", "@0"): float(v) for name, v in summarise(rows).items() if v is not None}
-            for label, rows in (found or dict([learned.measured])).items()
-        }
-        _dump(self.output / "metrics.json", metrics)
-        config, artifact = self._config(store, learned, metrics), self.output / "artifact"
-        write_artifact(artifact, config, learned.projection, self.recipe.model.source)
-        return Result(artifact, metrics, learned.verdict)
 
 
 def write_artifact(folder: Path, config: RSRankConfig, projection: Projection, model: str | Path) -> None:

@@ -122,10 +122,9 @@ def tune(
     threshold, interval = find_threshold(rows, goal)
     before = ranker.threshold or 0.0
     tuned = Tuned(threshold, interval, before, cross_tuned(rows, goal, before))
-    folder = hub.resolve(model, revision, load)
-    config = hub.read_config(folder)
+    config = ranker.config
     note = f"{config.training.notes} Threshold for {goal} on {len(queries)} labelled queries of {data.name}.".strip()
     training = config.training.model_copy(update={"notes": note})
     config = config.model_copy(update={"threshold": threshold, "training": training})
-    write_artifact(output, config, ranker.projection, folder / INSIDE)
+    write_artifact(output, config, ranker.projection, hub.resolve(model, revision, load) / INSIDE)
     return tuned
