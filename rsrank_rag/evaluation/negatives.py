@@ -6,7 +6,8 @@ Some may be relevant all the same: labels of large corpora are never complete.
 
 import logging
 import random
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from functools import partial
 from typing import Literal, get_args
 
 import numpy as np
@@ -68,7 +69,16 @@ def choose(
     rows: Sequence[int] = range(size)
     if negatives.corpus is not None and negatives.corpus < size:
         rows = sorted(random.Random(f"corpus:{seed}").sample(rows, negatives.corpus))
-    ranked = _ranked(negatives, queries, rows, read, options)
+    ranked: Iterable[list[int]] = ([] for _ in queries)
+    if negatives.kind != "random":
+        if len(rows) > LARGE:
+            logger.warning(
+                f"Negatives by {negatives.kind} read all {len(rows):,} documents of the corpus, which takes hours and "
+                f"many GB. Negatives(corpus={LARGE // 10}) draws them from so many at random."
+            )
+        depth = negatives.count + max((len(gold) for _, _, gold in queries), default=0)  # enough beside the relevant
+        by = _bm25 if negatives.kind == "bm25" else partial(_dense, BiEncoder(negatives.encoder, options=options))
+        ranked = by([text for _, text, _ in queries], read(rows), depth)
     chosen = []
     for (key, _, gold), best in zip(queries, ranked, strict=True):
         hard = [rows[place] for place in best if rows[place] not in gold][: negatives.count]
@@ -77,33 +87,17 @@ def choose(
     return chosen
 
 
-def _ranked(
-    negatives: Negatives,
-    queries: Sequence[tuple[str, str, Collection[int]]],
-    rows: Sequence[int],
-    read: Callable[[Sequence[int]], Sequence[str]],
-    options: LoadOptions | None,
-) -> Iterable[list[int]]:
-    """Places in ``rows`` of the first stage's best documents, enough of them beside the relevant ones."""
-    if negatives.kind == "random":
-        return ([] for _ in queries)
-    if len(rows) > LARGE:
-        logger.warning(
-            f"Negatives by {negatives.kind} read all {len(rows):,} documents of the corpus, which takes hours and many "
-            f"GB. Negatives(corpus={LARGE // 10}) draws them from so many at random."
-        )
-    texts, corpus = [text for _, text, _ in queries], read(rows)
-    depth = negatives.count + max((len(gold) for _, _, gold in queries), default=0)
-    if negatives.kind == "bm25":  # none without a common word, of equal ones the first
-        ranked = (
-            (scores, np.argsort(-scores, kind="stable")) for scores in map(np.asarray, BM25().scores(texts, corpus))
-        )
-        return ([int(row) for row in best[:depth] if scores[row] > 0] for scores, best in ranked)
-    encoder = BiEncoder(negatives.encoder, options=options)
+def _bm25(queries: Sequence[str], corpus: Sequence[str], depth: int) -> Iterator[list[int]]:
+    """Places of each query's best documents: none without a common word, of equal ones the first."""
+    for scores in map(np.asarray, BM25().scores(queries, corpus)):
+        yield [int(row) for row in np.argsort(-scores, kind="stable")[:depth] if scores[row] > 0]
+
+
+def _dense(encoder: BiEncoder, queries: Sequence[str], corpus: Sequence[str], depth: int) -> Iterator[list[int]]:
     from sentence_transformers.util import semantic_search
 
-    found = semantic_search(encoder.encode_queries(texts), encoder.encode_documents(corpus), top_k=depth)
-    return ([int(hit["corpus_id"]) for hit in hits] for hits in found)
+    for hits in semantic_search(encoder.encode_queries(queries), encoder.encode_documents(corpus), top_k=depth):
+        yield [int(hit["corpus_id"]) for hit in hits]
 
 
 def replace_negatives(

@@ -123,22 +123,22 @@ def best_epoch(history: Sequence[Epoch]) -> Epoch:
     return max(history, key=lambda row: (row.validation_f1, -row.epoch))
 
 
+@dataclass
 class _Run:
     """Everything that changes during training."""
 
-    def __init__(
-        self,
-        train: FeatureSource,
-        validation: FeatureSource,
-        layers: tuple[int, ...],
-        options: FitOptions,
-        device: torch.device,
-        identity: str,
-    ) -> None:
-        self.train, self.validation, self.options, self.device = train, validation, options, device
+    train: FeatureSource
+    validation: FeatureSource
+    layers: tuple[int, ...]
+    options: FitOptions
+    device: torch.device
+    features: str  # what they are of
+
+    def __post_init__(self) -> None:
+        train, layers, options, device = self.train, self.layers, self.options, self.device
         self.precision = torch.bfloat16 if has_fast_bfloat16(device) else torch.float32  # of the projection
-        about = {"train": len(train), "validation": len(validation), "features": identity, "layers": list(layers)}
-        self.identity: dict[str, Any] = {**options.model_dump(), **about}
+        about = {"train": len(train), "validation": len(self.validation), "features": self.features}
+        self.identity: dict[str, Any] = {**options.model_dump(), **about, "layers": list(layers)}
         count, heads, _, width = train[0].shifts.shape
         if count != len(layers):
             raise TrainingError(f"The features hold {count} layers, but {len(layers)} were named.")
