@@ -1,19 +1,15 @@
 """Results as tables for a terminal (rich)."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rich.table import Table
 from rich.text import Text
 
 from .. import __version__
+from ..artifact.config import RSRankConfig
 from ..passages.explanation import Explanation
 from ..reranker import RankResult
-
-if TYPE_CHECKING:
-    from ..artifact.config import RSRankConfig
 
 
 def result_text(result: RankResult) -> Text:
