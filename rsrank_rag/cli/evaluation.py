@@ -9,7 +9,7 @@ import typer
 from rich.progress import track
 from typer import Option
 
-from ..adapters.systems import forms
+from ..adapters.systems import forms, load_system, parse
 from ..errors import InputError
 from ..evaluation.datasets import LabelledQuery
 from ..language_model.options import LoadOptions
@@ -54,7 +54,6 @@ def evaluate(
 
     `rsrank evaluate --data dev.jsonl.gz --model qwen3-reranker:0.6b --negatives bm25`
     """
-    from ..adapters.systems import load_system, parse
     from ..evaluation import negatives as hard
     from ..evaluation.comparison import Measured
     from ..evaluation.evaluate import score_dataset, shared_threshold, summarise
