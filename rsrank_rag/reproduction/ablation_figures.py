@@ -15,7 +15,7 @@ COMPARED = ("ndcg@5", "f1@0")
 
 
 class AblationFigures(AblationOnSet):
-    """What it gave with all its seeds."""
+    """One with all its seeds."""
 
     setup: str  # what B was trained on, in words
     queries: int

@@ -46,7 +46,7 @@ class AblationOnSet(Record):
 
 
 class AblationRow(AblationOnSet):
-    """What it gave with one seed; per query, so that intervals and differences can be taken."""
+    """One with one seed; metrics per query, so that intervals and differences can be taken."""
 
     seed: int = 0
     metrics: dict[str, tuple[float, ...]]  # metric -> one number a query; f1@5 is of the best five, f1@best at tau_best
