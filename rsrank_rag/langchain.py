@@ -11,18 +11,14 @@ from pydantic import ConfigDict, Field
 from typing_extensions import Unpack
 
 from .adapters.settings import ERROR, RerankerAdapter, Unranked, kept_of, without_marks
-from .errors import InputError, MissingDependencyError
+from .errors import InputError, needs
 from .reranker import Limits, RankResult
 
-try:
+with needs("rsrank_rag.langchain needs langchain-core.", "langchain", "langchain_core"):
     from langchain_core.callbacks import AsyncCallbackManagerForRetrieverRun, CallbackManagerForRetrieverRun, Callbacks
     from langchain_core.documents import BaseDocumentCompressor, Document
     from langchain_core.retrievers import BaseRetriever, RetrieverLike
     from langchain_core.runnables import Runnable, RunnableConfig, RunnableLambda
-except ModuleNotFoundError as error:
-    if error.name != "langchain_core":
-        raise
-    raise MissingDependencyError("rsrank_rag.langchain needs langchain-core.", "langchain") from error
 
 if TYPE_CHECKING:
     from .adapters.cross_encoder import RSRankCrossEncoder as RSRankCrossEncoder

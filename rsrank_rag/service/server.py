@@ -17,18 +17,14 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from types import FrameType
 
-from ..errors import MissingDependencyError
+from ..errors import needs
 
-try:
+with needs("The service needs {}.", "serve", "h11", "uvicorn", "fastapi", "starlette"):
     import h11
     import uvicorn
     from fastapi import FastAPI
     from starlette.types import Receive, Scope, Send
     from uvicorn.protocols.http.h11_impl import H11Protocol
-except ModuleNotFoundError as error:
-    raise MissingDependencyError(
-        f"The service needs {error.name}. Install with: pip install 'rsrank-rag[serve]'"
-    ) from error
 
 from .gate import QUIET
 from .refusals import RETRY_AFTER, error_answer
