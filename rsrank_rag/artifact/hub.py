@@ -236,32 +236,11 @@ def is_hub_id(name: str) -> bool:
     return True
 
 
+USAGE = Path(__file__).with_name("usage.md")
+"""What every model card says."""
+
 UNNAMED = "PATH_OR_HUB_ID"
-"""Stands in a model card's examples until the artifact is published."""
-
-USAGE = f"""---
-
-# RSRank projection
-
-Scores how a document shifts the value vectors of a query's tokens. Documents above 0 are relevant.
-
-```python
-from rsrank_rag import RSRank
-
-ranker = RSRank.from_pretrained("{UNNAMED}")
-print(ranker.rank("your question", ["a document", "another document"]))
-```
-
-In LangChain and LlamaIndex:
-
-```python
-from rsrank_rag.langchain import RSRankCompressor
-from rsrank_rag.llama_index import RSRankPostprocessor
-
-compressor = RSRankCompressor(model="{UNNAMED}")
-postprocessor = RSRankPostprocessor(model="{UNNAMED}")
-```
-"""
+"""Stands in its examples until the artifact is published."""
 
 FUSION = (
     "- Queries see documents from layer {} on only; below it, each is run by itself. What both are there may "
@@ -280,7 +259,7 @@ def model_card(config: RSRankConfig) -> str:
         front.append(f"base_model: {config.backbone.name}")
     lines = [
         *front,
-        USAGE,
+        USAGE.read_text(encoding="utf-8"),
         f"- Backbone: `{config.backbone.name}`, revision `{config.backbone.revision or 'not pinned'}` "
         f"({config.backbone.model_type}, {config.depth})",
         f"- B: layers {config.layers[0]}-{config.layers[-1]} ({len(config.layers)}), {heads} KV heads, "

@@ -9,14 +9,19 @@ from typing import TYPE_CHECKING, Any
 
 from typing_extensions import Self
 
+from ..errors import ArtifactError
+from ..language_model.check import open_backbone
+from ..language_model.files import folder_of, hashes
 from ..language_model.options import LoadOptions, ModelSource
 from ..method.backbone import Backbone
 from ..method.projection import Projection
 from ..method.template import PromptTokenizer, Template
+from ..partial_files import replacing
 from ..prefixes.settings import Choice
 from . import hub
-from .config import RSRankConfig, TrainingRecord
-from .opening import Artifact, new_artifact, open_artifact, save_artifact
+from .config import INSIDE, RSRankConfig, TrainingRecord
+from .identity import describe
+from .opening import load_as_settled, open_artifact
 
 if TYPE_CHECKING:
     import torch
@@ -144,19 +149,41 @@ class Pretrained(ABC):
             BackboneError: The model cannot be loaded or read.
             ArtifactError: B's shape does not fit it.
         """
-        record = training or TrainingRecord()
-        chosen = ModelSource(str(name), revision, options or LoadOptions())
-        text = template or Template()
-        return cls(*new_artifact(chosen, projection, text, record, license=license, fusion_layer=fusion_layer))
+        load, template, last_layer = options or LoadOptions(), template or Template(), projection.layers[-1]
+        loaded, int8 = load_as_settled(str(name), revision, load, last_layer)
+        core = open_backbone(loaded.model, last_layer, int8, num_layers=loaded.num_layers, fusion_layer=fusion_layer)
+        prompts = PromptTokenizer(loaded.tokenizer, template, max_length=core.max_length, shared_positions=core.causal)
+        files = hashes(folder_of(str(name), revision, load.cache_dir))
+        config = RSRankConfig(
+            backbone=describe(core, prompts, str(name), revision, files),
+            layers=projection.layers,
+            projection_dim=projection.weight.shape[2],
+            fusion_layer=fusion_layer,
+            template=template,
+            training=training or TrainingRecord(),
+            license=license,
+        )
+        if tuple(projection.weight.shape) != config.shape:
+            raise ArtifactError(
+                f"B has shape {tuple(projection.weight.shape)}, but {core.name} needs (L, H, P, D) = {config.shape}."
+            )
+        return cls(core, prompts, projection, config)
 
     def save_pretrained(self, folder: str | Path, *, include_backbone: bool = False) -> None:
-        """Write the artifact: config.json, projection.safetensors and a model card.
+        """Write the artifact: config.json, projection.safetensors and a model card, all or nothing.
 
         With ``include_backbone``, and always where it came with its own, the language model and its tokenizer, too:
         without the layers after the last one that B reads, which are not loaded.
         """
-        parts = Artifact(self.backbone, self.prompts, self.projection, self.config)
-        save_artifact(Path(folder), parts, include_backbone=include_backbone)
+        config = self.config
+        with replacing(Path(folder)) as new:
+            if include_backbone or config.backbone.name == INSIDE:
+                self.backbone.model.save_pretrained(new / INSIDE)
+                self.prompts.tokenizer.save_pretrained(new / INSIDE)
+                inside: dict[str, object] = {"name": INSIDE, "revision": None, "files": hashes(new / INSIDE)}
+                inside["num_layers"] = self.backbone.loaded_layers
+                config = config.model_copy(update={"backbone": config.backbone.model_copy(update=inside)})
+            hub.write_artifact(new, config, self.projection, hub.model_card(config))
 
     def push_to_hub(
         self,
