@@ -103,7 +103,7 @@ class Scheduler:
         self.observe_wait: Callable[[float], object] = lambda seconds: None  # called with each pair's time in the queue
         self._clock = 0.0
         self._rate = self.limits.least_tokens / self.limits.step_seconds
-        self._work = self._ending = asyncio.Event()
+        self._work, self._ending = asyncio.Event(), asyncio.Event()
         self._runner: asyncio.Task[None] | None = None
         self._counts = dict.fromkeys(COUNTED, 0)
         self._busy_seconds = 0.0
@@ -155,7 +155,6 @@ class Scheduler:
 
     async def start(self) -> None:
         """Load the model and check it; returns when it can score, or raises what loading raises."""
-        self._work, self._ending = asyncio.Event(), asyncio.Event()
         self._trouble = "The model is being loaded."
         try:
             await self.model.start()
