@@ -136,15 +136,9 @@ class RSRankCompressor(RerankerAdapter, BaseDocumentCompressor):
                 ", ".join(map(repr, unknown)),
                 ", ".join(sorted(there)) or "none",
             )
-        return [
-            (
-                "".join(
-                    f"{found}\n" for name in self.metadata_fields if (found := document.metadata.get(name)) is not None
-                ),
-                document.page_content,
-            )
-            for document in documents
-        ]
+        fields = ([document.metadata.get(name) for name in self.metadata_fields] for document in documents)
+        before = ("".join(f"{value}\n" for value in values if value is not None) for values in fields)
+        return [(text, document.page_content) for text, document in zip(before, documents, strict=True)]
 
     def _copies(self, documents: Sequence[Document], result: RankResult) -> list[Document]:
         copies = []

@@ -20,7 +20,7 @@ from tqdm.auto import tqdm
 from ..artifact import hub
 from ..artifact.config import INSIDE, BackboneSpec, RSRankConfig, TrainingRecord
 from ..artifact.identity import describe
-from ..artifact.opening import open_artifact
+from ..artifact.pretrained import open_artifact
 from ..errors import InputError, TrainingError
 from ..evaluation.datasets import LabelledQuery
 from ..evaluation.evaluate import score_dataset, summarise
