@@ -236,11 +236,8 @@ def is_hub_id(name: str) -> bool:
     return True
 
 
-USAGE = Path(__file__).with_name("usage.md")
-"""What every model card says."""
-
-UNNAMED = "PATH_OR_HUB_ID"
-"""Stands in its examples until the artifact is published."""
+USAGE = Path(__file__).with_name("usage.md")  # what every model card says
+UNNAMED = "PATH_OR_HUB_ID"  # stands in its examples until the artifact is published
 
 FUSION = (
     "- Queries see documents from layer {} on only; below it, each is run by itself. What both are there may "

@@ -26,11 +26,8 @@ IDS, CUT, SAMPLE = 9, 6, 64
 RUN_ERRORS = (ValueError, TypeError, LookupError, AttributeError, RuntimeError, ImportError, AssertionError)
 """What a model may raise that cannot be run as we run it."""
 
-LARGEST_TRIED = 4_000_000
-"""Entries of a weight for which `_steady_tokens` takes moments."""
-
-MOST_STEADY = 512
-"""Tokens that a run is filled up to at most, so that each comes out as it would among many."""
+LARGEST_TRIED = 4_000_000  # entries of a weight for which `_steady_tokens` takes moments
+MOST_STEADY = 512  # tokens that a run is filled up to at most, so that each comes out as it would among many
 
 
 class Watcher(Probe):

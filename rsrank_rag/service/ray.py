@@ -15,11 +15,8 @@ with needs("The service on Ray needs {}.", "ray", "ray"):
     from ray import serve
     from ray.serve.exceptions import RayServeException
 
-APP = "rsrank"
-"""Name of the Serve application."""
-
-WAITING = 4.0
-"""Requests in a replica at a time above which Serve adds another."""
+APP = "rsrank"  # name of the Serve application
+WAITING = 4.0  # requests in a replica at a time above which Serve adds another
 
 
 @dataclass(frozen=True)

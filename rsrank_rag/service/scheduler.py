@@ -27,14 +27,9 @@ from .worker import ModelProcess
 
 logger = logging.getLogger(__name__)
 
-CHARACTERS_A_TOKEN = 4
-"""To plan with, before anybody has counted."""
-
-OVERHEAD = 16
-"""Tokens that a pair costs beside its texts, to plan with."""
-
-MARGIN = 0.8
-"""Share of a request's time that the work before it and its own may take: that is no more than an estimate."""
+CHARACTERS_A_TOKEN = 4  # to plan with, before anybody has counted
+OVERHEAD = 16  # tokens that a pair costs beside its texts, to plan with
+MARGIN = 0.8  # of a request's time: what the work before it and its own may take, which is no more than an estimate
 
 OVERDUE = 10.0
 """Seconds after which the model is stopped in what nobody waits for, beyond what that and a new load were to take."""
