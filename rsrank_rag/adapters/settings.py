@@ -198,7 +198,8 @@ class ModelAdapter(LoadSettings):
             return self._told(self.model) if isinstance(self.model, ConcurrentReranker) else None
         names = ("base_url", "api_key", "timeout", "max_retries")
         chosen = {name: getattr(self, name) for name in names}
-        return self._told(_remote().RemoteReranker(model=self._asked_for, **chosen))
+        remote: ConcurrentReranker = _remote().RemoteReranker(model=self._asked_for, **chosen)
+        return self._told(remote)
 
     def _told(self, reranker: AnyReranker) -> AnyReranker:
         """The reranker, judging by this adapter's instruction if there is one."""
