@@ -92,7 +92,7 @@ def required(module: str, message: str, extra: str) -> Any:
 
 @contextmanager
 def needs(message: str, extra: str, *modules: str) -> Iterator[None]:
-    """Around imports: where one of these modules, or of theirs, is missing, as `required`, with its name for ``{}``."""
+    """Around imports of these packages: where one is missing, the error of `required`, its name in place of ``{}``."""
     try:
         yield
     except ModuleNotFoundError as error:

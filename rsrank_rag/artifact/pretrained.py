@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from typing_extensions import Self
@@ -24,15 +24,6 @@ from ..prefixes.settings import Choice
 from . import hub
 from .config import INSIDE, RSRankConfig, TrainingRecord
 from .identity import check_after_run, check_before_run, check_files, describe
-
-
-class Artifact(NamedTuple):
-    """What a reranker is made of."""
-
-    backbone: Backbone
-    prompts: PromptTokenizer
-    projection: Projection
-    config: RSRankConfig
 
 
 class Pretrained(ABC):
@@ -219,8 +210,8 @@ class Pretrained(ABC):
             )
 
 
-def open_artifact(source: ModelSource) -> Artifact:
-    """Load an artifact and the language model it belongs to; raises as `RSRank.from_pretrained`."""
+def open_artifact(source: ModelSource) -> tuple[Backbone, PromptTokenizer, Projection, RSRankConfig]:
+    """Load an artifact and the language model it belongs to, checked; raises as `RSRank.from_pretrained`."""
     folder = hub.resolve(source.name, source.revision, source.load)
     config = hub.read_config(folder)
     projection = hub.read_projection(folder, config)
@@ -246,7 +237,7 @@ def open_artifact(source: ModelSource) -> Artifact:
         max_length=min(limit for limit in limits if limit is not None),
         shared_positions=core.causal,
     )
-    return Artifact(core, prompts, projection, config)
+    return core, prompts, projection, config
 
 
 def _load(

@@ -163,8 +163,9 @@ class TrainingRun:
     def _model(self) -> tuple[Backbone, PromptTokenizer, BackboneSpec]:
         part, options = self.recipe.model, self.recipe.model.options()
         if self.recipe.base is not None:
-            opened = open_artifact(ModelSource(self.recipe.base, load=options, max_length=part.max_length))
-            return opened.backbone, opened.prompts, opened.config.backbone
+            source = ModelSource(self.recipe.base, load=options, max_length=part.max_length)
+            core, prompts, _, config = open_artifact(source)
+            return core, prompts, config.backbone
         layers = self.recipe.features.layers
         last_layer = layers[-1] if layers else None
         loaded = load_model(part.source, revision=part.revision, options=options, last_layer=last_layer)
