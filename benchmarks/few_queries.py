@@ -5,7 +5,7 @@
 Of each file, so many queries are drawn to train on (`rsrank train --base`) and to tune a threshold on (`rsrank tune`,
 best F1); base, trained and tuned are measured on the file's other queries, which take no part in anything. Features
 are read once a file, with at most 20 documents a query. A draw leaves at least a third of its size to measure on.
-Features of an interrupted run are not read again. `--table FILE` prints the tables of a finished one.
+Features of an interrupted run are not read again. `python -m benchmarks.tables` puts the tables into docs/training.md.
 """
 
 from __future__ import annotations
@@ -82,16 +82,37 @@ def table(rows: Sequence[dict[str, Any]], name: str, metrics: Sequence[str]) -> 
     return "\n".join(lines)
 
 
+def outcomes(rows: Sequence[dict[str, Any]]) -> str:
+    """How many draws ended how, all seeds, in Markdown."""
+    lines = ["| queries | draws | trained: better | worse | tuned: better | worse |", "|--:|--:|--:|--:|--:|--:|"]
+    for size in sorted({row["queries"] for row in rows}):
+        own = [row for row in rows if row["queries"] == size]
+        counts = [
+            sum(row[name]["outcome"].startswith(outcome) for row in own)
+            for name in ("trained", "tuned")
+            for outcome in ("better", "worse")
+        ]
+        lines.append(f"| {size} | {len(own)} | {' | '.join(map(str, counts))} |")
+    return "\n".join(lines)
+
+
 def tables(found: dict[str, Any]) -> str:
-    """Both tables."""
-    rows = [row for row in found["rows"] if row["seed"] == 0]
-    return "\n\n".join([table(rows, "trained", ("ndcg@5", "f1")), table(rows, "tuned", ("f1",))])
+    """Outcomes of all draws, and the first draw of each set in detail: trained, and tuned."""
+    first = [row for row in found["rows"] if row["seed"] == 0]
+    parts = [
+        outcomes(found["rows"]),
+        "The first draw of each set, trained:",
+        table(first, "trained", ("ndcg@5", "f1")),
+        "The same, tuned:",
+        table(first, "tuned", ("f1",)),
+    ]
+    return "\n\n".join(parts)
 
 
 def main() -> None:
     """Measure what is not there yet, and print the tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data", type=Path, help="folder of labelled files")
+    parser.add_argument("--data", type=Path, required=True, help="folder of labelled files")
     parser.add_argument("--base", default="mini", help="artifact to begin with")
     parser.add_argument("--sets", nargs="+", default=SETS)
     parser.add_argument("--sizes", nargs="+", type=int, default=[20, 50, 100])
@@ -99,13 +120,7 @@ def main() -> None:
     parser.add_argument("--queries", type=int, help="at most so many of each file, for a try-out")
     parser.add_argument("--work", type=Path, default=Path("runs/few-queries"), help="folder for features")
     parser.add_argument("--output", type=Path, default=Path("docs/few-queries.json"))
-    parser.add_argument("--table", type=Path, help="print the tables of this file, and stop")
     chosen = parser.parse_args()
-    if chosen.table is not None:
-        print(tables(json.loads(chosen.table.read_text(encoding="utf-8"))))
-        return
-    if chosen.data is None:
-        parser.error("--data is needed")
     folder = hub.resolve(chosen.base)
     base = hub.read_projection(folder, hub.read_config(folder))
     rows: list[dict[str, Any]] = []

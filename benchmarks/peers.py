@@ -1,7 +1,7 @@
 """`mini` beside what people run on a CPU instead: cross-encoders of MiniLM's shape, also through ONNX Runtime in int8.
 
     pip install -e '.[bench]'
-    python -m benchmarks.peers            # writes docs/peers.json, and its table into docs/benchmarks.md
+    python -m benchmarks.peers && python -m benchmarks.tables     # docs/peers.json, and its table in docs/benchmarks.md
 
 One process for each processor (as it is; limited to AVX2, and to AVX2 with VNNI, as many laptops are) and number of
 threads; within a process all systems take turns in random order, with the same texts. The peers' weights are random:
@@ -15,7 +15,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import re
 import subprocess
 import sys
 import tempfile
@@ -24,8 +23,6 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[1]
-PAGES = ("docs/benchmarks.md",)
-BLOCK = re.compile(r"(<!-- peers -->\n).*?(<!-- end of peers -->)", re.S)
 PROCESSORS = {"as it is": None, "AVX2 with VNNI": "vnni", "AVX2": "avx2"}
 """What `processor.c` is asked to leave."""
 BASE = "ONNX Runtime, 6 layers, int8"
@@ -176,6 +173,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
 
 def table(results: Sequence[dict[str, Any]]) -> str:
     """Times as multiples of ONNX Runtime's in int8 with 6 layers, a column for each process, in Markdown."""
+    head = f"{results[0]['machine']}; a column says what `mini` chose to compute in.\n\n"
     threads = {1: "1 thread", 2: "2 threads"}
     heads = [f"{r['processor']}, {threads.get(r['threads'], r['threads'])}, {r['dtype']}" for r in results]
     lines = ["| of ONNX int8's time | " + " | ".join(heads) + " |", "|---|" + "--:|" * len(results)]
@@ -187,21 +185,7 @@ def table(results: Sequence[dict[str, Any]]) -> str:
     floors = [f"{column['mini, 0% kept']['floor_milliseconds']:.0f}" for column in of]
     lines.append("| ONNX Runtime, 6 layers, int8, in ms | " + " | ".join(own) + " |")
     lines.append("| floor of mini, 0% kept, in ms | " + " | ".join(floors) + " |")
-    return "\n".join(lines)
-
-
-def write(results: Sequence[dict[str, Any]], root: Path = ROOT) -> None:
-    """The figures, and the pages' tables made of them."""
-    (root / "docs/peers.json").write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
-    for page in PAGES:
-        text = (root / page).read_text(encoding="utf-8")
-        (root / page).write_text(rewritten(text, results), encoding="utf-8")
-
-
-def rewritten(text: str, results: Sequence[dict[str, Any]]) -> str:
-    """A page with the table that these results make."""
-    head = f"{results[0]['machine']}; a column says what `mini` chose to compute in.\n\n"
-    return BLOCK.sub(lambda match: f"{match[1]}{head}{table(results)}\n{match[2]}", text)
+    return head + "\n".join(lines)
 
 
 def environment(processor: str, threads: int, folder: Path) -> dict[str, str]:
@@ -246,7 +230,7 @@ def main() -> None:
                 results.append({"processor": processor, "threads": threads, **json.loads(done.stdout.splitlines()[-1])})
                 print(table(results[-1:]), end="\n\n", flush=True)
     if not options.print:
-        write(results)
+        (ROOT / "docs/peers.json").write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":

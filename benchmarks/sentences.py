@@ -266,6 +266,32 @@ def f1(result: RankResult) -> float:
     return 2 * (0 in above) / (len(above) + 1)
 
 
+def table(figures: dict[str, Any]) -> str:
+    """What is handed on, a row a set and system, in Markdown."""
+    lines = ["| set | system | evidence kept | tokens a query | evidence per 100 tokens | ms a query |"]
+    lines += ["|---|---|--:|--:|--:|--:|"]
+    lines += [
+        f"| {row['set']} | {row['system']} | {row['evidence']:.1%} | {row['tokens']:.0f} "
+        f"| {row['evidence_per_100_tokens']:.1%} | {row['milliseconds']:.0f} |"
+        for row in figures["sentences"]
+    ]
+    return "\n".join(lines)
+
+
+def long_table(figures: dict[str, Any]) -> str:
+    """Articles by their beginnings and by their best windows, in Markdown."""
+    lines = [
+        "| `long_documents` | parts read a question | nDCG@5 | F1 at zero | ms a question |",
+        "|---|--:|--:|--:|--:|",
+    ]
+    lines += [
+        f"| {row['long_documents']} | {row['windows']:.0f} | {100 * row['ndcg@5']:.1f} | {100 * row['f1@tau']:.1f} "
+        f"| {row['milliseconds']:.0f} |"
+        for row in figures["long_documents"]
+    ]
+    return "\n".join(lines)
+
+
 def main() -> None:
     """Measure, print and write it down."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)

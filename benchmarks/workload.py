@@ -149,7 +149,7 @@ class Plain:
             for layer in projection.layers:
                 shift = representational_shift(found[layer][:, :, tokens.scored], alone[layer][:, :, tokens.scored])
                 total += projection.terms(layer, shift).mean(-1).sum(-1)
-            scores += (total + projection.beside(agreement)).tolist()
+            scores += (total + projection.beside(agreement).sum(1)).tolist()
         return scores
 
     def _read(

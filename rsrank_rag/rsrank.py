@@ -262,7 +262,7 @@ class RSRank(Pretrained, Reranker):
         tokens = self.prompts.query(query)
         prompt = self.prompts.documents([document], len(tokens.ids))[0]
         parts = torch.zeros(tokens.length, len(self.projection.layers), self.backbone.num_heads)
-        score, agreement = BLANK_SCORE, 0.0
+        score, agreement = BLANK_SCORE, torch.zeros(1 + tokens.length)
         if not prompt.empty:
             try:
                 parts, agreement = score_parts(self.reader, self.projection, Row(prompt.ids, tokens))
@@ -270,7 +270,7 @@ class RSRank(Pretrained, Reranker):
                 if not is_out_of_memory(error):
                     raise
                 raise _too_large(prompt.ids, 0) from None
-            score = _finite(float(parts.sum()) + agreement, 0)
+            score = _finite(float(parts.sum() + agreement.sum()), 0)
         return Explanation(
             query=query,
             document=document,
@@ -280,7 +280,8 @@ class RSRank(Pretrained, Reranker):
             layers=self.projection.layers,
             parts=tuple(tuple(row) for row in parts.sum(-1).tolist()),
             head_parts=tuple(tuple(tuple(heads) for heads in row) for row in parts.tolist()),
-            agreement=agreement,
+            agreement=float(agreement.sum()),
+            matches=tuple(agreement[1:].tolist()) if bool(agreement[1:].any()) else (),
         )
 
 

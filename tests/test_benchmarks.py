@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import latency, peers
+from benchmarks import latency, peers, tables
 
 ROOT = Path(__file__).parents[1]
 
@@ -36,20 +36,24 @@ def test_peers_write_one_column_a_process_and_replace_it_whole(tmp_path):
         {"processor": "AVX2", "threads": 2, "machine": "A machine", "dtype": "int8", "rows": [*rows, row("other", 2)]},
     ]
     (tmp_path / "docs").mkdir()
-    for page in peers.PAGES:
-        (tmp_path / page).write_text("before\n<!-- peers -->\nold\n<!-- end of peers -->\nafter\n")
+    (tmp_path / "docs/peers.json").write_text(json.dumps(both))
+    for page in {table.page for table in tables.TABLES.values()}:
+        blocks = [name for name, table in tables.TABLES.items() if table.page == page]
+        lines = "".join(f"<!-- figures: {name} -->\nold {name}\n<!-- end of figures -->\n" for name in blocks)
+        (tmp_path / page).write_text(f"before\n{lines}after\n")
     for _ in range(2):
-        peers.write(both, tmp_path)
+        tables.main(tmp_path)
     text = (tmp_path / "docs/benchmarks.md").read_text()
-    assert text.startswith("before\n<!-- peers -->\nA machine; ")
+    assert text.startswith("before\n<!-- figures: peers -->\nA machine; ")
     assert "| mini, 0% kept | 1.25 | 1.25 |" in text
     assert "| other |  | 2.00 |" in text
-    assert "old" not in text
+    assert "old peers" not in text
+    assert "old sentences" in text  # nobody has measured them there
 
 
-def test_the_pages_have_a_place_for_it_and_show_what_was_measured():
-    for page in peers.PAGES:
-        text = (ROOT / page).read_text(encoding="utf-8")
-        assert peers.BLOCK.search(text)
-        if (figures := ROOT / "docs/peers.json").exists():
-            assert peers.rewritten(text, json.loads(figures.read_text(encoding="utf-8"))) == text
+@pytest.mark.parametrize("name", tables.TABLES)
+def test_a_page_has_a_place_for_each_table_and_shows_what_was_measured(name):
+    page = tables.TABLES[name].page
+    text = (ROOT / page).read_text(encoding="utf-8")
+    assert name in [match[2] for match in tables.BLOCK.finditer(text)]
+    assert tables.rewritten(page) == text

@@ -124,7 +124,7 @@ class Reference:
         return values, entering[self.fusion].split([first, second])
 
     def score(self, query, document):
-        """One score, and its agreement's part."""
+        """One score, its agreement's part, and of that each token's."""
         prompts, projection = self.ranker.prompts, self.ranker.projection
         asked = prompts.query(query)
         after, (document_states, query_states) = self.run(prompts.documents([document], len(asked.ids))[0].ids, asked)
@@ -142,7 +142,7 @@ class Reference:
         nearest = [max(float(functional.cosine_similarity(q, d, dim=0)) for d in own) for q in query_values]
         g, w, b = projection.agreement.tolist()
         beside = g * float(cosine) + w * sum(nearest) / len(nearest) + b
-        return total + beside, beside
+        return total + beside, beside, [w * match / len(nearest) for match in nearest]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -170,11 +170,13 @@ def test_parts_and_agreement_add_up_to_the_score(kind, fused, tiny_folder):
     found = ranker.explain(QUERY, DOCUMENTS[0])
     assert sum(found.by_token.values()) + found.agreement == pytest.approx(found.score, abs=1e-6)
     assert found.score == pytest.approx(ranker.score(QUERY, DOCUMENTS[:1])[0], abs=1e-5)
-    assert found.agreement == pytest.approx(
-        Reference(ranker, tiny_folder(kind)).score(QUERY, DOCUMENTS[0])[1], abs=1e-5
-    )
-    assert f"{found.agreement:+.2f}" in str(found).splitlines()[-1]
-    assert f"<td>{found.agreement:+.2f}</td>" in found._repr_html_()
+    _, agreement, matches = Reference(ranker, tiny_folder(kind)).score(QUERY, DOCUMENTS[0])
+    assert found.agreement == pytest.approx(agreement, abs=1e-5)
+    assert found.matches == pytest.approx(matches, abs=1e-5)
+    for part in (sum(found.matches), found.agreement - sum(found.matches)):  # of tokens, and of the whole query
+        assert f"{part:+.2f}" in str(found).splitlines()[-1]
+        assert f"<td>{part:+.2f}</td>" in found._repr_html_()
+    assert [line.split()[-1] for line in str(found).splitlines()[1:-1]] == [f"{match:+.2f}" for match in found.matches]
 
 
 @pytest.mark.parametrize("kind", ["bert", "qwen3"])

@@ -343,16 +343,17 @@ def test_the_parts_are_those_of_the_score_and_add_up_to_it(page, mini):
     assert table.locator("thead tr:last-child th[scope=col]").all_inner_texts() == [str(n) for n in expected.layers]
     assert table.locator("tbody th[scope=row]").all_inner_texts() == list(expected.tokens)
     body = [[number(cell) for cell in row.locator("td").all_inner_texts()] for row in table.locator("tbody tr").all()]
-    for found, parts in zip(body, expected.parts, strict=True):
-        assert found == pytest.approx([sum(parts), *parts], abs=6e-4)
+    for found, parts, match in zip(body, expected.parts, expected.matches, strict=True):
+        assert found == pytest.approx([sum(parts) + match, *parts, match], abs=6e-4)
     total, *sums = map(number, table.locator("tfoot td").all_inner_texts())
-    beside = [expected.agreement] if expected.agreement else []
+    matched = sum(expected.matches)
+    beside = [matched, expected.agreement - matched]
     assert sums == pytest.approx([*expected.by_layer.values(), *beside], abs=6e-4)
     assert total == pytest.approx(score, abs=1.1e-3)
     said = page.locator(".details p").inner_text()
     assert page.get_by_role("status").inner_text() == said
-    lowest = min(expected.by_token, key=expected.by_token.get)
-    assert f"“{expected.tokens[lowest]}” lowers it most" in said
+    by_token = [total for total, *_ in body]
+    assert f"The token “{expected.tokens[by_token.index(max(by_token))]}” raises the score most" in said
     assert "All parts add up to" in said
 
 

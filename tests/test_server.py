@@ -185,6 +185,7 @@ async def test_an_explanation_has_its_exact_parts():
             "layers": [1, 2],
             "parts": [[1.0, 0.5], [1.0, 0.5]],
             "agreement": 0.0,
+            "matches": [],
         }
     async with serving(Words()) as http:
         response = await http.post("/explain", json={"query": "q", "document": "3"})

@@ -69,11 +69,14 @@ class Projection(nn.Module):
         return cosines if self.head_weight is None else cosines * self.head_weight[self._row[layer], :, None]
 
     def beside(self, agreement: Tensor) -> Tensor:
-        """What agreement, (N, 2) as `ShiftReader.read` gives it, adds to a score, (N,) in its dtype."""
+        """What agreement, (N, 1 + T) as `ShiftReader.read` gives it, adds to a score: (N, 1 + T), to be summed up.
+
+        Of the query as a whole, less the border, and of each of its tokens.
+        """
         if self.agreement is None:
-            return torch.zeros_like(agreement[:, 0])
-        weights = self.agreement.to(agreement.dtype)
-        return agreement @ weights[:2] + weights[2]
+            return torch.zeros_like(agreement)
+        whole, matched, border = self.agreement.to(agreement.dtype)
+        return torch.cat([whole * agreement[:, :1] + border, matched * agreement[:, 1:]], dim=1)
 
     def forward(self, shift: Tensor) -> Tensor:
         """The paper's scores, (N,), of whole shift tensors, (N, L, H, T, D) with layers in the order of ``layers``."""

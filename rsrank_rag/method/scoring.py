@@ -67,20 +67,20 @@ class ShiftReader:
     def read(self, rows: Sequence[Row], consume: Consume) -> Tensor:
         """Hand over each read layer's shifts of a batch, in ascending order.
 
-        Gives each row's agreement, (N, 2) float64: of document and query, each by itself, the cosine of what enters the
-        fusion layer, pooled, and the mean over the query's tokens of `best_matches` there. Zeros where there is none.
+        Gives each row's agreement, (N, 1 + T) float64: of document and query, each by itself, the cosine of what enters
+        the fusion layer, pooled, and `best_matches` there, divided by the query's tokens. Zeros where there is none.
         """
         queries = list(dict.fromkeys(row.query for row in rows))
         number = {query: place for place, query in enumerate(queries)}
         which = [number[row.query] for row in rows]
         owner = torch.tensor(which, device=self.backbone.device)
         tokens = _ScoredTokens([row.query for row in rows], queries, self.backbone.device)
-        agreement = torch.zeros(len(rows), 2, dtype=torch.float64, device=owner.device)
+        agreement = torch.zeros(len(rows), 1 + tokens.width, dtype=torch.float64, device=owner.device)
 
         def subtract(layer: int, values: Tensor) -> None:
             found = tokens.of(values)
             if layer == self.backbone.fusion_layer > 0:
-                agreement[:, 1] = tokens.mean(self._matches(found[: len(rows)], prefixes))
+                agreement[:, 1:] = tokens.shared(self._matches(found[: len(rows)], prefixes))
             if layer in self.layers:
                 alone = found[len(rows) :]
                 # A single query's row is the same for all: no copy of it for each.
@@ -145,9 +145,9 @@ class _ScoredTokens:
         places = (self.starts[:, None] + self.columns).clamp(max=values.shape[2] - 1)
         return values.gather(2, places[:, None, :, None].expand(-1, values.shape[1], -1, values.shape[3]))
 
-    def mean(self, each: Tensor) -> Tensor:
-        """Mean over a row's scored tokens of (N, T) numbers, (N,) float64."""
-        return each.double().masked_fill(self.columns >= self.lengths[:, None], 0).sum(1) / self.lengths
+    def shared(self, each: Tensor) -> Tensor:
+        """What each scored token adds to the mean of its row's (N, T) numbers, (N, T) float64."""
+        return each.double().masked_fill(self.columns >= self.lengths[:, None], 0) / self.lengths[:, None]
 
     def only_scored(self, shift: Tensor, reached: int | None) -> Tensor:
         """Shifts (N, H, T, D) with zeros behind shorter queries, and where no document reaches."""
@@ -172,12 +172,12 @@ def score_rows(reader: ShiftReader, projection: Projection, rows: Sequence[Row])
         total.add_(projection.terms(layer, shift).sum(1, dtype=torch.float64).sum(-1) / lengths)
 
     agreement = reader.read(rows, add)
-    scores: list[float] = (total + projection.beside(agreement)).float().tolist()
+    scores: list[float] = (total + projection.beside(agreement).sum(1)).float().tolist()
     return scores
 
 
-def score_parts(reader: ShiftReader, projection: Projection, row: Row) -> tuple[Tensor, float]:
-    """One score's parts: each query token's, layer's and head's, (T, L, H) float64, and agreement's."""
+def score_parts(reader: ShiftReader, projection: Projection, row: Row) -> tuple[Tensor, Tensor]:
+    """One score's parts: each query token's, layer's and head's, (T, L, H) float64, and agreement's, (1 + T,)."""
     terms: list[Tensor] = []
     agreement = reader.read([row], lambda layer, shift: terms.append(projection.terms(layer, shift)[0].double()))
-    return torch.stack(terms).permute(2, 0, 1) / row.query.length, float(projection.beside(agreement))
+    return torch.stack(terms).permute(2, 0, 1) / row.query.length, projection.beside(agreement)[0]

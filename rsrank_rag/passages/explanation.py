@@ -20,6 +20,7 @@ class Explanation:
         parts: (T, L) nested tuples, each summed over heads and divided by T.
         head_parts: (T, L, H) nested tuples, the same per KV head.
         agreement: What the document's agreement with the query adds, less the border; 0 for models without.
+        matches: (T,), what of it each query token adds by its match in the document; empty for models without.
     """
 
     query: str
@@ -31,10 +32,11 @@ class Explanation:
     parts: tuple[tuple[float, ...], ...]
     head_parts: tuple[tuple[tuple[float, ...], ...], ...]
     agreement: float = 0.0
+    matches: tuple[float, ...] = ()
 
     @property
     def by_token(self) -> dict[int, float]:
-        """Contribution of each query token, by its position."""
+        """Contribution of each query token's shifts, by its position."""
         return {i: math.fsum(row) for i, row in enumerate(self.parts)}
 
     @property
@@ -43,13 +45,13 @@ class Explanation:
         return {layer: math.fsum(row[i] for row in self.parts) for i, layer in enumerate(self.layers)}
 
     def columns(self, most: int = 8) -> tuple[list[str], list[list[float]]]:
-        """Parts with neighbouring layers joined, to fit a terminal.
+        """Parts with neighbouring layers joined, to fit a terminal, and matches.
 
         Args:
-            most: Largest number of columns.
+            most: Largest number of columns for layers.
 
         Returns:
-            Labels such as ``L1`` or ``L1-5``, and a row of parts for each token.
+            Labels such as ``L1``, ``L1-5`` or ``match``, and a row of parts for each token.
         """
         size = -(-len(self.layers) // most)
         groups = [slice(start, start + size) for start in range(0, len(self.layers), size)]
@@ -57,7 +59,15 @@ class Explanation:
         for group in groups:
             first, last = self.layers[group][0], self.layers[group][-1]
             labels.append(f"L{first}" if first == last else f"L{first}-{last}")
-        return labels, [[math.fsum(row[group]) for group in groups] for row in self.parts]
+        rows = [[math.fsum(row[group]) for group in groups] for row in self.parts]
+        if self.matches:
+            return [*labels, "match"], [[*row, match] for row, match in zip(rows, self.matches, strict=True)]
+        return labels, rows
+
+    @property
+    def _whole(self) -> list[float]:
+        """What is of the whole query and of no token, if anything is."""
+        return [self.agreement - math.fsum(self.matches)] * bool(self.agreement)
 
     def __str__(self) -> str:
         labels, rows = self.columns()
@@ -66,15 +76,16 @@ class Explanation:
         def line(name: str, total: float, parts: Iterable[float]) -> str:
             return f"{name:<{width}}  {total:>+7.3f}  " + " ".join(f"{part:>+6.2f}" for part in parts)
 
-        own = [self.agreement] * bool(self.agreement)  # of the whole query, not of a token
-        names = [*labels, *["agree"] * len(own)]
+        names = [*labels, *["whole"] * len(self._whole)]
         head = f"{'token':<{width}}  {'total':>7}  " + " ".join(f"{name:>6}" for name in names)
-        body = [line(token, self.by_token[i], rows[i]) for i, token in enumerate(self.tokens)]
-        return "\n".join([head, *body, line("score", self.score, [*map(math.fsum, zip(*rows, strict=True)), *own])])
+        body = [line(token, math.fsum(row), row) for token, row in zip(self.tokens, rows, strict=True)]
+        total = [*map(math.fsum, zip(*rows, strict=True)), *self._whole]
+        return "\n".join([head, *body, line("score", self.score, total)])
 
     def _repr_html_(self) -> str:
         """A table in a notebook: green cells raise the score, red ones lower it."""
-        largest = max((abs(part) for row in self.parts for part in row), default=0.0) or 1.0
+        labels, rows = self.columns(len(self.layers) or 1)
+        largest = max((abs(part) for row in rows for part in row), default=0.0) or 1.0
 
         def cell(value: float, scale: float) -> str:
             colour = "34,139,34" if value > 0 else "200,40,40"
@@ -82,16 +93,16 @@ class Explanation:
             return f'<td style="text-align:right;background:rgba({colour},{shade:.2f})">{value:+.2f}</td>'
 
         verdict = "kept" if self.score > 0 else "dropped"
-        own = bool(self.agreement)
-        head = "".join(f"<th>L{layer}</th>" for layer in self.layers) + "<th>agreement</th>" * own
+        own = self._whole
+        head = "".join(f"<th>{label}</th>" for label in labels) + "<th>whole</th>" * len(own)
         body = "".join(
-            f"<tr><th>{html.escape(token)}</th>{cell(self.by_token[i], largest * len(self.layers))}"
-            + "".join(cell(part, largest) for part in self.parts[i])
-            + "<td></td>" * own
+            f"<tr><th>{html.escape(token)}</th>{cell(math.fsum(row), largest * len(row))}"
+            + "".join(cell(part, largest) for part in row)
+            + "<td></td>" * len(own)
             + "</tr>"
-            for i, token in enumerate(self.tokens)
+            for token, row in zip(self.tokens, rows, strict=True)
         )
-        foot = "".join(f"<td>{part:+.2f}</td>" for part in (*self.by_layer.values(), *[self.agreement] * own))
+        foot = "".join(f"<td>{part:+.2f}</td>" for part in (*map(math.fsum, zip(*rows, strict=True)), *own))
         cut = " (truncated)" if self.truncated else ""
         return (
             f"<p><b>{html.escape(self.query)}</b><br>{html.escape(self.document[:300])}{cut}</p>"

@@ -52,7 +52,7 @@ class SignalReader(ShiftReader):
         for layer in sorted(self.layers):
             shifts = [pad(shift[layer], (0, 0, 0, width - shift[layer].shape[2])) for shift in found]
             consume(layer, torch.cat(shifts))
-        return torch.zeros(len(rows), 2, dtype=torch.float64)
+        return torch.zeros(len(rows), 1, dtype=torch.float64)
 
     def _difference(self, row: Row) -> dict[int, Tensor]:
         """Layer -> (1, H, T, D) fp32 of one row."""

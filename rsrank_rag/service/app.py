@@ -68,6 +68,7 @@ class ExplainResponse(BaseModel):
     layers: tuple[int, ...] = Field(description="The L layers read.")
     parts: tuple[tuple[float, ...], ...] = Field(description="T x L; with the agreement, they are the score.")
     agreement: float = Field(description="What the document's agreement with the query adds; 0 where it has no part.")
+    matches: tuple[float, ...] = Field(description="T: of it, what each token adds by its match; or empty.")
 
 
 class Info(BaseModel):

@@ -5,6 +5,7 @@ Axes: L layers, H heads, N documents, T scored query tokens, D head dimension.
 
 import hashlib
 import json
+import math
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -142,7 +143,7 @@ class FeatureExtractor:
 
             for row, agreed in zip(batch, self.reader.read(batch, keep).tolist(), strict=True):
                 for place in wanted[row.document]:
-                    agreement[place] = tuple(agreed)
+                    agreement[place] = agreed[0], math.fsum(agreed[1:])
 
         batches = Batches([Row(ids, asked) for ids in wanted], self.token_budget, extra=len(asked.ids))
         try:

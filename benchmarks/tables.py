@@ -1,0 +1,57 @@
+"""The documentation's tables of what benchmarks measured, each made of one file of figures.
+
+    python -m benchmarks.tables      # after a benchmark has written its file
+
+Each one stands between ``<!-- figures: NAME -->`` and ``<!-- end of figures -->`` of its page and is replaced whole.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from . import few_queries, peers, sentences
+
+ROOT = Path(__file__).parents[1]
+BLOCK = re.compile(r"(<!-- figures: ([^>]+?) -->\n).*?(<!-- end of figures -->)", re.S)
+
+
+class Table(NamedTuple):
+    """Where a table stands, the file with its figures, and what makes it of them."""
+
+    page: str
+    figures: str
+    made: Callable[[Any], str]
+
+
+TABLES = {
+    "peers": Table("docs/benchmarks.md", "docs/peers.json", peers.table),
+    "sentences": Table("docs/benchmarks.md", "docs/sentences.json", sentences.table),
+    "long documents": Table("docs/benchmarks.md", "docs/sentences.json", sentences.long_table),
+    "few queries": Table("docs/training.md", "docs/few-queries.json", few_queries.tables),
+}
+
+
+def rewritten(page: str, root: Path = ROOT) -> str:
+    """A page's text with its tables made anew; those whose figures were never measured stay as they are."""
+
+    def anew(match: re.Match[str]) -> str:
+        table = TABLES[match[2]]
+        if table.page != page or not (root / table.figures).exists():
+            return match[0]
+        return f"{match[1]}{table.made(json.loads((root / table.figures).read_text(encoding='utf-8')))}\n{match[3]}"
+
+    return BLOCK.sub(anew, (root / page).read_text(encoding="utf-8"))
+
+
+def main(root: Path = ROOT) -> None:
+    """Rewrite the pages."""
+    for page in dict.fromkeys(table.page for table in TABLES.values()):
+        (root / page).write_text(rewritten(page, root), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
