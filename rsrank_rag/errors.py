@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from difflib import get_close_matches
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, distribution
@@ -90,6 +90,17 @@ def required(module: str, message: str, extra: str) -> Any:
         raise MissingDependencyError(message, extra) from None
 
 
+@contextmanager
+def needs(message: str, extra: str, *modules: str) -> Iterator[None]:
+    """Around imports of these packages: where one is missing, the error of `required`, its name in place of ``{}``."""
+    try:
+        yield
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] not in modules:
+            raise
+        raise MissingDependencyError(message.format(error.name), extra) from error
+
+
 def nearest(name: str, names: Iterable[str], prefix: str = "") -> str:
     """A question to add to an error about an unknown name; empty if no known one is like it.
 
@@ -100,15 +111,10 @@ def nearest(name: str, names: Iterable[str], prefix: str = "") -> str:
     return f" Did you mean {' or '.join(found)}?" if found else ""
 
 
-@contextmanager
-def needs_the_whole_package() -> Iterator[None]:
+def needs_the_whole_package() -> AbstractContextManager[None]:
     """Around what loads models: a client's installation lacks it, and gets the pip command."""
-    try:
-        yield
-    except ModuleNotFoundError as error:
-        if (error.name or "").partition(".")[0] not in ("rsrank_rag", "torch", "transformers"):
-            raise
-        raise MissingDependencyError(
-            f"A model in this process needs {error.name}, and rsrank-rag-client can only ask a service (base_url). "
-            "Install the whole package: pip uninstall -y rsrank-rag-client && pip install rsrank-rag"
-        ) from error
+    message = (
+        "A model in this process needs {}, and rsrank-rag-client can only ask a service (base_url). "
+        "Install the whole package: pip uninstall -y rsrank-rag-client && pip install rsrank-rag"
+    )
+    return needs(message, "", "rsrank_rag", "torch", "transformers")

@@ -11,18 +11,14 @@ from pydantic import ConfigDict, Field
 from typing_extensions import Unpack
 
 from .adapters.settings import ERROR, RerankerAdapter, Unranked, kept_of, without_marks
-from .errors import InputError, MissingDependencyError
+from .errors import InputError, needs
 from .reranker import Limits, RankResult
 
-try:
+with needs("rsrank_rag.langchain needs langchain-core.", "langchain", "langchain_core"):
     from langchain_core.callbacks import AsyncCallbackManagerForRetrieverRun, CallbackManagerForRetrieverRun, Callbacks
     from langchain_core.documents import BaseDocumentCompressor, Document
     from langchain_core.retrievers import BaseRetriever, RetrieverLike
     from langchain_core.runnables import Runnable, RunnableConfig, RunnableLambda
-except ModuleNotFoundError as error:
-    if error.name != "langchain_core":
-        raise
-    raise MissingDependencyError("rsrank_rag.langchain needs langchain-core.", "langchain") from error
 
 if TYPE_CHECKING:
     from .adapters.cross_encoder import RSRankCrossEncoder as RSRankCrossEncoder
@@ -140,15 +136,9 @@ class RSRankCompressor(RerankerAdapter, BaseDocumentCompressor):
                 ", ".join(map(repr, unknown)),
                 ", ".join(sorted(there)) or "none",
             )
-        return [
-            (
-                "".join(
-                    f"{found}\n" for name in self.metadata_fields if (found := document.metadata.get(name)) is not None
-                ),
-                document.page_content,
-            )
-            for document in documents
-        ]
+        fields = ([document.metadata.get(name) for name in self.metadata_fields] for document in documents)
+        before = ("".join(f"{value}\n" for value in values if value is not None) for values in fields)
+        return [(text, document.page_content) for text, document in zip(before, documents, strict=True)]
 
     def _copies(self, documents: Sequence[Document], result: RankResult) -> list[Document]:
         copies = []

@@ -8,20 +8,16 @@ from pydantic import Field, model_validator
 from typing_extensions import Unpack
 
 from .adapters.settings import ERROR, RerankerAdapter, Unranked, kept_of, without_marks
-from .errors import InputError, MissingDependencyError
+from .errors import InputError, needs
 from .reranker import Limits, RankResult
 
-try:
+with needs("rsrank_rag.llama_index needs llama-index-core.", "llama-index", "llama_index"):
     from llama_index.core.callbacks.schema import CBEventType, EventPayload
     from llama_index.core.instrumentation import get_dispatcher
     from llama_index.core.instrumentation.events.exception import ExceptionEvent
     from llama_index.core.instrumentation.events.rerank import ReRankEndEvent, ReRankStartEvent
     from llama_index.core.postprocessor.types import BaseNodePostprocessor
     from llama_index.core.schema import BaseNode, MetadataMode, NodeWithScore, QueryBundle
-except ModuleNotFoundError as error:
-    if error.name not in ("llama_index", "llama_index.core"):
-        raise
-    raise MissingDependencyError("rsrank_rag.llama_index needs llama-index-core.", "llama-index") from error
 
 __all__ = ["RSRankPostprocessor"]
 

@@ -255,7 +255,7 @@ def test_ids_that_run_together_are_different_documents():
 def test_a_damaged_file_is_computed_again_and_counted(tmp_path, damage, caplog):
     model = Model()
     store(folder=tmp_path).prefill(DOCS[:2], model)
-    first, second = (store(folder=tmp_path)._disk.path(store().key(ids)) for ids in DOCS[:2])
+    first, second = (store(folder=tmp_path).disk.path(store().key(ids)) for ids in DOCS[:2])
     content = first.read_bytes()
     expected = {name: part.tolist() for name, part in load_file(first).items()}
     flipped = content[:-5] + bytes([content[-5] ^ 1]) + content[-4:]
@@ -464,7 +464,7 @@ def test_prefixes_on_disk_serve_the_next_process_but_no_other_model(tiny_ranker,
 def test_the_cache_can_be_chosen_by_size_or_folder(ranker, tmp_path, choice, limit, folder):
     made = keeping(ranker, tmp_path / "folder" if folder else choice).reader.store
     assert made._on_device.limit == limit
-    assert (made._disk is not None) == folder
+    assert (made.disk is not None) == folder
 
 
 def test_every_place_has_its_own_limit(ranker, tmp_path):
@@ -472,7 +472,7 @@ def test_every_place_has_its_own_limit(ranker, tmp_path):
     chosen = {"device": "1KB", "host": "2MB", "folder": str(folder), "disk": "3GB", "salt": "tenant"}
     for choice in (chosen, PrefixCache(**chosen)):
         made = keeping(ranker, choice).reader.store
-        assert (made._on_device.limit, made._in_host.limit, made._disk.limit) == (1000, 2_000_000, 3_000_000_000)
+        assert (made._on_device.limit, made._in_host.limit, made.disk.limit) == (1000, 2_000_000, 3_000_000_000)
         assert made._identity != keeping(ranker, {**chosen, "salt": "another"}).reader.store._identity
 
 

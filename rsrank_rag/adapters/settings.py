@@ -54,17 +54,11 @@ class Unranked(RankResult):
     error: Exception
 
 
-def _as_address(value: str) -> str:
-    """The address of a service in its shortest form."""
-    from ..remote.client import service_address  # here, so that adapters without a service need no httpx
+def _remote() -> Any:
+    """The module that asks a service: imported here, so that adapters without one need no httpx."""
+    from ..remote import client
 
-    return service_address(value)
-
-
-def _as_key(value: SecretStr) -> SecretStr | None:
-    from ..remote.client import usable_key
-
-    return usable_key(value)
+    return client
 
 
 class ModelAdapter(LoadSettings):
@@ -98,10 +92,10 @@ class ModelAdapter(LoadSettings):
         description="Where documents' prefixes are kept: True, False, a size, a folder, or a PrefixCache.",
     )
 
-    base_url: Annotated[str, AfterValidator(_as_address)] | None = Field(
+    base_url: Annotated[str, AfterValidator(lambda value: _remote().service_address(value))] | None = Field(
         default=None, description="Address of a service (`rsrank serve`) to ask, instead of loading a model."
     )
-    api_key: Annotated[SecretStr, AfterValidator(_as_key)] | None = Field(
+    api_key: Annotated[SecretStr, AfterValidator(lambda value: _remote().usable_key(value))] | None = Field(
         default=None,
         exclude=True,
         repr=False,
@@ -183,9 +177,7 @@ class ModelAdapter(LoadSettings):
         if self.base_url is None:
             worker.close(self._source())
         else:
-            from ..remote import connections
-
-            connections.close(self.base_url)
+            _remote().connections.close(self.base_url)
 
     def _source(self) -> ModelSource | Reranker:
         if isinstance(self.model, Reranker):
@@ -204,10 +196,10 @@ class ModelAdapter(LoadSettings):
         """What computes elsewhere, so that its calls need no queue; None for a model of this process."""
         if self.base_url is None:
             return self._told(self.model) if isinstance(self.model, ConcurrentReranker) else None
-        from ..remote.client import RemoteReranker
-
         names = ("base_url", "api_key", "timeout", "max_retries")
-        return self._told(RemoteReranker(model=self._asked_for, **{name: getattr(self, name) for name in names}))
+        chosen = {name: getattr(self, name) for name in names}
+        remote: ConcurrentReranker = _remote().RemoteReranker(model=self._asked_for, **chosen)
+        return self._told(remote)
 
     def _told(self, reranker: AnyReranker) -> AnyReranker:
         """The reranker, judging by this adapter's instruction if there is one."""

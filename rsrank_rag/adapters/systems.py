@@ -35,10 +35,10 @@ class Kind:
 
     def load(self, source: ModelSource) -> Any:
         """Make it from a Hub id or folder."""
-        module, made = self.home.rsplit(".", 1)
-        make = getattr(import_module(f"...{module}", __name__), made)
         if self is KINDS["rsrank"]:
             return _ranker(source)
+        module, made = self.home.rsplit(".", 1)
+        make = getattr(import_module(f"...{module}", __name__), made)
         if self is KINDS["oracle"]:
             return make(_ranker(source))
         if not self.named:

@@ -25,8 +25,7 @@ FORMAT_VERSION: Literal[1] = 1
 
 LARGEST = 2**31
 
-INSIDE = "./backbone"
-"""How an artifact names a language model that lies in its own folder."""
+INSIDE = "./backbone"  # how an artifact names a language model that lies in its own folder
 
 RETIRED: dict[str, tuple[object, ...]] = {"signal": ("values",), "null_prefix": ("empty",), "calibration": (None,)}
 """Fields that artifacts of earlier releases have, and the values of them that this one still means."""

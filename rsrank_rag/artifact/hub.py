@@ -236,32 +236,8 @@ def is_hub_id(name: str) -> bool:
     return True
 
 
-UNNAMED = "PATH_OR_HUB_ID"
-"""Stands in a model card's examples until the artifact is published."""
-
-USAGE = f"""---
-
-# RSRank projection
-
-Scores how a document shifts the value vectors of a query's tokens. Documents above 0 are relevant.
-
-```python
-from rsrank_rag import RSRank
-
-ranker = RSRank.from_pretrained("{UNNAMED}")
-print(ranker.rank("your question", ["a document", "another document"]))
-```
-
-In LangChain and LlamaIndex:
-
-```python
-from rsrank_rag.langchain import RSRankCompressor
-from rsrank_rag.llama_index import RSRankPostprocessor
-
-compressor = RSRankCompressor(model="{UNNAMED}")
-postprocessor = RSRankPostprocessor(model="{UNNAMED}")
-```
-"""
+USAGE = Path(__file__).with_name("usage.md")  # what every model card says
+UNNAMED = "PATH_OR_HUB_ID"  # stands in its examples until the artifact is published
 
 FUSION = (
     "- Queries see documents from layer {} on only; below it, each is run by itself. What both are there may "
@@ -280,7 +256,7 @@ def model_card(config: RSRankConfig) -> str:
         front.append(f"base_model: {config.backbone.name}")
     lines = [
         *front,
-        USAGE,
+        USAGE.read_text(encoding="utf-8"),
         f"- Backbone: `{config.backbone.name}`, revision `{config.backbone.revision or 'not pinned'}` "
         f"({config.backbone.model_type}, {config.depth})",
         f"- B: layers {config.layers[0]}-{config.layers[-1]} ({len(config.layers)}), {heads} KV heads, "

@@ -3,23 +3,27 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import torch
 from typing_extensions import Self
 
+from ..errors import ArtifactError
+from ..language_model.check import open_backbone
+from ..language_model.files import folder_of, hashes
+from ..language_model.loading import LoadedModel, load_model
 from ..language_model.options import LoadOptions, ModelSource
 from ..method.backbone import Backbone
 from ..method.projection import Projection
 from ..method.template import PromptTokenizer, Template
+from ..partial_files import replacing
 from ..prefixes.settings import Choice
 from . import hub
-from .config import RSRankConfig, TrainingRecord
-from .opening import Artifact, new_artifact, open_artifact, save_artifact
-
-if TYPE_CHECKING:
-    import torch
+from .config import INSIDE, RSRankConfig, TrainingRecord
+from .identity import check_after_run, check_before_run, check_files, describe
 
 
 class Pretrained(ABC):
@@ -144,19 +148,41 @@ class Pretrained(ABC):
             BackboneError: The model cannot be loaded or read.
             ArtifactError: B's shape does not fit it.
         """
-        record = training or TrainingRecord()
-        chosen = ModelSource(str(name), revision, options or LoadOptions())
-        text = template or Template()
-        return cls(*new_artifact(chosen, projection, text, record, license=license, fusion_layer=fusion_layer))
+        load, template, last_layer = options or LoadOptions(), template or Template(), projection.layers[-1]
+        loaded, int8 = _load(str(name), revision, load, last_layer)
+        core = open_backbone(loaded.model, last_layer, int8, num_layers=loaded.num_layers, fusion_layer=fusion_layer)
+        prompts = PromptTokenizer(loaded.tokenizer, template, max_length=core.max_length, shared_positions=core.causal)
+        files = hashes(folder_of(str(name), revision, load.cache_dir))
+        config = RSRankConfig(
+            backbone=describe(core, prompts, str(name), revision, files),
+            layers=projection.layers,
+            projection_dim=projection.weight.shape[2],
+            fusion_layer=fusion_layer,
+            template=template,
+            training=training or TrainingRecord(),
+            license=license,
+        )
+        if tuple(projection.weight.shape) != config.shape:
+            raise ArtifactError(
+                f"B has shape {tuple(projection.weight.shape)}, but {core.name} needs (L, H, P, D) = {config.shape}."
+            )
+        return cls(core, prompts, projection, config)
 
     def save_pretrained(self, folder: str | Path, *, include_backbone: bool = False) -> None:
-        """Write the artifact: config.json, projection.safetensors and a model card.
+        """Write the artifact: config.json, projection.safetensors and a model card, all or nothing.
 
         With ``include_backbone``, and always where it came with its own, the language model and its tokenizer, too:
         without the layers after the last one that B reads, which are not loaded.
         """
-        parts = Artifact(self.backbone, self.prompts, self.projection, self.config)
-        save_artifact(Path(folder), parts, include_backbone=include_backbone)
+        config = self.config
+        with replacing(Path(folder)) as new:
+            if include_backbone or config.backbone.name == INSIDE:
+                self.backbone.model.save_pretrained(new / INSIDE)
+                self.prompts.tokenizer.save_pretrained(new / INSIDE)
+                inside: dict[str, object] = {"name": INSIDE, "revision": None, "files": hashes(new / INSIDE)}
+                inside["num_layers"] = self.backbone.loaded_layers
+                config = config.model_copy(update={"backbone": config.backbone.model_copy(update=inside)})
+            hub.write_artifact(new, config, self.projection, hub.model_card(config))
 
     def push_to_hub(
         self,
@@ -182,3 +208,42 @@ class Pretrained(ABC):
             return hub.push(
                 Path(folder), repo_id, private=private, revision=revision, token=token, message=commit_message
             )
+
+
+def open_artifact(source: ModelSource) -> tuple[Backbone, PromptTokenizer, Projection, RSRankConfig]:
+    """Load an artifact and the language model it belongs to, checked; raises as `RSRank.from_pretrained`."""
+    folder = hub.resolve(source.name, source.revision, source.load)
+    config = hub.read_config(folder)
+    projection = hub.read_projection(folder, config)
+    inside = config.backbone.name == INSIDE
+    model = source.backbone or (folder / config.backbone.name if inside else config.backbone.name)
+    pinned = config.backbone.revision if source.backbone is None and not inside else None
+    last_layer = config.layers[-1]
+    here, chosen = hub.is_folder(model), source.backbone is not None
+    if here:  # before anything of it is read
+        check_files(config.backbone, Path(model), chosen=chosen)
+    loaded, int8 = _load(model, pinned, source.load, last_layer, int8=config.int8)
+    check_before_run(loaded, config.backbone, str(model))
+    core = open_backbone(
+        *(loaded.model, last_layer, int8), num_layers=loaded.num_layers, fusion_layer=config.fusion_layer
+    )
+    check_after_run(core, config.backbone, str(model))
+    if not here:  # it has been downloaded
+        check_files(config.backbone, folder_of(model, pinned, source.load.cache_dir), chosen=chosen)
+    limits = (core.max_length, config.max_length, source.max_length)
+    prompts = PromptTokenizer(
+        loaded.tokenizer,
+        config.template,
+        max_length=min(limit for limit in limits if limit is not None),
+        shared_positions=core.causal,
+    )
+    return core, prompts, projection, config
+
+
+def _load(
+    name: str | Path, revision: str | None, options: LoadOptions, last_layer: int, *, int8: bool = False
+) -> tuple[LoadedModel, bool]:
+    """A language model, and whether it is to read documents in int8: if it is asked for, or ``int8`` is good enough."""
+    dtype = options.settled_dtype(int8=int8)
+    options = replace(options, dtype=None if dtype == "int8" else dtype)
+    return load_model(name, revision=revision, options=options, last_layer=last_layer), dtype == "int8"

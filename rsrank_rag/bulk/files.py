@@ -16,16 +16,19 @@ import json
 import os
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
-from importlib import import_module
 from pathlib import Path
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from ..errors import InputError, required
+from ..errors import InputError, needs
 from ..method.template import clean
 from ..partial_files import digest_of, is_running, partial_of, write_text
 from .pairs import COLUMNS, form_of
+
+with needs("Parquet files need pyarrow.", "parquet", "pyarrow"):
+    import pyarrow as pa
+    from pyarrow import parquet
 
 PLAN = "_plan.json"
 ROWS = 10_000
@@ -79,14 +82,7 @@ class Plan(_Record):
     @property
     def columns(self) -> Any:
         """Arrow schema of the input."""
-        return arrow().ipc.read_schema(arrow().py_buffer(base64.b64decode(self.arrow_schema)))
-
-
-def arrow() -> Any:
-    """The library that reads and writes Parquet, if it is installed."""
-    pyarrow = required("pyarrow", "Parquet files need pyarrow.", "parquet")
-    import_module("pyarrow.parquet")
-    return pyarrow
+        return pa.ipc.read_schema(pa.py_buffer(base64.b64decode(self.arrow_schema)))
 
 
 def find(source: str) -> list[Path]:
@@ -110,7 +106,6 @@ def find(source: str) -> list[Path]:
 
 def plan(source: str, settings: Mapping[str, Any], rows_per_part: int) -> Plan:
     """Read the input once: every line must be JSON, and the columns of all files must agree; else InputError."""
-    pa = arrow()
     files, parts, schema = list[SourceFile](), list[Part](), pa.schema([])
     for path in find(source):
         rows = 0
@@ -141,7 +136,7 @@ def plan(source: str, settings: Mapping[str, Any], rows_per_part: int) -> Plan:
 def _survey(path: Path, rows: int) -> Iterator[tuple[Any, int, int]]:
     """Schema, first byte (0 where a file cannot be entered) and number of rows of each part."""
     if path.suffix == ".parquet":
-        with arrow().parquet.ParquetFile(path) as file:
+        with parquet.ParquetFile(path) as file:
             schema, total = file.schema_arrow.remove_metadata(), file.metadata.num_rows
         yield from ((schema, 0, min(rows, total - start)) for start in range(0, total, rows))
         return
@@ -183,7 +178,6 @@ def _parse(line: bytes | dict[str, Any], path: Path, number: int) -> dict[str, A
 
 def _table(rows: Sequence[Mapping[str, Any]], schema: Any = None) -> Any:
     """Rows as a table; a field that a row does not have is null."""
-    pa = arrow()
     names = dict.fromkeys(name for row in rows for name in row) if schema is None else schema.names
     arrays = {}
     for name in names:
@@ -197,7 +191,6 @@ def _table(rows: Sequence[Mapping[str, Any]], schema: Any = None) -> Any:
 
 def _check_types(schema: Any) -> None:
     """Raise InputError if the columns that are scored hold something else than text."""
-    pa = arrow()
     for name in ("query", form_of(schema.names)):
         kind = schema.field(name).type
         listed = isinstance(kind, (pa.ListType, pa.LargeListType))
@@ -212,7 +205,7 @@ def _check_types(schema: Any) -> None:
 
 def read(made: Plan, part: Part) -> Any:
     """A part's rows as a table with the schema of the whole input; raises InputError if they are there no more."""
-    pa, path = arrow(), Path(made.files[part.file].path)
+    path = Path(made.files[part.file].path)
     try:
         if path.suffix == ".parquet":
             return _read_parquet(path, part, made.columns)
@@ -230,8 +223,7 @@ def read(made: Plan, part: Part) -> Any:
 
 
 def _read_parquet(path: Path, part: Part, schema: Any) -> Any:
-    pa = arrow()
-    with pa.parquet.ParquetFile(path) as file:
+    with parquet.ParquetFile(path) as file:
         starts = [0, *itertools.accumulate(file.metadata.row_group(g).num_rows for g in range(file.num_row_groups))]
         pairs = enumerate(itertools.pairwise(starts))
         groups = [g for g, (start, end) in pairs if end > part.start and start < part.start + part.rows]
@@ -311,20 +303,19 @@ def _is_there(path: Path, made: Plan, part: Part) -> bool:
     content = path.read_bytes() if path.exists() else b""
     if not content or sealed(content) != content:  # nobody should try to read it as Parquet
         return False
-    said = _said(arrow().BufferReader(content))
+    said = _said(pa.BufferReader(content))
     return (said.get("plan"), said.get("part")) == (made.sha256, part.number)
 
 
 def _said(file: Any) -> dict[str, Any]:
     """What a part says of itself."""
-    found = arrow().parquet.read_metadata(file).metadata or {}
+    found = parquet.read_metadata(file).metadata or {}
     said: dict[str, Any] = json.loads(found.get(SUMMARY.encode(), "{}"))
     return said
 
 
 def write(output: Path, made: Plan, part: Part, table: Any, found: Mapping[str, Sequence[Any]]) -> None:
     """Write a part's rows with the columns that `PairScorer` found; the file appears only when it is complete."""
-    pa = arrow()
     listed = "documents" in table.column_names
     for name, kind in zip(COLUMNS, (pa.float64(), pa.bool_(), pa.bool_(), pa.string()), strict=True):
         table = table.append_column(name, pa.array(found[name], pa.list_(kind) if listed else kind))
@@ -333,7 +324,7 @@ def write(output: Path, made: Plan, part: Part, table: Any, found: Mapping[str, 
     said = {**made.settings, "pairs": len(errors), "errors": failed, "part": part.number, "plan": made.sha256}
     said["sha256"] = BLANK
     whole = io.BytesIO()
-    with pa.parquet.ParquetWriter(whole, table.schema) as file:
+    with parquet.ParquetWriter(whole, table.schema) as file:
         file.write_table(table)
         file.add_key_value_metadata({SUMMARY: json.dumps(said, separators=(",", ":"))})
     _write_whole(output / part.name, whole.getvalue())
@@ -347,7 +338,7 @@ def finish(output: Path, made: Plan) -> tuple[int, int]:
         try:
             said = _said(path)
             pairs, errors = pairs + said["pairs"], errors + said["errors"]
-        except (OSError, arrow().ArrowInvalid, KeyError) as error:
+        except (OSError, pa.ArrowInvalid, KeyError) as error:
             raise InputError(f"{path} is damaged ({error}). Run the same command again.") from error
     return pairs, errors
 
@@ -355,7 +346,7 @@ def finish(output: Path, made: Plan) -> tuple[int, int]:
 def write_lines(output: Path) -> None:
     """Write what a complete folder holds as JSON lines, too: a file beside each part's."""
     for path in sorted(output.glob("part-*.parquet")):
-        rows = arrow().parquet.read_table(path).to_pylist()
+        rows = parquet.read_table(path).to_pylist()
         text = "".join(json.dumps(row, ensure_ascii=False, default=str) + "\n" for row in rows)
         write_text(path.with_suffix(".jsonl"), text)
 

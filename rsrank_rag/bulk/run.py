@@ -32,12 +32,11 @@ class Summary:
     found: int  # files that were there already
 
 
-def _part_scorer(make: Callable[[], Reranker], name: str, plan: Plan, output: Path) -> Callable[[dict[str, int]], int]:
+def _part_scorer(make: Callable[[], Reranker], name: str, plan: Plan, output: Path) -> Callable[[Part], int]:
     """What scores parts one after another and returns how many rows each has."""
     scorer = PairScorer(make, name)
 
-    def score(item: dict[str, int]) -> int:
-        part = Part(**item)
+    def score(part: Part) -> int:
         table = files.read(plan, part)
         columns = [column for column in table.column_names if column in ("query", "document", "documents")]
         found = scorer({column: table[column].to_pylist() for column in columns})
@@ -109,10 +108,9 @@ def score_files(
     folder = Path(output).absolute()
     plan = files.open_output(folder, str(source), {"model": model, **(settings or {})}, rows_per_part)
     todo = files.missing(folder, plan)
-    # A part comes by its numbers alone, and a plan may name many: an actor keeps what it needs to read.
+    # A plan may name many parts, which come one by one: an actor keeps what it needs to read them.
     maker = partial(_part_scorer, make, model, plan.model_copy(update={"parts": ()}), folder)
-    items = [part.model_dump() for part in todo]
-    done = map(maker(), items) if actors is None else each(maker, items, actors)
+    done = map(maker(), todo) if actors is None else each(maker, todo, actors)
     for _ in done if progress is None else progress(plan, done):
         pass
     pairs, errors = files.finish(folder, plan)

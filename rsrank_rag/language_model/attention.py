@@ -24,8 +24,7 @@ with importing_torchao():
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-NAME = "rsrank_sdpa"
-"""What this attention is called in a model's config. It takes the masks that SDPA takes."""
+NAME = "rsrank_sdpa"  # what this attention is called in a model's config; it takes the masks that SDPA takes
 
 SPECIAL = ("position_bias", "softcap", "s_aux", "sinks", "indices", "block_indices")
 """What models ask of attention that is more than a mask and a scale. It goes to transformers' own."""

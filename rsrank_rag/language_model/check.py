@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -26,11 +25,8 @@ IDS, CUT, SAMPLE = 9, 6, 64
 RUN_ERRORS = (ValueError, TypeError, LookupError, AttributeError, RuntimeError, ImportError, AssertionError)
 """What a model may raise that cannot be run as we run it."""
 
-LARGEST_TRIED = 4_000_000
-"""Entries of a weight for which `_steady_tokens` takes moments."""
-
-MOST_STEADY = 512
-"""Tokens that a run is filled up to at most, so that each comes out as it would among many."""
+LARGEST_TRIED = 4_000_000  # entries of a weight for which `_steady_tokens` takes moments
+MOST_STEADY = 512  # tokens that a run is filled up to at most, so that each comes out as it would among many
 
 
 class Watcher(Probe):
@@ -116,11 +112,11 @@ def _try_out(core: Backbone) -> Findings:
     causal = _distance(other[:, :, :CUT], values[-1][:, :, :CUT]) <= exact
     last = values[-1][0, :, -1].flatten().float()
     sample = last[torch.linspace(0, len(last) - 1, SAMPLE, device=last.device).long()].tolist()
-    findings = Findings(causal, values[0].shape[1], values[0].shape[3], tuple(round(x, 6) for x in sample))
     if causal:
         _check_rotary(core, ids)
     aligned = core.device.type == "cpu" and core.config._attn_implementation == NAME
-    findings = replace(findings, aligned=aligned, steady=_steady_tokens(core))
+    heads, dim, steady = values[0].shape[1], values[0].shape[3], _steady_tokens(core)
+    findings = Findings(causal, heads, dim, tuple(round(x, 6) for x in sample), aligned=aligned, steady=steady)
     checked = Backbone(core.model, findings, last_layer=core.last_layer, num_layers=core.num_layers)
     whole = values if causal else _block_masked_run(checked, ids)
     read: dict[int, Tensor] = {}

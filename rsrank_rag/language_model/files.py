@@ -16,8 +16,7 @@ TOKENIZER = ("tokenizer*.json", "tokenizer.model", "spiece.model", "special_toke
 DECIDING = ("config.json", *TOKENIZER, "vocab.*", "merges.txt", "modeling*.py", "configuration*.py")
 """Files beside the weights that decide a score."""
 
-REMEMBERED = 1 << 28
-"""Bytes from which on a file's hash is remembered: hashing takes about 1 s/GB on one core."""
+REMEMBERED = 1 << 28  # bytes from which on a file's hash is remembered: hashing takes about 1 s/GB on one core
 
 
 def folder_of(name: str | Path, revision: str | None, cache_dir: str | Path | None = None) -> Path | None:

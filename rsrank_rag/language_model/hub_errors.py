@@ -19,8 +19,7 @@ HUB_ERRORS: tuple[type[Exception], ...] = (
 ValueError (an answer that is no JSON, such as a login page; a refused model card), RuntimeError (an upload that failed
 in a thread) and EntryNotFoundError."""
 
-PATIENCE = 4.0
-"""Seconds to wait for the first connection."""
+PATIENCE = 4.0  # seconds to wait for the first connection
 
 
 @cache

@@ -18,8 +18,7 @@ from .fusion import layers_of
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-LARGEST = 127
-"""Of the whole numbers that inputs and weights become."""
+LARGEST = 127  # of the whole numbers that inputs and weights become
 
 
 class RoundedLinear(nn.Module):

@@ -60,7 +60,7 @@ class LoadOptions:
     def __post_init__(self, load_in_8bit: bool, load_in_4bit: bool, load_in_fp8: bool) -> None:
         given = zip(FLAGS, (load_in_8bit, load_in_4bit, load_in_fp8), strict=True)
         flags = [flag for flag, wanted in given if wanted]
-        asked = [*([] if self.weights is None else [f"weights={self.weights!r}"]), *flags]
+        asked = flags if self.weights is None else [f"weights={self.weights!r}", *flags]
         if len(asked) > 1:
             raise InputError(f"{' and '.join(asked)} exclude each other. Choose one.")
         if flags:

@@ -28,23 +28,20 @@ def usable_cores(cgroup: Path = CGROUP) -> int:
     return max(1, min(bound, math.ceil(int(quota) / int(period))))
 
 
-def use_threads(threads: int | None = None) -> int | None:
+def use_threads(threads: int | None = None) -> None:
     """Bound torch's threads, and let idle ones sleep instead of spin: spinning costs most where cores are shared.
 
     ``OMP_NUM_THREADS`` and ``OMP_WAIT_POLICY`` win where they are set. Waiting is decided when torch is imported, so it
     changes only where this is called before; the number can be lowered afterwards, too. Without ``threads`` it is
-    torch's own choice, but at most `usable_cores`. Gives the number that was set; None where torch's own choice stays.
+    torch's own choice, but at most `usable_cores`.
     """
     torch, cores = sys.modules.get("torch"), usable_cores()
+    there = (os.cpu_count() or 1) if torch is None else torch.get_num_threads()
+    wanted = threads is not None or ("OMP_NUM_THREADS" not in os.environ and cores < there)
     if torch is None:
         os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
-        asked = os.environ.get("OMP_NUM_THREADS")
-        if threads is None and (asked is not None or cores == (os.cpu_count() or 1)):
-            return None
-        os.environ["OMP_NUM_THREADS"] = str(threads or cores)  # processes that are started from here inherit it
-        return threads or cores
-    if threads is None and ("OMP_NUM_THREADS" in os.environ or torch.get_num_threads() <= cores):
-        return None
-    torch.set_num_threads(threads or cores)
-    logger.info("torch computes with %d threads on %d usable cores.", threads or cores, cores)
-    return threads or cores
+        if wanted:
+            os.environ["OMP_NUM_THREADS"] = str(threads or cores)  # processes that are started from here inherit it
+    elif wanted:
+        torch.set_num_threads(threads or cores)
+        logger.info("torch computes with %d threads on %d usable cores.", threads or cores, cores)

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
-from ..errors import InputError, MissingDependencyError, ScoringError
+from ..errors import InputError, ScoringError, needs
 from .parts import WHOLE, Excerpt, Reading, Window, joined
 
 BLANK_SCORE = -10_000.0
@@ -95,10 +95,8 @@ class RankResult:
 
         Raises MissingDependencyError: pandas is not installed.
         """
-        try:
+        with needs("to_pandas needs pandas. Install with: pip install pandas", "", "pandas"):
             from pandas import DataFrame
-        except ImportError:
-            raise MissingDependencyError("to_pandas needs pandas. Install with: pip install pandas") from None
         kept, names = len(self.kept), [field.name for field in fields(RankedDocument)]
         documents = enumerate(self.kept + self.dropped)
         rows = [[i < kept, *(getattr(document, name) for name in names)] for i, document in documents]

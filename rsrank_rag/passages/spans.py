@@ -4,7 +4,7 @@ import re
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 
-from ..errors import MissingDependencyError
+from ..errors import needs
 
 Span = tuple[int, int]  # from a character to before another
 
@@ -23,12 +23,9 @@ def sentences(text: str, begin: int = 0) -> list[Span]:
     Raises:
         MissingDependencyError: sentencex is not installed.
     """
-    try:
+    install = "which is not installed. Install with: pip install 'sentencex>=1.0.32'"
+    with needs(f"Sentences are found by sentencex, {install}", "", "sentencex"):
         from sentencex import get_sentence_boundaries
-    except ModuleNotFoundError as error:
-        raise MissingDependencyError(
-            "Sentences are found by sentencex, which is not installed. Install with: pip install 'sentencex>=1.0.32'"
-        ) from error
     plain = encodable(re.sub(r"[^\S\r\n]", " ", text))  # sentencex fails on white space of several bytes
     found: list[Span] = []
     while begin < len(text):

@@ -17,7 +17,7 @@ class Indexer:
     """Writes prefixes of whole corpora; InputError if nothing is kept on disk."""
 
     def __init__(self, store: PrefixStore | None, core: Backbone, prompts: PromptTokenizer) -> None:
-        if store is None or not store.has_disk:
+        if store is None or store.disk is None:
             raise InputError("There is no folder to keep prefixes in. Load the model with prefix_cache=FOLDER.")
         self.store, self.core, self.prompts = store, core, prompts
 

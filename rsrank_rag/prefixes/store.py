@@ -126,7 +126,7 @@ class PrefixStore:
         self._on_device: _Tier[Prefix] = _Tier(_device_bytes(device) if chosen.device is None else chosen.device)
         self._in_host: _Tier[PackedPrefix] = _Tier(chosen.host)
         try:
-            self._disk = None if chosen.folder is None else Disk(Path(chosen.folder), chosen.disk)
+            self.disk = None if chosen.folder is None else Disk(Path(chosen.folder), chosen.disk)
         except OSError as error:
             raise InputError(f"Prefixes cannot be kept in {chosen.folder!r}: {error}. Give another folder.") from error
         self._counts = Statistics()
@@ -164,18 +164,13 @@ class PrefixStore:
         rows = [prefix for prefix in map(found.__getitem__, documents) if prefix is not None]
         return Prefixes.of([*rows, *behind], room, self._scratch)
 
-    @property
-    def has_disk(self) -> bool:
-        """Whether entries are kept on disk."""
-        return self._disk is not None
-
     @contextmanager
     def writing(self, documents: int, size: int) -> Iterator[None]:
         """While this lasts, documents of so many bytes are written to the disk; InputError if not all were."""
         before = self._counts.write_errors
-        if self._disk is not None and self._disk.limit is not None and size > self._disk.limit:
+        if self.disk is not None and self.disk.limit is not None and size > self.disk.limit:
             raise InputError(
-                f"The prefixes take {size / 1e9:.2f} GB and the folder may hold {self._disk.limit / 1e9:.2f} GB: the "
+                f"The prefixes take {size / 1e9:.2f} GB and the folder may hold {self.disk.limit / 1e9:.2f} GB: the "
                 "first would have left before the last is written. Raise disk=, or index fewer documents."
             )
         yield
@@ -195,21 +190,20 @@ class PrefixStore:
         """Whether a document is kept, anywhere."""
         key = self.key(ids)
         with self._lock:
-            if key in self._on_device.entries or key in self._in_host.entries:
-                return True
-        return self.is_on_disk(ids)
+            in_memory = key in self._on_device.entries or key in self._in_host.entries
+        return in_memory or self.is_on_disk(ids)
 
     def is_on_disk(self, ids: Ids, *, whole: bool = False) -> bool:
         """Whether a document is kept on disk; if it has to be ``whole``, it is read."""
         if whole:
             return self._from_disk(self.key(ids)) is not None
-        return self._disk is not None and self._disk.has(self.key(ids))
+        return self.disk is not None and self.disk.has(self.key(ids))
 
     def stats(self) -> dict[str, int]:
         """See `Statistics`."""
         with self._lock:
             self._counts.device_bytes, self._counts.host_bytes = self._on_device.bytes, self._in_host.bytes
-            self._counts.disk_bytes = 0 if self._disk is None else self._disk.bytes
+            self._counts.disk_bytes = 0 if self.disk is None else self.disk.bytes
             return asdict(self._counts)
 
     def clear(self) -> None:
@@ -224,10 +218,12 @@ class PrefixStore:
                 self._counts.device_hits += 1
                 return entry
             packed = self._in_host.get(key)
-            if packed is not None:
-                self._counts.host_hits += 1
+            self._counts.host_hits += packed is not None
         if packed is None:
-            packed = self._read(key)
+            packed = self._from_disk(key)
+            with self._lock:
+                self._counts.disk_hits += packed is not None
+                self._counts.misses += packed is None
         if packed is None:
             self._say_if_too_small()
             return None
@@ -247,23 +243,16 @@ class PrefixStore:
 
     def _from_disk(self, key: str) -> PackedPrefix | None:
         try:
-            return None if self._disk is None else self._disk.get(key)
+            return None if self.disk is None else self.disk.get(key)
         except ValueError as error:
             logger.warning("A kept prefix is damaged and is computed again: %s", error)
             with self._lock:
                 self._counts.corrupt += 1
         return None
 
-    def _read(self, key: str) -> PackedPrefix | None:
-        packed = self._from_disk(key)
-        with self._lock:
-            self._counts.misses += packed is None
-            self._counts.disk_hits += packed is not None
-        return packed
-
     @property
     def _keeps_8_bit(self) -> bool:
-        return self._disk is not None or self._in_host.limit > 0
+        return self.disk is not None or self._in_host.limit > 0
 
     def _put(self, key: str, prefix: Prefix) -> Prefix:
         """Keep a prefix. Gives what later calls will find: the first one scores from the same numbers."""
@@ -271,8 +260,7 @@ class PrefixStore:
         if packed is not None:
             prefix = packed.unpack(self.device, self.dtype)
         self._keep(key, prefix, packed)
-        if self._disk is not None and not self._disk.has(key):
-            self._write(key, packed)
+        self._write(key, packed)
         return prefix
 
     def _keep(self, key: str, prefix: Prefix, packed: PackedPrefix | None) -> None:
@@ -287,17 +275,16 @@ class PrefixStore:
             self._counts.evictions += sum(old != key for old in gone)
 
     def _write(self, key: str, packed: PackedPrefix | None) -> None:
-        assert self._disk is not None
-        if packed is None:
+        if self.disk is None or packed is None:
             return
         try:
-            gone = self._disk.put(key, packed)
+            gone = self.disk.put(key, packed)
         except OSError as error:
             with self._lock:
                 first = self._counts.write_errors == 0
                 self._counts.write_errors += 1
             if first:
-                logger.warning("Prefixes cannot be written to %s: %s. Going on without.", self._disk.folder, error)
+                logger.warning("Prefixes cannot be written to %s: %s. Going on without.", self.disk.folder, error)
             return
         with self._lock:
             self._counts.evictions += gone

@@ -20,8 +20,7 @@ __all__ = ["RemoteReranker", "service_address", "usable_key"]
 
 ROW_BYTES = 1 << 12  # of an answer, for each document; a longer one is not read
 
-SENTENCE_BYTES = 100
-"""Likewise, of an answer with sentences, for each byte of the request: at worst, each letter ends one."""
+SENTENCE_BYTES = 100  # likewise with sentences, for each byte of the request: at worst, each letter ends one
 
 INFO = Call("GET", "/info")
 

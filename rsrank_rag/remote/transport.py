@@ -74,34 +74,26 @@ class Transport:
         while True:
             try:
                 with self._named_errors():
-                    async with (
-                        connections.client(self.base_url) as client,
-                        client.stream(**self._request(call, patience)) as response,
-                    ):
-                        answer = bytearray()
-                        async for chunk in response.aiter_bytes():
-                            answer += chunk
-                            if len(answer) > call.most_bytes:
-                                most = f"{call.most_bytes:,} bytes"
-                                raise RemoteError(
-                                    f"The answer of {self.base_url} is too long to be scores: more than {most}."
-                                )
-                        return self._accepted(response, bytes(answer))
+                    return self._accepted(*await self._asked(call, patience.left))
             except RemoteError as error:
                 pause = patience.pause(error)
             await asyncio.sleep(pause)
 
-    def _request(self, call: Call, patience: _Patience) -> dict[str, Any]:
-        left = patience.left
-        return {
-            "method": call.method,
-            "url": self.base_url + call.path,
-            "content": call.body,
-            "headers": HEADERS,
-            "auth": partial(_with_key, self._key()),
-            "follow_redirects": False,
-            "timeout": httpx.Timeout(left, connect=min(left, CONNECT_SECONDS)),
-        }
+    async def _asked(self, call: Call, seconds: float) -> tuple[httpx.Response, bytes]:
+        """Send a request once; the answer and its body."""
+        timeout, url = httpx.Timeout(seconds, connect=min(seconds, CONNECT_SECONDS)), self.base_url + call.path
+        options: dict[str, Any] = {"timeout": timeout, "auth": partial(_with_key, self._key()), "headers": HEADERS}
+        async with (
+            connections.client(self.base_url) as client,
+            client.stream(call.method, url, content=call.body, follow_redirects=False, **options) as response,
+        ):
+            body = bytearray()
+            async for chunk in response.aiter_bytes():
+                body += chunk
+                if len(body) > call.most_bytes:
+                    most = f"{call.most_bytes:,} bytes"
+                    raise RemoteError(f"The answer of {self.base_url} is too long to be scores: more than {most}.")
+        return response, bytes(body)
 
     def _key(self) -> SecretStr | None:
         """The key for one request: the one that was given, or that of the environment."""

@@ -13,13 +13,13 @@ from typing import Annotated, Any, TypeVar
 from pydantic import BaseModel, Discriminator, Field, Tag, TypeAdapter
 
 from .. import __version__
-from ..errors import InputError, MissingDependencyError, RSRankError
+from ..errors import InputError, RSRankError, needs
 from ..reranker import Pair
 from .dialects import others
 from .dialects.common import Instruction, Query, Question, Scores, ScoringRequest, Strict
 from .scheduler import Scheduler
 
-try:
+with needs("The service needs {}.", "serve", "fastapi", "prometheus_client", "pythonjsonlogger", "starlette"):
     from fastapi import APIRouter, Body, Depends, FastAPI, Request, Response
     from fastapi.responses import HTMLResponse
     from fastapi.security import HTTPBearer
@@ -30,10 +30,6 @@ try:
     from .gate import Gate, Settings
     from .metrics import Metrics
     from .refusals import RETRY_AFTER, RefusedError, answer_errors, described, refusal
-except ModuleNotFoundError as error:
-    if error.name not in ("fastapi", "prometheus_client", "pythonjsonlogger", "starlette"):
-        raise
-    raise MissingDependencyError(f"The service needs {error.name}.", "serve") from error
 
 __all__ = ["Settings", "create_app"]
 

@@ -8,9 +8,8 @@ import multiprocessing
 import re
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol, runtime_checkable
 
 from ..errors import InputError, ScoringError
 from ..passages.explanation import Explanation
@@ -40,18 +39,12 @@ class Step:
     stats: Mapping[str, float] = field(default_factory=dict)  # the reranker's counters, since it was loaded
 
 
-@runtime_checkable
-class _Explains(Protocol):
-    def explain(self, query: str, document: str) -> Explanation: ...
-
-
 class Engine:
     """A reranker, called ``name``, that answers for each pair alone."""
 
     def __init__(self, reranker: Reranker, name: str) -> None:
         self.reranker, self.name = reranker, name
-        explains = isinstance(reranker, _Explains)
-        self.description = Description(name, reranker.threshold, explains, reranker.identity())
+        self.description = Description(name, reranker.threshold, hasattr(reranker, "explain"), reranker.identity())
 
     def step(self, pairs: Sequence[Pair]) -> Step:
         """Score pairs of any clients; raises DeviceLostError if nothing more can be scored in this process."""
@@ -61,11 +54,11 @@ class Engine:
 
     def explain(self, pair: Pair) -> Explanation:
         """Take one score apart; errors as of `step` and `Scheduler.explain`."""
-        told = self._told(pair)
-        if not isinstance(told, _Explains):
+        explain: Callable[[str, str], Explanation] | None = getattr(self._told(pair), "explain", None)
+        if explain is None:
             raise InputError(f"{self.name} cannot take its scores apart. RSRank models can.")
         try:
-            return told.explain(pair.query, pair.document)
+            return explain(pair.query, pair.document)
         except RuntimeError as error:
             _check_device(error)
             raise

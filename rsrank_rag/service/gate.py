@@ -27,17 +27,10 @@ from .tracing import request_span
 
 logger = logging.getLogger(__name__)
 
-OPEN = frozenset({"/", "/health", "/ready", "/v1/cluster/auth"})
-"""Routes that need no key."""
-
-QUIET = frozenset({"/health", "/ready", "/metrics"})
-"""Routes that are asked all the time: logged at DEBUG only."""
-
-VALUES = 100
-"""JSON values that a request may have for each document it may have: texts, fields, lists; parsing more takes long."""
-
-BODIES = 10
-"""Bodies of the largest size that may be in memory at a time."""
+OPEN = frozenset({"/", "/health", "/ready", "/v1/cluster/auth"})  # routes that need no key
+QUIET = frozenset({"/health", "/ready", "/metrics"})  # routes that are asked all the time: logged at DEBUG only
+VALUES = 100  # JSON values (texts, fields, lists) of a request for each document it may have; parsing more takes long
+BODIES = 10  # bodies of the largest size that may be in memory at a time
 
 HEADERS = {
     "X-Content-Type-Options": "nosniff",

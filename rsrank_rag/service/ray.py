@@ -8,22 +8,15 @@ from dataclasses import dataclass
 
 from fastapi import FastAPI
 
-from ..errors import MissingDependencyError, RSRankError
+from ..errors import RSRankError, needs
 from .backend import UnavailableError
 
-try:
+with needs("The service on Ray needs {}.", "ray", "ray"):
     from ray import serve
     from ray.serve.exceptions import RayServeException
-except ModuleNotFoundError as error:
-    if (error.name or "").partition(".")[0] != "ray":
-        raise
-    raise MissingDependencyError(f"The service on Ray needs {error.name}.", "ray") from error
 
-APP = "rsrank"
-"""Name of the Serve application."""
-
-WAITING = 4.0
-"""Requests in a replica at a time above which Serve adds another."""
+APP = "rsrank"  # name of the Serve application
+WAITING = 4.0  # requests in a replica at a time above which Serve adds another
 
 
 @dataclass(frozen=True)

@@ -17,8 +17,7 @@ from .backend import DeadlineError, OverloadedError, ServiceError
 
 logger = logging.getLogger(__name__)
 
-RETRY_AFTER = 5.0
-"""Seconds to stay away from a service without a model, if it has no better idea."""
+RETRY_AFTER = 5.0  # seconds to stay away from a service without a model, if it has no better idea
 
 _BRANCHES = frozenset({"body", "TEI", "rerank"})
 _LISTS = frozenset({"documents", "texts", "passages"})

@@ -27,14 +27,9 @@ from .worker import ModelProcess
 
 logger = logging.getLogger(__name__)
 
-CHARACTERS_A_TOKEN = 4
-"""To plan with, before anybody has counted."""
-
-OVERHEAD = 16
-"""Tokens that a pair costs beside its texts, to plan with."""
-
-MARGIN = 0.8
-"""Share of a request's time that the work before it and its own may take: that is no more than an estimate."""
+CHARACTERS_A_TOKEN = 4  # to plan with, before anybody has counted
+OVERHEAD = 16  # tokens that a pair costs beside its texts, to plan with
+MARGIN = 0.8  # of a request's time: what the work before it and its own may take, which is no more than an estimate
 
 OVERDUE = 10.0
 """Seconds after which the model is stopped in what nobody waits for, beyond what that and a new load were to take."""
@@ -103,7 +98,7 @@ class Scheduler:
         self.observe_wait: Callable[[float], object] = lambda seconds: None  # called with each pair's time in the queue
         self._clock = 0.0
         self._rate = self.limits.least_tokens / self.limits.step_seconds
-        self._work = self._ending = asyncio.Event()
+        self._work, self._ending = asyncio.Event(), asyncio.Event()
         self._runner: asyncio.Task[None] | None = None
         self._counts = dict.fromkeys(COUNTED, 0)
         self._busy_seconds = 0.0
@@ -155,7 +150,6 @@ class Scheduler:
 
     async def start(self) -> None:
         """Load the model and check it; returns when it can score, or raises what loading raises."""
-        self._work, self._ending = asyncio.Event(), asyncio.Event()
         self._trouble = "The model is being loaded."
         try:
             await self.model.start()

@@ -17,35 +17,24 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from types import FrameType
 
-from ..errors import MissingDependencyError
+from ..errors import needs
 
-try:
+with needs("The service needs {}.", "serve", "h11", "uvicorn", "fastapi", "starlette"):
     import h11
     import uvicorn
     from fastapi import FastAPI
     from starlette.types import Receive, Scope, Send
     from uvicorn.protocols.http.h11_impl import H11Protocol
-except ModuleNotFoundError as error:
-    raise MissingDependencyError(
-        f"The service needs {error.name}. Install with: pip install 'rsrank-rag[serve]'"
-    ) from error
 
 from .gate import QUIET
 from .refusals import RETRY_AFTER, error_answer
 
 logger = logging.getLogger(__name__)
 
-SPARE = 64
-"""File descriptors that are not for connections: listener, the model's process, logs, files of prefixes."""
-
-RESERVE = 16
-"""Connections beyond the limit if none is idle; only health and metrics are answered there."""
-
-EVENTS = 100
-"""Heads and pieces of bodies of one connection that are looked at before it is another's turn."""
-
-GRACE = 5
-"""Seconds that a request in flight has beyond its timeout, when the service stops."""
+SPARE = 64  # file descriptors not for connections: listener, the model's process, logs, files of prefixes
+RESERVE = 16  # connections beyond the limit if none is idle; only health and metrics are answered there
+EVENTS = 100  # heads and pieces of bodies of one connection that are looked at before it is another's turn
+GRACE = 5  # seconds that a request in flight has beyond its timeout, when the service stops
 
 
 @dataclass(frozen=True)

@@ -45,11 +45,9 @@ def request_span(scope: Scope, headers: Headers, record: Record, model: str) -> 
             yield
         finally:
             span.update_name(f"{record.method} {record.route}")
-            span.set_attribute("http.route", record.route)
-            span.set_attribute("http.response.status_code", record.status)
+            span.set_attributes({"http.route": record.route, "http.response.status_code": record.status})
             if record.documents is not None:
-                span.set_attribute("gen_ai.operation.name", "rerank")
-                span.set_attribute("gen_ai.response.model", model)
+                span.set_attributes({"gen_ai.operation.name": "rerank", "gen_ai.response.model": model})
                 span.set_attribute("gen_ai.usage.input_tokens", record.tokens or 0)
             if record.status >= 500:
                 span.set_attribute("error.type", str(record.status))

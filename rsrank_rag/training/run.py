@@ -18,7 +18,7 @@ from tqdm.auto import tqdm
 from ..artifact import hub
 from ..artifact.config import INSIDE, BackboneSpec, RSRankConfig, TrainingRecord
 from ..artifact.identity import describe
-from ..artifact.opening import open_artifact
+from ..artifact.pretrained import open_artifact
 from ..errors import InputError, TrainingError
 from ..evaluation.datasets import LabelledQuery
 from ..evaluation.evaluate import score_dataset, summarise
@@ -161,8 +161,9 @@ class TrainingRun:
     def _model(self) -> tuple[Backbone, PromptTokenizer, BackboneSpec]:
         part, options = self.recipe.model, self.recipe.model.options()
         if self.recipe.base is not None:
-            opened = open_artifact(ModelSource(self.recipe.base, load=options, max_length=part.max_length))
-            return opened.backbone, opened.prompts, opened.config.backbone
+            source = ModelSource(self.recipe.base, load=options, max_length=part.max_length)
+            core, prompts, _, config = open_artifact(source)
+            return core, prompts, config.backbone
         layers = self.recipe.features.layers
         last_layer = layers[-1] if layers else None
         loaded = load_model(part.source, revision=part.revision, options=options, last_layer=last_layer)

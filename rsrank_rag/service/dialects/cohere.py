@@ -16,8 +16,7 @@ from ..backend import Description
 from ..refusals import DocumentError, RefusedError, document_errors
 from .common import Query, QueryObject, Question, ScaledRequest, Scores, TextObject, Usage
 
-SEARCH_UNIT = 100
-"""Documents that Cohere bills as one search; nothing is billed here, but its clients read the number."""
+SEARCH_UNIT = 100  # documents that Cohere bills as one search; nothing is billed here, but its clients read the number
 
 
 class RerankRequest(ScaledRequest):
