@@ -126,7 +126,7 @@ class RSRankPostprocessor(RerankerAdapter, BaseNodePostprocessor):
         for node in (scored.node for scored in nodes):
             own, content = node.get_content(), node.get_content(metadata_mode=self.metadata_mode)
             # Where metadata stand behind a text that is kept in parts, it is read without them.
-            whole = self.extract is None and self.long_documents == "cut"
+            whole = self.extract is None and self.long_documents != "windows"
             texts.append((content.removesuffix(own), own) if content.endswith(own) else ("", content if whole else own))
         return texts
 

@@ -8,8 +8,8 @@ from typing import Literal, TypedDict
 from typing_extensions import Self, Unpack
 
 from .errors import InputError, ScoringError
-from .passages.pairs import Pair, score_in_parts, spans_of
-from .passages.parts import WHOLE, Reading, ReadingOptions
+from .passages.pairs import Pair, of_document, score_in_parts, spans_of
+from .passages.parts import Reading, ReadingOptions
 from .passages.ranked import BLANK_SCORE, RankedDocument, RankResult, Scored, blanks_last, choose
 
 # Also what is returned: users know it from here.
@@ -44,6 +44,9 @@ class Reranker(ABC):
     threshold: float | None = 0.0
     """The native one: what scores above it is relevant, by how the scores are made. None where nothing separates
     relevant from irrelevant scores (a cosine, BM25)."""
+
+    long_documents: Literal["cut", "windows"] = "cut"
+    """How `rank` reads documents that are too long for the model, unless it is told."""
 
     def with_instruction(self, instruction: str) -> Self:
         """The same, judging by an instruction of the caller; InputError if this reranker takes none."""
@@ -122,23 +125,38 @@ class Reranker(ABC):
             InputError: An argument out of range, or input that is not text.
             ScoringError: A document has no finite score; it is named, and nothing is returned.
         """
-        documents, reading = as_list(documents), Reading(**options) if options else WHOLE
+        documents, reading = as_list(documents), self._reading(options)
         limit = self.threshold if threshold == "native" else threshold
         check_limits(limit, top_n, min_docs)
 
         def score(pairs: Sequence[Pair]) -> list[Scored]:
             return self.score_documents(query, [pair.document for pair in pairs], show_progress=show_progress)
 
-        if reading == WHOLE:
-            scored = self.score_documents(query, documents, show_progress=show_progress)
-        else:
+        if reading.extract:
             pairs = [Pair(query, text, None, reading) for text in documents]
             scored = score_in_parts(pairs, self.token_ends, score)
+        else:
+            scored = list(self.score_documents(query, documents, show_progress=show_progress))
+            # Read again is only what was cut: the tokens of all the others need not be counted.
+            cut = [i for i, one in enumerate(scored) if one.truncated] if reading.long_documents == "windows" else []
+            pairs = [Pair(query, documents[i], None, reading) for i in cut]
+            try:
+                again = iter(score_in_parts(pairs, self.token_ends, score) if cut else ())
+            except ScoringError as error:
+                raise of_document(error, cut[error.index]) from error
+            scored = [next(again) if i in cut else one for i, one in enumerate(scored)]
         return choose(query, documents, scored, limit, top_n=top_n, min_docs=min_docs, reading=reading)
+
+    def _reading(self, options: ReadingOptions) -> Reading:
+        """What is asked for; InputError if that is windows, and nobody counts tokens."""
+        reading = Reading(**{"long_documents": self.long_documents, **options})
+        if reading.long_documents == "windows":
+            self.token_ends("")
+        return reading
 
     def parts(self, documents: Sequence[str], **options: Unpack[ReadingOptions]) -> list[str]:
         """The texts that `rank` scores for documents that are read in parts, each once: what to read ahead of time."""
-        pairs = [Pair("", text, None, Reading(**options)) for text in as_list(documents)]
+        pairs = [Pair("", text, None, self._reading(options)) for text in as_list(documents)]
         spans = [(pair.document, spans_of(index, pair, self.token_ends)) for index, pair in enumerate(pairs)]
         return list(dict.fromkeys(text[slice(*span)] for text, own in spans for span in own))
 

@@ -45,6 +45,8 @@ class RSRank(Pretrained, Reranker):
     Make one with `from_pretrained`, which explains the choices. Calls from several threads are safe.
     """
 
+    long_documents = "windows"  # measured: long articles are ranked and selected better so (docs/benchmarks.md)
+
     def __init__(
         self,
         backbone: Backbone,

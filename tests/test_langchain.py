@@ -172,7 +172,8 @@ async def test_dropped_documents_can_be_marked_instead(asynchronous):
 
 def test_documents_that_were_cut_carry_it(ranker):
     given = [Document("word " * 2000), Document("short", metadata={"rsrank_truncated": True})]
-    found = RSRankCompressor(model=ranker, threshold=None).compress_documents(given, QUERY)
+    compressor = RSRankCompressor(model=ranker, threshold=None, long_documents="cut")
+    found = compressor.compress_documents(given, QUERY)
     marks = {document.page_content[:5]: document.metadata.get("rsrank_truncated") for document in found}
     assert marks == {"word ": True, "short": None}
 

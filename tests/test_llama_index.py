@@ -152,7 +152,8 @@ def test_dropped_nodes_can_be_marked_instead_where_no_embedding_and_no_llm_reads
     ]
     assert "rsrank_kept" not in found[0].node.get_content(MetadataMode.LLM)
     long = [NodeWithScore(node=TextNode(text="word " * 2000))]
-    (cut,) = RSRankPostprocessor(model=ranker, threshold=None).postprocess_nodes(long, query_str=QUERY)
+    made = RSRankPostprocessor(model=ranker, threshold=None, long_documents="cut")
+    (cut,) = made.postprocess_nodes(long, query_str=QUERY)
     assert cut.node.metadata == {"rsrank_truncated": True}
     assert long[0].node.metadata == {}
 

@@ -13,7 +13,7 @@ from service import address_of, client_of, scheduler
 from rsrank_rag import Reranker
 from rsrank_rag.cli import app
 from rsrank_rag.errors import InputError, MissingDependencyError, RemoteError, ScoringError
-from rsrank_rag.passages.parts import Excerpt, Reading, Window, joined
+from rsrank_rag.passages.parts import Excerpt, Reading, joined
 from rsrank_rag.passages.spans import CHUNK, sentences, windows
 from rsrank_rag.remote.client import RemoteReranker
 from rsrank_rag.reranker import BLANK_SCORE, Pair, Scored, score_in_parts
@@ -190,7 +190,7 @@ def test_the_best_window_is_the_documents_score():
     assert (best.index, best.score, best.truncated) == (0, 1.5, False)
     assert "A bee or bee" in text[best.window.start : best.window.end]
     assert best.window.count > 1
-    assert result.kept[1].window == Window(0, 5, 1)
+    assert result.kept[1].window is None  # nothing to choose from
     assert best.extract == text
 
 
@@ -226,6 +226,20 @@ def test_an_error_about_a_part_is_one_about_its_document():
     with pytest.raises(ScoringError, match="Document 1 is too large") as caught:
         score_in_parts(pairs, Hits().token_ends, score)
     assert caught.value.index == 1
+
+
+def test_an_error_about_a_window_is_one_about_its_document():
+    class Refusing(Hits):
+        def score_documents(self, query, documents, *, show_progress=False):
+            bad = [i for i, text in enumerate(documents) if "bad" in text and len(text.split()) <= 8]
+            if bad:
+                raise ScoringError(f"Document {bad[0]} is too large.", bad[0])
+            return super().score_documents(query, documents)
+
+    given = ["short", "One two. " * 9, "One two. " * 9 + "A bad one. "]
+    with pytest.raises(ScoringError, match="Document 2 is too large") as caught:
+        Refusing().rank("q", given, long_documents="windows")
+    assert caught.value.index == 2
 
 
 def test_a_limit_of_tokens_holds_for_the_document_and_not_for_each_part():
@@ -267,7 +281,8 @@ def test_a_model_reads_each_window_whole_and_by_itself(tiny_ranker, kind):
     assert not long.truncated
     assert long.score == pytest.approx(max(ranker.score(QUERY, parts)), abs=1e-4)
     assert not any(found.truncated for found in ranker.score_documents(QUERY, parts))
-    assert ranker.rank(QUERY, [text], threshold=None).kept[0].truncated
+    assert ranker.rank(QUERY, [text, CORPUS[0]], threshold=None) == result  # what this ranker does anyway
+    assert ranker.rank(QUERY, [text], threshold=None, long_documents="cut").kept[0].truncated
 
 
 def test_a_models_sentences_score_as_documents_of_their_own(tiny_ranker):

@@ -224,7 +224,7 @@ def test_lone_surrogates_in_the_query_are_no_error(ranker):
 
 def test_a_hundred_thousand_characters_are_cut_and_reported(ranker):
     long = "The bridge is long. " * 5000
-    result = ranker.rank(QUERY, ["short", long], threshold=None)
+    result = ranker.rank(QUERY, ["short", long], threshold=None, long_documents="cut")
     assert {doc.index: doc.truncated for doc in result.kept} == {0: False, 1: True}
     assert ranker.score(QUERY, [long]) == ranker.score(QUERY, [long + " and more"])
     assert result.kept[0].text in ("short", long)  # the text itself is handed back whole

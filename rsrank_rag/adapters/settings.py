@@ -242,14 +242,16 @@ class RerankerAdapter(ModelAdapter):
     heading: bool = Field(
         default=False, description="Documents begin with a line that is kept with any of their sentences."
     )
-    long_documents: Literal["cut", "windows"] = Field(
-        default="cut", description="'windows': read what is too long for the model in parts; the best one counts."
+    long_documents: Literal["cut", "windows"] | None = Field(
+        default=None,
+        description="'windows': read what is too long for the model in parts; the best one counts. 'cut': read its "
+        "beginning. None: as the model does; RSRank in this process reads windows.",
     )
 
     @model_validator(mode="after")
     def _limits_make_sense(self) -> Self:
         check_limits(self.threshold, self.top_n, self.min_docs)
-        Reading(self.extract, self.context, self.heading, self.long_documents)
+        Reading(self.extract, self.context, self.heading, self.long_documents or "cut")
         return self
 
     @property
@@ -333,7 +335,7 @@ class RerankerAdapter(ModelAdapter):
 def kept_of(document: RankedDocument, text: str) -> tuple[str, dict[str, Any]]:
     """What is kept of a text, before which more may have been read, and the marks that say where it stood."""
     before, marks, window = len(document.text) - len(text), dict[str, Any](), document.window
-    if window is not None:
+    if window is not None and document.text.endswith(text):
         marks[WINDOW] = {"start": max(window.start - before, 0), "end": window.end - before, "count": window.count}
     if not document.excerpts:
         return text, marks

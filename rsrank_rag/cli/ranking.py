@@ -27,7 +27,10 @@ if TYPE_CHECKING:
     from ..rsrank import RSRank
 
 LongDocuments = Annotated[
-    str, Option(help="cut: read the beginning of what is too long. windows: read all; the best window counts.")
+    str | None,
+    Option(
+        help="windows: read all of what is too long; the best window counts (RSRank's default). cut: the beginning."
+    ),
 ]
 
 app = typer.Typer()
@@ -72,6 +75,11 @@ def read_documents(source: str) -> list[str]:
     return documents
 
 
+def _reading(long_documents: str | None) -> Any:
+    """An option of `Reranker.rank`, where it is given."""
+    return {} if long_documents is None else {"long_documents": long_documents}
+
+
 @command(app)
 def rank(
     query: Query,
@@ -87,7 +95,7 @@ def rank(
     extract: Annotated[str | None, Option(help="sentences: keep of each document those that score above.")] = None,
     context: Annotated[int, Option(help="With --extract: so many sentences around each, too.")] = 0,
     heading: Annotated[bool, Option("--heading", help="With --extract: keep the first line, too.")] = False,
-    long_documents: LongDocuments = "cut",
+    long_documents: LongDocuments = None,
     prefixes: Prefixes = None,
     as_json: AsJson = False,
 ) -> None:
@@ -103,7 +111,7 @@ def rank(
     with problems.status(f"Loading {model} ..."):
         ranker = load_reranker(ModelSource(model, revision, load, prefix_cache=_kept(prefixes)))
         ranker = ranker if instruction is None else ranker.with_instruction(clean(instruction))
-    given: Any = {"extract": extract, "context": context, "heading": heading, "long_documents": long_documents}
+    given: Any = {"extract": extract, "context": context, "heading": heading, **_reading(long_documents)}
     given |= {"top_n": top_n, "min_docs": min_docs, "show_progress": problems.is_terminal and len(texts) > 100}
     tau: Any = None if keep_all else "native" if threshold is None else threshold
     result = ranker.rank(query, texts, threshold=tau, **given)
@@ -120,7 +128,7 @@ def index(
     load: LoadOptions,
     model: Model = "mini",
     revision: Revision = None,
-    long_documents: LongDocuments = "cut",
+    long_documents: LongDocuments = None,
 ) -> None:
     """Read documents ahead of time: later calls with `prefix_cache=FOLDER` run only the query.
 
@@ -129,8 +137,7 @@ def index(
     `rsrank index --documents passages.txt --prefixes prefixes`
     """
     ranker = _load(ModelSource(model, revision, load, prefix_cache=str(prefixes.absolute())))
-    reading: Any = {"long_documents": long_documents}
-    texts = ranker.parts(read_documents(documents), **reading)
+    texts = ranker.parts(read_documents(documents), **_reading(long_documents))
     count, size = ranker.index_size(texts)
     problems.print(f"{len(texts):,} documents, {count:,} new: {size / 1e6:,.1f} MB")
     count = ranker.index(texts, show_progress=problems.is_terminal)

@@ -44,9 +44,14 @@ def score_in_parts(
         scored = score([replace(pair, document=text, reading=WHOLE) for pair, text in cut])
     except ScoringError as error:
         owner = [owner for owner, own in enumerate(spans) for _ in own][error.index]
-        raise ScoringError(str(error).replace(f"Document {error.index}", f"Document {owner}", 1), owner) from error
+        raise of_document(error, owner) from error
     found = iter(blanks_last([text for _, text in cut], scored))
     return [_whole(pair, own, [next(found) for _ in own]) for pair, own in zip(pairs, spans, strict=True)]
+
+
+def of_document(error: ScoringError, index: int) -> ScoringError:
+    """The same error, of the document that a part belongs to."""
+    return ScoringError(str(error).replace(f"Document {error.index}", f"Document {index}", 1), index)
 
 
 def spans_of(index: int, pair: Pair, token_ends: TokenEnds) -> list[Span]:

@@ -30,7 +30,8 @@ class Reading:
         context: Keep so many sentences before and after each of them, too.
         heading: Documents begin with a line that is kept with any of their sentences, and scored with none.
         long_documents: "windows": read what is too long for the model in windows that overlap, and score it by the
-            best one. "cut": read its beginning. Where sentences are extracted, those that are too long are cut.
+            best one; what `RSRank.rank` does. "cut": read its beginning; what services and others do. Where sentences
+            are extracted, those that are too long are cut.
 
     Raises:
         InputError: A value that cannot be used, or has no effect.

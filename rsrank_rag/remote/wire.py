@@ -117,7 +117,8 @@ def scores_of(answer: Answer, documents: Sequence[str], address: str, reading: R
             )
         text = documents[row.index]
         sentences = tuple(replace(one, text=text[one.start : one.end]) for one in row.excerpts or ())
-        scored.append(Scored(row.relevance_score, row.truncated, 0, row.window, sentences))
+        window = row.window if row.window and row.window.count > 1 else None  # what fits has none
+        scored.append(Scored(row.relevance_score, row.truncated, 0, window, sentences))
     return scored
 
 
