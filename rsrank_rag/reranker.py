@@ -149,7 +149,8 @@ class Reranker(ABC):
 
     def _reading(self, options: ReadingOptions) -> Reading:
         """What is asked for; InputError if that is windows, and nobody counts tokens."""
-        reading = Reading(**{"long_documents": self.long_documents, **options})
+        chosen: ReadingOptions = {"long_documents": self.long_documents, **options}
+        reading = Reading(**chosen)
         if reading.long_documents == "windows":
             self.token_ends("")
         return reading
