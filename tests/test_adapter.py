@@ -503,7 +503,7 @@ def test_documents_without_text_are_counted_in_a_warning(caplog):
 
 
 def test_cut_documents_are_counted_in_the_log(ranker, caplog):
-    made = RerankerAdapter(model=ranker)
+    made = RerankerAdapter(model=ranker, long_documents="cut")
     with caplog.at_level(logging.INFO, logger="rsrank_rag.adapters.settings"):
         made._rank(QUERY, bare(["word " * 2000, "short"]), made._limits({}))
     assert "1 of 2 documents were too long and scored by their beginning." in caplog.messages

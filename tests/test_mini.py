@@ -7,13 +7,13 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
 from conftest import SHARED
 
 from rsrank_rag import RSRank
 from rsrank_rag.evaluation.datasets import read_labelled
 from rsrank_rag.evaluation.evaluate import score_dataset
 from rsrank_rag.evaluation.metrics import f1_at, ranking_by_query
+from rsrank_rag.language_model.options import leaves_instructions_unused
 from rsrank_rag.reranker import Pair
 
 ROOT = Path(__file__).parents[1]
@@ -91,7 +91,7 @@ def answers(load, folder):
     return plain, {"first": lists(disk), "again": lists(disk), "from disk": lists(load(prefix_cache=folder))}
 
 
-FUSED = torch.backends.cpu.get_cpu_capability() != "DEFAULT"
+FUSED = not leaves_instructions_unused()
 BFLOAT16 = pytest.param("bfloat16", marks=pytest.mark.skipif(not FUSED, reason="torch attends in another way here"))
 
 

@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.nn.functional import pad, scaled_dot_product_attention
 
 from .log_filters import importing_torchao
+from .options import leaves_instructions_unused
 
 with importing_torchao():
     from transformers import AttentionInterface, AttentionMaskInterface
@@ -57,8 +58,7 @@ def attend(
 
 def use_own_attention(model: PreTrainedModel) -> None:
     """Let a model that attends by SDPA do it this way; leave every other as it is."""
-    if torch.backends.cpu.get_cpu_capability() == "DEFAULT":
-        # Told to do without vector instructions, torch's fused attention of bfloat16 fails where there are some.
+    if leaves_instructions_unused():
         torch.backends.cuda.enable_flash_sdp(False)  # for CPUs as well, whatever its name
     if model.config.get_text_config()._attn_implementation == "sdpa" and model._supports_attention_backend:
         AttentionInterface.register(NAME, attend)

@@ -157,6 +157,17 @@ class LoadSettings(BaseModel):
         return LoadOptions(**{name: getattr(self, name) for name in LoadSettings.model_fields}, **more)
 
 
+def leaves_instructions_unused() -> bool:
+    """Whether torch is told (``ATEN_CPU_CAPABILITY``) to do without AVX512 that is there.
+
+    Then its fused attention fails in bfloat16, and other libraries may go on using what it does without.
+    """
+    import torch
+
+    has_more = getattr(torch.cpu, "_is_avx512_supported", lambda: False)()  # private, so it may vanish
+    return torch.backends.cpu.get_cpu_capability() in ("DEFAULT", "AVX2") and bool(has_more)
+
+
 def has_fast_bfloat16(device: torch.device) -> bool:
     """Whether the hardware multiplies bfloat16 matrices natively; emulated, it is several times slower."""
     import torch
@@ -165,7 +176,7 @@ def has_fast_bfloat16(device: torch.device) -> bool:
         return bool(torch.cuda.is_bf16_supported(including_emulation=False))
     if device.type != "cpu":
         return False
-    if torch.backends.cpu.get_cpu_capability() == "DEFAULT":
-        return False  # torch was told to do without vector instructions, and attends in bfloat16 only with them
+    if leaves_instructions_unused():
+        return False
     checks = ("_is_avx512_bf16_supported", "_is_amx_tile_supported")  # private, so they may vanish
     return any(getattr(torch.cpu, name, lambda: False)() for name in checks)
