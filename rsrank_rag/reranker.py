@@ -7,7 +7,7 @@ from typing import Literal, TypedDict
 
 from typing_extensions import Self, Unpack
 
-from .errors import InputError, ScoringError
+from .errors import InputError, ScoringError, nearest
 from .passages.pairs import Pair, of_document, score_in_parts, spans_of
 from .passages.parts import Reading, ReadingOptions
 from .passages.ranked import BLANK_SCORE, RankedDocument, RankResult, Scored, blanks_last, choose
@@ -149,6 +149,8 @@ class Reranker(ABC):
 
     def _reading(self, options: ReadingOptions) -> Reading:
         """What is asked for; InputError if that is windows, and nobody counts tokens."""
+        if unknown := sorted(options.keys() - ReadingOptions.__annotations__.keys()):
+            raise TypeError(f"rank() has no argument {unknown[0]!r}.{nearest(unknown[0], RankOptions.__annotations__)}")
         chosen: ReadingOptions = {"long_documents": self.long_documents, **options}
         reading = Reading(**chosen)
         if reading.long_documents == "windows":

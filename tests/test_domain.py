@@ -322,6 +322,13 @@ def test_a_threshold_is_the_lowest_of_a_precision_the_highest_of_a_recall_and_on
         find_threshold([*queries, ScoredQuery([9.0], [False])], Goal("precision", 1.0))
 
 
+def test_draws_in_which_no_threshold_reaches_the_goal_are_left_out_without_a_word(recwarn):
+    good, bad = ScoredQuery([1.0, -1.0], [True, False]), ScoredQuery([1.0, -1.0], [False, True])
+    threshold, interval = find_threshold([good, good, good, bad], Goal("precision", 0.6), resamples=1)  # mostly the last
+    assert interval == (threshold, threshold)
+    assert not recwarn.list
+
+
 def test_an_interval_holds_what_other_draws_of_queries_give():
     queries = tuning(20)
     _, (low, high) = find_threshold(queries, Goal())

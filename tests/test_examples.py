@@ -26,10 +26,10 @@ def mini():
     return RSRank.from_pretrained(device="cpu", prefix_cache=False)
 
 
-def served():
-    """The request in the help of `rsrank serve`: the second document answers."""
-    body = json.loads(re.search(r"--json '(\{.*?\})'", serve.__doc__, flags=re.DOTALL)[1])
-    return body["query"], body["documents"], {1}
+def served(text, relevant):
+    """The request that curl sends."""
+    body = json.loads(re.search(r"--json '(\{.*?\})'", text, flags=re.DOTALL)[1])
+    return body["query"], body["documents"], {relevant}
 
 
 def readme():
@@ -50,7 +50,8 @@ def demo_query():
 
 
 CASES = {
-    "serve --help": served,
+    "serve --help": lambda: served(serve.__doc__, 1),
+    "serving": lambda: served((ROOT / "docs/serving.md").read_text("utf-8"), 0),
     "README": readme,
     "the demo": lambda: demo(demo_query()),
     "rank in the README": lambda: demo(re.search(r'rsrank rank --query "(.*?)"', README)[1]),

@@ -210,6 +210,11 @@ def test_options_that_make_no_sense_are_refused(options, message):
         Hits().rank("q", DOCUMENTS, **options)
 
 
+def test_a_misspelt_argument_is_answered_with_the_nearest():
+    with pytest.raises(TypeError, match=r"rank\(\) has no argument 'topn'\. Did you mean 'top_n'"):
+        Hits().rank("q", DOCUMENTS, topn=3)
+
+
 def test_what_is_no_text_or_cannot_be_scored_is_named_by_its_document():
     with pytest.raises(InputError, match="Document 1 must be a string, got int"):
         Hits().rank("q", ["a bee", 5], extract="sentences")

@@ -722,7 +722,7 @@ def test_a_dry_run_prints_disk_memory_and_hours_and_leaves_nothing(recipe_file, 
 
 def test_too_few_queries_are_refused_with_the_reason(recipe_file, tmp_path):
     few = written(tmp_path / "few.jsonl", labelled(5))
-    said = run("train", "--config", "your-data", "--data", few, "--output", tmp_path / "run", code=1)
+    said = run("train", "--config", "your-data", "--data", few, "--output", tmp_path / "run", code=2)
     assert "5 labelled queries are too few: this recipe asks for 50" in said
     assert "names no data" in run("train", "--config", "your-data", "--output", tmp_path / "run", code=2)
 
@@ -760,6 +760,8 @@ def test_a_wrong_setting_is_one_clear_error(recipe_file, setting, message):
 def test_an_unknown_recipe_lists_those_there_are():
     with pytest.raises(InputError, match=r"neither one of encoder, mini, qwen3-0\.6b, qwen3-8b, your-data nor a TOML"):
         Recipe.load("qwen4")
+    with pytest.raises(InputError, match=r"nor a TOML file\. Did you mean 'mini'\?"):
+        Recipe.load("minni")
 
 
 @pytest.mark.slow

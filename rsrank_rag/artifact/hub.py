@@ -73,9 +73,10 @@ def resolve(name: str | Path, revision: str | None = None, load: LoadOptions = U
         ) from None
     except LocalEntryNotFoundError as error:
         where = "the local Hub cache" if load.local_files_only or constants.HF_HUB_OFFLINE else "the Hub"
+        reason = str(error.__cause__ or error).rstrip(".")
         raise ArtifactError(
-            f"{asked} {found}, and it could not be had from {where}: {error.__cause__ or error} Connect once to "
-            "download it, or pass the path of a local copy."
+            f"{asked} {found}, and it could not be had from {where}: {reason}. Connect once to download it, or pass "
+            "the path of a local copy."
         ) from error
     except HUB_ERRORS as error:
         raise ArtifactError(

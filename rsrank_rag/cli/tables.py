@@ -41,7 +41,7 @@ def info_table(name: str, config: RSRankConfig, limits: str, dtype: str) -> Tabl
         f"({config.backbone.model_type}, {config.depth})",
         **({"fusion": f"queries see documents from layer {config.fusion_layer} on"} if config.fusion_layer else {}),
         "B": f"{layers} layers ({config.layers[0]}-{config.layers[-1]}) x {heads} heads x P {dim} x D {head_dim} = "
-        f"{layers * heads * dim * head_dim:,} numbers; scores lie in ±{layers * heads}",
+        f"{layers * heads * dim * head_dim:,} numbers",
         "template": f"{config.template.instruction!r} document {config.template.separator!r} query "
         f"{config.template.suffix!r}, scored: {config.template.positions}",
         "training data": ", ".join(config.training.data) or "not recorded",

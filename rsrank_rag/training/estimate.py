@@ -55,7 +55,9 @@ class Estimate:
             "memory": f"{self.weight_bytes / 1e9:,.2f} GB for the language model's weights",
             "disk": f"{plan.bytes / 1e9:,.2f} GB for the features (less with features.max_tokens or "
             "features.max_documents)",
-            "training B": f"{self.parameters:,} numbers, at most {self.epochs} epochs over {plan.rows:,} rows: about "
+            "training B": "not with so few queries: what heads and agreement count is found in seconds"
+            if not self.parameters
+            else f"{self.parameters:,} numbers, at most {self.epochs} epochs over {plan.rows:,} rows: about "
             f"{_time(self.epochs * plan.rows / self.rows_per_second)} here; features are read {again}: "
             f"{self.bytes_read / 1e9:,.1f} GB in all, {_time(self.bytes_read / 1e9)} from a disk of 1 GB/s",
         }
@@ -107,7 +109,7 @@ def estimate(recipe: Recipe, queries: list[LabelledQuery], evaluation: list[Labe
         weight_bytes=weights * bits // 8,
         flops=2.0 * working * (plan.prompt_tokens + tokens),
         flops_per_second=_matmul_rate(device, dtype) / 2,
-        parameters=first.numel(),
+        parameters=0 if recipe.base and len(queries) < recipe.domain.projection_from else first.numel(),
         epochs=recipe.passes,
         rows_per_second=_training_rate(first.requires_grad_()),
         memory=max(free, free_memory()) // 2,

@@ -233,8 +233,11 @@ def read_toml(source: str, folder: Path, what: str) -> dict[str, Any]:
     try:
         return tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
-        known = ", ".join(shipped(folder))
-        raise InputError(f"There is no {what} {source!r}: neither one of {known} nor a TOML file ({error}).") from None
+        known, why = shipped(folder), "" if isinstance(error, FileNotFoundError) else f" ({error})"
+        raise InputError(
+            f"There is no {what} {source!r}: neither one of {', '.join(known)} nor a TOML file{why}."
+            f"{nearest(source, known)}"
+        ) from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise InputError(f"{source} is not valid TOML: {error}") from None
 

@@ -19,7 +19,7 @@ from ..artifact import hub
 from ..artifact.config import INSIDE, BackboneSpec, RSRankConfig, TrainingRecord
 from ..artifact.identity import describe
 from ..artifact.pretrained import open_artifact
-from ..errors import InputError, TrainingError
+from ..errors import InputError
 from ..evaluation.datasets import LabelledQuery
 from ..evaluation.evaluate import score_dataset, summarise
 from ..evaluation.metrics import ScoredQuery, ranking_metrics
@@ -86,7 +86,7 @@ class TrainingRun:
             raise InputError(f"The recipe {recipe.name!r} names no data. Pass --data FILE with labelled queries.")
         queries = [query for part in recipe.data for query in part.load(recipe.fit.seed)]
         if len(queries) < recipe.minimum_queries:
-            raise TrainingError(
+            raise InputError(
                 f"{len(queries)} labelled queries are too few: this recipe asks for {recipe.minimum_queries}. The "
                 "paper reaches 95% of its recall with 50; with fewer, B learns its examples by heart. Label more "
                 "queries, or take an artifact that exists."
@@ -114,7 +114,8 @@ class TrainingRun:
         a checkpoint in the output folder belong to something else.
         """
         ranking_metrics([])  # fails now, not after the work, where ir-measures is missing; likewise without data
-        self.say(f"{sum(map(len, self.evaluation.values())):,} labelled queries for evaluation")
+        if self.evaluation:
+            self.say(f"{sum(map(len, self.evaluation.values())):,} labelled queries for evaluation")
         store = self.extract()
         features = store.in_memory(device_for(self.recipe.model.device))
         learned = self._from_nothing(store, features) if self.recipe.base is None else self._near(features)

@@ -93,7 +93,8 @@ def find_threshold(
     drawn = np.random.default_rng(0).multinomial(len(queries), [1 / len(queries)] * len(queries), resamples)
     others = np.concatenate([curves.choose(goal, part @ values / len(queries)) for part in np.array_split(drawn, 20)])
     tail = 50 * (1 - LEVEL)
-    low, high = np.nanpercentile(others, [tail, 100 - tail])
+    others = others[~np.isnan(others)]  # where no threshold reaches the goal
+    low, high = np.percentile(others, [tail, 100 - tail]) if others.size else (found, found)
     return found, (float(low), float(high))
 
 
