@@ -324,7 +324,7 @@ def test_a_threshold_is_the_lowest_of_a_precision_the_highest_of_a_recall_and_on
 
 def test_draws_in_which_no_threshold_reaches_the_goal_are_left_out_without_a_word(recwarn):
     good, bad = ScoredQuery([1.0, -1.0], [True, False]), ScoredQuery([1.0, -1.0], [False, True])
-    threshold, interval = find_threshold([good, good, good, bad], Goal("precision", 0.6), resamples=1)  # mostly the last
+    threshold, interval = find_threshold([good, good, good, bad], Goal("precision", 0.6), resamples=1)  # mostly bad
     assert interval == (threshold, threshold)
     assert not recwarn.list
 
