@@ -1,6 +1,6 @@
 """How long a call takes beside busy processes, with torch's own threads and with ours.
 
-    python -m benchmarks.neighbours --json docs/neighbours.json
+    python -m benchmarks.neighbours --json docs/neighbours.json && python -m benchmarks.tables
 
 A client asks one question after another, over passages whose prefixes are not kept, in a process of its own; beside it
 none, one or four others multiply matrices without end. "torch's own": a thread a core, idle ones spin. "ours": what
@@ -15,7 +15,9 @@ import os
 import statistics
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 BUSY = "import torch; torch.set_num_threads(1); a = torch.randn(512, 512)\nwhile True: a @ a"
 CLIENT = """
@@ -59,6 +61,17 @@ def start(way: str, options: argparse.Namespace) -> subprocess.Popen[str]:
     return client
 
 
+def table(rows: Sequence[dict[str, Any]]) -> str:
+    """Times of a call, a row a number of neighbours and a way, in Markdown."""
+    lines = ["| busy neighbours | threads | p50, ms | p99, ms | p50 of one thread's alone |", "|--:|---|--:|--:|--:|"]
+    lines += [
+        f"| {row['neighbours']} | {row['threads']} | {row['p50_ms']:.0f} | {row['p99_ms']:.0f} "
+        f"| {row['of_one_thread_alone']:.2f} |"
+        for row in rows
+    ]
+    return "\n".join(lines)
+
+
 def main() -> None:
     """Measure, print, and write JSON if asked."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -70,7 +83,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="file to write the figures to")
     options = parser.parse_args()
     clients = {way: start(way, options) for way in WAYS}
-    rows, alone = [], 0.0
+    rows: list[dict[str, Any]] = []
     for count in options.neighbours:
         environment = os.environ | {"OMP_NUM_THREADS": "1"}
         busy = [subprocess.Popen([sys.executable, "-c", BUSY], env=environment, stderr=-3) for _ in range(count)]
@@ -88,14 +101,11 @@ def main() -> None:
                 process.kill()
         for way, seconds in taken.items():
             half, most = statistics.median(seconds), statistics.quantiles(seconds, n=100)[98]
-            if way == "one thread" and not alone:
-                alone = half
             rows.append({"neighbours": count, "threads": way, "p50_ms": 1e3 * half, "p99_ms": 1e3 * most})
-    print("| busy neighbours | threads | p50, ms | p99, ms | p50 of one thread's alone |\n|--:|---|--:|--:|--:|")
+    alone = next(row["p50_ms"] for row in rows if row["threads"] == "one thread")
     for row in rows:
-        row["of_one_thread_alone"] = row["p50_ms"] / 1e3 / alone
-        times = f"{row['p50_ms']:.0f} | {row['p99_ms']:.0f} | {row['of_one_thread_alone']:.2f}"
-        print(f"| {row['neighbours']} | {row['threads']} | {times} |")
+        row["of_one_thread_alone"] = row["p50_ms"] / alone
+    print(table(rows))
     for client in clients.values():
         client.kill()
     if options.json:

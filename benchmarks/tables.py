@@ -13,7 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from . import few_queries, peers, sentences
+from . import few_queries, neighbours, peers, sentences
 
 ROOT = Path(__file__).parents[1]
 BLOCK = re.compile(r"(<!-- figures: ([^>]+?) -->\n).*?(<!-- end of figures -->)", re.S)
@@ -29,6 +29,7 @@ class Table(NamedTuple):
 
 TABLES = {
     "peers": Table("docs/benchmarks.md", "docs/peers.json", peers.table),
+    "neighbours": Table("docs/benchmarks.md", "docs/neighbours.json", neighbours.table),
     "sentences": Table("docs/benchmarks.md", "docs/sentences.json", sentences.table),
     "long documents": Table("docs/benchmarks.md", "docs/sentences.json", sentences.long_table),
     "few queries": Table("docs/training.md", "docs/few-queries.json", few_queries.tables),
