@@ -2,6 +2,10 @@
 
 import json
 import math
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,6 +15,8 @@ from rsrank_rag.language_model.attention import NAME, attend, use_own_attention
 from rsrank_rag.language_model.check import open_backbone
 from rsrank_rag.language_model.loading import load_model
 from rsrank_rag.language_model.options import LoadOptions
+
+ROOT = Path(__file__).parents[1]
 
 
 def by_hand(query, key, value, allowed, scale):
@@ -84,3 +90,25 @@ def test_a_saved_model_does_not_ask_for_our_attention(tiny_folder, tmp_path):
     model.save_pretrained(tmp_path)
     assert NAME not in json.dumps(json.loads((tmp_path / "config.json").read_text()))
     AutoModel.from_pretrained(tmp_path)
+
+
+TOLD = """
+import torch
+from rsrank_rag import RSRank
+from rsrank_rag.language_model.options import has_fast_bfloat16, leaves_instructions_unused
+passages = open("examples/passages.txt", encoding="utf-8").read().splitlines()
+exact, rounded = (
+    torch.tensor(RSRank.from_pretrained(device="cpu", dtype=dtype).score("How do bees find flowers?", passages))
+    for dtype in ("float32", "bfloat16")
+)
+assert 0 < (exact - rounded).abs().max() < 0.2, (exact - rounded).abs().max()
+assert not has_fast_bfloat16(torch.device("cpu")) or not leaves_instructions_unused()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("capability", ["default", "avx2"])
+def test_bfloat16_is_attended_to_where_torch_is_told_to_leave_instructions_unused(capability):
+    environment = {**os.environ, "ATEN_CPU_CAPABILITY": capability, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([sys.executable, "-c", TOLD], env=environment, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-500:]

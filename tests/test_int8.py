@@ -1,11 +1,13 @@
 """Documents in int8: what is computed, for whom it is chosen, and what it is not taken for."""
 
 import copy
+from pathlib import Path
 
 import pytest
 import torch
 from conftest import DOCUMENTS, QUERIES, load_ranker
 
+from rsrank_rag import RSRank
 from rsrank_rag.errors import InputError
 from rsrank_rag.language_model import int8
 from rsrank_rag.language_model.int8 import RoundedLinear
@@ -75,6 +77,17 @@ def test_it_is_chosen_where_it_is_good_enough_and_there_is_no_bfloat16(monkeypat
     monkeypatch.setattr("rsrank_rag.language_model.options.has_fast_bfloat16", lambda device: False)
     monkeypatch.setattr(int8, "is_fast", lambda: False)
     assert LoadOptions("cpu").settled_dtype(int8=True) == "float32"
+
+
+def test_the_built_in_model_is_read_so_and_keeps_to_its_scores():
+    chosen, exact = (
+        RSRank.from_pretrained(device="cpu", dtype=dtype, prefix_cache=False) for dtype in (None, "float32")
+    )
+    assert "documents in int8" in repr(chosen)
+    passages = (Path(__file__).parents[1] / "examples" / "passages.txt").read_text("utf-8").splitlines()
+    for query in ("How do bees find flowers?", "honey", "night trains in winter"):
+        moved = torch.tensor(chosen.score(query, passages)) - torch.tensor(exact.score(query, passages))
+        assert 0 < moved.abs().max() < 0.25  # as far as any of 8,142 moved, see docs/benchmarks.md
 
 
 @pytest.mark.parametrize("options", [{"device": "cuda"}, {"device": "cpu", "load_in_8bit": True}])

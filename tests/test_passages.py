@@ -10,7 +10,7 @@ import pytest
 from conftest import CORPUS, QUERY
 from service import address_of, client_of, scheduler
 
-from rsrank_rag import Reranker
+from rsrank_rag import Reranker, RSRank
 from rsrank_rag.cli import app
 from rsrank_rag.errors import InputError, MissingDependencyError, RemoteError, ScoringError
 from rsrank_rag.passages.parts import Excerpt, Reading, joined
@@ -281,13 +281,26 @@ def test_a_model_reads_each_window_whole_and_by_itself(tiny_ranker, kind):
     text = "  ".join(CORPUS * 12)
     result = ranker.rank(QUERY, [text, CORPUS[0]], threshold=None, long_documents="windows")
     long = min(result.kept, key=lambda document: document.index)
-    parts = ranker.parts([text], long_documents="windows")
+    beginning, *parts = ranker.parts([text], long_documents="windows")
+    assert beginning == text
     assert long.window.count >= len(parts) > 1
     assert not long.truncated
     assert long.score == pytest.approx(max(ranker.score(QUERY, parts)), abs=1e-4)
     assert not any(found.truncated for found in ranker.score_documents(QUERY, parts))
     assert ranker.rank(QUERY, [text, CORPUS[0]], threshold=None) == result  # what this ranker does anyway
     assert ranker.rank(QUERY, [text], threshold=None, long_documents="cut").kept[0].truncated
+
+
+@pytest.mark.parametrize("options", [{}, {"extract": "sentences"}, {"long_documents": "cut"}])
+def test_what_was_read_ahead_of_time_is_not_read_again(tiny_ranker, tmp_path, options):
+    made = tiny_ranker("qwen3")
+    ranker = RSRank(made.backbone, made.prompts, made.projection, made.config, prefix_cache=str(tmp_path))
+    texts = ["  ".join(CORPUS * 12), CORPUS[0]]
+    ranker.index(ranker.parts(texts, **options))
+    before = ranker.stats()["misses"]
+    result = ranker.rank(QUERY, texts, threshold=None, **options)
+    assert ranker.stats()["misses"] == before
+    assert any(document.window for document in result.kept) == (not options)
 
 
 def test_a_models_sentences_score_as_documents_of_their_own(tiny_ranker):
