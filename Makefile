@@ -2,14 +2,19 @@
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
+# uv installs in seconds what takes pip minutes. Where only pip knows the way to a registry, pip does it.
+# $(call install,ENVIRONMENT,WHAT)
+install = $(BIN)/python -m uv pip install --quiet --native-tls --python $(1)/bin/python $(2) \
+	|| $(1)/bin/python -m pip install --quiet --no-compile --no-warn-conflicts --disable-pip-version-check $(2)
 OLDEST := langchain-core==0.3.34 llama-index-core==0.13.0 'langchain<0.4'
 CLIENTS_langchain := langchain-cohere langchain-community infinity-client langchain-nvidia-ai-endpoints haystack-ai \
 	huggingface-api-haystack rerankers
 CLIENTS_llama := $(addprefix llama-index-postprocessor-,cohere-rerank jinaai-rerank tei-rerank nvidia-rerank \
 	siliconflow-rerank xinference-rerank)
 CLIENTS_newest := 'cohere>=7' xinference-client
+CLIENT := './client[langchain,llama-index]'
 
-.PHONY: demo test test-all test-oldest test-clients test-without-torch docs lint clean
+.PHONY: demo test test-all test-oldest test-clients test-without-torch environments docs lint clean
 
 demo: $(VENV)/.installed
 	@$(BIN)/python examples/demo.py
@@ -21,6 +26,9 @@ test: $(VENV)/.installed-dev
 test-all: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest -n 2 -m "(slow or browser) and not ray"
 	$(BIN)/python -m pytest -m ray
+
+# What the three below need.
+environments: $(VENV)-oldest/.installed $(VENV)-client/.installed $(foreach group,langchain llama newest,$(VENV)-clients-$(group)/.installed)
 
 # Client libraries of other rerankers against the service; they want versions that do not go together.
 test-clients: $(foreach group,langchain llama newest,$(VENV)-clients-$(group)/.installed)
@@ -49,36 +57,36 @@ $(VENV)/bin/python:
 
 $(VENV)/.installed: pyproject.toml constraints.txt | $(VENV)/bin/python
 	@echo "Installing rsrank-rag into $(VENV) (once, a few minutes) ..."
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e .
+	@$(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-check -c constraints.txt torch uv
+	@$(call install,$(VENV),-c constraints.txt -e .)
 	@touch $@
 
 $(VENV)/.installed-dev: $(VENV)/.installed
 	@echo "Installing the tools for tests ..."
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev]'
+	@$(call install,$(VENV),-c constraints.txt -e '.[dev]')
 	@touch $@
+
+# An environment on top of $(VENV): what is installed here goes before what is there.
+over = $(PYTHON) -m venv --clear $(1) && $(1)/bin/python -c 'import site, sys; \
+	open(site.getsitepackages()[0] + "/rest.pth", "w").write(sys.argv[1])' \
+	$$($(BIN)/python -c 'import site; print(site.getsitepackages()[0])')
 
 $(VENV)-oldest/.installed: $(VENV)/.installed-dev
 	@echo "Installing the oldest LangChain and LlamaIndex ..."
-	@$(PYTHON) -m venv --clear $(VENV)-oldest
-	@$(VENV)-oldest/bin/python -c 'import site, sys; open(site.getsitepackages()[0] + "/rest.pth", "w").write(sys.argv[1])' \
-		$$($(BIN)/python -c 'import site; print(site.getsitepackages()[0])')
-	@$(VENV)-oldest/bin/python -m pip install --quiet --disable-pip-version-check --no-warn-conflicts $(OLDEST)
+	@$(call over,$(VENV)-oldest)
+	@$(call install,$(VENV)-oldest,$(OLDEST))
 	@touch $@
 
 $(VENV)-client/.installed: client/pyproject.toml constraints.txt $(shell find rsrank_rag -name '*.py') | $(VENV)/.installed-dev
 	@echo "Installing rsrank-rag-client by itself ..."
 	@$(PYTHON) -m venv --clear $(VENV)-client
-	@$(VENV)-client/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt \
-		'./client[langchain,llama-index]'
+	@$(call install,$(VENV)-client,-c constraints.txt $(CLIENT))
 	@touch $@
 
 $(VENV)-clients-%/.installed: $(VENV)/.installed-dev
 	@echo "Installing clients ($*) ..."
-	@$(PYTHON) -m venv --clear $(VENV)-clients-$*
-	@$(VENV)-clients-$*/bin/python -c 'import site, sys; open(site.getsitepackages()[0] + "/rest.pth", "w").write(sys.argv[1])' \
-		$$($(BIN)/python -c 'import site; print(site.getsitepackages()[0])')
-	@$(VENV)-clients-$*/bin/python -m pip install --quiet --disable-pip-version-check --no-warn-conflicts $(CLIENTS_$*)
+	@$(call over,$(VENV)-clients-$*)
+	@$(call install,$(VENV)-clients-$*,$(CLIENTS_$*))
 	@touch $@
 
 clean:

@@ -1,6 +1,7 @@
 """Tiny random language models with real tokenizers, made on the spot: nothing is downloaded."""
 
 import os
+import time
 from pathlib import Path
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -260,7 +261,9 @@ def service(running_service, monkeypatch):
     """The stub service, which nobody has asked yet."""
     monkeypatch.delenv("RSRANK_API_KEY", raising=False)
     running_service.renew()
-    return running_service
+    yield running_service
+    while running_service.running:  # what a test cancelled takes a moment to end, and would be counted in the next one
+        time.sleep(0.005)
 
 
 @pytest.fixture

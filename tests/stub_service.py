@@ -37,7 +37,7 @@ class Service:
         self.renew()
 
     def renew(self) -> None:
-        """Forget all requests."""
+        """Forget all requests; none may be running."""
         self.script: deque[Any] = deque()
         self.seen: list[dict[str, Any]] = []
         self.headers: list[dict[str, str]] = []
