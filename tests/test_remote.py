@@ -322,15 +322,18 @@ async def test_a_wait_beyond_the_timeout_is_not_begun(service, address, asynchro
     assert len(service.seen) == 1
 
 
-def test_pauses_grow_to_a_limit_and_differ():
-    def pauses():
-        patience = transport._Patience(1e6, 8)
-        return [patience.pause(RemoteError("busy", 503, True)) for _ in range(8)]
-
-    first, second = pauses(), pauses()
-    assert first != second
-    for number, pause in enumerate(first):
-        least = min(0.25 * 2**number, 8.0)
+def test_pauses_grow_to_a_limit_and_differ(service, address, monkeypatch, caplog):
+    monkeypatch.setattr(transport, "FIRST_PAUSE", 0.005)
+    monkeypatch.setattr(transport, "LONGEST_PAUSE", 0.02)
+    caplog.set_level("INFO", "rsrank_rag.remote")
+    service.script += [(503, {"message": "busy"})] * 12
+    for _ in range(2):
+        with pytest.raises(RemoteError, match=r"Asked 6 times\."):
+            RemoteReranker(address, max_retries=5).rank(QUERY, DOCUMENTS)
+    pauses = [record.args[1] for record in caplog.records if "Trying again" in record.msg]
+    assert len(pauses) == 10 == len(set(pauses))
+    for number, pause in enumerate(pauses):
+        least = min(0.005 * 2 ** (number % 5), 0.02)
         assert least <= pause <= 2 * least
 
 

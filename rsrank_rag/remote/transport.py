@@ -66,18 +66,24 @@ class Transport:
         return await asyncio.wrap_future(connections.begin(self._answer(call)))
 
     async def _answer(self, call: Call) -> bytes:
-        with self._named_errors():
-            return await asyncio.wait_for(self._patient_answer(call), self.timeout)
-
-    async def _patient_answer(self, call: Call) -> bytes:
-        patience = _Patience(self.timeout, self.max_retries)
+        """The body of an answer, asked for again after what may pass, with pauses that grow, until time is up."""
+        ends, asked, waits = time.monotonic() + self.timeout, 1, FIRST_PAUSE
         while True:
+            left = max(ends - time.monotonic(), 1e-3)  # never quite none, which would be no limit to some
             try:
                 with self._named_errors():
-                    return self._accepted(*await self._asked(call, patience.left))
+                    return self._accepted(*await asyncio.wait_for(self._asked(call, left), left))
             except RemoteError as error:
-                pause = patience.pause(error)
+                if not error.transient:
+                    raise
+                pause = max(waits, error.retry_after or 0.0) + random.uniform(0, waits)
+                if asked > self.max_retries or time.monotonic() + pause > ends:
+                    why = f"Asked {asked} times" if asked > 1 else "Asked once"
+                    why += " and there is no time for another try." if asked <= self.max_retries else "."
+                    raise RemoteError(f"{error} {why}", error.status, error.transient, error.retry_after) from error
+                logger.info("%s Trying again in %.1f s.", error, pause)
             await asyncio.sleep(pause)
+            asked, waits = asked + 1, min(2 * waits, LONGEST_PAUSE)
 
     async def _asked(self, call: Call, seconds: float) -> tuple[httpx.Response, bytes]:
         """Send a request once; the answer and its body."""
@@ -158,33 +164,6 @@ def _with_key(key: SecretStr | None, request: httpx.Request) -> httpx.Request:
     if key:
         request.headers["Authorization"] = f"Bearer {key.get_secret_value()}"
     return request
-
-
-class _Patience:
-    """How long a call may go on, and when it is tried again."""
-
-    def __init__(self, seconds: float, tries: int) -> None:
-        self.ends, self.tries, self.waits, self.asked = time.monotonic() + seconds, tries, FIRST_PAUSE, 1
-
-    @property
-    def left(self) -> float:
-        """Seconds; never quite none, which would be no limit to some."""
-        return max(self.ends - time.monotonic(), 1e-3)
-
-    def pause(self, error: RemoteError) -> float:
-        """Seconds until the next try; an error after which there is none is raised."""
-        pause = max(self.waits, error.retry_after or 0.0) + random.uniform(0, self.waits)
-        if not error.transient:
-            raise error
-        if not self.tries or time.monotonic() + pause > self.ends:
-            why = f"Asked {self.asked} times" if self.asked > 1 else "Asked once"
-            why += " and there is no time for another try." if self.tries else "."
-            raise RemoteError(f"{error} {why}", error.status, error.transient, error.retry_after) from error
-        self.tries -= 1
-        self.asked += 1
-        self.waits = min(2 * self.waits, LONGEST_PAUSE)
-        logger.info("%s Trying again in %.1f s.", error, pause)
-        return pause
 
 
 def usable_key(key: SecretStr | None, source: str = "api_key") -> SecretStr | None:
