@@ -226,9 +226,9 @@ def test_bad_documents_are_the_requests_fault_and_a_model_that_always_fails_is_n
 
 def test_a_query_that_cannot_be_used_is_said_once_and_no_document_is_blamed():
     error = refusal({0: "The query is empty.", 1: "The query is empty."}, 422)
-    assert (str(error), error.documents) == ("The query is empty.", {})
+    assert (error.detail, error.documents) == ("The query is empty.", {})
     error = refusal({4: "has no score.", 2: "scored nan."}, 422)
-    assert str(error) == "Document 2 scored nan. So it is with 1 more."
+    assert error.detail == "Document 2 scored nan. So it is with 1 more."
     assert error.documents == {4: "has no score.", 2: "scored nan."}
 
 

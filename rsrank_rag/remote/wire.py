@@ -28,7 +28,9 @@ class _Row(_Strict):
     excerpts: list[Excerpt] | None = None
 
 
-class _Fault(_Strict):
+class DocumentError(_Strict):
+    """A document that could not be used or scored."""
+
     index: int
     message: str
 
@@ -39,7 +41,7 @@ class Answer(_Strict):
     model: str
     results: list[_Row]
     threshold: float | None = Field(allow_inf_nan=False)
-    errors: list[_Fault] | None = None
+    errors: list[DocumentError] | None = None
 
 
 class Info(_Strict):

@@ -15,6 +15,7 @@ from pydantic import BaseModel, Discriminator, Field, Tag, TypeAdapter
 from .. import __version__
 from ..errors import InputError, RSRankError, needs
 from ..reranker import Pair
+from .backend import UnavailableError
 from .dialects import others
 from .dialects.common import Instruction, Query, Question, Scores, ScoringRequest, Strict
 from .scheduler import Scheduler
@@ -29,7 +30,7 @@ with needs("The service needs {}.", "serve", "fastapi", "prometheus_client", "py
     from .dialects.cohere import RerankRequest, RerankResponse
     from .gate import Gate, Settings
     from .metrics import Metrics
-    from .refusals import RETRY_AFTER, RefusedError, answer_errors, described, refusal
+    from .refusals import RefusedError, answer_errors, described, refusal
 
 __all__ = ["Settings", "create_app"]
 
@@ -219,7 +220,7 @@ class _Service:
         """Whether requests are answered, and the last canary scored as it should."""
         trouble = self.backend.readiness()
         if trouble is not None:
-            raise HTTPException(503, trouble, {"Retry-After": str(int(RETRY_AFTER))})
+            raise UnavailableError(trouble)
         return {"status": "ready"}
 
     async def metrics_page(self) -> Response:

@@ -179,14 +179,12 @@ class Gate:
         if not is_own_name(headers.get("host", ""), self.settings):
             return error_answer(421, "This service is not called so. Its operator can add the name: --allowed-host.")
         if "transfer-encoding" in headers and "content-length" in headers:  # a proxy may have read another end of it
-            response = error_answer(400, "A request has Content-Length or Transfer-Encoding, not both.")
-            response.headers["Connection"] = "close"
-            return response
+            text = "A request has Content-Length or Transfer-Encoding, not both."
+            return error_answer(400, text, headers={"Connection": "close"})
         if key or not self.settings.closed or scope["path"] in OPEN:
             return self.app
-        response = error_answer(401, "This service needs an API key: send it as 'Authorization: Bearer KEY'.")
-        response.headers["WWW-Authenticate"] = "Bearer"
-        return response
+        text = "This service needs an API key: send it as 'Authorization: Bearer KEY'."
+        return error_answer(401, text, headers={"WWW-Authenticate": "Bearer"})
 
 
 def is_own_name(host: str, settings: Settings) -> bool:

@@ -13,6 +13,7 @@ from pydantic import BaseModel, Field
 from starlette.exceptions import HTTPException
 
 from ..errors import InputError, RSRankError, ScoringError
+from ..remote.wire import DocumentError
 from .backend import DeadlineError, OverloadedError, ServiceError
 
 logger = logging.getLogger(__name__)
@@ -34,13 +35,6 @@ ERROR_TYPES = {
 """``error_type`` by status; "Backend" for all others."""
 
 
-class DocumentError(BaseModel):
-    """A document that could not be used or scored."""
-
-    index: int
-    message: str
-
-
 class Error(BaseModel):
     """The body of every error."""
 
@@ -51,12 +45,12 @@ class Error(BaseModel):
     documents: list[DocumentError] | None = Field(default=None, description="The documents that it is about.")
 
 
-class RefusedError(RSRankError):
+class RefusedError(HTTPException):
     """A request that is answered with an HTTP error: ``documents`` are those that something is wrong with, and what."""
 
     def __init__(self, status: int, message: str, documents: Mapping[int, str] | None = None) -> None:
-        super().__init__(message)
-        self.status, self.documents = status, dict(documents or {})
+        super().__init__(status, message)
+        self.documents = documents or {}
 
 
 def document_errors(faults: Mapping[int, str]) -> list[DocumentError]:
@@ -88,10 +82,9 @@ def refusal(faults: Mapping[int, str], status: int) -> RefusedError:
 
 
 def error_answer(
-    status: int, message: str, documents: dict[int, str] | None = None, retry_after: float | None = None
+    status: int, message: str, documents: Mapping[int, str] | None = None, headers: Mapping[str, str] | None = None
 ) -> Response:
     """An error; see `error_body`."""
-    headers = {} if retry_after is None else {"Retry-After": str(math.ceil(retry_after))}
     body = error_body(status, message, documents).model_dump_json(exclude_none=True)
     return Response(body, status, headers, media_type="application/json")
 
@@ -106,13 +99,13 @@ def answer_errors(app: FastAPI) -> None:
 
     @app.exception_handler(RSRankError)
     async def own(request: Request, error: RSRankError) -> Response:
-        if isinstance(error, RefusedError):
-            return error_answer(error.status, str(error), error.documents)
         if isinstance(error, DeadlineError):
             return error_answer(504, str(error))
         if isinstance(error, ServiceError):
             status = 429 if isinstance(error, OverloadedError) else 503
-            return error_answer(status, str(error), retry_after=error.retry_after or RETRY_AFTER)
+            return error_answer(
+                status, str(error), headers={"Retry-After": str(math.ceil(error.retry_after or RETRY_AFTER))}
+            )
         if isinstance(error, (InputError, ScoringError)):
             return error_answer(422, str(error))
         logger.error("A request failed: %s", error)  # with names of files, say, that are nobody's business
@@ -124,9 +117,7 @@ def answer_errors(app: FastAPI) -> None:
 
     @app.exception_handler(HTTPException)
     async def http(request: Request, error: HTTPException) -> Response:
-        response = error_answer(error.status_code, str(error.detail))
-        response.headers.update(error.headers or {})
-        return response
+        return error_answer(error.status_code, error.detail, getattr(error, "documents", None), error.headers)
 
 
 def _what_is_malformed(errors: Sequence[Any]) -> tuple[str, dict[int, str]]:

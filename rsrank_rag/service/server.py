@@ -189,7 +189,8 @@ class Server(uvicorn.Server):
 
     async def crowded(self, scope: Scope, receive: Receive, send: Send) -> None:
         """The app, for a connection of the reserve."""
-        full = error_answer(503, "Too many connections are open. Try again later.", retry_after=RETRY_AFTER)
+        text = "Too many connections are open. Try again later."
+        full = error_answer(503, text, headers={"Retry-After": f"{RETRY_AFTER:.0f}"})
         await (self.app if scope["path"] in QUIET else full)(scope, receive, send)
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:  # noqa: D102 - uvicorn's

@@ -11,12 +11,38 @@ from pydantic import BaseModel, FailFast, Field, FiniteFloat, model_validator
 from typing_extensions import Self
 
 from ...passages.parts import Excerpt, Reading, Window
+from ...remote.wire import DocumentError
 from ...reranker import check_limits
 from ..backend import Description
-from ..refusals import DocumentError, RefusedError, document_errors
+from ..refusals import RefusedError, document_errors
 from .common import Query, QueryObject, Question, ScaledRequest, Scores, TextObject, Usage
 
 SEARCH_UNIT = 100  # documents that Cohere bills as one search; nothing is billed here, but its clients read the number
+
+
+class RerankedDocument(BaseModel):
+    """One row of an answer."""
+
+    index: int
+    relevance_score: float
+    truncated: bool
+    document: TextObject | None = Field(default=None, description="As it was read, or what is kept of it.")
+    excerpts: list[Excerpt] | None = Field(default=None, description="The sentences kept; offsets in characters.")
+    window: Window | None = Field(default=None, description="The best window, and of how many.")
+
+
+class RerankResponse(BaseModel):
+    """The fields of Cohere, Jina, Infinity and vLLM at once."""
+
+    id: str
+    object: Literal["rerank"] = "rerank"
+    created: int
+    model: str
+    results: list[RerankedDocument] = Field(description="Best first; documents without text last.")
+    meta: dict[str, dict[str, str | int]] = Field(description="As Cohere's clients expect it.")
+    usage: Usage
+    threshold: float | None = Field(description="The model's native threshold, on the raw scale.")
+    errors: list[DocumentError] | None = Field(default=None, description="Documents without a score, if partial.")
 
 
 class RerankRequest(ScaledRequest):
@@ -115,28 +141,3 @@ def texts_of(documents: Sequence[str | Mapping[str, Any]]) -> tuple[list[str], d
             faults[index] = 'has no "text".' if text is None else 'has a "text" that is no text.'
         texts.append("" if index in faults else str(text))
     return texts, faults
-
-
-class RerankedDocument(BaseModel):
-    """One row of an answer."""
-
-    index: int
-    relevance_score: float
-    truncated: bool
-    document: TextObject | None = Field(default=None, description="As it was read, or what is kept of it.")
-    excerpts: list[Excerpt] | None = Field(default=None, description="The sentences kept; offsets in characters.")
-    window: Window | None = Field(default=None, description="The best window, and of how many.")
-
-
-class RerankResponse(BaseModel):
-    """The fields of Cohere, Jina, Infinity and vLLM at once."""
-
-    id: str
-    object: Literal["rerank"] = "rerank"
-    created: int
-    model: str
-    results: list[RerankedDocument] = Field(description="Best first; documents without text last.")
-    meta: dict[str, dict[str, str | int]] = Field(description="As Cohere's clients expect it.")
-    usage: Usage
-    threshold: float | None = Field(description="The model's native threshold, on the raw scale.")
-    errors: list[DocumentError] | None = Field(default=None, description="Documents without a score, if partial.")

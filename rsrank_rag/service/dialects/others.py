@@ -15,6 +15,14 @@ OneOrMore = BeforeValidator(
 """Lets a single text stand for a list of one."""
 
 
+class TextScore(BaseModel):
+    """One row of TEI's answer."""
+
+    index: int
+    score: float
+    text: str | None = None
+
+
 class TextsRequest(ScaledRequest):
     """As TEI (text-embeddings-inference) takes it."""
 
@@ -36,12 +44,24 @@ class TextsRequest(ScaledRequest):
         return rows
 
 
-class TextScore(BaseModel):
-    """One row of TEI's answer."""
+class ScoreRow(BaseModel):
+    """One row of vLLM's answer."""
 
     index: int
+    object: Literal["score"] = "score"
     score: float
-    text: str | None = None
+    truncated: bool
+
+
+class ScoreResponse(BaseModel):
+    """vLLM's answer, in input order."""
+
+    id: str
+    object: Literal["list"] = "list"
+    created: int
+    model: str
+    data: list[ScoreRow]
+    usage: Usage
 
 
 class ScoreRequest(ScaledRequest):
@@ -75,23 +95,18 @@ class ScoreRequest(ScaledRequest):
         return ScoreResponse(object="list", data=rows, **scores.heading)
 
 
-class ScoreRow(BaseModel):
-    """One row of vLLM's answer."""
+class Ranking(BaseModel):
+    """One row of NVIDIA's answer."""
 
     index: int
-    object: Literal["score"] = "score"
-    score: float
+    logit: float
     truncated: bool
 
 
-class ScoreResponse(BaseModel):
-    """vLLM's answer, in input order."""
+class RankingResponse(BaseModel):
+    """NVIDIA's answer, best first."""
 
-    id: str
-    object: Literal["list"] = "list"
-    created: int
-    model: str
-    data: list[ScoreRow]
+    rankings: list[Ranking]
     usage: Usage
 
 
@@ -108,21 +123,6 @@ class RankingRequest(ScoringRequest):
         """Every passage, best first, with its raw score."""
         rows = [Ranking(index=d.index, logit=d.score, truncated=d.truncated) for d in scores.ranked().kept]
         return RankingResponse(rankings=rows, usage=scores.usage)
-
-
-class Ranking(BaseModel):
-    """One row of NVIDIA's answer."""
-
-    index: int
-    logit: float
-    truncated: bool
-
-
-class RankingResponse(BaseModel):
-    """NVIDIA's answer, best first."""
-
-    rankings: list[Ranking]
-    usage: Usage
 
 
 class ModelCard(BaseModel):
