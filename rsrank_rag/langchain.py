@@ -1,7 +1,5 @@
 """LangChain: a document compressor that drops what scores below zero, and a retriever around it."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Sequence
 from contextlib import suppress

@@ -1,7 +1,5 @@
 """LangChain's cross-encoder interface, for code that already has a ``CrossEncoderReranker``."""
 
-from __future__ import annotations
-
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 

@@ -1,7 +1,5 @@
 """One request and its answer in time: keys, retries, and what may go wrong, as errors of this package."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import os

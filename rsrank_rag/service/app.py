@@ -1,7 +1,5 @@
 """The HTTP service: a FastAPI app in front of a `Scheduler`."""
 
-from __future__ import annotations
-
 import asyncio
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence

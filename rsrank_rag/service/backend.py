@@ -1,7 +1,5 @@
 """What the model's side tells the rest of the service: what is served, what became of a pair, why no answer comes."""
 
-from __future__ import annotations
-
 from dataclasses import dataclass
 from typing import Literal
 

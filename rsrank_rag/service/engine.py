@@ -1,7 +1,5 @@
 """A model that answers for each pair alone: whatever is wrong with one pair of a batch concerns no other."""
 
-from __future__ import annotations
-
 import itertools
 import math
 import multiprocessing

@@ -1,7 +1,5 @@
 """What a request must pass before a route sees it: host, key, size, time. It gets an id, is counted, logged, traced."""
 
-from __future__ import annotations
-
 import asyncio
 import hashlib
 import hmac

@@ -1,7 +1,5 @@
 """Logs of the service: one line of JSON for each request and each event, never a word of a query or a document."""
 
-from __future__ import annotations
-
 import logging
 import time
 import traceback

@@ -1,7 +1,5 @@
 """What the service counts, in the format of Prometheus."""
 
-from __future__ import annotations
-
 from collections.abc import Callable, Iterator
 from functools import partial
 

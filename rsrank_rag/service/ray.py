@@ -1,7 +1,5 @@
 """The service on a Ray cluster: Ray Serve's proxy before replicas of the same app, each with its own model."""
 
-from __future__ import annotations
-
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass

@@ -1,7 +1,5 @@
 """How a request is refused: one body for every error, on every route, in which each client finds the field it reads."""
 
-from __future__ import annotations
-
 import logging
 import math
 from collections.abc import Mapping, Sequence

@@ -5,8 +5,6 @@ and whatever was cancelled leaves. If the process dies, another takes its place 
 which it dies each time is found by halving and answered alone.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import itertools

@@ -1,7 +1,5 @@
 """Spans of requests for OpenTelemetry, joined to the caller's ``traceparent``; nothing where it is not installed."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator
 from contextlib import contextmanager
 

@@ -1,7 +1,5 @@
 """The model in a process of its own, so that its death is nobody else's: it is missed, ended if it hangs, replaced."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import ctypes

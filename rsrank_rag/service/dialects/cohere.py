@@ -1,7 +1,5 @@
 """A query and its documents, as Cohere, Jina, vLLM, Infinity, Xinference and SiliconFlow send them."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace

@@ -1,7 +1,5 @@
 """What all requests and answers have in common: options, texts that can be encoded, scores on either scale."""
 
-from __future__ import annotations
-
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,5 @@
 """Queries and documents as clients of TEI, vLLM and NVIDIA send them: everything that was sent is in the answer."""
 
-from __future__ import annotations
-
 from typing import Annotated, Literal
 
 from pydantic import AliasChoices, BaseModel, BeforeValidator, FailFast, Field, model_validator
