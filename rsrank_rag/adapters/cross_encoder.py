@@ -1,5 +1,6 @@
 """LangChain's cross-encoder interface, for code that already has a ``CrossEncoderReranker``."""
 
+from contextlib import suppress
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -17,10 +18,8 @@ HOMES = (
 
 def _base_class() -> Any:
     for home in HOMES:
-        try:
+        with suppress(ModuleNotFoundError):
             return import_module(home).BaseCrossEncoder
-        except ModuleNotFoundError:
-            continue
     raise MissingDependencyError(
         "RSRankCrossEncoder needs LangChain's BaseCrossEncoder, which this langchain-core does not have. Install a "
         "newer one with: pip install -U langchain-core"

@@ -206,7 +206,6 @@ class ModelAdapter(LoadSettings):
         return reranker if self.instruction is None else reranker.with_instruction(self.instruction)
 
     def _run(self, task: Callable[[Reranker], Result]) -> Result:
-        """Run a task with the model and wait."""
         concurrent = self._concurrent()
         if concurrent is not None:
             return task(concurrent)
@@ -320,7 +319,16 @@ class RerankerAdapter(ModelAdapter):
                 f"{self.model_label} has no native threshold: nothing in its scores separates relevant from irrelevant "
                 "documents. Give a threshold, a top_n, or threshold=None to rank and keep all."
             )
-        _report(result)
+        documents = (*result.kept, *result.dropped)
+        blank = sum(not document.text.strip() for document in documents)
+        if blank:
+            logger.warning("%d of %d documents hold no text to score.", blank, len(documents))
+        cut = sum(document.truncated for document in documents)
+        if cut:
+            logger.info("%d of %d documents were too long and scored by their beginning.", cut, len(documents))
+        if result.dropped and not result.kept:
+            best, most, least = result.dropped[0].score, len(documents), result.threshold
+            logger.debug("All %d documents were dropped; the best scored %+.3f, not above %g.", most, best, least)
         return result
 
     def _handed_on(self, result: RankResult) -> Iterator[tuple[RankedDocument, dict[str, bool | str]]]:
@@ -349,16 +357,3 @@ def without_marks(metadata: Mapping[str, Any]) -> dict[str, Any]:
     """A copy, down to the lists inside, of what a store may still hold; without marks of an earlier call."""
     ours = (KEPT, TRUNCATED, ERROR, EXCERPTS, WINDOW)
     return {name: deepcopy(value) for name, value in metadata.items() if name not in ours}
-
-
-def _report(result: RankResult) -> None:
-    documents = (*result.kept, *result.dropped)
-    blank = sum(not document.text.strip() for document in documents)
-    if blank:
-        logger.warning("%d of %d documents hold no text to score.", blank, len(documents))
-    cut = sum(document.truncated for document in documents)
-    if cut:
-        logger.info("%d of %d documents were too long and scored by their beginning.", cut, len(documents))
-    if result.dropped and not result.kept:
-        best, least = result.dropped[0].score, result.threshold
-        logger.debug("All %d documents were dropped; the best scored %+.3f, not above %g.", len(documents), best, least)

@@ -7,7 +7,7 @@ import random
 import re
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from email.utils import parsedate_to_datetime
 from functools import partial
@@ -196,11 +196,8 @@ def _reason(error: Exception) -> str:
 
 def _seconds(retry_after: str) -> float | None:
     """Of a Retry-After header: seconds, or a date."""
-    try:
+    with suppress(ValueError):
         return max(0.0, float(retry_after))
-    except ValueError:
-        pass
-    try:
+    with suppress(ValueError):
         return max(0.0, parsedate_to_datetime(retry_after).timestamp() - time.time())
-    except ValueError:
-        return None
+    return None

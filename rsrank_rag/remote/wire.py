@@ -16,11 +16,13 @@ from ..passages.spans import encodable
 from ..reranker import Scored
 
 
-class _Strict(BaseModel):
-    model_config = ConfigDict(strict=True, protected_namespaces=())
+class Strict(BaseModel):
+    """Takes no value of another type for its own."""
+
+    model_config = ConfigDict(strict=True)
 
 
-class _Row(_Strict):
+class _Row(Strict):
     index: int
     relevance_score: float | None
     truncated: bool = False
@@ -28,14 +30,14 @@ class _Row(_Strict):
     excerpts: list[Excerpt] | None = None
 
 
-class DocumentError(_Strict):
+class DocumentError(Strict):
     """A document that could not be used or scored."""
 
     index: int
     message: str
 
 
-class Answer(_Strict):
+class Answer(Strict):
     """Of ``/v1/rerank``."""
 
     model: str
@@ -44,7 +46,7 @@ class Answer(_Strict):
     errors: list[DocumentError] | None = None
 
 
-class Info(_Strict):
+class Info(Strict):
     """Of ``/info``."""
 
     model: str = Field(validation_alias="model_id")

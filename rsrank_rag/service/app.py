@@ -12,10 +12,11 @@ from pydantic import BaseModel, Discriminator, Field, Tag, TypeAdapter
 
 from .. import __version__
 from ..errors import InputError, RSRankError, needs
+from ..remote.wire import Strict
 from ..reranker import Pair
 from .backend import UnavailableError
 from .dialects import others
-from .dialects.common import Instruction, Query, Question, Scores, ScoringRequest, Strict
+from .dialects.common import Instruction, Query, Question, Scores, ScoringRequest
 from .scheduler import Scheduler
 
 with needs("The service needs {}.", "serve", "fastapi", "prometheus_client", "pythonjsonlogger", "starlette"):
@@ -38,12 +39,9 @@ PAGE = Path(__file__).with_name("page.html")
 ANYTHING = TypeAdapter(Any)
 
 
-def _kind(body: Any) -> str:
-    return "TEI" if isinstance(body, dict) and "texts" in body else "rerank"
-
-
 AnyRerankRequest = Annotated[
-    Annotated[others.TextsRequest, Tag("TEI")] | Annotated[RerankRequest, Tag("rerank")], Discriminator(_kind)
+    Annotated[others.TextsRequest, Tag("TEI")] | Annotated[RerankRequest, Tag("rerank")],
+    Discriminator(lambda body: "TEI" if isinstance(body, dict) and "texts" in body else "rerank"),
 ]
 """What ``/rerank`` takes: TEI's request if there are texts, else that of the others."""
 
@@ -118,15 +116,12 @@ def create_app(backend: Scheduler, settings: Settings | None = None) -> FastAPI:
 
 
 class _Service:
-    """The routes."""
-
     def __init__(self, backend: Scheduler, settings: Settings, metrics: Metrics) -> None:
         self.backend, self.settings, self.metrics = backend, settings, metrics
         self.created = int(time.time())
         self.html = PAGE.read_text(encoding="utf-8") if PAGE.is_file() else None
 
     def router(self) -> APIRouter:
-        """All routes, with their errors."""
         open_routes = APIRouter()
         page = {**described(404), **_text("text/html")}
         open_routes.add_api_route("/", self.page, response_class=Response, responses=page)

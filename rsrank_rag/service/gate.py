@@ -173,7 +173,6 @@ class Gate:
                 record.write(logging.DEBUG if record.route in QUIET else logging.INFO)
 
     def _chosen(self, scope: Scope, headers: Headers, key: bytes | None) -> ASGIApp:
-        """The app, or a refusal."""
         if not is_own_name(headers.get("host", ""), self.settings):
             return error_answer(421, "This service is not called so. Its operator can add the name: --allowed-host.")
         if "transfer-encoding" in headers and "content-length" in headers:  # a proxy may have read another end of it

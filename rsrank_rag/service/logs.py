@@ -61,9 +61,7 @@ def configure(level: str) -> logging.Handler:
     """
     handler = logging.StreamHandler()
     handler.setFormatter(TextlessFormatter())
-    root = logging.getLogger()
-    root.handlers[:] = [handler]
-    root.setLevel(logging.WARNING)
+    logging.basicConfig(level=logging.WARNING, handlers=[handler], force=True)
     for name in ("rsrank_rag", "uvicorn"):
         logging.getLogger(name).setLevel(level)
     logging.captureWarnings(True)

@@ -55,7 +55,8 @@ class Metrics(Collector):
         self.connections: Callable[[], int] = lambda: 0  # how many are open; from the server
         self.registry.register(self)
         ProcessCollector(registry=self.registry)
-        ProcessCollector("rsrank_model", self._model_process, registry=self.registry)
+        model = backend.model  # whose process is none yet, and not found then, until the model is loaded
+        ProcessCollector("rsrank_model", lambda: getattr(model.loaded, "process", "none"), registry=self.registry)
         histogram = partial(Histogram, registry=self.registry)
         text = "Time from a request's arrival to its answer."
         self._seconds = histogram("rsrank_request_seconds", text, ("route", "status"), buckets=SECONDS)
@@ -64,12 +65,6 @@ class Metrics(Collector):
         backend.observe_wait = histogram("rsrank_wait_seconds", text, buckets=SECONDS).observe
         text = "Connections closed by the service: slow head, slow reader, crowded."
         self.closed = Counter("rsrank_closed_connections", text, ("why",), registry=self.registry)
-
-    def _model_process(self) -> int:
-        """Number of the model's process; raises OSError, as for a process that is gone, if there is none."""
-        if self.backend.model.loaded is None:
-            raise ProcessLookupError
-        return self.backend.model.loaded.process
 
     def observe(self, record: Record) -> None:
         """Count a request that has been answered."""

@@ -265,10 +265,8 @@ class Scheduler:
 
     def _tidy(self) -> None:
         """Forget who waits for nothing. What they have had counts for as long as others who wait have had less."""
-        if askers := self._askers:
-            self._clients = {n: c for n, c in self._clients.items() if n in askers or c.served > self._clock}
-        else:
-            self._clients = {}
+        busy = self._waiting > 0
+        self._clients = {n: c for n, c in self._clients.items() if c.waiting or (busy and c.served > self._clock)}
 
     # The loop
 

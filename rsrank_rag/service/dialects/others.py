@@ -33,13 +33,10 @@ class TextsRequest(ScaledRequest):
 
     def answer(self, scores: Scores) -> list[TextScore]:
         """Every text, best first."""
-        rows = []
-        for document in scores.ranked().kept:
-            row = TextScore(index=document.index, score=scores.shown(document.score))
-            if self.return_text:
-                row.text = document.text
-            rows.append(row)
-        return rows
+        return [
+            TextScore(index=d.index, score=scores.shown(d.score), **({"text": d.text} if self.return_text else {}))
+            for d in scores.ranked().kept
+        ]
 
 
 class ScoreRow(BaseModel):
