@@ -142,9 +142,8 @@ class RSRankPostprocessor(RerankerAdapter, BaseNodePostprocessor):
 def _copied(node: BaseNode, hidden: dict[str, Any]) -> BaseNode:
     """A copy of a node with more metadata, where neither an embedding nor an LLM reads them."""
     excluded = {
-        name: [*keys, *(key for key in hidden if key not in keys)]
+        name: list(dict.fromkeys([*getattr(node, name), *hidden]))
         for name in ("excluded_embed_metadata_keys", "excluded_llm_metadata_keys")
-        for keys in [getattr(node, name)]
     }
     return node.model_copy(update={"metadata": {**without_marks(node.metadata), **hidden}, **excluded})
 

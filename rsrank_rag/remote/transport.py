@@ -70,7 +70,10 @@ class Transport:
             left = max(ends - time.monotonic(), 1e-3)  # never quite none, which would be no limit to some
             try:
                 with self._named_errors():
-                    return self._accepted(*await asyncio.wait_for(self._asked(call, left), left))
+                    response, body = await asyncio.wait_for(self._asked(call, left), left)
+                if response.is_success:
+                    return body
+                raise self._refusal(response, body)
             except RemoteError as error:
                 if not error.transient:
                     raise
@@ -123,18 +126,11 @@ class Transport:
         except httpx.RequestError as error:
             raise RemoteError(f"The answer of {self.base_url} cannot be read ({_reason(error)}).") from error
 
-    def _accepted(self, response: httpx.Response, body: bytes) -> bytes:
-        """The body of an answer that is no refusal; a refusal is raised."""
-        status = response.status_code
-        if response.is_success:
-            return body
-        if status in TRANSIENT or status == 408 or status >= 500:
-            wait = _seconds(response.headers.get("Retry-After", ""))
-            raise RemoteError(f"{self.base_url} answered {status}{message_of(body)}", status, status in TRANSIENT, wait)
-        raise self._refusal(response, body)
-
     def _refusal(self, response: httpx.Response, body: bytes) -> RSRankError:
         status, reason = response.status_code, message_of(body)
+        if status in TRANSIENT or status == 408 or status >= 500:
+            wait = _seconds(response.headers.get("Retry-After", ""))
+            return RemoteError(f"{self.base_url} answered {status}{reason}", status, status in TRANSIENT, wait)
         if status < 400:
             there = response.next_request.url.netloc.decode() if response.next_request else "another address"
             return RemoteError(

@@ -238,7 +238,8 @@ class _Service:
         self._check_size(question)
         if question.faults and not partial:
             raise refusal(question.faults, 422)
-        usable = [replace(pair, salt=request.state.salt) for pair in question.usable]
+        salt, faulty = request.state.salt, question.faults
+        usable = [replace(pair, salt=salt) for place, pair in enumerate(question.pairs) if place not in faulty]
         outcomes = question.outcomes(await self._work(request, self.backend.score, usable))
         record.tokens = sum(outcome.tokens for outcome in outcomes)
         faults, status = question.complaints(outcomes)

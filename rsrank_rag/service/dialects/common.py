@@ -36,11 +36,6 @@ class Question:
     faults: dict[int, str] = field(default_factory=dict)  # what is wrong with pairs that cannot be scored, by position
     may_be_cut: bool | None = None  # whether long documents may be; None if the request does not tell
 
-    @property
-    def usable(self) -> list[Pair]:
-        """Pairs that can be scored."""
-        return [pair for place, pair in enumerate(self.pairs) if place not in self.faults]
-
     def outcomes(self, found: Sequence[Outcome]) -> list[Outcome]:
         """One outcome a pair, from those of the usable ones."""
         rest = iter(found)
