@@ -169,24 +169,18 @@ class RSRankRetriever(BaseRetriever):
     def _get_relevant_documents(
         self, query: str, *, run_manager: CallbackManagerForRetrieverRun, **kwargs: Any
     ) -> list[Document]:
-        limits, rest = _split(kwargs)
+        limits: Any = {name: kwargs.pop(name) for name in Limits.__annotations__ if name in kwargs}
         callbacks = run_manager.get_child()
-        documents = self.base_retriever.invoke(query, {"callbacks": callbacks}, **rest)
+        documents = self.base_retriever.invoke(query, {"callbacks": callbacks}, **kwargs)
         return self.compressor.compress_documents(documents, query, callbacks, **limits)
 
     async def _aget_relevant_documents(
         self, query: str, *, run_manager: AsyncCallbackManagerForRetrieverRun, **kwargs: Any
     ) -> list[Document]:
-        limits, rest = _split(kwargs)
+        limits: Any = {name: kwargs.pop(name) for name in Limits.__annotations__ if name in kwargs}
         callbacks = run_manager.get_child()
-        documents = await self.base_retriever.ainvoke(query, {"callbacks": callbacks}, **rest)
+        documents = await self.base_retriever.ainvoke(query, {"callbacks": callbacks}, **kwargs)
         return await self.compressor.acompress_documents(documents, query, callbacks, **limits)
-
-
-def _split(kwargs: dict[str, Any]) -> tuple[Limits, dict[str, Any]]:
-    """Arguments of one call: the compressor's, and the base retriever's."""
-    limits: Any = {name: value for name, value in kwargs.items() if name in Limits.__annotations__}
-    return limits, {name: value for name, value in kwargs.items() if name not in limits}
 
 
 def __getattr__(name: str) -> Any:

@@ -94,15 +94,14 @@ class RSRankPostprocessor(RerankerAdapter, BaseNodePostprocessor):
         """Events around one call, in both of LlamaIndex's systems; each start gets its end, also after an error."""
         kept: list[NodeWithScore] = []
         top_n = limits["top_n"] or len(nodes)
+        told = {} if self.instruction is None else {"instruction": self.instruction}
         payload: dict[str, Any] = {
             EventPayload.NODES: nodes,
             EventPayload.MODEL_NAME: self.model_label,
             EventPayload.QUERY_STR: query,
             EventPayload.TOP_K: top_n,
+            **({EventPayload.ADDITIONAL_KWARGS: told} if told else {}),
         }
-        told = {} if self.instruction is None else {"instruction": self.instruction}
-        if told:
-            payload[EventPayload.ADDITIONAL_KWARGS] = told
         with self.callback_manager.event(CBEventType.RERANKING, payload=payload) as event:
             start = ReRankStartEvent(query=query, nodes=nodes, top_n=top_n, model_name=self.model_label, tags=told)
             dispatcher.event(start)

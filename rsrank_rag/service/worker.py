@@ -112,10 +112,9 @@ def begin(prepare: Callable[[], object] | None) -> None:
         signal.signal(getattr(signal, name), signal.SIG_IGN)
     parent = multiprocessing.parent_process()
     assert parent is not None
-    ends: Callable[[], object] = parent.join
 
     def end_with_parent() -> None:
-        ends()
+        parent.join()
         os._exit(1)
 
     threading.Thread(target=end_with_parent, daemon=True).start()
@@ -156,12 +155,10 @@ class ModelProcess:
         self._pool = self._new_pool()
         name, started = self.loading[1], time.perf_counter()
         try:
-            loaded: Loaded = _unpacked(
-                await asyncio.get_running_loop().run_in_executor(self._pool, load, *self.loading)
-            )
+            answer = await asyncio.get_running_loop().run_in_executor(self._pool, load, *self.loading)
         except BrokenProcessPool:
             raise UnavailableError(f"The process that was to hold {name} ended while it was loading.") from None
-        self.loaded, self.load_seconds = loaded, time.perf_counter() - started
+        self.loaded, self.load_seconds = _unpacked(answer), time.perf_counter() - started
         logger.info("%s was loaded in %.1f s.", name, self.load_seconds)
 
     def _new_pool(self) -> Executor:
