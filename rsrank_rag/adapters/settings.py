@@ -10,7 +10,7 @@ from concurrent.futures import CancelledError, Future
 from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, TypeVar, cast
 
 from pydantic import (
     AfterValidator,
@@ -198,8 +198,7 @@ class ModelAdapter(LoadSettings):
             return self._told(self.model) if isinstance(self.model, ConcurrentReranker) else None
         names = ("base_url", "api_key", "timeout", "max_retries")
         chosen = {name: getattr(self, name) for name in names}
-        remote: ConcurrentReranker = _remote().RemoteReranker(model=self._asked_for, **chosen)
-        return self._told(remote)
+        return self._told(cast(ConcurrentReranker, _remote().RemoteReranker(model=self._asked_for, **chosen)))
 
     def _told(self, reranker: AnyReranker) -> AnyReranker:
         """The reranker, judging by this adapter's instruction if there is one."""

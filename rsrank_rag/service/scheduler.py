@@ -98,8 +98,7 @@ class Scheduler:
         self._rate = self.limits.least_tokens / self.limits.step_seconds
         self._work, self._ending = asyncio.Event(), asyncio.Event()
         self._runner: asyncio.Task[None] | None = None
-        self._counts = dict.fromkeys(COUNTED, 0)
-        self._busy_seconds = 0.0
+        self._counts: dict[str, float] = dict.fromkeys((*COUNTED, "busy_seconds"), 0)
         self._model_stats: Mapping[str, float] = {}
 
     @property
@@ -126,7 +125,6 @@ class Scheduler:
         """Counters and levels, as `metrics` describes them; the reranker's own, since it was loaded, are model_*."""
         return {
             **self._counts,
-            "busy_seconds": self._busy_seconds,
             "waiting": self._waiting,
             "clients": len(self._askers),
             "tokens_per_second": self._rate,
@@ -347,7 +345,7 @@ class Scheduler:
     def _learn(self, step: Step, tokens: int) -> None:
         """Take in what a batch of so many (estimated) tokens tells about the model."""
         self._counts["steps"] += 1
-        self._busy_seconds += step.seconds
+        self._counts["busy_seconds"] += step.seconds
         self._model_stats = step.stats
         speed = tokens / max(step.seconds, 1e-6)
         # Small batches say little about how fast a full one would be, and one that took too long must not be repeated.

@@ -193,11 +193,10 @@ class ModelProcess:
         """Whether the process has ended; where one cannot ask, the next call tells."""
         if self.loaded is None or os.name != "posix":
             return False
-        try:
+        with contextlib.suppress(ProcessLookupError):
             os.kill(self.loaded.process, 0)
-        except ProcessLookupError:
-            return True
-        return False
+            return False
+        return True
 
     def end(self, wait: bool = True) -> None:
         """Let the model go, after what it is doing if that is to be waited for."""
