@@ -16,13 +16,11 @@ from ..passages.spans import encodable
 from ..reranker import Scored
 
 
-class Strict(BaseModel):
-    """Takes no value of another type for its own."""
-
+class _Strict(BaseModel):
     model_config = ConfigDict(strict=True)
 
 
-class _Row(Strict):
+class _Row(_Strict):
     index: int
     relevance_score: float | None
     truncated: bool = False
@@ -30,23 +28,21 @@ class _Row(Strict):
     excerpts: list[Excerpt] | None = None
 
 
-class DocumentError(Strict):
-    """A document that could not be used or scored."""
-
+class _Fault(_Strict):
     index: int
     message: str
 
 
-class Answer(Strict):
+class Answer(_Strict):
     """Of ``/v1/rerank``."""
 
     model: str
     results: list[_Row]
     threshold: float | None = Field(allow_inf_nan=False)
-    errors: list[DocumentError] | None = None
+    errors: list[_Fault] | None = None
 
 
-class Info(Strict):
+class Info(_Strict):
     """Of ``/info``."""
 
     model: str = Field(validation_alias="model_id")

@@ -12,11 +12,10 @@ from pydantic import BaseModel, Discriminator, Field, Tag, TypeAdapter
 
 from .. import __version__
 from ..errors import InputError, RSRankError, needs
-from ..remote.wire import Strict
 from ..reranker import Pair
 from .backend import UnavailableError
 from .dialects import others
-from .dialects.common import Instruction, Query, Question, Scores, ScoringRequest
+from .dialects.common import Instruction, Query, Question, Scores, ScoringRequest, Strict
 from .scheduler import Scheduler
 
 with needs("The service needs {}.", "serve", "fastapi", "prometheus_client", "pythonjsonlogger", "starlette"):

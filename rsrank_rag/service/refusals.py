@@ -11,7 +11,6 @@ from pydantic import BaseModel, Field
 from starlette.exceptions import HTTPException
 
 from ..errors import InputError, RSRankError, ScoringError
-from ..remote.wire import DocumentError
 from .backend import DeadlineError, OverloadedError, ServiceError
 
 logger = logging.getLogger(__name__)
@@ -31,6 +30,13 @@ ERROR_TYPES = {
     503: "Unhealthy",
 }
 """``error_type`` by status; "Backend" for all others."""
+
+
+class DocumentError(BaseModel):
+    """A document that could not be used or scored."""
+
+    index: int
+    message: str
 
 
 class Error(BaseModel):
@@ -101,9 +107,8 @@ def answer_errors(app: FastAPI) -> None:
             return error_answer(504, str(error))
         if isinstance(error, ServiceError):
             status = 429 if isinstance(error, OverloadedError) else 503
-            return error_answer(
-                status, str(error), headers={"Retry-After": str(math.ceil(error.retry_after or RETRY_AFTER))}
-            )
+            wait = math.ceil(error.retry_after or RETRY_AFTER)
+            return error_answer(status, str(error), headers={"Retry-After": str(wait)})
         if isinstance(error, (InputError, ScoringError)):
             return error_answer(422, str(error))
         logger.error("A request failed: %s", error)  # with names of files, say, that are nobody's business

@@ -9,10 +9,9 @@ from pydantic import BaseModel, FailFast, Field, FiniteFloat, model_validator
 from typing_extensions import Self
 
 from ...passages.parts import Excerpt, Reading, Window
-from ...remote.wire import DocumentError
 from ...reranker import check_limits
 from ..backend import Description
-from ..refusals import RefusedError, document_errors
+from ..refusals import DocumentError, RefusedError, document_errors
 from .common import Query, QueryObject, Question, ScaledRequest, Scores, TextObject, Usage
 
 SEARCH_UNIT = 100  # documents that Cohere bills as one search; nothing is billed here, but its clients read the number

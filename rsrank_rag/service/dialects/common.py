@@ -7,19 +7,22 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, AliasChoices, AliasPath, BaseModel, Field, PositiveInt
+from pydantic import AfterValidator, AliasChoices, AliasPath, BaseModel, ConfigDict, Field, PositiveInt
 
-from ...method.template import clean
 from ...passages.parts import WHOLE, Reading
-from ...remote.wire import Strict
 from ...reranker import Pair, RankResult, Scored, choose
 from ..backend import Description, Outcome
 
 _BROKEN = "holds half of a surrogate pair, which is no character."
 
 
+def _encodable(text: str) -> bool:
+    """False for half of a surrogate pair, which JSON can spell and nothing can encode."""
+    return text.encode(errors="ignore").decode() == text
+
+
 def _is_unicode(text: str) -> str:
-    if clean(text) != text:  # JSON can spell what nothing can encode
+    if not _encodable(text):
         raise ValueError(_BROKEN.removesuffix("."))
     return text
 
@@ -127,6 +130,12 @@ class Scores:
         return normalise(score, self.model.threshold) if self.normalised else score
 
 
+class Strict(BaseModel):
+    """Takes no value of another type for its own."""
+
+    model_config = ConfigDict(strict=True)
+
+
 class TextObject(Strict):
     """A text in an object."""
 
@@ -188,7 +197,7 @@ class ScoringRequest(Strict, ABC):
         most = min((limit for limit in limits if limit is not None and limit > 0), default=None)
         told = self.instruction or None
         pairs = [Pair(query, text, most, reading, told) for query, text in zip(queries, texts, strict=True)]
-        broken = {place: _BROKEN for place, text in enumerate(texts) if clean(text) != text}
+        broken = {place: _BROKEN for place, text in enumerate(texts) if not _encodable(text)}
         may_be_cut = None if self.truncate is None else self.truncate not in (False, "NONE")
         return Question(pairs, {**broken, **(faults or {})}, may_be_cut)
 
