@@ -17,6 +17,9 @@ import httpx
 
 Result = TypeVar("Result")
 
+# uvicorn closes a connection after 5 idle seconds: one that is used just then fails.
+_LIMITS = httpx.Limits(max_connections=100, max_keepalive_connections=100, keepalive_expiry=4.0)
+
 
 @dataclass(eq=False)
 class _Shared:
@@ -44,9 +47,7 @@ def begin(work: Coroutine[Any, Any, Result]) -> Future[Result]:
 async def client(address: str) -> AsyncIterator[httpx.AsyncClient]:
     """The client for an address, which stays open while it is used; for work that was begun here."""
     if address not in _clients:
-        # uvicorn closes a connection after 5 idle seconds: one that is used just then fails.
-        limits = httpx.Limits(max_connections=100, max_keepalive_connections=100, keepalive_expiry=4.0)
-        _clients[address] = _Shared(httpx.AsyncClient(limits=limits))
+        _clients[address] = _Shared(httpx.AsyncClient(limits=_LIMITS))
     shared = _clients[address]
     shared.users += 1
     try:
