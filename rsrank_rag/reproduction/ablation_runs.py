@@ -24,9 +24,8 @@ from ..evaluation.statistics import Record
 from ..method.projection import Projection
 from ..partial_files import write_text
 from ..training.batches import scored, split
-from ..training.learn import Learner
 from ..training.recipe import DataPart, Recipe
-from ..training.run import TrainingRun
+from ..training.run import Learner, TrainingRun
 from ..training.store import FeatureSource, FeatureStore, QueryFeatures
 from .ablations import Ablation, pick
 from .config import AblationPart
@@ -147,7 +146,7 @@ class Ablations:
         options = recipe.fit.model_copy(update={"seed": seed})
         if ablation.queries is not None:
             train, options = learner.sample(train, ablation.queries, seed)
-        return len(train), learner.learn(train, options)[0]
+        return len(train), learner.learn(train, options).projection
 
     def _store(self, recipe: Recipe, ablation: Ablation) -> FeatureStore:
         """Features of the recipe's data, made if need be; shared by all that read the same."""
