@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import base64
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
 from pathlib import Path
@@ -154,12 +154,11 @@ def _shown(
     return {"query": query, "reason": reason, "result": result, "kept": kept, "dropped": documents[len(kept) :]}
 
 
-def template(package: str | None, name: str, **filters: Callable[..., str]) -> Any:
+def template(package: str | None, name: str) -> Any:
     """A page of a package's ``templates/``; what is put into HTML is escaped."""
     jinja2 = required("jinja2", "The report needs jinja2.", "eval,plots")
     loader, lines = jinja2.PackageLoader(package, "templates"), {"trim_blocks": True, "lstrip_blocks": True}
     made = jinja2.Environment(
         loader=loader, autoescape=jinja2.select_autoescape(), undefined=jinja2.StrictUndefined, **lines
     )
-    made.filters |= filters
     return made.get_template(name)

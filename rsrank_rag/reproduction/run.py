@@ -22,11 +22,9 @@ from ..evaluation.metrics import ScoredQuery
 from ..evaluation.report import check_report, write_report
 from ..language_model.options import LoadOptions
 from ..partial_files import write_text
-from .ablation_figures import AblationFigures, FigureFile, ablation_tables, figures_of
-from .ablation_runs import AblationRow, Ablations, Kept, sha
-from .ablations import chosen
+from .ablations import Ablations, Kept, chosen, sha
 from .config import Reproduction, SystemPart
-from .paper_tables import page
+from .tables import AblationFigures, FigureFile, ablation_tables, figures_of, page
 
 
 @dataclass
@@ -136,16 +134,10 @@ class _Run:
         return sha(part.name, str(part.revision), str(how), _state(part.name), *texts)
 
     def ablations(self) -> list[AblationFigures]:
-        found: list[AblationFigures] = []
+        found = []
         for part in self.config.ablations:
-            runner = Ablations(part, self.output / "ablations", self.say)
-            done: list[AblationRow] = []
-            for ablation, rows in runner.run(chosen(part.names)):
-                if isinstance(rows, RSRankError):
-                    self.fail(f"ablation {ablation.name!r}", rows)
-                else:
-                    done += rows
-            found += figures_of(done, part.setup)
+            runner = Ablations(part, self.output / "ablations", self.say, self.fail)
+            found += figures_of(runner.run(chosen(part.names)), part.setup)
         return found
 
 
