@@ -40,8 +40,7 @@ def page(
         rows = {name: [by_set.get(label, {}).get(metric) for label in sets] for name, by_set in records.items()}
         tables[title] = {name: [*row, None if None in row else mean(row)] for name, row in rows.items()}
     about = {"measured": measured, "tables": tables, "metrics": TITLES, "found": found, "failures": failures}
-    about |= {"name": name, "sets": list(sets), "ablations": ablations}
-    return str(template(__package__, "tables.md").render(about))
+    return str(template(__package__, "tables.md").render(about, name=name, sets=list(sets), ablations=ablations))
 
 
 class AblationFigures(AblationOnSet):
