@@ -19,7 +19,7 @@ from typing_extensions import Self
 from ..adapters.systems import load_system
 from ..errors import InputError, RSRankError
 from ..evaluation.evaluate import score_dataset
-from ..evaluation.metrics import ScoredQuery, best_threshold, f1, f1_at, ranking_by_query
+from ..evaluation.metrics import ScoredQuery, best_first, best_threshold, f1, f1_at, ranking_by_query
 from ..evaluation.statistics import Record
 from ..method.projection import Projection
 from ..partial_files import write_text
@@ -286,7 +286,7 @@ def _evaluating(recipe: Recipe, part: DataPart) -> Recipe:
 def _measured(found: list[ScoredQuery]) -> dict[str, Any]:
     """All metrics, one number a query each, and the set's best threshold."""
     tau, _ = best_threshold(found)
-    first = [[query.relevant[place] for place in query.order()[:5]] for query in found]
+    first = [[query.relevant[place] for place in best_first(query.scores)[:5]] for query in found]
     metrics = {
         **ranking_by_query(found),
         "p@5": [sum(labels) / max(len(labels), 1) for labels in first],
