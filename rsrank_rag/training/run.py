@@ -35,13 +35,12 @@ from ..method.template import PromptTokenizer
 from ..partial_files import replacing, write_text
 from ..rsrank import RSRank
 from .batches import device_for, scored, split
-from .domain import train_near
+from .domain import WORSE, Verdict, judge, train_near
 from .estimate import Estimate, estimate, sketch
 from .features import VALUES, FeatureExtractor, Reading, digest, plan_features, spec_for, subsample
 from .fit import Epoch, FitOptions, Fitted, best_epoch, closed_form, fit
 from .recipe import Recipe
 from .store import FeatureSource, FeatureStore, subset
-from .verdict import WORSE, Verdict, judge
 
 FALL = 0.02  # loss of validation F1 after the best epoch that is worth a word
 
