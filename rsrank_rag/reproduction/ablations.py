@@ -7,7 +7,7 @@ features: ablations that read the same features share one store. What was done i
 import hashlib
 import json
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -193,7 +193,8 @@ class Ablations:
 
     def _rows(self, ablation: Ablation, seed: int) -> list[AblationRow]:
         recipe = self.recipe(ablation)
-        key = sha(repr(ablation), str(seed), recipe.model_dump_json(), *map(_stamp, (*recipe.data, *recipe.evaluation)))
+        files = [Path(part.file) for part in (*recipe.data, *recipe.evaluation) if part.file]  # named sets are pinned
+        key = sha(repr(ablation), str(seed), recipe.model_dump_json(), state_of(files))
         path = self.output / "results" / f"{key[:16]}.json"
         kept = _KeptRows.read(path, key)
         if kept is not None:
@@ -297,12 +298,10 @@ def _measured(found: list[ScoredQuery]) -> dict[str, Any]:
     return {"metrics": {name: tuple(values) for name, values in metrics.items()}, "tau_best": tau}
 
 
-def _stamp(part: DataPart) -> str:
-    """A file's state, so that a changed file is measured anew. A named set is pinned."""
-    if part.file is None or not Path(part.file).is_file():  # what is not there is named where it is read
-        return ""
-    state = Path(part.file).stat()
-    return f"{state.st_size} {state.st_mtime_ns}"
+def state_of(files: Iterable[Path]) -> str:
+    """Of the files that are there, so that what was made of one that has changed is made anew."""
+    found = [(file, file.stat()) for file in sorted(files) if file.is_file()]
+    return str([(file.name, state.st_size, state.st_mtime_ns) for file, state in found])
 
 
 def sha(*texts: str) -> str:

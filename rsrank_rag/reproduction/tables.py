@@ -80,6 +80,7 @@ def figures_of(rows: Sequence[AblationRow], setup: str = "") -> list[AblationFig
     for (dataset, name), found in groups.items():
         base = means.get((dataset, BASE)) if name != BASE else None
         values = means[dataset, name]
+        by_seed = {metric: [statistics.fmean(row.metrics[metric]) for row in found] for metric in METRICS}
         differences = {m: paired_differences(values[m], base[m]) for m in COMPARED} if base else {}
         made.append(
             AblationFigures(
@@ -88,7 +89,7 @@ def figures_of(rows: Sequence[AblationRow], setup: str = "") -> list[AblationFig
                 queries=len(values["f1@0"]),
                 seeds=len(found),
                 metrics={metric: estimate_mean(numbers) for metric, numbers in values.items()},
-                spread={metric: _spread(found, metric) for metric in METRICS},
+                spread={metric: float(np.std(seeds, ddof=len(found) > 1)) for metric, seeds in by_seed.items()},
                 differences={metric: estimate_mean(numbers) for metric, numbers in differences.items()},
                 tau_best=statistics.fmean(row.tau_best for row in found),
             )
@@ -104,8 +105,3 @@ def ablation_tables(figures: Sequence[AblationFigures]) -> str:
     tables = list(dict.fromkeys((row.dataset, row.setup) for row in figures))
     about = {"tables": tables, "figures": figures, "metrics": METRICS, "compared": COMPARED}
     return str(template(__package__, "ablations.md").render(about))
-
-
-def _spread(rows: Sequence[AblationRow], metric: str) -> float:
-    means = [statistics.fmean(row.metrics[metric]) for row in rows]
-    return statistics.stdev(means) if len(means) > 1 else 0.0
