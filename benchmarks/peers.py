@@ -171,6 +171,16 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     }
 
 
+def short_table(results: Sequence[dict[str, Any]]) -> str:
+    """What somebody who chooses a reranker for a CPU asks first: new documents, kept ones, and the usual peers."""
+    kept = ("mini, 0% kept", "mini, 84% kept", "mini, 100% kept", BASE, "ONNX Runtime, 12 layers, int8")
+    rows = [
+        [row for row in result["rows"] if row["system"] in (*kept, "CrossEncoder, 6 layers, float32")]
+        for result in results
+    ]
+    return table([{**result, "rows": own} for result, own in zip(results, rows, strict=True)])
+
+
 def table(results: Sequence[dict[str, Any]]) -> str:
     """Times as multiples of ONNX Runtime's in int8 with 6 layers, a column for each process, in Markdown."""
     head = f"{results[0]['machine']}; a column says what `mini` chose to compute in.\n\n"

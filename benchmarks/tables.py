@@ -29,6 +29,7 @@ class Table(NamedTuple):
 
 TABLES = {
     "peers": Table("docs/benchmarks.md", "docs/peers.json", peers.table),
+    "peers in short": Table("README.md", "docs/peers.json", peers.short_table),
     "neighbours": Table("docs/benchmarks.md", "docs/neighbours.json", neighbours.table),
     "sentences": Table("docs/benchmarks.md", "docs/sentences.json", sentences.table),
     "long documents": Table("docs/benchmarks.md", "docs/sentences.json", sentences.long_table),
@@ -40,8 +41,8 @@ def rewritten(page: str, root: Path = ROOT) -> str:
     """A page's text with its tables made anew; those whose figures were never measured stay as they are."""
 
     def anew(match: re.Match[str]) -> str:
-        table = TABLES[match[2]]
-        if table.page != page or not (root / table.figures).exists():
+        table = TABLES.get(match[2])  # other tables of a page are not made here
+        if table is None or table.page != page or not (root / table.figures).exists():
             return match[0]
         return f"{match[1]}{table.made(json.loads((root / table.figures).read_text(encoding='utf-8')))}\n{match[3]}"
 

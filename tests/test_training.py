@@ -719,6 +719,13 @@ def test_a_dry_run_prints_disk_memory_and_hours_and_leaves_nothing(recipe_file, 
     assert "in each epoch: they fit no memory" in str(streamed)
 
 
+@pytest.mark.parametrize(("queries", "told"), [(60, "not with so few queries"), (300, "numbers, at most")])
+def test_a_dry_run_of_the_built_in_model_says_whether_b_will_move(queries, told, tmp_path):
+    given = written(tmp_path / "given.jsonl", labelled(queries))
+    said = run("train", "--config", "mini", "--data", given, "--output", tmp_path / "run", "--dry-run")
+    assert told in said
+
+
 def test_too_few_queries_are_refused_with_the_reason(recipe_file, tmp_path):
     few = written(tmp_path / "few.jsonl", labelled(5))
     said = run("train", "--config", "your-data", "--data", few, "--output", tmp_path / "run", code=2)

@@ -22,7 +22,7 @@ from rsrank_rag.reproduction.tables import FigureFile, ablation_tables
 ROOT = Path(__file__).parents[2]
 PAGES = ("README.md", "docs/mini.md", "docs/research/results.md", "docs/research/ablations.md")
 METRICS = {"ndcg@5": "nDCG@5", "recall@5": "Recall@5", "f1@tau": "F1@τ"}
-BLOCK = re.compile(r"(<!-- figures: (\S+) -->\n).*?(<!-- end of figures -->)", re.S)
+BLOCK = re.compile(r"(<!-- figures: ([^>]+?) -->\n).*?(<!-- end of figures -->)", re.S)
 
 Figures = Mapping[str, Mapping[str, Any]]
 
@@ -169,12 +169,8 @@ def blocks(figures: Figures, ablations: FigureFile) -> dict[str, str]:
 
 
 def rewritten(text: str, found: Mapping[str, str]) -> str:
-    """A page with its tables replaced.
-
-    Raises:
-        KeyError: The page asks for a table that there is not.
-    """
-    return BLOCK.sub(lambda match: f"{match[1]}{found[match[2]]}\n{match[3]}", text)
+    """A page with its tables replaced; those that others make stay."""
+    return BLOCK.sub(lambda match: f"{match[1]}{found[match[2]]}\n{match[3]}" if match[2] in found else match[0], text)
 
 
 def read(root: Path = ROOT) -> tuple[Figures, FigureFile]:
