@@ -24,12 +24,11 @@ from rsrank_rag.artifact import hub
 from rsrank_rag.evaluation.datasets import dataset_name
 from rsrank_rag.partial_files import write_text
 from rsrank_rag.training.batches import scored
-from rsrank_rag.training.domain import DomainOptions, train_near
+from rsrank_rag.training.domain import DomainOptions, Verdict, judge, train_near
 from rsrank_rag.training.recipe import Recipe
 from rsrank_rag.training.run import TrainingRun
 from rsrank_rag.training.store import FeatureSource, subset
 from rsrank_rag.training.tune import Goal, find_threshold
-from rsrank_rag.training.verdict import Verdict, judge
 
 SETS = (
     "nfcorpus",

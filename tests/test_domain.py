@@ -24,14 +24,13 @@ from rsrank_rag.method.scoring import ShiftReader
 from rsrank_rag.training import domain
 from rsrank_rag.training import run as run_module
 from rsrank_rag.training.batches import scored
-from rsrank_rag.training.domain import DomainOptions, parts, train_near
+from rsrank_rag.training.domain import WORSE, DomainOptions, by_query, judge, parts, train_near
 from rsrank_rag.training.features import FeatureExtractor
 from rsrank_rag.training.fit import Epoch
 from rsrank_rag.training.recipe import Recipe
 from rsrank_rag.training.run import fallen
 from rsrank_rag.training.store import QueryFeatures
 from rsrank_rag.training.tune import Curves, Goal, cross_tuned, find_threshold
-from rsrank_rag.training.verdict import WORSE, by_query, judge
 
 
 def domain_features(count=12, *, border=0.6, seed=0):

@@ -11,9 +11,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokenizer, PreTrainedTokenizerFast
 
 from rsrank_rag.errors import BackboneError, InputError, MissingDependencyError, ScoringError
-from rsrank_rag.evaluation.systems.monot5 import MonoT5
-from rsrank_rag.evaluation.systems.prompted import AnswerHead
-from rsrank_rag.evaluation.systems.qwen3_reranker import Qwen3Reranker
+from rsrank_rag.evaluation.systems.prompted import AnswerHead, MonoT5, Qwen3Reranker
 from rsrank_rag.language_model.options import LoadOptions
 
 CPU = LoadOptions(device="cpu", dtype="float32", local_files_only=True)

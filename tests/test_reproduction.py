@@ -20,14 +20,12 @@ from rsrank_rag.language_model.loading import load_model
 from rsrank_rag.language_model.options import LoadOptions
 from rsrank_rag.method.scoring import Row, ShiftReader
 from rsrank_rag.method.template import PromptTokenizer
-from rsrank_rag.reproduction import paper_tables
-from rsrank_rag.reproduction.ablation_figures import METRICS, FigureFile, ablation_tables, figures_of
-from rsrank_rag.reproduction.ablation_runs import AblationRow, Ablations
-from rsrank_rag.reproduction.ablations import ABLATIONS, GROUPS, chosen, pick
-from rsrank_rag.reproduction.config import SHIPPED, AblationPart, Reproduction, plan
+from rsrank_rag.reproduction.ablations import ABLATIONS, GROUPS, AblationPart, AblationRow, Ablations, chosen, pick
+from rsrank_rag.reproduction.config import SHIPPED, Reproduction, plan
 from rsrank_rag.reproduction.oracle import OracleSimilarity, oracle_scores
 from rsrank_rag.reproduction.run import reproduce
 from rsrank_rag.reproduction.signals import SignalReader, reading
+from rsrank_rag.reproduction.tables import METRICS, FigureFile, ablation_tables, figures_of, page
 from rsrank_rag.training.features import FeatureExtractor
 from rsrank_rag.training.recipe import DataPart, FeaturePart, Recipe, shipped
 
@@ -271,7 +269,7 @@ def test_the_command_prints_its_plan_and_refuses_what_is_wrong(data):
 def test_the_best_of_a_column_and_its_ties_are_bold_and_a_missing_set_has_no_average():
     full = {"a": [ScoredQuery([1.0, -1.0], [True, False])], "b": [ScoredQuery([1.0, 2.0], [True, False])]}
     systems = [Measured("x", 0.0, "native", full), Measured("y", 0.0, "native", {"a": full["a"]})]
-    text = paper_tables.page("tiny", ["a", "b"], systems, None)
+    text = page("tiny", ["a", "b"], systems, None)
     f1 = text.split("**F1@τ**")[1]
     assert "| x | **100.0** | **66.7** | **83.3** |" in f1
     assert "| y | **100.0** | – | – |" in f1
@@ -284,7 +282,7 @@ def test_the_gap_table_holds_the_papers_columns():
     found = compare([Measured("x", 0.5, "given", {"a": scored})], sets, resamples=20)
     result = found.systems[0].sets["a"]
     own, best = (100 * result.metrics[name].mean for name in ("f1@query_best", "f1@best"))
-    assert f"| a | 4 | {own:.1f} | {best:.1f} |" in paper_tables.page("tiny", ["a"], [], found)
+    assert f"| a | 4 | {own:.1f} | {best:.1f} |" in page("tiny", ["a"], [], found)
 
 
 def test_differences_are_those_of_the_means_and_bold_where_zero_is_outside_of_the_interval():
@@ -293,7 +291,7 @@ def test_differences_are_those_of_the_means_and_bold_where_zero_is_outside_of_th
     right = [ScoredQuery([1.0 if label else -1.0 for label in row], row) for row in labels]
     wrong = [ScoredQuery([-1.0 if label else 1.0 for label in row], row) for row in labels]
     systems = [Measured(name, 0.0, "native", {"a": rows}) for name, rows in (("x", right), ("y", wrong), ("z", wrong))]
-    text = paper_tables.page("tiny", ["a"], systems, compare(systems, sets, resamples=50))
+    text = page("tiny", ["a"], systems, compare(systems, sets, resamples=50))
     assert "| x | 100.0 [100.0, 100.0] |" in text
     better, same = (text.split(f"**{pair}**")[1] for pair in ("x minus y", "y minus z"))
     expected = [summarise(rows)["ndcg@5"] for rows in (right, wrong)]
@@ -353,25 +351,25 @@ def test_halves_are_the_whole(count):
 
 def test_ablations_are_run_once_and_a_failure_stops_no_other(artifact, data, tmp_path):
     (tmp_path / "recipe.toml").write_text(recipe_text(artifact), encoding="utf-8")
-    said = []
+    said, failures = [], {}
     part = AblationPart(
         recipe=str(tmp_path / "recipe.toml"),
         train=(DataPart(file=str(data / "one.jsonl")),),
         evaluation=(DataPart(file=str(data / "two.jsonl")),),
     )
-    runner = Ablations(part, tmp_path / "runs", said.append)
+    runner = Ablations(part, tmp_path / "runs", said.append, failures.__setitem__)
     wanted = [ABLATIONS[name] for name in ("800 queries", "0 queries", "P=4", "heads: first half")]
-    found = {ablation.name: rows for ablation, rows in runner.run(wanted)}
-    assert isinstance(found.pop("800 queries"), InputError)
-    assert {name: rows[0].parameters for name, rows in found.items()} == {
+    found = runner.run(wanted)
+    assert isinstance(failures.pop("ablation '800 queries'"), InputError)
+    assert not failures
+    assert {row.name: row.parameters for row in found} == {
         "0 queries": 3 * 2 * 4 * 16,
         "P=4": 3 * 2 * 4 * 16,
         "heads: first half": 3 * 1 * 4 * 16,
     }
-    assert {len(rows[0].metrics["f1@0"]) for rows in found.values()} == {5}
+    assert {len(row.metrics["f1@0"]) for row in found} == {5}
     said.clear()
-    again = {ablation.name: rows for ablation, rows in runner.run(wanted[1:])}
-    assert again == found
+    assert runner.run(wanted[1:]) == found
     assert said == []
 
 

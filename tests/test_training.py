@@ -26,8 +26,7 @@ from rsrank_rag.method.shift import cosine_to_ones
 from rsrank_rag.method.template import PromptTokenizer
 from rsrank_rag.training.batches import Batch, batch_scores, scored, split
 from rsrank_rag.training.features import FeatureExtractor, digest, plan_features, spec_for, subsample, together
-from rsrank_rag.training.fit import FitOptions, fit
-from rsrank_rag.training.learn import closed_form
+from rsrank_rag.training.fit import FitOptions, closed_form, fit
 from rsrank_rag.training.losses import (
     alignment_loss,
     calibration_loss,

@@ -17,7 +17,7 @@ from typing import Any
 from data import SETS
 from rsrank_rag.evaluation.metrics import ScoredQuery, f1_at, ranking_by_query
 from rsrank_rag.evaluation.statistics import estimate_mean, paired_differences
-from rsrank_rag.reproduction.ablation_figures import FigureFile, ablation_tables
+from rsrank_rag.reproduction.tables import FigureFile, ablation_tables
 
 ROOT = Path(__file__).parents[2]
 PAGES = ("README.md", "docs/mini.md", "docs/research/results.md", "docs/research/ablations.md")

@@ -65,11 +65,12 @@ KINDS: dict[str, Kind] = {
     "rsrank": Kind("rsrank.RSRank"),
     "oracle": Kind("reproduction.oracle.OracleSimilarity"),
     "qwen3-reranker": Kind(
-        "evaluation.systems.qwen3_reranker.Qwen3Reranker",
+        "evaluation.systems.prompted.Qwen3Reranker",
         short={size.lower(): f"Qwen/Qwen3-Reranker-{size}" for size in ("0.6B", "4B", "8B")},
     ),
     "monot5": Kind(
-        "evaluation.systems.monot5.MonoT5", short={size: f"castorini/monot5-{size}-msmarco" for size in ("base", "3b")}
+        "evaluation.systems.prompted.MonoT5",
+        short={size: f"castorini/monot5-{size}-msmarco" for size in ("base", "3b")},
     ),
     "llm2vec-gen": Kind("evaluation.systems.llm2vec_gen.LLM2VecGen", default="McGill-NLP/LLM2Vec-Gen-Qwen3-8B"),
     "bge-reranker-v2-m3": Kind(f"{_ENCODERS}.CrossEncoder", default="BAAI/bge-reranker-v2-m3", settings=_CALIBRATED),

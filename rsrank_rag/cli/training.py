@@ -15,8 +15,8 @@ from .options import Model, Revision, command, problems, screen
 from .tables import evaluation_tables
 
 if TYPE_CHECKING:
+    from ..training.domain import Verdict
     from ..training.run import Result
-    from ..training.verdict import Verdict
 
 app = typer.Typer()
 

@@ -26,9 +26,10 @@ class ScoredQuery:
             if not math.isfinite(score):
                 raise InputError(f"Document {number} scored {score}, which can be neither ranked nor measured.")
 
-    def order(self) -> list[int]:
-        """Positions of the documents, best first."""
-        return sorted(range(len(self.scores)), key=lambda i: -self.scores[i])
+
+def best_first(scores: Sequence[float]) -> list[int]:
+    """Positions of scores, the highest first."""
+    return sorted(range(len(scores)), key=lambda i: -scores[i])
 
 
 def mean(values: Sequence[float]) -> float:
@@ -113,7 +114,7 @@ def ranking_by_query(queries: Sequence[ScoredQuery]) -> dict[str, list[float]]:
     ir_measures = required("ir_measures", "Ranking metrics need ir-measures.", "eval")
     qrels, run = {}, {}
     for number, query in enumerate(queries):
-        order = query.order()
+        order = best_first(query.scores)
         run[str(number)] = {str(i): float(len(order) - rank) for rank, i in enumerate(order)}
         qrels[str(number)] = {str(i): int(label) for i, label in enumerate(query.relevant)}
     measures = {"ndcg@5": ir_measures.nDCG @ 5, "recall@5": ir_measures.R @ 5}

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import base64
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ..errors import InputError, required
 from ..partial_files import write_text
 from . import plots
-from .comparison import METRICS, Comparison, Measured, QueryLabels, QueryResult, SystemResult, compare
+from .comparison import METRICS, Comparison, Measured, QueryLabels, QueryResult, compare
 from .datasets import LabelledQuery
-from .metrics import ranking_metrics
+from .metrics import best_first, ranking_metrics
 from .statistics import scipy_stats
 
 if TYPE_CHECKING:
@@ -111,16 +110,10 @@ def page(
     titles: bool = True,
 ) -> str:
     """The report as one HTML page with its figures inside; every text from elsewhere is escaped (jinja2)."""
-    pictures: dict[str, list[dict[str, str]]] = {}
-    for picture, png in drawn:
-        data = base64.b64encode(png.read_bytes()).decode()
-        pictures.setdefault(picture.section, []).append({"caption": picture.caption, "data": data})
-    worst = []
-    for system, (name, queries) in product(found.systems, sets.items()):
-        chosen = worst_queries(system.sets[name].queries).items()
-        worst.append((system, name, [_shown(queries[row], system, name, row, why, titles) for row, why in chosen]))
-    about = {"metrics": METRICS, "sets": sets, "pictures": pictures, "worst": worst}
-    return str(template(__package__, "report.html").render(found=found, **about))
+    pictures = [(picture, base64.b64encode(png.read_bytes()).decode()) for picture, png in drawn]
+    about = {"metrics": METRICS, "sets": sets, "pictures": pictures, "titles": titles, "text_length": TEXT_LENGTH}
+    functions = {"worst_queries": worst_queries, "best_first": best_first}
+    return str(template(__package__, "report.html").render(about, found=found, **functions))
 
 
 def worst_queries(queries: Sequence[QueryResult], count: int = WORST) -> dict[int, str]:
@@ -137,29 +130,11 @@ def worst_queries(queries: Sequence[QueryResult], count: int = WORST) -> dict[in
     return chosen
 
 
-def _shown(
-    query: LabelledQuery, system: SystemResult, name: str, row: int, reason: str, titles: bool
-) -> dict[str, Any]:
-    """A query with its documents, best first, as the page shows it."""
-    result = system.sets[name].queries[row]
-    order = sorted(range(len(result.scores)), key=lambda i: -result.scores[i])
-    documents = []
-    for rank, i in enumerate(order, start=1):
-        document, score = query.documents[i], result.scores[i]
-        text = " ".join(document.content(titles=titles).split())
-        text = text if len(text) <= TEXT_LENGTH else f"{text[: TEXT_LENGTH - 1]}…"
-        about = {"rank": rank, "id": document.id, "text": text, "relevant": document.relevant}
-        documents.append({**about, "score": score, "kept": score > system.threshold})
-    kept = [document for document in documents if document["kept"]]
-    return {"query": query, "reason": reason, "result": result, "kept": kept, "dropped": documents[len(kept) :]}
-
-
-def template(package: str | None, name: str, **filters: Callable[..., str]) -> Any:
+def template(package: str | None, name: str) -> Any:
     """A page of a package's ``templates/``; what is put into HTML is escaped."""
     jinja2 = required("jinja2", "The report needs jinja2.", "eval,plots")
     loader, lines = jinja2.PackageLoader(package, "templates"), {"trim_blocks": True, "lstrip_blocks": True}
     made = jinja2.Environment(
         loader=loader, autoescape=jinja2.select_autoescape(), undefined=jinja2.StrictUndefined, **lines
     )
-    made.filters |= filters
     return made.get_template(name)

@@ -12,7 +12,7 @@ from ..errors import InputError
 from ..evaluation.hub_datasets import Split
 from ..evaluation.negatives import Negatives
 from ..training.recipe import DataPart, LoadedPart, read_toml, validated
-from .ablations import chosen
+from .ablations import AblationPart, chosen
 
 SHIPPED = Path(__file__).parent / "recipes"
 ARTIFACT = "artifact"  # stands in a system's name for the artifact that is given on the command line
@@ -39,18 +39,6 @@ class SystemPart(LoadedPart):
 def _several(value: Any) -> Any:
     """One table ``[ablations]`` is the only one of several ``[[ablations]]``."""
     return [value] if isinstance(value, dict) else value
-
-
-class AblationPart(BaseModel, extra="forbid", frozen=True):
-    """Which ablations of which recipe (`reproduction.ablations`), and how often B is trained for each."""
-
-    recipe: str
-    names: tuple[str, ...] = ("all",)
-    setup: str = Field(default="", description="What B is trained on, for the tables' headings.")
-    seeds: tuple[int, ...] = Field(default=(0,), min_length=1, description="Of all that is random in training.")
-    settings: tuple[str, ...] = Field(default=(), description="Entries changed for all of them, as after --set.")
-    train: tuple[DataPart, ...] = Field(default=(), description="What B learns from; empty for the recipe's data.")
-    evaluation: tuple[DataPart, ...] = Field(default=(), description="Empty for the recipe's evaluation sets.")
 
 
 class Reproduction(BaseModel, extra="forbid", frozen=True):

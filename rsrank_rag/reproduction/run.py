@@ -22,11 +22,9 @@ from ..evaluation.metrics import ScoredQuery
 from ..evaluation.report import check_report, write_report
 from ..language_model.options import LoadOptions
 from ..partial_files import write_text
-from .ablation_figures import AblationFigures, FigureFile, ablation_tables, figures_of
-from .ablation_runs import AblationRow, Ablations, Kept, sha
-from .ablations import chosen
+from .ablations import Ablations, Kept, chosen, sha, state_of
 from .config import Reproduction, SystemPart
-from .paper_tables import page
+from .tables import AblationFigures, FigureFile, ablation_tables, figures_of, page
 
 
 @dataclass
@@ -133,19 +131,15 @@ class _Run:
         texts = [query.model_dump_json() for query in queries]
         options = part.options(self.options)
         how = [options.dtype, options.weights, self.config.titles]
-        return sha(part.name, str(part.revision), str(how), _state(part.name), *texts)
+        folder = parse(part.name)[1]  # another artifact in a local folder is another system
+        state = state_of(Path(folder).iterdir()) if hub.is_folder(folder) else ""
+        return sha(part.name, str(part.revision), str(how), state, *texts)
 
     def ablations(self) -> list[AblationFigures]:
-        found: list[AblationFigures] = []
+        found = []
         for part in self.config.ablations:
-            runner = Ablations(part, self.output / "ablations", self.say)
-            done: list[AblationRow] = []
-            for ablation, rows in runner.run(chosen(part.names)):
-                if isinstance(rows, RSRankError):
-                    self.fail(f"ablation {ablation.name!r}", rows)
-                else:
-                    done += rows
-            found += figures_of(done, part.setup)
+            runner = Ablations(part, self.output / "ablations", self.say, self.fail)
+            found += figures_of(runner.run(chosen(part.names)), part.setup)
         return found
 
 
@@ -160,12 +154,3 @@ class _Kept(Kept):
             ScoredQuery(scores, [document.relevant for document in query.documents])
             for query, scores in zip(queries, self.scores, strict=True)
         ]
-
-
-def _state(name: str) -> str:
-    """Of a local folder that a system is loaded from: another artifact there is another system."""
-    chosen = parse(name)[1]
-    if not hub.is_folder(chosen):
-        return ""
-    files = sorted(path for path in Path(chosen).iterdir() if path.is_file())
-    return str([(path.name, path.stat().st_size, path.stat().st_mtime_ns) for path in files])

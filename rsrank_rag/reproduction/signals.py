@@ -6,6 +6,7 @@ They are read row by row: slow, and as plain as can be. Axes: N rows, H heads, T
 from collections.abc import Sequence
 from copy import copy
 from functools import partial
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
@@ -18,7 +19,13 @@ from ..method.probe import Prefixes, Reader, Show
 from ..method.scoring import Consume, Row, ShiftReader
 from ..method.template import PromptTokenizer, private_copy
 from ..training.features import VALUES, Reading
-from .ablations import Null, Signal
+
+Signal = Literal["values", "keys", "hidden"]
+"""Value vectors (the paper's choice), keys, or the hidden states that enter a layer (Appendix B.2)."""
+
+Null = Literal["empty", "matched", "none"]
+"""What is subtracted: the query after no document (Eq. 3), the query after filler of the document's length (Eq. 2), or
+nothing (raw representations, Appendix B.1)."""
 
 FILLER = "."  # fills a null prefix up to a document's length
 

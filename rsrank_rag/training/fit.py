@@ -1,4 +1,7 @@
-"""Training B from nothing, by gradient on stored features (paper, Sections 4.3 and 5.3, Appendix B.4)."""
+"""Training B from nothing: by gradient on stored features (paper, Sections 4.3 and 5.3, Appendix B.4), or solved for.
+
+Axes: L layers, H heads, P projection dimension, D head dimension.
+"""
 
 import json
 import math
@@ -70,8 +73,8 @@ class Fitted:
     """A trained B: that of the epoch with the best validation F1, or of the last one, if that was asked for."""
 
     projection: Projection
-    best: Epoch
-    history: tuple[Epoch, ...]
+    best: Epoch | None = None  # none where it was not trained by gradient
+    history: tuple[Epoch, ...] = ()
 
 
 def fit(
@@ -236,3 +239,50 @@ class _Run:
         self.optimizer.load_state_dict({"param_groups": record["groups"], "state": {0: state}})
         self.schedule.load_state_dict(record["rate"])
         self.history = [Epoch(**row) for row in record["history"]]
+
+
+def closed_form(
+    features: FeatureSource, layers: Sequence[int], method: str, *, projection_dim: int = 64, ridge: float = 1e-3
+) -> Projection:
+    """Solve for B (paper, Appendix B.1).
+
+    Its rows are all alike, so a cosine to the ones vector is 1 or -1 for each layer, head and token, whatever the
+    length of the shift: it ranks, but its zero means little. Matrices are accumulated in fp64, query by query.
+
+    - ``oracle``: B mu = 1, with mu the mean oracle shift.
+    - ``separation``: ridge regression of relevant shifts to 1 and irrelevant ones to 0.
+    - ``combined``: the least response to irrelevant shifts among those with B mu = 1.
+
+    `ridge`: added to the diagonal, as a share of its mean. TrainingError: no query has a relevant document.
+    """
+    gram, target, count = _moments(features, separation=method == "separation")
+    if not count:
+        raise TrainingError("No query has a relevant document, so there is no oracle shift to align with.")
+    eye = torch.eye(gram.shape[-1], dtype=gram.dtype)
+    if method == "oracle":
+        gram = eye
+    diagonal = gram.diagonal(dim1=-2, dim2=-1).mean(-1)[..., None, None].clamp_min(1e-12)
+    direction = torch.linalg.solve(gram + ridge * diagonal * eye, target[..., None])[..., 0]  # (L, H, D)
+    if method != "separation":  # B mu = 1
+        direction = direction / (direction * target / count).sum(-1, keepdim=True).clamp_min(1e-12)
+    weight = direction[:, :, None].expand(-1, -1, projection_dim, -1)  # (L, H, P, D)
+    return Projection(weight.float().contiguous(), layers)
+
+
+def _moments(features: FeatureSource, *, separation: bool) -> tuple[Tensor, Tensor, int]:
+    """S^T S over irrelevant shifts (L, H, D, D), and the sum (L, H, D) and number of oracle shifts.
+
+    For the separation S has all documents, and relevant ones stand in for the oracle.
+    """
+    gram, target, count = torch.zeros(()), torch.zeros(()), 0
+    for number in range(len(features)):
+        query = features[number]
+        labels = torch.tensor(query.relevant).repeat_interleave(query.tokens)
+        shifts = query.shifts.double().cpu()
+        documents = shifts[:, :, : len(labels)]
+        rows = documents if separation else documents[:, :, ~labels]
+        positive = documents[:, :, labels] if separation else shifts[:, :, len(labels) :]
+        gram = gram + rows.mT @ rows
+        target = target + positive.sum(2)
+        count += positive.shape[2]
+    return gram, target, count

@@ -6,6 +6,7 @@ Every step leaves its result in the output folder and is not repeated when the s
 import hashlib
 import json
 import math
+import random
 import shutil
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -22,7 +23,7 @@ from ..artifact.pretrained import open_artifact
 from ..errors import InputError
 from ..evaluation.datasets import LabelledQuery
 from ..evaluation.evaluate import score_dataset, summarise
-from ..evaluation.metrics import ScoredQuery, ranking_metrics
+from ..evaluation.metrics import ScoredQuery, f1_at, mean, ranking_metrics
 from ..language_model.check import open_backbone
 from ..language_model.files import folder_of, hashes
 from ..language_model.loading import load_model
@@ -33,15 +34,13 @@ from ..method.projection import Projection
 from ..method.template import PromptTokenizer
 from ..partial_files import replacing, write_text
 from ..rsrank import RSRank
-from .batches import device_for, split
-from .domain import train_near
+from .batches import device_for, scored, split
+from .domain import WORSE, Verdict, judge, train_near
 from .estimate import Estimate, estimate, sketch
 from .features import VALUES, FeatureExtractor, Reading, digest, plan_features, spec_for, subsample
-from .fit import Epoch, best_epoch
-from .learn import Learner
+from .fit import Epoch, FitOptions, Fitted, best_epoch, closed_form, fit
 from .recipe import Recipe
-from .store import FeatureSource, FeatureStore
-from .verdict import WORSE, Verdict, judge
+from .store import FeatureSource, FeatureStore, subset
 
 FALL = 0.02  # loss of validation F1 after the best epoch that is worth a word
 
@@ -65,6 +64,57 @@ class Learned:
     notes: str = ""
     verdict: Verdict | None = None
     threshold: float = 0.0
+
+
+@dataclass
+class Learner:
+    """Trains B on some queries of a source; those numbered in `held` choose the epoch. The rest is as in `fit`."""
+
+    recipe: Recipe
+    features: FeatureSource
+    held: Sequence[int]
+    layers: Sequence[int]
+    output: Path
+    identity: str
+
+    def learn(
+        self,
+        train: Sequence[int],
+        options: FitOptions | None = None,
+        folder: str = "fit",
+        on_epoch: Callable[[Epoch], object] = lambda epoch: None,
+    ) -> Fitted:
+        """B from the queries of these numbers, a random one from none."""
+        options, source, held = options or self.recipe.fit, *(subset(self.features, x) for x in (train, self.held))
+        if not train:
+            _, heads, _, width = self.features[0].shifts.shape
+            return Fitted(Projection.random(self.layers, heads, options.projection_dim, width, seed=options.seed))
+        if self.recipe.method != "gradient":
+            return Fitted(closed_form(source, self.layers, self.recipe.method, projection_dim=options.projection_dim))
+        where: dict[str, Any] = {"output": self.output / folder, "device": self.recipe.model.device}
+        return fit(source, held, self.layers, options, **where, identity=self.identity, on_epoch=on_epoch)
+
+    def scored(self, projection: Projection) -> list[ScoredQuery]:
+        """The validation queries' scores."""
+        return scored(subset(self.features, self.held), projection, device=self.recipe.model.device)
+
+    def sample(self, train: Sequence[int], size: int, seed: int) -> tuple[list[int], FitOptions]:
+        """Some training queries, drawn at random, and how B learns from them: so many epochs, nothing is chosen."""
+        changes: dict[str, Any] = {"epochs": self.recipe.sample_epochs, "keep": "last", "seed": seed}
+        drawn = random.Random(f"samples-{seed}").sample(list(train), size)
+        return drawn, self.recipe.fit.model_copy(update=changes)
+
+    def sample_curve(self, train: Sequence[int], say: Callable[[str], object]) -> list[dict[str, float]]:
+        """Recall@5 and F1 at zero on the validation queries by number of training queries; 0 is a random B."""
+        rows: list[dict[str, float]] = []
+        sizes = [size for size in self.recipe.sample_sizes if size < len(train)]
+        for size in [*sizes, len(train)] if self.recipe.sample_sizes else []:
+            drawn, options = self.sample(train, size, self.recipe.fit.seed)
+            found = self.scored(self.learn(drawn, options, f"fit-samples/{size}").projection)
+            recall, f1 = ranking_metrics(found)["recall@5"], mean([f1_at(query, 0.0) for query in found])
+            rows.append({"samples": size, "recall@5": recall, "f1@0": f1})
+            say(f"{size:5} samples: Recall@5 {recall:.3f}, F1 at zero {f1:.3f}")
+        return rows
 
 
 @dataclass
@@ -218,19 +268,18 @@ class TrainingRun:
                 bar.n = epoch.epoch
                 bar.set_postfix(loss=f"{epoch.loss:.3f}", f1=f"{epoch.validation_f1:.3f}")
 
-            projection, history = learner.learn(train, on_epoch=show)
-        if history:
-            best = best_epoch(history) if recipe.fit.keep == "best" else history[-1]
+            fitted = learner.learn(train, on_epoch=show)
+        if best := fitted.best:
             self.say(
-                f"B of epoch {best.epoch} of {len(history)}: F1 at zero {best.validation_f1:.3f} on "
-                f"{len(held)} validation queries.{fallen(history)}"
+                f"B of epoch {best.epoch} of {len(fitted.history)}: F1 at zero {best.validation_f1:.3f} on "
+                f"{len(held)} validation queries.{fallen(fitted.history)}"
             )
-            settings |= {**recipe.fit.model_dump(exclude={"seed"}), "epochs_run": len(history)}
+            settings |= {**recipe.fit.model_dump(exclude={"seed"}), "epochs_run": len(fitted.history)}
             notes = "The validation queries chose the epoch."
         samples = learner.sample_curve(train, self.say)
         if samples:
             _dump(self.output / "samples.json", samples)
-        return Learned(projection, ("validation", learner.scored(projection)), settings, notes)
+        return Learned(fitted.projection, ("validation", learner.scored(fitted.projection)), settings, notes)
 
     def _scored(self, ranker: RSRank, label: str, queries: list[LabelledQuery]) -> list[ScoredQuery]:
         """Scores of an evaluation set; those of an earlier run with the same B are taken from its file."""

@@ -17,9 +17,8 @@ from ..evaluation.metrics import ScoredQuery
 from ..evaluation.statistics import LEVEL, RESAMPLES
 from ..language_model.options import LoadOptions, ModelSource
 from ..rsrank import RSRank
-from .domain import parts
+from .domain import Verdict, judge, parts
 from .run import write_artifact
-from .verdict import Verdict, judge
 
 FOLDS = 5
 

@@ -1,4 +1,4 @@
-"""What systems share that run a language model over prompts, and compare the logits of its two possible answers.
+"""Language models over prompts: Qwen3-Reranker and MonoT5 compare the logits of two possible answers.
 
 Axes: N prompts, T tokens.
 """
@@ -6,14 +6,20 @@ Axes: N prompts, T tokens.
 import math
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
+from copy import copy
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from typing_extensions import Self
 
-from ...errors import BackboneError, InputError, ScoringError
+from ...errors import BackboneError, InputError, ScoringError, required
+from ...language_model.loading import load_model
+from ...language_model.options import LoadOptions
 from ...method.batching import Batches, DoesNotFitError, Ids, token_budget_for
 from ...method.template import clean, private_copy
 from ...reranker import Reranker, Scored, as_list
@@ -166,3 +172,87 @@ class AnswerOdds(Batched):
     def _probabilities(self, ids: Tensor, mask: Tensor) -> Tensor:
         logits = self.logits(ids, mask)
         return torch.sigmoid((logits[:, 1] - logits[:, 0]).double()).cpu()  # fp32 would be 1 from odds of 17 nats on
+
+
+class Qwen3Reranker(AnswerOdds):
+    """Qwen3-Reranker (0.6B, 4B, 8B): "yes" against "no" after the prompt of its model card.
+
+    `instruction`: what is to be judged; the model card's own by default. `max_length`: positions of one prompt, 8192 on
+    the model card. BackboneError and MissingDependencyError say why it could not be loaded.
+    """
+
+    PREFIX = (
+        "<|im_start|>system\nJudge whether the Document meets the requirements based on the Query and the Instruct "
+        'provided. Note that the answer can only be "yes" or "no".<|im_end|>\n<|im_start|>user\n'
+    )
+    SUFFIX = "<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"
+
+    def __init__(
+        self,
+        name: str | Path = "Qwen/Qwen3-Reranker-8B",
+        *,
+        instruction: str = "Given a web search query, retrieve relevant passages that answer the query",
+        max_length: int = 8192,
+        revision: str | None = None,
+        options: LoadOptions | None = None,
+    ) -> None:
+        model, tokenizer, _ = load_model(name, revision=revision, options=options or LoadOptions(), head="causal-lm")
+        copied = private_copy(tokenizer, special_tokens=True)
+        before, after = (tuple(copied.encode(x, add_special_tokens=False).ids) for x in (self.PREFIX, self.SUFFIX))
+        super().__init__(model, tokenizer, answers=("no", "yes"), prefix=before, suffix=after, max_length=max_length)
+        self.instruction = instruction
+
+    def with_instruction(self, instruction: str) -> Self:
+        """The same model with another instruction."""
+        twin = copy(self)
+        twin.instruction = instruction
+        return twin
+
+    def opening(self, query: str) -> str:
+        """Instruction and query."""
+        return f"<Instruct>: {self.instruction}\n<Query>: {query}\n<Document>: "
+
+    def logits(self, ids: Tensor, mask: Tensor) -> Tensor:
+        """At each prompt's last token."""
+        found: Tensor = self.model(input_ids=ids, attention_mask=mask, use_cache=False).logits
+        return found[torch.arange(len(ids), device=ids.device), mask.sum(1) - 1]
+
+
+class MonoT5(AnswerOdds):
+    """MonoT5 (castorini): the decoder's first token, "true" against "false".
+
+    `max_length`: positions of one prompt, 512 in training. It is loaded in float32 unless `options` name a dtype, as T5
+    was not made for less. BackboneError and MissingDependencyError (its tokenizer needs sentencepiece and protobuf) say
+    why it could not be.
+    """
+
+    def __init__(
+        self,
+        name: str | Path = "castorini/monot5-base-msmarco",
+        *,
+        max_length: int = 512,
+        revision: str | None = None,
+        options: LoadOptions | None = None,
+    ) -> None:
+        options = options or LoadOptions()
+        chosen = options if options.dtype is not None else replace(options, dtype="float32")
+        try:
+            model, tokenizer, _ = load_model(name, revision=revision, options=chosen, head="seq2seq-lm", allow_bin=True)
+        except BackboneError as error:
+            if "spiece.model" in str(error):  # what transformers reads it with; it complains about something else
+                for package in ("sentencepiece", "google.protobuf"):
+                    required(package, "MonoT5's tokenizer needs sentencepiece and protobuf.", "eval")
+            raise
+        relevant = private_copy(tokenizer, special_tokens=False).encode("Relevant:", add_special_tokens=False).ids
+        suffix = (*relevant, tokenizer.eos_token_id)
+        super().__init__(model, tokenizer, answers=("▁false", "▁true"), suffix=suffix, max_length=max_length)
+
+    def opening(self, query: str) -> str:
+        """The query."""
+        return f"Query: {query} Document: "
+
+    def logits(self, ids: Tensor, mask: Tensor) -> Tensor:
+        """At the decoder's first step."""
+        start = torch.full((len(ids), 1), self.model.config.decoder_start_token_id, device=ids.device)
+        found: Tensor = self.model(input_ids=ids, attention_mask=mask, decoder_input_ids=start, use_cache=False).logits
+        return found[:, 0]

@@ -1,17 +1,46 @@
-"""Ablations in figures: means over queries and seeds, their differences and tables."""
+"""What was measured, as Markdown (``templates/``): the paper's tables, and ablations with their differences."""
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
+from ..evaluation.comparison import Comparison, Measured
+from ..evaluation.evaluate import summarise
+from ..evaluation.metrics import mean
+from ..evaluation.report import template
 from ..evaluation.statistics import Estimate, Record, estimate_mean, paired_differences
-from .ablation_runs import AblationOnSet, AblationRow
-from .ablations import BASE
-from .paper_tables import render
+from .ablations import BASE, AblationOnSet, AblationRow
 
+TITLES = {"ndcg@5": "nDCG@5", "recall@5": "Recall@5", "f1@tau": "F1@τ"}
 METRICS = {"recall@5": "R@5", "ndcg@5": "nDCG@5", "p@5": "P@5", "f1@5": "F1@5", "f1@0": "F1@0", "f1@best": "F1@best"}
 COMPARED = ("ndcg@5", "f1@0")
+
+
+def page(
+    name: str,
+    sets: Sequence[str],
+    measured: Sequence[Measured],
+    found: Comparison | None,
+    ablations: str = "",
+    failures: Mapping[str, str] | None = None,
+) -> str:
+    """All tables of systems that can be filled, those of ablations, and what failed.
+
+    `measured`: systems, also those that lack a set: they have no average. `found`: of the systems that have all sets.
+    """
+    records = {
+        system.name: {label: summarise(rows, threshold=system.threshold) for label, rows in system.scored.items()}
+        for system in measured
+    }
+    tables = {}
+    rows: dict[str, list[Any]]
+    for metric, title in TITLES.items():
+        rows = {name: [by_set.get(label, {}).get(metric) for label in sets] for name, by_set in records.items()}
+        tables[title] = {name: [*row, None if None in row else mean(row)] for name, row in rows.items()}
+    about = {"measured": measured, "tables": tables, "metrics": TITLES, "found": found, "failures": failures}
+    return str(template(__package__, "tables.md").render(about, name=name, sets=list(sets), ablations=ablations))
 
 
 class AblationFigures(AblationOnSet):
@@ -51,6 +80,7 @@ def figures_of(rows: Sequence[AblationRow], setup: str = "") -> list[AblationFig
     for (dataset, name), found in groups.items():
         base = means.get((dataset, BASE)) if name != BASE else None
         values = means[dataset, name]
+        by_seed = {metric: [statistics.fmean(row.metrics[metric]) for row in found] for metric in METRICS}
         differences = {m: paired_differences(values[m], base[m]) for m in COMPARED} if base else {}
         made.append(
             AblationFigures(
@@ -59,7 +89,7 @@ def figures_of(rows: Sequence[AblationRow], setup: str = "") -> list[AblationFig
                 queries=len(values["f1@0"]),
                 seeds=len(found),
                 metrics={metric: estimate_mean(numbers) for metric, numbers in values.items()},
-                spread={metric: _spread(found, metric) for metric in METRICS},
+                spread={metric: float(np.std(seeds, ddof=len(found) > 1)) for metric, seeds in by_seed.items()},
                 differences={metric: estimate_mean(numbers) for metric, numbers in differences.items()},
                 tau_best=statistics.fmean(row.tau_best for row in found),
             )
@@ -73,9 +103,5 @@ def ablation_tables(figures: Sequence[AblationFigures]) -> str:
     ± is the standard deviation over seeds; yardsticks that no zero belongs to have no F1 there.
     """
     tables = list(dict.fromkeys((row.dataset, row.setup) for row in figures))
-    return render("ablations.md", tables=tables, figures=figures, metrics=METRICS, compared=COMPARED)
-
-
-def _spread(rows: Sequence[AblationRow], metric: str) -> float:
-    means = [statistics.fmean(row.metrics[metric]) for row in rows]
-    return statistics.stdev(means) if len(means) > 1 else 0.0
+    about = {"tables": tables, "figures": figures, "metrics": METRICS, "compared": COMPARED}
+    return str(template(__package__, "ablations.md").render(about))
