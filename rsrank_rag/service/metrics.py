@@ -55,8 +55,10 @@ class Metrics(Collector):
         self.connections: Callable[[], int] = lambda: 0  # how many are open; from the server
         self.registry.register(self)
         ProcessCollector(registry=self.registry)
-        model = backend.model  # whose process is none yet, and not found then, until the model is loaded
-        ProcessCollector("rsrank_model", lambda: getattr(model.loaded, "process", "none"), registry=self.registry)
+        # Until a model is loaded, its process is "none", which is not found.
+        ProcessCollector(
+            "rsrank_model", lambda: getattr(backend.model.loaded, "process", "none"), registry=self.registry
+        )
         histogram = partial(Histogram, registry=self.registry)
         text = "Time from a request's arrival to its answer."
         self._seconds = histogram("rsrank_request_seconds", text, ("route", "status"), buckets=SECONDS)
