@@ -143,6 +143,12 @@ class _Connection(H11Protocol):
             self.timer = None
 
 
+def _files() -> float:
+    """How many files this process may have open."""
+    most = os.sysconf("SC_OPEN_MAX") if hasattr(os, "sysconf") else -1
+    return most if most > 0 else math.inf
+
+
 class Server(uvicorn.Server):
     """uvicorn around an app of `create_app`. Its end has notice and, if all was answered, the exit status 0.
 
@@ -154,9 +160,7 @@ class Server(uvicorn.Server):
 
     def __init__(self, app: FastAPI, limits: Limits, started: Callable[[], None] = lambda: None) -> None:
         self.app, self.limits, self.when_started = app, limits, started
-        files = os.sysconf("SC_OPEN_MAX") if hasattr(os, "sysconf") else -1  # that may be open; -1 for any number
-        room = max(RESERVE, files - SPARE - RESERVE) if files > 0 else limits.connections
-        self.most = min(limits.connections, room)
+        self.most = int(min(limits.connections, max(RESERVE, _files() - SPARE - RESERVE)))  # connections
         self.ends = math.inf  # these two on time.monotonic's clock
         self.warned = -math.inf  # when it was last logged that connections are closed
         timeout = app.state.settings.timeout
