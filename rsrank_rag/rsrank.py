@@ -26,9 +26,8 @@ from .method.projection import Projection
 from .method.scoring import Row, ShiftReader, score_parts, score_rows
 from .method.template import PromptTokenizer, TokenisedDocument, TokenisedQuery
 from .passages.explanation import Explanation
-from .prefixes.indexing import Indexer
 from .prefixes.settings import Choice
-from .prefixes.store import PrefixStore, store_for
+from .prefixes.store import PrefixStore, disk_bytes, store_for
 from .reranker import BLANK_SCORE, Pair, Reranker, Scored, as_list, as_pairs
 
 ALIKE_KEPT = 0.4  # as `batching.ALIKE`, for documents that are kept: padding costs them attention only
@@ -84,20 +83,23 @@ class RSRank(Pretrained, Reranker):
                 may hold, or something is not text.
             ScoringError: A document does not fit into memory even alone.
         """
-        indexer = Indexer(self.store, self.backbone, self.prompts)
-        waiting = indexer.waiting(as_list(documents), whole=True)
+        store, waiting = self._unread(documents, whole=True)
         try:
             with _progress(len(waiting), show_progress, "reading") as bar:
-                indexer.write(waiting, self.token_budget, bar.update)
+                store.write(waiting, self.backbone, self.token_budget, bar.update)
         except DoesNotFitError as error:
             raise _too_large(error.ids, waiting[error.ids]) from None
         return len(waiting)
 
     def index_size(self, documents: Sequence[str]) -> tuple[int, int]:
         """How many distinct documents `index` would read, and the bytes of disk that their prefixes take."""
-        indexer = Indexer(self.store, self.backbone, self.prompts)
-        waiting = indexer.waiting(as_list(documents))
-        return len(waiting), indexer.disk_bytes(waiting)
+        _, waiting = self._unread(documents)
+        return len(waiting), disk_bytes(self.backbone, waiting)
+
+    def _unread(self, documents: Sequence[str], *, whole: bool = False) -> tuple[PrefixStore, dict[Ids, int]]:
+        if self.store is None or self.store.disk is None:
+            raise InputError("There is no folder to keep prefixes in. Load the model with prefix_cache=FOLDER.")
+        return self.store, self.store.waiting(self.prompts.documents(as_list(documents), 0), whole=whole)
 
     def token_ends(self, document: str) -> tuple[list[int], int]:
         """See `Reranker.token_ends`."""

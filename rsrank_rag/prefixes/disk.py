@@ -95,10 +95,6 @@ class Disk:
         """Where an entry is, or would be."""
         return self.folder / key[:2] / f"{key}.safetensors"
 
-    def has(self, key: str) -> bool:
-        """Whether an entry is there."""
-        return self.path(key).exists()
-
     def get(self, key: str) -> PackedPrefix | None:
         """An entry, or None if there is none; ValueError if the file was damaged, and is gone now."""
         path = self.path(key)
