@@ -20,7 +20,7 @@ from ..adapters.systems import parse
 from ..errors import InputError
 from ..language_model.options import LoadOptions, ModelSource
 from ..prefixes.settings import Choice, PrefixCache, as_bytes
-from .options import Address, Revision, System, Where, command, screen
+from .options import Address, Engine, Revision, System, command, screen
 
 if TYPE_CHECKING:
     from ..service.app import Settings
@@ -85,7 +85,7 @@ def serve(
     no_canary: Annotated[bool, Option("--no-canary", help="Be ready without scoring anything.")] = False,
     prefix_cache: Annotated[str | None, Option(help="Prefixes kept on the device, such as 512MB; 0: none.")] = None,
     prefixes: Annotated[Path | None, Option("--prefixes", "-p", help="Folder to keep prefixes in.")] = None,
-    engine: Annotated[Where, Option(help="local: one process. ray: replicas on a Ray cluster.")] = Where.local,
+    engine: Annotated[Engine, Option(help="local: one process. ray: replicas on a Ray cluster.")] = "local",
     replicas: Annotated[int, Option(min=1, help="With ray: processes with the model.")] = 1,
     max_replicas: Annotated[int | None, Option(min=1, help="With ray: up to so many, as the load asks for.")] = None,
     cpus_per_replica: Annotated[float, Option(help="With ray: CPU cores of each.")] = 1.0,
@@ -128,7 +128,7 @@ def serve(
         canary=None if no_canary else Canary(),
         prepare=partial(prepare_logs, log_level.upper()),
     )
-    if engine is Where.local:
+    if engine == "local":
         from ..service.server import Limits
 
         limits = Limits(max_connections, notice=notice)
