@@ -49,14 +49,12 @@ def open_backbone(
     loaded = model.eval().config.get_text_config().num_hidden_layers
     last_layer = loaded - 1 if last_layer is None else last_layer
 
-    def with_findings(findings: Findings) -> Backbone:
-        return Backbone(model, findings, last_layer=last_layer, num_layers=num_layers or loaded)
-
-    core = with_findings(Findings(causal=True, num_heads=1, head_dim=1, sample=()))  # until the trial has found out
+    unknown = Findings(causal=True, num_heads=1, head_dim=1, sample=())  # until the trial has found out
+    core = Backbone(model, unknown, last_layer=last_layer, num_layers=num_layers or loaded)
     if not 0 < last_layer < loaded:
         raise BackboneError(f"Layer {last_layer} was asked for; {core.name} has 1..{loaded - 1}.")
     try:
-        core = with_findings(_try_out(core))
+        core = _try_out(core)
         if fusion_layer:
             core = _fused(core, fusion_layer)
         if int8:
@@ -74,8 +72,8 @@ def open_backbone(
 
 
 @torch.no_grad()
-def _try_out(core: Backbone) -> Findings:
-    """Run a few tokens and verify what the two phases rely on.
+def _try_out(core: Backbone) -> Backbone:
+    """Run a few tokens and verify what the two phases rely on; the same model with what was found.
 
     1. Every layer up to the last one read passes (1, H, T, D) value vectors through the cache.
     2. They are what the layer's value projection put out: slices of a linear map's output.
@@ -112,7 +110,7 @@ def _try_out(core: Backbone) -> Findings:
                 f"{core.name} gives other value vectors in layer {layer} when the document is run before the "
                 f"query than when both are run at once, so it cannot be used in two phases. {ADVICE}"
             )
-    return findings
+    return checked
 
 
 @torch.no_grad()
