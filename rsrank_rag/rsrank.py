@@ -8,7 +8,6 @@ import itertools
 import json
 import math
 from collections.abc import Iterator, Sequence
-from functools import partial
 from typing import NoReturn
 
 import torch
@@ -26,8 +25,8 @@ from .method.projection import Projection
 from .method.scoring import Row, ShiftReader, score_parts, score_rows
 from .method.template import PromptTokenizer, TokenisedDocument, TokenisedQuery
 from .passages.explanation import Explanation
-from .prefixes.settings import Choice
-from .prefixes.store import PrefixStore, disk_bytes, store_for
+from .prefixes.settings import Choice, as_prefix_cache
+from .prefixes.store import PrefixStore, disk_bytes
 from .reranker import BLANK_SCORE, Pair, Reranker, Scored, as_list, as_pairs
 
 ALIKE_KEPT = 0.4  # as `batching.ALIKE`, for documents that are kept: padding costs them attention only
@@ -64,9 +63,13 @@ class RSRank(Pretrained, Reranker):
         self.threshold = config.threshold
         # A copy: the caller may be training the original.
         self.projection = copy.deepcopy(projection).to(backbone.device).requires_grad_(False)
-        store = store_for(backbone, partial(prefix_identity, backbone, config), prefix_cache)
-        self.store: PrefixStore | None = store
-        self.reader = ShiftReader(backbone, prompts, config.layers, store)
+        chosen = as_prefix_cache(prefix_cache)
+        # Only a folder may hold what other models wrote: without one, the weights need not be read.
+        found = {} if chosen is None or chosen.folder is None else prefix_identity(backbone, config)
+        self.store = (
+            None if chosen is None else PrefixStore(found, chosen, device=backbone.device, dtype=backbone.dtype)
+        )
+        self.reader = ShiftReader(backbone, prompts, config.layers, self.store)
         self.token_budget = token_budget or token_budget_for(backbone.device)
         self._halved: list[int] = []  # sizes of batches; threads may append without a lock
 

@@ -28,7 +28,7 @@ from ..method.probe import Prefix, Prefixes, Scratch
 from ..method.scoring import Prefill
 from ..method.template import TokenisedDocument
 from .disk import FORMAT, Disk, PackedPrefix
-from .settings import Choice, PrefixCache, as_prefix_cache, memory_share
+from .settings import PrefixCache, memory_share
 
 logger = logging.getLogger(__name__)
 
@@ -299,18 +299,6 @@ class PrefixStore:
             return
         with self._lock:
             self._counts.evictions += gone
-
-
-def store_for(core: Backbone, identity: Callable[[], Mapping[str, object]], choice: Choice) -> PrefixStore | None:
-    """The store that a choice of ``prefix_cache`` stands for.
-
-    ``identity``, all that prefixes depend on, is asked for only where others may have written: on disk.
-    """
-    chosen = as_prefix_cache(choice)
-    if chosen is None:
-        return None
-    read = {} if chosen.folder is None else identity()
-    return PrefixStore(read, chosen, device=core.device, dtype=core.dtype)
 
 
 def disk_bytes(core: Backbone, documents: Collection[Ids]) -> int:
