@@ -62,7 +62,7 @@ def own_imports(module, *, lazy=True):
 
 def test_the_import_reader_sees_what_is_there():
     assert {"method.backbone", "errors", "artifact.config", "method.projection"} <= own_imports("rsrank")
-    assert "errors" not in own_imports("method.shift")
+    assert "errors" not in own_imports("method.projection")
     assert own_imports("method.template") == {"errors"}
 
 
@@ -160,7 +160,7 @@ def test_the_method_knows_torch_and_of_ours_errors_only(module):
 
 
 def test_the_maths_imports_nothing_of_ours():
-    for module in ("method.shift", "passages.explanation", "errors"):
+    for module in ("method.projection", "passages.explanation", "errors"):
         assert own_imports(module) == set(), module
 
 
