@@ -9,7 +9,7 @@ import socket
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from pydantic import ValidationError
@@ -106,20 +106,25 @@ def serve(
         raise InputError(f"--log-level must be one of {', '.join(LEVELS)}, got {log_level!r}.")
     parse(model)
     source = ModelSource(model, revision, load, prefix_cache=prefix_choice(prefix_cache, prefixes))
-    settings = _settings(
-        api_keys=read_keys(",".join(os.environ.get(name, "") for name in KEYS)),
-        api_key_file=api_key_file,
-        separate_clients=separate_clients,
-        allowed_hosts=tuple(allowed_host),
-        max_documents=max_documents,
-        max_body_bytes=as_bytes(max_body),
-        timeout=timeout,
-        normalize=normalize,
-        drop=drop,
-    )
+    from ..service.app import Settings
     from ..service.engine import Canary
     from ..service.scheduler import QueueLimits, Scheduler
 
+    try:
+        settings = Settings(
+            api_keys=read_keys(",".join(os.environ.get(name, "") for name in KEYS)),
+            api_key_file=api_key_file,
+            separate_clients=separate_clients,
+            allowed_hosts=tuple(allowed_host),
+            max_documents=max_documents,
+            max_body_bytes=as_bytes(max_body),
+            timeout=timeout,
+            normalize=normalize,
+            drop=drop,
+        )
+    except ValidationError as error:
+        wrong = error.errors(include_url=False, include_context=False, include_input=False)[0]
+        raise InputError(f"{'.'.join(map(str, wrong['loc']))}: {wrong['msg']}.") from None
     build = partial(
         Scheduler,
         partial(load_reranker, source),
@@ -141,17 +146,6 @@ def serve(
 
         wanted = Replicas(replicas, max_replicas, cpus_per_replica, gpus_per_replica)
         run_on_ray(build, settings, wanted, host=host, port=port)
-
-
-def _settings(**given: Any) -> Settings:
-    """What the service allows; raises InputError if a setting is out of range."""
-    from ..service.app import Settings
-
-    try:
-        return Settings(**given)
-    except ValidationError as error:
-        wrong = error.errors(include_url=False, include_context=False, include_input=False)[0]
-        raise InputError(f"{'.'.join(map(str, wrong['loc']))}: {wrong['msg']}.") from None
 
 
 def run(backend: Scheduler, settings: Settings, limits: Limits, *, host: str, port: int, log_level: str) -> None:
