@@ -89,13 +89,9 @@ class Projection(nn.Module):
         weight = q.mT[..., :dim, :] if dim <= head_dim else q
         return cls(weight.contiguous(), layers)
 
-    def projected(self, layer: int, shift: Tensor) -> Tensor:
-        """B[l, h] @ shift, (N, H, T, P), of a layer's shifts (N, H, T, D) fp32."""
-        return torch.einsum("hpd,nhtd->nhtp", self.weight[self._row[layer]], shift.float())
-
     def cosines(self, layer: int, shift: Tensor) -> Tensor:
         """cos(B[l, h] @ shift, ones), (N, H, T) in [-1, 1], of a layer's shifts (N, H, T, D) fp32."""
-        return cosine_to_ones(self.projected(layer, shift))
+        return cosine_to_ones(torch.einsum("hpd,nhtd->nhtp", self.weight[self._row[layer]], shift.float()))
 
     def terms(self, layer: int, shift: Tensor) -> Tensor:
         """The cosines, each as much as its head counts: sum over H and layers and average over T for the score."""
