@@ -78,11 +78,14 @@ class Disk:
     def __init__(self, folder: Path, limit: int | None) -> None:
         self.folder, self.limit = folder, limit
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        if any(_format(path) != FORMAT for path in itertools.islice(folder.glob("*/*.safetensors"), 1)):
-            raise InputError(
-                f"The prefixes in {folder} are of another release, or something else is there. Remove the folder, or "
-                "give another one."
-            )
+        for path in itertools.islice(folder.glob("*/*.safetensors"), 1):
+            # A damaged one is found out when it is read.
+            with contextlib.suppress(SafetensorError, OSError), safe_open(path, framework="pt") as file:
+                if (file.metadata() or {}).get("format") != FORMAT:
+                    raise InputError(
+                        f"The prefixes in {folder} are of another release, or something else is there. Remove the "
+                        "folder, or give another one."
+                    )
         for partial in folder.glob("*/*.partial"):  # of writers that were killed
             if not is_running(partial):
                 with contextlib.suppress(OSError):
@@ -160,15 +163,6 @@ class Disk:
                 state = path.stat()
                 found.append((state.st_mtime, state.st_size, path))
         return found
-
-
-def _format(path: Path) -> str | None:
-    """What wrote a file; a damaged one is nobody's, and is found out when it is read."""
-    try:
-        with safe_open(path, framework="pt") as file:
-            return (file.metadata() or {}).get("format")
-    except (SafetensorError, OSError):
-        return FORMAT
 
 
 def _checksum(entry: PackedPrefix) -> str:
