@@ -39,11 +39,6 @@ class PackedPrefix:
     scales: Tensor
     pooled: Tensor
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all."""
-        return self.codes.nbytes + self.scales.nbytes + self.pooled.nbytes
-
     @classmethod
     def of(cls, prefix: Prefix) -> PackedPrefix | None:
         """Quantise a prefix; the largest error is half a scale, 0.4% of the token's largest entry.

@@ -90,18 +90,22 @@ class _Tier(Generic[Entry]):
         """Add an entry; gives the keys of those that had to go, or its own if it was refused."""
         if key in self.entries:
             return []
-        gone, free = list[str](), self.limit - self.bytes
+        gone, free, size = list[str](), self.limit - self.bytes, _size(entry)
         for old, kept in self.entries.items():
-            if free >= entry.nbytes or self.asked[old] >= self.asked[key]:
+            if free >= size or self.asked[old] >= self.asked[key]:
                 break
             gone.append(old)
-            free += kept.nbytes
-        if free < entry.nbytes:
+            free += _size(kept)
+        if free < size:
             return [key]
         for old in gone:
             del self.entries[old]
-        self.entries[key], self.bytes = entry, self.limit - free + entry.nbytes
+        self.entries[key], self.bytes = entry, self.limit - free + size
         return gone
+
+
+def _size(entry: Prefix | PackedPrefix) -> int:
+    return sum(part.nbytes for part in vars(entry).values())
 
 
 class PrefixStore:
