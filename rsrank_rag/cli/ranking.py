@@ -40,7 +40,6 @@ LongDocuments = Annotated[
 
 app = typer.Typer()
 
-
 Prefixes = Annotated[Path | None, Option("--prefixes", "-p", help="Folder that rsrank index has made.")]
 
 

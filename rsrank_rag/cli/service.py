@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
-from pydantic import ValidationError
+from pydantic import SecretStr, ValidationError
 from typer import Option
 
 from ..adapters.systems import load as load_reranker
@@ -112,7 +112,7 @@ def serve(
 
     try:
         settings = Settings(
-            api_keys=read_keys(",".join(os.environ.get(name, "") for name in KEYS)),
+            api_keys=tuple(map(SecretStr, read_keys(",".join(os.environ.get(name, "") for name in KEYS)))),
             api_key_file=api_key_file,
             separate_clients=separate_clients,
             allowed_hosts=tuple(allowed_host),
