@@ -23,7 +23,7 @@ from transformers import AutoModel, AutoModelForCausalLM, PreTrainedTokenizerFas
 from rsrank_rag import Projection, RSRank, Template
 from rsrank_rag.language_model.fusion import layers_of
 from rsrank_rag.language_model.options import LoadOptions
-from rsrank_rag.method.shift import representational_shift
+from rsrank_rag.method.projection import representational_shift
 
 WORDS = """
 river stone early market signal window quiet number garden engine letter summer copper valley reason method island

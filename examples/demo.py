@@ -9,7 +9,7 @@ from rich.console import Console
 from transformers.utils import logging
 
 from rsrank_rag import RSRank
-from rsrank_rag.cli.tables import explanation_text, result_text
+from rsrank_rag.cli.ranking import explanation_text, result_text
 
 QUERY = "How do honeybees tell each other where the flowers are?"
 

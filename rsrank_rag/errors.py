@@ -53,9 +53,6 @@ class RemoteError(RSRankError):
         super().__init__(message)
         self.status, self.transient, self.retry_after = status, transient, retry_after
 
-    def __reduce__(self) -> tuple[type[RemoteError], tuple[str, int | None, bool, float | None]]:
-        return RemoteError, (str(self), self.status, self.transient, self.retry_after)
-
 
 class TrainingError(RSRankError):
     """Features or a training run that cannot be used or continued as asked."""

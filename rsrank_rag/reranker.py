@@ -178,18 +178,6 @@ class Reranker(ABC):
         )
 
 
-class ConcurrentReranker(Reranker):
-    """A reranker whose model runs elsewhere: calls need no queue and wait in the thread or loop they came from."""
-
-    @abstractmethod
-    async def arank(self, query: str, documents: Sequence[str], **options: Unpack[RankOptions]) -> RankResult:
-        """As `rank`, without blocking the event loop; cancelling it cancels the work."""
-
-    @abstractmethod
-    def warm_up(self) -> None:
-        """Return when calls will be answered, or raise the error that they would."""
-
-
 def as_list(documents: Iterable[str]) -> list[str]:
     """Documents as a list, whatever iterable they came in; InputError for one string, or what is no iterable."""
     if isinstance(documents, (str, bytes)):

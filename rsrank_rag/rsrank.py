@@ -8,7 +8,6 @@ import itertools
 import json
 import math
 from collections.abc import Iterator, Sequence
-from functools import partial
 from typing import NoReturn
 
 import torch
@@ -26,9 +25,8 @@ from .method.projection import Projection
 from .method.scoring import Row, ShiftReader, score_parts, score_rows
 from .method.template import PromptTokenizer, TokenisedDocument, TokenisedQuery
 from .passages.explanation import Explanation
-from .prefixes.indexing import Indexer
-from .prefixes.settings import Choice
-from .prefixes.store import PrefixStore, store_for
+from .prefixes.settings import Choice, as_prefix_cache
+from .prefixes.store import PrefixStore, disk_bytes
 from .reranker import BLANK_SCORE, Pair, Reranker, Scored, as_list, as_pairs
 
 ALIKE_KEPT = 0.4  # as `batching.ALIKE`, for documents that are kept: padding costs them attention only
@@ -65,9 +63,13 @@ class RSRank(Pretrained, Reranker):
         self.threshold = config.threshold
         # A copy: the caller may be training the original.
         self.projection = copy.deepcopy(projection).to(backbone.device).requires_grad_(False)
-        store = store_for(backbone, partial(prefix_identity, backbone, config), prefix_cache)
-        self.store: PrefixStore | None = store
-        self.reader = ShiftReader(backbone, prompts, config.layers, store)
+        chosen = as_prefix_cache(prefix_cache)
+        # Only a folder may hold what other models wrote: without one, the weights need not be read.
+        found = {} if chosen is None or chosen.folder is None else prefix_identity(backbone, config)
+        self.store = (
+            None if chosen is None else PrefixStore(found, chosen, device=backbone.device, dtype=backbone.dtype)
+        )
+        self.reader = ShiftReader(backbone, prompts, config.layers, self.store)
         self.token_budget = token_budget or token_budget_for(backbone.device)
         self._halved: list[int] = []  # sizes of batches; threads may append without a lock
 
@@ -84,20 +86,23 @@ class RSRank(Pretrained, Reranker):
                 may hold, or something is not text.
             ScoringError: A document does not fit into memory even alone.
         """
-        indexer = Indexer(self.store, self.backbone, self.prompts)
-        waiting = indexer.waiting(as_list(documents), whole=True)
+        store, waiting = self._unread(documents, whole=True)
         try:
             with _progress(len(waiting), show_progress, "reading") as bar:
-                indexer.write(waiting, self.token_budget, bar.update)
+                store.write(waiting, self.backbone, self.token_budget, bar.update)
         except DoesNotFitError as error:
             raise _too_large(error.ids, waiting[error.ids]) from None
         return len(waiting)
 
     def index_size(self, documents: Sequence[str]) -> tuple[int, int]:
         """How many distinct documents `index` would read, and the bytes of disk that their prefixes take."""
-        indexer = Indexer(self.store, self.backbone, self.prompts)
-        waiting = indexer.waiting(as_list(documents))
-        return len(waiting), indexer.disk_bytes(waiting)
+        _, waiting = self._unread(documents)
+        return len(waiting), disk_bytes(self.backbone, waiting)
+
+    def _unread(self, documents: Sequence[str], *, whole: bool = False) -> tuple[PrefixStore, dict[Ids, int]]:
+        if self.store is None or self.store.disk is None:
+            raise InputError("There is no folder to keep prefixes in. Load the model with prefix_cache=FOLDER.")
+        return self.store, self.store.waiting(self.prompts.documents(as_list(documents), 0), whole=whole)
 
     def token_ends(self, document: str) -> tuple[list[int], int]:
         """See `Reranker.token_ends`."""

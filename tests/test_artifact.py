@@ -24,11 +24,11 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 import rsrank_rag
 from rsrank_rag import RSRank, RSRankError
 from rsrank_rag.artifact import hub
+from rsrank_rag.artifact import identity as model_files
 from rsrank_rag.artifact.config import BackboneSpec, RSRankConfig, TrainingRecord
 from rsrank_rag.artifact.hub import model_card
 from rsrank_rag.artifact.identity import check_files
 from rsrank_rag.errors import ArtifactError, BackboneError, MissingDependencyError, pip_install
-from rsrank_rag.language_model import files as model_files
 from rsrank_rag.language_model.options import LoadOptions
 from rsrank_rag.method.template import Template
 from rsrank_rag.partial_files import digest_of

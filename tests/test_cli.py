@@ -15,9 +15,9 @@ from typer.testing import CliRunner
 
 from rsrank_rag import __version__
 from rsrank_rag.cli import app
+from rsrank_rag.cli.evaluation import KEPT, RANKED, evaluation_tables
 from rsrank_rag.cli.options import catch_errors
 from rsrank_rag.cli.ranking import read_documents
-from rsrank_rag.cli.tables import KEPT, RANKED, evaluation_tables
 from rsrank_rag.errors import InputError
 
 runner = CliRunner()

@@ -13,8 +13,7 @@ from service import address_of, client_of, scheduler
 from rsrank_rag import Reranker, RSRank
 from rsrank_rag.cli import app
 from rsrank_rag.errors import InputError, MissingDependencyError, RemoteError, ScoringError
-from rsrank_rag.passages.parts import Excerpt, Reading, joined
-from rsrank_rag.passages.spans import CHUNK, sentences, windows
+from rsrank_rag.passages.parts import CHUNK, Excerpt, Reading, joined, sentences, windows
 from rsrank_rag.remote.client import RemoteReranker
 from rsrank_rag.reranker import BLANK_SCORE, Pair, Scored, score_in_parts
 

@@ -34,8 +34,8 @@ from rsrank_rag.cli import service as cli_service
 from rsrank_rag.cli.service import KEYS, prefix_choice, read_keys
 from rsrank_rag.errors import InputError
 from rsrank_rag.language_model.options import LoadOptions, ModelSource
-from rsrank_rag.prefixes.settings import PrefixCache
-from rsrank_rag.prefixes.store import store_for
+from rsrank_rag.prefixes.settings import PrefixCache, as_prefix_cache
+from rsrank_rag.prefixes.store import PrefixStore
 from rsrank_rag.reranker import BLANK_SCORE
 from rsrank_rag.service import app as app_module
 from rsrank_rag.service.dialects.common import ScoringRequest
@@ -648,9 +648,14 @@ async def test_two_services_in_one_process_count_apart():
         assert metrics((await two.get("/metrics")).text)["rsrank_documents_total",] == 0
 
 
+def keep_prefixes(ranker, choice):
+    core, chosen = ranker.backbone, as_prefix_cache(choice)
+    ranker.store = ranker.reader.store = PrefixStore({}, chosen, device=core.device, dtype=core.dtype)
+
+
 async def test_a_real_models_prefixes_and_memory_retries_are_counted(tiny_folder):
     own = load_ranker(tiny_folder("qwen3"), "qwen3")
-    own.store = own.reader.store = store_for(own.backbone, dict, True)
+    keep_prefixes(own, True)
     async with serving(own) as http:
         for _ in range(2):
             await http.post("/v1/rerank", json={"query": "When?", "documents": ["In 1932.", "Never."]})
@@ -669,7 +674,7 @@ async def test_what_one_client_sent_is_found_by_another_unless_they_are_separate
     body = {"query": "When?", "documents": ["In 1932."], "document": "In 1932."}
     for found in (expected, [1, 2, 3, 4]):  # the second time after a new start, when all has been kept on disk
         own, hits = load_ranker(tiny_folder("qwen3"), "qwen3"), []
-        own.store = own.reader.store = store_for(own.backbone, dict, tmp_path)
+        keep_prefixes(own, tmp_path)
         async with serving(own, api_keys=["one", "two"], separate_clients=separate) as http:
             for key in ("one", "two", "one", "two"):
                 await http.post(path, json=body, headers={"Authorization": f"Bearer {key}"})

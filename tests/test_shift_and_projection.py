@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from rsrank_rag import Projection
-from rsrank_rag.method.shift import EPSILON, cosine_to_ones, representational_shift
+from rsrank_rag.method.projection import EPSILON, cosine_to_ones, representational_shift
 from rsrank_rag.reproduction.oracle import oracle_similarity
 
 N, L, H, T, D, P = 3, 4, 2, 5, 6, 3

@@ -21,8 +21,8 @@ from rsrank_rag.evaluation.metrics import ScoredQuery
 from rsrank_rag.language_model.check import open_backbone
 from rsrank_rag.language_model.loading import load_model
 from rsrank_rag.language_model.options import LoadOptions
+from rsrank_rag.method.projection import cosine_to_ones
 from rsrank_rag.method.scoring import ShiftReader
-from rsrank_rag.method.shift import cosine_to_ones
 from rsrank_rag.method.template import PromptTokenizer
 from rsrank_rag.training.batches import Batch, batch_scores, scored, split
 from rsrank_rag.training.features import FeatureExtractor, digest, plan_features, spec_for, subsample, together

@@ -10,7 +10,7 @@ from concurrent.futures import CancelledError, Future
 from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial
-from typing import Annotated, Any, Literal, TypeVar, cast
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
 
 from pydantic import (
     AfterValidator,
@@ -30,8 +30,11 @@ from ..errors import InputError, RSRankError
 from ..language_model.options import LoadSettings, ModelSource, Name
 from ..passages.parts import Reading, ReadingOptions
 from ..prefixes.settings import PrefixCache
-from ..reranker import ConcurrentReranker, Limits, RankedDocument, RankOptions, RankResult, Reranker, check_limits
+from ..reranker import Limits, RankedDocument, RankOptions, RankResult, Reranker, check_limits
 from . import worker
+
+if TYPE_CHECKING:
+    from ..remote.client import RemoteReranker
 
 logger = logging.getLogger(__name__)
 
@@ -55,7 +58,7 @@ class Unranked(RankResult):
 
 
 def _remote() -> Any:
-    """The module that asks a service: imported here, so that adapters without one need no httpx."""
+    """The module that asks a service: imported here, so that httpx is loaded when it is used."""
     from ..remote import client
 
     return client
@@ -192,13 +195,14 @@ class ModelAdapter(LoadSettings):
         named = isinstance(self.model, str) and self.model != ModelAdapter.model_fields["model"].default
         return str(self.model) if named else None
 
-    def _concurrent(self) -> ConcurrentReranker | None:
+    def _concurrent(self) -> "RemoteReranker | None":
         """What computes elsewhere, so that its calls need no queue; None for a model of this process."""
         if self.base_url is None:
-            return self._told(self.model) if isinstance(self.model, ConcurrentReranker) else None
+            return self._told(self.model) if isinstance(self.model, _remote().RemoteReranker) else None
         names = ("base_url", "api_key", "timeout", "max_retries")
         chosen = {name: getattr(self, name) for name in names}
-        return self._told(cast(ConcurrentReranker, _remote().RemoteReranker(model=self._asked_for, **chosen)))
+        remote: RemoteReranker = _remote().RemoteReranker(model=self._asked_for, **chosen)
+        return self._told(remote)
 
     def _told(self, reranker: AnyReranker) -> AnyReranker:
         """The reranker, judging by this adapter's instruction if there is one."""

@@ -6,17 +6,10 @@ import hashlib
 import json
 import reprlib
 import textwrap
-from typing import Any, Literal
+from operator import not_
+from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import (
-    BaseModel,
-    ConfigDict,
-    Field,
-    SerializerFunctionWrapHandler,
-    ValidationError,
-    model_serializer,
-    model_validator,
-)
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from ..errors import ArtifactError
 from ..method.template import Template
@@ -29,6 +22,11 @@ INSIDE = "./backbone"  # how an artifact names a language model that lies in its
 
 RETIRED: dict[str, tuple[object, ...]] = {"signal": ("values",), "null_prefix": ("empty",), "calibration": (None,)}
 """Fields that artifacts of earlier releases have, and the values of them that this one still means."""
+
+
+Value = TypeVar("Value")
+Later = Annotated[Value, Field(exclude_if=not_)]
+"""A field that earlier releases do not know: left out where it says what they mean."""
 
 
 class BackboneSpec(BaseModel):
@@ -69,13 +67,17 @@ class RSRankConfig(BaseModel):
     backbone: BackboneSpec
     layers: tuple[int, ...] = Field(min_length=1, description="Backbone layers B reads, from 0; layer 0 is left out.")
     projection_dim: int = Field(gt=0, le=LARGEST, description="P.")
-    fusion_layer: int = Field(default=0, ge=0, description="The first layer in which queries see documents.")
+    fusion_layer: Later[int] = Field(default=0, ge=0, description="The first layer in which queries see documents.")
     template: Template = Template()
     max_length: int | None = Field(
         default=None, gt=0, le=LARGEST, description="Positions to use, if fewer than the model has."
     )
-    threshold: float = Field(default=0.0, allow_inf_nan=False, description="Keep what scores above; 0 as in the paper.")
-    int8: bool = Field(default=False, description="Whether documents read in int8 were measured to be good enough.")
+    threshold: Later[float] = Field(
+        default=0.0, allow_inf_nan=False, description="Keep what scores above; 0 as in the paper."
+    )
+    int8: Later[bool] = Field(
+        default=False, description="Whether documents read in int8 were measured to be good enough."
+    )
     license: str | None = None
     training: TrainingRecord = TrainingRecord()
 
@@ -89,12 +91,6 @@ class RSRankConfig(BaseModel):
                 f"{self.fusion_layer}, no document has been seen), got {self.layers[0]}..{self.layers[-1]}"
             )
         return self
-
-    @model_serializer(mode="wrap")
-    def _readable_by_earlier_releases(self, plain: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        found: dict[str, Any] = plain(self)
-        later = ("fusion_layer", "threshold", "int8")
-        return {name: value for name, value in found.items() if value or name not in later}
 
     @property
     def shape(self) -> tuple[int, int, int, int]:

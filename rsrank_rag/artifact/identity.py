@@ -7,15 +7,19 @@ import json
 import logging
 import math
 from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from huggingface_hub import constants, try_to_load_from_cache
+
 from ..errors import ArtifactError
-from ..language_model.files import hashes
 from ..language_model.loading import LoadedModel
 from ..language_model.weights import bits_of, fingerprint
 from ..method.backbone import Backbone
 from ..method.template import PromptTokenizer, private_copy
+from ..partial_files import digest_of, write_text
 from .config import BackboneSpec, RSRankConfig
 
 if TYPE_CHECKING:
@@ -28,6 +32,12 @@ TOLERANCE = {16: 0.1, 8: 0.3, 4: 0.7}
 
 Other weights of the same shape differ by about the square root of 2.
 """
+
+TOKENIZER = ("tokenizer*.json", "tokenizer.model", "spiece.model", "special_tokens_map.json", "added_tokens.json")
+DECIDING = ("config.json", *TOKENIZER, "vocab.*", "merges.txt", "modeling*.py", "configuration*.py")
+"""Files beside the weights that decide a score."""
+
+REMEMBERED = 1 << 28  # bytes from which on a file's hash is remembered: hashing takes about 1 s/GB on one core
 
 _PROBE = "Who wrote it, and when? 1984 naïve façade — 東京 Привет 😀\n\tdef f(x): return x**2 <s>[MASK]"
 
@@ -74,6 +84,44 @@ def prefix_identity(core: Backbone, config: RSRankConfig) -> dict[str, object]:
         **({"fusion_layer": core.fusion_layer} if core.fusion_layer else {}),
         **({"int8": True} if core.for_documents else {}),
     }
+
+
+def folder_of(name: str | Path, revision: str | None, cache_dir: str | Path | None = None) -> Path | None:
+    """Where a language model's files are: a folder here, or in the Hub's cache; None before they are downloaded."""
+    if Path(name).is_dir():
+        return Path(name)
+    found = try_to_load_from_cache(str(name), "config.json", cache_dir, revision)
+    return Path(found).parent if isinstance(found, str) else None
+
+
+def hashes(folder: Path | None) -> dict[str, str]:
+    """sha256 of each file of a language model that decides a score, by name."""
+    if folder is None:
+        return {}
+    one = (folder / "model.safetensors").is_file()
+    weights = ("model.safetensors",) if one else ("model.safetensors.index.json", "model-*-of-*.safetensors")
+    found = {path for pattern in (*DECIDING, *weights) for path in folder.glob(pattern)}
+    files = sorted(path for path in found if path.is_file())
+    with ThreadPoolExecutor() as threads:  # hashing waits for no other thread
+        return dict(zip((path.name for path in files), threads.map(_remembered, files), strict=True))
+
+
+def _remembered(path: Path) -> str:
+    """sha256 of a file; a large one is read once, and again when it has been touched."""
+    status = path.stat()
+    if status.st_size < REMEMBERED:
+        return digest_of(path)
+    state = [status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino]
+    name = hashlib.sha256(str(path.resolve()).encode()).hexdigest()
+    note = Path(constants.HF_HOME) / "rsrank" / f"{name}.json"
+    with suppress(OSError, ValueError):
+        digest, *then = json.loads(note.read_text(encoding="utf-8"))
+        if then == state:
+            return str(digest)
+    digest = digest_of(path)
+    with suppress(OSError):  # nowhere to write: it is read each time
+        write_text(note, json.dumps([digest, *state]))
+    return digest
 
 
 def check_files(spec: BackboneSpec, folder: Path | None, *, chosen: bool) -> None:

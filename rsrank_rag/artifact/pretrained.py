@@ -13,7 +13,6 @@ from typing_extensions import Self
 
 from ..errors import ArtifactError
 from ..language_model.check import open_backbone
-from ..language_model.files import folder_of, hashes
 from ..language_model.loading import LoadedModel, load_model
 from ..language_model.options import LoadOptions, ModelSource
 from ..method.backbone import Backbone
@@ -23,7 +22,7 @@ from ..partial_files import replacing
 from ..prefixes.settings import Choice
 from . import hub
 from .config import INSIDE, RSRankConfig, TrainingRecord
-from .identity import check_after_run, check_before_run, check_files, describe
+from .identity import check_after_run, check_before_run, check_files, describe, folder_of, hashes
 
 
 class Pretrained(ABC):

@@ -11,7 +11,6 @@ from typing import Any
 from ..adapters.systems import KINDS, parse
 from ..artifact.config import INSIDE
 from ..errors import InputError
-from ..language_model.files import hashes
 from ..language_model.options import LoadOptions
 from ..partial_files import digest_of
 from ..reranker import Reranker
@@ -53,6 +52,7 @@ def model_identity(name: str, *, revision: str | None = None, local_files_only: 
     where it is loaded, or, of earlier releases, as they are. Of other systems the files of a local folder.
     """
     from ..artifact import hub
+    from ..artifact.identity import hashes
 
     kind, model = parse(name)
     found: dict[str, str] = {}

@@ -12,7 +12,6 @@ app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     rich_markup_mode="markdown",
-    help="Rerank documents for a query and drop the irrelevant ones at zero.",
     epilog="Try: `rsrank rank --query 'How do bees find flowers?' --documents examples/passages.txt`",
 )
 for group in (ranking, evaluation, service, training):
@@ -25,6 +24,3 @@ def main(version: Annotated[bool, Option("--version", help="Print the version.")
     if version:
         typer.echo(__version__)
         raise typer.Exit
-
-
-__all__ = ["app"]

@@ -1,12 +1,14 @@
 """The ``rsrank`` commands that measure: evaluate, and reproduce for the paper's tables and figures."""
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from rich.progress import track
+from rich.table import Table
+from rich.text import Text
 from typer import Option
 
 from ..adapters.systems import forms, load_system, parse
@@ -14,7 +16,6 @@ from ..errors import InputError
 from ..evaluation.datasets import LabelledQuery
 from ..language_model.options import LoadOptions
 from .options import AsJson, Revision, command, problems, screen
-from .tables import cell, evaluation_tables
 
 app = typer.Typer()
 
@@ -22,6 +23,25 @@ Systems = Annotated[
     list[str], Option("--model", "-m", help=f"Built-in name, artifact folder or Hub id; or {forms()}. May be repeated.")
 ]
 Negatives = Annotated[str | None, Option(help="New irrelevant documents: bm25, dense, dense:ENCODER or random.")]
+
+KEPT = {
+    "queries": "queries",
+    "precision@tau": "precision",
+    "recall@tau": "recall",
+    "f1@tau": "F1",
+    "kept": "kept a\nquery",
+    "empty": "empty\nlists",
+    "false_keeps": "false\nkeeps",
+}
+"""What users ask of a selection, and the columns' headings: such that all fit into 80 columns."""
+
+RANKED = {
+    "ndcg@5": "nDCG@5",
+    "recall@5": "Recall@5",
+    "f1@best": "best F1\nof the set",
+    "tau_best": "at the\nthreshold",
+    "f1@query_best": "best F1 of\neach query",
+}
 
 
 @command(app)
@@ -105,6 +125,32 @@ def evaluate(
     for found, rows in zip(measured, tables, strict=True):
         rule = f"kept above {cell('tau_best', found.threshold)} ({found.origin})"
         screen.print(*evaluation_tables(found.name, rule, rows), sep="\n")
+
+
+def evaluation_tables(name: str, rule: str, records: Sequence[Mapping[str, Any]]) -> Iterator[Table]:
+    """A model's two tables, a row a dataset: what its threshold keeps; how it ranks, with the best thresholds."""
+    titles = (f"{name}: {rule}", f"{name}: ranking, and thresholds chosen on these very labels")
+    for title, columns in zip(titles, (KEPT, RANKED), strict=True):
+        table = Table(title=Text(title, overflow="fold"), title_justify="left", padding=(0, 0, 0, 1))
+        table.add_column("dataset", overflow="fold")  # a path may be longer than all else; the numbers stay whole
+        for heading in columns.values():
+            table.add_column(heading, justify="right", overflow="fold")
+        for record in records:
+            table.add_row(Text(str(record["dataset"])), *(cell(key, record.get(key)) for key in columns))
+        yield table
+
+
+def cell(key: str, value: float | None) -> str:
+    """A number as people write it.
+
+    >>> cell("tau_best", -5e-324), cell("tau_best", 0.35), cell("queries", 4.0), cell("empty", 0.125), cell("f1@0", 0.5)
+    ('0', '0.35', '4', '12%', '0.500')
+    """
+    if value is None:
+        return "-"
+    if key in ("queries", "unanswered", "tau_best"):
+        return f"{round(value, 3) + 0.0:g}"
+    return f"{value:.0%}" if key == "empty" else f"{value:.1f}" if key in ("kept", "false_keeps") else f"{value:.3f}"
 
 
 def _watched(queries: Sequence[LabelledQuery], what: str) -> Iterable[LabelledQuery]:

@@ -4,10 +4,9 @@ import inspect
 import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from enum import Enum
 from functools import wraps
 from inspect import Parameter
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 from huggingface_hub.utils import disable_progress_bars  # type: ignore[attr-defined] # public, but loaded lazily
@@ -33,14 +32,8 @@ Query = Annotated[str, Option("--query", "-q", help="The question.")]
 Documents = Annotated[str, Option("--documents", "-d", help="A file, or - for standard input.")]
 Instruction = Annotated[str | None, Option(help="What to judge by, for a model that takes an instruction.")]
 AsJson = Annotated[bool, Option("--json", help="Print JSON instead of a table.")]
+Engine = Literal["local", "ray"]
 Address = Annotated[str | None, Option(help="With ray: of the cluster. Default: RAY_ADDRESS, or one on this machine.")]
-
-
-class Where(str, Enum):
-    """Where the work is done."""
-
-    local = "local"
-    ray = "ray"
 
 
 def _load_options(threads: int | None, **given: Any) -> LoadOptions:
@@ -49,14 +42,14 @@ def _load_options(threads: int | None, **given: Any) -> LoadOptions:
 
 
 def _actors(
-    engine: Annotated[Where, Option(help="local: in this process. ray: by actors on a Ray cluster.")] = Where.local,
+    engine: Annotated[Engine, Option(help="local: in this process. ray: by actors on a Ray cluster.")] = "local",
     actors: Annotated[int | None, Option(help="With ray: how many. Default: as many as have room.")] = None,
     cpus_per_actor: Annotated[float, Option(help="With ray: CPU cores, and threads on a CPU, of each.")] = 1.0,
     gpus_per_actor: Annotated[float, Option(help="With ray: GPUs of each, such as 1 or 0.5.")] = 0.0,
     address: Address = None,
 ) -> Actors | None:
     """The actors that were asked for; None to work in this process."""
-    return Actors(actors, cpus_per_actor, gpus_per_actor, address) if engine is Where.ray else None
+    return Actors(actors, cpus_per_actor, gpus_per_actor, address) if engine == "ray" else None
 
 
 def _loading_parameters() -> dict[str, Parameter]:

@@ -11,16 +11,21 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from rich.table import Table
+from rich.text import Text
 from tqdm.auto import tqdm
 from typer import Option
 
+from .. import __version__
 from ..adapters.systems import load as load_reranker
+from ..artifact.config import RSRankConfig
 from ..bulk.on_ray import Actors
 from ..errors import InputError
 from ..language_model.options import FLAGS, LoadOptions, ModelSource
 from ..method.template import clean
+from ..passages.explanation import Explanation
+from ..reranker import RankResult
 from .options import AsJson, Documents, Instruction, Model, Query, Revision, System, command, problems, screen
-from .tables import explanation_text, info_table, result_text
 
 if TYPE_CHECKING:
     from ..bulk.files import Plan
@@ -34,7 +39,6 @@ LongDocuments = Annotated[
 ]
 
 app = typer.Typer()
-
 
 Prefixes = Annotated[Path | None, Option("--prefixes", "-p", help="Folder that rsrank index has made.")]
 
@@ -73,6 +77,12 @@ def read_documents(source: str) -> list[str]:
                 f'--documents {source}, line {number}: expected JSON with a "text", got {line[:60]!r}.'
             ) from None
     return documents
+
+
+def result_text(result: RankResult) -> Text:
+    """As a result prints itself: kept documents in green, then dropped ones in grey."""
+    styles = {"+": "green", "-": "dim"}
+    return Text("\n").join(Text(line, styles.get(line[0], "bold")) for line in str(result).splitlines())
 
 
 def _reading(long_documents: str | None) -> Any:
@@ -178,6 +188,19 @@ def explain(
         screen.print(*map(explanation_text, explanations), sep="\n\n", soft_wrap=True)
 
 
+def explanation_text(explanation: Explanation) -> Text:
+    """As an explanation prints itself, below what was asked and read."""
+    document, verdict = " ".join(explanation.document.split())[:200], "kept" if explanation.score > 0 else "dropped"
+    return Text.assemble((explanation.query, "bold"), "\n", (document, "dim"), f"\n{explanation}\n{verdict}")
+
+
+WHY = {
+    "bfloat16": "the hardware multiplies it",
+    "int8": "documents; the hardware multiplies no bfloat16, and this was measured to be good enough",
+    "float32": "the hardware multiplies no bfloat16",
+}
+
+
 @command(app)
 def info(
     model: Annotated[str, typer.Argument(help="Built-in name, artifact folder or Hub id.")] = "mini",
@@ -198,6 +221,31 @@ def info(
     else:
         said = limits.read_text(encoding="utf-8").strip() if limits.is_file() else "not stated"
         screen.print(info_table(model, config, said, LoadOptions().settled_dtype(int8=config.int8)))
+
+
+def info_table(name: str, config: RSRankConfig, limits: str, dtype: str) -> Table:
+    """What an artifact says of itself, and the dtype that it is computed in here."""
+    layers, heads, dim, head_dim = config.shape
+    rows = {
+        "rsrank_rag": __version__,
+        "artifact": name,
+        "backbone": f"{config.backbone.name} at {config.backbone.revision or 'no pinned revision'} "
+        f"({config.backbone.model_type}, {config.depth})",
+        **({"fusion": f"queries see documents from layer {config.fusion_layer} on"} if config.fusion_layer else {}),
+        "B": f"{layers} layers ({config.layers[0]}-{config.layers[-1]}) x {heads} heads x P {dim} x D {head_dim} = "
+        f"{layers * heads * dim * head_dim:,} numbers",
+        "template": f"{config.template.instruction!r} document {config.template.separator!r} query "
+        f"{config.template.suffix!r}, scored: {config.template.positions}",
+        "training data": ", ".join(config.training.data) or "not recorded",
+        "computed here in": f"{dtype}: {WHY[dtype]}",
+        "limits": limits,
+        "notes": config.training.notes or "-",
+        "licence": config.license or "not recorded",
+    }
+    table = Table(show_header=False)
+    for name, value in rows.items():
+        table.add_row(Text(name, style="bold"), Text(value))
+    return table
 
 
 @command(app, resumes=True)

@@ -9,10 +9,10 @@ import socket
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
-from pydantic import ValidationError
+from pydantic import SecretStr, ValidationError
 from typer import Option
 
 from ..adapters.systems import load as load_reranker
@@ -20,7 +20,7 @@ from ..adapters.systems import parse
 from ..errors import InputError
 from ..language_model.options import LoadOptions, ModelSource
 from ..prefixes.settings import Choice, PrefixCache, as_bytes
-from .options import Address, Revision, System, Where, command, screen
+from .options import Address, Engine, Revision, System, command, screen
 
 if TYPE_CHECKING:
     from ..service.app import Settings
@@ -85,7 +85,7 @@ def serve(
     no_canary: Annotated[bool, Option("--no-canary", help="Be ready without scoring anything.")] = False,
     prefix_cache: Annotated[str | None, Option(help="Prefixes kept on the device, such as 512MB; 0: none.")] = None,
     prefixes: Annotated[Path | None, Option("--prefixes", "-p", help="Folder to keep prefixes in.")] = None,
-    engine: Annotated[Where, Option(help="local: one process. ray: replicas on a Ray cluster.")] = Where.local,
+    engine: Annotated[Engine, Option(help="local: one process. ray: replicas on a Ray cluster.")] = "local",
     replicas: Annotated[int, Option(min=1, help="With ray: processes with the model.")] = 1,
     max_replicas: Annotated[int | None, Option(min=1, help="With ray: up to so many, as the load asks for.")] = None,
     cpus_per_replica: Annotated[float, Option(help="With ray: CPU cores of each.")] = 1.0,
@@ -106,20 +106,25 @@ def serve(
         raise InputError(f"--log-level must be one of {', '.join(LEVELS)}, got {log_level!r}.")
     parse(model)
     source = ModelSource(model, revision, load, prefix_cache=prefix_choice(prefix_cache, prefixes))
-    settings = _settings(
-        api_keys=read_keys(",".join(os.environ.get(name, "") for name in KEYS)),
-        api_key_file=api_key_file,
-        separate_clients=separate_clients,
-        allowed_hosts=tuple(allowed_host),
-        max_documents=max_documents,
-        max_body_bytes=as_bytes(max_body),
-        timeout=timeout,
-        normalize=normalize,
-        drop=drop,
-    )
+    from ..service.app import Settings
     from ..service.engine import Canary
     from ..service.scheduler import QueueLimits, Scheduler
 
+    try:
+        settings = Settings(
+            api_keys=tuple(map(SecretStr, read_keys(",".join(os.environ.get(name, "") for name in KEYS)))),
+            api_key_file=api_key_file,
+            separate_clients=separate_clients,
+            allowed_hosts=tuple(allowed_host),
+            max_documents=max_documents,
+            max_body_bytes=as_bytes(max_body),
+            timeout=timeout,
+            normalize=normalize,
+            drop=drop,
+        )
+    except ValidationError as error:
+        wrong = error.errors(include_url=False, include_context=False, include_input=False)[0]
+        raise InputError(f"{'.'.join(map(str, wrong['loc']))}: {wrong['msg']}.") from None
     build = partial(
         Scheduler,
         partial(load_reranker, source),
@@ -128,7 +133,7 @@ def serve(
         canary=None if no_canary else Canary(),
         prepare=partial(prepare_logs, log_level.upper()),
     )
-    if engine is Where.local:
+    if engine == "local":
         from ..service.server import Limits
 
         limits = Limits(max_connections, notice=notice)
@@ -141,17 +146,6 @@ def serve(
 
         wanted = Replicas(replicas, max_replicas, cpus_per_replica, gpus_per_replica)
         run_on_ray(build, settings, wanted, host=host, port=port)
-
-
-def _settings(**given: Any) -> Settings:
-    """What the service allows; raises InputError if a setting is out of range."""
-    from ..service.app import Settings
-
-    try:
-        return Settings(**given)
-    except ValidationError as error:
-        wrong = error.errors(include_url=False, include_context=False, include_input=False)[0]
-        raise InputError(f"{'.'.join(map(str, wrong['loc']))}: {wrong['msg']}.") from None
 
 
 def run(backend: Scheduler, settings: Settings, limits: Limits, *, host: str, port: int, log_level: str) -> None:

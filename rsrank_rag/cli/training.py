@@ -11,8 +11,8 @@ from typer import Option
 
 from ..errors import InputError
 from ..language_model.options import LoadOptions
+from .evaluation import evaluation_tables
 from .options import Model, Revision, command, problems, screen
-from .tables import evaluation_tables
 
 if TYPE_CHECKING:
     from ..training.domain import Verdict

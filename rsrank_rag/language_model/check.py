@@ -10,7 +10,7 @@ from torch import Tensor
 from ..errors import BackboneError
 from ..method.backbone import ADVICE, Backbone, Findings
 from ..method.batching import is_out_of_memory
-from ..method.probe import LastLayerReached, Probe
+from ..method.probe import Recorder
 from .attention import NAME
 from .fusion import split_at
 from .int8 import rounded
@@ -27,23 +27,6 @@ RUN_ERRORS = (ValueError, TypeError, LookupError, AttributeError, RuntimeError, 
 
 LARGEST_TRIED = 4_000_000  # entries of a weight for which `_steady_tokens` takes moments
 MOST_STEADY = 512  # tokens that a run is filled up to at most, so that each comes out as it would among many
-
-
-class Watcher(Probe):
-    """Keeps every layer's values with all tokens run at once, (N, H, T, D)."""
-
-    def __init__(self, stop: int) -> None:
-        super().__init__(stop)
-        self.values: list[Tensor] = []
-
-    def update(
-        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: object, **kwargs: object
-    ) -> tuple[Tensor, Tensor]:
-        """Keep a layer's values."""
-        self.values.append(value_states)
-        if layer_idx == self.stop:
-            raise LastLayerReached
-        return key_states, value_states
 
 
 def open_backbone(
@@ -66,14 +49,12 @@ def open_backbone(
     loaded = model.eval().config.get_text_config().num_hidden_layers
     last_layer = loaded - 1 if last_layer is None else last_layer
 
-    def with_findings(findings: Findings) -> Backbone:
-        return Backbone(model, findings, last_layer=last_layer, num_layers=num_layers or loaded)
-
-    core = with_findings(Findings(causal=True, num_heads=1, head_dim=1, sample=()))  # until the trial has found out
+    unknown = Findings(causal=True, num_heads=1, head_dim=1, sample=())  # until the trial has found out
+    core = Backbone(model, unknown, last_layer=last_layer, num_layers=num_layers or loaded)
     if not 0 < last_layer < loaded:
         raise BackboneError(f"Layer {last_layer} was asked for; {core.name} has 1..{loaded - 1}.")
     try:
-        core = with_findings(_try_out(core))
+        core = _try_out(core)
         if fusion_layer:
             core = _fused(core, fusion_layer)
         if int8:
@@ -91,8 +72,8 @@ def open_backbone(
 
 
 @torch.no_grad()
-def _try_out(core: Backbone) -> Findings:
-    """Run a few tokens and verify what the two phases rely on.
+def _try_out(core: Backbone) -> Backbone:
+    """Run a few tokens and verify what the two phases rely on; the same model with what was found.
 
     1. Every layer up to the last one read passes (1, H, T, D) value vectors through the cache.
     2. They are what the layer's value projection put out: slices of a linear map's output.
@@ -129,7 +110,7 @@ def _try_out(core: Backbone) -> Findings:
                 f"{core.name} gives other value vectors in layer {layer} when the document is run before the "
                 f"query than when both are run at once, so it cannot be used in two phases. {ADVICE}"
             )
-    return findings
+    return checked
 
 
 @torch.no_grad()
@@ -195,13 +176,13 @@ def _check_attention_kinds(core: Backbone) -> None:
 
 def _checked_values(core: Backbone, ids: list[int]) -> list[Tensor]:
     """Value vectors of every layer, (1, H, T, D), after checks 1 and 2."""
-    watcher = Watcher(core.last_layer)
+    recorder = Recorder(core.last_layer, [len(ids)])
     outputs: dict[int, list[Tensor]] = {}
 
     def keep(_module: object, _inputs: object, output: object) -> None:
         """A linear map's output, under the layer whose cache update comes next."""
         if isinstance(output, Tensor):
-            outputs.setdefault(len(watcher.values), []).append(output)
+            outputs.setdefault(len(recorder.values), []).append(output)
 
     hooks = [
         module.register_forward_hook(keep)
@@ -209,13 +190,13 @@ def _checked_values(core: Backbone, ids: list[int]) -> list[Tensor]:
         if getattr(getattr(module, "weight", None), "ndim", 0) == 2
     ]
     try:
-        values = _values(core, ids, watcher)
+        values = _values(core, ids, recorder)
     finally:
         for hook in hooks:
             hook.remove()
     shapes = {tuple(v.shape) for v in values}
     count = core.last_layer + 1
-    if len(values) != count or len(shapes) != 1 or values[0].ndim != 4 or values[0].shape[2] != len(ids):
+    if len(values) != count or len(shapes) != 1:
         raise BackboneError(
             f"{core.name} was asked for the value vectors of layers 0..{core.last_layer}; its cache received "
             f"{len(values)} layers with shapes {sorted(map(str, shapes))}. {ADVICE}"
@@ -229,10 +210,10 @@ def _checked_values(core: Backbone, ids: list[int]) -> list[Tensor]:
     return values
 
 
-def _values(core: Backbone, ids: list[int], watcher: Watcher | None = None, *, first: int = 0) -> list[Tensor]:
+def _values(core: Backbone, ids: list[int], recorder: Recorder | None = None, *, first: int = 0) -> list[Tensor]:
     """Every layer's values with all tokens run at once, from position ``first`` on, under the model's own mask."""
     places = torch.arange(first, first + len(ids), device=core.device)
-    return _run(core, ids, torch.ones(1, len(ids), dtype=torch.long, device=core.device), places, watcher)
+    return _run(core, ids, torch.ones(1, len(ids), dtype=torch.long, device=core.device), places, recorder)
 
 
 def _block_masked_run(core: Backbone, ids: list[int]) -> list[Tensor]:
@@ -244,12 +225,13 @@ def _block_masked_run(core: Backbone, ids: list[int]) -> list[Tensor]:
 
 
 def _run(
-    core: Backbone, ids: list[int], mask: Tensor, positions: Tensor, watcher: Watcher | None = None
+    core: Backbone, ids: list[int], mask: Tensor, positions: Tensor, recorder: Recorder | None = None
 ) -> list[Tensor]:
-    watcher = Watcher(core.last_layer) if watcher is None else watcher  # an empty cache is falsy
-    with core.ended_by(watcher):
-        core.model(**core.inputs(watcher, torch.tensor([ids], device=core.device), mask, positions[None]))
-    return watcher.values
+    """Every layer's values, (1, H, T, D)."""
+    recorder = Recorder(core.last_layer, [len(ids)]) if recorder is None else recorder  # an empty cache is falsy
+    with core.ended_by(recorder):
+        core.model(**core.inputs(recorder, torch.tensor([ids], device=core.device), mask, positions[None]))
+    return [values[:, :, : len(ids)] for values in recorder.values]  # they are filled up to whole lanes
 
 
 def _near(core: Backbone) -> float:

@@ -68,11 +68,6 @@ class Prefix:
     states: Tensor  # its keys, then its values, of the layers in which queries see it, (2, L, H, S, D)
     pooled: Tensor  # mean over its tokens of what enters the fusion layer, (C,) fp32; empty without a fusion layer
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of both."""
-        return self.states.nbytes + self.pooled.nbytes
-
     def __len__(self) -> int:
         return self.states.shape[3]
 

@@ -19,8 +19,7 @@ from torch.nn.functional import cosine_similarity
 from .backbone import Backbone
 from .batching import Ids
 from .probe import Prefix, Prefixes
-from .projection import Projection
-from .shift import best_matches, representational_shift
+from .projection import Projection, best_matches, representational_shift
 from .template import PromptTokenizer, TokenisedQuery
 
 Consume = Callable[[int, Tensor], object]

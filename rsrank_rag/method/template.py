@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, SerializerFunctionWrapHandler, model_serializer
+from pydantic import BaseModel, ConfigDict, Field
 
 from ..errors import BackboneError, InputError
 
@@ -38,13 +38,10 @@ class Template(BaseModel):
     positions: Literal["query", "suffix", "query+suffix"] = "query"
     instructed: str | None = Field(
         default=None,
+        exclude_if=lambda value: value is None,  # as in artifacts of earlier releases
         pattern=r"\{instruction\}",
         description="The instruction where a call brings its own, which stands at {instruction}; None: no call may.",
     )
-
-    @model_serializer(mode="wrap")
-    def _as_before_where_no_call_may(self, plain: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        return {name: value for name, value in plain(self).items() if name != "instructed" or value is not None}
 
     def with_instruction(self, instruction: str) -> Template:
         """The template for calls that bring this instruction; InputError if none may."""

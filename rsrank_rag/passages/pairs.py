@@ -5,9 +5,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from ..errors import InputError, ScoringError
-from .parts import WHOLE, Excerpt, Reading, TokenEnds, Window, split
+from .parts import WHOLE, Excerpt, Reading, Span, TokenEnds, Window, split
 from .ranked import BLANK_SCORE, Scored, blanks_last
-from .spans import Span
 
 
 @dataclass(frozen=True, slots=True)

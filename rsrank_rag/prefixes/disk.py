@@ -39,11 +39,6 @@ class PackedPrefix:
     scales: Tensor
     pooled: Tensor
 
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all."""
-        return self.codes.nbytes + self.scales.nbytes + self.pooled.nbytes
-
     @classmethod
     def of(cls, prefix: Prefix) -> PackedPrefix | None:
         """Quantise a prefix; the largest error is half a scale, 0.4% of the token's largest entry.
@@ -78,11 +73,14 @@ class Disk:
     def __init__(self, folder: Path, limit: int | None) -> None:
         self.folder, self.limit = folder, limit
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        if any(_format(path) != FORMAT for path in itertools.islice(folder.glob("*/*.safetensors"), 1)):
-            raise InputError(
-                f"The prefixes in {folder} are of another release, or something else is there. Remove the folder, or "
-                "give another one."
-            )
+        for path in itertools.islice(folder.glob("*/*.safetensors"), 1):
+            # A damaged one is found out when it is read.
+            with contextlib.suppress(SafetensorError, OSError), safe_open(path, framework="pt") as file:
+                if (file.metadata() or {}).get("format") != FORMAT:
+                    raise InputError(
+                        f"The prefixes in {folder} are of another release, or something else is there. Remove the "
+                        "folder, or give another one."
+                    )
         for partial in folder.glob("*/*.partial"):  # of writers that were killed
             if not is_running(partial):
                 with contextlib.suppress(OSError):
@@ -94,10 +92,6 @@ class Disk:
     def path(self, key: str) -> Path:
         """Where an entry is, or would be."""
         return self.folder / key[:2] / f"{key}.safetensors"
-
-    def has(self, key: str) -> bool:
-        """Whether an entry is there."""
-        return self.path(key).exists()
 
     def get(self, key: str) -> PackedPrefix | None:
         """An entry, or None if there is none; ValueError if the file was damaged, and is gone now."""
@@ -164,15 +158,6 @@ class Disk:
                 state = path.stat()
                 found.append((state.st_mtime, state.st_size, path))
         return found
-
-
-def _format(path: Path) -> str | None:
-    """What wrote a file; a damaged one is nobody's, and is found out when it is read."""
-    try:
-        with safe_open(path, framework="pt") as file:
-            return (file.metadata() or {}).get("format")
-    except (SafetensorError, OSError):
-        return FORMAT
 
 
 def _checksum(entry: PackedPrefix) -> str:

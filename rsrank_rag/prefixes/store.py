@@ -14,8 +14,7 @@ import json
 import logging
 import threading
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Generic, TypeVar
@@ -24,11 +23,12 @@ import torch
 
 from ..errors import InputError
 from ..method.backbone import Backbone
-from ..method.batching import Ids
+from ..method.batching import Batches, Ids
 from ..method.probe import Prefix, Prefixes, Scratch
 from ..method.scoring import Prefill
+from ..method.template import TokenisedDocument
 from .disk import FORMAT, Disk, PackedPrefix
-from .settings import Choice, PrefixCache, as_prefix_cache, memory_share
+from .settings import PrefixCache, memory_share
 
 logger = logging.getLogger(__name__)
 
@@ -90,18 +90,22 @@ class _Tier(Generic[Entry]):
         """Add an entry; gives the keys of those that had to go, or its own if it was refused."""
         if key in self.entries:
             return []
-        gone, free = list[str](), self.limit - self.bytes
+        gone, free, size = list[str](), self.limit - self.bytes, _size(entry)
         for old, kept in self.entries.items():
-            if free >= entry.nbytes or self.asked[old] >= self.asked[key]:
+            if free >= size or self.asked[old] >= self.asked[key]:
                 break
             gone.append(old)
-            free += kept.nbytes
-        if free < entry.nbytes:
+            free += _size(kept)
+        if free < size:
             return [key]
         for old in gone:
             del self.entries[old]
-        self.entries[key], self.bytes = entry, self.limit - free + entry.nbytes
+        self.entries[key], self.bytes = entry, self.limit - free + size
         return gone
+
+
+def _size(entry: Prefix | PackedPrefix) -> int:
+    return sum(part.nbytes for part in vars(entry).values())
 
 
 class PrefixStore:
@@ -164,27 +168,38 @@ class PrefixStore:
         rows = [prefix for prefix in map(found.__getitem__, documents) if prefix is not None]
         return Prefixes.of([*rows, *behind], room, self._scratch)
 
-    @contextmanager
-    def writing(self, documents: int, size: int) -> Iterator[None]:
-        """While this lasts, documents of so many bytes are written to the disk; InputError if not all were."""
-        before = self._counts.write_errors
+    def waiting(self, documents: Sequence[TokenisedDocument], *, whole: bool = False) -> dict[Ids, int]:
+        """Documents that are not on disk, if need be as ``whole`` files, and where each first stands."""
+        first: dict[Ids, int] = {}
+        for position, document in enumerate(documents):
+            if not document.empty and not self.is_on_disk(document.ids, whole=whole):
+                first.setdefault(document.ids, position)
+        return first
+
+    @torch.inference_mode()
+    def write(self, documents: Collection[Ids], core: Backbone, budget: int, done: Callable[[int], object]) -> None:
+        """Run documents in batches of so many padded tokens and put them on disk, and nowhere else.
+
+        Raises InputError where the folder may not hold them or could not be written; see `RSRank.index` for the rest.
+        """
+        before, size = self._counts.write_errors, disk_bytes(core, documents)
         if self.disk is not None and self.disk.limit is not None and size > self.disk.limit:
             raise InputError(
                 f"The prefixes take {size / 1e9:.2f} GB and the folder may hold {self.disk.limit / 1e9:.2f} GB: the "
                 "first would have left before the last is written. Raise disk=, or index fewer documents."
             )
-        yield
+        batches = Batches(documents, budget)
+        for batch in batches:
+            with batches.attempt():
+                # Without a name, so that the batch's prefixes are gone before the next one runs.
+                for ids, prefix in zip(batch, map(core.prefill(batch).row, range(len(batch))), strict=True):
+                    self._write(self.key(ids), PackedPrefix.of(prefix))
+                done(len(batch))
         if failed := self._counts.write_errors - before:
             raise InputError(
-                f"{failed} of {documents} prefixes could not be written (is the disk full?). Make room and index "
+                f"{failed} of {len(documents)} prefixes could not be written (is the disk full?). Make room and index "
                 "again: what was written is not read again."
             )
-
-    def write(self, documents: Sequence[Ids], run: Prefill) -> None:
-        """Run documents and put them on disk, and nowhere else."""
-        made = run(documents, 0, ())
-        for row, ids in enumerate(documents):
-            self._write(self.key(ids), PackedPrefix.of(made.row(row)))
 
     def is_kept(self, ids: Ids) -> bool:
         """Whether a document is kept, anywhere."""
@@ -197,7 +212,7 @@ class PrefixStore:
         """Whether a document is kept on disk; if it has to be ``whole``, it is read."""
         if whole:
             return self._from_disk(self.key(ids)) is not None
-        return self.disk is not None and self.disk.has(self.key(ids))
+        return self.disk is not None and self.disk.path(self.key(ids)).exists()
 
     def stats(self) -> dict[str, int]:
         """See `Statistics`."""
@@ -290,16 +305,11 @@ class PrefixStore:
             self._counts.evictions += gone
 
 
-def store_for(core: Backbone, identity: Callable[[], Mapping[str, object]], choice: Choice) -> PrefixStore | None:
-    """The store that a choice of ``prefix_cache`` stands for.
-
-    ``identity``, all that prefixes depend on, is asked for only where others may have written: on disk.
-    """
-    chosen = as_prefix_cache(choice)
-    if chosen is None:
-        return None
-    read = {} if chosen.folder is None else identity()
-    return PrefixStore(read, chosen, device=core.device, dtype=core.dtype)
+def disk_bytes(core: Backbone, documents: Collection[Ids]) -> int:
+    """What the files of documents will take: 8 bits, a scale for each token and head, and what is pooled."""
+    token = 2 * (core.last_layer - core.fusion_layer) * core.num_heads * (core.head_dim + 2)
+    pooled = 4 * core.config.hidden_size if core.fusion_layer else 0
+    return sum(map(len, documents)) * token + len(documents) * pooled
 
 
 def _device_bytes(device: torch.device) -> int:

@@ -11,7 +11,7 @@ from typing_extensions import Self, Unpack
 
 from ..errors import InputError
 from ..passages.parts import WHOLE, Reading, ReadingOptions
-from ..reranker import ConcurrentReranker, RankOptions, RankResult, Scored, as_list, blanks_last, check_limits, choose
+from ..reranker import RankOptions, RankResult, Reranker, Scored, as_list, blanks_last, check_limits, choose
 from . import connections
 from .transport import ANSWER_BYTES, Call, Transport, service_address, usable_key
 from .wire import Answer, Info, parsed, request_body, scores_of
@@ -25,9 +25,7 @@ SENTENCE_BYTES = 100  # likewise with sentences, for each byte of the request: a
 INFO = Call("GET", "/info")
 
 
-class RemoteReranker(
-    ConcurrentReranker, AbstractContextManager["RemoteReranker"], AbstractAsyncContextManager["RemoteReranker"]
-):
+class RemoteReranker(Reranker, AbstractContextManager["RemoteReranker"], AbstractAsyncContextManager["RemoteReranker"]):
     """Asks a service for scores; what is kept is decided here. Threads and event loops may share it.
 
     All that talk to one address share its connections. Proxies and certificates come from the environment, as httpx

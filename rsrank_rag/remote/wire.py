@@ -11,8 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from ..errors import InputError, RemoteError, ScoringError
 from ..method.template import clean
-from ..passages.parts import WHOLE, Excerpt, Reading, Window
-from ..passages.spans import encodable
+from ..passages.parts import WHOLE, Excerpt, Reading, Window, encodable
 from ..reranker import Scored
 
 

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn.functional import cosine_similarity
 
 from ..evaluation.datasets import LabelledQuery
-from ..method.shift import EPSILON
+from ..method.projection import EPSILON
 from ..rsrank import RSRank
 from ..training.features import FeatureExtractor
 from ..training.recipe import FeaturePart

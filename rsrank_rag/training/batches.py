@@ -18,8 +18,7 @@ from typing_extensions import Self
 
 from ..errors import TrainingError
 from ..evaluation.metrics import ScoredQuery
-from ..method.projection import Projection
-from ..method.shift import cosine_to_ones
+from ..method.projection import Projection, cosine_to_ones
 from .store import FeatureSource, QueryFeatures
 
 BATCH_QUERIES = 16  # queries at a time, where nothing else was asked for

@@ -25,8 +25,7 @@ from torch.nn.functional import softplus
 from ..errors import TrainingError
 from ..evaluation.metrics import ScoredQuery, ranking_by_query, selection
 from ..evaluation.statistics import Estimate, Record, estimate_mean, paired_differences
-from ..method.projection import Projection
-from ..method.shift import cosine_to_ones
+from ..method.projection import Projection, cosine_to_ones
 from .batches import BATCH_QUERIES, Batch, Weights, batch_scores, batches, check_labels, device_for, score_batch
 from .store import FeatureSource, QueryFeatures
 

@@ -18,14 +18,13 @@ from tqdm.auto import tqdm
 
 from ..artifact import hub
 from ..artifact.config import INSIDE, BackboneSpec, RSRankConfig, TrainingRecord
-from ..artifact.identity import describe
+from ..artifact.identity import describe, folder_of, hashes
 from ..artifact.pretrained import open_artifact
 from ..errors import InputError
 from ..evaluation.datasets import LabelledQuery
 from ..evaluation.evaluate import score_dataset, summarise
 from ..evaluation.metrics import ScoredQuery, f1_at, mean, ranking_metrics
 from ..language_model.check import open_backbone
-from ..language_model.files import folder_of, hashes
 from ..language_model.loading import load_model
 from ..language_model.options import ModelSource
 from ..method.backbone import Backbone
