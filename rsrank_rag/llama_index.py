@@ -54,7 +54,6 @@ class RSRankPostprocessor(RerankerAdapter, BaseNodePostprocessor):
         """Name under which LlamaIndex writes it down."""
         return "RSRankPostprocessor"
 
-    @dispatcher.span
     def postprocess_nodes(
         self,
         nodes: list[NodeWithScore],
@@ -68,12 +67,8 @@ class RSRankPostprocessor(RerankerAdapter, BaseNodePostprocessor):
             InputError: No question, an empty or too long one, or a limit out of range.
             ScoringError: A node could not be scored; it is named.
         """
-        query, chosen = _query(query_bundle, query_str), self._limits(limits)
-        with self._traced(query, nodes, chosen) as kept:
-            kept += self._scored(nodes, self._rank(query, self._texts(nodes), chosen))
-        return kept
+        return self._postprocess_nodes(nodes, _bundle(query_bundle, query_str), **limits)
 
-    @dispatcher.span
     async def apostprocess_nodes(
         self,
         nodes: list[NodeWithScore],
@@ -82,12 +77,25 @@ class RSRankPostprocessor(RerankerAdapter, BaseNodePostprocessor):
         **limits: Unpack[Limits],
     ) -> list[NodeWithScore]:
         """As `postprocess_nodes`, without blocking the event loop; a cancelled call leaves the model's queue."""
-        query, chosen = _query(query_bundle, query_str), self._limits(limits)
+        return await self._apostprocess_nodes(nodes, _bundle(query_bundle, query_str), **limits)
+
+    @dispatcher.span
+    def _postprocess_nodes(
+        self, nodes: list[NodeWithScore], query_bundle: QueryBundle | None = None, **limits: Unpack[Limits]
+    ) -> list[NodeWithScore]:
+        query, chosen = _query(query_bundle), self._limits(limits)
+        with self._traced(query, nodes, chosen) as kept:
+            kept += self._scored(nodes, self._rank(query, self._texts(nodes), chosen))
+        return kept
+
+    @dispatcher.span
+    async def _apostprocess_nodes(
+        self, nodes: list[NodeWithScore], query_bundle: QueryBundle | None = None, **limits: Unpack[Limits]
+    ) -> list[NodeWithScore]:
+        query, chosen = _query(query_bundle), self._limits(limits)
         with self._traced(query, nodes, chosen) as kept:
             kept += self._scored(nodes, await self._arank(query, self._texts(nodes), chosen))
         return kept
-
-    _postprocess_nodes, _apostprocess_nodes = postprocess_nodes, apostprocess_nodes  # what LlamaIndex wants written
 
     @contextmanager
     def _traced(self, query: str, nodes: list[NodeWithScore], limits: Limits) -> Iterator[list[NodeWithScore]]:
@@ -147,10 +155,13 @@ def _copied(node: BaseNode, hidden: dict[str, Any]) -> BaseNode:
     return node.model_copy(update={"metadata": {**without_marks(node.metadata), **hidden}, **excluded})
 
 
-def _query(query_bundle: QueryBundle | None, query_str: str | None) -> str:
+def _bundle(query_bundle: QueryBundle | None, query_str: str | None) -> QueryBundle | None:
     if query_bundle is not None and query_str is not None:
         raise InputError("Cannot specify both query_str and query_bundle. Give one of them.")
-    query = query_str if query_bundle is None else query_bundle.query_str
-    if query is None:
+    return query_bundle if query_str is None else QueryBundle(query_str)
+
+
+def _query(query_bundle: QueryBundle | None) -> str:
+    if query_bundle is None:
         raise InputError("Missing query bundle in extra info. Give query_bundle or query_str.")
-    return query
+    return query_bundle.query_str
