@@ -198,8 +198,9 @@ class ModelAdapter(LoadSettings):
     def _concurrent(self) -> "RemoteReranker | None":
         """What computes elsewhere, so that its calls need no queue; None for a model of this process."""
         if self.base_url is None:
-            asked = isinstance(self.model, Reranker) and isinstance(self.model, _remote().RemoteReranker)
-            return self._told(self.model) if asked else None
+            given: Any = self.model
+            asks = isinstance(given, Reranker) and isinstance(given, _remote().RemoteReranker)
+            return self._told(given) if asks else None
         names = ("base_url", "api_key", "timeout", "max_retries")
         chosen = {name: getattr(self, name) for name in names}
         remote: RemoteReranker = _remote().RemoteReranker(model=self._asked_for, **chosen)
