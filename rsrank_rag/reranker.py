@@ -136,9 +136,8 @@ class Reranker(ABC):
             scored = score_in_parts([Pair(query, text, None, reading) for text in documents], self.token_ends, score)
         else:
             scored = list(self.score_documents(query, documents, show_progress=show_progress))
-            if reading.long_documents == "windows":
-                # Read again is only what was cut: counting the tokens of all others would cost a fifth of a warm call.
-                cut = [place for place, found in enumerate(scored) if found.truncated]
+            # Read again is only what was cut: counting the tokens of all others would cost a fifth of a warm call.
+            if cut := [i for i, one in enumerate(scored) if one.truncated and reading.long_documents == "windows"]:
                 pairs = [Pair(query, documents[place], None, reading) for place in cut]
                 try:
                     for place, found in zip(cut, score_in_parts(pairs, self.token_ends, score), strict=True):

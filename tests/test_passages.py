@@ -222,6 +222,21 @@ def test_what_is_no_text_or_cannot_be_scored_is_named_by_its_document():
     assert caught.value.index == 1
 
 
+@pytest.mark.parametrize("options", [{}, {"extract": "sentences"}, {"long_documents": "windows"}])
+def test_a_query_is_checked_where_there_are_no_documents_and_read_once_where_none_was_cut(options):
+    class Strict(Hits):
+        def score_documents(self, query, documents, *, show_progress=False):
+            if not isinstance(query, str):
+                raise InputError("A query must be a string.")
+            return super().score_documents(query, documents)
+
+    with pytest.raises(InputError, match="A query must be a string"):
+        Strict().rank(5, [], **options)
+    ranker = Strict()
+    assert len(ranker.rank("q", ["a bee"], **options)) == 1
+    assert ranker.calls == 1
+
+
 def test_an_error_about_a_part_is_one_about_its_document():
     def score(pairs):
         raise ScoringError("Document 2 is too large.", 2)

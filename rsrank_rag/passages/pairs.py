@@ -36,7 +36,7 @@ def score_in_parts(
         ScoringError: A part could not be scored; its pair is named.
     """
     if all(pair.reading == WHOLE for pair in pairs):
-        return score(pairs) if pairs else []
+        return score(pairs)
     spans = [spans_of(index, pair, token_ends) for index, pair in enumerate(pairs)]
     cut = [(pair, pair.document[slice(*span)]) for pair, own in zip(pairs, spans, strict=True) for span in own]
     try:
