@@ -143,3 +143,19 @@ def test_docker_compose_takes_the_file():
         ["docker", "compose", "--profile", "gpu", "config", "--quiet"], cwd=ROOT, capture_output=True, text=True
     )
     assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_no_file_of_the_package_is_left_out_of_the_wheel():
+    # hatchling packs the folder but for what .gitignore names, tracked or not.
+    build = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["hatch"]["build"]
+    assert build["targets"]["wheel"] == {"packages": ["rsrank_rag"]}
+    assert set(build) == {"targets"}
+    files = [path for path in (ROOT / "rsrank_rag").rglob("*") if path.is_file() and "__pycache__" not in path.parts]
+    assert len({path.suffix for path in files} & {".html", ".md", ".mplstyle", ".safetensors", ".toml"}) == 5
+    told = "\n".join(str(path.relative_to(ROOT)) for path in files)
+    found = subprocess.run(
+        ["git", "check-ignore", "--no-index", "--stdin"], input=told, cwd=ROOT, capture_output=True, text=True
+    )
+    if found.returncode == 128:
+        pytest.skip("no checkout of git: " + found.stderr)
+    assert found.stdout == ""
