@@ -459,6 +459,21 @@ async def test_whatever_a_model_raises_on_an_explanation_the_next_request_is_ser
         assert scores(await scheduler.score(pairs("a"), timeout=60)) == [1]
 
 
+class Unpacked:
+    """Becomes the number of the thread in which it is unpickled."""
+
+    def __reduce__(self):
+        return threading.get_ident, ()
+
+
+async def test_what_a_model_answers_is_unpacked_beside_the_event_loop(monkeypatch):
+    monkeypatch.setattr(Numbers, "explain", lambda self, query, document: Unpacked(), raising=False)
+    async with numbers(Numbers()) as scheduler:
+        place = await scheduler.explain(Pair("q", "1"))
+    assert isinstance(place, int)
+    assert place != threading.get_ident()
+
+
 async def test_a_real_model_explains_and_counts(ranker):
     async with running(lambda: ranker, thread=True) as scheduler:
         explanation = await scheduler.explain(Pair("When?", "In 1932."))
