@@ -24,6 +24,7 @@ from transformers.models.auto.modeling_auto import MODEL_MAPPING
 
 from ..errors import BackboneError, MissingDependencyError
 from .attention import use_own_attention
+from .fused_linear import fuse_linear_maps
 from .hub_errors import HUB_ERRORS
 from .log_filters import importing_torchao, only, without_progress_bars
 from .options import FLAGS, LoadOptions
@@ -117,18 +118,24 @@ def load_model(
         ) from error
     if head is None:
         model = getattr(model, "language_model", model)  # the text part of a vision-language model
-        use_own_attention(model)
     if quantization is None:
-        try:
-            model = model.to(device)
-        except (RuntimeError, AssertionError) as error:
-            raise BackboneError(
-                f"The language model {str(name)!r} was loaded but could not be moved to {device}: {error} "
-                "Choose another device, or load it in 8-bit or 4-bit if it is too large."
-            ) from error
+        model = _moved(model, device, str(name))
     if options.weights == "fp8":
         _finish_fp8(model, str(name))
+    if head is None:
+        use_own_attention(model)
+        fuse_linear_maps(model)
     return LoadedModel(model.requires_grad_(False), tokenizer, num_layers)
+
+
+def _moved(model: PreTrainedModel, device: torch.device, name: str) -> PreTrainedModel:
+    try:
+        return model.to(device)
+    except (RuntimeError, AssertionError) as error:
+        raise BackboneError(
+            f"The language model {name!r} was loaded but could not be moved to {device}: {error} "
+            "Choose another device, or load it in 8-bit or 4-bit if it is too large."
+        ) from error
 
 
 def shortened(config: PreTrainedConfig, layers: int) -> PreTrainedConfig:
