@@ -211,9 +211,7 @@ class Scheduler:
             return await asyncio.wait_for(together, timeout)
         except asyncio.TimeoutError:
             self._counts["late"] += 1
-            raise DeadlineError(
-                f"There was no answer in {round(timeout, 1):g} seconds; the work has been cancelled."
-            ) from None
+            raise DeadlineError(f"There was no answer in {timeout:.4g} seconds; the work has been cancelled.") from None
         finally:
             if any(item.done.cancelled() for item in items):
                 self._withdraw(mine)
@@ -232,7 +230,7 @@ class Scheduler:
             late = self._seconds(client, sum(item.tokens for item in items)) - MARGIN * timeout
             if late <= 0:
                 return
-            why = f"an answer in {round(timeout, 1):g} seconds"
+            why = f"an answer in {timeout:.4g} seconds"
         self._counts["refused"] += 1
         text = f"{waiting + len(self._in_hand):,} documents are waiting or being scored, too many for {why}."
         raise OverloadedError(f"{text} Try again later.", retry_after=max(1.0, math.ceil(late)))
