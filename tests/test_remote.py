@@ -312,6 +312,7 @@ def test_a_service_may_name_a_date_to_come_back():
     assert 900 < transport._seconds(date) <= 1000
     assert transport._seconds("Sun, 06 Nov 1994 08:49:37 GMT") == 0.0
     assert transport._seconds("soon") is None
+    assert transport._seconds("Mon, 01 Jan 99999999999999999999 00:00:00 GMT") is None
 
 
 @both_ways

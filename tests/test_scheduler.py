@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from collections import Counter
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -53,7 +54,7 @@ class Numbers(Reranker):
 
     def score_pairs(self, pairs):
         self.began += 1
-        self.may_go_on.wait()
+        self.may_go_on.wait(120)  # a test that fails must end
         self.batches.append([pair.document for pair in pairs])
         self.spend(self.seconds)
         return super().score_pairs(pairs)
@@ -281,7 +282,7 @@ async def test_a_request_beyond_the_limit_is_refused_with_a_time_to_come_back():
         await until(lambda: reranker.began)
         second = asyncio.create_task(scheduler.score(pairs(1, 2, 3)))  # waits
         await until(lambda: scheduler.stats()["waiting"] == 3)
-        with pytest.raises(OverloadedError, match="3 documents are waiting, too many for 3 more") as caught:
+        with pytest.raises(OverloadedError, match="4 documents are waiting or being scored, too many for 3") as caught:
             await scheduler.score(pairs(1, 2, 3))
         assert caught.value.retry_after >= 1
         reranker.may_go_on.set()
@@ -457,6 +458,21 @@ async def test_whatever_a_model_raises_on_an_explanation_the_next_request_is_ser
         with pytest.raises(RSRankError, match=r"The model failed \(ZeroDivisionError\)"):
             await scheduler.explain(Pair("q", "broken"), timeout=60)
         assert scores(await scheduler.score(pairs("a"), timeout=60)) == [1]
+
+
+class Unpacked:
+    """Becomes the number of the thread in which it is unpickled."""
+
+    def __reduce__(self):
+        return threading.get_ident, ()
+
+
+async def test_what_a_model_answers_is_unpacked_beside_the_event_loop(monkeypatch):
+    monkeypatch.setattr(Numbers, "explain", lambda self, query, document: Unpacked(), raising=False)
+    async with numbers(Numbers()) as scheduler:
+        place = await scheduler.explain(Pair("q", "1"))
+    assert isinstance(place, int)
+    assert place != threading.get_ident()
 
 
 async def test_a_real_model_explains_and_counts(ranker):
@@ -821,6 +837,33 @@ def test_what_cannot_be_answered_in_time_is_refused_so_that_the_rest_is_answered
     assert load > 1 or counts["OverloadedError"] < 0.2 * counts["answered"]
 
 
+class Starting(Timed):
+    """Takes a while for each batch, too."""
+
+    async def call(self, method, pairs):
+        await asyncio.sleep(0.03)
+        step = await super().call(method, pairs)
+        return replace(step, seconds=step.seconds + 0.03)
+
+
+async def many_after_few():
+    """Six clients' large requests, which together take a third of their time, after small ones of one client."""
+    scheduler = Scheduler(Numbers, "fake", canary=None)
+    scheduler.model, scheduler._trouble = Starting(), ""
+    scheduler._runner = asyncio.create_task(scheduler._supervised())
+    for _ in range(300):
+        await scheduler.score(pairs("x" * 40), timeout=60)
+    large = pairs(*["x" * 1000] * 100)
+    await asyncio.gather(*(scheduler.score(large, client=name, timeout=60) for name in "abcdef"))
+    await scheduler.stop()
+
+
+def test_small_requests_do_not_make_the_model_seem_too_slow_for_large_ones():
+    loop = Simulated()
+    loop.run_until_complete(many_after_few())  # raises OverloadedError where one is refused
+    loop.close()
+
+
 async def test_a_client_that_has_asked_for_much_is_refused_and_others_are_not():
     reranker = Numbers()
     async with numbers(reranker, least_tokens=160) as scheduler:  # thought to read 800 tokens a second
@@ -830,7 +873,7 @@ async def test_a_client_that_has_asked_for_much_is_refused_and_others_are_not():
         tasks = [asyncio.create_task(scheduler.score(pairs(*[1] * 4000), client="greedy", timeout=200))]
         await until(lambda: scheduler.stats()["waiting"] == 4000)
         with pytest.raises(OverloadedError, match="too many for an answer in 60 seconds") as refused:
-            await scheduler.score(pairs(*[1] * 400), client="greedy", timeout=60)
+            await scheduler.score(pairs(*[1] * 400), client="greedy", timeout=59.9996)  # what is left of 60
         assert 35 <= refused.value.retry_after <= 120
         tasks.append(asyncio.create_task(scheduler.score(pairs(*[1] * 400), client="modest", timeout=60)))
         await until(lambda: scheduler.stats()["waiting"] == 4400)

@@ -38,6 +38,7 @@ from rsrank_rag.prefixes.settings import PrefixCache, as_prefix_cache
 from rsrank_rag.prefixes.store import PrefixStore
 from rsrank_rag.reranker import BLANK_SCORE
 from rsrank_rag.service import app as app_module
+from rsrank_rag.service.dialects.cohere import RerankRequest
 from rsrank_rag.service.dialects.common import ScoringRequest
 from rsrank_rag.service.engine import Canary
 from rsrank_rag.service.gate import keys_in
@@ -91,6 +92,16 @@ async def test_documents_come_back_best_first_under_every_path(path):
     assert found["meta"]["billed_units"]["search_units"] == 1
     assert not any("document" in row for row in found["results"])
     assert "errors" not in found
+
+
+async def test_the_answer_is_made_beside_the_event_loop(monkeypatch):
+    made, answer = [], RerankRequest.answer
+    spied = lambda *given: made.append(threading.get_ident()) or answer(*given)  # noqa: E731
+    monkeypatch.setattr(RerankRequest, "answer", spied)
+    async with serving() as http:
+        assert (await http.post("/v1/rerank", json=RERANK)).status_code == 200
+    assert len(made) == 1
+    assert made[0] != threading.get_ident()
 
 
 async def test_texts_get_teis_bare_array():
@@ -373,7 +384,9 @@ async def test_a_body_that_does_not_come_is_not_waited_for():
         (b'{"query": "q", "documents": ["a", 1]}', "documents.1"),
         (b'{"query": "q", "documents": "a"}', "documents"),
         (b'{"query": "q", "documents": ["a"], "top_n": "5"}', "top_n"),
-        (b'{"query": "q", "documents": ["a"], "threshold": 1e999}', "threshold"),
+        (b'{"query": "q", "documents": ["a"], "threshold": 1e999}', "threshold: Input should be a finite number or"),
+        (b'{"query": ["q"], "documents": ["a"]}', "query: Input should be a valid string or"),
+        (b'{"query": {"text": 1}, "documents": ["a"]}', "query.text: Input should be a valid string"),
         (b'{"query": "q", "texts": ["a", {}]}', "texts.1"),
         (b'{"query": "q"}', "documents: Field required"),
         (b"[]", "The body"),

@@ -194,6 +194,6 @@ def _seconds(retry_after: str) -> float | None:
     """Of a Retry-After header: seconds, or a date."""
     with suppress(ValueError):
         return max(0.0, float(retry_after))
-    with suppress(ValueError):
+    with suppress(ValueError, OverflowError):  # a year may have any number of digits
         return max(0.0, parsedate_to_datetime(retry_after).timestamp() - time.time())
     return None

@@ -154,7 +154,8 @@ class _Service:
     async def rerank(self, body: RerankRequest, request: Request) -> Response:
         """Score documents for a query, best first: Cohere, Jina, vLLM, Infinity, Xinference, SiliconFlow."""
         cutoff = body.cutoff(self.backend.description, self.settings.drop)
-        found = body.answer(await self._scores(request, body), cutoff)
+        # Not in the loop: a long text may have very many sentences.
+        found = await asyncio.to_thread(body.answer, await self._scores(request, body), cutoff)
         request.state.record.kept = len(found.results)
         return _json(found)
 

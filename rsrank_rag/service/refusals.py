@@ -17,7 +17,7 @@ logger = logging.getLogger(__name__)
 
 RETRY_AFTER = 5.0  # seconds to stay away from a service without a model, if it has no better idea
 
-_BRANCHES = frozenset({"body", "TEI", "rerank"})
+_BRANCHES = frozenset({"body", "TEI", "rerank", "QueryObject", "float"})  # and what has a bracket in its name
 _LISTS = frozenset({"documents", "texts", "passages"})
 
 ERROR_TYPES = {
@@ -129,7 +129,7 @@ def _what_is_malformed(errors: Sequence[Any]) -> tuple[str, dict[int, str]]:
     for error in errors:
         if error["type"] == "json_invalid":
             return f"The body is not JSON: {error.get('ctx', {}).get('error', 'it cannot be parsed')}.", {}
-        place = tuple(part for part in error["loc"] if part not in _BRANCHES)[:2]
+        place = tuple(part for part in error["loc"] if part not in _BRANCHES and "[" not in str(part))[:2]
         found.setdefault(place, {})[str(error["msg"]).removeprefix("Value error, ")] = None
     texts = {place: " or ".join(messages) for place, messages in found.items()}
     lines = [f"{'.'.join(map(str, place)) or 'The body'}: {text}" for place, text in list(texts.items())[:5]]

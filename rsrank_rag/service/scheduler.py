@@ -211,7 +211,7 @@ class Scheduler:
             return await asyncio.wait_for(together, timeout)
         except asyncio.TimeoutError:
             self._counts["late"] += 1
-            raise DeadlineError(f"There was no answer in {timeout:g} seconds; the work has been cancelled.") from None
+            raise DeadlineError(f"There was no answer in {timeout:.4g} seconds; the work has been cancelled.") from None
         finally:
             if any(item.done.cancelled() for item in items):
                 self._withdraw(mine)
@@ -230,10 +230,10 @@ class Scheduler:
             late = self._seconds(client, sum(item.tokens for item in items)) - MARGIN * timeout
             if late <= 0:
                 return
-            why = f"an answer in {timeout:g} seconds"
+            why = f"an answer in {timeout:.4g} seconds"
         self._counts["refused"] += 1
-        text = f"{waiting:,} documents are waiting, too many for {why}. Try again later."
-        raise OverloadedError(text, retry_after=max(1.0, math.ceil(late)))
+        text = f"{waiting + len(self._in_hand):,} documents are waiting or being scored, too many for {why}."
+        raise OverloadedError(f"{text} Try again later.", retry_after=max(1.0, math.ceil(late)))
 
     def _seconds(self, client: str, tokens: int) -> float:
         """How long it should take until so many more tokens of a client are scored, beside all others that wait."""
@@ -347,8 +347,10 @@ class Scheduler:
         self._counts["steps"] += 1
         self._counts["busy_seconds"] += step.seconds
         self._model_stats = step.stats
-        speed = tokens / max(step.seconds, 1e-6)
         # Small batches say little about how fast a full one would be, and one that took too long must not be repeated.
+        if tokens < self.limits.least_tokens / 2 and step.seconds <= self.limits.step_seconds:
+            return
+        speed = tokens / max(step.seconds, 1e-6)
         weight = min(1.0, 0.3 * step.seconds / self.limits.step_seconds)
         self._rate += weight * (speed - self._rate)
 

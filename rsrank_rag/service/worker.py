@@ -179,7 +179,7 @@ class ModelProcess:
             self.hangs = True
             self.kill()
         try:
-            return _unpacked(await future)
+            return await asyncio.to_thread(_unpacked, await future)  # for very many sentences takes seconds
         finally:
             self.hangs = False
 
