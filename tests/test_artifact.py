@@ -223,8 +223,9 @@ def test_a_language_model_that_is_not_as_it_was_to_the_byte_is_refused(file, ins
     assert "backbone=" in message
 
 
-def test_weights_in_other_files_than_were_recorded_are_refused(ranker, tmp_path):
+def test_weights_in_other_files_than_were_recorded_are_refused_and_writing_shows_no_bar(ranker, tmp_path, capfd):
     ranker.save_pretrained(tmp_path, include_backbone=True)
+    assert "Writing" not in "".join(capfd.readouterr())
     backbone = tmp_path / "backbone"
     ranker.backbone.model.save_pretrained(backbone, max_shard_size="100KB")
     (backbone / "model.safetensors").unlink(missing_ok=True)

@@ -14,6 +14,7 @@ from typing_extensions import Self
 from ..errors import ArtifactError
 from ..language_model.check import open_backbone
 from ..language_model.loading import LoadedModel, load_model
+from ..language_model.log_filters import without_progress_bars
 from ..language_model.options import LoadOptions, ModelSource
 from ..method.backbone import Backbone
 from ..method.projection import Projection
@@ -176,7 +177,8 @@ class Pretrained(ABC):
         config = self.config
         with replacing(Path(folder)) as new:
             if include_backbone or config.backbone.name == INSIDE:
-                self.backbone.model.save_pretrained(new / INSIDE)
+                with without_progress_bars():
+                    self.backbone.model.save_pretrained(new / INSIDE)
                 self.prompts.tokenizer.save_pretrained(new / INSIDE)
                 inside: dict[str, object] = {"name": INSIDE, "revision": None, "files": hashes(new / INSIDE)}
                 inside["num_layers"] = self.backbone.loaded_layers

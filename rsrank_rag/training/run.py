@@ -274,7 +274,7 @@ class TrainingRun:
                 f"{len(held)} validation queries.{fallen(fitted.history)}"
             )
             settings |= {**recipe.fit.model_dump(exclude={"seed"}), "epochs_run": len(fitted.history)}
-            notes = "The validation queries chose the epoch."
+            notes = "The validation queries chose the epoch." if recipe.fit.keep == "best" else ""
         samples = learner.sample_curve(train, self.say)
         if samples:
             _dump(self.output / "samples.json", samples)
