@@ -623,7 +623,7 @@ def test_a_recipe_goes_from_labelled_queries_to_an_artifact(recipe_file, tmp_pat
     training = ranker.config.training
     assert (training.data, training.settings["epochs"], ranker.config.license) == (("train",), 3, "mit")
     assert list(training.metrics) == ["held"]
-    assert training.notes == "The validation queries chose the epoch."
+    assert training.notes.endswith("The validation queries chose the epoch.")
     held = labelled(3)
     found = [
         ScoredQuery(ranker.score(q.query, [d.content() for d in q.documents]), [d.relevant for d in q.documents])
