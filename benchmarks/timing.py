@@ -108,12 +108,13 @@ def _wait() -> None:
 
 def _flops(system: System) -> int:
     system.prepare()
-    with FlopCounterMode(display=False, custom_mapping={torch.ops.onednn.qlinear_pointwise: _int8_flops}) as counter:
+    maps = (torch.ops.onednn.qlinear_pointwise, torch.ops.mkldnn._linear_pointwise)
+    with FlopCounterMode(display=False, custom_mapping=dict.fromkeys(maps, _map_flops)) as counter:
         system.run()
     return int(counter.get_total_flops())
 
 
-def _int8_flops(inputs: tuple[int, ...], *args: object, out_shape: tuple[int, ...], **kwargs: object) -> int:
+def _map_flops(inputs: tuple[int, ...], *args: object, out_shape: tuple[int, ...], **kwargs: object) -> int:
     """Of a linear map with inputs and outputs of these shapes."""
     return 2 * inputs[-1] * math.prod(out_shape)
 
