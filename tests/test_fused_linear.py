@@ -1,9 +1,13 @@
 """Linear maps with bias and GELU in one pass: what they give, and when they are left as they were."""
 
+from pathlib import Path
+
 import pytest
 import torch
 from torch import nn
 
+from rsrank_rag import RSRank
+from rsrank_rag.language_model import int8
 from rsrank_rag.language_model.fused_linear import FusedLinear, fuse_linear_maps
 from rsrank_rag.language_model.loading import load_model
 from rsrank_rag.language_model.options import LoadOptions, has_fast_bfloat16
@@ -85,3 +89,15 @@ def test_a_torch_without_the_private_product_keeps_its_own(tiny_folder, monkeypa
     monkeypatch.setattr(FusedLinear, "forward", lambda self, inputs: torch.ops.mkldnn._no_such_product(inputs))
     fuse_linear_maps(model)
     assert not fused_maps(model)
+
+
+@needs_bfloat16
+@pytest.mark.skipif(not int8.is_fast(), reason="needs an x86 processor with VNNI")
+def test_documents_in_int8_keep_the_gelu_that_was_fused():
+    chosen, exact = (
+        RSRank.from_pretrained(device="cpu", dtype=dtype, prefix_cache=False) for dtype in ("int8", "float32")
+    )
+    assert fused_maps(chosen.backbone.model)
+    passages = (Path(__file__).parents[1] / "examples" / "passages.txt").read_text("utf-8").splitlines()
+    moved = torch.tensor(chosen.score("honey", passages)) - torch.tensor(exact.score("honey", passages))
+    assert 0 < moved.abs().max() < 0.3

@@ -47,10 +47,10 @@ def fuse_linear_maps(model: PreTrainedModel) -> None:
     except (AttributeError, RuntimeError, TypeError):  # of torch for other processors, or an older one: it is private
         return
     for parent in list(model.modules()):
-        # BERT and its kin name the two parts so.
-        gelu = type(getattr(parent, "intermediate_act_fn", None)) is GELUActivation
         for name, child in list(parent.named_children()):
             if type(child) is nn.Linear and child.bias is not None:
+                # BERT and its kin name the two parts so.
+                gelu = name == "dense" and type(getattr(parent, "intermediate_act_fn", None)) is GELUActivation
                 setattr(parent, name, FusedLinear(child, gelu=gelu))
-        if gelu and isinstance(getattr(parent, "dense", None), FusedLinear):
-            parent.intermediate_act_fn = nn.Identity()
+                if gelu:
+                    parent.intermediate_act_fn = nn.Identity()

@@ -27,6 +27,7 @@ class RoundedLinear(nn.Module):
     def __init__(self, linear: nn.Linear) -> None:
         super().__init__()
         weight, self.bias = linear.weight.detach().float(), linear.bias
+        self.gelu = getattr(linear, "gelu", False)  # of a `FusedLinear`
         self.scales = (weight.abs().amax(1) / LARGEST).clamp_min(1e-12)
         self.zeros = torch.zeros(len(weight), dtype=torch.long)
         codes = (weight / self.scales[:, None]).round().to(torch.int8)
@@ -41,7 +42,8 @@ class RoundedLinear(nn.Module):
         sums = torch.ops.onednn.qlinear_pointwise(
             *(codes, 1.0, 128, self.packed, self.scales, self.zeros, None, 1.0, 0, torch.float32, "none", [], "")
         )
-        return (sums.mul_(size) if self.bias is None else torch.addcmul(self.bias, sums, size)).to(inputs.dtype)
+        sums = sums.mul_(size) if self.bias is None else torch.addcmul(self.bias, sums, size)
+        return (nn.functional.gelu(sums) if self.gelu else sums).to(inputs.dtype)
 
 
 def rounded(model: PreTrainedModel) -> PreTrainedModel:
