@@ -169,6 +169,8 @@ def opened(browser, address, size="desk", **options):
     page = browser.new_page(viewport={"width": width, "height": height}, locale="en-GB", **options)
     page.set_default_timeout(20_000)
     page.goto(address)
+    # A browser follows `autofocus` with its first picture, which may come after the page is loaded.
+    page.wait_for_function("document.activeElement !== document.body")
     return page
 
 
