@@ -169,8 +169,9 @@ def opened(browser, address, size="desk", **options):
     page = browser.new_page(viewport={"width": width, "height": height}, locale="en-GB", **options)
     page.set_default_timeout(20_000)
     page.goto(address)
-    # A browser follows `autofocus` with its first picture, which may come after the page is loaded.
-    page.wait_for_function("document.activeElement !== document.body")
+    # Focus and keys come with the first picture, which may be drawn after the page is loaded.
+    page.evaluate("new Promise((done) => requestAnimationFrame(() => requestAnimationFrame(done)))")
+    assert focus(page) == "Question"
     return page
 
 
@@ -425,7 +426,7 @@ def test_passages_are_lines_or_what_stands_between_blank_lines(visit):
 
 
 def test_without_a_question_or_passages_the_page_says_what_is_missing(page):
-    page.keyboard.press("Control+Enter")
+    page.get_by_label("Question").press("Control+Enter")
     assert page.get_by_role("alert").inner_text() == "There is no question yet."
     page.keyboard.type(QUERY)
     page.keyboard.press("Enter")
