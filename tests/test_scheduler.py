@@ -868,6 +868,38 @@ def test_small_requests_do_not_make_the_model_seem_too_slow_for_large_ones():
     assert answered == [100] * 6
 
 
+class Stalling(Timed):
+    """Takes a second more for the first batch: it swaps, or another process has the processor."""
+
+    stalls = 1.0
+
+    async def call(self, method, pairs):
+        stalled, self.stalls = self.stalls, 0.0
+        await asyncio.sleep(stalled)
+        step = await super().call(method, pairs)
+        return replace(step, seconds=step.seconds + stalled)
+
+
+async def small_after_stall():
+    """How many of 200 small requests, four at a time, are refused after one that took long."""
+    scheduler = Scheduler(Numbers, "fake", canary=None)
+    scheduler.model, scheduler._trouble = Stalling(), ""
+    scheduler._runner = asyncio.create_task(scheduler._supervised())
+    await scheduler.score(pairs("x" * 40), timeout=60)
+    for _ in range(50):
+        asked = (scheduler.score(pairs("x" * 40), client=name, timeout=60) for name in "abcd")
+        await asyncio.gather(*asked, return_exceptions=True)
+    await scheduler.stop()
+    return scheduler.stats()["refused"]
+
+
+def test_after_one_stall_small_requests_alone_show_that_the_model_is_not_so_slow():
+    loop = Simulated()
+    refused = loop.run_until_complete(small_after_stall())
+    loop.close()
+    assert refused < 20
+
+
 async def test_a_client_that_has_asked_for_much_is_refused_and_others_are_not():
     reranker = Numbers()
     async with numbers(reranker, least_tokens=160) as scheduler:  # thought to read 800 tokens a second

@@ -347,10 +347,12 @@ class Scheduler:
         self._counts["steps"] += 1
         self._counts["busy_seconds"] += step.seconds
         self._model_stats = step.stats
-        # Small batches say little about how fast a full one would be, and one that took too long must not be repeated.
-        if tokens < self.limits.least_tokens / 2 and step.seconds <= self.limits.step_seconds:
+        speed, small = tokens / max(step.seconds, 1e-6), tokens < self.limits.least_tokens / 2
+        # Small batches say little about how fast a full one would be: quick ones only make up, as far as the rate that
+        # was assumed at first, for one that took too long, which must not be repeated.
+        enough = min(speed, self.limits.least_tokens / self.limits.step_seconds)
+        if small and step.seconds <= self.limits.step_seconds and self._rate >= enough:
             return
-        speed = tokens / max(step.seconds, 1e-6)
         weight = min(1.0, 0.3 * step.seconds / self.limits.step_seconds)
         self._rate += weight * (speed - self._rate)
 
