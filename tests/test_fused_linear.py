@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
+from transformers import AutoModel, AutoTokenizer, TorchAoConfig
 
 from rsrank_rag import RSRank
 from rsrank_rag.language_model import int8
@@ -54,6 +55,37 @@ def test_gradients_are_those_of_torchs_own():
         grads.append(linear.weight.grad.clone())
     assert grads[0].abs().max() > 0
     assert torch.equal(*grads)
+
+
+@needs_bfloat16
+def test_a_map_that_is_cast_afterwards_computes_in_its_new_dtype():
+    torch.manual_seed(0)
+    linear = nn.Linear(16, 8, dtype=torch.bfloat16)
+    inputs = torch.randn(3, 16, dtype=torch.float64)
+    with torch.no_grad():
+        found = FusedLinear(linear, gelu=True).double()(inputs)
+        assert torch.equal(found, nn.functional.gelu(linear.double()(inputs)))
+
+
+@needs_bfloat16
+def test_a_compiler_sees_torchs_own_maps():
+    fused = FusedLinear(nn.Linear(16, 8, dtype=torch.bfloat16), gelu=True)
+    with torch.no_grad():
+        graph = torch.export.export(fused, (torch.ones(3, 16, dtype=torch.bfloat16),)).graph
+    called = {str(node.target) for node in graph.nodes if node.op == "call_function"}
+    assert called == {"aten.linear.default", "aten.gelu.default"}
+
+
+@needs_bfloat16
+def test_maps_that_a_checkpoint_brings_in_int8_are_left_as_they_were(tiny_folder, tmp_path):
+    torchao = pytest.importorskip("torchao.quantization")
+    how = {"quantization_config": TorchAoConfig(torchao.Int8WeightOnlyConfig()), "dtype": torch.bfloat16}
+    AutoModel.from_pretrained(tiny_folder("bert"), device_map={"": "cpu"}, **how).save_pretrained(tmp_path)
+    AutoTokenizer.from_pretrained(tiny_folder("bert")).save_pretrained(tmp_path)
+    model = load(tmp_path, "bfloat16")
+    assert not fused_maps(model)
+    with torch.no_grad():
+        assert model(torch.arange(1, 25)[None]).last_hidden_state.isfinite().all()
 
 
 @needs_bfloat16

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from transformers.activations import GELUActivation
 
 from .options import has_fast_bfloat16
-from .weights import bits_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -27,8 +26,9 @@ class FusedLinear(nn.Linear):
         self.weight, self.bias, self.gelu = linear.weight, linear.bias, gelu
 
     def forward(self, inputs: Tensor) -> Tensor:
-        """Torch's own way where gradients are wanted: the other has none."""
-        if torch.is_grad_enabled():
+        """Torch's own way for gradients and compilers, which the other is not made for, and for a map moved or cast."""
+        fits = inputs.device.type == "cpu" and inputs.dtype == self.weight.dtype == torch.bfloat16
+        if torch.is_grad_enabled() or torch.compiler.is_compiling() or not fits:
             outputs = super().forward(inputs)
             return nn.functional.gelu(outputs) if self.gelu else outputs
         activation = "gelu" if self.gelu else "none"
@@ -37,9 +37,8 @@ class FusedLinear(nn.Linear):
 
 
 def fuse_linear_maps(model: PreTrainedModel) -> None:
-    """Replace the linear maps that have a bias, in bfloat16 on a processor that multiplies it; leave all others."""
-    plain = model.device.type == "cpu" and model.dtype == torch.bfloat16 and bits_of(model) == 16
-    if not plain or not has_fast_bfloat16(model.device):
+    """Replace linear maps with bias and plain weights, in bfloat16 on a processor that multiplies it; no others."""
+    if model.device.type != "cpu" or model.dtype != torch.bfloat16 or not has_fast_bfloat16(model.device):
         return
     try:
         with torch.no_grad():
@@ -48,7 +47,7 @@ def fuse_linear_maps(model: PreTrainedModel) -> None:
         return
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
-            if type(child) is nn.Linear and child.bias is not None:
+            if type(child) is nn.Linear and type(child.weight) is nn.Parameter and child.bias is not None:
                 # BERT and its kin name the two parts so.
                 gelu = name == "dense" and type(getattr(parent, "intermediate_act_fn", None)) is GELUActivation
                 setattr(parent, name, FusedLinear(child, gelu=gelu))
