@@ -6,8 +6,8 @@
 One process for each processor (as it is; limited to AVX2, and to AVX2 with VNNI, as many laptops are) and number of
 threads; within a process all systems take turns in random order, with the same texts. The peers' weights are random:
 time only. `processor.c` limits all libraries; where it cannot, torch is limited, ONNX Runtime is not, and that is
-recorded. The floor is what the floating-point operations of a call would take at the rate of a large matrix product in
-the same dtype.
+recorded. Columns of the file that were not asked for (``--processors``, ``--threads``) stay. The floor is what the
+floating-point operations of a call would take at the rate of a large matrix product in the same dtype.
 """
 
 from __future__ import annotations
@@ -240,7 +240,10 @@ def main() -> None:
                 results.append({"processor": processor, "threads": threads, **json.loads(done.stdout.splitlines()[-1])})
                 print(table(results[-1:]), end="\n\n", flush=True)
     if not options.print:
-        (ROOT / "docs/peers.json").write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+        file, measured = ROOT / "docs/peers.json", {(column["processor"], column["threads"]) for column in results}
+        others = [c for c in json.loads(file.read_text("utf-8")) if (c["processor"], c["threads"]) not in measured]
+        everything = sorted([*results, *others], key=lambda c: (list(PROCESSORS).index(c["processor"]), c["threads"]))
+        file.write_text(json.dumps(everything, indent=1) + "\n", encoding="utf-8")
 
 
 if __name__ == "__main__":
