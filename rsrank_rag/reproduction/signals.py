@@ -54,22 +54,23 @@ class SignalReader(ShiftReader):
 
     def read(self, rows: Sequence[Row], consume: Consume) -> Tensor:
         """As `ShiftReader.read`; the paper's score knows no agreement."""
-        found = [self._difference(row) for row in rows]
+        alone: dict[tuple[Ids, Ids], dict[int, Tensor]] = {}  # rows of one query share what is subtracted
+        found = [self._difference(row, alone) for row in rows]
         width = max(row.query.length for row in rows)
         for layer in sorted(self.layers):
             shifts = [pad(shift[layer], (0, 0, 0, width - shift[layer].shape[2])) for shift in found]
             consume(layer, torch.cat(shifts))
         return torch.zeros(len(rows), 1, dtype=torch.float64)
 
-    def _difference(self, row: Row) -> dict[int, Tensor]:
+    def _difference(self, row: Row, alone: dict[tuple[Ids, Ids], dict[int, Tensor]]) -> dict[int, Tensor]:
         """Layer -> (1, H, T, D) fp32 of one row."""
         found = self._signal(row.document, row)
         if self.null == "none":
             return found
-        alone = self._signal(
-            self.filled(len(row.document)) if self.null == "matched" else self.prompts.null_prefix, row
-        )
-        return {layer: value - alone[layer] for layer, value in found.items()}
+        prefix = self.filled(len(row.document)) if self.null == "matched" else self.prompts.null_prefix
+        if (prefix, row.query.ids) not in alone:
+            alone[prefix, row.query.ids] = self._signal(prefix, row)
+        return {layer: value - alone[prefix, row.query.ids][layer] for layer, value in found.items()}
 
     def filled(self, length: int) -> Ids:
         """A null prefix of a document's length: filler in the document's place (paper, Eq. 2)."""
