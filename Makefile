@@ -36,7 +36,7 @@ test-clients: $(foreach group,langchain llama newest,$(VENV)-clients-$(group)/.i
 		$(VENV)-clients-$$group/bin/python -m pytest tests/test_clients.py; done
 
 docs: $(VENV)/.installed-dev
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 # The adapters with the oldest releases of LangChain and LlamaIndex that are supported; all else comes from $(VENV).
 test-oldest: $(VENV)-oldest/.installed

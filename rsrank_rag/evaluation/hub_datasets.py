@@ -1,4 +1,4 @@
-"""The paper's six sets (Section 5.1) and those of BEIR by name, from the Hugging Face Hub.
+"""The paper's six sets (Section 5.2) and those of BEIR by name, from the Hugging Face Hub.
 
 Each of the six is read at a fixed commit of a repository that holds plain data files, so the same call gives the same
 queries. Other sets of BEIR are read as they are on the Hub, at a commit of your choice.

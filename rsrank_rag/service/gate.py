@@ -191,8 +191,9 @@ def is_own_name(host: str, settings: Settings) -> bool:
     a key, so with keys and no list of names any will do. Nor can it own a number, or a name that is none of the public
     ones.
 
-    >>> [is_own_name(host, Settings()) for host in ("127.0.0.1:8080", "[::1]", "rsrank", "a.local", "evil.example")]
-    [True, True, True, True, False]
+    >>> hosts = ("127.0.0.1:8080", "[::1]", "rsrank", "a.local", "evil.example")
+    >>> tuple(is_own_name(host, Settings()) for host in hosts)
+    (True, True, True, True, False)
     """
     try:
         name = (urlsplit(f"//{host}").hostname or "").removesuffix(".")

@@ -172,7 +172,7 @@ class Recipe(BaseModel, extra="forbid", frozen=True):
     validation_queries: int | None = Field(default=None, gt=0, description="So many instead of a share.")
     evaluation: tuple[DataPart, ...] = ()
     sample_sizes: tuple[int, ...] = Field(default=(), description="Also train on so many queries, for a curve.")
-    sample_epochs: int = Field(default=10, gt=0, description="Epochs for each of them (the paper's Table 3).")
+    sample_epochs: int = Field(default=10, gt=0, description="Epochs for each of them (the paper's Table 4).")
     minimum_queries: int = Field(default=2, ge=2)
     license: str | None = None
 
