@@ -1,7 +1,5 @@
 """RSRank: rerank by how a document shifts a language model's view of the query, and drop what scores below zero."""
 
-from __future__ import annotations
-
 from importlib import import_module
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any

@@ -1,8 +1,7 @@
 """Every error this package raises on purpose, so that one ``except RSRankError`` is enough."""
 
-from __future__ import annotations
-
 import json
+import math
 from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager, suppress
 from difflib import get_close_matches
@@ -36,8 +35,26 @@ class ScoringError(RSRankError):
         super().__init__(message)
         self.index = index
 
-    def __reduce__(self) -> tuple[type[ScoringError], tuple[str, int]]:
+    def __reduce__(self) -> tuple[type["ScoringError"], tuple[str, int]]:
         return ScoringError, (str(self), self.index)
+
+
+def finite(score: float, index: int) -> float:
+    """A score that is a number; ScoringError names the document of any other."""
+    if math.isfinite(score):
+        return score
+    raise ScoringError(
+        f"Document {index} scored {score}. The model overflowed on it: load it in bfloat16 or float32.", index
+    )
+
+
+def too_large(tokens: int, index: int) -> ScoringError:
+    """The error of a document for which there is too little memory."""
+    return ScoringError(
+        f"Document {index} ({tokens} tokens with the prompt) does not fit into memory even by itself. "
+        "Pass a smaller max_length, or load the model in 8-bit or on another device.",
+        index,
+    )
 
 
 class RemoteError(RSRankError):

@@ -47,12 +47,22 @@ def _machine() -> str:
     return hashlib.sha256(platform.node().encode()).hexdigest()[:8]
 
 
+@contextmanager
+def appearing(path: Path, prefix: str = "") -> Iterator[Path]:
+    """Where to write a file, which takes its place when the block has ended; nothing is left of one that failed."""
+    partial = partial_of(path.with_name(f"{prefix}{path.name}"))
+    try:
+        yield partial
+        partial.replace(path)
+    finally:
+        partial.unlink(missing_ok=True)  # on a full disk, others need the room
+
+
 def write_text(path: Path, text: str) -> None:
     """Write a file that appears only when it is complete; its folder is made."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    partial = partial_of(path)
-    partial.write_text(text, encoding="utf-8")
-    partial.replace(path)
+    with appearing(path) as partial:
+        partial.write_text(text, encoding="utf-8")
 
 
 @contextmanager

@@ -1,14 +1,10 @@
 """RSRank: backbone, template and B joined into a reranker."""
 
-from __future__ import annotations
-
 import copy
 import hashlib
 import itertools
 import json
-import math
 from collections.abc import Iterator, Sequence
-from typing import NoReturn
 
 import torch
 from tqdm.auto import tqdm
@@ -17,7 +13,7 @@ from typing_extensions import Self
 from .artifact.config import RSRankConfig
 from .artifact.identity import prefix_identity
 from .artifact.pretrained import Pretrained
-from .errors import InputError, ScoringError
+from .errors import InputError, ScoringError, finite, too_large
 from .method.backbone import Backbone
 from .method.batching import Batches, DoesNotFitError, Ids, is_out_of_memory, token_budget_for
 from .method.probe import whole_lanes
@@ -88,10 +84,10 @@ class RSRank(Pretrained, Reranker):
         """
         store, waiting = self._unread(documents, whole=True)
         try:
-            with _progress(len(waiting), show_progress, "reading") as bar:
+            with tqdm(total=len(waiting), disable=not show_progress, unit="doc", desc="reading") as bar:
                 store.write(waiting, self.backbone, self.token_budget, bar.update)
         except DoesNotFitError as error:
-            raise _too_large(error.ids, waiting[error.ids]) from None
+            raise too_large(len(error.ids), waiting[error.ids]) from None
         return len(waiting)
 
     def index_size(self, documents: Sequence[str]) -> tuple[int, int]:
@@ -124,7 +120,8 @@ class RSRank(Pretrained, Reranker):
             InputError: The artifact takes none, or the instruction is blank, too long or holds a special token.
         """
         twins: dict[str, Self] = self.__dict__.setdefault("_instructed", {})
-        if instruction not in twins:
+        twin = twins.get(instruction)  # other threads change what is there meanwhile
+        if twin is None:
             template = self.config.template.with_instruction(instruction)
             tokenizer, most = self.prompts.tokenizer, self.prompts.max_length
             special = [token for token in tokenizer.get_added_vocab() if token in instruction]
@@ -136,9 +133,9 @@ class RSRank(Pretrained, Reranker):
             )
             twin.reader = ShiftReader(self.backbone, twin.prompts, self.config.layers, self.store)
             if len(twins) >= INSTRUCTIONS:
-                twins.pop(next(iter(twins)), None)
+                twins.pop(next(iter(list(twins)), ""), None)
             twins[instruction] = twin
-        return twins[instruction]
+        return twin
 
     @torch.inference_mode()
     def with_salt(self, salt: str) -> Self:
@@ -224,17 +221,17 @@ class RSRank(Pretrained, Reranker):
             if not document.empty:
                 places.setdefault(Row(document.ids, query), []).append(place)
         scores = [BLANK_SCORE] * len(pairs)
-        with _progress(len(places), show_progress, "scoring") as bar:
+        with tqdm(total=len(places), disable=not show_progress, unit="doc", desc="scoring") as bar:
             for batches in self._batches(list(places)):
                 try:
                     for batch in batches:
                         with batches.attempt():
                             for row, score in zip(batch, score_rows(self.reader, self.projection, batch), strict=True):
                                 for place in places[row]:
-                                    scores[place] = _finite(score, place)
+                                    scores[place] = finite(score, place)
                             bar.update(len(batch))
                 except DoesNotFitError as error:
-                    raise _too_large(error.ids.document, places[error.ids][0]) from None
+                    raise too_large(len(error.ids.document), places[error.ids][0]) from None
                 finally:
                     self._halved += batches.halved
         return [
@@ -276,8 +273,8 @@ class RSRank(Pretrained, Reranker):
             except (MemoryError, RuntimeError) as error:
                 if not is_out_of_memory(error):
                     raise
-                raise _too_large(prompt.ids, 0) from None
-            score = _finite(float(parts.sum() + agreement.sum()), 0)
+                raise too_large(len(prompt.ids), 0) from None
+            score = finite(float(parts.sum() + agreement.sum()), 0)
         return Explanation(
             query=query,
             document=document,
@@ -290,23 +287,3 @@ class RSRank(Pretrained, Reranker):
             agreement=float(agreement.sum()),
             matches=tuple(agreement[1:].tolist()) if bool(agreement[1:].any()) else (),
         )
-
-
-def _progress(total: int, show: bool, what: str) -> tqdm[NoReturn]:
-    return tqdm(total=total, disable=not show, unit="doc", desc=what)
-
-
-def _finite(score: float, place: int) -> float:
-    if math.isfinite(score):
-        return score
-    raise ScoringError(
-        f"Document {place} scored {score}. The model overflowed on it: load it in bfloat16 or float32.", place
-    )
-
-
-def _too_large(ids: Ids, place: int) -> ScoringError:
-    return ScoringError(
-        f"Document {place} ({len(ids)} tokens with the template) does not fit into memory even by itself. "
-        "Pass a smaller max_length, or load the model in 8-bit or on another device.",
-        place,
-    )

@@ -14,6 +14,7 @@ from rsrank_rag.evaluation.comparison import Measured, compare, share_above, thr
 from rsrank_rag.evaluation.datasets import LabelledDocument, LabelledQuery
 from rsrank_rag.evaluation.metrics import ScoredQuery, best_threshold, f1_at
 from rsrank_rag.evaluation.statistics import estimate_mean, paired_differences, paired_t_test
+from rsrank_rag.reranker import BLANK_SCORE
 
 # Best first: + - + - for the first, - + for the second.
 FIRST = ScoredQuery([1.0, 4.0, 3.0, 2.0], [False, True, False, True])
@@ -45,6 +46,13 @@ def test_bias_and_variance_equal_the_fractions_by_hand():
     assert found.best == {"a": pytest.approx(0.5), "b": pytest.approx(0.7)}
     assert found.bias == pytest.approx((0.05 + 0.15) / 2)  # one too high, one too low: they do not cancel
     assert found.variance == pytest.approx(0.1**2)
+
+
+def test_a_blank_document_does_not_stretch_the_range_of_the_scores():
+    queries = [ScoredQuery([-2.0, 2.0, 4.0], [False, False, True])]
+    with_blank = [*queries, ScoredQuery([4.0, BLANK_SCORE], [True, False])]
+    found, expected = threshold_stability({"a": with_blank}, 3.5), threshold_stability({"a": queries}, 3.5)
+    assert (found.ranges, found.natural, found.best) == (expected.ranges, expected.natural, expected.best)
 
 
 def test_bias_is_zero_where_the_natural_threshold_is_the_best_one():

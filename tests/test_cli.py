@@ -122,6 +122,14 @@ def test_explain_prints_parts_that_add_up_to_the_score(artifact):
     assert f"{found['score']:+.2f}" in table
 
 
+def test_parts_agreement_and_matches_of_the_built_in_model_add_up_to_the_score():
+    asked = ("explain", "-q", "How do bees find flowers?", "--document", "Bees find flowers by their colour.")
+    found = json.loads(run(*asked, "-m", "mini", "--dtype", "float32", "--json").stdout)
+    assert abs(found["agreement"]) > 0.1
+    assert sum(map(sum, found["parts"])) + found["agreement"] == pytest.approx(found["score"], abs=1e-4)
+    assert len(found["matches"]) == len(found["tokens"])
+
+
 def test_info_describes_the_artifact_and_needs_no_language_model(artifact, ranker):
     output = run("info", artifact).stdout
     assert f"{ranker.projection.weight.numel():,} numbers" in output
@@ -424,6 +432,19 @@ def test_evaluate_says_before_the_work_that_its_output_cannot_be_written(labelle
     output = str(tmp_path / "nowhere" / "metrics.json")
     result = run("evaluate", "-m", "no such model", "--data", labelled[0], "--output", output, code=2)
     assert "could not be written" in " ".join(result.stderr.split())
+
+
+def test_an_evaluation_that_fails_leaves_the_figures_of_the_last_one_where_they_are(labelled, tmp_path):
+    output = tmp_path / "metrics.json"
+    output.write_text("[1]")
+    run("evaluate", "-m", "bm255", "--data", labelled[0], "--output", str(output), code=2)
+    assert output.read_text() == "[1]"
+
+
+def test_a_model_that_is_named_twice_with_its_label_is_measured_once(labelled):
+    twice = ("-m", "bm25", "--label", "words") * 2
+    found = json.loads(run("evaluate", *twice, "--data", labelled[0], "--json").stdout)
+    assert [row["model"] for row in found] == ["words"]
 
 
 @pytest.mark.slow

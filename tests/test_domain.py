@@ -18,7 +18,7 @@ from rsrank_rag import Projection, RSRank
 from rsrank_rag.artifact import hub
 from rsrank_rag.artifact.config import RSRankConfig
 from rsrank_rag.errors import InputError, TrainingError
-from rsrank_rag.evaluation.metrics import ScoredQuery, best_threshold
+from rsrank_rag.evaluation.metrics import ScoredQuery, best_threshold, selection
 from rsrank_rag.language_model.options import LoadOptions
 from rsrank_rag.method.scoring import ShiftReader
 from rsrank_rag.training import domain
@@ -341,6 +341,24 @@ def test_tuned_thresholds_are_judged_on_queries_that_they_were_not_tuned_on():
     shifted = [ScoredQuery([score + 5 for score in query.scores], query.relevant) for query in queries]
     assert cross_tuned(shifted, Goal(), 0.0).outcome == "better"
     assert cross_tuned(shifted, Goal(), 5.0).queries == 20
+
+
+def test_a_goal_that_some_parts_of_the_queries_cannot_reach_is_judged_with_what_comes_nearest():
+    good, bad = ScoredQuery([1.0, -1.0], [True, False]), ScoredQuery([1.0, -1.0], [False, True])
+    queries, goal = [good, bad, good, bad, good], Goal("precision", 0.6)
+    find_threshold(queries, goal)  # all together reach it
+    with pytest.raises(TrainingError):
+        find_threshold(queries[1:], goal)
+    assert cross_tuned(queries, goal, 0.0).queries == 5
+
+
+def test_a_query_without_documents_counts_nothing_as_in_every_other_figure():
+    queries = [ScoredQuery([1.0, -1.0], [True, False]), ScoredQuery([], [])]
+    curves = Curves(queries)
+    for place, threshold in enumerate(curves.thresholds):
+        found = [float(curves.by_metric[name][:, place].mean()) for name in ("precision", "recall", "f1")]
+        rows = [selection(query, threshold)[:3] for query in queries]
+        assert found == pytest.approx([statistics.fmean(column) for column in zip(*rows, strict=True)])
 
 
 def test_a_tuned_artifact_keeps_what_scores_above_its_threshold_unless_told_otherwise(fused, tmp_path):

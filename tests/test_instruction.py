@@ -1,6 +1,8 @@
 """An instruction of the caller: part of the template where the artifact has a place for it, refused everywhere else."""
 
 import json
+import sys
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from conftest import CHAT, DOCUMENTS, QUERY, random_projection
@@ -54,6 +56,20 @@ def test_an_instruction_scores_as_a_template_that_has_always_said_so(told, tiny_
     assert twin.explain(QUERY, DOCUMENTS[0]).score == pytest.approx(said.score(QUERY, DOCUMENTS[:1])[0], abs=1e-5)
     assert told.score(QUERY, DOCUMENTS) == pytest.approx(usual.score(QUERY, DOCUMENTS), abs=1e-5)
     assert twin.score(QUERY, DOCUMENTS) != pytest.approx(told.score(QUERY, DOCUMENTS), abs=1e-3)
+
+
+def test_many_threads_may_ask_with_more_instructions_than_are_kept(told):
+    def ask(number):
+        text = f"Instruction {number % 23}?"
+        return told.with_instruction(text).prompts.template == TOLD.with_instruction(text)
+
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        with ThreadPoolExecutor(8) as threads:
+            assert all(threads.map(ask, range(1500)))
+    finally:
+        sys.setswitchinterval(before)
 
 
 def test_kept_prefixes_are_those_of_one_instruction(told, tmp_path):

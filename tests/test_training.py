@@ -815,3 +815,11 @@ def test_push_refuses_what_nobody_else_could_load(ranker, tmp_path):
     (tmp_path / "artifact" / "projection.safetensors").unlink()
     save_file({"weight": torch.zeros(1)}, tmp_path / "artifact" / "projection.safetensors")
     run("push", tmp_path / "artifact", "me/x", code=1)
+
+
+def test_two_evaluation_sets_of_one_name_are_refused_and_not_merged():
+    twice = ['evaluation=[{file = "a/dev.jsonl"}, {file = "b/dev.jsonl"}]']
+    with pytest.raises(InputError, match="two evaluation sets are called 'dev'"):
+        Recipe.load("qwen3-8b", twice)
+    labelled = Recipe.load("qwen3-8b", [twice[0].replace('b/dev.jsonl"', 'b/dev.jsonl", label = "b"')])
+    assert [part.title for part in labelled.evaluation] == ["dev", "b"]

@@ -1,7 +1,5 @@
 """The artifact's ``config.json``, validated: which backbone B belongs to and how it reads a prompt."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import reprlib
@@ -10,6 +8,7 @@ from operator import not_
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from typing_extensions import Self
 
 from ..errors import ArtifactError
 from ..method.template import Template
@@ -82,7 +81,7 @@ class RSRankConfig(BaseModel):
     training: TrainingRecord = TrainingRecord()
 
     @model_validator(mode="after")
-    def _layers_exist(self) -> RSRankConfig:
+    def _layers_exist(self) -> Self:
         if list(self.layers) != sorted(set(self.layers)):
             raise ValueError(f"layers must ascend without repeats, got {self.layers}")
         if self.layers[0] <= self.fusion_layer or self.layers[-1] >= self.backbone.num_layers:
@@ -109,7 +108,7 @@ class RSRankConfig(BaseModel):
         return content_digest(self.model_dump_json())
 
     @classmethod
-    def parse(cls, text: str, *, source: str) -> RSRankConfig:
+    def parse(cls, text: str, *, source: str) -> Self:
         """Read a ``config.json``; ArtifactError if it is no JSON, no RSRank config, or of an unknown version."""
         try:
             raw: Any = json.loads(text)

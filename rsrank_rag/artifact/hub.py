@@ -1,7 +1,5 @@
 """An artifact is a folder, here or on the Hugging Face Hub: config.json, projection.safetensors, README.md."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 from pathlib import Path
@@ -54,14 +52,8 @@ def resolve(name: str | Path, revision: str | None = None, load: LoadOptions = U
     if alike := "" if "/" in str(name) else nearest(str(name), builtin_names()):
         raise ArtifactError(f"{asked} {found}.{alike}")
     try:
-        folder = snapshot_download(
-            str(name),
-            revision=revision,
-            local_files_only=load.local_files_only,
-            token=load.token,
-            cache_dir=load.cache_dir,
-            allow_patterns=[CONFIG, PROJECTION, CARD, LIMITS, "backbone/*"],
-        )
+        files = [CONFIG, PROJECTION, CARD, LIMITS, "backbone/*"]
+        folder = snapshot_download(str(name), revision=revision, allow_patterns=files, **load.hub)
     except HFValidationError:
         raise ArtifactError(f"{asked} {found}, and it cannot be a Hub id (owner/name).") from None
     except RevisionNotFoundError:

@@ -1,7 +1,5 @@
 """How `RSRank` is loaded, saved and published."""
 
-from __future__ import annotations
-
 from abc import ABC, abstractmethod
 from dataclasses import replace
 from pathlib import Path

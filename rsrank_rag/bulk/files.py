@@ -23,7 +23,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from ..errors import InputError, needs
 from ..method.template import clean
-from ..partial_files import digest_of, is_running, partial_of, write_text
+from ..partial_files import appearing, digest_of, is_running, write_text
 from .pairs import COLUMNS, form_of
 
 with needs("Parquet files need pyarrow.", "parquet", "pyarrow"):
@@ -353,13 +353,7 @@ def write_lines(output: Path) -> None:
 
 def _write_whole(path: Path, content: bytes) -> None:
     """Have a file, with the hash of its content in it, appear only when all of it is on the disk."""
-    partial = partial_of(path.with_name(f"_{path.name.lstrip('_')}"))
-    try:
-        with partial.open("wb") as file:
-            file.write(sealed(content))
-            file.flush()
-            os.fsync(file.fileno())
-        partial.replace(path)
-    except OSError:
-        partial.unlink(missing_ok=True)  # on a full disk, others need the room
-        raise
+    with appearing(path, prefix="_") as partial, partial.open("wb") as file:
+        file.write(sealed(content))
+        file.flush()
+        os.fsync(file.fileno())

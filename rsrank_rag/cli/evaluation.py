@@ -82,15 +82,16 @@ def evaluate(
 
     _check_outputs(output, report)
     model = list(dict.fromkeys(model))
-    if label and len(set(label)) != len(model):
-        raise InputError(f"{len(model)} models were given and {len(set(label))} labels. Give one a model, in order.")
+    label = list(dict.fromkeys(label or model))
+    if len(label) != len(model):
+        raise InputError(f"{len(model)} models were given and {len(label)} labels. Give one a model, in order.")
     given = None if threshold in ("native", "shared") else _number(threshold)
     for name in model:
         parse(name)  # a wrong name is said before the data are read
     chosen = None if negatives is None else hard.Negatives.parse(negatives)
     sets = load_sets(data, limit=limit, negatives=chosen, titles=titles, options=load)
     measured = []
-    for source, name in zip(model, label or model, strict=True):
+    for source, name in zip(model, label, strict=True):
         with problems.status(f"Loading {name} ..."):
             system = load_system(source, revision=revision, options=load)
         scored = {
@@ -166,7 +167,7 @@ def _check_outputs(output: Path | None, report: Path | None) -> None:
     if report is not None:
         check_report(report)
     if output is not None:
-        _write(output, "")
+        _write(output, "", mode="a")  # what is there stays until there is something to take its place
 
 
 def _number(text: str) -> float:
@@ -176,9 +177,10 @@ def _number(text: str) -> float:
         raise InputError(f"--threshold must be a number, 'native' or 'shared', got {text!r}.") from None
 
 
-def _write(path: Path, text: str) -> None:
+def _write(path: Path, text: str, mode: str = "w") -> None:
     try:
-        path.write_text(text, encoding="utf-8")
+        with path.open(mode, encoding="utf-8") as file:
+            file.write(text)
     except OSError as error:
         raise InputError(f"--output {path} could not be written: {error.strerror}.") from error
 

@@ -181,7 +181,7 @@ def explain(
     ranker = ranker if instruction is None else ranker.with_instruction(clean(instruction))
     explanations = [ranker.explain(clean(query), text) for text in texts]
     if as_json:
-        fields = ("query", "document", "score", "truncated", "tokens", "layers", "parts")
+        fields = ("query", "document", "score", "truncated", "tokens", "layers", "parts", "agreement", "matches")
         shown = [{name: getattr(explanation, name) for name in fields} for explanation in explanations]
         typer.echo(json.dumps(shown if document is None else shown[0], ensure_ascii=False, indent=2))
     else:

@@ -9,7 +9,7 @@ import socket
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 from pydantic import SecretStr, ValidationError
@@ -34,8 +34,7 @@ app = typer.Typer()
 
 KEYS = ("RSRANK_API_KEY", "RSRANK_API_KEYS")
 """Environment variables with API keys, separated by commas. Clients send the first key of the first one."""
-
-LEVELS = ("debug", "info", "warning", "error", "critical")
+LogLevel = Literal["debug", "info", "warning", "error", "critical"]
 
 
 def prepare_logs(level: str) -> None:
@@ -91,7 +90,7 @@ def serve(
     cpus_per_replica: Annotated[float, Option(help="With ray: CPU cores of each.")] = 1.0,
     gpus_per_replica: Annotated[float, Option(help="With ray: GPUs of each, such as 1 or 0.5.")] = 0.0,
     address: Address = None,
-    log_level: Annotated[str, Option(help=f"{', '.join(LEVELS)}.")] = "info",
+    log_level: Annotated[LogLevel, Option(help="Of this package and the server.")] = "info",
 ) -> None:
     """Answer over HTTP, as clients of Cohere, Jina, TEI, vLLM, Infinity and NVIDIA ask.
 
@@ -102,8 +101,6 @@ def serve(
 
     Ends at SIGTERM or Ctrl-C, when the requests in flight have been answered. API keys may be changed in their file.
     """
-    if log_level not in LEVELS:
-        raise InputError(f"--log-level must be one of {', '.join(LEVELS)}, got {log_level!r}.")
     parse(model)
     source = ModelSource(model, revision, load, prefix_cache=prefix_choice(prefix_cache, prefixes))
     from ..service.app import Settings

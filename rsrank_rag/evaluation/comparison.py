@@ -11,6 +11,7 @@ from itertools import combinations
 from typing import Literal
 
 from .. import __version__
+from ..reranker import BLANK_SCORE
 from .datasets import LabelledQuery
 from .metrics import ScoredQuery, best_threshold, f1_at, query_best_f1, ranking_by_query
 from .statistics import LEVEL, RESAMPLES, Estimate, PairedTest, Record, estimate_mean, paired_differences, paired_t_test
@@ -137,7 +138,10 @@ def threshold_stability(sets: Mapping[str, Sequence[ScoredQuery]], threshold: fl
     >>> found.best, found.natural, found.bias, found.variance
     ({'a': 0.25}, 0.5, 0.25, 0.0)
     """
-    scores = {name: [score for query in queries for score in query.scores] or [0.0] for name, queries in sets.items()}
+    scores = {
+        name: [score for query in queries for score in query.scores if score != BLANK_SCORE] or [0.0]
+        for name, queries in sets.items()
+    }
     low, high = min(map(min, scores.values())), max(map(max, scores.values()))
     span = (high - low) or 1.0
     ranges = {name: ((min(found) - low) / span, (max(found) - low) / span) for name, found in scores.items()}

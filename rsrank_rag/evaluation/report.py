@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..errors import InputError, required
 from ..partial_files import write_text
+from ..reranker import BLANK_SCORE
 from . import plots
 from .comparison import METRICS, Comparison, Measured, QueryLabels, QueryResult, compare
 from .datasets import LabelledQuery
@@ -97,9 +98,10 @@ def short_names(names: Sequence[str]) -> dict[str, str]:
 
 
 def _by_label(labels: Sequence[QueryLabels], queries: Sequence[QueryResult]) -> tuple[list[float], list[float]]:
-    """Scores of the relevant, and of the irrelevant documents."""
+    """Scores of the relevant, and of the irrelevant documents; blank ones have none that could be drawn."""
     pairs = [pair for x, y in zip(queries, labels, strict=True) for pair in zip(x.scores, y.relevant, strict=True)]
-    return [score for score, relevant in pairs if relevant], [score for score, relevant in pairs if not relevant]
+    drawn = [(score, relevant) for score, relevant in pairs if score != BLANK_SCORE]
+    return [score for score, relevant in drawn if relevant], [score for score, relevant in drawn if not relevant]
 
 
 def page(

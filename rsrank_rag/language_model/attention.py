@@ -6,9 +6,7 @@ query tokens after a long prefix that is most of the work. The heads of a group 
 Axes: N rows, H KV heads, G query heads of each, T query tokens, S keys, D head dimension.
 """
 
-from __future__ import annotations
-
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,12 +16,9 @@ from .log_filters import importing_torchao
 from .options import leaves_instructions_unused
 
 with importing_torchao():
-    from transformers import AttentionInterface, AttentionMaskInterface
+    from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
     from transformers.masking_utils import sdpa_mask
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
 
 NAME = "rsrank_sdpa"  # what this attention is called in a model's config; it takes the masks that SDPA takes
 

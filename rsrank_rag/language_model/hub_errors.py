@@ -1,7 +1,5 @@
 """What the Hugging Face Hub's client raises, and how soon."""
 
-from __future__ import annotations
-
 from functools import cache
 from typing import Any
 

@@ -82,13 +82,7 @@ def load_model(
         InputError: A device or dtype that there is not.
         MissingDependencyError: 8-bit or 4-bit without bitsandbytes, fp8 without torchao.
     """
-    hub = {
-        "revision": revision,
-        "local_files_only": options.local_files_only,
-        "token": options.token,
-        "cache_dir": options.cache_dir,
-        "trust_remote_code": options.trust_remote_code,
-    }
+    hub = {**options.hub, "revision": revision, "trust_remote_code": options.trust_remote_code}
     device, dtype, quantization = options.resolved_device(), options.resolved_dtype(), _quantization(options)
     failures = LOAD_ERRORS
     try:

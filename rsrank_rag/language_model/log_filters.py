@@ -1,7 +1,5 @@
 """Keeps from log and terminal what libraries write there and nobody can act on, for as long as it lasts."""
 
-from __future__ import annotations
-
 import contextlib
 import logging
 import threading

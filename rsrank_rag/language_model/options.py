@@ -68,6 +68,11 @@ class LoadOptions:
         if self.weights is not None and self.weights not in get_args(Weights):
             raise InputError(f"weights={self.weights!r} is none of {', '.join(get_args(Weights))}.")
 
+    @property
+    def hub(self) -> dict[str, Any]:
+        """Arguments of whatever reads from the Hub."""
+        return {"local_files_only": self.local_files_only, "token": self.token, "cache_dir": self.cache_dir}
+
     def resolved_device(self) -> torch.device:
         """The device asked for, or the best one present; InputError if it is not the name of one."""
         import torch

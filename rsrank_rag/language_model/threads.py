@@ -1,7 +1,5 @@
 """How many threads torch computes with, and how idle ones wait. Knows nothing of torch until it is there."""
 
-from __future__ import annotations
-
 import logging
 import math
 import os

@@ -1,7 +1,5 @@
 """What a language model's weights are made of, quantised or not."""
 
-from __future__ import annotations
-
 import hashlib
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor

@@ -1,7 +1,5 @@
 """Batches that fit into memory: sorted by length, cut by a token budget, halved when memory runs out."""
 
-from __future__ import annotations
-
 import gc
 import logging
 from bisect import bisect_left

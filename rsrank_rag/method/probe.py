@@ -8,8 +8,6 @@ Axes: N rows, L layers, H KV heads, S prefix positions, R positions of room, T q
 size.
 """
 
-from __future__ import annotations
-
 import math
 import threading
 from collections.abc import Callable, Sequence
@@ -18,6 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 from transformers import Cache
+from typing_extensions import Self
 
 Show = Callable[[int, Tensor], object]  # receives a layer's index and its value vectors, (N, H, T, D)
 
@@ -90,7 +89,7 @@ class Prefixes:
         return len(self.lengths)
 
     @classmethod
-    def of(cls, rows: Sequence[Prefix], room: int, scratch: Scratch | None = None) -> Prefixes:
+    def of(cls, rows: Sequence[Prefix], room: int, scratch: Scratch | None = None) -> Self:
         """Join single prefixes, with room for so many tokens; in ``scratch`` until this thread's next use of it."""
         lengths, room = tuple(map(len, rows)), whole_lanes(room)
         _, layers, heads, _, dim = rows[0].states.shape
@@ -109,7 +108,7 @@ class Prefixes:
         states = torch.stack([*keys, *values]).view(2, len(keys), *keys[0].shape)
         return Prefix(states, self.pooled[number].clone())
 
-    def take(self, rows: Tensor) -> Prefixes:
+    def take(self, rows: Tensor) -> "Prefixes":
         """Some of the rows, in any order and as often as wanted, (their number,) indices."""
         keys, values = (tuple(layer[rows] for layer in part) for part in (self.keys, self.values))
         lengths = tuple(self.lengths[row] for row in rows.tolist())

@@ -6,13 +6,12 @@ weigh heads, and add agreement; both are ours, not the paper's.
 Axes: L layers, H KV heads, P projection dimension, D head dimension, N documents, T query tokens, S document tokens.
 """
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import normalize
+from typing_extensions import Self
 
 EPSILON = 1e-6  # projected shifts shorter than this count as no shift at all (cosine 0)
 
@@ -81,7 +80,7 @@ class Projection(nn.Module):
         self._row = {layer: row for row, layer in enumerate(self.layers)}
 
     @classmethod
-    def random(cls, layers: Sequence[int], heads: int, dim: int, head_dim: int, *, seed: int = 0) -> Projection:
+    def random(cls, layers: Sequence[int], heads: int, dim: int, head_dim: int, *, seed: int = 0) -> Self:
         """Untrained B with orthonormal rows where ``dim <= head_dim`` (zero orthogonality loss)."""
         generator = torch.Generator().manual_seed(seed)
         weight = torch.randn(len(layers), heads, max(dim, head_dim), head_dim, generator=generator)

@@ -6,8 +6,6 @@ runs that are subtracted share a batch. Shift = a row's value vectors minus thos
 Axes: N rows, H KV heads, T scored query tokens, D head dimension.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol

@@ -3,8 +3,6 @@
 Axes: L layers, H KV heads, S prefix positions, D head dimension.
 """
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import itertools
@@ -17,10 +15,11 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 from torch import Tensor
+from typing_extensions import Self
 
 from ..errors import InputError
 from ..method.probe import Prefix
-from ..partial_files import is_running, partial_of
+from ..partial_files import appearing, is_running
 
 FORMAT = "rsrank-prefix-2"
 
@@ -40,7 +39,7 @@ class PackedPrefix:
     pooled: Tensor
 
     @classmethod
-    def of(cls, prefix: Prefix) -> PackedPrefix | None:
+    def of(cls, prefix: Prefix) -> Self | None:
         """Quantise a prefix; the largest error is half a scale, 0.4% of the token's largest entry.
 
         None where something is infinite, NaN or too large: in 8 bits it would look as if it were not.
@@ -122,14 +121,9 @@ class Disk:
         path.parent.mkdir(mode=0o700, exist_ok=True)
         metadata = {"format": FORMAT, "key": key, "sha256": _checksum(entry)}
         content = save({name: tensor.contiguous() for name, tensor in vars(entry).items()}, metadata)
-        partial = partial_of(path)
-        try:
+        with appearing(path) as partial:
             partial.touch(mode=0o600)
             partial.write_bytes(content)
-            partial.replace(path)
-        except OSError:
-            partial.unlink(missing_ok=True)
-            raise
         with self._lock:
             self.bytes += len(content)
             self._since += len(content)

@@ -1,7 +1,5 @@
 """Where documents' prefixes are kept between calls: the choices behind ``prefix_cache=``."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Mapping
 from contextlib import suppress
@@ -9,6 +7,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from pydantic import BaseModel, BeforeValidator, ByteSize, ConfigDict, TypeAdapter, ValidationError, model_validator
+from typing_extensions import Self
 
 from ..errors import InputError
 
@@ -59,7 +58,7 @@ class PrefixCache(BaseModel):
     """Entries of one salt are invisible to every other: one for each tenant."""
 
     @model_validator(mode="after")
-    def _a_limit_needs_a_folder(self) -> PrefixCache:
+    def _a_limit_needs_a_folder(self) -> Self:
         if self.disk is not None and self.folder is None:
             raise InputError("disk limits a folder, and none was given. Add folder=.")
         return self

@@ -6,8 +6,6 @@ Entries are found by a hash of everything they depend on, so a foreign or stale 
 Axes: N documents, L layers, H KV heads, S prefix positions, D head dimension.
 """
 
-from __future__ import annotations
-
 import copy
 import hashlib
 import json
@@ -20,6 +18,7 @@ from pathlib import Path
 from typing import Generic, TypeVar
 
 import torch
+from typing_extensions import Self
 
 from ..errors import InputError
 from ..method.backbone import Backbone
@@ -138,7 +137,7 @@ class PrefixStore:
         self._scratch = Scratch()
         self._said = False  # that the cache is too small
 
-    def with_salt(self, salt: str) -> PrefixStore:
+    def with_salt(self, salt: str) -> Self:
         """The same places and limits; what is kept through one salt is not found through another."""
         found = copy.copy(self)
         found._identity = hashlib.sha256(self._identity + salt.encode()).digest()

@@ -4,8 +4,6 @@ A client that has shown no key yet costs little: a request's head may have 16 KB
 `httptools` has not) and some seconds; of more connections than there is room for, the longest idle one goes.
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import math
@@ -57,7 +55,7 @@ class _Parser(h11.Connection):
 
 
 class _Connection(H11Protocol):
-    owner: Server
+    owner: "Server"
     conn: _Parser
     since = 0.0
     timer: asyncio.TimerHandle | None = None

@@ -22,7 +22,7 @@ from ..evaluation.metrics import f1_at, mean
 from ..language_model.options import has_fast_bfloat16
 from ..method.batching import is_out_of_memory
 from ..method.projection import Projection
-from ..partial_files import partial_of, write_text
+from ..partial_files import appearing, write_text
 from .batches import Batch, batch_scores, batches, check_labels, device_for, score_batch
 from .losses import alignment_loss, calibration_loss, frobenius_loss, margin_loss, orthogonality_loss
 from .store import FeatureSource
@@ -219,9 +219,9 @@ class _Run:
             "groups": self.optimizer.state_dict()["param_groups"],  # with the rate that the schedule goes on from
         }
         tensors = {"weight": self.weight.detach(), "best_weight": self.best_weight, **self.optimizer.state[self.weight]}
-        partial = partial_of(path)
-        save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, partial, {"run": json.dumps(run)})
-        partial.replace(path)
+        content = {name: tensor.contiguous() for name, tensor in tensors.items()}
+        with appearing(path) as partial:
+            save_file(content, partial, {"run": json.dumps(run)})
 
     def resume(self, path: Path) -> None:
         if not path.exists():

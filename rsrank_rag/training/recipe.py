@@ -176,6 +176,13 @@ class Recipe(BaseModel, extra="forbid", frozen=True):
     minimum_queries: int = Field(default=2, ge=2)
     license: str | None = None
 
+    @model_validator(mode="after")
+    def _names_of_their_own(self) -> Self:
+        titles = [part.title for part in self.evaluation]
+        if twice := [title for title in titles if titles.count(title) > 1]:
+            raise ValueError(f"two evaluation sets are called {twice[0]!r}: give one of them a label")
+        return self
+
     @classmethod
     def load(
         cls, source: str, overrides: Sequence[str] = (), data: Sequence[str | Path] = (), base: str | None = None

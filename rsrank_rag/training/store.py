@@ -26,7 +26,7 @@ from ..artifact.config import BackboneSpec
 from ..artifact.identity import TOLERANCE, relative_difference
 from ..errors import TrainingError
 from ..method.template import Template
-from ..partial_files import is_running, partial_of, write_text
+from ..partial_files import appearing, is_running, write_text
 
 STORE = "store.json"
 
@@ -130,10 +130,9 @@ class FeatureStore:
         """Write a query's features."""
         shifts = query.shifts.contiguous()
         row = json.dumps({name: getattr(query, name) for name in ("relevant", "tokens", "oracle", "agreement")})
-        partial = partial_of(self.path(number))
-        save_file({"shifts": shifts}, partial, {"query": row, "sha256": self._checksum(number, row, shifts)})
-        partial.chmod(0o644)
-        partial.replace(self.path(number))
+        with appearing(self.path(number)) as partial:
+            save_file({"shifts": shifts}, partial, {"query": row, "sha256": self._checksum(number, row, shifts)})
+            partial.chmod(0o644)
 
     def __len__(self) -> int:
         """Number of queries; raises TrainingError if the store is not finished."""

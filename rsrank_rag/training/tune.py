@@ -58,11 +58,12 @@ class Curves:
         k = np.array([rows.sum(0) for rows in above])
         h = np.array([rows[label].sum(0) for rows, label in zip(above, labels, strict=True)])
         r = np.array([label.sum() for label in labels])[:, None]
-        nothing = ((k == 0) & (r == 0)).astype(float)  # nothing to keep, and nothing kept
+        some = np.array([[len(label) > 0] for label in labels])
+        nothing = (some & (k == 0) & (r == 0)).astype(float)  # nothing to keep, and nothing kept
         self.by_metric = {
             "precision": np.where(k > 0, h / np.maximum(k, 1), nothing),
             "recall": np.where(r > 0, h / np.maximum(r, 1), nothing),
-            "f1": np.where(k + r > 0, 2 * h / np.maximum(k + r, 1), 1.0),
+            "f1": np.where(k + r > 0, 2 * h / np.maximum(k + r, 1), nothing),
         }
 
     def choose(self, goal: Goal, means: NDArray[np.float64]) -> NDArray[np.float64]:
@@ -74,6 +75,12 @@ class Curves:
         low = goal.metric == "precision"
         place = reached.argmax(-1) if low else reached.shape[-1] - 1 - reached[..., ::-1].argmax(-1)
         return np.where(reached.any(-1), self.thresholds[place], np.nan)
+
+    def nearest(self, goal: Goal) -> float:
+        """The threshold that reaches a goal, or else comes nearest to it."""
+        means = self.by_metric[goal.metric].mean(0)
+        found = float(self.choose(goal, means))
+        return float(self.thresholds[means.argmax()]) if np.isnan(found) else found
 
 
 def find_threshold(
@@ -102,7 +109,7 @@ def cross_tuned(queries: Sequence[ScoredQuery], goal: Goal, before: float) -> Ve
     held_out: list[ScoredQuery] = []
     moved: list[ScoredQuery] = []  # so that each has its own threshold at zero
     for held in parts(len(queries), FOLDS):
-        threshold, _ = find_threshold([query for i, query in enumerate(queries) if i not in held], goal, resamples=1)
+        threshold = Curves([query for i, query in enumerate(queries) if i not in held]).nearest(goal)
         held_out += [queries[i] for i in held]
         moved += [ScoredQuery([s - threshold for s in queries[i].scores], queries[i].relevant) for i in held]
     return judge(held_out, moved, (before, 0.0))

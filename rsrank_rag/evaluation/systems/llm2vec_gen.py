@@ -133,9 +133,8 @@ def _reading(what: str) -> Iterator[None]:
 def _download(name: str | Path, revision: str | None, options: LoadOptions) -> Path:
     if is_folder(name):
         return Path(name)
-    how: Any = {"local_files_only": options.local_files_only, "token": options.token, "cache_dir": options.cache_dir}
     with _reading(f"{str(name)!r} (revision {revision or 'main'}) is no local folder and could not be downloaded"):
-        return Path(snapshot_download(str(name), revision=revision, allow_patterns=FILES, **how))
+        return Path(snapshot_download(str(name), revision=revision, allow_patterns=FILES, **options.hub))
 
 
 def _run_config(folder: Path) -> dict[str, Any]:

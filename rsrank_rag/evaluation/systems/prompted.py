@@ -3,7 +3,6 @@
 Axes: N prompts, T tokens.
 """
 
-import math
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from copy import copy
@@ -17,7 +16,7 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from typing_extensions import Self
 
-from ...errors import BackboneError, InputError, ScoringError, required
+from ...errors import BackboneError, InputError, finite, required, too_large
 from ...language_model.loading import load_model
 from ...language_model.options import LoadOptions
 from ...method.batching import Batches, DoesNotFitError, Ids, token_budget_for
@@ -68,12 +67,7 @@ class Batched(Reranker):
                     results = compute(ids.to(self.model.device), mask.to(self.model.device))
                     found.update(zip(batch, results, strict=True))
         except DoesNotFitError as error:
-            index = prompts.index(error.ids)
-            raise ScoringError(
-                f"Document {index} ({len(error.ids)} tokens with the prompt) does not fit into memory even by itself. "
-                "Pass a smaller max_length, or load the model in 8-bit or on another device.",
-                index,
-            ) from None
+            raise too_large(len(error.ids), prompts.index(error.ids)) from None
         self.token_budget = batches.budget
         return [found[ids] for ids in prompts]
 
@@ -162,11 +156,8 @@ class AnswerOdds(Batched):
     def score_documents(self, query: str, documents: Sequence[str], *, show_progress: bool = False) -> list[Scored]:
         """Probability of the positive answer against the negative one, and whether a document was cut."""
         prompts, truncated = self.prompts(query, as_list(documents))
-        scores = [float(score) for score in self.compute_each(prompts, self._probabilities)]
-        for index, score in enumerate(scores):
-            if not math.isfinite(score):
-                overflow = "The model overflowed on it: load it in bfloat16 or float32."
-                raise ScoringError(f"Document {index} scored {score}. {overflow}", index)
+        found = enumerate(self.compute_each(prompts, self._probabilities))
+        scores = [finite(float(score), index) for index, score in found]
         return [Scored(*row) for row in zip(scores, truncated, strict=True)]
 
     def _probabilities(self, ids: Tensor, mask: Tensor) -> Tensor:
