@@ -73,9 +73,9 @@ class RSRankCompressor(RerankerAdapter, BaseDocumentCompressor):
         []
         """
 
-        def unpack(inputs: dict[str, Any]) -> tuple[str, Sequence[Document]]:
+        def unpack(inputs: dict[str, Any]) -> tuple[str, list[Document]]:
             try:
-                return inputs[query_key], inputs[documents_key]
+                return inputs[query_key], list(inputs[documents_key])
             except (KeyError, TypeError):
                 found = f"keys {sorted(map(str, inputs))}" if isinstance(inputs, dict) else type(inputs).__name__
                 raise InputError(

@@ -2,7 +2,7 @@
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Literal, TypedDict
 
 from typing_extensions import Self, Unpack
@@ -181,6 +181,8 @@ def as_list(documents: Iterable[str]) -> list[str]:
     """Documents as a list, whatever iterable they came in; InputError for one string, or what is no iterable."""
     if isinstance(documents, (str, bytes)):
         raise InputError("documents must be a list of strings, got one string. Put it in a list.")
+    if isinstance(documents, Mapping) or hasattr(documents, "columns"):  # they would be read as the names in them
+        raise InputError(f"documents must be a list of strings, got {type(documents).__name__}. Pass the texts in it.")
     try:
         return list(documents)
     except TypeError:

@@ -428,6 +428,20 @@ def test_lone_surrogates_are_shown_as_the_replacement_character(artifact):
     assert [row["text"] for row in found["kept"] + found["dropped"]] == ["bad \ufffd end"]
 
 
+def test_standard_input_that_is_not_utf8_is_refused_as_a_file_is(artifact):
+    result = run("rank", "-q", QUERY, "-m", artifact, "-d", "-", input=b"Caf\xe9 au lait\n", code=2)
+    assert "no text in UTF-8" in " ".join(result.stderr.split())
+
+
+def test_output_is_utf8_whatever_the_terminal_was_set_to(artifact):
+    environment = {**os.environ, "PYTHONIOENCODING": "ascii"}
+    run = [sys.executable, "-m", "rsrank_rag", "rank", "-q", QUERY, "-m", artifact, "-d", "-", "--json"]
+    done = subprocess.run(run, input="Caf\u00e9\n".encode(), env=environment, capture_output=True, timeout=300)
+    assert done.returncode == 0
+    found = json.loads(done.stdout.decode())
+    assert [row["text"] for row in found["kept"] + found["dropped"]] == ["Caf\u00e9"]
+
+
 def test_evaluate_says_before_the_work_that_its_output_cannot_be_written(labelled, tmp_path):
     output = str(tmp_path / "nowhere" / "metrics.json")
     result = run("evaluate", "-m", "no such model", "--data", labelled[0], "--output", output, code=2)

@@ -109,6 +109,13 @@ def test_the_input_is_left_alone_and_what_comes_back_is_a_copy(compressor):
     assert type(found[0].metadata["relevance_score"]) is float
 
 
+def test_documents_may_come_as_any_iterable(compressor):
+    there = documents(1.0, -1.0, 2.0)
+    expected = compressor.compress_documents(there, QUERY)
+    assert compressor.compress_documents((one for one in there), QUERY) == expected != []
+    assert compressor.compress_documents(dict(enumerate(there)).values(), QUERY) == expected
+
+
 def test_a_subclass_of_document_keeps_its_class_and_fields(compressor):
     class Chunk(Document):
         state: dict = {}  # noqa: RUF012 - a pydantic default

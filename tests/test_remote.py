@@ -2,6 +2,7 @@
 
 import asyncio
 import copy
+import importlib.util
 import itertools
 import json
 import logging
@@ -764,6 +765,21 @@ def test_a_forked_process_opens_its_own_connections(service, address):
     assert answers.get() == (expected, expected)
     assert service.peers - before  # the child's
     assert reranker.rank(QUERY, DOCUMENTS) == expected
+
+
+@pytest.mark.parametrize(
+    "variables",
+    [{"ALL_PROXY": "socks://127.0.0.1:1"}, {"SSL_CERT_FILE": "/nowhere"}, {"ALL_PROXY": "socks5://127.0.0.1:1"}],
+)
+def test_settings_of_the_environment_that_cannot_be_used_are_named(variables, monkeypatch):
+    for name in ("ALL_PROXY", "all_proxy", "NO_PROXY", "no_proxy"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    if importlib.util.find_spec("socksio") and "socks5" in str(variables):
+        pytest.skip("httpx can use this proxy")
+    with pytest.raises(InputError, match="proxy or certificate settings"):
+        RemoteReranker("http://127.0.0.1:9").rank(QUERY, DOCUMENTS)
 
 
 # Without torch

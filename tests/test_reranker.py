@@ -109,10 +109,22 @@ def test_arguments_out_of_range_are_refused(options, message):
         rank([1.0, 2.0, 3.0], **options)
 
 
-@pytest.mark.parametrize("documents", ["one string", b"bytes"])
-def test_one_string_instead_of_a_list_is_refused(documents):
+@pytest.mark.parametrize("documents", ["one string", b"bytes", {"id1": "text"}])
+def test_one_string_or_a_mapping_instead_of_a_list_is_refused(documents):
     with pytest.raises(InputError, match="list of strings"):
         Fake([0.0] * len(documents)).rank("query", documents)
+
+
+def test_a_data_frame_is_refused_instead_of_ranking_the_names_of_its_columns():
+    pandas = pytest.importorskip("pandas")
+    with pytest.raises(InputError, match="got DataFrame"):
+        Fake([0.0]).rank("query", pandas.DataFrame({"text": ["a"]}))
+
+
+def test_a_result_is_a_sequence_of_what_is_kept():
+    result = rank([1.0, 3.0, -1.0])
+    assert (result[0], result[-1], list(reversed(result))) == (result.kept[0], result.kept[1], [*result.kept][::-1])
+    assert result[:1] == result.kept[:1]
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])

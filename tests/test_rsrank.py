@@ -4,6 +4,7 @@ import importlib.util
 import itertools
 import json
 import math
+import os
 import subprocess
 import sys
 import textwrap
@@ -59,6 +60,27 @@ def alone(ranker):
 
 
 # What a score depends on
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_a_forked_process_can_go_on_scoring():
+    code = """
+        import multiprocessing
+        from rsrank_rag import RSRank
+        ranker = RSRank.from_pretrained(dtype="float32")
+        texts = ["Bees dance.", "Trains run on rails."]
+        expected, answers = ranker.score("How do bees talk?", texts), multiprocessing.get_context("fork").SimpleQueue()
+        child = multiprocessing.get_context("fork").Process(
+            target=lambda: answers.put(ranker.score("How do bees talk?", texts)))
+        child.start()
+        child.join(120)
+        print("ended", child.exitcode == 0)
+        child.kill()
+        print("same", max(abs(x - y) for x, y in zip(answers.get(), expected)) < 1e-4)
+    """
+    run = [sys.executable, "-c", textwrap.dedent(code)]
+    done = subprocess.run(run, env={**os.environ, "OMP_NUM_THREADS": "2"}, capture_output=True, text=True, timeout=400)
+    assert done.stdout.split() == ["ended", "True", "same", "True"], done.stderr
 
 
 def test_documents_differ_in_score(alone):

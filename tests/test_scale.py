@@ -117,6 +117,8 @@ def test_every_form_of_input_gives_the_same_rows(name, tmp_path):
         write_lines(tmp_path / "in" / "b.jsonl.gz", rows[20:30])
         pyarrow.parquet.write_table(pa.Table.from_pylist(rows[30:]), tmp_path / "in" / "deep" / "c.parquet")
         (tmp_path / "in" / "_notes.jsonl").write_text("not read")
+        (tmp_path / "in" / ".hidden").mkdir()
+        (tmp_path / "in" / ".hidden" / "a-checkpoint.jsonl").write_text("not read")
         source = tmp_path / "in" if name == "folder" else f"{tmp_path}/in/**/[a-c].*"
     found = score(source, tmp_path / "out", rows_per_part=8)
     assert read(tmp_path / "out") == read(tmp_path / "expected")
@@ -221,6 +223,30 @@ def test_a_source_that_is_not_there_is_said(tmp_path):
         score(tmp_path / "rows.tsv", tmp_path / "out")
 
 
+def test_a_run_whose_output_lies_in_the_folder_of_its_input_can_be_gone_on_with(tmp_path):
+    write_lines(tmp_path / "rows.jsonl", rows_of(4))
+    done = score(tmp_path, tmp_path / "scored", rows_per_part=2)
+    next((tmp_path / "scored").glob("part-*1.parquet")).unlink()
+    assert score(tmp_path, tmp_path / "scored", rows_per_part=2).found == 1
+    assert done.rows == 4
+
+
+def test_an_object_without_fields_is_carried_along_as_null(tmp_path):
+    rows = [{"query": "q", "document": "a", "metadata": {}}, {"query": "q", "document": "b", "metadata": {"x": {}}}]
+    score(write_lines(tmp_path / "rows.jsonl", rows), tmp_path / "out")
+    assert [row["score"] for row in read(tmp_path / "out")] == PairScorer(Lengths)(
+        {"query": ["q", "q"], "document": ["a", "b"]}
+    )["score"]
+    score(write_lines(tmp_path / "bare.jsonl", rows[:1]), tmp_path / "bare")
+    assert read(tmp_path / "bare")[0]["error"] is None
+
+
+def test_a_cell_of_a_table_may_be_as_long_as_a_document(tmp_path):
+    (tmp_path / "rows.csv").write_text(f"query,document\nq,{'a' * 200_000}\n")
+    score(tmp_path / "rows.csv", tmp_path / "out")
+    assert len(read(tmp_path / "out")[0]["document"]) == 200_000
+
+
 def test_a_table_with_commas_and_line_breaks_in_its_cells_is_read_as_json_lines_are(tmp_path):
     rows = [{**row, "document": f'{row["document"]}, "quoted"\nand broken'} for row in rows_of(11)]
     with (tmp_path / "rows.csv").open("w", newline="", encoding="utf-8-sig") as file:
@@ -239,6 +265,7 @@ def test_a_table_with_commas_and_line_breaks_in_its_cells_is_read_as_json_lines_
         (b"query;document\nq;d\n", 'need a "query"'),
         (b"\x89PNG\r\n\x1a\n\x00\xff", "cannot be read after row 0"),
         (b'query,document\nq,"d\n', "cannot be read after row 0"),
+        (b"query,document,query\nq,d,other\n", "has two columns called 'query'"),
     ],
 )
 def test_a_table_that_cannot_be_used_is_refused(content, message, tmp_path):
@@ -469,6 +496,10 @@ def test_one_callable_serves_arrays_frames_and_datasets():
     pandas, datasets = pytest.importorskip("pandas"), pytest.importorskip("datasets")
     frame = pandas.DataFrame(PairScorer(Lengths)(pandas.DataFrame(columns)))  # what mapInPandas of Spark is given
     assert frame["score"].tolist() == expected
+    missing = pandas.DataFrame({"query": ["q", "q"], "document": pandas.array(["a", pandas.NA], dtype="string")})
+    assert PairScorer(Lengths)(missing)["error"] == [None, "The document is no text but null."]
+    keyed = PairScorer(Lengths)({"query": ["q"], "documents": [{"text": "a", "title": "b"}]})
+    assert keyed["error"] == [["The row's documents are no list but dict."]]
     mapped = datasets.Dataset.from_dict(columns).map(PairScorer(Lengths), batched=True, batch_size=4)
     assert mapped["score"] == expected
     assert mapped["id"] == columns["id"]

@@ -377,6 +377,13 @@ async def test_a_body_that_does_not_come_is_not_waited_for():
         assert (await http.post("/v1/rerank", content=slowly(), headers=JSON)).status_code == 408
 
 
+async def test_a_body_that_is_not_said_to_be_json_is_refused_with_the_header_to_send():
+    async with serving() as http:
+        response = await http.post("/rerank", content=b'{"query": "q", "documents": ["a"]}')
+    assert response.status_code == 400
+    assert "Content-Type: application/json" in response.text
+
+
 @pytest.mark.parametrize(
     ("content", "says"),
     [
@@ -471,6 +478,7 @@ async def test_a_deadline_is_504_and_the_work_is_cancelled():
         assert [response.status_code for response in responses] == [504, 504]
         assert backend.stats()["waiting"] == 0
         ranker.may_go_on.set()
+        await until(lambda: not backend._in_hand)  # before that, requests may be refused at once
         found = [(await http.post("/v1/rerank", json=RERANK)).status_code for _ in range(5)]
         assert 200 in found  # on a loaded machine even a free model may be late
 

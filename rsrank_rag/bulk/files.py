@@ -86,10 +86,15 @@ class Plan(_Record):
 
 
 def find(source: str) -> list[Path]:
-    """The files of a file name, a folder or a pattern, sorted. What begins with ``_`` or ``.`` is left out."""
+    """The files of a file name, a folder or a pattern, sorted.
+
+    What begins with ``_`` or ``.`` is left out, as are, in a folder, other folders of that kind and what was written.
+    """
     path = Path(source)
     if path.is_dir():
-        found = [file for file in sorted(path.rglob("*")) if file.name.endswith(ENDINGS)]
+        outputs = [file.parent for file in path.rglob(PLAN)]  # of earlier runs
+        found = [file for file in sorted(path.rglob("*")) if file.name.endswith(ENDINGS) and file.parent not in outputs]
+        found = [file for file in found if not any(name[0] in "_." for name in file.relative_to(path).parts)]
     else:
         found = [path] if path.exists() else [Path(name) for name in sorted(glob.glob(source, recursive=True))]  # noqa: PTH207 - takes any path
     for file in found:
@@ -150,7 +155,11 @@ def _lines(path: Path, offset: int = 0) -> Iterator[tuple[int, bytes | dict[str,
     """Lines that are not blank, or rows of a CSV, and the bytes they begin at (of the unpacked file; a CSV's are 0)."""
     if path.suffix == ".csv":
         with path.open(newline="", encoding="utf-8-sig") as table:
-            yield from ((0, row) for row in csv.DictReader(table, strict=True))
+            csv.field_size_limit(1 << 30)  # characters of a cell; 131,072 unless one says so
+            reader = csv.DictReader(table, strict=True)
+            if twice := [name for name in reader.fieldnames or () if list(reader.fieldnames or ()).count(name) > 1]:
+                raise InputError(f"{path} has two columns called {twice[0]!r}. Rename one of them.")
+            yield from ((0, row) for row in reader)
         return
     with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
         file.seek(offset)
@@ -166,7 +175,8 @@ def _parse(line: bytes | dict[str, Any], path: Path, number: int) -> dict[str, A
             raise InputError(f"{path}, row {number} (from 0) has more cells than the header names columns.")
         return line
     try:
-        row = json.loads(line.removeprefix(b"\xef\xbb\xbf"))
+        # Parquet has no objects without fields
+        row = json.loads(line.removeprefix(b"\xef\xbb\xbf"), object_hook=lambda found: found or None)
         if not isinstance(row, dict):
             raise ValueError(f"it is no object but {type(row).__name__}")
     except (ValueError, RecursionError) as error:  # also of an encoding that is not UTF-8

@@ -1,5 +1,6 @@
 """Columns of queries and documents in, columns of scores out: a callable for Ray Data, HF datasets and Spark."""
 
+import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
 from typing import Any
@@ -71,7 +72,7 @@ class PairScorer:
         documents = [given] if form == "document" else given
         if isinstance(documents, (list, tuple)):
             documents = [_content(item) for item in documents]
-        if isinstance(documents, (str, bytes)) or not isinstance(documents, Iterable):
+        if isinstance(documents, (str, bytes, Mapping)) or not isinstance(documents, Iterable):
             return [f"The row's documents are no list but {_kind(documents)}."]
         if not isinstance(query, str):
             return [f"The query is no text but {_kind(query)}." for _ in documents]
@@ -139,4 +140,6 @@ def _content(item: Any) -> Any:
 
 
 def _kind(value: Any) -> str:
-    return "null" if value is None or value != value else type(value).__name__  # NaN is how pandas writes null
+    name = type(value).__name__  # pandas writes null as NaN, NA and NaT
+    null = value is None or name in ("NAType", "NaTType") or (isinstance(value, float) and math.isnan(value))
+    return "null" if null else name

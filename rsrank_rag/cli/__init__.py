@@ -1,5 +1,7 @@
 """The ``rsrank`` command: one module a group of commands. The only place of this package that prints."""
 
+import sys
+from io import TextIOWrapper
 from typing import Annotated
 
 import typer
@@ -21,6 +23,9 @@ for group in (ranking, evaluation, service, training):
 @app.callback(invoke_without_command=True)
 def main(version: Annotated[bool, Option("--version", help="Print the version.")] = False) -> None:
     """Rerank documents for a query and drop the irrelevant ones at zero."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, TextIOWrapper):  # whatever a terminal's characters are, documents and JSON have all
+            stream.reconfigure(encoding="utf-8", errors="backslashreplace")
     if version:
         typer.echo(__version__)
         raise typer.Exit

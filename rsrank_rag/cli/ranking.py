@@ -58,7 +58,7 @@ def _load(source: ModelSource) -> RSRank:
 def read_documents(source: str) -> list[str]:
     """Documents of a file or of standard input (``-``): one a line, as text or as JSON with a "text"."""
     try:
-        raw = sys.stdin.read() if source == "-" else Path(source).read_text(encoding="utf-8-sig")
+        raw = (sys.stdin.buffer.read() if source == "-" else Path(source).read_bytes()).decode("utf-8-sig")
     except UnicodeDecodeError:
         raise InputError(f"--documents {source} is no text in UTF-8. Save it as such, one document a line.") from None
     except OSError as error:

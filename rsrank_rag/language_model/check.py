@@ -92,7 +92,7 @@ def _try_out(core: Backbone) -> Backbone:
     exact = 1e-2 if any("expert" in name for name in core.config.to_dict()) else 1e-5
     causal = _distance(other[:, :, :CUT], values[-1][:, :, :CUT]) <= exact
     last = values[-1][0, :, -1].flatten().float()
-    sample = last[torch.linspace(0, len(last) - 1, SAMPLE, device=last.device).long()].tolist()
+    sample = last[torch.linspace(0, len(last) - 1, SAMPLE, dtype=torch.float32, device=last.device).long()].tolist()
     if causal:
         _check_rotary(core, ids)
     aligned = core.device.type == "cpu" and core.config._attn_implementation == NAME
@@ -131,7 +131,7 @@ def _fused(core: Backbone, layer: int) -> Backbone:
 
 def _tokens(core: Backbone) -> list[int]:
     vocabulary = core.model.get_input_embeddings().weight.shape[0]
-    return [int(i) for i in torch.linspace(1, vocabulary - 1, IDS)]
+    return [int(i) for i in torch.linspace(1, vocabulary - 1, IDS, dtype=torch.float32)]
 
 
 def _check_rotary(core: Backbone, ids: list[int]) -> None:

@@ -6,6 +6,7 @@ import copy
 import importlib.util
 import inspect
 import logging
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
@@ -32,6 +33,9 @@ from .weights import bits_of
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+if hasattr(os, "register_at_fork"):  # OpenMP's threads do not survive a fork; a child would wait for them for ever
+    os.register_at_fork(after_in_child=lambda: torch.set_num_threads(1))
 
 LOAD_ERRORS: tuple[type[Exception], ...] = (
     *HUB_ERRORS,

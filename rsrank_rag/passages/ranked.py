@@ -86,6 +86,10 @@ class RankResult:
         """The kept documents, best first."""
         return iter(self.kept)
 
+    def __getitem__(self, place: Any) -> Any:
+        """A kept document by its place, the best has 0; several of a slice."""
+        return self.kept[place]
+
     def to_dict(self) -> dict[str, Any]:
         """Plain dictionaries, numbers and texts: what ``rsrank rank --json`` prints."""
         return asdict(self)

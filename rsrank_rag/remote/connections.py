@@ -15,6 +15,8 @@ from typing import Any, TypeVar
 
 import httpx
 
+from ..errors import InputError
+
 Result = TypeVar("Result")
 
 # uvicorn closes a connection after 5 idle seconds: one that is used just then fails.
@@ -47,7 +49,11 @@ def begin(work: Coroutine[Any, Any, Result]) -> Future[Result]:
 async def client(address: str) -> AsyncIterator[httpx.AsyncClient]:
     """The client for an address, which stays open while it is used; for work that was begun here."""
     if address not in _clients:
-        _clients[address] = _Shared(httpx.AsyncClient(limits=_LIMITS))
+        try:
+            _clients[address] = _Shared(httpx.AsyncClient(limits=_LIMITS))
+        except (ImportError, ValueError, OSError, httpx.InvalidURL) as error:
+            what = "The environment's proxy or certificate settings (ALL_PROXY, NO_PROXY, SSL_CERT_FILE, ...)"
+            raise InputError(f"{what} cannot be used: {error}") from error
     shared = _clients[address]
     shared.users += 1
     try:

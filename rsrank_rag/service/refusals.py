@@ -130,6 +130,8 @@ def _what_is_malformed(errors: Sequence[Any]) -> tuple[str, dict[int, str]]:
         if error["type"] == "json_invalid":
             return f"The body is not JSON: {error.get('ctx', {}).get('error', 'it cannot be parsed')}.", {}
         place = tuple(part for part in error["loc"] if part not in _BRANCHES and "[" not in str(part))[:2]
+        if not place and error["type"] == "model_attributes_type":
+            return "The body must be a JSON object, sent with the header Content-Type: application/json.", {}
         found.setdefault(place, {})[str(error["msg"]).removeprefix("Value error, ")] = None
     texts = {place: " or ".join(messages) for place, messages in found.items()}
     lines = [f"{'.'.join(map(str, place)) or 'The body'}: {text}" for place, text in list(texts.items())[:5]]
