@@ -77,3 +77,12 @@ def test_a_model_that_an_adapter_loads_bounds_threads() -> None:
         f"RSRankCompressor(model='mini').compress_documents([Document('A bridge.')], 'bridge'); {SHOW}"
     )
     assert ran(f"{LOW}{code}") == "1 PASSIVE"
+
+
+def test_fewer_prepared_products_are_kept_unless_somebody_chose_how_many():
+    code = "import os, rsrank_rag.language_model.loading; print(os.environ['ONEDNN_PRIMITIVE_CACHE_CAPACITY'])"
+    name = "ONEDNN_PRIMITIVE_CACHE_CAPACITY"
+    unset = {key: value for key, value in os.environ.items() if key != name}
+    for given, expected in ((unset, "64"), ({**unset, name: "7"}, "7")):
+        done = subprocess.run([sys.executable, "-c", code], env=given, capture_output=True, text=True, check=True)
+        assert done.stdout.strip() == expected
