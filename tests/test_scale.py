@@ -231,6 +231,12 @@ def test_a_run_whose_output_lies_in_the_folder_of_its_input_can_be_gone_on_with(
     assert done.rows == 4
 
 
+def test_what_was_scored_before_is_refused_with_the_columns_that_it_has_already(tmp_path):
+    score(write_lines(tmp_path / "rows.jsonl", rows_of(2)), tmp_path / "out")
+    with pytest.raises(InputError, match="Rows have score, kept"):
+        score(tmp_path / "out", tmp_path / "again", refuse)
+
+
 def test_an_object_without_fields_is_carried_along_as_null(tmp_path):
     rows = [{"query": "q", "document": "a", "metadata": {}}, {"query": "q", "document": "b", "metadata": {"x": {}}}]
     score(write_lines(tmp_path / "rows.jsonl", rows), tmp_path / "out")

@@ -92,7 +92,7 @@ def find(source: str) -> list[Path]:
     """
     path = Path(source)
     if path.is_dir():
-        outputs = [file.parent for file in path.rglob(PLAN)]  # of earlier runs
+        outputs = {file.parent for file in path.rglob(PLAN)} - {path}  # of earlier runs, in the folder that is read
         found = [file for file in sorted(path.rglob("*")) if file.name.endswith(ENDINGS) and file.parent not in outputs]
         found = [file for file in found if not any(name[0] in "_." for name in file.relative_to(path).parts)]
     else:
@@ -175,7 +175,7 @@ def _parse(line: bytes | dict[str, Any], path: Path, number: int) -> dict[str, A
             raise InputError(f"{path}, row {number} (from 0) has more cells than the header names columns.")
         return line
     try:
-        # Parquet has no objects without fields
+        # Parquet has no objects without fields: they are carried along as null.
         row = json.loads(line.removeprefix(b"\xef\xbb\xbf"), object_hook=lambda found: found or None)
         if not isinstance(row, dict):
             raise ValueError(f"it is no object but {type(row).__name__}")
