@@ -3,7 +3,7 @@
     pip install -e '.[bench]'
     python -m benchmarks.peers && python -m benchmarks.tables     # docs/peers.json, and its table in docs/benchmarks.md
 
-One process for each processor (as it is; limited to AVX2, and to AVX2 with VNNI, as many laptops are) and number of
+One process for each processor (as it is; limited to AVX-512 with VNNI, as many servers are, and to AVX2) and number of
 threads; within a process all systems take turns in random order, with the same texts. The peers' weights are random:
 time only. `processor.c` limits all libraries; where it cannot, torch is limited, ONNX Runtime is not, and that is
 recorded. Columns of the file that were not asked for (``--processors``, ``--threads``) stay. The floor is what the
@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[1]
-PROCESSORS = {"as it is": None, "AVX2 with VNNI": "vnni", "AVX2": "avx2"}
+PROCESSORS = {"as it is": None, "AVX-512 with VNNI": "avx512vnni", "AVX2": "avx2"}
 """What `processor.c` is asked to leave."""
 BASE = "ONNX Runtime, 6 layers, int8"
 SHARES = (0.0, 0.5, 0.84, 1.0)
@@ -103,14 +103,14 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     import torch
 
     from rsrank_rag import RSRank
-    from rsrank_rag.language_model.int8 import is_fast
+    from rsrank_rag.language_model.options import has_fast_int8
 
     from .timing import System, machine, matmul_ceiling, measure
     from .workload import QUERY, passages
 
     torch.set_num_threads(options.threads)
     documents, threads = passages(options.documents, options.words), options.threads
-    dtypes = ["int8"] * is_fast() + ["float32", "bfloat16"]
+    dtypes = ["int8"] * has_fast_int8() + ["float32", "bfloat16"]
     rankers = {dtype: RSRank.from_pretrained("mini", dtype=dtype, prefix_cache=4 * 10**9) for dtype in dtypes}
     chosen = RSRank.from_pretrained("mini", prefix_cache=False)
     default = "int8" if chosen.backbone.for_documents else str(chosen.backbone.dtype).removeprefix("torch.")
@@ -186,7 +186,12 @@ def short_table(results: Sequence[dict[str, Any]]) -> str:
 
 def table(results: Sequence[dict[str, Any]]) -> str:
     """Times as multiples of ONNX Runtime's in int8 with 6 layers, a column for each process, in Markdown."""
-    head = f"{results[0]['machine']}; a column says what `mini` chose to compute in.\n\n"
+    machines: dict[str, list[str]] = {}
+    for result in results:
+        machine = result["machine"].replace(f", {result['threads']} threads", "")
+        machines.setdefault(machine, []).append(result["processor"])
+    where = "; ".join(f"{', '.join(dict.fromkeys(of))}: {machine}" for machine, of in machines.items())
+    head = f"{where}. A column says what `mini` chose to compute in.\n\n"
     threads = {1: "1 thread", 2: "2 threads"}
     heads = [f"{r['processor']}, {threads.get(r['threads'], r['threads'])}, {r['dtype']}" for r in results]
     lines = ["| of ONNX int8's time | " + " | ".join(heads) + " |", "|---|" + "--:|" * len(results)]
@@ -210,8 +215,8 @@ def environment(processor: str, threads: int, folder: Path) -> dict[str, str]:
     if not library.exists():
         source = str(Path(__file__).with_name("processor.c"))
         subprocess.run(["cc", "-O2", "-shared", "-fPIC", "-o", str(library), source], check=False)
-    isa = {"vnni": "AVX2_VNNI", "avx2": "AVX2"}[left]
-    found |= {"ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": isa, "PROCESSOR": left}
+    isa = {"avx512vnni": "AVX512_CORE_VNNI", "avx2": "AVX2"}[left]
+    found |= {"ATEN_CPU_CAPABILITY": left.removesuffix("vnni"), "ONEDNN_MAX_CPU_ISA": isa, "PROCESSOR": left}
     return found | ({"LD_PRELOAD": str(library)} if library.exists() else {})
 
 
@@ -234,7 +239,7 @@ def main() -> None:
     results = []
     with tempfile.TemporaryDirectory() as folder:
         for processor in options.processors:
-            for threads in options.threads if processor != "AVX2 with VNNI" else options.threads[:1]:
+            for threads in options.threads:
                 command = [sys.executable, "-W", "ignore", "-m", "benchmarks.peers", "--processor", processor]
                 command += [f"--{name}={getattr(options, name)}" for name in ("documents", "words", "turns")]
                 command += ["--folder", folder, "--threads", str(threads)]

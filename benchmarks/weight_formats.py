@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from rsrank_rag import RSRank
 from rsrank_rag.evaluation.datasets import read_labelled
 from rsrank_rag.evaluation.evaluate import score_dataset, summarise
-from rsrank_rag.language_model.int8 import rounded
+from rsrank_rag.language_model.linear import rounded
 
 LARGEST = torch.finfo(torch.float8_e4m3fn).max
 
@@ -56,7 +56,7 @@ def bfloat16_weights(ranker: RSRank) -> None:
 
 def documents_in_int8(ranker: RSRank) -> None:
     """As ``dtype="int8"`` on a processor without bfloat16."""
-    ranker.backbone.for_documents = rounded(ranker.backbone.model)
+    ranker.backbone.for_documents = rounded(ranker.backbone, ranker.prompts)
 
 
 FORMS: dict[str, tuple[dict[str, Any], Any]] = {

@@ -44,7 +44,7 @@ def test_peers_write_one_column_a_process_and_replace_it_whole(tmp_path):
     for _ in range(2):
         tables.main(tmp_path)
     text = (tmp_path / "docs/benchmarks.md").read_text()
-    assert text.startswith("before\n<!-- figures: peers -->\nA machine; ")
+    assert text.startswith("before\n<!-- figures: peers -->\nas it is, AVX2: A machine. A column ")
     assert "| mini, 0% kept | 1.25 | 1.25 |" in text
     assert "| other |  | 2.00 |" in text
     assert "old peers" not in text

@@ -43,7 +43,7 @@ def test_the_client_holds_all_that_its_modules_import_and_nothing_else():
         waiting += {name for name in own_imports(module, lazy=False) if name not in needed}
     assert packed() == needed
     lazily = set().union(*(own_imports(module) for module in needed)) - needed
-    assert lazily == {"artifact.hub", "language_model.int8", "rsrank"}
+    assert lazily == {"artifact.hub", "rsrank"}
 
 
 def test_the_client_is_built_from_files_that_are_there():

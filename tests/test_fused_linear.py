@@ -8,10 +8,9 @@ from torch import nn
 from transformers import AutoModel, AutoTokenizer, TorchAoConfig
 
 from rsrank_rag import RSRank
-from rsrank_rag.language_model import int8
-from rsrank_rag.language_model.fused_linear import FusedLinear, fuse_linear_maps
+from rsrank_rag.language_model.linear import FusedLinear, fuse_linear_maps
 from rsrank_rag.language_model.loading import load_model
-from rsrank_rag.language_model.options import LoadOptions, has_fast_bfloat16
+from rsrank_rag.language_model.options import LoadOptions, has_fast_bfloat16, has_fast_int8
 
 ROUNDED = 2.0**-8  # of bfloat16, relative
 needs_bfloat16 = pytest.mark.skipif(
@@ -111,7 +110,7 @@ def test_a_decoder_has_them_where_a_map_has_a_bias(tiny_folder):
 
 def test_other_dtypes_and_processors_keep_torchs_own(tiny_folder, monkeypatch):
     assert not fused_maps(load(tiny_folder("bert"), "float32"))
-    monkeypatch.setattr("rsrank_rag.language_model.fused_linear.has_fast_bfloat16", lambda device: False)
+    monkeypatch.setattr("rsrank_rag.language_model.linear.has_fast_bfloat16", lambda device: False)
     assert not fused_maps(load(tiny_folder("bert"), "bfloat16"))
 
 
@@ -124,7 +123,7 @@ def test_a_torch_without_the_private_product_keeps_its_own(tiny_folder, monkeypa
 
 
 @needs_bfloat16
-@pytest.mark.skipif(not int8.is_fast(), reason="needs an x86 processor with VNNI")
+@pytest.mark.skipif(not has_fast_int8(), reason="needs an x86 processor with AVX2")
 def test_documents_in_int8_keep_the_gelu_that_was_fused():
     chosen, exact = (
         RSRank.from_pretrained(device="cpu", dtype=dtype, prefix_cache=False) for dtype in ("int8", "float32")

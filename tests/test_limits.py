@@ -441,7 +441,7 @@ async def test_a_request_is_a_span_of_its_callers_trace_without_a_word_of_it(spa
 
 
 async def test_without_opentelemetry_requests_are_answered(monkeypatch):
-    monkeypatch.setattr("rsrank_rag.service.tracing.trace", None)
+    monkeypatch.setattr("rsrank_rag.service.logs.trace", None)
     async with serving() as http:
         assert (await http.post("/v1/rerank", json=RERANK)).status_code == 200
 

@@ -1,5 +1,6 @@
 """Many pairs: files in, files out, whatever is in them, whoever does the work, and however often it is killed."""
 
+import ast
 import csv
 import gzip
 import json
@@ -579,6 +580,20 @@ def test_every_item_is_done_once(ray_cluster):
 @pytest.mark.ray
 def test_the_dtype_is_that_of_the_machines_that_do_the_work(ray_cluster):
     assert settled_dtype(LoadOptions("cpu"), TWO) == settled_dtype(LoadOptions("cpu"), None)
+
+
+@pytest.mark.ray
+def test_actors_choose_int8_where_this_machine_would_without_bfloat16(tmp_path):
+    """In a process of its own: its actors' processes inherit the setting."""
+    told = {**os.environ, "ATEN_CPU_CAPABILITY": "avx2", "PYTHONPATH": str(Path(__file__).parents[1])}
+    text = (
+        "from rsrank_rag.bulk.on_ray import Actors\nfrom rsrank_rag.bulk.run import settled_dtype\n"
+        "from rsrank_rag.language_model.options import LoadOptions\n"
+        "print([settled_dtype(LoadOptions('cpu'), actors) for actors in (None, Actors(1, cpus=0.5))])"
+    )
+    done = subprocess.run([sys.executable, "-c", text], env=told, capture_output=True, text=True, cwd=tmp_path)
+    here, there = ast.literal_eval(done.stdout)
+    assert here == there
 
 
 @pytest.mark.ray

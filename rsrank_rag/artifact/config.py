@@ -7,7 +7,7 @@ import textwrap
 from operator import not_
 from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, Field, ValidationError, model_validator
 from typing_extensions import Self
 
 from ..errors import ArtifactError
@@ -28,10 +28,8 @@ Later = Annotated[Value, Field(exclude_if=not_)]
 """A field that earlier releases do not know: left out where it says what they mean."""
 
 
-class BackboneSpec(BaseModel):
+class BackboneSpec(BaseModel, extra="forbid", frozen=True, protected_namespaces=()):
     """The language model B was trained on, by name and by what can be checked after loading."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
 
     name: str = Field(description="Hub id or local path; './folder' lies inside the artifact.")
     revision: str | None = Field(default=None, description="Commit, tag or branch on the Hub.")
@@ -44,11 +42,9 @@ class BackboneSpec(BaseModel):
     files: dict[str, str] = Field(default_factory=dict, description="sha256 of each file that decides a score.")
 
 
-class TrainingRecord(BaseModel):
+# JSON has no NaN or infinity: such a metric would be written as null and make the artifact unreadable.
+class TrainingRecord(BaseModel, extra="forbid", frozen=True, allow_inf_nan=False):
     """Where B comes from. Shown in the model card."""
-
-    # JSON has no NaN or infinity: such a metric would be written as null and make the artifact unreadable.
-    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
     data: tuple[str, ...] = ()
     seed: int | None = None
@@ -57,10 +53,8 @@ class TrainingRecord(BaseModel):
     notes: str = ""
 
 
-class RSRankConfig(BaseModel):
+class RSRankConfig(BaseModel, extra="forbid", frozen=True):
     """Everything about an artifact except the numbers in B."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     format_version: Literal[1] = FORMAT_VERSION
     backbone: BackboneSpec

@@ -37,8 +37,7 @@ def builtin_names() -> list[str]:
 def resolve(name: str | Path, revision: str | None = None, load: LoadOptions = USUAL) -> Path:
     """Find an artifact's folder: a built-in name, a local path or a Hub id, in this order.
 
-    Raises:
-        ArtifactError: Nothing there, or the Hub cannot be reached.
+    Raises ArtifactError: nothing there, or the Hub cannot be reached.
     """
     if str(name) in builtin_names() or is_folder(name):
         if revision is not None:
@@ -110,8 +109,7 @@ def read_config(folder: Path) -> RSRankConfig:
 def read_projection(folder: Path, config: RSRankConfig) -> Projection:
     """Read B, and what else weighs a score, checked against the config.
 
-    Raises:
-        ArtifactError: Missing, truncated, of another shape, not finite, or written with another config.
+    Raises ArtifactError: missing, truncated, of another shape, not finite, or written with another config.
     """
     path = folder / PROJECTION
     if not path.is_file():

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 from huggingface_hub import constants, try_to_load_from_cache
 
 from ..errors import ArtifactError
+from ..language_model.linear import largest_weight
 from ..language_model.loading import LoadedModel
 from ..language_model.weights import bits_of, fingerprint
 from ..method.backbone import Backbone
@@ -82,7 +83,7 @@ def prefix_identity(core: Backbone, config: RSRankConfig) -> dict[str, object]:
         "layers": core.last_layer,
         "bits": bits_of(core.model),
         **({"fusion_layer": core.fusion_layer} if core.fusion_layer else {}),
-        **({"int8": True} if core.for_documents else {}),
+        **({"int8": largest_weight()} if core.for_documents else {}),
     }
 
 
@@ -128,9 +129,7 @@ def check_files(spec: BackboneSpec, folder: Path | None, *, chosen: bool) -> Non
     """Compare every byte that decides a score; artifacts of earlier releases do not know what it was.
 
     A model that somebody ``chosen`` instead of the artifact's may have other files: then this is logged, no more.
-
-    Raises:
-        ArtifactError: Files are damaged or others.
+    Else ArtifactError says that files are damaged or others.
     """
     found = hashes(folder) if spec.files else {}
     # What else a tokenizer may be read from differs between copies; weights that were never recorded are foreign.

@@ -11,6 +11,7 @@ from typing_extensions import Self
 
 from ..errors import ArtifactError
 from ..language_model.check import open_backbone
+from ..language_model.linear import rounded
 from ..language_model.loading import LoadedModel, load_model
 from ..language_model.log_filters import without_progress_bars
 from ..language_model.options import LoadOptions, ModelSource
@@ -148,8 +149,10 @@ class Pretrained(ABC):
         """
         load, template, last_layer = options or LoadOptions(), template or Template(), projection.layers[-1]
         loaded, int8 = _load(str(name), revision, load, last_layer)
-        core = open_backbone(loaded.model, last_layer, int8, num_layers=loaded.num_layers, fusion_layer=fusion_layer)
+        core = open_backbone(loaded.model, last_layer, num_layers=loaded.num_layers, fusion_layer=fusion_layer)
         prompts = PromptTokenizer(loaded.tokenizer, template, max_length=core.max_length, shared_positions=core.causal)
+        if int8:
+            core.for_documents = rounded(core, prompts)
         files = hashes(folder_of(str(name), revision, load.cache_dir))
         config = RSRankConfig(
             backbone=describe(core, prompts, str(name), revision, files),
@@ -223,9 +226,7 @@ def open_artifact(source: ModelSource) -> tuple[Backbone, PromptTokenizer, Proje
         check_files(config.backbone, Path(model), chosen=chosen)
     loaded, int8 = _load(model, pinned, source.load, last_layer, int8=config.int8)
     check_before_run(loaded, config.backbone, str(model))
-    core = open_backbone(
-        *(loaded.model, last_layer, int8), num_layers=loaded.num_layers, fusion_layer=config.fusion_layer
-    )
+    core = open_backbone(loaded.model, last_layer, num_layers=loaded.num_layers, fusion_layer=config.fusion_layer)
     check_after_run(core, config.backbone, str(model))
     if not here:  # it has been downloaded
         check_files(config.backbone, folder_of(model, pinned, source.load.cache_dir), chosen=chosen)
@@ -236,6 +237,8 @@ def open_artifact(source: ModelSource) -> tuple[Backbone, PromptTokenizer, Proje
         max_length=min(limit for limit in limits if limit is not None),
         shared_positions=core.causal,
     )
+    if int8:
+        core.for_documents = rounded(core, prompts)
     return core, prompts, projection, config
 
 

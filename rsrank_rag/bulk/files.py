@@ -19,7 +19,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ValidationError
 
 from ..errors import InputError, needs
 from ..method.template import clean
@@ -39,11 +39,7 @@ BLANK = "0" * 64
 SEAL = b'"sha256":"'  # what a file's own hash stands behind, the last time that this occurs in it
 
 
-class _Record(BaseModel):
-    model_config = ConfigDict(extra="forbid", frozen=True)
-
-
-class SourceFile(_Record):
+class SourceFile(BaseModel, extra="forbid", frozen=True):
     """A file that was read."""
 
     path: str
@@ -53,7 +49,7 @@ class SourceFile(_Record):
     rows: int
 
 
-class Part(_Record):
+class Part(BaseModel, extra="forbid", frozen=True):
     """Rows of one file. ``offset`` is the first one's byte in a file that can be entered there, else 0."""
 
     number: int
@@ -68,7 +64,7 @@ class Part(_Record):
         return f"part-{self.number:06d}.parquet"
 
 
-class Plan(_Record):
+class Plan(BaseModel, extra="forbid", frozen=True):
     """What an output folder holds or will hold. ``sha256`` is the file's: see `sealed`."""
 
     format_version: Literal[2] = 2

@@ -71,15 +71,18 @@ def model_identity(name: str, *, revision: str | None = None, local_files_only: 
 
 def settled_dtype(load: LoadOptions, actors: Actors | None, name: str = "mini", revision: str | None = None) -> str:
     """The dtype that those choose who do the work: it stands in the plan, and all of an output is computed in it."""
+    here = partial(_dtype, load, name, revision)
+    return here(0) if actors is None else next(iter([*each(lambda: here, [0], replace(actors, count=1))]))
 
-    def chosen(_: object) -> str:
-        from ..artifact import hub
 
-        kind, model = parse(name)
-        int8 = kind is KINDS["rsrank"] and hub.read_config(hub.resolve(model, revision, load)).int8
-        return load.settled_dtype(int8=int8)
+def _dtype(load: LoadOptions, name: str, revision: str | None, _: object) -> str:
+    from ..artifact import (
+        hub,  # not inside another function: Ray would copy `KINDS`, whose entries are compared by `is`
+    )
 
-    return chosen(0) if actors is None else next(iter([*each(lambda: chosen, [0], replace(actors, count=1))]))
+    kind, model = parse(name)
+    int8 = kind is KINDS["rsrank"] and hub.read_config(hub.resolve(model, revision, load)).int8
+    return load.settled_dtype(int8=int8)
 
 
 def score_files(

@@ -106,14 +106,12 @@ def evaluate(
             why = "" if threshold == "shared" else "; this system has no native threshold"
             tau, origin = shared_threshold(list(scored.values())), f"the best over all files{why}"
         measured.append(Measured(name, tau, origin, scored))
-    tables: list[list[dict[str, Any]]] = [
-        [
-            {"model": found.name, "dataset": title, **summarise(queries, threshold=found.threshold)}
-            for title, queries in found.scored.items()
-        ]
+    rows: list[dict[str, Any]] = [
+        {"model": found.name, "dataset": title, **summarise(queries, threshold=found.threshold)}
         for found in measured
+        for title, queries in found.scored.items()
     ]
-    text = json.dumps([row for rows in tables for row in rows], ensure_ascii=False, indent=2)
+    text = json.dumps(rows, ensure_ascii=False, indent=2)
     if output is not None:
         _write(output, f"{text}\n")
     if report is not None:
@@ -123,9 +121,10 @@ def evaluate(
     if as_json:
         typer.echo(text)
         return
-    for found, rows in zip(measured, tables, strict=True):
+    for found in measured:
         rule = f"kept above {cell('tau_best', found.threshold)} ({found.origin})"
-        screen.print(*evaluation_tables(found.name, rule, rows), sep="\n")
+        own = [row for row in rows if row["model"] == found.name]
+        screen.print(*evaluation_tables(found.name, rule, own), sep="\n")
 
 
 def evaluation_tables(name: str, rule: str, records: Sequence[Mapping[str, Any]]) -> Iterator[Table]:

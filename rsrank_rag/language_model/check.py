@@ -13,7 +13,6 @@ from ..method.batching import is_out_of_memory
 from ..method.probe import Recorder
 from .attention import NAME
 from .fusion import split_at
-from .int8 import rounded
 from .weights import bits_of
 
 if TYPE_CHECKING:
@@ -32,15 +31,13 @@ MOST_STEADY = 512  # tokens that a run is filled up to at most, so that each com
 def open_backbone(
     model: PreTrainedModel,
     last_layer: int | None = None,
-    int8: bool = False,
     *,
     num_layers: int | None = None,
     fusion_layer: int = 0,
 ) -> Backbone:
     """Try a model out and make it ready to be read; see `Backbone`. It is switched to eval mode.
 
-    ``last_layer`` and ``num_layers`` are by default the last one loaded, and as many as are loaded. With ``int8``,
-    documents are read so.
+    ``last_layer`` and ``num_layers`` are by default the last one loaded, and as many as are loaded.
 
     Raises:
         BackboneError: The model's cache does not hold its value vectors, or it cannot be run in two phases, or not
@@ -57,8 +54,6 @@ def open_backbone(
         core = _try_out(core)
         if fusion_layer:
             core = _fused(core, fusion_layer)
-        if int8:
-            core.for_documents = split_at(rounded(model), fusion_layer) if fusion_layer else rounded(model)
     except RUN_ERRORS as error:
         if is_out_of_memory(error):
             raise BackboneError(

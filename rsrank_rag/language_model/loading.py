@@ -25,8 +25,8 @@ from transformers.models.auto.modeling_auto import MODEL_MAPPING
 
 from ..errors import BackboneError, MissingDependencyError
 from .attention import use_own_attention
-from .fused_linear import fuse_linear_maps
 from .hub_errors import HUB_ERRORS
+from .linear import fuse_linear_maps
 from .log_filters import importing_torchao, only, without_progress_bars
 from .options import FLAGS, LoadOptions
 from .weights import bits_of

@@ -34,7 +34,7 @@ class LoadOptions:
     Attributes:
         device: ``cuda``, ``cuda:1``, ``mps``, ``cpu``; None for the best one present.
         dtype: None picks bfloat16 where the hardware computes in it, else float32. ``int8`` is that, and documents'
-            linear maps in 8 bits on a CPU, see `language_model.int8`; only artifacts are read so.
+            linear maps in 8 bits on a CPU, see `language_model.linear`; only artifacts are read so.
         weights: None leaves them as they are. ``int8`` and ``nf4`` (bitsandbytes) save memory, not time. ``fp8``
             (torchao) does so too; on CUDA devices that multiply float8 (Ada, Hopper and later), in bfloat16,
             activations are rounded as well, token by token.
@@ -92,13 +92,11 @@ class LoadOptions:
         Raises InputError as `resolved_dtype`, and where int8 is asked for and cannot be had.
         """
         device, asked = self.resolved_device(), self.dtype == "int8"
-        if asked or (int8 and self.dtype is None and not has_fast_bfloat16(device)):
-            from .int8 import is_fast
-
-            if self.weights is None and device.type == "cpu" and is_fast():
-                return "int8"
+        wanted = asked or (int8 and self.dtype is None and not has_fast_bfloat16(device))
+        if wanted and self.weights is None and device.type == "cpu" and has_fast_int8():
+            return "int8"
         if asked:
-            raise InputError("dtype='int8' needs an x86 CPU with VNNI, and excludes load_in_8bit and the like.")
+            raise InputError("dtype='int8' needs an x86 CPU with AVX2, and excludes load_in_8bit and the like.")
         return str(self.resolved_dtype()).removeprefix("torch.")
 
     def resolved_dtype(self) -> torch.dtype:
@@ -179,9 +177,15 @@ def has_fast_bfloat16(device: torch.device) -> bool:
 
     if device.type == "cuda":
         return bool(torch.cuda.is_bf16_supported(including_emulation=False))
-    if device.type != "cpu":
-        return False
-    if leaves_instructions_unused():
+    if device.type != "cpu" or leaves_instructions_unused():
         return False
     checks = ("_is_avx512_bf16_supported", "_is_amx_tile_supported")  # private, so they may vanish
     return any(getattr(torch.cpu, name, lambda: False)() for name in checks)
+
+
+def has_fast_int8() -> bool:
+    """Whether this processor and this torch multiply int8 matrices faster than float32 ones: x86 with AVX2."""
+    import torch
+
+    has: dict[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()  # not in an older torch
+    return bool(has.get("avx2")) and hasattr(torch.ops.onednn, "qlinear_pointwise")

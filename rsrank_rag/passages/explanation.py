@@ -47,18 +47,13 @@ class Explanation:
     def columns(self, most: int = 8) -> tuple[list[str], list[list[float]]]:
         """Parts with neighbouring layers joined, to fit a terminal, and matches.
 
-        Args:
-            most: Largest number of columns for layers.
-
-        Returns:
-            Labels such as ``L1``, ``L1-5`` or ``match``, and a row of parts for each token.
+        Gives labels such as ``L1``, ``L1-5`` or ``match``, and a row of parts for each token. `most`: largest number
+        of columns for layers.
         """
         size = -(-len(self.layers) // most)
         groups = [slice(start, start + size) for start in range(0, len(self.layers), size)]
-        labels = []
-        for group in groups:
-            first, last = self.layers[group][0], self.layers[group][-1]
-            labels.append(f"L{first}" if first == last else f"L{first}-{last}")
+        ends = [(self.layers[group][0], self.layers[group][-1]) for group in groups]
+        labels = [f"L{first}" if first == last else f"L{first}-{last}" for first, last in ends]
         rows = [[math.fsum(row[group]) for group in groups] for row in self.parts]
         if self.matches:
             return [*labels, "match"], [[*row, match] for row, match in zip(rows, self.matches, strict=True)]

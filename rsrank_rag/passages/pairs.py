@@ -31,9 +31,7 @@ def score_in_parts(
 
     ``token_ends`` is as `Reranker.token_ends`; ``score`` scores pairs whose documents are read whole.
 
-    Raises:
-        InputError: A document is no text, or cannot be read so.
-        ScoringError: A part could not be scored; its pair is named.
+    Raises InputError: a document is no text, or cannot be read so; ScoringError names the pair of a part that has none.
     """
     if all(pair.reading == WHOLE for pair in pairs):
         return score(pairs)

@@ -101,12 +101,11 @@ def split(document: str, reading: Reading, token_ends: TokenEnds) -> list[Span]:
 def sentences(text: str, begin: int = 0) -> list[Span]:
     r"""Spans of a text's sentences, in order, without white space around them; together they hold all from ``begin``.
 
+    Raises MissingDependencyError: sentencex is not installed.
+
     >>> text = "Dr. Smith left. He was late!\r\nWhy?"
     >>> [text[start:stop] for start, stop in sentences(text)]
     ['Dr. Smith left.', 'He was late!', 'Why?']
-
-    Raises:
-        MissingDependencyError: sentencex is not installed.
     """
     install = "which is not installed. Install with: pip install 'sentencex>=1.0.32'"
     with needs(f"Sentences are found by sentencex, {install}", "", "sentencex"):

@@ -26,17 +26,11 @@ FORMAT = "rsrank-prefix-2"
 
 @dataclass(frozen=True)
 class PackedPrefix:
-    """A prefix in 8 bits: one scale for each token and head, so that a sink token's large values cost no other.
+    """A prefix in 8 bits: one scale for each token and head, so that a sink token's large values cost no other."""
 
-    Attributes:
-        codes: Keys, then values, (2, L, H, S, D) int8.
-        scales: (2, L, H, S, 1) fp16.
-        pooled: As it is, `Prefix.pooled`.
-    """
-
-    codes: Tensor
-    scales: Tensor
-    pooled: Tensor
+    codes: Tensor  # keys, then values, (2, L, H, S, D) int8
+    scales: Tensor  # (2, L, H, S, 1) fp16
+    pooled: Tensor  # as it is, `Prefix.pooled`
 
     @classmethod
     def of(cls, prefix: Prefix) -> Self | None:
@@ -65,8 +59,7 @@ class Disk:
     A file appears only when it is complete and carries a checksum; nobody else may read it, because it holds what the
     document says. The least recently used go when the folder outgrows its limit.
 
-    Raises:
-        InputError: The folder's files are of another release.
+    Raises InputError: the folder's files are of another release.
     """
 
     def __init__(self, folder: Path, limit: int | None) -> None:

@@ -6,7 +6,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import BaseModel, BeforeValidator, ByteSize, ConfigDict, TypeAdapter, ValidationError, model_validator
+from pydantic import BaseModel, BeforeValidator, ByteSize, TypeAdapter, ValidationError, model_validator
 from typing_extensions import Self
 
 from ..errors import InputError
@@ -34,23 +34,18 @@ def as_bytes(size: Any) -> int:
     return limit
 
 
-def _as_text(folder: Any) -> Any:
-    return os.fspath(folder) if isinstance(folder, os.PathLike) else folder
-
-
 Size = Annotated[int, BeforeValidator(as_bytes)]
+Folder = Annotated[str, BeforeValidator(lambda given: os.fspath(given) if isinstance(given, os.PathLike) else given)]
 
 
-class PrefixCache(BaseModel):
+class PrefixCache(BaseModel, extra="forbid", frozen=True):
     """Where prefixes are kept and how much of each place they may fill. Sizes are bytes or such as ``"512MB"``."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     device: Size | None = None
     """On the device, as they are; None for a quarter of what is free on a GPU, and on a CPU for `memory_share`."""
     host: Size = 0
     """In host memory, in 8 bits, beside the device: much more fits there."""
-    folder: Annotated[str, BeforeValidator(_as_text)] | None = None
+    folder: Folder | None = None
     """On disk, in 8 bits; None for not at all."""
     disk: Size | None = None
     """Limit of the folder: the least recently used files go. None for none."""
@@ -79,8 +74,7 @@ Choice = bool | int | str | Path | Mapping[str, Any] | PrefixCache
 def as_prefix_cache(choice: Choice) -> PrefixCache | None:
     """The settings that a choice stands for: True and False, a size, a folder, or all settings.
 
-    Raises:
-        InputError: Not a choice.
+    Raises InputError: not a choice.
 
     >>> as_prefix_cache("512MB").device, as_prefix_cache("prefixes").folder, as_prefix_cache(False)
     (512000000, 'prefixes', None)

@@ -116,8 +116,7 @@ class PrefixStore:
         device: Where prefixes are used.
         dtype: Of keys and values there.
 
-    Raises:
-        InputError: The folder cannot be made or read.
+    Raises InputError: the folder cannot be made or read.
     """
 
     def __init__(

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, replace
 from typing import Any, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, Field, ValidationError
 
 from ..errors import InputError, RemoteError, ScoringError
 from ..method.template import clean
@@ -15,11 +15,7 @@ from ..passages.parts import WHOLE, Excerpt, Reading, Window, encodable
 from ..reranker import Scored
 
 
-class _Strict(BaseModel):
-    model_config = ConfigDict(strict=True)
-
-
-class _Row(_Strict):
+class _Row(BaseModel, strict=True):
     index: int
     relevance_score: float | None
     truncated: bool = False
@@ -27,12 +23,12 @@ class _Row(_Strict):
     excerpts: list[Excerpt] | None = None
 
 
-class _Fault(_Strict):
+class _Fault(BaseModel, strict=True):
     index: int
     message: str
 
 
-class Answer(_Strict):
+class Answer(BaseModel, strict=True):
     """Of ``/v1/rerank``."""
 
     model: str
@@ -41,7 +37,7 @@ class Answer(_Strict):
     errors: list[_Fault] | None = None
 
 
-class Info(_Strict):
+class Info(BaseModel, strict=True):
     """Of ``/info``."""
 
     model: str = Field(validation_alias="model_id")

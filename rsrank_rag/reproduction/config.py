@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 from pydantic import BaseModel, BeforeValidator, Field
 from typing_extensions import Self
@@ -36,11 +36,6 @@ class SystemPart(LoadedPart):
         return self.label or self.name
 
 
-def _several(value: Any) -> Any:
-    """One table ``[ablations]`` is the only one of several ``[[ablations]]``."""
-    return [value] if isinstance(value, dict) else value
-
-
 class Reproduction(BaseModel, extra="forbid", frozen=True):
     """Everything that decides which tables and figures come out."""
 
@@ -50,7 +45,10 @@ class Reproduction(BaseModel, extra="forbid", frozen=True):
     artifact: str | None = None
     sets: tuple[SetPart, ...] = ()
     systems: tuple[SystemPart, ...] = ()
-    ablations: Annotated[tuple[AblationPart, ...], BeforeValidator(_several)] = ()
+    ablations: Annotated[
+        tuple[AblationPart, ...], BeforeValidator(lambda given: [given] if isinstance(given, dict) else given)
+    ] = ()
+    """One table ``[ablations]`` is the only one of several ``[[ablations]]``."""
 
     @classmethod
     def load(

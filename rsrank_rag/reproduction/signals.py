@@ -40,10 +40,9 @@ def reading(signal: Signal, null: Null) -> Reading:
 class SignalReader(ShiftReader):
     """Reads another signal, or subtracts something else.
 
-    Args:
-        signal: Value vectors, keys, or the hidden states that enter a layer (then H = 1 and D is the hidden size).
-        null: What stands for "no document". Keys hold their position, which a document moves: they are compared at
-            the same positions ("matched") or not at all ("none").
+    `signal`: value vectors, keys, or the hidden states that enter a layer (then H = 1 and D is the hidden size).
+    `null`: what stands for "no document". Keys hold their position, which a document moves: they are compared at the
+    same positions ("matched") or not at all ("none").
     """
 
     def __init__(

@@ -12,16 +12,15 @@ from collections.abc import Sequence
 from pathlib import Path
 from urllib.parse import urlsplit
 
-from pydantic import BaseModel, ConfigDict, Field, SecretStr, field_validator
+from pydantic import BaseModel, Field, SecretStr, field_validator
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ..errors import InputError
-from .logs import Record
+from .logs import Record, request_span
 from .metrics import Metrics
 from .refusals import error_answer
-from .tracing import request_span
 
 logger = logging.getLogger(__name__)
 
@@ -51,10 +50,8 @@ def keys_in(file: Path) -> tuple[str, ...]:
     return tuple(line for line in lines if line)
 
 
-class Settings(BaseModel):
+class Settings(BaseModel, extra="forbid", frozen=True, hide_input_in_errors=True):  # it may be a key
     """What the service allows, and how it answers unless a request says otherwise."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, hide_input_in_errors=True)  # it may be a key
 
     api_keys: tuple[SecretStr, ...] = ()  # any of them opens the service; without any, and a file, it is open
     api_key_file: Path | None = None  # more of them, one a line; read again when it changes
@@ -90,8 +87,7 @@ class Settings(BaseModel):
 class Keys:
     """Keys that open the service: fixed ones, and those of a file, which stay when it cannot be read any more.
 
-    Raises:
-        InputError: The file cannot be read or holds no key.
+    Raises InputError: the file cannot be read or holds no key.
     """
 
     def __init__(self, fixed: Sequence[str], file: Path | None) -> None:

@@ -1,13 +1,24 @@
-"""Logs of the service: one line of JSON for each request and each event, never a word of a query or a document."""
+"""Logs of the service, a line of JSON for each request and event, and spans; never a word of a query or a document."""
 
 import logging
 import time
 import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from pythonjsonlogger.core import RESERVED_ATTRS
 from pythonjsonlogger.json import JsonFormatter
+from starlette.datastructures import Headers
+from starlette.types import Scope
+
+from .. import __version__
+
+try:
+    from opentelemetry import propagate, trace
+except ModuleNotFoundError:
+    trace = None  # type: ignore[assignment]
 
 logger = logging.getLogger("rsrank_rag.service.requests")
 
@@ -66,3 +77,41 @@ def configure(level: str) -> logging.Handler:
         logging.getLogger(name).setLevel(level)
     logging.captureWarnings(True)
     return handler
+
+
+@contextmanager
+def request_span(scope: Scope, headers: Headers, record: Record, model: str) -> Iterator[None]:
+    """A span around one request, joined to the caller's ``traceparent``, if OpenTelemetry is installed.
+
+    Names are those of its conventions for HTTP and generative AI. No path that a client made up is in it, no text, and
+    no exception's message, which may quote one.
+    """
+    if trace is None:
+        yield
+        return
+    server = scope.get("server") or (None, None)
+    first = {
+        "http.request.method": record.method,
+        "url.scheme": scope.get("scheme", "http"),
+        "network.protocol.version": scope.get("http_version", "1.1"),
+        **({} if server[0] is None else {"server.address": str(server[0]), "server.port": int(server[1] or 0)}),
+    }
+    with trace.get_tracer("rsrank_rag", __version__).start_as_current_span(
+        record.method,
+        propagate.extract(dict(headers)),
+        trace.SpanKind.SERVER,
+        first,
+        record_exception=False,
+        set_status_on_exception=False,
+    ) as span:
+        try:
+            yield
+        finally:
+            span.update_name(f"{record.method} {record.route}")
+            span.set_attributes({"http.route": record.route, "http.response.status_code": record.status})
+            if record.documents is not None:
+                span.set_attributes({"gen_ai.operation.name": "rerank", "gen_ai.response.model": model})
+                span.set_attribute("gen_ai.usage.input_tokens", record.tokens or 0)
+            if record.status >= 500:
+                span.set_attribute("error.type", str(record.status))
+                span.set_status(trace.StatusCode.ERROR)

@@ -168,9 +168,8 @@ class ModelProcess:
     async def call(self, method: str, argument: Any) -> Any:
         """Call a method of the `Engine`.
 
-        Raises:
-            RSRankError: From the model, or instead of whatever else it raised.
-            BrokenProcessPool: The process died, or was ended because it hung.
+        Raises RSRankError: from the model, or instead of whatever else it raised; BrokenProcessPool: the process died,
+        or was ended because it hung.
         """
         future = asyncio.get_running_loop().run_in_executor(self._pool, call, method, argument)
         done, _ = await asyncio.wait([future], timeout=self.longest_step)

@@ -121,8 +121,7 @@ class FeatureExtractor:
     def extract(self, query: LabelledQuery) -> QueryFeatures:
         """Features of one query.
 
-        Raises:
-            RSRankError: As `tokenise`; a shift is not finite in the store's dtype; a document does not fit into memory.
+        RSRankError: as `tokenise`; a shift is not finite in the store's dtype; a document does not fit into memory.
         """
         asked, texts = tokenise(query, self.reader.prompts, titles=self.options.titles)
         positions, dtype = kept_tokens(asked.length, self.options.max_tokens), getattr(torch, self.options.dtype)

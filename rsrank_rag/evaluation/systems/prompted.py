@@ -53,8 +53,7 @@ class Batched(Reranker):
 
         `compute`: token ids (N, T) and their mask (N, T) -> (N, ...). Padding on the right leaves positions alone.
 
-        Raises:
-            ScoringError: A prompt does not fit into memory even alone; its position is given.
+        Raises ScoringError: a prompt does not fit into memory even alone; its position is given.
         """
         found: dict[Ids, Tensor] = {}
         batches = Batches(list(dict.fromkeys(prompts)), self.token_budget)
@@ -81,10 +80,8 @@ class AnswerHead(nn.Linear):
 
     def __init__(self, head: nn.Linear, tokens: Sequence[int]) -> None:
         super().__init__(head.in_features, len(tokens), bias=head.bias is not None, device=head.weight.device)
-        rows = torch.tensor(list(tokens), device=head.weight.device)
-        self.weight = nn.Parameter(head.weight.detach()[rows].float(), requires_grad=False)
-        if head.bias is not None:
-            self.bias = nn.Parameter(head.bias.detach()[rows].float(), requires_grad=False)
+        self.load_state_dict({name: part[list(tokens)].float() for name, part in head.state_dict().items()})
+        self.requires_grad_(False)
 
     def forward(self, hidden: Tensor) -> Tensor:
         """Logits (..., tokens) in fp32 of hidden states (..., hidden size)."""

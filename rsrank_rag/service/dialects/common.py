@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, AliasChoices, AliasPath, BaseModel, ConfigDict, Field, PositiveInt
+from pydantic import AfterValidator, AliasChoices, AliasPath, BaseModel, Field, PositiveInt
 
 from ...passages.parts import WHOLE, Reading
 from ...reranker import Pair, RankResult, Scored, choose
@@ -130,10 +130,8 @@ class Scores:
         return normalise(score, self.model.threshold) if self.normalised else score
 
 
-class Strict(BaseModel):
+class Strict(BaseModel, strict=True):
     """Takes no value of another type for its own."""
-
-    model_config = ConfigDict(strict=True)
 
 
 class TextObject(Strict):
