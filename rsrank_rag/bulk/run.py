@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from ..adapters.systems import KINDS, parse
+from ..artifact import hub
 from ..artifact.config import INSIDE
 from ..errors import InputError
 from ..language_model.options import LoadOptions
@@ -51,7 +52,6 @@ def model_identity(name: str, *, revision: str | None = None, local_files_only: 
     Of an RSRank artifact config and B, and the language model's files: as the config records them, which is checked
     where it is loaded, or, of earlier releases, as they are. Of other systems the files of a local folder.
     """
-    from ..artifact import hub
     from ..artifact.identity import hashes
 
     kind, model = parse(name)
@@ -76,13 +76,9 @@ def settled_dtype(load: LoadOptions, actors: Actors | None, name: str = "mini", 
 
 
 def _dtype(load: LoadOptions, name: str, revision: str | None, _: object) -> str:
-    from ..artifact import (
-        hub,  # not inside another function: Ray would copy `KINDS`, whose entries are compared by `is`
-    )
-
+    """No function within another: Ray would copy `KINDS` with that, whose entries are told apart by ``is``."""
     kind, model = parse(name)
-    int8 = kind is KINDS["rsrank"] and hub.read_config(hub.resolve(model, revision, load)).int8
-    return load.settled_dtype(int8=int8)
+    return load.settled_dtype(int8=kind is KINDS["rsrank"] and hub.read_config(hub.resolve(model, revision, load)).int8)
 
 
 def score_files(
