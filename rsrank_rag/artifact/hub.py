@@ -238,7 +238,7 @@ FUSION = (
 
 def model_card(config: RSRankConfig) -> str:
     """The README.md of an artifact, made from its config."""
-    heads, dim = config.shape[1], config.shape[3]
+    layers, heads, rows, dim = config.shape
     training = config.training
     front = ["---", "library_name: rsrank-rag", "pipeline_tag: text-ranking", "tags: [reranker, rag, rsrank]"]
     if config.license:
@@ -250,8 +250,8 @@ def model_card(config: RSRankConfig) -> str:
         USAGE.read_text(encoding="utf-8"),
         f"- Backbone: `{config.backbone.name}`, revision `{config.backbone.revision or 'not pinned'}` "
         f"({config.backbone.model_type}, {config.depth})",
-        f"- B: layers {config.layers[0]}-{config.layers[-1]} ({len(config.layers)}), {heads} KV heads, "
-        f"P = {config.projection_dim}, D = {dim}: {len(config.layers) * heads * config.projection_dim * dim:,} numbers",
+        f"- B: layers {'-'.join(map(str, config.layers[:: max(1, layers - 1)]))} ({layers}), {heads} KV heads, "
+        f"P = {rows}, D = {dim}: {layers * heads * rows * dim:,} numbers",
         *[FUSION.format(config.fusion_layer)] * bool(config.fusion_layer),
         f"- Template: `{config.template.model_dump_json()}`",
         f"- Training data: {', '.join(training.data) or 'not recorded'}; seed {training.seed}",

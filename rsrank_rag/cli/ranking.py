@@ -232,8 +232,8 @@ def info_table(name: str, config: RSRankConfig, limits: str, dtype: str) -> Tabl
         "backbone": f"{config.backbone.name} at {config.backbone.revision or 'no pinned revision'} "
         f"({config.backbone.model_type}, {config.depth})",
         **({"fusion": f"queries see documents from layer {config.fusion_layer} on"} if config.fusion_layer else {}),
-        "B": f"{layers} layers ({config.layers[0]}-{config.layers[-1]}) x {heads} heads x P {dim} x D {head_dim} = "
-        f"{layers * heads * dim * head_dim:,} numbers",
+        "B": f"layers {'-'.join(map(str, config.layers[:: max(1, layers - 1)]))} ({layers}) x {heads} heads x P {dim} "
+        f"x D {head_dim} = {layers * heads * dim * head_dim:,} numbers",
         "template": f"{config.template.instruction!r} document {config.template.separator!r} query "
         f"{config.template.suffix!r}, scored: {config.template.positions}",
         "training data": ", ".join(config.training.data) or "not recorded",
