@@ -20,7 +20,7 @@ EXACT = 1e-4  # fp32: rounding alone
 
 @pytest.fixture(autouse=True)
 def without_bfloat16(monkeypatch):
-    monkeypatch.setattr("rsrank_rag.language_model.options.has_fast_bfloat16", lambda device: False)
+    monkeypatch.setattr("rsrank_rag.language_model.options.has_fast_bfloat16", lambda device, **_: False)
 
 
 def weights_of(linear, times=1.0):
@@ -164,11 +164,11 @@ def test_scores_are_those_of_documents_that_ran_through_rounded_maps(kind, tiny_
 
 def test_it_is_chosen_where_it_is_good_enough_and_there_is_no_bfloat16(monkeypatch):
     for fast, good, dtype in [(False, True, "int8"), (False, False, "float32"), (True, True, "bfloat16")]:
-        monkeypatch.setattr("rsrank_rag.language_model.options.has_fast_bfloat16", lambda device, fast=fast: fast)
+        monkeypatch.setattr("rsrank_rag.language_model.options.has_fast_bfloat16", lambda device, fast=fast, **_: fast)
         assert LoadOptions("cpu").settled_dtype(int8=good) == dtype
         assert LoadOptions("cpu", "int8").settled_dtype() == "int8"
         assert LoadOptions("cpu", "float32").settled_dtype(int8=good) == "float32"
-    monkeypatch.setattr("rsrank_rag.language_model.options.has_fast_bfloat16", lambda device: False)
+    monkeypatch.setattr("rsrank_rag.language_model.options.has_fast_bfloat16", lambda device, **_: False)
     monkeypatch.setattr("rsrank_rag.language_model.options.has_fast_int8", lambda: False)
     assert LoadOptions("cpu").settled_dtype(int8=True) == "float32"
 

@@ -634,10 +634,10 @@ def test_a_plan_names_the_dtype_that_was_chosen_and_another_machines_is_refused(
     pytest.importorskip("bm25s")
     source, output = write_lines(tmp_path / "rows.jsonl", rows_of(4)), tmp_path / "out"
     arguments = ["score", "-i", source, "-o", output, "--model", "bm25"]
-    monkeypatch.setattr(options, "has_fast_bfloat16", lambda device: True)
+    monkeypatch.setattr(options, "has_fast_bfloat16", lambda device, **_: True)
     assert run(*arguments).exit_code == 0
     assert begun(output).settings["dtype"] == "bfloat16"
-    monkeypatch.setattr(options, "has_fast_bfloat16", lambda device: False)  # as on another machine
+    monkeypatch.setattr(options, "has_fast_bfloat16", lambda device, **_: False)  # as on another machine
     refused = run(*arguments)
     assert "dtype: 'bfloat16' there, 'float32' asked for" in " ".join(refused.stderr.split())
     assert run(*arguments, "--dtype", "bfloat16").exit_code == 0

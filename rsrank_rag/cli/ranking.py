@@ -196,7 +196,7 @@ def explanation_text(explanation: Explanation) -> Text:
 
 WHY = {
     "bfloat16": "the hardware multiplies it",
-    "int8": "documents; the hardware multiplies no bfloat16, and this was measured to be good enough",
+    "int8": "documents; the hardware multiplies nothing faster, and this was measured to be good enough",
     "float32": "the hardware multiplies no bfloat16",
 }
 

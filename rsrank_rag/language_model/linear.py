@@ -3,7 +3,7 @@
 In bfloat16, bias and GELU are added while a product is written: torch's own writes it on top of a copied bias and reads
 all of it again for GELU, which in the feed-forward layers of a small encoder takes as long as the product itself.
 
-Where there is no bfloat16, documents' maps compute in 8 bits (``dtype="int8"``; another thing than ``load_in_8bit``,
+Where there is no AMX, documents' maps compute in 8 bits (``dtype="int8"``; another thing than ``load_in_8bit``,
 which saves memory and costs time here), queries' as ever. A token comes out the same beside any others, as scales are
 its own or fixed. An encoder's are: by a trial at load. So bias, GELU and the next rounding are done with the product.
 
