@@ -11,7 +11,7 @@ from rsrank_rag import RSRank
 from rsrank_rag.errors import InputError
 from rsrank_rag.language_model import linear as maps
 from rsrank_rag.language_model.linear import RoundedLinear
-from rsrank_rag.language_model.options import LoadOptions, has_fast_int8
+from rsrank_rag.language_model.options import LoadOptions, has_fast_bfloat16, has_fast_int8
 
 pytestmark = pytest.mark.skipif(not has_fast_int8(), reason="needs an x86 processor with AVX2")
 
@@ -171,6 +171,17 @@ def test_it_is_chosen_where_it_is_good_enough_and_there_is_no_bfloat16(monkeypat
     monkeypatch.setattr("rsrank_rag.language_model.options.has_fast_bfloat16", lambda device, **_: False)
     monkeypatch.setattr("rsrank_rag.language_model.options.has_fast_int8", lambda: False)
     assert LoadOptions("cpu").settled_dtype(int8=True) == "float32"
+
+
+@pytest.mark.parametrize(
+    ("amx", "good", "dtype"), [(False, True, "int8"), (False, False, "bfloat16"), (True, True, "bfloat16")]
+)
+def test_it_is_chosen_before_bfloat16_unless_there_is_amx(monkeypatch, amx, good, dtype):
+    monkeypatch.setattr("rsrank_rag.language_model.options.has_fast_bfloat16", has_fast_bfloat16)
+    monkeypatch.setattr("rsrank_rag.language_model.options.leaves_instructions_unused", lambda: False)
+    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: True)
+    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: amx)
+    assert LoadOptions("cpu").settled_dtype(int8=good) == dtype
 
 
 def test_the_built_in_model_is_read_so_and_keeps_to_its_scores():
