@@ -2,7 +2,9 @@
  *
  *     cc -O2 -shared -fPIC -o processor.so processor.c && LD_PRELOAD=$PWD/processor.so python ...
  *
- * Linux on x86 can have the CPUID instruction fault; it is answered here, without the bits of AVX-512, VNNI and AMX.
+ * Linux can have the CPUID instruction fault on Intel's processors; it is answered here, without the bits of AVX-512, VNNI and
+ * AMX. Where it cannot, only those are answered that somebody replaced by 0F 04, which is no instruction: see
+ * `peers.without_newer_instructions`; other libraries must be limited by their own settings.
  * With PROCESSOR=vnni the AVX2 form of VNNI stays, as newer laptops have it; with PROCESSOR=avx512vnni AVX-512 with VNNI,
  * as servers had it before bfloat16.
  */
@@ -16,14 +18,16 @@
 
 enum { ARCH_SET_CPUID = 0x1012 };
 static unsigned leaf7[3], leaf7_1[2];
+int processor_answers; /* how many questions were answered here */
 
 static void answer(int number, siginfo_t *info, void *context) {
     greg_t *r = ((ucontext_t *)context)->uc_mcontext.gregs;
     const unsigned char *code = (const unsigned char *)r[REG_RIP];
-    if (code[0] != 0x0f || code[1] != 0xa2) {
-        signal(SIGSEGV, SIG_DFL);
+    if (code[0] != 0x0f || code[1] != (number == SIGILL ? 0x04 : 0xa2)) {
+        signal(number, SIG_DFL);
         return;
     }
+    processor_answers++;
     unsigned a = r[REG_RAX], c = r[REG_RCX], b, d, leaf = a, sub = c;
     syscall(SYS_arch_prctl, ARCH_SET_CPUID, 1);
     __asm__ volatile("cpuid" : "+a"(a), "=b"(b), "+c"(c), "=d"(d));
@@ -47,5 +51,6 @@ __attribute__((constructor)) static void start(void) {
     if (kind && !strcmp(kind, "vnni")) leaf7_1[0] &= ~(1u << 4);
     struct sigaction action = {.sa_sigaction = answer, .sa_flags = SA_SIGINFO | SA_NODEFER};
     sigaction(SIGSEGV, &action, 0);
+    sigaction(SIGILL, &action, 0);
     syscall(SYS_arch_prctl, ARCH_SET_CPUID, 0);
 }

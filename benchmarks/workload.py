@@ -157,7 +157,8 @@ class Plain:
     ) -> tuple[list[Tensor], Tensor]:
         """Value vectors of the query's tokens, and agreement (N, 2).
 
-        Below the fusion layer, hooks take the documents out of the mask of a BERT's layers.
+        Hooks take the documents out of the mask of a BERT's layers below the fusion layer, and may keep them as they
+        are above.
         """
         fusion, width = self.ranker.config.fusion_layer, max(map(len, prefixes))
         entering: list[Tensor] = []
@@ -167,9 +168,14 @@ class Plain:
             mask[..., width:, :width] = False
             return (args[0], mask, *args[2:])
 
+        def stay(_module: object, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+            return (torch.cat([entering[0][:, :width], args[0][:, width:]], 1), *args[1:])
+
         layers = layers_of(self.ranker.backbone.model)
         hooks = [layer.register_forward_pre_hook(apart) for layer in layers[:fusion]]
         hooks += [layers[fusion].register_forward_pre_hook(lambda _module, args: entering.append(args[0]))]
+        if self.ranker.config.documents_stay:
+            hooks += [layer.register_forward_pre_hook(stay) for layer in layers[fusion + 1 :]]
         try:
             found = self.values(prefixes, query)
         finally:

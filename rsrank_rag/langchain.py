@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
-from pydantic import ConfigDict, Field
+from pydantic import Field
 from typing_extensions import Unpack
 
 from .adapters.settings import ERROR, RerankerAdapter, Unranked, kept_of, without_marks
@@ -154,14 +154,12 @@ def _survived(result: RankResult) -> suppress:
     return suppress(*([type(result.error)] if isinstance(result, Unranked) else []))
 
 
-class RSRankRetriever(BaseRetriever):
+class RSRankRetriever(BaseRetriever, extra="forbid"):
     """A retriever whose results have been through a compressor: retrieve widely, keep what is relevant.
 
     ``threshold``, ``top_n`` and ``min_docs`` given to ``invoke`` go to the compressor, everything else to the base
     retriever.
     """
-
-    model_config = ConfigDict(extra="forbid")
 
     base_retriever: RetrieverLike
     compressor: RSRankCompressor = Field(default_factory=RSRankCompressor)

@@ -3,7 +3,7 @@
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Literal, TypedDict
+from typing import Any, Literal, TypedDict
 
 from typing_extensions import Self, Unpack
 
@@ -150,7 +150,7 @@ class Reranker(ABC):
         """What is asked for; InputError if that is windows, and nobody counts tokens."""
         if unknown := sorted(options.keys() - ReadingOptions.__annotations__.keys()):
             raise TypeError(f"rank() has no argument {unknown[0]!r}.{nearest(unknown[0], RankOptions.__annotations__)}")
-        chosen: ReadingOptions = {"long_documents": self.long_documents, **options}
+        chosen: Any = {**options, "long_documents": options.get("long_documents") or self.long_documents}
         reading = Reading(**chosen)
         if reading.long_documents == "windows":
             self.token_ends("")

@@ -1,5 +1,6 @@
 """What clients say, as pure functions: requests to pairs, outcomes to answers, scores between 0 and 1."""
 
+import json
 import math
 
 import pytest
@@ -13,7 +14,7 @@ from rsrank_rag.service.backend import Description, Outcome
 from rsrank_rag.service.dialects.cohere import RerankRequest, texts_of
 from rsrank_rag.service.dialects.common import Scores, normalise
 from rsrank_rag.service.dialects.others import RankingRequest, ScoreRequest, TextsRequest
-from rsrank_rag.service.refusals import RefusedError, error_body, refusal
+from rsrank_rag.service.refusals import RefusedError, error_answer, refusal
 
 FINITE = st.floats(allow_nan=False, allow_infinity=False)
 MODEL = Description("fake", 1.0, False)
@@ -233,11 +234,11 @@ def test_a_query_that_cannot_be_used_is_said_once_and_no_document_is_blamed():
 
 
 def test_an_error_has_the_fields_of_every_client():
-    body = error_body(422, "Document 1 has no score.", {1: "has no score."}).model_dump()
+    body = json.loads(error_answer(422, "Document 1 has no score.", {1: "has no score."}).body)
     assert body["error"] == body["message"] == body["detail"] == "Document 1 has no score."
     assert body["documents"] == [{"index": 1, "message": "has no score."}]
     assert body["error_type"] == "Validation"
-    assert error_body(500, "\ud800").error == "?"
+    assert json.loads(error_answer(500, "\ud800").body)["error"] == "?"
 
 
 # Answers

@@ -31,6 +31,7 @@ from rsrank_rag.reranker import Pair
 FUSION, READ = 1, (2, 3)
 OPTIONS = LoadOptions(device="cpu", dtype="float32", local_files_only=True)
 KINDS = ["bert", "llama", "qwen3", "gemma3"]
+STAY = ["bert stays", "qwen3 stays"]  # documents run up to the fusion layer only
 
 
 def weighted(layers, heads, dim, head_dim, seed=1):
@@ -56,9 +57,10 @@ def fused(tiny_folder):
 
     def load(kind):
         if kind not in made:
-            projection = weighted(READ, kv_heads(kind), PROJECTION_DIM, HEAD_DIM)
-            folder, template = tiny_folder(kind), template_of(kind)
-            ranker = RSRank.from_backbone(folder, projection, template=template, fusion_layer=FUSION, options=OPTIONS)
+            name, stay = kind.removesuffix(" stays"), kind in STAY
+            projection, common = weighted(READ, kv_heads(name), PROJECTION_DIM, HEAD_DIM), dict(options=OPTIONS)
+            common |= dict(template=template_of(name), fusion_layer=FUSION, documents_stay=stay)
+            ranker = RSRank.from_backbone(tiny_folder(name), projection, **common)
             made[kind] = unkept(ranker)
         return made[kind]
 
@@ -98,6 +100,8 @@ class Reference:
 
             def own_mask(module, args, kwargs, mask=mask, number=number):
                 entering[number] = args[0][0]
+                if self.ranker.config.documents_stay and number > self.fusion:
+                    args = (torch.cat([entering[self.fusion][:first], args[0][0, first:]])[None], *args[1:])
                 if "attention_mask" in kwargs:
                     return args, kwargs | {"attention_mask": mask}
                 return (args[0], mask, *args[2:]), kwargs
@@ -145,10 +149,10 @@ class Reference:
         return total + beside, beside, [w * match / len(nearest) for match in nearest]
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", KINDS + STAY)
 def test_scores_equal_plain_transformers_with_a_mask_for_each_layer(kind, fused, tiny_folder):
     ranker = fused(kind)
-    reference = Reference(ranker, tiny_folder(kind))
+    reference = Reference(ranker, tiny_folder(kind.split()[0]))
     documents = [*DOCUMENTS, "A long one: " + " ".join(DOCUMENTS)]
     for query in QUERIES:
         expected = [reference.score(query, document)[0] for document in documents]
@@ -179,7 +183,7 @@ def test_parts_and_agreement_add_up_to_the_score(kind, fused, tiny_folder):
     assert [line.split()[-1] for line in str(found).splitlines()[1:-1]] == [f"{match:+.2f}" for match in found.matches]
 
 
-@pytest.mark.parametrize("kind", ["bert", "qwen3"])
+@pytest.mark.parametrize("kind", ["bert", "qwen3", *STAY])
 @pytest.mark.parametrize("where", ["device", "host", "disk"])
 def test_scores_are_the_same_cold_warm_joined_and_alone(kind, where, fused, tmp_path):
     own = fused(kind)
@@ -225,7 +229,8 @@ def test_index_size_counts_what_is_pooled(fused, tmp_path):
 
 
 def test_a_query_runs_once_below_the_fusion_layer_whatever_the_number_of_documents(fused):
-    ranker, runs = fused("qwen3"), {0: [], LAYERS - 1: []}
+    own, runs = fused("qwen3"), {0: [], LAYERS - 1: []}
+    ranker = RSRank(own.backbone, own.prompts, own.projection, own.config, prefix_cache=False, token_budget=60)
     hooks = [
         layers_of(ranker.backbone.model)[number].self_attn.register_forward_pre_hook(
             lambda module, args, kwargs, seen=seen: seen.append(len(kwargs["hidden_states"])), with_kwargs=True
@@ -235,12 +240,13 @@ def test_a_query_runs_once_below_the_fusion_layer_whatever_the_number_of_documen
     ranker.reader.null_prefix()
     runs[0].clear()
     try:
-        ranker.score(QUERY, DOCUMENTS)
+        ranker.score("Who was never asked about?", DOCUMENTS)
     finally:
         for hook in hooks:
             hook.remove()
     batches = len(runs[LAYERS - 1])  # the documents' runs end before
-    assert sum(runs[0]) == len(DOCUMENTS) + batches
+    assert batches > 1
+    assert sum(runs[0]) == len(DOCUMENTS) + 1
     assert sum(runs[LAYERS - 1]) == len(DOCUMENTS) + batches
 
 
@@ -257,9 +263,10 @@ def test_entries_of_other_fusion_layers_are_never_found(fused, tiny_folder, tmp_
     assert other.store.stats()["disk_hits"] == 0
 
 
+@pytest.mark.parametrize("kind", ["bert", "bert stays"])
 @pytest.mark.parametrize("include", [False, True])
-def test_everything_survives_saving(include, fused, tmp_path):
-    own = fused("bert")
+def test_everything_survives_saving(include, kind, fused, tmp_path):
+    own = fused(kind)
     own.save_pretrained(tmp_path, include_backbone=include)
     again = RSRank.from_pretrained(tmp_path, device="cpu", dtype="float32", prefix_cache=False)
     assert again.config.fusion_layer == FUSION
@@ -324,6 +331,23 @@ def test_weights_that_do_not_belong_are_refused(fused, tmp_path):
 def test_a_fusion_layer_with_nothing_to_read_above_is_refused(layer, tiny_folder):
     with pytest.raises(BackboneError, match=f"fusion_layer={layer}"):
         open_backbone(AutoModel.from_pretrained(tiny_folder("qwen3")), fusion_layer=layer)
+
+
+def test_documents_that_stay_need_a_layer_at_which_they_do(tiny_folder):
+    with pytest.raises(BackboneError, match="documents_stay=True needs a fusion_layer"):
+        open_backbone(AutoModel.from_pretrained(tiny_folder("qwen3")), documents_stay=True)
+
+
+def test_documents_that_stay_leave_other_prefixes_than_those_that_go_on(fused, tmp_path):
+    goes, stays = fused("bert"), fused("bert stays")
+    first, second = (
+        RSRank(own.backbone, own.prompts, own.projection, own.config, prefix_cache=str(tmp_path))
+        for own in (goes, stays)
+    )
+    first.score(QUERY, DOCUMENTS)
+    assert second.score(QUERY, DOCUMENTS) == pytest.approx(stays.score(QUERY, DOCUMENTS), abs=0.05)
+    assert second.store.stats()["disk_hits"] == 0
+    assert first.identity() != second.identity()
 
 
 def test_layers_that_have_seen_no_document_cannot_be_read(fused):

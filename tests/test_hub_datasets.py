@@ -12,7 +12,7 @@ from hub_server import HubServer, connected
 from rsrank_rag.errors import InputError, MissingDependencyError
 from rsrank_rag.evaluation.datasets import read_labelled
 from rsrank_rag.evaluation.hub_datasets import _SOURCES, NAMES, _from_hotpotqa, _rows, _sample, load_named, load_sets
-from rsrank_rag.evaluation.negatives import Negatives, _others, replace_negatives
+from rsrank_rag.evaluation.negatives import Negatives, choose, replace_negatives
 
 datasets = pytest.importorskip("datasets")
 pa = pytest.importorskip("pyarrow")
@@ -256,12 +256,13 @@ def test_what_a_query_gets_depends_on_no_other_query_and_on_no_order(publish, hu
 
 @pytest.mark.parametrize("seed", range(20))
 def test_no_other_document_is_relevant(seed):
-    rng = random.Random(seed)
-    relevant = set(rng.sample(range(30), 12))
-    found = _others(range(30), relevant, 10, rng)
+    relevant = set(random.Random(seed).sample(range(30), 12))
+    found, every = (
+        choose(Negatives(count=count), [("key", "A query", relevant)], 30, list, seed=seed)[0] for count in (10, 99)
+    )
     assert len(set(found)) == 10
     assert not relevant & set(found)
-    assert set(_others(range(30), relevant, 99, rng)) == set(range(30)) - relevant
+    assert set(every) == set(range(30)) - relevant
 
 
 @pytest.mark.parametrize("count", [None, 1, 7, 20, 99])

@@ -1,6 +1,9 @@
 """Documents in int8: what is computed, for whom it is chosen, and what it is not taken for."""
 
 import copy
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -10,7 +13,7 @@ from conftest import DOCUMENTS, QUERIES, load_ranker
 from rsrank_rag import RSRank
 from rsrank_rag.errors import InputError
 from rsrank_rag.language_model import linear as maps
-from rsrank_rag.language_model.linear import RoundedLinear
+from rsrank_rag.language_model.linear import RoundedLinear, Steps
 from rsrank_rag.language_model.options import LoadOptions, has_fast_bfloat16, has_fast_int8
 
 pytestmark = pytest.mark.skipif(not has_fast_int8(), reason="needs an x86 processor with AVX2")
@@ -41,10 +44,14 @@ def slowly(linear):
     return forward
 
 
-def slowly_within(linear, lowest, highest):
-    """An encoder's map by plain arithmetic: 255 steps over what was seen; channels, if given, are made even first."""
+def slowly_within(linear, lowest, highest, beside=()):
+    """An encoder's map by plain arithmetic: 255 steps over what was seen; channels, if given, are made even first.
+
+    That is done alike for all maps that take the same numbers, those beside this one.
+    """
     largest = torch.maximum(-lowest, highest).clamp_min(1e-4).double()
-    by = (largest / linear.weight.abs().amax(0).clamp_min(1e-6)).sqrt() if lowest.ndim else torch.ones(1).double()
+    weights = torch.stack([each.weight.abs().amax(0) for each in (linear, *beside)]).amax(0).clamp_min(1e-6)
+    by = (largest / weights).sqrt() if lowest.ndim else torch.ones(1).double()
     low, high = min(float((lowest / by).min()), -1e-6), max(float((highest / by).max()), 1e-6)
     size, zero = (high - low) / 255, round(-low / (high - low) * 255)
 
@@ -74,7 +81,7 @@ def test_a_map_of_a_known_range_is_what_plain_arithmetic_makes_of_it_and_cuts_wh
     torch.manual_seed(0)
     linear = torch.nn.Linear(96, 40, bias=bias, dtype=dtype).requires_grad_(False)
     sizes = torch.logspace(-1, 1, 96)
-    rounded = RoundedLinear(linear, (-sizes, 2 * sizes))
+    rounded = RoundedLinear(linear, Steps(-sizes, 2 * sizes, [linear.weight]))
     inputs = (torch.randn(7, 5, 96) * sizes).to(dtype)
     assert (inputs < -sizes).any()
     assert (inputs > 2 * sizes).any()
@@ -93,15 +100,31 @@ def test_one_map_hands_its_rounded_gelu_to_the_next():
     inputs = torch.randn(50, 32)
     between = torch.nn.functional.gelu(first(inputs))
     entering, after = (inputs.amin(0), inputs.amax(0)), (between.min(), between.max())
-    following = RoundedLinear(second, after)
-    codes = RoundedLinear(first, entering, gelu=True, following=following)(inputs)
+    following = Steps(*after, [second.weight])
+    codes = RoundedLinear(first, Steps(*entering, [first.weight]), gelu=True, following=following)(inputs)
     assert codes.dtype == torch.uint8
-    found = following(codes)
+    found = RoundedLinear(second, following)(codes)
     expected = slowly_within(second, *after)(torch.nn.functional.gelu(slowly_within(first, *entering)(inputs)))
     # A number between two steps may become the one here and the other there.
     step = float(following.size * second.weight.abs().max())
     torch.testing.assert_close(found, expected, rtol=0, atol=2 * step)
     torch.testing.assert_close(found, second(between), rtol=0, atol=0.1)
+
+
+LARGEST = """
+import torch
+from rsrank_rag.language_model.linear import RoundedLinear, Steps
+linear = torch.nn.Linear(64, 8, bias=False).requires_grad_(False)
+torch.nn.init.ones_(linear.weight)
+found = RoundedLinear(linear, Steps(torch.zeros(()), torch.ones(()), [linear.weight]))(torch.ones(3, 64))
+torch.testing.assert_close(found, torch.full((3, 8), 64.0), rtol=1e-3, atol=0)
+"""
+
+
+@pytest.mark.parametrize("instructions", ["ALL", "AVX2"])
+def test_the_largest_numbers_do_not_overflow_whatever_instructions_onednn_may_use(instructions):
+    environment = {**os.environ, "ONEDNN_MAX_CPU_ISA": instructions}
+    subprocess.run([sys.executable, "-c", LARGEST], env=environment, check=True)
 
 
 def all_scores(ranker):
@@ -110,8 +133,8 @@ def all_scores(ranker):
 
 def test_an_encoder_is_tried_out_on_the_same_tokens_every_time_within_its_template(tiny_folder):
     prompts = load_ranker(tiny_folder("bert"), "bert").prompts
-    ids = maps.samples(prompts)
-    assert torch.equal(ids, maps.samples(prompts))
+    assert maps.samples(prompts) == maps.samples(prompts)
+    ids = torch.tensor(maps.samples(prompts))
     before, after = len(prompts.instruction), ids.shape[1] - len(prompts.separator)
     assert (ids[:, :before] == torch.tensor(prompts.instruction)).all()
     assert (ids[:, after:] == torch.tensor(prompts.separator, dtype=torch.long)).all()
@@ -125,23 +148,24 @@ def make_slow(model, ids):
     names = {part: name for name, part in parts.items()}
 
     def see(part, inputs):
-        seen[names[part]] = inputs[0].flatten(0, -2)
+        seen[names[part]] = inputs[0]
 
     hooks = [part.register_forward_pre_hook(see) for part in parts.values()]
     if ids is not None:
         with torch.no_grad():
-            model(input_ids=ids)
+            model(input_ids=torch.tensor(ids))
     for hook in hooks:
         hook.remove()
     for name, part in parts.items():
         if ids is None:
             part.forward = slowly(part)
         elif name in seen:
-            numbers = seen[name]
+            numbers = seen[name].flatten(0, -2)
+            beside = [parts[other] for other in seen if seen[other] is seen[name]]
             if "attention" not in name and "output" in name:  # after GELU
                 part.forward = slowly_within(part, numbers.min(), 0.7 * numbers.max())
             else:
-                part.forward = slowly_within(part, numbers.amin(0), numbers.amax(0))
+                part.forward = slowly_within(part, numbers.amin(0), numbers.amax(0), beside)
 
 
 @pytest.mark.parametrize("kind", ["bert", "qwen3"])

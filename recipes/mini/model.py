@@ -1,8 +1,8 @@
 """`mini` in plain torch, for training: MiniLM's six layers, and fusion layers in which the query meets the document.
 
 Below layer ``fuse`` the query's tokens see only each other, from there on the document's, too. The document's tokens
-see only the document throughout. Layers are counted from 0; ``run`` layers are run, and of the one above them only
-the value projection is used.
+see only the document, and stay what they are when they enter that layer. Layers are counted from 0; ``run`` layers are
+run, and of the one above them only the value projection is used.
 
 Axes: N documents, S document tokens, R rows (pairs of a query and a document), T query tokens, H heads, D head
 dimension, C hidden size, P projection dimension.
@@ -159,16 +159,9 @@ class Mini(nn.Module):
             hidden = layer(hidden, *layer.keys_values(hidden), mask)
         return hidden
 
-    def document(self, hidden: Tensor, valid: Tensor) -> list[tuple[Tensor, Tensor]]:
-        """Keys and values of the fusion layers, for documents as they enter the first of them."""
-        mask = None if bool(valid.all()) else valid[:, None, None]
-        kept = []
-        for number in range(self.shape.fuse, self.shape.run):
-            layer = self.layers[number]
-            kept.append(layer.keys_values(hidden))
-            if number + 1 < self.shape.run:
-                hidden = layer(hidden, *kept[-1], mask)
-        return kept
+    def document(self, hidden: Tensor) -> list[tuple[Tensor, Tensor]]:
+        """Keys and values of the fusion layers, for documents, which stay as they enter the first of them."""
+        return [layer.keys_values(hidden) for layer in self.layers[self.shape.fuse : self.shape.run]]
 
     def values(
         self, hidden: Tensor, valid: Tensor, kept: list[tuple[Tensor, Tensor]], seen: Tensor

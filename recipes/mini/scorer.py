@@ -49,15 +49,12 @@ class Scorer:
             empty_ids, empty_valid = padded([[CLS, SEP]])
             empty = model.below(model.embed(empty_ids).to(self.fast), empty_valid, 0, model.base)
         embedded, scored = pooled(entering, valid), scored_tokens(valid)
-        null = [
-            (k.expand(len(ids), -1, -1, -1), v.expand(len(ids), -1, -1, -1))
-            for k, v in model.document(empty, empty_valid)
-        ]
+        null = [(k.expand(len(ids), -1, -1, -1), v.expand(len(ids), -1, -1, -1)) for k, v in model.document(empty)]
         alone, own = model.values(entering, valid, null, empty_valid.expand(len(ids), -1))
         bases, terms, pairs = [], [], []
         for chunk, rows in self._chunks(documents, ids.shape[1], stored):
             hidden, seen = stored.states(chunk)
-            kept = model.document(hidden.to(self.fast), seen)
+            kept = model.document(hidden.to(self.fast))
             row, query = (torch.tensor([each[part] for each in rows]) for part in (0, 1))
             read, _ = model.values(entering[query], valid[query], [(k[row], v[row]) for k, v in kept], seen[row])
             terms.append(model.shift_terms(read, [values[query] for values in alone], scored[query]))

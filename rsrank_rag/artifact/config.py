@@ -61,6 +61,9 @@ class RSRankConfig(BaseModel, extra="forbid", frozen=True):
     layers: tuple[int, ...] = Field(min_length=1, description="Backbone layers B reads, from 0; layer 0 is left out.")
     projection_dim: int = Field(gt=0, le=LARGEST, description="P.")
     fusion_layer: Later[int] = Field(default=0, ge=0, description="The first layer in which queries see documents.")
+    documents_stay: Later[bool] = Field(
+        default=False, description="Whether layers from there on see documents as they enter it."
+    )
     template: Template = Template()
     max_length: int | None = Field(
         default=None, gt=0, le=LARGEST, description="Positions to use, if fewer than the model has."

@@ -230,6 +230,8 @@ def is_hub_id(name: str) -> bool:
 USAGE = Path(__file__).with_name("usage.md")  # what every model card says
 UNNAMED = "PATH_OR_HUB_ID"  # stands in its examples until the artifact is published
 
+STAY = "- Documents run up to that layer only: it and those above see what enters it"
+
 FUSION = (
     "- Queries see documents from layer {} on only; below it, each is run by itself. What both are there may "
     "count beside the shift (agreement). This is not part of the paper's method"
@@ -253,6 +255,7 @@ def model_card(config: RSRankConfig) -> str:
         f"- B: layers {'-'.join(map(str, config.layers[:: max(1, layers - 1)]))} ({layers}), {heads} KV heads, "
         f"P = {rows}, D = {dim}: {layers * heads * rows * dim:,} numbers",
         *[FUSION.format(config.fusion_layer)] * bool(config.fusion_layer),
+        *[STAY] * config.documents_stay,
         f"- Template: `{config.template.model_dump_json()}`",
         f"- Training data: {', '.join(training.data) or 'not recorded'}; seed {training.seed}",
     ]

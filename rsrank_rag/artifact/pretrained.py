@@ -88,18 +88,9 @@ class Pretrained(ABC):
             BackboneError: The language model cannot be loaded or read.
             MissingDependencyError: 8-bit or 4-bit without bitsandbytes, fp8 without torchao, any without accelerate.
         """
-        load = LoadOptions(
-            device=device,
-            dtype=dtype,
-            load_in_8bit=load_in_8bit,
-            load_in_4bit=load_in_4bit,
-            load_in_fp8=load_in_fp8,
-            local_files_only=local_files_only,
-            token=token,
-            cache_dir=cache_dir,
-            trust_remote_code=trust_remote_code,
-            deterministic=deterministic,
-        )
+        flags: dict[str, Any] = {"load_in_8bit": load_in_8bit, "load_in_4bit": load_in_4bit, "load_in_fp8": load_in_fp8}
+        flags |= {"local_files_only": local_files_only, "trust_remote_code": trust_remote_code}
+        load = LoadOptions(device, dtype, token=token, cache_dir=cache_dir, deterministic=deterministic, **flags)
         elsewhere = None if backbone is None else str(backbone)
         return cls.from_source(
             ModelSource(str(name), revision, load, elsewhere, max_length, token_budget, prefix_cache)
@@ -125,6 +116,7 @@ class Pretrained(ABC):
         *,
         template: Template | None = None,
         fusion_layer: int = 0,
+        documents_stay: bool = False,
         revision: str | None = None,
         options: LoadOptions | None = None,
         training: TrainingRecord | None = None,
@@ -138,6 +130,7 @@ class Pretrained(ABC):
             template: Text around document and query.
             fusion_layer: The first layer in which queries see documents; B reads layers above it. Below it, a query's
                 tokens see only ``query_start + query + suffix``.
+            documents_stay: Whether documents run no further: the layers from there on see what enters the first.
             revision: The model's revision on the Hub, recorded in the artifact.
             options: How to load the model.
             training: Where B comes from, recorded in the artifact.
@@ -149,7 +142,8 @@ class Pretrained(ABC):
         """
         load, template, last_layer = options or LoadOptions(), template or Template(), projection.layers[-1]
         loaded, int8 = _load(str(name), revision, load, last_layer)
-        core = open_backbone(loaded.model, last_layer, num_layers=loaded.num_layers, fusion_layer=fusion_layer)
+        depth = {"num_layers": loaded.num_layers, "fusion_layer": fusion_layer}
+        core = open_backbone(loaded.model, last_layer, **depth, documents_stay=documents_stay)
         prompts = PromptTokenizer(loaded.tokenizer, template, max_length=core.max_length, shared_positions=core.causal)
         if int8:
             core.for_documents = rounded(core, prompts)
@@ -159,6 +153,7 @@ class Pretrained(ABC):
             layers=projection.layers,
             projection_dim=projection.weight.shape[2],
             fusion_layer=fusion_layer,
+            documents_stay=documents_stay,
             template=template,
             training=training or TrainingRecord(),
             license=license,
@@ -226,7 +221,8 @@ def open_artifact(source: ModelSource) -> tuple[Backbone, PromptTokenizer, Proje
         check_files(config.backbone, Path(model), chosen=chosen)
     loaded, int8 = _load(model, pinned, source.load, last_layer, int8=config.int8)
     check_before_run(loaded, config.backbone, str(model))
-    core = open_backbone(loaded.model, last_layer, num_layers=loaded.num_layers, fusion_layer=config.fusion_layer)
+    depth = {"num_layers": loaded.num_layers, "fusion_layer": config.fusion_layer}
+    core = open_backbone(loaded.model, last_layer, **depth, documents_stay=config.documents_stay)
     check_after_run(core, config.backbone, str(model))
     if not here:  # it has been downloaded
         check_files(config.backbone, folder_of(model, pinned, source.load.cache_dir), chosen=chosen)

@@ -267,15 +267,10 @@ def open_output(output: Path, source: str, settings: Mapping[str, Any], rows_per
 
 
 def begun(output: Path) -> Plan:
-    """The plan of an output folder; InputError if it is damaged or of an earlier release."""
+    """The plan of an output folder; InputError if it is damaged."""
     path = output / PLAN
     try:
         content = path.read_bytes()
-        if b'{"format_version":1,' in content[:20]:
-            raise InputError(
-                f"{output} was begun by an earlier release, which kept no checksums. Its parts can be read; to go on, "
-                "use another folder."
-            )
         if sealed(content) != content:
             raise InputError(f"{path} is damaged. Use another folder.")
         return Plan.model_validate_json(content)

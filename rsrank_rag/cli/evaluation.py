@@ -1,7 +1,8 @@
 """The ``rsrank`` commands that measure: evaluate, and reproduce for the paper's tables and figures."""
 
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -13,7 +14,6 @@ from typer import Option
 
 from ..adapters.systems import forms, load_system, parse
 from ..errors import InputError
-from ..evaluation.datasets import LabelledQuery
 from ..language_model.options import LoadOptions
 from .options import AsJson, Revision, command, problems, screen
 
@@ -23,6 +23,8 @@ Systems = Annotated[
     list[str], Option("--model", "-m", help=f"Built-in name, artifact folder or Hub id; or {forms()}. May be repeated.")
 ]
 Negatives = Annotated[str | None, Option(help="New irrelevant documents: bm25, dense, dense:ENCODER or random.")]
+
+watched = partial(track, console=problems, transient=True)  # queries, and what they are: a bar until all are scored
 
 KEPT = {
     "queries": "queries",
@@ -95,7 +97,7 @@ def evaluate(
         with problems.status(f"Loading {name} ..."):
             system = load_system(source, revision=revision, options=load)
         scored = {
-            title: score_dataset(system, _watched(queries, f"{name}, {title}"), titles=titles)
+            title: score_dataset(system, watched(queries, f"{name}, {title}"), titles=titles)
             for title, queries in sets.items()
         }
         if given is not None:
@@ -151,10 +153,6 @@ def cell(key: str, value: float | None) -> str:
     if key in ("queries", "unanswered", "tau_best"):
         return f"{round(value, 3) + 0.0:g}"
     return f"{value:.0%}" if key == "empty" else f"{value:.1f}" if key in ("kept", "false_keeps") else f"{value:.3f}"
-
-
-def _watched(queries: Sequence[LabelledQuery], what: str) -> Iterable[LabelledQuery]:
-    return track(queries, description=what, console=problems, transient=True)
 
 
 def _check_outputs(output: Path | None, report: Path | None) -> None:
@@ -216,7 +214,7 @@ def reproduce(
         screen.print(plan(chosen), soft_wrap=True)
         return
 
-    outcome = run(chosen, output, options=load, say=lambda text: problems.print(text, markup=False), watch=_watched)
+    outcome = run(chosen, output, options=load, say=lambda text: problems.print(text, markup=False), watch=watched)
     screen.print(f"{outcome.tables}\n{output / 'report' / 'index.html'}", soft_wrap=True)
     if outcome.failures:
         problems.print(f"{len(outcome.failures)} part(s) failed; they are named in {outcome.tables}.", soft_wrap=True)

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 from rich.table import Table
@@ -32,10 +32,8 @@ if TYPE_CHECKING:
     from ..rsrank import RSRank
 
 LongDocuments = Annotated[
-    str | None,
-    Option(
-        help="windows: read all of what is too long; the best window counts (RSRank's default). cut: the beginning."
-    ),
+    Literal["windows", "cut"] | None,
+    Option(help="windows: read all that is too long; the best window counts (RSRank's default). cut: the beginning."),
 ]
 
 app = typer.Typer()
@@ -85,11 +83,6 @@ def result_text(result: RankResult) -> Text:
     return Text("\n").join(Text(line, styles.get(line[0], "bold")) for line in str(result).splitlines())
 
 
-def _reading(long_documents: str | None) -> Any:
-    """An option of `Reranker.rank`, where it is given."""
-    return {} if long_documents is None else {"long_documents": long_documents}
-
-
 @command(app)
 def rank(
     query: Query,
@@ -121,7 +114,7 @@ def rank(
     with problems.status(f"Loading {model} ..."):
         ranker = load_reranker(ModelSource(model, revision, load, prefix_cache=_kept(prefixes)))
         ranker = ranker if instruction is None else ranker.with_instruction(clean(instruction))
-    given: Any = {"extract": extract, "context": context, "heading": heading, **_reading(long_documents)}
+    given: Any = {"extract": extract, "context": context, "heading": heading, "long_documents": long_documents}
     given |= {"top_n": top_n, "min_docs": min_docs, "show_progress": problems.is_terminal and len(texts) > 100}
     tau: Any = None if keep_all else "native" if threshold is None else threshold
     result = ranker.rank(query, texts, threshold=tau, **given)
@@ -147,7 +140,7 @@ def index(
     `rsrank index --documents passages.txt --prefixes prefixes`
     """
     ranker = _load(ModelSource(model, revision, load, prefix_cache=str(prefixes.absolute())))
-    texts = ranker.parts(read_documents(documents), **_reading(long_documents))
+    texts = ranker.parts(read_documents(documents), long_documents=long_documents)
     count, size = ranker.index_size(texts)
     problems.print(f"{len(texts):,} documents, {count:,} new: {size / 1e6:,.1f} MB")
     count = ranker.index(texts, show_progress=problems.is_terminal)
@@ -226,12 +219,13 @@ def info(
 def info_table(name: str, config: RSRankConfig, limits: str, dtype: str) -> Table:
     """What an artifact says of itself, and the dtype that it is computed in here."""
     layers, heads, dim, head_dim = config.shape
+    seen = f"queries see documents from layer {config.fusion_layer} on"
     rows = {
         "rsrank_rag": __version__,
         "artifact": name,
         "backbone": f"{config.backbone.name} at {config.backbone.revision or 'no pinned revision'} "
         f"({config.backbone.model_type}, {config.depth})",
-        **({"fusion": f"queries see documents from layer {config.fusion_layer} on"} if config.fusion_layer else {}),
+        **({"fusion": seen + ", where those end" * config.documents_stay} if config.fusion_layer else {}),
         "B": f"layers {'-'.join(map(str, config.layers[:: max(1, layers - 1)]))} ({layers}) x {heads} heads x P {dim} "
         f"x D {head_dim} = {layers * heads * dim * head_dim:,} numbers",
         "template": f"{config.template.instruction!r} document {config.template.separator!r} query "

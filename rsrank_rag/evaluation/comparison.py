@@ -99,7 +99,7 @@ class Comparison(Record):
     package_version: str = __version__
     level: float = LEVEL
     resamples: int = RESAMPLES
-    seed: int
+    seed: int = 0
     labels: dict[str, tuple[QueryLabels, ...]]
     systems: tuple[SystemResult, ...]
     differences: tuple[Difference, ...]
@@ -161,21 +161,16 @@ def share_above(values: Sequence[float], limit: float) -> float:
 
 
 def compare(
-    systems: Sequence[Measured],
-    sets: Mapping[str, Sequence[LabelledQuery]],
-    *,
-    resamples: int = RESAMPLES,
-    seed: int = 0,
+    systems: Sequence[Measured], sets: Mapping[str, Sequence[LabelledQuery]], *, resamples: int = RESAMPLES
 ) -> Comparison:
     """All metrics of all systems with their intervals, and the paired differences of every two systems.
 
     `sets`: the labelled queries that were scored, at least one a set. Needs ir-measures and scipy.
     """
-    estimate = partial(estimate_mean, resamples=resamples, seed=seed)
+    estimate = partial(estimate_mean, resamples=resamples)
     results = tuple(_system(system, sets, estimate) for system in systems)
     return Comparison(
         resamples=resamples,
-        seed=seed,
         labels={name: tuple(map(_labels, queries)) for name, queries in sets.items()},
         systems=results,
         differences=tuple(_difference(first, second, estimate) for first, second in combinations(results, 2)),

@@ -87,7 +87,7 @@ def load_sets(
         options: How to load the bi-encoder of dense negatives.
     """
     given = dict.fromkeys(map(str, places))
-    named = [place for place in given if is_name(place)]
+    named = [place for place in given if not Path(place).is_file() and _source(place) is not None]
     found = read_sets(place for place in given if place not in named)
     for name, queries in found.items():
         if negatives is not None:  # before the cut: the corpus is the whole file's
@@ -96,11 +96,6 @@ def load_sets(
     for name in named:
         found[name] = load_named(name, queries=limit, negatives=negatives or Negatives(), options=options)
     return found
-
-
-def is_name(place: str) -> bool:
-    """Whether this is a set on the Hub, and no file."""
-    return not Path(place).is_file() and _source(place) is not None
 
 
 def _source(name: str) -> _Source | None:

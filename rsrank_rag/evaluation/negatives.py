@@ -22,8 +22,7 @@ from .systems.sentence_transformers import BiEncoder
 
 logger = logging.getLogger(__name__)
 
-LARGE = 1_000_000
-"""Documents of a corpus beyond which a warning says what a first stage will take."""
+LARGE = 1_000_000  # documents of a corpus beyond which a warning says what a first stage will take
 
 Kind = Literal["random", "bm25", "dense"]
 
@@ -82,8 +81,9 @@ def choose(
     chosen = []
     for (key, _, gold), best in zip(queries, ranked, strict=True):
         hard = [rows[place] for place in best if rows[place] not in gold][: negatives.count]
-        rng = random.Random(f"{seed}:{key}")
-        chosen.append([*hard, *_others(rows, {*gold, *hard}, negatives.count - len(hard), rng)])
+        taken, count = {*gold, *hard}, negatives.count - len(hard)  # so many others, or all there are
+        drawn = random.Random(f"{seed}:{key}").sample(rows, min(len(rows), count + len(taken)))
+        chosen.append([*hard, *[row for row in drawn if row not in taken][:count]])
     return chosen
 
 
@@ -134,9 +134,3 @@ def replace_negatives(
         random.Random(f"order:{seed}:{query.id}").shuffle(mixed)
         changed.append(query.model_copy(update={"documents": tuple(mixed)}))
     return changed
-
-
-def _others(rows: Sequence[int], taken: Collection[int], count: int, rng: random.Random) -> list[int]:
-    """`count` of the rows that are not taken, or all there are, at random."""
-    drawn = rng.sample(rows, min(len(rows), count + len(taken)))
-    return [row for row in drawn if row not in taken][:count]

@@ -24,8 +24,7 @@ BLUE, VERMILION, SKY, BLACK = "#0072B2", "#D55E00", "#56B4E9", "#000000"
 COLOURS = (BLUE, VERMILION, "#009E73", "#E69F00", SKY, "#CC79A7", BLACK)
 LINES = ("-", "--", "-.", ":")
 
-STYLE = Path(__file__).with_suffix(".mplstyle")
-"""Settings that every figure is drawn and written with."""
+STYLE = Path(__file__).with_suffix(".mplstyle")  # settings that every figure is drawn and written with
 
 
 def load_matplotlib() -> Any:

@@ -48,20 +48,15 @@ def check_report(folder: str | Path) -> None:
 
 
 def write_report(
-    folder: str | Path,
-    systems: Sequence[Measured],
-    sets: Mapping[str, Sequence[LabelledQuery]],
-    *,
-    titles: bool = True,
-    seed: int = 0,
+    folder: str | Path, systems: Sequence[Measured], sets: Mapping[str, Sequence[LabelledQuery]], *, titles: bool = True
 ) -> Comparison:
     """Compare systems and write ``index.html``, ``report.json`` and ``figures/*.png``.
 
     `folder`: made if need be. `sets`: the labelled queries that were scored. `titles`: show a document's title, if it
-    has one, in front of its text, as it was scored. `seed`: of the confidence intervals. Gives what report.json holds;
-    needs ir-measures, scipy, matplotlib and jinja2.
+    has one, in front of its text, as it was scored. Gives what report.json holds; needs ir-measures, scipy, matplotlib
+    and jinja2.
     """
-    found, folder = compare(systems, sets, seed=seed), Path(folder)
+    found, folder = compare(systems, sets), Path(folder)
     write_text(folder / "report.json", found.model_dump_json(indent=1) + "\n")
     drawn = [(x, plots.save(x.figure, folder / "figures" / x.name)) for x in figures_of(found)]
     write_text(folder / "index.html", page(found, sets, drawn, titles=titles))

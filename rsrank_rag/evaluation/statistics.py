@@ -37,9 +37,7 @@ class PairedTest(Record):
     p: float | None  # two-sided; None with fewer than two pairs, 1 where no pair differs, 0 where all do by the same
 
 
-def estimate_mean(
-    *samples: Sequence[float], level: float = LEVEL, resamples: int = RESAMPLES, seed: int = 0
-) -> Estimate:
+def estimate_mean(*samples: Sequence[float], resamples: int = RESAMPLES, seed: int = 0) -> Estimate:
     """Mean of the samples' means with its percentile bootstrap interval.
 
     `samples`: one number a query (for two systems, the paired differences). Several are sets, each counting the same
@@ -60,7 +58,7 @@ def estimate_mean(
         mean_of_means,
         n_resamples=resamples,
         batch=max(1, _AT_ONCE // max(map(len, samples))),
-        confidence_level=level,
+        confidence_level=LEVEL,
         method="percentile",  # BCa, the default, has no answer where a metric is the same for all queries
         rng=np.random.default_rng(seed),
     )

@@ -53,7 +53,7 @@ def attend(
 
 def use_own_attention(model: PreTrainedModel) -> None:
     """Let a model that attends by SDPA do it this way; leave every other as it is."""
-    if leaves_instructions_unused():
+    if leaves_instructions_unused() and model.dtype != torch.float32:
         torch.backends.cuda.enable_flash_sdp(False)  # for CPUs as well, whatever its name
     if model.config.get_text_config()._attn_implementation == "sdpa" and model._supports_attention_backend:
         AttentionInterface.register(NAME, attend)

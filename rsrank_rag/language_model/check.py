@@ -34,6 +34,7 @@ def open_backbone(
     *,
     num_layers: int | None = None,
     fusion_layer: int = 0,
+    documents_stay: bool = False,
 ) -> Backbone:
     """Try a model out and make it ready to be read; see `Backbone`. It is switched to eval mode.
 
@@ -50,10 +51,12 @@ def open_backbone(
     core = Backbone(model, unknown, last_layer=last_layer, num_layers=num_layers or loaded)
     if not 0 < last_layer < loaded:
         raise BackboneError(f"Layer {last_layer} was asked for; {core.name} has 1..{loaded - 1}.")
+    if documents_stay and not fusion_layer:
+        raise BackboneError("documents_stay=True needs a fusion_layer, up to which documents are run.")
     try:
         core = _try_out(core)
         if fusion_layer:
-            core = _fused(core, fusion_layer)
+            core = _fused(core, fusion_layer, documents_stay)
     except RUN_ERRORS as error:
         if is_out_of_memory(error):
             raise BackboneError(
@@ -109,13 +112,13 @@ def _try_out(core: Backbone) -> Backbone:
 
 
 @torch.no_grad()
-def _fused(core: Backbone, layer: int) -> Backbone:
+def _fused(core: Backbone, layer: int, stay: bool) -> Backbone:
     """The same model with a fusion layer; BackboneError if it gives other value vectors when run from there on."""
     if layer >= core.last_layer:
         raise BackboneError(f"fusion_layer={layer} was asked for, and no layer above it is read. Choose a lower one.")
     ids = tuple(_tokens(core))
-    view = split_at(core.model, layer)
-    fused = Backbone(view, core.findings, last_layer=core.last_layer, num_layers=core.num_layers, fusion_layer=layer)
+    depth = {"last_layer": core.last_layer, "num_layers": core.num_layers}
+    fused = Backbone(split_at(core.model, layer), core.findings, **depth, fusion_layer=layer, documents_stay=stay)
     read: dict[int, Tensor] = {}
     fused.query_values([ids], fused.prefill([ids[:CUT]], IDS), read.__setitem__)
     alone = _values(core, list(ids))[layer]  # in the fusion layer, they have not seen the document yet

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, nn
 
 from ..errors import BackboneError
-from ..method.probe import Probe
+from ..method.probe import LayerPassed, Probe
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -29,7 +29,8 @@ def split_at(model: PreTrainedModel, layer: int) -> PreTrainedModel:
     """A model that shares its weights with the given one, and whose runs a `Probe` can end or begin at a layer."""
     layers = layers_of(model)
     below = [_changed(each, _skip) for each in layers[:layer]]
-    split = nn.ModuleList([*below, _changed(layers[layer], _enter), *layers[layer + 1 :]])
+    above = [_changed(each, _pass) for each in layers[layer + 1 :]]
+    split = nn.ModuleList([*below, _changed(layers[layer], _enter), *above])
     shared: dict[int, Any] = {id(part): part for part in (*model.parameters(), *model.buffers())}
     return copy.deepcopy(model, {**shared, id(layers): split})
 
@@ -49,7 +50,15 @@ def _skip(forward: Callable[..., Any], hidden: Tensor, *args: Any, **kwargs: Any
 def _enter(forward: Callable[..., Any], hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
     """At the fusion layer: the cache sees what enters, or says it."""
     probe = _probe(kwargs)
-    return forward(hidden if probe is None else probe.enter(hidden), *args, **kwargs)
+    return _pass(forward, hidden if probe is None else probe.enter(hidden), *args, **kwargs)
+
+
+def _pass(forward: Callable[..., Any], hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
+    """From the fusion layer on: a document may have to leave a layer as it entered it."""
+    try:
+        return forward(hidden, *args, **kwargs)
+    except LayerPassed:
+        return hidden
 
 
 def _probe(kwargs: dict[str, Any]) -> Probe | None:

@@ -27,21 +27,13 @@ FLAGS: dict[str, Weights] = {"load_in_8bit": "int8", "load_in_4bit": "nf4", "loa
 
 @dataclass(frozen=True)
 class LoadOptions:
-    """Where and how a language model is loaded.
+    """Where and how a language model is loaded, see `RSRank.from_pretrained`; only artifacts are read in ``int8``.
 
-    ``load_in_8bit``, ``load_in_4bit`` and ``load_in_fp8`` may be given instead of ``weights``.
+    ``load_in_8bit``, ``load_in_4bit`` and ``load_in_fp8`` may be given instead of ``weights``: ``int8`` and ``nf4``
+    (bitsandbytes) save memory, not time. ``fp8`` (torchao) does so too; on CUDA devices that multiply float8 (Ada,
+    Hopper and later), in bfloat16, activations are rounded as well, token by token. None leaves them as they are.
 
-    Attributes:
-        device: ``cuda``, ``cuda:1``, ``mps``, ``cpu``; None for the best one present.
-        dtype: None picks bfloat16 where the hardware computes in it, else float32. ``int8`` is that, and documents'
-            linear maps in 8 bits on a CPU, see `language_model.linear`; only artifacts are read so.
-        weights: None leaves them as they are. ``int8`` and ``nf4`` (bitsandbytes) save memory, not time. ``fp8``
-            (torchao) does so too; on CUDA devices that multiply float8 (Ada, Hopper and later), in bfloat16,
-            activations are rounded as well, token by token.
-        deterministic: As the others, see `RSRank.from_pretrained`.
-
-    Raises:
-        InputError: Weights that there are not, or two kinds of them.
+    Raises InputError: weights that there are not, or two kinds of them.
     """
 
     device: str | torch.device | None = None

@@ -63,6 +63,8 @@ class Backbone:
         num_layers: Layers of the checkpoint, of which the model may hold only the first ones.
         fusion_layer: The first layer in which queries see documents. Above 0, the model's runs must be able to end
             or begin there, see `language_model.fusion`.
+        documents_stay: Whether documents run up to there only: what enters gives the keys and values of all layers
+            above.
 
     Attributes:
         for_documents: The same model with coarser numbers, if documents are to run through that.
@@ -72,9 +74,17 @@ class Backbone:
     reader: type[Reader] = Reader  # reads queries
 
     def __init__(
-        self, model: PreTrainedModel, findings: Findings, *, last_layer: int, num_layers: int, fusion_layer: int = 0
+        self,
+        model: PreTrainedModel,
+        findings: Findings,
+        *,
+        last_layer: int,
+        num_layers: int,
+        fusion_layer: int = 0,
+        documents_stay: bool = False,
     ) -> None:
-        self.model, self.findings, self.fusion_layer = model, findings, fusion_layer
+        self.model, self.findings = model, findings
+        self.fusion_layer, self.documents_stay = fusion_layer, documents_stay
         self.for_documents: PreTrainedModel | None = None
         self.name = f"{type(model).__name__} ({model.name_or_path or 'unnamed'})"  # for messages
         self.device: torch.device = next(model.parameters()).device
@@ -84,6 +94,7 @@ class Backbone:
         self.last_layer, self.num_layers = last_layer, num_layers
         self.loaded_layers: int = self.config.num_hidden_layers
         self.causal, self.num_heads, self.head_dim = findings.causal, findings.num_heads, findings.head_dim
+        self._entered: tuple[object, Tensor] | None = None
         self._bool_masks = "sdpa" in self.config._attn_implementation
 
     def deterministic(self) -> Backbone:
@@ -145,7 +156,8 @@ class Backbone:
         if not self.causal:  # there, no real token sees the padding on its right, and the model's own mask is faster
             keys = torch.arange(whole_lanes(longest) if aligned else width, device=self.device)
             mask = self.mask((keys < self._column(lengths))[:, None].expand(-1, width, -1))
-        recorder = kind(self.last_layer - 1, lengths, room, behind, fusion=self.fusion_layer, aligned=aligned)
+        fusion, stay = self.fusion_layer, self.documents_stay
+        recorder = kind(self.last_layer - 1, lengths, room, behind, fusion=fusion, aligned=aligned, stay=stay)
         ids = self._padded(texts, width)
         return recorder, self.inputs(recorder, ids, mask, columns.expand(len(ids), -1))
 
@@ -181,15 +193,23 @@ class Backbone:
         mask = self._query_mask(prefixes, valid, positions)
         reader, embedded = self.reader(self.last_layer, prefixes, show), torch.empty(0)
         if self.fusion_layer:
-            entrance, inputs = self._alone(queries, Entrance)  # each query by itself, up to what enters the layer
-            with self.ended_by(entrance):
-                self.model(**inputs)
-            assert entrance.entering is not None
-            reader.entering = entrance.entering[index, : ids.shape[1]]
-            embedded = pooled(entrance.entering, list(map(len, queries)))
+            entering = self._entering(tuple(queries))
+            reader.entering = entering[index, : ids.shape[1]]
+            embedded = pooled(entering, list(map(len, queries)))
         with self.ended_by(reader):
             self.model(**self.inputs(reader, ids, mask, positions))
         return embedded
+
+    def _entering(self, queries: tuple[Ids, ...]) -> Tensor:
+        """What enters the fusion layer of each query by itself, (Q, T, C); batches of one call ask for it in turn."""
+        found, key = self._entered, (queries, self.fewest_tokens, torch.is_grad_enabled())
+        if found is None or found[0] != key:
+            entrance, inputs = self._alone(queries, Entrance)
+            with self.ended_by(entrance):
+                self.model(**inputs)
+            assert entrance.entering is not None
+            found = self._entered = key, entrance.entering  # at once: threads may share this
+        return found[1]
 
     def _query_mask(self, prefixes: Prefixes, valid: Tensor, positions: Tensor) -> Tensor | dict[str, Tensor]:
         """Mask (N, 1, T, R + S), one for each kind of attention layer the model has."""

@@ -42,6 +42,10 @@ class LastLayerReached(Exception):  # noqa: N818 - a signal, not a failure
     """Ends a forward pass whose remaining layers nobody reads."""
 
 
+class LayerPassed(Exception):  # noqa: N818 - a signal, too
+    """Ends a layer that documents leave as they entered it: only their keys and values are wanted."""
+
+
 class Scratch(threading.local):
     """A thread's memory for joined prefixes. Fresh memory on a CPU costs as much as filling it does."""
 
@@ -152,6 +156,7 @@ class Recorder(Probe):
         behind: Prefixes to add below the documents' rows, none of them longer: those without a document.
         fusion: The fusion layer; nothing is kept of those below it.
         aligned: Whether attention is given whole `LANES`.
+        stay: Whether documents leave the fusion layer, and those above it, as they entered it.
     """
 
     def __init__(
@@ -163,8 +168,10 @@ class Recorder(Probe):
         *,
         fusion: int = 0,
         aligned: bool = False,
+        stay: bool = False,
     ) -> None:
         super().__init__(stop)
+        self.stay = stay
         self.lengths, self.longest, self.fusion, self.aligned = tuple(lengths), max(lengths), fusion, aligned
         self.room, self.behind = whole_lanes(room), behind
         self.pooled: Tensor | None = None
@@ -193,6 +200,8 @@ class Recorder(Probe):
         self.values.append(values)
         if layer_idx == self.stop:
             raise LastLayerReached
+        if self.stay:
+            raise LayerPassed
         rows = slice(len(key_states))
         return (keys[rows, :, self.room :], values[rows, :, self.room :]) if self.aligned else both
 

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, Field
 
 from ..errors import BackboneError, InputError
 
@@ -22,14 +22,12 @@ if TYPE_CHECKING:
 QUERY_RESERVE = 512  # positions kept free for the query, so that where a document is cut does not depend on the query
 
 
-class Template(BaseModel):
+class Template(BaseModel, extra="forbid", frozen=True):
     """The fixed text around document and query. It belongs to the artifact: B is trained with it.
 
     Special tokens written in these parts (``[CLS]``, ``<|im_start|>``) are recognised; in documents and
     queries they are plain text.
     """
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     instruction: str = Field(default="Judge whether the document helps to answer the query.\nDocument: ", min_length=1)
     separator: str = "\nQuery: "

@@ -24,7 +24,7 @@ class ReadingOptions(TypedDict, total=False):
     extract: Literal["sentences"] | None
     context: int
     heading: bool
-    long_documents: Literal["cut", "windows"]
+    long_documents: Literal["cut", "windows"] | None  # None: as the reranker does
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,8 +124,8 @@ def sentences(text: str, begin: int = 0) -> list[Span]:
 
 
 def encodable(text: str) -> str:
-    """A text of the same length with U+FFFD for each half of a surrogate pair, which nothing can encode."""
-    return re.sub("[\ud800-\udfff]", "\ufffd", text)
+    """As long a text, with U+FFFD for each half of a surrogate pair, which JSON can spell and nothing can encode."""
+    return text if text.isascii() else re.sub("[\ud800-\udfff]", "\ufffd", text)
 
 
 def stripped(text: str, start: int, stop: int) -> Span:

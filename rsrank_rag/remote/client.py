@@ -172,4 +172,5 @@ def _checked(
 ) -> tuple[float | Literal["native"] | None, int | None, int, Reading]:
     """The options of a call that make sense, with their defaults."""
     check_limits(threshold, top_n, min_docs)
-    return threshold, top_n, min_docs, Reading(**options)
+    chosen: Any = {**options, "long_documents": options.get("long_documents") or "cut"}
+    return threshold, top_n, min_docs, Reading(**chosen)

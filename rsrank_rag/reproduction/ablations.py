@@ -196,8 +196,7 @@ class Ablations:
         files = [Path(part.file) for part in (*recipe.data, *recipe.evaluation) if part.file]  # named sets are pinned
         key = sha(repr(ablation), str(seed), recipe.model_dump_json(), state_of(files))
         path = self.output / "results" / f"{key[:16]}.json"
-        kept = _KeptRows.read(path, key)
-        if kept is not None:
+        if kept := _KeptRows.read(path, key):
             return list(kept.rows)
         self.say(f"ablation: {ablation.name}, seed {seed}")
         started = time.perf_counter()
@@ -217,7 +216,8 @@ class Ablations:
             return 0, 0, {part.title: score_dataset(system, part.load(recipe.fit.seed), titles=titles) for part in sets}
         stores = {part.title: self._store(_evaluating(recipe, part), ablation) for part in sets}
         if ablation.scorer == "oracle similarity":
-            return 0, 0, {label: _oracle(store) for label, store in stores.items()}
+            read = {label: map(store.__getitem__, range(len(store))) for label, store in stores.items()}
+            return 0, 0, {label: [ScoredQuery(oracle_scores(q), q.relevant) for q in qs] for label, qs in read.items()}
         train, projection = self._projection(ablation, recipe, seed)
         device = recipe.model.device
         found = {label: scored(_Part(store, ablation), projection, device=device) for label, store in stores.items()}
@@ -271,11 +271,6 @@ class _Part:
         if self.ablation.heads != "all":
             shifts = shifts[:, list(pick(range(heads), self.ablation.heads))]
         return QueryFeatures(shifts, found.relevant, found.tokens, found.oracle)
-
-
-def _oracle(store: FeatureStore) -> list[ScoredQuery]:
-    queries = (store[number] for number in range(len(store)))
-    return [ScoredQuery(oracle_scores(query), query.relevant) for query in queries]
 
 
 def _evaluating(recipe: Recipe, part: DataPart) -> Recipe:

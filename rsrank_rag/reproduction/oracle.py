@@ -5,7 +5,6 @@ are put together like the terms of RSRank's score: summed over layers and heads,
 """
 
 import torch
-from torch import Tensor
 from torch.nn.functional import cosine_similarity
 
 from ..evaluation.datasets import LabelledQuery
@@ -14,11 +13,6 @@ from ..rsrank import RSRank
 from ..training.features import FeatureExtractor
 from ..training.recipe import FeaturePart
 from ..training.store import QueryFeatures
-
-
-def oracle_similarity(shift: Tensor, oracle: Tensor) -> Tensor:
-    """Cosines (N, H, T) of one layer's shifts (N, H, T, D) and the shift of all relevant documents (H, T, D)."""
-    return cosine_similarity(shift.float(), oracle.float(), dim=-1, eps=EPSILON)
 
 
 class OracleSimilarity:
@@ -47,5 +41,6 @@ def oracle_scores(features: QueryFeatures) -> list[float]:
     for layer in features.shifts:  # (H, M * T, D), one after another: all of them in fp32 would be large
         heads, _, width = layer.shape
         rows = layer.float().reshape(heads, count + 1, tokens, width).transpose(0, 1)  # (M, H, T, D)
-        total += oracle_similarity(rows[:-1], rows[-1]).double().mean(-1).sum(-1).cpu()
+        cosines = cosine_similarity(rows[:-1], rows[-1], dim=-1, eps=EPSILON)  # (N, H, T) with the oracle, (H, T, D)
+        total += cosines.double().mean(-1).sum(-1).cpu()
     return total.tolist()

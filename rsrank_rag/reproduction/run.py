@@ -150,7 +150,5 @@ class _Kept(Kept):
     scores: tuple[tuple[float, ...], ...]
 
     def scored(self, queries: Sequence[LabelledQuery]) -> list[ScoredQuery]:
-        return [
-            ScoredQuery(scores, [document.relevant for document in query.documents])
-            for query, scores in zip(queries, self.scores, strict=True)
-        ]
+        labels = ([document.relevant for document in query.documents] for query in queries)
+        return list(map(ScoredQuery, self.scores, labels))

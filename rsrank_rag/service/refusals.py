@@ -62,19 +62,6 @@ def document_errors(faults: Mapping[int, str]) -> list[DocumentError]:
     return [DocumentError(index=index, message=faults[index]) for index in sorted(faults)]
 
 
-def error_body(status: int, message: str, documents: Mapping[int, str] | None = None) -> Error:
-    """The body of an error.
-
-    >>> error_body(429, "Full.").error_type
-    'Overloaded'
-    """
-    text = message.encode("utf-8", "replace").decode()
-    kind = ERROR_TYPES.get(status, "Backend")
-    return Error(
-        error=text, error_type=kind, message=text, detail=text, documents=document_errors(documents or {}) or None
-    )
-
-
 def refusal(faults: Mapping[int, str], status: int) -> RefusedError:
     """The error of a request with documents that have no score."""
     texts = set(faults.values())
@@ -88,9 +75,15 @@ def refusal(faults: Mapping[int, str], status: int) -> RefusedError:
 def error_answer(
     status: int, message: str, documents: Mapping[int, str] | None = None, headers: Mapping[str, str] | None = None
 ) -> Response:
-    """An error; see `error_body`."""
-    body = error_body(status, message, documents).model_dump_json(exclude_none=True)
-    return Response(body, status, headers, media_type="application/json")
+    """An error, whose body is an `Error`.
+
+    >>> b'"error_type":"Overloaded"' in error_answer(429, "Full.").body
+    True
+    """
+    text, kind = message.encode("utf-8", "replace").decode(), ERROR_TYPES.get(status, "Backend")
+    about = document_errors(documents or {}) or None
+    body = Error(error=text, error_type=kind, message=text, detail=text, documents=about)
+    return Response(body.model_dump_json(exclude_none=True), status, headers, media_type="application/json")
 
 
 def described(*statuses: int) -> dict[int | str, dict[str, Any]]:

@@ -35,8 +35,7 @@ class Loaded:
     complaint: str | None  # what is wrong with how it ranks the canary; None if nothing is
 
 
-_here = threading.local()
-"""``engine``: the model of this thread, which is the only one that uses it."""
+_here = threading.local()  # ``engine``: the model of this thread, which is the only one that uses it
 
 
 def load(make: Callable[[], Reranker], name: str, canary: Canary | None) -> bytes:

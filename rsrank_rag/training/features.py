@@ -183,6 +183,7 @@ def spec_for(
         signal=reading.signal,
         null_prefix=reading.null_prefix,
         fusion_layer=core.fusion_layer,
+        documents_stay=core.documents_stay,
         compute_dtype=str(core.dtype).removeprefix("torch."),
         bits=bits_of(core.model),
         fp8=is_fp8(core.model),

@@ -114,11 +114,10 @@ def fit(
         on_epoch(epoch)
         if folder is not None:
             run.save(folder / CHECKPOINT)
-            lines = [json.dumps(asdict(row)) for row in run.history]
-            write_text(folder / "log.jsonl", "\n".join(lines) + "\n")
+            write_text(folder / "log.jsonl", "".join(json.dumps(asdict(row)) + "\n" for row in run.history))
     last = options.keep == "last"
     weight = run.weight.detach().cpu() if last else run.best_weight
-    return Fitted(Projection(weight, layers), run.history[-1] if last else run.best, tuple(run.history))
+    return Fitted(Projection(weight, layers), run.history[-1] if last else best_epoch(run.history), tuple(run.history))
 
 
 def best_epoch(history: Sequence[Epoch]) -> Epoch:
@@ -156,13 +155,9 @@ class _Run:
         self.history: list[Epoch] = []
 
     @property
-    def best(self) -> Epoch:
-        return best_epoch(self.history)
-
-    @property
     def finished(self) -> bool:
         done = len(self.history)
-        return bool(done) and (done >= self.options.epochs or done - self.best.epoch >= self.options.patience)
+        return bool(done) and done >= min(self.options.epochs, best_epoch(self.history).epoch + self.options.patience)
 
     def epoch(self) -> Epoch:
         """One pass over the training queries, in an order that depends on the seed and the epoch alone."""
@@ -185,7 +180,7 @@ class _Run:
             raise TrainingError(f"The loss is not finite in epoch {number}. Lower learning_rate.")
         terms_of = dict(zip(TERMS, means, strict=True))
         self.history.append(Epoch(number, loss, **terms_of, learning_rate=self.rate, validation_f1=f1))
-        if self.best.epoch == number:
+        if best_epoch(self.history).epoch == number:
             self.best_weight = self.weight.detach().cpu().clone()
         return self.history[-1]
 

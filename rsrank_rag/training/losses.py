@@ -63,8 +63,7 @@ def frobenius_loss(weight: Tensor) -> Tensor:
     >>> frobenius_loss(torch.ones(1, 1, 2, 2))
     tensor(1.)
     """
-    bound = 0.5 * weight.numel() ** 0.5
-    excess: Tensor = torch.linalg.vector_norm(weight) - bound
+    excess: Tensor = torch.linalg.vector_norm(weight) - 0.5 * weight.numel() ** 0.5
     return excess.relu()
 
 

@@ -58,6 +58,9 @@ class ModelPart(LoadedPart):
 
     max_length: int | None = Field(default=None, gt=0)
     fusion_layer: int = Field(default=0, ge=0, description="The first layer in which queries see documents.")
+    documents_stay: bool = Field(
+        default=False, description="Whether layers from there on see documents as they enter it."
+    )
 
     @property
     def source(self) -> str:
@@ -294,6 +297,7 @@ def _from_base(base: str, raw: dict[str, Any]) -> dict[str, Any]:
         "name": str(folder) if inside else config.backbone.name,
         "revision": config.backbone.revision,
         "fusion_layer": config.fusion_layer,
+        "documents_stay": config.documents_stay,
     }
     return {
         "model": {"max_length": own["max_length"], **raw.get("model", {}), **model},

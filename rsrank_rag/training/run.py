@@ -217,7 +217,8 @@ class TrainingRun:
         layers = self.recipe.features.layers
         last_layer = layers[-1] if layers else None
         loaded = load_model(part.source, revision=part.revision, options=options, last_layer=last_layer)
-        core = open_backbone(loaded.model, last_layer, num_layers=loaded.num_layers, fusion_layer=part.fusion_layer)
+        depth = {"num_layers": loaded.num_layers, "fusion_layer": part.fusion_layer}
+        core = open_backbone(loaded.model, last_layer, **depth, documents_stay=part.documents_stay)
         prompts = PromptTokenizer(
             loaded.tokenizer,
             self.recipe.template,
@@ -302,6 +303,7 @@ class TrainingRun:
             layers=spec.layers,
             projection_dim=learned.projection.weight.shape[2],
             fusion_layer=spec.fusion_layer,
+            documents_stay=spec.documents_stay,
             template=spec.template,
             max_length=spec.max_length,
             threshold=learned.threshold,

@@ -41,6 +41,9 @@ class FeatureSpec(BaseModel, extra="forbid", frozen=True):
     signal: str = Field(default="values", description="Others than value vectors are made by ablations only.")
     null_prefix: str = Field(default="empty", description="What is subtracted; likewise.")
     fusion_layer: int = Field(default=0, description="The first layer in which queries see documents.")
+    documents_stay: bool = Field(
+        default=False, description="Whether layers from there on see documents as they enter it."
+    )
     dtype: Literal["float16", "bfloat16"]
     compute_dtype: str = Field(description="What the language model computed in.")
     bits: int = Field(description="Of the language model's weights.")
@@ -170,9 +173,8 @@ class FeatureStore:
 
     def fill(self, extract: Callable[[int], QueryFeatures]) -> Iterator[int]:
         """Make the missing queries, by their number; yields each that is there."""
-        missing = set(self.missing())
         for number in range(self.spec.queries):
-            if number in missing:
+            if not self.path(number).exists():
                 self.write(number, extract(number))
             yield number
 

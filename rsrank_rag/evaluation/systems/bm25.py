@@ -1,6 +1,7 @@
 """BM25 behind the same contract."""
 
 from collections.abc import Iterator, Sequence
+from functools import partial
 from typing import Any
 
 from ...errors import required
@@ -21,11 +22,7 @@ class BM25(Reranker):
 
     def scores(self, queries: Sequence[str], documents: Sequence[str]) -> Iterator[Any]:
         """Scores of all documents for one query after another, from one index: a list or a NumPy array each."""
-
-        def tokenize(texts: list[str]) -> list[list[str]]:
-            found: list[list[str]] = self._bm25s.tokenize(texts, stopwords="en", return_ids=False, show_progress=False)
-            return found
-
+        tokenize = partial(self._bm25s.tokenize, stopwords="en", return_ids=False, show_progress=False)
         corpus = tokenize(list(documents))
         index = self._bm25s.BM25()
         if any(corpus):

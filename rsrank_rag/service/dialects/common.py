@@ -9,26 +9,20 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, AliasChoices, AliasPath, BaseModel, Field, PositiveInt
 
-from ...passages.parts import WHOLE, Reading
+from ...passages.parts import WHOLE, Reading, encodable
 from ...reranker import Pair, RankResult, Scored, choose
 from ..backend import Description, Outcome
 
 _BROKEN = "holds half of a surrogate pair, which is no character."
 
 
-def _encodable(text: str) -> bool:
-    """False for half of a surrogate pair, which JSON can spell and nothing can encode."""
-    return text.encode(errors="ignore").decode() == text
-
-
 def _is_unicode(text: str) -> str:
-    if not _encodable(text):
+    if encodable(text) != text:
         raise ValueError(_BROKEN.removesuffix("."))
     return text
 
 
-Query = Annotated[str, AfterValidator(_is_unicode)]
-"""Text that can be encoded."""
+Query = Annotated[str, AfterValidator(_is_unicode)]  # text that can be encoded
 
 
 @dataclass(frozen=True)
@@ -195,7 +189,7 @@ class ScoringRequest(Strict, ABC):
         most = min((limit for limit in limits if limit is not None and limit > 0), default=None)
         told = self.instruction or None
         pairs = [Pair(query, text, most, reading, told) for query, text in zip(queries, texts, strict=True)]
-        broken = {place: _BROKEN for place, text in enumerate(texts) if not _encodable(text)}
+        broken = {place: _BROKEN for place, text in enumerate(texts) if encodable(text) != text}
         may_be_cut = None if self.truncate is None else self.truncate not in (False, "NONE")
         return Question(pairs, {**broken, **(faults or {})}, may_be_cut)
 
