@@ -15,7 +15,15 @@ from .artifact.identity import prefix_identity
 from .artifact.pretrained import Pretrained
 from .errors import InputError, ScoringError, finite, too_large
 from .method.backbone import Backbone
-from .method.batching import Batches, DoesNotFitError, Ids, is_out_of_memory, token_budget_for
+from .method.batching import (
+    Batches,
+    DoesNotFitError,
+    Ids,
+    at_once,
+    is_out_of_memory,
+    side_by_side,
+    token_budget_for,
+)
 from .method.probe import whole_lanes
 from .method.projection import Projection
 from .method.scoring import Row, ShiftReader, score_parts, score_rows
@@ -26,6 +34,8 @@ from .prefixes.store import PrefixStore, disk_bytes
 from .reranker import BLANK_SCORE, Pair, Reranker, Scored, as_list, as_pairs
 
 ALIKE_KEPT = 0.4  # as `batching.ALIKE`, for documents that are kept: padding costs them attention only
+
+LEAST, LEAST_KEPT = 96, 512  # tokens, documents' included, that are worth a thread of their own
 
 JOINED_BYTES = {"cpu": 128_000_000, "cuda": 4_000_000_000, "mps": 1_000_000_000}
 """Kept prefixes that are joined for one batch."""
@@ -67,6 +77,8 @@ class RSRank(Pretrained, Reranker):
         )
         self.reader = ShiftReader(backbone, prompts, config.layers, self.store)
         self.token_budget = token_budget or token_budget_for(backbone.device)
+        # With other threads, the last digits might be others.
+        self._at_once = backbone.device.type == "cpu" and not deterministic
         self._halved: list[int] = []  # sizes of batches; threads may append without a lock
 
     def __repr__(self) -> str:
@@ -222,7 +234,9 @@ class RSRank(Pretrained, Reranker):
                 places.setdefault(Row(document.ids, query), []).append(place)
         scores = [BLANK_SCORE] * len(pairs)
         with tqdm(total=len(places), disable=not show_progress, unit="doc", desc="scoring") as bar:
-            for batches in self._batches(list(places)):
+
+            @torch.inference_mode()
+            def run(batches: Batches[Row]) -> None:
                 try:
                     for batch in batches:
                         with batches.attempt():
@@ -234,13 +248,16 @@ class RSRank(Pretrained, Reranker):
                     raise too_large(len(error.ids.document), places[error.ids][0]) from None
                 finally:
                     self._halved += batches.halved
+
+            for shares in self._batches(list(places)):
+                side_by_side(run, shares)
         return [
             Scored(score, document.truncated, len(query.ids) + len(document.ids))
             for score, (query, document) in zip(scores, pairs, strict=True)
         ]
 
-    def _batches(self, rows: list[Row]) -> Iterator[Batches[Row]]:
-        """Batches of rows whose queries have about the same length.
+    def _batches(self, rows: list[Row]) -> Iterator[list[Batches[Row]]]:
+        """Batches of rows whose queries have about the same length, those that may run at once together.
 
         Kept documents apart, because each costs only the query's tokens: more of them fill a batch. First, because
         the new ones may push them out.
@@ -254,8 +271,23 @@ class RSRank(Pretrained, Reranker):
                 joined = JOINED_BYTES.get(self.backbone.device.type, JOINED_BYTES["cpu"])
                 most = min(joined // self.backbone.bytes_per_token, 8 * self.token_budget)
                 budget = max(self.token_budget, most)
-                yield Batches([row for row in group if row in kept], budget, extra=room, alike=ALIKE_KEPT)
-            yield Batches([row for row in group if row not in kept], self.token_budget, extra=room)
+                shares = self._shares([row for row in group if row in kept], room, budget, LEAST_KEPT)
+                yield [Batches(share, budget, extra=room, alike=ALIKE_KEPT) for share in shares]
+            shares = self._shares([row for row in group if row not in kept], room, self.token_budget, LEAST)
+            yield [Batches(share, self.token_budget, extra=room) for share in shares]
+
+    def _shares(self, rows: list[Row], room: int, budget: int, least: int) -> list[list[Row]]:
+        """Rows in shares of about the same cost, the longest first; all rows of a document are in one."""
+        rows.sort(key=lambda row: (len(row), row.document), reverse=True)
+        threads = at_once(torch.get_num_threads()) if self._at_once else 1
+        total, spent = sum(len(row) + room for row in rows), 0
+        count = min(threads * -(-total // (threads * budget)), total // least) if threads > 1 else 1
+        shares: list[list[Row]] = [[] for _ in range(max(1, count))]
+        for _, same in itertools.groupby(rows, key=lambda row: row.document):
+            found = list(same)
+            shares[spent * len(shares) // total] += found
+            spent += sum(len(row) + room for row in found)
+        return [share for share in shares if share]
 
     @torch.inference_mode()
     def explain(self, query: str, document: str) -> Explanation:

@@ -2,10 +2,14 @@
 
 import gc
 import logging
+import os
 from bisect import bisect_left
-from collections.abc import Iterable, Iterator, Sized
+from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
+from threading import Barrier
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -85,6 +89,43 @@ class Batches(Generic[Item]):
             logger.warning("Out of memory with %d documents at once; going on with %d.", self._size, self._size // 2)
         else:
             del self.waiting[-self._size :]
+
+
+def at_once(threads: int) -> int:
+    """How many batches run side by side on so many threads of a CPU; each gets as many of them as the others.
+
+    Threads that share a batch wait for one another hundreds of times, with sleep or other processes in between. More
+    than four batches would wait for one another's Python.
+    """
+    return max(range(1, 5), key=lambda count: (threads // count * count, count))
+
+
+def side_by_side(run: Callable[[Batches[Item]], object], shares: Sequence[Batches[Item]]) -> None:
+    """Run each of the shares; several at once, which has to be safe. The first one's error is raised."""
+    threads = torch.get_num_threads()
+    for _ in map(run, shares) if len(shares) < 2 else _workers(threads).map(run, shares):
+        pass
+
+
+@cache
+def _workers(threads: int) -> ThreadPoolExecutor:
+    """As many threads as batches run at once. Torch's threads are set for each thread of Python, on its first use."""
+    count = at_once(threads)
+    ready = Barrier(count)
+
+    def begin() -> None:
+        torch.get_num_threads()  # else what is set would be overwritten by it later
+        torch.set_num_threads(threads // count)
+        ready.wait()
+
+    pool = ThreadPoolExecutor(count, "rsrank", begin)
+    list(pool.map(bool, range(count)))
+    torch.set_num_threads(threads)  # what other threads will begin with
+    return pool
+
+
+if hasattr(os, "register_at_fork"):  # threads do not survive a fork
+    os.register_at_fork(after_in_child=_workers.cache_clear)
 
 
 def token_budget_for(device: torch.device) -> int:
