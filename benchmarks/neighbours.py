@@ -3,7 +3,9 @@
     python -m benchmarks.neighbours --json docs/neighbours.json && python -m benchmarks.tables
 
 A client asks one question after another, over passages whose prefixes are not kept, in a process of its own; beside it
-none, one or four others multiply matrices without end. "torch's own": a thread a core, idle ones spin a while. "ours": what
+none, one or four others multiply matrices without end. "torch's own": a thread a core, idle ones wait busily for some
+milliseconds. "ours": the same number, and idle ones sleep; "one thread": torch.set_num_threads(1). In all of them batches run
+side by side on the threads there are. What
 `rsrank` and the library choose (`language_model/threads.py`). The three ways take turns.
 """
 

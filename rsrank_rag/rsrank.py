@@ -15,15 +15,7 @@ from .artifact.identity import prefix_identity
 from .artifact.pretrained import Pretrained
 from .errors import InputError, ScoringError, finite, too_large
 from .method.backbone import Backbone
-from .method.batching import (
-    Batches,
-    DoesNotFitError,
-    Ids,
-    at_once,
-    is_out_of_memory,
-    side_by_side,
-    token_budget_for,
-)
+from .method.batching import Batches, DoesNotFitError, Ids, at_once, is_out_of_memory, token_budget_for, workers
 from .method.probe import whole_lanes
 from .method.projection import Projection
 from .method.scoring import Row, ShiftReader, score_parts, score_rows
@@ -77,8 +69,8 @@ class RSRank(Pretrained, Reranker):
         )
         self.reader = ShiftReader(backbone, prompts, config.layers, self.store)
         self.token_budget = token_budget or token_budget_for(backbone.device)
-        # With other threads, the last digits might be others.
-        self._at_once = backbone.device.type == "cpu" and not deterministic
+        # Among fewer threads, a batch's last digits might be others.
+        self._side_by_side = backbone.device.type == "cpu" and not deterministic
         self._halved: list[int] = []  # sizes of batches; threads may append without a lock
 
     def __repr__(self) -> str:
@@ -250,7 +242,7 @@ class RSRank(Pretrained, Reranker):
                     self._halved += batches.halved
 
             for shares in self._batches(list(places)):
-                side_by_side(run, shares)
+                list((map if len(shares) < 2 else workers(torch.get_num_threads()).map)(run, shares))
         return [
             Scored(score, document.truncated, len(query.ids) + len(document.ids))
             for score, (query, document) in zip(scores, pairs, strict=True)
@@ -265,29 +257,17 @@ class RSRank(Pretrained, Reranker):
         by_room: dict[int, list[Row]] = {}
         for row in rows:
             by_room.setdefault(whole_lanes(len(row.query.ids)), []).append(row)
+        together = at_once(torch.get_num_threads()) if self._side_by_side else 1
+        joined = JOINED_BYTES.get(self.backbone.device.type, JOINED_BYTES["cpu"]) // together
+        most = max(self.token_budget, min(joined // max(1, self.backbone.bytes_per_token), 8 * self.token_budget))
         for room, group in by_room.items():
-            kept = {row for row in group if self.store is not None and self.store.is_kept(row.document)}
-            if kept:
-                joined = JOINED_BYTES.get(self.backbone.device.type, JOINED_BYTES["cpu"])
-                most = min(joined // self.backbone.bytes_per_token, 8 * self.token_budget)
-                budget = max(self.token_budget, most)
-                shares = self._shares([row for row in group if row in kept], room, budget, LEAST_KEPT)
-                yield [Batches(share, budget, extra=room, alike=ALIKE_KEPT) for share in shares]
-            shares = self._shares([row for row in group if row not in kept], room, self.token_budget, LEAST)
+            new, kept = list[Row](), list[Row]()
+            for row in group:
+                (kept if self.store is not None and self.store.is_kept(row.document) else new).append(row)
+            shares = _shares(kept, together, room, most, LEAST_KEPT)
+            yield [Batches(share, most, extra=room, alike=ALIKE_KEPT) for share in shares]
+            shares = _shares(new, together, room, self.token_budget, LEAST)
             yield [Batches(share, self.token_budget, extra=room) for share in shares]
-
-    def _shares(self, rows: list[Row], room: int, budget: int, least: int) -> list[list[Row]]:
-        """Rows in shares of about the same cost, the longest first; all rows of a document are in one."""
-        rows.sort(key=lambda row: (len(row), row.document), reverse=True)
-        threads = at_once(torch.get_num_threads()) if self._at_once else 1
-        total, spent = sum(len(row) + room for row in rows), 0
-        count = min(threads * -(-total // (threads * budget)), total // least) if threads > 1 else 1
-        shares: list[list[Row]] = [[] for _ in range(max(1, count))]
-        for _, same in itertools.groupby(rows, key=lambda row: row.document):
-            found = list(same)
-            shares[spent * len(shares) // total] += found
-            spent += sum(len(row) + room for row in found)
-        return [share for share in shares if share]
 
     @torch.inference_mode()
     def explain(self, query: str, document: str) -> Explanation:
@@ -319,3 +299,16 @@ class RSRank(Pretrained, Reranker):
             agreement=float(agreement.sum()),
             matches=tuple(agreement[1:].tolist()) if bool(agreement[1:].any()) else (),
         )
+
+
+def _shares(rows: list[Row], together: int, room: int, budget: int, least: int) -> list[list[Row]]:
+    """Rows in shares of about the same cost, the longest first; all rows of a document are in one."""
+    total, spent = sum(len(row) + room for row in rows), 0
+    count = min(together * -(-total // (together * budget)), total // least) if together > 1 else 1
+    shares: list[list[Row]] = [[] for _ in range(max(1, count))]
+    longest_first = sorted(rows, key=lambda row: (len(row), row.document), reverse=True)
+    for _, same in itertools.groupby(longest_first, key=lambda row: row.document):
+        found = list(same)
+        shares[spent * len(shares) // total] += found
+        spent += sum(len(row) + room for row in found)
+    return [share for share in shares if share]

@@ -24,14 +24,12 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 import rsrank_rag
 from rsrank_rag import RSRank, RSRankError
 from rsrank_rag.artifact import hub
-from rsrank_rag.artifact import identity as model_files
 from rsrank_rag.artifact.config import BackboneSpec, RSRankConfig, TrainingRecord
 from rsrank_rag.artifact.hub import model_card
 from rsrank_rag.artifact.identity import check_files
 from rsrank_rag.errors import ArtifactError, BackboneError, MissingDependencyError, pip_install
 from rsrank_rag.language_model.options import LoadOptions
 from rsrank_rag.method.template import Template
-from rsrank_rag.partial_files import digest_of
 
 
 def load(folder, **options):
@@ -247,22 +245,6 @@ def test_artifacts_of_earlier_releases_load_with_what_they_have(ranker, tmp_path
     )
     ranker.save_pretrained(tmp_path)
     assert load(tmp_path).score(QUERY, DOCUMENTS) == scores
-
-
-def test_a_large_file_is_read_once_and_again_when_it_was_touched(tmp_path, monkeypatch):
-    monkeypatch.setattr(model_files, "REMEMBERED", 10)
-    monkeypatch.setattr(model_files.constants, "HF_HOME", str(tmp_path / "home"))
-    read = []
-    monkeypatch.setattr(model_files, "digest_of", lambda path: read.append(path.name) or digest_of(path))
-    model = tmp_path / "model"
-    model.mkdir()
-    (model / "model.safetensors").write_bytes(b"weights of a model")
-    (model / "config.json").write_bytes(b"{}")
-    found = [model_files.hashes(model) for _ in range(2)]
-    assert found[0] == found[1]
-    assert sorted(read) == ["config.json", "config.json", "model.safetensors"]
-    (model / "model.safetensors").write_bytes(b"other weights, as long"[:18])
-    assert model_files.hashes(model) != found[0]
 
 
 # Saved whole or not at all

@@ -26,9 +26,7 @@ from rsrank_rag.training import run as run_module
 from rsrank_rag.training.batches import scored
 from rsrank_rag.training.domain import WORSE, DomainOptions, by_query, judge, parts, train_near
 from rsrank_rag.training.features import FeatureExtractor
-from rsrank_rag.training.fit import Epoch
 from rsrank_rag.training.recipe import Recipe
-from rsrank_rag.training.run import fallen
 from rsrank_rag.training.store import QueryFeatures
 from rsrank_rag.training.tune import Curves, Goal, cross_tuned, find_threshold
 
@@ -271,14 +269,6 @@ def test_what_a_base_decides_cannot_be_set(fused):
     for setting in ("fit.epochs=3", "features.layers=[2]", "method=combined"):
         with pytest.raises(InputError, match="cannot be set: training that begins with an artifact"):
             Recipe.load("your-data", [setting], base=str(fused))
-
-
-def test_a_validation_that_falls_is_told():
-    def epoch(number, f1):
-        return Epoch(number, 1.0, 0.0, 0.0, 0.0, 0.0, 0.0, 0.01, f1)
-
-    assert "fell to 0.100 by epoch 3" in fallen([epoch(1, 0.5), epoch(2, 0.6), epoch(3, 0.1)])
-    assert fallen([epoch(1, 0.5), epoch(2, 0.6), epoch(3, 0.59)]) == ""
 
 
 # Thresholds

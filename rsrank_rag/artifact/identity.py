@@ -8,11 +8,10 @@ import logging
 import math
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from huggingface_hub import constants, try_to_load_from_cache
+from huggingface_hub import try_to_load_from_cache
 
 from ..errors import ArtifactError
 from ..language_model.linear import largest_weight
@@ -20,7 +19,7 @@ from ..language_model.loading import LoadedModel
 from ..language_model.weights import bits_of, fingerprint
 from ..method.backbone import Backbone
 from ..method.template import PromptTokenizer, private_copy
-from ..partial_files import digest_of, write_text
+from ..partial_files import digest_of
 from .config import BackboneSpec, RSRankConfig
 
 if TYPE_CHECKING:
@@ -37,8 +36,6 @@ Other weights of the same shape differ by about the square root of 2.
 TOKENIZER = ("tokenizer*.json", "tokenizer.model", "spiece.model", "special_tokens_map.json", "added_tokens.json")
 DECIDING = ("config.json", *TOKENIZER, "vocab.*", "merges.txt", "modeling*.py", "configuration*.py")
 """Files beside the weights that decide a score."""
-
-REMEMBERED = 1 << 28  # bytes from which on a file's hash is remembered: hashing takes about 1 s/GB on one core
 
 _PROBE = "Who wrote it, and when? 1984 naïve façade — 東京 Привет 😀\n\tdef f(x): return x**2 <s>[MASK]"
 
@@ -105,25 +102,7 @@ def hashes(folder: Path | None) -> dict[str, str]:
     found = {path for pattern in (*DECIDING, *weights) for path in folder.glob(pattern)}
     files = sorted(path for path in found if path.is_file())
     with ThreadPoolExecutor() as threads:  # hashing waits for no other thread
-        return dict(zip((path.name for path in files), threads.map(_remembered, files), strict=True))
-
-
-def _remembered(path: Path) -> str:
-    """sha256 of a file; a large one is read once, and again when it has been touched."""
-    status = path.stat()
-    if status.st_size < REMEMBERED:
-        return digest_of(path)
-    state = [status.st_size, status.st_mtime_ns, status.st_ctime_ns, status.st_ino]
-    name = hashlib.sha256(str(path.resolve()).encode()).hexdigest()
-    note = Path(constants.HF_HOME) / "rsrank" / f"{name}.json"
-    with suppress(OSError, ValueError):
-        digest, *then = json.loads(note.read_text(encoding="utf-8"))
-        if then == state:
-            return str(digest)
-    digest = digest_of(path)
-    with suppress(OSError):  # nowhere to write: it is read each time
-        write_text(note, json.dumps([digest, *state]))
-    return digest
+        return dict(zip((path.name for path in files), threads.map(digest_of, files), strict=True))
 
 
 def check_files(spec: BackboneSpec, folder: Path | None, *, chosen: bool) -> None:

@@ -4,7 +4,7 @@ import gc
 import logging
 import os
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
+from collections.abc import Iterable, Iterator, Sized
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -100,21 +100,14 @@ def at_once(threads: int) -> int:
     return max(range(1, 5), key=lambda count: (threads // count * count, count))
 
 
-def side_by_side(run: Callable[[Batches[Item]], object], shares: Sequence[Batches[Item]]) -> None:
-    """Run each of the shares; several at once, which has to be safe. The first one's error is raised."""
-    threads = torch.get_num_threads()
-    for _ in map(run, shares) if len(shares) < 2 else _workers(threads).map(run, shares):
-        pass
-
-
 @cache
-def _workers(threads: int) -> ThreadPoolExecutor:
-    """As many threads as batches run at once. Torch's threads are set for each thread of Python, on its first use."""
+def workers(threads: int) -> ThreadPoolExecutor:
+    """As many threads as batches run at once, with so many of torch's threads together."""
     count = at_once(threads)
     ready = Barrier(count)
 
     def begin() -> None:
-        torch.get_num_threads()  # else what is set would be overwritten by it later
+        torch.get_num_threads()  # each thread's number is set on its first use, over what was set before
         torch.set_num_threads(threads // count)
         ready.wait()
 
@@ -124,8 +117,9 @@ def _workers(threads: int) -> ThreadPoolExecutor:
     return pool
 
 
-if hasattr(os, "register_at_fork"):  # threads do not survive a fork
-    os.register_at_fork(after_in_child=_workers.cache_clear)
+if hasattr(os, "register_at_fork"):  # neither these nor OpenMP's survive a fork; a child would wait for them for ever
+    os.register_at_fork(after_in_child=lambda: torch.set_num_threads(1))
+    os.register_at_fork(after_in_child=workers.cache_clear)
 
 
 def token_budget_for(device: torch.device) -> int:

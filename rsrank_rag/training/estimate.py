@@ -1,7 +1,6 @@
 """What a recipe will take on this machine, in both of its parts: the language model's one pass, then B's epochs."""
 
 import timeit
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -12,14 +11,10 @@ from ..artifact.config import INSIDE
 from ..errors import BackboneError
 from ..evaluation.datasets import LabelledDocument, LabelledQuery
 from ..language_model.loading import LOAD_ERRORS, shortened
-from ..language_model.options import has_fast_bfloat16
-from ..method.projection import Projection
 from ..method.template import PromptTokenizer
-from .batches import Batch, batch_scores
 from .features import Plan, plan_features
-from .losses import calibration_loss
 from .recipe import SHIPPED, DataPart, Recipe, read_toml
-from .store import QueryFeatures, free_memory
+from .store import free_memory
 
 _KNOWN = read_toml(str(Path(__file__).with_name("sizes.toml")), SHIPPED, "list of sizes")
 SIZES, SHAPES = _KNOWN["sets"], _KNOWN["models"]  # of sets and of language models, for which nobody has to be asked
@@ -36,7 +31,6 @@ class Estimate:
     flops_per_second: float  # half of what a large matrix product reached here just now
     parameters: int  # of B
     epochs: int
-    rows_per_second: float  # of features that B was trained on here just now
     memory: int  # bytes that features may take to be kept there; more are read from the disk in each epoch
 
     @property
@@ -57,8 +51,8 @@ class Estimate:
             "features.max_documents)",
             "training B": "not with so few queries: what heads and agreement count is found in seconds"
             if not self.parameters
-            else f"{self.parameters:,} numbers, at most {self.epochs} epochs over {plan.rows:,} rows: about "
-            f"{_time(self.epochs * plan.rows / self.rows_per_second)} here; features are read {again}: "
+            else f"{self.parameters:,} numbers, at most {self.epochs} epochs over {plan.rows:,} rows; "
+            f"features are read {again}: "
             f"{self.bytes_read / 1e9:,.1f} GB in all, {_time(self.bytes_read / 1e9)} from a disk of 1 GB/s",
         }
         return "\n".join(f"{name:<13}{text}" for name, text in lines.items())
@@ -101,7 +95,7 @@ def estimate(recipe: Recipe, queries: list[LabelledQuery], evaluation: list[Labe
     plan = plan_features(queries, prompts, recipe.features, len(layers) * heads * width)
     tokens = plan_features(evaluation, prompts, recipe.features, 1).prompt_tokens
     bits = {"int8": 8, "fp8": 8, "nf4": 4}.get(options.weights or "", dtype.itemsize * 8)
-    first = Projection.random(layers, heads, recipe.fit.projection_dim, width).weight.detach().to(device)
+    few = bool(recipe.base) and len(queries) < recipe.domain.projection_from
     free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else 0
     return Estimate(
         plan=plan,
@@ -109,38 +103,18 @@ def estimate(recipe: Recipe, queries: list[LabelledQuery], evaluation: list[Labe
         weight_bytes=weights * bits // 8,
         flops=2.0 * working * (plan.prompt_tokens + tokens),
         flops_per_second=_matmul_rate(device, dtype) / 2,
-        parameters=0 if recipe.base and len(queries) < recipe.domain.projection_from else first.numel(),
+        parameters=0 if few else len(layers) * heads * recipe.fit.projection_dim * width,
         epochs=recipe.passes,
-        rows_per_second=_training_rate(first.requires_grad_()),
         memory=max(free, free_memory()) // 2,
     )
 
 
 def _matmul_rate(device: torch.device, dtype: torch.dtype) -> float:
-    """FLOP/s of a large matrix product here and now."""
+    """FLOP/s of a large matrix product here and now: the best of a few."""
     size = 8192 if device.type == "cuda" else 1024
     a = torch.randn(size, size, device=device).to(dtype)
-    return 2.0 * size**3 / _seconds(lambda: a @ a, device)
-
-
-def _training_rate(weight: torch.Tensor) -> float:
-    """Rows a second of B's loss and its gradient, for a made-up query of 32 documents and 16 tokens."""
-    layers, heads, _, width = weight.shape
-    made = QueryFeatures(torch.randn(layers, heads, 32 * 16, width).half(), (True,) + (False,) * 31, 16, oracle=False)
-    batch = Batch.of([made]).to(weight.device)
-    precision = torch.bfloat16 if has_fast_bfloat16(weight.device) else torch.float32
-
-    def step() -> None:
-        scores, _ = batch_scores({"weight": weight}, batch, precision)
-        calibration_loss(scores, batch.relevant, batch.valid).backward()  # type: ignore[no-untyped-call]
-
-    return 32 * 16 / _seconds(step, weight.device)
-
-
-def _seconds(step: Callable[[], object], device: torch.device) -> float:
-    """The shortest of a few runs."""
     wait = torch.cuda.synchronize if device.type == "cuda" else str
-    return min(timeit.repeat(lambda: (step(), wait()), number=1, repeat=4))
+    return 2.0 * size**3 / min(timeit.repeat(lambda: (a @ a, wait()), number=1, repeat=4))
 
 
 def _time(seconds: float) -> str:

@@ -37,11 +37,9 @@ from .batches import device_for, scored, split
 from .domain import WORSE, Verdict, judge, train_near
 from .estimate import Estimate, estimate, sketch
 from .features import VALUES, FeatureExtractor, Reading, digest, plan_features, spec_for, subsample
-from .fit import Epoch, FitOptions, Fitted, best_epoch, closed_form, fit
+from .fit import Epoch, FitOptions, Fitted, closed_form, fit
 from .recipe import Recipe
 from .store import FeatureSource, FeatureStore, subset
-
-FALL = 0.02  # loss of validation F1 after the best epoch that is worth a word
 
 
 @dataclass(frozen=True)
@@ -272,7 +270,7 @@ class TrainingRun:
         if best := fitted.best:
             self.say(
                 f"B of epoch {best.epoch} of {len(fitted.history)}: F1 at zero {best.validation_f1:.3f} on "
-                f"{len(held)} validation queries.{fallen(fitted.history)}"
+                f"{len(held)} validation queries."
             )
             settings |= {**recipe.fit.model_dump(exclude={"seed"}), "epochs_run": len(fitted.history)}
             notes = "The validation queries chose the epoch." if recipe.fit.keep == "best" else ""
@@ -324,17 +322,6 @@ def write_artifact(folder: Path, config: RSRankConfig, projection: Projection, m
         hub.write_artifact(new, config, projection, hub.model_card(config))
         if config.backbone.name == INSIDE:
             shutil.copytree(model, new / INSIDE)
-
-
-def fallen(history: Sequence[Epoch]) -> str:
-    """A sentence on how much validation fell after the best epoch; empty if it did not."""
-    best, last = best_epoch(history), history[-1]
-    if best.validation_f1 - last.validation_f1 < FALL:
-        return ""
-    return (
-        f" Validation fell to {last.validation_f1:.3f} by epoch {last.epoch}: B learned its examples by heart. More "
-        "labelled queries would help, or an artifact to begin with (--base)."
-    )
 
 
 def _dump(path: Path, content: Any) -> None:
