@@ -4,9 +4,8 @@
 
 A client asks one question after another, over passages whose prefixes are not kept, in a process of its own; beside it
 none, one or four others multiply matrices without end. "torch's own": a thread a core, idle ones wait busily for some
-milliseconds. "ours": the same number, and idle ones sleep; "one thread": torch.set_num_threads(1). In all of them batches run
-side by side on the threads there are. What
-`rsrank` and the library choose (`language_model/threads.py`). The three ways take turns.
+milliseconds. "ours": what `rsrank` and the library choose (`language_model/threads.py`), as many, and idle ones sleep.
+Both run batches side by side, one on each thread. The three ways take turns.
 """
 
 from __future__ import annotations

@@ -65,10 +65,10 @@ def alone(ranker):
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 def test_a_forked_process_can_go_on_scoring():
     code = """
-        import multiprocessing
+        import multiprocessing, torch
         from rsrank_rag import RSRank
         ranker = RSRank.from_pretrained(dtype="float32")
-        texts = ["Bees dance.", "Trains run on rails."]
+        texts = ["Bees dance. " * 50, "Trains run on rails. " * 50]  # long enough for both of the parent's threads
         expected, answers = ranker.score("How do bees talk?", texts), multiprocessing.get_context("fork").SimpleQueue()
         child = multiprocessing.get_context("fork").Process(
             target=lambda: answers.put(ranker.score("How do bees talk?", texts)))

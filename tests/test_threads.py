@@ -5,11 +5,18 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import threading
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+import torch
+from conftest import QUERIES, QUERY, load_ranker
 
+from rsrank_rag import RSRank
+from rsrank_rag.errors import ScoringError
 from rsrank_rag.language_model.threads import usable_cores
+from rsrank_rag.method.batching import at_once, workers
 
 BOUND = len(os.sched_getaffinity(0))
 
@@ -86,3 +93,110 @@ def test_fewer_prepared_products_are_kept_unless_somebody_chose_how_many():
     for given, expected in ((unset, "64"), ({**unset, name: "7"}, "7")):
         done = subprocess.run([sys.executable, "-c", code], env=given, capture_output=True, text=True, check=True)
         assert done.stdout.strip() == expected
+
+
+# Batches side by side
+
+WORDS = ("bridge", "lamp", "sun", "boat", "bee", "ferry", "dog", "hill")
+LONG = [f"{word} " * (30 + 5 * number) for number, word in enumerate(WORDS)]
+
+
+def made(folder: Path, kind: str, *, kept: bool = False, deterministic: bool = False) -> RSRank:
+    """A tiny ranker; two of the same folder give the same scores."""
+    ranker = load_ranker(folder, kind)
+    parts = (ranker.backbone, ranker.prompts, ranker.projection, ranker.config)
+    return RSRank(*parts, prefix_cache=kept, deterministic=deterministic)
+
+
+@pytest.fixture
+def two_threads() -> Iterator[None]:
+    """Torch computes with two threads, as on two cores."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
+
+
+def threads_seen(ranker: RSRank, together: int = 1) -> set[str]:
+    """Names of the threads that the model runs in from now on; so many of them meet in their first run."""
+    seen: set[str] = set()
+    ready = threading.Barrier(together)
+
+    def note(*_: object) -> None:
+        name = threading.current_thread().name
+        if name not in seen:
+            seen.add(name)
+            ready.wait(60)
+
+    ranker.backbone.model.get_input_embeddings().register_forward_hook(note)
+    return seen
+
+
+@pytest.mark.parametrize(
+    ("threads", "batches"), [(1, 1), (2, 2), (3, 3), (4, 4), (5, 4), (6, 3), (7, 3), (8, 4), (11, 2), (64, 4)]
+)
+def test_at_most_four_batches_run_at_once_and_leave_at_most_one_thread_over(threads: int, batches: int) -> None:
+    assert at_once(threads) == batches
+
+
+def test_each_worker_computes_with_its_part_of_the_threads_and_callers_keep_theirs(two_threads: None) -> None:
+    ready = threading.Barrier(2)
+    found = list(workers(2).map(lambda _: (ready.wait(60), torch.get_num_threads())[1], range(2)))
+    assert (found, torch.get_num_threads()) == ([1, 1], 2)
+    there: list[int] = []
+    new = threading.Thread(target=lambda: there.append(torch.get_num_threads()))
+    new.start()
+    new.join()
+    assert there == [2]
+
+
+@pytest.mark.parametrize("kept", [False, True])
+def test_on_two_threads_a_call_runs_on_both_and_scores_what_it_does_on_one(
+    tiny_folder: Callable[[str], Path], two_threads: None, kept: bool
+) -> None:
+    ranker = made(tiny_folder("bert"), "bert", kept=kept)
+    seen = threads_seen(ranker, 2)
+    many = ranker.score(QUERY, LONG)
+    assert seen == {"rsrank_0", "rsrank_1"}
+    again = ranker.score(QUERY, LONG)
+    torch.set_num_threads(1)
+    alone = made(tiny_folder("bert"), "bert").score(QUERY, LONG)
+    assert many == pytest.approx(alone, abs=1e-4)
+    assert again == pytest.approx(alone, abs=1e-4)
+
+
+def test_a_document_that_queries_share_is_read_once_on_two_threads(
+    tiny_folder: Callable[[str], Path], two_threads: None
+) -> None:
+    ranker = made(tiny_folder("llama"), "llama", kept=True)
+    found = ranker.score_many(QUERIES, [LONG] * len(QUERIES))
+    assert ranker.stats()["misses"] == len(LONG)
+    alone = made(tiny_folder("llama"), "llama")
+    for query, scores in zip(QUERIES, found, strict=True):
+        assert scores == pytest.approx([alone.score(query, [document])[0] for document in LONG], abs=1e-4)
+
+
+def test_a_short_call_and_a_deterministic_one_stay_in_their_thread(
+    tiny_folder: Callable[[str], Path], two_threads: None
+) -> None:
+    ranker = made(tiny_folder("llama"), "llama")
+    seen = threads_seen(ranker)
+    ranker.score(QUERY, ["A bridge."])
+    assert seen == {threading.current_thread().name}
+    ranker = made(tiny_folder("llama"), "llama", deterministic=True)
+    seen = threads_seen(ranker)
+    ranker.score(QUERY, LONG)
+    assert seen == {threading.current_thread().name}
+
+
+def test_a_document_that_fails_in_a_worker_is_named(tiny_folder: Callable[[str], Path], two_threads: None) -> None:
+    ranker = made(tiny_folder("llama"), "llama")
+
+    def too_long(module: object, args: tuple[torch.Tensor, ...]) -> None:
+        if args[0].shape[0] * args[0].shape[1] > 300:
+            raise MemoryError
+
+    ranker.backbone.model.layers[1].mlp.register_forward_pre_hook(too_long)
+    with pytest.raises(ScoringError, match=r"Document 8 \(\d+ tokens .* does not fit into memory") as caught:
+        ranker.score(QUERY, [*LONG, "ferry " * 90])
+    assert caught.value.index == 8

@@ -92,12 +92,12 @@ class Batches(Generic[Item]):
 
 
 def at_once(threads: int) -> int:
-    """How many batches run side by side on so many threads of a CPU; each gets as many of them as the others.
+    """How many batches run side by side on so many threads of a CPU: at most one is left over.
 
     Threads that share a batch wait for one another hundreds of times, with sleep or other processes in between. More
     than four batches would wait for one another's Python.
     """
-    return max(range(1, 5), key=lambda count: (threads // count * count, count))
+    return max(count for count in range(1, min(threads, 4) + 1) if threads % count < 2)
 
 
 @cache
