@@ -15,7 +15,7 @@ from .artifact.identity import prefix_identity
 from .artifact.pretrained import Pretrained
 from .errors import InputError, ScoringError, finite, too_large
 from .method.backbone import Backbone
-from .method.batching import Batches, DoesNotFitError, Ids, at_once, is_out_of_memory, token_budget_for, workers
+from .method.batching import Batches, DoesNotFitError, Ids, at_once, is_out_of_memory, run_all, token_budget_for
 from .method.probe import whole_lanes
 from .method.projection import Projection
 from .method.scoring import Row, ShiftReader, score_parts, score_rows
@@ -229,6 +229,7 @@ class RSRank(Pretrained, Reranker):
 
             @torch.inference_mode()
             def run(batches: Batches[Row]) -> None:
+                before = len(batches.halved)
                 try:
                     for batch in batches:
                         with batches.attempt():
@@ -236,13 +237,14 @@ class RSRank(Pretrained, Reranker):
                                 for place in places[row]:
                                     scores[place] = finite(score, place)
                             bar.update(len(batch))
-                except DoesNotFitError as error:
-                    raise too_large(len(error.ids.document), places[error.ids][0]) from None
                 finally:
-                    self._halved += batches.halved
+                    self._halved += batches.halved[before:]
 
-            for shares in self._batches(list(places)):
-                list((map if len(shares) < 2 else workers(torch.get_num_threads()).map)(run, shares))
+            try:
+                for shares in self._batches(list(places)):
+                    run_all(run, shares)
+            except DoesNotFitError as error:
+                raise too_large(len(error.ids.document), places[error.ids][0]) from None
         return [
             Scored(score, document.truncated, len(query.ids) + len(document.ids))
             for score, (query, document) in zip(scores, pairs, strict=True)
@@ -303,9 +305,12 @@ class RSRank(Pretrained, Reranker):
 
 def _shares(rows: list[Row], together: int, room: int, budget: int, least: int) -> list[list[Row]]:
     """Rows in shares of about the same cost, the longest first; all rows of a document are in one."""
-    total, spent = sum(len(row) + room for row in rows), 0
-    count = min(together * -(-total // (together * budget)), total // least) if together > 1 else 1
-    shares: list[list[Row]] = [[] for _ in range(max(1, count))]
+    costs = [len(row) + room for row in rows]
+    total, spent, longest = sum(costs), 0, max(costs, default=0)
+    # Too few, or one that is most of all: they are worth all threads.
+    few = total < together * least or 1.5 * total < together * longest
+    count = 1 if few or together == 1 else together * -(-total // (together * budget))
+    shares: list[list[Row]] = [[] for _ in range(count)]
     longest_first = sorted(rows, key=lambda row: (len(row), row.document), reverse=True)
     for _, same in itertools.groupby(longest_first, key=lambda row: row.document):
         found = list(same)

@@ -157,7 +157,7 @@ def test_on_two_threads_a_call_runs_on_both_and_scores_what_it_does_on_one(
     ranker = made(tiny_folder("bert"), "bert", kept=kept)
     seen = threads_seen(ranker, 2)
     many = ranker.score(QUERY, LONG)
-    assert seen == {"rsrank_0", "rsrank_1"}
+    assert seen == {"rsrank-batch_0", "rsrank-batch_1"}
     again = ranker.score(QUERY, LONG)
     torch.set_num_threads(1)
     alone = made(tiny_folder("bert"), "bert").score(QUERY, LONG)

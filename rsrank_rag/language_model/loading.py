@@ -37,6 +37,9 @@ if TYPE_CHECKING:
 # How many prepared products oneDNN keeps, 1,024 unless one says so: 64 take 45 MB less beside `mini`, and no more time.
 os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "64")
 
+if hasattr(os, "register_at_fork"):  # OpenMP's threads do not survive a fork; a child would wait for them for ever
+    os.register_at_fork(after_in_child=lambda: torch.set_num_threads(1))
+
 LOAD_ERRORS: tuple[type[Exception], ...] = (
     *HUB_ERRORS,
     *(SafetensorError, ImportError, TypeError, LookupError, AttributeError, ArithmeticError),

@@ -4,12 +4,12 @@ import gc
 import logging
 import os
 from bisect import bisect_left
-from collections.abc import Iterable, Iterator, Sized
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cache
-from threading import Barrier
+from threading import Barrier, Lock
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -92,33 +92,52 @@ class Batches(Generic[Item]):
 
 
 def at_once(threads: int) -> int:
-    """How many batches run side by side on so many threads of a CPU: at most one is left over.
+    """How many batches run side by side on so many threads of a CPU: at most one thread is left over.
 
     Threads that share a batch wait for one another hundreds of times, with sleep or other processes in between. More
-    than four batches would wait for one another's Python.
+    than four batches would wait for one another's Python; and threads that OpenMP binds would all get the same cores.
     """
-    return max(count for count in range(1, min(threads, 4) + 1) if threads % count < 2)
+    most = 1 if {"OMP_PROC_BIND", "GOMP_CPU_AFFINITY"} & os.environ.keys() else min(threads, 4)
+    return max(count for count in range(1, most + 1) if threads % count < 2)
+
+
+def run_all(run: Callable[[Batches[Item]], object], shares: Sequence[Batches[Item]]) -> None:
+    """Run each; several at once, unless another call's are running."""
+    if len(shares) > 1 and _running.acquire(blocking=False):
+        futures = list[Future[object]]()
+        try:
+            with suppress(Exception):  # it comes again below, unless it came of what ran beside it
+                futures = [workers(torch.get_num_threads()).submit(run, share) for share in shares]
+                [future.result() for future in futures]
+        finally:
+            [future.cancel() for future in futures]
+            wait(futures)
+            _running.release()
+    for share in shares:
+        run(share)  # what is left of it
+
+
+_running = Lock()
 
 
 @cache
 def workers(threads: int) -> ThreadPoolExecutor:
     """As many threads as batches run at once, with so many of torch's threads together."""
     count = at_once(threads)
-    ready = Barrier(count)
+    ready = Barrier(count, timeout=60)
 
     def begin() -> None:
         torch.get_num_threads()  # each thread's number is set on its first use, over what was set before
         torch.set_num_threads(threads // count)
         ready.wait()
 
-    pool = ThreadPoolExecutor(count, "rsrank", begin)
+    pool = ThreadPoolExecutor(count, "rsrank-batch", begin)
     list(pool.map(bool, range(count)))
     torch.set_num_threads(threads)  # what other threads will begin with
     return pool
 
 
-if hasattr(os, "register_at_fork"):  # neither these nor OpenMP's survive a fork; a child would wait for them for ever
-    os.register_at_fork(after_in_child=lambda: torch.set_num_threads(1))
+if hasattr(os, "register_at_fork"):  # threads do not survive a fork
     os.register_at_fork(after_in_child=workers.cache_clear)
 
 

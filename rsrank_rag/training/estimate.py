@@ -14,7 +14,6 @@ from ..language_model.loading import LOAD_ERRORS, shortened
 from ..method.template import PromptTokenizer
 from .features import Plan, plan_features
 from .recipe import SHIPPED, DataPart, Recipe, read_toml
-from .store import free_memory
 
 _KNOWN = read_toml(str(Path(__file__).with_name("sizes.toml")), SHIPPED, "list of sizes")
 SIZES, SHAPES = _KNOWN["sets"], _KNOWN["models"]  # of sets and of language models, for which nobody has to be asked
@@ -31,16 +30,9 @@ class Estimate:
     flops_per_second: float  # half of what a large matrix product reached here just now
     parameters: int  # of B
     epochs: int
-    memory: int  # bytes that features may take to be kept there; more are read from the disk in each epoch
-
-    @property
-    def bytes_read(self) -> int:
-        """By all epochs."""
-        return self.plan.bytes * (1 if self.plan.bytes <= self.memory else self.epochs)
 
     def __str__(self) -> str:
         plan = self.plan
-        again = "once, they fit into memory" if self.bytes_read == plan.bytes else "in each epoch: they fit no memory"
         lines = {
             "queries": f"{plan.queries:,} with {plan.documents:,} documents",
             "reading": f"{plan.prompt_tokens:,} tokens and {self.evaluation_tokens:,} for the evaluation, "
@@ -51,9 +43,7 @@ class Estimate:
             "features.max_documents)",
             "training B": "not with so few queries: what heads and agreement count is found in seconds"
             if not self.parameters
-            else f"{self.parameters:,} numbers, at most {self.epochs} epochs over {plan.rows:,} rows; "
-            f"features are read {again}: "
-            f"{self.bytes_read / 1e9:,.1f} GB in all, {_time(self.bytes_read / 1e9)} from a disk of 1 GB/s",
+            else f"{self.parameters:,} numbers, at most {self.epochs} epochs over {plan.rows:,} rows of features",
         }
         return "\n".join(f"{name:<13}{text}" for name, text in lines.items())
 
@@ -96,7 +86,6 @@ def estimate(recipe: Recipe, queries: list[LabelledQuery], evaluation: list[Labe
     tokens = plan_features(evaluation, prompts, recipe.features, 1).prompt_tokens
     bits = {"int8": 8, "fp8": 8, "nf4": 4}.get(options.weights or "", dtype.itemsize * 8)
     few = bool(recipe.base) and len(queries) < recipe.domain.projection_from
-    free = torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else 0
     return Estimate(
         plan=plan,
         evaluation_tokens=tokens,
@@ -105,7 +94,6 @@ def estimate(recipe: Recipe, queries: list[LabelledQuery], evaluation: list[Labe
         flops_per_second=_matmul_rate(device, dtype) / 2,
         parameters=0 if few else len(layers) * heads * recipe.fit.projection_dim * width,
         epochs=recipe.passes,
-        memory=max(free, free_memory()) // 2,
     )
 
 
