@@ -26,7 +26,6 @@ from .prefixes.store import PrefixStore, disk_bytes
 from .reranker import BLANK_SCORE, Pair, Reranker, Scored, as_list, as_pairs
 
 ALIKE_KEPT = 0.4  # as `batching.ALIKE`, for documents that are kept: padding costs them attention only
-
 LEAST, LEAST_KEPT = 96, 512  # tokens, documents' included, that are worth a thread of their own
 
 JOINED_BYTES = {"cpu": 128_000_000, "cuda": 4_000_000_000, "mps": 1_000_000_000}
@@ -69,9 +68,8 @@ class RSRank(Pretrained, Reranker):
         )
         self.reader = ShiftReader(backbone, prompts, config.layers, self.store)
         self.token_budget = token_budget or token_budget_for(backbone.device)
-        # Among fewer threads, a batch's last digits might be others.
-        self._side_by_side = backbone.device.type == "cpu" and not deterministic
-        self._halved: list[int] = []  # sizes of batches; threads may append without a lock
+        self._side_by_side = backbone.device.type == "cpu" and not deterministic  # fewer threads, other last digits?
+        self._halved: list[int] = []  # sizes of batches
 
     def __repr__(self) -> str:
         core = self.backbone
@@ -229,16 +227,13 @@ class RSRank(Pretrained, Reranker):
 
             @torch.inference_mode()
             def run(batches: Batches[Row]) -> None:
-                before = len(batches.halved)
-                try:
-                    for batch in batches:
-                        with batches.attempt():
-                            for row, score in zip(batch, score_rows(self.reader, self.projection, batch), strict=True):
-                                for place in places[row]:
-                                    scores[place] = finite(score, place)
-                            bar.update(len(batch))
-                finally:
-                    self._halved += batches.halved[before:]
+                batches.halved = self._halved  # threads may append without a lock
+                for batch in batches:
+                    with batches.attempt():
+                        for row, score in zip(batch, score_rows(self.reader, self.projection, batch), strict=True):
+                            for place in places[row]:
+                                scores[place] = finite(score, place)
+                        bar.update(len(batch))
 
             try:
                 for shares in self._batches(list(places)):
@@ -306,10 +301,9 @@ class RSRank(Pretrained, Reranker):
 def _shares(rows: list[Row], together: int, room: int, budget: int, least: int) -> list[list[Row]]:
     """Rows in shares of about the same cost, the longest first; all rows of a document are in one."""
     costs = [len(row) + room for row in rows]
-    total, spent, longest = sum(costs), 0, max(costs, default=0)
-    # Too few, or one that is most of all: they are worth all threads.
-    few = total < together * least or 1.5 * total < together * longest
-    count = 1 if few or together == 1 else together * -(-total // (together * budget))
+    total, spent, count = sum(costs), 0, 1
+    if together > 1 and total > together * max(least, max(costs, default=0) / 1.5):  # else each is worth all threads
+        count = together * -(-total // (together * budget))
     shares: list[list[Row]] = [[] for _ in range(count)]
     longest_first = sorted(rows, key=lambda row: (len(row), row.document), reverse=True)
     for _, same in itertools.groupby(longest_first, key=lambda row: row.document):

@@ -54,7 +54,7 @@ class Batches(Generic[Item]):
     def __init__(self, sequences: Iterable[Item], budget: int, *, extra: int = 0, alike: float = ALIKE) -> None:
         self.waiting = sorted(sequences, key=len)
         self.budget, self.extra, self.alike = budget, extra, alike
-        self.halved: list[int] = []  # sizes of batches that ran out of memory
+        self.halved: list[int] = []  # sizes of batches that ran out of memory; of several if they share it
         self._size = 0
 
     def __iter__(self) -> Iterator[list[Item]]:

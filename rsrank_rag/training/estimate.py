@@ -2,6 +2,7 @@
 
 import timeit
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 
 import torch
@@ -36,8 +37,8 @@ class Estimate:
         lines = {
             "queries": f"{plan.queries:,} with {plan.documents:,} documents",
             "reading": f"{plan.prompt_tokens:,} tokens and {self.evaluation_tokens:,} for the evaluation, "
-            f"{self.flops / 1e12:,.1f} TFLOP: about {_time(self.flops / self.flops_per_second)} here (at half of what "
-            "a large matrix product reaches)",
+            f"{self.flops / 1e12:,.1f} TFLOP: about {timedelta(seconds=round(self.flops / self.flops_per_second))} "
+            "(hours:minutes:seconds) here, at half of what a large matrix product reaches",
             "memory": f"{self.weight_bytes / 1e9:,.2f} GB for the language model's weights",
             "disk": f"{plan.bytes / 1e9:,.2f} GB for the features (less with features.max_tokens or "
             "features.max_documents)",
@@ -103,9 +104,3 @@ def _matmul_rate(device: torch.device, dtype: torch.dtype) -> float:
     a = torch.randn(size, size, device=device).to(dtype)
     wait = torch.cuda.synchronize if device.type == "cuda" else str
     return 2.0 * size**3 / min(timeit.repeat(lambda: (a @ a, wait()), number=1, repeat=4))
-
-
-def _time(seconds: float) -> str:
-    if seconds < 60:
-        return f"{seconds:.0f} s"
-    return f"{seconds / 60:.0f} min" if seconds < 7200 else f"{seconds / 3600:.1f} h"
