@@ -15,10 +15,11 @@ from .artifact.identity import prefix_identity
 from .artifact.pretrained import Pretrained
 from .errors import InputError, ScoringError, finite, too_large
 from .method.backbone import Backbone
-from .method.batching import Batches, DoesNotFitError, Ids, at_once, is_out_of_memory, run_all, token_budget_for
+from .method.batching import Batches, DoesNotFitError, Ids, is_out_of_memory, token_budget_for
 from .method.probe import whole_lanes
 from .method.projection import Projection
 from .method.scoring import Row, ShiftReader, score_parts, score_rows
+from .method.side_by_side import LEAST_KEPT, at_once, run_all, shares
 from .method.template import PromptTokenizer, TokenisedDocument, TokenisedQuery
 from .passages.explanation import Explanation
 from .prefixes.settings import Choice, as_prefix_cache
@@ -26,10 +27,8 @@ from .prefixes.store import PrefixStore, disk_bytes
 from .reranker import BLANK_SCORE, Pair, Reranker, Scored, as_list, as_pairs
 
 ALIKE_KEPT = 0.4  # as `batching.ALIKE`, for documents that are kept: padding costs them attention only
-LEAST, LEAST_KEPT = 96, 512  # tokens, documents' included, that are worth a thread of their own
 
-JOINED_BYTES = {"cpu": 128_000_000, "cuda": 4_000_000_000, "mps": 1_000_000_000}
-"""Kept prefixes that are joined for one batch."""
+JOINED_BYTES = {"cpu": 128_000_000, "cuda": 4_000_000_000, "mps": 1_000_000_000}  # of kept prefixes that are joined
 
 INSTRUCTIONS = 16  # rankers that are remembered, each with an instruction of its own: the template is tokenised once
 
@@ -236,8 +235,8 @@ class RSRank(Pretrained, Reranker):
                         bar.update(len(batch))
 
             try:
-                for shares in self._batches(list(places)):
-                    run_all(run, shares)
+                for waiting in self._batches(list(places)):
+                    run_all(run, waiting)
             except DoesNotFitError as error:
                 raise too_large(len(error.ids.document), places[error.ids][0]) from None
         return [
@@ -261,10 +260,8 @@ class RSRank(Pretrained, Reranker):
             new, kept = list[Row](), list[Row]()
             for row in group:
                 (kept if self.store is not None and self.store.is_kept(row.document) else new).append(row)
-            shares = _shares(kept, together, room, most, LEAST_KEPT)
-            yield [Batches(share, most, extra=room, alike=ALIKE_KEPT) for share in shares]
-            shares = _shares(new, together, room, self.token_budget, LEAST)
-            yield [Batches(share, self.token_budget, extra=room) for share in shares]
+            yield shares(kept, together, room, most, LEAST_KEPT, ALIKE_KEPT)
+            yield shares(new, together, room, self.token_budget)
 
     @torch.inference_mode()
     def explain(self, query: str, document: str) -> Explanation:
@@ -296,18 +293,3 @@ class RSRank(Pretrained, Reranker):
             agreement=float(agreement.sum()),
             matches=tuple(agreement[1:].tolist()) if bool(agreement[1:].any()) else (),
         )
-
-
-def _shares(rows: list[Row], together: int, room: int, budget: int, least: int) -> list[list[Row]]:
-    """Rows in shares of about the same cost, the longest first; all rows of a document are in one."""
-    costs = [len(row) + room for row in rows]
-    total, spent, count = sum(costs), 0, 1
-    if together > 1 and total > together * max(least, max(costs, default=0) / 1.5):  # else each is worth all threads
-        count = together * -(-total // (together * budget))
-    shares: list[list[Row]] = [[] for _ in range(count)]
-    longest_first = sorted(rows, key=lambda row: (len(row), row.document), reverse=True)
-    for _, same in itertools.groupby(longest_first, key=lambda row: row.document):
-        found = list(same)
-        shares[spent * len(shares) // total] += found
-        spent += sum(len(row) + room for row in found)
-    return [share for share in shares if share]

@@ -1,13 +1,11 @@
 """Negatives: against scoring every document of the corpus one by one and sorting."""
 
-import logging
 import math
 import random
 
 import pytest
 
 from rsrank_rag.errors import InputError
-from rsrank_rag.evaluation import negatives as module
 from rsrank_rag.evaluation.datasets import LabelledDocument, LabelledQuery
 from rsrank_rag.evaluation.negatives import Negatives, choose, replace_negatives
 from rsrank_rag.evaluation.systems.bm25 import BM25
@@ -114,17 +112,6 @@ def test_what_a_query_gets_depends_on_no_other_query():
     for kind in ("random", "bm25"):
         alone = [chosen(Negatives(kind=kind, count=5), [query])[0] for query in QUERIES]
         assert chosen(Negatives(kind=kind, count=5)) == alone
-
-
-def test_a_large_corpus_is_warned_of(monkeypatch, caplog):
-    monkeypatch.setattr(module, "LARGE", 50)
-    with caplog.at_level(logging.WARNING):
-        chosen(Negatives(kind="bm25", count=2))
-        chosen(Negatives(kind="bm25", count=2, corpus=50))
-        chosen(Negatives(count=2))
-    assert [record.message.split(",")[0] for record in caplog.records] == [
-        "Negatives by bm25 read all 60 documents of the corpus"
-    ]
 
 
 def query(key, text, *documents):

@@ -6,17 +6,23 @@ import os
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import torch
 from conftest import QUERIES, QUERY, load_ranker
+from hypothesis import given
+from hypothesis import strategies as st
 
 from rsrank_rag import RSRank
 from rsrank_rag.errors import ScoringError
 from rsrank_rag.language_model.threads import usable_cores
-from rsrank_rag.method.batching import at_once, workers
+from rsrank_rag.method.batching import Batches
+from rsrank_rag.method.scoring import Row
+from rsrank_rag.method.side_by_side import at_once, run_all, shares, workers
+from rsrank_rag.method.template import TokenisedQuery
 
 BOUND = len(os.sched_getaffinity(0))
 
@@ -90,8 +96,8 @@ def test_fewer_prepared_products_are_kept_unless_somebody_chose_how_many():
     code = "import os, rsrank_rag.language_model.loading; print(os.environ['ONEDNN_PRIMITIVE_CACHE_CAPACITY'])"
     name = "ONEDNN_PRIMITIVE_CACHE_CAPACITY"
     unset = {key: value for key, value in os.environ.items() if key != name}
-    for given, expected in ((unset, "64"), ({**unset, name: "7"}, "7")):
-        done = subprocess.run([sys.executable, "-c", code], env=given, capture_output=True, text=True, check=True)
+    for environment, expected in ((unset, "64"), ({**unset, name: "7"}, "7")):
+        done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
         assert done.stdout.strip() == expected
 
 
@@ -200,3 +206,132 @@ def test_a_document_that_fails_in_a_worker_is_named(tiny_folder: Callable[[str],
     with pytest.raises(ScoringError, match=r"Document 8 \(\d+ tokens .* does not fit into memory") as caught:
         ranker.score(QUERY, [*LONG, "ferry " * 90])
     assert caught.value.index == 8
+
+
+# Shares of rows, without a model
+
+ASKED = [TokenisedQuery((7,) * length, 0, length) for length in (3, 5)]
+
+
+def rows_of(*lengths: int) -> list[Row]:
+    """For both queries, a document of each of these lengths."""
+    return [Row((number, *[0] * (length - 1)), query) for query in ASKED for number, length in enumerate(lengths)]
+
+
+@given(
+    lengths=st.lists(st.integers(1, 400), max_size=30), together=st.integers(1, 4), budget=st.sampled_from([64, 2048])
+)
+def test_shares_hold_every_row_once_and_a_document_s_rows_together(
+    lengths: list[int], together: int, budget: int
+) -> None:
+    rows = rows_of(*lengths)
+    found = [share.waiting for share in shares(rows, together, 32, budget)]
+    assert all(found)
+    assert sorted(map(repr, (row for share in found for row in share))) == sorted(map(repr, rows))
+    owners = [{row.document for row in share} for share in found]
+    assert sum(map(len, owners)) == len({row.document for row in rows})
+    if together == 1:
+        assert len(found) == bool(rows)
+
+
+def test_shares_cost_about_the_same_and_are_as_many_for_each_thread() -> None:
+    found = [share.waiting for share in shares(rows_of(*[100] * 40), 2, 32, 2048)]
+    costs = [sum(len(row) + 32 for row in share) for share in found]
+    assert len(found) == 6  # two times three, as 10,560 tokens are more than two times two batches
+    assert max(costs) - min(costs) <= 2 * 132
+
+
+@pytest.mark.parametrize("lengths", [(20,), (100, 2000), (20, 20)])
+def test_little_work_and_one_long_document_are_not_shared_out(lengths: tuple[int, ...]) -> None:
+    assert len(shares(rows_of(*lengths), 2, 8, 2048)) == 1
+
+
+def two_shares() -> list[Batches[Row]]:
+    """Of two rows each; a batch is one of them."""
+    return [Batches(rows_of(length), 1) for length in (9, 8)]
+
+
+def test_a_call_beside_another_that_runs_side_by_side_runs_in_its_own_thread(two_threads: None) -> None:
+    names: dict[str, set[str]] = {"first": set(), "second": set()}
+    both, over = threading.Barrier(2), threading.Event()
+
+    def first(batches: Batches[Row]) -> None:
+        names["first"].add(threading.current_thread().name)
+        if batches.waiting:
+            both.wait(60)
+            run_all(second, two_shares())
+            over.wait(60)
+            batches.waiting.clear()
+
+    def second(batches: Batches[Row]) -> None:
+        names["second"].add(threading.current_thread().name)
+        if len(batches.waiting[0]) == 8:
+            over.set()
+
+    run_all(first, two_shares())
+    assert names["first"] >= {"rsrank-batch_0", "rsrank-batch_1"}
+    assert names["second"] == {"rsrank-batch_0", "rsrank-batch_1"}  # each the thread of its caller, one after another
+
+
+def test_what_runs_out_of_memory_beside_others_runs_again_alone(two_threads: None) -> None:
+    alone, seen = threading.current_thread(), list[Row]()
+
+    def run(batches: Batches[Row]) -> None:
+        for batch in batches:
+            with batches.attempt():
+                if threading.current_thread() is not alone and len(batch[0]) == 9:
+                    raise MemoryError
+                seen.extend(batch)
+
+    run_all(run, two_shares())
+    assert sorted(map(len, seen)) == [8, 8, 9, 9]
+
+
+@pytest.mark.parametrize("length", [8, 9])
+def test_an_error_comes_as_it_is_when_nothing_runs_any_more(two_threads: None, length: int) -> None:
+    error, running = ValueError("a fault of the model"), set[int]()
+
+    def run(batches: Batches[Row]) -> None:
+        for batch in batches:
+            with batches.attempt():
+                running.add(threading.get_ident())
+                if len(batch[0]) == length:
+                    running.discard(threading.get_ident())
+                    raise error
+                time.sleep(0.2)
+                running.discard(threading.get_ident())
+
+    with pytest.raises(ValueError, match="a fault of the model") as caught:
+        run_all(run, two_shares())
+    assert caught.value is error
+    assert not running
+    done: list[Row] = []
+    run_all(lambda batches: done.extend(batches.waiting), two_shares())  # and the next call finds the threads free
+    assert len(done) >= 4
+
+
+@pytest.mark.parametrize("variable", ["OMP_PROC_BIND", "GOMP_CPU_AFFINITY"])
+def test_threads_that_are_bound_to_cores_stay_in_one_batch(monkeypatch: pytest.MonkeyPatch, variable: str) -> None:
+    monkeypatch.setenv(variable, "true")
+    assert at_once(8) == 1
+
+
+LATE = """
+import threading, time, torch
+torch.set_num_threads(2)
+from rsrank_rag import RSRank
+ranker = RSRank.from_pretrained(prefix_cache=False)
+texts = ["Bees dance. " * 50, "Trains run on rails. " * 50]
+expected = ranker.score("How do bees talk?", texts)
+def late():
+    threading.main_thread().join()
+    time.sleep(0.5)
+    found = ranker.score("How do bees talk?", texts)
+    print("same" if max(abs(x - y) for x, y in zip(found, expected)) < 1e-4 else "other", flush=True)
+threading.Thread(target=late).start()
+"""
+
+
+@pytest.mark.slow
+def test_a_thread_that_outlives_the_main_one_can_go_on_scoring() -> None:
+    assert ran(LATE).split() == ["same"]

@@ -4,7 +4,6 @@ Hard ones are what a first stage, BM25 or a bi-encoder, ranks highest in the cor
 Some may be relevant all the same: labels of large corpora are never complete.
 """
 
-import logging
 import random
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from functools import partial
@@ -19,10 +18,6 @@ from ..language_model.options import LoadOptions
 from .datasets import LabelledDocument, LabelledQuery
 from .systems.bm25 import BM25
 from .systems.sentence_transformers import BiEncoder
-
-logger = logging.getLogger(__name__)
-
-LARGE = 1_000_000  # documents of a corpus beyond which a warning says what a first stage will take
 
 Kind = Literal["random", "bm25", "dense"]
 
@@ -70,11 +65,6 @@ def choose(
         rows = sorted(random.Random(f"corpus:{seed}").sample(rows, negatives.corpus))
     ranked: Iterable[list[int]] = ([] for _ in queries)
     if negatives.kind != "random":
-        if len(rows) > LARGE:
-            logger.warning(
-                f"Negatives by {negatives.kind} read all {len(rows):,} documents of the corpus, which takes hours and "
-                f"many GB. Negatives(corpus={LARGE // 10}) draws them from so many at random."
-            )
         depth = negatives.count + max((len(gold) for _, _, gold in queries), default=0)  # enough beside the relevant
         by = _bm25 if negatives.kind == "bm25" else partial(_dense, BiEncoder(negatives.encoder, options=options))
         ranked = by([text for _, text, _ in queries], read(rows), depth)

@@ -2,14 +2,10 @@
 
 import gc
 import logging
-import os
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
-from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import contextmanager, suppress
+from collections.abc import Iterable, Iterator, Sized
+from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache
-from threading import Barrier, Lock
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -18,9 +14,7 @@ logger = logging.getLogger(__name__)
 
 Ids = tuple[int, ...]
 
-TOKEN_BUDGET = {"cuda": 16384, "cpu": 2048, "mps": 4096}
-"""Padded tokens in one batch, by device. A batch holds at least one sequence."""
-
+TOKEN_BUDGET = {"cuda": 16384, "cpu": 2048, "mps": 4096}  # padded tokens in a batch of more than one sequence
 ALIKE = 0.7  # how short a sequence may be beside a batch's longest, so that little of the batch is padding
 FEW = 8  # ... but not while the batch is below this part of the budget: there, padding costs less than another run.
 
@@ -68,8 +62,7 @@ class Batches(Generic[Item]):
             if len(self.halved) > failed:
                 # The failed run's frames and tensors are gone by now, so their memory can be given back.
                 gc.collect()
-                if torch.cuda.is_available():
-                    torch.cuda.empty_cache()
+                torch.cuda.empty_cache()  # nothing where there is none
 
     @contextmanager
     def attempt(self) -> Iterator[None]:
@@ -89,56 +82,6 @@ class Batches(Generic[Item]):
             logger.warning("Out of memory with %d documents at once; going on with %d.", self._size, self._size // 2)
         else:
             del self.waiting[-self._size :]
-
-
-def at_once(threads: int) -> int:
-    """How many batches run side by side on so many threads of a CPU: at most one thread is left over.
-
-    Threads that share a batch wait for one another hundreds of times, with sleep or other processes in between. More
-    than four batches would wait for one another's Python; and threads that OpenMP binds would all get the same cores.
-    """
-    most = 1 if {"OMP_PROC_BIND", "GOMP_CPU_AFFINITY"} & os.environ.keys() else min(threads, 4)
-    return max(count for count in range(1, most + 1) if threads % count < 2)
-
-
-def run_all(run: Callable[[Batches[Item]], object], shares: Sequence[Batches[Item]]) -> None:
-    """Run each; several at once, unless another call's are running."""
-    if len(shares) > 1 and _running.acquire(blocking=False):
-        futures = list[Future[object]]()
-        try:
-            with suppress(Exception):  # it comes again below, unless it came of what ran beside it
-                futures = [workers(torch.get_num_threads()).submit(run, share) for share in shares]
-                [future.result() for future in futures]
-        finally:
-            [future.cancel() for future in futures]
-            wait(futures)
-            _running.release()
-    for share in shares:
-        run(share)  # what is left of it
-
-
-_running = Lock()
-
-
-@cache
-def workers(threads: int) -> ThreadPoolExecutor:
-    """As many threads as batches run at once, with so many of torch's threads together."""
-    count = at_once(threads)
-    ready = Barrier(count, timeout=60)
-
-    def begin() -> None:
-        torch.get_num_threads()  # each thread's number is set on its first use, over what was set before
-        torch.set_num_threads(threads // count)
-        ready.wait()
-
-    pool = ThreadPoolExecutor(count, "rsrank-batch", begin)
-    list(pool.map(bool, range(count)))
-    torch.set_num_threads(threads)  # what other threads will begin with
-    return pool
-
-
-if hasattr(os, "register_at_fork"):  # threads do not survive a fork
-    os.register_at_fork(after_in_child=workers.cache_clear)
 
 
 def token_budget_for(device: torch.device) -> int:
