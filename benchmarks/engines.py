@@ -22,7 +22,10 @@ def write_pairs(path: Path, pairs: int, words: int) -> None:
     """Made-up documents that differ."""
     generator = random.Random(0)
     rows = (
-        {"query": f"Where is number {i % 50}?", "document": " ".join(generator.choices(WORDS, k=words))}
+        {
+            "query": f"Where is number {i % 50}?",
+            "document": " ".join(generator.choices(WORDS, k=words)),
+        }
         for i in range(pairs)
     )
     path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
@@ -38,7 +41,9 @@ def rate(source: Path, output: Path, rows: int, arguments: list[str]) -> float:
     """Pairs a second of one run."""
     environment = {**os.environ, "RAY_USAGE_STATS_ENABLED": "0", "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "rsrank_rag", "score", "-i", str(source), "-o", str(output)]
-    subprocess.run([*command, "--rows-per-part", str(rows), *arguments], env=environment, check=True, stdout=2)
+    subprocess.run(
+        [*command, "--rows-per-part", str(rows), *arguments], env=environment, check=True, stdout=2
+    )
     times = sorted(part.stat().st_mtime for part in output.glob("part-*.parquet"))
     return (len(times) - 1) * rows / (times[-1] - times[0])
 
@@ -64,7 +69,9 @@ def main() -> None:
     first = next(iter(found.values()))
     for name, rates in found.items():
         ratios = [rate / other for rate, other in zip(rates, first, strict=True)]
-        print(f"{name:16} {statistics.median(rates):8.1f} pairs/s   {statistics.median(ratios):.2f} x local")
+        print(
+            f"{name:16} {statistics.median(rates):8.1f} pairs/s   {statistics.median(ratios):.2f} x local"
+        )
 
 
 if __name__ == "__main__":

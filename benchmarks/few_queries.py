@@ -47,7 +47,9 @@ def draw(count: int, size: int, seed: int) -> tuple[list[int], list[int]]:
     return order[:size], order[size:]
 
 
-def measure(features: FeatureSource, base: Projection, numbers: tuple[list[int], list[int]]) -> dict[str, Any]:
+def measure(
+    features: FeatureSource, base: Projection, numbers: tuple[list[int], list[int]]
+) -> dict[str, Any]:
     """Verdicts on the other queries: of training, what the training itself said, and of a tuned threshold."""
     own, others = (subset(features, part) for part in numbers)
     trained = train_near(own, base, DomainOptions())
@@ -59,13 +61,21 @@ def measure(features: FeatureSource, base: Projection, numbers: tuple[list[int],
         "tuned": judge(before, before, (0.0, threshold)),
     }
     found = {name: verdict.model_dump(mode="json") for name, verdict in verdicts.items()}
-    return {**found, "strength": str(trained.strength), "threshold": threshold, "interval": interval}
+    return {
+        **found,
+        "strength": str(trained.strength),
+        "threshold": threshold,
+        "interval": interval,
+    }
 
 
 def table(rows: Sequence[dict[str, Any]], name: str, metrics: Sequence[str]) -> str:
     """Base, and the difference with its interval, in points of 100."""
     heading = " | ".join(f"{metric} base | difference" for metric in metrics)
-    lines = [f"| set | queries | measured on | {heading} | |", "|---|--:|--:|" + "--:|--:|" * len(metrics) + "---|"]
+    lines = [
+        f"| set | queries | measured on | {heading} | |",
+        "|---|--:|--:|" + "--:|--:|" * len(metrics) + "---|",
+    ]
     for row in rows:
         verdict = Verdict.model_validate(row[name])
         cells = []
@@ -77,13 +87,18 @@ def table(rows: Sequence[dict[str, Any]], name: str, metrics: Sequence[str]) -> 
                 f"{100 * change.mean:+.1f} ({low:+.1f} to {high:+.1f})",
             ]
         outcome = verdict.outcome.split(":")[0]
-        lines.append(f"| {row['set']} | {row['queries']} | {verdict.queries} | {' | '.join(cells)} | {outcome} |")
+        lines.append(
+            f"| {row['set']} | {row['queries']} | {verdict.queries} | {' | '.join(cells)} | {outcome} |"
+        )
     return "\n".join(lines)
 
 
 def outcomes(rows: Sequence[dict[str, Any]]) -> str:
     """How many draws ended how, all seeds, in Markdown."""
-    lines = ["| queries | draws | trained: better | worse | tuned: better | worse |", "|--:|--:|--:|--:|--:|--:|"]
+    lines = [
+        "| queries | draws | trained: better | worse | tuned: better | worse |",
+        "|--:|--:|--:|--:|--:|--:|",
+    ]
     for size in sorted({row["queries"] for row in rows}):
         own = [row for row in rows if row["queries"] == size]
         counts = [
@@ -110,14 +125,18 @@ def tables(found: dict[str, Any]) -> str:
 
 def main() -> None:
     """Measure what is not there yet, and print the tables."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--data", type=Path, required=True, help="folder of labelled files")
     parser.add_argument("--base", default="mini", help="artifact to begin with")
     parser.add_argument("--sets", nargs="+", default=SETS)
     parser.add_argument("--sizes", nargs="+", type=int, default=[20, 50, 100])
     parser.add_argument("--seeds", type=int, default=1, help="draws of each size")
     parser.add_argument("--queries", type=int, help="at most so many of each file, for a try-out")
-    parser.add_argument("--work", type=Path, default=Path("runs/few-queries"), help="folder for features")
+    parser.add_argument(
+        "--work", type=Path, default=Path("runs/few-queries"), help="folder for features"
+    )
     parser.add_argument("--output", type=Path, default=Path("docs/few-queries.json"))
     chosen = parser.parse_args()
     folder = hub.resolve(chosen.base)
@@ -128,8 +147,14 @@ def main() -> None:
         if name not in chosen.sets:
             continue
         limit = "" if chosen.queries is None else f", queries={chosen.queries}"
-        settings = [f'data=[{{file="{path}"{limit}}}]', "features.max_documents=20", "model.device=cpu"]
-        store = TrainingRun(Recipe.load("mini", settings, base=chosen.base), chosen.work / name, say=print).extract()
+        settings = [
+            f'data=[{{file="{path}"{limit}}}]',
+            "features.max_documents=20",
+            "model.device=cpu",
+        ]
+        store = TrainingRun(
+            Recipe.load("mini", settings, base=chosen.base), chosen.work / name, say=print
+        ).extract()
         features = store.in_memory(torch.device("cpu"))
         for size in chosen.sizes:
             if len(store) * 3 < size * 4:
@@ -139,7 +164,11 @@ def main() -> None:
                 found = measure(features, base, numbers)
                 rows.append({"set": name, "queries": size, "seed": seed, **found})
                 print(table(rows[-1:], "trained", ("ndcg@5", "f1")).splitlines()[-1], flush=True)
-                record = {"base": chosen.base, "config": hub.read_config(folder).digest, "rows": rows}
+                record = {
+                    "base": chosen.base,
+                    "config": hub.read_config(folder).digest,
+                    "rows": rows,
+                }
                 write_text(chosen.output, json.dumps(record, indent=1) + "\n")
     print(tables({"rows": rows}))
 

@@ -49,7 +49,11 @@ def damage(content: bytes, rng: random.Random, other: bytes) -> bytes:
         lambda: content[:place],
         lambda: content[:place] + content[place + length :],
         lambda: content[:place] + rng.randbytes(length) + content[place:],
-        lambda: content[:place] + rng.randbytes(min(length, len(content) - place)) + content[place + length :],
+        lambda: (
+            content[:place]
+            + rng.randbytes(min(length, len(content) - place))
+            + content[place + length :]
+        ),
         lambda: rng.randbytes(length),
         lambda: b"",
         lambda: other,
@@ -62,7 +66,9 @@ def damage(content: bytes, rng: random.Random, other: bytes) -> bytes:
 def _flipped(content: bytes, rng: random.Random) -> bytes:
     # Headers are small beside the numbers, and more interesting: half of the time, look there.
     place = rng.randrange(min(len(content), 600) if rng.random() < 0.5 else len(content))
-    return content[:place] + bytes([content[place] ^ (1 << rng.randrange(8))]) + content[place + 1 :]
+    return (
+        content[:place] + bytes([content[place] ^ (1 << rng.randrange(8))]) + content[place + 1 :]
+    )
 
 
 def artifacts(cases: int, seed: int) -> Counter[str]:
@@ -82,8 +88,14 @@ def artifacts(cases: int, seed: int) -> Counter[str]:
             try:
                 read = hub.read_config(Path(folder))
                 numbers = hub.read_projection(Path(folder), read).state_dict()
-                same = read == config and all(numbers[name].equal(weight) for name, weight in weights.items())
-                found["read as it was" if same else f"WRONG: read as something else (seed {seed + case})"] += 1
+                same = read == config and all(
+                    numbers[name].equal(weight) for name, weight in weights.items()
+                )
+                found[
+                    "read as it was"
+                    if same
+                    else f"WRONG: read as something else (seed {seed + case})"
+                ] += 1
             except ArtifactError:
                 found["refused with ArtifactError"] += 1
             except Exception as error:  # what must not happen is what is looked for
@@ -96,7 +108,9 @@ def prefixes(cases: int, seed: int) -> Counter[str]:
     """Damage to files of kept prefixes."""
     found: Counter[str] = Counter()
     with tempfile.TemporaryDirectory() as folder:
-        ranker = RSRank.from_pretrained("mini", prefix_cache={"device": 0, "folder": folder}, dtype="float32")
+        ranker = RSRank.from_pretrained(
+            "mini", prefix_cache={"device": 0, "folder": folder}, dtype="float32"
+        )
         ranker.score(QUERY, TEXTS)
         expected = ranker.score(QUERY, TEXTS)
         files = {path: path.read_bytes() for path in Path(folder).rglob("*.safetensors")}
@@ -124,21 +138,37 @@ def endpoints(cases: int, seed: int) -> int:
     """Requests that schemathesis makes from the service's description; gives its exit code."""
     with Server("mini", "--max-documents", "50") as server:
         command = [
-            *(str(Path(sys.executable).with_name("schemathesis")), "run", f"{server.url}/openapi.json"),
-            *("--max-examples", str(cases), "--seed", str(seed), "--continue-on-failure", "--warnings", "off"),
+            *(
+                str(Path(sys.executable).with_name("schemathesis")),
+                "run",
+                f"{server.url}/openapi.json",
+            ),
+            *(
+                "--max-examples",
+                str(cases),
+                "--seed",
+                str(seed),
+                "--continue-on-failure",
+                "--warnings",
+                "off",
+            ),
             # A blank query is of the right type and still cannot be scored.
             *("--exclude-checks", "positive_data_acceptance"),
         ]
         done = subprocess.run(command, check=False)
         ready = httpx.get(f"{server.url}/ready").status_code
         replaced = server.metric("rsrank_restarts_total")
-        print(f"afterwards /ready says {ready}; the model's process was replaced {replaced:.0f} times")
+        print(
+            f"afterwards /ready says {ready}; the model's process was replaced {replaced:.0f} times"
+        )
     return done.returncode or int(ready != 200)
 
 
 def main() -> None:
     """Command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parts = {part.__name__: part for part in (artifacts, prefixes)}
     parser.add_argument("part", choices=[*parts, "endpoints"])
     parser.add_argument("--cases", type=int, default=3000)

@@ -45,7 +45,9 @@ BASE, OURS = "plain, hidden states", "ours, cold"
 def systems(ranker: RSRank, query: str, documents: list[str], keep: int) -> list[System]:
     """Everything that is compared on one set of documents."""
     model, core = ranker.backbone.model, ranker.backbone
-    tokens = max(len(p.ids) for p in ranker.prompts.documents(documents, 0)) + len(ranker.prompts.query(query).ids)
+    tokens = max(len(p.ids) for p in ranker.prompts.documents(documents, 0)) + len(
+        ranker.prompts.query(query).ids
+    )
     rows = max(1, ranker.token_budget // tokens)  # as many padded tokens at once as ours
     kept = RSRank(core, ranker.prompts, ranker.projection, ranker.config, prefix_cache=keep)
     own = model.config.get_text_config()._attn_implementation
@@ -67,8 +69,16 @@ def systems(ranker: RSRank, query: str, documents: list[str], keep: int) -> list
         return prepare
 
     found = [
-        System(BASE, lambda: Plain(ranker, by_hidden_states(ranker), rows).score(query, documents), attend("sdpa")),
-        System("plain, hooks", lambda: Plain(ranker, by_hooks(ranker), rows).score(query, documents), attend("sdpa")),
+        System(
+            BASE,
+            lambda: Plain(ranker, by_hidden_states(ranker), rows).score(query, documents),
+            attend("sdpa"),
+        ),
+        System(
+            "plain, hooks",
+            lambda: Plain(ranker, by_hooks(ranker), rows).score(query, documents),
+            attend("sdpa"),
+        ),
         System(OURS, lambda: ranker.score(query, documents), attend(own)),
         *[
             System(f"ours, warm {share:.0%}", lambda: kept.score(query, documents), warm(share))
@@ -91,12 +101,16 @@ def largest_difference(ranker: RSRank, query: str, documents: list[str]) -> floa
 def compare(ranker: RSRank, options: argparse.Namespace, ceiling: float) -> list[dict[str, Any]]:
     """All systems at every number of documents and length."""
     cells = [(count, words, 0.0) for count in options.documents for words in options.words]
-    cells.append((max(options.documents), max(options.words) // 2, 0.95))  # lengths from almost nothing to twice that
+    cells.append(
+        (max(options.documents), max(options.words) // 2, 0.95)
+    )  # lengths from almost nothing to twice that
     records = []
     for count, words, spread in cells:
         documents = passages(count, words, spread)
         prefixes = [p.ids for p in ranker.prompts.documents(documents, 0)]
-        length = f"{words}" if not spread else f"{words * (1 - spread):.0f}-{words * (1 + spread):.0f}"
+        length = (
+            f"{words}" if not spread else f"{words * (1 - spread):.0f}-{words * (1 + spread):.0f}"
+        )
         tokens = sum(map(len, prefixes)) + count * len(ranker.prompts.query(QUERY).ids)
         print(f"\n{count} documents of {length} words, {tokens:,} tokens")
         found = measure(systems(ranker, QUERY, documents, options.keep), options.turns)
@@ -144,7 +158,9 @@ def paper_table(ranker: RSRank, turns: int) -> list[dict[str, Any]]:
         """The passes through the language model, whose values nobody reads."""
 
         def batch(ids: list[Ids]) -> None:
-            core.query_values([tokens.ids], core.prefill(ids, room=count), lambda layer, value: None)
+            core.query_values(
+                [tokens.ids], core.prefill(ids, room=count), lambda layer, value: None
+            )
 
         if alone:
             batch([ranker.prompts.null_prefix])
@@ -165,18 +181,27 @@ def paper_table(ranker: RSRank, turns: int) -> list[dict[str, Any]]:
     )
     print(f"\n100 documents, {len(prefixes[0]) + count} tokens each, {count} of them the query's")
     for m in found:
-        print(f"{m.name:28}{m.median * 1e3:10.1f} ms{100 * found[0].times_faster_than(m) - 100:+9.2f} %")
-    return [{"stage": m.name, "seconds": m.median, "relative": found[0].times_faster_than(m)} for m in found]
+        print(
+            f"{m.name:28}{m.median * 1e3:10.1f} ms{100 * found[0].times_faster_than(m) - 100:+9.2f} %"
+        )
+    return [
+        {"stage": m.name, "seconds": m.median, "relative": found[0].times_faster_than(m)}
+        for m in found
+    ]
 
 
 def main(arguments: list[str] | None = None) -> None:
     """Measure, print, and write JSON if asked."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--size", choices=SIZES, default="mini")
     parser.add_argument("--device")
     parser.add_argument("--dtype")
     parser.add_argument("--weights", choices=WEIGHTS, default="bf16", help="bf16: in --dtype")
-    parser.add_argument("--layers", type=int, help="fewer layers of a random model, to try things out")
+    parser.add_argument(
+        "--layers", type=int, help="fewer layers of a random model, to try things out"
+    )
     parser.add_argument("--toy", action="store_true", help="a tiny random model, likewise")
     parser.add_argument("--documents", type=int, nargs="+", default=[10, 50, 100])
     parser.add_argument("--words", type=int, nargs="+", default=[50, 100, 200])
@@ -187,17 +212,25 @@ def main(arguments: list[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     ranker = load(
         options.size,
-        **{name: getattr(options, name) for name in ("device", "dtype", "weights", "layers", "toy")},
+        **{
+            name: getattr(options, name) for name in ("device", "dtype", "weights", "layers", "toy")
+        },
     )
     core = ranker.backbone
     ceiling = matmul_ceiling(core.device, core.dtype)
     kept = "" if options.weights == "bf16" else f"weights in {options.weights}, "
     head = f"{options.size}, {kept}{core.dtype}; {machine()}; {ceiling / 1e12:.2f} TFLOP/s"
     print(f"{head} in a large matrix product")
-    print(f"largest difference from the plain code's scores: {largest_difference(ranker, QUERY, passages(8, 60)):.1e}")
-    records = paper_table(ranker, options.turns) if options.paper else compare(ranker, options, ceiling)
+    print(
+        f"largest difference from the plain code's scores: {largest_difference(ranker, QUERY, passages(8, 60)):.1e}"
+    )
+    records = (
+        paper_table(ranker, options.turns) if options.paper else compare(ranker, options, ceiling)
+    )
     if options.json:
-        Path(options.json).write_text(json.dumps({"machine": head, "rows": records}, indent=1) + "\n", encoding="utf-8")
+        Path(options.json).write_text(
+            json.dumps({"machine": head, "rows": records}, indent=1) + "\n", encoding="utf-8"
+        )
 
 
 if __name__ == "__main__":

@@ -97,7 +97,11 @@ class Record:
     def quantile(self, share: float) -> float:
         """Milliseconds within which this share was answered."""
         ranked = sorted(self.latencies)
-        return 1000 * ranked[min(len(ranked) - 1, int(share * len(ranked)))] if ranked else float("nan")
+        return (
+            1000 * ranked[min(len(ranked) - 1, int(share * len(ranked)))]
+            if ranked
+            else float("nan")
+        )
 
     def take(self, query: int, chosen: list[int], rows: list[dict[str, float]]) -> None:
         """An answer: one row for each passage, or it is wrong."""
@@ -123,7 +127,16 @@ class Server:
             probe.bind(("127.0.0.1", 0))
             self.port = probe.getsockname()[1]
         self.url = f"http://127.0.0.1:{self.port}"
-        self.command = [sys.executable, "-m", "rsrank_rag", "serve", "--model", model, "--port", str(self.port)]
+        self.command = [
+            sys.executable,
+            "-m",
+            "rsrank_rag",
+            "serve",
+            "--model",
+            model,
+            "--port",
+            str(self.port),
+        ]
         self.command += ["--no-canary", "--notice", "0", "--log-level", "warning", *arguments]
         self.popen: dict[str, Any] = {}  # how the process is started
         self.process: subprocess.Popen[bytes] | None = None
@@ -157,7 +170,9 @@ class Server:
     def model_process(self) -> int | None:
         """Number of the process that holds the model; the server has a child more, which keeps count of semaphores."""
         assert self.process is not None
-        children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
+        children = (
+            Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
+        )
         for child in children:
             with contextlib.suppress(OSError):  # it has ended just now
                 if b"spawn_main" in Path(f"/proc/{child}/cmdline").read_bytes():
@@ -167,7 +182,11 @@ class Server:
     def metric(self, name: str) -> float:
         """A sum over a metric's samples, as /metrics gives them."""
         lines = httpx.get(f"{self.url}/metrics").text.splitlines()
-        return sum(float(line.rpartition(" ")[2]) for line in lines if line.partition("{")[0].partition(" ")[0] == name)
+        return sum(
+            float(line.rpartition(" ")[2])
+            for line in lines
+            if line.partition("{")[0].partition(" ")[0] == name
+        )
 
 
 def resident(process: int) -> int:
@@ -188,21 +207,34 @@ def verdict(traffic: Traffic, records: Sequence[Record], dtype: str) -> tuple[st
     off = [0.0]
     for query, place in sample:
         score = reference.score(traffic.questions[query], [traffic.corpus[place]])[0]
-        off += [abs(seen - score) for record in records for seen in record.scores.get((query, place), ())]
+        off += [
+            abs(seen - score)
+            for record in records
+            for seen in record.scores.get((query, place), ())
+        ]
     apart = 0.0
     for pair in pairs:
         seen = [score for record in records for score in record.scores.get(pair, ())]
         apart = max(apart, max(seen) - min(seen))
-    missing, wrong = sum(record.wrong for record in records), sum(distance > TOLERANCE[dtype] for distance in off)
+    missing, wrong = (
+        sum(record.wrong for record in records),
+        sum(distance > TOLERANCE[dtype] for distance in off),
+    )
     told = f"{missing} answers with missing rows; of {len(sample)} pairs scored again by plain float32 code, {wrong} "
     told += f"scores are more than {TOLERANCE[dtype]} away, the furthest {max(off):.4f}; the same pair in other "
     return f"{told}requests: at most {apart:.4f} apart", missing + wrong
 
 
-async def ask(client: httpx.AsyncClient, traffic: Traffic, rng: random.Random, record: Record) -> bool:
+async def ask(
+    client: httpx.AsyncClient, traffic: Traffic, rng: random.Random, record: Record
+) -> bool:
     """One request, recorded; whether it was answered with scores."""
     query, places = traffic.request(rng)
-    body = {"model": "any", "query": traffic.questions[query], "documents": [traffic.corpus[i] for i in places]}
+    body = {
+        "model": "any",
+        "query": traffic.questions[query],
+        "documents": [traffic.corpus[i] for i in places],
+    }
     started = time.perf_counter()
     try:
         response = await client.post("/v1/rerank", json=body)
@@ -243,7 +275,9 @@ async def closed_loop(
                 if not await ask(client, traffic, rng, record):
                     await asyncio.sleep(0.5)
 
-        await asyncio.gather(*(one(number) for number in range(concurrency)), *([beside()] if beside else []))
+        await asyncio.gather(
+            *(one(number) for number in range(concurrency)), *([beside()] if beside else [])
+        )
         record.ended = time.perf_counter()
     return record
 
@@ -270,7 +304,9 @@ def cross_encoder() -> Iterator[str]:
 
     ranker = RSRank.from_pretrained("mini", prefix_cache=False)
     base = ranker.backbone.model.config
-    config = type(base).from_dict({**base.to_dict(), "id2label": {0: "relevant"}, "label2id": {"relevant": 0}})
+    config = type(base).from_dict(
+        {**base.to_dict(), "id2label": {0: "relevant"}, "label2id": {"relevant": 0}}
+    )
     torch.manual_seed(0)
     with tempfile.TemporaryDirectory() as folder:
         AutoModelForSequenceClassification.from_config(config).save_pretrained(folder)
@@ -290,24 +326,42 @@ def throughput(options: argparse.Namespace) -> None:
                 name = model.partition(":")[0]
                 with Server(model, *chosen(options)) as server:
                     for concurrency in options.clients:
-                        record = asyncio.run(closed_loop(server.url, traffic, concurrency, options.seconds))
+                        record = asyncio.run(
+                            closed_loop(server.url, traffic, concurrency, options.seconds)
+                        )
                         found.setdefault((name, f"{concurrency} clients"), []).append(record)
-                    best = max(found[name, f"{concurrency} clients"][-1].rate for concurrency in options.clients)
-                    record = asyncio.run(open_loop(server.url, traffic, 0.6 * best, options.seconds))
+                    best = max(
+                        found[name, f"{concurrency} clients"][-1].rate
+                        for concurrency in options.clients
+                    )
+                    record = asyncio.run(
+                        open_loop(server.url, traffic, 0.6 * best, options.seconds)
+                    )
                     found.setdefault((name, "60% of the most, at random times"), []).append(record)
                     if model == "mini":
                         taken = server.metric("rsrank_prefix_hits_total")
                         hits.append(taken / (taken + server.metric("rsrank_prefix_misses_total")))
-    print(f"{traffic.count} passages of {options.words} words a request, {options.dtype}; {machine()}\n")
+    print(
+        f"{traffic.count} passages of {options.words} words a request, {options.dtype}; {machine()}\n"
+    )
     print("| | load | requests/s | p50 ms | p99 ms | other than 200 |\n|---|---|--:|--:|--:|--:|")
     for (name, kind), records in found.items():
         median = sorted(records, key=lambda record: record.rate)[len(records) // 2]
         failed = sum(sum(record.outcomes.values()) - len(record.latencies) for record in records)
-        row = [name, kind, f"{median.rate:.1f}", f"{median.quantile(0.5):.0f}", f"{median.quantile(0.99):.0f}", failed]
+        row = [
+            name,
+            kind,
+            f"{median.rate:.1f}",
+            f"{median.quantile(0.5):.0f}",
+            f"{median.quantile(0.99):.0f}",
+            failed,
+        ]
         print(f"| {' | '.join(map(str, row))} |")
     for kind in dict.fromkeys(kind for _, kind in found):
         pairs = zip(found["mini", kind], found["cross-encoder", kind], strict=True)
-        print(f"mini / cross-encoder, {kind}: {statistics.median(a.rate / b.rate for a, b in pairs):.2f} x requests/s")
+        print(
+            f"mini / cross-encoder, {kind}: {statistics.median(a.rate / b.rate for a, b in pairs):.2f} x requests/s"
+        )
     print(f"passages found among the kept ones: {statistics.median(hits):.0%}")
     records = [record for (name, _), group in found.items() for record in group if name == "mini"]
     print(f"mini: {verdict(traffic, records, options.dtype)[0]}")
@@ -317,24 +371,42 @@ def overload(options: argparse.Namespace) -> None:
     """Requests at one to five times the rate at which they can be answered, each with few seconds for its answer."""
     traffic = Traffic.made_up(options)
     records: list[Record] = []
-    print(f"{traffic.count} passages a request, {options.timeout:g} s for an answer, {options.dtype}; {machine()}\n")
-    print("| load | offered/s | answered in time/s | of the capacity | 200 | 429 | others | p50 ms | p99 ms |")
+    print(
+        f"{traffic.count} passages a request, {options.timeout:g} s for an answer, {options.dtype}; {machine()}\n"
+    )
+    print(
+        "| load | offered/s | answered in time/s | of the capacity | 200 | 429 | others | p50 ms | p99 ms |"
+    )
     print("|---|--:|--:|--:|--:|--:|--:|--:|--:|")
     with Server("mini", *chosen(options), "--timeout", str(options.timeout)) as server:
         for _ in range(2):  # the first time prefixes are read that are kept from then on
-            full = asyncio.run(closed_loop(server.url, traffic, options.clients[-1], options.seconds))
+            full = asyncio.run(
+                closed_loop(server.url, traffic, options.clients[-1], options.seconds)
+            )
         for times in (1, 2, 3, 4, 5):
             record = asyncio.run(open_loop(server.url, traffic, times * full.rate, options.seconds))
             records.append(record)
             in_time, count = record.outcomes["200"], sum(record.outcomes.values())
             refused, lasted = record.outcomes["429"], record.ended - record.started
             answered, others = in_time / lasted, count - in_time - refused
-            row = [f"{times}x", f"{count / options.seconds:.1f}", f"{answered:.1f}", f"{answered / full.rate:.0%}"]
-            row += [in_time, refused, others, f"{record.quantile(0.5):.0f}", f"{record.quantile(0.99):.0f}"]
+            row = [
+                f"{times}x",
+                f"{count / options.seconds:.1f}",
+                f"{answered:.1f}",
+                f"{answered / full.rate:.0%}",
+            ]
+            row += [
+                in_time,
+                refused,
+                others,
+                f"{record.quantile(0.5):.0f}",
+                f"{record.quantile(0.99):.0f}",
+            ]
             print(f"| {' | '.join(map(str, row))} |")
         again = asyncio.run(closed_loop(server.url, traffic, options.clients[-1], options.seconds))
     print(
-        f"\ncapacity, by {options.clients[-1]} clients that ask again when answered: {full.rate:.1f} requests/s", end=""
+        f"\ncapacity, by {options.clients[-1]} clients that ask again when answered: {full.rate:.1f} requests/s",
+        end="",
     )
     print(f" at first, {again.rate:.1f} in the end")
     print(verdict(traffic, [full, *records], options.dtype)[0])
@@ -356,10 +428,16 @@ def kill(options: argparse.Namespace) -> None:
                     os.kill(child, signal.SIGKILL)
                     killed += 1
 
-        record = asyncio.run(closed_loop(server.url, traffic, options.clients[-1], options.seconds, murder))
-    print(f"{killed} kills of the model's process in {options.seconds:.0f} s, {options.clients[-1]} clients")
+        record = asyncio.run(
+            closed_loop(server.url, traffic, options.clients[-1], options.seconds, murder)
+        )
+    print(
+        f"{killed} kills of the model's process in {options.seconds:.0f} s, {options.clients[-1]} clients"
+    )
     print(f"{dict(record.outcomes)}; {verdict(traffic, [record], options.dtype)[0]}")
-    print(f"p50 {record.quantile(0.5):.0f} ms, p99 {record.quantile(0.99):.0f} ms, most {record.quantile(1):.0f} ms")
+    print(
+        f"p50 {record.quantile(0.5):.0f} ms, p99 {record.quantile(0.99):.0f} ms, most {record.quantile(1):.0f} ms"
+    )
 
 
 def restart(options: argparse.Namespace) -> None:
@@ -385,7 +463,10 @@ def restart(options: argparse.Namespace) -> None:
             except RSRankError as error:
                 counts[type(error).__name__] += 1
                 continue
-            rows = [{"index": document.index, "relevance_score": document.score} for document in ranked.kept]
+            rows = [
+                {"index": document.index, "relevance_score": document.score}
+                for document in ranked.kept
+            ]
             counts["answered"] += 1
             record.take(query, places, rows)
 
@@ -398,7 +479,9 @@ def restart(options: argparse.Namespace) -> None:
 
     async def run() -> None:
         async with RemoteReranker(server.url, timeout=60, max_retries=12) as ranker:
-            await asyncio.gather(murder(), *(one(number, ranker) for number in range(options.clients[-1])))
+            await asyncio.gather(
+                murder(), *(one(number, ranker) for number in range(options.clients[-1]))
+            )
 
     try:
         asyncio.run(run())
@@ -412,12 +495,18 @@ def disk(options: argparse.Namespace) -> None:
     """Prefixes are kept in a file system of one megabyte, which is soon full."""
     traffic = Traffic.made_up(options)
     with tempfile.TemporaryDirectory() as folder:
-        done = subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", folder], capture_output=True)
+        done = subprocess.run(
+            ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", folder], capture_output=True
+        )
         if done.returncode:
-            sys.exit(f"No file system of one megabyte could be made: {done.stderr.decode().strip()}")
+            sys.exit(
+                f"No file system of one megabyte could be made: {done.stderr.decode().strip()}"
+            )
         try:
             with Server("mini", *chosen(options), "--prefixes", folder) as server:
-                record = asyncio.run(closed_loop(server.url, traffic, options.clients[-1], options.seconds))
+                record = asyncio.run(
+                    closed_loop(server.url, traffic, options.clients[-1], options.seconds)
+                )
                 errors = server.metric("rsrank_prefix_write_errors_total")
         finally:
             subprocess.run(["umount", folder], check=True)
@@ -427,11 +516,15 @@ def disk(options: argparse.Namespace) -> None:
 
 def arguments(description: str) -> argparse.ArgumentParser:
     """Options of traffic and server."""
-    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--documents", type=int, default=20, help="passages in a request")
     parser.add_argument("--words", type=int, default=100)
     parser.add_argument("--corpus", type=int, default=2000, help="passages in all")
-    parser.add_argument("--timeout", type=float, default=3.0, help="of overload and soak: seconds for an answer")
+    parser.add_argument(
+        "--timeout", type=float, default=3.0, help="of overload and soak: seconds for an answer"
+    )
     parser.add_argument("--dtype", default="bfloat16", choices=TOLERANCE)
     parser.add_argument("--deterministic", action="store_true")
     return parser

@@ -50,12 +50,19 @@ def start(way: str, options: argparse.Namespace) -> subprocess.Popen[str]:
     variables, threads = WAYS[way]
     environment = {k: v for k, v in os.environ.items() if not k.startswith("OMP_")} | variables
     code = CLIENT.format(
-        before="", threads=threads, **{k: getattr(options, k) for k in ("documents", "words", "calls")}
+        before="",
+        threads=threads,
+        **{k: getattr(options, k) for k in ("documents", "words", "calls")},
     )
     if way != "torch's own":  # before torch is there, as the command line and the library do it
         code = "from rsrank_rag.language_model.threads import use_threads; use_threads()\n" + code
     client = subprocess.Popen(
-        [sys.executable, "-W", "ignore", "-c", code], env=environment, stdin=-1, stdout=-1, stderr=-3, text=True
+        [sys.executable, "-W", "ignore", "-c", code],
+        env=environment,
+        stdin=-1,
+        stdout=-1,
+        stderr=-3,
+        text=True,
     )
     assert client.stdout is not None
     assert client.stdout.readline().strip() == "ready"
@@ -64,7 +71,10 @@ def start(way: str, options: argparse.Namespace) -> subprocess.Popen[str]:
 
 def table(rows: Sequence[dict[str, Any]]) -> str:
     """Times of a call, a row a number of neighbours and a way, in Markdown."""
-    lines = ["| busy neighbours | threads | p50, ms | p99, ms | p50 of one thread's alone |", "|--:|---|--:|--:|--:|"]
+    lines = [
+        "| busy neighbours | threads | p50, ms | p99, ms | p50 of one thread's alone |",
+        "|--:|---|--:|--:|--:|",
+    ]
     lines += [
         f"| {row['neighbours']} | {row['threads']} | {row['p50_ms']:.0f} | {row['p99_ms']:.0f} "
         f"| {row['of_one_thread_alone']:.2f} |"
@@ -75,7 +85,9 @@ def table(rows: Sequence[dict[str, Any]]) -> str:
 
 def main() -> None:
     """Measure, print, and write JSON if asked."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--documents", type=int, default=20)
     parser.add_argument("--words", type=int, default=100)
     parser.add_argument("--calls", type=int, default=10, help="of a turn")
@@ -87,7 +99,10 @@ def main() -> None:
     rows: list[dict[str, Any]] = []
     for count in options.neighbours:
         environment = os.environ | {"OMP_NUM_THREADS": "1"}
-        busy = [subprocess.Popen([sys.executable, "-c", BUSY], env=environment, stderr=-3) for _ in range(count)]
+        busy = [
+            subprocess.Popen([sys.executable, "-c", BUSY], env=environment, stderr=-3)
+            for _ in range(count)
+        ]
         taken: dict[str, list[float]] = {way: [] for way in WAYS}
         try:
             for _ in range(options.turns):
@@ -102,7 +117,9 @@ def main() -> None:
                 process.kill()
         for way, seconds in taken.items():
             half, most = statistics.median(seconds), statistics.quantiles(seconds, n=100)[98]
-            rows.append({"neighbours": count, "threads": way, "p50_ms": 1e3 * half, "p99_ms": 1e3 * most})
+            rows.append(
+                {"neighbours": count, "threads": way, "p50_ms": 1e3 * half, "p99_ms": 1e3 * most}
+            )
     alone = next(row["p50_ms"] for row in rows if row["threads"] == "one thread")
     for row in rows:
         row["of_one_thread_alone"] = row["p50_ms"] / alone

@@ -32,7 +32,12 @@ PROCESSORS = {"as it is": None, "AVX-512 with VNNI": "avx512vnni", "AVX2": "avx2
 """What `processor.c` is asked to leave."""
 BASE = "ONNX Runtime, 6 layers, int8"
 SHARES = (0.0, 0.5, 0.84, 1.0)
-SHAPE = {"hidden_size": 384, "num_attention_heads": 12, "intermediate_size": 1536, "vocab_size": 30522}
+SHAPE = {
+    "hidden_size": 384,
+    "num_attention_heads": 12,
+    "intermediate_size": 1536,
+    "vocab_size": 30522,
+}
 
 
 Score = Callable[[str, Sequence[str]], object]
@@ -44,15 +49,21 @@ def cross_encoder(layers: int, dtype: str, tokenizer: Any) -> Score:
     from sentence_transformers import CrossEncoder
     from transformers import BertConfig, BertForSequenceClassification
 
-    model = BertForSequenceClassification(BertConfig(num_hidden_layers=layers, num_labels=1, **SHAPE))
+    model = BertForSequenceClassification(
+        BertConfig(num_hidden_layers=layers, num_labels=1, **SHAPE)
+    )
     with tempfile.TemporaryDirectory() as folder:
         model.to(getattr(torch, dtype)).save_pretrained(folder)
         tokenizer.save_pretrained(folder)
         ranker = CrossEncoder(folder, device="cpu", max_length=512, model_kwargs={"dtype": dtype})
-    return lambda query, documents: ranker.predict([(query, d) for d in documents], show_progress_bar=False)
+    return lambda query, documents: ranker.predict(
+        [(query, d) for d in documents], show_progress_bar=False
+    )
 
 
-def onnx(layers: int, bits: int, tokenizer: Any, threads: int, folder: Path, batch: int = 32) -> Score:
+def onnx(
+    layers: int, bits: int, tokenizer: Any, threads: int, folder: Path, batch: int = 32
+) -> Score:
     """A cross-encoder through ONNX Runtime: fused by its optimizer, quantized by its dynamic quantization.
 
     Written to the folder by the first process that wants it.
@@ -68,11 +79,15 @@ def onnx(layers: int, bits: int, tokenizer: Any, threads: int, folder: Path, bat
     wanted = {given.name for given in session.get_inputs()}
 
     def score(query: str, documents: Sequence[str]) -> list[float]:
-        order = sorted(range(len(documents)), key=lambda i: len(documents[i]))  # as CrossEncoder and FlashRank do
+        order = sorted(
+            range(len(documents)), key=lambda i: len(documents[i])
+        )  # as CrossEncoder and FlashRank do
         found = [0.0] * len(documents)
         for start in range(0, len(order), batch):
             rows = order[start : start + batch]
-            texts = tokenizer([query] * len(rows), [documents[i] for i in rows], padding=True, return_tensors="np")
+            texts = tokenizer(
+                [query] * len(rows), [documents[i] for i in rows], padding=True, return_tensors="np"
+            )
             logits = session.run(None, {name: texts[name] for name in wanted})[0]
             for row, logit in zip(rows, logits, strict=True):
                 found[row] = float(logit[0])
@@ -89,18 +104,24 @@ def export(layers: int, bits: int, path: Path) -> None:
     from onnxruntime.transformers.optimizer import optimize_model
     from transformers import BertConfig, BertForSequenceClassification
 
-    config = BertConfig(num_hidden_layers=layers, num_labels=1, attn_implementation="eager", **SHAPE)
+    config = BertConfig(
+        num_hidden_layers=layers, num_labels=1, attn_implementation="eager", **SHAPE
+    )
     names = ["input_ids", "attention_mask", "token_type_ids"]
     example = torch.ones(2, 16, dtype=torch.long)
     plain, fused = (str(path.with_suffix(suffix)) for suffix in (".plain", ".fused"))
     axes = {name: {0: "rows", 1: "tokens"} for name in names}
     model = BertForSequenceClassification(config).eval()
-    torch.onnx.export(model, (example,) * 3, plain, input_names=names, dynamic_axes=axes, dynamo=False)
+    torch.onnx.export(
+        model, (example,) * 3, plain, input_names=names, dynamic_axes=axes, dynamo=False
+    )
     optimized = optimize_model(plain, "bert", num_heads=config.num_attention_heads, hidden_size=384)
     optimized.save_model_to_file(fused if bits == 8 else str(path))
     if bits == 8:
         extra = {"DefaultTensorType": TensorProto.FLOAT}  # of what the fused operators return
-        quantize_dynamic(fused, path, per_channel=True, weight_type=QuantType.QInt8, extra_options=extra)
+        quantize_dynamic(
+            fused, path, per_channel=True, weight_type=QuantType.QInt8, extra_options=extra
+        )
 
 
 def run(options: argparse.Namespace) -> dict[str, Any]:
@@ -116,9 +137,16 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     torch.set_num_threads(options.threads)
     documents, threads = passages(options.documents, options.words), options.threads
     dtypes = ["int8"] * has_fast_int8() + ["float32", "bfloat16"]
-    rankers = {dtype: RSRank.from_pretrained("mini", dtype=dtype, prefix_cache=4 * 10**9) for dtype in dtypes}
+    rankers = {
+        dtype: RSRank.from_pretrained("mini", dtype=dtype, prefix_cache=4 * 10**9)
+        for dtype in dtypes
+    }
     chosen = RSRank.from_pretrained("mini", prefix_cache=False)
-    default = "int8" if chosen.backbone.for_documents else str(chosen.backbone.dtype).removeprefix("torch.")
+    default = (
+        "int8"
+        if chosen.backbone.for_documents
+        else str(chosen.backbone.dtype).removeprefix("torch.")
+    )
     if default != "bfloat16":
         del rankers["bfloat16"]  # emulated, it takes many times as long
     ranker, tokenizer = rankers[default], chosen.prompts.tokenizer
@@ -153,7 +181,9 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
             system("CrossEncoder, 6 layers, float32", cross_encoder(6, "float32", tokenizer)),
         ]
         if default == "bfloat16":
-            systems.append(system("CrossEncoder, 6 layers, bfloat16", cross_encoder(6, "bfloat16", tokenizer)))
+            systems.append(
+                system("CrossEncoder, 6 layers, bfloat16", cross_encoder(6, "bfloat16", tokenizer))
+            )
         found = measure(systems, options.turns, memory=False)
     base = next(m for m in found if m.name == BASE)
     ceiling = matmul_ceiling(torch.device("cpu"), ranker.backbone.dtype)
@@ -166,7 +196,10 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         }
         for m in found
     ]
-    limited = options.processor == "as it is" or ctypes.c_int.in_dll(ctypes.CDLL(None), "processor_answers").value > 0
+    limited = (
+        options.processor == "as it is"
+        or ctypes.c_int.in_dll(ctypes.CDLL(None), "processor_answers").value > 0
+    )
     return {
         "machine": machine(),
         "dtype": default,
@@ -185,7 +218,9 @@ def short_table(results: Sequence[dict[str, Any]]) -> str:
         "CrossEncoder, 6 layers, float32",
         "CrossEncoder, 6 layers, bfloat16",
     )
-    rows = [[row for row in result["rows"] if row["system"] in (*mini, *peers)] for result in results]
+    rows = [
+        [row for row in result["rows"] if row["system"] in (*mini, *peers)] for result in results
+    ]
     return table([{**result, "rows": own} for result, own in zip(results, rows, strict=True)])
 
 
@@ -195,10 +230,15 @@ def table(results: Sequence[dict[str, Any]]) -> str:
     for result in results:
         machine = result["machine"].replace(f", {result['threads']} threads", "")
         machines.setdefault(machine, []).append(result["processor"])
-    where = "; ".join(f"{', '.join(dict.fromkeys(of))}: {machine}" for machine, of in machines.items())
+    where = "; ".join(
+        f"{', '.join(dict.fromkeys(of))}: {machine}" for machine, of in machines.items()
+    )
     head = f"{where}. A column says what `mini` chose to compute in.\n\n"
     threads = {1: "1 thread", 2: "2 threads"}
-    heads = [f"{r['processor']}, {threads.get(r['threads'], r['threads'])}, {r['dtype']}" for r in results]
+    heads = [
+        f"{r['processor']}, {threads.get(r['threads'], r['threads'])}, {r['dtype']}"
+        for r in results
+    ]
     lines = ["| of ONNX int8's time | " + " | ".join(heads) + " |", "|---|" + "--:|" * len(results)]
     of = [{row["system"]: row for row in result["rows"]} for result in results]
     for name in dict.fromkeys(name for column in of for name in column):
@@ -238,7 +278,9 @@ def asking_us(folder: Path) -> None:
     assert spec.submodule_search_locations is not None
     copy = shutil.copytree(spec.submodule_search_locations[0], folder / "onnxruntime")
     (library,) = copy.glob("capi/onnxruntime_pybind11_state*.so")
-    head = subprocess.run(["objdump", "-h", "-j", ".text", library], check=True, stdout=subprocess.PIPE, text=True)
+    head = subprocess.run(
+        ["objdump", "-h", "-j", ".text", library], check=True, stdout=subprocess.PIPE, text=True
+    )
     address, offset = re.findall(r"\.text +\w+ +(\w+) +\w+ +(\w+)", head.stdout)[0]
     moved = int(offset, 16) - int(address, 16)
     code = bytearray(library.read_bytes())
@@ -255,7 +297,9 @@ def asking_us(folder: Path) -> None:
 
 def main() -> None:
     """Start a process for each processor and number of threads, or be one."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--documents", type=int, default=100)
     parser.add_argument("--words", type=int, default=100)
     parser.add_argument("--turns", type=int, default=3)
@@ -273,18 +317,39 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         for processor in options.processors:
             for threads in options.threads:
-                command = [sys.executable, "-W", "ignore", "-m", "benchmarks.peers", "--processor", processor]
-                command += [f"--{name}={getattr(options, name)}" for name in ("documents", "words", "turns")]
+                command = [
+                    sys.executable,
+                    "-W",
+                    "ignore",
+                    "-m",
+                    "benchmarks.peers",
+                    "--processor",
+                    processor,
+                ]
+                command += [
+                    f"--{name}={getattr(options, name)}" for name in ("documents", "words", "turns")
+                ]
                 command += ["--folder", folder, "--threads", str(threads)]
                 variables = environment(processor, threads, Path(folder))
-                done = subprocess.run(command, env=variables, check=True, stdout=subprocess.PIPE, text=True)
-                found = {"processor": processor, "threads": threads, **json.loads(done.stdout.splitlines()[-1])}
+                done = subprocess.run(
+                    command, env=variables, check=True, stdout=subprocess.PIPE, text=True
+                )
+                found = {
+                    "processor": processor,
+                    "threads": threads,
+                    **json.loads(done.stdout.splitlines()[-1]),
+                }
                 print(table([found]), end="\n\n", flush=True)
                 if not found["onnx_runtime_limited_too"]:
                     print("Not kept: ONNX Runtime never asked for the processor.\n")
                 elif not options.print:
-                    others = [c for c in json.loads(file.read_text("utf-8")) if place(c) != place(found)]
-                    file.write_text(json.dumps(sorted([found, *others], key=place), indent=1) + "\n", encoding="utf-8")
+                    others = [
+                        c for c in json.loads(file.read_text("utf-8")) if place(c) != place(found)
+                    ]
+                    file.write_text(
+                        json.dumps(sorted([found, *others], key=place), indent=1) + "\n",
+                        encoding="utf-8",
+                    )
 
 
 def place(column: dict[str, Any]) -> tuple[int, int]:

@@ -33,7 +33,9 @@ def four_bits(states: Tensor, group: int = 32) -> Tensor:
 
 FORMATS: dict[str, Callable[[Tensor], Tensor]] = {
     "bfloat16": lambda states: states.bfloat16().float(),
-    "8 bits": lambda states: PackedPrefix.of(Prefix(states, torch.empty(0))).unpack(CPU, torch.float32).states,
+    "8 bits": lambda states: (
+        PackedPrefix.of(Prefix(states, torch.empty(0))).unpack(CPU, torch.float32).states
+    ),
     "4 bits": four_bits,
 }
 
@@ -49,31 +51,47 @@ class Rounding:
         self.change = change
 
     def prefill(
-        self, documents: list[tuple[int, ...]], run: Callable[..., Prefixes], room: int, behind: Sequence[Prefix]
+        self,
+        documents: list[tuple[int, ...]],
+        run: Callable[..., Prefixes],
+        room: int,
+        behind: Sequence[Prefix],
     ) -> Prefixes:
         """As `PrefixStore.prefill`."""
         made = run(documents, 0, ())
-        rows = [replace(row, states=self.change(row.states)) for row in map(made.row, range(len(made)))]
+        rows = [
+            replace(row, states=self.change(row.states)) for row in map(made.row, range(len(made)))
+        ]
         return Prefixes.of([*rows, *behind], room)
 
 
 def main() -> None:
     """Score everything in every format and print what moved."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--model", default="mini")
     parser.add_argument("--data", type=Path, nargs="+", required=True)
     parser.add_argument("--limit", type=int, default=20, help="queries of each file")
     options = parser.parse_args()
-    ranker = RSRank.from_pretrained(options.model, device="cpu", dtype="float32", prefix_cache=False)
+    ranker = RSRank.from_pretrained(
+        options.model, device="cpu", dtype="float32", prefix_cache=False
+    )
     queries = [query for path in options.data for query in read_labelled(path)[: options.limit]]
 
     def scores() -> Tensor:
         return torch.tensor(
-            [s for q in queries for s in ranker.score(q.query, [document.content() for document in q.documents])]
+            [
+                s
+                for q in queries
+                for s in ranker.score(q.query, [document.content() for document in q.documents])
+            ]
         )
 
     exact = scores()
-    print(f"{options.model}: {len(exact):,} documents, standard deviation of the scores {exact.std():.2f}")
+    print(
+        f"{options.model}: {len(exact):,} documents, standard deviation of the scores {exact.std():.2f}"
+    )
     print(f"{'':10}{'largest':>10}{'mean':>10}{'decisions changed':>20}")
     for name, change in FORMATS.items():
         ranker.reader.store = Rounding(change)  # type: ignore[assignment]

@@ -43,7 +43,10 @@ def sweep(ranker: RSRank, options: argparse.Namespace) -> Sweep:
     """All four sweeps."""
     core, budget, threads = ranker.backbone, ranker.token_budget, torch.get_num_threads()
     kept = RSRank(core, ranker.prompts, ranker.projection, ranker.config, prefix_cache=options.keep)
-    count, words = options.documents[len(options.documents) // 2], options.words[len(options.words) // 2]
+    count, words = (
+        options.documents[len(options.documents) // 2],
+        options.words[len(options.words) // 2],
+    )
 
     def at_rest() -> None:
         ranker.token_budget = kept.token_budget = budget
@@ -75,7 +78,11 @@ def sweep(ranker: RSRank, options: argparse.Namespace) -> Sweep:
     found: Sweep = {}
     for name, points in sweeps.items():
         print(f"\n{name:14}{'tokens':>10}{'cold':>12}{'warm':>12}{'ratio':>8}{'cold tokens/s':>16}")
-        systems = [s for value, documents, prepare in points for s in point(ranker, kept, value, documents, prepare)]
+        systems = [
+            s
+            for value, documents, prepare in points
+            for s in point(ranker, kept, value, documents, prepare)
+        ]
         times = measure(systems, options.turns)
         found[name] = []
         for (value, documents, _), cold, warm in zip(points, times[::2], times[1::2], strict=True):
@@ -83,7 +90,13 @@ def sweep(ranker: RSRank, options: argparse.Namespace) -> Sweep:
             tokens = sum(len(p.ids) + query for p in ranker.prompts.documents(documents, query))
             ratio = warm.times_faster_than(cold)
             found[name].append(
-                {name: value, "tokens": tokens, "cold": cold.median, "warm": warm.median, "ratio": ratio}
+                {
+                    name: value,
+                    "tokens": tokens,
+                    "cold": cold.median,
+                    "warm": warm.median,
+                    "ratio": ratio,
+                }
             )
             print(
                 f"{value:<14}{tokens:10,}{cold.median * 1e3:10.1f}ms{warm.median * 1e3:10.1f}ms{ratio:8.1f}"
@@ -106,11 +119,20 @@ def chart(found: Sweep, path: Path) -> None:
         "token_budget": "tokens a batch",
         "threads": "threads",
     }
-    figure, axes = plt.subplots(1, len(found), figsize=(3.1 * len(found), 2.9), layout="constrained", sharey=True)
+    figure, axes = plt.subplots(
+        1, len(found), figsize=(3.1 * len(found), 2.9), layout="constrained", sharey=True
+    )
     for axis, (name, rows) in zip(axes, found.items(), strict=True):
         values = [row[name] for row in rows]
         for kind, colour, marker in (("cold", "#b3552e", "o"), ("warm", "#2f6f8f", "s")):
-            axis.plot(values, [1e3 * row[kind] for row in rows], color=colour, marker=marker, label=kind, lw=1.8)
+            axis.plot(
+                values,
+                [1e3 * row[kind] for row in rows],
+                color=colour,
+                marker=marker,
+                label=kind,
+                lw=1.8,
+            )
         axis.set(xlabel=names[name], yscale="log")
         axis.grid(axis="y", color="#dddddd", lw=0.6)
         axis.spines[["top", "right"]].set_visible(False)
@@ -127,7 +149,9 @@ def chart(found: Sweep, path: Path) -> None:
 
 def main() -> None:
     """Measure, print, draw."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--size", choices=SIZES, default="mini")
     parser.add_argument("--device")
     parser.add_argument("--dtype")
@@ -135,14 +159,20 @@ def main() -> None:
     parser.add_argument("--layers", type=int, help="fewer layers of a random model")
     parser.add_argument("--documents", type=int, nargs="+", default=[10, 25, 50, 100, 200])
     parser.add_argument("--words", type=int, nargs="+", default=[25, 50, 100, 200, 400])
-    parser.add_argument("--budgets", type=int, nargs="+", default=[256, 512, 1024, 2048, 4096, 8192])
+    parser.add_argument(
+        "--budgets", type=int, nargs="+", default=[256, 512, 1024, 2048, 4096, 8192]
+    )
     parser.add_argument("--turns", type=int, default=5)
     parser.add_argument("--keep", type=int, default=4 * 10**9, help="bytes for prefixes")
     parser.add_argument("--chart", type=Path, help="PNG to draw")
     parser.add_argument("--json", type=Path, help="file to write the figures to")
     options = parser.parse_args()
     ranker = load(
-        options.size, device=options.device, dtype=options.dtype, weights=options.weights, layers=options.layers
+        options.size,
+        device=options.device,
+        dtype=options.dtype,
+        weights=options.weights,
+        layers=options.layers,
     )
     head = f"{options.size}, {ranker.backbone.dtype}; {machine()}"
     print(head)
@@ -150,7 +180,9 @@ def main() -> None:
     if options.chart:
         chart(found, options.chart)
     if options.json:
-        options.json.write_text(json.dumps({"machine": head, "sweeps": found}, indent=1) + "\n", encoding="utf-8")
+        options.json.write_text(
+            json.dumps({"machine": head, "sweeps": found}, indent=1) + "\n", encoding="utf-8"
+        )
 
 
 if __name__ == "__main__":

@@ -89,7 +89,10 @@ def by_rsrank(ranker: RSRank, **options: Any) -> Callable[[str, list[Paragraph]]
 
 def sentences_of(paragraph: Paragraph) -> dict[str, Span]:
     """Sentences of a paragraph by their text, without its title."""
-    return {paragraph.text[slice(*span)]: span for span in sentences(paragraph.text, len(paragraph.title))}
+    return {
+        paragraph.text[slice(*span)]: span
+        for span in sentences(paragraph.text, len(paragraph.title))
+    }
 
 
 def by_llama_index(model: Any) -> Callable[[str, list[Paragraph]], Kept]:
@@ -172,13 +175,20 @@ def measure_sentences(ranker: RSRank, files: list[Path], queries: int) -> list[d
         "everything": lambda query, given: [[(len(one.title), len(one.text))] for one in given],
         "RSRank, whole paragraphs": by_rsrank(ranker),
         "RSRank, sentences": by_rsrank(ranker, extract="sentences", heading=True),
-        "RSRank, sentences, context=1": by_rsrank(ranker, extract="sentences", heading=True, context=1),
+        "RSRank, sentences, context=1": by_rsrank(
+            ranker, extract="sentences", heading=True, context=1
+        ),
         "LlamaIndex SentenceEmbeddingOptimizer, half": by_llama_index(model),
-        **{f"LangChain EmbeddingsFilter, {cutoff}": by_langchain(model, cutoff) for cutoff in CUTOFFS},
+        **{
+            f"LangChain EmbeddingsFilter, {cutoff}": by_langchain(model, cutoff)
+            for cutoff in CUTOFFS
+        },
     }
     found = []
     for file in files:
-        rows = [row for row in read(file) if any(one["relevant"] for one in row["documents"])][:queries]
+        rows = [row for row in read(file) if any(one["relevant"] for one in row["documents"])][
+            :queries
+        ]
         for name, keep in systems.items():
             evidence = tokens = 0.0
             seconds = 0.0
@@ -188,7 +198,9 @@ def measure_sentences(ranker: RSRank, files: list[Path], queries: int) -> list[d
                 kept = keep(row["query"], given)
                 seconds += time.perf_counter() - started
                 evidence += share(given, kept)
-                tokens += sum(count(ranker, one, spans) for one, spans in zip(given, kept, strict=True))
+                tokens += sum(
+                    count(ranker, one, spans) for one, spans in zip(given, kept, strict=True)
+                )
             record = {
                 "set": file.name.split(".")[0],
                 "system": name,
@@ -228,23 +240,38 @@ def measure_long(ranker: RSRank, file: Path, questions: int) -> list[dict[str, A
     pieces: dict[str, dict[int, str]] = {}
     asked = []
     for row in read(file):
-        for one in (one for one in row["documents"] if one.get("title")):  # the others are of no article
-            pieces.setdefault(one["title"], {})[int(one["id"].rpartition("#")[2])] = one["text"].partition("\n")[2]
+        for one in (
+            one for one in row["documents"] if one.get("title")
+        ):  # the others are of no article
+            pieces.setdefault(one["title"], {})[int(one["id"].rpartition("#")[2])] = one[
+                "text"
+            ].partition("\n")[2]
             asked += [(row["query"], one["title"])] * one["relevant"]
-    articles = {title: " ".join(own[number] for number in sorted(own)) for title, own in pieces.items()}
-    articles = {title: text for title, text in articles.items() if WORDS[0] <= len(text.split()) <= WORDS[1]}
+    articles = {
+        title: " ".join(own[number] for number in sorted(own)) for title, own in pieces.items()
+    }
+    articles = {
+        title: text for title, text in articles.items() if WORDS[0] <= len(text.split()) <= WORDS[1]
+    }
     rng = random.Random(0)
     asked = rng.sample(sorted(one for one in asked if one[1] in articles), questions)
-    chosen = [[title, *rng.sample(sorted(articles.keys() - {title}), CANDIDATES - 1)] for _, title in asked]
+    chosen = [
+        [title, *rng.sample(sorted(articles.keys() - {title}), CANDIDATES - 1)]
+        for _, title in asked
+    ]
     found = []
     for reading in ("cut", "windows"):
         started = time.perf_counter()
         results = [
-            ranker.rank(query, [articles[title] for title in titles], threshold=None, long_documents=reading)
+            ranker.rank(
+                query, [articles[title] for title in titles], threshold=None, long_documents=reading
+            )
             for (query, _), titles in zip(asked, chosen, strict=True)
         ]
         seconds = time.perf_counter() - started
-        ranks = [1 + next(n for n, one in enumerate(result.kept) if one.index == 0) for result in results]
+        ranks = [
+            1 + next(n for n, one in enumerate(result.kept) if one.index == 0) for result in results
+        ]
         record = {
             "long_documents": reading,
             "articles": len(set(chain(*chosen))),
@@ -252,8 +279,11 @@ def measure_long(ranker: RSRank, file: Path, questions: int) -> list[dict[str, A
             "reciprocal_rank": sum(1 / rank for rank in ranks) / questions,
             "ndcg@5": sum(1 / math.log2(1 + rank) for rank in ranks if rank <= 5) / questions,
             "f1@tau": sum(map(f1, results)) / questions,
-            "windows": sum(one.window.count if one.window else 1 for r in results for one in r.kept) / len(results),
-            "milliseconds": 1000 * seconds / questions,  # articles that come back are not read again
+            "windows": sum(one.window.count if one.window else 1 for r in results for one in r.kept)
+            / len(results),
+            "milliseconds": 1000
+            * seconds
+            / questions,  # articles that come back are not read again
         }
         found.append(record)
         print(json.dumps(record), flush=True)
@@ -268,7 +298,9 @@ def f1(result: RankResult) -> float:
 
 def table(figures: dict[str, Any]) -> str:
     """What is handed on, a row a set and system, in Markdown."""
-    lines = ["| set | system | evidence kept | tokens a query | evidence per 100 tokens | ms a query |"]
+    lines = [
+        "| set | system | evidence kept | tokens a query | evidence per 100 tokens | ms a query |"
+    ]
     lines += ["|---|---|--:|--:|--:|--:|"]
     lines += [
         f"| {row['set']} | {row['system']} | {row['evidence']:.1%} | {row['tokens']:.0f} "
@@ -294,8 +326,12 @@ def long_table(figures: dict[str, Any]) -> str:
 
 def main() -> None:
     """Measure, print and write it down."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--data", type=Path, required=True, help="folder with NAME.sentence.jsonl.gz")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--data", type=Path, required=True, help="folder with NAME.sentence.jsonl.gz"
+    )
     parser.add_argument("--articles", type=Path, help="labelled paragraphs of articles")
     parser.add_argument("--model", default="mini")
     parser.add_argument("--queries", type=int, default=60, help="of each set")
@@ -303,7 +339,9 @@ def main() -> None:
     parser.add_argument("--json", type=Path, default=Path("docs/sentences.json"))
     options = parser.parse_args()
     ranker = RSRank.from_pretrained(options.model, device="cpu")
-    cold = RSRank.from_pretrained(options.model, device="cpu", prefix_cache=False)  # the others keep nothing either
+    cold = RSRank.from_pretrained(
+        options.model, device="cpu", prefix_cache=False
+    )  # the others keep nothing either
     files = [options.data / f"{name}.sentence.jsonl.gz" for name in SETS]
     found = {"model": options.model, "sentences": measure_sentences(cold, files, options.queries)}
     if options.articles:

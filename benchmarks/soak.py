@@ -39,7 +39,9 @@ class Mixed(Traffic):
 
     def request(self, rng: random.Random) -> tuple[int, list[int]]:
         """Numbers of a question and of distinct passages."""
-        return rng.randrange(len(self.questions)), rng.sample(range(len(self.corpus)), rng.randint(1, self.count))
+        return rng.randrange(len(self.questions)), rng.sample(
+            range(len(self.corpus)), rng.randint(1, self.count)
+        )
 
     @classmethod
     def of(cls, options: argparse.Namespace) -> Mixed:
@@ -47,11 +49,17 @@ class Mixed(Traffic):
         rng = random.Random(0)
         words = passages(1, 2000)[0].split()
         corpus = [
-            " ".join(rng.sample(words, round(math.exp(rng.uniform(math.log(5), math.log(len(words)))))))
+            " ".join(
+                rng.sample(words, round(math.exp(rng.uniform(math.log(5), math.log(len(words))))))
+            )
             for _ in range(options.corpus)
         ]
         queries = question(200).split()
-        return cls(corpus, [" ".join(rng.sample(queries, rng.randint(1, 60))) for _ in range(50)], options.documents)
+        return cls(
+            corpus,
+            [" ".join(rng.sample(queries, rng.randint(1, 60))) for _ in range(50)],
+            options.documents,
+        )
 
 
 @dataclass
@@ -63,13 +71,18 @@ class Soak:
     client: httpx.AsyncClient
     record: Record = field(default_factory=Record)
     counts: Counter[str] = field(default_factory=Counter)
-    samples: list[tuple[float, int, int]] = field(default_factory=list)  # minutes, bytes of the server, of the model
+    samples: list[tuple[float, int, int]] = field(
+        default_factory=list
+    )  # minutes, bytes of the server, of the model
 
     async def ask(self, rng: random.Random, ends: float) -> None:
         """Ask until the end; a request is lost if no answer comes at all, or one that is none."""
         while time.perf_counter() < ends:
             query, places = self.traffic.request(rng)
-            body = {"query": self.traffic.questions[query], "documents": [self.traffic.corpus[i] for i in places]}
+            body = {
+                "query": self.traffic.questions[query],
+                "documents": [self.traffic.corpus[i] for i in places],
+            }
             try:
                 response = await self.client.post("/v1/rerank", json=body)
             except httpx.TransportError as error:
@@ -137,8 +150,12 @@ class Soak:
             b"\xff" * 10_000_000,
             b"{" * 25_000_000,
         ):
-            with contextlib.suppress(httpx.TransportError):  # it may be closed while much is on its way
-                await self.client.post("/v1/rerank", content=content, headers={"content-type": "application/json"})
+            with contextlib.suppress(
+                httpx.TransportError
+            ):  # it may be closed while much is on its way
+                await self.client.post(
+                    "/v1/rerank", content=content, headers={"content-type": "application/json"}
+                )
 
     async def leave(self) -> None:
         """Fifty clients leave before they are answered."""
@@ -146,7 +163,10 @@ class Soak:
         tasks = []
         for _ in range(50):
             query, places = self.traffic.request(rng)
-            body = {"query": self.traffic.questions[query], "documents": [self.traffic.corpus[i] for i in places]}
+            body = {
+                "query": self.traffic.questions[query],
+                "documents": [self.traffic.corpus[i] for i in places],
+            }
             tasks.append(asyncio.create_task(self.client.post("/v1/rerank", json=body)))
         await asyncio.sleep(0.3)
         for task in tasks:
@@ -156,7 +176,9 @@ class Soak:
     async def crowd(self) -> None:
         """Forty clients more, for ten seconds."""
         ends = time.perf_counter() + 10
-        await asyncio.gather(*(self.ask(random.Random(number), ends) for number in range(1000, 1040)))
+        await asyncio.gather(
+            *(self.ask(random.Random(number), ends) for number in range(1000, 1040))
+        )
 
 
 async def soak(options: argparse.Namespace, server: Server) -> Soak:
@@ -175,7 +197,9 @@ def main() -> None:
     parser = arguments(str(__doc__))
     parser.set_defaults(documents=40, corpus=300, timeout=60.0)
     parser.add_argument("--minutes", type=float, default=60.0)
-    parser.add_argument("--every", type=float, default=60.0, help="seconds from one fault to the next")
+    parser.add_argument(
+        "--every", type=float, default=60.0, help="seconds from one fault to the next"
+    )
     parser.add_argument("--clients", type=int, default=4)
     options = parser.parse_args()
     with Server("mini", *chosen(options), "--timeout", str(options.timeout)) as server:
@@ -192,10 +216,18 @@ def main() -> None:
         print(f"| {at:.1f} | {ours / 1e6:.0f} | {models / 1e6:.0f} |")
     later = run.samples[len(run.samples) // 2 :]
     if len(later) > 2:
-        slope = statistics.linear_regression([at for at, _, _ in later], [models / 1e6 for _, _, models in later]).slope
+        slope = statistics.linear_regression(
+            [at for at, _, _ in later], [models / 1e6 for _, _, models in later]
+        ).slope
         most = max(models for *_, models in run.samples) / 1e6
-        print(f"\nmodel's process: at most {most:.0f} MB; {slope:+.1f} MB a minute over the second half of the time")
-    lost = sum(count for name, count in run.counts.items() if name.startswith(("lost", "500", "504", "not")))
+        print(
+            f"\nmodel's process: at most {most:.0f} MB; {slope:+.1f} MB a minute over the second half of the time"
+        )
+    lost = sum(
+        count
+        for name, count in run.counts.items()
+        if name.startswith(("lost", "500", "504", "not"))
+    )
     sys.exit(bool(lost or wrong or process.returncode))
 
 

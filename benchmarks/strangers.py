@@ -78,7 +78,9 @@ def each(attacks: Iterable[Attack]) -> Attack:
 
 def post(body: bytes, *more: bytes, head: bytes = HEAD) -> Attack:
     """One request that is well-formed as HTTP."""
-    lines = b"".join(line + b"\r\n" for line in (*more, b"Content-Length: %d" % len(body), b"Connection: close"))
+    lines = b"".join(
+        line + b"\r\n" for line in (*more, b"Content-Length: %d" % len(body), b"Connection: close")
+    )
     return says(head + lines + b"\r\n" + body)
 
 
@@ -99,7 +101,9 @@ def half_open(count: int, seconds: float, said: bytes) -> Attack:
     def run(port: int) -> Counter[str]:
         with contextlib.ExitStack() as held:
             for _ in range(count):
-                connection = held.enter_context(socket.create_connection(("127.0.0.1", port), timeout=PATIENCE))
+                connection = held.enter_context(
+                    socket.create_connection(("127.0.0.1", port), timeout=PATIENCE)
+                )
                 connection.sendall(said)
             ends, found = time.monotonic() + seconds, Counter[str]()
             while time.monotonic() < ends:
@@ -125,7 +129,10 @@ def slowly(port: int) -> Counter[str]:
 def endless(port: int) -> Counter[str]:
     """Chunks that do not end."""
     return talk(
-        port, itertools.chain([HEAD + CHUNKED + b"\r\n"], itertools.repeat(b"10000\r\n" + b" " * 65536 + b"\r\n"))
+        port,
+        itertools.chain(
+            [HEAD + CHUNKED + b"\r\n"], itertools.repeat(b"10000\r\n" + b" " * 65536 + b"\r\n")
+        ),
     )
 
 
@@ -139,28 +146,50 @@ def recovers(port: int) -> Counter[str]:
 
 def texts(entry: bytes, size: int = 19_900_000) -> bytes:
     """A body of about so many bytes, full of this entry."""
-    return b'{"query": "q", "documents": [' + b",".join([entry] * (size // (len(entry) + 1))) + b"]}"
+    return (
+        b'{"query": "q", "documents": [' + b",".join([entry] * (size // (len(entry) + 1))) + b"]}"
+    )
 
 
 def heads() -> Attacks:
     """What comes before a body."""
     whose = ("x", "1.2.3.4:99999", "[::1", "[::1]:x", ",,,", "a:b:c", "unix:", "\u00e9", " ")
-    odd = ("X-Request-ID: \u00e9\x7f", "traceparent: 00-x-y-z", "Authorization: \u00e9", "Cookie: =")
+    odd = (
+        "X-Request-ID: \u00e9\x7f",
+        "traceparent: 00-x-y-z",
+        "Authorization: \u00e9",
+        "Cookie: =",
+    )
     return {
         "head: 60 MB": (says(OPEN_HEAD + b"X-Large: " + b"x" * 60_000_000), "400 closed"),
         "head: 200 MB": (says(OPEN_HEAD + b"X-Large: " + b"x" * 200_000_000), "400 closed"),
         "head: 100,000 lines": (says(OPEN_HEAD + b"X: y\r\n" * 100_000), "400 closed"),
         "head: 300 half open": (half_open(300, 15, OPEN_HEAD), "200"),
-        "head: NUL and control bytes": (says(b"GET /health\0 HTTP/1.1\r\nHost: a\r\nX: \1\0\r\n\r\n"), "400"),
+        "head: NUL and control bytes": (
+            says(b"GET /health\0 HTTP/1.1\r\nHost: a\r\nX: \1\0\r\n\r\n"),
+            "400",
+        ),
         "head: two hosts": (asked("/health", "GET", "Host: evil.example"), "400"),
         "head: no host": (says(b"GET /health HTTP/1.1\r\n\r\n"), "400"),
         "head: HTTP/1.0": (says(b"GET /health HTTP/1.0\r\n\r\n"), "200"),
-        "head: HTTP/9.9": (says(b"GET /health HTTP/9.9\r\nHost: a\r\nConnection: close\r\n\r\n"), "200 400"),
+        "head: HTTP/9.9": (
+            says(b"GET /health HTTP/9.9\r\nHost: a\r\nConnection: close\r\n\r\n"),
+            "200 400",
+        ),
         "head: HTTP/2": (says(b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n"), "400 401"),
         "head: TLS": (says(b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + b"\0" * 500), "400"),
-        "head: a websocket": (asked("/health", "GET", "Connection: Upgrade", "Upgrade: websocket"), "200"),
-        "head: h2c": (asked("/health", "GET", "Connection: Upgrade, HTTP2-Settings", "Upgrade: h2c"), "200"),
-        "head: forwarded for odd names": (each(asked("/health", "GET", f"X-Forwarded-For: {x}") for x in whose), "200"),
+        "head: a websocket": (
+            asked("/health", "GET", "Connection: Upgrade", "Upgrade: websocket"),
+            "200",
+        ),
+        "head: h2c": (
+            asked("/health", "GET", "Connection: Upgrade, HTTP2-Settings", "Upgrade: h2c"),
+            "200",
+        ),
+        "head: forwarded for odd names": (
+            each(asked("/health", "GET", f"X-Forwarded-For: {x}") for x in whose),
+            "200",
+        ),
         "head: odd values": (asked("/health", "GET", *odd), "200 400"),
     }
 
@@ -170,63 +199,129 @@ def frames() -> Attacks:
     codings = (b"gzip, chunked", b"identity", b"xchunked", b"chunked\x0b", b"chunked, identity")
     lengths = (b"-1", b"+43", b"0x2b", b"4_3", b"1e3", b"", b"43,44", b"9" * 5000)
     sizes = (b"-2b", b"0x2b", b"2b" * 5000, b"2 b", b"", b"2b;" + b"x" * 100_000)
-    bytes_apart = HEAD + CHUNKED + b"Connection: close\r\n\r\n" + b"1\r\n \r\n" * 1_000_000 + b"0\r\n\r\n"
+    bytes_apart = (
+        HEAD + CHUNKED + b"Connection: close\r\n\r\n" + b"1\r\n \r\n" * 1_000_000 + b"0\r\n\r\n"
+    )
     last = b"Connection: close\r\n\r\n"
     return {
-        "framing: two lengths": (says(HEAD + b"Content-Length: 5\r\n" + LENGTH + b"\r\n" + GOOD), "400"),
-        "framing: a length and chunks": (says(HEAD + LENGTH + CHUNKED + b"\r\n0\r\n\r\n" + GOOD), "400"),
-        "framing: chunks and a length": (says(HEAD + CHUNKED + LENGTH + b"\r\n0\r\n\r\n" + GOOD), "400"),
+        "framing: two lengths": (
+            says(HEAD + b"Content-Length: 5\r\n" + LENGTH + b"\r\n" + GOOD),
+            "400",
+        ),
+        "framing: a length and chunks": (
+            says(HEAD + LENGTH + CHUNKED + b"\r\n0\r\n\r\n" + GOOD),
+            "400",
+        ),
+        "framing: chunks and a length": (
+            says(HEAD + CHUNKED + LENGTH + b"\r\n0\r\n\r\n" + GOOD),
+            "400",
+        ),
         "framing: chunked twice": (says(HEAD + CHUNKED + CHUNKED + b"\r\n0\r\n\r\n"), "400 501"),
         "framing: other codings": (
-            each(says(HEAD + b"Transfer-Encoding: " + how + b"\r\n\r\n0\r\n\r\n") for how in codings),
+            each(
+                says(HEAD + b"Transfer-Encoding: " + how + b"\r\n\r\n0\r\n\r\n") for how in codings
+            ),
             "400 501",
         ),
-        "framing: a space before the colon": (says(HEAD + b"Transfer-Encoding : chunked\r\n\r\n0\r\n\r\n"), "400"),
+        "framing: a space before the colon": (
+            says(HEAD + b"Transfer-Encoding : chunked\r\n\r\n0\r\n\r\n"),
+            "400",
+        ),
         "framing: absurd lengths": (
-            each(says(HEAD + b"Content-Length: " + length + b"\r\n\r\n" + GOOD) for length in lengths),
+            each(
+                says(HEAD + b"Content-Length: " + length + b"\r\n\r\n" + GOOD) for length in lengths
+            ),
             "400",
         ),
         "framing: absurd sizes of chunks": (
-            each(says(HEAD + CHUNKED + last + size + b"\r\n" + GOOD + b"\r\n0\r\n\r\n") for size in sizes),
+            each(
+                says(HEAD + CHUNKED + last + size + b"\r\n" + GOOD + b"\r\n0\r\n\r\n")
+                for size in sizes
+            ),
             "200 400 closed",
         ),
-        "framing: nonsense for a chunk": (says(OPEN_HEAD + CHUNKED + b"\r\n", b"nonsense\r\n\r\n"), "400 401 closed"),
-        "framing: bare line feeds": (says((HEAD + LENGTH + last).replace(b"\r", b"") + GOOD), "200 400"),
+        "framing: nonsense for a chunk": (
+            says(OPEN_HEAD + CHUNKED + b"\r\n", b"nonsense\r\n\r\n"),
+            "400 401 closed",
+        ),
+        "framing: bare line feeds": (
+            says((HEAD + LENGTH + last).replace(b"\r", b"") + GOOD),
+            "200 400",
+        ),
         "framing: more than was said": (says(HEAD + LENGTH + last + GOOD * 3), "200 400"),
         "framing: less than was said": (
-            each([lambda port: talk(port, [HEAD + b"Content-Length: 900\r\n\r\n" + GOOD], leave=True)] * 20),
+            each(
+                [
+                    lambda port: talk(
+                        port, [HEAD + b"Content-Length: 900\r\n\r\n" + GOOD], leave=True
+                    )
+                ]
+                * 20
+            ),
             "left",
         ),
-        "framing: half a body and no more": (says(HEAD + b"Content-Length: 900\r\n\r\n" + GOOD), "408"),
-        "framing: 300 half bodies": (half_open(300, 15, HEAD + b"Content-Length: 900\r\n\r\n{"), "200"),
+        "framing: half a body and no more": (
+            says(HEAD + b"Content-Length: 900\r\n\r\n" + GOOD),
+            "408",
+        ),
+        "framing: 300 half bodies": (
+            half_open(300, 15, HEAD + b"Content-Length: 900\r\n\r\n{"),
+            "200",
+        ),
         "framing: half a body, slowly": (slowly, "408"),
         "framing: 1 MB in chunks of a byte": (says(bytes_apart), "400 408"),
         "framing: the same without a key": (says(bytes_apart.replace(HEAD, OPEN_HEAD)), "401"),
         "framing: chunks without end": (endless, "413"),
-        "framing: 2,000 requests at once": (says(b"GET /health HTTP/1.1\r\nHost: a\r\n\r\n" * 2000), "200"),
+        "framing: 2,000 requests at once": (
+            says(b"GET /health HTTP/1.1\r\nHost: a\r\n\r\n" * 2000),
+            "200",
+        ),
         "framing: 50 rankings at once": (says((HEAD + LENGTH + b"\r\n" + GOOD) * 50), "200 429"),
-        "framing: 100-continue": (says(HEAD + LENGTH + b"Expect: 100-continue\r\n" + last, GOOD), "100 200"),
-        "framing: 100-continue without a key": (says(OPEN_HEAD + LENGTH + b"Expect: 100-continue\r\n" + last), "401"),
+        "framing: 100-continue": (
+            says(HEAD + LENGTH + b"Expect: 100-continue\r\n" + last, GOOD),
+            "100 200",
+        ),
+        "framing: 100-continue without a key": (
+            says(OPEN_HEAD + LENGTH + b"Expect: 100-continue\r\n" + last),
+            "401",
+        ),
     }
 
 
 def large_bodies() -> Attacks:
     """Bodies that are large, or cost much."""
-    nested, hidden = b"[" * 100_000, rb'{"query": "\"", "documents": [' + b",".join([b"[]"] * 3_300_000) + b"]}"
-    deep = (nested, nested + b"]" * 100_000, b'{"a":' * 100_000, b'{"model": ' + nested + b"]" * 100_000 + b"}")
+    nested, hidden = (
+        b"[" * 100_000,
+        rb'{"query": "\"", "documents": [' + b",".join([b"[]"] * 3_300_000) + b"]}",
+    )
+    deep = (
+        nested,
+        nested + b"]" * 100_000,
+        b'{"a":' * 100_000,
+        b'{"model": ' + nested + b"]" * 100_000 + b"}",
+    )
     less = b'{"query": "q", "documents": ["x"], "%s": ' + b"[" * 900 + b"]" * 900 + b"}"
     return {
         "body: 19.9 MB of []": (post(texts(b"[]")), "413"),
         "body: 19.9 MB of {}": (post(texts(b"{}")), "413"),
         "body: 19.9 MB of 0": (post(texts(b"0")), "413"),
-        "body: 19.9 MB of [], as UTF-16 behind a quote": (post(hidden.decode().encode("utf-16")), "400"),
+        "body: 19.9 MB of [], as UTF-16 behind a quote": (
+            post(hidden.decode().encode("utf-16")),
+            "400",
+        ),
         "body: 19.9 MB in one text": (post(texts(b'"' + b"x" * 19_800_000 + b'"')), "413"),
         "body: 19.9 MB in 20 texts": (post(texts(b'"' + b"x" * 990_000 + b'"')), "200 429 504"),
-        "body: 19.9 MB of escapes": (post(texts(b'"' + rb"\u0041" * 160_000 + b'"')), "200 429 504"),
+        "body: 19.9 MB of escapes": (
+            post(texts(b'"' + rb"\u0041" * 160_000 + b'"')),
+            "200 429 504",
+        ),
         "body: 19.9 MB of spaces": (post(b" " * 19_900_000 + GOOD), "200"),
         "body: 19.9 MB of digits": (post(b"[1." + b"1" * 19_900_000 + b"]"), "400"),
         "body: 19.9 MB in one name": (post(b'{"' + b"x" * 19_900_000 + b'": 1}'), "400"),
-        "body: 50,000 objects in one": (rerank(documents=[{"text": "one", "x": [{}] * 50_000}]), "200"),
+        "body: 50,000 objects in one": (
+            rerank(documents=[{"text": "one", "x": [{}] * 50_000}]),
+            "200",
+        ),
         "body: 100,000 texts of one byte": (rerank(documents=["x"] * 100_000), "413"),
         "body: 1,000 texts of one byte": (rerank(documents=["x"] * 1000), "200 429 504"),
         "body: the same name 50,000 times": (
@@ -237,7 +332,10 @@ def large_bodies() -> Attacks:
         "body: a query of 10,000 characters": (rerank(query="x y " * 2500), "422"),
         "body: 100,000 deep": (each(map(post, deep)), "400 413"),
         "body: 900 deep": (
-            each(post(less % name) for name in (b"model", b"x", b"threshold", b"extract", b"instruction")),
+            each(
+                post(less % name)
+                for name in (b"model", b"x", b"threshold", b"extract", b"instruction")
+            ),
             "200 400",
         ),
     }
@@ -245,18 +343,39 @@ def large_bodies() -> Attacks:
 
 def odd_bodies() -> Attacks:
     """Bodies that mean nothing, or something else."""
-    kinds = (b"text/plain", b"multipart/form-data", b"application/json; charset=utf-16", b"\xff", b"")
-    fields = ("top_n", "min_docs", "max_tokens_per_doc", "truncate_prompt_tokens", "context", "threshold", "documents")
+    kinds = (
+        b"text/plain",
+        b"multipart/form-data",
+        b"application/json; charset=utf-16",
+        b"\xff",
+        b"",
+    )
+    fields = (
+        "top_n",
+        "min_docs",
+        "max_tokens_per_doc",
+        "truncate_prompt_tokens",
+        "context",
+        "threshold",
+        "documents",
+    )
     huge = [{name: value} for value in (BIG, -BIG, 2**63, 23_082_634_031, 1e308) for name in fields]
     parts: list[dict[str, object]] = [{}, {"long_documents": "windows"}]
     parts += [{"extract": "sentences", **some} for some in ({}, {"threshold": None})]
     numbers = (b"NaN", b"Infinity", b"-Infinity", b"1e999", b"01", b"1.", b"--1", b"\xd9\xa1")
     half: list[dict[str, object]] = [
         *({name: "\ud800"} for name in ("query", "instruction", "instruct", "extract")),
-        *({"documents": documents} for documents in (["\udfff", "x"], [{"text": "\ud800"}], {"\ud800": 1})),
+        *(
+            {"documents": documents}
+            for documents in (["\udfff", "x"], [{"text": "\ud800"}], {"\ud800": 1})
+        ),
         {"chat_template_kwargs": {"instruction": "\ud800"}},
     ]
-    unseen = {"model": "\ud800", "x": {"\ud800": "\ud800"}, "documents": [{"text": "x", "\ud800": "\ud800"}]}
+    unseen = {
+        "model": "\ud800",
+        "x": {"\ud800": "\ud800"},
+        "documents": [{"text": "x", "\ud800": "\ud800"}],
+    }
     characters = ["\0", "\0x", "\ufeff", "\u0085", "\U0010ffff", "e" + "\u0301" * 5000]
     wrong = (
         "null",
@@ -270,7 +389,11 @@ def odd_bodies() -> Attacks:
         "tru",
         "{}{}",
     )
-    wrong += ('{"query": "q", "documents": [null]}', '{"query": ["q"], "documents": ["x"]}', "\ufeff{}")
+    wrong += (
+        '{"query": "q", "documents": [null]}',
+        '{"query": ["q"], "documents": ["x"]}',
+        "\ufeff{}",
+    )
     return {
         "body: none": (post(b""), "400"),
         "body: gzip": (post(gzip.compress(GOOD), b"Content-Encoding: gzip"), "400 415"),
@@ -280,9 +403,15 @@ def odd_bodies() -> Attacks:
             each(post(GOOD, head=HEAD.replace(b"application/json", kind)) for kind in kinds),
             "200 400",
         ),
-        "body: huge numbers": (each(rerank(**{**part, **one}) for one in huge for part in parts), "200 400 422"),
+        "body: huge numbers": (
+            each(rerank(**{**part, **one}) for one in huge for part in parts),
+            "200 400 422",
+        ),
         "body: numbers that are none": (
-            each(post(b'{"query": "q", "documents": ["x"], "threshold": %s}' % number) for number in numbers),
+            each(
+                post(b'{"query": "q", "documents": ["x"], "threshold": %s}' % number)
+                for number in numbers
+            ),
             "400",
         ),
         "body: half a surrogate pair": (each(rerank(**one) for one in half), "400 422"),
@@ -297,29 +426,54 @@ def odd_bodies() -> Attacks:
 
 def doors() -> Attacks:
     """Keys, paths and methods."""
-    paths = (
-        "/ /health /ready /v1/cluster/auth /v1/models /v1/models/mini /info /metrics /explain /v1/rerank /v2/rerank "
-    )
+    paths = "/ /health /ready /v1/cluster/auth /v1/models /v1/models/mini /info /metrics /explain /v1/rerank /v2/rerank "
     paths += "/rerank /score /v1/score /v1/ranking /openapi.json /nothing"
     tricks = "//info /./info /health/../info /%69nfo /info/ /health%2f..%2finfo /info?/health /INFO /health;/info "
     tricks += "http://localhost/info /info%00 /v1/models/%2e%2e%2f /\\info * /info#/health"
     methods = ("HEAD", "OPTIONS", "PUT", "DELETE", "TRACE", "PATCH", "X" * 100)
-    keys = ["", " ", " \u00e9", " \u2028", " " + "x" * 10_000, f" {KEY} x", f" {KEY}x", f"\t{KEY}", f" {KEY.upper()}"]
-    keys = [*(f"Bearer{key}" for key in keys), f"Basic {KEY}", KEY, "Bearer voil", "Bearer voil\u00c3"]
+    keys = [
+        "",
+        " ",
+        " \u00e9",
+        " \u2028",
+        " " + "x" * 10_000,
+        f" {KEY} x",
+        f" {KEY}x",
+        f"\t{KEY}",
+        f" {KEY.upper()}",
+    ]
+    keys = [
+        *(f"Bearer{key}" for key in keys),
+        f"Basic {KEY}",
+        KEY,
+        "Bearer voil",
+        "Bearer voil\u00c3",
+    ]
     right = (f"Bearer {KEY}", f"bearer {KEY}", f"Bearer   {KEY}  ")
     return {
         "key: none": (post(GOOD, head=OPEN_HEAD), "401"),
-        "key: 2,000 wrong ones": (each([asked("/info", "GET", "Authorization: Bearer wrong")] * 2000), "401"),
-        "key: odd ones": (each(asked("/info", "GET", f"Authorization: {key}") for key in keys), "401"),
+        "key: 2,000 wrong ones": (
+            each([asked("/info", "GET", "Authorization: Bearer wrong")] * 2000),
+            "401",
+        ),
+        "key: odd ones": (
+            each(asked("/info", "GET", f"Authorization: {key}") for key in keys),
+            "401",
+        ),
         "key: the right one, oddly written": (
             each(asked("/info", "GET", f"Authorization: {key}") for key in right),
             "200",
         ),
         "paths: every method on every route": (
-            each(asked(p, m, f"Authorization: Bearer {KEY}") for p in paths.split() for m in methods),
+            each(
+                asked(p, m, f"Authorization: Bearer {KEY}") for p in paths.split() for m in methods
+            ),
             "200 404 405",
         ),
-        "paths: tricks to come in without a key": (each(map(asked, tricks.split())), "307 400 401 404"),
+        "paths: tricks to come in without a key": (
+            each(map(asked, tricks.split())),
+            "307 400 401 404",
+        ),
         "paths: as long as a head may be": (asked("/" + "%41" * 5000), "401 404"),
         "paths: another machine": (asked("evil.example:443", "CONNECT"), "400 401 404 405"),
         "last: 250,000 sentences in one text, and a plain request behind it": (
@@ -372,7 +526,9 @@ def odd_lines(log: Path) -> list[str]:
 
 def main() -> None:
     """Command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--only", default="", help="attacks with this in their name")
     options = parser.parse_args()
     attacks: Attacks = {"nothing": (post(GOOD), "200")}
@@ -388,21 +544,31 @@ def main() -> None:
         }
         with server:
             print(f"One key, 256 files, --timeout 20; {machine()}\n")
-            print("| attack | seconds | answered | /health asked | longest ms |\n|---|--:|---|--:|--:|")
+            print(
+                "| attack | seconds | answered | /health asked | longest ms |\n|---|--:|---|--:|--:|"
+            )
             for name, (attack, allowed) in attacks.items():
                 before, started = len(odd_lines(log)), time.perf_counter()
                 with Witness(server.port) as witness:
                     found = attack(server.port)
-                row = [name, f"{time.perf_counter() - started:.1f}", ", ".join(f"{n} x {s}" for s, n in found.items())]
+                row = [
+                    name,
+                    f"{time.perf_counter() - started:.1f}",
+                    ", ".join(f"{n} x {s}" for s, n in found.items()),
+                ]
                 row += [str(witness.asked), f"{1000 * witness.longest:.0f}"]
                 print(f"| {' | '.join(row)} |", flush=True)
-                wrong = [f"{status} is not allowed" for status in found.keys() - set(allowed.split())]
+                wrong = [
+                    f"{status} is not allowed" for status in found.keys() - set(allowed.split())
+                ]
                 wrong += [f"/health was not answered {witness.missed} times"] * bool(witness.missed)
                 wrong += odd_lines(log)[before:]
                 failed += bool(wrong)
                 print("".join(f"WRONG: {what}\n" for what in wrong), end="", flush=True)
         left = odd_lines(log)[before:]
-    print(f"\n{len(attacks)} attacks, {failed} not answered as they should be; exit status {server.process.returncode}")
+    print(
+        f"\n{len(attacks)} attacks, {failed} not answered as they should be; exit status {server.process.returncode}"
+    )
     print("".join(f"{line}\n" for line in left), end="")
     sys.exit(bool(failed or left or server.process.returncode))
 

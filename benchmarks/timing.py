@@ -56,7 +56,9 @@ class Measured:
         return statistics.median(b / a for a, b in zip(self.seconds, other.seconds, strict=True))
 
 
-def measure(systems: list[System], turns: int, seed: int = 0, *, memory: bool = True) -> list[Measured]:
+def measure(
+    systems: list[System], turns: int, seed: int = 0, *, memory: bool = True
+) -> list[Measured]:
     """Count, then time: one run each for operations and, if asked for, memory, which also warms up; then the turns."""
     counted = [(_peak(system) if memory else -1, _flops(system)) for system in systems]
     times: dict[str, list[float]] = {system.name: [] for system in systems}
@@ -117,7 +119,9 @@ def _flops(system: System) -> int:
     return int(counter.get_total_flops())
 
 
-def _map_flops(inputs: tuple[int, ...], *args: object, out_shape: tuple[int, ...], **kwargs: object) -> int:
+def _map_flops(
+    inputs: tuple[int, ...], *args: object, out_shape: tuple[int, ...], **kwargs: object
+) -> int:
     """Of a linear map with inputs and outputs of these shapes."""
     return 2 * inputs[-1] * math.prod(out_shape)
 

@@ -35,7 +35,9 @@ DOCUMENT_TOKENS, QUERY_TOKENS = 184, 20
 
 def options() -> argparse.Namespace:
     """Shapes of Qwen3-8B unless told otherwise."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--layers", type=int, default=36)
     parser.add_argument("--hidden", type=int, default=4096)
     parser.add_argument("--intermediate", type=int, default=12288)
@@ -54,7 +56,12 @@ class RandomWords:
     """Stands for a tokenizer, which a random model has none of: every text is random ids of a fixed length."""
 
     def __init__(self, vocabulary: int) -> None:
-        self.vocabulary, self.template, self.max_length, self.fingerprint = vocabulary, Template(), 4096, "random"
+        self.vocabulary, self.template, self.max_length, self.fingerprint = (
+            vocabulary,
+            Template(),
+            4096,
+            "random",
+        )
         self.null_prefix, self.after_document = self.ids("template", 20), 4
         self.instruction, self.separator = self.null_prefix[:-4], self.null_prefix[-4:]
 
@@ -69,7 +76,10 @@ class RandomWords:
 
     def documents(self, texts: Sequence[str], query_length: int) -> list[TokenisedDocument]:
         """Documents behind the template."""
-        return [TokenisedDocument(self.null_prefix + self.ids(t, DOCUMENT_TOKENS), False, False) for t in texts]
+        return [
+            TokenisedDocument(self.null_prefix + self.ids(t, DOCUMENT_TOKENS), False, False)
+            for t in texts
+        ]
 
     def encode(self, texts: Sequence[str]) -> list[tuple[int, ...]]:
         """Documents by themselves, and the line breaks between them."""
@@ -98,7 +108,9 @@ def main() -> None:
     with torch.device(device):
         model = AutoModel.from_config(config, dtype=torch.bfloat16)
     core, words = open_backbone(model.requires_grad_(False)), RandomWords(chosen.vocabulary)
-    working = sum(p.numel() for p in model.parameters()) - model.get_input_embeddings().weight.numel()
+    working = (
+        sum(p.numel() for p in model.parameters()) - model.get_input_embeddings().weight.numel()
+    )
     layers = tuple(range(1, chosen.layers))
     reader = ShiftReader(core, words, layers)  # type: ignore[arg-type]
     extractor = FeatureExtractor(reader, FeaturePart(dtype="bfloat16"))
@@ -148,19 +160,31 @@ def main() -> None:
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats()
         held = max(1, chosen.queries // 10)
-        settings = FitOptions(projection_dim=chosen.projection_dim, epochs=chosen.epochs, keep="last")
+        settings = FitOptions(
+            projection_dim=chosen.projection_dim, epochs=chosen.epochs, keep="last"
+        )
         numbers = len(layers) * chosen.kv_heads * chosen.projection_dim * chosen.width
         figures["fit_tflop_per_epoch"] = (
-            6e-12 * numbers * sum(store[number].shifts.shape[2] for number in range(held, chosen.queries))
+            6e-12
+            * numbers
+            * sum(store[number].shifts.shape[2] for number in range(held, chosen.queries))
         )
         for name, source in (("streamed", store), ("resident", resident(store, device))):
             started = time.perf_counter()
-            train, validation = subset(source, range(held, chosen.queries)), subset(source, range(held))
+            train, validation = (
+                subset(source, range(held, chosen.queries)),
+                subset(source, range(held)),
+            )
             fit(train, validation, layers, settings, device=device)
             figures[f"fit_s_per_epoch_{name}"] = (time.perf_counter() - started) / chosen.epochs
         if device.type == "cuda":
             figures["peak_gb_fit"] = torch.cuda.max_memory_allocated() / 1e9
-    print(json.dumps({name: round(v, 4) if isinstance(v, float) else v for name, v in figures.items()}, indent=2))
+    print(
+        json.dumps(
+            {name: round(v, 4) if isinstance(v, float) else v for name, v in figures.items()},
+            indent=2,
+        )
+    )
 
 
 if __name__ == "__main__":

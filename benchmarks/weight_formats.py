@@ -29,7 +29,9 @@ LARGEST = torch.finfo(torch.float8_e4m3fn).max
 def fp8_rows(states: Tensor) -> Tensor:
     """Round to float8 with a scale for each row."""
     scale = states.abs().amax(-1, keepdim=True).clamp_min(1e-12) / LARGEST
-    return (states / scale).clamp(-LARGEST, LARGEST).to(torch.float8_e4m3fn).to(states.dtype) * scale
+    return (states / scale).clamp(-LARGEST, LARGEST).to(torch.float8_e4m3fn).to(
+        states.dtype
+    ) * scale
 
 
 def round_activations(ranker: RSRank) -> None:
@@ -45,7 +47,9 @@ def nf4_weights(ranker: RSRank) -> None:
 
     for module in ranker.backbone.model.modules():
         if isinstance(module, nn.Linear):
-            module.weight.data = dequantize_4bit(*quantize_4bit(module.weight.data, blocksize=64, quant_type="nf4"))
+            module.weight.data = dequantize_4bit(
+                *quantize_4bit(module.weight.data, blocksize=64, quant_type="nf4")
+            )
 
 
 def bfloat16_weights(ranker: RSRank) -> None:
@@ -73,7 +77,9 @@ FORMS: dict[str, tuple[dict[str, Any], Any]] = {
 
 def main() -> None:
     """Score everything in every form and print what moved."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--model", default="mini")
     parser.add_argument("--data", type=Path, nargs="+", required=True)
     parser.add_argument("--limit", type=int, default=20, help="queries of each file")
@@ -89,11 +95,19 @@ def main() -> None:
             change(ranker)
         found = {name: score_dataset(ranker, queries) for name, queries in sets.items()}
         records = [summarise(scored) for scored in found.values()]
-        scores = torch.tensor([score for scored in found.values() for query in scored for score in query.scores])
-        return scores, 100 * fmean(r["ndcg@5"] for r in records), 100 * fmean(r["f1@tau"] for r in records)
+        scores = torch.tensor(
+            [score for scored in found.values() for query in scored for score in query.scores]
+        )
+        return (
+            scores,
+            100 * fmean(r["ndcg@5"] for r in records),
+            100 * fmean(r["f1@tau"] for r in records),
+        )
 
     exact, *quality = measure({}, None)
-    print(f"{options.model}: {len(exact):,} documents, standard deviation of the scores {exact.std():.2f}")
+    print(
+        f"{options.model}: {len(exact):,} documents, standard deviation of the scores {exact.std():.2f}"
+    )
     print(f"{'':22}{'largest':>9}{'mean':>9}{'decisions changed':>20}{'nDCG@5':>9}{'F1 at 0':>9}")
     print(f"{'float32':22}{'':9}{'':9}{'':20}{quality[0]:9.1f}{quality[1]:9.1f}")
     for name in options.forms:

@@ -34,11 +34,31 @@ TEMPLATE = Template(instruction="Judge the document : ", separator=" Query : ")
 """For the random models, whose tokenizer has a token for each word."""
 
 SHAPES = {
-    "qwen3-0.6b": {"hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 28, "num_attention_heads": 16},
-    "qwen3-4b": {"hidden_size": 2560, "intermediate_size": 9728, "num_hidden_layers": 36, "num_attention_heads": 32},
-    "qwen3-8b": {"hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 36, "num_attention_heads": 32},
+    "qwen3-0.6b": {
+        "hidden_size": 1024,
+        "intermediate_size": 3072,
+        "num_hidden_layers": 28,
+        "num_attention_heads": 16,
+    },
+    "qwen3-4b": {
+        "hidden_size": 2560,
+        "intermediate_size": 9728,
+        "num_hidden_layers": 36,
+        "num_attention_heads": 32,
+    },
+    "qwen3-8b": {
+        "hidden_size": 4096,
+        "intermediate_size": 12288,
+        "num_hidden_layers": 36,
+        "num_attention_heads": 32,
+    },
 }
-TOY = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 3, "num_attention_heads": 4}
+TOY = {
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+}
 SIZES = ("mini", *SHAPES)
 WEIGHTS: dict[str, dict[str, bool]] = {
     "bf16": {},
@@ -52,7 +72,9 @@ WEIGHTS: dict[str, dict[str, bool]] = {
 def passages(count: int, words: int, spread: float = 0.0, seed: int = 0) -> list[str]:
     """Made-up passages of about ``words`` words; ``spread`` 1/3 lets lengths lie within a third of it."""
     rng = random.Random(seed)
-    lengths = [rng.randint(round(words * (1 - spread)), round(words * (1 + spread))) for _ in range(count)]
+    lengths = [
+        rng.randint(round(words * (1 - spread)), round(words * (1 + spread))) for _ in range(count)
+    ]
     return [" ".join(rng.choices(WORDS, k=length)) for length in lengths]
 
 
@@ -81,8 +103,13 @@ def load(
         toy: Make it tiny, for the same reason.
     """
     if size == "mini":
-        return RSRank.from_pretrained("mini", device=device, dtype=dtype, prefix_cache=False, **WEIGHTS[weights])
-    shape = {**(TOY if toy else SHAPES[size]), **({} if layers is None else {"num_hidden_layers": layers})}
+        return RSRank.from_pretrained(
+            "mini", device=device, dtype=dtype, prefix_cache=False, **WEIGHTS[weights]
+        )
+    shape = {
+        **(TOY if toy else SHAPES[size]),
+        **({} if layers is None else {"num_hidden_layers": layers}),
+    }
     words, width, heads = (128, 16, 2) if toy else (151936, 128, 8)
     config = Qwen3Config(
         **{"vocab_size": words, "head_dim": width, "num_key_value_heads": heads, **shape},
@@ -97,7 +124,9 @@ def load(
         tokenizer().save_pretrained(folder)
         projection = Projection.random(range(1, config.num_hidden_layers), heads, width // 2, width)
         ranker = RSRank.from_backbone(folder, projection, template=TEMPLATE, options=options)
-    return RSRank(ranker.backbone, ranker.prompts, ranker.projection, ranker.config, prefix_cache=False)
+    return RSRank(
+        ranker.backbone, ranker.prompts, ranker.projection, ranker.config, prefix_cache=False
+    )
 
 
 def keep_share(ranker: RSRank, documents: list[str], share: float, query: str = QUERY) -> None:
@@ -110,10 +139,20 @@ def keep_share(ranker: RSRank, documents: list[str], share: float, query: str = 
 
 def tokenizer() -> PreTrainedTokenizerFast:
     """One token for each word that the made-up texts and the template have."""
-    pieces = ["<pad>", "<unk>", "<s>", *WORDS, *f"{QUERY} {TEMPLATE.instruction} {TEMPLATE.separator} .".split()]
-    words = Tokenizer(models.WordLevel({p: i for i, p in enumerate(dict.fromkeys(pieces))}, unk_token="<unk>"))
+    pieces = [
+        "<pad>",
+        "<unk>",
+        "<s>",
+        *WORDS,
+        *f"{QUERY} {TEMPLATE.instruction} {TEMPLATE.separator} .".split(),
+    ]
+    words = Tokenizer(
+        models.WordLevel({p: i for i, p in enumerate(dict.fromkeys(pieces))}, unk_token="<unk>")
+    )
     words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    return PreTrainedTokenizerFast(tokenizer_object=words, pad_token="<pad>", unk_token="<unk>", bos_token="<s>")
+    return PreTrainedTokenizerFast(
+        tokenizer_object=words, pad_token="<pad>", unk_token="<unk>", bos_token="<s>"
+    )
 
 
 Values = Callable[[list[tuple[int, ...]], tuple[int, ...]], list[Tensor]]
@@ -139,7 +178,9 @@ class Plain:
         """Scores in input order."""
         prompts, projection = self.ranker.prompts, self.ranker.projection
         tokens = prompts.query(query)
-        prefixes = [document.ids for document in prompts.documents(list(documents), len(tokens.ids))]
+        prefixes = [
+            document.ids for document in prompts.documents(list(documents), len(tokens.ids))
+        ]
         alone, _ = self._read([prompts.null_prefix], tokens.ids, tokens.scored)
         scores: list[float] = []
         for start in range(0, len(prefixes), self.rows):
@@ -147,7 +188,9 @@ class Plain:
             found, agreement = self._read(batch, tokens.ids, tokens.scored)
             total = torch.zeros(len(batch), device=self.ranker.backbone.device)
             for layer in projection.layers:
-                shift = representational_shift(found[layer][:, :, tokens.scored], alone[layer][:, :, tokens.scored])
+                shift = representational_shift(
+                    found[layer][:, :, tokens.scored], alone[layer][:, :, tokens.scored]
+                )
                 total += projection.terms(layer, shift).mean(-1).sum(-1)
             scores += (total + projection.beside(agreement).sum(1)).tolist()
         return scores
@@ -173,7 +216,9 @@ class Plain:
 
         layers = layers_of(self.ranker.backbone.model)
         hooks = [layer.register_forward_pre_hook(apart) for layer in layers[:fusion]]
-        hooks += [layers[fusion].register_forward_pre_hook(lambda _module, args: entering.append(args[0]))]
+        hooks += [
+            layers[fusion].register_forward_pre_hook(lambda _module, args: entering.append(args[0]))
+        ]
         if self.ranker.config.documents_stay:
             hooks += [layer.register_forward_pre_hook(stay) for layer in layers[fusion + 1 :]]
         try:
@@ -184,15 +229,21 @@ class Plain:
         if not fusion:
             return found, torch.zeros(len(prefixes), 2, device=entering[0].device)
         states = entering[0].float()
-        documents = torch.stack([row[: len(prefix)].mean(0) for row, prefix in zip(states, prefixes, strict=True)])
+        documents = torch.stack(
+            [row[: len(prefix)].mean(0) for row, prefix in zip(states, prefixes, strict=True)]
+        )
         cosines = cosine_similarity(documents, states[:, width:].mean(1))
-        values = normalize(value_projections(self.ranker.backbone.model)[fusion](entering[0]).float(), dim=-1)
+        values = normalize(
+            value_projections(self.ranker.backbone.model)[fusion](entering[0]).float(), dim=-1
+        )
         before, after = len(self.ranker.prompts.instruction), self.ranker.prompts.after_document
         nearest = [
             (asked[scored] @ row[before : len(prefix) - after].mT).amax(1).mean()
             if len(prefix) > before + after
             else cosines[0]
-            for row, asked, prefix in zip(values[:, :width], values[:, width:], prefixes, strict=True)
+            for row, asked, prefix in zip(
+                values[:, :width], values[:, width:], prefixes, strict=True
+            )
         ]
         return found, torch.stack([cosines, torch.stack(nearest)], 1)
 
@@ -204,20 +255,30 @@ def value_projections(model: torch.nn.Module) -> list[torch.nn.Module]:
     return [layer.self_attn.v_proj for layer in model.layers]
 
 
-def _inputs(ranker: RSRank, prefixes: list[tuple[int, ...]], query: tuple[int, ...]) -> dict[str, Tensor]:
+def _inputs(
+    ranker: RSRank, prefixes: list[tuple[int, ...]], query: tuple[int, ...]
+) -> dict[str, Tensor]:
     """One padded batch: a decoder is padded on the left; an encoder gets the block mask."""
     width, count, device = max(map(len, prefixes)), len(query), ranker.backbone.device
     if ranker.backbone.causal:
         ids = torch.tensor([[*[0] * (width - len(p)), *p, *query] for p in prefixes], device=device)
-        valid = torch.tensor([[0] * (width - len(p)) + [1] * (len(p) + count) for p in prefixes], device=device)
+        valid = torch.tensor(
+            [[0] * (width - len(p)) + [1] * (len(p) + count) for p in prefixes], device=device
+        )
         positions = (valid.cumsum(1) - 1).clamp_min(0)
         return {"input_ids": ids, "attention_mask": valid, "position_ids": positions}
     ids = torch.tensor([[*p, *[0] * (width - len(p)), *query] for p in prefixes], device=device)
     positions = torch.tensor([[*range(width), *range(count)]] * len(prefixes), device=device)
-    valid = torch.tensor([[True] * len(p) + [False] * (width - len(p)) + [True] * count for p in prefixes])
+    valid = torch.tensor(
+        [[True] * len(p) + [False] * (width - len(p)) + [True] * count for p in prefixes]
+    )
     allowed = valid[:, None].repeat(1, width + count, 1)
     allowed[:, :width, width:] = False
-    return {"input_ids": ids, "attention_mask": allowed[:, None].to(device), "position_ids": positions}
+    return {
+        "input_ids": ids,
+        "attention_mask": allowed[:, None].to(device),
+        "position_ids": positions,
+    }
 
 
 def by_hidden_states(ranker: RSRank) -> Values:
@@ -226,10 +287,16 @@ def by_hidden_states(ranker: RSRank) -> Values:
     whole = base if not ranker.backbone.causal else _with_head(base)
 
     def values(prefixes: list[tuple[int, ...]], query: tuple[int, ...]) -> list[Tensor]:
-        hidden = whole(**_inputs(ranker, prefixes, query), output_hidden_states=True, use_cache=False).hidden_states
+        hidden = whole(
+            **_inputs(ranker, prefixes, query), output_hidden_states=True, use_cache=False
+        ).hidden_states
         found = []
         for layer, projection in enumerate(value_projections(base)):
-            states = hidden[layer] if not ranker.backbone.causal else base.layers[layer].input_layernorm(hidden[layer])
+            states = (
+                hidden[layer]
+                if not ranker.backbone.causal
+                else base.layers[layer].input_layernorm(hidden[layer])
+            )
             found.append(_heads(projection(states[:, -len(query) :]), ranker))
         return found
 
@@ -243,7 +310,9 @@ def by_hooks(ranker: RSRank) -> Values:
     def values(prefixes: list[tuple[int, ...]], query: tuple[int, ...]) -> list[Tensor]:
         found: list[Tensor] = []
         hooks = [
-            p.register_forward_hook(lambda _m, _i, out: found.append(_heads(out[:, -len(query) :], ranker)))
+            p.register_forward_hook(
+                lambda _m, _i, out: found.append(_heads(out[:, -len(query) :], ranker))
+            )
             for p in value_projections(model)
         ]
         try:
@@ -286,12 +355,16 @@ class SameSizeCrossEncoder:
         labels = {"id2label": {0: "relevant"}, "label2id": {"relevant": 0}, "pad_token_id": 0}
         config = type(base.config).from_dict({**base.config.to_dict(), **labels})
         device, dtype = ranker.backbone.device, ranker.backbone.dtype
-        small = type(config).from_dict({**config.to_dict(), "num_hidden_layers": 1, "layer_types": None})
+        small = type(config).from_dict(
+            {**config.to_dict(), "num_hidden_layers": 1, "layer_types": None}
+        )
         with tempfile.TemporaryDirectory() as folder:
             path = Path(folder)
             AutoModelForSequenceClassification.from_config(small, dtype=dtype).save_pretrained(path)
             ranker.prompts.tokenizer.save_pretrained(path)
-            self.model = CrossEncoder(str(path), device=str(device), max_length=ranker.prompts.max_length)
+            self.model = CrossEncoder(
+                str(path), device=str(device), max_length=ranker.prompts.max_length
+            )
         with torch.device(device):
             whole = AutoModelForSequenceClassification.from_config(config, dtype=dtype)
         if ranker.backbone.causal:

@@ -26,7 +26,9 @@ def main() -> None:
     screen.print(f"\n{len(result.kept)} of {len(passages)} passages go to the language model.")
     screen.print("Nothing was tuned: a passage is kept when its score is above zero.\n")
 
-    screen.print("Why? Each score is a sum over the query's tokens (rows) and the encoder's layers (columns):\n")
+    screen.print(
+        "Why? Each score is a sum over the query's tokens (rows) and the encoder's layers (columns):\n"
+    )
     for document in (result.kept[:1], result.dropped[-1:]):
         for ranked in document:
             screen.print(explanation_text(ranker.explain(QUERY, ranked.text)), soft_wrap=True)

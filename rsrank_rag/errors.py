@@ -44,7 +44,8 @@ def finite(score: float, index: int) -> float:
     if math.isfinite(score):
         return score
     raise ScoringError(
-        f"Document {index} scored {score}. The model overflowed on it: load it in bfloat16 or float32.", index
+        f"Document {index} scored {score}. The model overflowed on it: load it in bfloat16 or float32.",
+        index,
     )
 
 
@@ -65,7 +66,11 @@ class RemoteError(RSRankError):
     """
 
     def __init__(
-        self, message: str, status: int | None = None, transient: bool = False, retry_after: float | None = None
+        self,
+        message: str,
+        status: int | None = None,
+        transient: bool = False,
+        retry_after: float | None = None,
     ) -> None:
         super().__init__(message)
         self.status, self.transient, self.retry_after = status, transient, retry_after
@@ -87,7 +92,10 @@ def pip_install(extra: str) -> str:
     name, source = "rsrank-rag", {}
     for installed in ("rsrank-rag-client", "rsrank-rag"):
         with suppress(PackageNotFoundError):
-            source, name = json.loads(distribution(installed).read_text("direct_url.json") or "{}"), installed
+            source, name = (
+                json.loads(distribution(installed).read_text("direct_url.json") or "{}"),
+                installed,
+            )
     place = urlparse(source.get("url", ""))
     if place.scheme == "file":
         editable = "-e " if source.get("dir_info", {}).get("editable") else ""
@@ -121,7 +129,9 @@ def nearest(name: str, names: Iterable[str], prefix: str = "") -> str:
     >>> nearest("epoch", ["epochs", "seed"], "fit.")
     " Did you mean 'fit.epochs'?"
     """
-    found = [repr(prefix + known) for known in get_close_matches(name, list(names), n=3, cutoff=0.7)]
+    found = [
+        repr(prefix + known) for known in get_close_matches(name, list(names), n=3, cutoff=0.7)
+    ]
     return f" Did you mean {' or '.join(found)}?" if found else ""
 
 

@@ -13,7 +13,11 @@ from .errors import InputError, needs
 from .reranker import Limits, RankResult
 
 with needs("rsrank_rag.langchain needs langchain-core.", "langchain", "langchain_core"):
-    from langchain_core.callbacks import AsyncCallbackManagerForRetrieverRun, CallbackManagerForRetrieverRun, Callbacks
+    from langchain_core.callbacks import (
+        AsyncCallbackManagerForRetrieverRun,
+        CallbackManagerForRetrieverRun,
+        Callbacks,
+    )
     from langchain_core.documents import BaseDocumentCompressor, Document
     from langchain_core.retrievers import BaseRetriever, RetrieverLike
     from langchain_core.runnables import Runnable, RunnableConfig, RunnableLambda
@@ -38,13 +42,20 @@ class RSRankCompressor(RerankerAdapter, BaseDocumentCompressor):
     []
     """
 
-    score_key: str = Field(default="relevance_score", min_length=1, description="Metadata key of the score.")
+    score_key: str = Field(
+        default="relevance_score", min_length=1, description="Metadata key of the score."
+    )
     metadata_fields: tuple[str, ...] = Field(
-        default=(), description="Metadata read as part of the document: their values, one a line, before its text."
+        default=(),
+        description="Metadata read as part of the document: their values, one a line, before its text.",
     )
 
     def compress_documents(
-        self, documents: Sequence[Document], query: str, callbacks: Callbacks | None = None, **limits: Unpack[Limits]
+        self,
+        documents: Sequence[Document],
+        query: str,
+        callbacks: Callbacks | None = None,
+        **limits: Unpack[Limits],
     ) -> list[Document]:
         """Rank documents and give copies of the relevant ones, best first, with a Python float under ``score_key``.
 
@@ -55,13 +66,22 @@ class RSRankCompressor(RerankerAdapter, BaseDocumentCompressor):
             InputError: An empty or too long query, or a limit out of range.
             ScoringError: A document could not be scored; it is named.
         """
-        return self.as_runnable().invoke({"query": query, "documents": documents}, {"callbacks": callbacks}, **limits)
+        return self.as_runnable().invoke(
+            {"query": query, "documents": documents}, {"callbacks": callbacks}, **limits
+        )
 
     async def acompress_documents(
-        self, documents: Sequence[Document], query: str, callbacks: Callbacks | None = None, **limits: Unpack[Limits]
+        self,
+        documents: Sequence[Document],
+        query: str,
+        callbacks: Callbacks | None = None,
+        **limits: Unpack[Limits],
     ) -> list[Document]:
         """As `compress_documents`, without blocking the event loop; a cancelled call leaves the model's queue."""
-        inputs, config = {"query": query, "documents": documents}, RunnableConfig(callbacks=callbacks)
+        inputs, config = (
+            {"query": query, "documents": documents},
+            RunnableConfig(callbacks=callbacks),
+        )
         return await self.as_runnable().ainvoke(inputs, config, **limits)
 
     def as_runnable(
@@ -77,12 +97,18 @@ class RSRankCompressor(RerankerAdapter, BaseDocumentCompressor):
             try:
                 return inputs[query_key], list(inputs[documents_key])
             except (KeyError, TypeError):
-                found = f"keys {sorted(map(str, inputs))}" if isinstance(inputs, dict) else type(inputs).__name__
+                found = (
+                    f"keys {sorted(map(str, inputs))}"
+                    if isinstance(inputs, dict)
+                    else type(inputs).__name__
+                )
                 raise InputError(
                     f"{type(self).__name__} needs a dictionary with {query_key!r} and {documents_key!r}, got {found}."
                 ) from None
 
-        def run(inputs: dict[str, Any], config: RunnableConfig, **limits: Unpack[Limits]) -> list[Document]:
+        def run(
+            inputs: dict[str, Any], config: RunnableConfig, **limits: Unpack[Limits]
+        ) -> list[Document]:
             query, documents = unpack(inputs)
             chosen = self._limits(limits)
             result = self._rank(query, self._texts(documents), chosen)
@@ -90,7 +116,9 @@ class RSRankCompressor(RerankerAdapter, BaseDocumentCompressor):
                 self._trace(result).invoke(chosen, config)
             return self._copies(documents, result)
 
-        async def arun(inputs: dict[str, Any], config: RunnableConfig, **limits: Unpack[Limits]) -> list[Document]:
+        async def arun(
+            inputs: dict[str, Any], config: RunnableConfig, **limits: Unpack[Limits]
+        ) -> list[Document]:
             query, documents = unpack(inputs)
             chosen = self._limits(limits)
             result = await self._arank(query, self._texts(documents), chosen)
@@ -113,7 +141,9 @@ class RSRankCompressor(RerankerAdapter, BaseDocumentCompressor):
             "documents": len(documents),
             "kept": len(result.kept),
             "truncated": sum(document.truncated for document in documents),
-            "dropped": [{"index": document.index, "score": document.score} for document in result.dropped],
+            "dropped": [
+                {"index": document.index, "score": document.score} for document in result.dropped
+            ],
         }
 
         def tell(asked: Limits) -> dict[str, Any]:
@@ -134,9 +164,15 @@ class RSRankCompressor(RerankerAdapter, BaseDocumentCompressor):
                 ", ".join(map(repr, unknown)),
                 ", ".join(sorted(there)) or "none",
             )
-        fields = ([document.metadata.get(name) for name in self.metadata_fields] for document in documents)
-        before = ("".join(f"{value}\n" for value in values if value is not None) for values in fields)
-        return [(text, document.page_content) for text, document in zip(before, documents, strict=True)]
+        fields = (
+            [document.metadata.get(name) for name in self.metadata_fields] for document in documents
+        )
+        before = (
+            "".join(f"{value}\n" for value in values if value is not None) for values in fields
+        )
+        return [
+            (text, document.page_content) for text, document in zip(before, documents, strict=True)
+        ]
 
     def _copies(self, documents: Sequence[Document], result: RankResult) -> list[Document]:
         copies = []

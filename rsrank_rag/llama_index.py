@@ -35,7 +35,9 @@ class RSRankPostprocessor(RerankerAdapter, BaseNodePostprocessor):
     []
     """
 
-    metadata_mode: MetadataMode = Field(default=MetadataMode.EMBED, description="Which metadata are read with a node.")
+    metadata_mode: MetadataMode = Field(
+        default=MetadataMode.EMBED, description="Which metadata are read with a node."
+    )
     keep_retrieval_score: bool = Field(
         default=False,
         description="Put the retriever's score into the metadata of copied nodes, hidden from embedding and LLM.",
@@ -81,7 +83,10 @@ class RSRankPostprocessor(RerankerAdapter, BaseNodePostprocessor):
 
     @dispatcher.span
     def _postprocess_nodes(
-        self, nodes: list[NodeWithScore], query_bundle: QueryBundle | None = None, **limits: Unpack[Limits]
+        self,
+        nodes: list[NodeWithScore],
+        query_bundle: QueryBundle | None = None,
+        **limits: Unpack[Limits],
     ) -> list[NodeWithScore]:
         query, chosen = _query(query_bundle), self._limits(limits)
         with self._traced(query, nodes, chosen) as kept:
@@ -90,7 +95,10 @@ class RSRankPostprocessor(RerankerAdapter, BaseNodePostprocessor):
 
     @dispatcher.span
     async def _apostprocess_nodes(
-        self, nodes: list[NodeWithScore], query_bundle: QueryBundle | None = None, **limits: Unpack[Limits]
+        self,
+        nodes: list[NodeWithScore],
+        query_bundle: QueryBundle | None = None,
+        **limits: Unpack[Limits],
     ) -> list[NodeWithScore]:
         query, chosen = _query(query_bundle), self._limits(limits)
         with self._traced(query, nodes, chosen) as kept:
@@ -98,7 +106,9 @@ class RSRankPostprocessor(RerankerAdapter, BaseNodePostprocessor):
         return kept
 
     @contextmanager
-    def _traced(self, query: str, nodes: list[NodeWithScore], limits: Limits) -> Iterator[list[NodeWithScore]]:
+    def _traced(
+        self, query: str, nodes: list[NodeWithScore], limits: Limits
+    ) -> Iterator[list[NodeWithScore]]:
         """Events around one call, in both of LlamaIndex's systems; each start gets its end, also after an error."""
         kept: list[NodeWithScore] = []
         top_n = limits["top_n"] or len(nodes)
@@ -111,7 +121,9 @@ class RSRankPostprocessor(RerankerAdapter, BaseNodePostprocessor):
             **({EventPayload.ADDITIONAL_KWARGS: told} if told else {}),
         }
         with self.callback_manager.event(CBEventType.RERANKING, payload=payload) as event:
-            start = ReRankStartEvent(query=query, nodes=nodes, top_n=top_n, model_name=self.model_label, tags=told)
+            start = ReRankStartEvent(
+                query=query, nodes=nodes, top_n=top_n, model_name=self.model_label, tags=told
+            )
             dispatcher.event(start)
             try:
                 yield kept
@@ -126,13 +138,19 @@ class RSRankPostprocessor(RerankerAdapter, BaseNodePostprocessor):
             own, content = node.get_content(), node.get_content(metadata_mode=self.metadata_mode)
             # Where metadata stand behind a text that is kept in parts, it is read without them.
             whole = self.extract is None and self.long_documents != "windows"
-            texts.append((content.removesuffix(own), own) if content.endswith(own) else ("", content if whole else own))
+            texts.append(
+                (content.removesuffix(own), own)
+                if content.endswith(own)
+                else ("", content if whole else own)
+            )
         return texts
 
     def _scored(self, nodes: list[NodeWithScore], result: RankResult) -> list[NodeWithScore]:
         if isinstance(result, Unranked):
             dispatcher.event(ExceptionEvent(exception=result.error))
-            with self.callback_manager.event(CBEventType.EXCEPTION, payload={EventPayload.EXCEPTION: result.error}):
+            with self.callback_manager.event(
+                CBEventType.EXCEPTION, payload={EventPayload.EXCEPTION: result.error}
+            ):
                 pass  # nothing lasts
         found = []
         for ranked, marks in self._handed_on(result):
@@ -142,7 +160,9 @@ class RSRankPostprocessor(RerankerAdapter, BaseNodePostprocessor):
             node = _copied(given.node, {**retrieval, **marks, **places})
             if text != given.node.get_content():
                 node.set_content(text)
-            found.append(NodeWithScore(node=node, score=given.score if ERROR in marks else ranked.score))
+            found.append(
+                NodeWithScore(node=node, score=given.score if ERROR in marks else ranked.score)
+            )
         return found
 
 
@@ -152,7 +172,9 @@ def _copied(node: BaseNode, hidden: dict[str, Any]) -> BaseNode:
         name: list(dict.fromkeys([*getattr(node, name), *hidden]))
         for name in ("excluded_embed_metadata_keys", "excluded_llm_metadata_keys")
     }
-    return node.model_copy(update={"metadata": {**without_marks(node.metadata), **hidden}, **excluded})
+    return node.model_copy(
+        update={"metadata": {**without_marks(node.metadata), **hidden}, **excluded}
+    )
 
 
 def _bundle(query_bundle: QueryBundle | None, query_str: str | None) -> QueryBundle | None:

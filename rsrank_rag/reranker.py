@@ -50,7 +50,9 @@ class Reranker(ABC):
 
     def with_instruction(self, instruction: str) -> Self:
         """The same, judging by an instruction of the caller; InputError if this reranker takes none."""
-        raise InputError(f"An instruction was given, and {type(self).__name__} takes none. Leave it out.")
+        raise InputError(
+            f"An instruction was given, and {type(self).__name__} takes none. Leave it out."
+        )
 
     def with_salt(self, salt: str) -> Self:
         """The same model; what it keeps of documents is found by callers with the same salt only."""
@@ -60,7 +62,9 @@ class Reranker(ABC):
     def score(self, query: str, documents: Sequence[str]) -> list[float]:
         """Relevance of each document to the query, in input order; above the native threshold means relevant."""
 
-    def score_documents(self, query: str, documents: Sequence[str], *, show_progress: bool = False) -> list[Scored]:
+    def score_documents(
+        self, query: str, documents: Sequence[str], *, show_progress: bool = False
+    ) -> list[Scored]:
         """What `rank` sorts, in input order. Override it where there is more to say than a score.
 
         Raises:
@@ -84,7 +88,9 @@ class Reranker(ABC):
         """
         pairs = as_pairs(pairs)
         if any(pair.max_tokens is not None for pair in pairs):
-            raise InputError(f"{type(self).__name__} cannot cut documents after a number of tokens. Send them shorter.")
+            raise InputError(
+                f"{type(self).__name__} cannot cut documents after a number of tokens. Send them shorter."
+            )
         places: dict[str, list[int]] = {}
         for place, pair in enumerate(pairs):
             places.setdefault(pair.query, []).append(place)
@@ -130,27 +136,44 @@ class Reranker(ABC):
         check_limits(limit, top_n, min_docs)
 
         def score(pairs: Sequence[Pair]) -> list[Scored]:
-            return self.score_documents(query, [pair.document for pair in pairs], show_progress=show_progress)
+            return self.score_documents(
+                query, [pair.document for pair in pairs], show_progress=show_progress
+            )
 
         if reading.extract:
-            scored = score_in_parts([Pair(query, text, None, reading) for text in documents], self.token_ends, score)
+            scored = score_in_parts(
+                [Pair(query, text, None, reading) for text in documents], self.token_ends, score
+            )
         else:
             scored = list(self.score_documents(query, documents, show_progress=show_progress))
             # Read again is only what was cut: counting the tokens of all others would cost a fifth of a warm call.
-            if cut := [i for i, one in enumerate(scored) if one.truncated and reading.long_documents == "windows"]:
+            if cut := [
+                i
+                for i, one in enumerate(scored)
+                if one.truncated and reading.long_documents == "windows"
+            ]:
                 pairs = [Pair(query, documents[place], None, reading) for place in cut]
                 try:
-                    for place, found in zip(cut, score_in_parts(pairs, self.token_ends, score), strict=True):
+                    for place, found in zip(
+                        cut, score_in_parts(pairs, self.token_ends, score), strict=True
+                    ):
                         scored[place] = found
                 except ScoringError as error:
                     raise of_document(error, cut[error.index]) from error
-        return choose(query, documents, scored, limit, top_n=top_n, min_docs=min_docs, reading=reading)
+        return choose(
+            query, documents, scored, limit, top_n=top_n, min_docs=min_docs, reading=reading
+        )
 
     def _reading(self, options: ReadingOptions) -> Reading:
         """What is asked for; InputError if that is windows, and nobody counts tokens."""
         if unknown := sorted(options.keys() - ReadingOptions.__annotations__.keys()):
-            raise TypeError(f"rank() has no argument {unknown[0]!r}.{nearest(unknown[0], RankOptions.__annotations__)}")
-        chosen: Any = {**options, "long_documents": options.get("long_documents") or self.long_documents}
+            raise TypeError(
+                f"rank() has no argument {unknown[0]!r}.{nearest(unknown[0], RankOptions.__annotations__)}"
+            )
+        chosen: Any = {
+            **options,
+            "long_documents": options.get("long_documents") or self.long_documents,
+        }
         reading = Reading(**chosen)
         if reading.long_documents == "windows":
             self.token_ends("")
@@ -161,7 +184,9 @@ class Reranker(ABC):
         reading, found = self._reading(options), dict[str, None]()
         for index, text in enumerate(as_list(documents)):
             spans = spans_of(index, Pair("", text, None, reading), self.token_ends)
-            whole = [] if reading.extract else [text]  # what is too long is found out by its beginning
+            whole = (
+                [] if reading.extract else [text]
+            )  # what is too long is found out by its beginning
             found |= dict.fromkeys([*whole, *(text[slice(*span)] for span in spans)])
         return list(found)
 
@@ -181,12 +206,18 @@ def as_list(documents: Iterable[str]) -> list[str]:
     """Documents as a list, whatever iterable they came in; InputError for one string, or what is no iterable."""
     if isinstance(documents, (str, bytes)):
         raise InputError("documents must be a list of strings, got one string. Put it in a list.")
-    if isinstance(documents, Mapping) or hasattr(documents, "columns"):  # they would be read as the names in them
-        raise InputError(f"documents must be a list of strings, got {type(documents).__name__}. Pass the texts in it.")
+    if isinstance(documents, Mapping) or hasattr(
+        documents, "columns"
+    ):  # they would be read as the names in them
+        raise InputError(
+            f"documents must be a list of strings, got {type(documents).__name__}. Pass the texts in it."
+        )
     try:
         return list(documents)
     except TypeError:
-        raise InputError(f"documents must be a list of strings, got {type(documents).__name__}.") from None
+        raise InputError(
+            f"documents must be a list of strings, got {type(documents).__name__}."
+        ) from None
 
 
 def as_pairs(pairs: Iterable[Pair | tuple[str, ...]]) -> list[Pair]:
@@ -199,7 +230,9 @@ def as_pairs(pairs: Iterable[Pair | tuple[str, ...]]) -> list[Pair]:
     return found
 
 
-def check_limits(threshold: float | Literal["native"] | None, top_n: int | None, min_docs: int) -> None:
+def check_limits(
+    threshold: float | Literal["native"] | None, top_n: int | None, min_docs: int
+) -> None:
     """Refuse limits of `Reranker.rank` that are out of range, or contradict each other, with an InputError."""
     threshold = None if threshold == "native" else threshold
     for name, value, kinds in (
@@ -208,7 +241,9 @@ def check_limits(threshold: float | Literal["native"] | None, top_n: int | None,
         ("min_docs", min_docs, (int,)),
     ):
         if not isinstance(value, kinds) or isinstance(value, bool):
-            raise InputError(f"{name} must be a number{' or None' if type(None) in kinds else ''}, got {value!r}.")
+            raise InputError(
+                f"{name} must be a number{' or None' if type(None) in kinds else ''}, got {value!r}."
+            )
     if threshold is not None and math.isnan(threshold):
         raise InputError("threshold is NaN. Give a number, or None to rank without dropping.")
     if top_n is not None and top_n < 1:

@@ -26,9 +26,15 @@ from .prefixes.settings import Choice, as_prefix_cache
 from .prefixes.store import PrefixStore, disk_bytes
 from .reranker import BLANK_SCORE, Pair, Reranker, Scored, as_list, as_pairs
 
-ALIKE_KEPT = 0.4  # as `batching.ALIKE`, for documents that are kept: padding costs them attention only
+ALIKE_KEPT = (
+    0.4  # as `batching.ALIKE`, for documents that are kept: padding costs them attention only
+)
 
-JOINED_BYTES = {"cpu": 128_000_000, "cuda": 4_000_000_000, "mps": 1_000_000_000}  # of kept prefixes that are joined
+JOINED_BYTES = {
+    "cpu": 128_000_000,
+    "cuda": 4_000_000_000,
+    "mps": 1_000_000_000,
+}  # of kept prefixes that are joined
 
 INSTRUCTIONS = 16  # rankers that are remembered, each with an instruction of its own: the template is tokenised once
 
@@ -39,7 +45,9 @@ class RSRank(Pretrained, Reranker):
     Make one with `from_pretrained`, which explains the choices. Calls from several threads are safe.
     """
 
-    long_documents = "windows"  # measured: long articles are ranked and selected better so (docs/benchmarks.md)
+    long_documents = (
+        "windows"  # measured: long articles are ranked and selected better so (docs/benchmarks.md)
+    )
 
     def __init__(
         self,
@@ -55,7 +63,12 @@ class RSRank(Pretrained, Reranker):
         if token_budget is not None and token_budget < 1:
             raise InputError(f"token_budget must be at least 1, got {token_budget}.")
         backbone = backbone.deterministic() if deterministic else backbone
-        self.backbone, self.prompts, self.config, self.name = backbone, prompts, config, config.backbone.name
+        self.backbone, self.prompts, self.config, self.name = (
+            backbone,
+            prompts,
+            config,
+            config.backbone.name,
+        )
         self.threshold = config.threshold
         # A copy: the caller may be training the original.
         self.projection = copy.deepcopy(projection).to(backbone.device).requires_grad_(False)
@@ -63,11 +76,15 @@ class RSRank(Pretrained, Reranker):
         # Only a folder may hold what other models wrote: without one, the weights need not be read.
         found = {} if chosen is None or chosen.folder is None else prefix_identity(backbone, config)
         self.store = (
-            None if chosen is None else PrefixStore(found, chosen, device=backbone.device, dtype=backbone.dtype)
+            None
+            if chosen is None
+            else PrefixStore(found, chosen, device=backbone.device, dtype=backbone.dtype)
         )
         self.reader = ShiftReader(backbone, prompts, config.layers, self.store)
         self.token_budget = token_budget or token_budget_for(backbone.device)
-        self._side_by_side = backbone.device.type == "cpu" and not deterministic  # fewer threads, other last digits?
+        self._side_by_side = (
+            backbone.device.type == "cpu" and not deterministic
+        )  # fewer threads, other last digits?
         self._halved: list[int] = []  # sizes of batches
 
     def __repr__(self) -> str:
@@ -85,7 +102,9 @@ class RSRank(Pretrained, Reranker):
         """
         store, waiting = self._unread(documents, whole=True)
         try:
-            with tqdm(total=len(waiting), disable=not show_progress, unit="doc", desc="reading") as bar:
+            with tqdm(
+                total=len(waiting), disable=not show_progress, unit="doc", desc="reading"
+            ) as bar:
                 store.write(waiting, self.backbone, self.token_budget, bar.update)
         except DoesNotFitError as error:
             raise too_large(len(error.ids), waiting[error.ids]) from None
@@ -96,10 +115,16 @@ class RSRank(Pretrained, Reranker):
         _, waiting = self._unread(documents)
         return len(waiting), disk_bytes(self.backbone, waiting)
 
-    def _unread(self, documents: Sequence[str], *, whole: bool = False) -> tuple[PrefixStore, dict[Ids, int]]:
+    def _unread(
+        self, documents: Sequence[str], *, whole: bool = False
+    ) -> tuple[PrefixStore, dict[Ids, int]]:
         if self.store is None or self.store.disk is None:
-            raise InputError("There is no folder to keep prefixes in. Load the model with prefix_cache=FOLDER.")
-        return self.store, self.store.waiting(self.prompts.documents(as_list(documents), 0), whole=whole)
+            raise InputError(
+                "There is no folder to keep prefixes in. Load the model with prefix_cache=FOLDER."
+            )
+        return self.store, self.store.waiting(
+            self.prompts.documents(as_list(documents), 0), whole=whole
+        )
 
     def token_ends(self, document: str) -> tuple[list[int], int]:
         """See `Reranker.token_ends`."""
@@ -110,7 +135,10 @@ class RSRank(Pretrained, Reranker):
 
         With the hits, misses, bytes and evictions of the prefixes, if any are kept.
         """
-        return {"memory_retries": len(self._halved), **({} if self.store is None else self.store.stats())}
+        return {
+            "memory_retries": len(self._halved),
+            **({} if self.store is None else self.store.stats()),
+        }
 
     def with_instruction(self, instruction: str) -> Self:
         """A ranker that judges by this instruction, if the artifact's template has a place for one.
@@ -127,7 +155,9 @@ class RSRank(Pretrained, Reranker):
             tokenizer, most = self.prompts.tokenizer, self.prompts.max_length
             special = [token for token in tokenizer.get_added_vocab() if token in instruction]
             if special:  # it would be read as one, as in the template
-                raise InputError(f"An instruction must be plain text, and this one holds {special[0]!r}.")
+                raise InputError(
+                    f"An instruction must be plain text, and this one holds {special[0]!r}."
+                )
             twin = copy.copy(self)
             twin.prompts = PromptTokenizer(
                 tokenizer, template, max_length=most, shared_positions=self.prompts.shared_positions
@@ -147,7 +177,9 @@ class RSRank(Pretrained, Reranker):
         twin.__dict__.pop("_instructed", None)
         return twin
 
-    def score(self, query: str, documents: Sequence[str], *, show_progress: bool = False) -> list[float]:
+    def score(
+        self, query: str, documents: Sequence[str], *, show_progress: bool = False
+    ) -> list[float]:
         """Score documents for one query, in input order (paper, Section 4.3); above 0 means relevant.
 
         The query is never cut. A document that is too long is cut at its end; one without text scores `BLANK_SCORE`.
@@ -156,16 +188,25 @@ class RSRank(Pretrained, Reranker):
             InputError: The query is empty or too long, or something is not text.
             ScoringError: A document could not be scored; it is named.
         """
-        return [found.score for found in self.score_documents(query, documents, show_progress=show_progress)]
+        return [
+            found.score
+            for found in self.score_documents(query, documents, show_progress=show_progress)
+        ]
 
-    def score_documents(self, query: str, documents: Sequence[str], *, show_progress: bool = False) -> list[Scored]:
+    def score_documents(
+        self, query: str, documents: Sequence[str], *, show_progress: bool = False
+    ) -> list[Scored]:
         """As `score`, which raises the same errors, with what else there is to say of each document."""
         tokens = self.prompts.query(query)
         prompts = self.prompts.documents(as_list(documents), len(tokens.ids))
         return self._scored([(tokens, prompt) for prompt in prompts], show_progress=show_progress)
 
     def score_many(
-        self, queries: Sequence[str], documents: Sequence[Sequence[str]], *, show_progress: bool = False
+        self,
+        queries: Sequence[str],
+        documents: Sequence[Sequence[str]],
+        *,
+        show_progress: bool = False,
     ) -> list[list[float]]:
         """Score each query's own documents. A document that several queries share is read only once.
 
@@ -173,7 +214,9 @@ class RSRank(Pretrained, Reranker):
         """
         if isinstance(queries, str) or len(queries) != len(documents):
             asked = "one string" if isinstance(queries, str) else f"{len(queries)} queries"
-            raise InputError(f"score_many needs a list of documents a query, got {len(documents)} lists for {asked}.")
+            raise InputError(
+                f"score_many needs a list of documents a query, got {len(documents)} lists for {asked}."
+            )
         tokens = [self.prompts.query(query) for query in queries]
         lists = [
             [(query, prompt) for prompt in self.prompts.documents(as_list(texts), len(query.ids))]
@@ -185,7 +228,9 @@ class RSRank(Pretrained, Reranker):
         except ScoringError as error:
             row, place = places[error.index]
             whose = f"Document {place}" + f" of query {row}" * bool(row)
-            raise ScoringError(str(error).replace(f"Document {error.index}", whose, 1), place) from None
+            raise ScoringError(
+                str(error).replace(f"Document {error.index}", whose, 1), place
+            ) from None
         return [[next(scores).score for _ in pairs] for pairs in lists]
 
     def identity(self) -> str:
@@ -204,17 +249,25 @@ class RSRank(Pretrained, Reranker):
             ScoringError: As `score`; the position in ``pairs`` is given.
         """
         pairs = as_pairs(pairs)
-        queries = {query: self.prompts.query(query) for query in dict.fromkeys(pair.query for pair in pairs)}
+        queries = {
+            query: self.prompts.query(query)
+            for query in dict.fromkeys(pair.query for pair in pairs)
+        }
 
         def tokenised(pair: Pair) -> tuple[TokenisedQuery, TokenisedDocument]:
             query = queries[pair.query]
-            return query, self.prompts.documents([pair.document], len(query.ids), max_tokens=pair.max_tokens)[0]
+            return query, self.prompts.documents(
+                [pair.document], len(query.ids), max_tokens=pair.max_tokens
+            )[0]
 
         return self._scored(list(map(tokenised, pairs)))
 
     @torch.inference_mode()
     def _scored(
-        self, pairs: Sequence[tuple[TokenisedQuery, TokenisedDocument]], *, show_progress: bool = False
+        self,
+        pairs: Sequence[tuple[TokenisedQuery, TokenisedDocument]],
+        *,
+        show_progress: bool = False,
     ) -> list[Scored]:
         """Scores of pairs, in order. Each distinct one is a row; a document that stands in several is read once."""
         places: dict[Row, list[int]] = {}
@@ -229,7 +282,9 @@ class RSRank(Pretrained, Reranker):
                 batches.halved = self._halved  # threads may append without a lock
                 for batch in batches:
                     with batches.attempt():
-                        for row, score in zip(batch, score_rows(self.reader, self.projection, batch), strict=True):
+                        for row, score in zip(
+                            batch, score_rows(self.reader, self.projection, batch), strict=True
+                        ):
                             for place in places[row]:
                                 scores[place] = finite(score, place)
                         bar.update(len(batch))
@@ -255,11 +310,16 @@ class RSRank(Pretrained, Reranker):
             by_room.setdefault(whole_lanes(len(row.query.ids)), []).append(row)
         together = at_once(torch.get_num_threads()) if self._side_by_side else 1
         joined = JOINED_BYTES.get(self.backbone.device.type, JOINED_BYTES["cpu"]) // together
-        most = max(self.token_budget, min(joined // max(1, self.backbone.bytes_per_token), 8 * self.token_budget))
+        most = max(
+            self.token_budget,
+            min(joined // max(1, self.backbone.bytes_per_token), 8 * self.token_budget),
+        )
         for room, group in by_room.items():
             new, kept = list[Row](), list[Row]()
             for row in group:
-                (kept if self.store is not None and self.store.is_kept(row.document) else new).append(row)
+                (
+                    kept if self.store is not None and self.store.is_kept(row.document) else new
+                ).append(row)
             yield shares(kept, together, room, most, LEAST_KEPT, ALIKE_KEPT)
             yield shares(new, together, room, self.token_budget)
 
@@ -275,7 +335,9 @@ class RSRank(Pretrained, Reranker):
         score, agreement = BLANK_SCORE, torch.zeros(1 + tokens.length)
         if not prompt.empty:
             try:
-                parts, agreement = score_parts(self.reader, self.projection, Row(prompt.ids, tokens))
+                parts, agreement = score_parts(
+                    self.reader, self.projection, Row(prompt.ids, tokens)
+                )
             except (MemoryError, RuntimeError) as error:
                 if not is_out_of_memory(error):
                     raise

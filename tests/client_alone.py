@@ -9,13 +9,24 @@ import json
 import sys
 from importlib.util import find_spec
 
-for name in ("torch", "transformers", "tokenizers", "huggingface_hub", "safetensors", "typer", "fastapi", "uvicorn"):
+for name in (
+    "torch",
+    "transformers",
+    "tokenizers",
+    "huggingface_hub",
+    "safetensors",
+    "typer",
+    "fastapi",
+    "uvicorn",
+):
     assert find_spec(name) is None, f"{name} is installed"
 
 import rsrank_rag.remote.client
 
 assert "rsrank_rag_client" not in rsrank_rag.__file__
-assert {"numpy", "langchain_core", "llama_index"} & set(sys.modules) == set()  # one is enough of the frameworks
+assert {"numpy", "langchain_core", "llama_index"} & set(
+    sys.modules
+) == set()  # one is enough of the frameworks
 
 from langchain_core.documents import Document
 from langchain_core.retrievers import BaseRetriever
@@ -47,7 +58,10 @@ def of_llama_index(found):
 
 async def main():
     """All ways, without and with an event loop."""
-    compressor, postprocessor = RSRankCompressor(base_url=address), RSRankPostprocessor(base_url=address)
+    compressor, postprocessor = (
+        RSRankCompressor(base_url=address),
+        RSRankPostprocessor(base_url=address),
+    )
     retriever = RSRankRetriever(base_retriever=Everything(), compressor=compressor)
     nodes = [NodeWithScore(node=TextNode(text=text)) for text in texts]
     remote = RemoteReranker(address)
@@ -65,7 +79,11 @@ async def main():
 
 found = asyncio.run(main())
 
-for load in (lambda: rsrank_rag.RSRank, RSRankCompressor().warm_up, RSRankPostprocessor(model="owner/name").warm_up):
+for load in (
+    lambda: rsrank_rag.RSRank,
+    RSRankCompressor().warm_up,
+    RSRankPostprocessor(model="owner/name").warm_up,
+):
     try:
         load()
     except MissingDependencyError as error:

@@ -28,7 +28,17 @@ LAYERS, KV_HEADS, HEAD_DIM, PROJECTION_DIM = 4, 2, 16, 8
 MAX_LENGTH = 512
 WINDOW = 32
 
-SPECIAL = ["<pad>", "<s>", "</s>", "<|im_start|>", "<|im_end|>", "[UNK]", "[CLS]", "[SEP]", "[MASK]"]
+SPECIAL = [
+    "<pad>",
+    "<s>",
+    "</s>",
+    "<|im_start|>",
+    "<|im_end|>",
+    "[UNK]",
+    "[CLS]",
+    "[SEP]",
+    "[MASK]",
+]
 CORPUS = [
     "The lighthouse keeper climbed the stairs every evening and lit the lamp before the fog came in.",
     "Judge whether the document helps to answer the query. Document: Query: Who wrote it, and when?",
@@ -75,14 +85,25 @@ def byte_level_tokenizer() -> PreTrainedTokenizerFast:
     tokenizer.train_from_iterator(CORPUS, trainer)
     assert tokenizer.get_vocab_size() == VOCABULARY
     return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, bos_token="<s>", eos_token="</s>", pad_token="<pad>", unk_token="[UNK]"
+        tokenizer_object=tokenizer,
+        bos_token="<s>",
+        eos_token="</s>",
+        pad_token="<pad>",
+        unk_token="[UNK]",
     )
 
 
 def word_piece_tokenizer() -> PreTrainedTokenizerFast:
     """A WordPiece as BERT has: lower case, unknown words are ``[UNK]``. (Its trainer breaks ties at random.)"""
-    normalizer, splitter = normalizers.BertNormalizer(lowercase=True), pre_tokenizers.BertPreTokenizer()
-    words = [word for text in CORPUS for word, _ in splitter.pre_tokenize_str(normalizer.normalize_str(text))]
+    normalizer, splitter = (
+        normalizers.BertNormalizer(lowercase=True),
+        pre_tokenizers.BertPreTokenizer(),
+    )
+    words = [
+        word
+        for text in CORPUS
+        for word, _ in splitter.pre_tokenize_str(normalizer.normalize_str(text))
+    ]
     letters = sorted(set("".join(words)))
     pieces = [*SPECIAL, *letters, *(f"##{letter}" for letter in letters), *words]
     vocabulary = {piece: number for number, piece in enumerate(dict.fromkeys(pieces))}
@@ -90,7 +111,11 @@ def word_piece_tokenizer() -> PreTrainedTokenizerFast:
     tokenizer.normalizer, tokenizer.pre_tokenizer = normalizer, splitter
     tokenizer.decoder = decoders.WordPiece()
     return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, cls_token="[CLS]", sep_token="[SEP]", pad_token="<pad>", unk_token="[UNK]"
+        tokenizer_object=tokenizer,
+        cls_token="[CLS]",
+        sep_token="[SEP]",
+        pad_token="<pad>",
+        unk_token="[UNK]",
     )
 
 
@@ -113,7 +138,9 @@ def tiny_config(kind: str, vocabulary: int = VOCABULARY) -> transformers.PreTrai
         "bert": lambda: transformers.BertConfig(**plain),
         "falcon": lambda: transformers.FalconConfig(**plain, alibi=False, multi_query=True),
         "gemma": lambda: transformers.GemmaConfig(**common, head_dim=HEAD_DIM),
-        "gemma2": lambda: transformers.Gemma2Config(**common, head_dim=HEAD_DIM, sliding_window=WINDOW),
+        "gemma2": lambda: transformers.Gemma2Config(
+            **common, head_dim=HEAD_DIM, sliding_window=WINDOW
+        ),
         "gemma3": lambda: transformers.Gemma3TextConfig(
             **common,
             head_dim=HEAD_DIM,
@@ -161,7 +188,11 @@ def tiny_config(kind: str, vocabulary: int = VOCABULARY) -> transformers.PreTrai
         "qwen2": lambda: transformers.Qwen2Config(**common),
         "qwen3": lambda: transformers.Qwen3Config(**common, head_dim=HEAD_DIM),
         "qwen3_moe": lambda: transformers.Qwen3MoeConfig(
-            **common, head_dim=HEAD_DIM, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32
+            **common,
+            head_dim=HEAD_DIM,
+            num_experts=4,
+            num_experts_per_tok=2,
+            moe_intermediate_size=32,
         ),
         "roberta": lambda: transformers.RobertaConfig(**plain),
         "smollm3": lambda: transformers.SmolLM3Config(**common),
@@ -176,16 +207,22 @@ def kv_heads(kind: str) -> int:
     return 4 if kind in {"bert", "roberta", "gpt2", "gpt_neox", "opt"} else KV_HEADS
 
 
-def random_projection(kind: str, layers: range | tuple[int, ...] = range(1, LAYERS), seed: int = 1) -> Projection:
+def random_projection(
+    kind: str, layers: range | tuple[int, ...] = range(1, LAYERS), seed: int = 1
+) -> Projection:
     """Untrained B for a tiny model."""
     return Projection.random(tuple(layers), kv_heads(kind), PROJECTION_DIM, HEAD_DIM, seed=seed)
 
 
 def load_ranker(folder: Path, kind: str, **options: object) -> RSRank:
     """A tiny ranker of its own, which a test may change."""
-    chosen = LoadOptions(**{"device": "cpu", "dtype": "float32", "local_files_only": True, **options})
+    chosen = LoadOptions(
+        **{"device": "cpu", "dtype": "float32", "local_files_only": True, **options}
+    )
     template = ENCODER if kind == "bert" else CHAT
-    return unkept(RSRank.from_backbone(folder, random_projection(kind), template=template, options=chosen))
+    return unkept(
+        RSRank.from_backbone(folder, random_projection(kind), template=template, options=chosen)
+    )
 
 
 def unkept(ranker: RSRank) -> RSRank:
@@ -240,7 +277,9 @@ def stories():
     projection = Projection.random(range(1, 5), 4, 4, 8, seed=1)
     return unkept(
         RSRank.from_backbone(
-            STORIES, projection, options=LoadOptions(device="cpu", dtype="float32", local_files_only=True)
+            STORIES,
+            projection,
+            options=LoadOptions(device="cpu", dtype="float32", local_files_only=True),
         )
     )
 
@@ -262,7 +301,9 @@ def service(running_service, monkeypatch):
     monkeypatch.delenv("RSRANK_API_KEY", raising=False)
     running_service.renew()
     yield running_service
-    while running_service.running:  # what a test cancelled takes a moment to end, and would be counted in the next one
+    while (
+        running_service.running
+    ):  # what a test cancelled takes a moment to end, and would be counted in the next one
         time.sleep(0.005)
 
 

@@ -36,7 +36,11 @@ class Problem(Exception):
     def __init__(self, status: int, code: str, message: str, **headers: str) -> None:
         super().__init__(message)
         self.status, self.message = status, message
-        self.headers = {"X-Error-Message": message, **({"X-Error-Code": code} if code else {}), **headers}
+        self.headers = {
+            "X-Error-Message": message,
+            **({"X-Error-Code": code} if code else {}),
+            **headers,
+        }
 
 
 @dataclass
@@ -52,7 +56,9 @@ class Repository:
 
 def files_of(folder: Path) -> dict[str, bytes]:
     """A folder's content as a commit: path -> bytes."""
-    return {str(p.relative_to(folder)): p.read_bytes() for p in sorted(folder.rglob("*")) if p.is_file()}
+    return {
+        str(p.relative_to(folder)): p.read_bytes() for p in sorted(folder.rglob("*")) if p.is_file()
+    }
 
 
 class HubServer:
@@ -86,7 +92,9 @@ class HubServer:
             server = ThreadingHTTPServer(("127.0.0.1", port), handler)
             server.daemon_threads = True
             self._ports[number] = server.server_port
-            thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True)
+            thread = threading.Thread(
+                target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True
+            )
             thread.start()
             self._servers.append((server, thread))
 
@@ -126,7 +134,12 @@ class HubServer:
         repository = self.repositories.setdefault(repo_id, Repository(private=private))
         parent = repository.refs.get(branch, "")
         content = [(path, hashlib.sha256(data).hexdigest()) for path, data in sorted(files.items())]
-        sha = sha or hashlib.sha1(repr((repo_id, parent, len(repository.commits), content)).encode()).hexdigest()
+        sha = (
+            sha
+            or hashlib.sha1(
+                repr((repo_id, parent, len(repository.commits), content)).encode()
+            ).hexdigest()
+        )
         repository.commits[sha] = dict(files)
         repository.refs[branch] = sha
         repository.messages[sha] = message
@@ -214,7 +227,9 @@ class _Handler(BaseHTTPRequestHandler):
 
     # Answers
 
-    def _send(self, status: int, body: bytes, headers: Mapping[str, str], announced: int | None = None) -> None:
+    def _send(
+        self, status: int, body: bytes, headers: Mapping[str, str], announced: int | None = None
+    ) -> None:
         self.send_response(status)
         for name, value in headers.items():
             self.send_header(name, value)
@@ -223,8 +238,14 @@ class _Handler(BaseHTTPRequestHandler):
         if self.command != "HEAD":
             self.wfile.write(body)
 
-    def _json(self, content: object, status: int = 200, headers: Mapping[str, str] | None = None) -> None:
-        self._send(status, json.dumps(content).encode(), {"Content-Type": "application/json", **(headers or {})})
+    def _json(
+        self, content: object, status: int = 200, headers: Mapping[str, str] | None = None
+    ) -> None:
+        self._send(
+            status,
+            json.dumps(content).encode(),
+            {"Content-Type": "application/json", **(headers or {})},
+        )
 
     # Permissions and look-ups
 
@@ -264,21 +285,35 @@ class _Handler(BaseHTTPRequestHandler):
         private = self.hub.repositories[repo].private
         siblings = [{"rfilename": file} for file in files]
         self._json(
-            {"id": repo.removeprefix("datasets/"), "sha": sha, "private": private, "tags": [], "siblings": siblings}
+            {
+                "id": repo.removeprefix("datasets/"),
+                "sha": sha,
+                "private": private,
+                "tags": [],
+                "siblings": siblings,
+            }
         )
 
     def _tree(self, repo: str, rev: str, under: str | None) -> None:
         sha, files = self._revision(repo, rev)
         start = f"{under}/" if under else ""
         inside = {file: data for file, data in files.items() if file.startswith(start)}
-        folders = sorted({str(p) for file in inside for p in PurePosixPath(file).parents} - {".", under})
+        folders = sorted(
+            {str(p) for file in inside for p in PurePosixPath(file).parents} - {".", under}
+        )
         entries = [
-            {"type": "directory", "path": p, "oid": _git_oid(p.encode())} for p in folders if p.startswith(start)
+            {"type": "directory", "path": p, "oid": _git_oid(p.encode())}
+            for p in folders
+            if p.startswith(start)
         ]
         for file, data in inside.items():
             entry = {"type": "file", "path": file, "size": len(data), "oid": _git_oid(data)}
             if self._is_large(file):
-                entry["lfs"] = {"oid": hashlib.sha256(data).hexdigest(), "size": len(data), "pointerSize": 130}
+                entry["lfs"] = {
+                    "oid": hashlib.sha256(data).hexdigest(),
+                    "size": len(data),
+                    "pointerSize": 130,
+                }
             entries.append(entry)
         if under and not entries:
             raise Problem(404, "EntryNotFound", f"{under} does not exist on {sha}")
@@ -289,7 +324,9 @@ class _Handler(BaseHTTPRequestHandler):
     def _file(self, repo: str, rev: str, file: str) -> tuple[str, bytes]:
         sha, files = self._revision(repo, rev)
         if file not in files:
-            raise Problem(404, "EntryNotFound", f"{file} does not exist on {sha}", **{"X-Repo-Commit": sha})
+            raise Problem(
+                404, "EntryNotFound", f"{file} does not exist on {sha}", **{"X-Repo-Commit": sha}
+            )
         return sha, files[file]
 
     def _resolve(self, repo: str, rev: str, file: str) -> None:
@@ -324,7 +361,9 @@ class _Handler(BaseHTTPRequestHandler):
             headers["Content-Range"] = f"bytes {start}-{len(data) - 1}/{len(data)}"
         status = 206 if start else 200
         if self.command == "GET" and self.hub.cut.get(name):
-            return self._send(status, rest[: self.hub.cut[name].pop(0)], headers, announced=len(rest))
+            return self._send(
+                status, rest[: self.hub.cut[name].pop(0)], headers, announced=len(rest)
+            )
         if self.command == "GET" and name in self.hub.shorten:
             rest = rest[: -self.hub.shorten[name]]
         self._send(status, rest, headers)
@@ -340,7 +379,9 @@ class _Handler(BaseHTTPRequestHandler):
             return self._json({**url, "error": "You already created this model repo"}, 409)
         visibility = wanted.get("visibility") or ("private" if wanted.get("private") else "public")
         self.hub.repositories[repo] = Repository(private=visibility == "private")
-        self.hub.commit(repo, {".gitattributes": b"*.safetensors filter=lfs diff=lfs merge=lfs -text\n"})
+        self.hub.commit(
+            repo, {".gitattributes": b"*.safetensors filter=lfs diff=lfs merge=lfs -text\n"}
+        )
         self._json(url)
 
     def _validate_card(self) -> None:
@@ -348,7 +389,9 @@ class _Handler(BaseHTTPRequestHandler):
         card = json.loads(self.body)["content"]
         found = re.match(r"---\n(.*?)\n---\n", card, re.DOTALL)
         if not found:
-            return self._json({"errors": [], "warnings": [{"message": "empty or missing yaml metadata"}]})
+            return self._json(
+                {"errors": [], "warnings": [{"message": "empty or missing yaml metadata"}]}
+            )
         base = re.search(r"^base_model: *(.*)$", found[1], re.MULTILINE)
         if base and not re.fullmatch(r"[\w.-]+/[\w.-]+|[\w.-]+", base[1]):
             message = f'"base_model" with value "{base[1]}" is not valid. Use a model id.'
@@ -369,7 +412,11 @@ class _Handler(BaseHTTPRequestHandler):
         answers = []
         for wanted in json.loads(self.body)["files"]:
             large = self._is_large(wanted["path"])
-            answer = {"path": wanted["path"], "uploadMode": "lfs" if large else "regular", "shouldIgnore": False}
+            answer = {
+                "path": wanted["path"],
+                "uploadMode": "lfs" if large else "regular",
+                "shouldIgnore": False,
+            }
             if (data := files.get(wanted["path"])) is not None:
                 answer["oid"] = hashlib.sha256(data).hexdigest() if large else _git_oid(data)
             answers.append(answer)
@@ -429,7 +476,11 @@ def connected(hub: HubServer, home: Path) -> Iterator[None]:
             patch.setenv(name, "127.0.0.1")
         huggingface_hub.close_session()  # an open one has read the proxies already
         patch.setattr(constants, "ENDPOINT", hub.url)
-        patch.setattr(constants, "HUGGINGFACE_CO_URL_TEMPLATE", hub.url + "/{repo_id}/resolve/{revision}/{filename}")
+        patch.setattr(
+            constants,
+            "HUGGINGFACE_CO_URL_TEMPLATE",
+            hub.url + "/{repo_id}/resolve/{revision}/{filename}",
+        )
         patch.setattr(huggingface_hub.hf_api.api, "endpoint", hub.url)
         patch.setattr(transformers.utils.hub, "_hf_api", None, raising=False)
         patch.setattr(constants, "HF_HUB_OFFLINE", False)

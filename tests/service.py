@@ -42,14 +42,18 @@ class Numbers(Reranker):
         if text == "broken":
             raise ZeroDivisionError
         words = text.split()
-        return Scored(float(words[0]) if words else 0.0, len(words) > most, tokens=min(len(words), most) + 1)
+        return Scored(
+            float(words[0]) if words else 0.0, len(words) > most, tokens=min(len(words), most) + 1
+        )
 
     def score(self, query, documents):
         raise NotImplementedError
 
     def explain(self, query, document):
         truncated = len(document.split()) > 10
-        return Explanation(query, document, 3.0, truncated, ("a", "b"), (1, 2), ((1.0, 0.5), (1.0, 0.5)), ())
+        return Explanation(
+            query, document, 3.0, truncated, ("a", "b"), (1, 2), ((1.0, 0.5), (1.0, 0.5)), ()
+        )
 
 
 class Words(Reranker):
@@ -57,7 +61,9 @@ class Words(Reranker):
 
     def score(self, query, documents):
         words = set(query.lower().split())
-        return [len(words & set(text.lower().split())) / max(1, len(words)) - 0.5 for text in documents]
+        return [
+            len(words & set(text.lower().split())) / max(1, len(words)) - 0.5 for text in documents
+        ]
 
 
 class InThread(ModelProcess):
@@ -89,7 +95,10 @@ async def client_of(backend, **settings):
     """An HTTP client of a service in this process, without a network."""
     app = create_app(backend, Settings(**settings))
     transport = httpx.ASGITransport(app, raise_app_exceptions=False)
-    async with app.router.lifespan_context(app), httpx.AsyncClient(transport=transport, base_url="http://test") as http:
+    async with (
+        app.router.lifespan_context(app),
+        httpx.AsyncClient(transport=transport, base_url="http://test") as http,
+    ):
         http.app = app
         yield http
 

@@ -57,7 +57,11 @@ class Service:
                 break
         self.headers.append({name.decode(): value.decode() for name, value in scope["headers"]})
         self.peers.add(tuple(scope["client"]))
-        if scope["path"] != "/ready" and self.key and self.headers[-1].get("authorization") != f"Bearer {self.key}":
+        if (
+            scope["path"] != "/ready"
+            and self.key
+            and self.headers[-1].get("authorization") != f"Bearer {self.key}"
+        ):
             await self.reply(send, 401, {"message": "This service needs an API key."})
             return
         self.running += 1
@@ -102,17 +106,30 @@ class Service:
     def rows(self, asked):
         scores = Overlap().score(asked["query"], asked["documents"])
         results = [
-            {"index": i, "relevance_score": score, "truncated": asked["documents"][i].endswith("...")}
+            {
+                "index": i,
+                "relevance_score": score,
+                "truncated": asked["documents"][i].endswith("..."),
+            }
             for i, score in enumerate(scores)
         ]
         results.sort(key=lambda row: -row["relevance_score"])
         usage = {"prompt_tokens": 0, "total_tokens": 0}
-        return {"id": "1", "model": "overlap", "results": results, "threshold": self.threshold, "usage": usage}
+        return {
+            "id": "1",
+            "model": "overlap",
+            "results": results,
+            "threshold": self.threshold,
+            "usage": usage,
+        }
 
     async def reply(self, send, status, content, headers=()) -> None:
         body = content if isinstance(content, bytes) else json.dumps(content).encode()
         length = (b"content-length", str(len(body)).encode())
-        lines = [length, *((name.encode(), value.encode()) for name, value in dict(headers).items())]
+        lines = [
+            length,
+            *((name.encode(), value.encode()) for name, value in dict(headers).items()),
+        ]
         await send({"type": "http.response.start", "status": status, "headers": lines})
         await send({"type": "http.response.body", "body": body})
 
@@ -123,7 +140,11 @@ def listening(app: Any) -> Iterator[str]:
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         config = uvicorn.Config(
-            app, log_level="warning", access_log=False, timeout_graceful_shutdown=1, timeout_keep_alive=600
+            app,
+            log_level="warning",
+            access_log=False,
+            timeout_graceful_shutdown=1,
+            timeout_keep_alive=600,
         )
         server = uvicorn.Server(config)
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]}, daemon=True)

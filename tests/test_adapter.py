@@ -123,7 +123,9 @@ def _no_model_stays():
     yield
     for key in [key for key in worker._workers if isinstance(key, worker.ModelSource)]:
         worker.close(key)
-        del worker._workers[key]  # or each test after this one would close it again, which takes a collection
+        del worker._workers[
+            key
+        ]  # or each test after this one would close it again, which takes a collection
 
 
 def test_adapters_are_made_and_written_down_without_torch():
@@ -147,7 +149,10 @@ def test_an_adapter_can_be_imported_from_the_top(adapter):
 
 @pytest.mark.parametrize(
     ("framework", "module", "extra"),
-    [("langchain_core", "langchain", "langchain"), ("llama_index.core", "llama_index", "llama-index")],
+    [
+        ("langchain_core", "langchain", "langchain"),
+        ("llama_index.core", "llama_index", "llama-index"),
+    ],
 )
 def test_a_missing_framework_gives_the_pip_command(framework, module, extra):
     code = f"""
@@ -170,7 +175,12 @@ except ImportError as error:
 @both
 def test_settings_survive_every_way_of_writing_them_down(adapter):
     made = adapter(
-        model=Path("folder"), device=torch.device("cpu"), dtype=torch.float32, threshold=None, top_n=4, min_docs=2
+        model=Path("folder"),
+        device=torch.device("cpu"),
+        dtype=torch.float32,
+        threshold=None,
+        top_n=4,
+        min_docs=2,
     )
     settings = made.model_dump()
     assert settings["dtype"] == "float32"
@@ -189,7 +199,9 @@ def test_settings_survive_every_way_of_writing_them_down(adapter):
 
 
 def test_llama_index_can_write_the_postprocessor_down():
-    made = RSRankPostprocessor(model="a/b", revision="v1", threshold=None, keep_retrieval_score=True)
+    made = RSRankPostprocessor(
+        model="a/b", revision="v1", threshold=None, keep_retrieval_score=True
+    )
     settings = made.to_dict()
     assert settings["class_name"] == "RSRankPostprocessor"
     assert RSRankPostprocessor.from_dict(settings).to_dict() == settings
@@ -197,7 +209,9 @@ def test_llama_index_can_write_the_postprocessor_down():
 
 
 @both
-def test_a_used_adapter_is_written_down_without_its_model_and_shows_no_progress_bar(adapter, artifact, capfd):
+def test_a_used_adapter_is_written_down_without_its_model_and_shows_no_progress_bar(
+    adapter, artifact, capfd
+):
     made = adapter(model=artifact, device="cpu", dtype="float32")
     made.warm_up()
     assert "Loading weights" not in "".join(capfd.readouterr())
@@ -211,7 +225,9 @@ def test_a_model_object_is_shared_by_copies_but_never_written_down(adapter):
     made = adapter(model=reranker)
     assert copy.deepcopy(made).model is reranker
     assert made.model_copy().model is reranker
-    with pytest.raises(Exception, match=r"Overlap object, which cannot be written down\. Give model a name"):
+    with pytest.raises(
+        Exception, match=r"Overlap object, which cannot be written down\. Give model a name"
+    ):
         made.model_dump()
     with pytest.raises(Exception, match="cannot be written down"):
         pickle.dumps(made)
@@ -231,7 +247,10 @@ def test_a_model_object_is_shared_by_copies_but_never_written_down(adapter):
         ({"top_n": "3"}, "top_n"),
         ({"threshold": True}, "threshold"),
         ({"threshold": "naive"}, "threshold"),
-        ({"load_in_8bit": True, "load_in_fp8": True}, "load_in_8bit and load_in_fp8 exclude each other"),
+        (
+            {"load_in_8bit": True, "load_in_fp8": True},
+            "load_in_8bit and load_in_fp8 exclude each other",
+        ),
     ],
 )
 def test_a_setting_that_makes_no_sense_is_refused(adapter, settings, message):
@@ -261,7 +280,11 @@ def test_a_changed_setting_is_checked_too(adapter):
 @both
 def test_a_copy_may_do_what_its_original_may(adapter):
     reranker = Overlap()
-    for made in (adapter(), pickle.loads(pickle.dumps(adapter())), adapter(**adapter().model_dump())):
+    for made in (
+        adapter(),
+        pickle.loads(pickle.dumps(adapter())),
+        adapter(**adapter().model_dump()),
+    ):
         made.model = reranker
         assert made.model is reranker
 
@@ -287,9 +310,16 @@ def test_a_deepcopy_keeps_the_callbacks_of_its_framework():
 
 def test_equal_settings_share_one_model_which_loads_at_first_use(artifact, loads):
     compressor = RSRankCompressor(model=artifact, device="cpu", dtype="float32")
-    postprocessor = RSRankPostprocessor(model=str(artifact), device="cpu", dtype="float32", threshold=None)
+    postprocessor = RSRankPostprocessor(
+        model=str(artifact), device="cpu", dtype="float32", threshold=None
+    )
     assert loads == []
-    adapters = [compressor, postprocessor, copy.deepcopy(compressor), pickle.loads(pickle.dumps(postprocessor))]
+    adapters = [
+        compressor,
+        postprocessor,
+        copy.deepcopy(compressor),
+        pickle.loads(pickle.dumps(postprocessor)),
+    ]
     models = [made._submit(lambda reranker: reranker).result() for made in adapters]
     assert loads == [str(artifact)]
     assert all(model is models[0] for model in models)
@@ -318,7 +348,10 @@ def test_a_call_that_comes_while_the_model_is_being_closed_waits_for_it(loads, m
     reranker.gate.clear()
     monkeypatch.setattr(worker, "load", lambda source: loads.append(source) or reranker)
     made = RSRankCompressor(model="some/model")
-    calls = [threading.Thread(target=made._rank, args=(QUERY, bare(DOCUMENTS), made._limits({}))) for _ in range(2)]
+    calls = [
+        threading.Thread(target=made._rank, args=(QUERY, bare(DOCUMENTS), made._limits({})))
+        for _ in range(2)
+    ]
     closing = threading.Thread(target=made.close)
     calls[0].start()
     until(lambda: reranker.running)
@@ -355,14 +388,23 @@ def test_a_rerankers_thread_ends_with_it():
 
 @both
 @pytest.mark.slow
-async def test_64_concurrent_calls_load_one_model_and_score_as_one_call_after_another(adapter, artifact, loads, ranker):
-    adapters = [adapter(model=artifact, device="cpu", dtype="float32", threshold=None) for _ in range(8)]
+async def test_64_concurrent_calls_load_one_model_and_score_as_one_call_after_another(
+    adapter, artifact, loads, ranker
+):
+    adapters = [
+        adapter(model=artifact, device="cpu", dtype="float32", threshold=None) for _ in range(8)
+    ]
     batches = [[f"{text} {number % 5}" for text in DOCUMENTS] for number in range(64)]
     expected = [
-        {document.text: document.score for document in ranker.rank(QUERY, texts, threshold=None).kept}
+        {
+            document.text: document.score
+            for document in ranker.rank(QUERY, texts, threshold=None).kept
+        }
         for texts in batches
     ]
-    found = await asyncio.gather(*(scores(adapters[i % 8], QUERY, texts) for i, texts in enumerate(batches)))
+    found = await asyncio.gather(
+        *(scores(adapters[i % 8], QUERY, texts) for i, texts in enumerate(batches))
+    )
     for one, wanted in zip(found, expected, strict=True):
         assert one == pytest.approx(wanted, abs=1e-4)  # kept documents run in other batches
     assert len(loads) == 1
@@ -380,7 +422,9 @@ def test_a_model_never_runs_twice_at_the_same_time_whoever_calls():
         thread.start()
 
     async def beside():
-        await asyncio.gather(*(made._arank(QUERY, bare(DOCUMENTS), made._limits({})) for _ in range(16)))
+        await asyncio.gather(
+            *(made._arank(QUERY, bare(DOCUMENTS), made._limits({})) for _ in range(16))
+        )
 
     asyncio.run(beside())
     for thread in threads:
@@ -423,7 +467,9 @@ def test_a_forked_process_can_go_on_using_an_adapter():
     expected = made._rank(QUERY, bare(DOCUMENTS), made._limits({}))
     context = multiprocessing.get_context("fork")
     answers = context.SimpleQueue()
-    child = context.Process(target=lambda: answers.put(made._rank(QUERY, bare(DOCUMENTS), made._limits({}))))
+    child = context.Process(
+        target=lambda: answers.put(made._rank(QUERY, bare(DOCUMENTS), made._limits({})))
+    )
     child.start()
     child.join(120)
     assert child.exitcode == 0
@@ -435,18 +481,32 @@ def test_limits_of_a_call_replace_those_of_the_adapter_one_by_one():
     assert RerankerAdapter()._limits({}) == {"threshold": "native", "top_n": None, "min_docs": 0}
     assert made._limits({}) == {"threshold": 1.0, "top_n": 3, "min_docs": 0}
     assert made._limits({"threshold": None}) == {"threshold": None, "top_n": 3, "min_docs": 0}
-    assert made._limits({"threshold": 0.0, "top_n": None}) == {"threshold": 0.0, "top_n": None, "min_docs": 0}
-    with pytest.raises(TypeError, match=r"Unknown argument: k\. A call takes threshold, top_n, min_docs"):
+    assert made._limits({"threshold": 0.0, "top_n": None}) == {
+        "threshold": 0.0,
+        "top_n": None,
+        "min_docs": 0,
+    }
+    with pytest.raises(
+        TypeError, match=r"Unknown argument: k\. A call takes threshold, top_n, min_docs"
+    ):
         made._limits({"k": 3})
     with pytest.raises(InputError, match="min_docs=4 asks for more documents than top_n=3"):
         made._limits({"min_docs": 4})
-    for wrong in ({"top_n": 2.5}, {"top_n": "3"}, {"min_docs": None}, {"threshold": "0"}, {"threshold": True}):
+    for wrong in (
+        {"top_n": 2.5},
+        {"top_n": "3"},
+        {"min_docs": None},
+        {"threshold": "0"},
+        {"threshold": True},
+    ):
         with pytest.raises(InputError, match=f"{next(iter(wrong))} must be a number"):
             made._limits(wrong)
 
 
 @both
-async def test_the_threshold_of_a_reranker_and_of_a_service_is_the_default_and_a_given_one_wins(adapter, service):
+async def test_the_threshold_of_a_reranker_and_of_a_service_is_the_default_and_a_given_one_wins(
+    adapter, service
+):
     reranker = Overlap()
     reranker.threshold = service.threshold = 0.5
     query, texts = "a b c", ["a", "a b", "a b c", "d"]  # score 0, 1, 2, -1
@@ -469,7 +529,9 @@ def test_options_of_loading_are_one_declaration():
     assert chosen == LoadOptions("cpu", "float32", "nf4", token="hf_secret")
     assert (chosen.weights, dataclasses.replace(chosen, weights="fp8").weights) == ("nf4", "fp8")
     assert "hf_secret" not in repr(ModelSource("mini", load=chosen))
-    assert RSRankCompressor(device="cpu", load_in_8bit=True)._source().load == LoadOptions("cpu", weights="int8")
+    assert RSRankCompressor(device="cpu", load_in_8bit=True)._source().load == LoadOptions(
+        "cpu", weights="int8"
+    )
     with pytest.raises(InputError, match="weights='int4' is none of int8, nf4, fp8"):
         LoadOptions(weights="int4")
 
@@ -481,8 +543,16 @@ def test_an_adapter_takes_every_system_by_the_name_it_is_measured_by(tmp_path, l
     for settings, error, message in (
         ({"model": "bm25", "prefix_cache": "1MB"}, InputError, "prefix_cache would have no effect"),
         ({"model": "cross-encoder"}, InputError, "Write cross-encoder:NAME"),
-        ({"model": "BAAI/bge-reranker-base", "local_files_only": True}, ArtifactError, "cross-encoder:BAAI/bge-rera"),
-        ({"model": str(tmp_path)}, ArtifactError, "If it is a reranker of another kind, say which: cross-encoder:"),
+        (
+            {"model": "BAAI/bge-reranker-base", "local_files_only": True},
+            ArtifactError,
+            "cross-encoder:BAAI/bge-rera",
+        ),
+        (
+            {"model": str(tmp_path)},
+            ArtifactError,
+            "If it is a reranker of another kind, say which: cross-encoder:",
+        ),
     ):
         with pytest.raises(error, match=message):
             RerankerAdapter(**settings).warm_up()
@@ -525,7 +595,9 @@ def kept(made, query, texts):
     if isinstance(made, RSRankCompressor):
         found = made.compress_documents([Document(text) for text in texts], query)
         return {document.page_content: document.metadata["relevance_score"] for document in found}
-    found = made.postprocess_nodes([NodeWithScore(node=TextNode(text=text)) for text in texts], query_str=query)
+    found = made.postprocess_nodes(
+        [NodeWithScore(node=TextNode(text=text)) for text in texts], query_str=query
+    )
     return {scored.node.text: scored.score for scored in found}
 
 
@@ -535,7 +607,9 @@ def threads_of_models():
 
 
 @both
-async def test_with_base_url_a_service_is_asked_and_nothing_is_loaded_nor_queued(adapter, service, loads):
+async def test_with_base_url_a_service_is_asked_and_nothing_is_loaded_nor_queued(
+    adapter, service, loads
+):
     made = adapter(base_url=service.address, api_key=SECRET)
     local = adapter(model=Overlap())
     expected = await scores(local, QUERY, DOCUMENTS)
@@ -543,7 +617,9 @@ async def test_with_base_url_a_service_is_asked_and_nothing_is_loaded_nor_queued
     assert expected
     assert kept(made, QUERY, DOCUMENTS) == expected
     assert await scores(made, QUERY, DOCUMENTS) == expected
-    assert await scores(made, QUERY, DOCUMENTS, threshold=None) == await scores(local, QUERY, DOCUMENTS, threshold=None)
+    assert await scores(made, QUERY, DOCUMENTS, threshold=None) == await scores(
+        local, QUERY, DOCUMENTS, threshold=None
+    )
     assert await scores(made, QUERY, DOCUMENTS, threshold=99, min_docs=1) == dict(
         [max(expected.items(), key=lambda x: x[1])]
     )
@@ -593,16 +669,32 @@ async def test_a_failing_service_gives_our_errors(adapter, service):
 
 @both
 def test_the_address_survives_every_way_of_writing_it_down_and_the_key_none(adapter, monkeypatch):
-    made = adapter(base_url="http://rerank.internal:8000/v1/", api_key=SECRET, timeout=5, max_retries=1, top_n=4)
+    made = adapter(
+        base_url="http://rerank.internal:8000/v1/",
+        api_key=SECRET,
+        timeout=5,
+        max_retries=1,
+        top_n=4,
+    )
     settings = made.model_dump()
     assert (settings["base_url"], settings["timeout"]) == ("http://rerank.internal:8000", 5.0)
     assert "api_key" not in settings
-    written = [made.model_dump_json(), str(made), repr(made), str(settings), pickle.dumps(made).decode("latin-1")]
+    written = [
+        made.model_dump_json(),
+        str(made),
+        repr(made),
+        str(settings),
+        pickle.dumps(made).decode("latin-1"),
+    ]
     if adapter is RSRankPostprocessor:
         written += [made.to_json(), str(made.to_dict())]
     assert not any(SECRET in text for text in written)
     with_key = [copy.copy(made), copy.deepcopy(made), made.model_copy(), made.model_copy(deep=True)]
-    without_key = [pickle.loads(pickle.dumps(made)), adapter(**settings), adapter.model_validate_json(written[0])]
+    without_key = [
+        pickle.loads(pickle.dumps(made)),
+        adapter(**settings),
+        adapter.model_validate_json(written[0]),
+    ]
     if adapter is RSRankPostprocessor:
         without_key += [adapter.from_dict(made.to_dict()), adapter.from_json(made.to_json())]
     for found in (*with_key, *without_key):
@@ -634,8 +726,14 @@ def test_the_key_may_come_from_the_environment_after_unpickling(adapter, service
         ({"base_url": "http://a", "load_in_fp8": True}, "so load_in_fp8 would have no effect"),
         ({"base_url": "http://a", "prefix_cache": False}, "so prefix_cache would have no effect"),
         ({"base_url": "http://a", "revision": "v1"}, "Start the service with those settings"),
-        ({"base_url": "http://a", "model": Overlap()}, "model is a Overlap that is already loaded, so base_url would"),
-        ({"api_key": SECRET}, "Without base_url no service is asked, so api_key would have no effect"),
+        (
+            {"base_url": "http://a", "model": Overlap()},
+            "model is a Overlap that is already loaded, so base_url would",
+        ),
+        (
+            {"api_key": SECRET},
+            "Without base_url no service is asked, so api_key would have no effect",
+        ),
         ({"timeout": 5}, "timeout would have no effect"),
         ({"max_retries": 0}, "max_retries would have no effect"),
         ({"base_url": "a:8000"}, "base_url must begin with http://"),

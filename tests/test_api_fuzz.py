@@ -43,10 +43,14 @@ schema = schemathesis.openapi.from_dict(create_app(scheduler(Explaining())).open
 @schema.parametrize()
 @settings(max_examples=50, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 def test_no_endpoint_breaks_and_every_answer_is_as_described(case, address):
-    case.call_and_validate(base_url=address, excluded_checks=schemathesis.checks.CHECKS.get_by_names(NOT_CHECKED))
+    case.call_and_validate(
+        base_url=address, excluded_checks=schemathesis.checks.CHECKS.get_by_names(NOT_CHECKED)
+    )
 
 
 def test_the_service_is_as_well_after_it_as_before(address):
     assert httpx.get(f"{address}/ready").status_code == 200
-    found = httpx.post(f"{address}/v1/rerank", json={"query": "a b", "documents": ["b", "a b"]}).json()
+    found = httpx.post(
+        f"{address}/v1/rerank", json={"query": "a b", "documents": ["b", "a b"]}
+    ).json()
     assert [row["index"] for row in found["results"]] == [1, 0]

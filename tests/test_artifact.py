@@ -13,7 +13,17 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
-from conftest import CHAT, DOCUMENTS, LAYERS, QUERY, SPECIAL, VOCABULARY, load_ranker, random_projection, tiny_config
+from conftest import (
+    CHAT,
+    DOCUMENTS,
+    LAYERS,
+    QUERY,
+    SPECIAL,
+    VOCABULARY,
+    load_ranker,
+    random_projection,
+    tiny_config,
+)
 from huggingface_hub import ModelCard
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -33,7 +43,9 @@ from rsrank_rag.method.template import Template
 
 
 def load(folder, **options):
-    return RSRank.from_pretrained(folder, **{"device": "cpu", "dtype": "float32", "local_files_only": True, **options})
+    return RSRank.from_pretrained(
+        folder, **{"device": "cpu", "dtype": "float32", "local_files_only": True, **options}
+    )
 
 
 def names_in(folder):
@@ -65,7 +77,9 @@ def edit_projection(folder, change, *, keep_digest=True, name="weight"):
     path = folder / "projection.safetensors"
     with safe_open(path, framework="pt") as file:
         digest = file.metadata()
-    save_file({name: change(load_file(path)["weight"])}, path, metadata=digest if keep_digest else None)
+    save_file(
+        {name: change(load_file(path)["weight"])}, path, metadata=digest if keep_digest else None
+    )
 
 
 @pytest.fixture(scope="module")
@@ -104,16 +118,22 @@ def test_saving_what_was_loaded_gives_the_same_bytes(saved, tmp_path):
         assert (tmp_path / "again" / name).read_bytes() == (saved / name).read_bytes()
 
 
-def test_a_save_makes_missing_parent_folders_and_replaces_an_older_artifact(ranker, tiny_folder, tmp_path, scores):
+def test_a_save_makes_missing_parent_folders_and_replaces_an_older_artifact(
+    ranker, tiny_folder, tmp_path, scores
+):
     target = tmp_path / "a" / "b"
-    other = RSRank(ranker.backbone, ranker.prompts, random_projection("qwen3", seed=5), ranker.config)
+    other = RSRank(
+        ranker.backbone, ranker.prompts, random_projection("qwen3", seed=5), ranker.config
+    )
     other.save_pretrained(target)
     assert load(target).score(QUERY, DOCUMENTS) != scores
     ranker.save_pretrained(target)
     assert load(target).score(QUERY, DOCUMENTS) == scores
 
 
-def test_an_artifact_with_its_backbone_needs_nothing_else_and_may_be_moved(tiny_folder, tmp_path, scores):
+def test_an_artifact_with_its_backbone_needs_nothing_else_and_may_be_moved(
+    tiny_folder, tmp_path, scores
+):
     original = shutil.copytree(tiny_folder("qwen3"), tmp_path / "model")
     load_ranker(original, "qwen3").save_pretrained(tmp_path / "first", include_backbone=True)
     shutil.rmtree(original)
@@ -125,8 +145,12 @@ def test_an_artifact_with_its_backbone_needs_nothing_else_and_may_be_moved(tiny_
         "config.json",
         "projection.safetensors",
     }
-    assert {"backbone/config.json", "backbone/model.safetensors", "backbone/tokenizer.json"} < set(names_in(moved))
-    assert str(tmp_path) not in (moved / "config.json").read_text() + (moved / "README.md").read_text()
+    assert {"backbone/config.json", "backbone/model.safetensors", "backbone/tokenizer.json"} < set(
+        names_in(moved)
+    )
+    assert (
+        str(tmp_path) not in (moved / "config.json").read_text() + (moved / "README.md").read_text()
+    )
     assert load(moved).score(QUERY, DOCUMENTS) == scores
 
 
@@ -149,8 +173,12 @@ def test_another_copy_of_the_backbone_can_be_named(saved, tiny_folder, tmp_path,
     assert load(saved, backbone=str(copy)).score(QUERY, DOCUMENTS) == scores
 
 
-@pytest.mark.parametrize(("saved_as", "loaded_as"), [("float32", "bfloat16"), ("bfloat16", "float32")])
-def test_the_identity_check_allows_for_the_rounding_of_another_dtype(saved_as, loaded_as, tiny_folder, tmp_path):
+@pytest.mark.parametrize(
+    ("saved_as", "loaded_as"), [("float32", "bfloat16"), ("bfloat16", "float32")]
+)
+def test_the_identity_check_allows_for_the_rounding_of_another_dtype(
+    saved_as, loaded_as, tiny_folder, tmp_path
+):
     load_ranker(tiny_folder("qwen3"), "qwen3", dtype=saved_as).save_pretrained(tmp_path)
     loaded = load(tmp_path, dtype=loaded_as)
     assert loaded.backbone.dtype == getattr(torch, loaded_as)
@@ -159,7 +187,9 @@ def test_the_identity_check_allows_for_the_rounding_of_another_dtype(saved_as, l
 
 
 def test_template_limit_and_training_record_survive(tiny_folder, tmp_path):
-    record = TrainingRecord(data=("made up",), seed=3, metrics={"made up": {"f1": 0.5}}, notes="A note.")
+    record = TrainingRecord(
+        data=("made up",), seed=3, metrics={"made up": {"f1": 0.5}}, notes="A note."
+    )
     ranker = RSRank.from_backbone(
         tiny_folder("qwen3"),
         random_projection("qwen3"),
@@ -171,7 +201,11 @@ def test_template_limit_and_training_record_survive(tiny_folder, tmp_path):
     ranker.save_pretrained(tmp_path)
     loaded = load(tmp_path)
     assert loaded.config == ranker.config
-    assert (loaded.config.training, loaded.config.template, loaded.prompts.max_length) == (record, CHAT, 100)
+    assert (loaded.config.training, loaded.config.template, loaded.prompts.max_length) == (
+        record,
+        CHAT,
+        100,
+    )
 
 
 def test_b_is_kept_in_fp32_under_the_sha256_of_the_config(saved, ranker):
@@ -207,12 +241,18 @@ def another_base(folder):
     path.write_text(json.dumps(content))
 
 
-HARMS = {"model.safetensors": zero_a_block, "tokenizer.json": swap_two_words, "config.json": another_base}
+HARMS = {
+    "model.safetensors": zero_a_block,
+    "tokenizer.json": swap_two_words,
+    "config.json": another_base,
+}
 
 
 @pytest.mark.parametrize("file", HARMS)
 @pytest.mark.parametrize("inside", [True, False])
-def test_a_language_model_that_is_not_as_it_was_to_the_byte_is_refused(file, inside, tiny_folder, tmp_path):
+def test_a_language_model_that_is_not_as_it_was_to_the_byte_is_refused(
+    file, inside, tiny_folder, tmp_path
+):
     model = shutil.copytree(tiny_folder("qwen3"), tmp_path / "model")
     load_ranker(model, "qwen3").save_pretrained(tmp_path / "artifact", include_backbone=inside)
     HARMS[file](tmp_path / "artifact" / "backbone" if inside else model)
@@ -221,7 +261,9 @@ def test_a_language_model_that_is_not_as_it_was_to_the_byte_is_refused(file, ins
     assert "backbone=" in message
 
 
-def test_weights_in_other_files_than_were_recorded_are_refused_and_writing_shows_no_bar(ranker, tmp_path, capfd):
+def test_weights_in_other_files_than_were_recorded_are_refused_and_writing_shows_no_bar(
+    ranker, tmp_path, capfd
+):
     ranker.save_pretrained(tmp_path, include_backbone=True)
     assert "Writing" not in "".join(capfd.readouterr())
     backbone = tmp_path / "backbone"
@@ -260,7 +302,9 @@ def killed_at(number, action):
 
         def watch(event, arguments):
             nonlocal seen
-            writes = event in WRITES or (event == "open" and arguments[2] & (os.O_WRONLY | os.O_RDWR | os.O_CREAT))
+            writes = event in WRITES or (
+                event == "open" and arguments[2] & (os.O_WRONLY | os.O_RDWR | os.O_CREAT)
+            )
             seen += bool(writes)
             if writes and seen == number:
                 os._exit(9)
@@ -273,13 +317,22 @@ def killed_at(number, action):
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*fork:DeprecationWarning")
-def test_a_save_that_is_killed_at_any_write_leaves_the_old_artifact_or_the_new_one(tiny_folder, tmp_path):
+def test_a_save_that_is_killed_at_any_write_leaves_the_old_artifact_or_the_new_one(
+    tiny_folder, tmp_path
+):
     rankers = []
     for number in range(2):
         loaded = load_ranker(tiny_folder("qwen3"), "qwen3")
         with torch.no_grad():
             next(loaded.backbone.model.parameters())[0] += number
-        rankers.append(RSRank(loaded.backbone, loaded.prompts, random_projection("qwen3", seed=number), loaded.config))
+        rankers.append(
+            RSRank(
+                loaded.backbone,
+                loaded.prompts,
+                random_projection("qwen3", seed=number),
+                loaded.config,
+            )
+        )
     old, new = rankers
     first, folder, found = tmp_path / "old", tmp_path / "artifact", set()
     old.save_pretrained(first, include_backbone=True)
@@ -295,14 +348,18 @@ def test_a_save_that_is_killed_at_any_write_leaves_the_old_artifact_or_the_new_o
         assert sum(which) == 1
         found.add(tuple(which))
         words = load_file(folder / "backbone" / "model.safetensors")["embed_tokens.weight"]
-        assert torch.equal(words, rankers[which.index(True)].backbone.model.get_input_embeddings().weight)
+        assert torch.equal(
+            words, rankers[which.index(True)].backbone.model.get_input_embeddings().weight
+        )
         assert (folder / "LICENSE").read_text() == "own"
         if through:
             break
     assert number > 10
     assert len(found) == 2
     old.save_pretrained(folder, include_backbone=True)
-    assert {path.name for path in folder.iterdir()} == {path.name for path in first.iterdir()} | {"LICENSE"}
+    assert {path.name for path in folder.iterdir()} == {path.name for path in first.iterdir()} | {
+        "LICENSE"
+    }
 
 
 # No pickle
@@ -320,7 +377,9 @@ def test_nothing_is_pickled(ranker, tmp_path):
         'torch.load(path, map_location="cpu", weights_only=True)'
     ]
     sources = [path.read_text() for path in package.rglob("*.py") if path != foreign]
-    assert not [text for text in sources if re.search(r"\bpickle\b(?!\.$)|torch\.(load|save)\(", text)]
+    assert not [
+        text for text in sources if re.search(r"\bpickle\b(?!\.$)|torch\.(load|save)\(", text)
+    ]
 
 
 class Burglar:
@@ -367,22 +426,40 @@ def config_with(name="lab/tiny", **changes):
 
 def test_the_model_card_tells_the_hub_and_the_reader_what_it_is():
     metrics = {"tide tables": {"f1": 0.81234, "ndcg@10": 0.5}, "bread": {"f1": 0.4}}
-    training = TrainingRecord(data=("harbour logs", "recipes"), seed=17, metrics=metrics, notes="Two epochs.")
+    training = TrainingRecord(
+        data=("harbour logs", "recipes"), seed=17, metrics=metrics, notes="Two epochs."
+    )
     text = model_card(config_with(license="apache-2.0", training=training))
 
     front = ModelCard(text).data
-    assert (front.library_name, front.pipeline_tag, front.license) == ("rsrank-rag", "text-ranking", "apache-2.0")
+    assert (front.library_name, front.pipeline_tag, front.license) == (
+        "rsrank-rag",
+        "text-ranking",
+        "apache-2.0",
+    )
     assert front.base_model == "lab/tiny"
     assert {"reranker", "rag"} <= set(front.tags)
-    for part in ("`lab/tiny`", "`4f1c`", "768 numbers", "layers 1-3 (3)", "harbour logs, recipes", "seed 17"):
+    for part in (
+        "`lab/tiny`",
+        "`4f1c`",
+        "768 numbers",
+        "layers 1-3 (3)",
+        "harbour logs, recipes",
+        "seed 17",
+    ):
         assert part in text
     assert "Two epochs." in text
     assert "are loaded" not in text
     assert "4 layers, the first 3 are loaded)" in model_card(config_with(layers=(1, 2)))
-    assert "| dataset | f1 | ndcg@10 |\n|---|---|---|\n| tide tables | 0.812 | 0.500 |\n| bread | 0.400 |  |\n" in text
+    assert (
+        "| dataset | f1 | ndcg@10 |\n|---|---|---|\n| tide tables | 0.812 | 0.500 |\n| bread | 0.400 |  |\n"
+        in text
+    )
 
 
-@pytest.mark.parametrize("name", ["./backbone", "/models/tiny", "../tiny", "a/b/c", "C:\\models\\tiny"])
+@pytest.mark.parametrize(
+    "name", ["./backbone", "/models/tiny", "../tiny", "a/b/c", "C:\\models\\tiny"]
+)
 def test_the_model_card_names_no_base_model_that_the_hub_cannot_know(name):
     assert ModelCard(model_card(config_with(name))).data.base_model is None
 
@@ -437,22 +514,58 @@ DAMAGES = {
     "config missing": (remove(CONFIG), ["holds no config.json", "save_pretrained"]),
     "config cut": (cut(CONFIG, 100), ["config.json is not valid JSON", "Download it again"]),
     "config empty": (write(CONFIG, b""), ["config.json is not valid JSON", "Download it again"]),
-    "config not text": (write(CONFIG, b'{"a": "\xff"}'), ["config.json cannot be read", "Download it again"]),
-    "config a list": (write(CONFIG, b"[1]"), ["config.json is not an RSRank config", "save_pretrained"]),
-    "config without version": (write(CONFIG, b"{}"), ["no format_version", "folder of a language model?"]),
-    "config of the future": (edit(format_version=2), ["format version 2", "reads version 1", "pip install -U"]),
-    "config with an extra key": (edit(colour="blue"), ["config.json is not a valid", "colour: Extra inputs"]),
-    "config with an extra key below": (edit(template__tone="warm"), ["not a valid", "template.tone: Extra"]),
-    "config of wrong type": (edit(projection_dim="eight"), ["not a valid", "projection_dim: ", "integer"]),
-    "config with empty backbone": (edit(backbone={}), ["not a valid", "backbone.name: Field required"]),
+    "config not text": (
+        write(CONFIG, b'{"a": "\xff"}'),
+        ["config.json cannot be read", "Download it again"],
+    ),
+    "config a list": (
+        write(CONFIG, b"[1]"),
+        ["config.json is not an RSRank config", "save_pretrained"],
+    ),
+    "config without version": (
+        write(CONFIG, b"{}"),
+        ["no format_version", "folder of a language model?"],
+    ),
+    "config of the future": (
+        edit(format_version=2),
+        ["format version 2", "reads version 1", "pip install -U"],
+    ),
+    "config with an extra key": (
+        edit(colour="blue"),
+        ["config.json is not a valid", "colour: Extra inputs"],
+    ),
+    "config with an extra key below": (
+        edit(template__tone="warm"),
+        ["not a valid", "template.tone: Extra"],
+    ),
+    "config of wrong type": (
+        edit(projection_dim="eight"),
+        ["not a valid", "projection_dim: ", "integer"],
+    ),
+    "config with empty backbone": (
+        edit(backbone={}),
+        ["not a valid", "backbone.name: Field required"],
+    ),
     "layer 0": (edit(layers=[0, 1, 2]), ["layers must lie in 1..3", "got 0..2"]),
     "layer too high": (edit(layers=[1, 2, 4]), ["layers must lie in 1..3", "got 1..4"]),
     "layers twice": (edit(layers=[1, 1, 2]), ["layers must ascend without repeats", "(1, 1, 2)"]),
-    "layers backwards": (edit(layers=[3, 2, 1]), ["layers must ascend without repeats", "(3, 2, 1)"]),
+    "layers backwards": (
+        edit(layers=[3, 2, 1]),
+        ["layers must ascend without repeats", "(3, 2, 1)"],
+    ),
     "no layers": (edit(layers=[]), ["not a valid", "layers: ", "at least 1 item"]),
-    "config edited": (edit(max_length=100), [PROJECTION, "written with another config.json", "save_pretrained"]),
-    "template edited": (edit(template__suffix="!"), ["written with another config.json", "Restore the original"]),
-    "config nested": (write(CONFIG, b"[" * 10_000), ["config.json is not valid JSON", "Download it again"]),
+    "config edited": (
+        edit(max_length=100),
+        [PROJECTION, "written with another config.json", "save_pretrained"],
+    ),
+    "template edited": (
+        edit(template__suffix="!"),
+        ["written with another config.json", "Restore the original"],
+    ),
+    "config nested": (
+        write(CONFIG, b"[" * 10_000),
+        ["config.json is not valid JSON", "Download it again"],
+    ),
     "config with a nested field": (
         write(CONFIG, b'{"format_version": ' + b"[" * 10_000 + b"]" * 10_000 + b"}"),
         ["config.json is not valid JSON", "Download it again"],
@@ -461,21 +574,43 @@ DAMAGES = {
         write(CONFIG, b'{"format_version": 1' + b"0" * 5000 + b"}"),
         ["config.json is not valid JSON", "Download it again"],
     ),
-    "config with a number of 4,000 digits": (edit(projection_dim=10**4000), ["not a valid", "projection_dim: "]),
+    "config with a number of 4,000 digits": (
+        edit(projection_dim=10**4000),
+        ["not a valid", "projection_dim: "],
+    ),
     "config with a long name": (edit(**{"x" * 10**6: 1}), ["not a valid RSRank config"]),
     "config with lines in a name": (edit(**{"a\nb": 1}), ["a b: Extra inputs"]),
     "projection missing": (remove(PROJECTION), [f"holds no {PROJECTION}", "download it again"]),
-    "projection cut": (cut(PROJECTION, -100), [f"{PROJECTION} is damaged or truncated", "Download it again"]),
-    "projection cut in its header": (cut(PROJECTION, 20), ["is damaged or truncated", "Download it again"]),
+    "projection cut": (
+        cut(PROJECTION, -100),
+        [f"{PROJECTION} is damaged or truncated", "Download it again"],
+    ),
+    "projection cut in its header": (
+        cut(PROJECTION, 20),
+        ["is damaged or truncated", "Download it again"],
+    ),
     "projection empty": (write(PROJECTION, b""), ["is damaged or truncated", "Download it again"]),
-    "projection a web page": (write(PROJECTION, b"<html>" * 99), ["is damaged or truncated", "Download it again"]),
+    "projection a web page": (
+        write(PROJECTION, b"<html>" * 99),
+        ["is damaged or truncated", "Download it again"],
+    ),
     "B of another P": (
         change_b(lambda weight: weight[:, :, :4].contiguous()),
-        ["B of shape (3, 2, 4, 16)", "(layers, heads, P, head_dim) = (3, 2, 8, 16)", "do not belong together"],
+        [
+            "B of shape (3, 2, 4, 16)",
+            "(layers, heads, P, head_dim) = (3, 2, 8, 16)",
+            "do not belong together",
+        ],
     ),
     "B flat": (change_b(torch.flatten), ["shape (768,)", "do not belong together"]),
-    "NaN in B": (poison(float("nan")), [PROJECTION, "1 of 768 entries of B are NaN or infinite", "Train it again"]),
-    "infinity in B": (poison(float("inf")), ["1 of 768 entries of B are NaN or infinite", "Train it again"]),
+    "NaN in B": (
+        poison(float("nan")),
+        [PROJECTION, "1 of 768 entries of B are NaN or infinite", "Train it again"],
+    ),
+    "infinity in B": (
+        poison(float("inf")),
+        ["1 of 768 entries of B are NaN or infinite", "Train it again"],
+    ),
     "B without digest": (
         change_b(keep_digest=False),
         ["written with another config.json (sha256 missing", "save_pretrained"],
@@ -493,7 +628,9 @@ DAMAGES = {
 
 
 @pytest.mark.parametrize("name", DAMAGES)
-def test_a_damaged_artifact_is_one_error_that_names_the_folder_the_fault_and_the_remedy(name, folder):
+def test_a_damaged_artifact_is_one_error_that_names_the_folder_the_fault_and_the_remedy(
+    name, folder
+):
     harm, phrases = DAMAGES[name]
     harm(folder)
     message = refusal(load, folder)
@@ -512,7 +649,13 @@ def leaves(value, path=()):
     """The paths of all entries of a JSON document."""
     if path:
         yield path
-    for key, below in value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ():
+    for key, below in (
+        value.items()
+        if isinstance(value, dict)
+        else enumerate(value)
+        if isinstance(value, list)
+        else ()
+    ):
         yield from leaves(below, (*path, key))
 
 
@@ -576,7 +719,9 @@ def with_another_tokenizer(model_folder):
     words = "zebra quagga zorse zonkey quixotic buzzard jazz fizzing whizzing quizzing puzzle dazzle embezzle muzzle "
     tokenizer.train_from_iterator([words * 3], trainer)
     assert tokenizer.get_vocab_size() == VOCABULARY
-    fast = transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", unk_token="[UNK]")
+    fast = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token="<pad>", unk_token="[UNK]"
+    )
     fast.save_pretrained(model_folder)
 
 
@@ -603,11 +748,15 @@ def foreign(name, base, target):
             weight.data += 0.3 * weight.std() * torch.randn_like(weight)
         model.save_pretrained(target)
         return target
-    config = tiny_config("llama" if name == "other architecture" else "qwen3").to_dict() | changes[name]
+    config = (
+        tiny_config("llama" if name == "other architecture" else "qwen3").to_dict() | changes[name]
+    )
     config.pop("layer_types", None)
     torch.manual_seed(99)
     model_type = config.pop("model_type")
-    model = transformers.AutoModel.from_config(transformers.AutoConfig.for_model(model_type, **config))
+    model = transformers.AutoModel.from_config(
+        transformers.AutoConfig.for_model(model_type, **config)
+    )
     model.save_pretrained(target)
     return target
 
@@ -625,7 +774,9 @@ def foreign(name, base, target):
         ("other tokenizer", ["tokenizer of", "splits text differently", "fingerprint"]),
     ],
 )
-def test_a_foreign_backbone_is_one_error_that_names_both_and_the_remedy(name, phrases, saved, tiny_folder, tmp_path):
+def test_a_foreign_backbone_is_one_error_that_names_both_and_the_remedy(
+    name, phrases, saved, tiny_folder, tmp_path
+):
     backbone = foreign(name, tiny_folder("qwen3"), tmp_path / "foreign")
     message = refusal(load, saved, backbone=backbone)
     assert str(backbone) in message
@@ -692,7 +843,9 @@ def configs(draw):
         training=TrainingRecord(
             data=tuple(draw(st.lists(texts, max_size=3))),
             seed=draw(st.none() | st.integers()),
-            metrics=draw(st.dictionaries(texts, st.dictionaries(texts, numbers, max_size=3), max_size=3)),
+            metrics=draw(
+                st.dictionaries(texts, st.dictionaries(texts, numbers, max_size=3), max_size=3)
+            ),
             notes=draw(texts),
         ),
     )
@@ -747,7 +900,9 @@ def test_reordering_config_json_by_hand_leaves_the_artifact_loadable(folder, sco
     assert load(folder).score(QUERY, DOCUMENTS) == scores
 
 
-def test_a_field_that_a_later_version_adds_does_not_change_the_digest_of_a_file(folder, monkeypatch):
+def test_a_field_that_a_later_version_adds_does_not_change_the_digest_of_a_file(
+    folder, monkeypatch
+):
     class Later(RSRankConfig):
         added: str = "default"
 
@@ -764,13 +919,18 @@ def test_a_name_too_long_for_a_path_is_refused_like_any_other():
 
 
 def test_an_artifact_can_be_read_by_other_users(saved):
-    assert (saved / "projection.safetensors").stat().st_mode == (saved / "config.json").stat().st_mode
+    assert (saved / "projection.safetensors").stat().st_mode == (
+        saved / "config.json"
+    ).stat().st_mode
 
 
 @pytest.mark.parametrize(
     ("source", "command"),
     [
-        ({"url": "file:///home/a/clone", "dir_info": {"editable": True}}, "pip install -e '/home/a/clone[eval]'"),
+        (
+            {"url": "file:///home/a/clone", "dir_info": {"editable": True}},
+            "pip install -e '/home/a/clone[eval]'",
+        ),
         ({"url": "file:///home/a/clone", "dir_info": {}}, "pip install '/home/a/clone[eval]'"),
         (
             {"url": "https://host/me/rsrank", "vcs_info": {"vcs": "git"}},
@@ -787,4 +947,7 @@ def test_the_pip_command_fits_how_the_package_was_installed(source, command, mon
 
     monkeypatch.setattr("rsrank_rag.errors.distribution", lambda name: Installed())
     assert pip_install("eval") == command
-    assert str(MissingDependencyError("It needs that.", "eval")) == f"It needs that. Install with: {command}"
+    assert (
+        str(MissingDependencyError("It needs that.", "eval"))
+        == f"It needs that. Install with: {command}"
+    )

@@ -28,7 +28,9 @@ def by_hand(query, key, value, allowed, scale):
         for h in range(heads):
             for t in range(count):
                 weights = [
-                    math.exp(scale * float(query[n, h, t] @ key[n, h // group, s])) if allowed[n, 0, t, s] else 0.0
+                    math.exp(scale * float(query[n, h, t] @ key[n, h // group, s]))
+                    if allowed[n, 0, t, s]
+                    else 0.0
                     for s in range(key.shape[2])
                 ]
                 for s, weight in enumerate(weights):
@@ -55,7 +57,9 @@ def test_keys_that_a_mask_does_not_cover_are_not_seen(additive):
     key, value = torch.randn(2, 2, 2, 7, 4, generator=generator)
     allowed = torch.ones(2, 1, 3, 7, dtype=torch.bool)
     allowed[..., 5:] = False
-    mask = (torch.zeros(allowed.shape).masked_fill(~allowed, -1e30) if additive else allowed)[..., :5]
+    mask = (torch.zeros(allowed.shape).masked_fill(~allowed, -1e30) if additive else allowed)[
+        ..., :5
+    ]
     found, _ = attend(torch.nn.Identity(), query, key, value, mask, scaling=0.3, dropout=0.0)
     torch.testing.assert_close(found, by_hand(query, key, value, allowed, 0.3))
 
@@ -69,9 +73,14 @@ def test_a_model_reads_the_same_values_with_and_without_repeated_keys(kind, tiny
             backbone.query_values([(9, 10, 11), (12, 13, 14)], prefixes, found.__setitem__, [0, 1])
         return torch.stack([found[layer] for layer in sorted(found)])
 
-    grouped, *_ = load_model(tiny_folder(kind), revision=None, options=LoadOptions(device="cpu", dtype="float32"))
+    grouped, *_ = load_model(
+        tiny_folder(kind), revision=None, options=LoadOptions(device="cpu", dtype="float32")
+    )
     plain = AutoModel.from_pretrained(tiny_folder(kind)).eval()
-    assert (grouped.config._attn_implementation, plain.config._attn_implementation) == (NAME, "sdpa")
+    assert (grouped.config._attn_implementation, plain.config._attn_implementation) == (
+        NAME,
+        "sdpa",
+    )
     expected = read(plain)
     # Rounding grows with the values: a few units in the last place of the largest.
     bound = 16 * torch.finfo(torch.float32).eps * float(expected.abs().max())
@@ -79,7 +88,11 @@ def test_a_model_reads_the_same_values_with_and_without_repeated_keys(kind, tiny
 
 
 def test_models_with_other_attention_are_left_alone(tiny_folder):
-    for kind, attention, after in (("bert", "sdpa", NAME), ("qwen3", "eager", "eager"), ("falcon", "sdpa", "sdpa")):
+    for kind, attention, after in (
+        ("bert", "sdpa", NAME),
+        ("qwen3", "eager", "eager"),
+        ("falcon", "sdpa", "sdpa"),
+    ):
         model = AutoModel.from_pretrained(tiny_folder(kind), attn_implementation=attention)
         use_own_attention(model)
         assert model.config._attn_implementation == after
@@ -111,6 +124,13 @@ assert not has_fast_bfloat16(torch.device("cpu")) or not leaves_instructions_unu
 @pytest.mark.slow
 @pytest.mark.parametrize("capability", ["default", "avx2"])
 def test_bfloat16_is_attended_to_where_torch_is_told_to_leave_instructions_unused(capability):
-    environment = {**os.environ, "ATEN_CPU_CAPABILITY": capability, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([sys.executable, "-c", TOLD], env=environment, cwd=ROOT, capture_output=True, text=True)
+    environment = {
+        **os.environ,
+        "ATEN_CPU_CAPABILITY": capability,
+        "PYTHONPATH": str(ROOT),
+        "OMP_NUM_THREADS": "1",
+    }
+    done = subprocess.run(
+        [sys.executable, "-c", TOLD], env=environment, cwd=ROOT, capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stderr[-500:]

@@ -16,30 +16,64 @@ ROOT = Path(__file__).parents[1]
 def test_latency_of_the_large_sizes_runs_end_to_end(size, table, tmp_path, monkeypatch):
     monkeypatch.setattr(latency, "matmul_ceiling", lambda device, dtype: 1e12)
     file = tmp_path / "found.json"
-    options = ["--documents", "4", "--words", "8", "--turns", "1", "--device", "cpu", "--dtype", "float32"]
+    options = [
+        "--documents",
+        "4",
+        "--words",
+        "8",
+        "--turns",
+        "1",
+        "--device",
+        "cpu",
+        "--dtype",
+        "float32",
+    ]
     latency.main(["--size", size, "--toy", *options, *table, "--json", str(file)])
     found = json.loads(file.read_text())
     assert size in found["machine"]
     assert all(row["seconds"] > 0 for row in found["rows"])
-    systems = {row["stage"] for row in found["rows"]} if table else {row["system"] for row in found["rows"]}
+    systems = (
+        {row["stage"] for row in found["rows"]}
+        if table
+        else {row["system"] for row in found["rows"]}
+    )
     assert len(systems) == (4 if table else 7)
 
 
 def row(system, times, floor=None):
-    return {"system": system, "milliseconds": 1e3 * times, "of_onnx_int8": times, "floor_milliseconds": floor}
+    return {
+        "system": system,
+        "milliseconds": 1e3 * times,
+        "of_onnx_int8": times,
+        "floor_milliseconds": floor,
+    }
 
 
 def test_peers_write_one_column_a_process_and_replace_it_whole(tmp_path):
     rows = [row("mini, 0% kept", 1.25, 400.0), row(peers.BASE, 1.0)]
     both = [
-        {"processor": "as it is", "threads": 1, "machine": "A machine", "dtype": "bfloat16", "rows": rows},
-        {"processor": "AVX2", "threads": 2, "machine": "A machine", "dtype": "int8", "rows": [*rows, row("other", 2)]},
+        {
+            "processor": "as it is",
+            "threads": 1,
+            "machine": "A machine",
+            "dtype": "bfloat16",
+            "rows": rows,
+        },
+        {
+            "processor": "AVX2",
+            "threads": 2,
+            "machine": "A machine",
+            "dtype": "int8",
+            "rows": [*rows, row("other", 2)],
+        },
     ]
     (tmp_path / "docs").mkdir()
     (tmp_path / "docs/peers.json").write_text(json.dumps(both))
     for page in {table.page for table in tables.TABLES.values()}:
         blocks = [name for name, table in tables.TABLES.items() if table.page == page]
-        lines = "".join(f"<!-- figures: {name} -->\nold {name}\n<!-- end of figures -->\n" for name in blocks)
+        lines = "".join(
+            f"<!-- figures: {name} -->\nold {name}\n<!-- end of figures -->\n" for name in blocks
+        )
         (tmp_path / page).write_text(f"before\n{lines}after\n")
     for _ in range(2):
         tables.main(tmp_path)

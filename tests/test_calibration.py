@@ -20,14 +20,21 @@ from rsrank_rag.reranker import BLANK_SCORE
 FIRST = ScoredQuery([1.0, 4.0, 3.0, 2.0], [False, True, False, True])
 SECOND = ScoredQuery([5.0, 0.0], [False, True])
 
-documents = st.lists(st.tuples(st.integers(-3, 3).map(float), st.booleans()), min_size=1, max_size=5)
+documents = st.lists(
+    st.tuples(st.integers(-3, 3).map(float), st.booleans()), min_size=1, max_size=5
+)
 query_lists = st.lists(
-    documents.map(lambda rows: ScoredQuery([s for s, _ in rows], [r for _, r in rows])), min_size=1, max_size=3
+    documents.map(lambda rows: ScoredQuery([s for s, _ in rows], [r for _, r in rows])),
+    min_size=1,
+    max_size=3,
 )
 
 
 def moved(queries, scale, offset):
-    return [ScoredQuery([scale * score + offset for score in query.scores], query.relevant) for query in queries]
+    return [
+        ScoredQuery([scale * score + offset for score in query.scores], query.relevant)
+        for query in queries
+    ]
 
 
 def mean(values):
@@ -44,15 +51,24 @@ def test_bias_and_variance_equal_the_fractions_by_hand():
     assert found.ranges == {"a": (0.0, pytest.approx(0.6)), "b": (pytest.approx(0.6), 1.0)}
     assert found.natural == pytest.approx(0.55)
     assert found.best == {"a": pytest.approx(0.5), "b": pytest.approx(0.7)}
-    assert found.bias == pytest.approx((0.05 + 0.15) / 2)  # one too high, one too low: they do not cancel
+    assert found.bias == pytest.approx(
+        (0.05 + 0.15) / 2
+    )  # one too high, one too low: they do not cancel
     assert found.variance == pytest.approx(0.1**2)
 
 
 def test_a_blank_document_does_not_stretch_the_range_of_the_scores():
     queries = [ScoredQuery([-2.0, 2.0, 4.0], [False, False, True])]
     with_blank = [*queries, ScoredQuery([4.0, BLANK_SCORE], [True, False])]
-    found, expected = threshold_stability({"a": with_blank}, 3.5), threshold_stability({"a": queries}, 3.5)
-    assert (found.ranges, found.natural, found.best) == (expected.ranges, expected.natural, expected.best)
+    found, expected = (
+        threshold_stability({"a": with_blank}, 3.5),
+        threshold_stability({"a": queries}, 3.5),
+    )
+    assert (found.ranges, found.natural, found.best) == (
+        expected.ranges,
+        expected.natural,
+        expected.best,
+    )
 
 
 def test_bias_is_zero_where_the_natural_threshold_is_the_best_one():
@@ -61,14 +77,22 @@ def test_bias_is_zero_where_the_natural_threshold_is_the_best_one():
 
 
 @settings(max_examples=100, deadline=None)
-@given(st.lists(query_lists, min_size=1, max_size=3), st.sampled_from([0.25, 2.0, 8.0]), st.sampled_from([-4.0, 0.5]))
+@given(
+    st.lists(query_lists, min_size=1, max_size=3),
+    st.sampled_from([0.25, 2.0, 8.0]),
+    st.sampled_from([-4.0, 0.5]),
+)
 def test_stability_does_not_depend_on_the_scale_and_origin_of_the_scores(sets, scale, offset):
     before = threshold_stability({str(i): queries for i, queries in enumerate(sets)}, 0.5)
     after = threshold_stability(
-        {str(i): moved(queries, scale, offset) for i, queries in enumerate(sets)}, scale * 0.5 + offset
+        {str(i): moved(queries, scale, offset) for i, queries in enumerate(sets)},
+        scale * 0.5 + offset,
     )
     if len({end for ends in before.ranges.values() for end in ends}) > 1:  # scores differ
-        assert (after.bias, after.variance) == (pytest.approx(before.bias), pytest.approx(before.variance))
+        assert (after.bias, after.variance) == (
+            pytest.approx(before.bias),
+            pytest.approx(before.variance),
+        )
         assert after.best == pytest.approx(before.best)
         assert all(-1e-12 <= value <= 1 + 1e-12 for value in before.best.values())
 
@@ -82,10 +106,13 @@ def f1_gaps(queries):
     labelled = []
     for query in queries:
         documents = tuple(
-            LabelledDocument(id=str(i), text="x", relevant=label) for i, label in enumerate(query.relevant)
+            LabelledDocument(id=str(i), text="x", relevant=label)
+            for i, label in enumerate(query.relevant)
         )
         labelled.append(LabelledQuery(id=str(len(labelled)), query="?", documents=documents))
-    (system,) = compare([Measured("x", 0.0, "given", {"s": queries})], {"s": labelled}, resamples=10).systems
+    (system,) = compare(
+        [Measured("x", 0.0, "given", {"s": queries})], {"s": labelled}, resamples=10
+    ).systems
     return [row.gap for row in system.sets["s"].queries]
 
 
@@ -116,10 +143,15 @@ def test_rounding_does_not_lift_a_gap_above_a_limit():
 
 def test_the_bootstrap_interval_equals_the_exact_one_of_all_resamples():
     values = [0.0, 0.2, 0.9, 1.0]
-    exact = np.percentile([mean(draw) for draw in product(values, repeat=4)], [2.5, 97.5])  # all 256 samples
+    exact = np.percentile(
+        [mean(draw) for draw in product(values, repeat=4)], [2.5, 97.5]
+    )  # all 256 samples
     found = estimate_mean(values, resamples=20000)
     assert found.mean == pytest.approx(mean(values))
-    assert (found.low, found.high) == (pytest.approx(exact[0], abs=0.02), pytest.approx(exact[1], abs=0.02))
+    assert (found.low, found.high) == (
+        pytest.approx(exact[0], abs=0.02),
+        pytest.approx(exact[1], abs=0.02),
+    )
 
 
 def test_the_interval_covers_the_true_mean_about_as_often_as_it_says():
@@ -129,7 +161,10 @@ def test_the_interval_covers_the_true_mean_about_as_often_as_it_says():
 
 
 @settings(max_examples=30, deadline=None)
-@given(st.lists(st.lists(st.floats(0, 1), min_size=2, max_size=6), min_size=1, max_size=3), st.integers(0, 3))
+@given(
+    st.lists(st.lists(st.floats(0, 1), min_size=2, max_size=6), min_size=1, max_size=3),
+    st.integers(0, 3),
+)
 def test_the_interval_contains_the_mean_and_is_repeatable(samples, seed):
     found = estimate_mean(*samples, resamples=100, seed=seed)
     assert found.low <= found.mean <= found.high
@@ -145,7 +180,10 @@ def test_the_interval_shrinks_with_the_root_of_the_number_of_queries():
 def test_every_set_counts_the_same_in_a_mean_over_sets_whatever_its_size():
     found = estimate_mean([1.0] * 90, [0.0, 0.5])
     assert found.mean == pytest.approx((1 + 0.25) / 2)
-    assert (found.low, found.high) == (pytest.approx(0.5), pytest.approx(0.75))  # only the small set varies
+    assert (found.low, found.high) == (
+        pytest.approx(0.5),
+        pytest.approx(0.75),
+    )  # only the small set varies
 
 
 def test_one_query_has_a_mean_and_no_interval():

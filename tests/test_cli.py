@@ -44,7 +44,9 @@ def run(*arguments, code=0, **options):
 
 
 def rank_json(artifact, *arguments, **options):
-    output = run("rank", "-q", QUERY, "-m", artifact, "--dtype", "float32", "--json", *arguments, **options).stdout
+    output = run(
+        "rank", "-q", QUERY, "-m", artifact, "--dtype", "float32", "--json", *arguments, **options
+    ).stdout
     return json.loads(output)
 
 
@@ -52,7 +54,9 @@ def test_rank_prints_every_document_once_as_the_library_ranks_them(ranker, artif
     expected = ranker.rank(QUERY, DOCUMENTS)
     found = rank_json(artifact, "-d", passages)
     assert [row["index"] for row in found["kept"]] == [document.index for document in expected.kept]
-    assert [row["index"] for row in found["dropped"]] == [document.index for document in expected.dropped]
+    assert [row["index"] for row in found["dropped"]] == [
+        document.index for document in expected.dropped
+    ]
     assert [row["score"] for row in found["kept"] + found["dropped"]] == pytest.approx(
         [document.score for document in expected.kept + expected.dropped], abs=1e-4
     )
@@ -75,7 +79,10 @@ def test_documents_come_from_standard_input_as_json_lines_too(artifact):
 
 def test_threshold_top_n_min_docs_and_keep_all_are_passed_on(artifact, passages):
     assert rank_json(artifact, "-d", passages, "--threshold", "99")["kept"] == []
-    assert len(rank_json(artifact, "-d", passages, "--threshold", "99", "--min-docs", "2")["kept"]) == 2
+    assert (
+        len(rank_json(artifact, "-d", passages, "--threshold", "99", "--min-docs", "2")["kept"])
+        == 2
+    )
     everything = rank_json(artifact, "-d", passages, "--keep-all")
     assert (everything["dropped"], everything["threshold"]) == ([], None)
     assert len(rank_json(artifact, "-d", passages, "--keep-all", "--top-n", "1")["kept"]) == 1
@@ -114,7 +121,9 @@ def test_rank_finds_documents_that_were_read_ahead_of_time(artifact, passages, t
 
 
 def test_explain_prints_parts_that_add_up_to_the_score(artifact):
-    output = run("explain", "-q", QUERY, "--document", DOCUMENTS[0], "-m", artifact, "--json").stdout
+    output = run(
+        "explain", "-q", QUERY, "--document", DOCUMENTS[0], "-m", artifact, "--json"
+    ).stdout
     found = json.loads(output)
     assert sum(sum(row) for row in found["parts"]) == pytest.approx(found["score"], abs=1e-6)
     table = run("explain", "-q", QUERY, "--document", DOCUMENTS[0], "-m", artifact).stdout
@@ -123,10 +132,18 @@ def test_explain_prints_parts_that_add_up_to_the_score(artifact):
 
 
 def test_parts_agreement_and_matches_of_the_built_in_model_add_up_to_the_score():
-    asked = ("explain", "-q", "How do bees find flowers?", "--document", "Bees find flowers by their colour.")
+    asked = (
+        "explain",
+        "-q",
+        "How do bees find flowers?",
+        "--document",
+        "Bees find flowers by their colour.",
+    )
     found = json.loads(run(*asked, "-m", "mini", "--dtype", "float32", "--json").stdout)
     assert abs(found["agreement"]) > 0.1
-    assert sum(map(sum, found["parts"])) + found["agreement"] == pytest.approx(found["score"], abs=1e-4)
+    assert sum(map(sum, found["parts"])) + found["agreement"] == pytest.approx(
+        found["score"], abs=1e-4
+    )
     assert len(found["matches"]) == len(found["tokens"])
 
 
@@ -135,7 +152,9 @@ def test_info_describes_the_artifact_and_needs_no_language_model(artifact, ranke
     assert f"{ranker.projection.weight.numel():,} numbers" in output
     assert ranker.config.backbone.name in output
     assert f"{ranker.config.backbone.num_layers} layers)" in output
-    assert json.loads(run("info", artifact, "--json").stdout) == json.loads(ranker.config.model_dump_json())
+    assert json.loads(run("info", artifact, "--json").stdout) == json.loads(
+        ranker.config.model_dump_json()
+    )
 
 
 @pytest.fixture
@@ -156,7 +175,18 @@ def labelled(tmp_path):
     return [str(tmp_path / "first.set.jsonl"), str(tmp_path / "second.jsonl")]
 
 
-KEYS = ["model", "dataset", "queries", "ndcg@5", "recall@5", "f1@tau", "precision@tau", "recall@tau", "kept", "empty"]
+KEYS = [
+    "model",
+    "dataset",
+    "queries",
+    "ndcg@5",
+    "recall@5",
+    "f1@tau",
+    "precision@tau",
+    "recall@tau",
+    "kept",
+    "empty",
+]
 KEYS += ["unanswered", "false_keeps", "f1@best", "tau_best", "f1@query_best"]
 
 
@@ -166,7 +196,10 @@ def test_evaluate_writes_one_record_a_file_and_shows_the_same_table(artifact, la
     table = run("evaluate", "-m", artifact, *data, "--output", str(output)).stdout
     records = json.loads(output.read_text(encoding="utf-8"))
     assert [list(record) for record in records] == [KEYS, KEYS]
-    assert [(record["dataset"], record["queries"]) for record in records] == [("first.set", 2), ("second", 2)]
+    assert [(record["dataset"], record["queries"]) for record in records] == [
+        ("first.set", 2),
+        ("second", 2),
+    ]
     for record in records:
         assert record["f1@tau"] <= record["f1@best"] <= record["f1@query_best"] <= 1
         assert f"{record['ndcg@5']:.3f}" in table
@@ -174,34 +207,74 @@ def test_evaluate_writes_one_record_a_file_and_shows_the_same_table(artifact, la
 
 
 def test_a_label_stands_for_a_model_in_the_tables_and_in_the_json(artifact, labelled, tmp_path):
-    arguments = ["evaluate", "-m", artifact, "--label", "ours", "-m", "bm25", "--label", "words", "--data", labelled[0]]
-    assert [record["model"] for record in json.loads(run(*arguments, "--json").stdout)] == ["ours", "words"]
+    arguments = [
+        "evaluate",
+        "-m",
+        artifact,
+        "--label",
+        "ours",
+        "-m",
+        "bm25",
+        "--label",
+        "words",
+        "--data",
+        labelled[0],
+    ]
+    assert [record["model"] for record in json.loads(run(*arguments, "--json").stdout)] == [
+        "ours",
+        "words",
+    ]
     shown = run(*arguments).stdout
     assert "ours: kept above 0 (native)" in shown
     assert artifact not in shown
-    result = run("evaluate", "-m", "bm25", "-m", artifact, "--label", "one", "--data", labelled[0], code=2)
+    result = run(
+        "evaluate", "-m", "bm25", "-m", artifact, "--label", "one", "--data", labelled[0], code=2
+    )
     assert "2 models were given and 1 labels" in result.stderr
 
 
 HEADINGS = [
     ["dataset", "queries", "precision", "recall", "F1", "kept aquery", "emptylists", "falsekeeps"],
-    ["dataset", "nDCG@5", "Recall@5", "best F1of the set", "at thethreshold", "best F1 ofeach query"],
+    [
+        "dataset",
+        "nDCG@5",
+        "Recall@5",
+        "best F1of the set",
+        "at thethreshold",
+        "best F1 ofeach query",
+    ],
 ]
 
 
 @pytest.mark.parametrize(
     ("dataset", "lines"),
-    [("fiqa", 1), ("hotpotqa.paragraph", 1), ("beir:scifact", 1), ("shared/data/dev/2wiki.sentence.jsonl", 2)],
+    [
+        ("fiqa", 1),
+        ("hotpotqa.paragraph", 1),
+        ("beir:scifact", 1),
+        ("shared/data/dev/2wiki.sentence.jsonl", 2),
+    ],
 )
 @pytest.mark.parametrize("tau", [-0.123, 23.456, -123.456])
-def test_the_tables_fit_into_eighty_columns_with_every_heading_and_number_whole(dataset, lines, tau):
-    numbers = {"queries": 13145, "kept": 123.45, "empty": 1.0, "unanswered": 7, "false_keeps": None, "tau_best": tau}
+def test_the_tables_fit_into_eighty_columns_with_every_heading_and_number_whole(
+    dataset, lines, tau
+):
+    numbers = {
+        "queries": 13145,
+        "kept": 123.45,
+        "empty": 1.0,
+        "unanswered": 7,
+        "false_keeps": None,
+        "tau_best": tau,
+    }
     record = {"model": "m", "dataset": dataset} | dict.fromkeys(KEYS[2:], 0.123) | numbers
     values = [
         ["13145", "0.123", "0.123", "0.123", "123.5", "100%", "-"],
         ["0.123", "0.123", "0.123", str(tau), "0.123"],
     ]
-    tables = evaluation_tables("BAAI/bge-reranker-v2-m3", "kept above 0.457 (the best over all files)", [record] * 2)
+    tables = evaluation_tables(
+        "BAAI/bge-reranker-v2-m3", "kept above 0.457 (the best over all files)", [record] * 2
+    )
     for table, headings, cells in zip(tables, HEADINGS, values, strict=True):
         console = Console(width=80, file=io.StringIO())
         console.print(table)
@@ -213,7 +286,10 @@ def test_the_tables_fit_into_eighty_columns_with_every_heading_and_number_whole(
         rows = [line.strip("│").split("│") for line in shown.splitlines() if line.startswith("│")]
         assert len(rows) == 2 * lines
         for first in (0, lines):
-            found = ["".join(map(str.strip, column)) for column in zip(*rows[first : first + lines], strict=True)]
+            found = [
+                "".join(map(str.strip, column))
+                for column in zip(*rows[first : first + lines], strict=True)
+            ]
             assert found == [dataset, *cells]
 
 
@@ -223,9 +299,21 @@ def test_every_column_is_a_number_of_the_record():
 
 def test_evaluate_takes_baselines_and_the_best_threshold_over_all_files(labelled, tmp_path):
     output = tmp_path / "metrics.json"
-    run("evaluate", "-m", "bm25", "--data", labelled[0], "--threshold", "shared", "--output", str(output))
+    run(
+        "evaluate",
+        "-m",
+        "bm25",
+        "--data",
+        labelled[0],
+        "--threshold",
+        "shared",
+        "--output",
+        str(output),
+    )
     (record,) = json.loads(output.read_text(encoding="utf-8"))
-    assert record["f1@tau"] == pytest.approx(record["f1@best"])  # one file: the shared threshold is its own
+    assert record["f1@tau"] == pytest.approx(
+        record["f1@best"]
+    )  # one file: the shared threshold is its own
 
 
 @pytest.mark.slow
@@ -240,7 +328,9 @@ def test_evaluate_takes_several_models_and_writes_one_report(artifact, labelled,
     ]
     numbers = json.loads((report / "report.json").read_text(encoding="utf-8"))
     assert [system["name"] for system in numbers["systems"]] == [artifact, "bm25"]
-    assert numbers["systems"][1]["sets"]["second"]["metrics"]["ndcg@5"]["mean"] == records[3]["ndcg@5"]
+    assert (
+        numbers["systems"][1]["sets"]["second"]["metrics"]["ndcg@5"]["mean"] == records[3]["ndcg@5"]
+    )
     assert "index.html" in said
     assert (report / "index.html").read_text(encoding="utf-8").startswith("<!DOCTYPE html>")
 
@@ -248,20 +338,41 @@ def test_evaluate_takes_several_models_and_writes_one_report(artifact, labelled,
 def test_evaluate_says_before_the_work_that_its_report_cannot_be_written(labelled, tmp_path):
     (tmp_path / "file").write_text("")
     report = str(tmp_path / "file" / "report")
-    result = run("evaluate", "-m", "no such model", "--data", labelled[0], "--report", report, code=2)
+    result = run(
+        "evaluate", "-m", "no such model", "--data", labelled[0], "--report", report, code=2
+    )
     assert "cannot be made" in " ".join(result.stderr.split())
 
 
 def test_evaluate_takes_negatives_from_the_whole_file(tmp_path):
     rows = [
-        {"id": "0", "query": "lamp oil", "documents": [{"id": "a", "text": "oil of the lamp", "relevant": True}]},
-        {"id": "1", "query": "rope", "documents": [{"id": "b", "text": "lamp oil, lamp oil", "relevant": True}]},
+        {
+            "id": "0",
+            "query": "lamp oil",
+            "documents": [{"id": "a", "text": "oil of the lamp", "relevant": True}],
+        },
+        {
+            "id": "1",
+            "query": "rope",
+            "documents": [{"id": "b", "text": "lamp oil, lamp oil", "relevant": True}],
+        },
     ]
     data, output = tmp_path / "data.jsonl", tmp_path / "metrics.json"
     data.write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
 
     def ndcg(*arguments):
-        run("evaluate", "-m", "bm25", "--data", str(data), "--limit", "1", "--output", str(output), *arguments)
+        run(
+            "evaluate",
+            "-m",
+            "bm25",
+            "--data",
+            str(data),
+            "--limit",
+            "1",
+            "--output",
+            str(output),
+            *arguments,
+        )
         return json.loads(output.read_text(encoding="utf-8"))[0]["ndcg@5"]
 
     assert ndcg() == 1.0
@@ -284,12 +395,24 @@ def test_limit_takes_the_first_queries(labelled, tmp_path):
         (["rank", "-q", "x", "-d", "-", "-m", "ARTIFACT", "--dtype", "int7"], 2, "is not a dtype"),
         (["info", "nowhere at all"], 1, "neither built in"),
         (["evaluate", "-m", "bm25", "--data", "nowhere.jsonl"], 2, "no data file"),
-        (["evaluate", "-m", "bm25", "--data", "x", "--negatives", "hard"], 2, "random, bm25, dense or dense:ENCODER"),
-        (["evaluate", "-m", "bm25", "--data", "x", "--threshold", "high"], 2, "a number, 'native' or 'shared'"),
+        (
+            ["evaluate", "-m", "bm25", "--data", "x", "--negatives", "hard"],
+            2,
+            "random, bm25, dense or dense:ENCODER",
+        ),
+        (
+            ["evaluate", "-m", "bm25", "--data", "x", "--threshold", "high"],
+            2,
+            "a number, 'native' or 'shared'",
+        ),
         (["rank", "--nonsense"], 2, "No such option"),
         (["rank", "-q", "x", "-d", "EMPTY", "-m", "ARTIFACT"], 2, "holds no documents"),
         (["rank", "-q", "x", "-d", "BINARY", "-m", "ARTIFACT"], 2, "is no text in UTF-8"),
-        (["rank", "-q", "x", "-d", "-", "-m", "qwen3-reranker:9b"], 2, "Did you mean 'qwen3-reranker:8b'"),
+        (
+            ["rank", "-q", "x", "-d", "-", "-m", "qwen3-reranker:9b"],
+            2,
+            "Did you mean 'qwen3-reranker:8b'",
+        ),
         (["rank", "-q", "x", "-d", "-", "-m", "bm52"], 2, "Did you mean 'bm25'?"),
         (["evaluate", "-m", "mnii", "--data", "x"], 2, "Did you mean 'mini'?"),
         (["info", "mnii"], 1, "Did you mean 'mini'?"),
@@ -301,7 +424,9 @@ def test_limit_takes_the_first_queries(labelled, tmp_path):
         (["push", "BINARY", "me/name"], 2, "is no folder"),
     ],
 )
-def test_a_mistake_gives_one_clear_line_and_an_exit_code(artifact, arguments, code, message, tmp_path):
+def test_a_mistake_gives_one_clear_line_and_an_exit_code(
+    artifact, arguments, code, message, tmp_path
+):
     (tmp_path / "empty.txt").write_text("\n\n")
     (tmp_path / "picture.png").write_bytes(b"\x89PNG\r\n\x1a\n\x00\xff")
     (tmp_path / "pairs.jsonl").write_text('{"query": "q", "document": "d"}\n')
@@ -317,7 +442,8 @@ def test_a_mistake_gives_one_clear_line_and_an_exit_code(artifact, arguments, co
 
 
 @pytest.mark.parametrize(
-    ("resumes", "said"), [(True, "Stopped. Run the same command again to go on."), (False, "Stopped.")]
+    ("resumes", "said"),
+    [(True, "Stopped. Run the same command again to go on."), (False, "Stopped.")],
 )
 def test_ctrl_c_says_whether_the_same_command_goes_on(resumes, said, capfd):
     with pytest.raises(typer.Exit) as ended, catch_errors(resumes):
@@ -327,7 +453,11 @@ def test_ctrl_c_says_whether_the_same_command_goes_on(resumes, said, capfd):
 
 
 @pytest.mark.parametrize(
-    "error", [OSError(28, "No space left on device", "out/part"), PermissionError(13, "Permission denied", "out")]
+    "error",
+    [
+        OSError(28, "No space left on device", "out/part"),
+        PermissionError(13, "Permission denied", "out"),
+    ],
 )
 def test_what_the_disk_refuses_is_one_line(error, capfd):
     with pytest.raises(typer.Exit) as ended, catch_errors(resumes=True):
@@ -337,7 +467,9 @@ def test_what_the_disk_refuses_is_one_line(error, capfd):
     assert " ".join(capfd.readouterr().err.split()) == expected
 
 
-def test_a_disk_that_is_full_ends_scoring_in_one_line_and_leaves_no_half_file(tmp_path, monkeypatch):
+def test_a_disk_that_is_full_ends_scoring_in_one_line_and_leaves_no_half_file(
+    tmp_path, monkeypatch
+):
     pytest.importorskip("pyarrow")
     source = tmp_path / "pairs.jsonl"
     source.write_text('{"query": "bees", "document": "Bees dance."}\n')
@@ -347,7 +479,10 @@ def test_a_disk_that_is_full_ends_scoring_in_one_line_and_leaves_no_half_file(tm
 
     monkeypatch.setattr("rsrank_rag.bulk.files.os.fsync", full)
     result = run("score", "-i", str(source), "-o", str(tmp_path / "out"), "-m", "bm25", code=1)
-    assert " ".join(result.stderr.split()) == "error: No space left on device. Run the same command again to go on."
+    assert (
+        " ".join(result.stderr.split())
+        == "error: No space left on device. Run the same command again to go on."
+    )
     assert list((tmp_path / "out").iterdir()) == []
 
 
@@ -364,9 +499,14 @@ def test_without_a_network_a_command_says_so_at_once():
         "print(found.exit_code, found.stderr)\n"
     )
     environment = {**os.environ, "HF_HUB_OFFLINE": "0"}
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=environment, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, env=environment, check=True
+    )
     assert done.stdout.startswith("1 error: The artifact 'owner/name'")
-    assert "huggingface.co cannot be reached ([Errno -2] Name or service not known). Connect once" in done.stdout
+    assert (
+        "huggingface.co cannot be reached ([Errno -2] Name or service not known). Connect once"
+        in done.stdout
+    )
 
 
 def test_a_json_line_without_text_is_an_error_that_names_the_line(tmp_path):
@@ -384,11 +524,15 @@ def test_text_that_merely_starts_with_a_brace_is_text(tmp_path):
 
 @pytest.mark.parametrize("command", ["rank", "explain", "info", "evaluate"])
 def test_every_command_teaches_by_an_example(command):
-    examples = [line for line in run(command, "--help").stdout.splitlines() if f"rsrank {command} " in line]
+    examples = [
+        line for line in run(command, "--help").stdout.splitlines() if f"rsrank {command} " in line
+    ]
     assert any("[OPTIONS]" not in line for line in examples)
 
 
-@pytest.mark.parametrize("command", ["rank", "index", "explain", "evaluate", "reproduce", "serve", "score"])
+@pytest.mark.parametrize(
+    "command", ["rank", "index", "explain", "evaluate", "reproduce", "serve", "score"]
+)
 def test_every_command_that_loads_a_model_can_round_its_weights(command):
     text = run(command, "--help").stdout
     assert all(f"--load-in-{form}" in text for form in ("8bit", "4bit", "fp8"))
@@ -435,8 +579,22 @@ def test_standard_input_that_is_not_utf8_is_refused_as_a_file_is(artifact):
 
 def test_output_is_utf8_whatever_the_terminal_was_set_to(artifact):
     environment = {**os.environ, "PYTHONIOENCODING": "ascii"}
-    run = [sys.executable, "-m", "rsrank_rag", "rank", "-q", QUERY, "-m", artifact, "-d", "-", "--json"]
-    done = subprocess.run(run, input="Caf\u00e9\n".encode(), env=environment, capture_output=True, timeout=300)
+    run = [
+        sys.executable,
+        "-m",
+        "rsrank_rag",
+        "rank",
+        "-q",
+        QUERY,
+        "-m",
+        artifact,
+        "-d",
+        "-",
+        "--json",
+    ]
+    done = subprocess.run(
+        run, input="Caf\u00e9\n".encode(), env=environment, capture_output=True, timeout=300
+    )
     assert done.returncode == 0
     found = json.loads(done.stdout.decode())
     assert [row["text"] for row in found["kept"] + found["dropped"]] == ["Caf\u00e9"]
@@ -444,11 +602,15 @@ def test_output_is_utf8_whatever_the_terminal_was_set_to(artifact):
 
 def test_evaluate_says_before_the_work_that_its_output_cannot_be_written(labelled, tmp_path):
     output = str(tmp_path / "nowhere" / "metrics.json")
-    result = run("evaluate", "-m", "no such model", "--data", labelled[0], "--output", output, code=2)
+    result = run(
+        "evaluate", "-m", "no such model", "--data", labelled[0], "--output", output, code=2
+    )
     assert "could not be written" in " ".join(result.stderr.split())
 
 
-def test_an_evaluation_that_fails_leaves_the_figures_of_the_last_one_where_they_are(labelled, tmp_path):
+def test_an_evaluation_that_fails_leaves_the_figures_of_the_last_one_where_they_are(
+    labelled, tmp_path
+):
     output = tmp_path / "metrics.json"
     output.write_text("[1]")
     run("evaluate", "-m", "bm255", "--data", labelled[0], "--output", str(output), code=2)

@@ -30,11 +30,22 @@ def packed():
     """The modules that the client is made of."""
     files = CLIENT["tool"]["hatch"]["build"]["targets"]["wheel"]["force-include"]
     sources = [(ROOT / "client" / source).resolve() for source in files]
-    return {name for name, path in MODULES.items() for source in sources if path == source or source in path.parents}
+    return {
+        name
+        for name, path in MODULES.items()
+        for source in sources
+        if path == source or source in path.parents
+    }
 
 
 def test_the_client_holds_all_that_its_modules_import_and_nothing_else():
-    waiting = ["langchain", "llama_index", "remote.client", "adapters.cross_encoder", "language_model.threads"]
+    waiting = [
+        "langchain",
+        "llama_index",
+        "remote.client",
+        "adapters.cross_encoder",
+        "language_model.threads",
+    ]
     needed = set()
     while waiting:
         module = waiting.pop()
@@ -47,7 +58,9 @@ def test_the_client_holds_all_that_its_modules_import_and_nothing_else():
 
 
 def test_the_client_is_built_from_files_that_are_there():
-    for source, target in CLIENT["tool"]["hatch"]["build"]["targets"]["wheel"]["force-include"].items():
+    for source, target in CLIENT["tool"]["hatch"]["build"]["targets"]["wheel"][
+        "force-include"
+    ].items():
         assert (ROOT / "client" / source).exists(), source
         assert target.startswith("rsrank_rag/")
     for folder in {Path(module.replace(".", "/")).parent for module in packed()} - {Path()}:
@@ -77,13 +90,21 @@ def test_where_models_cannot_be_loaded_the_pip_command_is_named(monkeypatch, mis
         rsrank_rag.RSRank  # noqa: B018
 
 
-@pytest.mark.skipif("RSRANK_CLIENT_PYTHON" not in os.environ, reason="needs make test-without-torch")
+@pytest.mark.skipif(
+    "RSRANK_CLIENT_PYTHON" not in os.environ, reason="needs make test-without-torch"
+)
 def test_alone_it_asks_a_service_and_says_what_a_local_model_needs(ranker, tmp_path):
     from service import address_of, scheduler
 
     with address_of(scheduler(ranker)) as address:
         done = subprocess.run(
-            [os.environ["RSRANK_CLIENT_PYTHON"], ROOT / "tests" / "client_alone.py", address, QUERY, *DOCUMENTS],
+            [
+                os.environ["RSRANK_CLIENT_PYTHON"],
+                ROOT / "tests" / "client_alone.py",
+                address,
+                QUERY,
+                *DOCUMENTS,
+            ],
             capture_output=True,
             text=True,
             timeout=600,
@@ -92,7 +113,8 @@ def test_alone_it_asks_a_service_and_says_what_a_local_model_needs(ranker, tmp_p
         )
     assert done.returncode == 0, done.stderr
     expected = [
-        [document.text, pytest.approx(document.score, abs=1e-4)] for document in ranker.rank(QUERY, DOCUMENTS).kept
+        [document.text, pytest.approx(document.score, abs=1e-4)]
+        for document in ranker.rank(QUERY, DOCUMENTS).kept
     ]
     found = json.loads(done.stdout.splitlines()[-1])
     assert expected

@@ -6,7 +6,9 @@ They want versions of their libraries that do not go together: `make test-client
 import os
 
 os.environ.update(
-    NVIDIA_USAGE_TELEMETRY_ENABLED="false", HAYSTACK_TELEMETRY_ENABLED="false", ANONYMIZED_TELEMETRY="false"
+    NVIDIA_USAGE_TELEMETRY_ENABLED="false",
+    HAYSTACK_TELEMETRY_ENABLED="false",
+    ANONYMIZED_TELEMETRY="false",
 )
 
 import pytest
@@ -57,7 +59,9 @@ def test_coheres_client(service):
     found = cohere_client(service).rerank(model="any", query="q", documents=TEXTS)
     assert [(row.index, row.relevance_score) for row in found.results] == BEST_FIRST
     assert found.meta.billed_units.search_units == 1
-    found = cohere_client(service).rerank(model="any", query="q", documents=TEXTS, top_n=1, max_tokens_per_doc=1)
+    found = cohere_client(service).rerank(
+        model="any", query="q", documents=TEXTS, top_n=1, max_tokens_per_doc=1
+    )
     assert [(row.index, row.relevance_score) for row in found.results] == BEST_FIRST[:1]
 
 
@@ -77,7 +81,9 @@ def test_coheres_client_understands_errors(service):
     with pytest.raises(errors.UnprocessableEntityError, match=r"Document 1 scored nan"):
         cohere_client(service).rerank(model="any", query="q", documents=["1", "nan"])
     with pytest.raises(errors.UnauthorizedError, match="needs an API key"):
-        cohere.ClientV2(api_key="wrong", base_url=service).rerank(model="any", query="q", documents=["1"])
+        cohere.ClientV2(api_key="wrong", base_url=service).rerank(
+            model="any", query="q", documents=["1"]
+        )
 
 
 # LangChain
@@ -85,9 +91,13 @@ def test_coheres_client_understands_errors(service):
 
 def compress(compressor, texts=TEXTS):
     documents = pytest.importorskip("langchain_core.documents")
-    given = [documents.Document(page_content=text, metadata={"index": i}) for i, text in enumerate(texts)]
+    given = [
+        documents.Document(page_content=text, metadata={"index": i}) for i, text in enumerate(texts)
+    ]
     found = compressor.compress_documents(given, "q")
-    return [(document.metadata["index"], document.metadata["relevance_score"]) for document in found]
+    return [
+        (document.metadata["index"], document.metadata["relevance_score"]) for document in found
+    ]
 
 
 def test_langchains_cohere_rerank(service, dropping):
@@ -107,7 +117,9 @@ def test_langchains_infinity_rerank(open_service, dropping):
     def rerank(url):
         return library.InfinityRerank(client=client.Client(base_url=url), model="any", top_n=3)
 
-    assert compress(rerank(open_service)) == between_0_and_1(BEST_FIRST[:3])  # it asks for scores that are not raw
+    assert compress(rerank(open_service)) == between_0_and_1(
+        BEST_FIRST[:3]
+    )  # it asks for scores that are not raw
     assert compress(rerank(dropping)) == between_0_and_1(BEST_FIRST[:2])
 
 
@@ -115,7 +127,9 @@ def test_langchains_infinity_rerank_with_a_key(service):
     client = pytest.importorskip("infinity_client")
     library = pytest.importorskip("langchain_community.document_compressors.infinity_rerank")
     with_key = client.Client(base_url=service, headers={"Authorization": f"Bearer {KEY}"})
-    assert compress(library.InfinityRerank(client=with_key, model="any", top_n=3)) == between_0_and_1(BEST_FIRST[:3])
+    assert compress(
+        library.InfinityRerank(client=with_key, model="any", top_n=3)
+    ) == between_0_and_1(BEST_FIRST[:3])
 
 
 def test_infinitys_client(service):
@@ -144,7 +158,12 @@ def test_langchains_jina_rerank(service, dropping, monkeypatch):
 def test_langchains_nvidia_rerank(service):
     library = pytest.importorskip("langchain_nvidia_ai_endpoints")
     rerank = library.NVIDIARerank(
-        base_url=f"{service}/v1", model="fake", api_key=KEY, top_n=3, truncate="END", usage_telemetry_enabled=False
+        base_url=f"{service}/v1",
+        model="fake",
+        api_key=KEY,
+        top_n=3,
+        truncate="END",
+        usage_telemetry_enabled=False,
     )
     assert compress(rerank) == BEST_FIRST[:3]
     assert "fake" in [model.id for model in rerank.available_models]
@@ -155,7 +174,10 @@ def test_langchains_nvidia_rerank(service):
 
 def postprocess(postprocessor, texts=TEXTS):
     schema = pytest.importorskip("llama_index.core.schema")
-    nodes = [schema.NodeWithScore(node=schema.TextNode(text=text, id_=str(i)), score=0) for i, text in enumerate(texts)]
+    nodes = [
+        schema.NodeWithScore(node=schema.TextNode(text=text, id_=str(i)), score=0)
+        for i, text in enumerate(texts)
+    ]
     found = postprocessor.postprocess_nodes(nodes, query_str="q")
     return [(int(row.node.node_id), row.score) for row in found]
 
@@ -166,21 +188,33 @@ def llama_index(name):
 
 def test_llama_indexs_cohere_rerank(service, dropping):
     library = llama_index("cohere_rerank")
-    assert postprocess(library.CohereRerank(base_url=service, api_key=KEY, top_n=3)) == BEST_FIRST[:3]
-    assert postprocess(library.CohereRerank(base_url=dropping, api_key=KEY, top_n=3)) == BEST_FIRST[:2]
+    assert (
+        postprocess(library.CohereRerank(base_url=service, api_key=KEY, top_n=3)) == BEST_FIRST[:3]
+    )
+    assert (
+        postprocess(library.CohereRerank(base_url=dropping, api_key=KEY, top_n=3)) == BEST_FIRST[:2]
+    )
 
 
 def test_llama_indexs_jina_rerank(service, dropping):
     library = llama_index("jinaai_rerank")
-    assert postprocess(library.JinaRerank(base_url=f"{service}/v1", api_key=KEY, top_n=3)) == BEST_FIRST[:3]
-    assert postprocess(library.JinaRerank(base_url=f"{dropping}/v1", api_key=KEY, top_n=3)) == BEST_FIRST[:2]
+    assert (
+        postprocess(library.JinaRerank(base_url=f"{service}/v1", api_key=KEY, top_n=3))
+        == BEST_FIRST[:3]
+    )
+    assert (
+        postprocess(library.JinaRerank(base_url=f"{dropping}/v1", api_key=KEY, top_n=3))
+        == BEST_FIRST[:2]
+    )
 
 
 def test_llama_indexs_tei_rerank(service, dropping):
     library = llama_index("tei_rerank")
     rerank = library.TextEmbeddingInference(base_url=service, auth_token=f"Bearer {KEY}", top_n=3)
     assert postprocess(rerank) == BEST_FIRST[:3]
-    assert postprocess(library.TextEmbeddingInference(base_url=dropping, top_n=4)) == BEST_FIRST  # it needs every row
+    assert (
+        postprocess(library.TextEmbeddingInference(base_url=dropping, top_n=4)) == BEST_FIRST
+    )  # it needs every row
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
@@ -200,8 +234,14 @@ def test_llama_indexs_siliconflow_rerank(service, dropping):
 
 def test_llama_indexs_xinference_rerank(open_service, dropping):
     library = llama_index("xinference_rerank")
-    assert postprocess(library.XinferenceRerank(base_url=open_service, model="any", top_n=3)) == BEST_FIRST[:3]
-    assert postprocess(library.XinferenceRerank(base_url=dropping, model="any", top_n=3)) == BEST_FIRST[:2]
+    assert (
+        postprocess(library.XinferenceRerank(base_url=open_service, model="any", top_n=3))
+        == BEST_FIRST[:3]
+    )
+    assert (
+        postprocess(library.XinferenceRerank(base_url=dropping, model="any", top_n=3))
+        == BEST_FIRST[:2]
+    )
 
 
 # Others
@@ -214,11 +254,15 @@ def test_haystacks_tei_ranker(service):
 
     documents = [Document(content=text, meta={"index": i}) for i, text in enumerate(TEXTS)]
     for raw in (True, False):
-        ranker = library.HuggingFaceTEIRanker(url=service, token=Secret.from_token(KEY), raw_scores=raw, max_retries=1)
+        ranker = library.HuggingFaceTEIRanker(
+            url=service, token=Secret.from_token(KEY), raw_scores=raw, max_retries=1
+        )
         found = ranker.run(query="q", documents=documents)["documents"]
         rows = [(document.meta["index"], document.score) for document in found]
         assert rows == (BEST_FIRST if raw else between_0_and_1(BEST_FIRST))
-    cut = ranker.run(query="q", documents=documents, truncation_direction=library.TruncationDirection.RIGHT)
+    cut = ranker.run(
+        query="q", documents=documents, truncation_direction=library.TruncationDirection.RIGHT
+    )
     assert len(cut["documents"]) == 4
     with pytest.raises(RuntimeError, match="Document 1 scored nan"):
         ranker.run(query="q", documents=[Document(content="1"), Document(content="nan")])
@@ -238,7 +282,9 @@ def test_the_api_ranker_of_rerankers(service, provider, path):
 @pytest.mark.parametrize("key", [None, KEY])
 def test_xinferences_client(open_service, service, key):
     library = pytest.importorskip("xinference_client")
-    model = library.RESTfulClient(open_service if key is None else service, api_key=key).get_model("any")
+    model = library.RESTfulClient(open_service if key is None else service, api_key=key).get_model(
+        "any"
+    )
     found = model.rerank(TEXTS, "q", top_n=2, return_documents=True)
     assert [(row["index"], row["relevance_score"]) for row in found["results"]] == BEST_FIRST[:2]
     assert found["results"][0]["document"]["text"] == "3 three"

@@ -30,7 +30,9 @@ def steps(tmp_path_factory):
     """Instructions of the Dockerfile with their values; parsed from a copy, because the parser may write."""
     folder = tmp_path_factory.mktemp("container")
     shutil.copy(ROOT / "Dockerfile", folder)
-    return [(step["instruction"], step["value"]) for step in DockerfileParser(str(folder)).structure]
+    return [
+        (step["instruction"], step["value"]) for step in DockerfileParser(str(folder)).structure
+    ]
 
 
 def values(steps, instruction):
@@ -49,7 +51,9 @@ def resolved(text):
 
 def test_the_image_begins_with_a_python_that_the_package_supports(steps):
     found = re.fullmatch(r"python:(\d+)\.(\d+)-slim", values(steps, "FROM")[0])
-    assert (int(found[1]), int(found[2])) >= tuple(map(int, PROJECT["requires-python"].removeprefix(">=").split(".")))
+    assert (int(found[1]), int(found[2])) >= tuple(
+        map(int, PROJECT["requires-python"].removeprefix(">=").split("."))
+    )
 
 
 def test_everything_that_is_copied_is_there_and_not_ignored(steps):
@@ -70,10 +74,16 @@ def test_what_the_build_of_the_package_needs_is_copied_before_it_is_installed(st
 
 
 def test_the_extras_exist(steps):
-    extras = {argument.partition("=")[2].strip('"') for argument in values(steps, "ARG") if "EXTRAS" in argument}
+    extras = {
+        argument.partition("=")[2].strip('"')
+        for argument in values(steps, "ARG")
+        if "EXTRAS" in argument
+    }
     extras |= {extra for service in COMPOSE["services"].values() for extra in _extras(service)}
     assert extras
-    assert {part for extra in extras for part in extra.split(",")} <= set(PROJECT["optional-dependencies"])
+    assert {part for extra in extras for part in extra.split(",")} <= set(
+        PROJECT["optional-dependencies"]
+    )
 
 
 def _extras(service):
@@ -83,12 +93,16 @@ def _extras(service):
 
 def test_the_service_does_not_run_as_root(steps):
     assert values(steps, "USER") == ["rsrank"]
-    assert [name for name, _ in steps].index("USER") < [name for name, _ in steps].index("ENTRYPOINT")
+    assert [name for name, _ in steps].index("USER") < [name for name, _ in steps].index(
+        "ENTRYPOINT"
+    )
 
 
 @pytest.mark.parametrize("service", [None, *COMPOSE["services"]])
 def test_the_commands_are_ones_that_rsrank_takes(steps, service):
-    words = json.loads(values(steps, "ENTRYPOINT")[0]) if service is None else arguments(steps, service)
+    words = (
+        json.loads(values(steps, "ENTRYPOINT")[0]) if service is None else arguments(steps, service)
+    )
     words += json.loads(values(steps, "CMD")[0]) if service is None else []
     assert words[:2] == ["rsrank", "serve"]
     command = typer.main.get_command(app).commands["serve"]
@@ -123,7 +137,9 @@ def test_compose_waits_longer_than_a_request_may_take(steps):
 
     for service in COMPOSE["services"]:
         command = typer.main.get_command(app).commands["serve"]
-        found = command.make_context("serve", [resolved(word) for word in arguments(steps, service)[2:]]).params
+        found = command.make_context(
+            "serve", [resolved(word) for word in arguments(steps, service)[2:]]
+        ).params
         grace = int(COMPOSE["services"][service]["stop_grace_period"].removesuffix("s"))
         assert grace > found["notice"] + found["timeout"] + GRACE
 
@@ -135,26 +151,45 @@ def test_no_secret_stands_in_the_files():
 
 
 @pytest.mark.skipif(
-    shutil.which("docker") is None or subprocess.run(["docker", "compose", "version"], capture_output=True).returncode,
+    shutil.which("docker") is None
+    or subprocess.run(["docker", "compose", "version"], capture_output=True).returncode,
     reason="needs docker compose",
 )
 def test_docker_compose_takes_the_file():
     done = subprocess.run(
-        ["docker", "compose", "--profile", "gpu", "config", "--quiet"], cwd=ROOT, capture_output=True, text=True
+        ["docker", "compose", "--profile", "gpu", "config", "--quiet"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
     )
     assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_no_file_of_the_package_is_left_out_of_the_wheel():
     # hatchling packs the folder but for what .gitignore names, tracked or not.
-    build = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["hatch"]["build"]
+    build = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["hatch"][
+        "build"
+    ]
     assert build["targets"]["wheel"] == {"packages": ["rsrank_rag"]}
     assert set(build) == {"targets"}
-    files = [path for path in (ROOT / "rsrank_rag").rglob("*") if path.is_file() and "__pycache__" not in path.parts]
-    assert len({path.suffix for path in files} & {".html", ".md", ".mplstyle", ".safetensors", ".toml"}) == 5
+    files = [
+        path
+        for path in (ROOT / "rsrank_rag").rglob("*")
+        if path.is_file() and "__pycache__" not in path.parts
+    ]
+    assert (
+        len(
+            {path.suffix for path in files} & {".html", ".md", ".mplstyle", ".safetensors", ".toml"}
+        )
+        == 5
+    )
     told = "\n".join(str(path.relative_to(ROOT)) for path in files)
     found = subprocess.run(
-        ["git", "check-ignore", "--no-index", "--stdin"], input=told, cwd=ROOT, capture_output=True, text=True
+        ["git", "check-ignore", "--no-index", "--stdin"],
+        input=told,
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
     )
     if found.returncode == 128:
         pytest.skip("no checkout of git: " + found.stderr)

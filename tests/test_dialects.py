@@ -26,7 +26,9 @@ def rerank(**fields):
 
 def outcomes(*scores):
     return [
-        Outcome(score, tokens=3) if score is not None else Outcome(None, fault="unscored", error="has no score.")
+        Outcome(score, tokens=3)
+        if score is not None
+        else Outcome(None, fault="unscored", error="has no score.")
         for score in scores
     ]
 
@@ -47,7 +49,11 @@ def answer(request, found, *, cutoff=None, normalised=False, faults=()):
 def test_a_half_means_exactly_the_threshold(score, threshold):
     found = normalise(score, threshold)
     assert 0 <= found <= 1
-    assert (found > 0.5, found == 0.5, found < 0.5) == (score > threshold, score == threshold, score < threshold)
+    assert (found > 0.5, found == 0.5, found < 0.5) == (
+        score > threshold,
+        score == threshold,
+        score < threshold,
+    )
 
 
 @given(FINITE, FINITE, FINITE)
@@ -58,7 +64,9 @@ def test_a_higher_score_is_never_lower_between_0_and_1(first, second, threshold)
 
 @given(st.floats(-30, 30))
 def test_it_is_the_logistic_function(score):
-    assert normalise(score + 2, 2.0) == pytest.approx(1 / (1 + math.exp(-(score + 2 - 2.0))), rel=1e-12)
+    assert normalise(score + 2, 2.0) == pytest.approx(
+        1 / (1 + math.exp(-(score + 2 - 2.0))), rel=1e-12
+    )
 
 
 def test_without_a_threshold_the_middle_is_zero():
@@ -102,7 +110,9 @@ def test_an_object_without_text_is_named_and_the_others_are_read():
 @given(st.lists(st.one_of(st.text(), st.fixed_dictionaries({"text": st.text()}))))
 def test_every_document_gives_one_pair_with_its_own_text(documents):
     pairs = rerank(documents=documents).asked().pairs
-    assert [pair.document for pair in pairs] == [d if isinstance(d, str) else d["text"] for d in documents]
+    assert [pair.document for pair in pairs] == [
+        d if isinstance(d, str) else d["text"] for d in documents
+    ]
 
 
 # Requests
@@ -119,7 +129,8 @@ def test_texts_mean_tei_and_documents_the_others():
 
 
 @pytest.mark.parametrize(
-    ("one", "two"), [("text_1", "text_2"), ("queries", "documents"), ("queries", "items"), ("data_1", "data_2")]
+    ("one", "two"),
+    [("text_1", "text_2"), ("queries", "documents"), ("queries", "items"), ("data_1", "data_2")],
 )
 def test_all_of_vllms_names_are_known(one, two):
     def pairs(first, second):
@@ -134,7 +145,9 @@ def test_all_of_vllms_names_are_known(one, two):
 
 
 def test_unknown_fields_and_any_model_are_accepted():
-    found = rerank(model={"name": 3}, priority=1, max_chunks_per_doc=10, overlap_tokens="x", user=None)
+    found = rerank(
+        model={"name": 3}, priority=1, max_chunks_per_doc=10, overlap_tokens="x", user=None
+    )
     assert found.asked() == rerank().asked()
 
 
@@ -180,7 +193,12 @@ def test_limits_of_tokens_reach_every_pair(fields, expected):
 
 @pytest.mark.parametrize(
     ("fields", "may_be_cut"),
-    [({}, None), ({"truncate": True}, True), ({"truncate": "END"}, True), ({"truncate": "NONE"}, False)],
+    [
+        ({}, None),
+        ({"truncate": True}, True),
+        ({"truncate": "END"}, True),
+        ({"truncate": "NONE"}, False),
+    ],
 )
 def test_a_request_may_say_whether_documents_may_be_cut(fields, may_be_cut):
     assert rerank(**fields).asked().may_be_cut is may_be_cut
@@ -250,11 +268,14 @@ def test_rows_are_sorted_by_the_raw_score_and_hold_what_was_asked_for(data):
     cutoff = data.draw(st.none() | st.integers(-6, 6).map(float))
     top_n = data.draw(st.none() | st.integers(0, 22))
     normalised = data.draw(st.booleans())
-    request = rerank(documents=[f"text {i}" for i in range(len(scores))], top_n=top_n, return_documents=True)
+    request = rerank(
+        documents=[f"text {i}" for i in range(len(scores))], top_n=top_n, return_documents=True
+    )
     rows = answer(request, outcomes(*scores), cutoff=cutoff, normalised=normalised).results
 
     expected = sorted(
-        (i for i, score in enumerate(scores) if cutoff is None or score > cutoff), key=lambda i: -scores[i]
+        (i for i, score in enumerate(scores) if cutoff is None or score > cutoff),
+        key=lambda i: -scores[i],
     )
     expected = expected[:top_n] if top_n else expected
     assert [row.index for row in rows] == expected
@@ -272,7 +293,10 @@ def test_the_best_stay_even_below_the_threshold():
 def test_blank_documents_come_last_and_are_never_relevant():
     request = rerank(documents=[" ", "a", "b"])
     assert [row.index for row in answer(request, outcomes(0, -2, -1)).results] == [2, 1, 0]
-    assert [row.index for row in answer(request, outcomes(0, -2, -1), cutoff=-5.0).results] == [2, 1]
+    assert [row.index for row in answer(request, outcomes(0, -2, -1), cutoff=-5.0).results] == [
+        2,
+        1,
+    ]
 
 
 def test_documents_without_a_score_are_in_errors_and_the_others_keep_their_index():
@@ -303,8 +327,12 @@ def test_tei_and_nvidia_get_all_rows_best_first_and_vllm_in_input_order():
     texts = TextsRequest(query="q", texts=["a", "b", ""])
     rows = texts.answer(scored(texts, outcomes(-3, 2, 0)))
     assert [(row.index, row.score) for row in rows] == [(1, 2), (0, -3), (2, BLANK_SCORE)]
-    ranking = RankingRequest.model_validate({"query": {"text": "q"}, "passages": [{"text": "a"}, {"text": "b"}]})
+    ranking = RankingRequest.model_validate(
+        {"query": {"text": "q"}, "passages": [{"text": "a"}, {"text": "b"}]}
+    )
     found = ranking.answer(scored(ranking, outcomes(-3, 2))).rankings
     assert [(row.index, row.logit) for row in found] == [(1, 2), (0, -3)]
     pairs = ScoreRequest(text_1="q", text_2=["a", "b"])
-    assert [(row.index, row.score) for row in pairs.answer(scored(pairs, outcomes(-3, 2))).data] == [(0, -3), (1, 2)]
+    assert [
+        (row.index, row.score) for row in pairs.answer(scored(pairs, outcomes(-3, 2))).data
+    ] == [(0, -3), (1, 2)]

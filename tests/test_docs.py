@@ -26,7 +26,9 @@ def _log_settings_stay():
 
 
 def test_pages_with_code_and_notebooks_were_found():
-    assert {"README.md", "langchain.md", "llama_index.md", "migration.md"} <= {page.name for page in PAGES}
+    assert {"README.md", "langchain.md", "llama_index.md", "migration.md"} <= {
+        page.name for page in PAGES
+    }
     assert len(NOTEBOOKS) == 3
 
 
@@ -62,19 +64,24 @@ def test_a_notebook_runs_and_its_saved_outputs_are_of_the_same_kind(path):
 
     def kinds(notebook):
         return [
-            {output.get("name") or " ".join(sorted(output["data"])) for output in cell.outputs} - {"stderr"}
+            {output.get("name") or " ".join(sorted(output["data"])) for output in cell.outputs}
+            - {"stderr"}
             for cell in notebook.cells
             if cell.cell_type == "code"
         ]
 
     def text(notebook):
         outputs = [output for cell in notebook.cells for output in cell.get("outputs", [])]
-        return "".join(output["text"] for output in outputs if output.get("name") == "stdout").split()
+        return "".join(
+            output["text"] for output in outputs if output.get("name") == "stdout"
+        ).split()
 
     saved = nbformat.read(path, as_version=4)
     assert str(ROOT) not in path.read_text("utf-8")
     ran = NotebookClient(
-        nbformat.read(path, as_version=4), timeout=300, resources={"metadata": {"path": str(path.parent)}}
+        nbformat.read(path, as_version=4),
+        timeout=300,
+        resources={"metadata": {"path": str(path.parent)}},
     ).execute()
     assert kinds(ran) == kinds(saved)
     # Elsewhere bfloat16 may round a score to the other side of zero; more than that means stale outputs.

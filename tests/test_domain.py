@@ -48,7 +48,10 @@ def domain_features(count=12, *, border=0.6, seed=0):
 def base():
     plain = Projection.random([2, 3], 2, 4, 8)
     return Projection(
-        plain.weight.detach(), [2, 3], head_weight=torch.full((2, 2), 0.2), agreement=torch.tensor([2.0, 2.0, -1.0])
+        plain.weight.detach(),
+        [2, 3],
+        head_weight=torch.full((2, 2), 0.2),
+        agreement=torch.tensor([2.0, 2.0, -1.0]),
     )
 
 
@@ -58,7 +61,10 @@ def fused(tiny_folder, tmp_path_factory):
     folder = tmp_path_factory.mktemp("fused") / "artifact"
     weight = Projection.random([2, 3], 4, 4, 16).weight.detach()
     projection = Projection(
-        weight, [2, 3], head_weight=torch.full((2, 4), 0.3), agreement=torch.tensor([2.0, 1.0, -0.5])
+        weight,
+        [2, 3],
+        head_weight=torch.full((2, 4), 0.3),
+        agreement=torch.tensor([2.0, 1.0, -0.5]),
     )
     made = RSRank.from_backbone(
         tiny_folder("bert"),
@@ -72,7 +78,10 @@ def fused(tiny_folder, tmp_path_factory):
 
 
 def differences(first, second):
-    return [(a - b).abs().max().item() for a, b in zip(first.parameters(), second.parameters(), strict=True)]
+    return [
+        (a - b).abs().max().item()
+        for a, b in zip(first.parameters(), second.parameters(), strict=True)
+    ]
 
 
 # Features
@@ -101,23 +110,43 @@ def plain_loss(weights, features):
             for layer in range(2):
                 for head in range(2):
                     for token in range(query.tokens):
-                        z = weights["weight"][layer, head] @ query.shifts[layer, head, place * 3 + token].double()
-                        score += weights["head_weight"][layer, head] * z.sum() / (z.norm() * 2) / query.tokens
+                        z = (
+                            weights["weight"][layer, head]
+                            @ query.shifts[layer, head, place * 3 + token].double()
+                        )
+                        score += (
+                            weights["head_weight"][layer, head]
+                            * z.sum()
+                            / (z.norm() * 2)
+                            / query.tokens
+                        )
             scores.append(score)
-        rivals = sum(math.exp(s) for s, label in zip(scores, query.relevant, strict=True) if not label) + 1.0
-        order = [math.log(1 + rivals / math.exp(s)) for s, label in zip(scores, query.relevant, strict=True) if label]
-        weights_of = [2.0 if label else 1.0 for label in query.relevant]
-        zero = [math.log(1 + math.exp(-s if label else s)) for s, label in zip(scores, query.relevant, strict=True)]
-        total += statistics.fmean(order) + 2 * sum(w * z for w, z in zip(weights_of, zero, strict=True)) / sum(
-            weights_of
+        rivals = (
+            sum(math.exp(s) for s, label in zip(scores, query.relevant, strict=True) if not label)
+            + 1.0
         )
+        order = [
+            math.log(1 + rivals / math.exp(s))
+            for s, label in zip(scores, query.relevant, strict=True)
+            if label
+        ]
+        weights_of = [2.0 if label else 1.0 for label in query.relevant]
+        zero = [
+            math.log(1 + math.exp(-s if label else s))
+            for s, label in zip(scores, query.relevant, strict=True)
+        ]
+        total += statistics.fmean(order) + 2 * sum(
+            w * z for w, z in zip(weights_of, zero, strict=True)
+        ) / sum(weights_of)
     return total
 
 
 @pytest.mark.parametrize("projection_from", [0, 300])
 def test_the_weights_are_those_of_the_least_loss_and_squared_change(base, projection_from):
     features = domain_features(3)
-    near = domain._Near(features, base, DomainOptions(projection_from=projection_from), torch.device("cpu"))
+    near = domain._Near(
+        features, base, DomainOptions(projection_from=projection_from), torch.device("cpu")
+    )
     *_, found = near.path(range(3), (math.inf, 2.0))
     start = {name: weight.detach().double() for name, weight in base.named_parameters()}
     trained = {name: weight.detach().double() for name, weight in found.named_parameters()}
@@ -125,12 +154,19 @@ def test_the_weights_are_those_of_the_least_loss_and_squared_change(base, projec
     def objective(moved):
         change = torch.tensor(moved) * near.units["agreement"].double()
         penalty = sum(
-            (((trained[n] - start[n]) / near.units[n]) ** 2).sum().item() for n in near.units if n != "agreement"
+            (((trained[n] - start[n]) / near.units[n]) ** 2).sum().item()
+            for n in near.units
+            if n != "agreement"
         )
         weights = {**trained, "agreement": start["agreement"] + change}
         return plain_loss(weights, features) + 2.0 / 2 * (penalty + sum(x * x for x in moved))
 
-    best = minimize(objective, [0.0] * 3, method="Nelder-Mead", options={"xatol": 1e-4, "fatol": 1e-7, "maxiter": 5000})
+    best = minimize(
+        objective,
+        [0.0] * 3,
+        method="Nelder-Mead",
+        options={"xatol": 1e-4, "fatol": 1e-7, "maxiter": 5000},
+    )
     expected = start["agreement"] + torch.tensor(best.x) * near.units["agreement"]
     assert trained["agreement"].tolist() == pytest.approx(expected.tolist(), abs=0.01)
 
@@ -155,7 +191,9 @@ def test_training_finds_the_border_of_a_domain_and_says_so(base):
     in_turn = [features[number] for held in parts(20, 5) for number in held]
     assert [row.relevant for row in found.base] == [list(query.relevant) for query in in_turn]
     expected = [score for row in scored(in_turn, base, device="cpu") for score in row.scores]
-    assert [score for row in found.base for score in row.scores] == pytest.approx(expected, abs=1e-5)
+    assert [score for row in found.base for score in row.scores] == pytest.approx(
+        expected, abs=1e-5
+    )
 
 
 def test_labels_at_random_leave_the_base_as_it_is(base):
@@ -165,7 +203,9 @@ def test_labels_at_random_leave_the_base_as_it_is(base):
         for query in domain_features(12, seed=5)
     ]
     fitting = copy.deepcopy(base)
-    fitting.agreement.data = torch.tensor([0.0, 0.0, -1.1])  # what best can be said of them: one in four is relevant
+    fitting.agreement.data = torch.tensor(
+        [0.0, 0.0, -1.1]
+    )  # what best can be said of them: one in four is relevant
     fitting.head_weight.data.zero_()
     found = train_near(features, fitting, DomainOptions(strengths=(0.001,)), device="cpu")
     assert found.strength == math.inf
@@ -193,12 +233,17 @@ def scorings(count=30, help=0.0, seed=0):
         labels = [i < 2 for i in range(6)]
         scores = [rng.gauss(0.3 if label else -0.3, 1) for label in labels]
         base.append(ScoredQuery(scores, labels))
-        moved = [s + (help if label else -help) + rng.gauss(0, 0.05) for s, label in zip(scores, labels, strict=True)]
+        moved = [
+            s + (help if label else -help) + rng.gauss(0, 0.05)
+            for s, label in zip(scores, labels, strict=True)
+        ]
         other.append(ScoredQuery(moved, labels))
     return base, other
 
 
-@pytest.mark.parametrize(("help", "outcome"), [(0.8, "better"), (0.0, "no difference that can be told"), (-0.8, WORSE)])
+@pytest.mark.parametrize(
+    ("help", "outcome"), [(0.8, "better"), (0.0, "no difference that can be told"), (-0.8, WORSE)]
+)
 def test_the_verdict_is_that_of_a_plain_paired_bootstrap(help, outcome):
     base, other = scorings(help=help)
     verdict = judge(base, other)
@@ -208,7 +253,11 @@ def test_the_verdict_is_that_of_a_plain_paired_bootstrap(help, outcome):
         for first, second in zip(base, other, strict=True):
             values = []
             for query in (first, second):
-                kept = [label for score, label in zip(query.scores, query.relevant, strict=True) if score > 0]
+                kept = [
+                    label
+                    for score, label in zip(query.scores, query.relevant, strict=True)
+                    if score > 0
+                ]
                 precision, recall = sum(kept) / len(kept) if kept else 0.0, sum(kept) / 2
                 f1 = 2 * precision * recall / (precision + recall) if sum(kept) else 0.0
                 values.append({"precision": precision, "recall": recall, "f1": f1}[metric])
@@ -244,7 +293,11 @@ def test_where_training_hurts_the_base_is_written_unless_it_is_accepted(fused, h
     assert "verdict: worse: the base is kept" in run(*given)
     before = hub.read_projection(fused, hub.read_config(fused))
     artifact = tmp_path / "run" / "artifact"
-    assert differences(hub.read_projection(artifact, hub.read_config(artifact)), before) == [0.0, 0.0, 0.0]
+    assert differences(hub.read_projection(artifact, hub.read_config(artifact)), before) == [
+        0.0,
+        0.0,
+        0.0,
+    ]
     assert "verdict: worse: taken all the same" in run(*given, "--accept")
     assert differences(hub.read_projection(artifact, hub.read_config(artifact)), before)[2] == 1.0
 
@@ -262,12 +315,16 @@ def test_a_base_is_trained_near_and_the_artifact_says_how(fused, tmp_path):
     assert (settings["method"], settings["outcome"]) == ("near a base", verdict["outcome"])
     assert (ranker.config.fusion_layer, ranker.config.backbone.name) == (1, "./backbone")
     assert len(ranker.score(QUERIES[0], DOCUMENTS)) == len(DOCUMENTS)
-    assert "queries left out of training" in (tmp_path / "run" / "artifact" / "README.md").read_text()
+    assert (
+        "queries left out of training" in (tmp_path / "run" / "artifact" / "README.md").read_text()
+    )
 
 
 def test_what_a_base_decides_cannot_be_set(fused):
     for setting in ("fit.epochs=3", "features.layers=[2]", "method=combined"):
-        with pytest.raises(InputError, match="cannot be set: training that begins with an artifact"):
+        with pytest.raises(
+            InputError, match="cannot be set: training that begins with an artifact"
+        ):
             Recipe.load("your-data", [setting], base=str(fused))
 
 
@@ -278,7 +335,11 @@ def plain_means(queries, threshold):
     """Precision, recall and F1 in the mean."""
     rows = []
     for query in queries:
-        kept = [label for score, label in zip(query.scores, query.relevant, strict=True) if score > threshold]
+        kept = [
+            label
+            for score, label in zip(query.scores, query.relevant, strict=True)
+            if score > threshold
+        ]
         hits, wanted = sum(kept), sum(query.relevant)
         precision = hits / len(kept) if kept else float(not wanted)
         recall = hits / wanted if wanted else float(not kept)
@@ -305,15 +366,21 @@ def test_a_threshold_is_the_lowest_of_a_precision_the_highest_of_a_recall_and_on
     assert low <= best <= high
     curves = Curves(queries)
     place = curves.thresholds.tolist().index(best)
-    found = [float(curves.by_metric[name][:, place].mean()) for name in ("precision", "recall", "f1")]
+    found = [
+        float(curves.by_metric[name][:, place].mean()) for name in ("precision", "recall", "f1")
+    ]
     assert found == pytest.approx(plain_means(queries, best))
-    with pytest.raises(TrainingError, match=r"No threshold gives a precision of 1 .* the highest is 0\.\d+\. Ask"):
+    with pytest.raises(
+        TrainingError, match=r"No threshold gives a precision of 1 .* the highest is 0\.\d+\. Ask"
+    ):
         find_threshold([*queries, ScoredQuery([9.0], [False])], Goal("precision", 1.0))
 
 
 def test_draws_in_which_no_threshold_reaches_the_goal_are_left_out_without_a_word(recwarn):
     good, bad = ScoredQuery([1.0, -1.0], [True, False]), ScoredQuery([1.0, -1.0], [False, True])
-    threshold, interval = find_threshold([good, good, good, bad], Goal("precision", 0.6), resamples=1)  # mostly bad
+    threshold, interval = find_threshold(
+        [good, good, good, bad], Goal("precision", 0.6), resamples=1
+    )  # mostly bad
     assert interval == (threshold, threshold)
     assert not recwarn.list
 
@@ -328,7 +395,9 @@ def test_an_interval_holds_what_other_draws_of_queries_give():
 
 def test_tuned_thresholds_are_judged_on_queries_that_they_were_not_tuned_on():
     queries, _ = scorings(20)
-    shifted = [ScoredQuery([score + 5 for score in query.scores], query.relevant) for query in queries]
+    shifted = [
+        ScoredQuery([score + 5 for score in query.scores], query.relevant) for query in queries
+    ]
     assert cross_tuned(shifted, Goal(), 0.0).outcome == "better"
     assert cross_tuned(shifted, Goal(), 5.0).queries == 20
 
@@ -346,14 +415,22 @@ def test_a_query_without_documents_counts_nothing_as_in_every_other_figure():
     queries = [ScoredQuery([1.0, -1.0], [True, False]), ScoredQuery([], [])]
     curves = Curves(queries)
     for place, threshold in enumerate(curves.thresholds):
-        found = [float(curves.by_metric[name][:, place].mean()) for name in ("precision", "recall", "f1")]
+        found = [
+            float(curves.by_metric[name][:, place].mean()) for name in ("precision", "recall", "f1")
+        ]
         rows = [selection(query, threshold)[:3] for query in queries]
-        assert found == pytest.approx([statistics.fmean(column) for column in zip(*rows, strict=True)])
+        assert found == pytest.approx(
+            [statistics.fmean(column) for column in zip(*rows, strict=True)]
+        )
 
 
-def test_a_tuned_artifact_keeps_what_scores_above_its_threshold_unless_told_otherwise(fused, tmp_path):
+def test_a_tuned_artifact_keeps_what_scores_above_its_threshold_unless_told_otherwise(
+    fused, tmp_path
+):
     data = written(tmp_path / "own.jsonl", labelled(6))
-    said = run("tune", "--model", fused, "--data", data, "--output", tmp_path / "tuned", "--recall", 1.0)
+    said = run(
+        "tune", "--model", fused, "--data", data, "--output", tmp_path / "tuned", "--recall", 1.0
+    )
     assert "for recall 1 (95% of resamples" in said
     ranker = RSRank.from_pretrained(tmp_path / "tuned", device="cpu", dtype="float32")
     before = RSRank.from_pretrained(fused, device="cpu", dtype="float32")
@@ -362,7 +439,19 @@ def test_a_tuned_artifact_keeps_what_scores_above_its_threshold_unless_told_othe
     assert ranker.score(QUERIES[0], DOCUMENTS) == before.score(QUERIES[0], DOCUMENTS)
     assert ranker.rank(QUERIES[0], DOCUMENTS).threshold == threshold
     assert ranker.rank(QUERIES[0], DOCUMENTS, threshold=1.5).threshold == 1.5
-    given = ("tune", "--model", fused, "--data", data, "--output", tmp_path / "x", "--recall", 1, "--precision", 1)
+    given = (
+        "tune",
+        "--model",
+        fused,
+        "--data",
+        data,
+        "--output",
+        tmp_path / "x",
+        "--recall",
+        1,
+        "--precision",
+        1,
+    )
     assert "not both" in run(*given, code=2)
 
 

@@ -56,7 +56,11 @@ CASES = {
     "the demo": lambda: demo(demo_query()),
     "rank in the README": lambda: demo(re.search(r'rsrank rank --query "(.*?)"', README)[1]),
     "rank in the guide and in --help": lambda: demo("How do bees find flowers?"),
-    "explain": lambda: ("How do bees find flowers?", ["Bees find flowers by their colour and their scent."], {0}),
+    "explain": lambda: (
+        "How do bees find flowers?",
+        ["Bees find flowers by their colour and their scent."],
+        {0},
+    ),
     "the canary": lambda: (
         "Which animal gives milk?",
         ["The cow is an animal that gives milk.", "The train leaves the station at noon."],
@@ -78,7 +82,9 @@ def test_what_is_shown_is_kept_and_dropped_with_a_margin(case, mini):
 
 
 def test_what_mini_cannot_do_stands_in_its_description_and_in_the_readme():
-    said = " ".join(CliRunner().invoke(app, ["info", "mini"], env={"COLUMNS": "200"}).stdout.split())
+    said = " ".join(
+        CliRunner().invoke(app, ["info", "mini"], env={"COLUMNS": "200"}).stdout.split()
+    )
     assert "English only" in said
     assert "510 tokens" in said
     (row,) = [line for line in README.splitlines() if line.startswith("| `mini` | all-MiniLM")]
@@ -94,13 +100,18 @@ def test_the_labelled_file_has_questions_with_and_without_an_answer():
 
 
 def test_the_table_of_pairs_holds_what_the_json_lines_hold():
-    lines = [json.loads(line) for line in (EXAMPLES / "pairs.jsonl").read_text("utf-8").splitlines()]
+    lines = [
+        json.loads(line) for line in (EXAMPLES / "pairs.jsonl").read_text("utf-8").splitlines()
+    ]
     with (EXAMPLES / "pairs.csv").open(newline="", encoding="utf-8") as file:
         assert list(csv.DictReader(file)) == lines
 
 
 def test_every_file_that_a_command_of_the_first_pages_reads_is_in_the_repository():
-    for page in (README, *((ROOT / "docs" / name).read_text("utf-8") for name in ("guide.md", "evaluation.md"))):
+    for page in (
+        README,
+        *((ROOT / "docs" / name).read_text("utf-8") for name in ("guide.md", "evaluation.md")),
+    ):
         named = set(re.findall(r"examples/[\w.]+\.(?:txt|jsonl|csv)\b", page))
         assert named
         assert [name for name in named if not (ROOT / name).is_file()] == []

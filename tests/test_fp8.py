@@ -33,7 +33,9 @@ def fp8(tensor):
 
 def rounded(folder, kind, *, activations=False, **options):
     """A ranker whose linear maps have rounded weights, by other code than torchao's."""
-    with pytest.MonkeyPatch.context() as patch:  # maps that are quantised round after each step, so these have to
+    with (
+        pytest.MonkeyPatch.context() as patch
+    ):  # maps that are quantised round after each step, so these have to
         patch.setattr("rsrank_rag.language_model.loading.fuse_linear_maps", lambda model: None)
         ranker = load_ranker(folder, kind, **options)
     for module in ranker.backbone.model.modules():
@@ -49,21 +51,31 @@ def all_scores(ranker):
 
 
 def scores_alone(ranker):
-    return torch.tensor([[ranker.score(query, [document])[0] for document in DOCUMENTS] for query in QUERIES])
+    return torch.tensor(
+        [[ranker.score(query, [document])[0] for document in DOCUMENTS] for query in QUERIES]
+    )
 
 
 @pytest.mark.parametrize(("dtype", "beside"), [("float32", EXACT), ("bfloat16", BF16_NEIGHBOURS)])
 @pytest.mark.parametrize("kind", ["qwen3", "gemma3", "bert"])
-def test_scores_are_those_of_rounded_weights_and_do_not_depend_on_neighbours(kind, dtype, beside, tiny_folder):
+def test_scores_are_those_of_rounded_weights_and_do_not_depend_on_neighbours(
+    kind, dtype, beside, tiny_folder
+):
     ranker = load_ranker(tiny_folder(kind), kind, dtype=dtype, load_in_fp8=True)
     scores = all_scores(ranker)
-    torch.testing.assert_close(scores, all_scores(rounded(tiny_folder(kind), kind, dtype=dtype)), rtol=0, atol=EXACT)
+    torch.testing.assert_close(
+        scores, all_scores(rounded(tiny_folder(kind), kind, dtype=dtype)), rtol=0, atol=EXACT
+    )
     torch.testing.assert_close(scores, scores_alone(ranker), rtol=0, atol=beside)
 
 
 def test_rounding_moves_scores_a_little(tiny_folder, tiny_ranker):
     exact = all_scores(tiny_ranker("qwen3"))
-    moved = (all_scores(load_ranker(tiny_folder("qwen3"), "qwen3", load_in_fp8=True)) - exact).abs().max()
+    moved = (
+        (all_scores(load_ranker(tiny_folder("qwen3"), "qwen3", load_in_fp8=True)) - exact)
+        .abs()
+        .max()
+    )
     assert 10 * EXACT < moved < FP8
 
 
@@ -99,7 +111,9 @@ def test_a_model_without_a_linear_map_is_refused(tiny_folder):
 
 def test_a_torchao_that_is_too_old_is_named(monkeypatch):
     monkeypatch.setattr("transformers.utils.is_torchao_available", lambda: False)
-    with pytest.raises(MissingDependencyError, match=r"newer torchao.*pip install --upgrade torchao"):
+    with pytest.raises(
+        MissingDependencyError, match=r"newer torchao.*pip install --upgrade torchao"
+    ):
         _quantization(LoadOptions(device="cpu", load_in_fp8=True))
 
 
@@ -135,7 +149,9 @@ def test_prefixes_of_differently_rounded_weights_never_meet(tiny_folder, tmp_pat
     identities = []
     for options in forms:
         made = load_ranker(tiny_folder("qwen3"), "qwen3", **options)
-        kept = RSRank(made.backbone, made.prompts, made.projection, made.config, prefix_cache=tmp_path)
+        kept = RSRank(
+            made.backbone, made.prompts, made.projection, made.config, prefix_cache=tmp_path
+        )
         kept.score(QUERY, DOCUMENTS)
         assert kept.stats()["disk_hits"] == 0
         identities.append(kept.reader.store._identity)
@@ -164,7 +180,9 @@ def test_the_fingerprint_tells_rounded_activations_from_exact_ones():
     weight, found = torch.randn(32, 64, dtype=torch.bfloat16), []
     for how in (None, QuantizeTensorToFloat8Kwargs(granularity=quantization.PerRow())) * 2:
         module = torch.nn.Linear(64, 32, bias=False)
-        tensor = quantization.Float8Tensor.from_hp(weight, granularity=quantization.PerRow(), act_quant_kwargs=how)
+        tensor = quantization.Float8Tensor.from_hp(
+            weight, granularity=quantization.PerRow(), act_quant_kwargs=how
+        )
         module.weight = torch.nn.Parameter(tensor, requires_grad=False)
         assert bits_of(module) == 8
         found.append(fingerprint(module))
@@ -201,19 +219,27 @@ def test_activations_are_rounded_by_token_where_the_device_multiplies_fp8(
     else:
         assert type(chosen) is quantization.Float8WeightOnlyConfig
     assert not chosen.set_inductor_config
-    assert before == (torch.get_float32_matmul_precision(), torch._inductor.config.coordinate_descent_tuning)
+    assert before == (
+        torch.get_float32_matmul_precision(),
+        torch._inductor.config.coordinate_descent_tuning,
+    )
 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(
-    not torch.cuda.is_available() or torch.cuda.get_device_capability() < (8, 9), reason="needs a CUDA device with fp8"
+    not torch.cuda.is_available() or torch.cuda.get_device_capability() < (8, 9),
+    reason="needs a CUDA device with fp8",
 )
 @pytest.mark.parametrize("kind", ["qwen3", "gemma3"])
-def test_scores_with_rounded_activations_are_near_bfloat16_ones_and_do_not_depend_on_neighbours(kind, tiny_folder):
+def test_scores_with_rounded_activations_are_near_bfloat16_ones_and_do_not_depend_on_neighbours(
+    kind, tiny_folder
+):
     ranker = load_ranker(tiny_folder(kind), kind, device="cuda", dtype="bfloat16", load_in_fp8=True)
     plain = load_ranker(tiny_folder(kind), kind, device="cuda", dtype="bfloat16")
     torch.testing.assert_close(all_scores(ranker), all_scores(plain), rtol=0, atol=FP8_ACTIVATIONS)
-    torch.testing.assert_close(all_scores(ranker), scores_alone(ranker), rtol=0, atol=FP8_ACTIVATIONS_NEIGHBOURS)
+    torch.testing.assert_close(
+        all_scores(ranker), scores_alone(ranker), rtol=0, atol=FP8_ACTIVATIONS_NEIGHBOURS
+    )
 
 
 @pytest.mark.parametrize("kind", ["qwen3", "gemma3"])
@@ -221,7 +247,9 @@ def test_an_emulation_of_rounded_activations_keeps_to_the_same_bounds(kind, tiny
     plain = load_ranker(tiny_folder(kind), kind, dtype="bfloat16")
     ranker = rounded(tiny_folder(kind), kind, dtype="bfloat16", activations=True)
     torch.testing.assert_close(all_scores(ranker), all_scores(plain), rtol=0, atol=FP8_ACTIVATIONS)
-    torch.testing.assert_close(all_scores(ranker), scores_alone(ranker), rtol=0, atol=FP8_ACTIVATIONS_NEIGHBOURS)
+    torch.testing.assert_close(
+        all_scores(ranker), scores_alone(ranker), rtol=0, atol=FP8_ACTIVATIONS_NEIGHBOURS
+    )
 
 
 # What the user sees
@@ -238,7 +266,11 @@ def test_loading_says_nothing_about_kernels_that_nobody_asked_for(tiny_folder):
         "logging.getLogger('torchao').warning('Failed to load, said later')\n"
     ).format(folder=str(tiny_folder("llama")))
     done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=Path(__file__).parents[1]
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        check=True,
+        cwd=Path(__file__).parents[1],
     )
     lines = [line for line in done.stderr.splitlines() if line and "Loading weights" not in line]
     assert lines == ["Failed to load, said later"]

@@ -37,7 +37,9 @@ def test_a_map_is_as_exact_as_bfloat16_allows_and_no_token_depends_on_others(gel
         exact = inputs.double() @ linear.weight.double().T + linear.bias.double()
         exact = nn.functional.gelu(exact) if gelu else exact
         parts = torch.stack([FusedLinear(linear, gelu=gelu)(row[None])[0] for row in inputs])
-    terms = inputs.double().abs() @ linear.weight.double().abs().T  # sums of 96 products round in float32
+    terms = (
+        inputs.double().abs() @ linear.weight.double().abs().T
+    )  # sums of 96 products round in float32
     assert ((found.double() - exact).abs() <= ROUNDED * exact.abs() + 1e-6 * terms).all()
     torch.testing.assert_close(parts, found, rtol=ROUNDED, atol=1e-5)
 
@@ -78,8 +80,13 @@ def test_a_compiler_sees_torchs_own_maps():
 @needs_bfloat16
 def test_maps_that_a_checkpoint_brings_in_int8_are_left_as_they_were(tiny_folder, tmp_path):
     torchao = pytest.importorskip("torchao.quantization")
-    how = {"quantization_config": TorchAoConfig(torchao.Int8WeightOnlyConfig()), "dtype": torch.bfloat16}
-    AutoModel.from_pretrained(tiny_folder("bert"), device_map={"": "cpu"}, **how).save_pretrained(tmp_path)
+    how = {
+        "quantization_config": TorchAoConfig(torchao.Int8WeightOnlyConfig()),
+        "dtype": torch.bfloat16,
+    }
+    AutoModel.from_pretrained(tiny_folder("bert"), device_map={"": "cpu"}, **how).save_pretrained(
+        tmp_path
+    )
     AutoTokenizer.from_pretrained(tiny_folder("bert")).save_pretrained(tmp_path)
     model = load(tmp_path, "bfloat16")
     assert not fused_maps(model)
@@ -88,13 +95,17 @@ def test_maps_that_a_checkpoint_brings_in_int8_are_left_as_they_were(tiny_folder
 
 
 @needs_bfloat16
-def test_an_encoder_in_bfloat16_has_them_with_gelu_where_it_stands_and_reads_as_exactly_as_before(tiny_folder):
+def test_an_encoder_in_bfloat16_has_them_with_gelu_where_it_stands_and_reads_as_exactly_as_before(
+    tiny_folder,
+):
     folder = tiny_folder("bert")
     model, exact = load(folder, "bfloat16"), load(folder, "float32")
     maps = fused_maps(model)
     assert len(maps) == 6 * model.config.num_hidden_layers
     assert sum(each.gelu for each in maps) == model.config.num_hidden_layers
-    assert [name for name, _ in model.named_parameters()] == [name for name, _ in exact.named_parameters()]
+    assert [name for name, _ in model.named_parameters()] == [
+        name for name, _ in exact.named_parameters()
+    ]
     ids = torch.arange(1, 25)[None]
     with torch.no_grad():
         found, expected = model(ids).last_hidden_state.float(), exact(ids).last_hidden_state
@@ -117,7 +128,9 @@ def test_other_dtypes_and_processors_keep_torchs_own(tiny_folder, monkeypatch):
 @needs_bfloat16
 def test_a_torch_without_the_private_product_keeps_its_own(tiny_folder, monkeypatch):
     model = load(tiny_folder("bert"), "float32").bfloat16()
-    monkeypatch.setattr(FusedLinear, "forward", lambda self, inputs: torch.ops.mkldnn._no_such_product(inputs))
+    monkeypatch.setattr(
+        FusedLinear, "forward", lambda self, inputs: torch.ops.mkldnn._no_such_product(inputs)
+    )
     fuse_linear_maps(model)
     assert not fused_maps(model)
 
@@ -126,9 +139,14 @@ def test_a_torch_without_the_private_product_keeps_its_own(tiny_folder, monkeypa
 @pytest.mark.skipif(not has_fast_int8(), reason="needs an x86 processor with AVX2")
 def test_documents_in_int8_keep_the_gelu_that_was_fused():
     chosen, exact = (
-        RSRank.from_pretrained(device="cpu", dtype=dtype, prefix_cache=False) for dtype in ("int8", "float32")
+        RSRank.from_pretrained(device="cpu", dtype=dtype, prefix_cache=False)
+        for dtype in ("int8", "float32")
     )
     assert fused_maps(chosen.backbone.model)
-    passages = (Path(__file__).parents[1] / "examples" / "passages.txt").read_text("utf-8").splitlines()
-    moved = torch.tensor(chosen.score("honey", passages)) - torch.tensor(exact.score("honey", passages))
+    passages = (
+        (Path(__file__).parents[1] / "examples" / "passages.txt").read_text("utf-8").splitlines()
+    )
+    moved = torch.tensor(chosen.score("honey", passages)) - torch.tensor(
+        exact.score("honey", passages)
+    )
     assert 0 < moved.abs().max() < 0.3

@@ -58,7 +58,10 @@ def fused(tiny_folder):
     def load(kind):
         if kind not in made:
             name, stay = kind.removesuffix(" stays"), kind in STAY
-            projection, common = weighted(READ, kv_heads(name), PROJECTION_DIM, HEAD_DIM), dict(options=OPTIONS)
+            projection, common = (
+                weighted(READ, kv_heads(name), PROJECTION_DIM, HEAD_DIM),
+                dict(options=OPTIONS),
+            )
             common |= dict(template=template_of(name), fusion_layer=FUSION, documents_stay=stay)
             ranker = RSRank.from_backbone(tiny_folder(name), projection, **common)
             made[kind] = unkept(ranker)
@@ -72,7 +75,9 @@ class Reference:
 
     def __init__(self, ranker, folder):
         self.ranker, self.causal = ranker, ranker.backbone.causal
-        self.model = AutoModel.from_pretrained(folder, attn_implementation="eager", dtype=torch.float32).eval()
+        self.model = AutoModel.from_pretrained(
+            folder, attn_implementation="eager", dtype=torch.float32
+        ).eval()
         self.fusion, self.read = ranker.config.fusion_layer, ranker.config.layers
         self.window = getattr(self.model.config, "sliding_window", None)
         self.kinds = getattr(self.model.config, "layer_types", ["full_attention"] * 99)
@@ -101,7 +106,10 @@ class Reference:
             def own_mask(module, args, kwargs, mask=mask, number=number):
                 entering[number] = args[0][0]
                 if self.ranker.config.documents_stay and number > self.fusion:
-                    args = (torch.cat([entering[self.fusion][:first], args[0][0, first:]])[None], *args[1:])
+                    args = (
+                        torch.cat([entering[self.fusion][:first], args[0][0, first:]])[None],
+                        *args[1:],
+                    )
                 if "attention_mask" in kwargs:
                     return args, kwargs | {"attention_mask": mask}
                 return (args[0], mask, *args[2:]), kwargs
@@ -113,7 +121,9 @@ class Reference:
                     values["tokens"] = output[0, :first], output[0, first:][query.scored]
 
             named = dict(layer.named_modules())
-            projection = next(module for name, module in named.items() if name.endswith(("v_proj", "self.value")))
+            projection = next(
+                module for name, module in named.items() if name.endswith(("v_proj", "self.value"))
+            )
             hooks += [layer.register_forward_pre_hook(own_mask, with_kwargs=True)]
             hooks += [projection.register_forward_hook(keep)]
         second_positions = torch.arange(second) + (first if self.causal else 0)
@@ -131,19 +141,27 @@ class Reference:
         """One score, its agreement's part, and of that each token's."""
         prompts, projection = self.ranker.prompts, self.ranker.projection
         asked = prompts.query(query)
-        after, (document_states, query_states) = self.run(prompts.documents([document], len(asked.ids))[0].ids, asked)
+        after, (document_states, query_states) = self.run(
+            prompts.documents([document], len(asked.ids))[0].ids, asked
+        )
         alone, _ = self.run(prompts.null_prefix, asked)
         total = 0.0
         for row, layer in enumerate(self.read):
             shift = after[layer] - alone[layer]
             for head in range(shift.shape[0]):
                 projected = shift[head] @ projection.weight[row, head].T
-                cosines = functional.cosine_similarity(projected, torch.ones(1, projected.shape[-1]), dim=-1, eps=1e-6)
+                cosines = functional.cosine_similarity(
+                    projected, torch.ones(1, projected.shape[-1]), dim=-1, eps=1e-6
+                )
                 total += float(projection.head_weight[row, head] * cosines.mean())
         cosine = functional.cosine_similarity(document_states.mean(0), query_states.mean(0), dim=0)
         document_values, query_values = after["tokens"]
-        own = document_values[len(prompts.instruction) : len(document_values) - len(prompts.separator)]
-        nearest = [max(float(functional.cosine_similarity(q, d, dim=0)) for d in own) for q in query_values]
+        own = document_values[
+            len(prompts.instruction) : len(document_values) - len(prompts.separator)
+        ]
+        nearest = [
+            max(float(functional.cosine_similarity(q, d, dim=0)) for d in own) for q in query_values
+        ]
         g, w, b = projection.agreement.tolist()
         beside = g * float(cosine) + w * sum(nearest) / len(nearest) + b
         return total + beside, beside, [w * match / len(nearest) for match in nearest]
@@ -177,10 +195,15 @@ def test_parts_and_agreement_add_up_to_the_score(kind, fused, tiny_folder):
     _, agreement, matches = Reference(ranker, tiny_folder(kind)).score(QUERY, DOCUMENTS[0])
     assert found.agreement == pytest.approx(agreement, abs=1e-5)
     assert found.matches == pytest.approx(matches, abs=1e-5)
-    for part in (sum(found.matches), found.agreement - sum(found.matches)):  # of tokens, and of the whole query
+    for part in (
+        sum(found.matches),
+        found.agreement - sum(found.matches),
+    ):  # of tokens, and of the whole query
         assert f"{part:+.2f}" in str(found).splitlines()[-1]
         assert f"<td>{part:+.2f}</td>" in found._repr_html_()
-    assert [line.split()[-1] for line in str(found).splitlines()[1:-1]] == [f"{match:+.2f}" for match in found.matches]
+    assert [line.split()[-1] for line in str(found).splitlines()[1:-1]] == [
+        f"{match:+.2f}" for match in found.matches
+    ]
 
 
 @pytest.mark.parametrize("kind", ["bert", "qwen3", *STAY])
@@ -204,7 +227,9 @@ def test_scores_are_the_same_cold_warm_joined_and_alone(kind, where, fused, tmp_
         joined = again.score_many(QUERIES, [DOCUMENTS] * len(QUERIES))
         assert flat(joined) == pytest.approx(flat(cold), abs=exact)
     pairs = [Pair(query, document) for query in QUERIES for document in DOCUMENTS]
-    assert [found.score for found in ranker.score_pairs(pairs)] == pytest.approx(flat(cold), abs=exact)
+    assert [found.score for found in ranker.score_pairs(pairs)] == pytest.approx(
+        flat(cold), abs=exact
+    )
     assert ranker.store.stats()["misses"] == len(DOCUMENTS)
 
 
@@ -221,7 +246,9 @@ def test_only_layers_from_the_fusion_layer_on_are_kept(fused, tiny_ranker):
 
 def test_index_size_counts_what_is_pooled(fused, tmp_path):
     own = fused("bert")
-    ranker = RSRank(own.backbone, own.prompts, own.projection, own.config, prefix_cache=str(tmp_path))
+    ranker = RSRank(
+        own.backbone, own.prompts, own.projection, own.config, prefix_cache=str(tmp_path)
+    )
     _, size = ranker.index_size(DOCUMENTS)
     ranker.index(DOCUMENTS)
     written = [path.stat().st_size for path in tmp_path.glob("*/*.safetensors")]
@@ -230,10 +257,13 @@ def test_index_size_counts_what_is_pooled(fused, tmp_path):
 
 def test_a_query_runs_once_below_the_fusion_layer_whatever_the_number_of_documents(fused):
     own, runs = fused("qwen3"), {0: [], LAYERS - 1: []}
-    ranker = RSRank(own.backbone, own.prompts, own.projection, own.config, prefix_cache=False, token_budget=60)
+    ranker = RSRank(
+        own.backbone, own.prompts, own.projection, own.config, prefix_cache=False, token_budget=60
+    )
     hooks = [
         layers_of(ranker.backbone.model)[number].self_attn.register_forward_pre_hook(
-            lambda module, args, kwargs, seen=seen: seen.append(len(kwargs["hidden_states"])), with_kwargs=True
+            lambda module, args, kwargs, seen=seen: seen.append(len(kwargs["hidden_states"])),
+            with_kwargs=True,
         )
         for number, seen in runs.items()
     ]
@@ -252,14 +282,24 @@ def test_a_query_runs_once_below_the_fusion_layer_whatever_the_number_of_documen
 
 def test_entries_of_other_fusion_layers_are_never_found(fused, tiny_folder, tmp_path):
     own = fused("bert")
-    first = RSRank(own.backbone, own.prompts, own.projection, own.config, prefix_cache=str(tmp_path))
+    first = RSRank(
+        own.backbone, own.prompts, own.projection, own.config, prefix_cache=str(tmp_path)
+    )
     first.score(QUERY, DOCUMENTS)
     projection = weighted((3,), kv_heads("bert"), PROJECTION_DIM, HEAD_DIM)
     made = RSRank.from_backbone(
-        tiny_folder("bert"), projection, template=own.prompts.template, fusion_layer=2, options=OPTIONS
+        tiny_folder("bert"),
+        projection,
+        template=own.prompts.template,
+        fusion_layer=2,
+        options=OPTIONS,
     )
-    other = RSRank(made.backbone, made.prompts, made.projection, made.config, prefix_cache=str(tmp_path))
-    assert other.score(QUERY, DOCUMENTS) == pytest.approx(unkept(made).score(QUERY, DOCUMENTS), abs=0.05)
+    other = RSRank(
+        made.backbone, made.prompts, made.projection, made.config, prefix_cache=str(tmp_path)
+    )
+    assert other.score(QUERY, DOCUMENTS) == pytest.approx(
+        unkept(made).score(QUERY, DOCUMENTS), abs=0.05
+    )
     assert other.store.stats()["disk_hits"] == 0
 
 
@@ -273,22 +313,27 @@ def test_everything_survives_saving(include, kind, fused, tmp_path):
     assert again.score(QUERY, DOCUMENTS) == own.score(QUERY, DOCUMENTS)
     assert "from layer 1 on" in (tmp_path / "README.md").read_text(encoding="utf-8")
     again.save_pretrained(tmp_path / "second")
-    assert (tmp_path / "second" / hub.PROJECTION).read_bytes() == (tmp_path / hub.PROJECTION).read_bytes()
+    assert (tmp_path / "second" / hub.PROJECTION).read_bytes() == (
+        tmp_path / hub.PROJECTION
+    ).read_bytes()
 
 
 def test_an_artifact_without_a_fusion_layer_says_nothing_of_it(tiny_ranker, tmp_path):
     ranker = tiny_ranker("qwen3")
     ranker.save_pretrained(tmp_path)
-    assert "fusion" not in (tmp_path / "config.json").read_text() + (tmp_path / "README.md").read_text()
+    assert (
+        "fusion"
+        not in (tmp_path / "config.json").read_text() + (tmp_path / "README.md").read_text()
+    )
 
 
 def test_weights_of_one_change_no_score(tiny_ranker):
     plain = tiny_ranker("qwen3")
     ones = torch.ones(plain.projection.weight.shape[:2])
     projection = Projection(plain.projection.weight, plain.projection.layers, head_weight=ones)
-    assert unkept(RSRank(plain.backbone, plain.prompts, projection, plain.config)).score(QUERY, DOCUMENTS) == (
-        plain.score(QUERY, DOCUMENTS)
-    )
+    assert unkept(RSRank(plain.backbone, plain.prompts, projection, plain.config)).score(
+        QUERY, DOCUMENTS
+    ) == (plain.score(QUERY, DOCUMENTS))
 
 
 def test_an_identity_is_of_all_that_was_trained(tiny_ranker):
@@ -304,12 +349,17 @@ def test_an_identity_is_of_all_that_was_trained(tiny_ranker):
     ]
     rankers = [RSRank(plain.backbone, plain.prompts, other, plain.config) for other in others]
     assert len({ranker.identity() for ranker in [plain, *rankers]}) == 6
-    assert RSRank(plain.backbone, plain.prompts, plain.projection, plain.config).identity() == plain.identity()
+    assert (
+        RSRank(plain.backbone, plain.prompts, plain.projection, plain.config).identity()
+        == plain.identity()
+    )
 
 
 def test_agreement_needs_a_fusion_layer(tiny_ranker, tmp_path):
     plain = tiny_ranker("qwen3")
-    projection = Projection(plain.projection.weight, plain.projection.layers, agreement=torch.ones(3))
+    projection = Projection(
+        plain.projection.weight, plain.projection.layers, agreement=torch.ones(3)
+    )
     hub.write_artifact(tmp_path, plain.config, projection, "")
     with pytest.raises(ArtifactError, match="no fusion_layer"):
         hub.read_projection(tmp_path, plain.config)
@@ -353,7 +403,9 @@ def test_documents_that_stay_leave_other_prefixes_than_those_that_go_on(fused, t
 def test_layers_that_have_seen_no_document_cannot_be_read(fused):
     config = fused("bert").config
     with pytest.raises(ArtifactError, match=r"must lie in 3\.\.3"):
-        type(config).parse(config.model_copy(update={"fusion_layer": 2}).model_dump_json(), source="config.json")
+        type(config).parse(
+            config.model_copy(update={"fusion_layer": 2}).model_dump_json(), source="config.json"
+        )
 
 
 def test_the_given_model_stays_as_it_was(tiny_folder):
@@ -368,11 +420,15 @@ def test_the_given_model_stays_as_it_was(tiny_folder):
 
 
 @pytest.mark.parametrize(
-    "kind", ["gemma2", "gpt_neox", "granite", "mistral", "olmo2", "phi", "phi3", "qwen3_moe", "smollm3"]
+    "kind",
+    ["gemma2", "gpt_neox", "granite", "mistral", "olmo2", "phi", "phi3", "qwen3_moe", "smollm3"],
 )
 def test_most_decoders_can_be_run_from_a_layer_on(kind, tiny_folder):
     backbone = open_backbone(AutoModel.from_pretrained(tiny_folder(kind)), fusion_layer=2)
-    assert backbone.bytes_per_token == 2 * (LAYERS - 1 - 2) * backbone.num_heads * backbone.head_dim * 4
+    assert (
+        backbone.bytes_per_token
+        == 2 * (LAYERS - 1 - 2) * backbone.num_heads * backbone.head_dim * 4
+    )
 
 
 def test_a_document_of_the_largest_length_fits(fused):

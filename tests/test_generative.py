@@ -8,7 +8,12 @@ import torch
 import transformers
 from conftest import CORPUS, DOCUMENTS, QUERY, tiny_config
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, AutoTokenizer, PreTrainedTokenizerFast
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSeq2SeqLM,
+    AutoTokenizer,
+    PreTrainedTokenizerFast,
+)
 
 from rsrank_rag.errors import BackboneError, InputError, MissingDependencyError, ScoringError
 from rsrank_rag.evaluation.systems.prompted import AnswerHead, MonoT5, Qwen3Reranker
@@ -32,7 +37,9 @@ def qwen_tokenizer(answers):
     )
     tokenizer.train_from_iterator([*CORPUS, *answers * 50], trainer)
     tokenizer.add_tokens(["<think>", "</think>"])
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<|endoftext|>", eos_token="<|im_end|>")
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token="<|endoftext|>", eos_token="<|im_end|>"
+    )
 
 
 def save_qwen(folder, answers=("yes", "no"), tied=False):
@@ -47,7 +54,9 @@ def save_qwen(folder, answers=("yes", "no"), tied=False):
 
 def t5_pieces():
     """Unigram pieces with word boundaries and their log probabilities, in T5's order."""
-    letters = sorted(set("".join([*CORPUS, *DOCUMENTS, "Query: Document: Relevant: true false"])) - {" "})
+    letters = sorted(
+        set("".join([*CORPUS, *DOCUMENTS, "Query: Document: Relevant: true false"])) - {" "}
+    )
     words = ["Query", "Document", "Relevant", "true", "false", "the", "bridge", "three", "water"]
     pieces = [("<pad>", 0.0), ("</s>", 0.0), ("<unk>", -20.0), ("▁", -3.0)]
     return pieces + [(f"▁{word}", -4.0) for word in words] + [(letter, -6.0) for letter in letters]
@@ -86,7 +95,10 @@ def folders(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def rerankers(folders):
-    return {"qwen": Qwen3Reranker(folders["qwen"], options=CPU), "t5": MonoT5(folders["t5"], options=CPU)}
+    return {
+        "qwen": Qwen3Reranker(folders["qwen"], options=CPU),
+        "t5": MonoT5(folders["t5"], options=CPU),
+    }
 
 
 KINDS = ["qwen", "t5"]
@@ -111,13 +123,21 @@ def qwen_reference(folder, query, document, instruction, max_length=8192):
         "Judge whether the Document meets the requirements based on the Query and the Instruct provided. "
         'Note that the answer can only be "yes" or "no".'
     )
-    before = tokenizer.encode(f"<|im_start|>system\n{judge}<|im_end|>\n<|im_start|>user\n", add_special_tokens=False)
-    after = tokenizer.encode("<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n", add_special_tokens=False)
+    before = tokenizer.encode(
+        f"<|im_start|>system\n{judge}<|im_end|>\n<|im_start|>user\n", add_special_tokens=False
+    )
+    after = tokenizer.encode(
+        "<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n", add_special_tokens=False
+    )
     pair = f"<Instruct>: {instruction}\n<Query>: {query}\n<Document>: {document}"
-    ids = tokenizer(pair, truncation="longest_first", max_length=max_length - len(before) - len(after)).input_ids
+    ids = tokenizer(
+        pair, truncation="longest_first", max_length=max_length - len(before) - len(after)
+    ).input_ids
     padded = tokenizer.pad({"input_ids": [before + ids + after]}, padding=True, return_tensors="pt")
     logits = model(**padded).logits[0, -1]
-    return odds(logits, tokenizer.convert_tokens_to_ids("no"), tokenizer.convert_tokens_to_ids("yes"))
+    return odds(
+        logits, tokenizer.convert_tokens_to_ids("no"), tokenizer.convert_tokens_to_ids("yes")
+    )
 
 
 @torch.inference_mode()
@@ -125,7 +145,13 @@ def t5_reference(folder, query, document):
     """The whole prompt through the tokenizer, the first decoder step by ``generate``."""
     tokenizer, model = loaded(AutoModelForSeq2SeqLM, folder)
     inputs = tokenizer(f"Query: {query} Document: {document} Relevant:", return_tensors="pt")
-    step = model.generate(**inputs, max_new_tokens=1, do_sample=False, return_dict_in_generate=True, output_logits=True)
+    step = model.generate(
+        **inputs,
+        max_new_tokens=1,
+        do_sample=False,
+        return_dict_in_generate=True,
+        output_logits=True,
+    )
     return odds(step.logits[0][0], *tokenizer.convert_tokens_to_ids(["▁false", "▁true"]))
 
 
@@ -149,8 +175,14 @@ def test_qwen3_reranker_cuts_documents_where_its_model_card_does(folders):
     task = short.instruction
     result = short.rank(QUERY, [DOCUMENTS[2], LONG], threshold=None)
     found = {document.index: (document.score, document.truncated) for document in result.kept}
-    assert found[1] == (pytest.approx(qwen_reference(folders["qwen"], QUERY, LONG, task, 240), abs=1e-5), True)
-    assert found[0] == (pytest.approx(qwen_reference(folders["qwen"], QUERY, DOCUMENTS[2], task), abs=1e-5), False)
+    assert found[1] == (
+        pytest.approx(qwen_reference(folders["qwen"], QUERY, LONG, task, 240), abs=1e-5),
+        True,
+    )
+    assert found[0] == (
+        pytest.approx(qwen_reference(folders["qwen"], QUERY, DOCUMENTS[2], task), abs=1e-5),
+        False,
+    )
 
 
 def test_tied_and_untied_output_layers_are_read_alike(tmp_path):
@@ -170,7 +202,10 @@ def test_monot5_scores_as_its_recipe_does_one_pair_at_a_time(tmp_path, tied):
 
 
 def test_monot5_cuts_the_document_and_never_the_word_that_asks(folders):
-    short, tokenizer = MonoT5(folders["t5"], max_length=64, options=CPU), AutoTokenizer.from_pretrained(folders["t5"])
+    short, tokenizer = (
+        MonoT5(folders["t5"], max_length=64, options=CPU),
+        AutoTokenizer.from_pretrained(folders["t5"]),
+    )
     (prompt,), truncated = short.prompts(QUERY, [LONG])
     ending = tokenizer("Relevant:").input_ids
     assert ending[-1] == tokenizer.eos_token_id
@@ -198,7 +233,9 @@ def test_what_scores_above_one_half_is_kept(rerankers, kind):
     scores = reranker.score(QUERY, TEXTS[:6])
     result = reranker.rank(QUERY, TEXTS[:6])
     assert (reranker.threshold, result.threshold) == (0.5, 0.5)
-    assert sorted(document.index for document in result.kept) == [i for i, score in enumerate(scores) if score > 0.5]
+    assert sorted(document.index for document in result.kept) == [
+        i for i, score in enumerate(scores) if score > 0.5
+    ]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -213,7 +250,9 @@ def test_a_query_that_leaves_no_room_is_refused_not_cut(rerankers, kind):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize(("query", "documents"), [(None, ["a"]), (QUERY, ["a", 3]), (QUERY, "text")])
+@pytest.mark.parametrize(
+    ("query", "documents"), [(None, ["a"]), (QUERY, ["a", 3]), (QUERY, "text")]
+)
 def test_what_is_not_text_is_refused(rerankers, kind, query, documents):
     with pytest.raises(InputError, match="must be a"):
         rerankers[kind].score(query, documents)
@@ -252,17 +291,24 @@ def test_monot5_reads_a_sentencepiece_model(rerankers, tmp_path):
     format = pytest.importorskip("sentencepiece.sentencepiece_model_pb2")
     kinds = {"<pad>": 3, "</s>": 3, "<unk>": 2}  # control and unknown pieces; 1 is a normal one
     model = format.ModelProto(
-        pieces=[{"piece": piece, "score": score, "type": kinds.get(piece, 1)} for piece, score in t5_pieces()],
+        pieces=[
+            {"piece": piece, "score": score, "type": kinds.get(piece, 1)}
+            for piece, score in t5_pieces()
+        ],
         trainer_spec={"model_type": 1, "unk_id": 2, "pad_id": 0, "eos_id": 1, "bos_id": -1},
     )
     save_t5(tmp_path, save_tokenizer=False)
     (tmp_path / "spiece.model").write_bytes(model.SerializeToString())
-    (tmp_path / "tokenizer_config.json").write_text('{"model_max_length": 512, "extra_ids": 4}', encoding="utf-8")
+    (tmp_path / "tokenizer_config.json").write_text(
+        '{"model_max_length": 512, "extra_ids": 4}', encoding="utf-8"
+    )
     found = MonoT5(tmp_path, options=CPU).score(QUERY, DOCUMENTS)
     assert found == pytest.approx(rerankers["t5"].score(QUERY, DOCUMENTS), abs=1e-6)
 
 
-def test_a_sentencepiece_model_without_sentencepiece_is_a_clear_error(folders, tmp_path, monkeypatch):
+def test_a_sentencepiece_model_without_sentencepiece_is_a_clear_error(
+    folders, tmp_path, monkeypatch
+):
     monkeypatch.setitem(sys.modules, "sentencepiece", None)
     transformers.T5Config.from_pretrained(folders["t5"]).save_pretrained(tmp_path)
     (tmp_path / "spiece.model").write_bytes(b"\n\x0e\n\x05<pad>\x15\x00\x00\x00\x00\x18\x03")
@@ -281,7 +327,9 @@ def test_the_answer_head_is_two_rows_of_the_output_layer_in_fp32():
 
 
 def test_scores_of_a_bfloat16_model_are_not_rounded_to_bfloat16(folders):
-    half = Qwen3Reranker(folders["qwen"], options=LoadOptions(device="cpu", dtype="bfloat16", local_files_only=True))
+    half = Qwen3Reranker(
+        folders["qwen"], options=LoadOptions(device="cpu", dtype="bfloat16", local_files_only=True)
+    )
     logits = half.logits(*(torch.tensor([row]) for row in ([5, 6, 7], [1, 1, 1])))
     assert logits.dtype == torch.float32
     assert not torch.equal(logits, logits.to(torch.bfloat16).float())
@@ -299,12 +347,16 @@ class Cramped(Qwen3Reranker):
 def test_batches_shrink_when_memory_runs_out_and_stay_small(folders, rerankers):
     cramped = Cramped(folders["qwen"], options=CPU)
     cramped.token_budget = 100_000
-    assert cramped.score(QUERY, TEXTS[:6]) == pytest.approx(rerankers["qwen"].score(QUERY, TEXTS[:6]), abs=1e-5)
+    assert cramped.score(QUERY, TEXTS[:6]) == pytest.approx(
+        rerankers["qwen"].score(QUERY, TEXTS[:6]), abs=1e-5
+    )
     assert cramped.token_budget < 1000
 
 
 def test_a_document_that_does_not_fit_into_memory_even_alone_is_named(folders):
-    with pytest.raises(ScoringError, match=r"Document 1 \(\d+ tokens with the prompt\) does not fit") as caught:
+    with pytest.raises(
+        ScoringError, match=r"Document 1 \(\d+ tokens with the prompt\) does not fit"
+    ) as caught:
         Cramped(folders["qwen"], options=CPU).score(QUERY, ["Frost", LONG * 3])
     assert caught.value.index == 1
 
@@ -312,7 +364,9 @@ def test_a_document_that_does_not_fit_into_memory_even_alone_is_named(folders):
 def test_a_score_that_is_not_finite_names_its_document(folders):
     broken = Qwen3Reranker(folders["qwen"], options=CPU)
     with torch.no_grad():
-        broken.model.get_input_embeddings().weight[broken.prompts(QUERY, ["zz"])[0][0][-20]] = torch.inf
+        broken.model.get_input_embeddings().weight[broken.prompts(QUERY, ["zz"])[0][0][-20]] = (
+            torch.inf
+        )
     with pytest.raises(ScoringError, match="Document 0 scored nan"):
         broken.score(QUERY, ["zz"])
 
@@ -326,7 +380,12 @@ def test_monot5_computes_in_float32_unless_told_otherwise(folders):
 def test_8_bit_weights_score_alike(folders, rerankers):
     pytest.importorskip("bitsandbytes")
     light = Qwen3Reranker(
-        folders["qwen"], options=LoadOptions(device="cpu", dtype="float32", load_in_8bit=True, local_files_only=True)
+        folders["qwen"],
+        options=LoadOptions(
+            device="cpu", dtype="float32", load_in_8bit=True, local_files_only=True
+        ),
     )
     assert light.model.model.layers[0].mlp.up_proj.weight.dtype == torch.int8
-    assert light.score(QUERY, DOCUMENTS) == pytest.approx(rerankers["qwen"].score(QUERY, DOCUMENTS), abs=0.1)
+    assert light.score(QUERY, DOCUMENTS) == pytest.approx(
+        rerankers["qwen"].score(QUERY, DOCUMENTS), abs=0.1
+    )

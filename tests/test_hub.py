@@ -34,7 +34,8 @@ def load(tmp_path):
 
     def call(name=REPO, **options):
         return RSRank.from_pretrained(
-            name, **{"device": "cpu", "dtype": "float32", "cache_dir": tmp_path / "cache", **options}
+            name,
+            **{"device": "cpu", "dtype": "float32", "cache_dir": tmp_path / "cache", **options},
         )
 
     return call
@@ -45,7 +46,9 @@ def artifact(ranker, tmp_path_factory):
     """Function: seed of B -> an artifact's files and its scores. The backbone is a local folder."""
 
     def make(seed=1):
-        variant = RSRank(ranker.backbone, ranker.prompts, random_projection("qwen3", seed=seed), ranker.config)
+        variant = RSRank(
+            ranker.backbone, ranker.prompts, random_projection("qwen3", seed=seed), ranker.config
+        )
         folder = tmp_path_factory.mktemp("artifact")
         variant.save_pretrained(folder)
         return files_of(folder), variant.score(QUERY, DOCUMENTS)
@@ -110,14 +113,18 @@ def other_model(folder):
     return files_of(folder)
 
 
-def test_the_backbone_keeps_the_revision_that_the_artifact_pins(hub, load, from_hub, tiny_folder, tmp_path):
+def test_the_backbone_keeps_the_revision_that_the_artifact_pins(
+    hub, load, from_hub, tiny_folder, tmp_path
+):
     made = from_hub()
     hub.commit(REPO, save(made, tmp_path / "made"))
     hub.commit(MODEL, files_of(tiny_folder("qwen3")) | other_model(tmp_path / "other"))
     assert load().score(QUERY, DOCUMENTS) == made.score(QUERY, DOCUMENTS)
 
 
-def test_a_backbone_that_is_not_pinned_and_moved_on_is_refused(hub, load, from_hub, tiny_folder, tmp_path):
+def test_a_backbone_that_is_not_pinned_and_moved_on_is_refused(
+    hub, load, from_hub, tiny_folder, tmp_path
+):
     hub.commit(REPO, save(from_hub(None), tmp_path / "made"))
     load()
     hub.commit(MODEL, files_of(tiny_folder("qwen3")) | other_model(tmp_path / "other"))
@@ -125,10 +132,14 @@ def test_a_backbone_that_is_not_pinned_and_moved_on_is_refused(hub, load, from_h
     assert f"weights of {MODEL} are not those of {MODEL} (revision not pinned)" in message
 
 
-def test_a_model_that_is_damaged_in_the_cache_is_refused_with_the_files_name(hub, load, from_hub, tmp_path):
+def test_a_model_that_is_damaged_in_the_cache_is_refused_with_the_files_name(
+    hub, load, from_hub, tmp_path
+):
     hub.commit(REPO, save(from_hub(), tmp_path / "made"))
     load()
-    [weights] = (tmp_path / "cache" / "models--harbour--tiny-qwen").glob("snapshots/*/model.safetensors")
+    [weights] = (tmp_path / "cache" / "models--harbour--tiny-qwen").glob(
+        "snapshots/*/model.safetensors"
+    )
     content = bytearray(weights.read_bytes())
     content[-4:] = bytes(4)
     weights.resolve().write_bytes(content)
@@ -156,7 +167,9 @@ def test_a_revision_is_a_commit_a_branch_or_a_tag(hub, load, artifact):
     hub.commit(REPO, old, branch="fix/one")
     expected = {None: new, first: old, second: new, "main": new, "v1.0": old, "fix/one": old}
     for revision, files in expected.items():
-        assert load(revision=revision).score(QUERY, DOCUMENTS) == (old_scores if files is old else new_scores)
+        assert load(revision=revision).score(QUERY, DOCUMENTS) == (
+            old_scores if files is old else new_scores
+        )
 
 
 def test_a_branch_is_followed_when_it_moves_on(hub, load, artifact):
@@ -185,7 +198,9 @@ def test_a_name_without_owner_that_nobody_has_is_an_unknown_repository(hub, load
     assert "'nonsense-name' is neither built in" in refusal(load, "nonsense-name")
 
 
-@pytest.mark.parametrize("name", ["not a valid//id", "a/b/c", "owner/", "../up", "-x", "a--b/c", "x" * 200, "a\nb"])
+@pytest.mark.parametrize(
+    "name", ["not a valid//id", "a/b/c", "owner/", "../up", "-x", "a--b/c", "x" * 200, "a\nb"]
+)
 def test_what_cannot_be_a_hub_id_is_refused_without_asking_the_hub(name, hub, load):
     message = refusal(load, name)
     assert repr(name) in message
@@ -193,7 +208,9 @@ def test_what_cannot_be_a_hub_id_is_refused_without_asking_the_hub(name, hub, lo
     assert hub.log == []
 
 
-def test_the_repository_of_a_language_model_is_refused_before_its_weights_are_fetched(hub, model, load):
+def test_the_repository_of_a_language_model_is_refused_before_its_weights_are_fetched(
+    hub, model, load
+):
     assert "Is this the folder of a language model?" in refusal(load, MODEL)
     assert hub.downloads("config.json") == 1
     assert hub.downloads("model.safetensors") == 0
@@ -208,7 +225,9 @@ def test_private_repositories_need_a_token(hub, load, from_hub, tmp_path):
     assert load(token=READER).score(QUERY, DOCUMENTS) == made.score(QUERY, DOCUMENTS)
 
 
-def test_a_private_backbone_is_named_when_only_the_artifact_may_be_read(hub, load, from_hub, tmp_path):
+def test_a_private_backbone_is_named_when_only_the_artifact_may_be_read(
+    hub, load, from_hub, tmp_path
+):
     hub.commit(REPO, save(from_hub(), tmp_path / "made"))
     hub.repositories[MODEL].private = True
     assert repr(MODEL) in refusal(load, kind=BackboneError)
@@ -281,7 +300,9 @@ def test_a_hub_in_trouble_is_an_error(hub, load):
 
 
 def test_a_login_page_instead_of_the_hub_is_an_error(hub, load):
-    hub.pages["/"] = b"<html><body>Welcome to the harbour guest network. Please log in.</body></html>"
+    hub.pages["/"] = (
+        b"<html><body>Welcome to the harbour guest network. Please log in.</body></html>"
+    )
     message = refusal(load)
     assert repr(REPO) in message
     assert f"download from {hub.url} failed" in message
@@ -312,7 +333,9 @@ def test_a_download_that_breaks_off_goes_on_where_it_stopped(hub, load, artifact
     assert ("projection.safetensors", "bytes=1000-") in hub.ranges
 
 
-def test_a_download_that_always_breaks_off_is_an_error_and_leaves_no_damage(hub, load, artifact, monkeypatch):
+def test_a_download_that_always_breaks_off_is_an_error_and_leaves_no_damage(
+    hub, load, artifact, monkeypatch
+):
     files, scores = artifact()
     hub.commit(REPO, files)
     hub.cut["projection.safetensors"] = [0] * 100
@@ -333,7 +356,9 @@ def test_a_download_that_is_too_short_is_an_error_and_leaves_no_damage(hub, load
     assert load().score(QUERY, DOCUMENTS) == scores
 
 
-def test_a_backbone_whose_download_always_breaks_off_is_an_error(hub, load, from_hub, tmp_path, monkeypatch):
+def test_a_backbone_whose_download_always_breaks_off_is_an_error(
+    hub, load, from_hub, tmp_path, monkeypatch
+):
     hub.commit(REPO, save(from_hub(), tmp_path / "made"))
     hub.cut["model.safetensors"] = [0] * 100
     monkeypatch.setattr("huggingface_hub.file_download.time.sleep", lambda _seconds: None)
@@ -402,7 +427,9 @@ def test_pushing_to_a_branch_makes_it_and_leaves_main_alone(hub, load, ranker, a
     assert load(revision="trial/one").score(QUERY, DOCUMENTS) == ranker.score(QUERY, DOCUMENTS)
 
 
-def test_pushing_again_adds_a_commit_and_pushing_the_same_again_adds_none(hub, load, ranker, artifact):
+def test_pushing_again_adds_a_commit_and_pushing_the_same_again_adds_none(
+    hub, load, ranker, artifact
+):
     hub.commit(REPO, artifact(2)[0])
     first = ranker.push_to_hub(REPO, include_backbone=True, token=WRITER, revision="main")
     assert len(hub.repositories[REPO].commits) == 2
@@ -413,8 +440,13 @@ def test_pushing_again_adds_a_commit_and_pushing_the_same_again_adds_none(hub, l
 
 def test_an_artifact_with_its_own_backbone_is_pushed_with_it(hub, load, ranker, tmp_path):
     ranker.save_pretrained(tmp_path / "made", include_backbone=True)
-    RSRank.from_pretrained(tmp_path / "made", device="cpu", dtype="float32").push_to_hub(REPO, token=WRITER)
-    assert "backbone/model.safetensors" in hub.repositories[REPO].commits[hub.repositories[REPO].refs["main"]]
+    RSRank.from_pretrained(tmp_path / "made", device="cpu", dtype="float32").push_to_hub(
+        REPO, token=WRITER
+    )
+    assert (
+        "backbone/model.safetensors"
+        in hub.repositories[REPO].commits[hub.repositories[REPO].refs["main"]]
+    )
     assert load().score(QUERY, DOCUMENTS) == ranker.score(QUERY, DOCUMENTS)
 
 
@@ -474,7 +506,9 @@ def test_a_fresh_process_finds_the_hub_and_its_cache_by_the_environment(hub, fro
     made = from_hub()
     hub.commit(REPO, save(made, tmp_path / "made"))
     foreign = ("HF_", "HUGGING", "TRANSFORMERS_")
-    environment = {name: value for name, value in os.environ.items() if not name.startswith(foreign)}
+    environment = {
+        name: value for name, value in os.environ.items() if not name.startswith(foreign)
+    }
     environment |= {"HF_ENDPOINT": hub.url, "HF_HOME": str(tmp_path / "fresh")}
     found = subprocess.run(
         [sys.executable, "-c", SCRIPT, REPO, *DOCUMENTS, QUERY],
@@ -492,7 +526,9 @@ def test_a_fresh_process_finds_the_hub_and_its_cache_by_the_environment(hub, fro
 # The card
 
 
-def test_a_failed_push_leaves_the_folder_as_it_was_and_the_next_one_names_the_right_repository(hub, ranker, tmp_path):
+def test_a_failed_push_leaves_the_folder_as_it_was_and_the_next_one_names_the_right_repository(
+    hub, ranker, tmp_path
+):
     folder = tmp_path / "made"
     ranker.save_pretrained(folder, include_backbone=True)
     before = files_of(folder)

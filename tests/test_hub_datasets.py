@@ -11,7 +11,15 @@ from hub_server import HubServer, connected
 
 from rsrank_rag.errors import InputError, MissingDependencyError
 from rsrank_rag.evaluation.datasets import read_labelled
-from rsrank_rag.evaluation.hub_datasets import _SOURCES, NAMES, _from_hotpotqa, _rows, _sample, load_named, load_sets
+from rsrank_rag.evaluation.hub_datasets import (
+    _SOURCES,
+    NAMES,
+    _from_hotpotqa,
+    _rows,
+    _sample,
+    load_named,
+    load_sets,
+)
 from rsrank_rag.evaluation.negatives import Negatives, choose, replace_negatives
 
 datasets = pytest.importorskip("datasets")
@@ -45,12 +53,30 @@ HOP = {
     "answer": "Orla",
     "answerable": True,
     "paragraphs": [
-        {"idx": 0, "title": "Bell", "paragraph_text": "The bell was cast in Fenwick.", "is_supporting": True},
-        {"idx": 1, "title": "Rope", "paragraph_text": "Rope is made of hemp.", "is_supporting": False},
-        {"idx": 2, "title": "Fenwick", "paragraph_text": "Orla founded Fenwick.", "is_supporting": True},
+        {
+            "idx": 0,
+            "title": "Bell",
+            "paragraph_text": "The bell was cast in Fenwick.",
+            "is_supporting": True,
+        },
+        {
+            "idx": 1,
+            "title": "Rope",
+            "paragraph_text": "Rope is made of hemp.",
+            "is_supporting": False,
+        },
+        {
+            "idx": 2,
+            "title": "Fenwick",
+            "paragraph_text": "Orla founded Fenwick.",
+            "is_supporting": True,
+        },
     ],
 }
-CORPUS = [{"_id": f"d{i:02}", "title": f"Title {i}" if i % 2 else "", "text": f"Text {i}."} for i in range(40)]
+CORPUS = [
+    {"_id": f"d{i:02}", "title": f"Title {i}" if i % 2 else "", "text": f"Text {i}."}
+    for i in range(40)
+]
 QUERIES = [{"_id": f"q{i}", "text": f"Question {i}?"} for i in range(6)]
 LABELS = [
     {"query-id": "q0", "corpus-id": "d03", "score": 1.0},
@@ -104,7 +130,10 @@ def hotpotqa(validation=(LIGHT, BREAD), train=(BREAD,)):
         "distractor/train-00000-of-00001.parquet": train,
         "distractor/validation-00000-of-00001.parquet": validation,
     }
-    return {"README.md": (card + "---\n").encode(), **{path: table(rows) for path, rows in files.items()}}
+    return {
+        "README.md": (card + "---\n").encode(),
+        **{path: table(rows) for path, rows in files.items()},
+    }
 
 
 @pytest.fixture
@@ -116,9 +145,13 @@ def hub(tmp_path, monkeypatch):
         monkeypatch.setattr(config, "HF_HUB_OFFLINE", False)
         monkeypatch.setattr(config, "HF_UPDATE_DOWNLOAD_COUNTS", False)
         monkeypatch.setattr(config, "HF_DATASETS_CACHE", home / "datasets")
-        monkeypatch.setattr(config, "DOWNLOADED_DATASETS_PATH", str(home / "datasets" / "downloads"))
+        monkeypatch.setattr(
+            config, "DOWNLOADED_DATASETS_PATH", str(home / "datasets" / "downloads")
+        )
         monkeypatch.setattr(config, "HF_MODULES_CACHE", home / "modules")
-        monkeypatch.setattr("huggingface_hub.utils._http.time.sleep", lambda _seconds: None)  # between attempts
+        monkeypatch.setattr(
+            "huggingface_hub.utils._http.time.sleep", lambda _seconds: None
+        )  # between attempts
         yield server
 
 
@@ -168,7 +201,10 @@ def test_a_sentence_is_relevant_if_it_is_a_supporting_fact(publish):
 def test_a_paragraph_is_relevant_if_a_supporting_fact_has_its_title(publish):
     publish(
         "2wiki",
-        {"data/train-00000-of-00001.parquet": table([BREAD]), "data/validation-00000-of-00001.parquet": table([LIGHT])},
+        {
+            "data/train-00000-of-00001.parquet": table([BREAD]),
+            "data/validation-00000-of-00001.parquet": table([LIGHT]),
+        },
     )
     (light,) = load_named("2wiki", granularity="paragraph")
     assert [(d.id, d.title, d.text, d.relevant) for d in light.documents] == [
@@ -180,7 +216,10 @@ def test_a_paragraph_is_relevant_if_a_supporting_fact_has_its_title(publish):
 
 def test_paragraphs_of_one_title_keep_apart_and_blank_ones_are_left_out():
     context = {"title": ["Salt", "Salt", "Sea"], "sentences": [["White."], ["Coarse."], [" ", ""]]}
-    row = LIGHT | {"context": context, "supporting_facts": {"title": ["Salt", "Salt"], "sent_id": [0, 7]}}
+    row = LIGHT | {
+        "context": context,
+        "supporting_facts": {"title": ["Salt", "Salt"], "sent_id": [0, 7]},
+    }
     assert labels_of(_from_hotpotqa(row, "sentence")) == {"0:Salt#0": True, "1:Salt#0": True}
     assert labels_of(_from_hotpotqa(row, "paragraph")) == {"0:Salt": True, "1:Salt": True}
 
@@ -188,14 +227,18 @@ def test_paragraphs_of_one_title_keep_apart_and_blank_ones_are_left_out():
 def test_hidden_test_labels_are_replaced_by_the_validation_split(publish):
     publish("hotpotqa", hotpotqa(validation=[LIGHT], train=[BREAD]))
     found = {
-        split: [query.id for query in load_named("hotpotqa", split=split)] for split in ("test", "validation", "train")
+        split: [query.id for query in load_named("hotpotqa", split=split)]
+        for split in ("test", "validation", "train")
     }
     assert found == {"test": ["q-light"], "validation": ["q-light"], "train": ["q-bread"]}
 
 
 def test_supporting_paragraphs_are_relevant_and_unanswerable_questions_are_left_out(publish):
     rows = [HOP | {"id": "2hop__0_0", "answerable": False}, HOP]
-    publish("musique", {"musique_ans_v1.0_dev.jsonl": lines(rows), "musique_ans_v1.0_train.jsonl": lines([HOP])})
+    publish(
+        "musique",
+        {"musique_ans_v1.0_dev.jsonl": lines(rows), "musique_ans_v1.0_train.jsonl": lines([HOP])},
+    )
     (query,) = load_named("musique")
     assert query.query == HOP["question"]
     assert [(d.id, d.title, d.text, d.relevant) for d in query.documents] == [
@@ -219,12 +262,20 @@ def test_relevant_documents_come_with_random_others(name, publish):
     assert [len(query.documents) for query in queries.values()] == [2 + 15, 1 + 15, 1 + 15]
     rows = {row["_id"]: row for row in CORPUS}
     for document in (document for query in queries.values() for document in query.documents):
-        assert (document.title, document.text) == (rows[document.id]["title"] or None, rows[document.id]["text"])
+        assert (document.title, document.text) == (
+            rows[document.id]["title"] or None,
+            rows[document.id]["text"],
+        )
 
 
 def test_relevant_documents_have_no_place_of_their_own(publish):
-    publish("fiqa", beir(labels=[{"query-id": f"q{i}", "corpus-id": "d07", "score": 1} for i in range(6)]))
-    assert len({[d.relevant for d in query.documents].index(True) for query in load_named("fiqa")}) > 1
+    publish(
+        "fiqa",
+        beir(labels=[{"query-id": f"q{i}", "corpus-id": "d07", "score": 1} for i in range(6)]),
+    )
+    assert (
+        len({[d.relevant for d in query.documents].index(True) for query in load_named("fiqa")}) > 1
+    )
 
 
 def test_validation_is_the_dev_split(publish):
@@ -249,7 +300,9 @@ def test_what_a_query_gets_depends_on_no_other_query_and_on_no_order(publish, hu
     every = {query.id: query for query in load_named("fiqa")}
     (one,) = load_named("fiqa", queries=1)
     assert one == every[one.id]
-    turned = hub.commit(f"datasets/{_SOURCES['fiqa'].repository}", beir(queries=QUERIES[::-1], labels=LABELS[::-1]))
+    turned = hub.commit(
+        f"datasets/{_SOURCES['fiqa'].repository}", beir(queries=QUERIES[::-1], labels=LABELS[::-1])
+    )
     assert load_named("fiqa", revision=turned) == list(every.values())
     assert load_named("fiqa", revision=turned, queries=1) == [one]
 
@@ -258,7 +311,8 @@ def test_what_a_query_gets_depends_on_no_other_query_and_on_no_order(publish, hu
 def test_no_other_document_is_relevant(seed):
     relevant = set(random.Random(seed).sample(range(30), 12))
     found, every = (
-        choose(Negatives(count=count), [("key", "A query", relevant)], 30, list, seed=seed)[0] for count in (10, 99)
+        choose(Negatives(count=count), [("key", "A query", relevant)], 30, list, seed=seed)[0]
+        for count in (10, 99)
     )
     assert len(set(found)) == 10
     assert not relevant & set(found)
@@ -289,18 +343,31 @@ def test_ids_are_found_across_the_chunks_of_a_column():
 WORDS = [
     {"_id": f"w{i}", "title": "", "text": text}
     for i, text in enumerate(
-        ["The lamp is lit.", "A lamp burns oil.", "Bees make honey.", "Oil lamp, lamp oil.", "The tower is tall."]
+        [
+            "The lamp is lit.",
+            "A lamp burns oil.",
+            "Bees make honey.",
+            "Oil lamp, lamp oil.",
+            "The tower is tall.",
+        ]
     )
 ]
 
 
 def test_hard_negatives_are_what_the_first_stage_ranks_highest_without_the_relevant_ones(publish):
     asked = [{"_id": "q0", "text": "lamp oil"}]
-    publish("fiqa", beir(corpus=WORDS, queries=asked, labels=[{"query-id": "q0", "corpus-id": "w3", "score": 1}]))
+    publish(
+        "fiqa",
+        beir(
+            corpus=WORDS, queries=asked, labels=[{"query-id": "q0", "corpus-id": "w3", "score": 1}]
+        ),
+    )
     (query,) = load_named("fiqa", negatives=Negatives(kind="bm25", count=2))
     assert labels_of(query) == {"w3": True, "w1": False, "w0": False}
     (query,) = load_named("fiqa", negatives=Negatives(kind="bm25", count=4))
-    assert set(labels_of(query)) == {f"w{i}" for i in range(5)}  # no other has a common word: the rest comes at random
+    assert set(labels_of(query)) == {
+        f"w{i}" for i in range(5)
+    }  # no other has a common word: the rest comes at random
     (query,) = load_named("fiqa", negatives=Negatives(corpus=2))
     assert len(query.documents) in (2, 3)  # the relevant one may be among the two
     assert load_named("fiqa", negatives=Negatives(corpus=2)) == [query]
@@ -329,7 +396,9 @@ def file(tmp_path):
         {
             "id": f"f{i}",
             "query": text,
-            "documents": [{"id": str(j), "text": t, "relevant": j == 0} for j, t in enumerate(words[i])],
+            "documents": [
+                {"id": str(j), "text": t, "relevant": j == 0} for j, t in enumerate(words[i])
+            ],
         }
         for i, text in enumerate(["a lamp", "the bees"])
     ]
@@ -355,11 +424,21 @@ def test_a_file_that_is_called_like_a_set_is_the_file(hub, file, monkeypatch):
 
 
 def test_negatives_of_a_file_come_from_all_of_it_also_where_few_queries_are_taken(publish, file):
-    publish("fiqa", beir(corpus=WORDS, queries=QUERIES[:1], labels=[{"query-id": "q0", "corpus-id": "w3", "score": 1}]))
+    publish(
+        "fiqa",
+        beir(
+            corpus=WORDS,
+            queries=QUERIES[:1],
+            labels=[{"query-id": "q0", "corpus-id": "w3", "score": 1}],
+        ),
+    )
     hard = Negatives(kind="bm25", count=1)
     found = load_sets([file, "fiqa"], limit=1, negatives=hard)
     assert found["mine"] == replace_negatives(read_labelled(file), hard)[:1]
-    assert {d.text: d.relevant for d in found["mine"][0].documents} == {"lamp oil burns": True, "lamp posts": False}
+    assert {d.text: d.relevant for d in found["mine"][0].documents} == {
+        "lamp oil burns": True,
+        "lamp posts": False,
+    }
     assert found["fiqa"] == load_named("fiqa", negatives=hard)
 
 
@@ -395,8 +474,14 @@ def test_without_datasets_the_pip_command_is_named(monkeypatch):
             "no set 'squad'. Choose one of: 2wiki, hotpotqa, musique, fiqa, nfcorpus, fever; or beir:NAME",
         ),
         ({"name": "beir:../x"}, "no set 'beir:../x'"),
-        ({"name": "fiqa", "split": "dev"}, "no split 'dev' of fiqa. Choose one of: train, validation, test"),
-        ({"name": "fever", "granularity": "sentence"}, "fever cannot be had with granularity 'sentence'"),
+        (
+            {"name": "fiqa", "split": "dev"},
+            "no split 'dev' of fiqa. Choose one of: train, validation, test",
+        ),
+        (
+            {"name": "fever", "granularity": "sentence"},
+            "fever cannot be had with granularity 'sentence'",
+        ),
         ({"name": "2wiki", "granularity": "page"}, "2wiki cannot be had with granularity 'page'"),
         ({"name": "fiqa", "negatives": -1}, "negatives >= 0, not -1"),
         ({"name": "fiqa", "queries": 0}, "queries >= 1"),
@@ -416,7 +501,9 @@ def test_a_repository_that_is_gone_is_named_with_what_to_do(hub):
 
 def test_an_unknown_revision_is_named(publish):
     publish("fiqa", beir())
-    assert "mteb/fiqa (config 'default', split 'test', revision 'v9')" in refusal("fiqa", revision="v9")
+    assert "mteb/fiqa (config 'default', split 'test', revision 'v9')" in refusal(
+        "fiqa", revision="v9"
+    )
 
 
 @pytest.mark.parametrize("trouble", ["cable", "status", "page"])
@@ -432,7 +519,9 @@ def test_a_hub_that_cannot_be_had_is_one_error(trouble, hub, publish):
 
 
 def test_files_that_cannot_be_read_are_one_error(publish):
-    publish("hotpotqa", hotpotqa() | {"distractor/validation-00000-of-00001.parquet": b"PAR1 damaged"})
+    publish(
+        "hotpotqa", hotpotqa() | {"distractor/validation-00000-of-00001.parquet": b"PAR1 damaged"}
+    )
     assert "hotpotqa/hotpot_qa (config 'distractor', split 'validation'" in refusal("hotpotqa")
 
 
@@ -441,10 +530,15 @@ def test_a_repository_without_data_files_is_one_error(publish):
     assert "dgslibisey/MuSiQue" in refusal("musique")
 
 
-@pytest.mark.parametrize("column", ["id", "question", "context", "supporting_facts", "sentences", "sent_id"])
+@pytest.mark.parametrize(
+    "column", ["id", "question", "context", "supporting_facts", "sentences", "sent_id"]
+)
 def test_a_missing_column_of_a_multihop_set_is_named(column, publish):
     row = {name: value for name, value in LIGHT.items() if name != column}
-    row = {n: {k: v for k, v in x.items() if k != column} if isinstance(x, dict) else x for n, x in row.items()}
+    row = {
+        n: {k: v for k, v in x.items() if k != column} if isinstance(x, dict) else x
+        for n, x in row.items()
+    }
     publish("hotpotqa", hotpotqa(validation=[row], train=[row]))
     message = refusal("hotpotqa")
     assert "hotpotqa/hotpot_qa" in message
@@ -452,12 +546,16 @@ def test_a_missing_column_of_a_multihop_set_is_named(column, publish):
 
 
 @pytest.mark.parametrize(
-    ("part", "column"), [("labels", "corpus-id"), ("queries", "_id"), ("queries", "text"), ("corpus", "title")]
+    ("part", "column"),
+    [("labels", "corpus-id"), ("queries", "_id"), ("queries", "text"), ("corpus", "title")],
 )
 def test_a_missing_column_of_a_retrieval_set_is_named(part, column, publish):
     rows = inspect.signature(beir).parameters[part].default
     publish("fiqa", beir(**{part: [{k: v for k, v in row.items() if k != column} for row in rows]}))
-    assert f"mteb/fiqa at revision '{_SOURCES['fiqa'].revision}' has no column {column!r}" in refusal("fiqa")
+    assert (
+        f"mteb/fiqa at revision '{_SOURCES['fiqa'].revision}' has no column {column!r}"
+        in refusal("fiqa")
+    )
 
 
 def test_a_split_without_labels_is_an_error(publish):

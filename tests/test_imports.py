@@ -21,12 +21,17 @@ MODULES = {
 
 def in_fresh_python(code):
     """Last line that code prints, from JSON."""
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=PACKAGE.parent)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=PACKAGE.parent
+    )
     return json.loads(done.stdout.splitlines()[-1])
 
 
 def is_type_checking(node):
-    return isinstance(node, ast.If) and ast.unparse(node.test) in {"TYPE_CHECKING", "typing.TYPE_CHECKING"}
+    return isinstance(node, ast.If) and ast.unparse(node.test) in {
+        "TYPE_CHECKING",
+        "typing.TYPE_CHECKING",
+    }
 
 
 def import_nodes(node, *, lazy):
@@ -61,7 +66,9 @@ def own_imports(module, *, lazy=True):
 
 
 def test_the_import_reader_sees_what_is_there():
-    assert {"method.backbone", "errors", "artifact.config", "method.projection"} <= own_imports("rsrank")
+    assert {"method.backbone", "errors", "artifact.config", "method.projection"} <= own_imports(
+        "rsrank"
+    )
     assert "errors" not in own_imports("method.projection")
     assert own_imports("method.template") == {"errors"}
 
@@ -150,7 +157,9 @@ def test_every_room_and_top_level_module_has_its_place_in_the_order():
 
 @pytest.mark.parametrize("module", MODULES)
 def test_imports_run_one_way(module):
-    above = {name for name in own_imports(module) if ORDER.index(room(name)) < ORDER.index(room(module))}
+    above = {
+        name for name in own_imports(module) if ORDER.index(room(name)) < ORDER.index(room(module))
+    }
     assert above == set()
 
 
@@ -176,7 +185,9 @@ def test_adapters_load_no_model_code():
 
 
 def test_no_file_is_longer_than_450_lines():
-    lengths = {name: len(path.read_text(encoding="utf-8").splitlines()) for name, path in MODULES.items()}
+    lengths = {
+        name: len(path.read_text(encoding="utf-8").splitlines()) for name, path in MODULES.items()
+    }
     assert {name: length for name, length in lengths.items() if length > 450} == {}
 
 
@@ -201,14 +212,20 @@ def test_what_the_service_asks_for_scores_knows_nothing_of_http():
 
 
 def test_nothing_imports_the_command_line():
-    importers = [module for module in MODULES if not module.startswith("cli") and "cli" in own_imports(module)]
+    importers = [
+        module
+        for module in MODULES
+        if not module.startswith("cli") and "cli" in own_imports(module)
+    ]
     assert importers == []
 
 
 def test_a_recipe_is_settings_and_knows_nothing_of_its_running():
     known = own_imports("training.recipe")
     assert not known & {"training.run", "training.features", "method.backbone", "method.scoring"}
-    assert {"training.run", "training.features", "method.backbone", "method.scoring"} <= set(MODULES)
+    assert {"training.run", "training.features", "method.backbone", "method.scoring"} <= set(
+        MODULES
+    )
 
 
 def test_imports_have_no_cycle_not_even_lazy_ones():

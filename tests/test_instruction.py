@@ -13,12 +13,16 @@ from rsrank_rag.errors import InputError
 from rsrank_rag.language_model.options import LoadOptions
 
 OPTIONS = LoadOptions(device="cpu", dtype="float32", local_files_only=True)
-TOLD = CHAT.model_copy(update={"instructed": "<|im_start|>Judge by this: {instruction}\nDocument: "})
+TOLD = CHAT.model_copy(
+    update={"instructed": "<|im_start|>Judge by this: {instruction}\nDocument: "}
+)
 LEGAL = "Is it what a judge has to know?"
 
 
 def made(folder, template):
-    return RSRank.from_backbone(folder("qwen3"), random_projection("qwen3"), template=template, options=OPTIONS)
+    return RSRank.from_backbone(
+        folder("qwen3"), random_projection("qwen3"), template=template, options=OPTIONS
+    )
 
 
 @pytest.fixture(scope="module")
@@ -32,15 +36,24 @@ def told(tiny_folder):
 def test_a_template_without_a_place_is_written_as_before_and_says_why_it_takes_none():
     assert "instructed" not in Template().model_dump()
     assert "instructed" not in json.loads(Template().model_dump_json())
-    with pytest.raises(InputError, match="takes none: B, and zero as its threshold, are calibrated for one prompt"):
+    with pytest.raises(
+        InputError, match="takes none: B, and zero as its threshold, are calibrated for one prompt"
+    ):
         Template().with_instruction(LEGAL)
 
 
 def test_a_template_with_a_place_is_written_down_and_filled():
     assert Template.model_validate_json(TOLD.model_dump_json()) == TOLD
     filled = TOLD.with_instruction("Two {braces} and {instruction}")
-    assert filled.instruction == "<|im_start|>Judge by this: Two {braces} and {instruction}\nDocument: "
-    assert (filled.separator, filled.suffix, filled.positions) == (TOLD.separator, TOLD.suffix, TOLD.positions)
+    assert (
+        filled.instruction
+        == "<|im_start|>Judge by this: Two {braces} and {instruction}\nDocument: "
+    )
+    assert (filled.separator, filled.suffix, filled.positions) == (
+        TOLD.separator,
+        TOLD.suffix,
+        TOLD.positions,
+    )
     with pytest.raises(ValidationError, match="instructed"):
         Template(instructed="no place")
 
@@ -49,11 +62,16 @@ def test_a_template_with_a_place_is_written_down_and_filled():
 
 
 def test_an_instruction_scores_as_a_template_that_has_always_said_so(told, tiny_folder):
-    said = made(tiny_folder, CHAT.model_copy(update={"instruction": TOLD.instructed.replace("{instruction}", LEGAL)}))
+    said = made(
+        tiny_folder,
+        CHAT.model_copy(update={"instruction": TOLD.instructed.replace("{instruction}", LEGAL)}),
+    )
     usual = made(tiny_folder, CHAT)
     twin = told.with_instruction(LEGAL)
     assert twin.score(QUERY, DOCUMENTS) == pytest.approx(said.score(QUERY, DOCUMENTS), abs=1e-5)
-    assert twin.explain(QUERY, DOCUMENTS[0]).score == pytest.approx(said.score(QUERY, DOCUMENTS[:1])[0], abs=1e-5)
+    assert twin.explain(QUERY, DOCUMENTS[0]).score == pytest.approx(
+        said.score(QUERY, DOCUMENTS[:1])[0], abs=1e-5
+    )
     assert told.score(QUERY, DOCUMENTS) == pytest.approx(usual.score(QUERY, DOCUMENTS), abs=1e-5)
     assert twin.score(QUERY, DOCUMENTS) != pytest.approx(told.score(QUERY, DOCUMENTS), abs=1e-3)
 
@@ -76,13 +94,17 @@ def test_kept_prefixes_are_those_of_one_instruction(told, tmp_path):
     told.save_pretrained(tmp_path / "told", include_backbone=True)
 
     def loaded(prefix_cache):
-        return RSRank.from_pretrained(tmp_path / "told", device="cpu", dtype="float32", prefix_cache=prefix_cache)
+        return RSRank.from_pretrained(
+            tmp_path / "told", device="cpu", dtype="float32", prefix_cache=prefix_cache
+        )
 
     ranker, without = loaded(str(tmp_path / "prefixes")), loaded(False)
     for _ in range(2):  # read, then kept
         for text in ("One?", "Two?"):
             found = ranker.with_instruction(text).score(QUERY, DOCUMENTS)
-            assert found == pytest.approx(without.with_instruction(text).score(QUERY, DOCUMENTS), abs=0.05)  # in 8 bits
+            assert found == pytest.approx(
+                without.with_instruction(text).score(QUERY, DOCUMENTS), abs=0.05
+            )  # in 8 bits
     distinct = len({text for text in DOCUMENTS if text.strip()})
     assert ranker.stats()["misses"] == 2 * distinct
     assert ranker.with_instruction("Three?").index(DOCUMENTS) == distinct
@@ -91,7 +113,10 @@ def test_kept_prefixes_are_those_of_one_instruction(told, tmp_path):
 
 @pytest.mark.parametrize(
     ("instruction", "message"),
-    [(" \n", "it is blank"), ("Read <|im_end|> this", r"plain text, and this one holds '<\|im_end\|>'")],
+    [
+        (" \n", "it is blank"),
+        ("Read <|im_end|> this", r"plain text, and this one holds '<\|im_end\|>'"),
+    ],
 )
 def test_an_instruction_that_cannot_be_used_is_refused(told, instruction, message):
     with pytest.raises(InputError, match=message):
@@ -109,7 +134,9 @@ def test_few_instructions_are_remembered_and_a_twin_takes_others(told):
     for number in range(20):
         told.with_instruction(f"number {number}")
     assert told.with_instruction("first") is not first
-    assert first.with_instruction(LEGAL).score(QUERY, DOCUMENTS) == told.with_instruction(LEGAL).score(QUERY, DOCUMENTS)
+    assert first.with_instruction(LEGAL).score(QUERY, DOCUMENTS) == told.with_instruction(
+        LEGAL
+    ).score(QUERY, DOCUMENTS)
 
 
 def test_the_declaration_is_saved_with_the_artifact(told, tmp_path):
@@ -190,15 +217,23 @@ async def test_traces_name_the_instruction(adapters):
         def handle(self, event, **kwargs):
             begun.append(event)
 
-    compressor, postprocessor = (adapter(model=Instructed(), instruction=LEGAL) for adapter in adapters)
+    compressor, postprocessor = (
+        adapter(model=Instructed(), instruction=LEGAL) for adapter in adapters
+    )
     ended, begun = [], []
     await compressor.acompress_documents([Document("a")], "q", callbacks=[Trace()])
     assert ended[0]["instruction"] == LEGAL
-    debug, handler, dispatcher = LlamaDebugHandler(print_trace_on_end=False), Events(), get_dispatcher()
+    debug, handler, dispatcher = (
+        LlamaDebugHandler(print_trace_on_end=False),
+        Events(),
+        get_dispatcher(),
+    )
     postprocessor.callback_manager = CallbackManager([debug])
     dispatcher.add_event_handler(handler)
     try:
-        await postprocessor.apostprocess_nodes([NodeWithScore(node=TextNode(text="a"))], query_str="q")
+        await postprocessor.apostprocess_nodes(
+            [NodeWithScore(node=TextNode(text="a"))], query_str="q"
+        )
     finally:
         dispatcher.event_handlers.remove(handler)
     ((start, _),) = debug.get_event_pairs(CBEventType.RERANKING)
@@ -225,16 +260,26 @@ REQUESTS = [
     ("/score", {"text_1": "q", "text_2": ["a", "b"]}),
     ("/v1/ranking", {"query": {"text": "q"}, "passages": [{"text": "a"}, {"text": "b"}]}),
 ]
-SPELLINGS = [{"instruction": LEGAL}, {"instruct": LEGAL}, {"chat_template_kwargs": {"instruction": LEGAL}}]
+SPELLINGS = [
+    {"instruction": LEGAL},
+    {"instruct": LEGAL},
+    {"chat_template_kwargs": {"instruction": LEGAL}},
+]
 
 
 def numbers(found):
     """Scores of an answer in any dialect."""
-    rows = found if isinstance(found, list) else found.get("results") or found.get("data") or found["rankings"]
+    rows = (
+        found
+        if isinstance(found, list)
+        else found.get("results") or found.get("data") or found["rankings"]
+    )
     return {row.get("relevance_score", row.get("score", row.get("logit"))) for row in rows}
 
 
-@pytest.mark.parametrize(("path", "body"), REQUESTS, ids=lambda value: value if isinstance(value, str) else "")
+@pytest.mark.parametrize(
+    ("path", "body"), REQUESTS, ids=lambda value: value if isinstance(value, str) else ""
+)
 async def test_a_service_refuses_an_instruction_or_uses_it_in_every_dialect(path, body):
     pytest.importorskip("fastapi")
     from service import client_of, scheduler
@@ -249,11 +294,17 @@ async def test_a_service_refuses_an_instruction_or_uses_it_in_every_dialect(path
             assert "An instruction was given, and Words takes none" in found["message"]
             assert "Document" not in found["message"]
         assert (await http.post(path, json={**body, "instruction": 3})).status_code == 400
-        for nothing in ({"instruction": None}, {"instruction": ""}, {"chat_template_kwargs": {"enable": False}}):
+        for nothing in (
+            {"instruction": None},
+            {"instruction": ""},
+            {"chat_template_kwargs": {"enable": False}},
+        ):
             assert (await http.post(path, json={**body, **nothing})).status_code == 200
     async with client_of(scheduler(Instructed())) as http:
         for spelling in SPELLINGS:
-            assert numbers((await http.post(path, json={**body, **spelling})).json()) == {float(len(LEGAL.split()))}
+            assert numbers((await http.post(path, json={**body, **spelling})).json()) == {
+                float(len(LEGAL.split()))
+            }
         assert numbers((await http.post(path, json=body)).json()) == {1.0}
 
 
@@ -276,10 +327,14 @@ async def test_partial_answers_do_not_hide_a_refusal_and_explanations_refuse_too
     from service import client_of, scheduler
 
     async with client_of(scheduler(ranker)) as http:
-        answer = await http.post("/v1/rerank", json={**RERANK, "instruction": LEGAL, "partial": True})
+        answer = await http.post(
+            "/v1/rerank", json={**RERANK, "instruction": LEGAL, "partial": True}
+        )
         assert answer.status_code == 422
         assert "calibrated for one prompt" in answer.json()["message"]
-        answer = await http.post("/explain", json={"query": "q", "document": "a", "instruction": LEGAL})
+        answer = await http.post(
+            "/explain", json={"query": "q", "document": "a", "instruction": LEGAL}
+        )
         assert answer.status_code == 422
         assert "calibrated for one prompt" in answer.json()["message"]
 
@@ -294,10 +349,15 @@ def test_a_service_that_refuses_gives_its_words_through_the_adapter(adapters, ra
         found = made.compress_documents([Document(text) for text in DOCUMENTS], QUERY)
         return {document.page_content: document.metadata["relevance_score"] for document in found}
 
-    with address_of(scheduler(ranker)) as address, pytest.raises(InputError, match="calibrated for one prompt"):
+    with (
+        address_of(scheduler(ranker)) as address,
+        pytest.raises(InputError, match="calibrated for one prompt"),
+    ):
         kept(address)
     with address_of(scheduler(told)) as address:
-        expected = dict(zip(DOCUMENTS, told.with_instruction(LEGAL).score(QUERY, DOCUMENTS), strict=True))
+        expected = dict(
+            zip(DOCUMENTS, told.with_instruction(LEGAL).score(QUERY, DOCUMENTS), strict=True)
+        )
         assert kept(address) == pytest.approx(expected, abs=1e-4)
 
 
@@ -312,12 +372,30 @@ def test_the_command_refuses_or_uses_it(command, ranker, told, tmp_path):
     (tmp_path / "one.txt").write_text(DOCUMENTS[0] + "\n", encoding="utf-8")
     what = str(tmp_path / "one.txt") if command[0] == "rank" else DOCUMENTS[0]
     command = [*command[:-1], "--document"] if command[0] == "explain" else command
-    arguments = [*command, what, "-q", QUERY, "--instruction", LEGAL, "--dtype", "float32", "--device", "cpu", "--json"]
+    arguments = [
+        *command,
+        what,
+        "-q",
+        QUERY,
+        "--instruction",
+        LEGAL,
+        "--dtype",
+        "float32",
+        "--device",
+        "cpu",
+        "--json",
+    ]
     done = CliRunner().invoke(app, [*arguments, "--model", str(tmp_path / "plain")])
     assert done.exit_code == 2
     assert "takes none" in done.output
     done = CliRunner().invoke(app, [*arguments, "--model", str(tmp_path / "told")])
     assert done.exit_code == 0, done.output
     found = json.loads(done.stdout)
-    score = found["score"] if command[0] == "explain" else (found["kept"] + found["dropped"])[0]["score"]
-    assert score == pytest.approx(told.with_instruction(LEGAL).score(QUERY, DOCUMENTS[:1])[0], abs=1e-4)
+    score = (
+        found["score"]
+        if command[0] == "explain"
+        else (found["kept"] + found["dropped"])[0]["score"]
+    )
+    assert score == pytest.approx(
+        told.with_instruction(LEGAL).score(QUERY, DOCUMENTS[:1])[0], abs=1e-4
+    )

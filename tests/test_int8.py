@@ -23,7 +23,9 @@ EXACT = 1e-4  # fp32: rounding alone
 
 @pytest.fixture(autouse=True)
 def without_bfloat16(monkeypatch):
-    monkeypatch.setattr("rsrank_rag.language_model.options.has_fast_bfloat16", lambda device, **_: False)
+    monkeypatch.setattr(
+        "rsrank_rag.language_model.options.has_fast_bfloat16", lambda device, **_: False
+    )
 
 
 def weights_of(linear, times=1.0):
@@ -37,7 +39,9 @@ def slowly(linear):
     """A decoder's map by plain arithmetic: each token has a scale of its own."""
 
     def forward(inputs):
-        size = (inputs.double().abs().amax(-1, keepdim=True) / 127).clamp_min(1e-12)  # padding may be zeros
+        size = (inputs.double().abs().amax(-1, keepdim=True) / 127).clamp_min(
+            1e-12
+        )  # padding may be zeros
         outputs = ((inputs / size).round() * size) @ weights_of(linear).T
         return (outputs if linear.bias is None else outputs + linear.bias).to(linear.weight.dtype)
 
@@ -50,7 +54,11 @@ def slowly_within(linear, lowest, highest, beside=()):
     That is done alike for all maps that take the same numbers, those beside this one.
     """
     largest = torch.maximum(-lowest, highest).clamp_min(1e-4).double()
-    weights = torch.stack([each.weight.abs().amax(0) for each in (linear, *beside)]).amax(0).clamp_min(1e-6)
+    weights = (
+        torch.stack([each.weight.abs().amax(0) for each in (linear, *beside)])
+        .amax(0)
+        .clamp_min(1e-6)
+    )
     by = (largest / weights).sqrt() if lowest.ndim else torch.ones(1).double()
     low, high = min(float((lowest / by).min()), -1e-6), max(float((highest / by).max()), 1e-6)
     size, zero = (high - low) / 255, round(-low / (high - low) * 255)
@@ -70,14 +78,18 @@ def test_a_map_is_what_plain_arithmetic_makes_of_it_and_no_token_depends_on_othe
         inputs = torch.randn(3, 5, 96) * torch.logspace(-2, 2, 5)[:, None]
         found = RoundedLinear(linear)(inputs)
         torch.testing.assert_close(found, slowly(linear)(inputs))
-        alone = torch.stack([RoundedLinear(linear)(token[None])[0] for token in inputs.flatten(0, 1)])
+        alone = torch.stack(
+            [RoundedLinear(linear)(token[None])[0] for token in inputs.flatten(0, 1)]
+        )
         assert torch.equal(found.flatten(0, 1), alone)
     assert torch.equal(RoundedLinear(linear)(torch.zeros(2, 96)), torch.zeros(2, 40))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("bias", [True, False])
-def test_a_map_of_a_known_range_is_what_plain_arithmetic_makes_of_it_and_cuts_what_is_outside(bias, dtype):
+def test_a_map_of_a_known_range_is_what_plain_arithmetic_makes_of_it_and_cuts_what_is_outside(
+    bias, dtype
+):
     torch.manual_seed(0)
     linear = torch.nn.Linear(96, 40, bias=bias, dtype=dtype).requires_grad_(False)
     sizes = torch.logspace(-1, 1, 96)
@@ -88,7 +100,9 @@ def test_a_map_of_a_known_range_is_what_plain_arithmetic_makes_of_it_and_cuts_wh
     expected = slowly_within(linear, -sizes, 2 * sizes)(inputs)
     found = rounded(inputs)
     assert found.dtype == dtype
-    torch.testing.assert_close(found, expected, rtol=1e-2 if dtype == torch.bfloat16 else 1e-4, atol=1e-3)
+    torch.testing.assert_close(
+        found, expected, rtol=1e-2 if dtype == torch.bfloat16 else 1e-4, atol=1e-3
+    )
     assert torch.equal(found[:1, :1], rounded(inputs[:1, :1]))
     far = torch.full((1, 96), 1e30, dtype=dtype)
     assert rounded(far).isfinite().all()
@@ -96,15 +110,22 @@ def test_a_map_of_a_known_range_is_what_plain_arithmetic_makes_of_it_and_cuts_wh
 
 def test_one_map_hands_its_rounded_gelu_to_the_next():
     torch.manual_seed(0)
-    first, second = torch.nn.Linear(32, 64).requires_grad_(False), torch.nn.Linear(64, 32).requires_grad_(False)
+    first, second = (
+        torch.nn.Linear(32, 64).requires_grad_(False),
+        torch.nn.Linear(64, 32).requires_grad_(False),
+    )
     inputs = torch.randn(50, 32)
     between = torch.nn.functional.gelu(first(inputs))
     entering, after = (inputs.amin(0), inputs.amax(0)), (between.min(), between.max())
     following = Steps(*after, [second.weight])
-    codes = RoundedLinear(first, Steps(*entering, [first.weight]), gelu=True, following=following)(inputs)
+    codes = RoundedLinear(first, Steps(*entering, [first.weight]), gelu=True, following=following)(
+        inputs
+    )
     assert codes.dtype == torch.uint8
     found = RoundedLinear(second, following)(codes)
-    expected = slowly_within(second, *after)(torch.nn.functional.gelu(slowly_within(first, *entering)(inputs)))
+    expected = slowly_within(second, *after)(
+        torch.nn.functional.gelu(slowly_within(first, *entering)(inputs))
+    )
     # A number between two steps may become the one here and the other there.
     step = float(following.size * second.weight.abs().max())
     torch.testing.assert_close(found, expected, rtol=0, atol=2 * step)
@@ -144,7 +165,9 @@ def test_an_encoder_is_tried_out_on_the_same_tokens_every_time_within_its_templa
 def make_slow(model, ids):
     """Replace the maps of a model by plain arithmetic; with ids, an encoder's."""
     seen = {}
-    parts = {name: part for name, part in model.named_modules() if isinstance(part, torch.nn.Linear)}
+    parts = {
+        name: part for name, part in model.named_modules() if isinstance(part, torch.nn.Linear)
+    }
     names = {part: name for name, part in parts.items()}
 
     def see(part, inputs):
@@ -170,7 +193,9 @@ def make_slow(model, ids):
 
 @pytest.mark.parametrize("kind", ["bert", "qwen3"])
 def test_scores_are_those_of_documents_that_ran_through_rounded_maps(kind, tiny_folder):
-    ranker, slow = (load_ranker(tiny_folder(kind), kind, dtype=dtype) for dtype in ("int8", "float32"))
+    ranker, slow = (
+        load_ranker(tiny_folder(kind), kind, dtype=dtype) for dtype in ("int8", "float32")
+    )
     assert ranker.identity() != slow.identity()
     exact, scores = all_scores(slow), all_scores(ranker)
     slow.backbone.for_documents = copy.deepcopy(slow.backbone.model)
@@ -181,28 +206,42 @@ def test_scores_are_those_of_documents_that_ran_through_rounded_maps(kind, tiny_
     between = (scores - all_scores(slow)).abs()
     assert between.max() < moved.max() / 5
     assert between.mean() < moved.mean() / 10
-    one_by_one = [[ranker.score(query, [document])[0] for document in DOCUMENTS] for query in QUERIES]
+    one_by_one = [
+        [ranker.score(query, [document])[0] for document in DOCUMENTS] for query in QUERIES
+    ]
     torch.testing.assert_close(scores, torch.tensor(one_by_one), rtol=0, atol=EXACT)
     assert "documents in int8" in repr(ranker)
 
 
 def test_it_is_chosen_where_it_is_good_enough_and_there_is_no_bfloat16(monkeypatch):
-    for fast, good, dtype in [(False, True, "int8"), (False, False, "float32"), (True, True, "bfloat16")]:
-        monkeypatch.setattr("rsrank_rag.language_model.options.has_fast_bfloat16", lambda device, fast=fast, **_: fast)
+    for fast, good, dtype in [
+        (False, True, "int8"),
+        (False, False, "float32"),
+        (True, True, "bfloat16"),
+    ]:
+        monkeypatch.setattr(
+            "rsrank_rag.language_model.options.has_fast_bfloat16",
+            lambda device, fast=fast, **_: fast,
+        )
         assert LoadOptions("cpu").settled_dtype(int8=good) == dtype
         assert LoadOptions("cpu", "int8").settled_dtype() == "int8"
         assert LoadOptions("cpu", "float32").settled_dtype(int8=good) == "float32"
-    monkeypatch.setattr("rsrank_rag.language_model.options.has_fast_bfloat16", lambda device, **_: False)
+    monkeypatch.setattr(
+        "rsrank_rag.language_model.options.has_fast_bfloat16", lambda device, **_: False
+    )
     monkeypatch.setattr("rsrank_rag.language_model.options.has_fast_int8", lambda: False)
     assert LoadOptions("cpu").settled_dtype(int8=True) == "float32"
 
 
 @pytest.mark.parametrize(
-    ("amx", "good", "dtype"), [(False, True, "int8"), (False, False, "bfloat16"), (True, True, "bfloat16")]
+    ("amx", "good", "dtype"),
+    [(False, True, "int8"), (False, False, "bfloat16"), (True, True, "bfloat16")],
 )
 def test_it_is_chosen_before_bfloat16_unless_there_is_amx(monkeypatch, amx, good, dtype):
     monkeypatch.setattr("rsrank_rag.language_model.options.has_fast_bfloat16", has_fast_bfloat16)
-    monkeypatch.setattr("rsrank_rag.language_model.options.leaves_instructions_unused", lambda: False)
+    monkeypatch.setattr(
+        "rsrank_rag.language_model.options.leaves_instructions_unused", lambda: False
+    )
     monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: True)
     monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: amx)
     assert LoadOptions("cpu").settled_dtype(int8=good) == dtype
@@ -210,12 +249,17 @@ def test_it_is_chosen_before_bfloat16_unless_there_is_amx(monkeypatch, amx, good
 
 def test_the_built_in_model_is_read_so_and_keeps_to_its_scores():
     chosen, exact = (
-        RSRank.from_pretrained(device="cpu", dtype=dtype, prefix_cache=False) for dtype in (None, "float32")
+        RSRank.from_pretrained(device="cpu", dtype=dtype, prefix_cache=False)
+        for dtype in (None, "float32")
     )
     assert "documents in int8" in repr(chosen)
-    passages = (Path(__file__).parents[1] / "examples" / "passages.txt").read_text("utf-8").splitlines()
+    passages = (
+        (Path(__file__).parents[1] / "examples" / "passages.txt").read_text("utf-8").splitlines()
+    )
     for query in ("How do bees find flowers?", "honey", "night trains in winter"):
-        moved = torch.tensor(chosen.score(query, passages)) - torch.tensor(exact.score(query, passages))
+        moved = torch.tensor(chosen.score(query, passages)) - torch.tensor(
+            exact.score(query, passages)
+        )
         assert 0 < moved.abs().max() < 0.25  # as far as any of 8,142 moved, see docs/benchmarks.md
 
 

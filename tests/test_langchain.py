@@ -39,7 +39,10 @@ class Numbers(Reranker):
 
 
 def documents(*scores):
-    return [Document(f"{score} points", id=f"id{i}", metadata={"page": i}) for i, score in enumerate(scores)]
+    return [
+        Document(f"{score} points", id=f"id{i}", metadata={"page": i})
+        for i, score in enumerate(scores)
+    ]
 
 
 def texts(found):
@@ -86,7 +89,10 @@ async def test_limits_can_be_set_once_or_for_one_call(asynchronous, limits, expe
     assert texts(await compress(once, asynchronous, documents(1, -1, 3, 0), "q")) == wanted
     call = RSRankCompressor(model=Numbers(), threshold=2.5)
     if "threshold" in limits:
-        assert texts(await compress(call, asynchronous, documents(1, -1, 3, 0), "q", **limits)) == wanted
+        assert (
+            texts(await compress(call, asynchronous, documents(1, -1, 3, 0), "q", **limits))
+            == wanted
+        )
 
 
 def test_an_unknown_argument_of_a_call_is_an_error(compressor):
@@ -120,13 +126,17 @@ def test_a_subclass_of_document_keeps_its_class_and_fields(compressor):
     class Chunk(Document):
         state: dict = {}  # noqa: RUF012 - a pydantic default
 
-    (found,) = compressor.compress_documents([Chunk(page_content="2", state={"embedded": [1.0]}, id="x")], "q")
+    (found,) = compressor.compress_documents(
+        [Chunk(page_content="2", state={"embedded": [1.0]}, id="x")], "q"
+    )
     assert type(found) is Chunk
     assert found.state == {"embedded": [1.0]}
 
 
 def test_the_score_key_can_be_chosen():
-    found = RSRankCompressor(model=Numbers(), score_key="rsrank").compress_documents(documents(1), "q")
+    found = RSRankCompressor(model=Numbers(), score_key="rsrank").compress_documents(
+        documents(1), "q"
+    )
     assert found[0].metadata == {"page": 0, "rsrank": 1.0}
 
 
@@ -137,8 +147,13 @@ def test_chosen_metadata_are_read_before_the_text():
             return [1.0] * len(documents)
 
     reranker = Recorder()
-    given = [Document("text", metadata={"title": "T", "year": 0, "none": None, "rest": "r"}), Document("bare")]
-    RSRankCompressor(model=reranker, metadata_fields=["title", "year", "none"]).compress_documents(given, "q")
+    given = [
+        Document("text", metadata={"title": "T", "year": 0, "none": None, "rest": "r"}),
+        Document("bare"),
+    ]
+    RSRankCompressor(model=reranker, metadata_fields=["title", "year", "none"]).compress_documents(
+        given, "q"
+    )
     assert reranker.seen == ["T\n0\ntext", "bare"]
 
 
@@ -154,7 +169,9 @@ def test_when_all_is_dropped_the_list_is_empty_and_the_log_says_so(compressor, c
 
 
 @both_ways
-async def test_a_document_that_cannot_be_scored_fails_the_call_and_is_named(compressor, asynchronous):
+async def test_a_document_that_cannot_be_scored_fails_the_call_and_is_named(
+    compressor, asynchronous
+):
     with pytest.raises(ScoringError, match="Document 1 scored nan"):
         await compress(compressor, asynchronous, documents(1, "nan"), "q")
 
@@ -163,7 +180,9 @@ def test_a_field_that_no_document_has_is_a_warning_that_names_those_there_are(ca
     given = [Document("1", metadata={"title": "2 T"}), Document("3", metadata={"page": 4})]
     made = RSRankCompressor(model=Numbers(), metadata_fields=["title", "titel"])
     assert texts(made.compress_documents(given, "q")) == ["3", "1"]
-    assert caplog.messages == ["None of 2 documents has the metadata field 'titel'; there are: page, title."]
+    assert caplog.messages == [
+        "None of 2 documents has the metadata field 'titel'; there are: page, title."
+    ]
 
 
 @both_ways
@@ -181,7 +200,9 @@ def test_documents_that_were_cut_carry_it(ranker):
     given = [Document("word " * 2000), Document("short", metadata={"rsrank_truncated": True})]
     compressor = RSRankCompressor(model=ranker, threshold=None, long_documents="cut")
     found = compressor.compress_documents(given, QUERY)
-    marks = {document.page_content[:5]: document.metadata.get("rsrank_truncated") for document in found}
+    marks = {
+        document.page_content[:5]: document.metadata.get("rsrank_truncated") for document in found
+    }
     assert marks == {"word ": True, "short": None}
 
 
@@ -191,14 +212,26 @@ def test_a_system_without_a_native_threshold_needs_a_limit():
     with pytest.raises(InputError, match=r"bm25 has no native threshold.* threshold=None to rank"):
         RSRankCompressor(model="bm25").compress_documents(given, QUERY)
     for limits in ({"top_n": 1}, {"threshold": 0.5, "min_docs": 1}, {"threshold": None}):
-        assert RSRankCompressor(model="bm25", **limits).compress_documents(given, QUERY)[0].page_content == DOCUMENTS[0]
-    assert RSRankCompressor(model=BM25(), top_n=1).compress_documents(given, QUERY)[0].page_content == DOCUMENTS[0]
+        assert (
+            RSRankCompressor(model="bm25", **limits)
+            .compress_documents(given, QUERY)[0]
+            .page_content
+            == DOCUMENTS[0]
+        )
+    assert (
+        RSRankCompressor(model=BM25(), top_n=1).compress_documents(given, QUERY)[0].page_content
+        == DOCUMENTS[0]
+    )
 
 
 def test_scores_are_those_of_the_ranker(ranker):
-    found = RSRankCompressor(model=ranker, threshold=None).compress_documents(list(map(Document, DOCUMENTS)), QUERY)
+    found = RSRankCompressor(model=ranker, threshold=None).compress_documents(
+        list(map(Document, DOCUMENTS)), QUERY
+    )
     expected = ranker.rank(QUERY, DOCUMENTS, threshold=None).kept
-    assert [(d.page_content, d.metadata["relevance_score"]) for d in found] == [(d.text, d.score) for d in expected]
+    assert [(d.page_content, d.metadata["relevance_score"]) for d in found] == [
+        (d.text, d.score) for d in expected
+    ]
 
 
 # Callbacks
@@ -208,7 +241,9 @@ class Trace(BaseCallbackHandler):
     def __init__(self):
         self.events = []
 
-    def on_chain_start(self, serialized, inputs, *, run_id, parent_run_id=None, name=None, **kwargs):
+    def on_chain_start(
+        self, serialized, inputs, *, run_id, parent_run_id=None, name=None, **kwargs
+    ):
         self.events.append(("start", name, run_id, parent_run_id, inputs))
 
     def on_chain_end(self, outputs, *, run_id, **kwargs):
@@ -234,7 +269,9 @@ class AsyncTrace(AsyncCallbackHandler):
         self.on_error(*args, **kwargs)
 
 
-@pytest.mark.parametrize(("asynchronous", "handler"), [(False, Trace), (True, Trace), (True, AsyncTrace)])
+@pytest.mark.parametrize(
+    ("asynchronous", "handler"), [(False, Trace), (True, Trace), (True, AsyncTrace)]
+)
 async def test_callbacks_see_a_run_with_inputs_and_outputs(compressor, asynchronous, handler):
     trace = handler()
     given = documents(1, -1)
@@ -254,7 +291,9 @@ async def test_callbacks_see_a_run_with_inputs_and_outputs(compressor, asynchron
     }
 
 
-@pytest.mark.parametrize(("asynchronous", "handler"), [(False, Trace), (True, Trace), (True, AsyncTrace)])
+@pytest.mark.parametrize(
+    ("asynchronous", "handler"), [(False, Trace), (True, Trace), (True, AsyncTrace)]
+)
 async def test_callbacks_see_an_error(compressor, asynchronous, handler):
     trace = handler()
     with pytest.raises(ScoringError):
@@ -266,9 +305,9 @@ async def test_callbacks_see_an_error(compressor, asynchronous, handler):
 
 def test_a_call_inside_a_chain_is_a_child_of_the_chains_run(compressor):
     trace = Trace()
-    RunnableLambda(lambda query: compressor.compress_documents(documents(1), query), name="outer").invoke(
-        "q", {"callbacks": [trace]}
-    )
+    RunnableLambda(
+        lambda query: compressor.compress_documents(documents(1), query), name="outer"
+    ).invoke("q", {"callbacks": [trace]})
     outer, inner, _ = (event for event in trace.events if event[0] == "start")
     assert (outer[1], inner[1]) == ("outer", "RSRankCompressor")
     assert inner[3] == outer[2]
@@ -289,15 +328,24 @@ def test_open_inference_exports_the_run(spans_of_langchain):
 
 async def test_as_runnable_fits_a_chain(compressor):
     retrieve = RunnableLambda(lambda inputs: documents(1, -1, 2))
-    chain = RunnablePassthrough.assign(context=retrieve) | compressor.as_runnable("question", "context")
+    chain = RunnablePassthrough.assign(context=retrieve) | compressor.as_runnable(
+        "question", "context"
+    )
     assert texts(chain.invoke({"question": "q"})) == ["2 points", "1 points"]
     assert texts(await chain.ainvoke({"question": "q"})) == ["2 points", "1 points"]
-    assert [texts(found) for found in chain.batch([{"question": "q"}] * 2)] == [["2 points", "1 points"]] * 2
-    assert texts(compressor.as_runnable().invoke({"query": "q", "documents": documents(1, 2)}, top_n=1)) == ["2 points"]
+    assert [texts(found) for found in chain.batch([{"question": "q"}] * 2)] == [
+        ["2 points", "1 points"]
+    ] * 2
+    assert texts(
+        compressor.as_runnable().invoke({"query": "q", "documents": documents(1, 2)}, top_n=1)
+    ) == ["2 points"]
 
 
 def test_a_runnable_says_what_its_dictionary_lacks(compressor):
-    with pytest.raises(InputError, match=r"needs a dictionary with 'query' and 'documents', got keys \['question'\]"):
+    with pytest.raises(
+        InputError,
+        match=r"needs a dictionary with 'query' and 'documents', got keys \['question'\]",
+    ):
         compressor.as_runnable().invoke({"question": "q"})
     with pytest.raises(InputError, match="got str"):
         compressor.as_runnable().invoke("q")
@@ -318,10 +366,16 @@ class Fixed(BaseRetriever):
 
 @pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
 async def test_the_retriever_keeps_what_is_relevant(compressor, asynchronous):
-    retriever = RSRankRetriever(base_retriever=Fixed(found=documents(1, -1, 3)), compressor=compressor)
+    retriever = RSRankRetriever(
+        base_retriever=Fixed(found=documents(1, -1, 3)), compressor=compressor
+    )
 
     async def ask(**kwargs):
-        return texts(await retriever.ainvoke("q", **kwargs) if asynchronous else retriever.invoke("q", **kwargs))
+        return texts(
+            await retriever.ainvoke("q", **kwargs)
+            if asynchronous
+            else retriever.invoke("q", **kwargs)
+        )
 
     assert await ask() == ["3 points", "1 points"]
     assert await ask(threshold=None, top_n=2) == ["3 points", "1 points"]
@@ -336,10 +390,14 @@ def test_an_unknown_setting_of_the_retriever_is_an_error(compressor):
 
 def test_the_retrievers_runs_nest(compressor):
     trace = Trace()
-    trace.on_retriever_start = lambda serialized, query, *, run_id, name=None, parent_run_id=None, **kwargs: (
-        trace.events.append(("start", name, run_id, parent_run_id))
+    trace.on_retriever_start = (
+        lambda serialized, query, *, run_id, name=None, parent_run_id=None, **kwargs: (
+            trace.events.append(("start", name, run_id, parent_run_id))
+        )
     )
-    RSRankRetriever(base_retriever=Fixed(found=documents(1)), compressor=compressor).invoke("q", {"callbacks": [trace]})
+    RSRankRetriever(base_retriever=Fixed(found=documents(1)), compressor=compressor).invoke(
+        "q", {"callbacks": [trace]}
+    )
     outer, base, inner, _ = (event for event in trace.events if event[0] == "start")
     assert (outer[1], base[1], inner[1]) == ("RSRankRetriever", "Fixed", "RSRankCompressor")
     assert base[3] == inner[3] == outer[2]
@@ -363,7 +421,9 @@ async def test_langchains_pipeline_takes_the_compressor(compressor, asynchronous
             return []
 
     for before, expected in ((None, ["3 points", "1 points"]), (Nothing(), [])):
-        pipeline = compressors.DocumentCompressorPipeline(transformers=[*filter(None, [before]), compressor])
+        pipeline = compressors.DocumentCompressorPipeline(
+            transformers=[*filter(None, [before]), compressor]
+        )
         found = await compress(pipeline, asynchronous, documents(1, -1, 3), "q")
         assert texts(found) == expected
 

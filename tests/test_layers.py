@@ -47,14 +47,20 @@ OPTIONS = LoadOptions(device="cpu", dtype="float32", local_files_only=True)
 
 def truncated(folder, kind, options=OPTIONS):
     template = ENCODER if kind == "bert" else CHAT
-    return unkept(RSRank.from_backbone(folder, random_projection(kind, READ), template=template, options=options))
+    return unkept(
+        RSRank.from_backbone(
+            folder, random_projection(kind, READ), template=template, options=options
+        )
+    )
 
 
 def full(folder, like, options=OPTIONS):
     """The same artifact with all layers in memory."""
     model, tokenizer, _ = load_model(folder, revision=None, options=options)
     core = open_backbone(model, like.config.layers[-1])
-    prompts = PromptTokenizer(tokenizer, like.config.template, max_length=core.max_length, shared_positions=core.causal)
+    prompts = PromptTokenizer(
+        tokenizer, like.config.template, max_length=core.max_length, shared_positions=core.causal
+    )
     return unkept(RSRank(core, prompts, like.projection, like.config))
 
 
@@ -78,7 +84,11 @@ def test_scores_without_the_later_layers_are_those_with_them(kind, tiny_folder):
     whole = full(tiny_folder(kind), part)
     assert part.score_many(QUERIES, [DOCUMENTS] * 3) == whole.score_many(QUERIES, [DOCUMENTS] * 3)
     assert part.backbone.findings.sample == whole.backbone.findings.sample
-    expected = {name: count for name, count in parameters(whole.backbone.model).items() if layer_of(name) < LOADED}
+    expected = {
+        name: count
+        for name, count in parameters(whole.backbone.model).items()
+        if layer_of(name) < LOADED
+    }
     assert parameters(part.backbone.model) == expected
     assert sum(expected.values()) < sum(parameters(whole.backbone.model).values())
     assert contents(tiny_folder(kind)) == before
@@ -97,7 +107,9 @@ def test_8bit_scores_without_the_later_layers_are_those_with_them(kind, tiny_fol
     assert len(part.backbone.model.layers) == LOADED
     assert part.backbone.model.layers[LOADED - 1].self_attn.v_proj.weight.dtype == torch.int8
     assert bits_of(part.backbone.model) == 8
-    assert part.score(QUERY, DOCUMENTS) == full(tiny_folder(kind), part, options).score(QUERY, DOCUMENTS)
+    assert part.score(QUERY, DOCUMENTS) == full(tiny_folder(kind), part, options).score(
+        QUERY, DOCUMENTS
+    )
 
 
 def test_the_later_layers_weights_are_never_looked_at(tiny_folder, tmp_path):
@@ -113,7 +125,9 @@ def test_the_later_layers_weights_are_never_looked_at(tiny_folder, tmp_path):
     assert truncated(folder, "qwen3").score(QUERY, DOCUMENTS) == expected
 
 
-def test_an_artifact_describes_the_whole_checkpoint_and_loads_the_part_it_reads(tiny_folder, tmp_path):
+def test_an_artifact_describes_the_whole_checkpoint_and_loads_the_part_it_reads(
+    tiny_folder, tmp_path
+):
     made = truncated(tiny_folder("qwen3"), "qwen3")
     made.save_pretrained(tmp_path)
     spec = json.loads((tmp_path / "config.json").read_text())["backbone"]
@@ -132,7 +146,9 @@ def test_a_backbone_saved_with_its_artifact_is_the_part_that_is_read(tiny_folder
         made.save_pretrained(folder, include_backbone=True)
         inside = json.loads((folder / "backbone" / "config.json").read_text())
         assert (inside["num_hidden_layers"], len(inside["layer_types"])) == (LOADED, LOADED)
-        assert max(map(layer_of, load_file(folder / "backbone" / "model.safetensors"))) == LOADED - 1
+        assert (
+            max(map(layer_of, load_file(folder / "backbone" / "model.safetensors"))) == LOADED - 1
+        )
         assert json.loads((folder / "config.json").read_text())["backbone"]["num_layers"] == LOADED
         loaded = unkept(RSRank.from_pretrained(folder, device="cpu", dtype="float32"))
         assert loaded.score(QUERY, DOCUMENTS) == made.score(QUERY, DOCUMENTS)
@@ -145,11 +161,21 @@ def test_one_folder_of_prefixes_serves_both_ways_of_loading(tiny_folder, tmp_pat
     part.save_pretrained(tmp_path / "artifact")
     whole = full(tiny_folder("qwen3"), part)
     kept = [
-        RSRank.from_pretrained(tmp_path / "artifact", device="cpu", dtype="float32", prefix_cache=tmp_path / "kept"),
-        RSRank(whole.backbone, whole.prompts, whole.projection, whole.config, prefix_cache=tmp_path / "kept"),
+        RSRank.from_pretrained(
+            tmp_path / "artifact", device="cpu", dtype="float32", prefix_cache=tmp_path / "kept"
+        ),
+        RSRank(
+            whole.backbone,
+            whole.prompts,
+            whole.projection,
+            whole.config,
+            prefix_cache=tmp_path / "kept",
+        ),
     ]
     for ranker in kept * 2:
-        assert ranker.score(QUERY, DOCUMENTS) == pytest.approx(expected, abs=0.05)  # prefixes on disk are int8
+        assert ranker.score(QUERY, DOCUMENTS) == pytest.approx(
+            expected, abs=0.05
+        )  # prefixes on disk are int8
 
 
 def test_a_config_is_shortened_with_its_lists_of_one_entry_a_layer():
@@ -180,10 +206,15 @@ def test_the_text_part_of_a_vision_language_model_is_shortened(tmp_path):
     loaded = load_model(tmp_path, revision=None, options=OPTIONS, last_layer=READ[-1])
     assert (loaded.num_layers, len(loaded.model.layers)) == (LAYERS, LOADED)
     whole = load_model(tmp_path, revision=None, options=OPTIONS).model
-    assert open_backbone(loaded.model, READ[-1]).findings.sample == open_backbone(whole, READ[-1]).findings.sample
+    assert (
+        open_backbone(loaded.model, READ[-1]).findings.sample
+        == open_backbone(whole, READ[-1]).findings.sample
+    )
 
 
-def test_loading_is_silent_about_layers_that_nobody_reads_but_not_about_missing_ones(tiny_folder, tmp_path, caplog):
+def test_loading_is_silent_about_layers_that_nobody_reads_but_not_about_missing_ones(
+    tiny_folder, tmp_path, caplog
+):
     logger = logging.getLogger("transformers")
     logger.addHandler(caplog.handler)
     try:
@@ -210,7 +241,13 @@ def test_a_whole_backbone_still_describes_itself(ranker):
 
 @pytest.mark.parametrize(
     ("text", "layers"),
-    [("1-24", tuple(range(1, 25))), ("1-8,12", (*range(1, 9), 12)), ("3", (3,)), (" 1 - 2 , 4 ", (1, 2, 4)), (7, (7,))],
+    [
+        ("1-24", tuple(range(1, 25))),
+        ("1-8,12", (*range(1, 9), 12)),
+        ("3", (3,)),
+        (" 1 - 2 , 4 ", (1, 2, 4)),
+        (7, (7,)),
+    ],
 )
 def test_layers_are_numbers_and_ranges(text, layers):
     assert parse_layers(text) == layers
@@ -275,7 +312,9 @@ def run(*arguments, code=0):
     ],
 )
 def test_a_wrong_choice_of_layers_is_one_clear_error(recipe_file, tmp_path, layers, message):
-    said = run("train", "--config", recipe_file, "--layers", layers, "--output", tmp_path / "run", code=2)
+    said = run(
+        "train", "--config", recipe_file, "--layers", layers, "--output", tmp_path / "run", code=2
+    )
     assert message in said
     with pytest.raises(InputError):
         Recipe.load(str(recipe_file), [f"features.layers={layers}"])
@@ -302,7 +341,17 @@ def test_training_on_the_first_layers_makes_an_artifact_that_loads_no_others(rec
 
 def test_layers_that_the_model_does_not_have_are_refused(recipe_file, tmp_path):
     for flags in ([], ["--dry-run"]):
-        said = run("train", "--config", recipe_file, "--layers", "1-9", "--output", tmp_path / "run", *flags, code=1)
+        said = run(
+            "train",
+            "--config",
+            recipe_file,
+            "--layers",
+            "1-9",
+            "--output",
+            tmp_path / "run",
+            *flags,
+            code=1,
+        )
         assert "Layer 9 was asked for" in said
         assert f"has 1..{LAYERS - 1}" in said
 

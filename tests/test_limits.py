@@ -40,7 +40,9 @@ def serving(reranker=None, **settings):
 
 def sample(text, metric, /, **labels):
     """One number of /metrics."""
-    samples = [sample for family in text_string_to_metric_families(text) for sample in family.samples]
+    samples = [
+        sample for family in text_string_to_metric_families(text) for sample in family.samples
+    ]
     return next(s.value for s in samples if s.name == metric and s.labels.items() >= labels.items())
 
 
@@ -82,17 +84,27 @@ def test_a_head_beyond_the_limit_is_not_read_to_its_end(size):
         assert httpx.get(f"{url}/health").status_code == 200
 
 
-@pytest.mark.parametrize("said", [b"", HEAD, b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n" + HEAD])
+@pytest.mark.parametrize(
+    "said", [b"", HEAD, b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n" + HEAD]
+)
 def test_a_head_that_does_not_come_is_not_waited_for(said):
-    with address_of(scheduler(Numbers()), Limits(head_seconds=0.3)) as url, connected(url) as connection:
+    with (
+        address_of(scheduler(Numbers()), Limits(head_seconds=0.3)) as url,
+        connected(url) as connection,
+    ):
         connection.sendall(said)
         assert is_closed(connection)
 
 
 def test_a_body_that_goes_on_after_the_refusal_is_not_read_for_ever():
     limits = Limits(head_seconds=2.0)
-    with address_of(scheduler(Numbers()), limits, api_keys=["k"]) as url, connected(url) as connection:
-        connection.sendall(HEAD + b"Content-Type: application/json\r\nContent-Length: 1000000\r\n\r\n")
+    with (
+        address_of(scheduler(Numbers()), limits, api_keys=["k"]) as url,
+        connected(url) as connection,
+    ):
+        connection.sendall(
+            HEAD + b"Content-Type: application/json\r\nContent-Length: 1000000\r\n\r\n"
+        )
         assert connection.recv(1000).startswith(b"HTTP/1.1 401")
 
         def still_takes():
@@ -122,7 +134,12 @@ def test_a_body_that_breaks_off_in_nonsense_leaves_no_traceback(key, waits, firs
 
 
 def test_a_body_in_many_small_chunks_is_read_and_lets_others_have_their_turn(monkeypatch):
-    events, turns, next_event, handle = [0], [], h11.Connection.next_event, H11Protocol.handle_events
+    events, turns, next_event, handle = (
+        [0],
+        [],
+        h11.Connection.next_event,
+        H11Protocol.handle_events,
+    )
 
     def counted(self):
         events[0] += 1
@@ -136,7 +153,10 @@ def test_a_body_in_many_small_chunks_is_read_and_lets_others_have_their_turn(mon
     monkeypatch.setattr(h11.Connection, "next_event", counted)
     monkeypatch.setattr(H11Protocol, "handle_events", turn)
     body = b" " * 20_000 + json.dumps(RERANK).encode()
-    said = HEAD + b"Content-Type: application/json\r\nConnection: close\r\nTransfer-Encoding: chunked\r\n\r\n"
+    said = (
+        HEAD
+        + b"Content-Type: application/json\r\nConnection: close\r\nTransfer-Encoding: chunked\r\n\r\n"
+    )
     said += b"".join(b"1\r\n%c\r\n" % byte for byte in body) + b"0\r\n\r\n"
     with address_of(scheduler(Numbers())) as url, connected(url) as connection:
         connection.sendall(said)
@@ -159,7 +179,11 @@ def test_of_too_many_connections_the_longest_idle_one_goes_and_others_are_answer
         text = httpx.get(f"{url}/metrics").text
     assert sample(text, "rsrank_closed_connections_total", why="crowded") >= 7
     assert sample(text, "rsrank_open_connections") <= 6
-    assert [record.message for record in caplog.records if "Connections are closed (crowded)" in record.message]
+    assert [
+        record.message
+        for record in caplog.records
+        if "Connections are closed (crowded)" in record.message
+    ]
 
 
 def test_while_all_connections_are_busy_health_is_answered_and_nothing_else():
@@ -169,7 +193,11 @@ def test_while_all_connections_are_busy_health_is_answered_and_nothing_else():
         url = stack.enter_context(address_of(backend, Limits(connections=2)))
         reranker.may_go_on.clear()
         body = json.dumps(RERANK).encode()
-        said = HEAD + b"Content-Type: application/json\r\nContent-Length: %d\r\n\r\n" % len(body) + body
+        said = (
+            HEAD
+            + b"Content-Type: application/json\r\nContent-Length: %d\r\n\r\n" % len(body)
+            + body
+        )
         busy = [stack.enter_context(connected(url)) for _ in range(2)]
         for connection in busy:
             connection.sendall(said)
@@ -186,11 +214,20 @@ def test_while_all_connections_are_busy_health_is_answered_and_nothing_else():
 @pytest.mark.slow
 def test_an_answer_that_nobody_reads_does_not_stay():
     documents = ["1 " + "x" * 100_000] * 110
-    with address_of(scheduler(Numbers()), Limits(head_seconds=3.0)) as url, connected(url) as connection:
+    with (
+        address_of(scheduler(Numbers()), Limits(head_seconds=3.0)) as url,
+        connected(url) as connection,
+    ):
         body = json.dumps({"query": "q", "documents": documents, "return_documents": True}).encode()
-        connection.sendall(HEAD + b"Content-Type: application/json\r\nContent-Length: %d\r\n\r\n" % len(body) + body)
+        connection.sendall(
+            HEAD
+            + b"Content-Type: application/json\r\nContent-Length: %d\r\n\r\n" % len(body)
+            + body
+        )
         wait_until(lambda: 'why="slow reader"' in httpx.get(f"{url}/metrics").text)
-        closed = sample(httpx.get(f"{url}/metrics").text, "rsrank_closed_connections_total", why="slow reader")
+        closed = sample(
+            httpx.get(f"{url}/metrics").text, "rsrank_closed_connections_total", why="slow reader"
+        )
         assert closed == 1
 
 
@@ -234,7 +271,9 @@ def test_values_are_counted_however_a_body_is_cut_into_pieces(value, ascii_only,
 async def test_a_body_in_which_values_cannot_be_counted_is_no_json():
     body = rb'{"query": "\"", "documents": [' + b"[]," * 300 + b"[]]}"
     async with serving(max_documents=1) as http:
-        response = await http.post("/v1/rerank", content=body.decode().encode("utf-16"), headers=JSON)
+        response = await http.post(
+            "/v1/rerank", content=body.decode().encode("utf-16"), headers=JSON
+        )
         assert (response.status_code, "UTF-8" in response.text) == (400, True)
         assert (await http.post("/v1/rerank", content=body * 5, headers=JSON)).status_code == 413
 
@@ -242,7 +281,9 @@ async def test_a_body_in_which_values_cannot_be_counted_is_no_json():
 def test_a_request_with_two_ends_is_refused_and_nothing_behind_it_is_read():
     with address_of(scheduler(Numbers())) as url, connected(url) as connection:
         hidden = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n"
-        connection.sendall(HEAD + b"Content-Length: 100\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n" + hidden)
+        connection.sendall(
+            HEAD + b"Content-Length: 100\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n" + hidden
+        )
         answer = b"".join(iter(lambda: connection.recv(1 << 16), b""))
     assert answer.startswith(b"HTTP/1.1 400")
     assert answer.count(b"HTTP/1.1") == 1
@@ -252,7 +293,9 @@ def test_a_request_with_two_ends_is_refused_and_nothing_behind_it_is_read():
 async def test_a_key_may_have_letters_of_any_alphabet(key):
     async with serving(api_keys=[key]) as http:
         for sent in (key, key + "x", key[:-1]):
-            answer = await http.get("/info", headers={b"Authorization": b"Bearer  " + sent.encode() + b" "})
+            answer = await http.get(
+                "/info", headers={b"Authorization": b"Bearer  " + sent.encode() + b" "}
+            )
             assert (answer.status_code == 200) == (sent == key)
 
 
@@ -267,8 +310,12 @@ async def test_a_body_of_many_small_values_is_refused_before_it_is_parsed(entry)
     async with serving() as http:
         response = await http.post("/v1/rerank", content=pieces(), headers=JSON)
         assert (response.status_code, "too many values" in response.text) == (413, True)
-        documents = [{"text": "1", **{str(number): number for number in range(40)}}] * 1000  # 42,000 are allowed
-        assert (await http.post("/v1/rerank", json={"query": "q", "documents": documents})).status_code == 200
+        documents = [
+            {"text": "1", **{str(number): number for number in range(40)}}
+        ] * 1000  # 42,000 are allowed
+        assert (
+            await http.post("/v1/rerank", json={"query": "q", "documents": documents})
+        ).status_code == 200
 
 
 async def test_bodies_that_come_together_are_limited_together(monkeypatch):
@@ -281,7 +328,10 @@ async def test_bodies_that_come_together_are_limited_together(monkeypatch):
         await never.wait()
 
     async with serving(max_body_bytes=1000) as http:
-        held = [asyncio.create_task(http.post("/v1/rerank", content=stays(), headers=JSON)) for _ in range(2)]
+        held = [
+            asyncio.create_task(http.post("/v1/rerank", content=stays(), headers=JSON))
+            for _ in range(2)
+        ]
         while len(taken) < 2:
             await asyncio.sleep(0.01)
         assert (await http.post("/v1/rerank", content=b" " * 300, headers=JSON)).status_code == 429
@@ -334,7 +384,9 @@ async def test_keys_change_with_their_file_and_stay_if_it_is_broken(tmp_path, ca
     async with serving(api_keys=["fixed"], api_key_file=file) as http:
 
         async def opens(*keys):
-            found = [await http.get("/info", headers={"Authorization": f"Bearer {key}"}) for key in keys]
+            found = [
+                await http.get("/info", headers={"Authorization": f"Bearer {key}"}) for key in keys
+            ]
             return [answer.status_code == 200 for answer in found]
 
         assert await opens("fixed", "old", "new") == [True, True, False]
@@ -411,7 +463,11 @@ def spans():
     exporter = InMemorySpanExporter()
     processor = SimpleSpanProcessor(exporter)
     trace.get_tracer_provider().add_span_processor(processor)
-    yield lambda: [span for span in exporter.get_finished_spans() if span.instrumentation_scope.name == "rsrank_rag"]
+    yield lambda: [
+        span
+        for span in exporter.get_finished_spans()
+        if span.instrumentation_scope.name == "rsrank_rag"
+    ]
     processor.shutdown()
 
 
@@ -470,7 +526,13 @@ async def test_a_request_that_the_servers_end_cuts_off_is_answered_and_counted()
             sent.append(message.get("status"))
 
         headers = [(b"content-type", b"application/json"), (b"host", b"localhost")]
-        scope = {"type": "http", "method": "POST", "path": "/v1/rerank", "headers": headers, "query_string": b""}
+        scope = {
+            "type": "http",
+            "method": "POST",
+            "path": "/v1/rerank",
+            "headers": headers,
+            "query_string": b"",
+        }
         call = asyncio.create_task(http.app(scope, receive, send))
         while not reranker.batches:
             await asyncio.sleep(0.01)
@@ -496,6 +558,8 @@ def test_freed_memory_of_mixed_lengths_goes_back():
         "while size() > 0.3 * full and time.monotonic() < ends: time.sleep(0.05)\n"
         "print(full, held, size())\n"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=300, check=True
+    )
     full, _, left = map(int, done.stdout.split())
     assert left < 0.3 * full

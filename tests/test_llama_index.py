@@ -96,11 +96,16 @@ async def test_limits_can_be_set_once_or_for_one_call(asynchronous, limits, expe
     once = RSRankPostprocessor(model=Numbers(), **limits)
     assert texts(await process(once, asynchronous, nodes(1, -1, 3, 0), query_str="q")) == wanted
     call = RSRankPostprocessor(model=Numbers())
-    assert texts(await process(call, asynchronous, nodes(1, -1, 3, 0), query_str="q", **limits)) == wanted
+    assert (
+        texts(await process(call, asynchronous, nodes(1, -1, 3, 0), query_str="q", **limits))
+        == wanted
+    )
 
 
 @both_ways
-async def test_a_question_comes_as_bundle_or_text_but_not_both_nor_neither(postprocessor, asynchronous):
+async def test_a_question_comes_as_bundle_or_text_but_not_both_nor_neither(
+    postprocessor, asynchronous
+):
     bundle = QueryBundle("q")
     assert texts(await process(postprocessor, asynchronous, nodes(1), bundle)) == ["1 points"]
     with pytest.raises(ValueError, match="Cannot specify both query_str and query_bundle"):
@@ -113,7 +118,10 @@ async def test_a_question_comes_as_bundle_or_text_but_not_both_nor_neither(postp
 
 @both_ways
 async def test_no_nodes_need_no_model(asynchronous):
-    assert await process(RSRankPostprocessor(model="no/such-model"), asynchronous, [], query_str="q") == []
+    assert (
+        await process(RSRankPostprocessor(model="no/such-model"), asynchronous, [], query_str="q")
+        == []
+    )
 
 
 @pytest.mark.parametrize("keep", [False, True])
@@ -123,7 +131,9 @@ def test_the_input_is_left_alone(keep):
     given[0].node.relationships[NodeRelationship.SOURCE] = RelatedNodeInfo(node_id="book")
     before = [scored.model_copy(deep=True) for scored in given]
     hashes = [scored.node.hash for scored in given]
-    found = RSRankPostprocessor(model=Numbers(), keep_retrieval_score=keep).postprocess_nodes(given, query_str="q")
+    found = RSRankPostprocessor(model=Numbers(), keep_retrieval_score=keep).postprocess_nodes(
+        given, query_str="q"
+    )
     found[0].node.metadata["tags"].append("changed")
     assert given == before
     assert [scored.node.hash for scored in given] == hashes
@@ -160,7 +170,9 @@ def test_dropped_nodes_can_be_marked_instead_where_no_embedding_and_no_llm_reads
 
 def test_a_similarity_cutoff_behind_it_drops_blank_nodes_first(ranker):
     given = [NodeWithScore(node=TextNode(text=text)) for text in ("", " ", *DOCUMENTS)]
-    ranked = RSRankPostprocessor(model=ranker, threshold=None).postprocess_nodes(given, query_str=QUERY)
+    ranked = RSRankPostprocessor(model=ranker, threshold=None).postprocess_nodes(
+        given, query_str=QUERY
+    )
     assert texts(ranked)[-2:] == ["", " "]
     kept = SimilarityPostprocessor(similarity_cutoff=0.0).postprocess_nodes(ranked)
     assert texts(kept) == ranker.rank(QUERY, DOCUMENTS).texts
@@ -173,7 +185,11 @@ def test_metadata_mode_decides_what_is_read():
         excluded_embed_metadata_keys=["page"],
         metadata_template="{value}",
     )
-    expected = {MetadataMode.EMBED: "0 T\n\n1", MetadataMode.NONE: "1", MetadataMode.ALL: "0 T\n7\n\n1"}
+    expected = {
+        MetadataMode.EMBED: "0 T\n\n1",
+        MetadataMode.NONE: "1",
+        MetadataMode.ALL: "0 T\n7\n\n1",
+    }
     for mode, text in expected.items():
         made = RSRankPostprocessor(model=Numbers(), metadata_mode=mode)
         made.postprocess_nodes([NodeWithScore(node=node)], query_str="q")
@@ -191,9 +207,13 @@ def test_a_node_without_text_is_scored_as_empty_and_reported(postprocessor, capl
 
 def test_scores_are_those_of_the_ranker(ranker):
     given = [NodeWithScore(node=TextNode(text=text)) for text in DOCUMENTS]
-    found = RSRankPostprocessor(model=ranker, threshold=None).postprocess_nodes(given, query_str=QUERY)
+    found = RSRankPostprocessor(model=ranker, threshold=None).postprocess_nodes(
+        given, query_str=QUERY
+    )
     expected = ranker.rank(QUERY, DOCUMENTS, threshold=None).kept
-    assert [(scored.node.text, scored.score) for scored in found] == [(d.text, d.score) for d in expected]
+    assert [(scored.node.text, scored.score) for scored in found] == [
+        (d.text, d.score) for d in expected
+    ]
 
 
 # Events and spans
@@ -275,7 +295,11 @@ async def test_open_inference_exports_a_reranker_span(postprocessor, asynchronou
         await process(postprocessor, asynchronous, nodes(2, -2), query_str="which?")
     finally:
         instrumentor.uninstrument()
-    (span,) = [s for s in exporter.get_finished_spans() if s.attributes["openinference.span.kind"] == "RERANKER"]
+    (span,) = [
+        s
+        for s in exporter.get_finished_spans()
+        if s.attributes["openinference.span.kind"] == "RERANKER"
+    ]
     assert span.attributes["reranker.query"] == "which?"
     assert span.attributes["reranker.model_name"] == "Numbers"
     assert span.attributes["reranker.input_documents.1.document.content"] == "-2 points"
@@ -290,14 +314,18 @@ async def test_open_inference_exports_a_reranker_span(postprocessor, asynchronou
 @pytest.fixture
 def index():
     before = Settings._embed_model, Settings._llm
-    yield VectorStoreIndex([TextNode(text=text) for text in DOCUMENTS], embed_model=MockEmbedding(8))
+    yield VectorStoreIndex(
+        [TextNode(text=text) for text in DOCUMENTS], embed_model=MockEmbedding(8)
+    )
     Settings._embed_model, Settings._llm = before
 
 
 @both_ways
 async def test_a_query_engine_hands_on_what_is_relevant(index, ranker, asynchronous):
     engine = index.as_query_engine(
-        llm=MockLLM(), similarity_top_k=len(DOCUMENTS), node_postprocessors=[RSRankPostprocessor(model=ranker)]
+        llm=MockLLM(),
+        similarity_top_k=len(DOCUMENTS),
+        node_postprocessors=[RSRankPostprocessor(model=ranker)],
     )
     answer = await engine.aquery(QUERY) if asynchronous else engine.query(QUERY)
     expected = ranker.rank(QUERY, DOCUMENTS).texts
@@ -314,7 +342,9 @@ def test_a_query_engine_over_a_real_embedding_hands_on_the_answer():
 
     class MiniLM(BaseEmbedding):
         _model: object = PrivateAttr(
-            default_factory=lambda: sentence_transformers.SentenceTransformer(str(path), device="cpu")
+            default_factory=lambda: sentence_transformers.SentenceTransformer(
+                str(path), device="cpu"
+            )
         )
 
         def _get_text_embedding(self, text):
@@ -352,7 +382,11 @@ def test_both_frameworks_share_a_model_in_one_process(ranker):
     from rsrank_rag.langchain import RSRankCompressor
 
     compressor, made = RSRankCompressor(model=ranker), RSRankPostprocessor(model=ranker)
-    kept = compressor.compress_documents([langchain_core.Document(text) for text in DOCUMENTS], QUERY)
-    found = made.postprocess_nodes([NodeWithScore(node=TextNode(text=text)) for text in DOCUMENTS], query_str=QUERY)
+    kept = compressor.compress_documents(
+        [langchain_core.Document(text) for text in DOCUMENTS], QUERY
+    )
+    found = made.postprocess_nodes(
+        [NodeWithScore(node=TextNode(text=text)) for text in DOCUMENTS], query_str=QUERY
+    )
     assert [document.page_content for document in kept] == texts(found)
     assert compressor._source() is made._source()

@@ -18,7 +18,10 @@ from rsrank_rag.language_model.options import LoadOptions
 CPU = LoadOptions(device="cpu", dtype="float32", local_files_only=True)
 SPECIAL = [f"<question{i}>" for i in range(1, 6)]
 READ, WIDTH = 3, 24
-ASK, SUMMARISE = "Generate a passage that best answers this question: ", "Summarize the following passage: "
+ASK, SUMMARISE = (
+    "Generate a passage that best answers this question: ",
+    "Summarize the following passage: ",
+)
 TEXTS = [*DOCUMENTS, "", "Café naïve, 東京.", DOCUMENTS[1]]
 
 
@@ -31,14 +34,24 @@ def new_rows():
 @cache
 def maps():
     torch.manual_seed(4)
-    return {"reconstruction_mlp": torch.nn.Linear(64, 64), "alignment_mlp": torch.nn.Linear(64, WIDTH)}
+    return {
+        "reconstruction_mlp": torch.nn.Linear(64, 64),
+        "alignment_mlp": torch.nn.Linear(64, WIDTH),
+    }
 
 
 def save_map(path, layer, **config):
     """As the package's ProjectionModel.save does."""
     state = {f"projection.{name}": value for name, value in layer.state_dict().items()}
-    common = {"input_dim": layer.in_features, "output_dim": layer.out_features, "dtype": "torch.float32"}
-    torch.save({"state_dict": state, "config": {**common, "size": 1, "pooling_mode": "linear", **config}}, path)
+    common = {
+        "input_dim": layer.in_features,
+        "output_dim": layer.out_features,
+        "dtype": "torch.float32",
+    }
+    torch.save(
+        {"state_dict": state, "config": {**common, "size": 1, "pooling_mode": "linear", **config}},
+        path,
+    )
 
 
 def save(folder, with_maps=True):
@@ -54,7 +67,9 @@ def save(folder, with_maps=True):
     encoder = AutoModel.from_pretrained(base, dtype=torch.float32)
     encoder.resize_token_embeddings(len(tokenizer))
     encoder = peft.get_peft_model(encoder, peft.TrainableTokensConfig(token_indices=ids))
-    (rows,) = (value for name, value in encoder.named_parameters() if "trainable_tokens_delta" in name)
+    (rows,) = (
+        value for name, value in encoder.named_parameters() if "trainable_tokens_delta" in name
+    )
     rows.data.copy_(new_rows())
     encoder.save_pretrained(adapters / "encoder")
     for name, layer in maps().items() if with_maps else ():
@@ -66,7 +81,8 @@ def save(folder, with_maps=True):
         encoding="utf-8",
     )
     (adapters / "encoder_decoder_config.json").write_text(
-        json.dumps({"encoding_mode": f"last_{READ}_tokens", "save_decoder": False}), encoding="utf-8"
+        json.dumps({"encoding_mode": f"last_{READ}_tokens", "save_decoder": False}),
+        encoding="utf-8",
     )
     return adapters
 
@@ -88,7 +104,9 @@ def embedding(folder, text, max_length=512, with_maps=True):
     model = AutoModel.from_pretrained(folder.parent / "base", dtype=torch.float32).eval()
     special = tokenizer.convert_tokens_to_ids(SPECIAL)
     model.get_input_embeddings().weight[special] = new_rows()
-    ids = tokenizer(text + "".join(SPECIAL), truncation=True, max_length=max_length, return_tensors="pt").input_ids
+    ids = tokenizer(
+        text + "".join(SPECIAL), truncation=True, max_length=max_length, return_tensors="pt"
+    ).input_ids
     ids[0, -len(special) :] = torch.tensor(special)  # where truncation took them away
     vectors = []
     for hidden in model(ids).last_hidden_state[0, -READ:]:
@@ -101,7 +119,10 @@ def embedding(folder, text, max_length=512, with_maps=True):
 def cosines(folder, query, texts, **options):
     target = embedding(folder, ASK + query, **options)
     return [
-        torch.cosine_similarity(target, embedding(folder, SUMMARISE + text, **options), dim=0).item() for text in texts
+        torch.cosine_similarity(
+            target, embedding(folder, SUMMARISE + text, **options), dim=0
+        ).item()
+        for text in texts
     ]
 
 
@@ -114,7 +135,9 @@ def test_scores_are_the_cosines_of_the_recipe_one_text_at_a_time(folder, reranke
 def test_without_trained_maps_the_hidden_states_are_averaged(tmp_path):
     folder = save(tmp_path, with_maps=False)
     expected = cosines(folder, QUERY, DOCUMENTS, with_maps=False)
-    assert LLM2VecGen(folder, options=CPU).score(QUERY, DOCUMENTS) == pytest.approx(expected, abs=1e-5)
+    assert LLM2VecGen(folder, options=CPU).score(QUERY, DOCUMENTS) == pytest.approx(
+        expected, abs=1e-5
+    )
 
 
 def test_a_long_text_is_cut_and_keeps_its_special_tokens(folder):
@@ -122,7 +145,10 @@ def test_a_long_text_is_cut_and_keeps_its_special_tokens(folder):
     result = short.rank("Why?", [DOCUMENTS[2], DOCUMENTS[3]], threshold=None)
     found = {document.index: (document.score, document.truncated) for document in result.kept}
     expected = cosines(folder, "Why?", [DOCUMENTS[2], DOCUMENTS[3]], max_length=64)
-    assert found == {0: (pytest.approx(expected[0], abs=1e-5), False), 1: (pytest.approx(expected[1], abs=1e-5), True)}
+    assert found == {
+        0: (pytest.approx(expected[0], abs=1e-5), False),
+        1: (pytest.approx(expected[1], abs=1e-5), True),
+    }
 
 
 def test_instructions_can_be_chosen(folder):
@@ -147,21 +173,38 @@ def test_what_scores_above_zero_is_kept(reranker):
 
 
 def encoding(mode):
-    return lambda folder: (folder / "encoder_decoder_config.json").write_text(json.dumps({"encoding_mode": mode}))
+    return lambda folder: (folder / "encoder_decoder_config.json").write_text(
+        json.dumps({"encoding_mode": mode})
+    )
 
 
 @pytest.mark.parametrize(
     ("change", "message"),
     [
         (lambda folder: (folder / "run_config.yml").unlink(), "is no LLM2Vec-Gen model"),
-        (lambda folder: (folder / "run_config.yml").write_text("a: 1"), "must name model_name_or_path"),
+        (
+            lambda folder: (folder / "run_config.yml").write_text("a: 1"),
+            "must name model_name_or_path",
+        ),
         (lambda folder: (folder / "run_config.yml").write_text("{"), "is no LLM2Vec-Gen model"),
-        (lambda folder: (folder / "encoder/adapter_model.safetensors").unlink(), "adapter in .* could not be loaded"),
-        (lambda folder: (folder / "alignment_mlp").write_bytes(b"nothing"), "could not be read as a linear map"),
-        (lambda folder: save_map(folder / "alignment_mlp", maps()["alignment_mlp"], size=3), "not a single linear map"),
+        (
+            lambda folder: (folder / "encoder/adapter_model.safetensors").unlink(),
+            "adapter in .* could not be loaded",
+        ),
+        (
+            lambda folder: (folder / "alignment_mlp").write_bytes(b"nothing"),
+            "could not be read as a linear map",
+        ),
+        (
+            lambda folder: save_map(folder / "alignment_mlp", maps()["alignment_mlp"], size=3),
+            "not a single linear map",
+        ),
         (encoding("mean"), "last_N_tokens"),
         (encoding("last_9_tokens"), "at most the 5 special tokens"),
-        (lambda folder: byte_level_tokenizer().save_pretrained(folder), "lacks the special token '<question1>'"),
+        (
+            lambda folder: byte_level_tokenizer().save_pretrained(folder),
+            "lacks the special token '<question1>'",
+        ),
     ],
 )
 def test_a_folder_that_is_not_what_it_should_be_is_one_clear_error(tmp_path, change, message):

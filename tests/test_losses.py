@@ -7,7 +7,13 @@ import torch
 from torch.autograd import gradcheck
 
 from rsrank_rag import Projection
-from rsrank_rag.training.losses import alignment_loss, calibration_loss, frobenius_loss, margin_loss, orthogonality_loss
+from rsrank_rag.training.losses import (
+    alignment_loss,
+    calibration_loss,
+    frobenius_loss,
+    margin_loss,
+    orthogonality_loss,
+)
 
 SCORES = torch.tensor([2.0, -0.25, 0.3, -3.0, 1.0], dtype=torch.float64)
 RELEVANT = torch.tensor([True, True, False, False, False])
@@ -74,13 +80,17 @@ def test_orthogonality_loss_of_orthonormal_rows_is_zero():
 
 
 def test_alignment_loss_by_hand():
-    assert alignment_loss(torch.tensor([[0.5, -1.0], [1.0, 0.25]])).item() == pytest.approx(1 - 0.75 / 4)
+    assert alignment_loss(torch.tensor([[0.5, -1.0], [1.0, 0.25]])).item() == pytest.approx(
+        1 - 0.75 / 4
+    )
     assert alignment_loss(torch.ones(2, 3, 4)).item() == 0.0
 
 
 def test_frobenius_loss_by_hand():
     # ||B|| = 3 * sqrt(24), bound = sqrt(24) / 2
-    assert frobenius_loss(torch.full((1, 2, 3, 4), 3.0)).item() == pytest.approx(2.5 * math.sqrt(24), rel=1e-6)
+    assert frobenius_loss(torch.full((1, 2, 3, 4), 3.0)).item() == pytest.approx(
+        2.5 * math.sqrt(24), rel=1e-6
+    )
 
 
 def test_frobenius_loss_is_zero_up_to_its_bound():

@@ -27,15 +27,25 @@ from rsrank_rag.reranker import Reranker
 # scores, best first: 3+ 2- 1+ 0-   (+ relevant)
 MIXED = ScoredQuery([0.0, 3.0, 1.0, 2.0], [False, True, True, False])
 
-documents = st.lists(st.tuples(st.integers(-3, 3).map(float), st.booleans()), min_size=1, max_size=6)
+documents = st.lists(
+    st.tuples(st.integers(-3, 3).map(float), st.booleans()), min_size=1, max_size=6
+)
 query_lists = st.lists(
-    documents.map(lambda rows: ScoredQuery([s for s, _ in rows], [r for _, r in rows])), min_size=1, max_size=4
+    documents.map(lambda rows: ScoredQuery([s for s, _ in rows], [r for _, r in rows])),
+    min_size=1,
+    max_size=4,
 )
 
 
 @pytest.mark.parametrize(
     ("threshold", "expected"),
-    [(3.0, 0.0), (2.5, 2 * 1 / (1 + 2)), (1.5, 2 * 1 / (2 + 2)), (0.5, 2 * 2 / (3 + 2)), (-1.0, 2 * 2 / (4 + 2))],
+    [
+        (3.0, 0.0),
+        (2.5, 2 * 1 / (1 + 2)),
+        (1.5, 2 * 1 / (2 + 2)),
+        (0.5, 2 * 2 / (3 + 2)),
+        (-1.0, 2 * 2 / (4 + 2)),
+    ],
 )
 def test_f1_at_a_threshold_equals_the_fraction_by_hand(threshold, expected):
     assert f1_at(MIXED, threshold) == pytest.approx(expected)
@@ -64,7 +74,9 @@ def test_the_best_threshold_equals_an_exhaustive_search(queries):
     expected = max(math.fsum(f1_at(query, t) for query in queries) / len(queries) for t in tries)
     threshold, value = best_threshold(queries)
     assert value == pytest.approx(expected)
-    assert math.fsum(f1_at(query, threshold) for query in queries) / len(queries) == pytest.approx(expected)
+    assert math.fsum(f1_at(query, threshold) for query in queries) / len(queries) == pytest.approx(
+        expected
+    )
 
 
 @settings(max_examples=100, deadline=None)
@@ -75,7 +87,10 @@ def test_no_query_does_better_than_at_its_own_best_threshold(queries):
 
 
 def test_the_best_threshold_moves_with_the_scores_even_where_all_or_nothing_is_best():
-    everything, nothing = ScoredQuery([0.2, 0.1], [True, True]), ScoredQuery([0.2, 0.1], [False, False])
+    everything, nothing = (
+        ScoredQuery([0.2, 0.1], [True, True]),
+        ScoredQuery([0.2, 0.1], [False, False]),
+    )
     assert best_threshold([everything]) == (pytest.approx(0.1), 1.0)
     assert f1_at(everything, best_threshold([everything])[0]) == 1.0
     assert best_threshold([nothing]) == (0.2, 1.0)
@@ -107,7 +122,10 @@ def test_ranking_metrics_equal_the_published_formulas():
 
 
 def test_equal_scores_rank_by_input_order():
-    first, last = ScoredQuery([1.0] * 7, [True] + [False] * 6), ScoredQuery([1.0] * 7, [False] * 6 + [True])
+    first, last = (
+        ScoredQuery([1.0] * 7, [True] + [False] * 6),
+        ScoredQuery([1.0] * 7, [False] * 6 + [True]),
+    )
     assert ranking_metrics([first])["recall@5"] == 1.0
     assert ranking_metrics([last])["recall@5"] == 0.0
 
@@ -138,7 +156,11 @@ def test_a_title_stands_in_front_of_a_text_that_does_not_start_with_it():
     assert bare.content(titles=False) == "It rains."
 
 
-LINE = {"id": "q", "query": "Is it wet?", "documents": [{"id": "a", "text": "It rains.", "relevant": True, "x": 1}]}
+LINE = {
+    "id": "q",
+    "query": "Is it wet?",
+    "documents": [{"id": "a", "text": "It rains.", "relevant": True, "x": 1}],
+}
 
 
 def test_plain_and_gzipped_lines_read_the_same(tmp_path):
@@ -228,8 +250,18 @@ def test_a_summary_says_what_is_kept_what_is_empty_and_what_is_kept_in_error():
             ScoredQuery([-1.0], [False]),  # no answer, and none given: all 1
         ]
     )
-    assert found["precision@tau"] == found["recall@tau"] == found["f1@tau"] == pytest.approx((1 / 2 + 1) / 4)
-    assert (found["kept"], found["empty"], found["unanswered"], found["false_keeps"]) == (1.0, 0.5, 2, 1.0)
+    assert (
+        found["precision@tau"]
+        == found["recall@tau"]
+        == found["f1@tau"]
+        == pytest.approx((1 / 2 + 1) / 4)
+    )
+    assert (found["kept"], found["empty"], found["unanswered"], found["false_keeps"]) == (
+        1.0,
+        0.5,
+        2,
+        1.0,
+    )
 
 
 def test_where_every_query_has_an_answer_nothing_can_be_kept_in_error():
@@ -239,11 +271,15 @@ def test_where_every_query_has_an_answer_nothing_can_be_kept_in_error():
 
 def test_a_query_without_documents_counts_nothing():
     found = summarise([ScoredQuery([], []), ScoredQuery([1.0, -1.0], [True, False])])
-    assert [found[name] for name in ("f1@tau", "f1@best", "f1@query_best", "precision@tau", "recall@tau")] == [0.5] * 5
+    assert [
+        found[name]
+        for name in ("f1@tau", "f1@best", "f1@query_best", "precision@tau", "recall@tau")
+    ] == [0.5] * 5
 
 
 @pytest.mark.parametrize(
-    "content", [b"\x89PNG\r\n", b"\x1f\x8b\x08\x00\x00\x00\x00\x00\x00\x03" + bytes(range(200, 240))]
+    "content",
+    [b"\x89PNG\r\n", b"\x1f\x8b\x08\x00\x00\x00\x00\x00\x00\x03" + bytes(range(200, 240))],
 )
 @pytest.mark.parametrize("name", ["data.jsonl", "data.jsonl.gz"])
 def test_a_file_of_other_bytes_is_an_error_that_names_it(name, content, tmp_path):

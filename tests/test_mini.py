@@ -53,7 +53,9 @@ def test_scores_equal_plain_transformers_code(mini, monkeypatch):
 @pytest.mark.skipif(not REFERENCE.exists(), reason="the built-in weights are of another recipe")
 def test_scores_are_those_of_the_recipe_s_own_code(mini):
     for case in json.loads(REFERENCE.read_text(encoding="utf-8")):
-        assert mini.score(case["query"], case["documents"]) == pytest.approx(case["scores"], abs=1e-4)
+        assert mini.score(case["query"], case["documents"]) == pytest.approx(
+            case["scores"], abs=1e-4
+        )
 
 
 def test_a_score_does_not_depend_on_the_other_passages(mini):
@@ -66,7 +68,9 @@ def test_bfloat16_scores_stay_within_the_stated_bound(mini):
     fast = RSRank.from_pretrained(device="cpu", dtype="bfloat16", prefix_cache=False)
     together = fast.score(QUERY, PASSAGES)
     assert together == pytest.approx(mini.score(QUERY, PASSAGES), abs=BFLOAT16_BOUND)
-    assert [fast.score(QUERY, [text])[0] for text in PASSAGES] == pytest.approx(together, abs=BFLOAT16_BOUND)
+    assert [fast.score(QUERY, [text])[0] for text in PASSAGES] == pytest.approx(
+        together, abs=BFLOAT16_BOUND
+    )
 
 
 def answers(load, folder):
@@ -76,7 +80,11 @@ def answers(load, folder):
     kept, disk = load(prefix_cache=True), load(prefix_cache=folder)
 
     def lists(ranker, order=1):
-        return [score for question in questions for score in ranker.score(question, PASSAGES[::order])[::order]]
+        return [
+            score
+            for question in questions
+            for score in ranker.score(question, PASSAGES[::order])[::order]
+        ]
 
     joined = load(prefix_cache=True).score_many(questions, [PASSAGES] * 3)
     plain = {
@@ -88,11 +96,17 @@ def answers(load, folder):
         "joined": [score for scores in joined for score in scores],
         "explained": [kept.explain(pair.query, pair.document).score for pair in pairs],
     }
-    return plain, {"first": lists(disk), "again": lists(disk), "from disk": lists(load(prefix_cache=folder))}
+    return plain, {
+        "first": lists(disk),
+        "again": lists(disk),
+        "from disk": lists(load(prefix_cache=folder)),
+    }
 
 
 FUSED = not leaves_instructions_unused()
-BFLOAT16 = pytest.param("bfloat16", marks=pytest.mark.skipif(not FUSED, reason="torch attends in another way here"))
+BFLOAT16 = pytest.param(
+    "bfloat16", marks=pytest.mark.skipif(not FUSED, reason="torch attends in another way here")
+)
 
 
 @pytest.mark.parametrize("dtype", ["float32", BFLOAT16])
@@ -109,19 +123,34 @@ def test_the_same_pair_gets_the_same_score_in_every_way(dtype, tmp_path):
 
 @pytest.mark.parametrize(
     ("option", "package"),
-    [("load_in_8bit", "bitsandbytes"), ("load_in_4bit", "bitsandbytes"), ("load_in_fp8", "torchao")],
+    [
+        ("load_in_8bit", "bitsandbytes"),
+        ("load_in_4bit", "bitsandbytes"),
+        ("load_in_fp8", "torchao"),
+    ],
 )
 def test_with_rounded_weights_the_same_passages_are_kept_in_float32_too(option, package):
     pytest.importorskip(package)
-    ranker = RSRank.from_pretrained(device="cpu", dtype="float32", prefix_cache=False, **{option: True})
+    ranker = RSRank.from_pretrained(
+        device="cpu", dtype="float32", prefix_cache=False, **{option: True}
+    )
     assert {document.index for document in ranker.rank(QUERY, PASSAGES).kept} == {0, 1, 2}
 
 
 def test_the_demo_shows_kept_and_dropped_passages_and_the_parts_of_a_score():
     output = subprocess.run(
-        [sys.executable, ROOT / "examples" / "demo.py"], capture_output=True, text=True, check=True, encoding="utf-8"
+        [sys.executable, ROOT / "examples" / "demo.py"],
+        capture_output=True,
+        text=True,
+        check=True,
+        encoding="utf-8",
     ).stdout
-    for expected in ("kept", "dropped", "Each score is a sum over", "passages go to the language model"):
+    for expected in (
+        "kept",
+        "dropped",
+        "Each score is a sum over",
+        "passages go to the language model",
+    ):
         assert expected in output
 
 
@@ -136,7 +165,9 @@ def test_the_recorded_figures_are_those_of_the_shipped_weights(mini):
             pytest.skip("needs ../shared/data")
         queries = [query for query in read_labelled(data) if query.id in rows]
         scored = score_dataset(mini, queries)
-        found = zip(ranking_by_query(scored)["ndcg@5"], (f1_at(query, 0.0) for query in scored), strict=True)
+        found = zip(
+            ranking_by_query(scored)["ndcg@5"], (f1_at(query, 0.0) for query in scored), strict=True
+        )
         # The recorded queries were chosen so that rounding changes neither their order nor a decision.
         assert {q.id: list(pair) for q, pair in zip(queries, found, strict=True)} == {
             key: pytest.approx(pair, abs=1e-9) for key, pair in rows.items()
@@ -146,7 +177,9 @@ def test_the_recorded_figures_are_those_of_the_shipped_weights(mini):
 @pytest.mark.slow
 def test_words_keywords_and_greetings_are_understood(monkeypatch):
     monkeypatch.syspath_prepend(ROOT / "recipes" / "mini")
-    found = importlib.import_module("measure").short_queries(RSRank.from_pretrained(device="cpu", dtype="float32"), 0.0)
+    found = importlib.import_module("measure").short_queries(
+        RSRank.from_pretrained(device="cpu", dtype="float32"), 0.0
+    )
     assert found["words"]["mrr"] > 0.95
     assert found["words"]["found"] >= 0.95
     assert found["keywords"]["mrr"] > 0.95
@@ -172,7 +205,10 @@ def test_a_mean_counts_each_family_once_and_apart_from_those_never_seen(monkeypa
     monkeypatch.syspath_prepend(ROOT / "recipes" / "mini")
     tables = importlib.import_module("tables")
     found = tables.columns_of(figures(), "ndcg@5")["mini"]
-    two = [(found[f"{name}.paragraph"] + found[f"{name}.sentence"]) / 2 for name in ("2wiki", "hotpotqa")]
+    two = [
+        (found[f"{name}.paragraph"] + found[f"{name}.sentence"]) / 2
+        for name in ("2wiki", "hotpotqa")
+    ]
     seen = [*two, found["musique.paragraph"]]
     unseen = [found[name] for name in ("clapnq.sentence", "fever.sentence", "fiqa", "nfcorpus")]
     assert found["mean, seen"] == pytest.approx(sum(seen) / 3)

@@ -12,7 +12,20 @@ from rsrank_rag.evaluation.systems.bm25 import BM25
 from rsrank_rag.evaluation.systems.sentence_transformers import BiEncoder
 from rsrank_rag.language_model.options import LoadOptions
 
-WORDS = ["lamp", "oil", "tower", "bee", "honey", "salt", "rope", "bell", "bridge", "frost", "dough", "starter"]
+WORDS = [
+    "lamp",
+    "oil",
+    "tower",
+    "bee",
+    "honey",
+    "salt",
+    "rope",
+    "bell",
+    "bridge",
+    "frost",
+    "dough",
+    "starter",
+]
 
 
 def corpus(size=60, seed=0):
@@ -21,7 +34,11 @@ def corpus(size=60, seed=0):
 
 
 TEXTS = corpus()
-QUERIES = [("a", "lamp oil tower", {3, 5}), ("b", "honey of the bee", {7}), ("c", "salt", {0, 1, 2})]
+QUERIES = [
+    ("a", "lamp oil tower", {3, 5}),
+    ("b", "honey of the bee", {7}),
+    ("c", "salt", {0, 1, 2}),
+]
 
 
 @pytest.fixture(scope="module")
@@ -70,14 +87,20 @@ def test_bm25_negatives_are_those_of_scoring_every_document():
     found = chosen(Negatives(kind="bm25", count=6))
     for (_, text, relevant), rows in zip(QUERIES, found, strict=True):
         slow = slow_bm25(text)
-        assert [slow[row] for row in rows] == pytest.approx([slow[row] for row in best_of(slow, relevant, 6)], rel=1e-5)
+        assert [slow[row] for row in rows] == pytest.approx(
+            [slow[row] for row in best_of(slow, relevant, 6)], rel=1e-5
+        )
         assert not relevant & set(rows)
         assert len(set(rows)) == 6
 
 
 def test_dense_negatives_are_those_of_scoring_every_document(encoder):
     found = choose(
-        Negatives(kind="dense", count=6, encoder=str(encoder)), QUERIES, len(TEXTS), read, options=LoadOptions("cpu")
+        Negatives(kind="dense", count=6, encoder=str(encoder)),
+        QUERIES,
+        len(TEXTS),
+        read,
+        options=LoadOptions("cpu"),
     )
     ranker = BiEncoder(encoder, options=LoadOptions("cpu"))
     for (_, text, relevant), rows in zip(QUERIES, found, strict=True):
@@ -91,7 +114,9 @@ def test_dense_negatives_are_those_of_scoring_every_document(encoder):
 def test_one_index_scores_queries_as_one_index_a_query_does():
     system = BM25()
     together = list(system.scores(["lamp oil", "the", "bee"], TEXTS))
-    assert [list(map(float, row)) for row in together] == [system.score(q, TEXTS) for q in ("lamp oil", "the", "bee")]
+    assert [list(map(float, row)) for row in together] == [
+        system.score(q, TEXTS) for q in ("lamp oil", "the", "bee")
+    ]
     assert list(together[1]) == [0.0] * len(TEXTS)
 
 
@@ -104,7 +129,9 @@ def test_without_a_common_word_negatives_are_random():
 @pytest.mark.parametrize("kind", ["random", "bm25"])
 def test_a_part_of_the_corpus_gives_all_negatives(kind):
     part = set(random.Random("corpus:0").sample(range(len(TEXTS)), 20))
-    for (_, _, relevant), rows in zip(QUERIES, chosen(Negatives(kind=kind, count=30, corpus=20)), strict=True):
+    for (_, _, relevant), rows in zip(
+        QUERIES, chosen(Negatives(kind=kind, count=30, corpus=20)), strict=True
+    ):
         assert set(rows) == part - relevant
 
 
@@ -115,7 +142,10 @@ def test_what_a_query_gets_depends_on_no_other_query():
 
 
 def query(key, text, *documents):
-    rows = tuple(LabelledDocument(id=str(i), text=body, relevant=label) for i, (body, label) in enumerate(documents))
+    rows = tuple(
+        LabelledDocument(id=str(i), text=body, relevant=label)
+        for i, (body, label) in enumerate(documents)
+    )
     return LabelledQuery(id=key, query=text, documents=rows)
 
 
@@ -145,7 +175,9 @@ def test_negatives_are_written_as_a_kind_and_an_encoder():
         Negatives(kind="bm25"),
         Negatives(kind="dense"),
     ]
-    assert Negatives.parse("dense:./models/mine:v2") == Negatives(kind="dense", encoder="./models/mine:v2")
+    assert Negatives.parse("dense:./models/mine:v2") == Negatives(
+        kind="dense", encoder="./models/mine:v2"
+    )
 
 
 @pytest.mark.parametrize("text", ["", "hard", "BM25", "bm25:x", "random:", "dense:"])

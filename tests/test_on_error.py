@@ -34,7 +34,9 @@ from stub_service import Service, listening
 from rsrank_rag.langchain import RSRankCompressor, RSRankRetriever
 from rsrank_rag.llama_index import RSRankPostprocessor
 
-both = pytest.mark.parametrize("adapter", [RSRankCompressor, RSRankPostprocessor], ids=lambda kind: kind.__name__)
+both = pytest.mark.parametrize(
+    "adapter", [RSRankCompressor, RSRankPostprocessor], ids=lambda kind: kind.__name__
+)
 GIVEN = [("", text) for text in DOCUMENTS]  # nothing is read before them
 
 both_ways = pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
@@ -79,14 +81,22 @@ async def process(made, asynchronous, texts=DOCUMENTS, **limits):
 
 def one_has_no_score(answer):
     first, *others = answer["results"]
-    return {**answer, "results": others, "errors": [{"index": first["index"], "message": "does not fit."}]}
+    return {
+        **answer,
+        "results": others,
+        "errors": [{"index": first["index"], "message": "does not fit."}],
+    }
 
 
 OUTAGES = {
     "loading": ((503, {"message": "Loading."}), RemoteError, "answered 503: Loading"),
     "slow": (30, RemoteError, "did not answer in 0.2 seconds"),
     "key": ((401, {"message": "No."}), InputError, "refused a request without a key"),
-    "nonsense": (lambda answer: {**answer, "results": []}, RemoteError, "gave 0 scores for document 0"),
+    "nonsense": (
+        lambda answer: {**answer, "results": []},
+        RemoteError,
+        "gave 0 scores for document 0",
+    ),
     "one document": (one_has_no_score, ScoringError, "does not fit"),
 }
 
@@ -94,9 +104,15 @@ OUTAGES = {
 @both
 @both_ways
 @pytest.mark.parametrize("outage", OUTAGES)
-async def test_when_a_service_fails_documents_are_raised_about_or_kept(adapter, asynchronous, outage, service, caplog):
+async def test_when_a_service_fails_documents_are_raised_about_or_kept(
+    adapter, asynchronous, outage, service, caplog
+):
     step, kind, message = OUTAGES[outage]
-    how = {"base_url": service.address, "max_retries": 0, "timeout": 0.2 if outage == "slow" else 20}
+    how = {
+        "base_url": service.address,
+        "max_retries": 0,
+        "timeout": 0.2 if outage == "slow" else 20,
+    }
     service.script += [step, step]
     with pytest.raises(kind, match=message):
         await process(adapter(**how), asynchronous)
@@ -121,18 +137,29 @@ async def test_when_a_service_fails_documents_are_raised_about_or_kept(adapter, 
 @both
 @both_ways
 @pytest.mark.parametrize(
-    "error", [ScoringError("Document 0 scored nan.", 0), InputError("The query is too long."), ZeroDivisionError()]
+    "error",
+    [
+        ScoringError("Document 0 scored nan.", 0),
+        InputError("The query is too long."),
+        ZeroDivisionError(),
+    ],
 )
-async def test_whatever_a_local_model_raises_is_kept_with_its_name(adapter, asynchronous, error, caplog):
+async def test_whatever_a_local_model_raises_is_kept_with_its_name(
+    adapter, asynchronous, error, caplog
+):
     with pytest.raises(type(error)):
         await process(adapter(model=Failing(error)), asynchronous)
     made = adapter(model=Failing(error), on_error="keep")
     found = await process(made, asynchronous)
     assert [text for text, _, _ in found] == DOCUMENTS
-    assert {metadata["rsrank_error"] for _, metadata, _ in found} == {f"{type(error).__name__}: {error}"}
+    assert {metadata["rsrank_error"] for _, metadata, _ in found} == {
+        f"{type(error).__name__}: {error}"
+    }
     assert made.unranked_calls == 1
     (record,) = caplog.records
-    assert (record.exc_info is not None) == isinstance(error, ZeroDivisionError)  # only a stranger's needs its place
+    assert (record.exc_info is not None) == isinstance(
+        error, ZeroDivisionError
+    )  # only a stranger's needs its place
 
 
 @both
@@ -152,7 +179,9 @@ async def test_one_document_without_a_score_loses_none(adapter, asynchronous):
 async def test_a_model_that_cannot_be_loaded_is_tried_again_and_warming_up_raises(
     adapter, asynchronous, ranker, tmp_path
 ):
-    made = adapter(model=tmp_path / "later", device="cpu", dtype="float32", threshold=None, on_error="keep")
+    made = adapter(
+        model=tmp_path / "later", device="cpu", dtype="float32", threshold=None, on_error="keep"
+    )
     with pytest.raises(ArtifactError, match="later"):
         made.warm_up()
     found = await process(made, asynchronous)
@@ -181,12 +210,20 @@ async def test_nobody_listens_from_the_start(adapter, asynchronous):
 @both_ways
 async def test_top_n_cuts_what_is_kept_and_what_is_cut_can_be_marked_instead(adapter, asynchronous):
     broken = Failing(ScoringError("Nothing works.", 0))
-    found = await process(adapter(model=broken, on_error="keep", top_n=2, min_docs=1, threshold=9), asynchronous)
+    found = await process(
+        adapter(model=broken, on_error="keep", top_n=2, min_docs=1, threshold=9), asynchronous
+    )
     assert [text for text, _, _ in found] == DOCUMENTS[:2]
-    found = await process(adapter(model=broken, on_error="keep", keep_dropped=True), asynchronous, top_n=1)
+    found = await process(
+        adapter(model=broken, on_error="keep", keep_dropped=True), asynchronous, top_n=1
+    )
     assert [text for text, _, _ in found] == DOCUMENTS
-    assert [metadata["rsrank_kept"] for _, metadata, _ in found] == [True] + [False] * (len(DOCUMENTS) - 1)
-    assert all(metadata["rsrank_error"] == "ScoringError: Nothing works." for _, metadata, _ in found)
+    assert [metadata["rsrank_kept"] for _, metadata, _ in found] == [True] + [False] * (
+        len(DOCUMENTS) - 1
+    )
+    assert all(
+        metadata["rsrank_error"] == "ScoringError: Nothing works." for _, metadata, _ in found
+    )
 
 
 @both
@@ -250,7 +287,11 @@ def test_the_choice_is_checked_and_written_down(adapter):
     with pytest.raises(ValidationError, match="on_error"):
         adapter(on_error="ignore")
     made = adapter(on_error="keep")
-    for found in (pickle.loads(pickle.dumps(made)), copy.deepcopy(made), adapter(**made.model_dump())):
+    for found in (
+        pickle.loads(pickle.dumps(made)),
+        copy.deepcopy(made),
+        adapter(**made.model_dump()),
+    ):
         assert found.on_error == "keep"
     assert adapter().on_error == "raise"
 
@@ -259,7 +300,9 @@ def test_the_choice_is_checked_and_written_down(adapter):
 def test_calls_of_many_threads_are_all_counted(adapter):
     made = adapter(model=Failing(ScoringError("No.", 0)), on_error="keep")
     threads = [
-        threading.Thread(target=lambda: [made._rank(QUERY, GIVEN, made._limits({})) for _ in range(50)])
+        threading.Thread(
+            target=lambda: [made._rank(QUERY, GIVEN, made._limits({})) for _ in range(50)]
+        )
         for _ in range(8)
     ]
     for thread in threads:
@@ -275,14 +318,25 @@ async def test_the_mark_of_an_outage_is_gone_after_the_next_call_that_works(asyn
     made = RSRankCompressor(model=reranker, on_error="keep")
     kept = made.compress_documents([Document("a"), Document("bb")], QUERY)
     reranker.error = None
-    found = await made.acompress_documents(kept, QUERY) if asynchronous else made.compress_documents(kept, QUERY)
-    assert [document.metadata for document in found] == [{"relevance_score": 2.0}, {"relevance_score": 1.0}]
+    found = (
+        await made.acompress_documents(kept, QUERY)
+        if asynchronous
+        else made.compress_documents(kept, QUERY)
+    )
+    assert [document.metadata for document in found] == [
+        {"relevance_score": 2.0},
+        {"relevance_score": 1.0},
+    ]
     assert all("rsrank_error" in document.metadata for document in kept)
 
 
 def test_neither_embedding_nor_llm_reads_the_error_of_a_node():
-    made = RSRankPostprocessor(model=Failing(ScoringError("No.", 0)), on_error="keep", keep_retrieval_score=True)
-    (found,) = made.postprocess_nodes([NodeWithScore(node=TextNode(text="a"), score=0.25)], query_str=QUERY)
+    made = RSRankPostprocessor(
+        model=Failing(ScoringError("No.", 0)), on_error="keep", keep_retrieval_score=True
+    )
+    (found,) = made.postprocess_nodes(
+        [NodeWithScore(node=TextNode(text="a"), score=0.25)], query_str=QUERY
+    )
     assert found.node.metadata == {"rsrank_error": "ScoringError: No.", "retrieval_score": 0.25}
     assert found.score == 0.25
     for mode in (MetadataMode.EMBED, MetadataMode.LLM):
@@ -296,7 +350,9 @@ class Trace(BaseCallbackHandler):
     def __init__(self):
         self.events = []
 
-    def on_chain_start(self, serialized, inputs, *, run_id, parent_run_id=None, name=None, **kwargs):
+    def on_chain_start(
+        self, serialized, inputs, *, run_id, parent_run_id=None, name=None, **kwargs
+    ):
         self.events.append(("start", name, parent_run_id, run_id))
 
     def on_chain_end(self, outputs, *, run_id, **kwargs):
@@ -315,7 +371,10 @@ async def test_langchains_callbacks_see_a_run_that_failed_inside_one_that_did_no
     found = call(given, QUERY, callbacks=[trace])
     found = await found if asynchronous else found
     outer, inner, failed, ended = trace.events
-    assert (outer[:3], inner[:3]) == (("start", "RSRankCompressor", None), ("start", "RSRankRanking", outer[3]))
+    assert (outer[:3], inner[:3]) == (
+        ("start", "RSRankCompressor", None),
+        ("start", "RSRankRanking", outer[3]),
+    )
     assert failed == ("error", inner[3], error)
     assert ended == ("end", outer[3], found)
 
@@ -349,10 +408,16 @@ async def test_llama_indexs_events_hold_the_error(asynchronous):
     finally:
         dispatcher.event_handlers.remove(handler)
     start, exception, end = handler.seen
-    assert [type(event).__name__ for event in handler.seen] == ["ReRankStartEvent", "ExceptionEvent", "ReRankEndEvent"]
+    assert [type(event).__name__ for event in handler.seen] == [
+        "ReRankStartEvent",
+        "ExceptionEvent",
+        "ReRankEndEvent",
+    ]
     assert exception.exception is error
     assert start.span_id == exception.span_id == end.span_id is not None
-    assert [scored.node.metadata["rsrank_error"] for scored in end.nodes] == ["ScoringError: No."] * len(DOCUMENTS)
+    assert [scored.node.metadata["rsrank_error"] for scored in end.nodes] == [
+        "ScoringError: No."
+    ] * len(DOCUMENTS)
     ((begun, _),) = debug.get_event_pairs(CBEventType.EXCEPTION)
     assert begun.payload == {EventPayload.EXCEPTION: error}
     assert len(debug.get_event_pairs(CBEventType.RERANKING)) == 1
@@ -375,7 +440,9 @@ async def test_retrievers_of_langchain_answer_while_the_service_is_down(asynchro
         from langchain_classic.retrievers import ContextualCompressionRetriever
     except ImportError:
         from langchain.retrievers import ContextualCompressionRetriever
-    retrievers += [ContextualCompressionRetriever(base_retriever=Everything(), base_compressor=compressor)]
+    retrievers += [
+        ContextualCompressionRetriever(base_retriever=Everything(), base_compressor=compressor)
+    ]
     for retriever in retrievers:
         found = await retriever.ainvoke(QUERY) if asynchronous else retriever.invoke(QUERY)
         assert [document.page_content for document in found] == DOCUMENTS[:3]
@@ -383,12 +450,18 @@ async def test_retrievers_of_langchain_answer_while_the_service_is_down(asynchro
 
 
 @both_ways
-async def test_a_query_engine_of_llama_index_answers_while_the_service_is_down(asynchronous, service):
+async def test_a_query_engine_of_llama_index_answers_while_the_service_is_down(
+    asynchronous, service
+):
     before = Settings._embed_model, Settings._llm
     service.script += [(503, {"message": "Loading."})]
     try:
-        index = VectorStoreIndex([TextNode(text=text) for text in DOCUMENTS], embed_model=MockEmbedding(8))
-        postprocessor = RSRankPostprocessor(base_url=service.address, max_retries=0, on_error="keep", top_n=2)
+        index = VectorStoreIndex(
+            [TextNode(text=text) for text in DOCUMENTS], embed_model=MockEmbedding(8)
+        )
+        postprocessor = RSRankPostprocessor(
+            base_url=service.address, max_retries=0, on_error="keep", top_n=2
+        )
         retrieved = index.as_retriever(similarity_top_k=len(DOCUMENTS)).retrieve(QUERY)
         engine = index.as_query_engine(
             llm=MockLLM(), similarity_top_k=len(DOCUMENTS), node_postprocessors=[postprocessor]
@@ -396,6 +469,8 @@ async def test_a_query_engine_of_llama_index_answers_while_the_service_is_down(a
         answer = await engine.aquery(QUERY) if asynchronous else engine.query(QUERY)
     finally:
         Settings._embed_model, Settings._llm = before
-    assert [scored.node.text for scored in answer.source_nodes] == [scored.node.text for scored in retrieved][:2]
+    assert [scored.node.text for scored in answer.source_nodes] == [
+        scored.node.text for scored in retrieved
+    ][:2]
     assert "rsrank_error" not in str(answer)
     assert answer.source_nodes[0].node.text in str(answer)

@@ -32,7 +32,9 @@ pytestmark = pytest.mark.browser
 ROOT = Path(__file__).parents[1]
 PAGE = ROOT / "rsrank_rag" / "service" / "page.html"
 PICTURE = ROOT / "docs" / "images" / "page.png"
-CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+CHROMIUM = (
+    shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+)
 ALONE = [
     "--no-sandbox",
     "--disable-gpu",
@@ -86,7 +88,9 @@ class Deep(Measured):
         chance = random.Random(0)
         parts = tuple(tuple(chance.gauss(0, 1) for _ in range(35)) for _ in query.split())
         score = sum(map(sum, parts))
-        return Explanation(query, document, score, False, tuple(query.split()), tuple(range(1, 36)), parts, ())
+        return Explanation(
+            query, document, score, False, tuple(query.split()), tuple(range(1, 36)), parts, ()
+        )
 
 
 CONTRASTS = """() => {
@@ -210,7 +214,9 @@ def number(text):
 
 def focus(page):
     """What has the focus, by its label."""
-    return page.evaluate("(document.activeElement.labels?.[0] ?? document.activeElement).innerText.trim()")
+    return page.evaluate(
+        "(document.activeElement.labels?.[0] ?? document.activeElement).innerText.trim()"
+    )
 
 
 def focus_after(page, key):
@@ -255,7 +261,9 @@ def visit(browser):
     with contextlib.ExitStack() as stack:
 
         def call(reranker, size="desk", **options):
-            page = opened(browser, stack.enter_context(served(application(reranker, **options))), size)
+            page = opened(
+                browser, stack.enter_context(served(application(reranker, **options))), size
+            )
             stack.callback(page.close)
             return page
 
@@ -283,16 +291,22 @@ def test_everything_can_be_done_by_keyboard(page):
         stops.append(focus(page))
     assert stops[:3] == ["Rank", "Fill in an example", "Rank as I type"]
     assert PASSAGES[best] in stops[3]
-    visited = [focus_after(page, key) for key in ("ArrowDown", "End", "ArrowDown", "Home", "ArrowUp")]
+    visited = [
+        focus_after(page, key) for key in ("ArrowDown", "End", "ArrowDown", "Home", "ArrowUp")
+    ]
     last = rows(page, "dropped")[-1][0]
     for place, text in zip([second, last, last, best, best], visited, strict=True):
         assert PASSAGES[place] in text
     keys.press("Enter")
     page.get_by_role("table").wait_for()
     keys.press("Tab")
-    assert page.evaluate("document.activeElement.ariaLabel") == f"Parts of the score of passage {best}"
+    assert (
+        page.evaluate("document.activeElement.ariaLabel") == f"Parts of the score of passage {best}"
+    )
     keys.press("Tab")
-    assert page.evaluate("document.activeElement === document.body"), "all rows together are one stop"
+    assert page.evaluate("document.activeElement === document.body"), (
+        "all rows together are one stop"
+    )
     keys.press("Shift+Tab")
     keys.press("Shift+Tab")
     keys.press("Space")
@@ -307,11 +321,20 @@ def test_kept_and_dropped_are_what_the_ranker_says(page, mini):
         assert documents
         found = rows(page, name)
         assert [index for index, _ in found] == [document.index for document in documents]
-        assert [score for _, score in found] == pytest.approx([document.score for document in documents], abs=1e-3)
-        words = page.get_by_role("list", name=name, exact=True).locator(".verdict").all_inner_texts()
+        assert [score for _, score in found] == pytest.approx(
+            [document.score for document in documents], abs=1e-3
+        )
+        words = (
+            page.get_by_role("list", name=name, exact=True).locator(".verdict").all_inner_texts()
+        )
         assert words == [name] * len(documents)
-    assert page.locator("#outcome").inner_text() == f"{len(expected.kept)} kept, {len(expected.dropped)} dropped"
-    tokens = sum(scored.tokens for scored in mini.score_pairs([Pair(QUERY, text) for text in PASSAGES]))
+    assert (
+        page.locator("#outcome").inner_text()
+        == f"{len(expected.kept)} kept, {len(expected.dropped)} dropped"
+    )
+    tokens = sum(
+        scored.tokens for scored in mini.score_pairs([Pair(QUERY, text) for text in PASSAGES])
+    )
     assert page.locator("#latency dd").last.inner_text() == f"{tokens:,}"
     assert page.get_by_role("status").inner_text() == page.locator("#outcome").inner_text()
 
@@ -324,7 +347,9 @@ def test_one_line_at_the_threshold_parts_the_bars_of_the_kept_from_those_of_the_
     assert [line["x"] for line in lines] == pytest.approx([lines[0]["x"]] * len(lines), abs=0.1)
     lengths = []
     for name, side in (("kept", 1), ("dropped", -1)):
-        for (_, score), bar in zip(rows(page, name), page.locator(f".{name} .bar").all(), strict=True):
+        for (_, score), bar in zip(
+            rows(page, name), page.locator(f".{name} .bar").all(), strict=True
+        ):
             box = bar.bounding_box()
             near, far = (box["x"], box["x"] + box["width"])[::side]
             assert near == pytest.approx(middle, abs=1)
@@ -333,7 +358,10 @@ def test_one_line_at_the_threshold_parts_the_bars_of_the_kept_from_those_of_the_
     assert lengths == pytest.approx([lengths[0]] * len(lengths), rel=0.03)
     divider = page.get_by_text("Threshold 0: kept above, dropped below").bounding_box()
     assert page.locator(".kept li").last.bounding_box()["y"] < divider["y"]
-    assert page.locator(".dropped li").first.bounding_box()["y"] >= divider["y"] + divider["height"] - 1
+    assert (
+        page.locator(".dropped li").first.bounding_box()["y"]
+        >= divider["y"] + divider["height"] - 1
+    )
 
 
 def test_the_parts_are_those_of_the_score_and_add_up_to_it(page, mini):
@@ -343,9 +371,14 @@ def test_the_parts_are_those_of_the_score_and_add_up_to_it(page, mini):
     table = page.get_by_role("table")
     table.wait_for()
     expected = mini.explain(QUERY, PASSAGES[index])
-    assert table.locator("thead tr:last-child th[scope=col]").all_inner_texts() == [str(n) for n in expected.layers]
+    assert table.locator("thead tr:last-child th[scope=col]").all_inner_texts() == [
+        str(n) for n in expected.layers
+    ]
     assert table.locator("tbody th[scope=row]").all_inner_texts() == list(expected.tokens)
-    body = [[number(cell) for cell in row.locator("td").all_inner_texts()] for row in table.locator("tbody tr").all()]
+    body = [
+        [number(cell) for cell in row.locator("td").all_inner_texts()]
+        for row in table.locator("tbody tr").all()
+    ]
     for found, parts, match in zip(body, expected.parts, expected.matches, strict=True):
         assert found == pytest.approx([sum(parts) + match, *parts, match], abs=6e-4)
     total, *sums = map(number, table.locator("tfoot td").all_inner_texts())
@@ -356,7 +389,10 @@ def test_the_parts_are_those_of_the_score_and_add_up_to_it(page, mini):
     said = page.locator(".details p").inner_text()
     assert page.get_by_role("status").inner_text() == said
     by_token = [total for total, *_ in body]
-    assert f"The token “{expected.tokens[by_token.index(max(by_token))]}” raises the score most" in said
+    assert (
+        f"The token “{expected.tokens[by_token.index(max(by_token))]}” raises the score most"
+        in said
+    )
     assert "All parts add up to" in said
 
 
@@ -371,7 +407,8 @@ def test_parts_that_do_not_add_up_to_the_ranked_score_and_many_layers_are_shown_
     before = region.locator("td").last.bounding_box()["x"]
     region.press("ArrowRight")
     page.wait_for_function(
-        "before => [...document.querySelectorAll('td')].at(-1).getBoundingClientRect().x < before", arg=before
+        "before => [...document.querySelectorAll('td')].at(-1).getBoundingClientRect().x < before",
+        arg=before,
     )
 
 
@@ -384,7 +421,11 @@ def test_markup_in_texts_is_shown_and_not_obeyed_and_nothing_is_asked_of_others(
     page.on("pageerror", lambda error: alarms.append(str(error)))
     page.on("console", lambda message: alarms.append(message.text))
     page.goto(address)
-    markup = ["<img src=x onerror=alert(1)>", "<script>alert(2)</script>", "</textarea><b id=bold>&amp;</b>"]
+    markup = [
+        "<img src=x onerror=alert(1)>",
+        "<script>alert(2)</script>",
+        "</textarea><b id=bold>&amp;</b>",
+    ]
     ranked(page, "<i>Why</i> &lt; \"'", markup)
     for text in markup:
         page.get_by_role("button", name=text).press("Enter")
@@ -420,7 +461,9 @@ def test_passages_are_lines_or_what_stands_between_blank_lines(visit):
     ranked(page, QUERY, ["  one passage of a line ", "another one", ""])
     assert page.get_by_text("2 passages", exact=True).is_visible()
     assert sorted(rows(page, "kept")) == [(0, 11.0), (1, 1.0)]
-    ranked(page, QUERY, ["first line\nsecond line", "another passage\r\nof two lines", ""], "\n \n\n")
+    ranked(
+        page, QUERY, ["first line\nsecond line", "another passage\r\nof two lines", ""], "\n \n\n"
+    )
     assert page.get_by_text("2 passages, split at blank lines").is_visible()
     assert sorted(rows(page, "kept")) == [(0, 12.0), (1, 18.0)]
 
@@ -443,7 +486,9 @@ def test_the_example_can_be_ranked(page, mini):
         page.get_by_role("button", name="Rank", exact=True).click()
     page.locator("#results").wait_for()
     result = mini.rank(query, passages)
-    assert [index for index, _ in rows(page, "kept")] == [document.index for document in result.kept]
+    assert [index for index, _ in rows(page, "kept")] == [
+        document.index for document in result.kept
+    ]
     assert len(result.kept) < len(passages) / 2
 
 
@@ -454,8 +499,12 @@ def test_two_hundred_passages_and_endless_ones_fit(visit):
     assert page.locator("#outcome").inner_text() == "200 kept, 0 dropped"
     assert rows(page, "kept")[0] == (199, 69_990.0)
     shown = page.locator(".kept .text").first
-    assert shown.evaluate("(text) => text.scrollWidth <= text.clientWidth"), "it is cut off at the side"
-    assert page.locator(".kept .score").first.evaluate("(score) => score.scrollWidth <= score.clientWidth")
+    assert shown.evaluate("(text) => text.scrollWidth <= text.clientWidth"), (
+        "it is cut off at the side"
+    )
+    assert page.locator(".kept .score").first.evaluate(
+        "(score) => score.scrollWidth <= score.clientWidth"
+    )
     assert fits(page)
     page.locator("li > button").first.press("Enter")
     whole = page.get_by_role("region", name="Passage 199, whole")
@@ -474,7 +523,9 @@ def test_passages_that_cannot_be_scored_are_neither_kept_nor_dropped(visit):
 def test_passages_that_were_cut_are_marked(page):
     ranked(page, QUERY, ["Dough rests. " * 2000, *PASSAGES])
     assert page.get_by_text("cut: its end was not read").count() == 1
-    assert page.get_by_role("button", name="cut: its end was not read").inner_text().count("[0]") == 1
+    assert (
+        page.get_by_role("button", name="cut: its end was not read").inner_text().count("[0]") == 1
+    )
 
 
 def test_a_score_at_the_threshold_is_dropped_wherever_the_threshold_lies(visit):
@@ -489,7 +540,11 @@ def test_a_model_without_threshold_gets_no_line_and_drops_nothing(visit):
     assert rows(page, "ranked") == [(0, 5.0), (1, -5.0)]
     assert page.locator(".line").count() == 0
     assert "none is dropped" in page.locator("#outcome").inner_text()
-    assert not page.get_by_text("kept", exact=True).or_(page.get_by_text("dropped", exact=True)).count()
+    assert (
+        not page.get_by_text("kept", exact=True)
+        .or_(page.get_by_text("dropped", exact=True))
+        .count()
+    )
 
 
 def test_parts_that_did_not_come_are_asked_for_again(page):
@@ -516,7 +571,10 @@ def test_the_focus_is_not_lost_when_an_answer_replaces_the_rows(visit):
 
 
 def test_a_model_that_cannot_explain_says_so(visit):
-    for reranker, words in ((Measured(), "cannot take its scores apart"), (Mute(), "I do not explain this.")):
+    for reranker, words in (
+        (Measured(), "cannot take its scores apart"),
+        (Mute(), "I do not explain this."),
+    ):
         page = ranked(visit(reranker), QUERY, PASSAGES)
         page.locator("li > button").first.press("Enter")
         page.locator(".details").get_by_text(words).wait_for()
@@ -538,7 +596,9 @@ def test_a_key_is_asked_for_when_the_service_wants_one_and_stays_in_the_tab(visi
     ranked(page)
     assert not page.get_by_role("alert").is_visible()
     page.get_by_text("mini · threshold 0").wait_for()
-    assert page.evaluate("[Object.values(sessionStorage), localStorage.length, document.cookie]") == [["sesame"], 0, ""]
+    assert page.evaluate(
+        "[Object.values(sessionStorage), localStorage.length, document.cookie]"
+    ) == [["sesame"], 0, ""]
     page.reload()
     page.get_by_text("mini · threshold 0").wait_for()
 
@@ -547,7 +607,9 @@ def test_what_the_service_refuses_is_said_in_its_words(page):
     ranked(page)
     page.route(
         "**/v1/rerank",
-        lambda route: route.fulfill(status=429, json={"message": "The queue is full."}, headers={"Retry-After": "3"}),
+        lambda route: route.fulfill(
+            status=429, json={"message": "The queue is full."}, headers={"Retry-After": "3"}
+        ),
     )
     ranked_in_vain(page, "The queue is full. Try again in 3 seconds.")
     assert not page.locator("#results").is_visible(), "they are another question's"
@@ -592,7 +654,10 @@ def test_ranking_as_one_types_waits_for_a_pause_and_gives_up_what_is_outdated(vi
     reranker = Measured()
     page = visit(reranker)
     asked, given_up = [], []
-    page.on("request", lambda request: "rerank" in request.url and asked.append(request.post_data_json["query"]))
+    page.on(
+        "request",
+        lambda request: "rerank" in request.url and asked.append(request.post_data_json["query"]),
+    )
     page.on("requestfailed", lambda request: given_up.append(request.post_data_json["query"]))
     page.get_by_label("Passages").fill("\n".join(PASSAGES))
     page.get_by_label("Rank as I type").check()
@@ -605,7 +670,9 @@ def test_ranking_as_one_types_waits_for_a_pause_and_gives_up_what_is_outdated(vi
     page.get_by_label("Question").fill("slow")
     page.locator("#results[aria-busy=true]").wait_for()
     page.get_by_label("Passages").fill(PASSAGES[0])
-    with page.expect_request(lambda request: "rerank" in request.url and request.post_data_json["query"] == "fast"):
+    with page.expect_request(
+        lambda request: "rerank" in request.url and request.post_data_json["query"] == "fast"
+    ):
         page.get_by_label("Question").fill("fast")
     reranker.may_go_on.set()
     page.get_by_role("heading", name="1 kept").wait_for()
@@ -637,7 +704,9 @@ def test_whatever_can_be_operated_has_a_name(visit):
     page.evaluate("document.querySelector('#key-field').hidden = false")
     nodes = page.context.new_cdp_session(page).send("Accessibility.getFullAXTree")["nodes"]
     named = {"button", "textbox", "checkbox", "region", "list", "table", "heading"}
-    found = [(node["role"]["value"], node["name"]["value"]) for node in nodes if not node["ignored"]]
+    found = [
+        (node["role"]["value"], node["name"]["value"]) for node in nodes if not node["ignored"]
+    ]
     found = [(role, name) for role, name in found if role in named]
     assert {role for role, _ in found} == named
     assert all(name.strip() for _, name in found)
@@ -656,7 +725,10 @@ def take_picture():
     """The example, ranked some times, its best passage open."""
     from PIL import Image
 
-    with served(application(RSRank.from_pretrained(device="cpu"))) as address, browsing() as browser:
+    with (
+        served(application(RSRank.from_pretrained(device="cpu"))) as address,
+        browsing() as browser,
+    ):
         page = opened(browser, address)
         page.get_by_role("button", name="Fill in an example").click()
         for _ in range(12):

@@ -29,10 +29,24 @@ def together(ranker, pairs):
 
 @pytest.mark.parametrize(
     "kind",
-    ["qwen3", "llama", "gemma2", "gemma3", "mistral", "falcon", "phi3", "gpt_neox", "bert", "roberta"],
+    [
+        "qwen3",
+        "llama",
+        "gemma2",
+        "gemma3",
+        "mistral",
+        "falcon",
+        "phi3",
+        "gpt_neox",
+        "bert",
+        "roberta",
+    ],
 )
 def test_pairs_of_several_queries_score_as_alone_in_any_architecture(kind, tiny_ranker):
-    own = [Pair(query, f"{number} {text}") for number, (query, text) in enumerate((p.query, p.document) for p in MIXED)]
+    own = [
+        Pair(query, f"{number} {text}")
+        for number, (query, text) in enumerate((p.query, p.document) for p in MIXED)
+    ]
     ranker = tiny_ranker(kind)
     assert together(ranker, own) == pytest.approx(one_by_one(ranker, own), abs=EXACT)
 
@@ -46,7 +60,9 @@ def test_any_scored_positions_are_found_in_every_row(positions, tiny_folder):
     template = CHAT.model_copy(update={"suffix": "<|im_end|>\nRelevant: ", "positions": positions})
     options = LoadOptions(device="cpu", dtype="float32", local_files_only=True)
     ranker = unkept(
-        RSRank.from_backbone(tiny_folder("qwen3"), random_projection("qwen3"), template=template, options=options)
+        RSRank.from_backbone(
+            tiny_folder("qwen3"), random_projection("qwen3"), template=template, options=options
+        )
     )
     pairs = [Pair(QUERIES[i % 3], f"{i} {text}") for i, text in enumerate(DOCUMENTS)]
     assert together(ranker, pairs) == pytest.approx(one_by_one(ranker, pairs), abs=EXACT)
@@ -76,7 +92,9 @@ def test_kept_documents_score_as_new_ones(tiny_folder):
     assert warm == pytest.approx(cold, abs=EXACT)
 
 
-def test_queries_of_like_length_share_one_run_with_a_row_without_a_document_for_each(ranker, monkeypatch):
+def test_queries_of_like_length_share_one_run_with_a_row_without_a_document_for_each(
+    ranker, monkeypatch
+):
     runs, query_values = [], ranker.backbone.query_values
 
     def counted(lines, prefixes, *arguments):
@@ -85,9 +103,13 @@ def test_queries_of_like_length_share_one_run_with_a_row_without_a_document_for_
 
     monkeypatch.setattr(ranker.backbone, "query_values", counted)
     pairs = [
-        Pair(query, f"{i} {DOCUMENTS[1]}") for query in ("When was it opened?", "What holds it?") for i in range(3)
+        Pair(query, f"{i} {DOCUMENTS[1]}")
+        for query in ("When was it opened?", "What holds it?")
+        for i in range(3)
     ]
-    ranker.score_pairs([*pairs, Pair(LONG * 4, DOCUMENTS[1])])  # the long query does not widen the others' rows
+    ranker.score_pairs(
+        [*pairs, Pair(LONG * 4, DOCUMENTS[1])]
+    )  # the long query does not widen the others' rows
     assert sorted(runs) == [(1, 1 + 1), (2, 6 + 2)]
 
 
@@ -102,7 +124,11 @@ def test_results_say_what_was_read(ranker):
     assert (cut.truncated, cut.tokens) == (True, prompts.overhead + 3 + len(query.ids))
     assert empty == Scored(BLANK_SCORE, tokens=prompts.overhead + len(query.ids))
     assert blank.score == BLANK_SCORE
-    assert ranker.score(QUERY, texts)[2:] == ranker.score_many([QUERY], [texts])[0][2:] == [BLANK_SCORE] * 2
+    assert (
+        ranker.score(QUERY, texts)[2:]
+        == ranker.score_many([QUERY], [texts])[0][2:]
+        == [BLANK_SCORE] * 2
+    )
     assert [found.score for found in ranker.score_documents(QUERY, texts)[2:]] == [BLANK_SCORE] * 2
     explanation = ranker.explain(QUERY, texts[3])
     assert explanation.score == BLANK_SCORE
@@ -123,8 +149,15 @@ def test_a_document_cut_by_the_pair_scores_as_one_that_ends_there(ranker):
 def test_a_pair_that_cannot_be_scored_is_named_by_its_place(tiny_folder):
     ranker = load_ranker(tiny_folder("llama"), "llama")
     with torch.no_grad():
-        ranker.backbone.model.get_input_embeddings().weight[ranker.prompts.query("~").ids[0]] = math.inf
-    pairs = [Pair(QUERIES[0], "Frost."), Pair(QUERIES[1], "Ice."), Pair(QUERIES[0], "Sun."), Pair(QUERIES[1], "a ~ b")]
+        ranker.backbone.model.get_input_embeddings().weight[ranker.prompts.query("~").ids[0]] = (
+            math.inf
+        )
+    pairs = [
+        Pair(QUERIES[0], "Frost."),
+        Pair(QUERIES[1], "Ice."),
+        Pair(QUERIES[0], "Sun."),
+        Pair(QUERIES[1], "a ~ b"),
+    ]
     with pytest.raises(ScoringError, match="Document 3 scored nan") as caught:
         ranker.score_pairs(pairs)
     assert caught.value.index == 3
@@ -169,7 +202,9 @@ def test_a_reranker_that_cannot_cut_documents_says_so():
 def test_the_default_template_can_be_scored_in_pairs(tiny_folder):
     options = LoadOptions(device="cpu", dtype="float32", local_files_only=True)
     ranker = unkept(
-        RSRank.from_backbone(tiny_folder("qwen3"), random_projection("qwen3"), template=Template(), options=options)
+        RSRank.from_backbone(
+            tiny_folder("qwen3"), random_projection("qwen3"), template=Template(), options=options
+        )
     )
     pairs = [Pair(QUERIES[i % 3], f"{i} {text}") for i, text in enumerate(DOCUMENTS)]
     assert together(ranker, pairs) == pytest.approx(one_by_one(ranker, pairs), abs=EXACT)

@@ -32,7 +32,9 @@ class Hits(Reranker):
     def score_documents(self, query, documents, *, show_progress=False):
         self.calls += 1
         self.seen += documents
-        return [Scored(self.of(text), len(text.split()) > 8, len(text.split())) for text in documents]
+        return [
+            Scored(self.of(text), len(text.split()) > 8, len(text.split())) for text in documents
+        ]
 
     def score_pairs(self, pairs):
         return self.score_documents("", [pair.document for pair in pairs])
@@ -77,7 +79,9 @@ def test_sentences_hold_all_of_a_text_in_order_whatever_it_is_written_in():
         "\U0001f600 Wer war da?",
         "«Ça va?» dit-il.",
     ]
-    assert {"日本語です。", "これは文です。", "मैं घर जा रहा हूँ।", "J.\u00a0Smith left."} <= set(pieces(ODD))
+    assert {"日本語です。", "これは文です。", "मैं घर जा रहा हूँ।", "J.\u00a0Smith left."} <= set(
+        pieces(ODD)
+    )
     assert all(stop <= start for (_, stop), (start, _) in pairwise(found))
     assert "".join("".join(pieces(ODD)).split()) == "".join(ODD.split())
 
@@ -108,7 +112,9 @@ def test_windows_end_with_sentences_overlap_and_hold_everything():
     text = " ".join(f"{words(7)} end{i}." for i in range(20))
     ends, _ = Hits().token_ends(text)
     found = windows(text, ends, 44)
-    assert all(text[:stop].endswith(".") and len(text[start:stop].split()) <= 40 for start, stop in found)
+    assert all(
+        text[:stop].endswith(".") and len(text[start:stop].split()) <= 40 for start, stop in found
+    )
     assert found[0][0] == 0
     assert found[-1][1] == len(text)
     assert all(first < start < stop < last for (first, stop), (start, last) in pairwise(found))
@@ -139,30 +145,47 @@ def test_documents_shrink_to_the_sentences_above_the_threshold():
     )
     assert result.kept[0].score == 1.5
     assert result.texts == ["A bee flies. Two bees, one bee.", "Only a bee"]
-    assert {document.index: document.score for document in result.dropped} == {1: -0.5, 2: BLANK_SCORE}
+    assert {document.index: document.score for document in result.dropped} == {
+        1: -0.5,
+        2: BLANK_SCORE,
+    }
     assert reranker.calls == 1
-    assert all(document.text[one.start : one.end] == one.text for document in result.kept for one in document.excerpts)
+    assert all(
+        document.text[one.start : one.end] == one.text
+        for document in result.kept
+        for one in document.excerpts
+    )
 
 
 def test_neighbours_stay_with_what_stands_between_them():
     result = Hits().rank("q", DOCUMENTS[:1], extract="sentences", context=1)
     assert result.texts == [DOCUMENTS[0]]
     far = "A bee. One. Two. Three. Four. A bee."
-    assert Hits().rank("q", [far], extract="sentences", context=1).texts == ["A bee. One. Four. A bee."]
+    assert Hits().rank("q", [far], extract="sentences", context=1).texts == [
+        "A bee. One. Four. A bee."
+    ]
 
 
 @pytest.mark.parametrize("context", [0, 1, 3, 40, 23_082_634_031, pytest.param(10**400, id="huge")])
 def test_what_stands_near_a_hit_is_kept_however_far_near_is(context):
     said = random.Random(5).choices(["A bee.", "Not so."], [1, 9], k=40)
-    found = Hits().rank("q", [" ".join(said)], extract="sentences", context=context).kept[0].excerpts
-    expected = [text for i, text in enumerate(said) if "A bee." in said[max(0, i - context) : i + context + 1]]
+    found = (
+        Hits().rank("q", [" ".join(said)], extract="sentences", context=context).kept[0].excerpts
+    )
+    expected = [
+        text
+        for i, text in enumerate(said)
+        if "A bee." in said[max(0, i - context) : i + context + 1]
+    ]
     assert [one.text for one in found] == expected
 
 
 def test_a_heading_is_kept_and_not_scored():
     text = "All of the bees\r\nNothing here. One bee is.\nNo."
     reranker = Hits()
-    assert reranker.rank("q", [text], extract="sentences", heading=True).texts == ["All of the bees\r\nOne bee is."]
+    assert reranker.rank("q", [text], extract="sentences", heading=True).texts == [
+        "All of the bees\r\nOne bee is."
+    ]
     assert reranker.seen == ["Nothing here.", "One bee is.", "No."]
     assert Hits().rank("q", ["a bee"], extract="sentences", heading=True).texts == ["a bee"]
 
@@ -170,7 +193,9 @@ def test_a_heading_is_kept_and_not_scored():
 def test_without_a_threshold_all_sentences_stay_and_min_docs_keeps_the_best_one():
     ranked = Hits().rank("q", DOCUMENTS, extract="sentences", threshold=None)
     assert ranked.texts == [DOCUMENTS[0], DOCUMENTS[3], DOCUMENTS[1], DOCUMENTS[2]]
-    assert Hits().rank("q", DOCUMENTS, extract="sentences", threshold=9, min_docs=1).texts == ["Two bees, one bee."]
+    assert Hits().rank("q", DOCUMENTS, extract="sentences", threshold=9, min_docs=1).texts == [
+        "Two bees, one bee."
+    ]
 
 
 def test_equal_sentences_are_told_apart_by_their_places():
@@ -183,7 +208,9 @@ def test_a_sentence_that_is_too_long_is_cut_and_reported():
 
 
 def test_the_best_window_is_the_documents_score():
-    text = "One two three four. Five six seven eight. A bee or bee comes. Ten eleven twelve thirteen."
+    text = (
+        "One two three four. Five six seven eight. A bee or bee comes. Ten eleven twelve thirteen."
+    )
     result = Hits().rank("q", [text, "a bee"], long_documents="windows")
     best = result.kept[0]
     assert (best.index, best.score, best.truncated) == (0, 1.5, False)
@@ -197,7 +224,10 @@ def test_the_best_window_is_the_documents_score():
     ("options", "message"),
     [
         ({"extract": "words"}, "extract must be 'sentences' or None, got 'words'"),
-        ({"extract": "sentences", "context": -1}, "context must be a number of sentences, 0 or more, got -1"),
+        (
+            {"extract": "sentences", "context": -1},
+            "context must be a number of sentences, 0 or more, got -1",
+        ),
         ({"extract": "sentences", "context": True}, "context must be a number"),
         ({"context": 1}, "no effect without extract"),
         ({"heading": True}, "no effect without extract"),
@@ -241,7 +271,10 @@ def test_an_error_about_a_part_is_one_about_its_document():
     def score(pairs):
         raise ScoringError("Document 2 is too large.", 2)
 
-    pairs = [Pair("q", "One. Two.", None, Reading("sentences")), Pair("q", "Three.", None, Reading("sentences"))]
+    pairs = [
+        Pair("q", "One. Two.", None, Reading("sentences")),
+        Pair("q", "Three.", None, Reading("sentences")),
+    ]
     with pytest.raises(ScoringError, match="Document 1 is too large") as caught:
         score_in_parts(pairs, Hits().token_ends, score)
     assert caught.value.index == 1
@@ -250,7 +283,9 @@ def test_an_error_about_a_part_is_one_about_its_document():
 def test_an_error_about_a_window_is_one_about_its_document():
     class Refusing(Hits):
         def score_documents(self, query, documents, *, show_progress=False):
-            bad = [i for i, text in enumerate(documents) if "bad" in text and len(text.split()) <= 8]
+            bad = [
+                i for i, text in enumerate(documents) if "bad" in text and len(text.split()) <= 8
+            ]
             if bad:
                 raise ScoringError(f"Document {bad[0]} is too large.", bad[0])
             return super().score_documents(query, documents)
@@ -301,14 +336,18 @@ def test_a_model_reads_each_window_whole_and_by_itself(tiny_ranker, kind):
     assert not long.truncated
     assert long.score == pytest.approx(max(ranker.score(QUERY, parts)), abs=1e-4)
     assert not any(found.truncated for found in ranker.score_documents(QUERY, parts))
-    assert ranker.rank(QUERY, [text, CORPUS[0]], threshold=None) == result  # what this ranker does anyway
+    assert (
+        ranker.rank(QUERY, [text, CORPUS[0]], threshold=None) == result
+    )  # what this ranker does anyway
     assert ranker.rank(QUERY, [text], threshold=None, long_documents="cut").kept[0].truncated
 
 
 @pytest.mark.parametrize("options", [{}, {"extract": "sentences"}, {"long_documents": "cut"}])
 def test_what_was_read_ahead_of_time_is_not_read_again(tiny_ranker, tmp_path, options):
     made = tiny_ranker("qwen3")
-    ranker = RSRank(made.backbone, made.prompts, made.projection, made.config, prefix_cache=str(tmp_path))
+    ranker = RSRank(
+        made.backbone, made.prompts, made.projection, made.config, prefix_cache=str(tmp_path)
+    )
     texts = ["  ".join(CORPUS * 12), CORPUS[0]]
     ranker.index(ranker.parts(texts, **options))
     before = ranker.stats()["misses"]
@@ -321,7 +360,9 @@ def test_a_models_sentences_score_as_documents_of_their_own(tiny_ranker):
     ranker = tiny_ranker("qwen3")
     result = ranker.rank(QUERY, [" ".join(CORPUS)], threshold=None, extract="sentences")
     found = result.kept[0].excerpts
-    assert [one.score for one in found] == pytest.approx(ranker.score(QUERY, [one.text for one in found]), abs=1e-4)
+    assert [one.score for one in found] == pytest.approx(
+        ranker.score(QUERY, [one.text for one in found]), abs=1e-4
+    )
 
 
 class TestAdapters:
@@ -335,8 +376,13 @@ class TestAdapters:
         from rsrank_rag.langchain import RSRankCompressor
 
         reranker = Hits()
-        compressor = RSRankCompressor(model=reranker, extract="sentences", metadata_fields=("title",))
-        given = [Document(text, id=str(i), metadata={"title": "bee bee"}) for i, text in enumerate(DOCUMENTS)]
+        compressor = RSRankCompressor(
+            model=reranker, extract="sentences", metadata_fields=("title",)
+        )
+        given = [
+            Document(text, id=str(i), metadata={"title": "bee bee"})
+            for i, text in enumerate(DOCUMENTS)
+        ]
         if asynchronous:
             found = await compressor.acompress_documents(given, "q")
         else:
@@ -360,9 +406,13 @@ class TestAdapters:
 
         from rsrank_rag.langchain import RSRankCompressor
 
-        compressor = RSRankCompressor(model=Hits(), long_documents="windows", metadata_fields=("title",))
+        compressor = RSRankCompressor(
+            model=Hits(), long_documents="windows", metadata_fields=("title",)
+        )
         text = "One two three four. Five six seven eight. A bee or bee."
-        found = (await compressor.acompress_documents([Document(text, metadata={"title": "T"})], "q"))[0]
+        found = (
+            await compressor.acompress_documents([Document(text, metadata={"title": "T"})], "q")
+        )[0]
         window = found.metadata["rsrank_window"]
         assert text[window["start"] : window["end"]].endswith("A bee or bee.")
         assert found.page_content == text
@@ -376,7 +426,11 @@ class TestAdapters:
 
         postprocessor = RSRankPostprocessor(model=Hits(), extract="sentences", context=1)
         text = "Far. Near. A bee. Near. Far."
-        given = [NodeWithScore(node=TextNode(text=text, id_="a", metadata={"title": "bee bee"}), score=0.1)]
+        given = [
+            NodeWithScore(
+                node=TextNode(text=text, id_="a", metadata={"title": "bee bee"}), score=0.1
+            )
+        ]
         if asynchronous:
             found = await postprocessor.apostprocess_nodes(given, query_str="q")
         else:
@@ -391,7 +445,11 @@ class TestAdapters:
         pytest.importorskip("langchain_core")
         from rsrank_rag.langchain import RSRankCompressor
 
-        for wrong in ({"extract": "words"}, {"context": 1}, {"extract": "sentences", "context": -1}):
+        for wrong in (
+            {"extract": "words"},
+            {"context": 1},
+            {"extract": "sentences", "context": -1},
+        ):
             with pytest.raises(ValueError, match=r"extract|context"):
                 RSRankCompressor(model=Hits(), **wrong)
 
@@ -400,24 +458,44 @@ class TestService:
     @pytest.mark.parametrize("drop", [False, True])
     async def test_a_row_has_the_sentences_that_are_kept(self, drop):
         async with client_of(scheduler(Hits()), drop=drop) as http:
-            body = {"query": "q", "documents": DOCUMENTS, "extract": "sentences", "return_documents": True}
+            body = {
+                "query": "q",
+                "documents": DOCUMENTS,
+                "extract": "sentences",
+                "return_documents": True,
+            }
             rows = (await http.post("/v1/rerank", json=body)).json()["results"]
             assert [row["index"] for row in rows] == [0, 3]
-            assert rows[0]["excerpts"][0] == {"start": 16, "end": 28, "score": 0.5, "text": "A bee flies."}
+            assert rows[0]["excerpts"][0] == {
+                "start": 16,
+                "end": 28,
+                "score": 0.5,
+                "text": "A bee flies.",
+            }
             assert rows[0]["document"]["text"] == "A bee flies. Two bees, one bee."
-            rows = (await http.post("/v1/rerank", json={**body, "threshold": None, "normalize": True})).json()[
-                "results"
-            ]
+            rows = (
+                await http.post("/v1/rerank", json={**body, "threshold": None, "normalize": True})
+            ).json()["results"]
             assert len(rows) == 4
             assert len(rows[0]["excerpts"]) == 5
             assert all(0 <= one["score"] <= 1 for row in rows for one in row["excerpts"])
 
     async def test_windows_are_asked_for_and_refused_where_nobody_counts(self):
         async with client_of(scheduler(Hits())) as http:
-            body = {"query": "q", "documents": [f"{words(12)} bee", "a bee"], "long_documents": "windows"}
+            body = {
+                "query": "q",
+                "documents": [f"{words(12)} bee", "a bee"],
+                "long_documents": "windows",
+            }
             rows = (await http.post("/v1/rerank", json=body)).json()["results"]
-            assert [row["window"]["count"] > 1 for row in rows] == [row["index"] == 0 for row in rows]
-            for wrong in ({"extract": "words"}, {"context": 1}, {"extract": "sentences", "context": -1}):
+            assert [row["window"]["count"] > 1 for row in rows] == [
+                row["index"] == 0 for row in rows
+            ]
+            for wrong in (
+                {"extract": "words"},
+                {"context": 1},
+                {"extract": "sentences", "context": -1},
+            ):
                 assert (
                     await http.post("/v1/rerank", json={"query": "q", "documents": ["a"], **wrong})
                 ).status_code == 400
@@ -427,7 +505,13 @@ class TestService:
         with address_of(scheduler(Hits())) as address, RemoteReranker(address) as remote:
             for options in (
                 {"extract": "sentences"},
-                {"extract": "sentences", "context": 1, "heading": True, "threshold": 0.6, "min_docs": 3},
+                {
+                    "extract": "sentences",
+                    "context": 1,
+                    "heading": True,
+                    "threshold": 0.6,
+                    "min_docs": 3,
+                },
                 {"extract": "sentences", "threshold": None},
                 {"long_documents": "windows"},
             ):
@@ -439,7 +523,11 @@ class TestService:
         from rsrank_rag.remote.wire import Answer, scores_of
 
         old = Answer.model_validate(
-            {"model": "m", "threshold": 0.0, "results": [{"index": 0, "relevance_score": 1.0, "truncated": False}]}
+            {
+                "model": "m",
+                "threshold": 0.0,
+                "results": [{"index": 0, "relevance_score": 1.0, "truncated": False}],
+            }
         )
         with pytest.raises(RemoteError, match="update the service"):
             scores_of(old, ["text"], "http://old", Reading("sentences"))
@@ -449,7 +537,9 @@ def test_the_command_prints_what_is_kept(tmp_path):
     from typer.testing import CliRunner
 
     file = tmp_path / "passages.txt"
-    file.write_text("A bee's waggle dance tells the hive where the flowers are. The train leaves at noon.\n")
+    file.write_text(
+        "A bee's waggle dance tells the hive where the flowers are. The train leaves at noon.\n"
+    )
     query = "How do honeybees tell each other where flowers are?"
     arguments = ["rank", "-q", query, "-d", str(file), "--extract", "sentences"]
     found = json.loads(CliRunner().invoke(app, [*arguments, "--json"]).stdout)

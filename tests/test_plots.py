@@ -56,7 +56,9 @@ def test_f1_gap_curves_give_the_share_of_queries_above_each_gap():
     figure = draw_everything(plots.f1_gap_curves(dict.fromkeys(SETS, gaps)))
     assert titles(figure) == SETS
     line = figure.axes[0].lines[0]
-    shares = dict(zip(line.get_xdata(), line.get_ydata(), strict=True))  # of equal x the last one counts: steps "post"
+    shares = dict(
+        zip(line.get_xdata(), line.get_ydata(), strict=True)
+    )  # of equal x the last one counts: steps "post"
     assert shares == {0.0: 0.75, 0.2: 0.25, 0.5: 0.0, 1.0: 0.0}
     assert legend(figure) == {"mini", "bm25"}
     assert figure.get_supxlabel() == "F1 below the query's best by more"
@@ -66,7 +68,9 @@ def test_f1_gap_curves_give_the_share_of_queries_above_each_gap():
 def test_score_histograms_count_every_document_of_its_class():
     rng = np.random.default_rng(0)
     pair = (list(rng.normal(3, 1, 20)), list(rng.normal(-3, 1, 300)))
-    figure = draw_everything(plots.score_histograms({"a": pair, "none": ([], [0.5])}, 0.0, title="mini", bins=10))
+    figure = draw_everything(
+        plots.score_histograms({"a": pair, "none": ([], [0.5])}, 0.0, title="mini", bins=10)
+    )
     areas, lines = figure.axes[0].patches[::2], figure.axes[0].patches[1::2]
     assert len(areas) == len(lines) == 2
     for patch, scores in zip(lines, pair[::-1], strict=True):

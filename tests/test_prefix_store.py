@@ -22,7 +22,13 @@ from rsrank_rag.cli import app
 from rsrank_rag.errors import InputError, ScoringError
 from rsrank_rag.method.probe import Prefix, Prefixes
 from rsrank_rag.partial_files import A_DAY, is_running
-from rsrank_rag.prefixes.settings import PrefixCache, as_bytes, as_prefix_cache, memory_share, parse_size
+from rsrank_rag.prefixes.settings import (
+    PrefixCache,
+    as_bytes,
+    as_prefix_cache,
+    memory_share,
+    parse_size,
+)
 from rsrank_rag.prefixes.store import PackedPrefix, PrefixStore
 
 LAYERS, HEADS, WIDTH = 3, 2, 8
@@ -43,7 +49,10 @@ class Model:
 
     def __call__(self, documents, room=0, behind=()):
         self.ran += documents
-        return Prefixes.of([*(Prefix(torch.stack(made_up(ids)), torch.empty(0)) for ids in documents), *behind], room)
+        return Prefixes.of(
+            [*(Prefix(torch.stack(made_up(ids)), torch.empty(0)) for ids in documents), *behind],
+            room,
+        )
 
 
 def rounded(states, dtype):
@@ -52,13 +61,17 @@ def rounded(states, dtype):
 
 
 def store(**options):
-    return PrefixStore({"model": "m"}, PrefixCache(**{"device": 0, **options}), device=CPU, dtype=torch.float32)
+    return PrefixStore(
+        {"model": "m"}, PrefixCache(**{"device": 0, **options}), device=CPU, dtype=torch.float32
+    )
 
 
 def check(found, documents, error=0.0):
     for row, ids in enumerate(documents):
         for layers, expected in zip((found.keys, found.values), made_up(ids), strict=True):
-            rows = torch.stack([layer[row, :, found.room : found.room + len(ids)] for layer in layers])
+            rows = torch.stack(
+                [layer[row, :, found.room : found.room + len(ids)] for layer in layers]
+            )
             assert (rows - expected).abs().max() <= error
     assert found.lengths == tuple(len(ids) for ids in documents)
 
@@ -103,7 +116,9 @@ def test_what_is_asked_for_more_often_takes_the_place_of_the_least_recently_used
 
 
 @pytest.mark.parametrize("rounds", [10, 60])
-def test_of_more_documents_in_turn_than_fit_most_that_could_be_kept_are_found_and_the_log_says_it_once(rounds, caplog):
+def test_of_more_documents_in_turn_than_fit_most_that_could_be_kept_are_found_and_the_log_says_it_once(
+    rounds, caplog
+):
     kept, model = store(device=40 * BYTES), Model()
     for _ in range(rounds):
         for number in range(60):  # 1.5 times as many as fit
@@ -178,12 +193,17 @@ def test_a_first_call_gives_what_every_later_one_gives_wherever_it_is_found(tmp_
 
     def model(documents, room, behind):
         made = Model()(documents, room, behind)
-        keys, values = (tuple(layer.to(dtype) for layer in part) for part in (made.keys, made.values))
+        keys, values = (
+            tuple(layer.to(dtype) for layer in part) for part in (made.keys, made.values)
+        )
         return replace(made, keys=keys, values=values)
 
     def fresh(**options):
         return PrefixStore(
-            {"model": "m"}, PrefixCache(**{"device": 0, "folder": tmp_path, **options}), device=CPU, dtype=dtype
+            {"model": "m"},
+            PrefixCache(**{"device": 0, "folder": tmp_path, **options}),
+            device=CPU,
+            dtype=dtype,
         )
 
     both = fresh(device=1 << 20, host=1 << 20)
@@ -259,7 +279,13 @@ def test_a_damaged_file_is_computed_again_and_counted(tmp_path, damage, caplog):
     content = first.read_bytes()
     expected = {name: part.tolist() for name, part in load_file(first).items()}
     flipped = content[:-5] + bytes([content[-5] ^ 1]) + content[-4:]
-    broken = {"cut": content[:-9], "flipped": flipped, "renamed": second.read_bytes(), "empty": b"", "text": b"{}" * 99}
+    broken = {
+        "cut": content[:-9],
+        "flipped": flipped,
+        "renamed": second.read_bytes(),
+        "empty": b"",
+        "text": b"{}" * 99,
+    }
     first.write_bytes(broken[damage])
     again = store(folder=tmp_path)
     check(again.prefill(DOCS[:2], model), DOCS[:2], error=0.02)
@@ -267,7 +293,9 @@ def test_a_damaged_file_is_computed_again_and_counted(tmp_path, damage, caplog):
     assert again.stats()["corrupt"] == 1
     assert "is damaged and is computed again" in caplog.text
     assert store(folder=tmp_path).stats()["disk_bytes"] == len(content) + len(second.read_bytes())
-    assert {name: part.tolist() for name, part in load_file(first).items()} == expected  # written anew
+    assert {
+        name: part.tolist() for name, part in load_file(first).items()
+    } == expected  # written anew
 
 
 def test_a_disk_that_cannot_be_written_is_done_without(tmp_path, caplog, monkeypatch):
@@ -326,7 +354,9 @@ def test_a_writer_is_asked_for_only_where_asking_does_not_harm_it(tmp_path, monk
     assert is_running(begun_by(os.getpid(), 1e9), posix=True)
     assert not is_running(begun_by("999999999", 0), posix=True)
     assert not is_running(begun_by("9" * 30, 0), posix=True)
-    monkeypatch.setattr(os, "kill", lambda number, signal: asked.append(number))  # ends the process on Windows
+    monkeypatch.setattr(
+        os, "kill", lambda number, signal: asked.append(number)
+    )  # ends the process on Windows
     assert is_running(begun_by(os.getpid(), A_DAY - 60), posix=False)
     assert not is_running(begun_by(os.getpid(), A_DAY + 60), posix=False)
     assert not is_running(begun_by("somebody", 0), posix=False)
@@ -346,7 +376,10 @@ def test_two_processes_share_a_folder(tmp_path):
     documents = [(i, i + 1, i + 2) for i in range(40)]
     context = multiprocessing.get_context("spawn")
     answers = context.SimpleQueue()
-    both = [context.Process(target=_fill, args=(tmp_path, documents[::step], answers)) for step in (1, -1)]
+    both = [
+        context.Process(target=_fill, args=(tmp_path, documents[::step], answers))
+        for step in (1, -1)
+    ]
     for process in both:
         process.start()
     for process in both:
@@ -365,7 +398,9 @@ def test_threads_share_a_store(tmp_path):
     def use(seed):
         order = sorted(documents, key=lambda ids: hash((seed, ids)))
         for start in range(0, 20, 4):
-            check(kept.prefill(order[start : start + 4], model), order[start : start + 4], error=0.02)
+            check(
+                kept.prefill(order[start : start + 4], model), order[start : start + 4], error=0.02
+            )
 
     with ThreadPoolExecutor(8) as threads:
         list(threads.map(use, range(24)))
@@ -403,7 +438,9 @@ store(folder={str(tmp_path / "kept")!r}).prefill(DOCS, Model())
 
 
 def keeping(ranker, choice=True):
-    return RSRank(ranker.backbone, ranker.prompts, ranker.projection, ranker.config, prefix_cache=choice)
+    return RSRank(
+        ranker.backbone, ranker.prompts, ranker.projection, ranker.config, prefix_cache=choice
+    )
 
 
 @pytest.mark.parametrize("kind", ["qwen3", "gemma2", "bert"])
@@ -459,7 +496,8 @@ def test_prefixes_on_disk_serve_the_next_process_but_no_other_model(tiny_ranker,
 
 
 @pytest.mark.parametrize(
-    ("choice", "limit", "folder"), [("1KB", 1000, False), (5000, 5000, False), ("folder", memory_share(), True)]
+    ("choice", "limit", "folder"),
+    [("1KB", 1000, False), (5000, 5000, False), ("folder", memory_share(), True)],
 )
 def test_the_cache_can_be_chosen_by_size_or_folder(ranker, tmp_path, choice, limit, folder):
     made = keeping(ranker, tmp_path / "folder" if folder else choice).reader.store
@@ -469,11 +507,23 @@ def test_the_cache_can_be_chosen_by_size_or_folder(ranker, tmp_path, choice, lim
 
 def test_every_place_has_its_own_limit(ranker, tmp_path):
     folder = tmp_path / "kept"
-    chosen = {"device": "1KB", "host": "2MB", "folder": str(folder), "disk": "3GB", "salt": "tenant"}
+    chosen = {
+        "device": "1KB",
+        "host": "2MB",
+        "folder": str(folder),
+        "disk": "3GB",
+        "salt": "tenant",
+    }
     for choice in (chosen, PrefixCache(**chosen)):
         made = keeping(ranker, choice).reader.store
-        assert (made._on_device.limit, made._in_host.limit, made.disk.limit) == (1000, 2_000_000, 3_000_000_000)
-        assert made._identity != keeping(ranker, {**chosen, "salt": "another"}).reader.store._identity
+        assert (made._on_device.limit, made._in_host.limit, made.disk.limit) == (
+            1000,
+            2_000_000,
+            3_000_000_000,
+        )
+        assert (
+            made._identity != keeping(ranker, {**chosen, "salt": "another"}).reader.store._identity
+        )
 
 
 @pytest.mark.parametrize(
@@ -505,7 +555,14 @@ def test_without_a_cache_there_are_no_statistics(ranker):
 
 @pytest.mark.parametrize(
     ("text", "expected"),
-    [("512MB", 512_000_000), ("1.5 gb", 1_500_000_000), ("20", 20), ("7k", 7000), ("MB", None), ("a/b", None)],
+    [
+        ("512MB", 512_000_000),
+        ("1.5 gb", 1_500_000_000),
+        ("20", 20),
+        ("7k", 7000),
+        ("MB", None),
+        ("a/b", None),
+    ],
 )
 def test_sizes_are_read_as_people_write_them(text, expected):
     assert parse_size(text) == expected
@@ -517,7 +574,11 @@ def test_sizes_are_read_as_people_write_them(text, expected):
 def test_a_b_for_the_same_model_shares_its_prefixes(ranker, tmp_path):
     keeping(ranker, tmp_path).score(QUERY, DOCUMENTS)
     other = RSRank(
-        ranker.backbone, ranker.prompts, random_projection("qwen3", seed=8), ranker.config, prefix_cache=tmp_path
+        ranker.backbone,
+        ranker.prompts,
+        random_projection("qwen3", seed=8),
+        ranker.config,
+        prefix_cache=tmp_path,
     )
     other.score(QUERY, DOCUMENTS)
     assert other.stats()["disk_hits"] == len(DOCUMENTS)
@@ -562,7 +623,10 @@ def test_rankers_of_tests_keep_nothing(ranker):
 
 
 def test_kept_documents_are_read_before_new_ones_can_push_them_out(ranker):
-    first, second = [f"{text} {i}" for i in range(4) for text in DOCUMENTS], [f"new {text}" for text in DOCUMENTS]
+    first, second = (
+        [f"{text} {i}" for i in range(4) for text in DOCUMENTS],
+        [f"new {text}" for text in DOCUMENTS],
+    )
     sized = keeping(ranker)
     sized.score(QUERY, first)
     kept = keeping(ranker, sized.stats()["device_bytes"])  # just large enough for the first

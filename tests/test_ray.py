@@ -26,7 +26,9 @@ with socket.socket() as made:
 
 
 def build(make, **limits):
-    return create_app(Scheduler(make, "lengths", canary=None, limits=QueueLimits(**limits)), Settings(timeout=60))
+    return create_app(
+        Scheduler(make, "lengths", canary=None, limits=QueueLimits(**limits)), Settings(timeout=60)
+    )
 
 
 @pytest.fixture(scope="module")
@@ -42,8 +44,12 @@ def service(ray_cluster):
 
 @pytest.fixture
 async def http():
-    waits = httpx.AsyncHTTPTransport(retries=6)  # Serve's proxy may begin to listen a little after its application
-    async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{PORT}", timeout=90, transport=waits) as client:
+    waits = httpx.AsyncHTTPTransport(
+        retries=6
+    )  # Serve's proxy may begin to listen a little after its application
+    async with httpx.AsyncClient(
+        base_url=f"http://127.0.0.1:{PORT}", timeout=90, transport=waits
+    ) as client:
         yield client
 
 
@@ -111,15 +117,24 @@ async def test_replicas_answer_as_one_service_and_change_their_number_under_load
 
 async def test_a_document_on_which_the_models_process_dies_fails_alone(service, http):
     await asyncio.to_thread(service, 1)
-    assert await scores(http, "q", ["a", "no score", "bb", "kill the process"]) == [-999, None, -998, None]
+    assert await scores(http, "q", ["a", "no score", "bb", "kill the process"]) == [
+        -999,
+        None,
+        -998,
+        None,
+    ]
 
 
 async def test_a_replica_that_dies_is_replaced(service, http):
     await asyncio.to_thread(service, 1)
-    assert (await http.post("/v1/rerank", json={"query": "q", "documents": ["kill the replica"]})).is_error
+    assert (
+        await http.post("/v1/rerank", json={"query": "q", "documents": ["kill the replica"]})
+    ).is_error
 
     async def is_back():
-        return (await http.post("/v1/rerank", json={"query": "q", "documents": ["a"]})).status_code == 200
+        return (
+            await http.post("/v1/rerank", json={"query": "q", "documents": ["a"]})
+        ).status_code == 200
 
     await until(is_back)
     assert await scores(http, "q", ["a", "bb"]) == [-999, -998]

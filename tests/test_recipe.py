@@ -28,7 +28,9 @@ def recipe():
         import measure
         import train
 
-        yield argparse.Namespace(data=data, train=train, choose=choose, encode=encode, measure=measure)
+        yield argparse.Namespace(
+            data=data, train=train, choose=choose, encode=encode, measure=measure
+        )
     finally:
         sys.path.remove(str(RECIPE))
         for name in ("choose", "data", "encode", "measure", "model", "scorer", "tables", "train"):
@@ -86,9 +88,13 @@ def trainer(recipe, prepared):
 
 
 @pytest.mark.slow
-def test_a_batch_is_a_function_of_its_step_and_labels_only_a_querys_own_relevant_documents(recipe, trainer):
+def test_a_batch_is_a_function_of_its_step_and_labels_only_a_querys_own_relevant_documents(
+    recipe, trainer
+):
     first, second = trainer(), trainer()
-    assert [list(map(str, part)) for part in first.batch(3)] == [list(map(str, part)) for part in second.batch(3)]
+    assert [list(map(str, part)) for part in first.batch(3)] == [
+        list(map(str, part)) for part in second.batch(3)
+    ]
     for step in range(8):
         for query, places, labels in zip(*first.batch(step), strict=True):
             relevant = [p for p, label in zip(places, labels, strict=True) if label]
@@ -114,7 +120,11 @@ def test_without_the_shift_the_score_is_the_cosine_and_the_best_matches_of_minil
     for place, found in enumerate(bases[0].tolist()):
         document = states(made.stored.ids[place])
         cosine = torch.cosine_similarity(query.mean(0), document.mean(0), dim=0)
-        near = torch.cosine_similarity(value(query)[1:-1, None], value(document)[None, 1:-1], dim=-1).amax(1).mean()
+        near = (
+            torch.cosine_similarity(value(query)[1:-1, None], value(document)[None, 1:-1], dim=-1)
+            .amax(1)
+            .mean()
+        )
         expected = model.pooled_weight * cosine + model.token_weight * near + model.bias
         assert found == pytest.approx(float(expected), abs=0.1)  # states and products in bfloat16
 
@@ -148,7 +158,9 @@ def test_a_run_that_was_killed_ends_where_an_unbroken_one_does(trainer, tmp_path
     resumed.load(tmp_path / "checkpoint.pt")
     while resumed.step < 4:
         resumed.update(resumed.step / 50)
-    for expected, found in zip(unbroken.model.parameters(), resumed.model.parameters(), strict=True):
+    for expected, found in zip(
+        unbroken.model.parameters(), resumed.model.parameters(), strict=True
+    ):
         assert torch.equal(expected, found)
 
 
@@ -158,9 +170,18 @@ def test_what_is_exported_scores_as_the_recipe_does(recipe, trainer, tmp_path):
     for _ in range(3):
         made.update(0.0)
     scorer, choice = made.averaged(), (0.5, 0.25)
-    recipe.choose.export(scorer, choice, tmp_path / "model", {"data": ["notes"], "seed": 0, "step": 3})
+    recipe.choose.export(
+        scorer, choice, tmp_path / "model", {"data": ["notes"], "seed": 0, "step": 3}
+    )
     recipe.choose.reference(scorer, choice, tmp_path / "model")
-    command = [sys.executable, RECIPE / "export.py", "--weights", tmp_path / "model", "--output", tmp_path / "artifact"]
+    command = [
+        sys.executable,
+        RECIPE / "export.py",
+        "--weights",
+        tmp_path / "model",
+        "--output",
+        tmp_path / "artifact",
+    ]
     output = subprocess.run(command, check=True, capture_output=True, text=True).stdout
     assert "largest difference from the recipe's own scores" in output
     ranker = RSRank.from_pretrained(tmp_path / "artifact", device="cpu", dtype="float32")
@@ -175,7 +196,9 @@ def test_as_much_of_the_shift_is_kept_as_harms_nobody(recipe):
 
     seen, unseen = next(iter(recipe.data.SETS)), recipe.data.UNSEEN[0]
     (share, _), figures = recipe.choose.choose({seen: rows(True), unseen: rows(False)})
-    assert share == pytest.approx(0.15)  # beyond an eighth it repairs the one, from a quarter on it ruins the other
+    assert share == pytest.approx(
+        0.15
+    )  # beyond an eighth it repairs the one, from a quarter on it ruins the other
     assert figures[unseen]["ndcg@5"] == figures[seen]["ndcg@5"] == 100
 
 
@@ -184,12 +207,17 @@ def test_keywords_keep_the_content_words(recipe):
     assert recipe.data.keywords("What is it?") == "What is it?"
 
 
-def test_a_measurement_scores_the_model_and_its_rivals_and_shows_them_in_a_table(recipe, ranker, labelled, tmp_path):
+def test_a_measurement_scores_the_model_and_its_rivals_and_shows_them_in_a_table(
+    recipe, ranker, labelled, tmp_path
+):
     ranker.save_pretrained(tmp_path / "artifact", include_backbone=True)
     data = tmp_path / "dev"
     data.mkdir()
     (data / "notes.jsonl.gz").write_bytes(next(labelled.glob("*.gz")).read_bytes())
-    load = {"mini": lambda: RSRank.from_pretrained(tmp_path / "artifact", device="cpu"), "BM25": BM25}
+    load = {
+        "mini": lambda: RSRank.from_pretrained(tmp_path / "artifact", device="cpu"),
+        "BM25": BM25,
+    }
     figures = recipe.measure.measure(data, load)
     assert [row["dataset"] for row in figures["BM25"]["sets"]] == ["notes"]
     assert figures["mini"]["tau"] == 0.0

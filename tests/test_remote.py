@@ -89,7 +89,9 @@ limits = st.fixed_dictionaries(
 
 
 @pytest.mark.parametrize("kind", ["a stub", "rsrank serve"])
-@settings(deadline=None, max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    deadline=None, max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 @given(query=texts, documents=st.lists(texts, max_size=6), limits=limits)
 def test_a_remote_rank_is_the_local_one(running_service, served, kind, query, documents, limits):
     expected = Overlap().rank(query, documents, **limits)
@@ -113,13 +115,17 @@ async def test_the_native_threshold_is_that_of_the_services_model(service, addre
         found = await rank(RemoteReranker(address), asynchronous)
         assert found.threshold == threshold
         assert len(found.kept) == (2 if threshold else len(DOCUMENTS))
-        assert (await rank(RemoteReranker(address), asynchronous, documents=[])).threshold == threshold
+        assert (
+            await rank(RemoteReranker(address), asynchronous, documents=[])
+        ).threshold == threshold
         assert RemoteReranker(address).threshold == threshold
 
 
 def test_rows_are_read_by_their_number_and_say_what_was_cut(service, address):
     service.script += [lambda answer: {**answer, "results": answer["results"][::-1]}]
-    found = RemoteReranker(address).rank(QUERY, ["frost", "the bridge was opened...", "bridge"], threshold=None)
+    found = RemoteReranker(address).rank(
+        QUERY, ["frost", "the bridge was opened...", "bridge"], threshold=None
+    )
     assert [(d.index, d.truncated) for d in found.kept] == [(1, True), (2, False), (0, False)]
     assert type(found.kept[0].score) is float
 
@@ -132,19 +138,36 @@ def test_pairs_of_several_queries_are_scored_as_at_home(address):
 
 
 @both_ways
-async def test_all_scores_are_asked_for_raw_whatever_the_services_settings(service, address, asynchronous):
-    await rank(RemoteReranker(address), asynchronous, documents=["a\ud83d\ude00", "b\ud800"], threshold=1.0, top_n=1)
+async def test_all_scores_are_asked_for_raw_whatever_the_services_settings(
+    service, address, asynchronous
+):
+    await rank(
+        RemoteReranker(address),
+        asynchronous,
+        documents=["a\ud83d\ude00", "b\ud800"],
+        threshold=1.0,
+        top_n=1,
+    )
     assert service.seen == [
-        {"query": QUERY, "documents": ["a😀", "b\ufffd"], "partial": True, "threshold": None, "normalize": False}
+        {
+            "query": QUERY,
+            "documents": ["a😀", "b\ufffd"],
+            "partial": True,
+            "threshold": None,
+            "normalize": False,
+        }
     ]
 
 
 @both_ways
-async def test_a_model_can_be_asked_for_by_name_and_another_one_is_not_taken(service, address, asynchronous):
+async def test_a_model_can_be_asked_for_by_name_and_another_one_is_not_taken(
+    service, address, asynchronous
+):
     await rank(RemoteReranker(address, model="overlap"), asynchronous)
     assert service.seen[-1]["model"] == "overlap"
     for asked in (
-        rank(RemoteReranker(address, model="large"), asynchronous, documents=documents) for documents in ([], DOCUMENTS)
+        rank(RemoteReranker(address, model="large"), asynchronous, documents=documents)
+        for documents in ([], DOCUMENTS)
     ):
         with pytest.raises(RemoteError, match="asked for 'large' and holds 'overlap'"):
             await asked
@@ -161,7 +184,9 @@ async def test_a_model_can_be_asked_for_by_name_and_another_one_is_not_taken(ser
         (QUERY, ["a"], {"threshold": float("nan")}, "NaN"),
     ],
 )
-async def test_what_makes_no_sense_is_not_sent(service, address, asynchronous, query, documents, limits, message):
+async def test_what_makes_no_sense_is_not_sent(
+    service, address, asynchronous, query, documents, limits, message
+):
     with pytest.raises(InputError, match=message):
         await rank(RemoteReranker(address), asynchronous, query, documents, **limits)
     assert service.seen == []
@@ -200,7 +225,8 @@ def test_what_is_no_address_is_refused_and_no_password_repeated(wrong):
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"timeout": 0}, {"timeout": float("inf")}, {"timeout": float("nan")}, {"max_retries": -1}]
+    "wrong",
+    [{"timeout": 0}, {"timeout": float("inf")}, {"timeout": float("nan")}, {"max_retries": -1}],
 )
 def test_settings_out_of_range_are_refused(wrong):
     with pytest.raises(InputError, match=next(iter(wrong))):
@@ -226,12 +252,16 @@ async def test_the_key_is_sent_and_a_wrong_or_missing_one_is_explained(
     with pytest.raises(InputError, match=rf"refused the key in {name} \(401\): {MISSING}$"):
         await rank(keyed("wrong"), asynchronous)
     monkeypatch.delenv("RSRANK_API_KEY", raising=False)
-    with pytest.raises(InputError, match="a request without a key; give api_key or set RSRANK_API_KEY"):
+    with pytest.raises(
+        InputError, match="a request without a key; give api_key or set RSRANK_API_KEY"
+    ):
         await rank(RemoteReranker(address), asynchronous)
     assert len(service.headers) == 3  # nothing is tried again
 
 
-def test_the_keys_variable_is_read_at_each_call_and_of_several_keys_the_first_is_sent(service, address, monkeypatch):
+def test_the_keys_variable_is_read_at_each_call_and_of_several_keys_the_first_is_sent(
+    service, address, monkeypatch
+):
     reranker = RemoteReranker(address)
     for key, value in (("first", "first"), ("second", " second, third"), ("third", ",third")):
         monkeypatch.setenv("RSRANK_API_KEY", value)
@@ -244,7 +274,13 @@ def test_the_key_is_never_shown_pickled_or_logged(service, address, caplog, hurr
     service.script += [(503, {"message": "Busy."}), (500, {"message": "Broken."})]
     with caplog.at_level(logging.DEBUG), pytest.raises(RSRankError) as caught:
         reranker.rank(QUERY, DOCUMENTS)
-    shown = [repr(reranker), str(reranker), str(vars(reranker)), repr(caught.value), str(caught.value.args)]
+    shown = [
+        repr(reranker),
+        str(reranker),
+        str(vars(reranker)),
+        repr(caught.value),
+        str(caught.value.args),
+    ]
     assert len(caplog.messages) > 1
     assert not any(SECRET in text for text in (*shown, *caplog.messages, caplog.text))
     assert not any("1932" in text for text in (*shown, *caplog.messages))
@@ -271,7 +307,9 @@ def test_a_key_that_cannot_be_sent_is_refused_without_being_shown(key, monkeypat
 async def test_redirects_are_not_followed(service, address, asynchronous):
     with talking() as (elsewhere, heard):
         service.script += [(307, {}, {"Location": f"{elsewhere}/v1/rerank"})]
-        with pytest.raises(RemoteError, match=rf"sends on to {elsewhere[7:]} \(307\), where nothing was sent"):
+        with pytest.raises(
+            RemoteError, match=rf"sends on to {elsewhere[7:]} \(307\), where nothing was sent"
+        ):
             await rank(RemoteReranker(address, api_key=SECRET), asynchronous)
         assert heard == []
     assert len(service.seen) == 1
@@ -284,17 +322,27 @@ async def test_redirects_are_not_followed(service, address, asynchronous):
 @pytest.mark.parametrize("status", [429, 502, 503])
 async def test_a_busy_service_is_asked_again(service, address, asynchronous, status, hurried):
     service.script += [(status, {"message": "Busy."})] * 2
-    assert await rank(RemoteReranker(address, max_retries=2), asynchronous) == Overlap().rank(QUERY, DOCUMENTS)
+    assert await rank(RemoteReranker(address, max_retries=2), asynchronous) == Overlap().rank(
+        QUERY, DOCUMENTS
+    )
     assert len(service.seen) == 3
     assert service.seen[0] == service.seen[2]
 
 
 @both_ways
-async def test_after_the_last_try_the_services_own_words_are_the_error(service, address, asynchronous, hurried):
+async def test_after_the_last_try_the_services_own_words_are_the_error(
+    service, address, asynchronous, hurried
+):
     service.script += [(429, {"message": "40 documents are waiting."}, {"Retry-After": "0"})] * 3
-    with pytest.raises(RemoteError, match=r"answered 429: 40 documents are waiting\. Asked 3 times\.$") as caught:
+    with pytest.raises(
+        RemoteError, match=r"answered 429: 40 documents are waiting\. Asked 3 times\.$"
+    ) as caught:
         await rank(RemoteReranker(address, max_retries=2), asynchronous)
-    assert (caught.value.status, caught.value.transient, caught.value.retry_after) == (429, True, 0.0)
+    assert (caught.value.status, caught.value.transient, caught.value.retry_after) == (
+        429,
+        True,
+        0.0,
+    )
     again = pickle.loads(pickle.dumps(caught.value))
     assert (str(again), vars(again)) == (str(caught.value), vars(caught.value))
     assert len(service.seen) == 3
@@ -319,7 +367,9 @@ def test_a_service_may_name_a_date_to_come_back():
 @both_ways
 async def test_a_wait_beyond_the_timeout_is_not_begun(service, address, asynchronous):
     service.script += [(503, {"message": "Loading."}, {"Retry-After": "3600"})]
-    with pytest.raises(RemoteError, match=r"503: Loading\. Asked once and there is no time for another try") as caught:
+    with pytest.raises(
+        RemoteError, match=r"503: Loading\. Asked once and there is no time for another try"
+    ) as caught:
         await rank(RemoteReranker(address, timeout=60), asynchronous)
     assert caught.value.retry_after == 3600
     assert len(service.seen) == 1
@@ -342,7 +392,9 @@ def test_pauses_grow_to_a_limit_and_differ(service, address, monkeypatch, caplog
 
 @both_ways
 @pytest.mark.parametrize("status", [408, 500, 501, 504])
-async def test_other_failures_of_the_service_are_not_tried_again(service, address, asynchronous, status):
+async def test_other_failures_of_the_service_are_not_tried_again(
+    service, address, asynchronous, status
+):
     service.script += [(status, b"<html>proxy</html>")]
     with pytest.raises(RemoteError, match=f"answered {status}\\.") as caught:
         await rank(RemoteReranker(address), asynchronous)
@@ -353,9 +405,17 @@ async def test_other_failures_of_the_service_are_not_tried_again(service, addres
 @pytest.mark.parametrize(
     ("status", "body", "message"),
     [
-        (400, {"message": "The body is not JSON."}, r"refused the request \(400\): The body is not JSON\.$"),
+        (
+            400,
+            {"message": "The body is not JSON."},
+            r"refused the request \(400\): The body is not JSON\.$",
+        ),
         (404, b"<html>", r"has no /v1/rerank \(404\)\. Is it the address of an rsrank service\?"),
-        (413, {"message": "1,001 documents; a request may have 1,000."}, r"\(413\): 1,001 documents;"),
+        (
+            413,
+            {"message": "1,001 documents; a request may have 1,000."},
+            r"\(413\): 1,001 documents;",
+        ),
         (422, {"detail": "The query has no tokens"}, r"\(422\): The query has no tokens\.$"),
         (422, {"detail": [{"input": "1932"}]}, r"refused the request \(422\)\.$"),
         (418, b"[" * 100_000, r"refused the request \(418\)\.$"),
@@ -372,11 +432,15 @@ async def test_a_refused_request_is_an_input_error_in_the_services_words(
 
 
 @both_ways
-async def test_what_takes_too_long_ends_with_the_timeout_and_is_not_asked_again(service, address, asynchronous):
+async def test_what_takes_too_long_ends_with_the_timeout_and_is_not_asked_again(
+    service, address, asynchronous
+):
     service.script += [3600]
     with pytest.raises(RemoteError, match=r"did not answer in 0\.3 seconds\. Raise timeout"):
         await rank(RemoteReranker(address, timeout=0.3), asynchronous)
-    await until(lambda: service.left == 1)  # the service is told, long before it would have answered
+    await until(
+        lambda: service.left == 1
+    )  # the service is told, long before it would have answered
     assert len(service.seen) == 1
 
 
@@ -389,12 +453,16 @@ async def test_an_answer_in_drops_ends_with_the_timeout(asynchronous):
 
 
 @both_ways
-@pytest.mark.parametrize("cut", [[], [b"HTTP/1.1 200 OK\r\nContent-Length: 1000\r\n\r\n{"], [b"hello\r\n\r\n"]])
+@pytest.mark.parametrize(
+    "cut", [[], [b"HTTP/1.1 200 OK\r\nContent-Length: 1000\r\n\r\n{"], [b"hello\r\n\r\n"]]
+)
 async def test_a_lost_connection_is_tried_again(asynchronous, cut, hurried):
     answer = json.dumps(Service().rows({"query": QUERY, "documents": DOCUMENTS})).encode()
     whole = b"HTTP/1.1 200 OK\r\nConnection: close\r\nContent-Length: %d\r\n\r\n" % len(answer)
     with talking(cut, [whole + answer]) as (elsewhere, heard):
-        assert await rank(RemoteReranker(elsewhere), asynchronous) == Overlap().rank(QUERY, DOCUMENTS)
+        assert await rank(RemoteReranker(elsewhere), asynchronous) == Overlap().rank(
+            QUERY, DOCUMENTS
+        )
         assert len(heard) == 2
     with talking(*[cut] * 2) as (elsewhere, heard):
         with pytest.raises(RemoteError, match=r"could not be reached \(.*Asked 2 times") as caught:
@@ -405,7 +473,9 @@ async def test_a_lost_connection_is_tried_again(asynchronous, cut, hurried):
 
 @both_ways
 async def test_where_nobody_listens_the_error_says_so(asynchronous, hurried):
-    with pytest.raises(RemoteError, match=r"http://127\.0\.0\.1:9 could not be reached .*Asked 4 times\.") as caught:
+    with pytest.raises(
+        RemoteError, match=r"http://127\.0\.0\.1:9 could not be reached .*Asked 4 times\."
+    ) as caught:
         await rank(RemoteReranker("http://127.0.0.1:9"), asynchronous)
     assert caught.value.status is None
 
@@ -429,11 +499,17 @@ def with_first(**fields):
 @pytest.mark.parametrize(
     ("break_it", "message"),
     [
-        (with_rows(lambda rows: rows[1:]), r"asked about 5 documents and gave 0 scores for document 0"),
+        (
+            with_rows(lambda rows: rows[1:]),
+            r"asked about 5 documents and gave 0 scores for document 0",
+        ),
         (with_rows(lambda rows: [*rows, rows[0]]), "gave 2 scores for document 0"),
         (with_rows(lambda rows: [*rows[1:], rows[1]]), "gave 0 scores for document 0"),
         (with_first(index=5), "gave 0 scores for document 0"),
-        (with_rows(lambda rows: [*rows, {**rows[0], "index": -1}]), "gave 1 scores for document -1"),
+        (
+            with_rows(lambda rows: [*rows, {**rows[0], "index": -1}]),
+            "gave 1 scores for document -1",
+        ),
         (with_rows(lambda rows: [*rows, {**rows[0], "index": 5}]), "gave 1 scores for document 5"),
         (with_first(relevance_score="0.5"), "did not answer as an rsrank service does"),
         (with_first(index=True), "did not answer as an rsrank service does"),
@@ -443,11 +519,19 @@ def with_first(**fields):
         (lambda answer: b"{'results'", "Invalid JSON"),
         (lambda answer: b"", "did not answer as"),
         (lambda answer: [answer], "did not answer as"),
-        (lambda answer: {**answer, "filler": "x" * 2_000_000}, "too long to be scores: more than 1,069,056 bytes"),
-        (lambda answer: {**answer, "errors": [{"index": 0, "message": "scored nan."}]}, "gave 2 scores for document 0"),
+        (
+            lambda answer: {**answer, "filler": "x" * 2_000_000},
+            "too long to be scores: more than 1,069,056 bytes",
+        ),
+        (
+            lambda answer: {**answer, "errors": [{"index": 0, "message": "scored nan."}]},
+            "gave 2 scores for document 0",
+        ),
     ],
 )
-async def test_an_answer_that_cannot_be_trusted_is_an_error(service, address, asynchronous, break_it, message):
+async def test_an_answer_that_cannot_be_trusted_is_an_error(
+    service, address, asynchronous, break_it, message
+):
     service.script += [break_it]
     with pytest.raises(RemoteError, match=message) as caught:
         await rank(RemoteReranker(address), asynchronous)
@@ -461,7 +545,8 @@ async def test_an_answer_that_cannot_be_trusted_is_an_error(service, address, as
 async def test_a_document_without_a_finite_score_is_named(service, address, asynchronous, score):
     def spoil(answer):
         rows = ", ".join(
-            f'{{"index": {i}, "relevance_score": {score if i == 2 else 1.0}}}' for i in range(len(DOCUMENTS))
+            f'{{"index": {i}, "relevance_score": {score if i == 2 else 1.0}}}'
+            for i in range(len(DOCUMENTS))
         )
         return f'{{"model": "overlap", "threshold": 0.0, "results": [{rows}]}}'.encode()
 
@@ -478,9 +563,15 @@ async def test_a_document_that_the_service_could_not_score_is_named(service, add
         errors = [{"index": 3, "message": "scored inf."}, {"index": 1, "message": "scored nan."}]
         return {**answer, "results": rows, "errors": errors}
 
-    refused = {"message": "Document 1 scored nan.", "documents": [{"index": 1, "message": "scored nan."}]}
+    refused = {
+        "message": "Document 1 scored nan.",
+        "documents": [{"index": 1, "message": "scored nan."}],
+    }
     service.script += [spoil, (422, refused)]
-    for message in (r"^Document 1 scored nan\. So it is with 1 more\.$", r"^Document 1 scored nan\.$"):
+    for message in (
+        r"^Document 1 scored nan\. So it is with 1 more\.$",
+        r"^Document 1 scored nan\.$",
+    ):
         with pytest.raises(ScoringError, match=message) as caught:
             await rank(RemoteReranker(address), asynchronous)
         assert caught.value.index == 1
@@ -530,26 +621,40 @@ class Numbers(Reranker):
 @both_ways
 async def test_a_service_that_drops_and_normalises_by_itself_still_gives_all_and_raw(asynchronous):
     with serving(Numbers(), drop=True, normalize=True) as (address, _):
-        for limits in ({}, {"threshold": None}, {"threshold": -2.5, "top_n": 2}, {"threshold": 9, "min_docs": 1}):
-            found = await rank(RemoteReranker(address), asynchronous, "q", ["1.5 a", "-2", "1", " 7"], **limits)
+        for limits in (
+            {},
+            {"threshold": None},
+            {"threshold": -2.5, "top_n": 2},
+            {"threshold": 9, "min_docs": 1},
+        ):
+            found = await rank(
+                RemoteReranker(address), asynchronous, "q", ["1.5 a", "-2", "1", " 7"], **limits
+            )
             assert found == Numbers().rank("q", ["1.5 a", "-2", "1", " 7"], **limits)
 
 
 @both_ways
 async def test_the_services_refusals_are_our_errors(asynchronous, monkeypatch):
     monkeypatch.delenv("RSRANK_API_KEY", raising=False)
-    with serving(Numbers(), api_keys=(SECRET,), max_documents=3, max_document_characters=50) as (address, _):
+    with serving(Numbers(), api_keys=(SECRET,), max_documents=3, max_document_characters=50) as (
+        address,
+        _,
+    ):
         keyed = RemoteReranker(address, api_key=SECRET)
         keyed.warm_up()
         assert keyed.threshold == 1.0
-        with pytest.raises(InputError, match=r"a request without a key.* \(401\): This service needs an API key"):
+        with pytest.raises(
+            InputError, match=r"a request without a key.* \(401\): This service needs an API key"
+        ):
             await rank(RemoteReranker(address), asynchronous)
         with pytest.raises(InputError, match=r"\(413\): 4 documents; a request may have 3\."):
             await rank(keyed, asynchronous, "q", ["1"] * 4)
         with pytest.raises(InputError, match=r"\(413\): Document 1 has 60 characters"):
             await rank(keyed, asynchronous, "q", ["1", "1" * 60])
         with pytest.raises(RemoteError, match="asked for 'large' and holds 'fake'"):
-            await rank(RemoteReranker(address, model="large", api_key=SECRET), asynchronous, "q", ["1"])
+            await rank(
+                RemoteReranker(address, model="large", api_key=SECRET), asynchronous, "q", ["1"]
+            )
         for documents in (["1", "nan", "2"], ["3", "inf"], ["3", "nan", "inf"]):
             with pytest.raises(ScoringError, match=r"^Document 1 scored (nan|inf)") as caught:
                 await rank(keyed, asynchronous, "q", documents)
@@ -560,8 +665,12 @@ async def test_the_services_refusals_are_our_errors(asynchronous, monkeypatch):
         with pytest.raises(RemoteError, match=r"answered 500: .*made the model fail") as caught:
             await rank(keyed, asynchronous, "q", ["no number"])
         assert "no number" not in str(caught.value)
-        with pytest.raises(InputError, match=r"/elsewhere has no /v1/rerank \(404\): Not Found\. Is it the address"):
-            await rank(RemoteReranker(address + "/elsewhere", api_key=SECRET), asynchronous, "q", ["1"])
+        with pytest.raises(
+            InputError, match=r"/elsewhere has no /v1/rerank \(404\): Not Found\. Is it the address"
+        ):
+            await rank(
+                RemoteReranker(address + "/elsewhere", api_key=SECRET), asynchronous, "q", ["1"]
+            )
 
 
 @pytest.mark.slow
@@ -572,15 +681,24 @@ async def test_a_full_queue_is_waited_for_and_a_deadline_is_not_tried_again(asyn
     model = Numbers()
     with serving(model, QueueLimits(pairs=1)) as (address, queue):
         model.open.clear()
-        first, second, third = (asyncio.create_task(RemoteReranker(address).arank("q", ["1"])) for _ in range(3))
+        first, second, third = (
+            asyncio.create_task(RemoteReranker(address).arank("q", ["1"])) for _ in range(3)
+        )
         await until(lambda: queue.stats()["refused"] > 0)
         model.open.set()
         assert {len((await call).dropped) for call in (first, second, third)} == {1}
-    with serving(model, timeout=5.0) as (address, queue):  # a loaded machine takes its time to read the body
+    with serving(model, timeout=5.0) as (
+        address,
+        queue,
+    ):  # a loaded machine takes its time to read the body
         model.open.clear()
         with pytest.raises(RemoteError, match=r"answered 504: There was no answer in") as caught:
             await rank(RemoteReranker(address), asynchronous, "q", ["1"])
-        assert (caught.value.status, caught.value.transient, queue.stats()["late"]) == (504, False, 1)
+        assert (caught.value.status, caught.value.transient, queue.stats()["late"]) == (
+            504,
+            False,
+            1,
+        )
         model.open.set()
 
 
@@ -625,13 +743,18 @@ async def test_a_cancelled_call_closes_its_request(service, address):
     assert await reranker.arank(QUERY, DOCUMENTS) == Overlap().rank(QUERY, DOCUMENTS)
 
 
-async def test_64_calls_at_once_are_all_answered_beside_each_other_and_none_in_a_thread(service, address):
+async def test_64_calls_at_once_are_all_answered_beside_each_other_and_none_in_a_thread(
+    service, address
+):
     reranker = RemoteReranker(address)
     await reranker.arank(QUERY, DOCUMENTS)
     service.together = 64  # nobody is answered before all have asked
     threads, most = threading.active_count(), 0
     batches = [[f"{text} {number}" for text in DOCUMENTS] for number in range(64)]
-    calls = [asyncio.create_task(reranker.arank(f"{QUERY} {i}", texts)) for i, texts in enumerate(batches)]
+    calls = [
+        asyncio.create_task(reranker.arank(f"{QUERY} {i}", texts))
+        for i, texts in enumerate(batches)
+    ]
     while not all(call.done() for call in calls):
         most = max(most, threading.active_count())
         await asyncio.sleep(0.01)
@@ -641,7 +764,9 @@ async def test_64_calls_at_once_are_all_answered_beside_each_other_and_none_in_a
     assert most == threads
 
 
-async def test_the_event_loop_stays_free_while_a_service_thinks_and_between_two_tries(service, address):
+async def test_the_event_loop_stays_free_while_a_service_thinks_and_between_two_tries(
+    service, address
+):
     reranker = RemoteReranker(address)
     await reranker.arank(QUERY, DOCUMENTS)
     thought = threading.Event()
@@ -651,7 +776,9 @@ async def test_the_event_loop_stays_free_while_a_service_thinks_and_between_two_
     async def heartbeat():
         while True:
             seen.append(len(service.seen))
-            if seen.count(3) > 5:  # the second try is there: it is answered because this loop goes on
+            if (
+                seen.count(3) > 5
+            ):  # the second try is there: it is answered because this loop goes on
                 thought.set()
             await asyncio.sleep(0.005)
 
@@ -687,7 +814,9 @@ def test_one_reranker_serves_loops_one_after_another(service, address, lasting):
     reranker = RemoteReranker(address)
     for _ in range(3):
         loop = asyncio.new_event_loop()  # which ends without a word to anybody
-        assert loop.run_until_complete(reranker.arank(QUERY, DOCUMENTS)) == Overlap().rank(QUERY, DOCUMENTS)
+        assert loop.run_until_complete(reranker.arank(QUERY, DOCUMENTS)) == Overlap().rank(
+            QUERY, DOCUMENTS
+        )
         loop.close()
     assert len(service.peers) == 1
 
@@ -701,7 +830,9 @@ def test_one_reranker_serves_threads_and_loops_at_once(service, address):
 
     def looping():
         async def several():
-            found.extend(await asyncio.gather(*(reranker.arank(QUERY, DOCUMENTS) for _ in range(4))))
+            found.extend(
+                await asyncio.gather(*(reranker.arank(QUERY, DOCUMENTS) for _ in range(4)))
+            )
 
         asyncio.run(several())
 
@@ -756,7 +887,9 @@ def test_a_forked_process_opens_its_own_connections(service, address):
     answers = context.SimpleQueue()
 
     def child():
-        answers.put((reranker.rank(QUERY, DOCUMENTS), asyncio.run(reranker.arank(QUERY, DOCUMENTS))))
+        answers.put(
+            (reranker.rank(QUERY, DOCUMENTS), asyncio.run(reranker.arank(QUERY, DOCUMENTS)))
+        )
 
     process = context.Process(target=child)
     process.start()
@@ -769,7 +902,11 @@ def test_a_forked_process_opens_its_own_connections(service, address):
 
 @pytest.mark.parametrize(
     "variables",
-    [{"ALL_PROXY": "socks://127.0.0.1:1"}, {"SSL_CERT_FILE": "/nowhere"}, {"ALL_PROXY": "socks5://127.0.0.1:1"}],
+    [
+        {"ALL_PROXY": "socks://127.0.0.1:1"},
+        {"SSL_CERT_FILE": "/nowhere"},
+        {"ALL_PROXY": "socks5://127.0.0.1:1"},
+    ],
 )
 def test_settings_of_the_environment_that_cannot_be_used_are_named(variables, monkeypatch):
     for name in ("ALL_PROXY", "all_proxy", "NO_PROXY", "no_proxy"):
@@ -801,7 +938,9 @@ print(json.dumps([[document.page_content for document in found], heavy]))
 
 def test_a_fresh_interpreter_asks_a_service_without_torch(address):
     pytest.importorskip("langchain_core")
-    done = subprocess.run([sys.executable, "-c", FRESH, address], capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", FRESH, address], capture_output=True, text=True, check=True
+    )
     assert json.loads(done.stdout) == [["a b c", "a b"], []]
 
 

@@ -63,7 +63,11 @@ def made_up(count, seed, hostile=False):
             for i in range(rng.randint(3, 8))
         )
         name = f"{seed}-{number}" + ("<b>" if hostile else "")
-        queries.append(LabelledQuery(id=name, query=HOSTILE if hostile else f"question {number}?", documents=documents))
+        queries.append(
+            LabelledQuery(
+                id=name, query=HOSTILE if hostile else f"question {number}?", documents=documents
+            )
+        )
     return queries
 
 
@@ -76,7 +80,10 @@ def measured(name, seed, skill, threshold=0.0):
     scored = {
         label: [
             ScoredQuery(
-                [rng.gauss(skill if document.relevant else -skill, 1.0) for document in query.documents],
+                [
+                    rng.gauss(skill if document.relevant else -skill, 1.0)
+                    for document in query.documents
+                ],
                 [document.relevant for document in query.documents],
             )
             for query in queries
@@ -133,19 +140,28 @@ def test_means_equal_those_of_the_plain_evaluation(found):
 )
 def test_only_a_native_threshold_is_called_so_in_the_figures(origin, kind):
     system = replace(SYSTEMS[1], origin=origin)
-    pictures = {picture.name: picture for picture in report.figures_of(compare([system], SETS, resamples=20))}
+    pictures = {
+        picture.name: picture
+        for picture in report.figures_of(compare([system], SETS, resamples=20))
+    }
     legends = {
         name: {text.get_text() for legend in picture.figure.legends for text in legend.get_texts()}
         for name, picture in pictures.items()
     }
     assert kind in legends["score-range-0"]
-    words = " ".join([*legends["score-range-0"], *(picture.caption for picture in pictures.values())])
+    words = " ".join(
+        [*legends["score-range-0"], *(picture.caption for picture in pictures.values())]
+    )
     assert "natural" not in words
     assert ("native" in words) == (origin == "native")
 
 
 def test_figures_name_systems_of_long_names_by_their_ends_unless_these_are_the_same():
-    ends = {"bm25": "bm25", "a" * 32: "a" * 32, "x/" * 20 + "model": "…" + ("x/" * 20 + "model")[-31:]}
+    ends = {
+        "bm25": "bm25",
+        "a" * 32: "a" * 32,
+        "x/" * 20 + "model": "…" + ("x/" * 20 + "model")[-31:],
+    }
     assert report.short_names(list(ends)) == ends
     alike = ["one/" + "y" * 40, "two/" + "y" * 40, "bm25"]
     assert report.short_names(alike) == {name: name for name in alike}
@@ -160,7 +176,10 @@ def test_differences_are_paired_and_over_sets_each_counts_the_same(found):
     (pair,) = found.differences
     assert (pair.first, pair.second) == ("good <i>", "bad")
     for metric in METRICS:
-        by_set = {n: first.sets[n].metrics[metric].mean - second.sets[n].metrics[metric].mean for n in SETS}
+        by_set = {
+            n: first.sets[n].metrics[metric].mean - second.sets[n].metrics[metric].mean
+            for n in SETS
+        }
         assert {n: pair.sets[n][metric].mean for n in SETS} == pytest.approx(by_set)
         assert pair.mean[metric].mean == pytest.approx(sum(by_set.values()) / 2)
     assert pair.mean["f1@query_best"].low > 0  # it is much better
@@ -168,7 +187,8 @@ def test_differences_are_paired_and_over_sets_each_counts_the_same(found):
 
 def test_a_comparison_by_hand():
     documents = tuple(
-        LabelledDocument(id=str(i), text="x", relevant=label) for i, label in enumerate([True, False, True])
+        LabelledDocument(id=str(i), text="x", relevant=label)
+        for i, label in enumerate([True, False, True])
     )
     queries = [LabelledQuery(id="a", query="?", documents=documents)] * 2
     # Thresholds: 0 keeps the first document of either query; the best one for both, 1.5, that of the first query only.
@@ -176,14 +196,20 @@ def test_a_comparison_by_hand():
         ScoredQuery([4.0, -1.0, -2.0], [True, False, True]),
         ScoredQuery([-4.0, 1.0, 0.0], [True, False, True]),
     ]
-    (system,) = compare([Measured("x", 0.5, "given", {"s": scored})], {"s": queries}, resamples=50).systems
+    (system,) = compare(
+        [Measured("x", 0.5, "given", {"s": scored})], {"s": queries}, resamples=50
+    ).systems
     result = system.sets["s"]
     assert [row.metrics["f1@tau"] for row in result.queries] == pytest.approx([2 / 3, 0.0])
     assert [row.kept for row in result.queries] == [1, 1]
     assert [row.metrics["f1@query_best"] for row in result.queries] == pytest.approx([4 / 5, 4 / 5])
     # Everything kept is best: 4/5 for both.
     assert result.metrics["f1@best"].mean == pytest.approx(4 / 5)
-    assert (result.gap.mean, result.gap_above, result.t_test.p) == (pytest.approx(0), {"0.1": 0.0, "0.3": 0.0}, 1.0)
+    assert (result.gap.mean, result.gap_above, result.t_test.p) == (
+        pytest.approx(0),
+        {"0.1": 0.0, "0.3": 0.0},
+        1.0,
+    )
     assert system.threshold_normalised == pytest.approx(4.5 / 8)
     assert (system.bias, system.variance) == (pytest.approx(4.5 / 8), 0.0)
 
@@ -196,7 +222,9 @@ def test_the_report_reads_back_as_what_was_measured(folder, found):
         json.loads(text)["systems"][0]["sets"]["second"]["queries"][0]["scores"]
         == SYSTEMS[0].scored["second"][0].scores
     )
-    assert again.labels["second"][0].relevant == tuple(document.relevant for document in SETS["second"][0].documents)
+    assert again.labels["second"][0].relevant == tuple(
+        document.relevant for document in SETS["second"][0].documents
+    )
 
 
 # The page
@@ -211,8 +239,12 @@ def test_the_page_is_well_formed_and_every_table_has_a_caption_and_headers(html)
     ids = {attributes["id"] for _, attributes in page.tags if "id" in attributes}
     assert {attributes["href"].removeprefix("#") for attributes in page.all("a")} <= ids
     assert all(image["alt"] for image in page.all("img"))
-    scrolling = [attributes for attributes in page.all("div") if attributes.get("class") == "scroll"]
-    assert all(attributes["tabindex"] == "0" and attributes["aria-label"] for attributes in scrolling)
+    scrolling = [
+        attributes for attributes in page.all("div") if attributes.get("class") == "scroll"
+    ]
+    assert all(
+        attributes["tabindex"] == "0" and attributes["aria-label"] for attributes in scrolling
+    )
 
 
 def test_the_page_holds_every_query(html):
@@ -241,7 +273,10 @@ def test_worst_queries_show_the_threshold_between_kept_and_dropped_documents(htm
     for rows in re.findall(r"<caption>Documents of.*?</table>", html, flags=re.DOTALL):
         above, line, below = re.split(r'(<tr class="threshold">.*?</tr>)', rows, flags=re.DOTALL)
         threshold = float(re.search(r"threshold (\S+):", line)[1])
-        scores = [[float(found) for found in re.findall(r"[+-]\d+\.\d{3}", part)] for part in (above, below)]
+        scores = [
+            [float(found) for found in re.findall(r"[+-]\d+\.\d{3}", part)]
+            for part in (above, below)
+        ]
         assert scores[0] + scores[1] == sorted(scores[0] + scores[1], reverse=True)
         assert all(score >= threshold for score in scores[0])
         assert all(score <= threshold for score in scores[1])
@@ -251,15 +286,24 @@ def test_the_worst_queries_are_those_with_the_lowest_f1_and_the_largest_gap(foun
     queries = found.systems[1].sets["first.set"].queries
     chosen = report.worst_queries(queries, count=2)
     lowest = sorted(query.metrics["f1@tau"] for query in queries)[:2]
-    assert sorted(queries[row].metrics["f1@tau"] for row, why in chosen.items() if "lowest" in why) == lowest
+    assert (
+        sorted(queries[row].metrics["f1@tau"] for row, why in chosen.items() if "lowest" in why)
+        == lowest
+    )
     widest = sorted((query.gap for query in queries), reverse=True)[:2]
-    assert sorted((queries[row].gap for row, why in chosen.items() if "gap" in why), reverse=True) == widest
+    assert (
+        sorted((queries[row].gap for row, why in chosen.items() if "gap" in why), reverse=True)
+        == widest
+    )
 
 
 def test_perfect_queries_are_not_the_worst():
     perfect = {
         name: [
-            ScoredQuery([1.0 if d.relevant else -1.0 for d in q.documents], [d.relevant for d in q.documents])
+            ScoredQuery(
+                [1.0 if d.relevant else -1.0 for d in q.documents],
+                [d.relevant for d in q.documents],
+            )
             for q in qs
         ]
         for name, qs in SETS.items()
@@ -288,13 +332,17 @@ def test_a_set_of_one_query_has_numbers_without_intervals(tmp_path):
 def test_a_document_is_shown_as_it_was_scored_and_cut_where_it_is_long():
     document = LabelledDocument(id="d", text="word " * 500, title="Title", relevant=True)
     sets = {"s": [LabelledQuery(id="q", query="?", documents=(document,))]}
-    found = compare([Measured("x", 0.0, "given", {"s": [ScoredQuery([-1.0], [True])]})], sets, resamples=20)
+    found = compare(
+        [Measured("x", 0.0, "given", {"s": [ScoredQuery([-1.0], [True])]})], sets, resamples=20
+    )
     shown = report.page(found, sets)
     assert len(re.search(r"Title word[^<]*…", shown)[0]) == report.TEXT_LENGTH
     assert "Title word" not in report.page(found, sets, titles=False)
 
 
-@pytest.mark.parametrize(("module", "extra"), [("jinja2", "eval,plots"), ("matplotlib", "plots"), ("scipy", "eval")])
+@pytest.mark.parametrize(
+    ("module", "extra"), [("jinja2", "eval,plots"), ("matplotlib", "plots"), ("scipy", "eval")]
+)
 def test_a_missing_package_is_said_before_the_work(monkeypatch, tmp_path, module, extra):
     monkeypatch.setitem(sys.modules, module, None)
     with pytest.raises(MissingDependencyError, match=rf"pip install .*\[{extra}\]'"):
@@ -312,7 +360,9 @@ def test_sets_that_share_a_name_go_by_their_paths(tmp_path):
     for name in ("a/one.jsonl", "b/one.jsonl", "b/two.jsonl"):
         path = tmp_path / name
         path.parent.mkdir(exist_ok=True)
-        path.write_text("\n".join(query.model_dump_json() for query in SETS["second"]), encoding="utf-8")
+        path.write_text(
+            "\n".join(query.model_dump_json() for query in SETS["second"]), encoding="utf-8"
+        )
         paths.append(path)
     found = read_sets([*paths, paths[0]])
     assert list(found) == [str(paths[0]), str(paths[1]), "two"]

@@ -36,7 +36,9 @@ def report(ranker, tmp_path_factory):
     texts = [*DOCUMENTS, *HOSTILE]
     documents = [
         tuple(
-            LabelledDocument(id=f"<i>{i}", text=text, title="<u>Title</u>", relevant=(i + shift) % 3 == 0)
+            LabelledDocument(
+                id=f"<i>{i}", text=text, title="<u>Title</u>", relevant=(i + shift) % 3 == 0
+            )
             for i, text in enumerate(texts)
         )
         for shift in range(3)
@@ -50,7 +52,12 @@ def report(ranker, tmp_path_factory):
         for j, name in enumerate(NAMES)
     }
     measured = [
-        Measured(title, threshold, origin, {name: score_dataset(system, rows) for name, rows in sets.items()})
+        Measured(
+            title,
+            threshold,
+            origin,
+            {name: score_dataset(system, rows) for name, rows in sets.items()},
+        )
         for title, system, threshold, origin in (
             ("me/a-tiny-model-of-four-layers", ranker, 0.0, "native"),
             ("bm25", BM25(), 0.7, "the best over all files; this system has no native threshold"),
@@ -73,7 +80,9 @@ def browser():
 def reading(browser, path, size="desk", heard=None, unfold=True, **options):
     """The report from the disk, everything unfolded; what the browser says and asks for is noted in `heard`."""
     width, height = SIZES[size]
-    context = browser.new_context(viewport={"width": width, "height": height}, locale="en-GB", **options)
+    context = browser.new_context(
+        viewport={"width": width, "height": height}, locale="en-GB", **options
+    )
     heard = {} if heard is None else heard
     heard.update(asked=[], alarms=[])
     context.on("request", lambda request: heard["asked"].append(request.url))
@@ -84,7 +93,9 @@ def reading(browser, path, size="desk", heard=None, unfold=True, **options):
     page.set_default_timeout(20_000)
     page.goto(path.as_uri())
     if unfold:
-        page.evaluate("for (const details of document.querySelectorAll('details')) details.open = true")
+        page.evaluate(
+            "for (const details of document.querySelectorAll('details')) details.open = true"
+        )
     try:
         yield page
     finally:
@@ -111,7 +122,9 @@ def test_every_figure_is_shown(browser, report):
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_the_page_is_as_wide_as_the_window_and_wide_tables_scroll_in_their_own_box(browser, report, size):
+def test_the_page_is_as_wide_as_the_window_and_wide_tables_scroll_in_their_own_box(
+    browser, report, size
+):
     with reading(browser, report, size) as page:
         assert fits(page)
         boxes = page.evaluate(
@@ -131,7 +144,9 @@ def test_the_page_is_as_wide_as_the_window_and_wide_tables_scroll_in_their_own_b
             page.wait_for_function("(box) => box.scrollLeft > 0", arg=box.element_handle())
 
 
-@pytest.mark.parametrize(("scheme", "size"), list(itertools.product(("light", "dark"), ("desk", "phone"))))
+@pytest.mark.parametrize(
+    ("scheme", "size"), list(itertools.product(("light", "dark"), ("desk", "phone")))
+)
 def test_every_text_stands_out_from_its_ground(browser, report, scheme, size):
     with reading(browser, report, size, color_scheme=scheme) as page:
         ground = page.evaluate("getComputedStyle(document.body).backgroundColor")
@@ -151,7 +166,10 @@ def test_figures_are_no_bright_boxes_in_the_dark(browser, report):
 
 def test_markup_in_texts_is_shown_and_not_obeyed(browser, report):
     with reading(browser, report) as page:
-        assert page.locator("script, #bold, main b, main i, main u, main svg, main a, td img").count() == 0
+        assert (
+            page.locator("script, #bold, main b, main i, main u, main svg, main a, td img").count()
+            == 0
+        )
         text = page.locator("main").inner_text()
         for hostile in HOSTILE:
             assert hostile[:60] in text
@@ -162,7 +180,9 @@ def test_markup_in_texts_is_shown_and_not_obeyed(browser, report):
     Page(report.read_text(encoding="utf-8"))
 
 
-def test_the_page_is_printed_with_all_that_is_folded_in_and_nothing_beyond_the_edge(browser, report):
+def test_the_page_is_printed_with_all_that_is_folded_in_and_nothing_beyond_the_edge(
+    browser, report
+):
     with reading(browser, report, "paper", unfold=False) as page:
         folded = page.locator("details table").last
         assert not folded.is_visible()

@@ -20,7 +20,15 @@ from rsrank_rag.language_model.loading import load_model
 from rsrank_rag.language_model.options import LoadOptions
 from rsrank_rag.method.scoring import Row, ShiftReader
 from rsrank_rag.method.template import PromptTokenizer
-from rsrank_rag.reproduction.ablations import ABLATIONS, GROUPS, AblationPart, AblationRow, Ablations, chosen, pick
+from rsrank_rag.reproduction.ablations import (
+    ABLATIONS,
+    GROUPS,
+    AblationPart,
+    AblationRow,
+    Ablations,
+    chosen,
+    pick,
+)
 from rsrank_rag.reproduction.config import SHIPPED, Reproduction, plan
 from rsrank_rag.reproduction.oracle import OracleSimilarity, oracle_scores
 from rsrank_rag.reproduction.run import reproduce
@@ -39,7 +47,11 @@ def made_up(count, seed):
             id=f"{seed}-{number}",
             query=rng.choice(QUERIES),
             documents=tuple(
-                LabelledDocument(id=f"d{i}", text=f"{text} {rng.randint(0, 9)}", relevant=i == 0 or rng.random() < 0.3)
+                LabelledDocument(
+                    id=f"d{i}",
+                    text=f"{text} {rng.randint(0, 9)}",
+                    relevant=i == 0 or rng.random() < 0.3,
+                )
                 for i, text in enumerate(rng.sample(DOCUMENTS, 4))
             ),
         )
@@ -93,8 +105,12 @@ def test_the_papers_configuration_is_its_protocol():
     text = plan(found)
     assert "15 random negatives" in text
     assert all(name in text for name in ABLATIONS)
-    assert "15 bm25 negatives" in plan(Reproduction.load("paper", artifact="mini", negatives="bm25"))
-    dense = Reproduction.load("paper", artifact="mini", negatives="dense:./encoder").sets[0].negatives
+    assert "15 bm25 negatives" in plan(
+        Reproduction.load("paper", artifact="mini", negatives="bm25")
+    )
+    dense = (
+        Reproduction.load("paper", artifact="mini", negatives="dense:./encoder").sets[0].negatives
+    )
     assert (dense.kind, dense.encoder, dense.count) == ("dense", "./encoder", 15)
 
 
@@ -110,9 +126,18 @@ def test_every_shipped_configuration_is_valid(name, data):
         ('name = "x"\nsystems = [{name = "bm25"}]', "names no sets. Pass --data"),
         ('name = "x"\nfoo = 1\nsystems = [{name = "bm25"}]', "foo: there is no such entry"),
         ('name = "x"\nsystems = [{name = "bm52"}]\nsets = [{name = "fiqa"}]', "no system 'bm52'"),
-        ('name = "x"\nsystems = [{name = "artifact"}]\nsets = [{name = "fiqa"}]', "Pass --model ARTIFACT"),
-        ('name = "x"\nsystems = [{name = "bm25"}, {name = "bm25"}]\nsets = [{name = "fiqa"}]', "two systems called"),
-        ('name = "x"\nsystems = [{name = "bm25"}]\nsets = [{name = "fiqa"}, {name = "fiqa"}]', "two sets called"),
+        (
+            'name = "x"\nsystems = [{name = "artifact"}]\nsets = [{name = "fiqa"}]',
+            "Pass --model ARTIFACT",
+        ),
+        (
+            'name = "x"\nsystems = [{name = "bm25"}, {name = "bm25"}]\nsets = [{name = "fiqa"}]',
+            "two systems called",
+        ),
+        (
+            'name = "x"\nsystems = [{name = "bm25"}]\nsets = [{name = "fiqa"}, {name = "fiqa"}]',
+            "two sets called",
+        ),
         ('name = "x"\nsystems = [{name = "bm25"}]\nsets = [{}]', "either file or dataset"),
         (
             'name = "x"\nsystems = [{name = "bm25"}]\nsets = [{name = "fiqa", negatives = {kind = "x"}}]',
@@ -143,10 +168,14 @@ def test_the_artifact_stands_inside_other_names_too(tmp_path):
 
 
 def small(data, **changes):
-    return Reproduction.load("local", data=[data], artifact=changes.pop("artifact", "mini"), **changes)
+    return Reproduction.load(
+        "local", data=[data], artifact=changes.pop("artifact", "mini"), **changes
+    )
 
 
-def test_a_run_goes_on_where_it_was_interrupted_and_scores_nothing_twice(data, tmp_path, monkeypatch):
+def test_a_run_goes_on_where_it_was_interrupted_and_scores_nothing_twice(
+    data, tmp_path, monkeypatch
+):
     config = small(data)
     only = config.model_copy(update={"systems": config.systems[1:]})
     watched = []
@@ -173,7 +202,9 @@ def test_a_run_goes_on_where_it_was_interrupted_and_scores_nothing_twice(data, t
     changed = tmp_path / "other"
     changed.mkdir()
     for path in data.iterdir():
-        (changed / path.name).write_text(path.read_text().replace("bridge", "tunnel"), encoding="utf-8")
+        (changed / path.name).write_text(
+            path.read_text().replace("bridge", "tunnel"), encoding="utf-8"
+        )
     other = small(changed).model_copy(update={"systems": only.systems})
     reproduce(other, tmp_path, options=CPU, watch=goes_on)
     assert watched[3:] == ["bm25, one", "bm25, two"]
@@ -183,8 +214,12 @@ def test_what_cannot_be_loaded_is_named_and_the_others_still_run(data, tmp_path)
     said = []
     config = small(data)
     missing = config.sets[0].model_copy(update={"file": str(tmp_path / "gone.jsonl")})
-    broken = config.systems[0].model_copy(update={"name": "bi-encoder:./no-such-model", "label": "broken"})
-    config = config.model_copy(update={"sets": (missing, config.sets[1]), "systems": (broken, config.systems[1])})
+    broken = config.systems[0].model_copy(
+        update={"name": "bi-encoder:./no-such-model", "label": "broken"}
+    )
+    config = config.model_copy(
+        update={"sets": (missing, config.sets[1]), "systems": (broken, config.systems[1])}
+    )
     outcome = reproduce(config, tmp_path / "out", options=CPU, say=said.append)
     assert set(outcome.failures) == {"gone", "broken"}
     assert all(line.startswith("failed: ") for line in said)
@@ -210,7 +245,9 @@ def test_a_whole_run_gives_tables_and_figures_of_the_scores(artifact, ranker, da
     """
     (tmp_path / "recipe.toml").write_text(recipe_text(artifact), encoding="utf-8")
     outcome = reproduce(
-        Reproduction.load(written(tmp_path, text), artifact=str(artifact)), tmp_path / "out", options=CPU
+        Reproduction.load(written(tmp_path, text), artifact=str(artifact)),
+        tmp_path / "out",
+        options=CPU,
     )
     assert outcome.failures == {}
     one, two = (outcome.comparison.labels[name] for name in ("one", "two"))
@@ -255,7 +292,9 @@ def recipe_text(artifact):
 
 
 def test_the_command_prints_its_plan_and_refuses_what_is_wrong(data):
-    done = CliRunner().invoke(app, ["reproduce", "--config", "local", "--data", str(data), "--dry-run"])
+    done = CliRunner().invoke(
+        app, ["reproduce", "--config", "local", "--data", str(data), "--dry-run"]
+    )
     assert done.exit_code == 0
     assert "one" in done.output
     assert "bm25" in done.output
@@ -267,7 +306,10 @@ def test_the_command_prints_its_plan_and_refuses_what_is_wrong(data):
 
 
 def test_the_best_of_a_column_and_its_ties_are_bold_and_a_missing_set_has_no_average():
-    full = {"a": [ScoredQuery([1.0, -1.0], [True, False])], "b": [ScoredQuery([1.0, 2.0], [True, False])]}
+    full = {
+        "a": [ScoredQuery([1.0, -1.0], [True, False])],
+        "b": [ScoredQuery([1.0, 2.0], [True, False])],
+    }
     systems = [Measured("x", 0.0, "native", full), Measured("y", 0.0, "native", {"a": full["a"]})]
     text = page("tiny", ["a", "b"], systems, None)
     f1 = text.split("**F1@τ**")[1]
@@ -278,7 +320,10 @@ def test_the_best_of_a_column_and_its_ties_are_bold_and_a_missing_set_has_no_ave
 def test_the_gap_table_holds_the_papers_columns():
     sets = {"a": made_up(4, 3)}
     rng = random.Random(0)
-    scored = [ScoredQuery([rng.random() for _ in q.documents], [d.relevant for d in q.documents]) for q in sets["a"]]
+    scored = [
+        ScoredQuery([rng.random() for _ in q.documents], [d.relevant for d in q.documents])
+        for q in sets["a"]
+    ]
     found = compare([Measured("x", 0.5, "given", {"a": scored})], sets, resamples=20)
     result = found.systems[0].sets["a"]
     own, best = (100 * result.metrics[name].mean for name in ("f1@query_best", "f1@best"))
@@ -290,7 +335,10 @@ def test_differences_are_those_of_the_means_and_bold_where_zero_is_outside_of_th
     labels = [[d.relevant for d in q.documents] for q in sets["a"]]
     right = [ScoredQuery([1.0 if label else -1.0 for label in row], row) for row in labels]
     wrong = [ScoredQuery([-1.0 if label else 1.0 for label in row], row) for row in labels]
-    systems = [Measured(name, 0.0, "native", {"a": rows}) for name, rows in (("x", right), ("y", wrong), ("z", wrong))]
+    systems = [
+        Measured(name, 0.0, "native", {"a": rows})
+        for name, rows in (("x", right), ("y", wrong), ("z", wrong))
+    ]
     text = page("tiny", ["a"], systems, compare(systems, sets, resamples=50))
     assert "| x | 100.0 [100.0, 100.0] |" in text
     better, same = (text.split(f"**{pair}**")[1] for pair in ("x minus y", "y minus z"))
@@ -303,10 +351,20 @@ def test_an_ablation_stands_beside_its_paired_difference_to_the_base():
     def row(name, f1, ndcg):
         metrics = dict.fromkeys(METRICS, (0.5,) * 4) | {"ndcg@5": ndcg, "f1@0": f1}
         return AblationRow(
-            name=name, group="g", changes="c", dataset="a", parameters=1234, metrics=metrics, tau_best=0, seconds=1
+            name=name,
+            group="g",
+            changes="c",
+            dataset="a",
+            parameters=1234,
+            metrics=metrics,
+            tau_best=0,
+            seconds=1,
         )
 
-    rows = [row("base", (0.5, 0.6, 0.7, 0.8), (0.5,) * 4), row("worse", (0.1, 0.2, 0.3, 0.4), (0.4, 0.6, 0.4, 0.6))]
+    rows = [
+        row("base", (0.5, 0.6, 0.7, 0.8), (0.5,) * 4),
+        row("worse", (0.1, 0.2, 0.3, 0.4), (0.4, 0.6, 0.4, 0.6)),
+    ]
     text = ablation_tables(figures_of(rows))
     base, worse = (line.split(" | ") for line in text.splitlines() if line.startswith("| g |"))
     assert base[-3:-1] == ["", ""]
@@ -384,7 +442,9 @@ def opened(tiny_folder):
         model, tokenizer, _ = load_model(tiny_folder(kind), revision=None, options=CPU)
         core = open_backbone(model)
         template = ENCODER if kind == "bert" else CHAT
-        return core, PromptTokenizer(tokenizer, template, max_length=core.max_length, shared_positions=core.causal)
+        return core, PromptTokenizer(
+            tokenizer, template, max_length=core.max_length, shared_positions=core.causal
+        )
 
     return load
 
@@ -398,19 +458,32 @@ def plain_states(core, prefix, query, signal):
     if signal == "hidden":
         return {layer: found.hidden_states[layer][:, None, scored] for layer in range(1, LAYERS)}
     part = "keys" if signal == "keys" else "values"
-    return {layer: getattr(found.past_key_values.layers[layer], part)[:, :, scored] for layer in range(1, LAYERS)}
+    return {
+        layer: getattr(found.past_key_values.layers[layer], part)[:, :, scored]
+        for layer in range(1, LAYERS)
+    }
 
 
 @pytest.mark.parametrize("kind", ["qwen3", "llama"])
 @pytest.mark.parametrize(
     ("signal", "null"),
-    [("values", "none"), ("values", "matched"), ("keys", "matched"), ("hidden", "empty"), ("hidden", "matched")],
+    [
+        ("values", "none"),
+        ("values", "matched"),
+        ("keys", "matched"),
+        ("hidden", "empty"),
+        ("hidden", "matched"),
+    ],
 )
 def test_other_signals_are_those_of_a_plain_run(opened, kind, signal, null):
     core, prompts = opened(kind)
     queries = [prompts.query(text) for text in QUERIES[:2]]
     documents = [prompt.ids for prompt in prompts.documents(DOCUMENTS[:3], 10)]
-    rows = [Row(documents[0], queries[0]), Row(documents[1], queries[1]), Row(documents[2], queries[0])]
+    rows = [
+        Row(documents[0], queries[0]),
+        Row(documents[1], queries[1]),
+        Row(documents[2], queries[0]),
+    ]
     reader, found = reading(signal, null).reader(core, prompts, range(1, LAYERS)), {}
     with torch.no_grad():
         reader.read(rows, found.__setitem__)
@@ -449,7 +522,9 @@ def test_value_vectors_read_row_by_row_are_what_scoring_reads(opened):
     ]
     slow, fast = {}, {}
     with torch.no_grad():
-        SignalReader(core, prompts, range(1, LAYERS), signal="values", null="empty").read(rows, slow.__setitem__)
+        SignalReader(core, prompts, range(1, LAYERS), signal="values", null="empty").read(
+            rows, slow.__setitem__
+        )
         ShiftReader(core, prompts, range(1, LAYERS)).read(rows, fast.__setitem__)
     for layer, shift in fast.items():
         assert (slow[layer] - shift).abs().max() <= 1e-4 * shift.abs().max()
@@ -457,22 +532,37 @@ def test_value_vectors_read_row_by_row_are_what_scoring_reads(opened):
 
 def test_ablations_of_seeds_are_joined_and_their_figures_can_be_read_back(artifact, data, tmp_path):
     (tmp_path / "recipe.toml").write_text(recipe_text(artifact), encoding="utf-8")
-    part = {"recipe": str(tmp_path / "recipe.toml"), "names": ["oracle similarity", "3 queries"], "seeds": [0, 1]}
-    sets = {"train": [{"file": str(data / "one.jsonl")}], "evaluation": [{"file": str(data / "two.jsonl")}]}
+    part = {
+        "recipe": str(tmp_path / "recipe.toml"),
+        "names": ["oracle similarity", "3 queries"],
+        "seeds": [0, 1],
+    }
+    sets = {
+        "train": [{"file": str(data / "one.jsonl")}],
+        "evaluation": [{"file": str(data / "two.jsonl")}],
+    }
     with pytest.raises(InputError, match="no ablation '3 queries'"):
         Reproduction(name="x", ablations=[{**part, **sets}])._checked("x")
     part["names"] = ["oracle similarity"]
     outcome = reproduce(Reproduction(name="x", ablations={**part, **sets}), tmp_path / "out")
-    found = FigureFile.model_validate_json((tmp_path / "out" / "ablations.json").read_text(encoding="utf-8"))
+    found = FigureFile.model_validate_json(
+        (tmp_path / "out" / "ablations.json").read_text(encoding="utf-8")
+    )
     base, oracle = found.figures
     assert (base.name, base.seeds, oracle.name, oracle.seeds) == ("base", 2, "oracle similarity", 1)
     assert base.spread["ndcg@5"] >= 0
     assert ablation_tables(found.figures) in outcome.tables.read_text(encoding="utf-8")
-    (line,) = [line for line in ablation_tables(found.figures).splitlines() if "| oracle similarity |" in line]
+    (line,) = [
+        line
+        for line in ablation_tables(found.figures).splitlines()
+        if "| oracle similarity |" in line
+    ]
     assert line.split(" | ")[7] == ""  # it has no zero, so no F1 there
 
 
 def test_oracle_similarity_from_features_is_that_of_the_system(opened, ranker):
     query = made_up(1, 5)[0]
     features = FeatureExtractor(ranker.reader, FeaturePart(dtype="bfloat16")).extract(query)
-    assert oracle_scores(features) == pytest.approx(OracleSimilarity(ranker).score_labelled(query), abs=0.02)
+    assert oracle_scores(features) == pytest.approx(
+        OracleSimilarity(ranker).score_labelled(query), abs=0.02
+    )

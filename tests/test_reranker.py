@@ -123,7 +123,11 @@ def test_a_data_frame_is_refused_instead_of_ranking_the_names_of_its_columns():
 
 def test_a_result_is_a_sequence_of_what_is_kept():
     result = rank([1.0, 3.0, -1.0])
-    assert (result[0], result[-1], list(reversed(result))) == (result.kept[0], result.kept[1], [*result.kept][::-1])
+    assert (result[0], result[-1], list(reversed(result))) == (
+        result.kept[0],
+        result.kept[1],
+        [*result.kept][::-1],
+    )
     assert result[:1] == result.kept[:1]
 
 
@@ -152,7 +156,8 @@ def test_truncated_documents_are_marked():
     class Cutting(Fake):
         def score_documents(self, query, documents, *, show_progress=False):
             return [
-                Scored(score, truncated=document == "b") for score, document in zip([1.0, 2.0], documents, strict=True)
+                Scored(score, truncated=document == "b")
+                for score, document in zip([1.0, 2.0], documents, strict=True)
             ]
 
     result = Cutting([1.0, 2.0]).rank("query", ["a", "b"])
@@ -183,7 +188,9 @@ finite = st.floats(allow_nan=False, allow_infinity=False).filter(lambda score: s
     top_n=st.none() | st.integers(1, 15),
     min_docs=st.integers(0, 15),
 )
-def test_every_document_is_in_exactly_one_list_and_the_rules_hold(scores, threshold, top_n, min_docs):
+def test_every_document_is_in_exactly_one_list_and_the_rules_hold(
+    scores, threshold, top_n, min_docs
+):
     if top_n is not None:
         min_docs = min(min_docs, top_n)
     result = rank(scores, threshold=threshold, top_n=top_n, min_docs=min_docs)
@@ -192,7 +199,9 @@ def test_every_document_is_in_exactly_one_list_and_the_rules_hold(scores, thresh
     passing = len(scores) if threshold is None else sum(score > threshold for score in scores)
     expected = max(passing, min(min_docs, len(scores)))
     assert len(result.kept) == (expected if top_n is None else min(expected, top_n))
-    assert all(doc.text == f"text {doc.index}" and doc.score == scores[doc.index] for doc in result.kept)
+    assert all(
+        doc.text == f"text {doc.index}" and doc.score == scores[doc.index] for doc in result.kept
+    )
 
 
 def test_the_printed_result_shows_scores_signs_and_cuts():
@@ -261,7 +270,16 @@ def test_a_result_as_plain_values_holds_every_document_once():
 def test_a_result_as_a_data_frame_has_a_row_a_document_best_first():
     pytest.importorskip("pandas")
     frame = result_of(2.0, -1.0, 3.0).to_pandas()
-    assert list(frame.columns) == ["kept", "index", "text", "score", "truncated", "window", "excerpts", "heading"]
+    assert list(frame.columns) == [
+        "kept",
+        "index",
+        "text",
+        "score",
+        "truncated",
+        "window",
+        "excerpts",
+        "heading",
+    ]
     assert frame["index"].tolist() == [2, 0, 1]
     assert frame["kept"].tolist() == [True, True, False]
     assert result_of().to_pandas().shape == (0, 8)
@@ -279,7 +297,11 @@ def test_a_notebook_shows_bars_from_the_threshold_and_texts_as_they_are():
     assert "&lt;b&gt;?" in page
     assert "&lt;i&gt;one" in page
     bars = re.findall(r"margin-left:([\d.]+)%;width:([\d.]+)%", page)
-    assert bars == [("25.0", "75.0"), ("0.0", "25.0"), ("0.0", "25.0")]  # -1..3; a blank one ends where the worst does
+    assert bars == [
+        ("25.0", "75.0"),
+        ("0.0", "25.0"),
+        ("0.0", "25.0"),
+    ]  # -1..3; a blank one ends where the worst does
     assert [page.count(f"<td>{word}</td>") for word in ("kept", "dropped")] == [1, 2]
     assert "<table></table>" in result_of()._repr_html_()
 

@@ -13,7 +13,16 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import CHAT, DOCUMENTS, HEAD_DIM, LAYERS, QUERIES, QUERY, load_ranker, random_projection
+from conftest import (
+    CHAT,
+    DOCUMENTS,
+    HEAD_DIM,
+    LAYERS,
+    QUERIES,
+    QUERY,
+    load_ranker,
+    random_projection,
+)
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import AutoModel
@@ -35,7 +44,12 @@ INT8 = 0.09  # measured 0.042
 NF4 = 0.02  # against fp32 with the same rounded weights
 
 STORY = "Lily had a red ball. She threw it to her dog Max, and Max ran after it into the garden."
-STORIES_DOCUMENTS = [STORY, "The sun was hot.", "Tom was sad. His boat was lost in the big lake.", STORY * 3]
+STORIES_DOCUMENTS = [
+    STORY,
+    "The sun was hot.",
+    "Tom was sad. His boat was lost in the big lake.",
+    STORY * 3,
+]
 STORIES_QUERIES = ["What did Lily throw to her dog?", "Why was Tom sad?"]
 
 
@@ -50,7 +64,9 @@ def all_scores(ranker, queries=QUERIES, documents=DOCUMENTS):
 
 
 def scores_alone(ranker, queries=QUERIES, documents=DOCUMENTS):
-    return torch.tensor([[ranker.score(query, [document])[0] for document in documents] for query in queries])
+    return torch.tensor(
+        [[ranker.score(query, [document])[0] for document in documents] for query in queries]
+    )
 
 
 @pytest.fixture(scope="module")
@@ -79,7 +95,9 @@ def test_a_forked_process_can_go_on_scoring():
         print("ended", ended, "same", ended and max(abs(x - y) for x, y in zip(answers.get(), expected)) < 1e-4)
     """
     run = [sys.executable, "-c", textwrap.dedent(code)]
-    done = subprocess.run(run, env={**os.environ, "OMP_NUM_THREADS": "2"}, capture_output=True, text=True, timeout=400)
+    done = subprocess.run(
+        run, env={**os.environ, "OMP_NUM_THREADS": "2"}, capture_output=True, text=True, timeout=400
+    )
     assert done.stdout.split() == ["ended", "True", "same", "True"], done.stderr
 
 
@@ -108,7 +126,9 @@ def test_a_batch_holds_no_more_padded_tokens_than_the_budget(tiny_folder):
     ranker.score(QUERY, ["Sun"])  # the template without a document is run now
     shapes = []
     embedding = ranker.backbone.model.get_input_embeddings()
-    embedding.register_forward_hook(lambda _module, inputs, _output: shapes.append(tuple(inputs[0].shape)))
+    embedding.register_forward_hook(
+        lambda _module, inputs, _output: shapes.append(tuple(inputs[0].shape))
+    )
     texts = [*DOCUMENTS * 2, "Frost", "Ice", "Sun"]
     ranker.score(QUERY, texts)
     documents = shapes[::2]  # each batch runs documents, then queries
@@ -117,7 +137,9 @@ def test_a_batch_holds_no_more_padded_tokens_than_the_budget(tiny_folder):
     assert max(rows for rows, _ in documents) > 1
 
 
-@pytest.mark.parametrize("kind", ["llama", "gemma3", "mistral", "phi3", "gpt_neox", "bert", "roberta"])
+@pytest.mark.parametrize(
+    "kind", ["llama", "gemma3", "mistral", "phi3", "gpt_neox", "bert", "roberta"]
+)
 def test_neighbours_do_not_matter_in_any_architecture(kind, tiny_ranker):
     ranker = tiny_ranker(kind)
     torch.testing.assert_close(all_scores(ranker), scores_alone(ranker), rtol=0, atol=EXACT)
@@ -178,14 +200,19 @@ def test_many_queries_give_the_scores_of_each_query(ranker):
 
 def test_many_queries_may_have_no_documents_or_not_be_there(ranker):
     assert ranker.score_many([], []) == []
-    assert ranker.score_many(QUERIES[:2], [[], DOCUMENTS[:1]]) == [[], ranker.score(QUERIES[1], DOCUMENTS[:1])]
+    assert ranker.score_many(QUERIES[:2], [[], DOCUMENTS[:1]]) == [
+        [],
+        ranker.score(QUERIES[1], DOCUMENTS[:1]),
+    ]
 
 
 def test_a_document_that_many_queries_share_is_read_only_once(tiny_folder):
     ranker = load_ranker(tiny_folder("llama"), "llama")
     shapes = []
     embedding = ranker.backbone.model.get_input_embeddings()
-    embedding.register_forward_hook(lambda _module, inputs, _output: shapes.append(tuple(inputs[0].shape)))
+    embedding.register_forward_hook(
+        lambda _module, inputs, _output: shapes.append(tuple(inputs[0].shape))
+    )
     ranker.score_many(QUERIES, [DOCUMENTS[:1]] * 3)
     length = len(ranker.prompts.documents(DOCUMENTS[:1], 1)[0].ids)
     assert shapes.count((1, length)) == 1
@@ -215,7 +242,9 @@ def test_a_document_without_tokens_scores_lowest_and_is_dropped(ranker, tiny_ran
     scores = ranker.score(QUERY, [DOCUMENTS[0], "", DOCUMENTS[1]])
     assert scores[1] == BLANK_SCORE < min(scores[0], scores[2])
     assert "" not in ranker.rank(QUERY, [DOCUMENTS[0], ""]).texts
-    assert tiny_ranker("bert").score(QUERY, [" \n\t ", "frost"])[0] == BLANK_SCORE  # a WordPiece drops white space
+    assert (
+        tiny_ranker("bert").score(QUERY, [" \n\t ", "frost"])[0] == BLANK_SCORE
+    )  # a WordPiece drops white space
 
 
 @pytest.mark.parametrize(
@@ -331,10 +360,16 @@ def test_an_explanations_parts_are_the_cosines_of_single_heads(ranker):
             weight = torch.zeros_like(ranker.projection.weight)
             weight[row, head] = ranker.projection.weight[row, head]
             single = RSRank(
-                ranker.backbone, ranker.prompts, Projection(weight, ranker.projection.layers), ranker.config
+                ranker.backbone,
+                ranker.prompts,
+                Projection(weight, ranker.projection.layers),
+                ranker.config,
             )
             expected = math.fsum(token[row][head] for token in found.head_parts)
-            assert single.score(QUERY, DOCUMENTS[:1]) == pytest.approx([expected], abs=EXACT), (layer, head)
+            assert single.score(QUERY, DOCUMENTS[:1]) == pytest.approx([expected], abs=EXACT), (
+                layer,
+                head,
+            )
 
 
 def test_an_empty_document_has_an_explanation_of_zeros(ranker):
@@ -345,7 +380,9 @@ def test_an_empty_document_has_an_explanation_of_zeros(ranker):
 
 
 def test_an_explanation_escapes_html(ranker):
-    found = ranker.explain("<script>alert(1)</script> & <b>?", "<img src=x onerror=alert(2)> & more")
+    found = ranker.explain(
+        "<script>alert(1)</script> & <b>?", "<img src=x onerror=alert(2)> & more"
+    )
     html = found._repr_html_()
     assert "<script" not in html
     assert "<img" not in html
@@ -436,7 +473,9 @@ class SmallMemory(torch.nn.Module):
 
 OUT_OF_MEMORY = [
     torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB."),
-    RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 999 bytes."),
+    RuntimeError(
+        "[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 999 bytes."
+    ),
     MemoryError(),
 ]
 
@@ -449,7 +488,9 @@ def small_memory(folder, limit, error, budget=100_000):
 
 
 @pytest.mark.parametrize("error", OUT_OF_MEMORY, ids=lambda error: type(error).__name__)
-def test_a_model_that_runs_out_of_memory_gets_half_as_many_documents(error, tiny_folder, tiny_ranker, caplog):
+def test_a_model_that_runs_out_of_memory_gets_half_as_many_documents(
+    error, tiny_folder, tiny_ranker, caplog
+):
     ranker = small_memory(tiny_folder("llama"), 460, error)  # three times the longest document
     expected = tiny_ranker("llama").score(QUERY, DOCUMENTS)
     assert ranker.score(QUERY, DOCUMENTS) == pytest.approx(expected, abs=EXACT)
@@ -461,12 +502,16 @@ def test_a_model_that_runs_out_of_memory_gets_half_as_many_documents(error, tiny
 @pytest.mark.parametrize("error", OUT_OF_MEMORY, ids=lambda error: type(error).__name__)
 def test_a_document_that_does_not_fit_by_itself_is_named(error, tiny_folder):
     ranker = small_memory(tiny_folder("llama"), 120, error)
-    with pytest.raises(ScoringError, match=r"Document 3 \(\d+ tokens .* does not fit into memory") as caught:
+    with pytest.raises(
+        ScoringError, match=r"Document 3 \(\d+ tokens .* does not fit into memory"
+    ) as caught:
         ranker.score(QUERY, DOCUMENTS)
     assert caught.value.index == 3
 
 
-@pytest.mark.parametrize("error", [RuntimeError("mat1 and mat2 shapes cannot be multiplied"), ZeroDivisionError("x")])
+@pytest.mark.parametrize(
+    "error", [RuntimeError("mat1 and mat2 shapes cannot be multiplied"), ZeroDivisionError("x")]
+)
 def test_other_errors_of_the_model_come_through_unchanged(error, tiny_folder):
     ranker = small_memory(tiny_folder("llama"), 120, error)
     with pytest.raises(type(error)) as caught:
@@ -516,7 +561,9 @@ LIMITED = """
 
 @pytest.mark.skipif(sys.platform != "linux", reason="needs a limit on the address space")
 @pytest.mark.slow
-def test_real_memory_limits_halve_the_batch_and_name_the_document_that_never_fits(tiny_folder, tmp_path):
+def test_real_memory_limits_halve_the_batch_and_name_the_document_that_never_fits(
+    tiny_folder, tmp_path
+):
     for file in tiny_folder("llama").glob("tokenizer*"):
         (tmp_path / file.name).write_bytes(file.read_bytes())
     done = subprocess.run(
@@ -545,7 +592,9 @@ def test_the_dtype_may_be_a_name_or_a_torch_dtype(tiny_folder):
 
 def test_the_device_may_be_a_name_or_a_torch_device(tiny_folder):
     for device in ("cpu", torch.device("cpu")):
-        assert load_ranker(tiny_folder("llama"), "llama", device=device).backbone.device == torch.device("cpu")
+        assert load_ranker(
+            tiny_folder("llama"), "llama", device=device
+        ).backbone.device == torch.device("cpu")
 
 
 @pytest.mark.parametrize("dtype", ["int7", "fp99", "nn", torch.int8])
@@ -571,7 +620,10 @@ def test_code_from_a_models_folder_never_runs_unless_allowed(tiny_folder, tmp_pa
     ran = tmp_path / "ran"
     (tmp_path / "custom.py").write_text(f"from pathlib import Path\nPath({str(ran)!r}).touch()\n")
     config = json.loads((tmp_path / "config.json").read_text())
-    config |= {"model_type": "custom", "auto_map": {"AutoConfig": "custom.Config", "AutoModel": "custom.Model"}}
+    config |= {
+        "model_type": "custom",
+        "auto_map": {"AutoConfig": "custom.Config", "AutoModel": "custom.Model"},
+    }
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(BackboneError):
         load_ranker(tmp_path, "llama")
@@ -613,11 +665,15 @@ def test_bfloat16_scores_of_trained_weights_are_close_to_fp32_ones(stories):
 @pytest.mark.shared
 def test_neighbours_do_not_matter_with_trained_weights(stories):
     together = all_scores(stories, STORIES_QUERIES, STORIES_DOCUMENTS)
-    torch.testing.assert_close(together, scores_alone(stories, STORIES_QUERIES, STORIES_DOCUMENTS), rtol=0, atol=EXACT)
+    torch.testing.assert_close(
+        together, scores_alone(stories, STORIES_QUERIES, STORIES_DOCUMENTS), rtol=0, atol=EXACT
+    )
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen3"])
-def test_8bit_scores_are_close_to_fp32_ones_and_do_not_depend_on_neighbours(kind, tiny_folder, tiny_ranker):
+def test_8bit_scores_are_close_to_fp32_ones_and_do_not_depend_on_neighbours(
+    kind, tiny_folder, tiny_ranker
+):
     pytest.importorskip("bitsandbytes")
     ranker = load_ranker(tiny_folder(kind), kind, load_in_8bit=True)
     assert ranker.backbone.model.layers[0].self_attn.v_proj.weight.dtype == torch.int8
@@ -648,7 +704,9 @@ def test_4bit_scores_are_those_of_fp32_with_the_rounded_weights(tiny_folder):
     rounded = load_ranker(tiny_folder("qwen3"), "qwen3")
     for module in rounded.backbone.model.layers.modules():
         if isinstance(module, torch.nn.Linear):
-            packed, state = functional.quantize_4bit(module.weight.data, blocksize=64, quant_type="nf4")
+            packed, state = functional.quantize_4bit(
+                module.weight.data, blocksize=64, quant_type="nf4"
+            )
             module.weight.data = functional.dequantize_4bit(packed, state)
     expected = all_scores(rounded)
     assert (expected - exact).abs().max() > 5 * NF4  # rounding to 16 levels matters here
@@ -658,9 +716,13 @@ def test_4bit_scores_are_those_of_fp32_with_the_rounded_weights(tiny_folder):
     torch.testing.assert_close(all_scores(ranker), scores_alone(ranker), rtol=0, atol=NF4)
 
 
-@pytest.mark.parametrize("options", [*itertools.combinations(["load_in_8bit", "load_in_4bit", "load_in_fp8"], 2)])
+@pytest.mark.parametrize(
+    "options", [*itertools.combinations(["load_in_8bit", "load_in_4bit", "load_in_fp8"], 2)]
+)
 def test_two_quantisations_at_once_are_refused(tiny_folder, options):
-    with pytest.raises(InputError, match=f"^{' and '.join(options)} exclude each other. Choose one"):
+    with pytest.raises(
+        InputError, match=f"^{' and '.join(options)} exclude each other. Choose one"
+    ):
         load_ranker(tiny_folder("llama"), "llama", **dict.fromkeys(options, True))
 
 
@@ -675,10 +737,14 @@ def test_two_quantisations_at_once_are_refused(tiny_folder, options):
         ("load_in_fp8", "accelerate", "fp8"),
     ],
 )
-def test_a_missing_package_is_named_with_the_command_that_installs_it(tiny_folder, monkeypatch, option, missing, extra):
+def test_a_missing_package_is_named_with_the_command_that_installs_it(
+    tiny_folder, monkeypatch, option, missing, extra
+):
     found = importlib.util.find_spec
     monkeypatch.setattr(
-        importlib.util, "find_spec", lambda name, *args: None if name == missing else found(name, *args)
+        importlib.util,
+        "find_spec",
+        lambda name, *args: None if name == missing else found(name, *args),
     )
     said = rf"needs {missing}.*pip install .*\[{extra}\]'"
     with pytest.raises(MissingDependencyError, match=said) as caught:
@@ -700,7 +766,9 @@ def test_scores_on_cuda_equal_those_on_the_cpu(kind, tiny_folder, tiny_ranker):
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_8bit_scores_on_cuda_do_not_depend_on_neighbours(tiny_folder):
     pytest.importorskip("bitsandbytes")
-    ranker = load_ranker(tiny_folder("llama"), "llama", device="cuda", dtype="float16", load_in_8bit=True)
+    ranker = load_ranker(
+        tiny_folder("llama"), "llama", device="cuda", dtype="float16", load_in_8bit=True
+    )
     torch.testing.assert_close(all_scores(ranker), scores_alone(ranker), rtol=0, atol=5e-3)
 
 
@@ -729,7 +797,9 @@ def test_documents_may_come_from_any_iterable(ranker, iterable):
     assert ranker.score(QUERY, iterable(DOCUMENTS)) == expected
     assert ranker.score_many([QUERY], [iterable(DOCUMENTS)]) == [expected]
     result = ranker.rank(QUERY, iterable(DOCUMENTS))
-    assert sorted(document.index for document in (*result.kept, *result.dropped)) == list(range(len(DOCUMENTS)))
+    assert sorted(document.index for document in (*result.kept, *result.dropped)) == list(
+        range(len(DOCUMENTS))
+    )
 
 
 @pytest.mark.parametrize("nothing", [None, 3])
@@ -758,9 +828,13 @@ def test_a_document_that_several_queries_share_is_read_once(ranker, monkeypatch)
     fresh = budgeted(ranker, 100_000)
     fresh.reader.null_prefix()
     read.clear()
-    torch.testing.assert_close(fresh.score_many(QUERIES, [DOCUMENTS] * 3), expected, rtol=0, atol=EXACT)
+    torch.testing.assert_close(
+        fresh.score_many(QUERIES, [DOCUMENTS] * 3), expected, rtol=0, atol=EXACT
+    )
     assert len(read) == len(set(read)) == len(DOCUMENTS)
-    assert rows == [(3, 3 * len(DOCUMENTS) + 3)]  # one batch: a row a pair, and one for each query alone
+    assert rows == [
+        (3, 3 * len(DOCUMENTS) + 3)
+    ]  # one batch: a row a pair, and one for each query alone
 
 
 def test_the_callers_projection_stays_trainable(tiny_folder):
@@ -774,7 +848,9 @@ def test_a_device_that_is_not_there_is_one_clear_error(tiny_folder):
     if torch.cuda.is_available():
         pytest.skip("this machine has a GPU")
     with pytest.raises(BackboneError, match="could not be moved to cuda"):
-        RSRank.from_backbone(tiny_folder("llama"), random_projection("llama"), options=LoadOptions(device="cuda"))
+        RSRank.from_backbone(
+            tiny_folder("llama"), random_projection("llama"), options=LoadOptions(device="cuda")
+        )
 
 
 @pytest.mark.parametrize("option", ["load_in_8bit", "load_in_fp8"])
@@ -818,7 +894,10 @@ def test_a_small_batch_takes_short_sequences_too():
 def test_a_ranker_names_its_model_its_device_its_dtype_and_its_threshold(ranker, tmp_path):
     ranker.save_pretrained(tmp_path / "made", include_backbone=True)
     loaded = RSRank.from_pretrained(tmp_path / "made", device="cpu", dtype="float32")
-    assert repr(loaded) == f"RSRank({str(tmp_path / 'made')!r}, device='cpu', dtype=torch.float32, threshold=0)"
+    assert (
+        repr(loaded)
+        == f"RSRank({str(tmp_path / 'made')!r}, device='cpu', dtype=torch.float32, threshold=0)"
+    )
     assert repr(ranker.config.backbone.name) in repr(ranker)
 
 

@@ -36,11 +36,21 @@ from rsrank_rag.language_model.options import LoadOptions
 from rsrank_rag.partial_files import is_running, partial_of
 from rsrank_rag.reranker import BLANK_SCORE
 
-TEXTS = ["A cow gives milk.", "Trains run on rails.", "Honey keeps.", "Bees dance. " * 20, "Salt", ""]
+TEXTS = [
+    "A cow gives milk.",
+    "Trains run on rails.",
+    "Honey keeps.",
+    "Bees dance. " * 20,
+    "Salt",
+    "",
+]
 
 
 def rows_of(count):
-    return [{"id": f"row {i}", "query": f"query {i % 7}", "document": f"{TEXTS[i % 6]}{i}"} for i in range(count)]
+    return [
+        {"id": f"row {i}", "query": f"query {i % 7}", "document": f"{TEXTS[i % 6]}{i}"}
+        for i in range(count)
+    ]
 
 
 def write_lines(path, rows):
@@ -98,7 +108,9 @@ def test_scores_are_those_of_the_model(ranker, tmp_path):
     out = read(tmp_path / "out")
     assert [{name: row[name] for name in ("id", "query", "document")} for row in out] == rows
     expected = [ranker.score(row["query"], [row["document"]])[0] for row in rows]
-    assert [row["score"] for row in out] == pytest.approx(expected, abs=1e-4)  # other batches: fp32 rounding
+    assert [row["score"] for row in out] == pytest.approx(
+        expected, abs=1e-4
+    )  # other batches: fp32 rounding
     assert [row["kept"] for row in out] == [score > 0 for score in expected]
     assert {row["error"] for row in out} == {None}
 
@@ -106,7 +118,9 @@ def test_scores_are_those_of_the_model(ranker, tmp_path):
 @pytest.mark.parametrize("name", ["rows.jsonl.gz", "rows.parquet", "folder", "pattern"])
 def test_every_form_of_input_gives_the_same_rows(name, tmp_path):
     rows = rows_of(50)
-    expected = score(write_lines(tmp_path / "rows.jsonl", rows), tmp_path / "expected", rows_per_part=8)
+    expected = score(
+        write_lines(tmp_path / "rows.jsonl", rows), tmp_path / "expected", rows_per_part=8
+    )
     source = tmp_path / name
     if name == "rows.parquet":
         pyarrow.parquet.write_table(pa.Table.from_pylist(rows), source, row_group_size=11)
@@ -116,7 +130,9 @@ def test_every_form_of_input_gives_the_same_rows(name, tmp_path):
         (tmp_path / "in" / "deep").mkdir(parents=True)
         write_lines(tmp_path / "in" / "a.jsonl", rows[:20])
         write_lines(tmp_path / "in" / "b.jsonl.gz", rows[20:30])
-        pyarrow.parquet.write_table(pa.Table.from_pylist(rows[30:]), tmp_path / "in" / "deep" / "c.parquet")
+        pyarrow.parquet.write_table(
+            pa.Table.from_pylist(rows[30:]), tmp_path / "in" / "deep" / "c.parquet"
+        )
         (tmp_path / "in" / "_notes.jsonl").write_text("not read")
         (tmp_path / "in" / ".hidden").mkdir()
         (tmp_path / "in" / ".hidden" / "a-checkpoint.jsonl").write_text("not read")
@@ -133,9 +149,16 @@ def test_rows_with_lists_get_lists(tmp_path):
         {"query": None, "documents": ["a", "b"]},
         {"query": "q"},
     ]
-    found = score(write_lines(tmp_path / "rows.jsonl", rows), tmp_path / "out", partial(Threshold, -1000))
+    found = score(
+        write_lines(tmp_path / "rows.jsonl", rows), tmp_path / "out", partial(Threshold, -1000)
+    )
     out = read(tmp_path / "out")
-    assert [row["score"] for row in out] == [[-999.0, None, BLANK_SCORE, None], [], [None, None], [None]]
+    assert [row["score"] for row in out] == [
+        [-999.0, None, BLANK_SCORE, None],
+        [],
+        [None, None],
+        [None],
+    ]
     assert [row["kept"] for row in out] == [[True, None, False, None], [], [None, None], [None]]
     assert out[0]["error"] == [None, "has no score.", None, "The document is no text but null."]
     assert out[2]["error"] == ["The query is no text but null."] * 2
@@ -160,7 +183,12 @@ def test_a_blank_document_is_not_kept_and_without_a_threshold_nothing_is():
 
 
 def test_pairs_without_a_score_are_named_and_the_others_scored(tmp_path):
-    rows = [*rows_of(3), {"query": "q", "document": None}, {"query": "q", "document": "no score"}, {"document": "d"}]
+    rows = [
+        *rows_of(3),
+        {"query": "q", "document": None},
+        {"query": "q", "document": "no score"},
+        {"document": "d"},
+    ]
     score(write_lines(tmp_path / "rows.jsonl", rows), tmp_path / "out")
     out = read(tmp_path / "out")
     assert [row["score"] is None for row in out] == [False] * 3 + [True] * 3
@@ -174,8 +202,22 @@ def test_pairs_without_a_score_are_named_and_the_others_scored(tmp_path):
 
 def test_whatever_else_a_row_has_is_carried_along(tmp_path):
     rows = [
-        {"query": "q", "document": "d", "n": 1, "when": "2020-01-01", "deep": {"a": [1, 2]}, "late": None},
-        {"query": "q", "document": "\ud83d\ude00 \ud83d", "n": 2.5, "when": None, "deep": None, "late": "here"},
+        {
+            "query": "q",
+            "document": "d",
+            "n": 1,
+            "when": "2020-01-01",
+            "deep": {"a": [1, 2]},
+            "late": None,
+        },
+        {
+            "query": "q",
+            "document": "\ud83d\ude00 \ud83d",
+            "n": 2.5,
+            "when": None,
+            "deep": None,
+            "late": "here",
+        },
         {"query": "q", "document": "e", "extra": True},
     ]
     score(write_lines(tmp_path / "rows.jsonl", rows), tmp_path / "out", rows_per_part=1)
@@ -191,14 +233,26 @@ def test_whatever_else_a_row_has_is_carried_along(tmp_path):
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        ('{"query": "q", "document": "d"}\n{"query": ', r"rows\.jsonl, row 1 \(from 0\) is no JSON object"),
+        (
+            '{"query": "q", "document": "d"}\n{"query": ',
+            r"rows\.jsonl, row 1 \(from 0\) is no JSON object",
+        ),
         ('["q", "d"]\n', "it is no object but list"),
         ('{"question": "q", "document": "d"}\n', 'need a "query".*found question, document'),
-        ('{"query": "q", "document": "d", "documents": []}\n', 'either a "document" or "documents"'),
+        (
+            '{"query": "q", "document": "d", "documents": []}\n',
+            'either a "document" or "documents"',
+        ),
         ('{"query": "q", "document": "d", "score": 1}\n', "have score already"),
         ('{"query": "q", "document": 7}\n', 'Column "document" must hold texts, got int64'),
-        ('{"query": "q", "documents": "d"}\n', 'Column "documents" must hold lists of texts, got string'),
-        ('{"query": "q", "document": "d"}\n{"query": 1, "document": "d"}\n', 'column "query" holds values of several'),
+        (
+            '{"query": "q", "documents": "d"}\n',
+            'Column "documents" must hold lists of texts, got string',
+        ),
+        (
+            '{"query": "q", "document": "d"}\n{"query": 1, "document": "d"}\n',
+            'column "query" holds values of several',
+        ),
         ("\n\n", "there are no rows"),
     ],
 )
@@ -239,7 +293,10 @@ def test_what_was_scored_before_is_refused_with_the_columns_that_it_has_already(
 
 
 def test_an_object_without_fields_is_carried_along_as_null(tmp_path):
-    rows = [{"query": "q", "document": "a", "metadata": {}}, {"query": "q", "document": "b", "metadata": {"x": {}}}]
+    rows = [
+        {"query": "q", "document": "a", "metadata": {}},
+        {"query": "q", "document": "b", "metadata": {"x": {}}},
+    ]
     score(write_lines(tmp_path / "rows.jsonl", rows), tmp_path / "out")
     assert [row["score"] for row in read(tmp_path / "out")] == PairScorer(Lengths)(
         {"query": ["q", "q"], "document": ["a", "b"]}
@@ -268,7 +325,10 @@ def test_a_table_with_commas_and_line_breaks_in_its_cells_is_read_as_json_lines_
 @pytest.mark.parametrize(
     ("content", "message"),
     [
-        (b"query,document\nq,d,more\n", r"rows\.csv, row 0 \(from 0\) has more cells than the header"),
+        (
+            b"query,document\nq,d,more\n",
+            r"rows\.csv, row 0 \(from 0\) has more cells than the header",
+        ),
         (b"query;document\nq;d\n", 'need a "query"'),
         (b"\x89PNG\r\n\x1a\n\x00\xff", "cannot be read after row 0"),
         (b'query,document\nq,"d\n', "cannot be read after row 0"),
@@ -298,7 +358,17 @@ def test_labelled_queries_are_scored_as_they_are_measured(ranker, tmp_path):
 
 def test_json_lines_hold_what_parquet_holds_also_of_a_run_that_is_done(tmp_path):
     source = write_lines(tmp_path / "rows.jsonl", [*rows_of(9), {"query": "q", "document": None}])
-    command = ["score", "-i", str(source), "-o", str(tmp_path / "out"), "-m", "bm25", "--rows-per-part", "4"]
+    command = [
+        "score",
+        "-i",
+        str(source),
+        "-o",
+        str(tmp_path / "out"),
+        "-m",
+        "bm25",
+        "--rows-per-part",
+        "4",
+    ]
     assert CliRunner().invoke(app, command).exit_code == 0
     assert [path.suffix for path in sorted((tmp_path / "out").glob("part-*"))] == [".parquet"] * 3
     assert CliRunner().invoke(app, [*command, "--jsonl"]).exit_code == 0
@@ -324,7 +394,9 @@ def test_an_interrupted_run_goes_on_and_does_nothing_twice(tmp_path):
     assert goes_on.seen == [row["document"] for row in rows_of(30)[16:]]
     score(source, tmp_path / "once", rows_per_part=4)
     assert table_of(tmp_path / "out").equals(table_of(tmp_path / "once"))
-    assert score(source, tmp_path / "out", refuse, rows_per_part=4).found == 8  # nothing to do, nothing loaded
+    assert (
+        score(source, tmp_path / "out", refuse, rows_per_part=4).found == 8
+    )  # nothing to do, nothing loaded
 
 
 @pytest.mark.parametrize(
@@ -337,7 +409,9 @@ def test_an_interrupted_run_goes_on_and_does_nothing_twice(tmp_path):
         ({"more": True}, "input files: 1 there, 2 asked for"),
     ],
 )
-def test_a_folder_of_something_else_is_not_continued_and_the_difference_is_named(change, message, tmp_path):
+def test_a_folder_of_something_else_is_not_continued_and_the_difference_is_named(
+    change, message, tmp_path
+):
     (tmp_path / "in").mkdir()
     source = write_lines(tmp_path / "in" / "rows.jsonl", rows_of(9))
     score(tmp_path / "in", tmp_path / "out", rows_per_part=4)
@@ -388,7 +462,9 @@ DAMAGES = {
     "empty": lambda parts, other: parts[1].write_bytes(b""),
     "no Parquet": lambda parts, other: parts[1].write_bytes(b"PAR1"),
     "another part": lambda parts, other: parts[1].write_bytes(parts[0].read_bytes()),
-    "another run's": lambda parts, other: parts[1].write_bytes((other / parts[1].name).read_bytes()),
+    "another run's": lambda parts, other: parts[1].write_bytes(
+        (other / parts[1].name).read_bytes()
+    ),
 }
 
 
@@ -407,8 +483,15 @@ def test_a_part_that_is_not_this_plans_as_it_was_written_is_done_again(damage, t
 def test_a_part_says_what_it_is_of(tmp_path):
     source = write_lines(tmp_path / "rows.jsonl", rows_of(3))
     score(source, tmp_path / "out", settings={"dtype": "float32"})
-    said = json.loads(pyarrow.parquet.read_metadata(tmp_path / "out" / "part-000000.parquet").metadata[b"rsrank"])
-    assert (said["model"], said["dtype"], said["part"], said["pairs"]) == ("lengths", "float32", 0, 3)
+    said = json.loads(
+        pyarrow.parquet.read_metadata(tmp_path / "out" / "part-000000.parquet").metadata[b"rsrank"]
+    )
+    assert (said["model"], said["dtype"], said["part"], said["pairs"]) == (
+        "lengths",
+        "float32",
+        0,
+        3,
+    )
 
 
 def test_no_byte_of_a_part_or_a_plan_can_change_unseen(tmp_path):
@@ -451,7 +534,10 @@ def check_kill_9(tmp_path, address=""):
     here = Path(__file__).parent
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(here.parent), str(here)])}
     done = subprocess.run(
-        [sys.executable, "-c", KILLED, source, output, address], env=environment, capture_output=True, text=True
+        [sys.executable, "-c", KILLED, source, output, address],
+        env=environment,
+        capture_output=True,
+        text=True,
     )
     assert done.returncode == -signal.SIGKILL, done.stderr
     there = {path.name for path in output.glob("part-*")}
@@ -490,13 +576,19 @@ def test_one_callable_serves_arrays_frames_and_datasets():
     arrays = {name: np.array(values, dtype=object) for name, values in columns.items()}
     assert PairScorer(Lengths)(arrays)["score"] == expected
     pandas, datasets = pytest.importorskip("pandas"), pytest.importorskip("datasets")
-    frame = pandas.DataFrame(PairScorer(Lengths)(pandas.DataFrame(columns)))  # what mapInPandas of Spark is given
+    frame = pandas.DataFrame(
+        PairScorer(Lengths)(pandas.DataFrame(columns))
+    )  # what mapInPandas of Spark is given
     assert frame["score"].tolist() == expected
-    missing = pandas.DataFrame({"query": ["q", "q"], "document": pandas.array(["a", pandas.NA], dtype="string")})
+    missing = pandas.DataFrame(
+        {"query": ["q", "q"], "document": pandas.array(["a", pandas.NA], dtype="string")}
+    )
     assert PairScorer(Lengths)(missing)["error"] == [None, "The document is no text but null."]
     keyed = PairScorer(Lengths)({"query": ["q"], "documents": [{"text": "a", "title": "b"}]})
     assert keyed["error"] == [["The row's documents are no list but dict."]]
-    mapped = datasets.Dataset.from_dict(columns).map(PairScorer(Lengths), batched=True, batch_size=4)
+    mapped = datasets.Dataset.from_dict(columns).map(
+        PairScorer(Lengths), batched=True, batch_size=4
+    )
     assert mapped["score"] == expected
     assert mapped["id"] == columns["id"]
     scorer = PairScorer(Lengths)
@@ -509,10 +601,16 @@ def test_one_callable_serves_ray_data(ray_cluster):
     from ray import data
 
     done = data.from_items(rows_of(20)).map_batches(
-        PairScorer, fn_constructor_args=(Lengths,), batch_size=8, compute=data.ActorPoolStrategy(size=1), num_cpus=0.5
+        PairScorer,
+        fn_constructor_args=(Lengths,),
+        batch_size=8,
+        compute=data.ActorPoolStrategy(size=1),
+        num_cpus=0.5,
     )
     found = {row["id"]: row["score"] for row in done.take_all()}
-    assert found == {row["id"]: Lengths().score(row["query"], [row["document"]])[0] for row in rows_of(20)}
+    assert found == {
+        row["id"]: Lengths().score(row["query"], [row["document"]])[0] for row in rows_of(20)
+    }
 
 
 # On Ray
@@ -537,14 +635,28 @@ def test_actors_write_what_one_process_writes(ray_cluster, tmp_path):
 
 
 @pytest.mark.ray
-def test_an_actor_that_dies_is_replaced_and_one_that_dies_each_time_ends_the_run(ray_cluster, tmp_path):
+def test_an_actor_that_dies_is_replaced_and_one_that_dies_each_time_ends_the_run(
+    ray_cluster, tmp_path
+):
     rows = rows_of(12)
     rows[7]["document"] = "kill this process"
     source = write_lines(tmp_path / "rows.jsonl", rows)
     (tmp_path / "flag").touch()
     with pytest.raises(RSRankError, match="process died 3 times on one item"):
-        score(source, tmp_path / "out", partial(Fatal, tmp_path / "flag", False), rows_per_part=2, actors=TWO)
-    found = score(source, tmp_path / "out", partial(Fatal, tmp_path / "flag", True), rows_per_part=2, actors=TWO)
+        score(
+            source,
+            tmp_path / "out",
+            partial(Fatal, tmp_path / "flag", False),
+            rows_per_part=2,
+            actors=TWO,
+        )
+    found = score(
+        source,
+        tmp_path / "out",
+        partial(Fatal, tmp_path / "flag", True),
+        rows_per_part=2,
+        actors=TWO,
+    )
     assert found.rows == 12
     assert [row["score"] for row in read(tmp_path / "out")] == [
         Lengths().score(row["query"], [row["document"]])[0] for row in rows
@@ -574,20 +686,29 @@ def test_the_dtype_is_that_of_the_machines_that_do_the_work(ray_cluster):
 @pytest.mark.ray
 def test_actors_choose_int8_where_this_machine_would_without_bfloat16(tmp_path):
     """In a process of its own: its actors' processes inherit the setting."""
-    told = {**os.environ, "ATEN_CPU_CAPABILITY": "avx2", "PYTHONPATH": str(Path(__file__).parents[1])}
+    told = {
+        **os.environ,
+        "ATEN_CPU_CAPABILITY": "avx2",
+        "PYTHONPATH": str(Path(__file__).parents[1]),
+    }
     text = (
         "from rsrank_rag.bulk.on_ray import Actors\nfrom rsrank_rag.bulk.run import settled_dtype\n"
         "from rsrank_rag.language_model.options import LoadOptions\n"
         "print([settled_dtype(LoadOptions('cpu'), actors) for actors in (None, Actors(1, cpus=0.5))])"
     )
-    done = subprocess.run([sys.executable, "-c", text], env=told, capture_output=True, text=True, cwd=tmp_path)
+    done = subprocess.run(
+        [sys.executable, "-c", text], env=told, capture_output=True, text=True, cwd=tmp_path
+    )
     here, there = ast.literal_eval(done.stdout)
     assert here == there
 
 
 @pytest.mark.ray
 def test_a_machine_without_room_for_an_actor_says_so(ray_cluster):
-    with pytest.raises(RSRankError, match=r"1 actors of 1 CPUs and 4 GPUs were asked for, and the cluster has 8 CPUs"):
+    with pytest.raises(
+        RSRankError,
+        match=r"1 actors of 1 CPUs and 4 GPUs were asked for, and the cluster has 8 CPUs",
+    ):
         list(each(worker_of_nothing, [1], Actors(gpus=4)))
     with pytest.raises(InputError, match="--actors must be at least 1"):
         Actors(0)
@@ -615,18 +736,24 @@ def test_the_command_scores_and_goes_on(tmp_path):
     other = run(*arguments[:-1], "mini")
     assert other.exit_code == 2
     said = " ".join(other.stderr.split())
-    assert "was begun otherwise (" in said  # the dtype may be named first: what `mini` chooses depends on the processor
+    assert (
+        "was begun otherwise (" in said
+    )  # the dtype may be named first: what `mini` chooses depends on the processor
     assert "model: 'bm25' there, 'mini" in said
 
 
-def test_a_plan_names_the_dtype_that_was_chosen_and_another_machines_is_refused(tmp_path, monkeypatch):
+def test_a_plan_names_the_dtype_that_was_chosen_and_another_machines_is_refused(
+    tmp_path, monkeypatch
+):
     pytest.importorskip("bm25s")
     source, output = write_lines(tmp_path / "rows.jsonl", rows_of(4)), tmp_path / "out"
     arguments = ["score", "-i", source, "-o", output, "--model", "bm25"]
     monkeypatch.setattr(options, "has_fast_bfloat16", lambda device, **_: True)
     assert run(*arguments).exit_code == 0
     assert begun(output).settings["dtype"] == "bfloat16"
-    monkeypatch.setattr(options, "has_fast_bfloat16", lambda device, **_: False)  # as on another machine
+    monkeypatch.setattr(
+        options, "has_fast_bfloat16", lambda device, **_: False
+    )  # as on another machine
     refused = run(*arguments)
     assert "dtype: 'bfloat16' there, 'float32' asked for" in " ".join(refused.stderr.split())
     assert run(*arguments, "--dtype", "bfloat16").exit_code == 0
@@ -637,7 +764,9 @@ def test_another_language_model_is_another_model(recorded, ranker, tmp_path):
     ranker.save_pretrained(tmp_path, include_backbone=True)
     if not recorded:  # as in earlier releases
         config = hub.read_config(tmp_path)
-        plain = config.model_copy(update={"backbone": config.backbone.model_copy(update={"files": {}})})
+        plain = config.model_copy(
+            update={"backbone": config.backbone.model_copy(update={"files": {}})}
+        )
         hub.write_artifact(tmp_path, plain, hub.read_projection(tmp_path, config), "")
     before = model_identity(str(tmp_path))
     assert model_identity(str(tmp_path)) == before
@@ -653,7 +782,16 @@ def test_another_language_model_is_another_model(recorded, ranker, tmp_path):
 
 def test_the_command_names_what_is_wrong(tmp_path):
     source = write_lines(tmp_path / "rows.jsonl", rows_of(4))
-    refused = run("score", "-i", source, "-o", tmp_path / "out", "--model", "nobody/nothing", "--local-files-only")
+    refused = run(
+        "score",
+        "-i",
+        source,
+        "-o",
+        tmp_path / "out",
+        "--model",
+        "nobody/nothing",
+        "--local-files-only",
+    )
     assert refused.exit_code == 1
     assert "nobody/nothing" in refused.stderr
 
@@ -661,7 +799,19 @@ def test_the_command_names_what_is_wrong(tmp_path):
 @pytest.mark.ray
 def test_the_command_names_what_is_wrong_on_a_cluster(ray_cluster, tmp_path):
     source = write_lines(tmp_path / "rows.jsonl", rows_of(4))
-    failed = run("score", "-i", source, "-o", tmp_path / "out", "--dtype", "float99", "--engine", "ray", "--actors", 1)
+    failed = run(
+        "score",
+        "-i",
+        source,
+        "-o",
+        tmp_path / "out",
+        "--dtype",
+        "float99",
+        "--engine",
+        "ray",
+        "--actors",
+        1,
+    )
     assert failed.exit_code == 1
     assert "float99" in failed.stderr
     assert "Traceback" not in failed.stderr

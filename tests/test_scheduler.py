@@ -88,7 +88,9 @@ class Mortal(Reranker):
             if text == "die" or (text == "die once" and flag.exists()):
                 flag.unlink(missing_ok=True)
                 os.kill(os.getpid(), signal.SIGKILL)
-            if text == "lost" and flag.exists():  # as CUDA does, in whatever is asked of it from then on
+            if (
+                text == "lost" and flag.exists()
+            ):  # as CUDA does, in whatever is asked of it from then on
                 flag.unlink()
                 self.lost = True
         if self.lost:
@@ -138,7 +140,9 @@ class running:
     """A started scheduler, stopped at the end."""
 
     def __init__(self, make, thread=False, **options):
-        self.scheduler = (in_thread if thread else Scheduler)(make, "fake", **{"canary": None, **options})
+        self.scheduler = (in_thread if thread else Scheduler)(
+            make, "fake", **{"canary": None, **options}
+        )
 
     async def __aenter__(self):
         await self.scheduler.start()
@@ -180,12 +184,20 @@ async def test_requests_that_wait_together_share_a_batch():
         reranker.may_go_on.clear()
         first = asyncio.create_task(scheduler.score(pairs(-1)))
         await until(lambda: reranker.began)
-        tasks = [asyncio.create_task(scheduler.score(pairs(i, i + 0.5), client=str(i))) for i in range(10)]
+        tasks = [
+            asyncio.create_task(scheduler.score(pairs(i, i + 0.5), client=str(i)))
+            for i in range(10)
+        ]
         await until(lambda: scheduler.stats()["waiting"] == 20)
         reranker.may_go_on.set()
-        assert [scores(found) for found in await asyncio.gather(*tasks)] == [[i, i + 0.5] for i in range(10)]
+        assert [scores(found) for found in await asyncio.gather(*tasks)] == [
+            [i, i + 0.5] for i in range(10)
+        ]
         await first
-    assert [len(batch) for batch in reranker.batches] == [1, 20]  # what was there first, then all that came meanwhile
+    assert [len(batch) for batch in reranker.batches] == [
+        1,
+        20,
+    ]  # what was there first, then all that came meanwhile
 
 
 async def test_a_batch_holds_no_more_than_its_tokens():
@@ -239,7 +251,9 @@ async def test_a_small_request_does_not_wait_for_another_clients_large_one():
         await until(lambda: scheduler.stats()["waiting"] == 192)
         reranker.may_go_on.set()
         await asyncio.gather(large, small)
-    places = [number for number, batch in enumerate(reranker.batches) if "-1" in batch or "-2" in batch]
+    places = [
+        number for number, batch in enumerate(reranker.batches) if "-1" in batch or "-2" in batch
+    ]
     assert places == [1]  # the batch after the one that was running
 
 
@@ -247,7 +261,10 @@ async def test_two_clients_get_equal_shares():
     reranker = Numbers()
     async with numbers(reranker, least_tokens=10 * 16, step_seconds=1e-9) as scheduler:
         reranker.may_go_on.clear()
-        tasks = [asyncio.create_task(scheduler.score(pairs(*[number] * 100), client=str(number))) for number in (1, 2)]
+        tasks = [
+            asyncio.create_task(scheduler.score(pairs(*[number] * 100), client=str(number)))
+            for number in (1, 2)
+        ]
         await until(lambda: scheduler.stats()["waiting"] == 190)
         reranker.may_go_on.set()
         await asyncio.gather(*tasks)
@@ -266,7 +283,9 @@ async def test_asking_again_and_again_gives_no_larger_share_than_waiting():
 
         first = asyncio.create_task(ask_again())
         await until(lambda: any("2" in text for batch in reranker.batches for text in batch))
-        await asyncio.gather(patient, first, ask_again())  # from here on one always waits while the other is scored
+        await asyncio.gather(
+            patient, first, ask_again()
+        )  # from here on one always waits while the other is scored
     tokens = {1: 0, 2: 0}
     for text in [text for batch in reranker.batches for text in batch]:
         tokens[int(text)] += len(text) // 4 + 16
@@ -282,14 +301,18 @@ async def test_a_request_beyond_the_limit_is_refused_with_a_time_to_come_back():
         await until(lambda: reranker.began)
         second = asyncio.create_task(scheduler.score(pairs(1, 2, 3)))  # waits
         await until(lambda: scheduler.stats()["waiting"] == 3)
-        with pytest.raises(OverloadedError, match="4 documents are waiting or being scored, too many for 3") as caught:
+        with pytest.raises(
+            OverloadedError, match="4 documents are waiting or being scored, too many for 3"
+        ) as caught:
             await scheduler.score(pairs(1, 2, 3))
         assert caught.value.retry_after >= 1
         reranker.may_go_on.set()
         assert scores(await second) == [1, 2, 3]
         await first
         assert scheduler.stats()["refused"] == 1
-        assert scores(await scheduler.score(pairs(*range(9)))) == list(range(9))  # one that is too large waits for none
+        assert scores(await scheduler.score(pairs(*range(9)))) == list(
+            range(9)
+        )  # one that is too large waits for none
 
 
 async def test_late_work_is_cancelled_and_says_so():
@@ -363,7 +386,9 @@ class Wrong(Numbers):
         texts = [pair.document for pair in pairs]
         if "elsewhere" in texts:
             raise ScoringError("Document 1000 has no score.", 1000)
-        found = [Scored(None if text == "none" else float(text)) for text in texts if text != "too few"]
+        found = [
+            Scored(None if text == "none" else float(text)) for text in texts if text != "too few"
+        ]
         return found
 
 
@@ -386,10 +411,18 @@ class Refusing(Numbers):
 @pytest.mark.parametrize("clients", [2, 40])
 def test_a_refused_query_does_not_take_the_others_batches_apart(clients):
     reranker = Refusing()
-    asked = [Pair("refused" if client == 0 else str(client), str(n)) for n in range(20) for client in range(clients)]
+    asked = [
+        Pair("refused" if client == 0 else str(client), str(n))
+        for n in range(20)
+        for client in range(clients)
+    ]
     found = Engine(reranker, "fake").step(asked).outcomes
-    assert [outcome.score is None for outcome in found] == [pair.query == "refused" for pair in asked]
-    assert len(reranker.scored) <= 6  # halves of the other queries, not each of their documents by itself
+    assert [outcome.score is None for outcome in found] == [
+        pair.query == "refused" for pair in asked
+    ]
+    assert (
+        len(reranker.scored) <= 6
+    )  # halves of the other queries, not each of their documents by itself
 
 
 async def test_the_canary_must_rank_the_right_way_round():
@@ -398,7 +431,9 @@ async def test_the_canary_must_rank_the_right_way_round():
         assert scheduler.readiness() is None
     assert scheduler.readiness() == "The service is stopping."
     async with running(Numbers, thread=True, canary=Canary("q", "1", "2")) as scheduler:
-        assert scheduler.readiness() == "The canary's relevant passage scored 1, its irrelevant one 2."
+        assert (
+            scheduler.readiness() == "The canary's relevant passage scored 1, its irrelevant one 2."
+        )
     async with running(Numbers, thread=True, canary=Canary("q", "1", "no score")) as scheduler:
         assert scheduler.readiness().startswith("The canary could not be scored: ")
 
@@ -540,7 +575,9 @@ async def test_a_process_that_loses_its_device_is_replaced(tmp_path):
 @pytest.mark.slow
 async def test_a_process_that_hangs_is_replaced(tmp_path):
     (tmp_path / "flag").touch()
-    async with running(partial(Mortal, tmp_path), limits=QueueLimits(longest_step=1.0)) as scheduler:
+    async with running(
+        partial(Mortal, tmp_path), limits=QueueLimits(longest_step=1.0)
+    ) as scheduler:
         task = asyncio.create_task(scheduler.score(pairs("a", "hang")))
         await until(lambda: scheduler.stats()["restarts"])
         scheduler.model.longest_step = 300.0  # the second try may be slow
@@ -548,7 +585,9 @@ async def test_a_process_that_hangs_is_replaced(tmp_path):
         assert scheduler.stats()["restarts"] == 1
 
 
-async def test_an_explanation_on_which_the_process_dies_is_an_error_and_the_next_request_is_served(tmp_path):
+async def test_an_explanation_on_which_the_process_dies_is_an_error_and_the_next_request_is_served(
+    tmp_path,
+):
     async with running(partial(Mortal, tmp_path)) as scheduler:
         with pytest.raises(RSRankError, match=r"ended the model's process, twice\."):
             await scheduler.explain(Pair("q", "d"))
@@ -585,7 +624,9 @@ async def test_the_end_does_not_wait_for_the_pause_before_the_next_try(tmp_path,
 
     (tmp_path / "may load").touch()
     async with running(partial(load_once, tmp_path), thread=True) as scheduler:
-        monkeypatch.setattr(scheduler_module, "asyncio", SimpleNamespace(**{**vars(asyncio), "wait_for": pause}))
+        monkeypatch.setattr(
+            scheduler_module, "asyncio", SimpleNamespace(**{**vars(asyncio), "wait_for": pause})
+        )
         restart = asyncio.create_task(scheduler._restart())
         await until(lambda: pauses == [0.5])
     await asyncio.wait_for(restart, 60)
@@ -634,7 +675,9 @@ RAISED = {
     "exit": lambda: SystemExit(3),
     "interrupt": KeyboardInterrupt,
     "unpicklable": lambda: Unpicklable(1, 2),
-    "unreadable": lambda: type("Local", (InputError,), {"__reduce__": lambda self: 1 / 0})("It is wrong."),
+    "unreadable": lambda: type("Local", (InputError,), {"__reduce__": lambda self: 1 / 0})(
+        "It is wrong."
+    ),
 }
 
 
@@ -652,12 +695,15 @@ class Raising(Numbers):
 
 
 @pytest.mark.parametrize("thread", [True, False])
-async def test_whatever_is_raised_on_one_document_only_that_one_fails_and_the_next_request_is_served(thread):
+async def test_whatever_is_raised_on_one_document_only_that_one_fails_and_the_next_request_is_served(
+    thread,
+):
     async with running(Raising, thread=thread) as scheduler:
         first = scheduler.model.loaded.process
         for bad in RAISED:
             found = await asyncio.gather(
-                scheduler.score(pairs(1, bad, 2), client="guilty"), scheduler.score(pairs(3, 4), client="innocent")
+                scheduler.score(pairs(1, bad, 2), client="guilty"),
+                scheduler.score(pairs(3, 4), client="innocent"),
             )
             assert [scores(outcomes) for outcomes in found] == [[1, None, 2], [3, 4]]
             assert "secret" not in found[0][1].error
@@ -681,7 +727,9 @@ class Odd(Numbers):
     """Says things about a document that no pickle takes."""
 
     def score_pairs(self, pairs):
-        return [Scored(Number(pair.document), truncated=lambda: 0, tokens=Number(1)) for pair in pairs]
+        return [
+            Scored(Number(pair.document), truncated=lambda: 0, tokens=Number(1)) for pair in pairs
+        ]
 
 
 class Number(float):
@@ -743,7 +791,9 @@ async def test_what_takes_much_too_long_is_given_up_with_its_last_client(tmp_pat
     monkeypatch.setattr(scheduler_module, "OVERDUE", -1000.0)
     (tmp_path / "flag").touch()
     async with running(partial(Mortal, tmp_path)) as scheduler:
-        tasks = [asyncio.create_task(scheduler.score(pairs("hang"), client=name)) for name in "ab"]  # for a minute
+        tasks = [
+            asyncio.create_task(scheduler.score(pairs("hang"), client=name)) for name in "ab"
+        ]  # for a minute
         await until(lambda: not (tmp_path / "flag").exists())
         for task in tasks:
             task.cancel()
@@ -855,7 +905,8 @@ async def many_after_few():
         await scheduler.score(pairs("x" * 40), timeout=60)
     large = pairs(*["x" * 1000] * 100)
     found = await asyncio.gather(
-        *(scheduler.score(large, client=name, timeout=60) for name in "abcdef"), return_exceptions=True
+        *(scheduler.score(large, client=name, timeout=60) for name in "abcdef"),
+        return_exceptions=True,
     )
     await scheduler.stop()
     return [len(one) if isinstance(one, list) else str(one) for one in found]
@@ -902,21 +953,33 @@ def test_after_one_stall_small_requests_alone_show_that_the_model_is_not_so_slow
 
 async def test_a_client_that_has_asked_for_much_is_refused_and_others_are_not():
     reranker = Numbers()
-    async with numbers(reranker, least_tokens=160) as scheduler:  # thought to read 800 tokens a second
+    async with numbers(
+        reranker, least_tokens=160
+    ) as scheduler:  # thought to read 800 tokens a second
         reranker.may_go_on.clear()
         first = asyncio.create_task(scheduler.score(pairs(1)))
         await until(lambda: reranker.began)
-        tasks = [asyncio.create_task(scheduler.score(pairs(*[1] * 4000), client="greedy", timeout=200))]
+        tasks = [
+            asyncio.create_task(scheduler.score(pairs(*[1] * 4000), client="greedy", timeout=200))
+        ]
         await until(lambda: scheduler.stats()["waiting"] == 4000)
-        with pytest.raises(OverloadedError, match="too many for an answer in 60 seconds") as refused:
-            await scheduler.score(pairs(*[1] * 400), client="greedy", timeout=59.9996)  # what is left of 60
+        with pytest.raises(
+            OverloadedError, match="too many for an answer in 60 seconds"
+        ) as refused:
+            await scheduler.score(
+                pairs(*[1] * 400), client="greedy", timeout=59.9996
+            )  # what is left of 60
         assert 35 <= refused.value.retry_after <= 120
-        tasks.append(asyncio.create_task(scheduler.score(pairs(*[1] * 400), client="modest", timeout=60)))
+        tasks.append(
+            asyncio.create_task(scheduler.score(pairs(*[1] * 400), client="modest", timeout=60))
+        )
         await until(lambda: scheduler.stats()["waiting"] == 4400)
         reranker.may_go_on.set()
         assert [len(found) for found in await asyncio.gather(first, *tasks)] == [1, 4000, 400]
 
 
 async def test_who_comes_first_is_let_in_however_slow_the_model_was():
-    async with numbers(Numbers(), least_tokens=1, step_seconds=1000) as scheduler:  # thought to read 0.001 a second
+    async with numbers(
+        Numbers(), least_tokens=1, step_seconds=1000
+    ) as scheduler:  # thought to read 0.001 a second
         assert scores(await scheduler.score(pairs(1), timeout=60)) == [1]

@@ -54,7 +54,10 @@ REQUESTS = [
     ("/rerank", {"query": "q", "texts": ["3", "1", "2"]}),
     ("/score", {"text_1": "q", "text_2": ["3", "1", "2"]}),
     ("/v1/score", {"queries": "q", "documents": ["3", "1", "2"]}),
-    ("/v1/ranking", {"query": {"text": "q"}, "passages": [{"text": "3"}, {"text": "1"}, {"text": "2"}]}),
+    (
+        "/v1/ranking",
+        {"query": {"text": "q"}, "passages": [{"text": "3"}, {"text": "1"}, {"text": "2"}]},
+    ),
     ("/explain", {"query": "q", "document": "3"}),
 ]
 
@@ -67,7 +70,11 @@ def serving(reranker=None, limits=None, canary=None, **settings):
 
 def scores(found):
     """Index and score of every row, whatever the client."""
-    rows = found if isinstance(found, list) else found.get("results") or found.get("data") or found["rankings"]
+    rows = (
+        found
+        if isinstance(found, list)
+        else found.get("results") or found.get("data") or found["rankings"]
+    )
     names = ("relevance_score", "score", "logit")
     return [(row["index"], next(row[name] for name in names if name in row)) for row in rows]
 
@@ -110,14 +117,18 @@ async def test_texts_get_teis_bare_array():
             {"index": 1, "score": 2.0},
             {"index": 0, "score": 1.0},
         ]
-        found = (await http.post("/rerank", json={"query": "q", "texts": ["1"], "return_text": True})).json()
+        found = (
+            await http.post("/rerank", json={"query": "q", "texts": ["1"], "return_text": True})
+        ).json()
         assert found == [{"index": 0, "score": 1.0, "text": "1"}]
         assert (await http.post("/rerank", json={"query": "q", "texts": []})).json() == []
 
 
 async def test_pairs_keep_their_order_as_vllm_wants_it():
     async with serving() as http:
-        found = (await http.post("/score", json={"text_1": ["q", "r"], "text_2": ["1", "2"]})).json()
+        found = (
+            await http.post("/score", json={"text_1": ["q", "r"], "text_2": ["1", "2"]})
+        ).json()
         assert scores(found) == [(0, 1), (1, 2)]
         assert (found["object"], found["data"][0]["object"]) == ("list", "score")
 
@@ -125,7 +136,10 @@ async def test_pairs_keep_their_order_as_vllm_wants_it():
 async def test_nvidia_gets_rankings_and_the_list_of_models():
     async with serving(normalize=True) as http:
         body = {"query": {"text": "q"}, "passages": [{"text": "1"}, {"text": "2"}]}
-        assert scores((await http.post("/v1/ranking", json=body)).json()) == [(1, 2), (0, 1)]  # logits are raw
+        assert scores((await http.post("/v1/ranking", json=body)).json()) == [
+            (1, 2),
+            (0, 1),
+        ]  # logits are raw
         assert [model["id"] for model in (await http.get("/v1/models")).json()["data"]] == ["fake"]
 
 
@@ -136,7 +150,9 @@ async def test_documents_may_be_objects_and_come_back_if_asked_for():
         assert [row["document"] for row in found["results"]] == [{"text": "2"}, {"text": "1"}]
 
 
-@pytest.mark.parametrize("fields", [{"normalize": True}, {"raw_scores": False}, {"use_activation": True}])
+@pytest.mark.parametrize(
+    "fields", [{"normalize": True}, {"raw_scores": False}, {"use_activation": True}]
+)
 async def test_scores_between_0_and_1_on_request(fields):
     async with serving() as http:
         found = scores((await http.post("/rerank", json={**RERANK, **fields})).json())
@@ -146,7 +162,9 @@ async def test_scores_between_0_and_1_on_request(fields):
 
 async def test_scores_between_0_and_1_by_a_setting_which_a_request_overrides():
     async with serving(normalize=True) as http:
-        assert dict(scores((await http.post("/score", json={"text_1": "q", "text_2": "1"})).json())) == {0: 0.5}
+        assert dict(
+            scores((await http.post("/score", json={"text_1": "q", "text_2": "1"})).json())
+        ) == {0: 0.5}
         raw = {"query": "q", "texts": ["1"], "raw_scores": True}
         assert scores((await http.post("/rerank", json=raw)).json()) == [(0, 1)]
 
@@ -180,7 +198,9 @@ async def test_a_model_without_a_native_threshold_cannot_drop_by_a_setting():
         async with serving(ranker, drop=True):
             pass
     async with serving(ranker) as http:
-        assert (await http.post("/v1/rerank", json={**RERANK, "threshold": "native"})).status_code == 422
+        assert (
+            await http.post("/v1/rerank", json={**RERANK, "threshold": "native"})
+        ).status_code == 422
         assert (await http.post("/v1/rerank", json=RERANK)).json()["threshold"] is None
 
 
@@ -200,7 +220,10 @@ async def test_an_explanation_has_its_exact_parts():
         }
     async with serving(Words()) as http:
         response = await http.post("/explain", json={"query": "q", "document": "3"})
-        assert (response.status_code, "cannot take its scores apart" in response.text) == (422, True)
+        assert (response.status_code, "cannot take its scores apart" in response.text) == (
+            422,
+            True,
+        )
 
 
 async def test_the_service_says_what_it_serves():
@@ -218,7 +241,10 @@ async def test_the_page_is_served_if_it_is_there(monkeypatch, tmp_path):
     (tmp_path / "page.html").write_text("<p>Grüße</p>", encoding="utf-8")
     async with serving(api_keys=["secret"]) as http:
         response = await http.get("/")
-        assert (response.text, response.headers["content-type"]) == ("<p>Grüße</p>", "text/html; charset=utf-8")
+        assert (response.text, response.headers["content-type"]) == (
+            "<p>Grüße</p>",
+            "text/html; charset=utf-8",
+        )
 
 
 async def test_a_blank_document_scores_lowest_and_the_answer_is_json():
@@ -227,7 +253,9 @@ async def test_a_blank_document_scores_lowest_and_the_answer_is_json():
         assert scores(found) == [(1, -0.5), (0, BLANK_SCORE)]
         found = (await http.post("/score", json={"text_1": "q", "text_2": ["", "x"]})).json()
         assert scores(found) == [(0, BLANK_SCORE), (1, -0.5)]
-        found = (await http.post("/rerank", json={"query": "q", "texts": ["", "x"], "raw_scores": False})).json()
+        found = (
+            await http.post("/rerank", json={"query": "q", "texts": ["", "x"], "raw_scores": False})
+        ).json()
         assert scores(found)[1] == (0, 0.0)
 
 
@@ -236,7 +264,9 @@ async def test_a_blank_document_scores_lowest_and_the_answer_is_json():
 
 @pytest.mark.parametrize("bad", ["no score", "nan", "broken"])
 @pytest.mark.parametrize(("path", "body"), REQUESTS[:-1])
-async def test_a_bad_document_is_named_to_every_client_and_nothing_else_is_answered(path, body, bad):
+async def test_a_bad_document_is_named_to_every_client_and_nothing_else_is_answered(
+    path, body, bad
+):
     body = json.loads(json.dumps(body).replace('"1"', f'"{bad}"'))
     async with serving() as http:
         response = await http.post(path, json=body)
@@ -253,17 +283,35 @@ async def test_other_requests_of_the_same_batch_are_answered():
         first = asyncio.create_task(http.post("/v1/rerank", json=RERANK))
         await until(lambda: ranker.batches)
         tasks = [
-            asyncio.create_task(http.post("/v1/rerank", json={"query": query, "documents": ["1", bad]}))
-            for query, bad in [("q", "2"), ("q", "nan"), ("refused", "2"), ("q", "no score"), ("q", "3")]
+            asyncio.create_task(
+                http.post("/v1/rerank", json={"query": query, "documents": ["1", bad]})
+            )
+            for query, bad in [
+                ("q", "2"),
+                ("q", "nan"),
+                ("refused", "2"),
+                ("q", "no score"),
+                ("q", "3"),
+            ]
         ]
         await until(lambda: backend.stats()["waiting"] == 10)
         ranker.may_go_on.set()
-        assert [response.status_code for response in await asyncio.gather(*tasks)] == [200, 422, 422, 422, 200]
+        assert [response.status_code for response in await asyncio.gather(*tasks)] == [
+            200,
+            422,
+            422,
+            422,
+            200,
+        ]
         assert (await first).status_code == 200
 
 
 async def test_with_partial_the_others_are_answered_and_the_bad_ones_named():
-    body = {"query": "q", "documents": ["1", "nan", {"title": "x"}, "2", "no score"], "partial": True}
+    body = {
+        "query": "q",
+        "documents": ["1", "nan", {"title": "x"}, "2", "no score"],
+        "partial": True,
+    }
     async with serving() as http:
         found = (await http.post("/v1/rerank", json=body)).json()
         assert scores(found) == [(3, 2), (0, 1)]
@@ -278,14 +326,18 @@ async def test_with_partial_the_others_are_answered_and_the_bad_ones_named():
 
 async def test_a_refused_query_blames_no_document():
     async with serving() as http:
-        response = await http.post("/v1/rerank", json={**RERANK, "query": "refused", "partial": True})
+        response = await http.post(
+            "/v1/rerank", json={**RERANK, "query": "refused", "partial": True}
+        )
     assert (response.status_code, response.json()["error"]) == (422, "The query is refused.")
     assert "documents" not in response.json()
 
 
 async def test_a_model_that_fails_on_everything_is_the_services_fault():
     async with serving() as http:
-        response = await http.post("/v1/rerank", json={"query": "q", "documents": ["broken", "broken"]})
+        response = await http.post(
+            "/v1/rerank", json={"query": "q", "documents": ["broken", "broken"]}
+        )
     assert (response.status_code, response.json()["error_type"]) == (500, "Backend")
 
 
@@ -308,7 +360,9 @@ async def test_documents_are_cut_and_marked_unless_the_request_forbids_it():
         assert [document["index"] for document in response.json()["documents"]] == [1]
         passages = {"query": {"text": "q"}, "passages": [{"text": LONG}], "truncate": "NONE"}
         assert (await http.post("/v1/ranking", json=passages)).status_code == 413
-        found = (await post("/v1/rerank", documents=["1", LONG], truncate=False, partial=True)).json()
+        found = (
+            await post("/v1/rerank", documents=["1", LONG], truncate=False, partial=True)
+        ).json()
         assert (scores(found), [error["index"] for error in found["errors"]]) == ([(0, 1)], [1])
 
 
@@ -324,7 +378,12 @@ async def test_a_request_may_have_documents_cut_after_some_tokens():
 # Limits and errors
 
 
-LIMITED = {"max_documents": 3, "max_query_characters": 4, "max_document_characters": 5, "max_body_bytes": 300}
+LIMITED = {
+    "max_documents": 3,
+    "max_query_characters": 4,
+    "max_document_characters": 5,
+    "max_body_bytes": 300,
+}
 
 
 @pytest.mark.parametrize(
@@ -344,11 +403,16 @@ async def test_what_is_too_large_is_413_and_says_what(fields, message):
 
 
 @pytest.mark.parametrize(("path", "body"), REQUESTS[:-1])
-async def test_too_many_documents_are_refused_before_anything_is_made_of_them(path, body, monkeypatch):
+async def test_too_many_documents_are_refused_before_anything_is_made_of_them(
+    path, body, monkeypatch
+):
     monkeypatch.setattr(ScoringRequest, "question", lambda *_: pytest.fail("pairs were made"))
     async with serving(max_documents=2) as http:
         response = await http.post(path, json=body)
-    assert (response.status_code, response.json()["error"]) == (413, "3 documents; a request may have 2.")
+    assert (response.status_code, response.json()["error"]) == (
+        413,
+        "3 documents; a request may have 2.",
+    )
 
 
 async def test_a_body_without_a_length_is_measured_as_it_comes():
@@ -391,9 +455,15 @@ async def test_a_body_that_is_not_said_to_be_json_is_refused_with_the_header_to_
         (b'{"query": "q", "documents": ["a", 1]}', "documents.1"),
         (b'{"query": "q", "documents": "a"}', "documents"),
         (b'{"query": "q", "documents": ["a"], "top_n": "5"}', "top_n"),
-        (b'{"query": "q", "documents": ["a"], "threshold": 1e999}', "threshold: Input should be a finite number or"),
+        (
+            b'{"query": "q", "documents": ["a"], "threshold": 1e999}',
+            "threshold: Input should be a finite number or",
+        ),
         (b'{"query": ["q"], "documents": ["a"]}', "query: Input should be a valid string or"),
-        (b'{"query": {"text": 1}, "documents": ["a"]}', "query.text: Input should be a valid string"),
+        (
+            b'{"query": {"text": 1}, "documents": ["a"]}',
+            "query.text: Input should be a valid string",
+        ),
         (b'{"query": "q", "texts": ["a", {}]}', "texts.1"),
         (b'{"query": "q"}', "documents: Field required"),
         (b"[]", "The body"),
@@ -405,14 +475,24 @@ async def test_a_body_that_is_not_said_to_be_json_is_refused_with_the_header_to_
 async def test_bad_json_and_wrong_types_are_400(content, says):
     async with serving() as http:
         response = await http.post("/rerank", content=content, headers=JSON)
-        assert (response.status_code, says in response.json()["error"]) == (400, True), response.text
+        assert (response.status_code, says in response.json()["error"]) == (400, True), (
+            response.text
+        )
 
 
 async def test_half_a_surrogate_pair_is_no_text():
     async with serving() as http:
-        for text in (r'{"query": "\ud800", "documents": ["1"]}', r'{"query": {"text": "\udfff"}, "documents": ["1"]}'):
-            assert (await http.post("/rerank", content=text.encode(), headers=JSON)).status_code == 400
-        for text in (r'{"query": "q", "documents": ["1", "\ud800"]}', r'{"query": "q", "texts": ["1", "\ud800"]}'):
+        for text in (
+            r'{"query": "\ud800", "documents": ["1"]}',
+            r'{"query": {"text": "\udfff"}, "documents": ["1"]}',
+        ):
+            assert (
+                await http.post("/rerank", content=text.encode(), headers=JSON)
+            ).status_code == 400
+        for text in (
+            r'{"query": "q", "documents": ["1", "\ud800"]}',
+            r'{"query": "q", "texts": ["1", "\ud800"]}',
+        ):
             response = await http.post("/rerank", content=text.encode(), headers=JSON)
             assert (response.status_code, response.json()["documents"][0]["index"]) == (422, 1)
         partial = r'{"query": "q", "documents": ["1", "\ud800"], "partial": true, "return_documents": true}'
@@ -422,7 +502,9 @@ async def test_half_a_surrogate_pair_is_no_text():
 
 async def test_the_first_document_of_a_wrong_type_is_named():
     async with serving() as http:
-        response = await http.post("/rerank", json={"query": "q", "documents": ["a", 1, {"text": "b"}, None]})
+        response = await http.post(
+            "/rerank", json={"query": "q", "documents": ["a", 1, {"text": "b"}, None]}
+        )
     assert [document["index"] for document in response.json()["documents"]] == [1]
 
 
@@ -444,7 +526,8 @@ async def test_an_answer_to_a_flood_of_wrong_entries_is_short(path, name, wrong,
 
 
 @pytest.mark.parametrize(
-    ("method", "path", "status"), [("GET", "/nothing", 404), ("GET", "/rerank", 405), ("DELETE", "/", 405)]
+    ("method", "path", "status"),
+    [("GET", "/nothing", 404), ("GET", "/rerank", 405), ("DELETE", "/", 405)],
 )
 async def test_every_error_has_one_body(method, path, status):
     async with serving() as http:
@@ -504,7 +587,13 @@ async def test_a_client_that_leaves_takes_its_work_with_it(caplog):
             pass
 
         headers = [(b"content-type", b"application/json")]
-        scope = {"type": "http", "method": "POST", "path": "/v1/rerank", "headers": headers, "query_string": b""}
+        scope = {
+            "type": "http",
+            "method": "POST",
+            "path": "/v1/rerank",
+            "headers": headers,
+            "query_string": b"",
+        }
         call = asyncio.create_task(http.app(scope, receive, send))
         await until(lambda: backend.stats()["waiting"] == 3)
         left.set()
@@ -513,7 +602,9 @@ async def test_a_client_that_leaves_takes_its_work_with_it(caplog):
         assert backend.stats()["cancelled"] == 3
         assert [record.status for record in caplog.records if hasattr(record, "status")] == [499]
         gc.collect()
-        assert not [record for record in caplog.records if record.name == "asyncio"]  # it is nobody's error
+        assert not [
+            record for record in caplog.records if record.name == "asyncio"
+        ]  # it is nobody's error
         ranker.may_go_on.set()
         assert (await running).status_code == 200
 
@@ -557,7 +648,9 @@ async def test_an_error_that_nobody_thought_of_is_500_and_says_nothing_of_its_in
     assert "A request failed." in caplog.text
 
 
-@pytest.mark.parametrize(("canary", "status"), [(Canary("q", "2", "1"), 200), (Canary("q", "1", "2"), 503)])
+@pytest.mark.parametrize(
+    ("canary", "status"), [(Canary("q", "2", "1"), 200), (Canary("q", "1", "2"), 503)]
+)
 async def test_the_service_is_ready_if_the_canary_ranks_the_right_way_round(canary, status):
     async with serving(canary=canary) as http:
         response = await http.get("/ready")
@@ -589,7 +682,9 @@ async def test_with_keys_only_they_open_the_service(header, status):
             assert (await http.post(path, json=body, headers=headers)).status_code == status
         for path in ("/v1/models", "/info", "/metrics", "/openapi.json"):
             assert (await http.get(path, headers=headers)).status_code == status
-        assert (await http.get("/nothing", headers=headers)).status_code == (404 if status == 200 else 401)
+        assert (await http.get("/nothing", headers=headers)).status_code == (
+            404 if status == 200 else 401
+        )
         for path in ("/health", "/ready"):
             assert (await http.get(path)).status_code == 200
 
@@ -671,7 +766,9 @@ async def test_two_services_in_one_process_count_apart():
 
 def keep_prefixes(ranker, choice):
     core, chosen = ranker.backbone, as_prefix_cache(choice)
-    ranker.store = ranker.reader.store = PrefixStore({}, chosen, device=core.device, dtype=core.dtype)
+    ranker.store = ranker.reader.store = PrefixStore(
+        {}, chosen, device=core.device, dtype=core.dtype
+    )
 
 
 async def test_a_real_models_prefixes_and_memory_retries_are_counted(tiny_folder):
@@ -679,7 +776,9 @@ async def test_a_real_models_prefixes_and_memory_retries_are_counted(tiny_folder
     keep_prefixes(own, True)
     async with serving(own) as http:
         for _ in range(2):
-            await http.post("/v1/rerank", json={"query": "When?", "documents": ["In 1932.", "Never."]})
+            await http.post(
+                "/v1/rerank", json={"query": "When?", "documents": ["In 1932.", "Never."]}
+            )
         found = metrics((await http.get("/metrics")).text)
     assert found["rsrank_prefix_misses_total",] == 2
     assert found["rsrank_prefix_hits_total", ("place", "device")] == 2
@@ -693,7 +792,10 @@ async def test_what_one_client_sent_is_found_by_another_unless_they_are_separate
     tiny_folder, tmp_path, separate, expected, path
 ):
     body = {"query": "When?", "documents": ["In 1932."], "document": "In 1932."}
-    for found in (expected, [1, 2, 3, 4]):  # the second time after a new start, when all has been kept on disk
+    for found in (
+        expected,
+        [1, 2, 3, 4],
+    ):  # the second time after a new start, when all has been kept on disk
         own, hits = load_ranker(tiny_folder("qwen3"), "qwen3"), []
         keep_prefixes(own, tmp_path)
         async with serving(own, api_keys=["one", "two"], separate_clients=separate) as http:
@@ -737,7 +839,10 @@ async def test_a_request_is_one_line_with_what_it_cost_and_without_a_word_of_it(
             await http.get("/secretpassage?secretquery", headers=headers)
     requests = [line for line in lines() if line["message"] == "request"]
     first = requests[0]
-    assert {name: first[name] for name in ("id", "method", "route", "status", "documents", "tokens", "kept")} == {
+    assert {
+        name: first[name]
+        for name in ("id", "method", "route", "status", "documents", "tokens", "kept")
+    } == {
         "id": "r-1",
         "method": "POST",
         "route": "/v1/rerank",
@@ -765,7 +870,9 @@ async def test_errors_are_logged_by_kind_and_place_without_their_message():
     line = next(line for line in lines() if line["level"] == "ERROR")
     assert "ZeroDivisionError" in line["exc_info"]
     assert "in description" in line["exc_info"]
-    assert "passage" not in json.dumps(lines()).replace('raise ZeroDivisionError(\\"secret passage\\")', "")
+    assert "passage" not in json.dumps(lines()).replace(
+        'raise ZeroDivisionError(\\"secret passage\\")', ""
+    )
 
 
 async def test_health_checks_are_logged_only_at_debug(caplog):
@@ -787,7 +894,9 @@ def test_keys_come_from_the_environment_and_from_a_file_with_some(tmp_path):
     assert keys_in(file) == ("one", "two")
     file.write_text("\n", encoding="utf-8")
     for bad, says in ((file, "holds no key"), (tmp_path / "none", "could not be read")):
-        done = CliRunner().invoke(app, ["serve", "--api-key-file", str(bad)], env={"COLUMNS": "200"})
+        done = CliRunner().invoke(
+            app, ["serve", "--api-key-file", str(bad)], env={"COLUMNS": "200"}
+        )
         assert (done.exit_code, says in done.stderr, len(done.stderr.splitlines())) == (2, True, 1)
 
 
@@ -797,13 +906,16 @@ def test_both_variables_close_a_service_and_clients_know_the_first(name, monkeyp
         monkeypatch.delenv(other, raising=False)
     monkeypatch.setenv(name, " one, two")
     asked = {}
-    monkeypatch.setattr(cli_service, "run", lambda backend, settings, limits, **where: asked.update(dict(settings)))
+    monkeypatch.setattr(
+        cli_service, "run", lambda backend, settings, limits, **where: asked.update(dict(settings))
+    )
     assert CliRunner().invoke(app, ["serve", "--model", "bm25"]).exit_code == 0
     assert [key.get_secret_value() for key in asked["api_keys"]] == ["one", "two"]
 
 
 @pytest.mark.parametrize(
-    ("host", "keys", "warned"), [("0.0.0.0", (), True), ("0.0.0.0", ("k",), False), ("::1", (), False)]
+    ("host", "keys", "warned"),
+    [("0.0.0.0", (), True), ("0.0.0.0", ("k",), False), ("::1", (), False)],
 )
 def test_an_open_service_beyond_loopback_is_warned_of(host, keys, warned, caplog):
     cli_service.warn_if_open(app_module.Settings(api_keys=keys), host)
@@ -861,7 +973,9 @@ def test_the_models_process_logs_as_the_service_does():
         "logging.getLogger('transformers.models').warning('two')\n"
         "logging.getLogger('urllib3').info('too much'); warnings.warn('three')\n"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=600, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=600, check=True
+    )
     messages = [json.loads(line)["message"] for line in done.stderr.splitlines()]
     assert messages[:2] == ["one", "two"]
     assert "three" in messages[2]
@@ -884,7 +998,9 @@ def test_what_the_loaded_model_cannot_do_is_said_in_one_line_too():
 @pytest.mark.slow
 @pytest.mark.parametrize("package", ["fastapi", "uvicorn"])
 def test_without_the_extra_the_command_to_install_it_is_named(tmp_path, package):
-    (tmp_path / f"{package}.py").write_text(f"raise ModuleNotFoundError('gone', name='{package}')", encoding="utf-8")
+    (tmp_path / f"{package}.py").write_text(
+        f"raise ModuleNotFoundError('gone', name='{package}')", encoding="utf-8"
+    )
     path = os.pathsep.join([str(tmp_path), str(Path(__file__).parents[1])])
     done = in_fresh_python(PYTHONPATH=path)
     assert "[serve]'" in done.stderr.partition("pip install")[2]
@@ -897,9 +1013,25 @@ def test_without_the_extra_the_command_to_install_it_is_named(tmp_path, package)
 @contextmanager
 def process(*arguments):
     """A running `rsrank serve`: the process and a client of it."""
-    command = [sys.executable, "-m", "rsrank_rag", "serve", "--model", "mini", "--port", "0", "--dtype", "float32"]
+    command = [
+        sys.executable,
+        "-m",
+        "rsrank_rag",
+        "serve",
+        "--model",
+        "mini",
+        "--port",
+        "0",
+        "--dtype",
+        "float32",
+    ]
     environment = {**os.environ, "RSRANK_API_KEYS": "secretkey", "COLUMNS": "200"}
-    options = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True, "env": environment}
+    options = {
+        "stdout": subprocess.PIPE,
+        "stderr": subprocess.PIPE,
+        "text": True,
+        "env": environment,
+    }
     with subprocess.Popen([*command, "--device", "cpu", *arguments], **options) as service:
         service.log = []
         reader = threading.Thread(target=lambda: service.log.extend(service.stderr), daemon=True)
@@ -934,7 +1066,11 @@ def listens(address):
 def worker_of(service):
     """The process that the model is in."""
     children = Path(f"/proc/{service.pid}/task/{service.pid}/children").read_text().split()
-    return next(int(child) for child in children if b"spawn_main" in Path(f"/proc/{child}/cmdline").read_bytes())
+    return next(
+        int(child)
+        for child in children
+        if b"spawn_main" in Path(f"/proc/{child}/cmdline").read_bytes()
+    )
 
 
 @pytest.fixture(scope="module")
@@ -945,7 +1081,12 @@ def service():
         yield made
 
 
-PASSAGES = ["A bee's waggle dance tells the hive where flowers are.", "Trains run on rails.", "", "Honey keeps."]
+PASSAGES = [
+    "A bee's waggle dance tells the hive where flowers are.",
+    "Trains run on rails.",
+    "",
+    "Honey keeps.",
+]
 BEES = "How do bees tell each other where flowers are?"
 
 
@@ -954,16 +1095,22 @@ def test_a_served_model_is_ready_and_scores_as_in_python(service):
     _, http = service
     assert http.get("/ready").json() == {"status": "ready"}
     found = http.post("/v1/rerank", json={"query": BEES, "documents": PASSAGES}).json()
-    expected = RSRank.from_pretrained("mini", dtype="float32", device="cpu").rank(BEES, PASSAGES, threshold=None)
+    expected = RSRank.from_pretrained("mini", dtype="float32", device="cpu").rank(
+        BEES, PASSAGES, threshold=None
+    )
     assert [index for index, _ in scores(found)] == [document.index for document in expected.kept]
-    assert [score for _, score in scores(found)] == pytest.approx([d.score for d in expected.kept], abs=1e-4)
+    assert [score for _, score in scores(found)] == pytest.approx(
+        [d.score for d in expected.kept], abs=1e-4
+    )
     assert "server" not in http.get("/health").headers
 
 
 @pytest.mark.slow
 def test_no_request_is_lost_when_the_models_process_is_killed(service):
     process_, http = service
-    expected = dict(scores(http.post("/v1/rerank", json={"query": BEES, "documents": PASSAGES}).json()))
+    expected = dict(
+        scores(http.post("/v1/rerank", json={"query": BEES, "documents": PASSAGES}).json())
+    )
     answers, stop = [], threading.Event()
 
     def ask():
@@ -981,7 +1128,9 @@ def test_no_request_is_lost_when_the_models_process_is_killed(service):
     for thread in threads:
         thread.join()
     assert {answer.status_code for answer in answers} == {200}
-    assert all(dict(scores(answer.json())) == pytest.approx(expected, abs=1e-4) for answer in answers)
+    assert all(
+        dict(scores(answer.json())) == pytest.approx(expected, abs=1e-4) for answer in answers
+    )
     assert worker_of(process_) != first
     assert metrics(http.get("/metrics").text)["rsrank_restarts_total",] == 1
 
@@ -990,11 +1139,15 @@ def test_no_request_is_lost_when_the_models_process_is_killed(service):
 def test_the_log_is_json_without_texts_or_keys(service):
     process_, http = service
     http.post("/v1/rerank", json={"query": BEES, "documents": PASSAGES})
-    wait_until(lambda: any('"documents": 4' in line for line in process_.log))  # a thread reads what it writes
+    wait_until(
+        lambda: any('"documents": 4' in line for line in process_.log)
+    )  # a thread reads what it writes
     lines = [json.loads(line) for line in process_.log]
     assert any(line["message"] == "request" and line["documents"] == 4 for line in lines)
     # Whole words: an identifier in hexadecimal digits may well contain "bee".
-    assert not re.search(r"\b(bees?|flowers?|rails?|honey|secretkey)\b", "".join(process_.log), re.IGNORECASE)
+    assert not re.search(
+        r"\b(bees?|flowers?|rails?|honey|secretkey)\b", "".join(process_.log), re.IGNORECASE
+    )
 
 
 @pytest.mark.slow
@@ -1012,8 +1165,13 @@ def test_sigterm_ends_the_service_when_what_is_in_flight_has_been_answered():
         # In flight: the model has begun and has not ended.
         wait_until(lambda: 0 < metrics(http.get("/metrics").text)["rsrank_waiting_documents",] < 60)
         process_.send_signal(signal.SIGTERM)
-        wait_until(lambda: http.get("/ready").status_code == 503)  # and still listens, so that nobody is sent here
-        assert http.post("/v1/rerank", json={"query": BEES, "documents": ["Bees dance."]}).status_code == 200
+        wait_until(
+            lambda: http.get("/ready").status_code == 503
+        )  # and still listens, so that nobody is sent here
+        assert (
+            http.post("/v1/rerank", json={"query": BEES, "documents": ["Bees dance."]}).status_code
+            == 200
+        )
         wait_until(lambda: not listens(http.base_url))
         for thread in threads:
             thread.join(300)
@@ -1038,7 +1196,9 @@ def test_an_end_that_was_asked_for_is_no_failure_and_leaves_no_traceback(number)
 
 
 def test_what_is_not_answered_before_the_end_makes_it_a_failure(monkeypatch):
-    monkeypatch.setattr(Server, "run", lambda self, sockets: setattr(self.app.state.metrics, "unanswered", 1))
+    monkeypatch.setattr(
+        Server, "run", lambda self, sockets: setattr(self.app.state.metrics, "unanswered", 1)
+    )
     monkeypatch.setattr("rsrank_rag.service.logs.configure", lambda level: logging.NullHandler())
     settings, where = app_module.Settings(), {"host": "127.0.0.1", "port": 0, "log_level": "INFO"}
     with pytest.raises(typer.Exit) as ended:

@@ -47,14 +47,23 @@ def test_shift_is_the_difference_to_the_query_alone_in_fp32():
 
 def test_shift_is_taken_after_the_cast_so_that_nothing_is_rounded_away():
     # In bfloat16 itself 256 - 0.9961 would round to 255.
-    conditioned, alone = torch.tensor([[[[256.0]]]]).bfloat16(), torch.tensor([[[0.99609375]]]).bfloat16()
+    conditioned, alone = (
+        torch.tensor([[[[256.0]]]]).bfloat16(),
+        torch.tensor([[[0.99609375]]]).bfloat16(),
+    )
     assert representational_shift(conditioned, alone).item() == 256.0 - 0.99609375
 
 
 def test_shift_takes_a_query_with_or_without_a_document_axis(generator):
-    conditioned, alone = torch.randn(N, H, T, D, generator=generator), torch.randn(H, T, D, generator=generator)
+    conditioned, alone = (
+        torch.randn(N, H, T, D, generator=generator),
+        torch.randn(H, T, D, generator=generator),
+    )
     torch.testing.assert_close(
-        representational_shift(conditioned, alone), representational_shift(conditioned, alone[None]), rtol=0, atol=0
+        representational_shift(conditioned, alone),
+        representational_shift(conditioned, alone[None]),
+        rtol=0,
+        atol=0,
     )
 
 
@@ -152,7 +161,9 @@ def test_random_projection_has_orthonormal_rows(rows, columns):
 def test_random_projection_wider_than_the_head_has_orthonormal_columns():
     weight = Projection.random([1, 2], H, 8, D).weight
     assert weight.shape == (2, H, 8, D)
-    torch.testing.assert_close(weight.mT @ weight, torch.eye(D).expand(2, H, D, D), atol=1e-5, rtol=0)
+    torch.testing.assert_close(
+        weight.mT @ weight, torch.eye(D).expand(2, H, D, D), atol=1e-5, rtol=0
+    )
 
 
 def test_random_projection_depends_on_its_seed_alone():
@@ -188,11 +199,15 @@ def test_projection_of_the_wrong_shape_is_refused(weight):
 def similarities(shift, oracle):
     """Of one layer's shifts (N, H, T, D) to the oracle's (H, T, D): summed over heads, averaged over tokens."""
     rows = torch.cat([shift, oracle[None]]).transpose(0, 1).flatten(1, 2)
-    return oracle_scores(QueryFeatures(rows[None], (True,) * len(shift), shift.shape[2], oracle=True))
+    return oracle_scores(
+        QueryFeatures(rows[None], (True,) * len(shift), shift.shape[2], oracle=True)
+    )
 
 
 def test_oracle_similarity_by_hand():
-    shift = torch.tensor([[[[3.0, 4.0], [0.0, 1.0]]], [[[-4.0, 3.0], [0.0, 0.0]]]])  # (N=2, H=1, T=2, D=2)
+    shift = torch.tensor(
+        [[[[3.0, 4.0], [0.0, 1.0]]], [[[-4.0, 3.0], [0.0, 0.0]]]]
+    )  # (N=2, H=1, T=2, D=2)
     oracle = torch.tensor([[[3.0, 4.0], [1.0, 1.0]]])
     assert similarities(shift, oracle) == pytest.approx([(1.0 + 1 / math.sqrt(2)) / 2, 0.0])
 

@@ -56,7 +56,9 @@ def test_ranking_uses_the_rerankers_own_threshold_unless_another_is_given(native
     reranker = type("Own", (Constant,), {"threshold": native})()
     result = reranker.rank("q", ["a", "b", "c"])
     assert ([document.index for document in result.kept], result.threshold) == (kept, native)
-    assert [document.index for document in reranker.rank("q", ["a", "b", "c"], threshold=0.4).kept] == [1]
+    assert [
+        document.index for document in reranker.rank("q", ["a", "b", "c"], threshold=0.4).kept
+    ] == [1]
     assert len(reranker.rank("q", ["a", "b", "c"], threshold=None).kept) == 3
 
 
@@ -77,7 +79,9 @@ def test_an_unknown_word_is_no_threshold():
 def save_cross_encoder(folder, labels=1, **changes):
     """A tiny XLM-R with a classification head, the architecture of BGE-reranker-v2-m3."""
     tokenizer = byte_level_tokenizer()
-    tokenizer.backend_tokenizer.post_processor = processors.RobertaProcessing(("</s>", 2), ("<s>", 1))
+    tokenizer.backend_tokenizer.post_processor = processors.RobertaProcessing(
+        ("</s>", 2), ("<s>", 1)
+    )
     tokenizer.model_max_length, tokenizer.sep_token, tokenizer.cls_token = 128, "</s>", "<s>"
     plain = tiny_config("roberta", len(tokenizer)).to_dict()
     plain |= {"model_type": "xlm-roberta", "num_labels": labels, "max_position_embeddings": 160}
@@ -95,7 +99,9 @@ def save_cross_encoder(folder, labels=1, **changes):
 def cross_encoder_reference(folder, query, document):
     tokenizer = AutoTokenizer.from_pretrained(folder)
     model = AutoModelForSequenceClassification.from_pretrained(folder, dtype=torch.float32).eval()
-    return model(**tokenizer(query, document, truncation=True, max_length=128, return_tensors="pt")).logits.item()
+    return model(
+        **tokenizer(query, document, truncation=True, max_length=128, return_tensors="pt")
+    ).logits.item()
 
 
 def test_a_cross_encoder_scores_as_one_pair_at_a_time(tmp_path):
@@ -111,7 +117,9 @@ def test_a_cross_encoder_scores_as_one_pair_at_a_time(tmp_path):
 def test_a_logit_of_zero_is_a_probability_of_one_half(tmp_path):
     folder = save_cross_encoder(tmp_path)
     calibrated = parse(f"bge-reranker-v2-m3:{folder}")[0].load(ModelSource(str(folder), None, CPU))
-    probabilities = [torch.tensor(score).sigmoid().item() for score in calibrated.score(QUERY, TEXTS)]
+    probabilities = [
+        torch.tensor(score).sigmoid().item() for score in calibrated.score(QUERY, TEXTS)
+    ]
     kept = {document.index for document in calibrated.rank(QUERY, TEXTS).kept}
     assert calibrated.threshold == 0.0
     assert kept == {i for i, probability in enumerate(probabilities) if probability > 0.5}
@@ -144,9 +152,16 @@ def test_a_bi_encoder_gives_queries_and_documents_their_prompts(tmp_path):
     made.prompts = {"query": "search: ", "document": "passage: "}
     made.save(str(tmp_path / "made"))
     plain = SentenceTransformer(str(tmp_path / "base"), device="cpu")
-    query, *documents = plain.encode([f"search: {QUERY}", *(f"passage: {text}" for text in DOCUMENTS)])
-    expected = [torch.cosine_similarity(*map(torch.tensor, (query, other)), dim=0).item() for other in documents]
-    assert BiEncoder(tmp_path / "made", options=CPU).score(QUERY, DOCUMENTS) == pytest.approx(expected, abs=1e-5)
+    query, *documents = plain.encode(
+        [f"search: {QUERY}", *(f"passage: {text}" for text in DOCUMENTS)]
+    )
+    expected = [
+        torch.cosine_similarity(*map(torch.tensor, (query, other)), dim=0).item()
+        for other in documents
+    ]
+    assert BiEncoder(tmp_path / "made", options=CPU).score(QUERY, DOCUMENTS) == pytest.approx(
+        expected, abs=1e-5
+    )
 
 
 OWN_CODE = """
@@ -183,7 +198,9 @@ class OwnModel(PreTrainedModel):
 @pytest.fixture
 def own_code(tmp_path, monkeypatch):
     """A cross-encoder with its own code, which calls itself XLM-R and imports what transformers 5 moved, as Jina's."""
-    monkeypatch.setattr(transformers.dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path / "modules"))
+    monkeypatch.setattr(
+        transformers.dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path / "modules")
+    )
     monkeypatch.syspath_prepend(str(tmp_path / "modules"))
     names = {"AutoConfig": "own.OwnConfig", "AutoModelForSequenceClassification": "own.OwnModel"}
     folder = save_cross_encoder(tmp_path / "model", auto_map=names)
@@ -197,7 +214,9 @@ def own_code(tmp_path, monkeypatch):
 
 def test_a_models_own_code_is_never_run_by_itself_and_never_replaced_silently(own_code):
     folder, _ = own_code
-    with pytest.raises(BackboneError, match=r"its own model code \(own\.OwnModel\).*--trust-remote-code"):
+    with pytest.raises(
+        BackboneError, match=r"its own model code \(own\.OwnModel\).*--trust-remote-code"
+    ):
         load_system(f"jina-reranker-v2:{folder}", options=CPU)
     assert not [name for name in sys.modules if name.endswith(".own")]
 
@@ -210,7 +229,9 @@ def test_a_models_own_code_runs_where_it_is_allowed(own_code):
     expected = []
     for text in DOCUMENTS:
         ids = tokenizer(QUERY, text, truncation=True, max_length=128).input_ids
-        expected.append(sum(place * weights[token].item() for place, token in enumerate(ids, start=1)))
+        expected.append(
+            sum(place * weights[token].item() for place, token in enumerate(ids, start=1))
+        )
     assert jina.score(QUERY, DOCUMENTS) == pytest.approx(expected, abs=1e-4)
     assert jina.threshold == 0.0
 
@@ -219,8 +240,12 @@ def test_a_models_own_code_runs_where_it_is_allowed(own_code):
 
 
 @pytest.mark.parametrize("relevant", [(0, 3), (1,)])
-def test_oracle_similarity_equals_a_slow_computation_from_the_definition(ranker, tiny_folder, relevant):
-    model = transformers.AutoModel.from_pretrained(tiny_folder("qwen3"), attn_implementation="eager").eval()
+def test_oracle_similarity_equals_a_slow_computation_from_the_definition(
+    ranker, tiny_folder, relevant
+):
+    model = transformers.AutoModel.from_pretrained(
+        tiny_folder("qwen3"), attn_implementation="eager"
+    ).eval()
     tokenizer = AutoTokenizer.from_pretrained(tiny_folder("qwen3"))
 
     def ids(text):
@@ -230,8 +255,12 @@ def test_oracle_similarity_equals_a_slow_computation_from_the_definition(ranker,
 
     @torch.no_grad()
     def values(*documents):
-        joined = [token for i, text in enumerate(documents) for token in ids("\n") * (i > 0) + ids(text)]
-        return reference_values(model, ids(CHAT.instruction) + joined + ids(CHAT.separator), question)[1:]
+        joined = [
+            token for i, text in enumerate(documents) for token in ids("\n") * (i > 0) + ids(text)
+        ]
+        return reference_values(
+            model, ids(CHAT.instruction) + joined + ids(CHAT.separator), question
+        )[1:]
 
     alone = values()
     oracle = values(*(DOCUMENTS[i] for i in relevant)) - alone
@@ -263,8 +292,13 @@ def test_oracle_similarity_reads_titles_as_rerankers_do(ranker):
 def test_oracle_scores_of_features_by_hand():
     # one layer, one head, one token: two documents and the oracle shift
     shifts = torch.tensor([[[[3.0, 4.0], [0.0, 2.0], [1.0, 0.0]]]]).half()
-    assert oracle_scores(QueryFeatures(shifts, (True, False), 1, oracle=True)) == pytest.approx([0.6, 0.0])
-    assert oracle_scores(QueryFeatures(shifts[:, :, :2], (False, False), 1, oracle=False)) == [0.0, 0.0]
+    assert oracle_scores(QueryFeatures(shifts, (True, False), 1, oracle=True)) == pytest.approx(
+        [0.6, 0.0]
+    )
+    assert oracle_scores(QueryFeatures(shifts[:, :, :2], (False, False), 1, oracle=False)) == [
+        0.0,
+        0.0,
+    ]
 
 
 def test_a_query_without_relevant_documents_has_no_oracle(ranker):
@@ -290,7 +324,11 @@ def test_a_query_without_relevant_documents_has_no_oracle(ranker):
         ("monot5:3b", "monot5", "castorini/monot5-3b-msmarco"),
         ("monot5:castorini/monot5-3b-msmarco-10k", "monot5", "castorini/monot5-3b-msmarco-10k"),
         ("llm2vec-gen", "llm2vec-gen", "McGill-NLP/LLM2Vec-Gen-Qwen3-8B"),
-        ("llm2vec-gen:McGill-NLP/LLM2Vec-Gen-Qwen3-06B", "llm2vec-gen", "McGill-NLP/LLM2Vec-Gen-Qwen3-06B"),
+        (
+            "llm2vec-gen:McGill-NLP/LLM2Vec-Gen-Qwen3-06B",
+            "llm2vec-gen",
+            "McGill-NLP/LLM2Vec-Gen-Qwen3-06B",
+        ),
         ("bge-reranker-v2-m3", "bge-reranker-v2-m3", "BAAI/bge-reranker-v2-m3"),
         ("jina-reranker-v2", "jina-reranker-v2", "jinaai/jina-reranker-v2-base-multilingual"),
         ("cross-encoder:a/b", "cross-encoder", "a/b"),
@@ -310,7 +348,9 @@ def test_an_unknown_name_is_answered_with_all_names(text):
     assert all(name in forms() for name in KINDS)
 
 
-@pytest.mark.parametrize("text", ["monot5", "monot5:", "bi-encoder", "bm25:okapi", "bm25:", "oracle", "llm2vec-gen:"])
+@pytest.mark.parametrize(
+    "text", ["monot5", "monot5:", "bi-encoder", "bm25:okapi", "bm25:", "oracle", "llm2vec-gen:"]
+)
 def test_a_name_written_the_wrong_way_is_answered_with_the_right_one(text):
     with pytest.raises(InputError, match=r"is not how that system is written\. Write "):
         parse(text)
@@ -329,10 +369,15 @@ def test_hub_ids_of_every_kind_are_loaded_from_the_hub(tmp_path, own_code):
     adapters = save_llm2vec_gen(tmp_path / "llm2vec")
     base = files_of(adapters.parent / "base")
     config = adapters / "run_config.yml"
-    config.write_text(config.read_text().replace(str(adapters.parent / "base"), "Qwen/Qwen3-8B"), encoding="utf-8")
+    config.write_text(
+        config.read_text().replace(str(adapters.parent / "base"), "Qwen/Qwen3-8B"), encoding="utf-8"
+    )
     published = {
         "Qwen/Qwen3-8B": base,
-        "McGill-NLP/LLM2Vec-Gen-Qwen3-8B": {**files_of(adapters), "decoder/adapter_model.safetensors": b"unused"},
+        "McGill-NLP/LLM2Vec-Gen-Qwen3-8B": {
+            **files_of(adapters),
+            "decoder/adapter_model.safetensors": b"unused",
+        },
         "Qwen/Qwen3-Reranker-0.6B": files_of(save_qwen(tmp_path / "qwen")),
         "castorini/monot5-base-msmarco": files_of(save_t5(tmp_path / "t5")),
         "BAAI/bge-reranker-v2-m3": files_of(save_cross_encoder(tmp_path / "bge")),
@@ -341,12 +386,22 @@ def test_hub_ids_of_every_kind_are_loaded_from_the_hub(tmp_path, own_code):
     with HubServer() as hub, connected(hub, tmp_path / "home"):
         for name, files in published.items():
             hub.commit(name, files)
-        options = LoadOptions("cpu", "float32", cache_dir=tmp_path / "cache", trust_remote_code=True)
+        options = LoadOptions(
+            "cpu", "float32", cache_dir=tmp_path / "cache", trust_remote_code=True
+        )
         found = {
             text: load_system(text, options=options)
-            for text in ("qwen3-reranker:0.6b", "monot5:base", "llm2vec-gen", "bge-reranker-v2-m3", "jina-reranker-v2")
+            for text in (
+                "qwen3-reranker:0.6b",
+                "monot5:base",
+                "llm2vec-gen",
+                "bge-reranker-v2-m3",
+                "jina-reranker-v2",
+            )
         }
-        assert not [path for _, path in hub.log if "decoder" in path and path.endswith("safetensors")]
+        assert not [
+            path for _, path in hub.log if "decoder" in path and path.endswith("safetensors")
+        ]
     assert [system.threshold for system in found.values()] == [0.5, 0.5, 0.0, 0.0, 0.0]
     for system in found.values():
         assert len(set(system.score(QUERY, DOCUMENTS))) > 1
@@ -366,7 +421,10 @@ def evaluate(*arguments, code=0):
 @pytest.fixture
 def data(tmp_path):
     path = tmp_path / "set.jsonl"
-    path.write_text("\n".join(labelled(relevant).model_dump_json() for relevant in ((0,), (1, 2))), encoding="utf-8")
+    path.write_text(
+        "\n".join(labelled(relevant).model_dump_json() for relevant in ((0,), (1, 2))),
+        encoding="utf-8",
+    )
     return path
 
 
@@ -379,7 +437,16 @@ def artifact(ranker, tmp_path_factory):
 
 def test_evaluate_measures_at_the_native_threshold(tmp_path, data):
     folder, output = save_qwen(tmp_path / "qwen"), tmp_path / "metrics.json"
-    arguments = ("--data", data, "-m", f"qwen3-reranker:{folder}", "--dtype", "float32", "--output", output)
+    arguments = (
+        "--data",
+        data,
+        "-m",
+        f"qwen3-reranker:{folder}",
+        "--dtype",
+        "float32",
+        "--output",
+        output,
+    )
     assert "kept above 0.5 (native)" in evaluate(*arguments)
     native = json.loads(output.read_text())
     evaluate(*arguments, "--threshold", "0.5")
@@ -397,7 +464,9 @@ def test_rsrank_is_measured_at_zero_and_bm25_at_the_best_shared_threshold(artifa
 def test_evaluate_ranks_by_oracle_similarity(artifact, tmp_path):
     output, data = tmp_path / "metrics.json", tmp_path / "single.jsonl"
     data.write_text("\n".join(labelled((i,)).model_dump_json() for i in (2, 4)), encoding="utf-8")
-    said = evaluate("--data", data, "-m", f"oracle:{artifact}", "--dtype", "float32", "--output", output)
+    said = evaluate(
+        "--data", data, "-m", f"oracle:{artifact}", "--dtype", "float32", "--output", output
+    )
     assert "no native threshold" in said
     (record,) = json.loads(output.read_text())
     assert record["ndcg@5"] == 1.0  # a single relevant document is the oracle itself
@@ -410,7 +479,9 @@ def test_an_unknown_system_is_refused_before_anything_is_read(tmp_path):
 
 
 def test_the_help_lists_every_system():
-    said = " ".join(runner.invoke(app, ["evaluate", "--help"], env={"COLUMNS": "200"}).stdout.split())
+    said = " ".join(
+        runner.invoke(app, ["evaluate", "--help"], env={"COLUMNS": "200"}).stdout.split()
+    )
     assert all(name in said for name in KINDS)
 
 
@@ -419,7 +490,9 @@ def test_raw_representations_are_a_system_like_any_other(tiny_folder, data, tmp_
     raw = load_ranker(tiny_folder("qwen3"), "qwen3")
     raw.config = raw.config.model_copy(update={"null_prefix": "none"})
     raw.save_pretrained(tmp_path / "raw")
-    assert "kept above 0 (native)" in evaluate("--data", data, "-m", tmp_path / "raw", "--dtype", "float32")
+    assert "kept above 0 (native)" in evaluate(
+        "--data", data, "-m", tmp_path / "raw", "--dtype", "float32"
+    )
 
 
 def test_without_sentence_transformers_the_error_says_what_to_install(monkeypatch):

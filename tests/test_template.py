@@ -17,7 +17,9 @@ DEFAULT = Template()
 
 
 def prompts(template=DEFAULT, *, max_length=512, shared_positions=True, tokenizer=TOKENIZER):
-    return PromptTokenizer(tokenizer, template, max_length=max_length, shared_positions=shared_positions)
+    return PromptTokenizer(
+        tokenizer, template, max_length=max_length, shared_positions=shared_positions
+    )
 
 
 def plain_ids(text):
@@ -27,7 +29,9 @@ def plain_ids(text):
 def test_document_ids_are_the_parts_tokenised_apart_and_joined():
     document = "The bridge was opened in 1932."
     [found] = prompts().documents([document], 5)
-    assert found.ids == plain_ids(DEFAULT.instruction) + plain_ids(document) + plain_ids(DEFAULT.separator)
+    assert found.ids == plain_ids(DEFAULT.instruction) + plain_ids(document) + plain_ids(
+        DEFAULT.separator
+    )
     assert not found.truncated
     assert not found.empty
 
@@ -86,7 +90,9 @@ def test_special_tokens_in_documents_and_queries_are_plain_text(special):
 def test_special_tokens_are_plain_text_for_a_word_piece_too():
     tokenizer = word_piece_tokenizer()
     separator = tokenizer.convert_tokens_to_ids("[SEP]")
-    found = prompts(Template(instruction="[CLS]", separator="[SEP]"), tokenizer=tokenizer).documents(["a [SEP] b"], 1)
+    found = prompts(
+        Template(instruction="[CLS]", separator="[SEP]"), tokenizer=tokenizer
+    ).documents(["a [SEP] b"], 1)
     assert found[0].ids.count(separator) == 1
     assert found[0].ids[-1] == separator
 
@@ -125,7 +131,10 @@ def test_a_document_that_just_fits_is_not_cut_and_one_token_more_is():
 
 def test_where_a_document_is_cut_depends_on_the_query_only_beyond_the_reserve():
     text, tokenizer = "!" * 4000, prompts(max_length=2048 + QUERY_RESERVE)
-    cuts = {length: len(tokenizer.documents([text], length)[0].ids) for length in (1, 20, 511, 512, 513, 600)}
+    cuts = {
+        length: len(tokenizer.documents([text], length)[0].ids)
+        for length in (1, 20, 511, 512, 513, 600)
+    }
     assert cuts[1] == cuts[20] == cuts[511] == cuts[512] == 2048
     assert (cuts[513], cuts[600]) == (2047, 1960)
 
@@ -150,7 +159,9 @@ def test_a_query_is_never_cut_but_refused_when_too_long():
     tokenizer = prompts(max_length=100)
     longest = 100 - tokenizer.overhead - 1
     assert len(tokenizer.query("!" * longest).ids) == longest
-    with pytest.raises(InputError, match=f"The query has {longest + 1} tokens; .* needs 101 positions .* 100"):
+    with pytest.raises(
+        InputError, match=f"The query has {longest + 1} tokens; .* needs 101 positions .* 100"
+    ):
         tokenizer.query("!" * (longest + 1))
 
 
@@ -280,13 +291,17 @@ def test_fingerprint_tells_tokenizers_apart_and_is_stable():
     )
     bigger = byte_level_tokenizer()
     bigger.add_tokens(["zyx"])
-    assert tokenizer_fingerprint(prompts(tokenizer=bigger).tokenizer) != tokenizer_fingerprint(prompts().tokenizer)
-    assert tokenizer_fingerprint(prompts(tokenizer=word_piece_tokenizer()).tokenizer) != tokenizer_fingerprint(
+    assert tokenizer_fingerprint(prompts(tokenizer=bigger).tokenizer) != tokenizer_fingerprint(
         prompts().tokenizer
     )
+    assert tokenizer_fingerprint(
+        prompts(tokenizer=word_piece_tokenizer()).tokenizer
+    ) != tokenizer_fingerprint(prompts().tokenizer)
 
 
 def test_fingerprint_survives_saving_and_loading(tmp_path):
     TOKENIZER.save_pretrained(tmp_path)
     loaded = PreTrainedTokenizerFast.from_pretrained(tmp_path)
-    assert tokenizer_fingerprint(prompts(tokenizer=loaded).tokenizer) == tokenizer_fingerprint(prompts().tokenizer)
+    assert tokenizer_fingerprint(prompts(tokenizer=loaded).tokenizer) == tokenizer_fingerprint(
+        prompts().tokenizer
+    )

@@ -51,7 +51,9 @@ def test_a_quota_of_the_control_group_bounds_the_cores_that_are_used(
 def ran(code: str, **variables: str) -> str:
     """What a fresh interpreter prints in which nothing is said about threads but ``variables``."""
     own = {k: v for k, v in os.environ.items() if not k.startswith("OMP_")}
-    done = subprocess.run([sys.executable, "-c", code], env={**own, **variables}, text=True, stdout=-1, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code], env={**own, **variables}, text=True, stdout=-1, check=True
+    )
     return done.stdout.strip()
 
 
@@ -59,7 +61,9 @@ LOW = "import rsrank_rag.language_model.threads as t; t.usable_cores = lambda: 1
 SHOW = "import os; print(os.environ.get('OMP_NUM_THREADS'), os.environ.get('OMP_WAIT_POLICY'))"
 
 
-def test_a_quota_below_the_machine_decides_before_torch_is_imported_and_idle_threads_sleep() -> None:
+def test_a_quota_below_the_machine_decides_before_torch_is_imported_and_idle_threads_sleep() -> (
+    None
+):
     code = f"import os; os.cpu_count = lambda: 8\n{LOW}t.use_threads(); {SHOW}"
     assert ran(code) == "1 PASSIVE"
     assert ran(code, OMP_NUM_THREADS="3", OMP_WAIT_POLICY="ACTIVE") == "3 ACTIVE"
@@ -79,7 +83,10 @@ def test_torch_that_is_there_already_is_given_fewer_threads_but_never_more() -> 
 
 @pytest.mark.slow
 def test_the_first_use_of_a_public_name_bounds_threads() -> None:
-    assert ran(f"{LOW}import os; os.cpu_count = lambda: 8\nfrom rsrank_rag import RSRank; {SHOW}") == "1 PASSIVE"
+    assert (
+        ran(f"{LOW}import os; os.cpu_count = lambda: 8\nfrom rsrank_rag import RSRank; {SHOW}")
+        == "1 PASSIVE"
+    )
 
 
 @pytest.mark.slow
@@ -97,7 +104,13 @@ def test_fewer_prepared_products_are_kept_unless_somebody_chose_how_many():
     name = "ONEDNN_PRIMITIVE_CACHE_CAPACITY"
     unset = {key: value for key, value in os.environ.items() if key != name}
     for environment, expected in ((unset, "64"), ({**unset, name: "7"}, "7")):
-        done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+        done = subprocess.run(
+            [sys.executable, "-c", code],
+            env=environment,
+            capture_output=True,
+            text=True,
+            check=True,
+        )
         assert done.stdout.strip() == expected
 
 
@@ -139,13 +152,18 @@ def threads_seen(ranker: RSRank, together: int = 1) -> set[str]:
 
 
 @pytest.mark.parametrize(
-    ("threads", "batches"), [(1, 1), (2, 2), (3, 3), (4, 4), (5, 4), (6, 3), (7, 3), (8, 4), (11, 2), (64, 4)]
+    ("threads", "batches"),
+    [(1, 1), (2, 2), (3, 3), (4, 4), (5, 4), (6, 3), (7, 3), (8, 4), (11, 2), (64, 4)],
 )
-def test_at_most_four_batches_run_at_once_and_leave_at_most_one_thread_over(threads: int, batches: int) -> None:
+def test_at_most_four_batches_run_at_once_and_leave_at_most_one_thread_over(
+    threads: int, batches: int
+) -> None:
     assert at_once(threads) == batches
 
 
-def test_each_worker_computes_with_its_part_of_the_threads_and_callers_keep_theirs(two_threads: None) -> None:
+def test_each_worker_computes_with_its_part_of_the_threads_and_callers_keep_theirs(
+    two_threads: None,
+) -> None:
     ready = threading.Barrier(2)
     found = list(workers(2).map(lambda _: (ready.wait(60), torch.get_num_threads())[1], range(2)))
     assert (found, torch.get_num_threads()) == ([1, 1], 2)
@@ -179,7 +197,9 @@ def test_a_document_that_queries_share_is_read_once_on_two_threads(
     assert ranker.stats()["misses"] == len(LONG)
     alone = made(tiny_folder("llama"), "llama")
     for query, scores in zip(QUERIES, found, strict=True):
-        assert scores == pytest.approx([alone.score(query, [document])[0] for document in LONG], abs=1e-4)
+        assert scores == pytest.approx(
+            [alone.score(query, [document])[0] for document in LONG], abs=1e-4
+        )
 
 
 def test_a_short_call_and_a_deterministic_one_stay_in_their_thread(
@@ -195,7 +215,9 @@ def test_a_short_call_and_a_deterministic_one_stay_in_their_thread(
     assert seen == {threading.current_thread().name}
 
 
-def test_a_document_that_fails_in_a_worker_is_named(tiny_folder: Callable[[str], Path], two_threads: None) -> None:
+def test_a_document_that_fails_in_a_worker_is_named(
+    tiny_folder: Callable[[str], Path], two_threads: None
+) -> None:
     ranker = made(tiny_folder("llama"), "llama")
 
     def too_long(module: object, args: tuple[torch.Tensor, ...]) -> None:
@@ -203,7 +225,9 @@ def test_a_document_that_fails_in_a_worker_is_named(tiny_folder: Callable[[str],
             raise MemoryError
 
     ranker.backbone.model.layers[1].mlp.register_forward_pre_hook(too_long)
-    with pytest.raises(ScoringError, match=r"Document 8 \(\d+ tokens .* does not fit into memory") as caught:
+    with pytest.raises(
+        ScoringError, match=r"Document 8 \(\d+ tokens .* does not fit into memory"
+    ) as caught:
         ranker.score(QUERY, [*LONG, "ferry " * 90])
     assert caught.value.index == 8
 
@@ -215,11 +239,17 @@ ASKED = [TokenisedQuery((7,) * length, 0, length) for length in (3, 5)]
 
 def rows_of(*lengths: int) -> list[Row]:
     """For both queries, a document of each of these lengths."""
-    return [Row((number, *[0] * (length - 1)), query) for query in ASKED for number, length in enumerate(lengths)]
+    return [
+        Row((number, *[0] * (length - 1)), query)
+        for query in ASKED
+        for number, length in enumerate(lengths)
+    ]
 
 
 @given(
-    lengths=st.lists(st.integers(1, 400), max_size=30), together=st.integers(1, 4), budget=st.sampled_from([64, 2048])
+    lengths=st.lists(st.integers(1, 400), max_size=30),
+    together=st.integers(1, 4),
+    budget=st.sampled_from([64, 2048]),
 )
 def test_shares_hold_every_row_once_and_a_document_s_rows_together(
     lengths: list[int], together: int, budget: int
@@ -251,7 +281,9 @@ def two_shares() -> list[Batches[Row]]:
     return [Batches(rows_of(length), 1) for length in (9, 8)]
 
 
-def test_a_call_beside_another_that_runs_side_by_side_runs_in_its_own_thread(two_threads: None) -> None:
+def test_a_call_beside_another_that_runs_side_by_side_runs_in_its_own_thread(
+    two_threads: None,
+) -> None:
     names: dict[str, set[str]] = {"first": set(), "second": set()}
     both, over = threading.Barrier(2), threading.Event()
 
@@ -270,7 +302,10 @@ def test_a_call_beside_another_that_runs_side_by_side_runs_in_its_own_thread(two
 
     run_all(first, two_shares())
     assert names["first"] >= {"rsrank-batch_0", "rsrank-batch_1"}
-    assert names["second"] == {"rsrank-batch_0", "rsrank-batch_1"}  # each the thread of its caller, one after another
+    assert names["second"] == {
+        "rsrank-batch_0",
+        "rsrank-batch_1",
+    }  # each the thread of its caller, one after another
 
 
 def test_what_runs_out_of_memory_beside_others_runs_again_alone(two_threads: None) -> None:
@@ -306,12 +341,16 @@ def test_an_error_comes_as_it_is_when_nothing_runs_any_more(two_threads: None, l
     assert caught.value is error
     assert not running
     done: list[Row] = []
-    run_all(lambda batches: done.extend(batches.waiting), two_shares())  # and the next call finds the threads free
+    run_all(
+        lambda batches: done.extend(batches.waiting), two_shares()
+    )  # and the next call finds the threads free
     assert len(done) >= 4
 
 
 @pytest.mark.parametrize("variable", ["OMP_PROC_BIND", "GOMP_CPU_AFFINITY"])
-def test_threads_that_are_bound_to_cores_stay_in_one_batch(monkeypatch: pytest.MonkeyPatch, variable: str) -> None:
+def test_threads_that_are_bound_to_cores_stay_in_one_batch(
+    monkeypatch: pytest.MonkeyPatch, variable: str
+) -> None:
     monkeypatch.setenv(variable, "true")
     assert at_once(8) == 1
 

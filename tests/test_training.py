@@ -24,7 +24,14 @@ from rsrank_rag.method.projection import cosine_to_ones
 from rsrank_rag.method.scoring import ShiftReader
 from rsrank_rag.method.template import PromptTokenizer
 from rsrank_rag.training.batches import Batch, batch_scores, scored, split
-from rsrank_rag.training.features import FeatureExtractor, digest, plan_features, spec_for, subsample, together
+from rsrank_rag.training.features import (
+    FeatureExtractor,
+    digest,
+    plan_features,
+    spec_for,
+    subsample,
+    together,
+)
 from rsrank_rag.training.fit import FitOptions, closed_form, fit
 from rsrank_rag.training.losses import (
     alignment_loss,
@@ -44,7 +51,9 @@ def labelled(count=6, documents=DOCUMENTS):
             id=f"q{number}",
             query=f"{QUERIES[number % 3]} {number}",
             documents=[
-                LabelledDocument(id=str(i), text=f"{text} {number}", title=f"T{i}", relevant=i in (number % 3, 5))
+                LabelledDocument(
+                    id=str(i), text=f"{text} {number}", title=f"T{i}", relevant=i in (number % 3, 5)
+                )
                 for i, text in enumerate(documents)
             ],
         )
@@ -65,10 +74,14 @@ def loaded(tiny_folder):
     def load(kind, **template):
         key = kind, tuple(template.items())
         if key not in made:
-            model, tokenizer, _ = load_model(tiny_folder(kind), revision=None, options=LoadOptions("cpu", "float32"))
+            model, tokenizer, _ = load_model(
+                tiny_folder(kind), revision=None, options=LoadOptions("cpu", "float32")
+            )
             core = open_backbone(model)
             chosen = (ENCODER if kind == "bert" else CHAT).model_copy(update=template)
-            prompts = PromptTokenizer(tokenizer, chosen, max_length=core.max_length, shared_positions=core.causal)
+            prompts = PromptTokenizer(
+                tokenizer, chosen, max_length=core.max_length, shared_positions=core.causal
+            )
             made[key] = core, prompts, describe(core, prompts, str(tiny_folder(kind)), None)
         return made[key]
 
@@ -111,7 +124,9 @@ def toy(count=12, tokens=3, seed=0, layers=2, heads=2, width=8):
         relevant = (True, False, False, True)
         signs = torch.tensor([1.0, -1.0, -1.0, 1.0, 1.0]).repeat_interleave(tokens)[:, None]
         noise = 0.3 * torch.randn(layers, heads, 5 * tokens, width, generator=generator)
-        made.append(QueryFeatures((direction * signs + noise).half(), relevant, tokens, oracle=True))
+        made.append(
+            QueryFeatures((direction * signs + noise).half(), relevant, tokens, oracle=True)
+        )
     return made
 
 
@@ -125,10 +140,15 @@ def test_documents_that_are_read_together_get_fair_shares(loaded):
     ids = together(prompts, [long, short, long], 10)
     assert len(ids) == prompts.overhead + room
     text = "".join(prompts.text_of(ids))
-    first, middle, last = text.removeprefix("".join(prompts.text_of(prompts.instruction))).split("\n")[:3]
+    first, middle, last = text.removeprefix("".join(prompts.text_of(prompts.instruction))).split(
+        "\n"
+    )[:3]
     assert middle == short
     assert abs(len(first) - len(last.split("<|im_end|>")[0])) < 20
-    assert "".join(prompts.text_of(together(prompts, [short, "frost"], 10))).count("bridge\nfrost") == 1
+    assert (
+        "".join(prompts.text_of(together(prompts, [short, "frost"], 10))).count("bridge\nfrost")
+        == 1
+    )
 
 
 # The store
@@ -139,16 +159,22 @@ def test_stored_shifts_are_those_that_scoring_reads(extractor, ranker):
     found = extractor.extract(query)
     projection = random_projection("qwen3")
     texts = [document.content() for document in query.documents]
-    expected = RSRank(ranker.backbone, ranker.prompts, projection, ranker.config).score(query.query, texts)
+    expected = RSRank(ranker.backbone, ranker.prompts, projection, ranker.config).score(
+        query.query, texts
+    )
     assert found.relevant == tuple(document.relevant for document in query.documents)
-    assert scored([found], projection, device="cpu")[0].scores == pytest.approx(expected, abs=0.02)  # fp16
+    assert scored([found], projection, device="cpu")[0].scores == pytest.approx(
+        expected, abs=0.02
+    )  # fp16
 
 
 def test_the_oracle_is_the_shift_of_all_relevant_documents_together(extractor):
     query = labelled(1)[0]
     together = "\n".join(document.content() for document in query.documents if document.relevant)
     alone = LabelledQuery(
-        id="x", query=query.query, documents=[LabelledDocument(id="0", text=together, relevant=False)]
+        id="x",
+        query=query.query,
+        documents=[LabelledDocument(id="0", text=together, relevant=False)],
     )
     oracle = extractor.extract(query).shifts[:, :, -extractor.extract(query).tokens :]
     assert torch.allclose(oracle.float(), extractor.extract(alone).shifts.float(), atol=0.05)
@@ -174,7 +200,9 @@ def test_fewer_tokens_are_spread_evenly(loaded):
     positions = [int(full.tokens / 3 * (i + 0.5)) for i in range(3)]
     for document in range(len(query.documents)):
         whole = full.shifts[:, :, document * full.tokens : (document + 1) * full.tokens]
-        assert torch.equal(few.shifts[:, :, 3 * document : 3 * document + 3], whole[:, :, positions])
+        assert torch.equal(
+            few.shifts[:, :, 3 * document : 3 * document + 3], whole[:, :, positions]
+        )
 
 
 def test_a_store_holds_what_was_extracted_and_the_plan_knew_its_size(extractor, store_of):
@@ -190,12 +218,18 @@ def test_a_store_holds_what_was_extracted_and_the_plan_knew_its_size(extractor, 
             expected.oracle,
         )
     assert plan.bytes == sum(store[number].shifts.nbytes for number in range(5))
-    assert plan.bytes <= sum(store.path(number).stat().st_size for number in range(5)) < plan.bytes + 5 * 4096
+    assert (
+        plan.bytes
+        <= sum(store.path(number).stat().st_size for number in range(5))
+        < plan.bytes + 5 * 4096
+    )
     with pytest.raises(IndexError):
         store[5]
 
 
-def test_a_store_that_was_interrupted_goes_on_without_loss_or_repetition(extractor, store_of, monkeypatch, tmp_path):
+def test_a_store_that_was_interrupted_goes_on_without_loss_or_repetition(
+    extractor, store_of, monkeypatch, tmp_path
+):
     queries = labelled(5)
     whole, _ = store_of(queries, extractor, "whole")
     calls = []
@@ -214,7 +248,14 @@ def test_a_store_that_was_interrupted_goes_on_without_loss_or_repetition(extract
     stale = tmp_path / "parts" / "00003.999999999.partial"
     stale.write_bytes(b"half")
     store, _ = store_of(queries, extractor, "parts")
-    assert calls == ["q0", "q1", "q2", "q3", "q3", "q4"]  # the unfinished one again, the finished ones not
+    assert calls == [
+        "q0",
+        "q1",
+        "q2",
+        "q3",
+        "q3",
+        "q4",
+    ]  # the unfinished one again, the finished ones not
     assert len(store) == 5
     for number in range(5):
         assert torch.equal(store[number].shifts, whole[number].shifts)
@@ -251,7 +292,10 @@ def test_a_store_made_otherwise_is_refused_and_says_how(extractor, loaded, tmp_p
     core, prompts, spec = loaded("qwen3", **({"suffix": "!"} if change == "template" else {}))
     other = FeatureExtractor(
         ShiftReader(core, prompts, (1, 2) if change == "layers" else range(1, LAYERS)),
-        FeaturePart(dtype="bfloat16" if change == "dtype" else "float16", max_tokens=2 if change == "tokens" else None),
+        FeaturePart(
+            dtype="bfloat16" if change == "dtype" else "float16",
+            max_tokens=2 if change == "tokens" else None,
+        ),
     )
     plan = plan_of(queries, extractor)
     FeatureStore.create(tmp_path, spec_for(extractor, queries, spec), plan.bytes)
@@ -266,7 +310,9 @@ def test_a_store_made_otherwise_is_refused_and_says_how(extractor, loaded, tmp_p
     assert str(caught.value).count(" there, ") <= 1
 
 
-def test_value_vectors_that_another_device_rounds_otherwise_are_the_same_model(extractor, loaded, tmp_path):
+def test_value_vectors_that_another_device_rounds_otherwise_are_the_same_model(
+    extractor, loaded, tmp_path
+):
     queries = labelled(2)
     _, _, spec = loaded("qwen3")
     plan = plan_of(queries, extractor)
@@ -285,7 +331,9 @@ def test_a_damaged_file_is_one_clear_error(extractor, store_of):
         FeatureStore(store.folder / "elsewhere")
 
 
-def test_features_that_changed_or_are_of_another_store_or_query_are_one_clear_error(extractor, store_of):
+def test_features_that_changed_or_are_of_another_store_or_query_are_one_clear_error(
+    extractor, store_of
+):
     store, _ = store_of(labelled(2), extractor)
     other, _ = store_of(labelled(3)[1:], extractor, "other")
     path = store.path(0)
@@ -321,7 +369,9 @@ def test_values_that_overflow_are_refused(loaded, monkeypatch):
     core, prompts, _ = loaded("qwen3")
     reader = ShiftReader(core, prompts, range(1, LAYERS))
     read = reader.read
-    monkeypatch.setattr(reader, "read", lambda rows, consume: read(rows, lambda i, s: consume(i, s * 1e6)))
+    monkeypatch.setattr(
+        reader, "read", lambda rows, consume: read(rows, lambda i, s: consume(i, s * 1e6))
+    )
     with pytest.raises(TrainingError, match=r"not finite in float16\. Use bfloat16"):
         FeatureExtractor(reader).extract(labelled(1)[0])
 
@@ -335,12 +385,18 @@ def test_subsampling_keeps_both_classes_and_depends_on_the_query_alone():
     assert few == [subsample([query], 4, seed=1)[0] for query in queries]
     assert subsample(queries, None) == queries
     everything = subsample(queries, 100)
-    assert [len(query.documents) for query in everything] == [len(query.documents) for query in queries]
+    assert [len(query.documents) for query in everything] == [
+        len(query.documents) for query in queries
+    ]
 
 
 def test_the_digest_sees_texts_and_labels():
     queries = labelled(2)
-    flipped = queries[0].documents[0].model_copy(update={"relevant": not queries[0].documents[0].relevant})
+    flipped = (
+        queries[0]
+        .documents[0]
+        .model_copy(update={"relevant": not queries[0].documents[0].relevant})
+    )
     other = queries[0].model_copy(update={"documents": (flipped, *queries[0].documents[1:])})
     assert digest(queries) == digest(labelled(2))
     assert len({digest(queries), digest([other, queries[1]]), digest(queries, titles=False)}) == 3
@@ -370,7 +426,9 @@ def test_scores_of_a_batch_are_the_papers_whatever_else_is_in_it():
     weight = torch.randn(2, 2, 4, 8, generator=torch.Generator().manual_seed(1))
     scores, oracle = batch_scores({"weight": weight}, Batch.of(queries))
     for row, query in enumerate(queries):
-        assert scores[row, : len(query.relevant)].tolist() == pytest.approx(slow_scores(weight, query), abs=1e-4)
+        assert scores[row, : len(query.relevant)].tolist() == pytest.approx(
+            slow_scores(weight, query), abs=1e-4
+        )
     # Each oracle's own mean over layers, heads and tokens: a long query counts no more than a short one.
     rows = [queries[0].shifts[:, :, -3:], queries[2].shifts[:, :, -5:]]
     expected = [cosine_to_ones(shifts.float() @ weight.mT).mean().item() for shifts in rows]
@@ -382,16 +440,25 @@ def test_losses_of_a_padded_batch_are_the_mean_of_each_querys_own():
     relevant = torch.tensor([[True, False, False], [True, True, True], [False, True, True]])
     valid = torch.tensor([[True, True, True], [True, True, False], [True, False, False]])
     for loss in (calibration_loss, margin_loss):
-        each = [loss(row[mask], labels[mask]) for row, labels, mask in zip(scores, relevant, valid, strict=True)]
+        each = [
+            loss(row[mask], labels[mask])
+            for row, labels, mask in zip(scores, relevant, valid, strict=True)
+        ]
         assert loss(scores, relevant, valid=valid).item() == pytest.approx(sum(each).item() / 3)
 
 
 def test_a_separable_set_reaches_f1_one_at_zero():
-    fitted = fit(toy(), toy(4, seed=7), [1, 2], FitOptions(projection_dim=4, epochs=10), device="cpu")
+    fitted = fit(
+        toy(), toy(4, seed=7), [1, 2], FitOptions(projection_dim=4, epochs=10), device="cpu"
+    )
     assert fitted.best.validation_f1 == 1.0
     assert fitted.history[0].loss > fitted.history[-1].loss
     unseen = scored(toy(5, seed=11), fitted.projection, device="cpu")
-    assert all((score > 0) == label for row in unseen for score, label in zip(row.scores, row.relevant, strict=True))
+    assert all(
+        (score > 0) == label
+        for row in unseen
+        for score, label in zip(row.scores, row.relevant, strict=True)
+    )
 
 
 def test_queries_of_one_class_are_trained_on_too():
@@ -432,20 +499,43 @@ def test_a_run_that_was_killed_ends_with_the_same_b_as_an_unbroken_one(tmp_path)
     with pytest.raises(KeyboardInterrupt):
         fit(train, held, [1, 2], options, output=tmp_path / "b", device="cpu", on_epoch=kill)
     seen = []
-    resumed = fit(train, held, [1, 2], options, output=tmp_path / "b", device="cpu", on_epoch=seen.append)
+    resumed = fit(
+        train, held, [1, 2], options, output=tmp_path / "b", device="cpu", on_epoch=seen.append
+    )
     assert [epoch.epoch for epoch in seen] == [4, 5, 6]
     assert torch.equal(unbroken.projection.weight, resumed.projection.weight)
     assert unbroken.history == resumed.history
     log = [json.loads(line) for line in (tmp_path / "b" / "log.jsonl").read_text().splitlines()]
     assert [row["epoch"] for row in log] == [1, 2, 3, 4, 5, 6]
     with pytest.raises(TrainingError, match=r"belongs to a run with \{'features': ''\}"):
-        fit(train, held, [1, 2], options, output=tmp_path / "b", device="cpu", identity="other labels")
+        fit(
+            train,
+            held,
+            [1, 2],
+            options,
+            output=tmp_path / "b",
+            device="cpu",
+            identity="other labels",
+        )
     with pytest.raises(TrainingError, match="belongs to a run with"):
-        fit(train, held, [1, 2], options.model_copy(update={"seed": 1}), output=tmp_path / "b", device="cpu")
+        fit(
+            train,
+            held,
+            [1, 2],
+            options.model_copy(update={"seed": 1}),
+            output=tmp_path / "b",
+            device="cpu",
+        )
 
 
 def test_training_stops_when_validation_no_longer_improves():
-    fitted = fit(toy(), toy(4, seed=7), [1, 2], FitOptions(projection_dim=4, epochs=50, patience=3), device="cpu")
+    fitted = fit(
+        toy(),
+        toy(4, seed=7),
+        [1, 2],
+        FitOptions(projection_dim=4, epochs=50, patience=3),
+        device="cpu",
+    )
     assert len(fitted.history) == fitted.best.epoch + 3 < 50
 
 
@@ -454,13 +544,21 @@ def plainly_trained(queries, weights, epochs, rate):
     weight = Projection.random([1, 2], 2, 3, 2).weight.detach().clone().requires_grad_()
     optimizer = torch.optim.AdamW([weight], weight_decay=1e-3)
     for epoch in range(epochs):
-        optimizer.param_groups[0]["lr"] = 0.001 + (rate - 0.001) * (1 + math.cos(math.pi * epoch / epochs)) / 2
+        optimizer.param_groups[0]["lr"] = (
+            0.001 + (rate - 0.001) * (1 + math.cos(math.pi * epoch / epochs)) / 2
+        )
         each, oracles = [], []
         for query in queries:
-            cosines = cosine_to_ones(torch.einsum("lhpd,lhmd->lhmp", weight, query.shifts.float())).sum((0, 1))
+            cosines = cosine_to_ones(
+                torch.einsum("lhpd,lhmd->lhmp", weight, query.shifts.float())
+            ).sum((0, 1))
             scores = cosines.view(-1, query.tokens).mean(1)
             labels = torch.tensor(query.relevant)
-            each.append(torch.stack([calibration_loss(scores[:-1], labels), margin_loss(scores[:-1], labels)]))
+            each.append(
+                torch.stack(
+                    [calibration_loss(scores[:-1], labels), margin_loss(scores[:-1], labels)]
+                )
+            )
             oracles.append(scores[-1] / 4)
         calibration, margin = torch.stack(each).mean(0)
         terms = {
@@ -476,12 +574,23 @@ def plainly_trained(queries, weights, epochs, rate):
     return weight.detach()
 
 
-@pytest.mark.parametrize("removed", [None, "calibration", "margin", "orthogonality", "alignment", "frobenius"])
+@pytest.mark.parametrize(
+    "removed", [None, "calibration", "margin", "orthogonality", "alignment", "frobenius"]
+)
 def test_b_moves_as_the_paper_says_with_all_terms_and_without_each(removed):
     # With P = 3 and D = 2 rows cannot be orthonormal and B lies beyond its bound: all five terms pull.
     queries = toy(4, width=2)
-    wrong = [QueryFeatures(-query.shifts, query.relevant, query.tokens, query.oracle) for query in queries[:1]]
-    weights = {"calibration": 0.8, "margin": 1.0, "orthogonality": 0.05, "alignment": 0.5, "frobenius": 0.1}
+    wrong = [
+        QueryFeatures(-query.shifts, query.relevant, query.tokens, query.oracle)
+        for query in queries[:1]
+    ]
+    weights = {
+        "calibration": 0.8,
+        "margin": 1.0,
+        "orthogonality": 0.05,
+        "alignment": 0.5,
+        "frobenius": 0.1,
+    }
     if removed is not None:
         weights[removed] = 0.0
     given = {f"{name}_weight": value for name, value in weights.items()}
@@ -494,19 +603,36 @@ def test_b_moves_as_the_paper_says_with_all_terms_and_without_each(removed):
 
 def test_the_defaults_are_the_papers():
     options = FitOptions()
-    assert (options.projection_dim, options.margin, options.epochs, options.patience) == (64, 0.5, 120, 35)
+    assert (options.projection_dim, options.margin, options.epochs, options.patience) == (
+        64,
+        0.5,
+        120,
+        35,
+    )
     assert (options.calibration_weight, options.orthogonality_weight) == (0.8, 0.05)
-    assert (options.alignment_weight, options.frobenius_weight, options.margin_weight) == (0.5, 0.1, 1.0)
-    assert (options.learning_rate, options.final_learning_rate, options.weight_decay) == (0.05, 0.001, 1e-3)
+    assert (options.alignment_weight, options.frobenius_weight, options.margin_weight) == (
+        0.5,
+        0.1,
+        1.0,
+    )
+    assert (options.learning_rate, options.final_learning_rate, options.weight_decay) == (
+        0.05,
+        0.001,
+        1e-3,
+    )
 
 
 def test_the_learning_rate_falls_along_a_cosine():
     rates = [
         row.learning_rate
-        for row in fit(toy(), toy(2), [1, 2], FitOptions(epochs=8, projection_dim=4), device="cpu").history
+        for row in fit(
+            toy(), toy(2), [1, 2], FitOptions(epochs=8, projection_dim=4), device="cpu"
+        ).history
     ]
     for epoch, rate in enumerate(rates):
-        assert rate == pytest.approx(0.001 + 0.049 * (1 + math.cos(math.pi * epoch / 8)) / 2, abs=1e-6)
+        assert rate == pytest.approx(
+            0.001 + 0.049 * (1 + math.cos(math.pi * epoch / 8)) / 2, abs=1e-6
+        )
 
 
 def test_nothing_to_learn_from_is_refused():
@@ -537,9 +663,13 @@ def test_the_oracle_form_maps_the_mean_oracle_shift_to_ones():
     weight = closed_form(queries, [1, 2], "oracle", projection_dim=3).weight
     mean = torch.stack([query.shifts[:, :, -3:].double().mean(2) for query in queries]).mean(0)
     assert torch.allclose(
-        torch.einsum("lhpd,lhd->lhp", weight.double(), mean), torch.ones(2, 2, 3, dtype=torch.double), atol=1e-4
+        torch.einsum("lhpd,lhd->lhp", weight.double(), mean),
+        torch.ones(2, 2, 3, dtype=torch.double),
+        atol=1e-4,
     )
-    assert torch.allclose(weight[0, 0, 0].double(), mean[0, 0] / mean[0, 0].square().sum(), atol=1e-5)
+    assert torch.allclose(
+        weight[0, 0, 0].double(), mean[0, 0] / mean[0, 0].square().sum(), atol=1e-5
+    )
 
 
 def test_separation_is_ridge_regression():
@@ -559,17 +689,24 @@ def test_separation_is_ridge_regression():
 def test_the_combined_form_meets_its_constraint_with_less_response_to_irrelevant_shifts():
     queries = toy(5)
     combined, oracle = (
-        closed_form(queries, [1, 2], name, projection_dim=1).weight[:, :, 0].double() for name in ("combined", "oracle")
+        closed_form(queries, [1, 2], name, projection_dim=1).weight[:, :, 0].double()
+        for name in ("combined", "oracle")
     )
     mean = torch.stack([query.shifts[:, :, -3:].double().mean(2) for query in queries]).mean(0)
-    assert torch.allclose((combined * mean).sum(-1), torch.ones(2, 2, dtype=torch.double), atol=1e-4)
+    assert torch.allclose(
+        (combined * mean).sum(-1), torch.ones(2, 2, dtype=torch.double), atol=1e-4
+    )
     irrelevant = torch.cat([query.shifts[:, :, 3:9] for query in queries], dim=2).double()
-    response = [torch.einsum("lhmd,lhd->lhm", irrelevant, w).square().sum() for w in (combined, oracle)]
+    response = [
+        torch.einsum("lhmd,lhd->lhm", irrelevant, w).square().sum() for w in (combined, oracle)
+    ]
     assert response[0] < response[1]
 
 
 def test_closed_forms_name_what_they_lack():
-    without = [QueryFeatures(query.shifts[:, :, :12], query.relevant, 3, oracle=False) for query in toy(2)]
+    without = [
+        QueryFeatures(query.shifts[:, :, :12], query.relevant, 3, oracle=False) for query in toy(2)
+    ]
     with pytest.raises(TrainingError, match="no oracle shift"):
         closed_form(without, [1, 2], "oracle")
 
@@ -620,23 +757,36 @@ def test_a_recipe_goes_from_labelled_queries_to_an_artifact(recipe_file, tmp_pat
         assert (out / name).stat().st_size > 0
     ranker = RSRank.from_pretrained(out / "artifact", device="cpu", dtype="float32")
     training = ranker.config.training
-    assert (training.data, training.settings["epochs"], ranker.config.license) == (("train",), 3, "mit")
+    assert (training.data, training.settings["epochs"], ranker.config.license) == (
+        ("train",),
+        3,
+        "mit",
+    )
     assert list(training.metrics) == ["held"]
     assert training.notes.endswith("The validation queries chose the epoch.")
     held = labelled(3)
     found = [
-        ScoredQuery(ranker.score(q.query, [d.content() for d in q.documents]), [d.relevant for d in q.documents])
+        ScoredQuery(
+            ranker.score(q.query, [d.content() for d in q.documents]),
+            [d.relevant for d in q.documents],
+        )
         for q in held
     ]
     from rsrank_rag.evaluation.evaluate import summarise
 
     assert training.metrics["held"]["f1@0"] == pytest.approx(summarise(found)["f1@tau"], abs=1e-6)
     samples = json.loads((out / "samples.json").read_text())
-    assert [row["samples"] for row in samples] == [0, 4, 11]  # 500 were asked for too, 11 are all there are
+    assert [row["samples"] for row in samples] == [
+        0,
+        4,
+        11,
+    ]  # 500 were asked for too, 11 are all there are
     before = (out / "artifact" / "projection.safetensors").read_bytes()
     times = {path: path.stat().st_mtime_ns for path in (out / "features").iterdir()}
     times |= {path: path.stat().st_mtime_ns for path in (out / "scores").iterdir()}
-    times[out / "fit-samples" / "4" / "log.jsonl"] = (out / "fit-samples" / "4" / "log.jsonl").stat().st_mtime_ns
+    times[out / "fit-samples" / "4" / "log.jsonl"] = (
+        (out / "fit-samples" / "4" / "log.jsonl").stat().st_mtime_ns
+    )
     assert "Features of" not in run("train", "--config", recipe_file, "--output", out)
     assert {path: path.stat().st_mtime_ns for path in times} == times  # nothing is done twice
     assert (out / "artifact" / "projection.safetensors").read_bytes() == before
@@ -649,7 +799,8 @@ def test_corrected_labels_are_not_answered_with_the_old_b(recipe_file, tmp_path)
         query.model_copy(
             update={
                 "documents": tuple(
-                    document.model_copy(update={"relevant": not document.relevant}) for document in query.documents
+                    document.model_copy(update={"relevant": not document.relevant})
+                    for document in query.documents
                 )
             }
         )
@@ -660,7 +811,9 @@ def test_corrected_labels_are_not_answered_with_the_old_b(recipe_file, tmp_path)
         "train", "--config", recipe_file, "--output", tmp_path / "run", code=1
     )
     shutil.rmtree(tmp_path / "run" / "features")
-    assert "belongs to a run with" in run("train", "--config", recipe_file, "--output", tmp_path / "run", code=1)
+    assert "belongs to a run with" in run(
+        "train", "--config", recipe_file, "--output", tmp_path / "run", code=1
+    )
 
 
 def test_what_ablations_compare_is_no_setting_of_a_recipe(recipe_file):
@@ -670,7 +823,12 @@ def test_what_ablations_compare_is_no_setting_of_a_recipe(recipe_file):
 
 @pytest.mark.parametrize(
     ("entry", "weights"),
-    [("load_in_8bit=true", "int8"), ("load_in_4bit=true", "nf4"), ("weights=fp8", "fp8"), ("load_in_fp8=false", None)],
+    [
+        ("load_in_8bit=true", "int8"),
+        ("load_in_4bit=true", "nf4"),
+        ("weights=fp8", "fp8"),
+        ("load_in_fp8=false", None),
+    ],
 )
 def test_weights_are_one_entry_that_the_flags_of_transformers_set_too(recipe_file, entry, weights):
     assert Recipe.load(str(recipe_file), [f"model.{entry}"]).model.options().weights == weights
@@ -715,18 +873,26 @@ def test_a_dry_run_prints_disk_memory_and_hours_and_leaves_nothing(recipe_file, 
     assert estimate.plan.rows == sum(store[i].shifts.shape[2] for i in range(len(store)))
 
 
-@pytest.mark.parametrize(("queries", "told"), [(60, "not with so few queries"), (300, "numbers, at most")])
+@pytest.mark.parametrize(
+    ("queries", "told"), [(60, "not with so few queries"), (300, "numbers, at most")]
+)
 def test_a_dry_run_of_the_built_in_model_says_whether_b_will_move(queries, told, tmp_path):
     given = written(tmp_path / "given.jsonl", labelled(queries))
-    said = run("train", "--config", "mini", "--data", given, "--output", tmp_path / "run", "--dry-run")
+    said = run(
+        "train", "--config", "mini", "--data", given, "--output", tmp_path / "run", "--dry-run"
+    )
     assert told in said
 
 
 def test_too_few_queries_are_refused_with_the_reason(recipe_file, tmp_path):
     few = written(tmp_path / "few.jsonl", labelled(5))
-    said = run("train", "--config", "your-data", "--data", few, "--output", tmp_path / "run", code=2)
+    said = run(
+        "train", "--config", "your-data", "--data", few, "--output", tmp_path / "run", code=2
+    )
     assert "5 labelled queries are too few: this recipe asks for 50" in said
-    assert "names no data" in run("train", "--config", "your-data", "--output", tmp_path / "run", code=2)
+    assert "names no data" in run(
+        "train", "--config", "your-data", "--output", tmp_path / "run", code=2
+    )
 
 
 def test_the_shipped_recipes_are_valid_and_keep_fever_out_of_training():
@@ -738,8 +904,16 @@ def test_the_shipped_recipes_are_valid_and_keep_fever_out_of_training():
     train, held = split(sum(part.queries for part in paper.data), paper.held)
     assert (len(train), len(held)) == (2000, 200)
     assert paper.features.max_documents is None
-    assert {part.dataset for part in paper.data} == {"2wiki", "hotpotqa", "musique", "fiqa", "nfcorpus"}
-    assert {part.dataset for part in paper.evaluation} - {part.dataset for part in paper.data} == {"fever"}
+    assert {part.dataset for part in paper.data} == {
+        "2wiki",
+        "hotpotqa",
+        "musique",
+        "fiqa",
+        "nfcorpus",
+    }
+    assert {part.dataset for part in paper.evaluation} - {part.dataset for part in paper.data} == {
+        "fever"
+    }
     assert paper.model.name == "Qwen/Qwen3-8B"
 
 
@@ -760,7 +934,10 @@ def test_a_wrong_setting_is_one_clear_error(recipe_file, setting, message):
 
 
 def test_an_unknown_recipe_lists_those_there_are():
-    with pytest.raises(InputError, match=r"neither one of encoder, mini, qwen3-0\.6b, qwen3-8b, your-data nor a TOML"):
+    with pytest.raises(
+        InputError,
+        match=r"neither one of encoder, mini, qwen3-0\.6b, qwen3-8b, your-data nor a TOML",
+    ):
         Recipe.load("qwen4")
     with pytest.raises(InputError, match=r"nor a TOML file\. Did you mean 'mini'\?"):
         Recipe.load("minni")
@@ -768,7 +945,9 @@ def test_an_unknown_recipe_lists_those_there_are():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("recipe", ["mini", "encoder"])
-def test_the_built_in_model_is_trained_further_and_for_its_encoder_one_from_nothing(tmp_path, recipe):
+def test_the_built_in_model_is_trained_further_and_for_its_encoder_one_from_nothing(
+    tmp_path, recipe
+):
     data = written(tmp_path / "own.jsonl", labelled(6))
     if recipe == "mini":
         settings = ["domain.iterations=1"]
@@ -791,8 +970,12 @@ def test_push_publishes_an_artifact_with_its_card(ranker, tmp_path, monkeypatch)
         monkeypatch.setenv("HF_TOKEN", WRITER)
         said = run("push", tmp_path / "artifact", "me/tiny-rsrank", "--private")
         assert "me/tiny-rsrank" in said
-        loaded = RSRank.from_pretrained("me/tiny-rsrank", device="cpu", dtype="float32", cache_dir=tmp_path / "cache")
-    assert loaded.score(QUERIES[0], DOCUMENTS) == pytest.approx(ranker.score(QUERIES[0], DOCUMENTS), abs=1e-4)
+        loaded = RSRank.from_pretrained(
+            "me/tiny-rsrank", device="cpu", dtype="float32", cache_dir=tmp_path / "cache"
+        )
+    assert loaded.score(QUERIES[0], DOCUMENTS) == pytest.approx(
+        ranker.score(QUERIES[0], DOCUMENTS), abs=1e-4
+    )
     pushed = server.repositories["me/tiny-rsrank"]
     card = pushed.commits[pushed.refs["main"]]["README.md"].decode()
     for text in (
@@ -816,5 +999,7 @@ def test_two_evaluation_sets_of_one_name_are_refused_and_not_merged():
     twice = ['evaluation=[{file = "a/dev.jsonl"}, {file = "b/dev.jsonl"}]']
     with pytest.raises(InputError, match="two evaluation sets are called 'dev'"):
         Recipe.load("qwen3-8b", twice)
-    labelled = Recipe.load("qwen3-8b", [twice[0].replace('b/dev.jsonl"', 'b/dev.jsonl", label = "b"')])
+    labelled = Recipe.load(
+        "qwen3-8b", [twice[0].replace('b/dev.jsonl"', 'b/dev.jsonl", label = "b"')]
+    )
     assert [part.title for part in labelled.evaluation] == ["dev", "b"]

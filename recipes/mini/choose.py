@@ -24,8 +24,16 @@ from torch import Tensor
 
 import data
 
-PASSAGES = (Path(__file__).parents[2] / "examples" / "passages.txt").read_text(encoding="utf-8").splitlines()
-QUESTIONS = ["How do honeybees tell each other where the flowers are?", "night trains in winter", "honey"]
+PASSAGES = (
+    (Path(__file__).parents[2] / "examples" / "passages.txt")
+    .read_text(encoding="utf-8")
+    .splitlines()
+)
+QUESTIONS = [
+    "How do honeybees tell each other where the flowers are?",
+    "night trains in winter",
+    "honey",
+]
 SHARES = np.arange(0, 1.01, 0.05)
 BORDERS = np.arange(-2, 2.01, 0.05)
 UNSEEN_COUNT = 2
@@ -50,7 +58,9 @@ Rows = Mapping[str, Sequence[Row]]
 
 
 @torch.no_grad()
-def measured(scorer: Scorer, examples: Sequence[data.Example], stored: Stored) -> dict[str, list[Row]]:
+def measured(
+    scorer: Scorer, examples: Sequence[data.Example], stored: Stored
+) -> dict[str, list[Row]]:
     """Set -> its validation queries."""
     found: dict[str, list[Row]] = {}
     for start in range(0, len(examples), 8):
@@ -67,16 +77,27 @@ def measured(scorer: Scorer, examples: Sequence[data.Example], stored: Stored) -
 
 def choose(rows: Rows) -> tuple[tuple[float, float], dict[str, Any]]:
     """Share of the shift and border, and what they give: nDCG@5 and F1 at zero by set, beside MiniLM's cosine."""
-    groups = [[name for name in rows if (name in data.UNSEEN) == unseen] for unseen in (False, True)]
+    groups = [
+        [name for name in rows if (name in data.UNSEEN) == unseen] for unseen in (False, True)
+    ]
 
     def means(metric: Callable[[Row], float]) -> list[float]:
-        return [float(np.mean([np.mean(list(map(metric, rows[name]))) for name in names])) for names in groups]
+        return [
+            float(np.mean([np.mean(list(map(metric, rows[name]))) for name in names]))
+            for names in groups
+        ]
 
-    ranked = {float(share): means(lambda row, s=share: ndcg(row.score(s, 0.0), row.relevant)) for share in SHARES}
+    ranked = {
+        float(share): means(lambda row, s=share: ndcg(row.score(s, 0.0), row.relevant))
+        for share in SHARES
+    }
     _, cosine = means(lambda row: ndcg(row.cosine, row.relevant))
     harmless = [share for share in ranked if ranked[share][1] >= cosine] or [0.0]
     share = max(harmless, key=lambda each: sum(ranked[each]))
-    kept = {float(border): means(lambda row, b=border: f1(row.score(share, b) > 0, row.relevant)) for border in BORDERS}
+    kept = {
+        float(border): means(lambda row, b=border: f1(row.score(share, b) > 0, row.relevant))
+        for border in BORDERS
+    }
     weights = [len(groups[0]), UNSEEN_COUNT * len(groups[1])]
     border = max(kept, key=lambda each: np.dot(weights, kept[each]))
     figures: dict[str, Any] = {"share": share, "border": border}
@@ -88,11 +109,15 @@ def choose(rows: Rows) -> tuple[tuple[float, float], dict[str, Any]]:
             "cosine ndcg@5": [ndcg(row.cosine, row.relevant) for row in of_set],
             f"cosine f1 at {BORDER}": [f1(row.cosine > BORDER, row.relevant) for row in of_set],
         }
-        figures[name] = {metric: round(100 * float(np.mean(values)), 1) for metric, values in columns.items()}
+        figures[name] = {
+            metric: round(100 * float(np.mean(values)), 1) for metric, values in columns.items()
+        }
     return (share, border), figures
 
 
-def export(scorer: Scorer, choice: tuple[float, float], folder: Path, about: Mapping[str, Any]) -> None:
+def export(
+    scorer: Scorer, choice: tuple[float, float], folder: Path, about: Mapping[str, Any]
+) -> None:
     """Write the weights, the encoder's in fp16 under BERT's names, and their description: for export.py."""
     model, (share, border) = scorer.model, choice
     folder.mkdir(parents=True, exist_ok=True)
@@ -103,9 +128,14 @@ def export(scorer: Scorer, choice: tuple[float, float], folder: Path, about: Map
     }
     encoder = {name: tensor.half().contiguous() for name, tensor in bert_weights(model).items()}
     save_file(
-        encoder | {name: tensor.detach().contiguous() for name, tensor in small.items()}, folder / "model.safetensors"
+        encoder | {name: tensor.detach().contiguous() for name, tensor in small.items()},
+        folder / "model.safetensors",
     )
-    shape = asdict(model.shape) | {"read": model.shape.read, "share": share, "border": border} | dict(about)
+    shape = (
+        asdict(model.shape)
+        | {"read": model.shape.read, "share": share, "border": border}
+        | dict(about)
+    )
     (folder / "model.json").write_text(json.dumps(shape, indent=2) + "\n", encoding="utf-8")
 
 
@@ -127,7 +157,13 @@ class InMemory:
 def reference(scorer: Scorer, choice: tuple[float, float], folder: Path) -> None:
     """Scores of a few pairs by this code, in float32 with weights rounded to fp16, for export.py and the tests."""
     model = copy.deepcopy(scorer.model).half().float()
-    for name in ("projection", "shift_weight", "pooled_weight", "token_weight", "bias"):  # kept in float32
+    for name in (
+        "projection",
+        "shift_weight",
+        "pooled_weight",
+        "token_weight",
+        "bias",
+    ):  # kept in float32
         model.get_parameter(name).copy_(scorer.model.get_parameter(name))
     model.shift_weight *= choice[0]
     model.bias -= choice[1]
@@ -138,7 +174,10 @@ def reference(scorer: Scorer, choice: tuple[float, float], folder: Path) -> None
     texts = InMemory(scorer.ids(PASSAGES, DOCUMENT_TOKENS), pooled(hidden, valid), hidden, valid)
     everything = [range(len(PASSAGES))] * len(QUESTIONS)
     scores, _, _ = plain(QUESTIONS, everything, texts)
-    cases = [{"query": q, "documents": PASSAGES, "scores": s.tolist()} for q, s in zip(QUESTIONS, scores, strict=True)]
+    cases = [
+        {"query": q, "documents": PASSAGES, "scores": s.tolist()}
+        for q, s in zip(QUESTIONS, scores, strict=True)
+    ]
     (folder / "reference.json").write_text(json.dumps(cases, indent=1) + "\n", encoding="utf-8")
 
 

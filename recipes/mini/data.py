@@ -44,7 +44,14 @@ MADE: dict[str, float] = {"words": 0.07, "statements": 0.05, "greetings": 0.02}
 """Sets made here, in addition to the shares above."""
 
 MINED = frozenset(
-    {"squad.sentence", "squad.paragraph", "nq.paragraph", "bioasq.snippet", "medquad.paragraph", "pubmedqa.paragraph"}
+    {
+        "squad.sentence",
+        "squad.paragraph",
+        "nq.paragraph",
+        "bioasq.snippet",
+        "medquad.paragraph",
+        "pubmedqa.paragraph",
+    }
 )
 FAMILIES: dict[str, tuple[str, ...]] = {
     "multihop": ("hotpotqa", "2wiki", "musique"),
@@ -156,11 +163,20 @@ def load(folder: Path, names: Sequence[str], texts: Texts) -> tuple[list[Example
     questions: set[str] = set()
     passages: set[str] = set()
     for name, of_set in rows.items():
-        by_hash = sorted(of_set, key=lambda row: hashlib.sha256(normal(row["query"]).encode()).hexdigest())
+        by_hash = sorted(
+            of_set, key=lambda row: hashlib.sha256(normal(row["query"]).encode()).hexdigest()
+        )
         kept_apart[name] = by_hash[: min(VALIDATION, len(by_hash) // 4)]
         questions |= {normal(row["query"]) for row in kept_apart[name]}
-        passages |= {normal(d["text"]) for row in kept_apart[name] for d in row["documents"] if d["relevant"]}
-        passages |= {normal(content(d)) for row in kept_apart[name] for d in row["documents"] if d["relevant"]}
+        passages |= {
+            normal(d["text"]) for row in kept_apart[name] for d in row["documents"] if d["relevant"]
+        }
+        passages |= {
+            normal(content(d))
+            for row in kept_apart[name]
+            for d in row["documents"]
+            if d["relevant"]
+        }
     training, validation = [], []
     for name, of_set in rows.items():
         apart = {id(row) for row in kept_apart[name]}
@@ -200,8 +216,17 @@ def without(examples: Sequence[Example], names: Sequence[str]) -> list[Example]:
     """Examples that are neither of these sets nor made of their passages."""
     if not names:
         return list(examples)
-    kept = {p for e in examples if e.source in SETS and e.source not in names for p in (*e.relevant, *e.others)}
-    return [e for e in examples if e.source not in names and (e.source in SETS or all(p in kept for p in e.others[:5]))]
+    kept = {
+        p
+        for e in examples
+        if e.source in SETS and e.source not in names
+        for p in (*e.relevant, *e.others)
+    }
+    return [
+        e
+        for e in examples
+        if e.source not in names and (e.source in SETS or all(p in kept for p in e.others[:5]))
+    ]
 
 
 def answers(examples: Sequence[Example], texts: Texts) -> dict[str, set[int]]:
@@ -209,7 +234,10 @@ def answers(examples: Sequence[Example], texts: Texts) -> dict[str, set[int]]:
     found: dict[str, set[int]] = defaultdict(set)
     for example in examples:
         if example.source in SETS:
-            relevant = {*example.relevant, *(texts.bare[p] for p in example.relevant if p in texts.bare)}
+            relevant = {
+                *example.relevant,
+                *(texts.bare[p] for p in example.relevant if p in texts.bare),
+            }
             found[example.query] |= relevant
             found[keywords(example.query)] |= relevant
     return found
@@ -250,7 +278,11 @@ def statements(examples: Sequence[Example], texts: Texts, count: int, seed: int)
         cut = rng.choice(long)
         rest = texts.add(title + line + " ".join(parts[:cut] + parts[cut + 1 :]))
         others = [place for place in example.others if place not in example.relevant]
-        made.append(Example(parts[cut], [rest], others, [p for p in example.mined if p != chosen], "statements"))
+        made.append(
+            Example(
+                parts[cut], [rest], others, [p for p in example.mined if p != chosen], "statements"
+            )
+        )
     return made
 
 
@@ -284,13 +316,19 @@ def words(examples: Sequence[Example], texts: Texts, count: int, seed: int) -> l
             picked = title.split()
         stems = [w.lower()[: max(4, len(w) - 2)] for w in picked]
         pool = dict.fromkeys([*example.relevant, *example.others, *example.mined])
-        held = {p: sum(stem in texts.texts[p].lower() for stem in stems) for p in pool if p != chosen}
+        held = {
+            p: sum(stem in texts.texts[p].lower() for stem in stems) for p in pool if p != chosen
+        }
         others = [p for p, count in held.items() if count == 0]
         partly = [p for p, count in held.items() if 0 < count < len(stems)]
         if len(others) < 5:
             continue
         text = " ".join(picked)
-        made.append(Example(text.lower() if rng.random() < 0.6 else text, [chosen], others, partly[:3], "words"))
+        made.append(
+            Example(
+                text.lower() if rng.random() < 0.6 else text, [chosen], others, partly[:3], "words"
+            )
+        )
     return made
 
 
@@ -307,7 +345,10 @@ def greetings(examples: Sequence[Example], count: int, seed: int) -> list[Exampl
 
 def bm25(queries: Sequence[str], documents: Sequence[str], best: int) -> list[list[int]]:
     """Positions of the best documents by Okapi BM25, for each query."""
-    tokens = [Counter(w for w in re.findall(r"\w+", text.lower()) if w not in _FILLER) for text in documents]
+    tokens = [
+        Counter(w for w in re.findall(r"\w+", text.lower()) if w not in _FILLER)
+        for text in documents
+    ]
     mean = sum(sum(t.values()) for t in tokens) / max(len(tokens), 1)
     postings: dict[str, list[tuple[int, float]]] = defaultdict(list)
     for place, counts in enumerate(tokens):
@@ -326,22 +367,35 @@ def bm25(queries: Sequence[str], documents: Sequence[str], best: int) -> list[li
     return found
 
 
-def mine(examples: Sequence[Example], texts: Texts, embed: Callable[[Iterable[str]], Tensor], embedded: Tensor) -> None:
+def mine(
+    examples: Sequence[Example],
+    texts: Texts,
+    embed: Callable[[Iterable[str]], Tensor],
+    embedded: Tensor,
+) -> None:
     """Add each query's similar but irrelevant passages of its own set, by the encoder's cosine and by BM25.
 
     What is nearly as near as the relevant ones may be relevant as well, though nobody said so: it is left out.
     """
     for name in sorted(MINED & {example.source for example in examples}):
         of_set = [example for example in examples if example.source == name]
-        pool = sorted({place for example in of_set for place in (*example.relevant, *example.others)})
+        pool = sorted(
+            {place for example in of_set for place in (*example.relevant, *example.others)}
+        )
         keys = embedded[pool]
         similar = embed([example.query for example in of_set]) @ keys.T
-        lexical = bm25([example.query for example in of_set], [texts.texts[place] for place in pool], 12)
+        lexical = bm25(
+            [example.query for example in of_set], [texts.texts[place] for place in pool], 12
+        )
         row_of = {place: row for row, place in enumerate(pool)}
         bodies = [normal(texts.texts[place]) for place in pool]
         for number, example in enumerate(of_set):
             wanted = [bodies[row_of[place]] for place in example.relevant]
-            best = max(float(similar[number, row_of[place]]) for place in example.relevant) if example.relevant else 0.0
+            best = (
+                max(float(similar[number, row_of[place]]) for place in example.relevant)
+                if example.relevant
+                else 0.0
+            )
             near = similar[number].topk(min(30, len(pool))).indices.tolist()
             candidates = dict.fromkeys([*near[1:], *lexical[number][:6]])
             example.mined = [
@@ -391,7 +445,13 @@ class Sampler:
             self.by_set[example.source].append(example)
         self.names = [name for name in shares if self.by_set[name]]
         self.shares = [shares[name] for name in self.names]
-        self.texts, self.lengths, self.seed, self.queries, self.budget = texts, lengths, seed, queries, budget
+        self.texts, self.lengths, self.seed, self.queries, self.budget = (
+            texts,
+            lengths,
+            seed,
+            queries,
+            budget,
+        )
         self._order: dict[tuple[str, int], list[int]] = {}
 
     def __call__(self, step: int) -> list[Chosen]:
@@ -411,7 +471,9 @@ class Sampler:
             parts = sentences(self.texts.texts[place].partition("\n")[2] or self.texts.texts[place])
             long = [part for part in parts if 6 <= len(part.split()) <= 35]
             if len(parts) > 2 and long:
-                return Example(rng.choice(long), [place], [p for p in places if p != place], [], "quoted")
+                return Example(
+                    rng.choice(long), [place], [p for p in places if p != place], [], "quoted"
+                )
         return example
 
     def choose(self, example: Example, rng: random.Random) -> Chosen:

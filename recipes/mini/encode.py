@@ -40,7 +40,10 @@ class Encoder:
 
     @torch.no_grad()
     def run(
-        self, texts: Sequence[Sequence[int]], states: HiddenStates | None = None, numbers: Sequence[int] = ()
+        self,
+        texts: Sequence[Sequence[int]],
+        states: HiddenStates | None = None,
+        numbers: Sequence[int] = (),
     ) -> Tensor:
         """Pooled embeddings (N, C); token states go to ``states`` under these numbers."""
         order = sorted(range(len(texts)), key=lambda i: len(texts[i]))
@@ -184,9 +187,13 @@ def prepare(folder: Path, output: Path, start: str, seed: int) -> Prepared:
     made += data.words(training, texts, 4000, seed)
     made += data.greetings(training, 600, seed)
     more = encoder.ids(texts.texts[len(ids) :], LONGER_TOKENS)
-    embedded = torch.cat([embedded, encoder.run(more, states, range(len(ids), len(ids) + len(more)))])
+    embedded = torch.cat(
+        [embedded, encoder.run(more, states, range(len(ids), len(ids) + len(more)))]
+    )
     ids += more
-    prepared = Prepared(training + made, validation, texts, ids, states.close(len(ids)), embedded.half().numpy())
+    prepared = Prepared(
+        training + made, validation, texts, ids, states.close(len(ids)), embedded.half().numpy()
+    )
     torch.save(prepared, done)
     return prepared
 

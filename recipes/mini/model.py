@@ -39,9 +39,17 @@ class Layer(nn.Module):
     def __init__(self, layer: nn.Module, heads: int) -> None:
         super().__init__()
         attention, inner = layer.attention, layer.attention.self
-        self.query, self.key, self.value = (copy.deepcopy(m) for m in (inner.query, inner.key, inner.value))
-        self.out, self.norm = copy.deepcopy(attention.output.dense), copy.deepcopy(attention.output.LayerNorm)
-        self.up, self.down = copy.deepcopy(layer.intermediate.dense), copy.deepcopy(layer.output.dense)
+        self.query, self.key, self.value = (
+            copy.deepcopy(m) for m in (inner.query, inner.key, inner.value)
+        )
+        self.out, self.norm = (
+            copy.deepcopy(attention.output.dense),
+            copy.deepcopy(attention.output.LayerNorm),
+        )
+        self.up, self.down = (
+            copy.deepcopy(layer.intermediate.dense),
+            copy.deepcopy(layer.output.dense),
+        )
         self.last_norm = copy.deepcopy(layer.output.LayerNorm)
         self.heads, self.drop = heads, 0.0
 
@@ -73,7 +81,9 @@ def attend(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None) -> 
         return functional.scaled_dot_product_attention(query, keys, values, attn_mask=mask)
     logits = (query * query.shape[-1] ** -0.5) @ keys.mT
     if mask is not None:
-        bias = torch.zeros(mask.shape, dtype=query.dtype, device=query.device).masked_fill_(~mask, -1e4)
+        bias = torch.zeros(mask.shape, dtype=query.dtype, device=query.device).masked_fill_(
+            ~mask, -1e4
+        )
         logits = logits + bias
     return logits.softmax(-1) @ values
 
@@ -85,7 +95,9 @@ def linear(x: Tensor, layer: nn.Linear) -> Tensor:
 
 def norm(x: Tensor, layer: nn.LayerNorm) -> Tensor:
     """Layer norm in x's dtype."""
-    return functional.layer_norm(x, layer.normalized_shape, layer.weight.to(x.dtype), layer.bias.to(x.dtype), layer.eps)
+    return functional.layer_norm(
+        x, layer.normalized_shape, layer.weight.to(x.dtype), layer.bias.to(x.dtype), layer.eps
+    )
 
 
 @dataclass(frozen=True)
@@ -138,8 +150,16 @@ class Mini(nn.Module):
         layers = [originals[min(i, self.base - 1)] for i in range(shape.run + 1)]
         self.layers = nn.ModuleList(Layer(layer, self.heads) for layer in layers)
         read, dim = len(shape.read), encoder.config.hidden_size // self.heads
-        start = torch.randn(read, self.heads, max(shape.dim, dim), dim, generator=torch.Generator().manual_seed(seed))
-        self.projection = nn.Parameter(torch.linalg.qr(start)[0].mT[..., : shape.dim, :].contiguous())
+        start = torch.randn(
+            read,
+            self.heads,
+            max(shape.dim, dim),
+            dim,
+            generator=torch.Generator().manual_seed(seed),
+        )
+        self.projection = nn.Parameter(
+            torch.linalg.qr(start)[0].mT[..., : shape.dim, :].contiguous()
+        )
         self.shift_weight = nn.Parameter(torch.full((read, self.heads), shift))
         self.pooled_weight = nn.Parameter(torch.tensor(float(scale)))
         self.token_weight = nn.Parameter(torch.tensor(float(tokens)))
@@ -149,8 +169,14 @@ class Mini(nn.Module):
         """Token embeddings, positions from 0."""
         e = self.embeddings
         positions = torch.arange(ids.shape[1], device=ids.device)
-        x = e.word_embeddings(ids) + e.position_embeddings(positions) + e.token_type_embeddings.weight[0]
-        return functional.layer_norm(x, x.shape[-1:], e.LayerNorm.weight, e.LayerNorm.bias, e.LayerNorm.eps)
+        x = (
+            e.word_embeddings(ids)
+            + e.position_embeddings(positions)
+            + e.token_type_embeddings.weight[0]
+        )
+        return functional.layer_norm(
+            x, x.shape[-1:], e.LayerNorm.weight, e.LayerNorm.bias, e.LayerNorm.eps
+        )
 
     def below(self, hidden: Tensor, valid: Tensor, first: int, last: int) -> Tensor:
         """Layers first to last - 1, each token seeing its own part only."""
@@ -161,7 +187,9 @@ class Mini(nn.Module):
 
     def document(self, hidden: Tensor) -> list[tuple[Tensor, Tensor]]:
         """Keys and values of the fusion layers, for documents, which stay as they enter the first of them."""
-        return [layer.keys_values(hidden) for layer in self.layers[self.shape.fuse : self.shape.run]]
+        return [
+            layer.keys_values(hidden) for layer in self.layers[self.shape.fuse : self.shape.run]
+        ]
 
     def values(
         self, hidden: Tensor, valid: Tensor, kept: list[tuple[Tensor, Tensor]], seen: Tensor
@@ -176,7 +204,12 @@ class Mini(nn.Module):
             if number > self.shape.fuse:
                 read.append(values)
             documents = kept[number - self.shape.fuse]
-            hidden = layer(hidden, torch.cat([documents[0], keys], 2), torch.cat([documents[1], values], 2), mask)
+            hidden = layer(
+                hidden,
+                torch.cat([documents[0], keys], 2),
+                torch.cat([documents[1], values], 2),
+                mask,
+            )
         last = self.layers[self.shape.run]
         read.append(last.split(linear(hidden, last.value)))
         return read, own
@@ -199,7 +232,9 @@ class Mini(nn.Module):
             scored: Which tokens of the query count, (R, T) as float.
             own: Which tokens are the document's own, (R, S).
         """
-        q, d = (functional.normalize(v.transpose(1, 2).flatten(2), dim=-1) for v in (query, document))
+        q, d = (
+            functional.normalize(v.transpose(1, 2).flatten(2), dim=-1) for v in (query, document)
+        )
         near = (q @ d.mT).float().masked_fill(~own[:, None], -1.0).amax(-1)
         return (near * scored).sum(1) / scored.sum(1)
 

@@ -49,21 +49,33 @@ class Scorer:
             empty_ids, empty_valid = padded([[CLS, SEP]])
             empty = model.below(model.embed(empty_ids).to(self.fast), empty_valid, 0, model.base)
         embedded, scored = pooled(entering, valid), scored_tokens(valid)
-        null = [(k.expand(len(ids), -1, -1, -1), v.expand(len(ids), -1, -1, -1)) for k, v in model.document(empty)]
+        null = [
+            (k.expand(len(ids), -1, -1, -1), v.expand(len(ids), -1, -1, -1))
+            for k, v in model.document(empty)
+        ]
         alone, own = model.values(entering, valid, null, empty_valid.expand(len(ids), -1))
         bases, terms, pairs = [], [], []
         for chunk, rows in self._chunks(documents, ids.shape[1], stored):
             hidden, seen = stored.states(chunk)
             kept = model.document(hidden.to(self.fast))
             row, query = (torch.tensor([each[part] for each in rows]) for part in (0, 1))
-            read, _ = model.values(entering[query], valid[query], [(k[row], v[row]) for k, v in kept], seen[row])
-            terms.append(model.shift_terms(read, [values[query] for values in alone], scored[query]))
+            read, _ = model.values(
+                entering[query], valid[query], [(k[row], v[row]) for k, v in kept], seen[row]
+            )
+            terms.append(
+                model.shift_terms(read, [values[query] for values in alone], scored[query])
+            )
             cosine = (stored.embedded[chunk].float()[row] * embedded[query]).sum(-1)
-            matched = model.agreement(own[0][query], kept[0][1][row], scored[query], inner(seen)[row])
+            matched = model.agreement(
+                own[0][query], kept[0][1][row], scored[query], inner(seen)[row]
+            )
             bases.append(model.base_score(cosine, matched))
             pairs += [(q, place) for _, q, place in rows]
         index = {pair: number for number, pair in enumerate(pairs)}
-        orders = [torch.tensor([index[q, place] for place in range(len(of))]) for q, of in enumerate(documents)]
+        orders = [
+            torch.tensor([index[q, place] for place in range(len(of))])
+            for q, of in enumerate(documents)
+        ]
         base, every = torch.cat(bases), torch.cat(terms)
         total = base + (every * model.shift_weight).sum((1, 2))
         return [total[o] for o in orders], [base[o] for o in orders], [every[o] for o in orders]
@@ -91,4 +103,11 @@ class Scorer:
                     break
                 count, pairs = count + 1, more
             chunk, order = order[:count], order[count:]
-            yield chunk, [(row, q, position) for row, place in enumerate(chunk) for q, position in users[place]]
+            yield (
+                chunk,
+                [
+                    (row, q, position)
+                    for row, place in enumerate(chunk)
+                    for q, position in users[place]
+                ],
+            )

@@ -43,13 +43,17 @@ SEEN = {family(name) for name in SETS}
 def rows_of(figures: Figures) -> tuple[list[str], list[str]]:
     """The sets of families that were seen in training, and those that never were."""
     names = [row["dataset"] for row in next(iter(figures.values()))["sets"]]
-    return [name for name in names if family(name) in SEEN], [name for name in names if family(name) not in SEEN]
+    return [name for name in names if family(name) in SEEN], [
+        name for name in names if family(name) not in SEEN
+    ]
 
 
 def family_mean(values: Mapping[str, float], sets: Sequence[str]) -> float:
     """Each family counts once, however many sets there are of it."""
     families = dict.fromkeys(map(family, sets))
-    return statistics.fmean(statistics.fmean(values[s] for s in sets if family(s) == f) for f in families)
+    return statistics.fmean(
+        statistics.fmean(values[s] for s in sets if family(s) == f) for f in families
+    )
 
 
 def values_of(figures: Figures, system: str, metric: str) -> dict[str, float]:
@@ -75,7 +79,12 @@ def table(figures: Figures, metrics: Sequence[str] = ("ndcg@5", "f1@tau")) -> st
     systems, (seen, _) = list(figures), rows_of(figures)
     counts = {row["dataset"]: str(row["queries"]) for row in figures[systems[0]]["sets"]}
     columns = {metric: columns_of(figures, metric) for metric in metrics}
-    head = ["set", "seen", "queries", *(f"{METRICS[metric]} {system}" for metric in metrics for system in systems)]
+    head = [
+        "set",
+        "seen",
+        "queries",
+        *(f"{METRICS[metric]} {system}" for metric in metrics for system in systems),
+    ]
     lines = [head, ["---", "---", *["--:"] * (len(head) - 2)]]
     for name in columns[metrics[0]][systems[0]]:
         cells = []
@@ -114,10 +123,14 @@ def short_table(figures: Figures) -> str:
             if part in rows[0] and (part == "silent") == (kind == "nothing"):
                 label, _, number = text.partition("{")
                 cells = [("{" + number).format(row[part]) for row in rows]
-                lines.append(f"| {name} ({rows[0]['queries']:.0f}): {label.strip(' :')} | {' | '.join(cells)} |")
+                lines.append(
+                    f"| {name} ({rows[0]['queries']:.0f}): {label.strip(' :')} | {' | '.join(cells)} |"
+                )
     for dataset, row in next(iter(figures.values()))["unanswered"].items():
         cells = [f"{system['unanswered'][dataset]['kept']:.0%}" for system in figures.values()]
-        lines.append(f"| {dataset}, no relevant candidate ({row['queries']}): kept | {' | '.join(cells)} |")
+        lines.append(
+            f"| {dataset}, no relevant candidate ({row['queries']}): kept | {' | '.join(cells)} |"
+        )
     return "\n".join(lines)
 
 
@@ -125,9 +138,15 @@ def difference_tables(figures: Figures) -> str:
     """The first system minus each other one; bold where the interval leaves zero out."""
     first, parts = next(iter(figures)), []
     for other, found in figures[first].get("differences", {}).items():
-        lines = [f"**{first} minus {other}**\n", f"| set | {' | '.join(METRICS.values())} |", "|---|--:|--:|--:|"]
+        lines = [
+            f"**{first} minus {other}**\n",
+            f"| set | {' | '.join(METRICS.values())} |",
+            "|---|--:|--:|--:|",
+        ]
         for name, row in found.items():
-            lines.append(f"| {name} | {' | '.join(_difference(*row[metric]) for metric in METRICS)} |")
+            lines.append(
+                f"| {name} | {' | '.join(_difference(*row[metric]) for metric in METRICS)} |"
+            )
         parts.append("\n".join(lines))
     return "\n\n".join(parts)
 
@@ -147,10 +166,19 @@ def differences(
     for name in first:
         pairs = []
         for scored, tau in zip((first[name], second[name]), thresholds, strict=True):
-            pairs.append({**ranking_by_query(scored), "f1@tau": [f1_at(query, tau) for query in scored]})
-        found = {metric: estimate_mean(paired_differences(pairs[0][metric], pairs[1][metric])) for metric in METRICS}
+            pairs.append(
+                {**ranking_by_query(scored), "f1@tau": [f1_at(query, tau) for query in scored]}
+            )
+        found = {
+            metric: estimate_mean(paired_differences(pairs[0][metric], pairs[1][metric]))
+            for metric in METRICS
+        }
         made[name] = {
-            metric: [e.mean, e.mean if e.low is None else e.low, e.mean if e.high is None else e.high]
+            metric: [
+                e.mean,
+                e.mean if e.low is None else e.low,
+                e.mean if e.high is None else e.high,
+            ]
             for metric, e in found.items()
         }
     return made
@@ -170,13 +198,18 @@ def blocks(figures: Figures, ablations: FigureFile) -> dict[str, str]:
 
 def rewritten(text: str, found: Mapping[str, str]) -> str:
     """A page with its tables replaced; those that others make stay."""
-    return BLOCK.sub(lambda match: f"{match[1]}{found[match[2]]}\n{match[3]}" if match[2] in found else match[0], text)
+    return BLOCK.sub(
+        lambda match: f"{match[1]}{found[match[2]]}\n{match[3]}" if match[2] in found else match[0],
+        text,
+    )
 
 
 def read(root: Path = ROOT) -> tuple[Figures, FigureFile]:
     """The figures of both files."""
     ablations = (root / "docs/research/minilm.json").read_text(encoding="utf-8")
-    return json.loads((root / "docs/mini.json").read_text(encoding="utf-8")), FigureFile.model_validate_json(ablations)
+    return json.loads(
+        (root / "docs/mini.json").read_text(encoding="utf-8")
+    ), FigureFile.model_validate_json(ablations)
 
 
 def main() -> None:

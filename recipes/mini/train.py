@@ -69,7 +69,11 @@ class Trainer:
         self.optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.98))
         self.rates = [group["lr"] for group in groups]
         self.mean = {n: p.detach().clone() for n, p in model.named_parameters() if p.requires_grad}
-        shares = {name: share for name, share in (data.SETS | data.MADE).items() if name not in options.without}
+        shares = {
+            name: share
+            for name, share in (data.SETS | data.MADE).items()
+            if name not in options.without
+        }
         self.sampler = data.Sampler(
             data.without(prepared.training, options.without),
             prepared.texts,
@@ -94,13 +98,21 @@ class Trainer:
             relevant = self.answers.get(one.query, set())
             others = [p for p in others if p not in relevant]
             if one.source == "words":
-                others = [p for p in others if not data.shares_word(one.query, self.prepared.texts.texts[p])]
+                others = [
+                    p
+                    for p in others
+                    if not data.shares_word(one.query, self.prepared.texts.texts[p])
+                ]
             documents.append(one.documents + others)
             labels.append(torch.tensor(one.relevant + [False] * len(others)))
         return [one.query for one in chosen], documents, labels
 
     def loss(
-        self, scores: Sequence[Tensor], bases: Sequence[Tensor], terms: Sequence[Tensor], labels: Sequence[Tensor]
+        self,
+        scores: Sequence[Tensor],
+        bases: Sequence[Tensor],
+        terms: Sequence[Tensor],
+        labels: Sequence[Tensor],
     ) -> tuple[Tensor, dict[str, float]]:
         """The whole objective: the score has to rank and to separate with the shift and without it.
 
@@ -158,7 +170,12 @@ class Trainer:
     def save(self, path: Path) -> None:
         """Write a checkpoint; the old one stays until the new one is complete."""
         trained = {n: p.detach() for n, p in self.model.named_parameters() if n in self.mean}
-        state = {"trained": trained, "mean": self.mean, "optimizer": self.optimizer.state_dict(), "step": self.step}
+        state = {
+            "trained": trained,
+            "mean": self.mean,
+            "optimizer": self.optimizer.state_dict(),
+            "step": self.step,
+        }
         state["random"] = torch.get_rng_state()  # dropout's
         torch.save(state, path.with_suffix(".new"))
         path.with_suffix(".new").replace(path)
@@ -204,7 +221,9 @@ def default_start() -> str:
 
 def arguments() -> argparse.Namespace:
     """The command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     add = parser.add_argument
     add("--data", type=Path, required=True, help="folder with the training sets")
     add("--output", type=Path, required=True, help="folder for everything that is written")
@@ -212,13 +231,23 @@ def arguments() -> argparse.Namespace:
     add("--steps", type=int, default=2000)
     add("--queries", type=int, default=16, help="queries a step")
     add("--budget", type=int, default=600, help="document tokens a query brings")
-    add("--others", type=int, default=5, help="documents of other queries that each query is scored against")
+    add(
+        "--others",
+        type=int,
+        default=5,
+        help="documents of other queries that each query is scored against",
+    )
     add("--dropout", type=float, default=0.1, help="in the fusion layers")
     add("--lr", type=float, default=3e-4, help="of the fusion layers")
     add("--projection-lr", type=float, default=1e-3, help="of B")
     add("--weight-lr", type=float, default=5e-3, help="of the weights of shift terms")
     add("--border-lr", type=float, default=1e-2, help="of the border")
-    add("--decay", type=float, default=0.4, help="last part of the run, in which learning rates fall to nothing")
+    add(
+        "--decay",
+        type=float,
+        default=0.4,
+        help="last part of the run, in which learning rates fall to nothing",
+    )
     add("--mean", type=float, default=0.99, help="of the running mean of weights that is exported")
     add("--without", nargs="*", default=[], help="sets left out")
     add("--seed", type=int, default=0)
@@ -243,7 +272,10 @@ def main() -> None:
         while trainer.step < options.steps:
             recent.append(trainer.update(trainer.step / options.steps))
             if trainer.step % 10 == 0:
-                mean = {name: round(sum(row[name] for row in recent) / len(recent), 4) for name in recent[0]}
+                mean = {
+                    name: round(sum(row[name] for row in recent) / len(recent), 4)
+                    for name in recent[0]
+                }
                 minutes = round((time.monotonic() - started) / 60, 1)
                 line = json.dumps({"step": trainer.step, "minutes": minutes, **mean})
                 print(line, flush=True)
@@ -257,8 +289,14 @@ def main() -> None:
     rows = measured(scorer, prepared.validation, trainer.stored)
     rows |= measured(scorer, unseen.validation, unseen.stored(options.output / "unseen.bin"))
     choice, figures = choose(rows)
-    (options.output / "validation.json").write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
-    about = {"data": sorted(set(data.SETS) - set(options.without)), "seed": options.seed, "step": trainer.step}
+    (options.output / "validation.json").write_text(
+        json.dumps(figures, indent=1) + "\n", encoding="utf-8"
+    )
+    about = {
+        "data": sorted(set(data.SETS) - set(options.without)),
+        "seed": options.seed,
+        "step": trainer.step,
+    }
     export(scorer, choice, options.output / "model", about)
     reference(scorer, choice, options.output / "model")
 

@@ -86,8 +86,12 @@ class ModelAdapter(LoadSettings):
         "'cross-encoder:BAAI/bge-reranker-base'; or a Reranker that is already loaded.",
     )
     revision: str | None = Field(default=None, description="Commit, tag or branch on the Hub.")
-    backbone: Name | None = Field(default=None, description="Where to load the language model from instead.")
-    max_length: int | None = Field(default=None, ge=1, description="Most positions; longer documents are cut.")
+    backbone: Name | None = Field(
+        default=None, description="Where to load the language model from instead."
+    )
+    max_length: int | None = Field(
+        default=None, ge=1, description="Most positions; longer documents are cut."
+    )
     cache_dir: Name | None = Field(default=None, description="Hub cache folder.")
     prefix_cache: StrictBool | StrictInt | Name | PrefixCache = Field(
         default=True,
@@ -95,25 +99,40 @@ class ModelAdapter(LoadSettings):
         description="Where documents' prefixes are kept: True, False, a size, a folder, or a PrefixCache.",
     )
 
-    base_url: Annotated[str, AfterValidator(lambda value: _remote().service_address(value))] | None = Field(
-        default=None, description="Address of a service (`rsrank serve`) to ask, instead of loading a model."
+    base_url: (
+        Annotated[str, AfterValidator(lambda value: _remote().service_address(value))] | None
+    ) = Field(
+        default=None,
+        description="Address of a service (`rsrank serve`) to ask, instead of loading a model.",
     )
-    api_key: Annotated[SecretStr, AfterValidator(lambda value: _remote().usable_key(value))] | None = Field(
+    api_key: (
+        Annotated[SecretStr, AfterValidator(lambda value: _remote().usable_key(value))] | None
+    ) = Field(
         default=None,
         exclude=True,
         repr=False,
         description="The service's key, never written down; by default RSRANK_API_KEY at the time of a call.",
     )
     instruction: str | None = Field(
-        default=None, pattern=r"\S", description="What to judge by, for a model that takes an instruction."
+        default=None,
+        pattern=r"\S",
+        description="What to judge by, for a model that takes an instruction.",
     )
-    timeout: float = Field(default=60.0, gt=0, allow_inf_nan=False, description="Seconds for a call, with its retries.")
-    max_retries: int = Field(default=3, ge=0, strict=True, description="How often a busy service is asked again.")
+    timeout: float = Field(
+        default=60.0, gt=0, allow_inf_nan=False, description="Seconds for a call, with its retries."
+    )
+    max_retries: int = Field(
+        default=3, ge=0, strict=True, description="How often a busy service is asked again."
+    )
 
     @model_validator(mode="after")
     def _settings_have_an_effect(self) -> Self:
         self.load_options()  # refuses two kinds of weights
-        given = {name for name, field in ModelAdapter.model_fields.items() if getattr(self, name) != field.default}
+        given = {
+            name
+            for name, field in ModelAdapter.model_fields.items()
+            if getattr(self, name) != field.default
+        }
         given -= {"model", "instruction"}
         of_service = given & {"base_url", "api_key", "timeout", "max_retries"}
         if isinstance(self.model, Reranker):
@@ -141,7 +160,10 @@ class ModelAdapter(LoadSettings):
     def __deepcopy__(self, memo: dict[int, Any] | None = None) -> Self:
         memo = {} if memo is None else memo
         # One model, however many copies; nor are the callbacks of a framework this object's own.
-        for name in ("model", *(name for name, field in type(self).model_fields.items() if field.exclude)):
+        for name in (
+            "model",
+            *(name for name, field in type(self).model_fields.items() if field.exclude),
+        ):
             memo[id(getattr(self, name))] = getattr(self, name)
         return super().__deepcopy__(memo)
 
@@ -192,7 +214,9 @@ class ModelAdapter(LoadSettings):
     @property
     def _asked_for(self) -> str | None:
         """The model that a service is asked for: the default is a name for here, not for there."""
-        named = isinstance(self.model, str) and self.model != ModelAdapter.model_fields["model"].default
+        named = (
+            isinstance(self.model, str) and self.model != ModelAdapter.model_fields["model"].default
+        )
         return str(self.model) if named else None
 
     def _concurrent(self) -> "RemoteReranker | None":
@@ -228,11 +252,18 @@ class RerankerAdapter(ModelAdapter):
     """A model adapter that keeps what is relevant. Each of its three limits can also be given to a single call."""
 
     threshold: Annotated[float, Strict()] | Literal["native"] | None = Field(
-        default="native", description="Keep what scores above it; by default the model's own. None ranks only."
+        default="native",
+        description="Keep what scores above it; by default the model's own. None ranks only.",
     )
-    top_n: int | None = Field(default=None, strict=True, description="Keep at most this many above the threshold.")
-    min_docs: int = Field(default=0, strict=True, description="Keep the best this many, even below the threshold.")
-    keep_dropped: bool = Field(default=False, description="Hand on the dropped, too, marked: rsrank_kept is False.")
+    top_n: int | None = Field(
+        default=None, strict=True, description="Keep at most this many above the threshold."
+    )
+    min_docs: int = Field(
+        default=0, strict=True, description="Keep the best this many, even below the threshold."
+    )
+    keep_dropped: bool = Field(
+        default=False, description="Hand on the dropped, too, marked: rsrank_kept is False."
+    )
     on_error: Literal["raise", "keep"] = Field(
         default="raise",
         description="When scoring fails: raise, or keep the documents as they came, cut at top_n, with rsrank_error in "
@@ -240,11 +271,15 @@ class RerankerAdapter(ModelAdapter):
     )
 
     extract: Literal["sentences"] | None = Field(
-        default=None, description="'sentences': documents shrink to those of their sentences that score above."
+        default=None,
+        description="'sentences': documents shrink to those of their sentences that score above.",
     )
-    context: int = Field(default=0, strict=True, description="Keep so many sentences around each of them, too.")
+    context: int = Field(
+        default=0, strict=True, description="Keep so many sentences around each of them, too."
+    )
     heading: bool = Field(
-        default=False, description="Documents begin with a line that is kept with any of their sentences."
+        default=False,
+        description="Documents begin with a line that is kept with any of their sentences.",
     )
     long_documents: Literal["cut", "windows"] | None = Field(
         default=None,
@@ -267,15 +302,28 @@ class RerankerAdapter(ModelAdapter):
         """This adapter's limits, with those of one call in their place."""
         unknown = ", ".join(sorted(set(limits) - set(Limits.__annotations__)))
         if unknown:
-            raise TypeError(f"Unknown argument: {unknown}. A call takes {', '.join(Limits.__annotations__)}.")
-        chosen: Limits = {"threshold": self.threshold, "top_n": self.top_n, "min_docs": self.min_docs, **limits}
+            raise TypeError(
+                f"Unknown argument: {unknown}. A call takes {', '.join(Limits.__annotations__)}."
+            )
+        chosen: Limits = {
+            "threshold": self.threshold,
+            "top_n": self.top_n,
+            "min_docs": self.min_docs,
+            **limits,
+        }
         check_limits(**chosen)
         return chosen
 
-    def _asked(self, texts: Sequence[tuple[str, str]], limits: Limits) -> tuple[list[str], RankOptions]:
+    def _asked(
+        self, texts: Sequence[tuple[str, str]], limits: Limits
+    ) -> tuple[list[str], RankOptions]:
         """What a reranker is asked; sentences are scored without what is read before a text, such as metadata."""
         fields, reading = type(self).model_fields, ReadingOptions.__annotations__
-        chosen: Any = {name: getattr(self, name) for name in reading if getattr(self, name) != fields[name].default}
+        chosen: Any = {
+            name: getattr(self, name)
+            for name in reading
+            if getattr(self, name) != fields[name].default
+        }
         options: Any = {**limits, **chosen}
         return [text if self.extract else before + text for before, text in texts], options
 
@@ -290,7 +338,9 @@ class RerankerAdapter(ModelAdapter):
             return self._unranked(error, query, texts, limits)
         return self._checked(found, limits)
 
-    async def _arank(self, query: str, given: Sequence[tuple[str, str]], limits: Limits) -> RankResult:
+    async def _arank(
+        self, query: str, given: Sequence[tuple[str, str]], limits: Limits
+    ) -> RankResult:
         """Rank in the model's thread, or where it computes; a cancelled call leaves its queue."""
         texts, options = self._asked(given, limits)
         if not texts:
@@ -300,17 +350,27 @@ class RerankerAdapter(ModelAdapter):
             if concurrent is not None:
                 found = await concurrent.arank(query, texts, **options)
             else:
-                found = await asyncio.wrap_future(self._submit(lambda reranker: reranker.rank(query, texts, **options)))
+                found = await asyncio.wrap_future(
+                    self._submit(lambda reranker: reranker.rank(query, texts, **options))
+                )
         except Exception as error:
             return self._unranked(error, query, texts, limits)
         return self._checked(found, limits)
 
-    def _unranked(self, error: Exception, query: str, texts: Sequence[str], limits: Limits) -> Unranked:
+    def _unranked(
+        self, error: Exception, query: str, texts: Sequence[str], limits: Limits
+    ) -> Unranked:
         """All documents in the order they came, where ``on_error`` says so; else the error is raised."""
         if self.on_error == "raise" or isinstance(error, CancelledError):
             raise error
         trace = None if isinstance(error, RSRankError) else error  # whose message may say little
-        logger.warning("%s failed, %d documents stay unranked: %r", self.model_label, len(texts), error, exc_info=trace)
+        logger.warning(
+            "%s failed, %d documents stay unranked: %r",
+            self.model_label,
+            len(texts),
+            error,
+            exc_info=trace,
+        )
         with _counting:
             _unranked_calls[self.model_label] += 1
         documents = tuple(RankedDocument(index, text, math.nan) for index, text in enumerate(texts))
@@ -330,30 +390,56 @@ class RerankerAdapter(ModelAdapter):
             logger.warning("%d of %d documents hold no text to score.", blank, len(documents))
         cut = sum(document.truncated for document in documents)
         if cut:
-            logger.info("%d of %d documents were too long and scored by their beginning.", cut, len(documents))
+            logger.info(
+                "%d of %d documents were too long and scored by their beginning.",
+                cut,
+                len(documents),
+            )
         if result.dropped and not result.kept:
             best, most, least = result.dropped[0].score, len(documents), result.threshold
-            logger.debug("All %d documents were dropped; the best scored %+.3f, not above %g.", most, best, least)
+            logger.debug(
+                "All %d documents were dropped; the best scored %+.3f, not above %g.",
+                most,
+                best,
+                least,
+            )
         return result
 
-    def _handed_on(self, result: RankResult) -> Iterator[tuple[RankedDocument, dict[str, bool | str]]]:
+    def _handed_on(
+        self, result: RankResult
+    ) -> Iterator[tuple[RankedDocument, dict[str, bool | str]]]:
         """What a call gives back, best first, with the marks that go into its metadata."""
-        failure = {ERROR: f"{type(result.error).__name__}: {result.error}"} if isinstance(result, Unranked) else {}
-        for was_kept, documents in ((True, result.kept), (False, result.dropped if self.keep_dropped else ())):
+        failure = (
+            {ERROR: f"{type(result.error).__name__}: {result.error}"}
+            if isinstance(result, Unranked)
+            else {}
+        )
+        for was_kept, documents in (
+            (True, result.kept),
+            (False, result.dropped if self.keep_dropped else ()),
+        ):
             for document in documents:
                 kept = {KEPT: was_kept} if self.keep_dropped else {}
-                yield document, {**failure, **kept, **({TRUNCATED: True} if document.truncated else {})}
+                yield (
+                    document,
+                    {**failure, **kept, **({TRUNCATED: True} if document.truncated else {})},
+                )
 
 
 def kept_of(document: RankedDocument, text: str) -> tuple[str, dict[str, Any]]:
     """What is kept of a text, before which more may have been read, and the marks that say where it stood."""
     before, marks, window = len(document.text) - len(text), dict[str, Any](), document.window
     if window is not None and document.text.endswith(text):
-        marks[WINDOW] = {"start": max(window.start - before, 0), "end": window.end - before, "count": window.count}
+        marks[WINDOW] = {
+            "start": max(window.start - before, 0),
+            "end": window.end - before,
+            "count": window.count,
+        }
     if not document.excerpts:
         return text, marks
     marks[EXCERPTS] = [
-        {"start": one.start - before, "end": one.end - before, "score": one.score} for one in document.excerpts
+        {"start": one.start - before, "end": one.end - before, "score": one.score}
+        for one in document.excerpts
     ]
     return document.extract[before:], marks
 

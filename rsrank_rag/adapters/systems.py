@@ -21,10 +21,16 @@ class Kind:
     """One kind of system."""
 
     home: str  # module and class
-    default: str | None = None  # what is loaded where nothing stands after the colon; None where something must
-    short: Mapping[str, str] = field(default_factory=dict)  # short names and the Hub ids they stand for
+    default: str | None = (
+        None  # what is loaded where nothing stands after the colon; None where something must
+    )
+    short: Mapping[str, str] = field(
+        default_factory=dict
+    )  # short names and the Hub ids they stand for
     named: bool = True  # whether there is anything to name
-    settings: Mapping[str, Any] = field(default_factory=dict)  # arguments beside name, revision and options
+    settings: Mapping[str, Any] = field(
+        default_factory=dict
+    )  # arguments beside name, revision and options
 
     def form(self, name: str) -> str:
         """How it is written, such as ``monot5:base|3b|NAME``."""
@@ -53,14 +59,22 @@ def _ranker(source: ModelSource) -> Reranker:
     try:
         return RSRank.from_source(source)
     except ArtifactError as error:
-        if source.name in hub.builtin_names() or not (hub.is_folder(source.name) or hub.is_hub_id(source.name)):
+        if source.name in hub.builtin_names() or not (
+            hub.is_folder(source.name) or hub.is_hub_id(source.name)
+        ):
             raise
-        others = ", ".join(f"{kind}:{source.name}" for kind in ("cross-encoder", "bi-encoder", "qwen3-reranker"))
-        raise ArtifactError(f"{error} If it is a reranker of another kind, say which: {others}, ...") from error
+        others = ", ".join(
+            f"{kind}:{source.name}" for kind in ("cross-encoder", "bi-encoder", "qwen3-reranker")
+        )
+        raise ArtifactError(
+            f"{error} If it is a reranker of another kind, say which: {others}, ..."
+        ) from error
 
 
 _ENCODERS = "evaluation.systems.sentence_transformers"
-_CALIBRATED = {"threshold": 0.0}  # the sigmoid of what these cross-encoders give is the probability of relevance
+_CALIBRATED = {
+    "threshold": 0.0
+}  # the sigmoid of what these cross-encoders give is the probability of relevance
 KINDS: dict[str, Kind] = {
     "rsrank": Kind("rsrank.RSRank"),
     "oracle": Kind("reproduction.oracle.OracleSimilarity"),
@@ -72,10 +86,16 @@ KINDS: dict[str, Kind] = {
         "evaluation.systems.prompted.MonoT5",
         short={size: f"castorini/monot5-{size}-msmarco" for size in ("base", "3b")},
     ),
-    "llm2vec-gen": Kind("evaluation.systems.llm2vec_gen.LLM2VecGen", default="McGill-NLP/LLM2Vec-Gen-Qwen3-8B"),
-    "bge-reranker-v2-m3": Kind(f"{_ENCODERS}.CrossEncoder", default="BAAI/bge-reranker-v2-m3", settings=_CALIBRATED),
+    "llm2vec-gen": Kind(
+        "evaluation.systems.llm2vec_gen.LLM2VecGen", default="McGill-NLP/LLM2Vec-Gen-Qwen3-8B"
+    ),
+    "bge-reranker-v2-m3": Kind(
+        f"{_ENCODERS}.CrossEncoder", default="BAAI/bge-reranker-v2-m3", settings=_CALIBRATED
+    ),
     "jina-reranker-v2": Kind(
-        f"{_ENCODERS}.CrossEncoder", default="jinaai/jina-reranker-v2-base-multilingual", settings=_CALIBRATED
+        f"{_ENCODERS}.CrossEncoder",
+        default="jinaai/jina-reranker-v2-base-multilingual",
+        settings=_CALIBRATED,
     ),
     "cross-encoder": Kind(f"{_ENCODERS}.CrossEncoder"),
     "bi-encoder": Kind(f"{_ENCODERS}.BiEncoder"),
@@ -99,18 +119,30 @@ def load(source: ModelSource) -> Reranker:
     kind, name = parse(source.name) if known else (KINDS["rsrank"], source.name)
     if kind is KINDS["rsrank"]:
         return kind.load(replace(source, name=name))  # type: ignore[no-any-return]
-    idle = [what for what in ("backbone", "max_length", "token_budget") if getattr(source, what) is not None]
+    idle = [
+        what
+        for what in ("backbone", "max_length", "token_budget")
+        if getattr(source, what) is not None
+    ]
     idle += ["deterministic"] * source.load.deterministic
-    idle += ["prefix_cache"] * (not isinstance(source.prefix_cache, bool))  # to keep nothing is no wish
+    idle += ["prefix_cache"] * (
+        not isinstance(source.prefix_cache, bool)
+    )  # to keep nothing is no wish
     if idle:
-        raise InputError(f"{source.name} is no RSRank model, so {', '.join(idle)} would have no effect. Leave it out.")
+        raise InputError(
+            f"{source.name} is no RSRank model, so {', '.join(idle)} would have no effect. Leave it out."
+        )
     system = kind.load(replace(source, name=name))
     if not isinstance(system, Reranker):
-        raise InputError(f"{source.name} needs labels to score, so it can only be measured. Choose another system.")
+        raise InputError(
+            f"{source.name} needs labels to score, so it can only be measured. Choose another system."
+        )
     return system
 
 
-def load_system(text: str, *, revision: str | None = None, options: LoadOptions | None = None) -> Any:
+def load_system(
+    text: str, *, revision: str | None = None, options: LoadOptions | None = None
+) -> Any:
     """Load a system by its name to measure it: a `Reranker`, or a scorer that knows the labels."""
     kind, name = parse(text)
     return kind.load(ModelSource(name, revision, options or LoadOptions()))
@@ -122,7 +154,11 @@ def parse(text: str) -> tuple[Kind, str]:
 
     name, colon, rest = text.partition(":")
     if name not in KINDS:
-        if text in hub.builtin_names() or hub.is_folder(text) or ("/" in text and hub.is_hub_id(text)):
+        if (
+            text in hub.builtin_names()
+            or hub.is_folder(text)
+            or ("/" in text and hub.is_hub_id(text))
+        ):
             return KINDS["rsrank"], text
         raise InputError(
             f"There is no system {text!r}.{_alike(text)} Give an RSRank artifact (folder or Hub id), or: {forms()}."

@@ -19,7 +19,11 @@ LARGEST = 2**31
 
 INSIDE = "./backbone"  # how an artifact names a language model that lies in its own folder
 
-RETIRED: dict[str, tuple[object, ...]] = {"signal": ("values",), "null_prefix": ("empty",), "calibration": (None,)}
+RETIRED: dict[str, tuple[object, ...]] = {
+    "signal": ("values",),
+    "null_prefix": ("empty",),
+    "calibration": (None,),
+}
 """Fields that artifacts of earlier releases have, and the values of them that this one still means."""
 
 
@@ -38,8 +42,12 @@ class BackboneSpec(BaseModel, extra="forbid", frozen=True, protected_namespaces=
     num_heads: int = Field(gt=0, le=LARGEST, description="KV heads, H.")
     head_dim: int = Field(gt=0, le=LARGEST, description="D.")
     tokenizer: str = Field(description="Fingerprint of how the tokenizer splits a fixed text.")
-    values: tuple[float, ...] = Field(description="Entries of the last read layer's value vectors on fixed tokens.")
-    files: dict[str, str] = Field(default_factory=dict, description="sha256 of each file that decides a score.")
+    values: tuple[float, ...] = Field(
+        description="Entries of the last read layer's value vectors on fixed tokens."
+    )
+    files: dict[str, str] = Field(
+        default_factory=dict, description="sha256 of each file that decides a score."
+    )
 
 
 # JSON has no NaN or infinity: such a metric would be written as null and make the artifact unreadable.
@@ -48,8 +56,12 @@ class TrainingRecord(BaseModel, extra="forbid", frozen=True, allow_inf_nan=False
 
     data: tuple[str, ...] = ()
     seed: int | None = None
-    metrics: dict[str, dict[str, float]] = Field(default_factory=dict, description="Dataset -> metric -> value.")
-    settings: dict[str, str | int | float | bool] = Field(default_factory=dict, description="How B was trained.")
+    metrics: dict[str, dict[str, float]] = Field(
+        default_factory=dict, description="Dataset -> metric -> value."
+    )
+    settings: dict[str, str | int | float | bool] = Field(
+        default_factory=dict, description="How B was trained."
+    )
     notes: str = ""
 
 
@@ -58,9 +70,13 @@ class RSRankConfig(BaseModel, extra="forbid", frozen=True):
 
     format_version: Literal[1] = FORMAT_VERSION
     backbone: BackboneSpec
-    layers: tuple[int, ...] = Field(min_length=1, description="Backbone layers B reads, from 0; layer 0 is left out.")
+    layers: tuple[int, ...] = Field(
+        min_length=1, description="Backbone layers B reads, from 0; layer 0 is left out."
+    )
     projection_dim: int = Field(gt=0, le=LARGEST, description="P.")
-    fusion_layer: Later[int] = Field(default=0, ge=0, description="The first layer in which queries see documents.")
+    fusion_layer: Later[int] = Field(
+        default=0, ge=0, description="The first layer in which queries see documents."
+    )
     documents_stay: Later[bool] = Field(
         default=False, description="Whether layers from there on see documents as they enter it."
     )
@@ -91,7 +107,12 @@ class RSRankConfig(BaseModel, extra="forbid", frozen=True):
     @property
     def shape(self) -> tuple[int, int, int, int]:
         """Shape of B, (L, H, P, D)."""
-        return len(self.layers), self.backbone.num_heads, self.projection_dim, self.backbone.head_dim
+        return (
+            len(self.layers),
+            self.backbone.num_heads,
+            self.projection_dim,
+            self.backbone.head_dim,
+        )
 
     @property
     def depth(self) -> str:
@@ -109,8 +130,13 @@ class RSRankConfig(BaseModel, extra="forbid", frozen=True):
         """Read a ``config.json``; ArtifactError if it is no JSON, no RSRank config, or of an unknown version."""
         try:
             raw: Any = json.loads(text)
-        except (ValueError, RecursionError) as error:  # also nested too deep, or a number of thousands of digits
-            raise ArtifactError(f"{source} is not valid JSON ({error}). Download it again.") from None
+        except (
+            ValueError,
+            RecursionError,
+        ) as error:  # also nested too deep, or a number of thousands of digits
+            raise ArtifactError(
+                f"{source} is not valid JSON ({error}). Download it again."
+            ) from None
         if not isinstance(raw, dict) or "format_version" not in raw:
             raise ArtifactError(
                 f"{source} is not an RSRank config: it has no format_version. Is this the folder of a language model? "
@@ -124,8 +150,12 @@ class RSRankConfig(BaseModel, extra="forbid", frozen=True):
         try:
             return cls.model_validate(_without_retired(raw, source))
         except ValidationError as error:
-            problems = "; ".join(f"{'.'.join(map(str, e['loc'])) or 'config'}: {e['msg']}" for e in error.errors())
-            problems = textwrap.shorten(problems, 1000, placeholder=" ...")  # names in it may be of any length
+            problems = "; ".join(
+                f"{'.'.join(map(str, e['loc'])) or 'config'}: {e['msg']}" for e in error.errors()
+            )
+            problems = textwrap.shorten(
+                problems, 1000, placeholder=" ..."
+            )  # names in it may be of any length
             raise ArtifactError(f"{source} is not a valid RSRank config: {problems}.") from None
 
 
@@ -138,7 +168,11 @@ def _without_retired(raw: dict[str, Any], source: str) -> dict[str, Any]:
                 "is no longer part of an artifact. Run it through `rsrank reproduce`, or train B on value vectors."
             )
     kept = {name: value for name, value in raw.items() if name not in RETIRED}
-    for part, field in (("backbone", "hidden_size"), ("template", "filler"), ("training", "histogram")):
+    for part, field in (
+        ("backbone", "hidden_size"),
+        ("template", "filler"),
+        ("training", "histogram"),
+    ):
         if isinstance(kept.get(part), dict):
             kept[part] = {name: value for name, value in kept[part].items() if name != field}
     return kept

@@ -24,7 +24,12 @@ from ..method.projection import Projection
 from ..partial_files import settle
 from .config import INSIDE, RSRankConfig, content_digest
 
-CONFIG, PROJECTION, CARD, LIMITS = "config.json", "projection.safetensors", "README.md", "limits.txt"
+CONFIG, PROJECTION, CARD, LIMITS = (
+    "config.json",
+    "projection.safetensors",
+    "README.md",
+    "limits.txt",
+)
 BUILTIN = Path(__file__).parents[1] / "models"
 USUAL = LoadOptions()
 
@@ -56,14 +61,20 @@ def resolve(name: str | Path, revision: str | None = None, load: LoadOptions = U
     except HFValidationError:
         raise ArtifactError(f"{asked} {found}, and it cannot be a Hub id (owner/name).") from None
     except RevisionNotFoundError:
-        raise ArtifactError(f"{asked} {found}; the Hub has this repository but not this revision.") from None
+        raise ArtifactError(
+            f"{asked} {found}; the Hub has this repository but not this revision."
+        ) from None
     except RepositoryNotFoundError:
         raise ArtifactError(
             f"{asked} {found}, and the Hub has no such repository, or it is private or gated: log in with "
             "'hf auth login' or pass token=..."
         ) from None
     except LocalEntryNotFoundError as error:
-        where = "the local Hub cache" if load.local_files_only or constants.HF_HUB_OFFLINE else "the Hub"
+        where = (
+            "the local Hub cache"
+            if load.local_files_only or constants.HF_HUB_OFFLINE
+            else "the Hub"
+        )
         reason = str(error.__cause__ or error).rstrip(".")
         raise ArtifactError(
             f"{asked} {found}, and it could not be had from {where}: {reason}. Connect once to download it, or pass "
@@ -80,7 +91,9 @@ def _settled(folder: Path) -> Path:
     try:
         settle(folder)
     except OSError as error:
-        raise ArtifactError(f"{folder} was being saved when the process ended, and {error}. Save it again.") from error
+        raise ArtifactError(
+            f"{folder} was being saved when the process ended, and {error}. Save it again."
+        ) from error
     return folder
 
 
@@ -88,7 +101,10 @@ def is_folder(name: str | Path) -> bool:
     """Whether a name is that of a folder here; anything may be asked."""
     try:
         return bool(str(name)) and Path(name).is_dir()
-    except (OSError, ValueError):  # a name too long for a path, a folder that may not be looked into
+    except (
+        OSError,
+        ValueError,
+    ):  # a name too long for a path, a folder that may not be looked into
         return False
 
 
@@ -102,7 +118,9 @@ def read_config(folder: Path) -> RSRankConfig:
     try:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise ArtifactError(f"{path} cannot be read as text ({error}). Download it again.") from error
+        raise ArtifactError(
+            f"{path} cannot be read as text ({error}). Download it again."
+        ) from error
     return RSRankConfig.parse(text, source=str(path))
 
 
@@ -113,14 +131,18 @@ def read_projection(folder: Path, config: RSRankConfig) -> Projection:
     """
     path = folder / PROJECTION
     if not path.is_file():
-        raise ArtifactError(f"{folder} holds no {PROJECTION}. The artifact is incomplete: download it again.")
+        raise ArtifactError(
+            f"{folder} holds no {PROJECTION}. The artifact is incomplete: download it again."
+        )
     try:
         with safe_open(path, framework="pt") as file:
             written = (file.metadata() or {}).get("sha256")
             # Copies: what safetensors gives is the file itself, and changes with it.
             tensors = {name: file.get_tensor(name).clone() for name in file.keys()}  # noqa: SIM118 - no mapping
     except (SafetensorError, OSError) as error:
-        raise ArtifactError(f"{path} is damaged or truncated ({error}). Download it again.") from error
+        raise ArtifactError(
+            f"{path} is damaged or truncated ({error}). Download it again."
+        ) from error
     shapes = {"weight": config.shape, "head_weight": config.shape[:2], "agreement": (3,)}
     if "weight" not in tensors or not tensors.keys() <= shapes.keys():
         raise ArtifactError(
@@ -135,17 +157,29 @@ def read_projection(folder: Path, config: RSRankConfig) -> Projection:
                 f"head_dim) = {config.shape}. The two files do not belong together."
             )
         if bad := int((~torch.isfinite(tensor)).sum()):
-            raise ArtifactError(f"{path}: {bad} of {tensor.numel()} entries of B are NaN or infinite. Train it again.")
+            raise ArtifactError(
+                f"{path}: {bad} of {tensor.numel()} entries of B are NaN or infinite. Train it again."
+            )
     if "agreement" in tensors and not config.fusion_layer:
-        raise ArtifactError(f"{path} weighs agreement, but {CONFIG} has no fusion_layer at which it could be taken.")
-    digests, expected = _digests(written), content_digest((folder / CONFIG).read_text(encoding="utf-8"))
+        raise ArtifactError(
+            f"{path} weighs agreement, but {CONFIG} has no fusion_layer at which it could be taken."
+        )
+    digests, expected = (
+        _digests(written),
+        content_digest((folder / CONFIG).read_text(encoding="utf-8")),
+    )
     if digests.get("config") != expected:
         raise ArtifactError(
             f"{path} was written with another {CONFIG} (sha256 {digests.get('config', 'missing')}, found {expected}). "
             "Restore the original config.json, or save the artifact again with save_pretrained."
         )
-    if digests != {"config": expected, **{name: _digest_of(tensor) for name, tensor in tensors.items()}}:
-        raise ArtifactError(f"{path} is damaged: its numbers are not those that were written. Download it again.")
+    if digests != {
+        "config": expected,
+        **{name: _digest_of(tensor) for name, tensor in tensors.items()},
+    }:
+        raise ArtifactError(
+            f"{path} is damaged: its numbers are not those that were written. Download it again."
+        )
     return Projection(tensors.pop("weight"), config.layers, **tensors)
 
 
@@ -165,8 +199,13 @@ def _digests(written: str | None) -> dict[str, str]:
 def write_artifact(folder: Path, config: RSRankConfig, projection: Projection, card: str) -> None:
     """Write the three files of an artifact into a folder that is there."""
     (folder / CONFIG).write_text(config.model_dump_json(indent=2) + "\n", encoding="utf-8")
-    tensors = {name: weight.detach().cpu().contiguous() for name, weight in projection.named_parameters()}
-    digests = {"config": config.digest, **{name: _digest_of(tensor) for name, tensor in tensors.items()}}
+    tensors = {
+        name: weight.detach().cpu().contiguous() for name, weight in projection.named_parameters()
+    }
+    digests = {
+        "config": config.digest,
+        **{name: _digest_of(tensor) for name, tensor in tensors.items()},
+    }
     # One entry only: safetensors writes several in random order, and the same B would give other bytes each time.
     # Not save_file: it makes files that only their owner can read.
     (folder / PROJECTION).write_bytes(save(tensors, metadata={"sha256": json.dumps(digests)}))
@@ -185,20 +224,36 @@ def check_shareable(config: RSRankConfig, *, include_backbone: bool) -> None:
 
 def contents(folder: Path, repo_id: str) -> dict[str, Path | bytes]:
     """What `push` publishes: names and files, and the card with the repository's name in it, made in memory."""
-    card = (folder / CARD).read_text(encoding="utf-8") if (folder / CARD).exists() else model_card(read_config(folder))
-    files = {str(path.relative_to(folder).as_posix()): path for path in sorted(folder.rglob("*")) if path.is_file()}
+    card = (
+        (folder / CARD).read_text(encoding="utf-8")
+        if (folder / CARD).exists()
+        else model_card(read_config(folder))
+    )
+    files = {
+        str(path.relative_to(folder).as_posix()): path
+        for path in sorted(folder.rglob("*"))
+        if path.is_file()
+    }
     return {**files, CARD: card.replace(UNNAMED, repo_id).encode()}
 
 
 def push(
-    folder: Path, repo_id: str, *, private: bool, revision: str | None, token: str | bool | None, message: str
+    folder: Path,
+    repo_id: str,
+    *,
+    private: bool,
+    revision: str | None,
+    token: str | bool | None,
+    message: str,
 ) -> str:
     """Upload an artifact folder to the Hub, making the repository if need be; gives the commit's address.
 
     The folder stays as it is. ArtifactError says what the Hub refused.
     """
     api = HfApi(token=token)
-    added = [CommitOperationAdd(name, content) for name, content in contents(folder, repo_id).items()]
+    added = [
+        CommitOperationAdd(name, content) for name, content in contents(folder, repo_id).items()
+    ]
     try:
         api.create_repo(repo_id, private=private, exist_ok=True)
         if revision is not None:
@@ -215,7 +270,9 @@ def push(
 def _reason(error: BaseException) -> str:
     """What went wrong, with the cause where the client wraps it; time-outs carry no text of their own."""
     chain = [error] if error.__cause__ is None else [error, error.__cause__]
-    return " ".join(f"{type(link).__name__}: {str(link).strip().rstrip('.') or 'no details'}." for link in chain)
+    return " ".join(
+        f"{type(link).__name__}: {str(link).strip().rstrip('.') or 'no details'}." for link in chain
+    )
 
 
 def is_hub_id(name: str) -> bool:
@@ -242,7 +299,12 @@ def model_card(config: RSRankConfig) -> str:
     """The README.md of an artifact, made from its config."""
     layers, heads, rows, dim = config.shape
     training = config.training
-    front = ["---", "library_name: rsrank-rag", "pipeline_tag: text-ranking", "tags: [reranker, rag, rsrank]"]
+    front = [
+        "---",
+        "library_name: rsrank-rag",
+        "pipeline_tag: text-ranking",
+        "tags: [reranker, rag, rsrank]",
+    ]
     if config.license:
         front.append(f"license: {config.license}")
     if is_hub_id(config.backbone.name):  # the Hub refuses a card that names anything else
@@ -260,16 +322,25 @@ def model_card(config: RSRankConfig) -> str:
         f"- Training data: {', '.join(training.data) or 'not recorded'}; seed {training.seed}",
     ]
     if training.settings:
-        lines.append("- Settings: " + ", ".join(f"{name} {value}" for name, value in training.settings.items()))
+        lines.append(
+            "- Settings: "
+            + ", ".join(f"{name} {value}" for name, value in training.settings.items())
+        )
     if config.license:
         lines.append(f"- Licence of B: {config.license}")
     if training.notes:
         lines += ["", training.notes]
     if training.metrics:
         columns = sorted({key for row in training.metrics.values() for key in row})
-        lines += ["", "| dataset | " + " | ".join(columns) + " |", "|---" * (len(columns) + 1) + "|"]
+        lines += [
+            "",
+            "| dataset | " + " | ".join(columns) + " |",
+            "|---" * (len(columns) + 1) + "|",
+        ]
         whole = ("queries", "unanswered")
         for dataset, row in training.metrics.items():
-            cells = [f"{row[key]:.{0 if key in whole else 3}f}" if key in row else "" for key in columns]
+            cells = [
+                f"{row[key]:.{0 if key in whole else 3}f}" if key in row else "" for key in columns
+            ]
             lines.append(f"| {dataset} | " + " | ".join(cells) + " |")
     return "\n".join(lines) + "\n"

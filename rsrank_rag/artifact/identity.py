@@ -33,11 +33,19 @@ TOLERANCE = {16: 0.1, 8: 0.3, 4: 0.7}
 Other weights of the same shape differ by about the square root of 2.
 """
 
-TOKENIZER = ("tokenizer*.json", "tokenizer.model", "spiece.model", "special_tokens_map.json", "added_tokens.json")
+TOKENIZER = (
+    "tokenizer*.json",
+    "tokenizer.model",
+    "spiece.model",
+    "special_tokens_map.json",
+    "added_tokens.json",
+)
 DECIDING = ("config.json", *TOKENIZER, "vocab.*", "merges.txt", "modeling*.py", "configuration*.py")
 """Files beside the weights that decide a score."""
 
-_PROBE = "Who wrote it, and when? 1984 naïve façade — 東京 Привет 😀\n\tdef f(x): return x**2 <s>[MASK]"
+_PROBE = (
+    "Who wrote it, and when? 1984 naïve façade — 東京 Привет 😀\n\tdef f(x): return x**2 <s>[MASK]"
+)
 
 
 def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
@@ -48,7 +56,11 @@ def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
 
 
 def describe(
-    core: Backbone, prompts: PromptTokenizer, name: str, revision: str | None, files: Mapping[str, str] | None = None
+    core: Backbone,
+    prompts: PromptTokenizer,
+    name: str,
+    revision: str | None,
+    files: Mapping[str, str] | None = None,
 ) -> BackboneSpec:
     """What an artifact records of its language model; ``files``: their hashes."""
     return BackboneSpec(
@@ -85,7 +97,9 @@ def prefix_identity(core: Backbone, config: RSRankConfig) -> dict[str, object]:
     }
 
 
-def folder_of(name: str | Path, revision: str | None, cache_dir: str | Path | None = None) -> Path | None:
+def folder_of(
+    name: str | Path, revision: str | None, cache_dir: str | Path | None = None
+) -> Path | None:
     """Where a language model's files are: a folder here, or in the Hub's cache; None before they are downloaded."""
     if Path(name).is_dir():
         return Path(name)
@@ -98,7 +112,11 @@ def hashes(folder: Path | None) -> dict[str, str]:
     if folder is None:
         return {}
     one = (folder / "model.safetensors").is_file()
-    weights = ("model.safetensors",) if one else ("model.safetensors.index.json", "model-*-of-*.safetensors")
+    weights = (
+        ("model.safetensors",)
+        if one
+        else ("model.safetensors.index.json", "model-*-of-*.safetensors")
+    )
     found = {path for pattern in (*DECIDING, *weights) for path in folder.glob(pattern)}
     files = sorted(path for path in found if path.is_file())
     with ThreadPoolExecutor() as threads:  # hashing waits for no other thread
@@ -113,7 +131,10 @@ def check_files(spec: BackboneSpec, folder: Path | None, *, chosen: bool) -> Non
     """
     found = hashes(folder) if spec.files else {}
     # What else a tokenizer may be read from differs between copies; weights that were never recorded are foreign.
-    known = {file: spec.files.get(file, not file.endswith(".safetensors") and digest) for file, digest in found.items()}
+    known = {
+        file: spec.files.get(file, not file.endswith(".safetensors") and digest)
+        for file, digest in found.items()
+    }
     different = ", ".join(file for file, digest in found.items() if digest != known[file])
     what = f"{folder}: {different} not as when this artifact was made (by sha256)"
     if different and not chosen:

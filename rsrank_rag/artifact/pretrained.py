@@ -88,12 +88,20 @@ class Pretrained(ABC):
             BackboneError: The language model cannot be loaded or read.
             MissingDependencyError: 8-bit or 4-bit without bitsandbytes, fp8 without torchao, any without accelerate.
         """
-        flags: dict[str, Any] = {"load_in_8bit": load_in_8bit, "load_in_4bit": load_in_4bit, "load_in_fp8": load_in_fp8}
+        flags: dict[str, Any] = {
+            "load_in_8bit": load_in_8bit,
+            "load_in_4bit": load_in_4bit,
+            "load_in_fp8": load_in_fp8,
+        }
         flags |= {"local_files_only": local_files_only, "trust_remote_code": trust_remote_code}
-        load = LoadOptions(device, dtype, token=token, cache_dir=cache_dir, deterministic=deterministic, **flags)
+        load = LoadOptions(
+            device, dtype, token=token, cache_dir=cache_dir, deterministic=deterministic, **flags
+        )
         elsewhere = None if backbone is None else str(backbone)
         return cls.from_source(
-            ModelSource(str(name), revision, load, elsewhere, max_length, token_budget, prefix_cache)
+            ModelSource(
+                str(name), revision, load, elsewhere, max_length, token_budget, prefix_cache
+            )
         )
 
     @classmethod
@@ -140,11 +148,17 @@ class Pretrained(ABC):
             BackboneError: The model cannot be loaded or read.
             ArtifactError: B's shape does not fit it.
         """
-        load, template, last_layer = options or LoadOptions(), template or Template(), projection.layers[-1]
+        load, template, last_layer = (
+            options or LoadOptions(),
+            template or Template(),
+            projection.layers[-1],
+        )
         loaded, int8 = _load(str(name), revision, load, last_layer)
         depth = {"num_layers": loaded.num_layers, "fusion_layer": fusion_layer}
         core = open_backbone(loaded.model, last_layer, **depth, documents_stay=documents_stay)
-        prompts = PromptTokenizer(loaded.tokenizer, template, max_length=core.max_length, shared_positions=core.causal)
+        prompts = PromptTokenizer(
+            loaded.tokenizer, template, max_length=core.max_length, shared_positions=core.causal
+        )
         if int8:
             core.for_documents = rounded(core, prompts)
         files = hashes(folder_of(str(name), revision, load.cache_dir))
@@ -176,9 +190,15 @@ class Pretrained(ABC):
                 with without_progress_bars():
                     self.backbone.model.save_pretrained(new / INSIDE)
                 self.prompts.tokenizer.save_pretrained(new / INSIDE)
-                inside: dict[str, object] = {"name": INSIDE, "revision": None, "files": hashes(new / INSIDE)}
+                inside: dict[str, object] = {
+                    "name": INSIDE,
+                    "revision": None,
+                    "files": hashes(new / INSIDE),
+                }
                 inside["num_layers"] = self.backbone.loaded_layers
-                config = config.model_copy(update={"backbone": config.backbone.model_copy(update=inside)})
+                config = config.model_copy(
+                    update={"backbone": config.backbone.model_copy(update=inside)}
+                )
             hub.write_artifact(new, config, self.projection, hub.model_card(config))
 
     def push_to_hub(
@@ -203,11 +223,18 @@ class Pretrained(ABC):
         with TemporaryDirectory() as folder:
             self.save_pretrained(folder, include_backbone=include_backbone)
             return hub.push(
-                Path(folder), repo_id, private=private, revision=revision, token=token, message=commit_message
+                Path(folder),
+                repo_id,
+                private=private,
+                revision=revision,
+                token=token,
+                message=commit_message,
             )
 
 
-def open_artifact(source: ModelSource) -> tuple[Backbone, PromptTokenizer, Projection, RSRankConfig]:
+def open_artifact(
+    source: ModelSource,
+) -> tuple[Backbone, PromptTokenizer, Projection, RSRankConfig]:
     """Load an artifact and the language model it belongs to, checked; raises as `RSRank.from_pretrained`."""
     folder = hub.resolve(source.name, source.revision, source.load)
     config = hub.read_config(folder)
@@ -239,9 +266,16 @@ def open_artifact(source: ModelSource) -> tuple[Backbone, PromptTokenizer, Proje
 
 
 def _load(
-    name: str | Path, revision: str | None, options: LoadOptions, last_layer: int, *, int8: bool = False
+    name: str | Path,
+    revision: str | None,
+    options: LoadOptions,
+    last_layer: int,
+    *,
+    int8: bool = False,
 ) -> tuple[LoadedModel, bool]:
     """A language model, and whether it is to read documents in int8: if it is asked for, or ``int8`` is good enough."""
     dtype = options.settled_dtype(int8=int8)
     options = replace(options, dtype=None if dtype == "int8" else dtype)
-    return load_model(name, revision=revision, options=options, last_layer=last_layer), dtype == "int8"
+    return load_model(
+        name, revision=revision, options=options, last_layer=last_layer
+    ), dtype == "int8"

@@ -88,11 +88,25 @@ def find(source: str) -> list[Path]:
     """
     path = Path(source)
     if path.is_dir():
-        outputs = {file.parent for file in path.rglob(PLAN)} - {path}  # of earlier runs, in the folder that is read
-        found = [file for file in sorted(path.rglob("*")) if file.name.endswith(ENDINGS) and file.parent not in outputs]
-        found = [file for file in found if not any(name[0] in "_." for name in file.relative_to(path).parts)]
+        outputs = {file.parent for file in path.rglob(PLAN)} - {
+            path
+        }  # of earlier runs, in the folder that is read
+        found = [
+            file
+            for file in sorted(path.rglob("*"))
+            if file.name.endswith(ENDINGS) and file.parent not in outputs
+        ]
+        found = [
+            file
+            for file in found
+            if not any(name[0] in "_." for name in file.relative_to(path).parts)
+        ]
     else:
-        found = [path] if path.exists() else [Path(name) for name in sorted(glob.glob(source, recursive=True))]  # noqa: PTH207 - takes any path
+        found = (
+            [path]
+            if path.exists()
+            else [Path(name) for name in sorted(glob.glob(source, recursive=True))]
+        )  # noqa: PTH207 - takes any path
     for file in found:
         if not file.name.endswith(ENDINGS):
             raise InputError(f"--input {source}: {file} is none of {', '.join(ENDINGS)}.")
@@ -119,10 +133,19 @@ def plan(source: str, settings: Mapping[str, Any], rows_per_part: int) -> Plan:
                         f"{path}, rows {rows} to {rows + count - 1}: the columns do not fit those of the rows before: "
                         f"{error}"
                     ) from error
-                parts.append(Part(number=len(parts), file=len(files), start=rows, rows=count, offset=offset))
+                parts.append(
+                    Part(number=len(parts), file=len(files), start=rows, rows=count, offset=offset)
+                )
                 rows += count
             status, digest = path.stat(), digest_of(path)
-        except (OSError, EOFError, pa.ArrowInvalid, csv.Error, zlib.error, UnicodeDecodeError) as error:
+        except (
+            OSError,
+            EOFError,
+            pa.ArrowInvalid,
+            csv.Error,
+            zlib.error,
+            UnicodeDecodeError,
+        ) as error:
             raise InputError(f"{path} cannot be read after row {rows}: {error}") from error
         name, size, modified = str(path.absolute()), status.st_size, status.st_mtime_ns
         files.append(SourceFile(path=name, size=size, modified=modified, sha256=digest, rows=rows))
@@ -130,7 +153,11 @@ def plan(source: str, settings: Mapping[str, Any], rows_per_part: int) -> Plan:
         raise InputError(f"--input {source}: there are no rows in {len(files)} files.")
     _check_types(schema)
     packed = base64.b64encode(schema.serialize().to_pybytes()).decode()
-    about: dict[str, Any] = {"settings": dict(settings), "rows_per_part": rows_per_part, "arrow_schema": packed}
+    about: dict[str, Any] = {
+        "settings": dict(settings),
+        "rows_per_part": rows_per_part,
+        "arrow_schema": packed,
+    }
     return Plan(**about, files=tuple(files), parts=tuple(parts))
 
 
@@ -153,7 +180,11 @@ def _lines(path: Path, offset: int = 0) -> Iterator[tuple[int, bytes | dict[str,
         with path.open(newline="", encoding="utf-8-sig") as table:
             csv.field_size_limit(1 << 30)  # characters of a cell; 131,072 unless one says so
             reader = csv.DictReader(table, strict=True)
-            if twice := [name for name in reader.fieldnames or () if list(reader.fieldnames or ()).count(name) > 1]:
+            if twice := [
+                name
+                for name in reader.fieldnames or ()
+                if list(reader.fieldnames or ()).count(name) > 1
+            ]:
                 raise InputError(f"{path} has two columns called {twice[0]!r}. Rename one of them.")
             yield from ((0, row) for row in reader)
         return
@@ -168,11 +199,15 @@ def _lines(path: Path, offset: int = 0) -> Iterator[tuple[int, bytes | dict[str,
 def _parse(line: bytes | dict[str, Any], path: Path, number: int) -> dict[str, Any]:
     if isinstance(line, dict):
         if None in line:
-            raise InputError(f"{path}, row {number} (from 0) has more cells than the header names columns.")
+            raise InputError(
+                f"{path}, row {number} (from 0) has more cells than the header names columns."
+            )
         return line
     try:
         # Parquet has no objects without fields: they are carried along as null.
-        row = json.loads(line.removeprefix(b"\xef\xbb\xbf"), object_hook=lambda found: found or None)
+        row = json.loads(
+            line.removeprefix(b"\xef\xbb\xbf"), object_hook=lambda found: found or None
+        )
         if not isinstance(row, dict):
             raise ValueError(f"it is no object but {type(row).__name__}")
     except (ValueError, RecursionError) as error:  # also of an encoding that is not UTF-8
@@ -190,8 +225,15 @@ def _table(rows: Sequence[Mapping[str, Any]], schema: Any = None) -> Any:
         kind = None if schema is None else schema.field(name).type
         try:
             arrays[name] = pa.array([row.get(name) for row in rows], kind)
-        except (pa.ArrowInvalid, pa.ArrowTypeError, pa.ArrowNotImplementedError, OverflowError) as error:
-            raise pa.ArrowInvalid(f'column "{name}" holds values of several types ({error})') from None
+        except (
+            pa.ArrowInvalid,
+            pa.ArrowTypeError,
+            pa.ArrowNotImplementedError,
+            OverflowError,
+        ) as error:
+            raise pa.ArrowInvalid(
+                f'column "{name}" holds values of several types ({error})'
+            ) from None
     return pa.table(arrays)
 
 
@@ -201,10 +243,14 @@ def _check_types(schema: Any) -> None:
         kind = schema.field(name).type
         listed = isinstance(kind, (pa.ListType, pa.LargeListType))
         found = kind.value_type if listed else kind
-        if listed and pa.types.is_struct(found) and found.get_field_index("text") >= 0:  # as `rsrank evaluate` does
+        if (
+            listed and pa.types.is_struct(found) and found.get_field_index("text") >= 0
+        ):  # as `rsrank evaluate` does
             found = found.field("text").type
         found = found.value_type if pa.types.is_dictionary(found) else found
-        if found not in (pa.string(), pa.large_string(), pa.string_view()) or listed != (name == "documents"):
+        if found not in (pa.string(), pa.large_string(), pa.string_view()) or listed != (
+            name == "documents"
+        ):
             wanted = "lists of texts" if name == "documents" else "texts"
             raise InputError(f'Column "{name}" must hold {wanted}, got {kind}.')
 
@@ -215,7 +261,9 @@ def read(made: Plan, part: Part) -> Any:
     try:
         if path.suffix == ".parquet":
             return _read_parquet(path, part, made.columns)
-        before = 0 if path.suffix == ".jsonl" else part.start  # others cannot be entered in the middle
+        before = (
+            0 if path.suffix == ".jsonl" else part.start
+        )  # others cannot be entered in the middle
         lines = itertools.islice(_lines(path, part.offset), before, before + part.rows)
         rows = [_parse(line, path, part.start + i) for i, (_, line) in enumerate(lines)]
         if len(rows) != part.rows:
@@ -230,10 +278,21 @@ def read(made: Plan, part: Part) -> Any:
 
 def _read_parquet(path: Path, part: Part, schema: Any) -> Any:
     with parquet.ParquetFile(path) as file:
-        starts = [0, *itertools.accumulate(file.metadata.row_group(g).num_rows for g in range(file.num_row_groups))]
+        starts = [
+            0,
+            *itertools.accumulate(
+                file.metadata.row_group(g).num_rows for g in range(file.num_row_groups)
+            ),
+        ]
         pairs = enumerate(itertools.pairwise(starts))
-        groups = [g for g, (start, end) in pairs if end > part.start and start < part.start + part.rows]
-        table = file.read_row_groups(groups).slice(part.start - starts[groups[0]], part.rows).replace_schema_metadata()
+        groups = [
+            g for g, (start, end) in pairs if end > part.start and start < part.start + part.rows
+        ]
+        table = (
+            file.read_row_groups(groups)
+            .slice(part.start - starts[groups[0]], part.rows)
+            .replace_schema_metadata()
+        )
     return pa.concat_tables([schema.empty_table(), table], promote_options="permissive")
 
 
@@ -244,19 +303,33 @@ def open_output(output: Path, source: str, settings: Mapping[str, Any], rows_per
     """Begin an output folder, or go on with one that was begun in just the same way; InputError names what differs."""
     path = output / PLAN
     if not path.exists():
-        if output.exists() and not (output.is_dir() and all(file.suffix == ".partial" for file in output.iterdir())):
-            raise InputError(f"--output {output} is no empty folder, and no output of rsrank score. Use another one.")
+        if output.exists() and not (
+            output.is_dir() and all(file.suffix == ".partial" for file in output.iterdir())
+        ):
+            raise InputError(
+                f"--output {output} is no empty folder, and no output of rsrank score. Use another one."
+            )
         made = plan(source, settings, rows_per_part)
         output.mkdir(parents=True, exist_ok=True)
         _write_whole(path, made.model_dump_json().encode())
     found = begun(output)
     paths = find(source)
-    there = {**found.settings, "rows_per_part": found.rows_per_part, "input files": len(found.files)}
+    there = {
+        **found.settings,
+        "rows_per_part": found.rows_per_part,
+        "input files": len(found.files),
+    }
     asked = {**settings, "rows_per_part": rows_per_part, "input files": len(paths)}
     pairs = [(name, there.get(name), asked.get(name)) for name in sorted({*there, *asked})]
-    different = [f"{name}: {old!r} there, {new!r} asked for" for name, old, new in pairs if old != new]
+    different = [
+        f"{name}: {old!r} there, {new!r} asked for" for name, old, new in pairs if old != new
+    ]
     if len(found.files) == len(paths):
-        different += [f"the content of {now}" for file, now in zip(found.files, paths, strict=True) if _new(file, now)]
+        different += [
+            f"the content of {now}"
+            for file, now in zip(found.files, paths, strict=True)
+            if _new(file, now)
+        ]
     if different:
         raise InputError(
             f"--output {output} was begun otherwise ({'; '.join(different)}). Ask for the same, or use another folder."
@@ -315,14 +388,24 @@ def _said(file: Any) -> dict[str, Any]:
     return said
 
 
-def write(output: Path, made: Plan, part: Part, table: Any, found: Mapping[str, Sequence[Any]]) -> None:
+def write(
+    output: Path, made: Plan, part: Part, table: Any, found: Mapping[str, Sequence[Any]]
+) -> None:
     """Write a part's rows with the columns that `PairScorer` found; the file appears only when it is complete."""
     listed = "documents" in table.column_names
-    for name, kind in zip(COLUMNS, (pa.float64(), pa.bool_(), pa.bool_(), pa.string()), strict=True):
+    for name, kind in zip(
+        COLUMNS, (pa.float64(), pa.bool_(), pa.bool_(), pa.string()), strict=True
+    ):
         table = table.append_column(name, pa.array(found[name], pa.list_(kind) if listed else kind))
     errors = [error for row in found["error"] for error in row] if listed else list(found["error"])
     failed = sum(error is not None for error in errors)
-    said = {**made.settings, "pairs": len(errors), "errors": failed, "part": part.number, "plan": made.sha256}
+    said = {
+        **made.settings,
+        "pairs": len(errors),
+        "errors": failed,
+        "part": part.number,
+        "plan": made.sha256,
+    }
     said["sha256"] = BLANK
     whole = io.BytesIO()
     with parquet.ParquetWriter(whole, table.schema) as file:

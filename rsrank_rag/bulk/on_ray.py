@@ -72,12 +72,15 @@ def each(make: Callable[[], Worker], items: Sequence[Any], actors: Actors) -> It
             num_cpus=actors.cpus,
             num_gpus=actors.gpus,
             max_restarts=-1,
-            max_task_retries=LIVES - 1,  # or an item on which the process dies would be tried for ever
+            max_task_retries=LIVES
+            - 1,  # or an item on which the process dies would be tried for ever
         )
         count = min(_count(ray, actors), len(items))
         pool = ActorPool([hired.remote(make, str(Path.cwd())) for _ in range(count)])
         try:
-            for result, problem in pool.map_unordered(lambda actor, item: actor.do.remote(item), items):
+            for result, problem in pool.map_unordered(
+                lambda actor, item: actor.do.remote(item), items
+            ):
                 if problem:
                     raise RSRankError(problem)
                 yield result
@@ -88,7 +91,11 @@ def each(make: Callable[[], Worker], items: Sequence[Any], actors: Actors) -> It
 def _count(ray: Any, actors: Actors) -> int:
     """How many actors; a machine of one's own that has no room for any would be waited for in vain."""
     there = ray.cluster_resources()
-    rooms = [int(there.get(name, 0) // need) for name, need in (("CPU", actors.cpus), ("GPU", actors.gpus)) if need]
+    rooms = [
+        int(there.get(name, 0) // need)
+        for name, need in (("CPU", actors.cpus), ("GPU", actors.gpus))
+        if need
+    ]
     if actors.count is not None and len(ray.nodes()) > 1:
         return actors.count  # the cluster may grow
     if min(rooms) < (actors.count or 1):

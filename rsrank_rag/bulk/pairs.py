@@ -77,12 +77,16 @@ class PairScorer:
         if not isinstance(query, str):
             return [f"The query is no text but {_kind(query)}." for _ in documents]
         return [
-            Pair(query, text) if isinstance(text, str) else f"The document is no text but {_kind(text)}."
+            Pair(query, text)
+            if isinstance(text, str)
+            else f"The document is no text but {_kind(text)}."
             for text in documents
         ]
 
     def _cells(self, pairs: Sequence[Pair | str]) -> list[Cell]:
-        cells: list[Cell] = [(None, None, None, pair if isinstance(pair, str) else None) for pair in pairs]
+        cells: list[Cell] = [
+            (None, None, None, pair if isinstance(pair, str) else None) for pair in pairs
+        ]
         wanted = [(place, pair) for place, pair in enumerate(pairs) if not isinstance(pair, str)]
         for start in range(0, len(wanted), CHUNK):
             chunk = wanted[start : start + CHUNK]
@@ -94,7 +98,11 @@ class PairScorer:
                 if x.score is None:
                     cells[place] = None, None, None, x.error or "It could not be scored."
                 else:
-                    kept = None if threshold is None else x.score > threshold and x.score != BLANK_SCORE
+                    kept = (
+                        None
+                        if threshold is None
+                        else x.score > threshold and x.score != BLANK_SCORE
+                    )
                     cells[place] = x.score, kept, x.truncated, None
         return cells
 
@@ -141,5 +149,9 @@ def _content(item: Any) -> Any:
 
 def _kind(value: Any) -> str:
     name = type(value).__name__  # pandas writes null as NaN, NA and NaT
-    null = value is None or name in ("NAType", "NaTType") or (isinstance(value, float) and math.isnan(value))
+    null = (
+        value is None
+        or name in ("NAType", "NaTType")
+        or (isinstance(value, float) and math.isnan(value))
+    )
     return "null" if null else name

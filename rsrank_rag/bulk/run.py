@@ -32,13 +32,17 @@ class Summary:
     found: int  # files that were there already
 
 
-def _part_scorer(make: Callable[[], Reranker], name: str, plan: Plan, output: Path) -> Callable[[Part], int]:
+def _part_scorer(
+    make: Callable[[], Reranker], name: str, plan: Plan, output: Path
+) -> Callable[[Part], int]:
     """What scores parts one after another and returns how many rows each has."""
     scorer = PairScorer(make, name)
 
     def score(part: Part) -> int:
         table = files.read(plan, part)
-        columns = [column for column in table.column_names if column in ("query", "document", "documents")]
+        columns = [
+            column for column in table.column_names if column in ("query", "document", "documents")
+        ]
         found = scorer({column: table[column].to_pylist() for column in columns})
         files.write(output, plan, part, table, found)
         return part.rows
@@ -46,7 +50,9 @@ def _part_scorer(make: Callable[[], Reranker], name: str, plan: Plan, output: Pa
     return score
 
 
-def model_identity(name: str, *, revision: str | None = None, local_files_only: bool = False) -> str:
+def model_identity(
+    name: str, *, revision: str | None = None, local_files_only: bool = False
+) -> str:
     """What tells a model from another: its name and a hash of what decides its scores, so far as it can be had here.
 
     Of an RSRank artifact config and B, and the language model's files: as the config records them, which is checked
@@ -69,16 +75,24 @@ def model_identity(name: str, *, revision: str | None = None, local_files_only: 
     return name + known + ("" if revision is None or kind is KINDS["rsrank"] else f" at {revision}")
 
 
-def settled_dtype(load: LoadOptions, actors: Actors | None, name: str = "mini", revision: str | None = None) -> str:
+def settled_dtype(
+    load: LoadOptions, actors: Actors | None, name: str = "mini", revision: str | None = None
+) -> str:
     """The dtype that those choose who do the work: it stands in the plan, and all of an output is computed in it."""
     here = partial(_dtype, load, name, revision)
-    return here(0) if actors is None else next(iter([*each(lambda: here, [0], replace(actors, count=1))]))
+    return (
+        here(0)
+        if actors is None
+        else next(iter([*each(lambda: here, [0], replace(actors, count=1))]))
+    )
 
 
 def _dtype(load: LoadOptions, name: str, revision: str | None, _: object) -> str:
     """No function within another: Ray would copy `KINDS` with that, whose entries are told apart by ``is``."""
     kind, model = parse(name)
-    return load.settled_dtype(int8=kind is KINDS["rsrank"] and hub.read_config(hub.resolve(model, revision, load)).int8)
+    return load.settled_dtype(
+        int8=kind is KINDS["rsrank"] and hub.read_config(hub.resolve(model, revision, load)).int8
+    )
 
 
 def score_files(
@@ -105,7 +119,9 @@ def score_files(
     if rows_per_part < 1:
         raise InputError(f"--rows-per-part must be at least 1, got {rows_per_part}.")
     folder = Path(output).absolute()
-    plan = files.open_output(folder, str(source), {"model": model, **(settings or {})}, rows_per_part)
+    plan = files.open_output(
+        folder, str(source), {"model": model, **(settings or {})}, rows_per_part
+    )
     todo = files.missing(folder, plan)
     # A plan may name many parts, which come one by one: an actor keeps what it needs to read them.
     maker = partial(_part_scorer, make, model, plan.model_copy(update={"parts": ()}), folder)

@@ -24,7 +24,9 @@ for group in (ranking, evaluation, service, training):
 def main(version: Annotated[bool, Option("--version", help="Print the version.")] = False) -> None:
     """Rerank documents for a query and drop the irrelevant ones at zero."""
     for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, TextIOWrapper):  # whatever a terminal's characters are, documents and JSON have all
+        if isinstance(
+            stream, TextIOWrapper
+        ):  # whatever a terminal's characters are, documents and JSON have all
             stream.reconfigure(encoding="utf-8", errors="backslashreplace")
     if version:
         typer.echo(__version__)

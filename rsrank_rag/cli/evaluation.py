@@ -20,11 +20,20 @@ from .options import AsJson, Revision, command, problems, screen
 app = typer.Typer()
 
 Systems = Annotated[
-    list[str], Option("--model", "-m", help=f"Built-in name, artifact folder or Hub id; or {forms()}. May be repeated.")
+    list[str],
+    Option(
+        "--model",
+        "-m",
+        help=f"Built-in name, artifact folder or Hub id; or {forms()}. May be repeated.",
+    ),
 ]
-Negatives = Annotated[str | None, Option(help="New irrelevant documents: bm25, dense, dense:ENCODER or random.")]
+Negatives = Annotated[
+    str | None, Option(help="New irrelevant documents: bm25, dense, dense:ENCODER or random.")
+]
 
-watched = partial(track, console=problems, transient=True)  # queries, and what they are: a bar until all are scored
+watched = partial(
+    track, console=problems, transient=True
+)  # queries, and what they are: a bar until all are scored
 
 KEPT = {
     "queries": "queries",
@@ -48,17 +57,28 @@ RANKED = {
 
 @command(app)
 def evaluate(
-    data: Annotated[list[str], Option("--data", help="Labelled .jsonl(.gz), hotpotqa or beir:NAME. May be repeated.")],
+    data: Annotated[
+        list[str],
+        Option("--data", help="Labelled .jsonl(.gz), hotpotqa or beir:NAME. May be repeated."),
+    ],
     load: LoadOptions,
     model: Systems = ["mini"],  # noqa: B006 - typer copies it
     revision: Revision = None,
-    label: Annotated[list[str] | None, Option(help="What to call a model; once for each, in order.")] = None,
+    label: Annotated[
+        list[str] | None, Option(help="What to call a model; once for each, in order.")
+    ] = None,
     as_json: AsJson = False,
     output: Annotated[Path | None, Option("--output", "-o", help="Write the JSON here.")] = None,
-    report: Annotated[Path | None, Option(help="Folder for a page with tables, figures and worst queries.")] = None,
-    threshold: Annotated[str, Option(help="For f1@tau: a number, native or shared (see above).")] = "native",
+    report: Annotated[
+        Path | None, Option(help="Folder for a page with tables, figures and worst queries.")
+    ] = None,
+    threshold: Annotated[
+        str, Option(help="For f1@tau: a number, native or shared (see above).")
+    ] = "native",
     titles: Annotated[bool, Option(help="Put a document's title in front of its text.")] = True,
-    limit: Annotated[int | None, Option(min=1, help="At most so many queries of each; of the Hub, at random.")] = None,
+    limit: Annotated[
+        int | None, Option(min=1, help="At most so many queries of each; of the Hub, at random.")
+    ] = None,
     negatives: Negatives = None,
 ) -> None:
     """Measure on labelled passages what a threshold keeps (precision, recall, F1, how much) and how a model ranks.
@@ -86,7 +106,9 @@ def evaluate(
     model = list(dict.fromkeys(model))
     label = list(dict.fromkeys(label or model))
     if len(label) != len(model):
-        raise InputError(f"{len(model)} models were given and {len(label)} labels. Give one a model, in order.")
+        raise InputError(
+            f"{len(model)} models were given and {len(label)} labels. Give one a model, in order."
+        )
     given = None if threshold in ("native", "shared") else _number(threshold)
     for name in model:
         parse(name)  # a wrong name is said before the data are read
@@ -129,16 +151,24 @@ def evaluate(
         screen.print(*evaluation_tables(found.name, rule, own), sep="\n")
 
 
-def evaluation_tables(name: str, rule: str, records: Sequence[Mapping[str, Any]]) -> Iterator[Table]:
+def evaluation_tables(
+    name: str, rule: str, records: Sequence[Mapping[str, Any]]
+) -> Iterator[Table]:
     """A model's two tables, a row a dataset: what its threshold keeps; how it ranks, with the best thresholds."""
     titles = (f"{name}: {rule}", f"{name}: ranking, and thresholds chosen on these very labels")
     for title, columns in zip(titles, (KEPT, RANKED), strict=True):
-        table = Table(title=Text(title, overflow="fold"), title_justify="left", padding=(0, 0, 0, 1))
-        table.add_column("dataset", overflow="fold")  # a path may be longer than all else; the numbers stay whole
+        table = Table(
+            title=Text(title, overflow="fold"), title_justify="left", padding=(0, 0, 0, 1)
+        )
+        table.add_column(
+            "dataset", overflow="fold"
+        )  # a path may be longer than all else; the numbers stay whole
         for heading in columns.values():
             table.add_column(heading, justify="right", overflow="fold")
         for record in records:
-            table.add_row(Text(str(record["dataset"])), *(cell(key, record.get(key)) for key in columns))
+            table.add_row(
+                Text(str(record["dataset"])), *(cell(key, record.get(key)) for key in columns)
+            )
         yield table
 
 
@@ -152,7 +182,13 @@ def cell(key: str, value: float | None) -> str:
         return "-"
     if key in ("queries", "unanswered", "tau_best"):
         return f"{round(value, 3) + 0.0:g}"
-    return f"{value:.0%}" if key == "empty" else f"{value:.1f}" if key in ("kept", "false_keeps") else f"{value:.3f}"
+    return (
+        f"{value:.0%}"
+        if key == "empty"
+        else f"{value:.1f}"
+        if key in ("kept", "false_keeps")
+        else f"{value:.3f}"
+    )
 
 
 def _check_outputs(output: Path | None, report: Path | None) -> None:
@@ -164,14 +200,18 @@ def _check_outputs(output: Path | None, report: Path | None) -> None:
     if report is not None:
         check_report(report)
     if output is not None:
-        _write(output, "", mode="a")  # what is there stays until there is something to take its place
+        _write(
+            output, "", mode="a"
+        )  # what is there stays until there is something to take its place
 
 
 def _number(text: str) -> float:
     try:
         return float(text)
     except ValueError:
-        raise InputError(f"--threshold must be a number, 'native' or 'shared', got {text!r}.") from None
+        raise InputError(
+            f"--threshold must be a number, 'native' or 'shared', got {text!r}."
+        ) from None
 
 
 def _write(path: Path, text: str, mode: str = "w") -> None:
@@ -185,13 +225,21 @@ def _write(path: Path, text: str, mode: str = "w") -> None:
 @command(app, resumes=True)
 def reproduce(
     load: LoadOptions,
-    config: Annotated[str, Option("--config", "-c", help="paper, local, or a TOML file.")] = "local",
-    data: Annotated[list[Path] | None, Option("--data", help="Labelled files or folders instead of the sets.")] = None,
-    model: Annotated[str | None, Option("--model", "-m", help="The RSRank artifact to measure.")] = None,
-    system: Annotated[list[str] | None, Option(help=f"One more system: {forms()}. May be given again.")] = None,
-    output: Annotated[Path, Option("--output", "-o", help="Folder for scores, tables and figures.")] = Path(
-        "runs/reproduction"
-    ),
+    config: Annotated[
+        str, Option("--config", "-c", help="paper, local, or a TOML file.")
+    ] = "local",
+    data: Annotated[
+        list[Path] | None, Option("--data", help="Labelled files or folders instead of the sets.")
+    ] = None,
+    model: Annotated[
+        str | None, Option("--model", "-m", help="The RSRank artifact to measure.")
+    ] = None,
+    system: Annotated[
+        list[str] | None, Option(help=f"One more system: {forms()}. May be given again.")
+    ] = None,
+    output: Annotated[
+        Path, Option("--output", "-o", help="Folder for scores, tables and figures.")
+    ] = Path("runs/reproduction"),
     negatives: Negatives = None,
     queries: Annotated[int | None, Option(min=1, help="At most so many of each set.")] = None,
     dry_run: Annotated[bool, Option("--dry-run", help="Print the plan and stop.")] = False,
@@ -208,14 +256,28 @@ def reproduce(
     from ..reproduction.run import reproduce as run
 
     chosen = Reproduction.load(
-        config, data=data or (), artifact=model, systems=system or (), negatives=negatives, queries=queries
+        config,
+        data=data or (),
+        artifact=model,
+        systems=system or (),
+        negatives=negatives,
+        queries=queries,
     )
     if dry_run:
         screen.print(plan(chosen), soft_wrap=True)
         return
 
-    outcome = run(chosen, output, options=load, say=lambda text: problems.print(text, markup=False), watch=watched)
+    outcome = run(
+        chosen,
+        output,
+        options=load,
+        say=lambda text: problems.print(text, markup=False),
+        watch=watched,
+    )
     screen.print(f"{outcome.tables}\n{output / 'report' / 'index.html'}", soft_wrap=True)
     if outcome.failures:
-        problems.print(f"{len(outcome.failures)} part(s) failed; they are named in {outcome.tables}.", soft_wrap=True)
+        problems.print(
+            f"{len(outcome.failures)} part(s) failed; they are named in {outcome.tables}.",
+            soft_wrap=True,
+        )
         raise typer.Exit(1)

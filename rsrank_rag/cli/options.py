@@ -26,14 +26,21 @@ screen = Console(highlight=False)
 problems = Console(stderr=True, highlight=False)
 
 Model = Annotated[str, Option("--model", "-m", help="Built-in name, artifact folder or Hub id.")]
-System = Annotated[str, Option("--model", "-m", help=f"Built-in name, artifact folder or Hub id; or {forms()}.")]
+System = Annotated[
+    str, Option("--model", "-m", help=f"Built-in name, artifact folder or Hub id; or {forms()}.")
+]
 Revision = Annotated[str | None, Option(help="Commit, tag or branch on the Hub.")]
 Query = Annotated[str, Option("--query", "-q", help="The question.")]
 Documents = Annotated[str, Option("--documents", "-d", help="A file, or - for standard input.")]
-Instruction = Annotated[str | None, Option(help="What to judge by, for a model that takes an instruction.")]
+Instruction = Annotated[
+    str | None, Option(help="What to judge by, for a model that takes an instruction.")
+]
 AsJson = Annotated[bool, Option("--json", help="Print JSON instead of a table.")]
 Engine = Literal["local", "ray"]
-Address = Annotated[str | None, Option(help="With ray: of the cluster. Default: RAY_ADDRESS, or one on this machine.")]
+Address = Annotated[
+    str | None,
+    Option(help="With ray: of the cluster. Default: RAY_ADDRESS, or one on this machine."),
+]
 
 
 def _load_options(threads: int | None, **given: Any) -> LoadOptions:
@@ -42,10 +49,18 @@ def _load_options(threads: int | None, **given: Any) -> LoadOptions:
 
 
 def _actors(
-    engine: Annotated[Engine, Option(help="local: in this process. ray: by actors on a Ray cluster.")] = "local",
-    actors: Annotated[int | None, Option(help="With ray: how many. Default: as many as have room.")] = None,
-    cpus_per_actor: Annotated[float, Option(help="With ray: CPU cores, and threads on a CPU, of each.")] = 1.0,
-    gpus_per_actor: Annotated[float, Option(help="With ray: GPUs of each, such as 1 or 0.5.")] = 0.0,
+    engine: Annotated[
+        Engine, Option(help="local: in this process. ray: by actors on a Ray cluster.")
+    ] = "local",
+    actors: Annotated[
+        int | None, Option(help="With ray: how many. Default: as many as have room.")
+    ] = None,
+    cpus_per_actor: Annotated[
+        float, Option(help="With ray: CPU cores, and threads on a CPU, of each.")
+    ] = 1.0,
+    gpus_per_actor: Annotated[
+        float, Option(help="With ray: GPUs of each, such as 1 or 0.5.")
+    ] = 0.0,
     address: Address = None,
 ) -> Actors | None:
     """The actors that were asked for; None to work in this process."""
@@ -56,11 +71,17 @@ def _loading_parameters() -> dict[str, Parameter]:
     """An option for each field of `LoadSettings`, and one for threads."""
     help_text = "Threads to compute with on a CPU. Default: OMP_NUM_THREADS, or the cores that this process may use."
     threads = Annotated[int | None, Option("--threads", min=1, help=help_text)]
-    found = {"threads": Parameter("threads", Parameter.KEYWORD_ONLY, default=None, annotation=threads)}
+    found = {
+        "threads": Parameter("threads", Parameter.KEYWORD_ONLY, default=None, annotation=threads)
+    }
     for name, setting in LoadSettings.model_fields.items():
         kind: Any = bool if setting.annotation is bool else str | None
-        annotation = Annotated[kind, Option(f"--{name.replace('_', '-')}", help=setting.description)]
-        found[name] = Parameter(name, Parameter.KEYWORD_ONLY, default=setting.default, annotation=annotation)
+        annotation = Annotated[
+            kind, Option(f"--{name.replace('_', '-')}", help=setting.description)
+        ]
+        found[name] = Parameter(
+            name, Parameter.KEYWORD_ONLY, default=setting.default, annotation=annotation
+        )
     return found
 
 
@@ -90,11 +111,16 @@ def catch_errors(resumes: bool = False) -> Iterator[None]:
     else:
         return
     said = " ".join(said.split())
-    problems.print(Text.assemble(("error: ", "bold red"), said if said[-1:] in ".!?" else f"{said}."), soft_wrap=True)
+    problems.print(
+        Text.assemble(("error: ", "bold red"), said if said[-1:] in ".!?" else f"{said}."),
+        soft_wrap=True,
+    )
     raise typer.Exit(code)
 
 
-def command(app: typer.Typer, *, resumes: bool = False) -> Callable[[Callable[..., None]], Callable[..., None]]:
+def command(
+    app: typer.Typer, *, resumes: bool = False
+) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Make a function a command: errors become one line, and a parameter named in `GROUPS` several options."""
 
     def decorate(function: Callable[..., None]) -> Callable[..., None]:

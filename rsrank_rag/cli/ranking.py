@@ -25,7 +25,18 @@ from ..language_model.options import FLAGS, LoadOptions, ModelSource
 from ..method.template import clean
 from ..passages.explanation import Explanation
 from ..reranker import RankResult
-from .options import AsJson, Documents, Instruction, Model, Query, Revision, System, command, problems, screen
+from .options import (
+    AsJson,
+    Documents,
+    Instruction,
+    Model,
+    Query,
+    Revision,
+    System,
+    command,
+    problems,
+    screen,
+)
 
 if TYPE_CHECKING:
     from ..bulk.files import Plan
@@ -33,12 +44,16 @@ if TYPE_CHECKING:
 
 LongDocuments = Annotated[
     Literal["windows", "cut"] | None,
-    Option(help="windows: read all that is too long; the best window counts (RSRank's default). cut: the beginning."),
+    Option(
+        help="windows: read all that is too long; the best window counts (RSRank's default). cut: the beginning."
+    ),
 ]
 
 app = typer.Typer()
 
-Prefixes = Annotated[Path | None, Option("--prefixes", "-p", help="Folder that rsrank index has made.")]
+Prefixes = Annotated[
+    Path | None, Option("--prefixes", "-p", help="Folder that rsrank index has made.")
+]
 
 
 def _kept(prefixes: Path | None) -> str | bool:
@@ -56,11 +71,17 @@ def _load(source: ModelSource) -> RSRank:
 def read_documents(source: str) -> list[str]:
     """Documents of a file or of standard input (``-``): one a line, as text or as JSON with a "text"."""
     try:
-        raw = (sys.stdin.buffer.read() if source == "-" else Path(source).read_bytes()).decode("utf-8-sig")
+        raw = (sys.stdin.buffer.read() if source == "-" else Path(source).read_bytes()).decode(
+            "utf-8-sig"
+        )
     except UnicodeDecodeError:
-        raise InputError(f"--documents {source} is no text in UTF-8. Save it as such, one document a line.") from None
+        raise InputError(
+            f"--documents {source} is no text in UTF-8. Save it as such, one document a line."
+        ) from None
     except OSError as error:
-        raise InputError(f"--documents {source} could not be read: {error.strerror}. Give a file, or - .") from error
+        raise InputError(
+            f"--documents {source} could not be read: {error.strerror}. Give a file, or - ."
+        ) from error
     lines = [line for line in clean(raw.removeprefix("\ufeff")).split("\n") if line.strip()]
     if not lines and source != "-":  # a pipe may well be empty, as a retriever's answer
         raise InputError(f"--documents {source} holds no documents. Write one a line.")
@@ -80,7 +101,9 @@ def read_documents(source: str) -> list[str]:
 def result_text(result: RankResult) -> Text:
     """As a result prints itself: kept documents in green, then dropped ones in grey."""
     styles = {"+": "green", "-": "dim"}
-    return Text("\n").join(Text(line, styles.get(line[0], "bold")) for line in str(result).splitlines())
+    return Text("\n").join(
+        Text(line, styles.get(line[0], "bold")) for line in str(result).splitlines()
+    )
 
 
 @command(app)
@@ -90,14 +113,20 @@ def rank(
     load: LoadOptions,
     model: System = "mini",
     revision: Revision = None,
-    threshold: Annotated[float | None, Option(help="Keep what scores above. Default: the model's own.")] = None,
+    threshold: Annotated[
+        float | None, Option(help="Keep what scores above. Default: the model's own.")
+    ] = None,
     keep_all: Annotated[bool, Option("--keep-all", help="Rank only, drop nothing.")] = False,
     top_n: Annotated[int | None, Option(help="Keep at most this many.")] = None,
     min_docs: Annotated[int, Option(help="Keep at least the best this many.")] = 0,
     instruction: Instruction = None,
-    extract: Annotated[str | None, Option(help="sentences: keep of each document those that score above.")] = None,
+    extract: Annotated[
+        str | None, Option(help="sentences: keep of each document those that score above.")
+    ] = None,
     context: Annotated[int, Option(help="With --extract: so many sentences around each, too.")] = 0,
-    heading: Annotated[bool, Option("--heading", help="With --extract: keep the first line, too.")] = False,
+    heading: Annotated[
+        bool, Option("--heading", help="With --extract: keep the first line, too.")
+    ] = False,
     long_documents: LongDocuments = None,
     prefixes: Prefixes = None,
     as_json: AsJson = False,
@@ -114,8 +143,17 @@ def rank(
     with problems.status(f"Loading {model} ..."):
         ranker = load_reranker(ModelSource(model, revision, load, prefix_cache=_kept(prefixes)))
         ranker = ranker if instruction is None else ranker.with_instruction(clean(instruction))
-    given: Any = {"extract": extract, "context": context, "heading": heading, "long_documents": long_documents}
-    given |= {"top_n": top_n, "min_docs": min_docs, "show_progress": problems.is_terminal and len(texts) > 100}
+    given: Any = {
+        "extract": extract,
+        "context": context,
+        "heading": heading,
+        "long_documents": long_documents,
+    }
+    given |= {
+        "top_n": top_n,
+        "min_docs": min_docs,
+        "show_progress": problems.is_terminal and len(texts) > 100,
+    }
     tau: Any = None if keep_all else "native" if threshold is None else threshold
     result = ranker.rank(query, texts, threshold=tau, **given)
     if as_json:
@@ -152,7 +190,9 @@ def explain(
     query: Query,
     load: LoadOptions,
     document: Annotated[str | None, Option("--document", help="One document's text.")] = None,
-    documents: Annotated[str | None, Option("--documents", "-d", help="Or a file of them, or - .")] = None,
+    documents: Annotated[
+        str | None, Option("--documents", "-d", help="Or a file of them, or - .")
+    ] = None,
     model: Model = "mini",
     revision: Revision = None,
     instruction: Instruction = None,
@@ -169,22 +209,43 @@ def explain(
     elif document is None and documents is not None:
         texts = read_documents(documents)
     else:
-        raise InputError("Give one document's text (--document TEXT) or a file of them (--documents FILE).")
+        raise InputError(
+            "Give one document's text (--document TEXT) or a file of them (--documents FILE)."
+        )
     ranker = _load(ModelSource(model, revision, load))
     ranker = ranker if instruction is None else ranker.with_instruction(clean(instruction))
     explanations = [ranker.explain(clean(query), text) for text in texts]
     if as_json:
-        fields = ("query", "document", "score", "truncated", "tokens", "layers", "parts", "agreement", "matches")
-        shown = [{name: getattr(explanation, name) for name in fields} for explanation in explanations]
-        typer.echo(json.dumps(shown if document is None else shown[0], ensure_ascii=False, indent=2))
+        fields = (
+            "query",
+            "document",
+            "score",
+            "truncated",
+            "tokens",
+            "layers",
+            "parts",
+            "agreement",
+            "matches",
+        )
+        shown = [
+            {name: getattr(explanation, name) for name in fields} for explanation in explanations
+        ]
+        typer.echo(
+            json.dumps(shown if document is None else shown[0], ensure_ascii=False, indent=2)
+        )
     else:
         screen.print(*map(explanation_text, explanations), sep="\n\n", soft_wrap=True)
 
 
 def explanation_text(explanation: Explanation) -> Text:
     """As an explanation prints itself, below what was asked and read."""
-    document, verdict = " ".join(explanation.document.split())[:200], "kept" if explanation.score > 0 else "dropped"
-    return Text.assemble((explanation.query, "bold"), "\n", (document, "dim"), f"\n{explanation}\n{verdict}")
+    document, verdict = (
+        " ".join(explanation.document.split())[:200],
+        "kept" if explanation.score > 0 else "dropped",
+    )
+    return Text.assemble(
+        (explanation.query, "bold"), "\n", (document, "dim"), f"\n{explanation}\n{verdict}"
+    )
 
 
 WHY = {
@@ -196,9 +257,13 @@ WHY = {
 
 @command(app)
 def info(
-    model: Annotated[str, typer.Argument(help="Built-in name, artifact folder or Hub id.")] = "mini",
+    model: Annotated[
+        str, typer.Argument(help="Built-in name, artifact folder or Hub id.")
+    ] = "mini",
     revision: Revision = None,
-    local_files_only: Annotated[bool, Option("--local-files-only", help="Never ask the Hub.")] = False,
+    local_files_only: Annotated[
+        bool, Option("--local-files-only", help="Never ask the Hub.")
+    ] = False,
     as_json: AsJson = False,
 ) -> None:
     """Describe an artifact without loading its language model: backbone, B, template, training, licence.
@@ -225,7 +290,11 @@ def info_table(name: str, config: RSRankConfig, limits: str, dtype: str) -> Tabl
         "artifact": name,
         "backbone": f"{config.backbone.name} at {config.backbone.revision or 'no pinned revision'} "
         f"({config.backbone.model_type}, {config.depth})",
-        **({"fusion": seen + ", where those end" * config.documents_stay} if config.fusion_layer else {}),
+        **(
+            {"fusion": seen + ", where those end" * config.documents_stay}
+            if config.fusion_layer
+            else {}
+        ),
         "B": f"layers {'-'.join(map(str, config.layers[:: max(1, layers - 1)]))} ({layers}) x {heads} heads x P {dim} "
         f"x D {head_dim} = {layers * heads * dim * head_dim:,} numbers",
         "template": f"{config.template.instruction!r} document {config.template.separator!r} query "
@@ -244,15 +313,22 @@ def info_table(name: str, config: RSRankConfig, limits: str, dtype: str) -> Tabl
 
 @command(app, resumes=True)
 def score(
-    source: Annotated[str, Option("--input", "-i", help="A .jsonl(.gz), .csv or .parquet file, folder or pattern.")],
+    source: Annotated[
+        str,
+        Option("--input", "-i", help="A .jsonl(.gz), .csv or .parquet file, folder or pattern."),
+    ],
     output: Annotated[Path, Option("--output", "-o", help="Folder for the scored files.")],
     load: LoadOptions,
     actors: Actors | None,
     model: System = "mini",
     revision: Revision = None,
-    rows_per_part: Annotated[int, Option(help="Rows of an output file: what a killed process loses at most.")] = 10_000,
+    rows_per_part: Annotated[
+        int, Option(help="Rows of an output file: what a killed process loses at most.")
+    ] = 10_000,
     prefixes: Prefixes = None,
-    jsonl: Annotated[bool, Option("--jsonl", help="Write JSON lines, too, beside each Parquet file.")] = False,
+    jsonl: Annotated[
+        bool, Option("--jsonl", help="Write JSON lines, too, beside each Parquet file.")
+    ] = False,
 ) -> None:
     """Score many pairs: JSON lines, CSV or Parquet in, Parquet or JSON lines out. Run again, it goes on.
 
@@ -289,7 +365,9 @@ def score(
         write_lines(output)
     errors = f", {found.errors:,} of them without a score (column error)" if found.errors else ""
     earlier = f" ({found.found:,} were there)" if found.found else ""
-    screen.print(f"{found.rows:,} rows, {found.pairs:,} pairs{errors}, in {found.parts:,} files{earlier} of {output}")
+    screen.print(
+        f"{found.rows:,} rows, {found.pairs:,} pairs{errors}, in {found.parts:,} files{earlier} of {output}"
+    )
 
 
 def _progress(plan: Plan, done: Iterable[int]) -> Iterable[int]:

@@ -70,25 +70,53 @@ def serve(
     revision: Revision = None,
     host: Annotated[str, Option(help="Address to listen on; 0.0.0.0 for all.")] = "127.0.0.1",
     port: Annotated[int, Option(min=0, max=65535, help="0 for any that is free.")] = 8080,
-    api_key_file: Annotated[Path | None, Option(help=f"API keys, one a line; also from {KEYS[0]}, by commas.")] = None,
-    separate_clients: Annotated[bool, Option("--separate-clients", help="Each finds only its own prefixes.")] = False,
-    allowed_host: Annotated[list[str], Option(help="Name that clients call the service by; may be repeated.")] = [],  # noqa: B006
+    api_key_file: Annotated[
+        Path | None, Option(help=f"API keys, one a line; also from {KEYS[0]}, by commas.")
+    ] = None,
+    separate_clients: Annotated[
+        bool, Option("--separate-clients", help="Each finds only its own prefixes.")
+    ] = False,
+    allowed_host: Annotated[
+        list[str], Option(help="Name that clients call the service by; may be repeated.")
+    ] = [],  # noqa: B006
     max_connections: Annotated[int, Option(min=1, help="Open at a time.")] = 1000,
-    notice: Annotated[float, Option(min=0, help="Seconds of 503 from /ready before the end at SIGTERM.")] = 5.0,
+    notice: Annotated[
+        float, Option(min=0, help="Seconds of 503 from /ready before the end at SIGTERM.")
+    ] = 5.0,
     max_documents: Annotated[int, Option(min=1, help="Documents of one request.")] = 1000,
     max_body: Annotated[str, Option(help="Size of one request, such as 20MB.")] = "20MB",
-    max_queue: Annotated[int, Option(min=1, help="Documents that may wait, of all requests.")] = 10_000,
-    timeout: Annotated[float, Option(min=0.001, help="Seconds from a request to its answer.")] = 60.0,
-    drop: Annotated[bool, Option("--drop", help="Leave out what is below the native threshold.")] = False,
-    normalize: Annotated[bool, Option("--normalize", help="Scores from 0 to 1; 0.5: the native threshold.")] = False,
-    no_canary: Annotated[bool, Option("--no-canary", help="Be ready without scoring anything.")] = False,
-    prefix_cache: Annotated[str | None, Option(help="Prefixes kept on the device, such as 512MB; 0: none.")] = None,
-    prefixes: Annotated[Path | None, Option("--prefixes", "-p", help="Folder to keep prefixes in.")] = None,
-    engine: Annotated[Engine, Option(help="local: one process. ray: replicas on a Ray cluster.")] = "local",
+    max_queue: Annotated[
+        int, Option(min=1, help="Documents that may wait, of all requests.")
+    ] = 10_000,
+    timeout: Annotated[
+        float, Option(min=0.001, help="Seconds from a request to its answer.")
+    ] = 60.0,
+    drop: Annotated[
+        bool, Option("--drop", help="Leave out what is below the native threshold.")
+    ] = False,
+    normalize: Annotated[
+        bool, Option("--normalize", help="Scores from 0 to 1; 0.5: the native threshold.")
+    ] = False,
+    no_canary: Annotated[
+        bool, Option("--no-canary", help="Be ready without scoring anything.")
+    ] = False,
+    prefix_cache: Annotated[
+        str | None, Option(help="Prefixes kept on the device, such as 512MB; 0: none.")
+    ] = None,
+    prefixes: Annotated[
+        Path | None, Option("--prefixes", "-p", help="Folder to keep prefixes in.")
+    ] = None,
+    engine: Annotated[
+        Engine, Option(help="local: one process. ray: replicas on a Ray cluster.")
+    ] = "local",
     replicas: Annotated[int, Option(min=1, help="With ray: processes with the model.")] = 1,
-    max_replicas: Annotated[int | None, Option(min=1, help="With ray: up to so many, as the load asks for.")] = None,
+    max_replicas: Annotated[
+        int | None, Option(min=1, help="With ray: up to so many, as the load asks for.")
+    ] = None,
     cpus_per_replica: Annotated[float, Option(help="With ray: CPU cores of each.")] = 1.0,
-    gpus_per_replica: Annotated[float, Option(help="With ray: GPUs of each, such as 1 or 0.5.")] = 0.0,
+    gpus_per_replica: Annotated[
+        float, Option(help="With ray: GPUs of each, such as 1 or 0.5.")
+    ] = 0.0,
     address: Address = None,
     log_level: Annotated[LogLevel, Option(help="Of this package and the server.")] = "info",
 ) -> None:
@@ -109,7 +137,9 @@ def serve(
 
     try:
         settings = Settings(
-            api_keys=tuple(map(SecretStr, read_keys(",".join(os.environ.get(name, "") for name in KEYS)))),
+            api_keys=tuple(
+                map(SecretStr, read_keys(",".join(os.environ.get(name, "") for name in KEYS)))
+            ),
             api_key_file=api_key_file,
             separate_clients=separate_clients,
             allowed_hosts=tuple(allowed_host),
@@ -145,7 +175,9 @@ def serve(
         run_on_ray(build, settings, wanted, host=host, port=port)
 
 
-def run(backend: Scheduler, settings: Settings, limits: Limits, *, host: str, port: int, log_level: str) -> None:
+def run(
+    backend: Scheduler, settings: Settings, limits: Limits, *, host: str, port: int, log_level: str
+) -> None:
     """Serve until told to stop; raises what keeps the backend or the server from starting."""
     from ..service.app import create_app
     from ..service.logs import configure
@@ -158,13 +190,21 @@ def run(backend: Scheduler, settings: Settings, limits: Limits, *, host: str, po
         app = create_app(backend, settings)
         handler = configure(log_level)
         # What the app refuses to start for is shown by the command, in one line.
-        handler.addFilter(lambda record: app.state.failure is None or not record.name.startswith("uvicorn"))
+        handler.addFilter(
+            lambda record: app.state.failure is None or not record.name.startswith("uvicorn")
+        )
         warn_if_open(settings, host)
         trim_regularly()
         server = Server(
-            app, limits, lambda: screen.print(f"{backend.description.name} answers at {address}", soft_wrap=True)
+            app,
+            limits,
+            lambda: screen.print(
+                f"{backend.description.name} answers at {address}", soft_wrap=True
+            ),
         )
-        hangup = getattr(signal, "SIGHUP", None)  # a closed terminal is an end like Ctrl-C, unless nohup says otherwise
+        hangup = getattr(
+            signal, "SIGHUP", None
+        )  # a closed terminal is an end like Ctrl-C, unless nohup says otherwise
         if hangup is not None and signal.getsignal(hangup) is signal.SIG_DFL:
             signal.signal(hangup, server.handle_exit)
         try:
@@ -178,7 +218,9 @@ def run(backend: Scheduler, settings: Settings, limits: Limits, *, host: str, po
             raise typer.Exit(1)
 
 
-def run_on_ray(build: Callable[[], Scheduler], settings: Settings, replicas: Replicas, *, host: str, port: int) -> None:
+def run_on_ray(
+    build: Callable[[], Scheduler], settings: Settings, replicas: Replicas, *, host: str, port: int
+) -> None:
     """Serve on the connected Ray cluster until told to stop; ``build`` is called in each replica."""
     from ..service.app import create_app
     from ..service.ray import serve_on_ray, take_down
@@ -205,11 +247,17 @@ def _bound(host: str, port: int) -> socket.socket:
         made.bind((host, port))
     except OSError as error:
         made.close()
-        raise InputError(f"Nobody can listen at {host}, port {port}: {error}. Choose --host and --port.") from error
+        raise InputError(
+            f"Nobody can listen at {host}, port {port}: {error}. Choose --host and --port."
+        ) from error
     return made
 
 
 def warn_if_open(settings: Settings, host: str) -> None:
     """Log that whoever can reach a service beyond this machine may ask it."""
     if not settings.closed and host not in ("127.0.0.1", "::1", "localhost"):
-        logger.warning("The service listens at %s without an API key. Set %s, or give --api-key-file.", host, KEYS[0])
+        logger.warning(
+            "The service listens at %s without an API key. Set %s, or give --api-key-file.",
+            host,
+            KEYS[0],
+        )

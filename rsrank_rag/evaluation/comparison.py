@@ -14,7 +14,16 @@ from .. import __version__
 from ..reranker import BLANK_SCORE
 from .datasets import LabelledQuery
 from .metrics import ScoredQuery, best_threshold, f1_at, query_best_f1, ranking_by_query
-from .statistics import LEVEL, RESAMPLES, Estimate, PairedTest, Record, estimate_mean, paired_differences, paired_t_test
+from .statistics import (
+    LEVEL,
+    RESAMPLES,
+    Estimate,
+    PairedTest,
+    Record,
+    estimate_mean,
+    paired_differences,
+    paired_t_test,
+)
 
 METRICS = {
     "ndcg@5": "nDCG@5",
@@ -25,7 +34,10 @@ METRICS = {
 }
 """What is measured of each query and in the mean, and what it is called."""
 
-GAP_LIMITS = (0.1, 0.3)  # F1 gaps of which the share of queries above is given, as in the paper's Section 2.2
+GAP_LIMITS = (
+    0.1,
+    0.3,
+)  # F1 gaps of which the share of queries above is given, as in the paper's Section 2.2
 
 _Estimator = Callable[..., Estimate]
 
@@ -119,8 +131,12 @@ class Measured:
 class Stability:
     """How well one threshold suits several sets (paper, Section 2.1), in units of the whole score range."""
 
-    ranges: dict[str, tuple[float, float]]  # each set's lowest and highest score; 0 and 1 are those of all sets
-    natural: float  # the threshold the system is used with; outside [0, 1] if no score lies beyond it
+    ranges: dict[
+        str, tuple[float, float]
+    ]  # each set's lowest and highest score; 0 and 1 are those of all sets
+    natural: (
+        float  # the threshold the system is used with; outside [0, 1] if no score lies beyond it
+    )
     best: dict[str, float]  # each set's threshold with the highest mean F1
     bias: float  # mean over sets of the absolute offset between the best and the natural threshold
     variance: float  # mean squared distance of the sets' best thresholds from their mean
@@ -139,12 +155,16 @@ def threshold_stability(sets: Mapping[str, Sequence[ScoredQuery]], threshold: fl
     ({'a': 0.25}, 0.5, 0.25, 0.0)
     """
     scores = {
-        name: [score for query in queries for score in query.scores if score != BLANK_SCORE] or [0.0]
+        name: [score for query in queries for score in query.scores if score != BLANK_SCORE]
+        or [0.0]
         for name, queries in sets.items()
     }
     low, high = min(map(min, scores.values())), max(map(max, scores.values()))
     span = (high - low) or 1.0
-    ranges = {name: ((min(found) - low) / span, (max(found) - low) / span) for name, found in scores.items()}
+    ranges = {
+        name: ((min(found) - low) / span, (max(found) - low) / span)
+        for name, found in scores.items()
+    }
     best = {name: (best_threshold(queries)[0] - low) / span for name, queries in sets.items()}
     natural = (threshold - low) / span
     bias = statistics.fmean(abs(value - natural) for value in best.values())
@@ -161,7 +181,10 @@ def share_above(values: Sequence[float], limit: float) -> float:
 
 
 def compare(
-    systems: Sequence[Measured], sets: Mapping[str, Sequence[LabelledQuery]], *, resamples: int = RESAMPLES
+    systems: Sequence[Measured],
+    sets: Mapping[str, Sequence[LabelledQuery]],
+    *,
+    resamples: int = RESAMPLES,
 ) -> Comparison:
     """All metrics of all systems with their intervals, and the paired differences of every two systems.
 
@@ -173,7 +196,9 @@ def compare(
         resamples=resamples,
         labels={name: tuple(map(_labels, queries)) for name, queries in sets.items()},
         systems=results,
-        differences=tuple(_difference(first, second, estimate) for first, second in combinations(results, 2)),
+        differences=tuple(
+            _difference(first, second, estimate) for first, second in combinations(results, 2)
+        ),
     )
 
 
@@ -182,14 +207,18 @@ def _labels(query: LabelledQuery) -> QueryLabels:
     return QueryLabels(id=query.id, documents=tuple(ids), relevant=tuple(relevant))
 
 
-def _system(system: Measured, sets: Mapping[str, Sequence[LabelledQuery]], estimate: _Estimator) -> SystemResult:
+def _system(
+    system: Measured, sets: Mapping[str, Sequence[LabelledQuery]], estimate: _Estimator
+) -> SystemResult:
     stability = threshold_stability(system.scored, system.threshold)
     results = {}
     for name, labelled in sets.items():
         queries = system.scored[name]
         rows = _rows(labelled, queries, system.threshold)
         gaps = [row.gap for row in rows]
-        best, own = ([row.metrics[metric] for row in rows] for metric in ("f1@best", "f1@query_best"))
+        best, own = (
+            [row.metrics[metric] for row in rows] for metric in ("f1@best", "f1@query_best")
+        )
         results[name] = SetResult(
             metrics={metric: estimate([row.metrics[metric] for row in rows]) for metric in METRICS},
             tau_best=best_threshold(queries)[0],
@@ -212,28 +241,41 @@ def _system(system: Measured, sets: Mapping[str, Sequence[LabelledQuery]], estim
     )
 
 
-def _rows(labelled: Sequence[LabelledQuery], queries: Sequence[ScoredQuery], tau: float) -> tuple[QueryResult, ...]:
+def _rows(
+    labelled: Sequence[LabelledQuery], queries: Sequence[ScoredQuery], tau: float
+) -> tuple[QueryResult, ...]:
     tau_best, _ = best_threshold(queries)
     ranking = ranking_by_query(queries)
     rows = []
     for number, (label, query) in enumerate(zip(labelled, queries, strict=True)):
         metrics = {name: values[number] for name, values in ranking.items()}
-        f1 = {"f1@tau": f1_at(query, tau), "f1@best": f1_at(query, tau_best), "f1@query_best": query_best_f1(query)}
+        f1 = {
+            "f1@tau": f1_at(query, tau),
+            "f1@best": f1_at(query, tau_best),
+            "f1@query_best": query_best_f1(query),
+        }
         kept = sum(score > tau for score in query.scores)
-        rows.append(QueryResult(id=label.id, scores=tuple(query.scores), kept=kept, metrics=metrics | f1))
+        rows.append(
+            QueryResult(id=label.id, scores=tuple(query.scores), kept=kept, metrics=metrics | f1)
+        )
     return tuple(rows)
 
 
 def _difference(first: SystemResult, second: SystemResult, estimate: _Estimator) -> Difference:
     def differences(metric: str) -> dict[str, list[float]]:
-        pairs = zip(first.sets, _values(first.sets, metric), _values(second.sets, metric), strict=True)
+        pairs = zip(
+            first.sets, _values(first.sets, metric), _values(second.sets, metric), strict=True
+        )
         return {name: paired_differences(a, b) for name, a, b in pairs}
 
     found = {metric: differences(metric) for metric in METRICS}
     return Difference(
         first=first.name,
         second=second.name,
-        sets={name: {metric: estimate(found[metric][name]) for metric in METRICS} for name in first.sets},
+        sets={
+            name: {metric: estimate(found[metric][name]) for metric in METRICS}
+            for name in first.sets
+        },
         mean={metric: estimate(*by_set.values()) for metric, by_set in found.items()},
     )
 

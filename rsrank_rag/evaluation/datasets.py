@@ -49,7 +49,10 @@ def read_sets(paths: Iterable[str | Path]) -> dict[str, list[LabelledQuery]]:
     """The queries of each file by its name, or path where files share a name; each is read once."""
     files = list(dict.fromkeys(map(Path, paths)))
     names = [dataset_name(path) for path in files]
-    keys = [name if names.count(name) == 1 else str(path) for name, path in zip(names, files, strict=True)]
+    keys = [
+        name if names.count(name) == 1 else str(path)
+        for name, path in zip(names, files, strict=True)
+    ]
     return dict(zip(keys, map(read_labelled, files), strict=True))
 
 
@@ -63,7 +66,9 @@ def read_labelled(path: str | Path) -> list[LabelledQuery]:
         lines = raw.decode("utf-8").split("\n")
     except (OSError, EOFError, zlib.error, UnicodeDecodeError) as error:
         raise InputError(f"{path} could not be read: {error}") from error
-    queries = [_query(line, f"{path}, line {i}") for i, line in enumerate(lines, start=1) if line.strip()]
+    queries = [
+        _query(line, f"{path}, line {i}") for i, line in enumerate(lines, start=1) if line.strip()
+    ]
     if not queries:
         raise InputError(f"{path} holds no queries.")
     return queries

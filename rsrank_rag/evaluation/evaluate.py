@@ -18,10 +18,14 @@ class LabelledScorer(Protocol):
         """One score a document, in input order."""
 
 
-System = Reranker | LabelledScorer  # what can be measured. Its ``threshold`` is its native one, or None.
+System = (
+    Reranker | LabelledScorer
+)  # what can be measured. Its ``threshold`` is its native one, or None.
 
 
-def score_dataset(system: System, queries: Iterable[LabelledQuery], *, titles: bool = True) -> list[ScoredQuery]:
+def score_dataset(
+    system: System, queries: Iterable[LabelledQuery], *, titles: bool = True
+) -> list[ScoredQuery]:
     """Score every query's documents, one query after another; InputError names a query with a score that is no number.
 
     `titles`: put a document's title, if it has one, in front of its text.
@@ -29,7 +33,9 @@ def score_dataset(system: System, queries: Iterable[LabelledQuery], *, titles: b
     found = []
     for query in queries:
         if isinstance(system, Reranker):
-            scores = system.score(query.query, [document.content(titles=titles) for document in query.documents])
+            scores = system.score(
+                query.query, [document.content(titles=titles) for document in query.documents]
+            )
         else:
             scores = system.score_labelled(query, titles=titles)
         try:
@@ -50,7 +56,9 @@ def summarise(scored: Sequence[ScoredQuery], *, threshold: float = 0.0) -> dict[
         ``f1@query_best`` if every query had its own best one.
     """
     tau_best, f1_best = best_threshold(scored)
-    precision, recall, f1, kept = ([selection(query, threshold)[part] for query in scored] for part in range(4))
+    precision, recall, f1, kept = (
+        [selection(query, threshold)[part] for query in scored] for part in range(4)
+    )
     false = [count for count, query in zip(kept, scored, strict=True) if not any(query.relevant)]
     return {
         "queries": len(scored),

@@ -43,7 +43,9 @@ class _Source:
         """A `datasets.Dataset`: Arrow files, mapped into memory."""
         datasets = required("datasets", f"Loading {self.repository} needs datasets.", "train")
         try:
-            return datasets.load_dataset(self.repository, config, split=split, revision=self.revision)
+            return datasets.load_dataset(
+                self.repository, config, split=split, revision=self.revision
+            )
         except (*HUB_ERRORS, datasets.exceptions.DatasetsError) as error:
             cause = error.__cause__ or error  # a failed build names its reason only there
             raise InputError(
@@ -55,11 +57,19 @@ class _Source:
 
 _BEIR_TABLES = (("queries", "queries"), ("corpus", "corpus"))
 _SOURCES: Mapping[str, _Source] = {
-    "2wiki": _Source("hotpotqa", "framolfese/2WikiMultihopQA", None, "fe713bfbd1afbca1a65246741a75890405d56a3a"),
-    "hotpotqa": _Source("hotpotqa", "hotpotqa/hotpot_qa", "distractor", "1908d6afbbead072334abe2965f91bd2709910ab"),
-    "musique": _Source("musique", "dgslibisey/MuSiQue", None, "c8f4f8c9465fb69d31a8eae894c3fd509c4ca321"),
+    "2wiki": _Source(
+        "hotpotqa", "framolfese/2WikiMultihopQA", None, "fe713bfbd1afbca1a65246741a75890405d56a3a"
+    ),
+    "hotpotqa": _Source(
+        "hotpotqa", "hotpotqa/hotpot_qa", "distractor", "1908d6afbbead072334abe2965f91bd2709910ab"
+    ),
+    "musique": _Source(
+        "musique", "dgslibisey/MuSiQue", None, "c8f4f8c9465fb69d31a8eae894c3fd509c4ca321"
+    ),
     "fiqa": _Source("beir", "mteb/fiqa", "default", "27a168819829fe9bcd655c2df245fb19452e8e06"),
-    "nfcorpus": _Source("beir", "mteb/nfcorpus", "default", "ec0fa4fe99da2ff19ca1214b7966684033a58814"),
+    "nfcorpus": _Source(
+        "beir", "mteb/nfcorpus", "default", "ec0fa4fe99da2ff19ca1214b7966684033a58814"
+    ),
     "fever": _Source("beir", "mteb/fever", "default", "bea83ef9e8fb933d90a2f1d5515737465d613e12"),
 }
 
@@ -94,7 +104,9 @@ def load_sets(
             queries = replace_negatives(queries, negatives, titles=titles, options=options)
         found[name] = queries[:limit]
     for name in named:
-        found[name] = load_named(name, queries=limit, negatives=negatives or Negatives(), options=options)
+        found[name] = load_named(
+            name, queries=limit, negatives=negatives or Negatives(), options=options
+        )
     return found
 
 
@@ -138,11 +150,19 @@ def load_named(
     """
     source = _source(name)
     if source is None:
-        raise InputError(f"There is no set {name!r}. Choose one of: {', '.join(NAMES)}; or beir:NAME, as beir:scifact.")
+        raise InputError(
+            f"There is no set {name!r}. Choose one of: {', '.join(NAMES)}; or beir:NAME, as beir:scifact."
+        )
     source = replace(source, revision=revision or source.revision)
     if split not in source.splits:
-        raise InputError(f"There is no split {split!r} of {name}. Choose one of: {', '.join(source.splits)}.")
-    if granularity not in (None, "paragraph", *(["sentence"] if source.layout == "hotpotqa" else [])):
+        raise InputError(
+            f"There is no split {split!r} of {name}. Choose one of: {', '.join(source.splits)}."
+        )
+    if granularity not in (
+        None,
+        "paragraph",
+        *(["sentence"] if source.layout == "hotpotqa" else []),
+    ):
         raise InputError(f"{name} cannot be had with granularity {granularity!r}. Leave it out.")
     for what, number, least in (("negatives", negatives, 0), ("queries", queries, 1)):
         if isinstance(number, int) and number < least:
@@ -151,17 +171,26 @@ def load_named(
     draw = partial(_sample, count=queries, seed=seed)
     try:
         if source.layout == "beir":
-            tables = [source.table(c, s) for c, s in ((source.config, source.splits[split]), *_BEIR_TABLES)]
-            found = _from_beir(tables, draw, partial(choose, chosen, seed=seed, options=options), seed)
+            tables = [
+                source.table(c, s)
+                for c, s in ((source.config, source.splits[split]), *_BEIR_TABLES)
+            ]
+            found = _from_beir(
+                tables, draw, partial(choose, chosen, seed=seed, options=options), seed
+            )
         else:
-            found = _from_multihop(source.table(source.config, source.splits[split]), source.layout, granularity, draw)
+            found = _from_multihop(
+                source.table(source.config, source.splits[split]), source.layout, granularity, draw
+            )
     except KeyError as error:
         raise InputError(
             f"{source.repository} at revision {source.revision!r} has no column {error.args[0]!r}, which {name} needs. "
             "Leave revision out."
         ) from None
     if not found:
-        raise InputError(f"{source.repository} has no labelled queries in {split!r} at revision {source.revision!r}.")
+        raise InputError(
+            f"{source.repository} has no labelled queries in {split!r} at revision {source.revision!r}."
+        )
     return found
 
 
@@ -180,11 +209,16 @@ def _column(table: Any, name: str) -> Any:
     return table.data.column(name)
 
 
-def _from_multihop(table: Any, layout: str, granularity: Granularity | None, draw: _Draw) -> list[LabelledQuery]:
+def _from_multihop(
+    table: Any, layout: str, granularity: Granularity | None, draw: _Draw
+) -> list[LabelledQuery]:
     rows = {str(key): row for row, key in enumerate(_column(table, "id").to_pylist())}
     if layout == "musique":
         answerable = _column(table, "answerable").to_pylist()
-        return [_from_musique(table[rows[key]]) for key in draw(key for key, row in rows.items() if answerable[row])]
+        return [
+            _from_musique(table[rows[key]])
+            for key in draw(key for key, row in rows.items() if answerable[row])
+        ]
     return [_from_hotpotqa(table[rows[key]], granularity or "sentence") for key in draw(rows)]
 
 
@@ -192,20 +226,34 @@ def _from_hotpotqa(row: Mapping[str, Any], granularity: Granularity) -> Labelled
     facts, context = row["supporting_facts"], row["context"]
     gold = set(zip(facts["title"], facts["sent_id"], strict=True))
     documents = []
-    for number, (title, texts) in enumerate(zip(context["title"], context["sentences"], strict=True)):
+    for number, (title, texts) in enumerate(
+        zip(context["title"], context["sentences"], strict=True)
+    ):
         place = f"{number}:{title}"  # two paragraphs may have one title
         sentences = [(i, text.strip()) for i, text in enumerate(texts) if text.strip()]
         if granularity == "sentence":
             found = [(f"{place}#{i}", text, (title, i) in gold) for i, text in sentences]
         else:
-            found = [(place, " ".join(text for _, text in sentences), title in facts["title"])] if sentences else []
-        documents += [LabelledDocument(id=i, title=title, text=text, relevant=label) for i, text, label in found]
+            found = (
+                [(place, " ".join(text for _, text in sentences), title in facts["title"])]
+                if sentences
+                else []
+            )
+        documents += [
+            LabelledDocument(id=i, title=title, text=text, relevant=label)
+            for i, text, label in found
+        ]
     return LabelledQuery(id=str(row["id"]), query=row["question"], documents=tuple(documents))
 
 
 def _from_musique(row: Mapping[str, Any]) -> LabelledQuery:
     documents = tuple(
-        LabelledDocument(id=str(p["idx"]), title=p["title"], text=p["paragraph_text"], relevant=p["is_supporting"])
+        LabelledDocument(
+            id=str(p["idx"]),
+            title=p["title"],
+            text=p["paragraph_text"],
+            relevant=p["is_supporting"],
+        )
         for p in row["paragraphs"]
     )
     return LabelledQuery(id=str(row["id"]), query=row["question"], documents=documents)
@@ -226,7 +274,9 @@ def _from_beir(
     keys = draw(key for key, rows in gold.items() if rows)
     texts = [queries[query_rows[key]]["text"] for key in keys]
     asked = [(key, text, gold[key]) for key, text in zip(keys, texts, strict=True)]
-    chosen = choose(asked, len(corpus), lambda rows: [_document(row).content() for row in corpus.select(rows)])
+    chosen = choose(
+        asked, len(corpus), lambda rows: [_document(row).content() for row in corpus.select(rows)]
+    )
     found = []
     for key, text, others in zip(keys, texts, chosen, strict=True):
         rows = [*sorted(gold[key]), *others]
@@ -238,7 +288,9 @@ def _from_beir(
 
 
 def _document(row: Mapping[str, Any], *, relevant: bool = False) -> LabelledDocument:
-    return LabelledDocument(id=str(row["_id"]), title=row["title"] or None, text=row["text"], relevant=relevant)
+    return LabelledDocument(
+        id=str(row["_id"]), title=row["title"] or None, text=row["text"], relevant=relevant
+    )
 
 
 def _rows(ids: Any, wanted: Collection[str]) -> dict[str, int]:

@@ -21,10 +21,14 @@ class ScoredQuery:
 
     def __post_init__(self) -> None:
         if len(self.scores) != len(self.relevant):
-            raise InputError(f"A query needs a score a document, got {len(self.scores)} for {len(self.relevant)}.")
+            raise InputError(
+                f"A query needs a score a document, got {len(self.scores)} for {len(self.relevant)}."
+            )
         for number, score in enumerate(self.scores):
             if not math.isfinite(score):
-                raise InputError(f"Document {number} scored {score}, which can be neither ranked nor measured.")
+                raise InputError(
+                    f"Document {number} scored {score}, which can be neither ranked nor measured."
+                )
 
 
 def best_first(scores: Sequence[float]) -> list[int]:
@@ -51,10 +55,17 @@ def selection(query: ScoredQuery, threshold: float) -> tuple[float, float, float
 
     Where nothing is relevant and nothing was kept, all three are 1, without documents to choose from 0.
     """
-    kept = [label for score, label in zip(query.scores, query.relevant, strict=True) if score > threshold]
+    kept = [
+        label
+        for score, label in zip(query.scores, query.relevant, strict=True)
+        if score > threshold
+    ]
     hits, relevant = sum(kept), sum(query.relevant)
     rightly_none = float(bool(query.scores) and not kept and not relevant)
-    precision, recall = hits / len(kept) if kept else rightly_none, hits / relevant if relevant else rightly_none
+    precision, recall = (
+        hits / len(kept) if kept else rightly_none,
+        hits / relevant if relevant else rightly_none,
+    )
     return precision, recall, f1(hits, len(kept), relevant) if query.scores else 0.0, len(kept)
 
 
@@ -63,7 +74,9 @@ def f1_at(query: ScoredQuery, threshold: float) -> float:
     return selection(query, threshold)[2]
 
 
-def best_threshold(queries: Sequence[ScoredQuery], weights: Sequence[float] | None = None) -> tuple[float, float]:
+def best_threshold(
+    queries: Sequence[ScoredQuery], weights: Sequence[float] | None = None
+) -> tuple[float, float]:
     """The single threshold with the highest mean F1 over all queries, found exactly.
 
     Lowering the threshold past one document after another changes one query's F1 at a time.
@@ -78,12 +91,18 @@ def best_threshold(queries: Sequence[ScoredQuery], weights: Sequence[float] | No
     >>> best_threshold([ScoredQuery([3.0, 1.0], [True, False]), ScoredQuery([2.0, 0.0], [True, False])])
     (1.5, 1.0)
     """
-    pairs = ((*pair, row) for row, q in enumerate(queries) for pair in zip(q.scores, q.relevant, strict=True))
+    pairs = (
+        (*pair, row)
+        for row, q in enumerate(queries)
+        for pair in zip(q.scores, q.relevant, strict=True)
+    )
     documents = sorted(pairs, key=lambda item: -item[0])
     relevant = [sum(query.relevant) for query in queries]
     kept, hits = [0] * len(queries), [0] * len(queries)
     weights = [1.0] * len(queries) if weights is None else weights
-    values = [f1_at(query, math.inf) * weight for query, weight in zip(queries, weights, strict=True)]
+    values = [
+        f1_at(query, math.inf) * weight for query, weight in zip(queries, weights, strict=True)
+    ]
     total = math.fsum(values)
     best_total, best = total, documents[0][0] if documents else 0.0
     for position, (score, label, row) in enumerate(documents):
@@ -92,7 +111,11 @@ def best_threshold(queries: Sequence[ScoredQuery], weights: Sequence[float] | No
         value = f1(hits[row], kept[row], relevant[row]) * weights[row]
         total += value - values[row]
         values[row] = value
-        following = documents[position + 1][0] if position + 1 < len(documents) else math.nextafter(score, -math.inf)
+        following = (
+            documents[position + 1][0]
+            if position + 1 < len(documents)
+            else math.nextafter(score, -math.inf)
+        )
         if following < score and total > best_total + 1e-12:
             middle = (score + following) / 2
             best_total, best = total, middle if middle < score else following
@@ -118,5 +141,11 @@ def ranking_by_query(queries: Sequence[ScoredQuery]) -> dict[str, list[float]]:
         run[str(number)] = {str(i): float(len(order) - rank) for rank, i in enumerate(order)}
         qrels[str(number)] = {str(i): int(label) for i, label in enumerate(query.relevant)}
     measures = {"ndcg@5": ir_measures.nDCG @ 5, "recall@5": ir_measures.R @ 5}
-    found = {(m.query_id, m.measure): float(m.value) for m in ir_measures.iter_calc(measures.values(), qrels, run)}
-    return {name: [found.get((key, measure), 0.0) for key in qrels] for name, measure in measures.items()}
+    found = {
+        (m.query_id, m.measure): float(m.value)
+        for m in ir_measures.iter_calc(measures.values(), qrels, run)
+    }
+    return {
+        name: [found.get((key, measure), 0.0) for key in qrels]
+        for name, measure in measures.items()
+    }

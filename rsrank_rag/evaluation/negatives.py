@@ -26,9 +26,13 @@ class Negatives(BaseModel, extra="forbid", frozen=True):
     """How a query's irrelevant documents are chosen: at random, or the best of BM25 or of a bi-encoder."""
 
     kind: Kind = "random"
-    count: int = Field(default=15, ge=0)  # documents a query; all there are where the corpus is smaller
+    count: int = Field(
+        default=15, ge=0
+    )  # documents a query; all there are where the corpus is smaller
     encoder: str = "sentence-transformers/all-MiniLM-L6-v2"  # of "dense", by Hub id or folder
-    corpus: int | None = Field(default=None, gt=0)  # draw from so many documents of it, at random; None for all
+    corpus: int | None = Field(
+        default=None, gt=0
+    )  # draw from so many documents of it, at random; None for all
 
     @classmethod
     def parse(cls, text: str) -> Self:
@@ -39,7 +43,9 @@ class Negatives(BaseModel, extra="forbid", frozen=True):
         """
         kind, colon, encoder = text.partition(":")
         if kind not in get_args(Kind) or (colon and not (kind == "dense" and encoder)):
-            raise InputError(f"Negatives are random, bm25, dense or dense:ENCODER (a bi-encoder), not {text!r}.")
+            raise InputError(
+                f"Negatives are random, bm25, dense or dense:ENCODER (a bi-encoder), not {text!r}."
+            )
         return cls.model_validate({"kind": kind, "encoder": encoder} if encoder else {"kind": kind})
 
 
@@ -65,13 +71,22 @@ def choose(
         rows = sorted(random.Random(f"corpus:{seed}").sample(rows, negatives.corpus))
     ranked: Iterable[list[int]] = ([] for _ in queries)
     if negatives.kind != "random":
-        depth = negatives.count + max((len(gold) for _, _, gold in queries), default=0)  # enough beside the relevant
-        by = _bm25 if negatives.kind == "bm25" else partial(_dense, BiEncoder(negatives.encoder, options=options))
+        depth = negatives.count + max(
+            (len(gold) for _, _, gold in queries), default=0
+        )  # enough beside the relevant
+        by = (
+            _bm25
+            if negatives.kind == "bm25"
+            else partial(_dense, BiEncoder(negatives.encoder, options=options))
+        )
         ranked = by([text for _, text, _ in queries], read(rows), depth)
     chosen = []
     for (key, _, gold), best in zip(queries, ranked, strict=True):
         hard = [rows[place] for place in best if rows[place] not in gold][: negatives.count]
-        taken, count = {*gold, *hard}, negatives.count - len(hard)  # so many others, or all there are
+        taken, count = (
+            {*gold, *hard},
+            negatives.count - len(hard),
+        )  # so many others, or all there are
         drawn = random.Random(f"{seed}:{key}").sample(rows, min(len(rows), count + len(taken)))
         chosen.append([*hard, *[row for row in drawn if row not in taken][:count]])
     return chosen
@@ -83,10 +98,14 @@ def _bm25(queries: Sequence[str], corpus: Sequence[str], depth: int) -> Iterator
         yield [int(row) for row in np.argsort(-scores, kind="stable")[:depth] if scores[row] > 0]
 
 
-def _dense(encoder: BiEncoder, queries: Sequence[str], corpus: Sequence[str], depth: int) -> Iterator[list[int]]:
+def _dense(
+    encoder: BiEncoder, queries: Sequence[str], corpus: Sequence[str], depth: int
+) -> Iterator[list[int]]:
     from sentence_transformers.util import semantic_search
 
-    for hits in semantic_search(encoder.encode_queries(queries), encoder.encode_documents(corpus), top_k=depth):
+    for hits in semantic_search(
+        encoder.encode_queries(queries), encoder.encode_documents(corpus), top_k=depth
+    ):
         yield [int(hit["corpus_id"]) for hit in hits]
 
 
@@ -109,7 +128,8 @@ def replace_negatives(
     documents = list(corpus.values())
     place = {key: number for number, key in enumerate(corpus)}
     wanted = [
-        (query.id, query.query, {place[d.title, d.text] for d in query.documents if d.relevant}) for query in queries
+        (query.id, query.query, {place[d.title, d.text] for d in query.documents if d.relevant})
+        for query in queries
     ]
 
     def read(rows: Sequence[int]) -> list[str]:
@@ -119,7 +139,10 @@ def replace_negatives(
     changed = []
     for query, rows in zip(queries, found, strict=True):
         # An id may stand for another text at another query.
-        others = [documents[row].model_copy(update={"id": f"negative-{row}", "relevant": False}) for row in rows]
+        others = [
+            documents[row].model_copy(update={"id": f"negative-{row}", "relevant": False})
+            for row in rows
+        ]
         mixed = [document for document in query.documents if document.relevant] + others
         random.Random(f"order:{seed}:{query.id}").shuffle(mixed)
         changed.append(query.model_copy(update={"documents": tuple(mixed)}))

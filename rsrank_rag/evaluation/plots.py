@@ -24,7 +24,9 @@ BLUE, VERMILION, SKY, BLACK = "#0072B2", "#D55E00", "#56B4E9", "#000000"
 COLOURS = (BLUE, VERMILION, "#009E73", "#E69F00", SKY, "#CC79A7", BLACK)
 LINES = ("-", "--", "-.", ":")
 
-STYLE = Path(__file__).with_suffix(".mplstyle")  # settings that every figure is drawn and written with
+STYLE = Path(__file__).with_suffix(
+    ".mplstyle"
+)  # settings that every figure is drawn and written with
 
 
 def load_matplotlib() -> Any:
@@ -79,7 +81,9 @@ def f1_gap_curves(panels: Mapping[str, Mapping[str, Sequence[float]]]) -> Figure
             for number, (system, gaps) in enumerate(systems.items()):
                 points = np.sort(np.asarray(gaps, dtype=float))
                 above = 1 - np.arange(1, len(points) + 1) / max(len(points), 1)
-                (line,) = axes.step([0.0, *points, 1.0], [1.0, *above, 0.0], where="post", label=system)
+                (line,) = axes.step(
+                    [0.0, *points, 1.0], [1.0, *above, 0.0], where="post", label=system
+                )
                 line.set(color=COLOURS[number % len(COLOURS)], linestyle=LINES[number % len(LINES)])
             axes.set_title(name)
             axes.set(xlim=(0, 1), ylim=(0, 1.02))
@@ -87,7 +91,11 @@ def f1_gap_curves(panels: Mapping[str, Mapping[str, Sequence[float]]]) -> Figure
 
 
 def score_histograms(
-    panels: Mapping[str, tuple[Sequence[float], Sequence[float]]], threshold: float, *, title: str = "", bins: int = 30
+    panels: Mapping[str, tuple[Sequence[float], Sequence[float]]],
+    threshold: float,
+    *,
+    title: str = "",
+    bins: int = 30,
 ) -> Figure:
     """Scores of relevant and of irrelevant documents; each class adds up to 1, so that few beside many can be seen.
 
@@ -110,7 +118,9 @@ def score_histograms(
 
 
 @contextmanager
-def _panels(names: Collection[str], height: float, columns: int = 3) -> Iterator[tuple[Figure, list[Axes]]]:
+def _panels(
+    names: Collection[str], height: float, columns: int = 3
+) -> Iterator[tuple[Figure, list[Axes]]]:
     """A figure of small panels in rows, one a name; what is left of the last row stays empty."""
     wide = max(min(len(names), columns), 1)
     rows = math.ceil(len(names) / wide)
@@ -127,7 +137,9 @@ def _labelled(figure: Figure, across: str, up: str) -> Figure:
     figure.supylabel(up, size="medium")
     panels = [axes.get_legend_handles_labels() for axes in figure.axes]
     found = {label: handle for panel in panels for handle, label in zip(*panel, strict=True)}
-    figure.legend(found.values(), found.keys(), loc="outside lower center", ncols=min(len(found), 4))
+    figure.legend(
+        found.values(), found.keys(), loc="outside lower center", ncols=min(len(found), 4)
+    )
     return figure
 
 

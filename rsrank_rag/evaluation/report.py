@@ -48,7 +48,11 @@ def check_report(folder: str | Path) -> None:
 
 
 def write_report(
-    folder: str | Path, systems: Sequence[Measured], sets: Mapping[str, Sequence[LabelledQuery]], *, titles: bool = True
+    folder: str | Path,
+    systems: Sequence[Measured],
+    sets: Mapping[str, Sequence[LabelledQuery]],
+    *,
+    titles: bool = True,
 ) -> Comparison:
     """Compare systems and write ``index.html``, ``report.json`` and ``figures/*.png``.
 
@@ -76,11 +80,16 @@ def figures_of(found: Comparison) -> Iterator[Picture]:
         figure = plots.score_ranges(ranges, best, threshold, label=label, title=title)
         caption = "the range of scores of each set and the threshold with the highest mean F1, normalised."
         yield Picture("thresholds", f"score-range-{number}", f"{system.name}: {caption}", figure)
-    gaps = {s: {short[x.name]: [q.gap for q in x.sets[s].queries] for x in systems} for s in found.labels}
+    gaps = {
+        s: {short[x.name]: [q.gap for q in x.sets[s].queries] for x in systems}
+        for s in found.labels
+    }
     caption = "Share of queries whose F1 at the set's best threshold falls short of their own best by more than x."
     yield Picture("gaps", "f1-gap", caption, plots.f1_gap_curves(gaps))
     for number, system in enumerate(systems):
-        scores = {s: _by_label(labels, system.sets[s].queries) for s, labels in found.labels.items()}
+        scores = {
+            s: _by_label(labels, system.sets[s].queries) for s, labels in found.labels.items()
+        }
         figure = plots.score_histograms(scores, system.threshold, title=short[system.name])
         caption = f"{system.name}: scores of relevant and of irrelevant documents."
         yield Picture("scores", f"scores-{number}", caption, figure)
@@ -88,15 +97,25 @@ def figures_of(found: Comparison) -> Iterator[Picture]:
 
 def short_names(names: Sequence[str]) -> dict[str, str]:
     """What figures have room for: of a long name, such as a folder's path, its end, as much as tells it from others."""
-    found = {name: name if len(name) <= NAME_LENGTH else f"…{name[1 - NAME_LENGTH :]}" for name in names}
+    found = {
+        name: name if len(name) <= NAME_LENGTH else f"…{name[1 - NAME_LENGTH :]}" for name in names
+    }
     return found if len(set(found.values())) == len(found) else dict(zip(names, names, strict=True))
 
 
-def _by_label(labels: Sequence[QueryLabels], queries: Sequence[QueryResult]) -> tuple[list[float], list[float]]:
+def _by_label(
+    labels: Sequence[QueryLabels], queries: Sequence[QueryResult]
+) -> tuple[list[float], list[float]]:
     """Scores of the relevant, and of the irrelevant documents; blank ones have none that could be drawn."""
-    pairs = [pair for x, y in zip(queries, labels, strict=True) for pair in zip(x.scores, y.relevant, strict=True)]
+    pairs = [
+        pair
+        for x, y in zip(queries, labels, strict=True)
+        for pair in zip(x.scores, y.relevant, strict=True)
+    ]
     drawn = [(score, relevant) for score, relevant in pairs if score != BLANK_SCORE]
-    return [score for score, relevant in drawn if relevant], [score for score, relevant in drawn if not relevant]
+    return [score for score, relevant in drawn if relevant], [
+        score for score, relevant in drawn if not relevant
+    ]
 
 
 def page(
@@ -108,7 +127,13 @@ def page(
 ) -> str:
     """The report as one HTML page with its figures inside; every text from elsewhere is escaped (jinja2)."""
     pictures = [(picture, base64.b64encode(png.read_bytes()).decode()) for picture, png in drawn]
-    about = {"metrics": METRICS, "sets": sets, "pictures": pictures, "titles": titles, "text_length": TEXT_LENGTH}
+    about = {
+        "metrics": METRICS,
+        "sets": sets,
+        "pictures": pictures,
+        "titles": titles,
+        "text_length": TEXT_LENGTH,
+    }
     functions = {"worst_queries": worst_queries, "best_first": best_first}
     return str(template(__package__, "report.html").render(about, found=found, **functions))
 
@@ -121,7 +146,9 @@ def worst_queries(queries: Sequence[QueryResult], count: int = WORST) -> dict[in
     rows = range(len(queries))
     lowest = sorted(rows, key=lambda row: queries[row].metrics["f1@tau"])[:count]
     widest = sorted(rows, key=lambda row: -queries[row].gap)[:count]
-    chosen = {row: "lowest F1 at the threshold" for row in lowest if queries[row].metrics["f1@tau"] < 1}
+    chosen = {
+        row: "lowest F1 at the threshold" for row in lowest if queries[row].metrics["f1@tau"] < 1
+    }
     for row in (row for row in widest if queries[row].gap > 1e-9):
         chosen[row] = f"{chosen[row]}, largest gap" if row in chosen else "largest gap"
     return chosen
@@ -130,8 +157,14 @@ def worst_queries(queries: Sequence[QueryResult], count: int = WORST) -> dict[in
 def template(package: str | None, name: str) -> Any:
     """A page of a package's ``templates/``; what is put into HTML is escaped."""
     jinja2 = required("jinja2", "The report needs jinja2.", "eval,plots")
-    loader, lines = jinja2.PackageLoader(package, "templates"), {"trim_blocks": True, "lstrip_blocks": True}
+    loader, lines = (
+        jinja2.PackageLoader(package, "templates"),
+        {"trim_blocks": True, "lstrip_blocks": True},
+    )
     made = jinja2.Environment(
-        loader=loader, autoescape=jinja2.select_autoescape(), undefined=jinja2.StrictUndefined, **lines
+        loader=loader,
+        autoescape=jinja2.select_autoescape(),
+        undefined=jinja2.StrictUndefined,
+        **lines,
     )
     return made.get_template(name)

@@ -12,7 +12,9 @@ from ..errors import required
 LEVEL = 0.95  # confidence level of the intervals
 RESAMPLES = 2000  # bootstrap samples
 
-_AT_ONCE = 1_000_000  # numbers drawn at a time, so that memory does not grow with the number of queries
+_AT_ONCE = (
+    1_000_000  # numbers drawn at a time, so that memory does not grow with the number of queries
+)
 
 
 class Record(BaseModel):
@@ -33,8 +35,12 @@ class PairedTest(Record):
     """A paired t-test."""
 
     difference: float  # mean of first minus second
-    t: float | None  # None where it is not defined: fewer than two pairs, or all differ by the same amount
-    p: float | None  # two-sided; None with fewer than two pairs, 1 where no pair differs, 0 where all do by the same
+    t: (
+        float | None
+    )  # None where it is not defined: fewer than two pairs, or all differ by the same amount
+    p: (
+        float | None
+    )  # two-sided; None with fewer than two pairs, 1 where no pair differs, 0 where all do by the same
 
 
 def estimate_mean(*samples: Sequence[float], resamples: int = RESAMPLES, seed: int = 0) -> Estimate:
@@ -63,7 +69,9 @@ def estimate_mean(*samples: Sequence[float], resamples: int = RESAMPLES, seed: i
         rng=np.random.default_rng(seed),
     )
     low, high = map(float, found.confidence_interval)
-    return Estimate(mean=mean, low=min(low, mean), high=max(high, mean))  # equal numbers differ by rounding
+    return Estimate(
+        mean=mean, low=min(low, mean), high=max(high, mean)
+    )  # equal numbers differ by rounding
 
 
 def paired_differences(first: Sequence[float], second: Sequence[float]) -> list[float]:

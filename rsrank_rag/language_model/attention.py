@@ -27,7 +27,12 @@ SPECIAL = ("position_bias", "softcap", "s_aux", "sinks", "indices", "block_indic
 
 
 def attend(
-    module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **options: Any
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    **options: Any,
 ) -> tuple[Tensor, None]:
     """Scaled dot product attention of (N, H * G, T, D) queries over (N, H, S, D) keys and values, as transformers asks.
 
@@ -36,17 +41,30 @@ def attend(
     """
     special = any(options.get(name) is not None for name in SPECIAL)
     if attention_mask is not None and attention_mask.shape[-1] != key.shape[2]:
-        nothing = False if attention_mask.dtype == torch.bool else torch.finfo(attention_mask.dtype).min
-        attention_mask = pad(attention_mask, (0, key.shape[2] - attention_mask.shape[-1]), value=nothing)
+        nothing = (
+            False if attention_mask.dtype == torch.bool else torch.finfo(attention_mask.dtype).min
+        )
+        attention_mask = pad(
+            attention_mask, (0, key.shape[2] - attention_mask.shape[-1]), value=nothing
+        )
     rows, heads, count, dim = query.shape
     groups = heads // key.shape[1]
     if attention_mask is None or attention_mask.shape[1] != 1 or groups == 1 or special:
-        found: tuple[Tensor, None] = sdpa_attention_forward(module, query, key, value, attention_mask, **options)
+        found: tuple[Tensor, None] = sdpa_attention_forward(
+            module, query, key, value, attention_mask, **options
+        )
         return found
     folded = query.reshape(rows, heads // groups, groups * count, dim)
-    mask = attention_mask[:, :, None].expand(-1, -1, groups, -1, -1).flatten(2, 3)  # (N, 1, G * T, S)
+    mask = (
+        attention_mask[:, :, None].expand(-1, -1, groups, -1, -1).flatten(2, 3)
+    )  # (N, 1, G * T, S)
     out = scaled_dot_product_attention(
-        folded, key, value, attn_mask=mask, dropout_p=options.get("dropout", 0.0), scale=options.get("scaling")
+        folded,
+        key,
+        value,
+        attn_mask=mask,
+        dropout_p=options.get("dropout", 0.0),
+        scale=options.get("scaling"),
     )
     return out.reshape(rows, heads, count, -1).transpose(1, 2).contiguous(), None
 
@@ -55,7 +73,10 @@ def use_own_attention(model: PreTrainedModel) -> None:
     """Let a model that attends by SDPA do it this way; leave every other as it is."""
     if leaves_instructions_unused() and model.dtype != torch.float32:
         torch.backends.cuda.enable_flash_sdp(False)  # for CPUs as well, whatever its name
-    if model.config.get_text_config()._attn_implementation == "sdpa" and model._supports_attention_backend:
+    if (
+        model.config.get_text_config()._attn_implementation == "sdpa"
+        and model._supports_attention_backend
+    ):
         AttentionInterface.register(NAME, attend)
         AttentionMaskInterface.register(NAME, sdpa_mask)
         model.set_attn_implementation(NAME)

@@ -21,11 +21,21 @@ if TYPE_CHECKING:
 IDS, CUT, SAMPLE = 9, 6, 64
 """Tokens of the trial, how many of them play the document, and value entries kept as a fingerprint."""
 
-RUN_ERRORS = (ValueError, TypeError, LookupError, AttributeError, RuntimeError, ImportError, AssertionError)
+RUN_ERRORS = (
+    ValueError,
+    TypeError,
+    LookupError,
+    AttributeError,
+    RuntimeError,
+    ImportError,
+    AssertionError,
+)
 """What a model may raise that cannot be run as we run it."""
 
 LARGEST_TRIED = 4_000_000  # entries of a weight for which `_steady_tokens` takes moments
-MOST_STEADY = 512  # tokens that a run is filled up to at most, so that each comes out as it would among many
+MOST_STEADY = (
+    512  # tokens that a run is filled up to at most, so that each comes out as it would among many
+)
 
 
 def open_backbone(
@@ -47,12 +57,16 @@ def open_backbone(
     loaded = model.eval().config.get_text_config().num_hidden_layers
     last_layer = loaded - 1 if last_layer is None else last_layer
 
-    unknown = Findings(causal=True, num_heads=1, head_dim=1, sample=())  # until the trial has found out
+    unknown = Findings(
+        causal=True, num_heads=1, head_dim=1, sample=()
+    )  # until the trial has found out
     core = Backbone(model, unknown, last_layer=last_layer, num_layers=num_layers or loaded)
     if not 0 < last_layer < loaded:
         raise BackboneError(f"Layer {last_layer} was asked for; {core.name} has 1..{loaded - 1}.")
     if documents_stay and not fusion_layer:
-        raise BackboneError("documents_stay=True needs a fusion_layer, up to which documents are run.")
+        raise BackboneError(
+            "documents_stay=True needs a fusion_layer, up to which documents are run."
+        )
     try:
         core = _try_out(core)
         if fusion_layer:
@@ -90,12 +104,16 @@ def _try_out(core: Backbone) -> Backbone:
     exact = 1e-2 if any("expert" in name for name in core.config.to_dict()) else 1e-5
     causal = _distance(other[:, :, :CUT], values[-1][:, :, :CUT]) <= exact
     last = values[-1][0, :, -1].flatten().float()
-    sample = last[torch.linspace(0, len(last) - 1, SAMPLE, dtype=torch.float32, device=last.device).long()].tolist()
+    sample = last[
+        torch.linspace(0, len(last) - 1, SAMPLE, dtype=torch.float32, device=last.device).long()
+    ].tolist()
     if causal:
         _check_rotary(core, ids)
     aligned = core.device.type == "cpu" and core.config._attn_implementation == NAME
     heads, dim, steady = values[0].shape[1], values[0].shape[3], _steady_tokens(core)
-    findings = Findings(causal, heads, dim, tuple(round(x, 6) for x in sample), aligned=aligned, steady=steady)
+    findings = Findings(
+        causal, heads, dim, tuple(round(x, 6) for x in sample), aligned=aligned, steady=steady
+    )
     checked = Backbone(core.model, findings, last_layer=core.last_layer, num_layers=core.num_layers)
     whole = values if causal else _block_masked_run(checked, ids)
     read: dict[int, Tensor] = {}
@@ -115,15 +133,23 @@ def _try_out(core: Backbone) -> Backbone:
 def _fused(core: Backbone, layer: int, stay: bool) -> Backbone:
     """The same model with a fusion layer; BackboneError if it gives other value vectors when run from there on."""
     if layer >= core.last_layer:
-        raise BackboneError(f"fusion_layer={layer} was asked for, and no layer above it is read. Choose a lower one.")
+        raise BackboneError(
+            f"fusion_layer={layer} was asked for, and no layer above it is read. Choose a lower one."
+        )
     ids = tuple(_tokens(core))
     depth = {"last_layer": core.last_layer, "num_layers": core.num_layers}
-    fused = Backbone(split_at(core.model, layer), core.findings, **depth, fusion_layer=layer, documents_stay=stay)
+    fused = Backbone(
+        split_at(core.model, layer), core.findings, **depth, fusion_layer=layer, documents_stay=stay
+    )
     read: dict[int, Tensor] = {}
     fused.query_values([ids], fused.prefill([ids[:CUT]], IDS), read.__setitem__)
-    alone = _values(core, list(ids))[layer]  # in the fusion layer, they have not seen the document yet
+    alone = _values(core, list(ids))[
+        layer
+    ]  # in the fusion layer, they have not seen the document yet
     if min(read) != layer or _distance(read[layer][:, :, :IDS], alone) > _near(core):
-        raise BackboneError(f"{core.name} cannot be run from layer {layer} on, as fusion_layer={layer} asks. {ADVICE}")
+        raise BackboneError(
+            f"{core.name} cannot be run from layer {layer} on, as fusion_layer={layer} asks. {ADVICE}"
+        )
     return fused
 
 
@@ -149,7 +175,11 @@ def _steady_tokens(core: Backbone) -> int | None:
     `MOST_STEADY`. None where that is not enough, for other devices, and for weights that are quantised or large.
     """
     maps = [module for module in core.model.modules() if isinstance(module, torch.nn.Linear)]
-    if core.device.type != "cpu" or bits_of(core.model) != 16 or any(m.weight.numel() > LARGEST_TRIED for m in maps):
+    if (
+        core.device.type != "cpu"
+        or bits_of(core.model) != 16
+        or any(m.weight.numel() > LARGEST_TRIED for m in maps)
+    ):
         return None
     generator, steady = torch.Generator().manual_seed(0), 1
     # The first of each shape: of the last layer only the value projection runs, and the rest may be zeros.
@@ -165,7 +195,10 @@ def _steady_tokens(core: Backbone) -> int | None:
 
 def _check_attention_kinds(core: Backbone) -> None:
     """Refuse masks that a short trial could not tell from the ones made here."""
-    kinds = set(getattr(core.config, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
+    kinds = set(getattr(core.config, "layer_types", None) or ()) - {
+        "full_attention",
+        "sliding_attention",
+    }
     if kinds or "local" in (getattr(core.config, "attention_layers", None) or ()):
         raise BackboneError(
             f"{core.name} has attention layers of the kind {', '.join(sorted(kinds)) or 'local'}. {ADVICE}"
@@ -208,10 +241,14 @@ def _checked_values(core: Backbone, ids: list[int]) -> list[Tensor]:
     return values
 
 
-def _values(core: Backbone, ids: list[int], recorder: Recorder | None = None, *, first: int = 0) -> list[Tensor]:
+def _values(
+    core: Backbone, ids: list[int], recorder: Recorder | None = None, *, first: int = 0
+) -> list[Tensor]:
     """Every layer's values with all tokens run at once, from position ``first`` on, under the model's own mask."""
     places = torch.arange(first, first + len(ids), device=core.device)
-    return _run(core, ids, torch.ones(1, len(ids), dtype=torch.long, device=core.device), places, recorder)
+    return _run(
+        core, ids, torch.ones(1, len(ids), dtype=torch.long, device=core.device), places, recorder
+    )
 
 
 def _block_masked_run(core: Backbone, ids: list[int]) -> list[Tensor]:
@@ -223,13 +260,23 @@ def _block_masked_run(core: Backbone, ids: list[int]) -> list[Tensor]:
 
 
 def _run(
-    core: Backbone, ids: list[int], mask: Tensor, positions: Tensor, recorder: Recorder | None = None
+    core: Backbone,
+    ids: list[int],
+    mask: Tensor,
+    positions: Tensor,
+    recorder: Recorder | None = None,
 ) -> list[Tensor]:
     """Every layer's values, (1, H, T, D)."""
-    recorder = Recorder(core.last_layer, [len(ids)]) if recorder is None else recorder  # an empty cache is falsy
+    recorder = (
+        Recorder(core.last_layer, [len(ids)]) if recorder is None else recorder
+    )  # an empty cache is falsy
     with core.ended_by(recorder):
-        core.model(**core.inputs(recorder, torch.tensor([ids], device=core.device), mask, positions[None]))
-    return [values[:, :, : len(ids)] for values in recorder.values]  # they are filled up to whole lanes
+        core.model(
+            **core.inputs(recorder, torch.tensor([ids], device=core.device), mask, positions[None])
+        )
+    return [
+        values[:, :, : len(ids)] for values in recorder.values
+    ]  # they are filled up to whole lanes
 
 
 def _near(core: Backbone) -> float:

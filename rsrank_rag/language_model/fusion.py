@@ -22,7 +22,9 @@ def layers_of(model: PreTrainedModel) -> nn.ModuleList:
     for module in model.modules():
         if isinstance(module, nn.ModuleList) and len(module) == count:
             return module
-    raise BackboneError(f"{type(model).__name__} has no list of {count} layers, so they cannot be told apart.")
+    raise BackboneError(
+        f"{type(model).__name__} has no list of {count} layers, so they cannot be told apart."
+    )
 
 
 def split_at(model: PreTrainedModel, layer: int) -> PreTrainedModel:
@@ -44,7 +46,11 @@ def _changed(layer: nn.Module, way: Callable[..., Any]) -> nn.Module:
 def _skip(forward: Callable[..., Any], hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
     """Below the fusion layer: a run that begins there passes by."""
     probe = _probe(kwargs)
-    return hidden if probe is not None and probe.entering is not None else forward(hidden, *args, **kwargs)
+    return (
+        hidden
+        if probe is not None and probe.entering is not None
+        else forward(hidden, *args, **kwargs)
+    )
 
 
 def _enter(forward: Callable[..., Any], hidden: Tensor, *args: Any, **kwargs: Any) -> Any:

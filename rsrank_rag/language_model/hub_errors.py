@@ -40,8 +40,12 @@ def say_at_once_that_there_is_no_hub() -> None:
             try:
                 answer = super().send(request, **options)
             except HUB_ERRORS[0] as error:
-                raise OfflineModeIsEnabled(f"{request.url.host} cannot be reached ({error}).") from error
+                raise OfflineModeIsEnabled(
+                    f"{request.url.host} cannot be reached ({error})."
+                ) from error
             Client.answered = True
             return answer
 
-    set_client_factory(lambda: Client(event_hooks=usual.event_hooks, follow_redirects=True, timeout=None))
+    set_client_factory(
+        lambda: Client(event_hooks=usual.event_hooks, follow_redirects=True, timeout=None)
+    )

@@ -37,7 +37,9 @@ def linear_maps(model: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Linear, b
         activation = type(getattr(parent, "intermediate_act_fn", None)).__name__
         for name, child in parent.named_children():
             if isinstance(child, nn.Linear):
-                gelu = (name == "dense" and activation == "GELUActivation") or getattr(child, "gelu", False)
+                gelu = (name == "dense" and activation == "GELUActivation") or getattr(
+                    child, "gelu", False
+                )
                 yield parent, name, child, gelu
 
 
@@ -55,21 +57,37 @@ class FusedLinear(nn.Linear):
             outputs = super().forward(inputs)
             return nn.functional.gelu(outputs) if self.gelu else outputs
         activation = "gelu" if self.gelu else "none"
-        fused: Tensor = torch.ops.mkldnn._linear_pointwise(inputs, self.weight, self.bias, activation, [], "none")
+        fused: Tensor = torch.ops.mkldnn._linear_pointwise(
+            inputs, self.weight, self.bias, activation, [], "none"
+        )
         return fused
 
 
 def fuse_linear_maps(model: PreTrainedModel) -> None:
     """Replace linear maps with bias and plain weights, in bfloat16 on a processor that multiplies it; no others."""
-    if model.device.type != "cpu" or model.dtype != torch.bfloat16 or not has_fast_bfloat16(model.device):
+    if (
+        model.device.type != "cpu"
+        or model.dtype != torch.bfloat16
+        or not has_fast_bfloat16(model.device)
+    ):
         return
     try:
         with torch.no_grad():
-            FusedLinear(nn.Linear(8, 8, dtype=torch.bfloat16), gelu=True)(torch.ones(1, 8, dtype=torch.bfloat16))
-    except (AttributeError, RuntimeError, TypeError):  # of torch for other processors, or an older one: it is private
+            FusedLinear(nn.Linear(8, 8, dtype=torch.bfloat16), gelu=True)(
+                torch.ones(1, 8, dtype=torch.bfloat16)
+            )
+    except (
+        AttributeError,
+        RuntimeError,
+        TypeError,
+    ):  # of torch for other processors, or an older one: it is private
         return
     for parent, name, child, gelu in list(linear_maps(model)):
-        if type(child) is nn.Linear and type(child.weight) is nn.Parameter and child.bias is not None:
+        if (
+            type(child) is nn.Linear
+            and type(child.weight) is nn.Parameter
+            and child.bias is not None
+        ):
             setattr(parent, name, FusedLinear(child, gelu=gelu))
             if gelu:
                 parent.intermediate_act_fn = nn.Identity()
@@ -87,14 +105,22 @@ class Steps:
     def __init__(self, lowest: Tensor, highest: Tensor, weights: Sequence[Tensor]) -> None:
         # A few channels are ten times larger than others: the weights take over half of that, as SmoothQuant does.
         largest = torch.maximum(-lowest, highest).clamp_min(1e-4)
-        even = (largest / torch.cat(list(weights)).abs().amax(0).clamp_min(1e-6)).sqrt() if largest.ndim else 1.0
+        even = (
+            (largest / torch.cat(list(weights)).abs().amax(0).clamp_min(1e-6)).sqrt()
+            if largest.ndim
+            else 1.0
+        )
         low, high = (lowest / even).min().clamp_max(-1e-6), (highest / even).max().clamp_min(1e-6)
         self.size, self.zero = even * (high - low) / 255, round(float(-low * 255 / (high - low)))
         self._shift, self._rate = torch.tensor(self.zero - 128.0), 1 / self.size
 
     def __call__(self, numbers: Tensor) -> Tensor:
         """The numbers as codes; what is codes already as it is."""
-        return numbers if numbers.dtype == torch.uint8 else codes(torch.addcmul(self._shift, numbers, self._rate))
+        return (
+            numbers
+            if numbers.dtype == torch.uint8
+            else codes(torch.addcmul(self._shift, numbers, self._rate))
+        )
 
 
 class RoundedLinear(nn.Module):
@@ -107,27 +133,47 @@ class RoundedLinear(nn.Module):
     """
 
     def __init__(
-        self, linear: nn.Linear, steps: Steps | None = None, *, gelu: bool = False, following: Steps | None = None
+        self,
+        linear: nn.Linear,
+        steps: Steps | None = None,
+        *,
+        gelu: bool = False,
+        following: Steps | None = None,
     ) -> None:
         super().__init__()
-        weight, self.dtype, self.gelu, self.steps = linear.weight.detach().float(), linear.weight.dtype, gelu, steps
+        weight, self.dtype, self.gelu, self.steps = (
+            linear.weight.detach().float(),
+            linear.weight.dtype,
+            gelu,
+            steps,
+        )
         self.bias = None if linear.bias is None else linear.bias.detach().float()
-        self.leaving = (1.0, 0, None) if following is None else (float(following.size), following.zero, torch.uint8)
+        self.leaving = (
+            (1.0, 0, None)
+            if following is None
+            else (float(following.size), following.zero, torch.uint8)
+        )
         if steps is not None:
             weight = weight * steps.size
         self.scales = (weight.abs().amax(1) / largest_weight()).clamp_min(1e-12)
         self.zeros = torch.zeros(len(weight), dtype=torch.long)
-        self.packed = torch.ops.onednn.qlinear_prepack((weight / self.scales[:, None]).round().to(torch.int8), None)
+        self.packed = torch.ops.onednn.qlinear_prepack(
+            (weight / self.scales[:, None]).round().to(torch.int8), None
+        )
 
     def forward(self, inputs: Tensor) -> Tensor:
         """Sums of products are exact; GELU is taken of what they give."""
         if self.steps is not None:
             return self._product(self.steps(inputs), self.steps.zero, self.bias, self.dtype)
-        size = (torch.maximum(inputs.amax(-1, True), -inputs.amin(-1, True)).float() / 127).clamp_min_(1e-12)
+        size = (
+            torch.maximum(inputs.amax(-1, True), -inputs.amin(-1, True)).float() / 127
+        ).clamp_min_(1e-12)
         sums = self._product(codes(inputs / size), 128, None, torch.float32).mul_(size)
         return (sums if self.bias is None else sums.add_(self.bias)).to(inputs.dtype)
 
-    def _product(self, inputs: Tensor, zero: int, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+    def _product(
+        self, inputs: Tensor, zero: int, bias: Tensor | None, dtype: torch.dtype
+    ) -> Tensor:
         found: Tensor = torch.ops.onednn.qlinear_pointwise(
             *(inputs, 1.0, zero, self.packed, self.scales, self.zeros, bias, *self.leaving[:2]),
             self.leaving[2] or dtype,
@@ -147,10 +193,30 @@ def largest_weight() -> int:
 
     A product says which: oneDNN may be told to do without what the processor has (``ONEDNN_MAX_CPU_ISA``).
     """
-    inputs, weights = torch.full((1, 64), 255, dtype=torch.uint8), torch.full((8, 64), 127, dtype=torch.int8)
-    packed, zeros = torch.ops.onednn.qlinear_prepack(weights, None), torch.zeros(8, dtype=torch.long)
+    inputs, weights = (
+        torch.full((1, 64), 255, dtype=torch.uint8),
+        torch.full((8, 64), 127, dtype=torch.int8),
+    )
+    packed, zeros = (
+        torch.ops.onednn.qlinear_prepack(weights, None),
+        torch.zeros(8, dtype=torch.long),
+    )
     sums = torch.ops.onednn.qlinear_pointwise(
-        *(inputs, 1.0, 0, packed, torch.ones(8), zeros, None, 1.0, 0, torch.float32, "none", [], "none")
+        *(
+            inputs,
+            1.0,
+            0,
+            packed,
+            torch.ones(8),
+            zeros,
+            None,
+            1.0,
+            0,
+            torch.float32,
+            "none",
+            [],
+            "none",
+        )
     )
     return 127 if bool((sums == 64 * 255 * 127).all()) else 63
 
@@ -160,7 +226,9 @@ def samples(prompts: PromptTokenizer) -> list[Ids]:
 
     Ranges come out as good as with 300 passages, see docs/benchmarks.md; without the template they would not.
     """
-    words = torch.randint(len(prompts.tokenizer), (32, 14), generator=torch.Generator().manual_seed(0))
+    words = torch.randint(
+        len(prompts.tokenizer), (32, 14), generator=torch.Generator().manual_seed(0)
+    )
     return [(*prompts.instruction, *row, *prompts.separator) for row in words.tolist()]
 
 
@@ -170,19 +238,25 @@ def rounded(core: Backbone, prompts: PromptTokenizer) -> PreTrainedModel:
     What enters an encoder's maps when it reads `samples` gives the scales. In a decoder, where single tokens are a
     thousand times larger than others, each token has its own.
     """
-    shared: dict[int, Any] = {id(part): part for part in (*core.model.parameters(), *core.model.buffers())}
+    shared: dict[int, Any] = {
+        id(part): part for part in (*core.model.parameters(), *core.model.buffers())
+    }
     maps = [part for part in layers_of(core.model).modules() if isinstance(part, nn.Linear)]
     followed = {linear: parent for parent, _, linear, gelu in linear_maps(core.model) if gelu}
     steps = dict.fromkeys(maps) if core.causal else _steps(core, maps, samples(prompts), followed)
     for linear, after in zip(steps, [*list(steps.values())[1:], None], strict=True):
         gelu = linear in followed
-        shared[id(linear)] = RoundedLinear(linear, steps[linear], gelu=gelu, following=after if gelu else None)
+        shared[id(linear)] = RoundedLinear(
+            linear, steps[linear], gelu=gelu, following=after if gelu else None
+        )
         if gelu:
             shared[id(followed[linear].intermediate_act_fn)] = nn.Identity()
     model = copy.deepcopy(core.model, shared)
     for module in model.modules():
         inside = [child.steps for child in module.children() if isinstance(child, RoundedLinear)]
-        if len(inside) > 1 and inside[0] is not None and len(set(inside)) == 1:  # keys, values, ...: rounded once
+        if (
+            len(inside) > 1 and inside[0] is not None and len(set(inside)) == 1
+        ):  # keys, values, ...: rounded once
             module.register_forward_pre_hook(partial(_at_the_door, inside[0]))
     return model
 
@@ -197,15 +271,23 @@ def _steps(
 ) -> dict[nn.Linear, Steps]:
     """Of what enters these linear maps when documents are run, in that order; maps that take the same share theirs."""
     entering: dict[nn.Linear, Tensor] = {}
-    hooks = [m.register_forward_pre_hook(lambda m, inputs: entering.__setitem__(m, inputs[0])) for m in maps]
+    hooks = [
+        m.register_forward_pre_hook(lambda m, inputs: entering.__setitem__(m, inputs[0]))
+        for m in maps
+    ]
     core.prefill(texts, exact=True)
     for hook in hooks:
         hook.remove()
     steps: dict[nn.Linear, Steps] = {}
     for before, (linear, seen) in zip([None, *entering], entering.items(), strict=False):
-        numbers, takers = seen.flatten(0, -2).float(), [taker for taker in entering if entering[taker] is seen]
+        numbers, takers = (
+            seen.flatten(0, -2).float(),
+            [taker for taker in entering if entering[taker] is seen],
+        )
         lowest, highest = numbers.amin(0), numbers.amax(0)
         if before in followed:  # few tokens are cut, and finer steps are left to all
             lowest, highest = lowest.min(), 0.7 * highest.max()
-        steps[linear] = steps.get(takers[0]) or Steps(lowest, highest, [taker.weight.float() for taker in takers])
+        steps[linear] = steps.get(takers[0]) or Steps(
+            lowest, highest, [taker.weight.float() for taker in takers]
+        )
     return steps

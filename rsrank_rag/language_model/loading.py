@@ -37,7 +37,9 @@ if TYPE_CHECKING:
 # How many prepared products oneDNN keeps, 1,024 unless one says so: 64 take 45 MB less beside `mini`, and no more time.
 os.environ.setdefault("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "64")
 
-if hasattr(os, "register_at_fork"):  # OpenMP's threads do not survive a fork; a child would wait for them for ever
+if hasattr(
+    os, "register_at_fork"
+):  # OpenMP's threads do not survive a fork; a child would wait for them for ever
     os.register_at_fork(after_in_child=lambda: torch.set_num_threads(1))
 
 LOAD_ERRORS: tuple[type[Exception], ...] = (
@@ -90,11 +92,17 @@ def load_model(
         MissingDependencyError: 8-bit or 4-bit without bitsandbytes, fp8 without torchao.
     """
     hub = {**options.hub, "revision": revision, "trust_remote_code": options.trust_remote_code}
-    device, dtype, quantization = options.resolved_device(), options.resolved_dtype(), _quantization(options)
+    device, dtype, quantization = (
+        options.resolved_device(),
+        options.resolved_dtype(),
+        _quantization(options),
+    )
     failures = LOAD_ERRORS
     try:
         config = AutoConfig.from_pretrained(str(name), **hub)
-        tokenizer = AutoTokenizer.from_pretrained(str(name), **hub)  # first: its errors come before the long download
+        tokenizer = AutoTokenizer.from_pretrained(
+            str(name), **hub
+        )  # first: its errors come before the long download
         num_layers = _depth(config)
         if last_layer is not None:
             config = shortened(config, last_layer + 1)
@@ -106,10 +114,17 @@ def load_model(
             extra["add_pooling_layer"] = False
         if quantization is not None:
             extra |= {"quantization_config": quantization, "device_map": {"": device}}
-            failures = (*LOAD_ERRORS, RuntimeError, AssertionError)  # it is moved and rounded as it is loaded
+            failures = (
+                *LOAD_ERRORS,
+                RuntimeError,
+                AssertionError,
+            )  # it is moved and rounded as it is loaded
         safetensors = None if allow_bin else True  # None: where there are any
         # Weights that the checkpoint has and nobody asked for are listed otherwise.
-        with only(_says_more_than_unexpected, "transformers.modeling_utils"), without_progress_bars():
+        with (
+            only(_says_more_than_unexpected, "transformers.modeling_utils"),
+            without_progress_bars(),
+        ):
             model = (AutoModel if head is None else _AUTO[head]).from_pretrained(
                 str(name), config=config, dtype=dtype, use_safetensors=safetensors, **hub, **extra
             )
@@ -150,7 +165,9 @@ def shortened(config: PreTrainedConfig, layers: int) -> PreTrainedConfig:
     config = copy.deepcopy(config)
     text = config.get_text_config()
     for name, value in list(vars(text).items()):
-        if isinstance(value, (list, tuple)) and len(value) == count:  # one entry a layer: layer_types, no_rope_layers
+        if (
+            isinstance(value, (list, tuple)) and len(value) == count
+        ):  # one entry a layer: layer_types, no_rope_layers
             setattr(text, name, value[:layers])
     text.num_hidden_layers = layers
     return config
@@ -163,13 +180,18 @@ def _depth(config: PreTrainedConfig) -> int:
 
 def _says_more_than_unexpected(record: logging.LogRecord) -> bool:
     text = record.getMessage()
-    return "UNEXPECTED" not in text or any(word in text for word in ("MISSING", "MISMATCH", "CONVERSION"))
+    return "UNEXPECTED" not in text or any(
+        word in text for word in ("MISSING", "MISMATCH", "CONVERSION")
+    )
 
 
 def _has_pooler(config: Any) -> bool:
     """Whether the model class takes ``add_pooling_layer`` (the BERT family; nobody reads the pooler here)."""
     model_class = MODEL_MAPPING.get(type(config), None)
-    return inspect.isclass(model_class) and "add_pooling_layer" in inspect.signature(model_class.__init__).parameters
+    return (
+        inspect.isclass(model_class)
+        and "add_pooling_layer" in inspect.signature(model_class.__init__).parameters
+    )
 
 
 def _is_no_cast_notice(record: logging.LogRecord) -> bool:
@@ -209,9 +231,15 @@ def _fp8(options: LoadOptions) -> Any:
     from transformers.utils import is_torchao_available
 
     if not is_torchao_available():
-        raise MissingDependencyError("load_in_fp8 needs a newer torchao. Install with: pip install --upgrade torchao")
+        raise MissingDependencyError(
+            "load_in_fp8 needs a newer torchao. Install with: pip install --upgrade torchao"
+        )
     with importing_torchao():
-        from torchao.quantization import Float8DynamicActivationFloat8WeightConfig, Float8WeightOnlyConfig, PerRow
+        from torchao.quantization import (
+            Float8DynamicActivationFloat8WeightConfig,
+            Float8WeightOnlyConfig,
+            PerRow,
+        )
     # set_inductor_config changes the whole process: in older releases even how exactly it multiplies float32 matrices.
     if has_fast_fp8(options.resolved_device()) and options.resolved_dtype() == torch.bfloat16:
         # Without a lower bound, a row of zeros (the embedding of padding) is divided by zero.
@@ -226,7 +254,9 @@ def _fp8(options: LoadOptions) -> Any:
 def _finish_fp8(model: PreTrainedModel, name: str) -> None:
     """Undo what torchao makes of a weight's row of zeros: its scale is zero, and it is divided by it."""
     if bits_of(model) != 8:
-        raise BackboneError(f"{name!r} has no linear maps that torchao keeps in fp8. Load it without load_in_fp8.")
+        raise BackboneError(
+            f"{name!r} has no linear maps that torchao keeps in fp8. Load it without load_in_fp8."
+        )
     for weight in model.parameters():
         data, scale = getattr(weight, "qdata", None), getattr(weight, "scale", None)
         if data is not None and scale is not None:

@@ -12,7 +12,9 @@ def only(wanted: Callable[[logging.LogRecord], bool], *names: str) -> Iterator[N
     """Have these loggers say only what is wanted."""
     loggers = [logging.getLogger(name) for name in names]
 
-    def own(record: logging.LogRecord) -> bool:  # one for each use: two threads may ask for the same
+    def own(
+        record: logging.LogRecord,
+    ) -> bool:  # one for each use: two threads may ask for the same
         return wanted(record)
 
     for logger in loggers:
@@ -50,7 +52,11 @@ def without_progress_bars() -> Iterator[None]:
     from transformers.utils import logging as bars
 
     with _lock:
-        _before.append(bars.set_tqdm_hook(lambda make, args, kwargs: make(*args, **{**kwargs, "disable": True})))
+        _before.append(
+            bars.set_tqdm_hook(
+                lambda make, args, kwargs: make(*args, **{**kwargs, "disable": True})
+            )
+        )
     try:
         yield
     finally:

@@ -63,7 +63,11 @@ class LoadOptions:
     @property
     def hub(self) -> dict[str, Any]:
         """Arguments of whatever reads from the Hub."""
-        return {"local_files_only": self.local_files_only, "token": self.token, "cache_dir": self.cache_dir}
+        return {
+            "local_files_only": self.local_files_only,
+            "token": self.token,
+            "cache_dir": self.cache_dir,
+        }
 
     def resolved_device(self) -> torch.device:
         """The device asked for, or the best one present; InputError if it is not the name of one."""
@@ -84,11 +88,15 @@ class LoadOptions:
         Raises InputError as `resolved_dtype`, and where int8 is asked for and cannot be had.
         """
         device, asked = self.resolved_device(), self.dtype == "int8"
-        wanted = asked or (int8 and self.dtype is None and not has_fast_bfloat16(device, than_int8=True))
+        wanted = asked or (
+            int8 and self.dtype is None and not has_fast_bfloat16(device, than_int8=True)
+        )
         if wanted and self.weights is None and device.type == "cpu" and has_fast_int8():
             return "int8"
         if asked:
-            raise InputError("dtype='int8' needs an x86 CPU with AVX2, and excludes load_in_8bit and the like.")
+            raise InputError(
+                "dtype='int8' needs an x86 CPU with AVX2, and excludes load_in_8bit and the like."
+            )
         return str(self.resolved_dtype()).removeprefix("torch.")
 
     def resolved_dtype(self) -> torch.dtype:
@@ -96,9 +104,15 @@ class LoadOptions:
         import torch
 
         if self.dtype is not None:
-            found = self.dtype if isinstance(self.dtype, torch.dtype) else getattr(torch, self.dtype, None)
+            found = (
+                self.dtype
+                if isinstance(self.dtype, torch.dtype)
+                else getattr(torch, self.dtype, None)
+            )
             if not isinstance(found, torch.dtype) or not found.is_floating_point:
-                raise InputError(f"dtype={self.dtype!r} is not a dtype. Use 'float32', 'bfloat16' or 'float16'.")
+                raise InputError(
+                    f"dtype={self.dtype!r} is not a dtype. Use 'float32', 'bfloat16' or 'float16'."
+                )
             return found
         return torch.bfloat16 if has_fast_bfloat16(self.resolved_device()) else torch.float32
 
@@ -122,7 +136,11 @@ class ModelSource:
 def _as_name(value: Any) -> Any:
     if isinstance(value, os.PathLike):
         return os.fspath(value)
-    return str(value).removeprefix("torch.") if type(value).__module__.partition(".")[0] == "torch" else value
+    return (
+        str(value).removeprefix("torch.")
+        if type(value).__module__.partition(".")[0] == "torch"
+        else value
+    )
 
 
 Name = Annotated[str, BeforeValidator(_as_name)]
@@ -132,9 +150,12 @@ Name = Annotated[str, BeforeValidator(_as_name)]
 class LoadSettings(BaseModel):
     """The same as fields with the names that users know: of adapters and recipes and, as options, of commands."""
 
-    device: Name | None = Field(default=None, description="cuda, cuda:1, mps, cpu. Default: the best one present.")
+    device: Name | None = Field(
+        default=None, description="cuda, cuda:1, mps, cpu. Default: the best one present."
+    )
     dtype: Name | None = Field(
-        default=None, description="float32, bfloat16, float16, int8 (CPU). Default: the fastest that is good enough."
+        default=None,
+        description="float32, bfloat16, float16, int8 (CPU). Default: the fastest that is good enough.",
     )
     load_in_8bit: bool = Field(default=False, description="int8 weights (needs the 8bit extra).")
     load_in_4bit: bool = Field(default=False, description="nf4 weights (needs the 8bit extra).")
@@ -144,12 +165,15 @@ class LoadSettings(BaseModel):
         default=False, description="Run code from the model's repository (jina-reranker-v2)."
     )
     deterministic: bool = Field(
-        default=False, description="Scores never depend on the other documents of a call (slower on CPUs with AMX)."
+        default=False,
+        description="Scores never depend on the other documents of a call (slower on CPUs with AMX).",
     )
 
     def load_options(self, **more: Any) -> LoadOptions:
         """What these settings, and ``more`` options without a field, ask for; InputError for two kinds of weights."""
-        return LoadOptions(**{name: getattr(self, name) for name in LoadSettings.model_fields}, **more)
+        return LoadOptions(
+            **{name: getattr(self, name) for name in LoadSettings.model_fields}, **more
+        )
 
 
 def leaves_instructions_unused() -> bool:
@@ -159,7 +183,9 @@ def leaves_instructions_unused() -> bool:
     """
     import torch
 
-    has_more = getattr(torch.cpu, "_is_avx512_supported", lambda: False)()  # private, so it may vanish
+    has_more = getattr(
+        torch.cpu, "_is_avx512_supported", lambda: False
+    )()  # private, so it may vanish
     return torch.backends.cpu.get_cpu_capability() in ("DEFAULT", "AVX2") and bool(has_more)
 
 
@@ -171,7 +197,9 @@ def has_fast_bfloat16(device: torch.device, *, than_int8: bool = False) -> bool:
         return bool(torch.cuda.is_bf16_supported(including_emulation=False))
     if device.type != "cpu" or leaves_instructions_unused():
         return False
-    checks = ("_is_amx_tile_supported", "_is_avx512_bf16_supported")[: 1 if than_int8 else 2]  # private: may vanish
+    checks = ("_is_amx_tile_supported", "_is_avx512_bf16_supported")[
+        : 1 if than_int8 else 2
+    ]  # private: may vanish
     return any(getattr(torch.cpu, name, lambda: False)() for name in checks)
 
 

@@ -13,12 +13,16 @@ CGROUP = Path("/sys/fs/cgroup")
 
 def usable_cores(cgroup: Path = CGROUP) -> int:
     """Cores that this process may use: those it is bound to, and no more than its container's CPU quota, rounded up."""
-    bound = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    bound = (
+        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    )
     try:
         quota, period = (cgroup / "cpu.max").read_text().split()  # version 2
     except (OSError, ValueError):
         try:
-            quota, period = ((cgroup / "cpu" / f"cpu.cfs_{name}_us").read_text() for name in ("quota", "period"))
+            quota, period = (
+                (cgroup / "cpu" / f"cpu.cfs_{name}_us").read_text() for name in ("quota", "period")
+            )
         except OSError:
             return bound
     if not quota.strip().isdigit():  # "max" in version 2, -1 in version 1: no quota
@@ -39,7 +43,9 @@ def use_threads(threads: int | None = None) -> None:
     if torch is None:
         os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
         if wanted:
-            os.environ["OMP_NUM_THREADS"] = str(threads or cores)  # processes that are started from here inherit it
+            os.environ["OMP_NUM_THREADS"] = str(
+                threads or cores
+            )  # processes that are started from here inherit it
     elif wanted:
         torch.set_num_threads(threads or cores)
         logger.info("torch computes with %d threads on %d usable cores.", threads or cores, cores)

@@ -38,7 +38,9 @@ def fingerprint(model: torch.nn.Module) -> str:
     """sha256 of every entry of every weight: it differs for any other checkpoint, dtype or quantisation."""
     # Not state_dict(): bitsandbytes repacks its weights when it is asked for one.
     named = (*model.named_parameters(), *model.named_buffers())
-    with ThreadPoolExecutor(4) as threads:  # hashing lets other threads work; each holds a weight's copy
+    with ThreadPoolExecutor(
+        4
+    ) as threads:  # hashing lets other threads work; each holds a weight's copy
         return hashlib.sha256("".join(threads.map(_digest, named)).encode()).hexdigest()
 
 
@@ -48,8 +50,14 @@ def _digest(named: tuple[str, Tensor]) -> str:
     if is_traceable_wrapper_subclass(weight):
         # The rest of a subclass says how it multiplies: fp8 with rounded activations reads documents differently.
         digest.update(repr(weight.__tensor_flatten__()[1]).encode())
-    scales = (getattr(weight, "SCB", None), getattr(getattr(weight, "quant_state", None), "absmax", None))
-    parts = [*plain(name, weight.detach()), *((f"{name}.scale", part) for part in scales if part is not None)]
+    scales = (
+        getattr(weight, "SCB", None),
+        getattr(getattr(weight, "quant_state", None), "absmax", None),
+    )
+    parts = [
+        *plain(name, weight.detach()),
+        *((f"{name}.scale", part) for part in scales if part is not None),
+    ]
     for title, part in parts:
         digest.update(f"{title} {tuple(part.shape)} {part.dtype}".encode())
         digest.update(part.reshape(-1).cpu().contiguous().view(torch.uint8).numpy())

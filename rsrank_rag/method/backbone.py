@@ -25,7 +25,18 @@ from torch import Tensor
 
 from ..errors import BackboneError, InputError
 from .batching import Ids
-from .probe import Entrance, LastLayerReached, Prefix, Prefixes, Probe, Reader, Recorder, Show, pooled, whole_lanes
+from .probe import (
+    Entrance,
+    LastLayerReached,
+    Prefix,
+    Prefixes,
+    Probe,
+    Reader,
+    Recorder,
+    Show,
+    pooled,
+    whole_lanes,
+)
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -93,7 +104,11 @@ class Backbone:
         self.config = model.config.get_text_config()
         self.last_layer, self.num_layers = last_layer, num_layers
         self.loaded_layers: int = self.config.num_hidden_layers
-        self.causal, self.num_heads, self.head_dim = findings.causal, findings.num_heads, findings.head_dim
+        self.causal, self.num_heads, self.head_dim = (
+            findings.causal,
+            findings.num_heads,
+            findings.head_dim,
+        )
         self._entered: tuple[object, Tensor] | None = None
         self._bool_masks = "sdpa" in self.config._attn_implementation
 
@@ -125,10 +140,21 @@ class Backbone:
     @property
     def bytes_per_token(self) -> int:
         """What the prefix of a document takes for each of its tokens, unpacked."""
-        return 2 * (self.last_layer - self.fusion_layer) * self.num_heads * self.head_dim * self.dtype.itemsize
+        return (
+            2
+            * (self.last_layer - self.fusion_layer)
+            * self.num_heads
+            * self.head_dim
+            * self.dtype.itemsize
+        )
 
     def prefill(
-        self, documents: Sequence[Ids], room: int = 0, behind: Sequence[Prefix] = (), *, exact: bool = False
+        self,
+        documents: Sequence[Ids],
+        room: int = 0,
+        behind: Sequence[Prefix] = (),
+        *,
+        exact: bool = False,
     ) -> Prefixes:
         """Run documents' prefixes and keep keys and values of the layers below ``last_layer``, whose own nobody sees.
 
@@ -144,7 +170,11 @@ class Backbone:
         return recorder.prefixes()
 
     def _alone(
-        self, texts: Sequence[Ids], kind: type[Recorder], room: int = 0, behind: Sequence[Prefix] = ()
+        self,
+        texts: Sequence[Ids],
+        kind: type[Recorder],
+        room: int = 0,
+        behind: Sequence[Prefix] = (),
     ) -> tuple[Recorder, dict[str, object]]:
         """A run of texts, each seeing itself only: its cache, which ends it, and what the model is called with."""
         lengths = list(map(len, texts))
@@ -153,16 +183,24 @@ class Backbone:
         # A single token's causal mask is none at all: it would see the keys that fill the lanes.
         aligned = self.findings.aligned and longest > 1 and not torch.is_grad_enabled()
         mask = None
-        if not self.causal:  # there, no real token sees the padding on its right, and the model's own mask is faster
+        if (
+            not self.causal
+        ):  # there, no real token sees the padding on its right, and the model's own mask is faster
             keys = torch.arange(whole_lanes(longest) if aligned else width, device=self.device)
             mask = self.mask((keys < self._column(lengths))[:, None].expand(-1, width, -1))
         fusion, stay = self.fusion_layer, self.documents_stay
-        recorder = kind(self.last_layer - 1, lengths, room, behind, fusion=fusion, aligned=aligned, stay=stay)
+        recorder = kind(
+            self.last_layer - 1, lengths, room, behind, fusion=fusion, aligned=aligned, stay=stay
+        )
         ids = self._padded(texts, width)
         return recorder, self.inputs(recorder, ids, mask, columns.expand(len(ids), -1))
 
     def query_values(
-        self, queries: Sequence[Ids], prefixes: Prefixes, show: Show, which: Sequence[int] | None = None
+        self,
+        queries: Sequence[Ids],
+        prefixes: Prefixes,
+        show: Show,
+        which: Sequence[int] | None = None,
     ) -> Tensor:
         """Run queries after prefixes and hand over their value vectors, layer by layer.
 
@@ -182,7 +220,9 @@ class Backbone:
         """
         longest = max(map(len, queries))
         if longest > prefixes.room:
-            raise ValueError(f"The prefixes have room for {prefixes.room} query tokens, and there are {longest}.")
+            raise ValueError(
+                f"The prefixes have room for {prefixes.room} query tokens, and there are {longest}."
+            )
         index = torch.tensor([0] * len(prefixes) if which is None else which, device=self.device)
         ids = self._padded(queries, self._width(len(prefixes), longest))[index]
         within = torch.arange(ids.shape[1], device=self.device)
@@ -211,16 +251,22 @@ class Backbone:
             found = self._entered = key, entrance.entering  # at once: threads may share this
         return found[1]
 
-    def _query_mask(self, prefixes: Prefixes, valid: Tensor, positions: Tensor) -> Tensor | dict[str, Tensor]:
+    def _query_mask(
+        self, prefixes: Prefixes, valid: Tensor, positions: Tensor
+    ) -> Tensor | dict[str, Tensor]:
         """Mask (N, 1, T, R + S), one for each kind of attention layer the model has."""
         rows, width = valid.shape
         columns = torch.arange(prefixes.keys[0].shape[2] - prefixes.room, device=self.device)
         within = torch.arange(width, device=self.device)
-        document = (columns < self._column(prefixes.lengths))[:, None].expand(-1, width, -1)  # (N, T, S)
+        document = (columns < self._column(prefixes.lengths))[:, None].expand(
+            -1, width, -1
+        )  # (N, T, S)
         query = valid[:, None].expand(-1, width, -1)  # (N, T, T)
         if self.causal:
             query = query & (within <= within[:, None])
-        query = query[:, :, : prefixes.room]  # what stands behind it fills the run up: nobody sees it
+        query = query[
+            :, :, : prefixes.room
+        ]  # what stands behind it fills the run up: nobody sees it
         rest = query.new_zeros(rows, width, prefixes.room - query.shape[2])
         full = torch.cat([query, rest, document], dim=2)
         window = self.config.sliding_window if any(self._windows) else None
@@ -237,8 +283,12 @@ class Backbone:
     def _windows(self) -> list[int | None]:
         """How many positions each loaded layer's tokens see, themselves included; None for all."""
         window = getattr(self.config, "sliding_window", None) or None
-        kinds = getattr(self.config, "layer_types", None) or ["sliding_attention"] * self.loaded_layers
-        return [window if kind == "sliding_attention" else None for kind in kinds[: self.loaded_layers]]
+        kinds = (
+            getattr(self.config, "layer_types", None) or ["sliding_attention"] * self.loaded_layers
+        )
+        return [
+            window if kind == "sliding_attention" else None for kind in kinds[: self.loaded_layers]
+        ]
 
     def reach(self, layer: int) -> int | None:
         """How many positions back a token's values at a layer can know of a document; None if there is no limit.
@@ -246,7 +296,11 @@ class Backbone:
         They have passed all layers from the fusion layer on, each of which carries as far as its window.
         """
         windows = self._windows[self.fusion_layer : layer]
-        return sum(window - 1 for window in windows if window) if self.causal and all(windows) else None
+        return (
+            sum(window - 1 for window in windows if window)
+            if self.causal and all(windows)
+            else None
+        )
 
     def _column(self, lengths: Sequence[int]) -> Tensor:
         return torch.tensor(lengths, device=self.device)[:, None]
@@ -277,7 +331,13 @@ class Backbone:
     ) -> dict[str, object]:
         """What the model is called with: ids (N, T), a mask as it takes them, positions (N, T) counted from 0."""
         places = positions + self._position_offset
-        return dict(input_ids=ids, attention_mask=mask, position_ids=places, past_key_values=cache, use_cache=True)
+        return dict(
+            input_ids=ids,
+            attention_mask=mask,
+            position_ids=places,
+            past_key_values=cache,
+            use_cache=True,
+        )
 
     @contextmanager
     def ended_by(self, cache: Probe) -> Iterator[None]:
@@ -286,4 +346,6 @@ class Backbone:
             yield
         except LastLayerReached:
             return
-        raise BackboneError(f"{self.name} ran without passing layer {cache.stop} through its KV cache. {ADVICE}")
+        raise BackboneError(
+            f"{self.name} ran without passing layer {cache.stop} through its KV cache. {ADVICE}"
+        )

@@ -14,7 +14,11 @@ logger = logging.getLogger(__name__)
 
 Ids = tuple[int, ...]
 
-TOKEN_BUDGET = {"cuda": 16384, "cpu": 2048, "mps": 4096}  # padded tokens in a batch of more than one sequence
+TOKEN_BUDGET = {
+    "cuda": 16384,
+    "cpu": 2048,
+    "mps": 4096,
+}  # padded tokens in a batch of more than one sequence
 ALIKE = 0.7  # how short a sequence may be beside a batch's longest, so that little of the batch is padding
 FEW = 8  # ... but not while the batch is below this part of the budget: there, padding costs less than another run.
 
@@ -45,16 +49,22 @@ class Batches(Generic[Item]):
         alike: Sequences shorter than this share of a batch's longest wait for a later one.
     """
 
-    def __init__(self, sequences: Iterable[Item], budget: int, *, extra: int = 0, alike: float = ALIKE) -> None:
+    def __init__(
+        self, sequences: Iterable[Item], budget: int, *, extra: int = 0, alike: float = ALIKE
+    ) -> None:
         self.waiting = sorted(sequences, key=len)
         self.budget, self.extra, self.alike = budget, extra, alike
-        self.halved: list[int] = []  # sizes of batches that ran out of memory; of several if they share it
+        self.halved: list[
+            int
+        ] = []  # sizes of batches that ran out of memory; of several if they share it
         self._size = 0
 
     def __iter__(self) -> Iterator[list[Item]]:
         while self.waiting:
             cost = len(self.waiting[-1]) + self.extra
-            like = len(self.waiting) - bisect_left(self.waiting, cost * self.alike - self.extra, key=len)
+            like = len(self.waiting) - bisect_left(
+                self.waiting, cost * self.alike - self.extra, key=len
+            )
             few = self.budget // FEW // cost
             self._size = max(1, min(len(self.waiting), self.budget // cost, max(like, few)))
             failed = len(self.halved)
@@ -79,7 +89,11 @@ class Batches(Generic[Item]):
                 raise DoesNotFitError(self.waiting[-1]) from None
             self.halved.append(self._size)
             self.budget = (len(self.waiting[-1]) + self.extra) * (self._size // 2)
-            logger.warning("Out of memory with %d documents at once; going on with %d.", self._size, self._size // 2)
+            logger.warning(
+                "Out of memory with %d documents at once; going on with %d.",
+                self._size,
+                self._size // 2,
+            )
         else:
             del self.waiting[-self._size :]
 
@@ -93,5 +107,10 @@ def is_out_of_memory(error: BaseException) -> bool:
     """CUDA has its own exception; allocators, cuBLAS and MPS also raise plain RuntimeErrors."""
     if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
         return True
-    signs = ("can't allocate memory", "not enough memory", "out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
+    signs = (
+        "can't allocate memory",
+        "not enough memory",
+        "out of memory",
+        "CUBLAS_STATUS_ALLOC_FAILED",
+    )
     return isinstance(error, RuntimeError) and any(sign in str(error) for sign in signs)

@@ -18,7 +18,9 @@ from torch import Tensor
 from transformers import Cache
 from typing_extensions import Self
 
-Show = Callable[[int, Tensor], object]  # receives a layer's index and its value vectors, (N, H, T, D)
+Show = Callable[
+    [int, Tensor], object
+]  # receives a layer's index and its value vectors, (N, H, T, D)
 
 LARGEST_SCRATCH = 192_000_000
 """Bytes that a thread goes on holding for joined prefixes: a batch's, and what rounding up to `LANES` and the rows
@@ -68,7 +70,9 @@ class Scratch(threading.local):
 class Prefix:
     """What one document leaves behind for later queries."""
 
-    states: Tensor  # its keys, then its values, of the layers in which queries see it, (2, L, H, S, D)
+    states: (
+        Tensor  # its keys, then its values, of the layers in which queries see it, (2, L, H, S, D)
+    )
     pooled: Tensor  # mean over its tokens of what enters the fusion layer, (C,) fp32; empty without a fusion layer
 
     def __len__(self) -> int:
@@ -98,17 +102,26 @@ class Prefixes:
         lengths, room = tuple(map(len, rows)), whole_lanes(room)
         _, layers, heads, _, dim = rows[0].states.shape
         width = whole_lanes(max(lengths))
-        both = (scratch or Scratch()).take(rows[0].states, (2, layers, len(rows), heads, room + width, dim))
-        both[:, :, :, :, :room] = 0  # whatever lay there might be NaN, and a masked NaN is still NaN
+        both = (scratch or Scratch()).take(
+            rows[0].states, (2, layers, len(rows), heads, room + width, dim)
+        )
+        both[:, :, :, :, :room] = (
+            0  # whatever lay there might be NaN, and a masked NaN is still NaN
+        )
         for number, (row, length) in enumerate(zip(rows, lengths, strict=True)):
             both[:, :, number, :, room : room + length] = row.states
             both[:, :, number, :, room + length :] = 0
-        return cls(tuple(both[0]), tuple(both[1]), lengths, room, torch.stack([row.pooled for row in rows]))
+        return cls(
+            tuple(both[0]), tuple(both[1]), lengths, room, torch.stack([row.pooled for row in rows])
+        )
 
     def row(self, number: int) -> Prefix:
         """One prefix without padding, in memory of its own."""
         end = self.room + self.lengths[number]
-        keys, values = ([layer[number, :, self.room : end] for layer in part] for part in (self.keys, self.values))
+        keys, values = (
+            [layer[number, :, self.room : end] for layer in part]
+            for part in (self.keys, self.values)
+        )
         states = torch.stack([*keys, *values]).view(2, len(keys), *keys[0].shape)
         return Prefix(states, self.pooled[number].clone())
 
@@ -172,7 +185,12 @@ class Recorder(Probe):
     ) -> None:
         super().__init__(stop)
         self.stay = stay
-        self.lengths, self.longest, self.fusion, self.aligned = tuple(lengths), max(lengths), fusion, aligned
+        self.lengths, self.longest, self.fusion, self.aligned = (
+            tuple(lengths),
+            max(lengths),
+            fusion,
+            aligned,
+        )
         self.room, self.behind = whole_lanes(room), behind
         self.pooled: Tensor | None = None
         self.keys: list[Tensor] = []
@@ -184,7 +202,12 @@ class Recorder(Probe):
         return hidden
 
     def update(
-        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: object, **kwargs: object
+        self,
+        key_states: Tensor,
+        value_states: Tensor,
+        layer_idx: int,
+        *args: object,
+        **kwargs: object,
     ) -> tuple[Tensor, Tensor]:
         """Keep a layer's keys and values, (N, H, S, D)."""
         if layer_idx < self.fusion:
@@ -193,7 +216,12 @@ class Recorder(Probe):
             return _padded(key_states, self.longest), _padded(value_states, self.longest)
         both, place = (key_states, value_states), layer_idx - self.fusion
         keys, values = (
-            _padded(states, self.longest, self.room, [other.states[part, place] for other in self.behind])
+            _padded(
+                states,
+                self.longest,
+                self.room,
+                [other.states[part, place] for other in self.behind],
+            )
             for part, states in enumerate(both)
         )
         self.keys.append(keys)
@@ -208,7 +236,11 @@ class Recorder(Probe):
     def prefixes(self) -> Prefixes:
         """What was recorded, and the prefixes behind it."""
         lengths = (*self.lengths, *map(len, self.behind))
-        own = torch.empty(len(self.lengths), 0, device=self.keys[0].device) if self.pooled is None else self.pooled
+        own = (
+            torch.empty(len(self.lengths), 0, device=self.keys[0].device)
+            if self.pooled is None
+            else self.pooled
+        )
         every = torch.stack([*own, *(other.pooled for other in self.behind)])
         return Prefixes(tuple(self.keys), tuple(self.values), lengths, self.room, every)
 
@@ -231,15 +263,26 @@ class Reader(Probe):
         self.first = stop - len(prefixes.keys)
 
     def update(
-        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: object, **kwargs: object
+        self,
+        key_states: Tensor,
+        value_states: Tensor,
+        layer_idx: int,
+        *args: object,
+        **kwargs: object,
     ) -> tuple[Tensor, Tensor]:
         """Show a layer's values, (N, H, T, D); give attention them and the prefix."""
         self.show(layer_idx, value_states)
         if layer_idx == self.stop:
             raise LastLayerReached
-        keys, values = self.prefixes.keys[layer_idx - self.first], self.prefixes.values[layer_idx - self.first]
+        keys, values = (
+            self.prefixes.keys[layer_idx - self.first],
+            self.prefixes.values[layer_idx - self.first],
+        )
         count = min(key_states.shape[2], self.prefixes.room)  # what stands behind it nobody sees
-        keys[:, :, :count], values[:, :, :count] = key_states[:, :, :count], value_states[:, :, :count]
+        keys[:, :, :count], values[:, :, :count] = (
+            key_states[:, :, :count],
+            value_states[:, :, :count],
+        )
         return keys, values
 
 

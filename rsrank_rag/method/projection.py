@@ -30,7 +30,9 @@ def best_matches(query: Tensor, document: Tensor, own: Tensor) -> Tensor:
     Ours, not the paper's; ColBERT's MaxSim, of what a kept prefix holds anyway. Values (N, H, T, D) and (N, H, S, D);
     ``own`` (N, S) says where a document's own tokens are.
     """
-    q, d = (normalize(values.transpose(1, 2).flatten(2).float(), dim=-1) for values in (query, document))
+    q, d = (
+        normalize(values.transpose(1, 2).flatten(2).float(), dim=-1) for values in (query, document)
+    )
     nearest: Tensor = (q @ d.mT).masked_fill(~own[:, None], -1).amax(-1)
     return nearest
 
@@ -69,8 +71,13 @@ class Projection(nn.Module):
     ) -> None:
         super().__init__()
         if weight.ndim != 4 or weight.shape[0] != len(layers):
-            raise ValueError(f"B must be (L, H, P, D) with L={len(layers)} layers, got {tuple(weight.shape)}")
-        for name, value, shape in (("head_weight", head_weight, weight.shape[:2]), ("agreement", agreement, (3,))):
+            raise ValueError(
+                f"B must be (L, H, P, D) with L={len(layers)} layers, got {tuple(weight.shape)}"
+            )
+        for name, value, shape in (
+            ("head_weight", head_weight, weight.shape[:2]),
+            ("agreement", agreement, (3,)),
+        ):
             if value is not None and tuple(value.shape) != tuple(shape):
                 raise ValueError(f"{name} must have shape {tuple(shape)}, got {tuple(value.shape)}")
         self.weight = nn.Parameter(weight.float())
@@ -80,7 +87,9 @@ class Projection(nn.Module):
         self._row = {layer: row for row, layer in enumerate(self.layers)}
 
     @classmethod
-    def random(cls, layers: Sequence[int], heads: int, dim: int, head_dim: int, *, seed: int = 0) -> Self:
+    def random(
+        cls, layers: Sequence[int], heads: int, dim: int, head_dim: int, *, seed: int = 0
+    ) -> Self:
         """Untrained B with orthonormal rows where ``dim <= head_dim`` (zero orthogonality loss)."""
         generator = torch.Generator().manual_seed(seed)
         weight = torch.randn(len(layers), heads, max(dim, head_dim), head_dim, generator=generator)
@@ -90,12 +99,18 @@ class Projection(nn.Module):
 
     def cosines(self, layer: int, shift: Tensor) -> Tensor:
         """cos(B[l, h] @ shift, ones), (N, H, T) in [-1, 1], of a layer's shifts (N, H, T, D) fp32."""
-        return cosine_to_ones(torch.einsum("hpd,nhtd->nhtp", self.weight[self._row[layer]], shift.float()))
+        return cosine_to_ones(
+            torch.einsum("hpd,nhtd->nhtp", self.weight[self._row[layer]], shift.float())
+        )
 
     def terms(self, layer: int, shift: Tensor) -> Tensor:
         """The cosines, each as much as its head counts: sum over H and layers and average over T for the score."""
         cosines = self.cosines(layer, shift)
-        return cosines if self.head_weight is None else cosines * self.head_weight[self._row[layer], :, None]
+        return (
+            cosines
+            if self.head_weight is None
+            else cosines * self.head_weight[self._row[layer], :, None]
+        )
 
     def beside(self, agreement: Tensor) -> Tensor:
         """What agreement, (N, 1 + T) as `ShiftReader.read` gives it, adds to a score: (N, 1 + T), to be summed up.

@@ -30,7 +30,9 @@ Prefill = Callable[[Sequence[Ids], int, Sequence[Prefix]], Prefixes]
 class Keeper(Protocol):
     """Keeps what was computed for documents; see `prefixes.store.PrefixStore`."""
 
-    def prefill(self, documents: Sequence[Ids], run: Prefill, room: int, behind: Sequence[Prefix]) -> Prefixes:
+    def prefill(
+        self, documents: Sequence[Ids], run: Prefill, room: int, behind: Sequence[Prefix]
+    ) -> Prefixes:
         """Prefixes of documents, the same one perhaps several times: kept ones, and the others run by ``run``."""
 
 
@@ -56,9 +58,18 @@ class ShiftReader:
     """
 
     def __init__(
-        self, backbone: Backbone, prompts: PromptTokenizer, layers: Sequence[int], store: Keeper | None = None
+        self,
+        backbone: Backbone,
+        prompts: PromptTokenizer,
+        layers: Sequence[int],
+        store: Keeper | None = None,
     ) -> None:
-        self.backbone, self.prompts, self.layers, self.store = backbone, prompts, frozenset(layers), store
+        self.backbone, self.prompts, self.layers, self.store = (
+            backbone,
+            prompts,
+            frozenset(layers),
+            store,
+        )
         self._null: Prefix | None = None
 
     def read(self, rows: Sequence[Row], consume: Consume) -> Tensor:
@@ -72,7 +83,9 @@ class ShiftReader:
         which = [number[row.query] for row in rows]
         owner = torch.tensor(which, device=self.backbone.device)
         tokens = _ScoredTokens([row.query for row in rows], queries, self.backbone.device)
-        agreement = torch.zeros(len(rows), 1 + tokens.width, dtype=torch.float64, device=owner.device)
+        agreement = torch.zeros(
+            len(rows), 1 + tokens.width, dtype=torch.float64, device=owner.device
+        )
 
         def subtract(layer: int, values: Tensor) -> None:
             found = tokens.of(values)
@@ -81,7 +94,9 @@ class ShiftReader:
             if layer in self.layers:
                 alone = found[len(rows) :]
                 # A single query's row is the same for all: no copy of it for each.
-                shift = representational_shift(found[: len(rows)], alone if len(queries) == 1 else alone[owner])
+                shift = representational_shift(
+                    found[: len(rows)], alone if len(queries) == 1 else alone[owner]
+                )
                 consume(layer, tokens.only_scored(shift, self._reached(layer)))
 
         documents, room = [row.document for row in rows], max(len(query.ids) for query in queries)
@@ -92,12 +107,19 @@ class ShiftReader:
             distinct = {ids: place for place, ids in enumerate(dict.fromkeys(documents))}
             prefixes = self.backbone.prefill(list(distinct), room, behind)
             if len(distinct) < len(documents):
-                places = [*map(distinct.__getitem__, documents), *range(len(distinct), len(prefixes))]
+                places = [
+                    *map(distinct.__getitem__, documents),
+                    *range(len(distinct), len(prefixes)),
+                ]
                 prefixes = prefixes.take(torch.tensor(places, device=owner.device))
         asked = [query.ids for query in queries]
-        embedded = self.backbone.query_values(asked, prefixes, subtract, [*which, *range(len(queries))])
+        embedded = self.backbone.query_values(
+            asked, prefixes, subtract, [*which, *range(len(queries))]
+        )
         if len(embedded):
-            agreement[:, 0] = cosine_similarity(prefixes.pooled[: len(rows)].double(), embedded[owner].double())
+            agreement[:, 0] = cosine_similarity(
+                prefixes.pooled[: len(rows)].double(), embedded[owner].double()
+            )
         return agreement
 
     def null_prefix(self) -> Prefix:
@@ -111,8 +133,13 @@ class ShiftReader:
         """How near each scored token, values (N, H, T, D), is to one of its row's document, (N, T)."""
         documents = prefixes.values[0][: len(query), :, prefixes.room :]
         places = torch.arange(documents.shape[2], device=query.device)
-        ends = torch.tensor(prefixes.lengths[: len(query)], device=query.device) - self.prompts.after_document
-        return best_matches(query, documents, (places >= len(self.prompts.instruction)) & (places < ends[:, None]))
+        ends = (
+            torch.tensor(prefixes.lengths[: len(query)], device=query.device)
+            - self.prompts.after_document
+        )
+        return best_matches(
+            query, documents, (places >= len(self.prompts.instruction)) & (places < ends[:, None])
+        )
 
     def _reached(self, layer: int) -> int | None:
         """How many of a query's tokens can know of the document at a layer; None for all.
@@ -127,7 +154,9 @@ class ShiftReader:
 class _ScoredTokens:
     """Which tokens are scored: of each row's query, and of those of the rows without a document below them."""
 
-    def __init__(self, rows: Sequence[TokenisedQuery], nulls: Sequence[TokenisedQuery], device: torch.device) -> None:
+    def __init__(
+        self, rows: Sequence[TokenisedQuery], nulls: Sequence[TokenisedQuery], device: torch.device
+    ) -> None:
         self.width = max(query.length for query in nulls)
         self.starts = torch.tensor([query.start for query in (*rows, *nulls)], device=device)
         self.lengths = torch.tensor([query.length for query in rows], device=device)
@@ -140,11 +169,16 @@ class _ScoredTokens:
             start = int(self.starts[0])
             return values[:, :, start : start + self.width]
         places = (self.starts[:, None] + self.columns).clamp(max=values.shape[2] - 1)
-        return values.gather(2, places[:, None, :, None].expand(-1, values.shape[1], -1, values.shape[3]))
+        return values.gather(
+            2, places[:, None, :, None].expand(-1, values.shape[1], -1, values.shape[3])
+        )
 
     def shared(self, each: Tensor) -> Tensor:
         """What each scored token adds to the mean of its row's (N, T) numbers, (N, T) float64."""
-        return each.double().masked_fill(self.columns >= self.lengths[:, None], 0) / self.lengths[:, None]
+        return (
+            each.double().masked_fill(self.columns >= self.lengths[:, None], 0)
+            / self.lengths[:, None]
+        )
 
     def only_scored(self, shift: Tensor, reached: int | None) -> Tensor:
         """Shifts (N, H, T, D) with zeros behind shorter queries, and where no document reaches."""
@@ -176,5 +210,7 @@ def score_rows(reader: ShiftReader, projection: Projection, rows: Sequence[Row])
 def score_parts(reader: ShiftReader, projection: Projection, row: Row) -> tuple[Tensor, Tensor]:
     """One score's parts: each query token's, layer's and head's, (T, L, H) float64, and agreement's, (1 + T,)."""
     terms: list[Tensor] = []
-    agreement = reader.read([row], lambda layer, shift: terms.append(projection.terms(layer, shift)[0].double()))
+    agreement = reader.read(
+        [row], lambda layer, shift: terms.append(projection.terms(layer, shift)[0].double())
+    )
     return torch.stack(terms).permute(2, 0, 1) / row.query.length, projection.beside(agreement)[0]

@@ -30,7 +30,12 @@ def at_once(threads: int) -> int:
 
 
 def shares(
-    rows: Sequence[Row], together: int, room: int, budget: int, least: int = LEAST, alike: float = ALIKE
+    rows: Sequence[Row],
+    together: int,
+    room: int,
+    budget: int,
+    least: int = LEAST,
+    alike: float = ALIKE,
 ) -> list[Batches[Row]]:
     """Rows for so many threads, the longest first, in one share where all threads are better spent on each batch.
 
@@ -41,7 +46,9 @@ def shares(
         costs[row.document] += len(row) + room
     total, spent, first = costs.total(), 0, dict[Ids, int]()
     several = together > 1 and total > together * max(least, max(costs.values(), default=0) / 1.5)
-    found: list[list[Row]] = [[] for _ in range(together * -(-total // (together * budget)) if several else 1)]
+    found: list[list[Row]] = [
+        [] for _ in range(together * -(-total // (together * budget)) if several else 1)
+    ]
     for row in sorted(rows, key=lambda row: (len(row), row.document), reverse=True):
         found[first.setdefault(row.document, spent * len(found) // total)].append(row)
         spent += len(row) + room
@@ -63,7 +70,9 @@ def run_all(run: Callable[[Batches[Row]], object], waiting: Sequence[Batches[Row
             wait(futures)
             _running.release()
     for share in waiting:
-        run(share)  # nothing, where it has run; an error comes again here, unless it came of what ran beside it
+        run(
+            share
+        )  # nothing, where it has run; an error comes again here, unless it came of what ran beside it
 
 
 @cache

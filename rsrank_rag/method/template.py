@@ -29,9 +29,13 @@ class Template(BaseModel, extra="forbid", frozen=True):
     queries they are plain text.
     """
 
-    instruction: str = Field(default="Judge whether the document helps to answer the query.\nDocument: ", min_length=1)
+    instruction: str = Field(
+        default="Judge whether the document helps to answer the query.\nDocument: ", min_length=1
+    )
     separator: str = "\nQuery: "
-    query_start: str = Field(default="", description="Run before the query and never scored, as an encoder's [CLS].")
+    query_start: str = Field(
+        default="", description="Run before the query and never scored, as an encoder's [CLS]."
+    )
     suffix: str = ""
     positions: Literal["query", "suffix", "query+suffix"] = "query"
     instructed: str | None = Field(
@@ -50,7 +54,9 @@ class Template(BaseModel, extra="forbid", frozen=True):
             )
         if not instruction.strip():
             raise InputError("An instruction was given, and it is blank. Leave it out.")
-        return self.model_copy(update={"instruction": self.instructed.replace("{instruction}", instruction)})
+        return self.model_copy(
+            update={"instruction": self.instructed.replace("{instruction}", instruction)}
+        )
 
 
 @dataclass(frozen=True)
@@ -124,7 +130,12 @@ class PromptTokenizer:
     """
 
     def __init__(
-        self, tokenizer: PreTrainedTokenizerBase, template: Template, *, max_length: int, shared_positions: bool
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        template: Template,
+        *,
+        max_length: int,
+        shared_positions: bool,
     ) -> None:
         self.tokenizer, self.template = tokenizer, template
         self.max_length, self.shared_positions = max_length, shared_positions
@@ -132,12 +143,21 @@ class PromptTokenizer:
         parts = private_copy(tokenizer, special_tokens=True)
         self.instruction, self.separator, self._query_start, self._suffix = (
             tuple(parts.encode(text, add_special_tokens=False).ids) if text else ()
-            for text in (template.instruction, template.separator, template.query_start, template.suffix)
+            for text in (
+                template.instruction,
+                template.separator,
+                template.query_start,
+                template.suffix,
+            )
         )
         if not self.instruction:
-            raise InputError(f"The template's instruction {template.instruction!r} has no tokens; it needs one.")
+            raise InputError(
+                f"The template's instruction {template.instruction!r} has no tokens; it needs one."
+            )
         if "suffix" in template.positions and not self._suffix:
-            raise InputError(f"The template scores its suffix, but {template.suffix!r} has no tokens.")
+            raise InputError(
+                f"The template scores its suffix, but {template.suffix!r} has no tokens."
+            )
         self.overhead = len(self.instruction) + len(self.separator)
         self.after_document = len(self.separator)
         if max_length <= self.overhead + len(self._suffix):
@@ -166,11 +186,16 @@ class PromptTokenizer:
     def encode(self, texts: Sequence[str]) -> list[tuple[int, ...]]:
         """Ids of texts by themselves."""
         cleaned = [clean(text) for text in texts]
-        return [tuple(item.ids) for item in self._text.encode_batch(cleaned, add_special_tokens=False)]
+        return [
+            tuple(item.ids) for item in self._text.encode_batch(cleaned, add_special_tokens=False)
+        ]
 
     def text_of(self, ids: Sequence[int]) -> list[str]:
         """Readable text of each id."""
-        return [self._text.decode([i], skip_special_tokens=False) or str(self._text.id_to_token(i)) for i in ids]
+        return [
+            self._text.decode([i], skip_special_tokens=False) or str(self._text.id_to_token(i))
+            for i in ids
+        ]
 
     def query(self, query: str) -> TokenisedQuery:
         """Tokenise a query; InputError if it is no string, has no tokens, or does not fit the model by itself."""
@@ -178,7 +203,9 @@ class PromptTokenizer:
             raise InputError(f"A query must be a string, got {type(query).__name__}.")
         own = self.encode([query])[0]
         if not own:
-            raise InputError(f"The query {query!r} has no tokens, so nothing can be scored. Give a non-empty query.")
+            raise InputError(
+                f"The query {query!r} has no tokens, so nothing can be scored. Give a non-empty query."
+            )
         ids = (*self._query_start, *own, *self._suffix)
         length = len(ids) + (self.overhead + 1 if self.shared_positions else 0)
         if length > self.max_length:
@@ -188,7 +215,11 @@ class PromptTokenizer:
             )
         first, last = len(self._query_start), len(self._query_start) + len(own)
         positions = self.template.positions
-        return TokenisedQuery(ids, last if positions == "suffix" else first, last if positions == "query" else len(ids))
+        return TokenisedQuery(
+            ids,
+            last if positions == "suffix" else first,
+            last if positions == "query" else len(ids),
+        )
 
     def documents(
         self, documents: Sequence[str], query_length: int, *, max_tokens: int | None = None
@@ -205,6 +236,8 @@ class PromptTokenizer:
         room = room if max_tokens is None else min(room, max_tokens)
         before, after = self.instruction, self.separator
         return [
-            TokenisedDocument((*before, *ids[:room], *after), len(ids) > room, not (ids and text.strip()))
+            TokenisedDocument(
+                (*before, *ids[:room], *after), len(ids) > room, not (ids and text.strip())
+            )
             for text, ids in zip(documents, self.encode(documents), strict=True)
         ]

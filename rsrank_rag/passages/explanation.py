@@ -42,7 +42,9 @@ class Explanation:
     @property
     def by_layer(self) -> dict[int, float]:
         """Contribution of each layer."""
-        return {layer: math.fsum(row[i] for row in self.parts) for i, layer in enumerate(self.layers)}
+        return {
+            layer: math.fsum(row[i] for row in self.parts) for i, layer in enumerate(self.layers)
+        }
 
     def columns(self, most: int = 8) -> tuple[list[str], list[list[float]]]:
         """Parts with neighbouring layers joined, to fit a terminal, and matches.
@@ -56,7 +58,9 @@ class Explanation:
         labels = [f"L{first}" if first == last else f"L{first}-{last}" for first, last in ends]
         rows = [[math.fsum(row[group]) for group in groups] for row in self.parts]
         if self.matches:
-            return [*labels, "match"], [[*row, match] for row, match in zip(rows, self.matches, strict=True)]
+            return [*labels, "match"], [
+                [*row, match] for row, match in zip(rows, self.matches, strict=True)
+            ]
         return labels, rows
 
     @property
@@ -69,11 +73,15 @@ class Explanation:
         width = max([len(token) for token in self.tokens] + [5])
 
         def line(name: str, total: float, parts: Iterable[float]) -> str:
-            return f"{name:<{width}}  {total:>+7.3f}  " + " ".join(f"{part:>+6.2f}" for part in parts)
+            return f"{name:<{width}}  {total:>+7.3f}  " + " ".join(
+                f"{part:>+6.2f}" for part in parts
+            )
 
         names = [*labels, *["whole"] * len(self._whole)]
         head = f"{'token':<{width}}  {'total':>7}  " + " ".join(f"{name:>6}" for name in names)
-        body = [line(token, math.fsum(row), row) for token, row in zip(self.tokens, rows, strict=True)]
+        body = [
+            line(token, math.fsum(row), row) for token, row in zip(self.tokens, rows, strict=True)
+        ]
         total = [*map(math.fsum, zip(*rows, strict=True)), *self._whole]
         return "\n".join([head, *body, line("score", self.score, total)])
 
@@ -97,7 +105,9 @@ class Explanation:
             + "</tr>"
             for token, row in zip(self.tokens, rows, strict=True)
         )
-        foot = "".join(f"<td>{part:+.2f}</td>" for part in (*map(math.fsum, zip(*rows, strict=True)), *own))
+        foot = "".join(
+            f"<td>{part:+.2f}</td>" for part in (*map(math.fsum, zip(*rows, strict=True)), *own)
+        )
         cut = " (truncated)" if self.truncated else ""
         return (
             f"<p><b>{html.escape(self.query)}</b><br>{html.escape(self.document[:300])}{cut}</p>"

@@ -36,19 +36,28 @@ def score_in_parts(
     if all(pair.reading == WHOLE for pair in pairs):
         return score(pairs)
     spans = [spans_of(index, pair, token_ends) for index, pair in enumerate(pairs)]
-    cut = [(pair, pair.document[slice(*span)]) for pair, own in zip(pairs, spans, strict=True) for span in own]
+    cut = [
+        (pair, pair.document[slice(*span)])
+        for pair, own in zip(pairs, spans, strict=True)
+        for span in own
+    ]
     try:
         scored = score([replace(pair, document=text, reading=WHOLE) for pair, text in cut])
     except ScoringError as error:
         owner = [owner for owner, own in enumerate(spans) for _ in own][error.index]
         raise of_document(error, owner) from error
     found = iter(blanks_last([text for _, text in cut], scored))
-    return [_whole(pair, own, [next(found) for _ in own]) for pair, own in zip(pairs, spans, strict=True)]
+    return [
+        _whole(pair, own, [next(found) for _ in own])
+        for pair, own in zip(pairs, spans, strict=True)
+    ]
 
 
 def of_document(error: ScoringError, index: int) -> ScoringError:
     """The same error, of the document that a part belongs to."""
-    return ScoringError(str(error).replace(f"Document {error.index}", f"Document {index}", 1), index)
+    return ScoringError(
+        str(error).replace(f"Document {error.index}", f"Document {index}", 1), index
+    )
 
 
 def spans_of(index: int, pair: Pair, token_ends: TokenEnds) -> list[Span]:
@@ -66,7 +75,10 @@ def _whole(pair: Pair, spans: Sequence[Span], found: Sequence[Scored]) -> Scored
         return found[0] if spans else Scored(BLANK_SCORE)
     # What is not finite counts as the best: whoever chooses has to hear of it.
     best = max(range(len(spans)), key=lambda i: (not math.isfinite(found[i].score), found[i].score))
-    sentences = [Excerpt(*span, one.score, pair.document[slice(*span)]) for span, one in zip(spans, found, strict=True)]
+    sentences = [
+        Excerpt(*span, one.score, pair.document[slice(*span)])
+        for span, one in zip(spans, found, strict=True)
+    ]
     return Scored(
         found[best].score,
         spans[-1][1] < len(pair.document.rstrip()) or any(one.truncated for one in found),

@@ -53,9 +53,13 @@ class Reading:
         if self.extract not in (None, "sentences"):
             raise InputError(f"extract must be 'sentences' or None, got {self.extract!r}.")
         if self.long_documents not in ("cut", "windows"):
-            raise InputError(f"long_documents must be 'cut' or 'windows', got {self.long_documents!r}.")
+            raise InputError(
+                f"long_documents must be 'cut' or 'windows', got {self.long_documents!r}."
+            )
         if isinstance(self.context, bool) or not isinstance(self.context, int) or self.context < 0:
-            raise InputError(f"context must be a number of sentences, 0 or more, got {self.context!r}.")
+            raise InputError(
+                f"context must be a number of sentences, 0 or more, got {self.context!r}."
+            )
         if self.extract is None and (self.context or self.heading):
             raise InputError("context and heading have no effect without extract='sentences'.")
 
@@ -110,12 +114,17 @@ def sentences(text: str, begin: int = 0) -> list[Span]:
     install = "which is not installed. Install with: pip install 'sentencex>=1.0.32'"
     with needs(f"Sentences are found by sentencex, {install}", "", "sentencex"):
         from sentencex import get_sentence_boundaries
-    plain = encodable(re.sub(r"[^\S\r\n]", " ", text))  # sentencex fails on white space of several bytes
+    plain = encodable(
+        re.sub(r"[^\S\r\n]", " ", text)
+    )  # sentencex fails on white space of several bytes
     found: list[Span] = []
     while begin < len(text):
         chunk = plain[begin : begin + CHUNK]
         # English stands for all: the marks that end a sentence are those of all languages, only abbreviations differ.
-        spans = [(begin + one["start_index"], begin + one["end_index"]) for one in get_sentence_boundaries("en", chunk)]
+        spans = [
+            (begin + one["start_index"], begin + one["end_index"])
+            for one in get_sentence_boundaries("en", chunk)
+        ]
         if begin + CHUNK < len(text) and len(spans) > 1:
             spans.pop()  # it may go on
         found += (stripped(text, *span) for span in spans)

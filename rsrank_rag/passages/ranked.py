@@ -103,7 +103,9 @@ class RankResult:
             from pandas import DataFrame
         kept, names = len(self.kept), [field.name for field in fields(RankedDocument)]
         documents = enumerate(self.kept + self.dropped)
-        rows = [[i < kept, *(getattr(document, name) for name in names)] for i, document in documents]
+        rows = [
+            [i < kept, *(getattr(document, name) for name in names)] for i, document in documents
+        ]
         return DataFrame(rows, columns=["kept", *names])
 
     def _repr_html_(self) -> str:
@@ -131,7 +133,9 @@ class RankResult:
             for doc in documents:
                 text = " ".join(doc.extract.split())
                 text = text if len(text) <= 88 else text[:87] + "…"
-                lines.append(f"{mark} {doc.score:+8.2f}  [{doc.index}] {text}{' (truncated)' * doc.truncated}")
+                lines.append(
+                    f"{mark} {doc.score:+8.2f}  [{doc.index}] {text}{' (truncated)' * doc.truncated}"
+                )
         return "\n".join(lines)
 
 
@@ -157,12 +161,21 @@ def choose(
                 "Look at its text, or load the model in float32.",
                 index,
             )
-    blank = [found.score == BLANK_SCORE for found in scored]  # apart: a reranker may give even lower scores
-    order = sorted(range(len(documents)), key=lambda i: (blank[i], -scored[i].score))  # stable: ties by input order
+    blank = [
+        found.score == BLANK_SCORE for found in scored
+    ]  # apart: a reranker may give even lower scores
+    order = sorted(
+        range(len(documents)), key=lambda i: (blank[i], -scored[i].score)
+    )  # stable: ties by input order
     ranked = [
-        RankedDocument(i, documents[i], float(scored[i].score), scored[i].truncated, scored[i].window) for i in order
+        RankedDocument(
+            i, documents[i], float(scored[i].score), scored[i].truncated, scored[i].window
+        )
+        for i in order
     ]
-    relevant = sum(threshold is None or (doc.score > threshold and not blank[doc.index]) for doc in ranked)
+    relevant = sum(
+        threshold is None or (doc.score > threshold and not blank[doc.index]) for doc in ranked
+    )
     keep = max(relevant, min(min_docs, len(ranked)))
     keep = keep if top_n is None else min(keep, top_n)
     kept = ranked[:keep]
@@ -172,13 +185,22 @@ def choose(
 
 
 def _shortened(
-    document: RankedDocument, sentences: Sequence[Excerpt], threshold: float | None, reading: Reading
+    document: RankedDocument,
+    sentences: Sequence[Excerpt],
+    threshold: float | None,
+    reading: Reading,
 ) -> RankedDocument:
     """A kept document with the sentences that are kept of it: at least the best one, even below the threshold."""
     limit = -math.inf if threshold is None else threshold
-    hits = [i for i, one in enumerate(sentences) if one.score > limit or one.score == document.score]
+    hits = [
+        i for i, one in enumerate(sentences) if one.score > limit or one.score == document.score
+    ]
     ends, context = [*hits, math.inf], reading.context  # which may be any number
-    kept = tuple(one for i, one in enumerate(sentences) if ends[bisect_left(hits, i - context)] <= i + context)
+    kept = tuple(
+        one
+        for i, one in enumerate(sentences)
+        if ends[bisect_left(hits, i - context)] <= i + context
+    )
     return replace(document, excerpts=kept, heading=reading.heading_of(document.text))
 
 

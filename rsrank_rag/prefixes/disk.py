@@ -49,7 +49,11 @@ class PackedPrefix:
     def unpack(self, device: torch.device, dtype: torch.dtype) -> Prefix:
         """Back on the device, keys and values in this dtype."""
         largest = torch.finfo(dtype).max  # rounding the scale up may pass it
-        states = (self.codes.to(device).float() * self.scales.to(device).float()).clamp(-largest, largest).to(dtype)
+        states = (
+            (self.codes.to(device).float() * self.scales.to(device).float())
+            .clamp(-largest, largest)
+            .to(dtype)
+        )
         return Prefix(states, self.pooled.to(device))
 
 
@@ -67,7 +71,10 @@ class Disk:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         for path in itertools.islice(folder.glob("*/*.safetensors"), 1):
             # A damaged one is found out when it is read.
-            with contextlib.suppress(SafetensorError, OSError), safe_open(path, framework="pt") as file:
+            with (
+                contextlib.suppress(SafetensorError, OSError),
+                safe_open(path, framework="pt") as file,
+            ):
                 if (file.metadata() or {}).get("format") != FORMAT:
                     raise InputError(
                         f"The prefixes in {folder} are of another release, or something else is there. Remove the "
@@ -78,7 +85,9 @@ class Disk:
                 with contextlib.suppress(OSError):
                     partial.unlink()
         self.bytes = sum(size for _, size, _ in self._files())
-        self._since = 0  # bytes written since the folder was last looked through: others write there too
+        self._since = (
+            0  # bytes written since the folder was last looked through: others write there too
+        )
         self._lock = threading.Lock()
 
     def path(self, key: str) -> Path:
@@ -91,7 +100,9 @@ class Disk:
         try:
             with safe_open(path, framework="pt") as file:
                 metadata = file.metadata() or {}
-                entry = PackedPrefix(*(file.get_tensor(name).clone() for name in ("codes", "scales", "pooled")))
+                entry = PackedPrefix(
+                    *(file.get_tensor(name).clone() for name in ("codes", "scales", "pooled"))
+                )
             if metadata.get("key") != key or metadata.get("sha256") != _checksum(entry):
                 raise SafetensorError("checksum")
         except SafetensorError as error:
@@ -113,7 +124,9 @@ class Disk:
             return 0
         path.parent.mkdir(mode=0o700, exist_ok=True)
         metadata = {"format": FORMAT, "key": key, "sha256": _checksum(entry)}
-        content = save({name: tensor.contiguous() for name, tensor in vars(entry).items()}, metadata)
+        content = save(
+            {name: tensor.contiguous() for name, tensor in vars(entry).items()}, metadata
+        )
         with appearing(path) as partial:
             partial.touch(mode=0o600)
             partial.write_bytes(content)

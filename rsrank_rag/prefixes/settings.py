@@ -6,7 +6,14 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Annotated, Any
 
-from pydantic import BaseModel, BeforeValidator, ByteSize, TypeAdapter, ValidationError, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ByteSize,
+    TypeAdapter,
+    ValidationError,
+    model_validator,
+)
 from typing_extensions import Self
 
 from ..errors import InputError
@@ -35,7 +42,10 @@ def as_bytes(size: Any) -> int:
 
 
 Size = Annotated[int, BeforeValidator(as_bytes)]
-Folder = Annotated[str, BeforeValidator(lambda given: os.fspath(given) if isinstance(given, os.PathLike) else given)]
+Folder = Annotated[
+    str,
+    BeforeValidator(lambda given: os.fspath(given) if isinstance(given, os.PathLike) else given),
+]
 
 
 class PrefixCache(BaseModel, extra="forbid", frozen=True):
@@ -61,7 +71,9 @@ class PrefixCache(BaseModel, extra="forbid", frozen=True):
 
 def memory_share(cgroup: Path = Path("/sys/fs/cgroup")) -> int:
     """A twentieth of the machine's memory or, if less, of its container's limit: 128 MB at least, 2 GB at most."""
-    sizes = [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")] if hasattr(os, "sysconf") else []
+    sizes = (
+        [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")] if hasattr(os, "sysconf") else []
+    )
     for name in ("memory.max", "memory/memory.limit_in_bytes"):  # versions 2 and 1
         with suppress(OSError, ValueError):  # absent, or "max"
             sizes.append(int((cgroup / name).read_text()))
@@ -88,7 +100,9 @@ def as_prefix_cache(choice: Choice) -> PrefixCache | None:
             return PrefixCache.model_validate(dict(choice))
         except ValidationError as error:
             first = error.errors()[0]
-            raise InputError(f"prefix_cache: {'.'.join(map(str, first['loc']))}: {first['msg']}.") from None
+            raise InputError(
+                f"prefix_cache: {'.'.join(map(str, first['loc']))}: {first['msg']}."
+            ) from None
     if isinstance(choice, int) or (isinstance(choice, str) and parse_size(choice) is not None):
         return PrefixCache(device=as_bytes(choice))
     if not isinstance(choice, (str, os.PathLike)) or not os.fspath(choice):

@@ -69,13 +69,17 @@ class _Tier(Generic[Entry]):
         self.limit, self.bytes = limit, 0
         self.entries: OrderedDict[str, Entry] = OrderedDict()
         self.asked: Counter[str] = Counter()
-        self.questions = self.returned = 0  # since past ones were halved; for what had been asked for, and was not here
+        self.questions = self.returned = (
+            0  # since past ones were halved; for what had been asked for, and was not here
+        )
         self.too_small = False  # whether many of them were such
 
     def get(self, key: str) -> Entry | None:
         if self.questions >= REMEMBERED * max(len(self.entries), REMEMBERED):
             self.too_small = bool(self.entries) and self.returned > self.questions / 5
-            self.asked = Counter({key: count // 2 for key, count in self.asked.items() if count > 1})
+            self.asked = Counter(
+                {key: count // 2 for key, count in self.asked.items() if count > 1}
+            )
             self.questions = self.returned = 0
         entry = self.entries.get(key)
         if entry is not None:
@@ -120,17 +124,28 @@ class PrefixStore:
     """
 
     def __init__(
-        self, identity: Mapping[str, object], chosen: PrefixCache, *, device: torch.device, dtype: torch.dtype
+        self,
+        identity: Mapping[str, object],
+        chosen: PrefixCache,
+        *,
+        device: torch.device,
+        dtype: torch.dtype,
     ) -> None:
-        content = json.dumps({**identity, "format": FORMAT, "dtype": str(dtype), "salt": chosen.salt}, sort_keys=True)
+        content = json.dumps(
+            {**identity, "format": FORMAT, "dtype": str(dtype), "salt": chosen.salt}, sort_keys=True
+        )
         self._identity = hashlib.sha256(content.encode()).digest()
         self.device, self.dtype = device, dtype
-        self._on_device: _Tier[Prefix] = _Tier(_device_bytes(device) if chosen.device is None else chosen.device)
+        self._on_device: _Tier[Prefix] = _Tier(
+            _device_bytes(device) if chosen.device is None else chosen.device
+        )
         self._in_host: _Tier[PackedPrefix] = _Tier(chosen.host)
         try:
             self.disk = None if chosen.folder is None else Disk(Path(chosen.folder), chosen.disk)
         except OSError as error:
-            raise InputError(f"Prefixes cannot be kept in {chosen.folder!r}: {error}. Give another folder.") from error
+            raise InputError(
+                f"Prefixes cannot be kept in {chosen.folder!r}: {error}. Give another folder."
+            ) from error
         self._counts = Statistics()
         self._lock = threading.Lock()
         self._scratch = Scratch()
@@ -148,7 +163,9 @@ class PrefixStore:
         digest.update(torch.tensor(ids, dtype=torch.int64).numpy().tobytes())
         return digest.hexdigest()
 
-    def prefill(self, documents: Sequence[Ids], run: Prefill, room: int = 0, behind: Sequence[Prefix] = ()) -> Prefixes:
+    def prefill(
+        self, documents: Sequence[Ids], run: Prefill, room: int = 0, behind: Sequence[Prefix] = ()
+    ) -> Prefixes:
         """As `Backbone.prefill`, with documents that are kept, and others ``run`` in one batch and kept from now on.
 
         The same document may stand there again. To be used before the same thread calls this again.
@@ -166,7 +183,9 @@ class PrefixStore:
         rows = [prefix for prefix in map(found.__getitem__, documents) if prefix is not None]
         return Prefixes.of([*rows, *behind], room, self._scratch)
 
-    def waiting(self, documents: Sequence[TokenisedDocument], *, whole: bool = False) -> dict[Ids, int]:
+    def waiting(
+        self, documents: Sequence[TokenisedDocument], *, whole: bool = False
+    ) -> dict[Ids, int]:
         """Documents that are not on disk, if need be as ``whole`` files, and where each first stands."""
         first: dict[Ids, int] = {}
         for position, document in enumerate(documents):
@@ -175,7 +194,9 @@ class PrefixStore:
         return first
 
     @torch.inference_mode()
-    def write(self, documents: Collection[Ids], core: Backbone, budget: int, done: Callable[[int], object]) -> None:
+    def write(
+        self, documents: Collection[Ids], core: Backbone, budget: int, done: Callable[[int], object]
+    ) -> None:
         """Run documents in batches of so many padded tokens and put them on disk, and nowhere else.
 
         Raises InputError where the folder may not hold them or could not be written; see `RSRank.index` for the rest.
@@ -190,7 +211,9 @@ class PrefixStore:
         for batch in batches:
             with batches.attempt():
                 # Without a name, so that the batch's prefixes are gone before the next one runs.
-                for ids, prefix in zip(batch, map(core.prefill(batch).row, range(len(batch))), strict=True):
+                for ids, prefix in zip(
+                    batch, map(core.prefill(batch).row, range(len(batch))), strict=True
+                ):
                     self._write(self.key(ids), PackedPrefix.of(prefix))
                 done(len(batch))
         if failed := self._counts.write_errors - before:
@@ -215,14 +238,20 @@ class PrefixStore:
     def stats(self) -> dict[str, int]:
         """See `Statistics`."""
         with self._lock:
-            self._counts.device_bytes, self._counts.host_bytes = self._on_device.bytes, self._in_host.bytes
+            self._counts.device_bytes, self._counts.host_bytes = (
+                self._on_device.bytes,
+                self._in_host.bytes,
+            )
             self._counts.disk_bytes = 0 if self.disk is None else self.disk.bytes
             return asdict(self._counts)
 
     def clear(self) -> None:
         """Forget what is in memory; files stay."""
         with self._lock:
-            self._on_device, self._in_host = _Tier(self._on_device.limit), _Tier(self._in_host.limit)
+            self._on_device, self._in_host = (
+                _Tier(self._on_device.limit),
+                _Tier(self._in_host.limit),
+            )
 
     def _get(self, key: str) -> Prefix | None:
         with self._lock:
@@ -297,7 +326,11 @@ class PrefixStore:
                 first = self._counts.write_errors == 0
                 self._counts.write_errors += 1
             if first:
-                logger.warning("Prefixes cannot be written to %s: %s. Going on without.", self.disk.folder, error)
+                logger.warning(
+                    "Prefixes cannot be written to %s: %s. Going on without.",
+                    self.disk.folder,
+                    error,
+                )
             return
         with self._lock:
             self._counts.evictions += gone

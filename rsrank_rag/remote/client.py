@@ -11,7 +11,16 @@ from typing_extensions import Self, Unpack
 
 from ..errors import InputError
 from ..passages.parts import WHOLE, Reading, ReadingOptions
-from ..reranker import RankOptions, RankResult, Reranker, Scored, as_list, blanks_last, check_limits, choose
+from ..reranker import (
+    RankOptions,
+    RankResult,
+    Reranker,
+    Scored,
+    as_list,
+    blanks_last,
+    check_limits,
+    choose,
+)
 from . import connections
 from .transport import ANSWER_BYTES, Call, Transport, service_address, usable_key
 from .wire import Answer, Info, parsed, request_body, scores_of
@@ -20,12 +29,18 @@ __all__ = ["RemoteReranker", "service_address", "usable_key"]
 
 ROW_BYTES = 1 << 12  # of an answer, for each document; a longer one is not read
 
-SENTENCE_BYTES = 100  # likewise with sentences, for each byte of the request: at worst, each letter ends one
+SENTENCE_BYTES = (
+    100  # likewise with sentences, for each byte of the request: at worst, each letter ends one
+)
 
 INFO = Call("GET", "/info")
 
 
-class RemoteReranker(Reranker, AbstractContextManager["RemoteReranker"], AbstractAsyncContextManager["RemoteReranker"]):
+class RemoteReranker(
+    Reranker,
+    AbstractContextManager["RemoteReranker"],
+    AbstractAsyncContextManager["RemoteReranker"],
+):
     """Asks a service for scores; what is kept is decided here. Threads and event loops may share it.
 
     All that talk to one address share its connections. Proxies and certificates come from the environment, as httpx
@@ -103,24 +118,41 @@ class RemoteReranker(Reranker, AbstractContextManager["RemoteReranker"], Abstrac
         return [found.score for found in self.score_documents(query, as_list(documents))]
 
     def rank(
-        self, query: str, documents: Sequence[str], *, show_progress: bool = False, **options: Unpack[RankOptions]
+        self,
+        query: str,
+        documents: Sequence[str],
+        *,
+        show_progress: bool = False,
+        **options: Unpack[RankOptions],
     ) -> RankResult:
         """See `Reranker.rank`."""
         documents, (threshold, top_n, min_docs, reading) = as_list(documents), _checked(**options)
         call = self._call(query, documents, reading)
-        scored, native = self._read(self._transport.send(call), documents, reading) if call else ([], None)
+        scored, native = (
+            self._read(self._transport.send(call), documents, reading) if call else ([], None)
+        )
         if threshold == "native":
             threshold = native if call else self.threshold
-        return choose(query, documents, scored, threshold, top_n=top_n, min_docs=min_docs, reading=reading)
+        return choose(
+            query, documents, scored, threshold, top_n=top_n, min_docs=min_docs, reading=reading
+        )
 
-    async def arank(self, query: str, documents: Sequence[str], **options: Unpack[RankOptions]) -> RankResult:
+    async def arank(
+        self, query: str, documents: Sequence[str], **options: Unpack[RankOptions]
+    ) -> RankResult:
         """As `rank`, on the event loop; cancelling it closes the request."""
         documents, (threshold, top_n, min_docs, reading) = as_list(documents), _checked(**options)
         call = self._call(query, documents, reading)
-        scored, native = self._read(await self._transport.asend(call), documents, reading) if call else ([], None)
+        scored, native = (
+            self._read(await self._transport.asend(call), documents, reading)
+            if call
+            else ([], None)
+        )
         if threshold == "native":
             threshold = native if call else await self.athreshold()
-        return choose(query, documents, scored, threshold, top_n=top_n, min_docs=min_docs, reading=reading)
+        return choose(
+            query, documents, scored, threshold, top_n=top_n, min_docs=min_docs, reading=reading
+        )
 
     def warm_up(self) -> None:
         """Return when the service is ready to answer and holds the right model; open a connection."""
@@ -135,7 +167,9 @@ class RemoteReranker(Reranker, AbstractContextManager["RemoteReranker"], Abstrac
         """As `close`, without blocking the event loop."""
         await asyncio.wrap_future(connections.begin(connections.give_up(self.base_url)))
 
-    def score_documents(self, query: str, documents: Sequence[str], *, show_progress: bool = False) -> list[Scored]:
+    def score_documents(
+        self, query: str, documents: Sequence[str], *, show_progress: bool = False
+    ) -> list[Scored]:
         """As `score`, with whether a document was cut."""
         call = self._call(query, documents)
         return self._read(self._transport.send(call), documents)[0] if call else []
@@ -147,7 +181,11 @@ class RemoteReranker(Reranker, AbstractContextManager["RemoteReranker"], Abstrac
     def _call(self, query: str, documents: Sequence[str], reading: Reading = WHOLE) -> Call | None:
         """The request for scores; None if there is nothing to ask."""
         body = request_body(self.model, query, documents, reading, self._instruction)
-        most = ANSWER_BYTES + ROW_BYTES * len(documents) + (SENTENCE_BYTES * len(body) if reading.extract else 0)
+        most = (
+            ANSWER_BYTES
+            + ROW_BYTES * len(documents)
+            + (SENTENCE_BYTES * len(body) if reading.extract else 0)
+        )
         return Call("POST", "/v1/rerank", body, most) if documents else None
 
     def _read(

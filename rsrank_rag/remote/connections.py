@@ -32,7 +32,9 @@ class _Shared:
 _lock = threading.Lock()
 _loop: asyncio.AbstractEventLoop | None = None
 _clients: dict[str, _Shared] = {}  # by address; only the loop's thread looks
-_inherited: list[Any] = []  # from the process that this one was forked from, whose connections must not be closed
+_inherited: list[
+    Any
+] = []  # from the process that this one was forked from, whose connections must not be closed
 
 
 def begin(work: Coroutine[Any, Any, Result]) -> Future[Result]:

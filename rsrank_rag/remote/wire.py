@@ -48,10 +48,17 @@ Body = TypeVar("Body", Answer, Info)
 
 
 def request_body(
-    model: str | None, query: str, documents: Sequence[str], reading: Reading, instruction: str | None = None
+    model: str | None,
+    query: str,
+    documents: Sequence[str],
+    reading: Reading,
+    instruction: str | None = None,
 ) -> bytes:
     """The request for the raw scores of all documents; raises InputError if something is no text."""
-    for name, text in (("A query", query), *((f"Document {i}", text) for i, text in enumerate(documents))):
+    for name, text in (
+        ("A query", query),
+        *((f"Document {i}", text) for i, text in enumerate(documents)),
+    ):
         if not isinstance(text, str):
             raise InputError(f"{name} must be a string, got {type(text).__name__}.")
     asked = {
@@ -59,7 +66,9 @@ def request_body(
         **({} if instruction is None else {"instruction": clean(instruction)}),
         "query": clean(query),
         "documents": [(clean if reading == WHOLE else encodable)(text) for text in documents],
-        **({} if reading == WHOLE else {**asdict(reading), "context": 0}),  # what is kept is decided here
+        **(
+            {} if reading == WHOLE else {**asdict(reading), "context": 0}
+        ),  # what is kept is decided here
         "partial": True,
         "threshold": None,  # this and the next are written out because a service may be set otherwise
         "normalize": False,
@@ -78,11 +87,15 @@ def parsed(kind: type[Body], body: bytes, address: str, model: str | None) -> Bo
             f"{address} did not answer as an rsrank service does ({place}: {wrong['msg']}). Is it one?"
         ) from None
     if model is not None and found.model != model:
-        raise RemoteError(f"{address} was asked for {model!r} and holds {found.model!r}. Give that name, or none.")
+        raise RemoteError(
+            f"{address} was asked for {model!r} and holds {found.model!r}. Give that name, or none."
+        )
     return found
 
 
-def scores_of(answer: Answer, documents: Sequence[str], address: str, reading: Reading) -> list[Scored]:
+def scores_of(
+    answer: Answer, documents: Sequence[str], address: str, reading: Reading
+) -> list[Scored]:
     """Scores in the order of the documents: rows come in whichever, so that only their numbers count.
 
     Raises ScoringError: A document has no finite score; RemoteError: there is not one row or error for each of so many
@@ -104,14 +117,17 @@ def scores_of(answer: Answer, documents: Sequence[str], address: str, reading: R
     for row in sorted(answer.results, key=lambda row: row.index):
         if row.relevance_score is None or not math.isfinite(row.relevance_score):
             raise ScoringError(
-                f"{address} gave document {row.index} the score {row.relevance_score}, which is none.", row.index
+                f"{address} gave document {row.index} the score {row.relevance_score}, which is none.",
+                row.index,
             )
         if reading != WHOLE and row.excerpts is None and row.window is None:
             raise RemoteError(
                 f"{address} reads documents whole. Its version is older than this one: update the service."
             )
         text = documents[row.index]
-        sentences = tuple(replace(one, text=text[one.start : one.end]) for one in row.excerpts or ())
+        sentences = tuple(
+            replace(one, text=text[one.start : one.end]) for one in row.excerpts or ()
+        )
         window = row.window if row.window and row.window.count > 1 else None  # what fits has none
         scored.append(Scored(row.relevance_score, row.truncated, 0, window, sentences))
     return scored
@@ -120,7 +136,11 @@ def scores_of(answer: Answer, documents: Sequence[str], address: str, reading: R
 def message_of(body: bytes) -> str:
     """A service's message about an error, as a sentence to be put behind the status."""
     fields = _fields(body)
-    texts = [text for text in (fields.get("message"), fields.get("detail")) if isinstance(text, str) and text.strip()]
+    texts = [
+        text
+        for text in (fields.get("message"), fields.get("detail"))
+        if isinstance(text, str) and text.strip()
+    ]
     return f": {_line(texts[0]).rstrip('.')}." if texts else "."
 
 

@@ -19,7 +19,14 @@ from typing_extensions import Self
 from ..adapters.systems import load_system
 from ..errors import InputError, RSRankError
 from ..evaluation.evaluate import score_dataset
-from ..evaluation.metrics import ScoredQuery, best_first, best_threshold, f1, f1_at, ranking_by_query
+from ..evaluation.metrics import (
+    ScoredQuery,
+    best_first,
+    best_threshold,
+    f1,
+    f1_at,
+    ranking_by_query,
+)
 from ..evaluation.statistics import Record
 from ..method.projection import Projection
 from ..partial_files import write_text
@@ -51,18 +58,26 @@ class Ablation:
     null: Null = "empty"
     layers: Share = "all"
     heads: Share = "all"
-    queries: int | None = None  # B learns from so many, drawn at random, for ``sample_epochs``; 0 is a random B
+    queries: int | None = (
+        None  # B learns from so many, drawn at random, for ``sample_epochs``; 0 is a random B
+    )
     scorer: Scorer = "B"
 
     def __str__(self) -> str:
         """The change in words."""
         parts = [change.split(".", 1)[-1] for change in self.changes]
         read = {name: getattr(self, name) for name in ("signal", "null", "layers", "heads")}
-        parts += [f"{name}: {value}" for name, value in read.items() if value != getattr(Ablation, name)]
+        parts += [
+            f"{name}: {value}" for name, value in read.items() if value != getattr(Ablation, name)
+        ]
         if self.queries is not None:
             parts.append(f"{self.queries} training queries" if self.queries else "random B")
         if self.scorer != "B":
-            parts.append("knows the labels" if self.scorer == "oracle similarity" else "the model as a bi-encoder")
+            parts.append(
+                "knows the labels"
+                if self.scorer == "oracle similarity"
+                else "the model as a bi-encoder"
+            )
         return ", ".join(parts) or "nothing"
 
 
@@ -72,15 +87,25 @@ class AblationPart(BaseModel, extra="forbid", frozen=True):
     recipe: str
     names: tuple[str, ...] = ("all",)
     setup: str = Field(default="", description="What B is trained on, for the tables' headings.")
-    seeds: tuple[int, ...] = Field(default=(0,), min_length=1, description="Of all that is random in training.")
-    settings: tuple[str, ...] = Field(default=(), description="Entries changed for all of them, as after --set.")
-    train: tuple[DataPart, ...] = Field(default=(), description="What B learns from; empty for the recipe's data.")
-    evaluation: tuple[DataPart, ...] = Field(default=(), description="Empty for the recipe's evaluation sets.")
+    seeds: tuple[int, ...] = Field(
+        default=(0,), min_length=1, description="Of all that is random in training."
+    )
+    settings: tuple[str, ...] = Field(
+        default=(), description="Entries changed for all of them, as after --set."
+    )
+    train: tuple[DataPart, ...] = Field(
+        default=(), description="What B learns from; empty for the recipe's data."
+    )
+    evaluation: tuple[DataPart, ...] = Field(
+        default=(), description="Empty for the recipe's evaluation sets."
+    )
 
 
 ABLATIONS: Mapping[str, Ablation] = {
     entry["name"]: Ablation(**{**entry, "changes": tuple(entry.get("changes", ()))})
-    for entry in read_toml(str(Path(__file__).with_suffix(".toml")), SHIPPED, "list of ablations")["ablations"]
+    for entry in read_toml(str(Path(__file__).with_suffix(".toml")), SHIPPED, "list of ablations")[
+        "ablations"
+    ]
 }
 """All that are known, by name."""
 
@@ -134,7 +159,9 @@ class AblationRow(AblationOnSet):
     """One with one seed; metrics per query, so that intervals and differences can be taken."""
 
     seed: int = 0
-    metrics: dict[str, tuple[float, ...]]  # metric -> one number a query; f1@5 is of the best five, f1@best at tau_best
+    metrics: dict[
+        str, tuple[float, ...]
+    ]  # metric -> one number a query; f1@5 is of the best five, f1@best at tau_best
     tau_best: float  # the set's best threshold
     seconds: float  # the run took, features included where they were not there yet
 
@@ -175,16 +202,23 @@ class Ablations:
         """The changed recipe; InputError where there is none, or it has nothing to learn from or to measure on."""
         part = self.part
         found = Recipe.load(part.recipe, [*part.settings, *ablation.changes])
-        update = {"data": part.train or found.data, "evaluation": part.evaluation or found.evaluation}
+        update = {
+            "data": part.train or found.data,
+            "evaluation": part.evaluation or found.evaluation,
+        }
         if not update["data"] or not update["evaluation"]:
-            raise InputError(f"Ablations of {part.recipe!r} need data to train on and evaluation sets. Name both.")
+            raise InputError(
+                f"Ablations of {part.recipe!r} need data to train on and evaluation sets. Name both."
+            )
         return found.model_copy(update=update)
 
     def run(self, ablations: Sequence[Ablation]) -> list[AblationRow]:
         """Rows of each ablation and seed, one a set; those that end with an error are told of, and the others go on."""
         rows: list[AblationRow] = []
         for ablation in ablations:
-            for seed in self.part.seeds if ablation.scorer == "B" else self.part.seeds[:1]:  # yardsticks draw nothing
+            for seed in (
+                self.part.seeds if ablation.scorer == "B" else self.part.seeds[:1]
+            ):  # yardsticks draw nothing
                 try:
                     rows += self._rows(ablation, seed)
                 except RSRankError as error:
@@ -193,7 +227,9 @@ class Ablations:
 
     def _rows(self, ablation: Ablation, seed: int) -> list[AblationRow]:
         recipe = self.recipe(ablation)
-        files = [Path(part.file) for part in (*recipe.data, *recipe.evaluation) if part.file]  # named sets are pinned
+        files = [
+            Path(part.file) for part in (*recipe.data, *recipe.evaluation) if part.file
+        ]  # named sets are pinned
         key = sha(repr(ablation), str(seed), recipe.model_dump_json(), state_of(files))
         path = self.output / "results" / f"{key[:16]}.json"
         if kept := _KeptRows.read(path, key):
@@ -201,26 +237,61 @@ class Ablations:
         self.say(f"ablation: {ablation.name}, seed {seed}")
         started = time.perf_counter()
         train, parameters, found = self._scores(ablation, recipe, seed)
-        about: dict[str, Any] = {"name": ablation.name, "group": ablation.group, "changes": str(ablation), "seed": seed}
-        about |= {"train": train, "parameters": parameters, "seconds": time.perf_counter() - started}
-        rows = [AblationRow(**about, dataset=label, **_measured(queries)) for label, queries in found.items()]
+        about: dict[str, Any] = {
+            "name": ablation.name,
+            "group": ablation.group,
+            "changes": str(ablation),
+            "seed": seed,
+        }
+        about |= {
+            "train": train,
+            "parameters": parameters,
+            "seconds": time.perf_counter() - started,
+        }
+        rows = [
+            AblationRow(**about, dataset=label, **_measured(queries))
+            for label, queries in found.items()
+        ]
         write_text(path, _KeptRows(key=key, rows=tuple(rows)).model_dump_json(indent=1) + "\n")
         return rows
 
-    def _scores(self, ablation: Ablation, recipe: Recipe, seed: int) -> tuple[int, int, dict[str, list[ScoredQuery]]]:
+    def _scores(
+        self, ablation: Ablation, recipe: Recipe, seed: int
+    ) -> tuple[int, int, dict[str, list[ScoredQuery]]]:
         """Queries to learn from, numbers in B, and scores by set."""
         sets = recipe.evaluation
         if ablation.scorer == "cosine":
-            system = load_system(f"bi-encoder:{recipe.model.source}", options=recipe.model.options())
+            system = load_system(
+                f"bi-encoder:{recipe.model.source}", options=recipe.model.options()
+            )
             titles = recipe.features.titles
-            return 0, 0, {part.title: score_dataset(system, part.load(recipe.fit.seed), titles=titles) for part in sets}
+            return (
+                0,
+                0,
+                {
+                    part.title: score_dataset(system, part.load(recipe.fit.seed), titles=titles)
+                    for part in sets
+                },
+            )
         stores = {part.title: self._store(_evaluating(recipe, part), ablation) for part in sets}
         if ablation.scorer == "oracle similarity":
-            read = {label: map(store.__getitem__, range(len(store))) for label, store in stores.items()}
-            return 0, 0, {label: [ScoredQuery(oracle_scores(q), q.relevant) for q in qs] for label, qs in read.items()}
+            read = {
+                label: map(store.__getitem__, range(len(store))) for label, store in stores.items()
+            }
+            return (
+                0,
+                0,
+                {
+                    label: [ScoredQuery(oracle_scores(q), q.relevant) for q in qs]
+                    for label, qs in read.items()
+                },
+            )
         train, projection = self._projection(ablation, recipe, seed)
         device = recipe.model.device
-        found = {label: scored(_Part(store, ablation), projection, device=device) for label, store in stores.items()}
+        found = {
+            label: scored(_Part(store, ablation), projection, device=device)
+            for label, store in stores.items()
+        }
         return train, projection.weight.numel(), found
 
     def _projection(self, ablation: Ablation, recipe: Recipe, seed: int) -> tuple[int, Projection]:
@@ -228,10 +299,15 @@ class Ablations:
         store = self._store(recipe, ablation)
         train, held = split(len(store), recipe.held, seed)
         if ablation.queries is not None and ablation.queries > len(train):
-            raise InputError(f"{ablation.queries} queries to learn from were asked for; there are {len(train)}.")
+            raise InputError(
+                f"{ablation.queries} queries to learn from were asked for; there are {len(train)}."
+            )
         identity = sha(store.spec.model_dump_json(), repr(ablation), str((train, held)))
         folder = self.output / "fit" / sha(repr(ablation), str(seed), recipe.model_dump_json())[:16]
-        features, layers = _Part(self._in_memory(store), ablation), pick(store.spec.layers, ablation.layers)
+        features, layers = (
+            _Part(self._in_memory(store), ablation),
+            pick(store.spec.layers, ablation.layers),
+        )
         learner = Learner(recipe, features, held, layers, folder, identity)
         options = recipe.fit.model_copy(update={"seed": seed})
         if ablation.queries is not None:
@@ -286,7 +362,9 @@ def _measured(found: list[ScoredQuery]) -> dict[str, Any]:
     metrics = {
         **ranking_by_query(found),
         "p@5": [sum(labels) / max(len(labels), 1) for labels in first],
-        "f1@5": [f1(sum(x), len(x), sum(query.relevant)) for x, query in zip(first, found, strict=True)],
+        "f1@5": [
+            f1(sum(x), len(x), sum(query.relevant)) for x, query in zip(first, found, strict=True)
+        ],
         "f1@0": [f1_at(query, 0.0) for query in found],
         "f1@best": [f1_at(query, tau) for query in found],
     }

@@ -15,7 +15,9 @@ from ..training.recipe import DataPart, LoadedPart, read_toml, validated
 from .ablations import AblationPart, chosen
 
 SHIPPED = Path(__file__).parent / "recipes"
-ARTIFACT = "artifact"  # stands in a system's name for the artifact that is given on the command line
+ARTIFACT = (
+    "artifact"  # stands in a system's name for the artifact that is given on the command line
+)
 
 
 class SetPart(DataPart, extra="forbid", frozen=True):
@@ -28,7 +30,9 @@ class SystemPart(LoadedPart):
     """A system by its name (`systems.KINDS`), and how to load it where that differs from the command line."""
 
     label: str | None = None
-    threshold: float | None = Field(default=None, description="None for its native one, else the best over all sets.")
+    threshold: float | None = Field(
+        default=None, description="None for its native one, else the best over all sets."
+    )
 
     @property
     def title(self) -> str:
@@ -46,7 +50,8 @@ class Reproduction(BaseModel, extra="forbid", frozen=True):
     sets: tuple[SetPart, ...] = ()
     systems: tuple[SystemPart, ...] = ()
     ablations: Annotated[
-        tuple[AblationPart, ...], BeforeValidator(lambda given: [given] if isinstance(given, dict) else given)
+        tuple[AblationPart, ...],
+        BeforeValidator(lambda given: [given] if isinstance(given, dict) else given),
     ] = ()
     """One table ``[ablations]`` is the only one of several ``[[ablations]]``."""
 
@@ -74,7 +79,9 @@ class Reproduction(BaseModel, extra="forbid", frozen=True):
         if artifact is not None:
             raw["artifact"] = artifact
         validated(cls, raw, source, "configuration")  # before it is changed
-        given = {} if negatives is None else Negatives.parse(negatives).model_dump(exclude_unset=True)
+        given = (
+            {} if negatives is None else Negatives.parse(negatives).model_dump(exclude_unset=True)
+        )
         for part in raw.get("sets", ()):
             if given:
                 part["negatives"] = part.get("negatives", {}) | given
@@ -86,18 +93,28 @@ class Reproduction(BaseModel, extra="forbid", frozen=True):
     def _checked(self, source: str) -> Self:
         """With the artifact's name in place; InputError for what no run could use."""
         if not self.systems and not self.ablations:
-            raise InputError(f"{source} names neither systems nor ablations. Add [[systems]] or [[ablations]].")
+            raise InputError(
+                f"{source} names neither systems nor ablations. Add [[systems]] or [[ablations]]."
+            )
         if self.systems and not self.sets:
             raise InputError(f"{source} names no sets. Pass --data FILE with labelled queries.")
-        systems = tuple(part.model_copy(update={"name": self._named(part.name, source)}) for part in self.systems)
+        systems = tuple(
+            part.model_copy(update={"name": self._named(part.name, source)})
+            for part in self.systems
+        )
         for system in systems:
             parse(system.name)
         for part in self.ablations:
             chosen(part.names)
-        for kind, titles in (("systems", [p.title for p in systems]), ("sets", [p.title for p in self.sets])):
+        for kind, titles in (
+            ("systems", [p.title for p in systems]),
+            ("sets", [p.title for p in self.sets]),
+        ):
             twice = sorted({title for title in titles if titles.count(title) > 1})
             if twice:
-                raise InputError(f"{source} has two {kind} called {twice[0]!r}. Give one of them a label.")
+                raise InputError(
+                    f"{source} has two {kind} called {twice[0]!r}. Give one of them a label."
+                )
         return self.model_copy(update={"systems": systems})
 
     def _named(self, name: str, source: str) -> str:
@@ -105,7 +122,9 @@ class Reproduction(BaseModel, extra="forbid", frozen=True):
         if last != ARTIFACT:
             return name
         if self.artifact is None:
-            raise InputError(f"{source} measures an RSRank artifact and names none. Pass --model ARTIFACT.")
+            raise InputError(
+                f"{source} measures an RSRank artifact and names none. Pass --model ARTIFACT."
+            )
         return f"{prefix}{colon}{self.artifact}"
 
 
@@ -113,7 +132,11 @@ def files_in(places: Iterable[str | Path]) -> list[Path]:
     """Files, and for each folder its ``.jsonl`` and ``.jsonl.gz`` files by name; InputError where it has none."""
     files: list[Path] = []
     for place in map(Path, places):
-        inside = [place] if not place.is_dir() else sorted([*place.glob("*.jsonl"), *place.glob("*.jsonl.gz")])
+        inside = (
+            [place]
+            if not place.is_dir()
+            else sorted([*place.glob("*.jsonl"), *place.glob("*.jsonl.gz")])
+        )
         if not inside:
             raise InputError(f"The folder {place} holds no .jsonl or .jsonl.gz files.")
         files += inside
@@ -122,7 +145,9 @@ def files_in(places: Iterable[str | Path]) -> list[Path]:
 
 def plan(config: Reproduction) -> str:
     """What a run would do, in words; nothing is loaded."""
-    lines = [f"{config.name}: {len(config.systems)} systems on {len(config.sets)} sets, seed {config.seed}"]
+    lines = [
+        f"{config.name}: {len(config.systems)} systems on {len(config.sets)} sets, seed {config.seed}"
+    ]
     for part in config.sets:
         many = "all queries" if part.queries is None else f"{part.queries} queries"
         given = part.negatives or Negatives(count=0 if part.file else 15)
@@ -132,5 +157,7 @@ def plan(config: Reproduction) -> str:
     lines += [f"  system   {part.title}: {part.name}" for part in config.systems]
     for ablations in config.ablations:
         names = [ablation.name for ablation in chosen(ablations.names)]
-        lines.append(f"  ablations of {ablations.recipe}, {len(ablations.seeds)} seeds: {'; '.join(names)}")
+        lines.append(
+            f"  ablations of {ablations.recipe}, {len(ablations.seeds)} seeds: {'; '.join(names)}"
+        )
     return "\n".join(lines)

@@ -25,10 +25,15 @@ class OracleSimilarity:
 
     def score_labelled(self, query: LabelledQuery, *, titles: bool = True) -> list[float]:
         """One score a document, in input order; all are 0 where nothing is relevant."""
-        if not any(document.relevant and document.content(titles=titles).strip() for document in query.documents):
+        if not any(
+            document.relevant and document.content(titles=titles).strip()
+            for document in query.documents
+        ):
             return [0.0] * len(query.documents)
         options = FeaturePart(titles=titles, dtype="bfloat16")
-        extractor = FeatureExtractor(self._ranker.reader, options, token_budget=self._ranker.token_budget)
+        extractor = FeatureExtractor(
+            self._ranker.reader, options, token_budget=self._ranker.token_budget
+        )
         return oracle_scores(extractor.extract(query))
 
 
@@ -38,9 +43,15 @@ def oracle_scores(features: QueryFeatures) -> list[float]:
     if not features.oracle:
         return [0.0] * count
     total = torch.zeros(count, dtype=torch.float64)
-    for layer in features.shifts:  # (H, M * T, D), one after another: all of them in fp32 would be large
+    for (
+        layer
+    ) in features.shifts:  # (H, M * T, D), one after another: all of them in fp32 would be large
         heads, _, width = layer.shape
-        rows = layer.float().reshape(heads, count + 1, tokens, width).transpose(0, 1)  # (M, H, T, D)
-        cosines = cosine_similarity(rows[:-1], rows[-1], dim=-1, eps=EPSILON)  # (N, H, T) with the oracle, (H, T, D)
+        rows = (
+            layer.float().reshape(heads, count + 1, tokens, width).transpose(0, 1)
+        )  # (M, H, T, D)
+        cosines = cosine_similarity(
+            rows[:-1], rows[-1], dim=-1, eps=EPSILON
+        )  # (N, H, T) with the oracle, (H, T, D)
         total += cosines.double().mean(-1).sum(-1).cpu()
     return total.tolist()

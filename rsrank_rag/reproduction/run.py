@@ -31,8 +31,12 @@ from .tables import AblationFigures, FigureFile, ablation_tables, figures_of, pa
 class Outcome:
     """What a run made."""
 
-    measured: list[Measured] = field(default_factory=list)  # scores by set; a set that failed is not among them
-    comparison: Comparison | None = None  # of the systems that have all sets; None where there is none
+    measured: list[Measured] = field(
+        default_factory=list
+    )  # scores by set; a set that failed is not among them
+    comparison: Comparison | None = (
+        None  # of the systems that have all sets; None where there is none
+    )
     failures: dict[str, str] = field(default_factory=dict)
     tables: Path | None = None
 
@@ -43,7 +47,9 @@ def reproduce(
     *,
     options: LoadOptions | None = None,
     say: Callable[[str], object] = str,
-    watch: Callable[[Sequence[LabelledQuery], str], Iterable[LabelledQuery]] = lambda queries, what: queries,
+    watch: Callable[
+        [Sequence[LabelledQuery], str], Iterable[LabelledQuery]
+    ] = lambda queries, what: queries,
 ) -> Outcome:
     """Run a configuration, or what is left of it, and write ``tables.md`` and ``report/`` into the folder ``output``.
 
@@ -65,9 +71,14 @@ def reproduce(
     figures = run.ablations()
     tables = ablation_tables(figures)
     if figures:
-        write_text(output / "ablations.json", FigureFile(figures=tuple(figures)).model_dump_json(indent=1) + "\n")
+        write_text(
+            output / "ablations.json",
+            FigureFile(figures=tuple(figures)).model_dump_json(indent=1) + "\n",
+        )
     outcome.tables = output / "tables.md"
-    text = page(config.name, list(sets), outcome.measured, outcome.comparison, tables, outcome.failures)
+    text = page(
+        config.name, list(sets), outcome.measured, outcome.comparison, tables, outcome.failures
+    )
     write_text(outcome.tables, text)
     return outcome
 
@@ -89,22 +100,30 @@ class _Run:
         found = {}
         for part in self.config.sets:
             try:
-                found[part.title] = part.load(self.config.seed, options=self.options, titles=self.config.titles)
+                found[part.title] = part.load(
+                    self.config.seed, options=self.options, titles=self.config.titles
+                )
             except RSRankError as error:
                 self.fail(part.title, error)
         if self.config.sets and not found:
-            raise InputError(f"None of the sets could be loaded: {'; '.join(self.outcome.failures.values())}")
+            raise InputError(
+                f"None of the sets could be loaded: {'; '.join(self.outcome.failures.values())}"
+            )
         return found
 
     def measure(self, part: SystemPart, sets: dict[str, list[LabelledQuery]]) -> None:
         """Score what has no scores yet; the system is loaded only if there is something to score."""
-        files = {label: self.output / "scores" / f"{sha(part.title, label)[:16]}.json" for label in sets}
+        files = {
+            label: self.output / "scores" / f"{sha(part.title, label)[:16]}.json" for label in sets
+        }
         keys = {label: self._key(part, queries) for label, queries in sets.items()}
         done = {label: kept for label in sets if (kept := _Kept.read(files[label], keys[label]))}
         missing = [label for label in sets if label not in done]
         try:
             options = part.options(self.options)
-            system: Any = load_system(part.name, revision=part.revision, options=options) if missing else None
+            system: Any = (
+                load_system(part.name, revision=part.revision, options=options) if missing else None
+            )
         except RSRankError as error:
             self.fail(part.title, error)
             missing = []
@@ -121,9 +140,14 @@ class _Run:
         if done:
             found = {label: done[label].scored(sets[label]) for label in sets if label in done}
             native = next(iter(done.values())).threshold
-            threshold, origin = (part.threshold, "given") if part.threshold is not None else (native, "native")
+            threshold, origin = (
+                (part.threshold, "given") if part.threshold is not None else (native, "native")
+            )
             if threshold is None:
-                threshold, origin = shared_threshold(list(found.values())), "the best over all sets; no native one"
+                threshold, origin = (
+                    shared_threshold(list(found.values())),
+                    "the best over all sets; no native one",
+                )
             self.outcome.measured.append(Measured(part.title, threshold, origin, found))
 
     def _key(self, part: SystemPart, queries: Sequence[LabelledQuery]) -> str:

@@ -46,34 +46,54 @@ class SignalReader(ShiftReader):
     """
 
     def __init__(
-        self, backbone: Backbone, prompts: PromptTokenizer, layers: Sequence[int], *, signal: Signal, null: Null
+        self,
+        backbone: Backbone,
+        prompts: PromptTokenizer,
+        layers: Sequence[int],
+        *,
+        signal: Signal,
+        null: Null,
     ) -> None:
         super().__init__(backbone, prompts, layers)
         self.signal, self.null = signal, null
 
     def read(self, rows: Sequence[Row], consume: Consume) -> Tensor:
         """As `ShiftReader.read`; the paper's score knows no agreement."""
-        alone: dict[tuple[Ids, Ids], dict[int, Tensor]] = {}  # rows of one query share what is subtracted
+        alone: dict[
+            tuple[Ids, Ids], dict[int, Tensor]
+        ] = {}  # rows of one query share what is subtracted
         found = [self._difference(row, alone) for row in rows]
         width = max(row.query.length for row in rows)
         for layer in sorted(self.layers):
-            shifts = [pad(shift[layer], (0, 0, 0, width - shift[layer].shape[2])) for shift in found]
+            shifts = [
+                pad(shift[layer], (0, 0, 0, width - shift[layer].shape[2])) for shift in found
+            ]
             consume(layer, torch.cat(shifts))
         return torch.zeros(len(rows), 1, dtype=torch.float64)
 
-    def _difference(self, row: Row, alone: dict[tuple[Ids, Ids], dict[int, Tensor]]) -> dict[int, Tensor]:
+    def _difference(
+        self, row: Row, alone: dict[tuple[Ids, Ids], dict[int, Tensor]]
+    ) -> dict[int, Tensor]:
         """Layer -> (1, H, T, D) fp32 of one row."""
         found = self._signal(row.document, row)
         if self.null == "none":
             return found
-        prefix = self.filled(len(row.document)) if self.null == "matched" else self.prompts.null_prefix
+        prefix = (
+            self.filled(len(row.document)) if self.null == "matched" else self.prompts.null_prefix
+        )
         if (prefix, row.query.ids) not in alone:
             alone[prefix, row.query.ids] = self._signal(prefix, row)
-        return {layer: value - alone[prefix, row.query.ids][layer] for layer, value in found.items()}
+        return {
+            layer: value - alone[prefix, row.query.ids][layer] for layer, value in found.items()
+        }
 
     def filled(self, length: int) -> Ids:
         """A null prefix of a document's length: filler in the document's place (paper, Eq. 2)."""
-        filler = private_copy(self.prompts.tokenizer, special_tokens=False).encode(FILLER, add_special_tokens=False).ids
+        filler = (
+            private_copy(self.prompts.tokenizer, special_tokens=False)
+            .encode(FILLER, add_special_tokens=False)
+            .ids
+        )
         bare, after = self.prompts.null_prefix, self.prompts.after_document
         room = length - len(bare)
         return (*bare[: len(bare) - after], *(filler * room)[:room], *bare[len(bare) - after :])
@@ -89,7 +109,9 @@ class SignalReader(ShiftReader):
         prefixes = self.backbone.prefill([prefix], room=len(row.query.ids))
         if self.signal == "hidden":
             hooks = [
-                layer.register_forward_pre_hook(partial(_show_input, number, keep), with_kwargs=True)
+                layer.register_forward_pre_hook(
+                    partial(_show_input, number, keep), with_kwargs=True
+                )
                 for number, layer in enumerate(layers_of(self.backbone.model))
             ]
             try:
@@ -112,7 +134,12 @@ class _KeyReader(Reader):
         self.show_keys = show
 
     def update(
-        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: object, **kwargs: object
+        self,
+        key_states: Tensor,
+        value_states: Tensor,
+        layer_idx: int,
+        *args: object,
+        **kwargs: object,
     ) -> tuple[Tensor, Tensor]:
         self.show_keys(layer_idx, key_states)
         return super().update(key_states, value_states, layer_idx, *args, **kwargs)

@@ -14,7 +14,14 @@ from ..evaluation.statistics import Estimate, Record, estimate_mean, paired_diff
 from .ablations import BASE, AblationOnSet, AblationRow
 
 TITLES = {"ndcg@5": "nDCG@5", "recall@5": "Recall@5", "f1@tau": "F1@τ"}
-METRICS = {"recall@5": "R@5", "ndcg@5": "nDCG@5", "p@5": "P@5", "f1@5": "F1@5", "f1@0": "F1@0", "f1@best": "F1@best"}
+METRICS = {
+    "recall@5": "R@5",
+    "ndcg@5": "nDCG@5",
+    "p@5": "P@5",
+    "f1@5": "F1@5",
+    "f1@0": "F1@0",
+    "f1@best": "F1@best",
+}
 COMPARED = ("ndcg@5", "f1@0")
 
 
@@ -31,16 +38,34 @@ def page(
     `measured`: systems, also those that lack a set: they have no average. `found`: of the systems that have all sets.
     """
     records = {
-        system.name: {label: summarise(rows, threshold=system.threshold) for label, rows in system.scored.items()}
+        system.name: {
+            label: summarise(rows, threshold=system.threshold)
+            for label, rows in system.scored.items()
+        }
         for system in measured
     }
     tables = {}
     rows: dict[str, list[Any]]
     for metric, title in TITLES.items():
-        rows = {name: [by_set.get(label, {}).get(metric) for label in sets] for name, by_set in records.items()}
-        tables[title] = {name: [*row, None if None in row else mean(row)] for name, row in rows.items()}
-    about = {"measured": measured, "tables": tables, "metrics": TITLES, "found": found, "failures": failures}
-    return str(template(__package__, "tables.md").render(about, name=name, sets=list(sets), ablations=ablations))
+        rows = {
+            name: [by_set.get(label, {}).get(metric) for label in sets]
+            for name, by_set in records.items()
+        }
+        tables[title] = {
+            name: [*row, None if None in row else mean(row)] for name, row in rows.items()
+        }
+    about = {
+        "measured": measured,
+        "tables": tables,
+        "metrics": TITLES,
+        "found": found,
+        "failures": failures,
+    }
+    return str(
+        template(__package__, "tables.md").render(
+            about, name=name, sets=list(sets), ablations=ablations
+        )
+    )
 
 
 class AblationFigures(AblationOnSet):
@@ -49,9 +74,13 @@ class AblationFigures(AblationOnSet):
     setup: str  # what B was trained on, in words
     queries: int
     seeds: int
-    metrics: dict[str, Estimate]  # mean over queries of the mean over seeds, with its interval over queries
+    metrics: dict[
+        str, Estimate
+    ]  # mean over queries of the mean over seeds, with its interval over queries
     spread: dict[str, float]  # standard deviation of the seeds' means; 0 for one seed
-    differences: dict[str, Estimate]  # paired, from the unchanged recipe; empty where there is none, or it is that
+    differences: dict[
+        str, Estimate
+    ]  # paired, from the unchanged recipe; empty where there is none, or it is that
     tau_best: float
 
     @property
@@ -73,14 +102,19 @@ def figures_of(rows: Sequence[AblationRow], setup: str = "") -> list[AblationFig
     for row in sorted(rows, key=lambda row: sets.index(row.dataset)):
         groups.setdefault((row.dataset, row.name), []).append(row)
     means: dict[tuple[str, str], dict[str, list[float]]] = {
-        key: {metric: np.mean([row.metrics[metric] for row in found], axis=0).tolist() for metric in METRICS}
+        key: {
+            metric: np.mean([row.metrics[metric] for row in found], axis=0).tolist()
+            for metric in METRICS
+        }
         for key, found in groups.items()
     }
     made = []
     for (dataset, name), found in groups.items():
         base = means.get((dataset, BASE)) if name != BASE else None
         values = means[dataset, name]
-        by_seed = {metric: [statistics.fmean(row.metrics[metric]) for row in found] for metric in METRICS}
+        by_seed = {
+            metric: [statistics.fmean(row.metrics[metric]) for row in found] for metric in METRICS
+        }
         differences = {m: paired_differences(values[m], base[m]) for m in COMPARED} if base else {}
         made.append(
             AblationFigures(
@@ -89,8 +123,13 @@ def figures_of(rows: Sequence[AblationRow], setup: str = "") -> list[AblationFig
                 queries=len(values["f1@0"]),
                 seeds=len(found),
                 metrics={metric: estimate_mean(numbers) for metric, numbers in values.items()},
-                spread={metric: float(np.std(seeds, ddof=len(found) > 1)) for metric, seeds in by_seed.items()},
-                differences={metric: estimate_mean(numbers) for metric, numbers in differences.items()},
+                spread={
+                    metric: float(np.std(seeds, ddof=len(found) > 1))
+                    for metric, seeds in by_seed.items()
+                },
+                differences={
+                    metric: estimate_mean(numbers) for metric, numbers in differences.items()
+                },
                 tau_best=statistics.fmean(row.tau_best for row in found),
             )
         )

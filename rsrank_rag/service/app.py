@@ -18,7 +18,14 @@ from .dialects import others
 from .dialects.common import Instruction, Query, Question, Scores, ScoringRequest, Strict
 from .scheduler import Scheduler
 
-with needs("The service needs {}.", "serve", "fastapi", "prometheus_client", "pythonjsonlogger", "starlette"):
+with needs(
+    "The service needs {}.",
+    "serve",
+    "fastapi",
+    "prometheus_client",
+    "pythonjsonlogger",
+    "starlette",
+):
     from fastapi import APIRouter, Body, Depends, FastAPI, Request, Response
     from fastapi.responses import HTMLResponse
     from fastapi.security import HTTPBearer
@@ -62,9 +69,15 @@ class ExplainResponse(BaseModel):
     truncated: bool
     tokens: tuple[str, ...] = Field(description="The T scored tokens of the query.")
     layers: tuple[int, ...] = Field(description="The L layers read.")
-    parts: tuple[tuple[float, ...], ...] = Field(description="T x L; with the agreement, they are the score.")
-    agreement: float = Field(description="What the document's agreement with the query adds; 0 where it has no part.")
-    matches: tuple[float, ...] = Field(description="T: of it, what each token adds by its match; or empty.")
+    parts: tuple[tuple[float, ...], ...] = Field(
+        description="T x L; with the agreement, they are the score."
+    )
+    agreement: float = Field(
+        description="What the document's agreement with the query adds; 0 where it has no part."
+    )
+    matches: tuple[float, ...] = Field(
+        description="T: of it, what each token adds by its match; or empty."
+    )
 
 
 class Info(BaseModel):
@@ -92,9 +105,13 @@ def create_app(backend: Scheduler, settings: Settings | None = None) -> FastAPI:
             await backend.start()
             if chosen.drop and backend.description.threshold is None:
                 await backend.stop()
-                raise InputError(f"{backend.description.name} has no native threshold, so drop means nothing to it.")
+                raise InputError(
+                    f"{backend.description.name} has no native threshold, so drop means nothing to it."
+                )
         except RSRankError as error:
-            app.state.failure = error  # whoever started the app shows it better than a server's traceback
+            app.state.failure = (
+                error  # whoever started the app shows it better than a server's traceback
+            )
             raise
         yield
         await backend.stop()
@@ -107,7 +124,12 @@ def create_app(backend: Scheduler, settings: Settings | None = None) -> FastAPI:
         docs_url=None,  # these pages would load scripts from elsewhere
         redoc_url=None,
     )
-    app.state.failure, app.state.backend, app.state.settings, app.state.metrics = None, backend, chosen, metrics
+    app.state.failure, app.state.backend, app.state.settings, app.state.metrics = (
+        None,
+        backend,
+        chosen,
+        metrics,
+    )
     app.include_router(_Service(backend, chosen, metrics).router())
     app.add_middleware(Gate, settings=chosen, metrics=metrics)
     answer_errors(app)
@@ -126,10 +148,14 @@ class _Service:
         open_routes.add_api_route("/", self.page, response_class=Response, responses=page)
         open_routes.add_api_route("/health", self.health, response_model=dict[str, str])
         open_routes.add_api_route("/v1/cluster/auth", self.auth, response_model=dict[str, bool])
-        open_routes.add_api_route("/ready", self.ready, response_model=dict[str, str], responses=described(503))
+        open_routes.add_api_route(
+            "/ready", self.ready, response_model=dict[str, str], responses=described(503)
+        )
 
         # The gate asks for keys; this only describes it.
-        routes = APIRouter(dependencies=[Depends(HTTPBearer(auto_error=False))] if self.settings.closed else [])
+        routes = APIRouter(
+            dependencies=[Depends(HTTPBearer(auto_error=False))] if self.settings.closed else []
+        )
         wrong = described(400, 401, 408, 413, 422, 429, 500, 503, 504)
         posts: dict[str, tuple[Any, Any]] = {
             "/v1/rerank": (self.rerank, RerankResponse),
@@ -141,13 +167,21 @@ class _Service:
             "/explain": (self.explain, ExplainResponse),
         }
         for path, (endpoint, model) in posts.items():
-            routes.add_api_route(path, endpoint, methods=["POST"], response_model=model, responses=wrong)
+            routes.add_api_route(
+                path, endpoint, methods=["POST"], response_model=model, responses=wrong
+            )
         listed = described(401, 503)
-        routes.add_api_route("/v1/models", self.models, response_model=others.ModelList, responses=listed)
-        routes.add_api_route("/v1/models/{name:path}", self.model, response_model=others.ModelCard, responses=listed)
+        routes.add_api_route(
+            "/v1/models", self.models, response_model=others.ModelList, responses=listed
+        )
+        routes.add_api_route(
+            "/v1/models/{name:path}", self.model, response_model=others.ModelCard, responses=listed
+        )
         routes.add_api_route("/info", self.info, response_model=Info, responses=described(401, 503))
         counters = {**described(401), **_text("text/plain")}
-        routes.add_api_route("/metrics", self.metrics_page, response_class=Response, responses=counters)
+        routes.add_api_route(
+            "/metrics", self.metrics_page, response_class=Response, responses=counters
+        )
         open_routes.include_router(routes)
         return open_routes
 
@@ -159,7 +193,9 @@ class _Service:
         request.state.record.kept = len(found.results)
         return _json(found)
 
-    async def rerank_any(self, body: Annotated[AnyRerankRequest, Body()], request: Request) -> Response:
+    async def rerank_any(
+        self, body: Annotated[AnyRerankRequest, Body()], request: Request
+    ) -> Response:
         """As TEI if there are texts, which are all in the answer; else as /v1/rerank."""
         if isinstance(body, RerankRequest):
             return await self.rerank(body, request)
@@ -175,7 +211,9 @@ class _Service:
 
     async def explain(self, body: ExplainRequest, request: Request) -> Response:
         """Take one score apart: what each token of the query adds to it in each layer."""
-        pair = Pair(body.query, body.document, instruction=body.instruction or None, salt=request.state.salt)
+        pair = Pair(
+            body.query, body.document, instruction=body.instruction or None, salt=request.state.salt
+        )
         self._check_size(Question([pair]))
         request.state.record.documents = 1
         found = await self._work(request, self.backend.explain, pair)
@@ -223,7 +261,9 @@ class _Service:
     async def page(self) -> Response:
         """A page to try the model on."""
         if self.html is None:
-            raise HTTPException(404, "This installation has no page. The service itself answers at /v1/rerank.")
+            raise HTTPException(
+                404, "This installation has no page. The service itself answers at /v1/rerank."
+            )
         return HTMLResponse(self.html)
 
     async def _scores(self, request: Request, body: ScoringRequest) -> Scores:
@@ -231,7 +271,9 @@ class _Service:
         record, limits = request.state.record, self.settings
         partial = isinstance(body, RerankRequest) and bool(body.partial)
         # Counted before anything is made of them.
-        record.documents = max(len(getattr(body, name, ())) for name in ("documents", "texts", "text_2", "passages"))
+        record.documents = max(
+            len(getattr(body, name, ())) for name in ("documents", "texts", "text_2", "passages")
+        )
         if record.documents > (most := limits.max_documents):
             raise RefusedError(413, f"{record.documents:,} documents; a request may have {most:,}.")
         question = body.asked()
@@ -239,7 +281,11 @@ class _Service:
         if question.faults and not partial:
             raise refusal(question.faults, 422)
         salt, faulty = request.state.salt, question.faults
-        usable = [replace(pair, salt=salt) for place, pair in enumerate(question.pairs) if place not in faulty]
+        usable = [
+            replace(pair, salt=salt)
+            for place, pair in enumerate(question.pairs)
+            if place not in faulty
+        ]
         outcomes = question.outcomes(await self._work(request, self.backend.score, usable))
         record.tokens = sum(outcome.tokens for outcome in outcomes)
         faults, status = question.complaints(outcomes)
@@ -247,19 +293,39 @@ class _Service:
             raise refusal(faults, status)
         record.kept = len(outcomes) - len(faults)
         normalised = body.normalised(limits.normalize)
-        return Scores(question, outcomes, self.backend.description, normalised, faults, record.id, int(time.time()))
+        return Scores(
+            question,
+            outcomes,
+            self.backend.description,
+            normalised,
+            faults,
+            record.id,
+            int(time.time()),
+        )
 
     def _check_size(self, question: Question) -> None:
         limits = self.settings
-        longest, most = max((len(pair.query) for pair in question.pairs), default=0), limits.max_query_characters
+        longest, most = (
+            max((len(pair.query) for pair in question.pairs), default=0),
+            limits.max_query_characters,
+        )
         if longest > most:
             raise RefusedError(413, f"The query has {longest:,} characters; it may have {most:,}.")
-        most, lengths = limits.max_document_characters, [len(pair.document) for pair in question.pairs]
-        long = {i: f"has {n:,} characters; it may have {most:,}." for i, n in enumerate(lengths) if n > most}
+        most, lengths = (
+            limits.max_document_characters,
+            [len(pair.document) for pair in question.pairs],
+        )
+        long = {
+            i: f"has {n:,} characters; it may have {most:,}."
+            for i, n in enumerate(lengths)
+            if n > most
+        }
         if long:
             raise refusal(long, 413)
 
-    async def _work(self, request: Request, ask: Callable[..., Coroutine[Any, Any, Result]], what: Any) -> Result:
+    async def _work(
+        self, request: Request, ask: Callable[..., Coroutine[Any, Any, Result]], what: Any
+    ) -> Result:
         """Ask the backend for a client; if it leaves, the work is cancelled and an error raised that nobody will read.
 
         The time that the request has taken so far is part of what it may take.

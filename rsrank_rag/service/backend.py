@@ -20,7 +20,9 @@ class Outcome:
     fault: Fault | None = None
     window: Window | None = None
     sentences: tuple[Excerpt, ...] = ()
-    error: str = ""  # to be read after the document's name; of a query that cannot be used, the whole text
+    error: str = (
+        ""  # to be read after the document's name; of a query that cannot be used, the whole text
+    )
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,7 +25,9 @@ from .refusals import error_answer
 logger = logging.getLogger(__name__)
 
 OPEN = frozenset({"/", "/health", "/ready", "/v1/cluster/auth"})  # routes that need no key
-QUIET = frozenset({"/health", "/ready", "/metrics"})  # routes that are asked all the time: logged at DEBUG only
+QUIET = frozenset(
+    {"/health", "/ready", "/metrics"}
+)  # routes that are asked all the time: logged at DEBUG only
 VALUES = 100  # JSON values (texts, fields, lists) of a request for each document it may have; parsing more takes long
 BODIES = 10  # bodies of the largest size that may be in memory at a time
 
@@ -50,13 +52,19 @@ def keys_in(file: Path) -> tuple[str, ...]:
     return tuple(line for line in lines if line)
 
 
-class Settings(BaseModel, extra="forbid", frozen=True, hide_input_in_errors=True):  # it may be a key
+class Settings(
+    BaseModel, extra="forbid", frozen=True, hide_input_in_errors=True
+):  # it may be a key
     """What the service allows, and how it answers unless a request says otherwise."""
 
-    api_keys: tuple[SecretStr, ...] = ()  # any of them opens the service; without any, and a file, it is open
+    api_keys: tuple[
+        SecretStr, ...
+    ] = ()  # any of them opens the service; without any, and a file, it is open
     api_key_file: Path | None = None  # more of them, one a line; read again when it changes
     separate_clients: bool = False  # of what is kept of documents, each finds only its own
-    allowed_hosts: tuple[str, ...] = ()  # names that clients may call the service by; see `is_own_name`
+    allowed_hosts: tuple[
+        str, ...
+    ] = ()  # names that clients may call the service by; see `is_own_name`
     max_documents: int = Field(default=1000, ge=1)  # of a request
     max_query_characters: int = Field(default=10_000, ge=1)
     max_document_characters: int = Field(default=1_000_000, ge=1)
@@ -105,7 +113,9 @@ class Keys:
             except InputError as error:
                 logger.error("%s The keys that were read before stay.", error)
         kind, _, given = authorization.partition(" ")
-        sent = given.encode("latin-1").strip()  # of bytes: a letter's second byte may be a space of Latin-1
+        sent = given.encode(
+            "latin-1"
+        ).strip()  # of bytes: a letter's second byte may be a space of Latin-1
         # All are compared, so that the time taken tells nothing about which one it is.
         found = [key for key in (*self._fixed, *self._read) if hmac.compare_digest(key, sent)]
         return found[0] if found and kind.lower() == "bearer" else None
@@ -124,7 +134,9 @@ class Gate:
 
     def __init__(self, app: ASGIApp, *, settings: Settings, metrics: Metrics) -> None:
         self.app, self.settings, self.metrics = app, settings, metrics
-        self._keys = Keys([key.get_secret_value() for key in settings.api_keys], settings.api_key_file)
+        self._keys = Keys(
+            [key.get_secret_value() for key in settings.api_keys], settings.api_key_file
+        )
         self._salt = os.urandom(16)  # without it, whoever reads the logs could try all addresses
         self.held = 0  # bytes of all bodies that are being read or answered
 
@@ -134,10 +146,15 @@ class Gate:
             await self.app(scope, receive, send)
             return
         headers = Headers(scope=scope)
-        key, given = self._keys.find(headers.get("authorization", "")), headers.get("x-request-id", "")
+        key, given = (
+            self._keys.find(headers.get("authorization", "")),
+            headers.get("x-request-id", ""),
+        )
         id_ = given if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
         client = key if key is not None else (scope.get("client") or ("",))[0].encode()
-        record = Record(id_, hashlib.blake2b(client, digest_size=6, key=self._salt).hexdigest(), scope["method"])
+        record = Record(
+            id_, hashlib.blake2b(client, digest_size=6, key=self._salt).hexdigest(), scope["method"]
+        )
         # The same in every run: what is kept on disk is to be found again.
         salt = hashlib.sha256(client).hexdigest() if self.settings.separate_clients else ""
         scope["state"] = {**scope.get("state", {}), "record": record, "salt": salt}
@@ -158,10 +175,14 @@ class Gate:
                 self.metrics.unanswered += 1
                 if not started:
                     await error_answer(503, "The service has ended.")(scope, receive, send_marked)
-            except Exception:  # whatever it is, the client gets an answer and the next request is served
+            except (
+                Exception
+            ):  # whatever it is, the client gets an answer and the next request is served
                 logger.exception("A request failed.", extra={"id": record.id})
                 if not started:
-                    await error_answer(500, "The service failed; its log says more.")(scope, receive, send_marked)
+                    await error_answer(500, "The service failed; its log says more.")(
+                        scope, receive, send_marked
+                    )
             finally:
                 self.held -= body.bytes
                 record.route = getattr(scope.get("route"), "path", "other")
@@ -170,8 +191,12 @@ class Gate:
 
     def _chosen(self, scope: Scope, headers: Headers, key: bytes | None) -> ASGIApp:
         if not is_own_name(headers.get("host", ""), self.settings):
-            return error_answer(421, "This service is not called so. Its operator can add the name: --allowed-host.")
-        if "transfer-encoding" in headers and "content-length" in headers:  # a proxy may have read another end of it
+            return error_answer(
+                421, "This service is not called so. Its operator can add the name: --allowed-host."
+            )
+        if (
+            "transfer-encoding" in headers and "content-length" in headers
+        ):  # a proxy may have read another end of it
             text = "A request has Content-Length or Transfer-Encoding, not both."
             return error_answer(400, text, headers={"Connection": "close"})
         if key or not self.settings.closed or scope["path"] in OPEN:
@@ -195,7 +220,11 @@ def is_own_name(host: str, settings: Settings) -> bool:
         name = (urlsplit(f"//{host}").hostname or "").removesuffix(".")
     except ValueError:
         return False
-    if not name or name in settings.allowed_hosts or (settings.closed and not settings.allowed_hosts):
+    if (
+        not name
+        or name in settings.allowed_hosts
+        or (settings.closed and not settings.allowed_hosts)
+    ):
         return True
     try:
         return bool(ipaddress.ip_address(name))
@@ -207,9 +236,17 @@ class _Body:
     """Receives a request's body while it is small enough, simple enough and comes in time."""
 
     def __init__(self, receive: Receive, gate: Gate, record: Record) -> None:
-        self._receive, self._gate, self._settings, self._record = receive, gate, gate.settings, record
+        self._receive, self._gate, self._settings, self._record = (
+            receive,
+            gate,
+            gate.settings,
+            record,
+        )
         self.bytes, self._values, self._complete = 0, 0, False
-        self._in_text, self._rest = 0, b""  # whether a text goes on at the next piece; a backslash before it
+        self._in_text, self._rest = (
+            0,
+            b"",
+        )  # whether a text goes on at the next piece; a backslash before it
 
     async def __call__(self) -> Message:
         if self._complete:  # what comes now is that the client has left, at any time
@@ -232,11 +269,17 @@ class _Body:
         if b"\0" in piece:  # in UTF-16, values would be counted wrong
             raise HTTPException(400, "The body is not JSON in UTF-8: it holds a zero byte.")
         if self.bytes > settings.max_body_bytes:
-            raise HTTPException(413, f"The body is too large; it may have {settings.max_body_bytes:,} bytes.")
+            raise HTTPException(
+                413, f"The body is too large; it may have {settings.max_body_bytes:,} bytes."
+            )
         if self._values > (most := VALUES * (settings.max_documents + 10)):
-            raise HTTPException(413, f"The body has too many values; it may have {most:,} texts, lists and objects.")
+            raise HTTPException(
+                413, f"The body has too many values; it may have {most:,} texts, lists and objects."
+            )
         if self._gate.held > BODIES * settings.max_body_bytes:
-            raise HTTPException(429, "Too much is being sent at a time. Try again later.", {"Retry-After": "1"})
+            raise HTTPException(
+                429, "Too much is being sent at a time. Try again later.", {"Retry-After": "1"}
+            )
 
     def _values_in(self, piece: bytes) -> int:
         """About how many JSON values begin in this piece: what stands outside of texts is counted, not parsed."""

@@ -44,8 +44,16 @@ class Record:
 
     def write(self, level: int = logging.INFO) -> None:
         """Log it, with the fields that it has."""
-        fields: dict[str, Any] = {**asdict(self), "milliseconds": round(1000 * self.seconds, 1), "started": None}
-        logger.log(level, "request", extra={name: value for name, value in fields.items() if value is not None})
+        fields: dict[str, Any] = {
+            **asdict(self),
+            "milliseconds": round(1000 * self.seconds, 1),
+            "started": None,
+        }
+        logger.log(
+            level,
+            "request",
+            extra={name: value for name, value in fields.items() if value is not None},
+        )
 
 
 class TextlessFormatter(JsonFormatter):
@@ -57,7 +65,10 @@ class TextlessFormatter(JsonFormatter):
             style="{",
             rename_fields={"asctime": "time", "levelname": "level", "name": "logger"},
             json_ensure_ascii=False,
-            reserved_attrs=[*RESERVED_ATTRS, "color_message"],  # uvicorn repeats its messages in colour
+            reserved_attrs=[
+                *RESERVED_ATTRS,
+                "color_message",
+            ],  # uvicorn repeats its messages in colour
         )
 
     def formatException(self, ei: Any) -> str:  # noqa: N802 - the standard library's name
@@ -94,7 +105,11 @@ def request_span(scope: Scope, headers: Headers, record: Record, model: str) -> 
         "http.request.method": record.method,
         "url.scheme": scope.get("scheme", "http"),
         "network.protocol.version": scope.get("http_version", "1.1"),
-        **({} if server[0] is None else {"server.address": str(server[0]), "server.port": int(server[1] or 0)}),
+        **(
+            {}
+            if server[0] is None
+            else {"server.address": str(server[0]), "server.port": int(server[1] or 0)}
+        ),
     }
     with trace.get_tracer("rsrank_rag", __version__).start_as_current_span(
         record.method,
@@ -108,9 +123,13 @@ def request_span(scope: Scope, headers: Headers, record: Record, model: str) -> 
             yield
         finally:
             span.update_name(f"{record.method} {record.route}")
-            span.set_attributes({"http.route": record.route, "http.response.status_code": record.status})
+            span.set_attributes(
+                {"http.route": record.route, "http.response.status_code": record.status}
+            )
             if record.documents is not None:
-                span.set_attributes({"gen_ai.operation.name": "rerank", "gen_ai.response.model": model})
+                span.set_attributes(
+                    {"gen_ai.operation.name": "rerank", "gen_ai.response.model": model}
+                )
                 span.set_attribute("gen_ai.usage.input_tokens", record.tokens or 0)
             if record.status >= 500:
                 span.set_attribute("error.type", str(record.status))

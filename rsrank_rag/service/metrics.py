@@ -4,7 +4,12 @@ from collections.abc import Callable, Iterator
 from functools import partial
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, ProcessCollector
-from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, InfoMetricFamily, Metric
+from prometheus_client.metrics_core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    InfoMetricFamily,
+    Metric,
+)
 from prometheus_client.registry import Collector
 
 from .logs import Record
@@ -17,19 +22,37 @@ COUNTERS = {
     "pairs": ("rsrank_documents", "Documents scored, or found to have no score."),
     "tokens": ("rsrank_tokens", "Tokens read."),
     "truncated": ("rsrank_truncated_documents", "Documents whose end was not read."),
-    "unscored": ("rsrank_unscored_documents", "Documents without a finite score, or too large for the memory."),
-    "failed": ("rsrank_failed_documents", "Documents that could not be used, or on which the model failed."),
-    "cancelled": ("rsrank_cancelled_documents", "Documents whose request went away before their turn."),
-    "refused": ("rsrank_refused_requests", "Requests refused because the queue was full, or too long for their time."),
+    "unscored": (
+        "rsrank_unscored_documents",
+        "Documents without a finite score, or too large for the memory.",
+    ),
+    "failed": (
+        "rsrank_failed_documents",
+        "Documents that could not be used, or on which the model failed.",
+    ),
+    "cancelled": (
+        "rsrank_cancelled_documents",
+        "Documents whose request went away before their turn.",
+    ),
+    "refused": (
+        "rsrank_refused_requests",
+        "Requests refused because the queue was full, or too long for their time.",
+    ),
     "late": ("rsrank_late_requests", "Requests that were not answered in time."),
     "steps": ("rsrank_batches", "Batches that the model scored."),
     "restarts": ("rsrank_restarts", "Times that the model's process was replaced."),
     "busy_seconds": ("rsrank_busy_seconds", "Time that the model computed."),
     "model_memory_retries": ("rsrank_memory_retries", "Batches halved because memory ran out."),
-    "model_misses": ("rsrank_prefix_misses", "Documents that were read because no prefix was kept."),
+    "model_misses": (
+        "rsrank_prefix_misses",
+        "Documents that were read because no prefix was kept.",
+    ),
     "model_evictions": ("rsrank_prefix_evictions", "Prefixes that had to leave."),
     "model_corrupt": ("rsrank_prefix_corrupt", "Damaged files of prefixes."),
-    "model_write_errors": ("rsrank_prefix_write_errors", "Prefixes that could not be written to disk."),
+    "model_write_errors": (
+        "rsrank_prefix_write_errors",
+        "Prefixes that could not be written to disk.",
+    ),
 }
 """Names in `Scheduler.stats`, and what they are called here; Prometheus adds ``_total``."""
 
@@ -57,12 +80,18 @@ class Metrics(Collector):
         ProcessCollector(registry=self.registry)
         # Until a model is loaded, its process is "none", which is not found.
         ProcessCollector(
-            "rsrank_model", lambda: getattr(backend.model.loaded, "process", "none"), registry=self.registry
+            "rsrank_model",
+            lambda: getattr(backend.model.loaded, "process", "none"),
+            registry=self.registry,
         )
         histogram = partial(Histogram, registry=self.registry)
         text = "Time from a request's arrival to its answer."
-        self._seconds = histogram("rsrank_request_seconds", text, ("route", "status"), buckets=SECONDS)
-        self._documents = histogram("rsrank_request_documents", "Documents of a request.", ("route",), buckets=SIZES)
+        self._seconds = histogram(
+            "rsrank_request_seconds", text, ("route", "status"), buckets=SECONDS
+        )
+        self._documents = histogram(
+            "rsrank_request_documents", "Documents of a request.", ("route",), buckets=SIZES
+        )
         text = "Time from a document's arrival to its turn."
         backend.observe_wait = histogram("rsrank_wait_seconds", text, buckets=SECONDS).observe
         text = "Connections closed by the service: slow head, slow reader, crowded."
@@ -78,7 +107,9 @@ class Metrics(Collector):
         """Every counter and level of the backend."""
         stats, loaded = self.backend.stats(), self.backend.model.loaded
         ready = float(self.backend.readiness() is None)
-        yield GaugeMetricFamily("rsrank_ready", "1 if requests are answered as they should be.", ready)
+        yield GaugeMetricFamily(
+            "rsrank_ready", "1 if requests are answered as they should be.", ready
+        )
         yield GaugeMetricFamily("rsrank_open_connections", "Of clients, now.", self.connections())
         if loaded is not None:
             labels = {"name": loaded.description.name, "identity": loaded.description.identity}

@@ -40,7 +40,11 @@ class _Replica:
 
 
 def serve_on_ray(
-    build: Callable[[], FastAPI], replicas: Replicas | None = None, *, host: str = "127.0.0.1", port: int = 8080
+    build: Callable[[], FastAPI],
+    replicas: Replicas | None = None,
+    *,
+    host: str = "127.0.0.1",
+    port: int = 8080,
 ) -> None:
     """Answer over HTTP on the connected Ray cluster; returns when requests are answered. `take_down` ends it.
 
@@ -67,7 +71,11 @@ def serve_on_ray(
 
     chosen = replicas or Replicas()
     most = chosen.most or chosen.least
-    scaling = {"min_replicas": chosen.least, "max_replicas": most, "target_ongoing_requests": WAITING}
+    scaling = {
+        "min_replicas": chosen.least,
+        "max_replicas": most,
+        "target_ongoing_requests": WAITING,
+    }
     deployment = serve.deployment(
         serve.ingress(make_app)(_Replica),
         name="Service",
@@ -87,7 +95,9 @@ def serve_on_ray(
 def _why(error: Exception) -> str:
     """The last line of what Serve knows about a deployment that failed."""
     status = serve.status().applications.get(APP)
-    messages = [] if status is None else [deployment.message for deployment in status.deployments.values()]
+    messages = (
+        [] if status is None else [deployment.message for deployment in status.deployments.values()]
+    )
     lines = [line.strip() for message in messages for line in message.splitlines() if line.strip()]
     return lines[-1] if lines else str(error)
 

@@ -17,7 +17,9 @@ logger = logging.getLogger(__name__)
 
 RETRY_AFTER = 5.0  # seconds to stay away from a service without a model, if it has no better idea
 
-_BRANCHES = frozenset({"body", "TEI", "rerank", "QueryObject", "float"})  # and what has a bracket in its name
+_BRANCHES = frozenset(
+    {"body", "TEI", "rerank", "QueryObject", "float"}
+)  # and what has a bracket in its name
 _LISTS = frozenset({"documents", "texts", "passages"})
 
 ERROR_TYPES = {
@@ -46,13 +48,17 @@ class Error(BaseModel):
     error_type: str = Field(description="What kind of error.")
     message: str = Field(description="The same as error (read by clients of Cohere).")
     detail: str = Field(description="The same as error (read by clients of Jina and NVIDIA).")
-    documents: list[DocumentError] | None = Field(default=None, description="The documents that it is about.")
+    documents: list[DocumentError] | None = Field(
+        default=None, description="The documents that it is about."
+    )
 
 
 class RefusedError(HTTPException):
     """A request that is answered with an HTTP error: ``documents`` are those that something is wrong with, and what."""
 
-    def __init__(self, status: int, message: str, documents: Mapping[int, str] | None = None) -> None:
+    def __init__(
+        self, status: int, message: str, documents: Mapping[int, str] | None = None
+    ) -> None:
         super().__init__(status, message)
         self.documents = documents or {}
 
@@ -65,7 +71,9 @@ def document_errors(faults: Mapping[int, str]) -> list[DocumentError]:
 def refusal(faults: Mapping[int, str], status: int) -> RefusedError:
     """The error of a request with documents that have no score."""
     texts = set(faults.values())
-    if len(texts) == 1 and (text := next(iter(texts))).startswith(("The query", "A query", "An instruction")):
+    if len(texts) == 1 and (text := next(iter(texts))).startswith(
+        ("The query", "A query", "An instruction")
+    ):
         return RefusedError(status, text)
     first = min(faults)
     more = f" So it is with {len(faults) - 1} more." if len(faults) > 1 else ""
@@ -73,7 +81,10 @@ def refusal(faults: Mapping[int, str], status: int) -> RefusedError:
 
 
 def error_answer(
-    status: int, message: str, documents: Mapping[int, str] | None = None, headers: Mapping[str, str] | None = None
+    status: int,
+    message: str,
+    documents: Mapping[int, str] | None = None,
+    headers: Mapping[str, str] | None = None,
 ) -> Response:
     """An error, whose body is an `Error`.
 
@@ -83,7 +94,9 @@ def error_answer(
     text, kind = message.encode("utf-8", "replace").decode(), ERROR_TYPES.get(status, "Backend")
     about = document_errors(documents or {}) or None
     body = Error(error=text, error_type=kind, message=text, detail=text, documents=about)
-    return Response(body.model_dump_json(exclude_none=True), status, headers, media_type="application/json")
+    return Response(
+        body.model_dump_json(exclude_none=True), status, headers, media_type="application/json"
+    )
 
 
 def described(*statuses: int) -> dict[int | str, dict[str, Any]]:
@@ -104,7 +117,9 @@ def answer_errors(app: FastAPI) -> None:
             return error_answer(status, str(error), headers={"Retry-After": str(wait)})
         if isinstance(error, (InputError, ScoringError)):
             return error_answer(422, str(error))
-        logger.error("A request failed: %s", error)  # with names of files, say, that are nobody's business
+        logger.error(
+            "A request failed: %s", error
+        )  # with names of files, say, that are nobody's business
         return error_answer(500, "The model failed; the service's log says more.")
 
     @app.exception_handler(RequestValidationError)
@@ -113,21 +128,38 @@ def answer_errors(app: FastAPI) -> None:
 
     @app.exception_handler(HTTPException)
     async def http(request: Request, error: HTTPException) -> Response:
-        return error_answer(error.status_code, error.detail, getattr(error, "documents", None), error.headers)
+        return error_answer(
+            error.status_code, error.detail, getattr(error, "documents", None), error.headers
+        )
 
 
 def _what_is_malformed(errors: Sequence[Any]) -> tuple[str, dict[int, str]]:
     """What pydantic found, without what the client sent: a sentence, and the documents that it is about."""
-    found: dict[tuple[str | int, ...], dict[str, None]] = {}  # messages by field or document, each once and in order
+    found: dict[
+        tuple[str | int, ...], dict[str, None]
+    ] = {}  # messages by field or document, each once and in order
     for error in errors:
         if error["type"] == "json_invalid":
-            return f"The body is not JSON: {error.get('ctx', {}).get('error', 'it cannot be parsed')}.", {}
-        place = tuple(part for part in error["loc"] if part not in _BRANCHES and "[" not in str(part))[:2]
+            return (
+                f"The body is not JSON: {error.get('ctx', {}).get('error', 'it cannot be parsed')}.",
+                {},
+            )
+        place = tuple(
+            part for part in error["loc"] if part not in _BRANCHES and "[" not in str(part)
+        )[:2]
         if not place and error["type"] == "model_attributes_type":
-            return "The body must be a JSON object, sent with the header Content-Type: application/json.", {}
+            return (
+                "The body must be a JSON object, sent with the header Content-Type: application/json.",
+                {},
+            )
         found.setdefault(place, {})[str(error["msg"]).removeprefix("Value error, ")] = None
     texts = {place: " or ".join(messages) for place, messages in found.items()}
-    lines = [f"{'.'.join(map(str, place)) or 'The body'}: {text}" for place, text in list(texts.items())[:5]]
+    lines = [
+        f"{'.'.join(map(str, place)) or 'The body'}: {text}"
+        for place, text in list(texts.items())[:5]
+    ]
     more = f"; and {len(found) - 5} more" if len(found) > 5 else ""
     documents = {place[-1]: text for place, text in texts.items() if place and place[0] in _LISTS}
-    return f"{'; '.join(lines)}{more}.", {index: text for index, text in documents.items() if isinstance(index, int)}
+    return f"{'; '.join(lines)}{more}.", {
+        index: text for index, text in documents.items() if isinstance(index, int)
+    }

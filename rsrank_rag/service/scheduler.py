@@ -32,7 +32,18 @@ MARGIN = 0.8  # of a request's time: what the work before it and its own may tak
 OVERDUE = 10.0
 """Seconds after which the model is stopped in what nobody waits for, beyond what that and a new load were to take."""
 
-COUNTED = ("pairs", "tokens", "truncated", "unscored", "failed", "cancelled", "refused", "late", "steps", "restarts")
+COUNTED = (
+    "pairs",
+    "tokens",
+    "truncated",
+    "unscored",
+    "failed",
+    "cancelled",
+    "refused",
+    "late",
+    "steps",
+    "restarts",
+)
 
 
 @dataclass(frozen=True)
@@ -40,8 +51,12 @@ class QueueLimits:
     """How much may wait, and how much is scored at once."""
 
     pairs: int = 10_000  # that may wait; a request beyond is refused with `OverloadedError`
-    step_seconds: float = 0.2  # what a batch should take: roughly the longest that a new request waits for its turn
-    least_tokens: int = 2048  # a batch may hold so many (estimated) tokens however slow the model is
+    step_seconds: float = (
+        0.2  # what a batch should take: roughly the longest that a new request waits for its turn
+    )
+    least_tokens: int = (
+        2048  # a batch may hold so many (estimated) tokens however slow the model is
+    )
     longest_step: float = 300.0  # seconds after which the process is taken for hung and replaced
 
 
@@ -93,7 +108,9 @@ class Scheduler:
         self._suspects: deque[list[_Item]] = deque()
         self._in_hand: list[_Item] = []  # what the model is scoring
         self._in_hand_until: float | None = None  # when that should be done; None if nothing is
-        self.observe_wait: Callable[[float], object] = lambda seconds: None  # called with each pair's time in the queue
+        self.observe_wait: Callable[[float], object] = lambda seconds: (
+            None
+        )  # called with each pair's time in the queue
         self._clock = 0.0
         self._rate = self.limits.least_tokens / self.limits.step_seconds
         self._work, self._ending = asyncio.Event(), asyncio.Event()
@@ -177,7 +194,9 @@ class Scheduler:
         """Whether nobody waits for what the model is doing, nor for anything else."""
         return not self._waiting and all(item.done.done() for item in self._in_hand)
 
-    async def score(self, pairs: Sequence[Pair], *, client: str = "", timeout: float | None = None) -> list[Outcome]:
+    async def score(
+        self, pairs: Sequence[Pair], *, client: str = "", timeout: float | None = None
+    ) -> list[Outcome]:
         """One outcome for each pair of any queries, in input order; cancelling the call cancels the work.
 
         Clients share the model's time equally. ``timeout`` is the number of seconds after which to give up.
@@ -189,29 +208,42 @@ class Scheduler:
         """
         return await self._answered("step", pairs, client, timeout) if pairs else []
 
-    async def explain(self, pair: Pair, *, client: str = "", timeout: float | None = None) -> Explanation:
+    async def explain(
+        self, pair: Pair, *, client: str = "", timeout: float | None = None
+    ) -> Explanation:
         """Take one score apart; errors as of `score` or of the model, InputError where that cannot be done."""
         found: list[Explanation] = await self._answered("explain", [pair], client, timeout)
         return found[0]
 
     async def _answered(
-        self, method: Literal["step", "explain"], pairs: Sequence[Pair], client: str, timeout: float | None
+        self,
+        method: Literal["step", "explain"],
+        pairs: Sequence[Pair],
+        client: str,
+        timeout: float | None,
     ) -> list[Any]:
         """Put pairs into the queue and wait for what becomes of each; giving up takes them out again."""
         loop = asyncio.get_running_loop()
-        items = [_Item(method, pair, _estimate(pair), loop.create_future(), loop.time()) for pair in pairs]
+        items = [
+            _Item(method, pair, _estimate(pair), loop.create_future(), loop.time())
+            for pair in pairs
+        ]
         self._admit(items, client, timeout)
         mine = self._clients.setdefault(client, _Client(self._clock))
         mine.waiting.extend(items)
         mine.tokens += sum(item.tokens for item in items)
         self._work.set()
         together = asyncio.gather(*(item.done for item in items))
-        together.add_done_callback(lambda done: done.cancelled() or done.exception())  # else Python 3.11 logs an error
+        together.add_done_callback(
+            lambda done: done.cancelled() or done.exception()
+        )  # else Python 3.11 logs an error
         try:
             return await asyncio.wait_for(together, timeout)
         except asyncio.TimeoutError:
             self._counts["late"] += 1
-            raise DeadlineError(f"There was no answer in {timeout:.4g} seconds; the work has been cancelled.") from None
+            raise DeadlineError(
+                f"There was no answer in {timeout:.4g} seconds; the work has been cancelled."
+            ) from None
         finally:
             if any(item.done.cancelled() for item in items):
                 self._withdraw(mine)
@@ -238,11 +270,18 @@ class Scheduler:
     def _seconds(self, client: str, tokens: int) -> float:
         """How long it should take until so many more tokens of a client are scored, beside all others that wait."""
         askers = self._askers
-        mine, clients = tokens + (askers[client].tokens if client in askers else 0), len({*askers, client})
+        mine, clients = (
+            tokens + (askers[client].tokens if client in askers else 0),
+            len({*askers, client}),
+        )
         # Others come meanwhile, and double what waits or get as much as this one; the last batch ends for all in it.
         ahead = min(mine * clients, 2 * (self._waiting_tokens + tokens)) + self._room()
         # What should be done by now and is not may take as long again.
-        rest = 0.0 if self._in_hand_until is None else abs(self._in_hand_until - asyncio.get_running_loop().time())
+        rest = (
+            0.0
+            if self._in_hand_until is None
+            else abs(self._in_hand_until - asyncio.get_running_loop().time())
+        )
         return rest + ahead / self._rate
 
     def _withdraw(self, client: _Client) -> None:
@@ -264,7 +303,9 @@ class Scheduler:
     def _tidy(self) -> None:
         """Forget who waits for nothing. What they have had counts for as long as others who wait have had less."""
         busy = self._waiting > 0
-        self._clients = {n: c for n, c in self._clients.items() if c.waiting or (busy and c.served > self._clock)}
+        self._clients = {
+            n: c for n, c in self._clients.items() if c.waiting or (busy and c.served > self._clock)
+        }
 
     # The loop
 
@@ -304,7 +345,10 @@ class Scheduler:
         room, batch = self._room(), list[_Item]()
         while askers := self._askers.values():
             mine = min(askers, key=lambda client: client.served)
-            if batch and (mine.waiting[0].tokens > room or "explain" in (mine.waiting[0].method, batch[0].method)):
+            if batch and (
+                mine.waiting[0].tokens > room
+                or "explain" in (mine.waiting[0].method, batch[0].method)
+            ):
                 break
             item = mine.waiting.popleft()
             batch.append(item)
@@ -361,12 +405,16 @@ class Scheduler:
         if not again:
             self._suspects.appendleft(batch)
         elif len(batch) == 1:
-            self._settle(batch, [_failure(batch[0], RSRankError("ended the model's process, twice."))])
+            self._settle(
+                batch, [_failure(batch[0], RSRankError("ended the model's process, twice."))]
+            )
         else:
             middle = len(batch) // 2
             self._suspects.extendleft([batch[middle:], batch[:middle]])
 
-    def _settle(self, batch: list[_Item], results: Sequence[Outcome | Explanation | Exception]) -> None:
+    def _settle(
+        self, batch: list[_Item], results: Sequence[Outcome | Explanation | Exception]
+    ) -> None:
         for item, result in zip(batch, results, strict=True):
             if isinstance(result, Outcome):
                 self._counts["pairs"] += 1
@@ -389,14 +437,20 @@ class Scheduler:
             self._trouble = "The model is being loaded."
             try:
                 await self.model.start()
-            except RSRankError as error:  # whatever loading meets, such as a device that is still full: it may pass
-                self._trouble = "The model's process died and could not be replaced; the log says why."
+            except (
+                RSRankError
+            ) as error:  # whatever loading meets, such as a device that is still full: it may pass
+                self._trouble = (
+                    "The model's process died and could not be replaced; the log says why."
+                )
                 logger.error("The model's process could not be replaced: %s", error)
                 if self._stopping:
                     self._give_up()
                     return
                 with contextlib.suppress(asyncio.TimeoutError):
-                    await asyncio.wait_for(self._ending.wait(), min(30.0, 0.5 * 2 ** min(attempt, 6)))
+                    await asyncio.wait_for(
+                        self._ending.wait(), min(30.0, 0.5 * 2 ** min(attempt, 6))
+                    )
             else:
                 self._trouble, self._in_hand_until = "", None
                 logger.warning("The model's process died and was replaced.")

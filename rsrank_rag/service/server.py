@@ -30,7 +30,9 @@ from .refusals import RETRY_AFTER, error_answer
 logger = logging.getLogger(__name__)
 
 SPARE = 64  # file descriptors not for connections: listener, the model's process, logs, files of prefixes
-RESERVE = 16  # connections beyond the limit if none is idle; only health and metrics are answered there
+RESERVE = (
+    16  # connections beyond the limit if none is idle; only health and metrics are answered there
+)
 EVENTS = 100  # heads and pieces of bodies of one connection that are looked at before it is another's turn
 GRACE = 5  # seconds that a request in flight has beyond its timeout, when the service stops
 
@@ -40,7 +42,9 @@ class Limits:
     """Of connections, whatever is sent over them."""
 
     connections: int = 1000  # open at a time; fewer where the process may not open so many files
-    head_seconds: float = 10.0  # for a request's head to arrive, and for a client to go on reading an answer
+    head_seconds: float = (
+        10.0  # for a request's head to arrive, and for a client to go on reading an answer
+    )
     notice: float = 5.0  # seconds from SIGTERM, in which /ready is 503 and requests are taken, to the listener's end
 
 
@@ -124,7 +128,9 @@ class _Connection(H11Protocol):
         super().on_response_complete()
 
     def _await_head(self) -> None:
-        self.timer = self.loop.call_later(self.owner.limits.head_seconds, self.owner.end_connection, self, "slow head")
+        self.timer = self.loop.call_later(
+            self.owner.limits.head_seconds, self.owner.end_connection, self, "slow head"
+        )
 
     def _watch_reader(self, before: float) -> None:
         """Close the connection unless its client has read something since the last look; look again later."""
@@ -156,9 +162,13 @@ class Server(uvicorn.Server):
         started: Called when requests are taken.
     """
 
-    def __init__(self, app: FastAPI, limits: Limits, started: Callable[[], None] = lambda: None) -> None:
+    def __init__(
+        self, app: FastAPI, limits: Limits, started: Callable[[], None] = lambda: None
+    ) -> None:
         self.app, self.limits, self.when_started = app, limits, started
-        self.most = int(min(limits.connections, max(RESERVE, _files() - SPARE - RESERVE)))  # connections
+        self.most = int(
+            min(limits.connections, max(RESERVE, _files() - SPARE - RESERVE))
+        )  # connections
         self.ends = math.inf  # these two on time.monotonic's clock
         self.warned = -math.inf  # when it was last logged that connections are closed
         timeout = app.state.settings.timeout
@@ -180,7 +190,9 @@ class Server(uvicorn.Server):
         self.app.state.metrics.closed.labels(why).inc()
         if time.monotonic() - self.warned > 10:
             self.warned = time.monotonic()
-            logger.warning("Connections are closed (%s); rsrank_closed_connections_total counts them.", why)
+            logger.warning(
+                "Connections are closed (%s); rsrank_closed_connections_total counts them.", why
+            )
         connection.transport.abort()
 
     async def crowded(self, scope: Scope, receive: Receive, send: Send) -> None:

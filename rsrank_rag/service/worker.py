@@ -35,7 +35,9 @@ class Loaded:
     complaint: str | None  # what is wrong with how it ranks the canary; None if nothing is
 
 
-_here = threading.local()  # ``engine``: the model of this thread, which is the only one that uses it
+_here = (
+    threading.local()
+)  # ``engine``: the model of this thread, which is the only one that uses it
 
 
 def load(make: Callable[[], Reranker], name: str, canary: Canary | None) -> bytes:
@@ -46,8 +48,12 @@ def load(make: Callable[[], Reranker], name: str, canary: Canary | None) -> byte
             _here.engine = Engine(make(), name)
         except RSRankError:
             raise
-        except BaseException as error:  # its message can be told: no client's text has been seen yet
-            raise RSRankError(f"{name} could not be loaded ({type(error).__name__}: {error}).") from error
+        except (
+            BaseException
+        ) as error:  # its message can be told: no client's text has been seen yet
+            raise RSRankError(
+                f"{name} could not be loaded ({type(error).__name__}: {error})."
+            ) from error
         complaint = None if canary is None else _here.engine.check(canary)
         return Loaded(os.getpid(), _here.engine.description, complaint)
 
@@ -82,7 +88,9 @@ def _answer(work: Callable[[], object]) -> bytes:
                 ForkingPickler.loads(packed)
                 return packed
         logger.exception("The model failed.")
-        return bytes(ForkingPickler.dumps((None, RSRankError(f"The model failed ({type(error).__name__})."))))
+        return bytes(
+            ForkingPickler.dumps((None, RSRankError(f"The model failed ({type(error).__name__}).")))
+        )
 
 
 def trim_regularly(seconds: float = 20.0) -> bool:
@@ -118,7 +126,9 @@ def begin(prepare: Callable[[], object] | None) -> None:
 
     threading.Thread(target=end_with_parent, daemon=True).start()
     trim_regularly()
-    tqdm.set_lock(threading.RLock())  # its own is shared between processes, and leaks when this one is killed
+    tqdm.set_lock(
+        threading.RLock()
+    )  # its own is shared between processes, and leaks when this one is killed
     if prepare is not None:
         prepare()
 
@@ -154,15 +164,23 @@ class ModelProcess:
         self._pool = self._new_pool()
         name, started = self.loading[1], time.perf_counter()
         try:
-            answer = await asyncio.get_running_loop().run_in_executor(self._pool, load, *self.loading)
+            answer = await asyncio.get_running_loop().run_in_executor(
+                self._pool, load, *self.loading
+            )
         except BrokenProcessPool:
-            raise UnavailableError(f"The process that was to hold {name} ended while it was loading.") from None
+            raise UnavailableError(
+                f"The process that was to hold {name} ended while it was loading."
+            ) from None
         self.loaded, self.load_seconds = _unpacked(answer), time.perf_counter() - started
         logger.info("%s was loaded in %.1f s.", name, self.load_seconds)
 
     def _new_pool(self) -> Executor:
-        context = multiprocessing.get_context("spawn")  # a forked copy of threads and CUDA would not work
-        return ProcessPoolExecutor(1, mp_context=context, initializer=begin, initargs=(self.prepare,))
+        context = multiprocessing.get_context(
+            "spawn"
+        )  # a forked copy of threads and CUDA would not work
+        return ProcessPoolExecutor(
+            1, mp_context=context, initializer=begin, initargs=(self.prepare,)
+        )
 
     async def call(self, method: str, argument: Any) -> Any:
         """Call a method of the `Engine`.
@@ -177,7 +195,9 @@ class ModelProcess:
             self.hangs = True
             self.kill()
         try:
-            return await asyncio.to_thread(_unpacked, await future)  # for very many sentences takes seconds
+            return await asyncio.to_thread(
+                _unpacked, await future
+            )  # for very many sentences takes seconds
         finally:
             self.hangs = False
 

@@ -70,14 +70,18 @@ class Batch:
         """On a device. Copies from host memory go through page-locked memory and are not waited for."""
 
         def moved(part: Tensor) -> Tensor:
-            pinned = part.pin_memory() if device.type == "cuda" and part.device.type == "cpu" else part
+            pinned = (
+                part.pin_memory() if device.type == "cuda" and part.device.type == "cpu" else part
+            )
             return pinned.to(device, non_blocking=True)
 
         parts: Any = {name: moved(part) for name, part in vars(self).items() if name != "oracles"}
         return replace(self, **parts)
 
 
-def batches(features: FeatureSource, order: Sequence[int], size: int, device: torch.device) -> Iterator[Batch]:
+def batches(
+    features: FeatureSource, order: Sequence[int], size: int, device: torch.device
+) -> Iterator[Batch]:
     """Batches in order, read ahead by threads."""
 
     def make(numbers: Sequence[int]) -> Batch:
@@ -93,7 +97,9 @@ def batches(features: FeatureSource, order: Sequence[int], size: int, device: to
             yield batch
 
 
-def batch_scores(weights: Weights, batch: Batch, precision: torch.dtype = torch.float32) -> tuple[Tensor, Tensor]:
+def batch_scores(
+    weights: Weights, batch: Batch, precision: torch.dtype = torch.float32
+) -> tuple[Tensor, Tensor]:
     """Scores of a batch, (Q, N), and each oracle's mean term over layers, heads and tokens.
 
     Without B in the weights, what stands in the place of the shifts are its cosines. The precision is of the matrix
@@ -107,7 +113,9 @@ def batch_scores(weights: Weights, batch: Batch, precision: torch.dtype = torch.
     if "head_weight" in weights:
         terms = terms * weights["head_weight"][..., None]
     places = batch.valid.numel()
-    flat = terms.new_zeros(places + batch.oracles).index_add(0, batch.slot, terms.sum((0, 1)) * batch.share)
+    flat = terms.new_zeros(places + batch.oracles).index_add(
+        0, batch.slot, terms.sum((0, 1)) * batch.share
+    )
     scores = flat[:places].view(batch.valid.shape)
     if "agreement" in weights:
         scores = scores + batch.agreement @ weights["agreement"][:2] + weights["agreement"][2]
@@ -115,7 +123,9 @@ def batch_scores(weights: Weights, batch: Batch, precision: torch.dtype = torch.
 
 
 @torch.no_grad()
-def score_batch(weights: Weights, batch: Batch, precision: torch.dtype = torch.float32) -> list[ScoredQuery]:
+def score_batch(
+    weights: Weights, batch: Batch, precision: torch.dtype = torch.float32
+) -> list[ScoredQuery]:
     """Scores and labels, a query each."""
     scores, _ = batch_scores(weights, batch, precision)
     rows = zip(scores.tolist(), batch.relevant.tolist(), batch.valid.sum(-1).tolist(), strict=True)
@@ -137,10 +147,14 @@ def check_labels(features: FeatureSource) -> None:
     labels: set[bool] = set()
     for number in range(len(features)):
         labels |= set(features[number].relevant)
-        if len(labels) == 2:  # mostly after the first query: a whole store need not be read for this
+        if (
+            len(labels) == 2
+        ):  # mostly after the first query: a whole store need not be read for this
             return
     kind = "relevant" if labels == {True} else "irrelevant"
-    raise TrainingError(f"All documents are {kind}. Add some of the other kind: B learns to tell them apart.")
+    raise TrainingError(
+        f"All documents are {kind}. Add some of the other kind: B learns to tell them apart."
+    )
 
 
 def device_for(device: str | torch.device | None) -> torch.device:
@@ -154,7 +168,9 @@ def split(count: int, held: int | float, seed: int = 0) -> tuple[list[int], list
     `held`: validation queries: a number of them, or below 1 a share.
     """
     if count < 2:
-        raise TrainingError(f"{count} labelled queries cannot be split into training and validation ones.")
+        raise TrainingError(
+            f"{count} labelled queries cannot be split into training and validation ones."
+        )
     order = list(range(count))
     random.Random(f"split-{seed}").shuffle(order)
     validation = min(max(1, round(count * held) if held < 1 else int(held)), count - 1)

@@ -26,20 +26,36 @@ from ..errors import TrainingError
 from ..evaluation.metrics import ScoredQuery, ranking_by_query, selection
 from ..evaluation.statistics import Estimate, Record, estimate_mean, paired_differences
 from ..method.projection import Projection, cosine_to_ones
-from .batches import BATCH_QUERIES, Batch, Weights, batch_scores, batches, check_labels, device_for, score_batch
+from .batches import (
+    BATCH_QUERIES,
+    Batch,
+    Weights,
+    batch_scores,
+    batches,
+    check_labels,
+    device_for,
+    score_batch,
+)
 from .store import FeatureSource, QueryFeatures
 
 SPREAD = {"weight": 0.3, "head_weight": 0.3, "agreement": 1.0}
 """By how much a change of one unit moves a typical score, by tensor."""
 
-Outcome = Literal["better", "no difference that can be told", "worse: the base is kept", "worse: taken all the same"]
+Outcome = Literal[
+    "better",
+    "no difference that can be told",
+    "worse: the base is kept",
+    "worse: taken all the same",
+]
 
 WORSE: Outcome = "worse: the base is kept"
 
 DECIDING = ("ndcg@5", "f1")
 """What training must not lower, and should raise one of: the order of documents, and which of them are kept."""
 
-HOLD_OUT_FROM = 500  # from so many queries on, two tenths are left out of training instead of each fold in turn
+HOLD_OUT_FROM = (
+    500  # from so many queries on, two tenths are left out of training instead of each fold in turn
+)
 
 
 class DomainOptions(BaseModel, extra="forbid", frozen=True):
@@ -48,8 +64,12 @@ class DomainOptions(BaseModel, extra="forbid", frozen=True):
     strengths: tuple[float, ...] = Field(
         default=(10.0, 3.0, 1.0), min_length=1, description="Besides the base as it is."
     )
-    folds: int = Field(default=5, ge=2, description="Parts that are left out of training, one after another.")
-    projection_from: int = Field(default=300, description="B moves from so many queries on, if there is more to move.")
+    folds: int = Field(
+        default=5, ge=2, description="Parts that are left out of training, one after another."
+    )
+    projection_from: int = Field(
+        default=300, description="B moves from so many queries on, if there is more to move."
+    )
     iterations: int = Field(default=40, gt=0, description="Of L-BFGS, at most.")
 
 
@@ -59,7 +79,9 @@ class Trained:
 
     projection: Projection
     strength: float  # the chosen one; infinite where the base did best
-    values: dict[float, float]  # by strength: mean of nDCG@5 and F1 at zero on queries left out; of the base first
+    values: dict[
+        float, float
+    ]  # by strength: mean of nDCG@5 and F1 at zero on queries left out; of the base first
     base: list[ScoredQuery]  # the queries left out, by the base
     trained: list[ScoredQuery]  # the same by weights that were trained without them
 
@@ -112,13 +134,17 @@ def _best(folds: Sequence[Tensor]) -> int:
     gains = values - values[0]
     best = int(gains.mean(1).argmax())
     error = gains[best].std() / math.sqrt(gains.shape[1])
-    return best if bool(gains[best].mean() > error) else 0  # of a single query, the error is not a number
+    return (
+        best if bool(gains[best].mean() > error) else 0
+    )  # of a single query, the error is not a number
 
 
 def parts(count: int, folds: int) -> list[list[int]]:
     """Numbers of the queries that are left out, one list a fold."""
     if count < 2:
-        raise TrainingError(f"{count} labelled query cannot be learned from and measured on. Label more.")
+        raise TrainingError(
+            f"{count} labelled query cannot be learned from and measured on. Label more."
+        )
     order = list(range(count))
     random.Random("folds-0").shuffle(order)
     if count >= HOLD_OUT_FROM:
@@ -134,11 +160,15 @@ def domain_loss(scores: Tensor, relevant: Tensor, valid: Tensor) -> Tensor:
     relevant with somewhat less than even odds. All three are (Q, N).
     """
     positive, negative = relevant & valid, ~relevant & valid
-    rivals = torch.cat([scores.masked_fill(~negative, -torch.inf), scores.new_zeros(len(scores), 1)], 1)
+    rivals = torch.cat(
+        [scores.masked_fill(~negative, -torch.inf), scores.new_zeros(len(scores), 1)], 1
+    )
     order = softplus(rivals.logsumexp(1, keepdim=True) - scores).masked_fill(~positive, 0.0)
     weight = positive * 2.0 + negative
     zero = softplus(torch.where(relevant, -scores, scores)) * weight
-    return order.sum(1) / positive.sum(1).clamp_min(1) + 2 * zero.sum(1) / weight.sum(1).clamp_min(1)
+    return order.sum(1) / positive.sum(1).clamp_min(1) + 2 * zero.sum(1) / weight.sum(1).clamp_min(
+        1
+    )
 
 
 def _with_cosines(query: QueryFeatures, weight: Tensor) -> QueryFeatures:
@@ -151,7 +181,13 @@ def _with_cosines(query: QueryFeatures, weight: Tensor) -> QueryFeatures:
 class _Near:
     """Weights near a base's."""
 
-    def __init__(self, features: FeatureSource, base: Projection, options: DomainOptions, device: torch.device) -> None:
+    def __init__(
+        self,
+        features: FeatureSource,
+        base: Projection,
+        options: DomainOptions,
+        device: torch.device,
+    ) -> None:
         self.base, self.options, self.device = base, options, device
         weights = {name: weight.detach().to(device) for name, weight in base.named_parameters()}
         if len(weights) > 1 and len(features) < options.projection_from:
@@ -162,7 +198,10 @@ class _Near:
 
     def path(self, numbers: Sequence[int], strengths: Sequence[float]) -> Iterator[Projection]:
         """The weights that these queries lead to at each strength, from the greatest to the smallest."""
-        change = {name: torch.zeros_like(weight, requires_grad=True) for name, weight in self.weights.items()}
+        change = {
+            name: torch.zeros_like(weight, requires_grad=True)
+            for name, weight in self.weights.items()
+        }
         for strength in strengths:
             if math.isfinite(strength):
                 self._minimise(change, numbers, strength)
@@ -185,12 +224,20 @@ class _Near:
         free = {name: weight.clone().requires_grad_() for name, weight in self.weights.items()}
         squares, count = dict.fromkeys(free, torch.zeros((), device=self.device)), 0
         for batch in self._batches(range(len(self.features))):
-            signs = torch.randint(0, 2, batch.valid.shape, generator=generator).to(self.device) * 2 - 1
+            signs = (
+                torch.randint(0, 2, batch.valid.shape, generator=generator).to(self.device) * 2 - 1
+            )
             total = (batch_scores(free, batch)[0] * signs * batch.valid).sum()
             slopes = torch.autograd.grad(total, list(free.values()))
-            squares = {name: squares[name] + slope.square().sum() for name, slope in zip(free, slopes, strict=True)}
+            squares = {
+                name: squares[name] + slope.square().sum()
+                for name, slope in zip(free, slopes, strict=True)
+            }
             count += int(batch.valid.sum())
-        return {name: SPREAD[name] * (count / square.clamp_min(1e-12)).sqrt() for name, square in squares.items()}
+        return {
+            name: SPREAD[name] * (count / square.clamp_min(1e-12)).sqrt()
+            for name, square in squares.items()
+        }
 
     def _minimise(self, change: Weights, numbers: Sequence[int], strength: float) -> None:
         optimizer = torch.optim.LBFGS(
@@ -203,7 +250,11 @@ class _Near:
 
         def closure() -> Tensor:
             optimizer.zero_grad()
-            total = strength / 2 * sum((part.square().sum() for part in change.values()), torch.zeros(()))
+            total = (
+                strength
+                / 2
+                * sum((part.square().sum() for part in change.values()), torch.zeros(()))
+            )
             total.backward()  # type: ignore[no-untyped-call]
             for batch in self._batches(numbers):
                 scores, _ = batch_scores(self._moved(change), batch)
@@ -215,7 +266,9 @@ class _Near:
         optimizer.step(closure)  # type: ignore[no-untyped-call]
 
     def _moved(self, change: Weights) -> dict[str, Tensor]:
-        return {name: weight + self.units[name] * change[name] for name, weight in self.weights.items()}
+        return {
+            name: weight + self.units[name] * change[name] for name, weight in self.weights.items()
+        }
 
     def _batches(self, numbers: Sequence[int]) -> Iterator[Batch]:
         return batches(self.features, numbers, BATCH_QUERIES, self.device)
@@ -235,23 +288,34 @@ class Verdict(Record):
 
 
 def judge(
-    base: Sequence[ScoredQuery], trained: Sequence[ScoredQuery], thresholds: tuple[float, float] = (0.0, 0.0)
+    base: Sequence[ScoredQuery],
+    trained: Sequence[ScoredQuery],
+    thresholds: tuple[float, float] = (0.0, 0.0),
 ) -> Verdict:
     """Compare two scorings of the same queries, each with its threshold."""
     first, second = map(by_query, (base, trained), thresholds)
-    difference = {name: estimate_mean(paired_differences(second[name], first[name])) for name in first}
+    difference = {
+        name: estimate_mean(paired_differences(second[name], first[name])) for name in first
+    }
     deciding = [difference[name] for name in DECIDING]
     outcome: Outcome = "no difference that can be told"
     if any(found.high is not None and found.high < 0 for found in deciding):
         outcome = WORSE
     elif any(found.low is not None and found.low > 0 for found in deciding):
         outcome = "better"
-    means = [{name: estimate_mean(values) for name, values in found.items()} for found in (first, second)]
-    return Verdict(queries=len(base), base=means[0], trained=means[1], difference=difference, outcome=outcome)
+    means = [
+        {name: estimate_mean(values) for name, values in found.items()} for found in (first, second)
+    ]
+    return Verdict(
+        queries=len(base), base=means[0], trained=means[1], difference=difference, outcome=outcome
+    )
 
 
 def by_query(rows: Sequence[ScoredQuery], threshold: float = 0.0) -> dict[str, list[float]]:
     """Each query's ``ndcg@5``, and ``precision``, ``recall`` and ``f1`` of what scores above the threshold."""
     kept = [selection(query, threshold) for query in rows]
-    parts = {name: [found[place] for found in kept] for place, name in enumerate(("precision", "recall", "f1"))}
+    parts = {
+        name: [found[place] for found in kept]
+        for place, name in enumerate(("precision", "recall", "f1"))
+    }
     return {"ndcg@5": ranking_by_query(rows)["ndcg@5"], **parts}

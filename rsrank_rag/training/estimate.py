@@ -17,7 +17,10 @@ from .features import Plan, plan_features
 from .recipe import SHIPPED, DataPart, Recipe, read_toml
 
 _KNOWN = read_toml(str(Path(__file__).with_name("sizes.toml")), SHIPPED, "list of sizes")
-SIZES, SHAPES = _KNOWN["sets"], _KNOWN["models"]  # of sets and of language models, for which nobody has to be asked
+SIZES, SHAPES = (
+    _KNOWN["sets"],
+    _KNOWN["models"],
+)  # of sets and of language models, for which nobody has to be asked
 
 
 @dataclass(frozen=True)
@@ -54,11 +57,15 @@ def sketch(part: DataPart) -> list[LabelledQuery]:
     if part.dataset not in SIZES or part.queries is None or part.granularity or part.negatives:
         return []
     documents, asked, read = SIZES[part.dataset]
-    texts = tuple(LabelledDocument(id=str(i), text="a " * read, relevant=i < 2) for i in range(documents))
+    texts = tuple(
+        LabelledDocument(id=str(i), text="a " * read, relevant=i < 2) for i in range(documents)
+    )
     return [LabelledQuery(id="0", query="a " * asked, documents=texts)] * part.queries
 
 
-def estimate(recipe: Recipe, queries: list[LabelledQuery], evaluation: list[LabelledQuery]) -> Estimate:
+def estimate(
+    recipe: Recipe, queries: list[LabelledQuery], evaluation: list[LabelledQuery]
+) -> Estimate:
     """Disk, memory and time, without loading the language model's weights."""
     from transformers import AutoConfig, AutoModel, AutoTokenizer, Qwen3Config
 
@@ -67,12 +74,16 @@ def estimate(recipe: Recipe, queries: list[LabelledQuery], evaluation: list[Labe
     try:
         if part.source in SHAPES:
             config = Qwen3Config(**SHAPES[part.source])
-            tokenizer = AutoTokenizer.from_pretrained(hub.BUILTIN / "mini" / INSIDE)  # it splits texts about alike
+            tokenizer = AutoTokenizer.from_pretrained(
+                hub.BUILTIN / "mini" / INSIDE
+            )  # it splits texts about alike
         else:
             config = AutoConfig.from_pretrained(part.source, **known).get_text_config()
             tokenizer = AutoTokenizer.from_pretrained(part.source, **known)
     except LOAD_ERRORS as error:
-        raise BackboneError(f"The language model {part.name!r} could not be found: {error}") from error
+        raise BackboneError(
+            f"The language model {part.name!r} could not be found: {error}"
+        ) from error
     layers = recipe.layers(config.num_hidden_layers)
     with torch.device("meta"):
         model = AutoModel.from_config(shortened(config, layers[-1] + 1))

@@ -47,7 +47,11 @@ class Reading:
 
     def shape(self, core: Backbone) -> tuple[int, int]:
         """H and D. Hidden states are one head of their whole width."""
-        return (1, core.config.hidden_size) if self.signal == "hidden" else (core.num_heads, core.head_dim)
+        return (
+            (1, core.config.hidden_size)
+            if self.signal == "hidden"
+            else (core.num_heads, core.head_dim)
+        )
 
 
 VALUES = Reading()  # the method's own: value vectors, the query-only run subtracted
@@ -71,7 +75,9 @@ def together(prompts: PromptTokenizer, documents: Sequence[str], query_length: i
     return (*prompts.instruction, *joined[:most], *prompts.separator)
 
 
-def tokenise(query: LabelledQuery, prompts: PromptTokenizer, *, titles: bool) -> tuple[TokenisedQuery, list[Ids]]:
+def tokenise(
+    query: LabelledQuery, prompts: PromptTokenizer, *, titles: bool
+) -> tuple[TokenisedQuery, list[Ids]]:
     """What the language model reads for a query: the query; each document, and all relevant ones if there are any.
 
     Raises InputError: the query is empty or too long, or none of its documents has text.
@@ -81,7 +87,9 @@ def tokenise(query: LabelledQuery, prompts: PromptTokenizer, *, titles: bool) ->
     found = [prompt.ids for prompt in prompts.documents(texts, len(asked.ids))]
     if all(len(ids) == len(prompts.null_prefix) for ids in found):
         raise InputError(f"Query {query.id!r} has no document with text. Remove it from the data.")
-    relevant = [text for text, document in zip(texts, query.documents, strict=True) if document.relevant]
+    relevant = [
+        text for text, document in zip(texts, query.documents, strict=True) if document.relevant
+    ]
     if any(map(str.strip, relevant)):
         found.append(together(prompts, relevant, len(asked.ids)))
     return asked, found
@@ -108,14 +116,26 @@ def plan_features(
         rows += len(texts) * len(kept_tokens(asked.length, options.max_tokens))
         tokens += sum(len(ids) + len(asked.ids) for ids in texts)
     documents = sum(len(query.documents) for query in queries)
-    return Plan(len(queries), documents, tokens, rows, rows * numbers * getattr(torch, options.dtype).itemsize)
+    return Plan(
+        len(queries),
+        documents,
+        tokens,
+        rows,
+        rows * numbers * getattr(torch, options.dtype).itemsize,
+    )
 
 
 class FeatureExtractor:
     """Turns labelled queries into features, with so many padded tokens a batch, or fewer where memory runs out."""
 
-    def __init__(self, reader: ShiftReader, options: FeaturePart | None = None, *, token_budget: int = 16384) -> None:
-        self.reader, self.options, self.token_budget = reader, options or FeaturePart(), token_budget
+    def __init__(
+        self, reader: ShiftReader, options: FeaturePart | None = None, *, token_budget: int = 16384
+    ) -> None:
+        self.reader, self.options, self.token_budget = (
+            reader,
+            options or FeaturePart(),
+            token_budget,
+        )
 
     @torch.inference_mode()
     def extract(self, query: LabelledQuery) -> QueryFeatures:
@@ -124,9 +144,16 @@ class FeatureExtractor:
         RSRankError: as `tokenise`; a shift is not finite in the store's dtype; a document does not fit into memory.
         """
         asked, texts = tokenise(query, self.reader.prompts, titles=self.options.titles)
-        positions, dtype = kept_tokens(asked.length, self.options.max_tokens), getattr(torch, self.options.dtype)
+        positions, dtype = (
+            kept_tokens(asked.length, self.options.max_tokens),
+            getattr(torch, self.options.dtype),
+        )
         bare = len(self.reader.prompts.null_prefix)  # a document without tokens shifts nothing
-        wanted = {ids: [i for i, other in enumerate(texts) if other == ids] for ids in texts if len(ids) > bare}
+        wanted = {
+            ids: [i for i, other in enumerate(texts) if other == ids]
+            for ids in texts
+            if len(ids) > bare
+        }
         found: dict[int, Tensor] = {}  # layer -> (H, M, T, D)
         agreement = [(0.0, 0.0)] * len(texts)
 
@@ -142,21 +169,31 @@ class FeatureExtractor:
                 for place in wanted[row.document]:
                     agreement[place] = agreed[0], math.fsum(agreed[1:])
 
-        batches = Batches([Row(ids, asked) for ids in wanted], self.token_budget, extra=len(asked.ids))
+        batches = Batches(
+            [Row(ids, asked) for ids in wanted], self.token_budget, extra=len(asked.ids)
+        )
         try:
             for batch in batches:
                 with batches.attempt():
                     read(batch)
         except DoesNotFitError as error:
             place = wanted[error.ids.document][0]
-            name = f"Document {place}" if place < len(query.documents) else "All relevant documents together"
+            name = (
+                f"Document {place}"
+                if place < len(query.documents)
+                else "All relevant documents together"
+            )
             raise ScoringError(
                 f"{name} of query {query.id!r} ({len(error.ids)} tokens) do not fit into memory even alone. Set a "
                 "smaller model.max_length, or load the model in 8-bit or on another device.",
                 place,
             ) from None
-        self.token_budget = batches.budget  # what fitted once stays: memory would run out again with every query
-        shifts = torch.stack([found[layer] for layer in sorted(found)]).flatten(2, 3)  # (L, H, M * T, D)
+        self.token_budget = (
+            batches.budget
+        )  # what fitted once stays: memory would run out again with every query
+        shifts = torch.stack([found[layer] for layer in sorted(found)]).flatten(
+            2, 3
+        )  # (L, H, M * T, D)
         if not bool(torch.isfinite(shifts).all()):
             raise TrainingError(
                 f"Query {query.id!r} has shifts that are not finite in {self.options.dtype}. Use bfloat16 for the "
@@ -198,13 +235,18 @@ def spec_for(
 def digest(queries: Sequence[LabelledQuery], *, titles: bool = True) -> str:
     """sha256 of what the language model reads, and of the labels."""
     content = [
-        [query.query, [[document.content(titles=titles), document.relevant] for document in query.documents]]
+        [
+            query.query,
+            [[document.content(titles=titles), document.relevant] for document in query.documents],
+        ]
         for query in queries
     ]
     return hashlib.sha256(json.dumps(content).encode()).hexdigest()
 
 
-def subsample(queries: Sequence[LabelledQuery], max_documents: int | None, seed: int = 0) -> list[LabelledQuery]:
+def subsample(
+    queries: Sequence[LabelledQuery], max_documents: int | None, seed: int = 0
+) -> list[LabelledQuery]:
     """At most so many documents a query: relevant ones up to half of them, the rest irrelevant, at random.
 
     What one class lacks, the other fills.
@@ -217,6 +259,12 @@ def subsample(queries: Sequence[LabelledQuery], max_documents: int | None, seed:
         relevant = [i for i, document in enumerate(query.documents) if document.relevant]
         others = [i for i, document in enumerate(query.documents) if not document.relevant]
         keep = min(len(relevant), max(max_documents // 2, max_documents - len(others)))
-        places = rng.sample(relevant, keep) + rng.sample(others, min(len(others), max_documents - keep))
-        chosen.append(query.model_copy(update={"documents": tuple(query.documents[i] for i in sorted(places))}))
+        places = rng.sample(relevant, keep) + rng.sample(
+            others, min(len(others), max_documents - keep)
+        )
+        chosen.append(
+            query.model_copy(
+                update={"documents": tuple(query.documents[i] for i in sorted(places))}
+            )
+        )
     return chosen

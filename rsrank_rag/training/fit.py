@@ -24,7 +24,13 @@ from ..method.batching import is_out_of_memory
 from ..method.projection import Projection
 from ..partial_files import appearing, write_text
 from .batches import Batch, batch_scores, batches, check_labels, device_for, score_batch
-from .losses import alignment_loss, calibration_loss, frobenius_loss, margin_loss, orthogonality_loss
+from .losses import (
+    alignment_loss,
+    calibration_loss,
+    frobenius_loss,
+    margin_loss,
+    orthogonality_loss,
+)
 from .store import FeatureSource
 
 TERMS = ("calibration", "margin", "orthogonality", "alignment", "frobenius")
@@ -44,12 +50,20 @@ class FitOptions(BaseModel, extra="forbid", frozen=True):
     alignment_weight: float = Field(default=0.5, ge=0)
     frobenius_weight: float = Field(default=0.1, ge=0)
     learning_rate: float = Field(default=0.05, gt=0)
-    final_learning_rate: float = Field(default=0.001, gt=0, description="At the end of the cosine schedule.")
+    final_learning_rate: float = Field(
+        default=0.001, gt=0, description="At the end of the cosine schedule."
+    )
     weight_decay: float = Field(default=1e-3, ge=0)
     epochs: int = Field(default=120, gt=0)
-    patience: int = Field(default=35, gt=0, description="Epochs without a better validation F1 before the end.")
-    batch_queries: int = Field(default=16, gt=0, description="Queries a step. The paper does not say.")
-    keep: Literal["best", "last"] = Field(default="best", description="Which epoch's B is the result.")
+    patience: int = Field(
+        default=35, gt=0, description="Epochs without a better validation F1 before the end."
+    )
+    batch_queries: int = Field(
+        default=16, gt=0, description="Queries a step. The paper does not say."
+    )
+    keep: Literal["best", "last"] = Field(
+        default="best", description="Which epoch's B is the result."
+    )
     seed: int = 0
 
 
@@ -114,10 +128,16 @@ def fit(
         on_epoch(epoch)
         if folder is not None:
             run.save(folder / CHECKPOINT)
-            write_text(folder / "log.jsonl", "".join(json.dumps(asdict(row)) + "\n" for row in run.history))
+            write_text(
+                folder / "log.jsonl", "".join(json.dumps(asdict(row)) + "\n" for row in run.history)
+            )
     last = options.keep == "last"
     weight = run.weight.detach().cpu() if last else run.best_weight
-    return Fitted(Projection(weight, layers), run.history[-1] if last else best_epoch(run.history), tuple(run.history))
+    return Fitted(
+        Projection(weight, layers),
+        run.history[-1] if last else best_epoch(run.history),
+        tuple(run.history),
+    )
 
 
 def best_epoch(history: Sequence[Epoch]) -> Epoch:
@@ -138,7 +158,9 @@ class _Run:
 
     def __post_init__(self) -> None:
         train, layers, options, device = self.train, self.layers, self.options, self.device
-        self.precision = torch.bfloat16 if has_fast_bfloat16(device) else torch.float32  # of the projection
+        self.precision = (
+            torch.bfloat16 if has_fast_bfloat16(device) else torch.float32
+        )  # of the projection
         about = {"train": len(train), "validation": len(self.validation), "features": self.features}
         self.identity: dict[str, Any] = {**options.model_dump(), **about, "layers": list(layers)}
         count, heads, _, width = train[0].shifts.shape
@@ -147,17 +169,24 @@ class _Run:
         first = Projection.random(layers, heads, options.projection_dim, width, seed=options.seed)
         self.weight = first.weight.detach().to(device).requires_grad_()
         self.optimizer = torch.optim.AdamW(
-            [self.weight], lr=options.learning_rate, weight_decay=options.weight_decay, fused=device.type == "cuda"
+            [self.weight],
+            lr=options.learning_rate,
+            weight_decay=options.weight_decay,
+            fused=device.type == "cuda",
         )
         steps = options.epochs * math.ceil(len(train) / options.batch_queries)
-        self.schedule = torch.optim.lr_scheduler.CosineAnnealingLR(self.optimizer, steps, options.final_learning_rate)
+        self.schedule = torch.optim.lr_scheduler.CosineAnnealingLR(
+            self.optimizer, steps, options.final_learning_rate
+        )
         self.best_weight = self.weight.detach().cpu().clone()
         self.history: list[Epoch] = []
 
     @property
     def finished(self) -> bool:
         done = len(self.history)
-        return bool(done) and done >= min(self.options.epochs, best_epoch(self.history).epoch + self.options.patience)
+        return bool(done) and done >= min(
+            self.options.epochs, best_epoch(self.history).epoch + self.options.patience
+        )
 
     def epoch(self) -> Epoch:
         """One pass over the training queries, in an order that depends on the seed and the epoch alone."""
@@ -167,7 +196,13 @@ class _Run:
             terms = [self._step(batch) for batch in self._batches(self.train, order)]
             found = self._batches(self.validation, range(len(self.validation)))
             given = {"weight": self.weight.detach()}
-            f1 = mean([f1_at(row, 0.0) for batch in found for row in score_batch(given, batch, self.precision)])
+            f1 = mean(
+                [
+                    f1_at(row, 0.0)
+                    for batch in found
+                    for row in score_batch(given, batch, self.precision)
+                ]
+            )
         except (MemoryError, RuntimeError) as error:
             if not is_out_of_memory(error):
                 raise
@@ -179,7 +214,9 @@ class _Run:
         if not all(map(math.isfinite, (loss, *means))):
             raise TrainingError(f"The loss is not finite in epoch {number}. Lower learning_rate.")
         terms_of = dict(zip(TERMS, means, strict=True))
-        self.history.append(Epoch(number, loss, **terms_of, learning_rate=self.rate, validation_f1=f1))
+        self.history.append(
+            Epoch(number, loss, **terms_of, learning_rate=self.rate, validation_f1=f1)
+        )
         if best_epoch(self.history).epoch == number:
             self.best_weight = self.weight.detach().cpu().clone()
         return self.history[-1]
@@ -198,7 +235,10 @@ class _Run:
             frobenius_loss(self.weight),
         )
         weights = (getattr(self.options, f"{name}_weight") for name in TERMS)
-        total = sum((weight * term for weight, term in zip(weights, terms, strict=True)), scores.new_zeros(()))
+        total = sum(
+            (weight * term for weight, term in zip(weights, terms, strict=True)),
+            scores.new_zeros(()),
+        )
         self.optimizer.zero_grad()
         total.backward()
         self.optimizer.step()
@@ -211,9 +251,15 @@ class _Run:
             "options": self.identity,
             "history": [asdict(row) for row in self.history],
             "rate": self.schedule.state_dict(),
-            "groups": self.optimizer.state_dict()["param_groups"],  # with the rate that the schedule goes on from
+            "groups": self.optimizer.state_dict()[
+                "param_groups"
+            ],  # with the rate that the schedule goes on from
         }
-        tensors = {"weight": self.weight.detach(), "best_weight": self.best_weight, **self.optimizer.state[self.weight]}
+        tensors = {
+            "weight": self.weight.detach(),
+            "best_weight": self.best_weight,
+            **self.optimizer.state[self.weight],
+        }
         content = {name: tensor.contiguous() for name, tensor in tensors.items()}
         with appearing(path) as partial:
             save_file(content, partial, {"run": json.dumps(run)})
@@ -222,9 +268,16 @@ class _Run:
         if not path.exists():
             return
         with safe_open(path, "pt") as file:
-            state, record = {name: file.get_tensor(name) for name in file.keys()}, json.loads(file.metadata()["run"])  # noqa: SIM118
+            state, record = (
+                {name: file.get_tensor(name) for name in file.keys()},
+                json.loads(file.metadata()["run"]),
+            )  # noqa: SIM118
         if record["options"] != self.identity:
-            different = {name: value for name, value in record["options"].items() if self.identity.get(name) != value}
+            different = {
+                name: value
+                for name, value in record["options"].items()
+                if self.identity.get(name) != value
+            }
             raise TrainingError(
                 f"{path} belongs to a run with {different}. Use another folder, or remove the checkpoint."
             )
@@ -237,7 +290,12 @@ class _Run:
 
 
 def closed_form(
-    features: FeatureSource, layers: Sequence[int], method: str, *, projection_dim: int = 64, ridge: float = 1e-3
+    features: FeatureSource,
+    layers: Sequence[int],
+    method: str,
+    *,
+    projection_dim: int = 64,
+    ridge: float = 1e-3,
 ) -> Projection:
     """Solve for B (paper, Appendix B.1).
 
@@ -252,12 +310,16 @@ def closed_form(
     """
     gram, target, count = _moments(features, separation=method == "separation")
     if not count:
-        raise TrainingError("No query has a relevant document, so there is no oracle shift to align with.")
+        raise TrainingError(
+            "No query has a relevant document, so there is no oracle shift to align with."
+        )
     eye = torch.eye(gram.shape[-1], dtype=gram.dtype)
     if method == "oracle":
         gram = eye
     diagonal = gram.diagonal(dim1=-2, dim2=-1).mean(-1)[..., None, None].clamp_min(1e-12)
-    direction = torch.linalg.solve(gram + ridge * diagonal * eye, target[..., None])[..., 0]  # (L, H, D)
+    direction = torch.linalg.solve(gram + ridge * diagonal * eye, target[..., None])[
+        ..., 0
+    ]  # (L, H, D)
     if method != "separation":  # B mu = 1
         direction = direction / (direction * target / count).sum(-1, keepdim=True).clamp_min(1e-12)
     weight = direction[:, :, None].expand(-1, -1, projection_dim, -1)  # (L, H, P, D)

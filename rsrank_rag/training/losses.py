@@ -20,7 +20,9 @@ def calibration_loss(scores: Tensor, relevant: Tensor, valid: Tensor | None = No
     return (_mean((-scores).relu(), positive) + _mean(scores.relu(), negative)).mean()
 
 
-def margin_loss(scores: Tensor, relevant: Tensor, margin: float = 0.5, valid: Tensor | None = None) -> Tensor:
+def margin_loss(
+    scores: Tensor, relevant: Tensor, margin: float = 0.5, valid: Tensor | None = None
+) -> Tensor:
     """Both classes beyond the margin, and the worst relevant one above the best irrelevant one (L_margin).
 
     >>> margin_loss(torch.tensor([1.0, 0.0]), torch.tensor([True, False]))

@@ -10,7 +10,15 @@ from dataclasses import fields, replace
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar, get_args
 
-from pydantic import AliasChoices, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic import (
+    AliasChoices,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    model_validator,
+)
 from typing_extensions import Self
 
 from ..artifact import hub
@@ -43,13 +51,16 @@ class LoadedPart(LoadSettings):
 
     name: str
     revision: str | None = None
-    weights: Weights | None = Field(default=None, description="The same as load_in_8bit = true and the like.")
+    weights: Weights | None = Field(
+        default=None, description="The same as load_in_8bit = true and the like."
+    )
 
     def options(self, given: LoadOptions | None = None) -> LoadOptions:
         """How to load it: what is set here, and the rest as given."""
         own = self.load_options(weights=self.weights)
         return replace(
-            given or LoadOptions(), **{part.name: value for part in fields(own) if (value := getattr(own, part.name))}
+            given or LoadOptions(),
+            **{part.name: value for part in fields(own) if (value := getattr(own, part.name))},
         )
 
 
@@ -57,7 +68,9 @@ class ModelPart(LoadedPart):
     """The language model, and how to load it."""
 
     max_length: int | None = Field(default=None, gt=0)
-    fusion_layer: int = Field(default=0, ge=0, description="The first layer in which queries see documents.")
+    fusion_layer: int = Field(
+        default=0, ge=0, description="The first layer in which queries see documents."
+    )
     documents_stay: bool = Field(
         default=False, description="Whether layers from there on see documents as they enter it."
     )
@@ -83,7 +96,8 @@ class DataPart(BaseModel, extra="forbid", frozen=True):
     queries: int | None = Field(default=None, gt=0, description="At most so many, at random.")
     granularity: Granularity | None = None
     negatives: Negatives | None = Field(
-        default=None, description="None for the paper's: 15 at random for BEIR, the set's own for the others and files."
+        default=None,
+        description="None for the paper's: 15 at random for BEIR, the set's own for the others and files.",
     )
     revision: str | None = None
 
@@ -98,7 +112,9 @@ class DataPart(BaseModel, extra="forbid", frozen=True):
         """What the set is called."""
         return self.label or self.dataset or dataset_name(str(self.file))
 
-    def load(self, seed: int, *, options: LoadOptions | None = None, titles: bool = True) -> list[LabelledQuery]:
+    def load(
+        self, seed: int, *, options: LoadOptions | None = None, titles: bool = True
+    ) -> list[LabelledQuery]:
         """Read it.
 
         `options`: how to load the bi-encoder of dense negatives. `titles`: the first stage of hard negatives
@@ -107,10 +123,14 @@ class DataPart(BaseModel, extra="forbid", frozen=True):
         if self.file is None:
             named: Any = self.model_dump(include={"split", "queries", "granularity", "revision"})
             negatives = self.negatives or Negatives()
-            return load_named(str(self.dataset), negatives=negatives, seed=seed, options=options, **named)
+            return load_named(
+                str(self.dataset), negatives=negatives, seed=seed, options=options, **named
+            )
         queries = read_labelled(self.file)
         if self.negatives is not None:
-            queries = replace_negatives(queries, self.negatives, titles=titles, seed=seed, options=options)
+            queries = replace_negatives(
+                queries, self.negatives, titles=titles, seed=seed, options=options
+            )
         if self.queries is not None and self.queries < len(queries):
             queries = random.Random(f"{seed}-{self.title}").sample(queries, self.queries)
         return queries
@@ -131,7 +151,9 @@ def parse_layers(value: Any) -> Any:
         found = re.fullmatch(r"\s*(\d{1,4})\s*(?:-\s*(\d{1,4})\s*)?", part)
         first, last = (0, -1) if found is None else (int(found[1]), int(found[2] or found[1]))
         if last < first:
-            raise ValueError(f"{value!r} is no choice of layers. Write numbers and ranges, such as 1-24 or 1-8,12")
+            raise ValueError(
+                f"{value!r} is no choice of layers. Write numbers and ranges, such as 1-24 or 1-8,12"
+            )
         layers += range(first, last + 1)
     return tuple(layers)
 
@@ -140,7 +162,8 @@ class FeaturePart(BaseModel, extra="forbid", frozen=True):
     """What is read of the language model."""
 
     layers: Annotated[tuple[int, ...] | None, BeforeValidator(parse_layers)] = Field(
-        default=None, description="Such as '1-24' or [1, 2, 3]; None for all but layer 0. Later ones are not loaded."
+        default=None,
+        description="Such as '1-24' or [1, 2, 3]; None for all but layer 0. Later ones are not loaded.",
     )
     dtype: Literal["float16", "bfloat16"] = "float16"
     max_tokens: int | None = Field(default=None, gt=0)
@@ -150,7 +173,9 @@ class FeaturePart(BaseModel, extra="forbid", frozen=True):
 
     @model_validator(mode="after")
     def _ascending(self) -> Self:
-        if self.layers is not None and (not self.layers or sorted(set(self.layers)) != list(self.layers)):
+        if self.layers is not None and (
+            not self.layers or sorted(set(self.layers)) != list(self.layers)
+        ):
             raise ValueError("layers must ascend without repeats")
         if self.layers is not None and self.layers[0] < 1:
             raise ValueError("layers start at 1: layer 0 holds raw token embeddings")
@@ -162,7 +187,8 @@ class Recipe(BaseModel, extra="forbid", frozen=True):
 
     name: str
     base: str | None = Field(
-        default=None, description="An artifact to begin with and stay near. It gives model, template and layers."
+        default=None,
+        description="An artifact to begin with and stay near. It gives model, template and layers.",
     )
     model: ModelPart
     template: Template = Template()
@@ -170,12 +196,22 @@ class Recipe(BaseModel, extra="forbid", frozen=True):
     features: FeaturePart = FeaturePart()
     method: Method = "gradient"
     fit: FitOptions = FitOptions()
-    domain: DomainOptions = Field(default=DomainOptions(), description="With a base, in place of `fit`.")
-    validation_share: float = Field(default=0.1, gt=0, lt=1, description="Of the queries: they choose the epoch.")
-    validation_queries: int | None = Field(default=None, gt=0, description="So many instead of a share.")
+    domain: DomainOptions = Field(
+        default=DomainOptions(), description="With a base, in place of `fit`."
+    )
+    validation_share: float = Field(
+        default=0.1, gt=0, lt=1, description="Of the queries: they choose the epoch."
+    )
+    validation_queries: int | None = Field(
+        default=None, gt=0, description="So many instead of a share."
+    )
     evaluation: tuple[DataPart, ...] = ()
-    sample_sizes: tuple[int, ...] = Field(default=(), description="Also train on so many queries, for a curve.")
-    sample_epochs: int = Field(default=10, gt=0, description="Epochs for each of them (the paper's Table 4).")
+    sample_sizes: tuple[int, ...] = Field(
+        default=(), description="Also train on so many queries, for a curve."
+    )
+    sample_epochs: int = Field(
+        default=10, gt=0, description="Epochs for each of them (the paper's Table 4)."
+    )
     minimum_queries: int = Field(default=2, ge=2)
     license: str | None = None
 
@@ -183,12 +219,18 @@ class Recipe(BaseModel, extra="forbid", frozen=True):
     def _names_of_their_own(self) -> Self:
         titles = [part.title for part in self.evaluation]
         if twice := [title for title in titles if titles.count(title) > 1]:
-            raise ValueError(f"two evaluation sets are called {twice[0]!r}: give one of them a label")
+            raise ValueError(
+                f"two evaluation sets are called {twice[0]!r}: give one of them a label"
+            )
         return self
 
     @classmethod
     def load(
-        cls, source: str, overrides: Sequence[str] = (), data: Sequence[str | Path] = (), base: str | None = None
+        cls,
+        source: str,
+        overrides: Sequence[str] = (),
+        data: Sequence[str | Path] = (),
+        base: str | None = None,
     ) -> Self:
         """Read a recipe: the name of one that ships with the package, or a TOML file.
 
@@ -213,7 +255,9 @@ class Recipe(BaseModel, extra="forbid", frozen=True):
         lowest = self.model.fusion_layer + 1
         chosen = self.features.layers or tuple(range(lowest, count)) or (lowest,)
         if wrong := [layer for layer in (chosen[0], chosen[-1]) if not lowest <= layer < count]:
-            raise BackboneError(f"Layer {wrong[0]} was asked for; {self.model.name} has {lowest}..{count - 1}.")
+            raise BackboneError(
+                f"Layer {wrong[0]} was asked for; {self.model.name} has {lowest}..{count - 1}."
+            )
         return chosen
 
     @property
@@ -257,7 +301,9 @@ def validated(kind: type[Model], raw: dict[str, Any], source: str, what: str) ->
     try:
         return kind.model_validate(raw)
     except ValidationError as error:
-        problems = "; ".join(f"{'.'.join(map(str, e['loc']))}: {_said(kind, e)}" for e in error.errors())
+        problems = "; ".join(
+            f"{'.'.join(map(str, e['loc']))}: {_said(kind, e)}" for e in error.errors()
+        )
         raise InputError(f"{source} is not a valid {what}: {problems}") from None
 
 
@@ -268,7 +314,9 @@ def _said(kind: type[BaseModel], error: Any) -> str:
     *path, name = map(str, error["loc"])
     for step in (step for step in path if step in kind.model_fields):  # not the numbers of a list
         annotation = kind.model_fields[step].annotation
-        kind = next(part for part in (*get_args(annotation), annotation) if hasattr(part, "model_fields"))
+        kind = next(
+            part for part in (*get_args(annotation), annotation) if hasattr(part, "model_fields")
+        )
     return f"there is no such entry.{nearest(name, kind.model_fields, '.'.join([*path, '']))}"
 
 
@@ -284,9 +332,13 @@ def _from_base(base: str, raw: dict[str, Any]) -> dict[str, Any]:
     """What an artifact decides for all that begins with it."""
     folder = hub.resolve(base)
     config = hub.read_config(folder)
-    own = config.model_dump(mode="json", include={"template", "layers", "projection_dim", "max_length"})
+    own = config.model_dump(
+        mode="json", include={"template", "layers", "projection_dim", "max_length"}
+    )
     ignored = [f"fit.{name}" for name in raw.get("fit", {}) if name != "seed"]
-    ignored += ["features.layers"] * ("layers" in raw.get("features", {})) + ["method"] * ("method" in raw)
+    ignored += ["features.layers"] * ("layers" in raw.get("features", {})) + ["method"] * (
+        "method" in raw
+    )
     if ignored:
         raise InputError(
             f"{', '.join(ignored)} cannot be set: training that begins with an artifact ({base}) keeps its "

@@ -38,9 +38,13 @@ class FeatureSpec(BaseModel, extra="forbid", frozen=True):
     backbone: BackboneSpec
     template: Template
     layers: tuple[int, ...]
-    signal: str = Field(default="values", description="Others than value vectors are made by ablations only.")
+    signal: str = Field(
+        default="values", description="Others than value vectors are made by ablations only."
+    )
     null_prefix: str = Field(default="empty", description="What is subtracted; likewise.")
-    fusion_layer: int = Field(default=0, description="The first layer in which queries see documents.")
+    fusion_layer: int = Field(
+        default=0, description="The first layer in which queries see documents."
+    )
     documents_stay: bool = Field(
         default=False, description="Whether layers from there on see documents as they enter it."
     )
@@ -63,7 +67,9 @@ class QueryFeatures:
     relevant: tuple[bool, ...]
     tokens: int  # T
     oracle: bool  # whether the last T rows are the oracle shift: all relevant documents together
-    agreement: tuple[tuple[float, float], ...] = ()  # of each document with the query; none without a fusion layer
+    agreement: tuple[
+        tuple[float, float], ...
+    ] = ()  # of each document with the query; none without a fusion layer
 
 
 class FeatureSource(Protocol):
@@ -91,7 +97,9 @@ class FeatureStore:
         except OSError:
             raise TrainingError(f"{self.folder} is no feature store: it has no {STORE}.") from None
         except ValueError as error:
-            raise TrainingError(f"{self.folder / STORE} is damaged, or of another release: {error}") from None
+            raise TrainingError(
+                f"{self.folder / STORE} is damaged, or of another release: {error}"
+            ) from None
 
     @classmethod
     def create(cls, folder: Path, spec: FeatureSpec, size: int) -> Self:
@@ -132,9 +140,15 @@ class FeatureStore:
     def write(self, number: int, query: QueryFeatures) -> None:
         """Write a query's features."""
         shifts = query.shifts.contiguous()
-        row = json.dumps({name: getattr(query, name) for name in ("relevant", "tokens", "oracle", "agreement")})
+        row = json.dumps(
+            {name: getattr(query, name) for name in ("relevant", "tokens", "oracle", "agreement")}
+        )
         with appearing(self.path(number)) as partial:
-            save_file({"shifts": shifts}, partial, {"query": row, "sha256": self._checksum(number, row, shifts)})
+            save_file(
+                {"shifts": shifts},
+                partial,
+                {"query": row, "sha256": self._checksum(number, row, shifts)},
+            )
             partial.chmod(0o644)
 
     def __len__(self) -> int:
@@ -154,7 +168,9 @@ class FeatureStore:
         try:
             with safe_open(self.path(number), framework="pt") as file:
                 about, shifts = file.metadata(), file.get_tensor("shifts")
-            if number not in self._checked and about["sha256"] != self._checksum(number, about["query"], shifts):
+            if number not in self._checked and about["sha256"] != self._checksum(
+                number, about["query"], shifts
+            ):
                 raise SafetensorError("checksum")
             self._checked.add(number)
         except (OSError, SafetensorError, KeyError, TypeError) as error:
@@ -163,13 +179,19 @@ class FeatureStore:
             ) from error
         row = json.loads(about["query"])
         return QueryFeatures(
-            shifts, tuple(row["relevant"]), row["tokens"], row["oracle"], tuple(map(tuple, row["agreement"]))
+            shifts,
+            tuple(row["relevant"]),
+            row["tokens"],
+            row["oracle"],
+            tuple(map(tuple, row["agreement"])),
         )
 
     def _checksum(self, number: int, row: str, shifts: Tensor) -> str:
         """sha256 of a query's features, of no other number and store."""
         what = (self._identity, number, row, shifts.shape, shifts.dtype)
-        return hashlib.sha256(repr(what).encode() + shifts.view(torch.uint8).numpy().tobytes()).hexdigest()
+        return hashlib.sha256(
+            repr(what).encode() + shifts.view(torch.uint8).numpy().tobytes()
+        ).hexdigest()
 
     def fill(self, extract: Callable[[int], QueryFeatures]) -> Iterator[int]:
         """Make the missing queries, by their number; yields each that is there."""
@@ -201,7 +223,9 @@ def _differences(found: FeatureSpec, wanted: FeatureSpec) -> list[str]:
         for name in sorted(set(theirs) | set(ours))
         if theirs.get(name) != ours.get(name)
     ]
-    comparable = found.layers[-1] == wanted.layers[-1]  # the values are of the last layer that is read
+    comparable = (
+        found.layers[-1] == wanted.layers[-1]
+    )  # the values are of the last layer that is read
     if comparable and relative_difference(values[1], values[0]) > TOLERANCE[wanted.bits]:
         different.append("the weights of the language model")
     return different
@@ -210,7 +234,11 @@ def _differences(found: FeatureSpec, wanted: FeatureSpec) -> list[str]:
 def _flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     flat: dict[str, Any] = {}
     for name, value in values.items():
-        flat |= _flat(value, f"{prefix}{name}.") if isinstance(value, dict) else {f"{prefix}{name}": value}
+        flat |= (
+            _flat(value, f"{prefix}{name}.")
+            if isinstance(value, dict)
+            else {f"{prefix}{name}": value}
+        )
     return flat
 
 
@@ -220,5 +248,7 @@ def free_memory() -> int:
     with suppress(ValueError, AttributeError, OSError):  # no such limit, or not Linux
         limits.append(os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
         group = Path("/sys/fs/cgroup")
-        limits.append(int((group / "memory.max").read_text()) - int((group / "memory.current").read_text()))
+        limits.append(
+            int((group / "memory.max").read_text()) - int((group / "memory.current").read_text())
+        )
     return min(limits, default=0)

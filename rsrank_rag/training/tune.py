@@ -22,7 +22,9 @@ from .run import write_artifact
 
 FOLDS = 5
 
-AT_MOST = 2000  # thresholds that are tried: all between two scores, or so many of them, evenly spread
+AT_MOST = (
+    2000  # thresholds that are tried: all between two scores, or so many of them, evenly spread
+)
 
 
 @dataclass(frozen=True)
@@ -50,10 +52,18 @@ class Curves:
     """Precision, recall and F1 of each query at every threshold that makes a difference, (queries, thresholds)."""
 
     def __init__(self, queries: Sequence[ScoredQuery]) -> None:
-        scores = np.unique(np.concatenate([np.asarray(query.scores, dtype=float) for query in queries]))
-        between = np.concatenate([[np.nextafter(scores[0], -np.inf)], (scores[:-1] + scores[1:]) / 2, scores[-1:]])
-        self.thresholds = between[np.linspace(0, len(between) - 1, min(len(between), AT_MOST)).round().astype(int)]
-        above = [np.asarray(query.scores, dtype=float)[:, None] > self.thresholds for query in queries]
+        scores = np.unique(
+            np.concatenate([np.asarray(query.scores, dtype=float) for query in queries])
+        )
+        between = np.concatenate(
+            [[np.nextafter(scores[0], -np.inf)], (scores[:-1] + scores[1:]) / 2, scores[-1:]]
+        )
+        self.thresholds = between[
+            np.linspace(0, len(between) - 1, min(len(between), AT_MOST)).round().astype(int)
+        ]
+        above = [
+            np.asarray(query.scores, dtype=float)[:, None] > self.thresholds for query in queries
+        ]
         labels = [np.asarray(query.relevant, dtype=bool) for query in queries]
         k = np.array([rows.sum(0) for rows in above])
         h = np.array([rows[label].sum(0) for rows, label in zip(above, labels, strict=True)])
@@ -71,7 +81,9 @@ class Curves:
 
         For a precision it is the lowest that has it, for a recall the highest, for F1 the highest of the best.
         """
-        reached = means >= (means.max(-1, keepdims=True) if goal.value is None else goal.value) - 1e-12
+        reached = (
+            means >= (means.max(-1, keepdims=True) if goal.value is None else goal.value) - 1e-12
+        )
         low = goal.metric == "precision"
         place = reached.argmax(-1) if low else reached.shape[-1] - 1 - reached[..., ::-1].argmax(-1)
         return np.where(reached.any(-1), self.thresholds[place], np.nan)
@@ -96,8 +108,12 @@ def find_threshold(
             f"No threshold gives a {goal.metric} of {goal.value:g} on these {len(queries)} queries: the highest is "
             f"{means.max():.3f}. Ask for less."
         )
-    drawn = np.random.default_rng(0).multinomial(len(queries), [1 / len(queries)] * len(queries), resamples)
-    others = np.concatenate([curves.choose(goal, part @ values / len(queries)) for part in np.array_split(drawn, 20)])
+    drawn = np.random.default_rng(0).multinomial(
+        len(queries), [1 / len(queries)] * len(queries), resamples
+    )
+    others = np.concatenate(
+        [curves.choose(goal, part @ values / len(queries)) for part in np.array_split(drawn, 20)]
+    )
     tail = 50 * (1 - LEVEL)
     others = others[~np.isnan(others)]  # where no threshold reaches the goal
     low, high = np.percentile(others, [tail, 100 - tail]) if others.size else (found, found)
@@ -109,14 +125,25 @@ def cross_tuned(queries: Sequence[ScoredQuery], goal: Goal, before: float) -> Ve
     held_out: list[ScoredQuery] = []
     moved: list[ScoredQuery] = []  # so that each has its own threshold at zero
     for held in parts(len(queries), FOLDS):
-        threshold = Curves([query for i, query in enumerate(queries) if i not in held]).nearest(goal)
+        threshold = Curves([query for i, query in enumerate(queries) if i not in held]).nearest(
+            goal
+        )
         held_out += [queries[i] for i in held]
-        moved += [ScoredQuery([s - threshold for s in queries[i].scores], queries[i].relevant) for i in held]
+        moved += [
+            ScoredQuery([s - threshold for s in queries[i].scores], queries[i].relevant)
+            for i in held
+        ]
     return judge(held_out, moved, (before, 0.0))
 
 
 def tune(
-    model: str, data: Path, output: Path, goal: Goal, *, revision: str | None = None, load: LoadOptions | None = None
+    model: str,
+    data: Path,
+    output: Path,
+    goal: Goal,
+    *,
+    revision: str | None = None,
+    load: LoadOptions | None = None,
 ) -> Tuned:
     """Write a copy of an artifact with the threshold that reaches a goal on labelled queries.
 

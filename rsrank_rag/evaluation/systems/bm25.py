@@ -22,7 +22,9 @@ class BM25(Reranker):
 
     def scores(self, queries: Sequence[str], documents: Sequence[str]) -> Iterator[Any]:
         """Scores of all documents for one query after another, from one index: a list or a NumPy array each."""
-        tokenize = partial(self._bm25s.tokenize, stopwords="en", return_ids=False, show_progress=False)
+        tokenize = partial(
+            self._bm25s.tokenize, stopwords="en", return_ids=False, show_progress=False
+        )
         corpus = tokenize(list(documents))
         index = self._bm25s.BM25()
         if any(corpus):

@@ -78,7 +78,9 @@ class LLM2VecGen(Batched):
         vocabulary = tokenizer.get_vocab()
         missing = [token for token in run["special_tokens"] if token not in vocabulary]
         if missing:
-            raise BackboneError(f"The tokenizer in {folder} lacks the special token {missing[0]!r} of run_config.yml.")
+            raise BackboneError(
+                f"The tokenizer in {folder} lacks the special token {missing[0]!r} of run_config.yml."
+            )
         self.special: Ids = tuple(vocabulary[token] for token in run["special_tokens"])
         mode = re.fullmatch(r"last_(\d+)_tokens", str(run["encoding_mode"]))
         self.read = int(mode[1]) if mode else 0
@@ -87,15 +89,25 @@ class LLM2VecGen(Batched):
                 f"encoding_mode is {run['encoding_mode']!r}, expected 'last_N_tokens' with N at most the "
                 f"{len(self.special)} special tokens."
             )
-        maps = [_linear(folder / part) for part in ("reconstruction_mlp", "alignment_mlp") if (folder / part).exists()]
+        maps = [
+            _linear(folder / part)
+            for part in ("reconstruction_mlp", "alignment_mlp")
+            if (folder / part).exists()
+        ]
         if max_length <= len(self.special):
-            raise InputError(f"max_length={max_length} leaves no room beside {len(self.special)} special tokens.")
+            raise InputError(
+                f"max_length={max_length} leaves no room beside {len(self.special)} special tokens."
+            )
         base = load_model(str(run["model_name_or_path"]), revision=None, options=options).model
-        super().__init__(_with_adapter(base, folder / "encoder", len(tokenizer), options), tokenizer, max_length)
+        super().__init__(
+            _with_adapter(base, folder / "encoder", len(tokenizer), options), tokenizer, max_length
+        )
         self.maps = nn.Sequential(*maps).to(base.device).requires_grad_(False)
 
     @torch.inference_mode()
-    def score_documents(self, query: str, documents: Sequence[str], *, show_progress: bool = False) -> list[Scored]:
+    def score_documents(
+        self, query: str, documents: Sequence[str], *, show_progress: bool = False
+    ) -> list[Scored]:
         """Cosine of query and document, and whether a document was cut."""
         asked, _ = self._prompts([query], self.query_instruction)
         prompts, truncated = self._prompts(as_list(documents), self.document_instruction)
@@ -111,11 +123,15 @@ class LLM2VecGen(Batched):
 
     def embed(self, prompts: Sequence[Ids]) -> Tensor:
         """Embeddings of length 1, (N, E), fp32, on the CPU."""
-        return torch.nn.functional.normalize(torch.stack(self.compute_each(prompts, self._embed_batch)), dim=-1)
+        return torch.nn.functional.normalize(
+            torch.stack(self.compute_each(prompts, self._embed_batch)), dim=-1
+        )
 
     def _embed_batch(self, ids: Tensor, mask: Tensor) -> Tensor:
         hidden = self.model(input_ids=ids, attention_mask=mask, use_cache=False).last_hidden_state
-        places = mask.sum(1, keepdim=True) - self.read + torch.arange(self.read, device=ids.device)  # (N, S)
+        places = (
+            mask.sum(1, keepdim=True) - self.read + torch.arange(self.read, device=ids.device)
+        )  # (N, S)
         last = hidden[torch.arange(len(ids), device=ids.device)[:, None], places].float()
         embedding: Tensor = self.maps(last).mean(1)
         return embedding.cpu()
@@ -133,8 +149,12 @@ def _reading(what: str) -> Iterator[None]:
 def _download(name: str | Path, revision: str | None, options: LoadOptions) -> Path:
     if is_folder(name):
         return Path(name)
-    with _reading(f"{str(name)!r} (revision {revision or 'main'}) is no local folder and could not be downloaded"):
-        return Path(snapshot_download(str(name), revision=revision, allow_patterns=FILES, **options.hub))
+    with _reading(
+        f"{str(name)!r} (revision {revision or 'main'}) is no local folder and could not be downloaded"
+    ):
+        return Path(
+            snapshot_download(str(name), revision=revision, allow_patterns=FILES, **options.hub)
+        )
 
 
 def _run_config(folder: Path) -> dict[str, Any]:
@@ -149,11 +169,17 @@ def _run_config(folder: Path) -> dict[str, Any]:
     return run
 
 
-def _with_adapter(base: PreTrainedModel, folder: Path, vocabulary: int, options: LoadOptions) -> Any:
+def _with_adapter(
+    base: PreTrainedModel, folder: Path, vocabulary: int, options: LoadOptions
+) -> Any:
     peft = required("peft", "LLM2Vec-Gen needs peft.", "eval")
-    base.resize_token_embeddings(vocabulary, mean_resizing=False)  # as in training; the adapter holds the new rows
+    base.resize_token_embeddings(
+        vocabulary, mean_resizing=False
+    )  # as in training; the adapter holds the new rows
     with _reading(f"The adapter in {folder} could not be loaded"):
-        model = peft.PeftModel.from_pretrained(base, str(folder), torch_device=str(options.resolved_device()))
+        model = peft.PeftModel.from_pretrained(
+            base, str(folder), torch_device=str(options.resolved_device())
+        )
     return model.eval().requires_grad_(False)
 
 
@@ -163,7 +189,11 @@ def _linear(path: Path) -> nn.Linear:
         saved = torch.load(path, map_location="cpu", weights_only=True)
         config, weights = saved["config"], saved["state_dict"]
         if config.get("pooling_mode", "linear") != "linear" or config.get("size", 1) != 1:
-            raise BackboneError(f"{path} is not a single linear map: {config}. Only that kind is published and read.")
+            raise BackboneError(
+                f"{path} is not a single linear map: {config}. Only that kind is published and read."
+            )
         layer = nn.Linear(config["input_dim"], config["output_dim"])
-        layer.load_state_dict({name.removeprefix("projection."): value.float() for name, value in weights.items()})
+        layer.load_state_dict(
+            {name.removeprefix("projection."): value.float() for name, value in weights.items()}
+        )
     return layer

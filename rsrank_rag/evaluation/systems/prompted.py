@@ -40,15 +40,24 @@ class Batched(Reranker):
         """One score a document; InputError and ScoringError name one that cannot be scored."""
         return [found.score for found in self.score_documents(query, documents)]
 
-    def encode(self, before: str, texts: Sequence[str], room: int, **options: bool) -> tuple[list[Ids], list[bool]]:
+    def encode(
+        self, before: str, texts: Sequence[str], room: int, **options: bool
+    ) -> tuple[list[Ids], list[bool]]:
         """Token ids of each text behind the same words, joined as in training, cut to the room; and which were cut."""
         for index, text in enumerate(texts):
             if not isinstance(text, str):
-                raise InputError(f"A query or document must be a string, got {type(text).__name__} at {index}.")
-        encoded = [item.ids for item in self._text.encode_batch([before + clean(text) for text in texts], **options)]
+                raise InputError(
+                    f"A query or document must be a string, got {type(text).__name__} at {index}."
+                )
+        encoded = [
+            item.ids
+            for item in self._text.encode_batch([before + clean(text) for text in texts], **options)
+        ]
         return [tuple(ids[:room]) for ids in encoded], [len(ids) > room for ids in encoded]
 
-    def compute_each(self, prompts: Sequence[Ids], compute: Callable[[Tensor, Tensor], Tensor]) -> list[Tensor]:
+    def compute_each(
+        self, prompts: Sequence[Ids], compute: Callable[[Tensor, Tensor], Tensor]
+    ) -> list[Tensor]:
         """What the model gives for each prompt, computed in batches; equal prompts are computed once.
 
         `compute`: token ids (N, T) and their mask (N, T) -> (N, ...). Padding on the right leaves positions alone.
@@ -79,8 +88,12 @@ class AnswerHead(nn.Linear):
     """
 
     def __init__(self, head: nn.Linear, tokens: Sequence[int]) -> None:
-        super().__init__(head.in_features, len(tokens), bias=head.bias is not None, device=head.weight.device)
-        self.load_state_dict({name: part[list(tokens)].float() for name, part in head.state_dict().items()})
+        super().__init__(
+            head.in_features, len(tokens), bias=head.bias is not None, device=head.weight.device
+        )
+        self.load_state_dict(
+            {name: part[list(tokens)].float() for name, part in head.state_dict().items()}
+        )
         self.requires_grad_(False)
 
     def forward(self, hidden: Tensor) -> Tensor:
@@ -119,7 +132,11 @@ class AnswerOdds(Batched):
         missing = [answer for answer in answers if answer not in vocabulary]
         head = model.get_output_embeddings()
         if missing or not isinstance(head, nn.Linear) or not head.weight.is_floating_point():
-            lacks = f"its vocabulary has no {missing[0]!r}" if missing else "its output layer is not a plain matrix"
+            lacks = (
+                f"its vocabulary has no {missing[0]!r}"
+                if missing
+                else "its output layer is not a plain matrix"
+            )
             raise BackboneError(
                 f"{model.name_or_path!r} is no {type(self).__name__}: {lacks}. It must be one of the checkpoints that "
                 f"answer {answers[1]!r} or {answers[0]!r}."
@@ -150,7 +167,9 @@ class AnswerOdds(Batched):
         return [(*self.prefix, *ids, *self.suffix) for ids in encoded], truncated
 
     @torch.inference_mode()
-    def score_documents(self, query: str, documents: Sequence[str], *, show_progress: bool = False) -> list[Scored]:
+    def score_documents(
+        self, query: str, documents: Sequence[str], *, show_progress: bool = False
+    ) -> list[Scored]:
         """Probability of the positive answer against the negative one, and whether a document was cut."""
         prompts, truncated = self.prompts(query, as_list(documents))
         found = enumerate(self.compute_each(prompts, self._probabilities))
@@ -159,7 +178,9 @@ class AnswerOdds(Batched):
 
     def _probabilities(self, ids: Tensor, mask: Tensor) -> Tensor:
         logits = self.logits(ids, mask)
-        return torch.sigmoid((logits[:, 1] - logits[:, 0]).double()).cpu()  # fp32 would be 1 from odds of 17 nats on
+        return torch.sigmoid(
+            (logits[:, 1] - logits[:, 0]).double()
+        ).cpu()  # fp32 would be 1 from odds of 17 nats on
 
 
 class Qwen3Reranker(AnswerOdds):
@@ -184,10 +205,22 @@ class Qwen3Reranker(AnswerOdds):
         revision: str | None = None,
         options: LoadOptions | None = None,
     ) -> None:
-        model, tokenizer, _ = load_model(name, revision=revision, options=options or LoadOptions(), head="causal-lm")
+        model, tokenizer, _ = load_model(
+            name, revision=revision, options=options or LoadOptions(), head="causal-lm"
+        )
         copied = private_copy(tokenizer, special_tokens=True)
-        before, after = (tuple(copied.encode(x, add_special_tokens=False).ids) for x in (self.PREFIX, self.SUFFIX))
-        super().__init__(model, tokenizer, answers=("no", "yes"), prefix=before, suffix=after, max_length=max_length)
+        before, after = (
+            tuple(copied.encode(x, add_special_tokens=False).ids)
+            for x in (self.PREFIX, self.SUFFIX)
+        )
+        super().__init__(
+            model,
+            tokenizer,
+            answers=("no", "yes"),
+            prefix=before,
+            suffix=after,
+            max_length=max_length,
+        )
         self.instruction = instruction
 
     def with_instruction(self, instruction: str) -> Self:
@@ -225,15 +258,27 @@ class MonoT5(AnswerOdds):
         options = options or LoadOptions()
         chosen = options if options.dtype is not None else replace(options, dtype="float32")
         try:
-            model, tokenizer, _ = load_model(name, revision=revision, options=chosen, head="seq2seq-lm", allow_bin=True)
+            model, tokenizer, _ = load_model(
+                name, revision=revision, options=chosen, head="seq2seq-lm", allow_bin=True
+            )
         except BackboneError as error:
-            if "spiece.model" in str(error):  # what transformers reads it with; it complains about something else
+            if "spiece.model" in str(
+                error
+            ):  # what transformers reads it with; it complains about something else
                 for package in ("sentencepiece", "google.protobuf"):
-                    required(package, "MonoT5's tokenizer needs sentencepiece and protobuf.", "eval")
+                    required(
+                        package, "MonoT5's tokenizer needs sentencepiece and protobuf.", "eval"
+                    )
             raise
-        relevant = private_copy(tokenizer, special_tokens=False).encode("Relevant:", add_special_tokens=False).ids
+        relevant = (
+            private_copy(tokenizer, special_tokens=False)
+            .encode("Relevant:", add_special_tokens=False)
+            .ids
+        )
         suffix = (*relevant, tokenizer.eos_token_id)
-        super().__init__(model, tokenizer, answers=("▁false", "▁true"), suffix=suffix, max_length=max_length)
+        super().__init__(
+            model, tokenizer, answers=("▁false", "▁true"), suffix=suffix, max_length=max_length
+        )
 
     def opening(self, query: str) -> str:
         """The query."""
@@ -241,6 +286,10 @@ class MonoT5(AnswerOdds):
 
     def logits(self, ids: Tensor, mask: Tensor) -> Tensor:
         """At the decoder's first step."""
-        start = torch.full((len(ids), 1), self.model.config.decoder_start_token_id, device=ids.device)
-        found: Tensor = self.model(input_ids=ids, attention_mask=mask, decoder_input_ids=start, use_cache=False).logits
+        start = torch.full(
+            (len(ids), 1), self.model.config.decoder_start_token_id, device=ids.device
+        )
+        found: Tensor = self.model(
+            input_ids=ids, attention_mask=mask, decoder_input_ids=start, use_cache=False
+        ).logits
         return found[:, 0]

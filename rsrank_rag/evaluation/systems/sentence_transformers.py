@@ -20,7 +20,9 @@ class BiEncoder(Reranker):
 
     threshold: float | None = None
 
-    def __init__(self, name: str | Path, *, revision: str | None = None, options: LoadOptions | None = None) -> None:
+    def __init__(
+        self, name: str | Path, *, revision: str | None = None, options: LoadOptions | None = None
+    ) -> None:
         self._model = _load("SentenceTransformer", name, revision, options)
 
     def score(self, query: str, documents: Sequence[str]) -> list[float]:
@@ -32,11 +34,15 @@ class BiEncoder(Reranker):
 
     def encode_queries(self, queries: Sequence[str]) -> Any:
         """Embeddings of length 1, a NumPy array of a row a query."""
-        return self._model.encode_query(list(queries), normalize_embeddings=True, show_progress_bar=False)
+        return self._model.encode_query(
+            list(queries), normalize_embeddings=True, show_progress_bar=False
+        )
 
     def encode_documents(self, documents: Sequence[str]) -> Any:
         """Embeddings of length 1, a NumPy array of a row a document."""
-        return self._model.encode_document(list(documents), normalize_embeddings=True, show_progress_bar=False)
+        return self._model.encode_document(
+            list(documents), normalize_embeddings=True, show_progress_bar=False
+        )
 
 
 class CrossEncoder(Reranker):
@@ -90,19 +96,31 @@ def _load(kind: str, name: str | Path, revision: str | None, options: LoadOption
     model = {"dtype": "float32" if options.dtype is None else options.resolved_dtype()}
     if options.trust_remote_code:
         _keep_what_jina_imports()
-    hub = {"revision": revision, "local_files_only": options.local_files_only, "token": options.token}
+    hub = {
+        "revision": revision,
+        "local_files_only": options.local_files_only,
+        "token": options.token,
+    }
     cache = None if options.cache_dir is None else str(options.cache_dir)
     try:
         if kind == "CrossEncoder" and not options.trust_remote_code:
             _refuse_own_code(str(name), cache_dir=cache, **hub)
         with without_progress_bars():
-            how = {"device": str(options.resolved_device()), "trust_remote_code": options.trust_remote_code, **hub}
-            return getattr(sentence_transformers, kind)(str(name), cache_folder=cache, model_kwargs=model, **how)
+            how = {
+                "device": str(options.resolved_device()),
+                "trust_remote_code": options.trust_remote_code,
+                **hub,
+            }
+            return getattr(sentence_transformers, kind)(
+                str(name), cache_folder=cache, model_kwargs=model, **how
+            )
     except LOAD_ERRORS as error:
         hint = ""
         if "trust_remote_code" in str(error) and not options.trust_remote_code:
             hint = f" Read that code, and allow it if you trust it: {_ALLOW}."
-        raise BackboneError(f"{str(name)!r} could not be loaded as a {kind}: {error}{hint}") from error
+        raise BackboneError(
+            f"{str(name)!r} could not be loaded as a {kind}: {error}{hint}"
+        ) from error
 
 
 def _refuse_own_code(name: str, **hub: Any) -> None:

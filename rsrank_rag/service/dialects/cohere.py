@@ -23,8 +23,12 @@ class RerankedDocument(BaseModel):
     index: int
     relevance_score: float
     truncated: bool
-    document: TextObject | None = Field(default=None, description="As it was read, or what is kept of it.")
-    excerpts: list[Excerpt] | None = Field(default=None, description="The sentences kept; offsets in characters.")
+    document: TextObject | None = Field(
+        default=None, description="As it was read, or what is kept of it."
+    )
+    excerpts: list[Excerpt] | None = Field(
+        default=None, description="The sentences kept; offsets in characters."
+    )
     window: Window | None = Field(default=None, description="The best window, and of how many.")
 
 
@@ -39,7 +43,9 @@ class RerankResponse(BaseModel):
     meta: dict[str, dict[str, str | int]] = Field(description="As Cohere's clients expect it.")
     usage: Usage
     threshold: float | None = Field(description="The model's native threshold, on the raw scale.")
-    errors: list[DocumentError] | None = Field(default=None, description="Documents without a score, if partial.")
+    errors: list[DocumentError] | None = Field(
+        default=None, description="Documents without a score, if partial."
+    )
 
 
 class RerankRequest(ScaledRequest):
@@ -49,26 +55,38 @@ class RerankRequest(ScaledRequest):
     documents: Annotated[list[str | dict[str, Any]], FailFast()] = Field(
         description='Strings, or objects with a "text".'
     )
-    top_n: int | None = Field(default=None, ge=0, description="Answer with at most so many documents; 0 for all.")
-    return_documents: bool | None = Field(default=None, description="Answer with the documents' texts.")
+    top_n: int | None = Field(
+        default=None, ge=0, description="Answer with at most so many documents; 0 for all."
+    )
+    return_documents: bool | None = Field(
+        default=None, description="Answer with the documents' texts."
+    )
     threshold: FiniteFloat | Literal["native"] | None = Field(
         default=None,
         description="Leave out documents that do not score above this, on the raw scale; native for the model's own; "
         "null for none. Without it the service's setting applies.",
     )
-    min_docs: int | None = Field(default=None, ge=0, description="The best so many stay, even below the threshold.")
-    partial: bool | None = Field(default=None, description="Answer without documents that fail; they are in errors.")
+    min_docs: int | None = Field(
+        default=None, ge=0, description="The best so many stay, even below the threshold."
+    )
+    partial: bool | None = Field(
+        default=None, description="Answer without documents that fail; they are in errors."
+    )
     extract: Literal["sentences"] | None = Field(
         default=None,
         description="sentences: keep, of each document, those that score above the threshold (the model's own, if none "
         "is given; null: all), with their offsets; documents without one are left out.",
     )
-    context: int = Field(default=0, ge=0, description="Keep so many sentences around each such one, too.")
+    context: int = Field(
+        default=0, ge=0, description="Keep so many sentences around each such one, too."
+    )
     heading: bool = Field(
-        default=False, description="Documents begin with a line that is kept with any of their sentences."
+        default=False,
+        description="Documents begin with a line that is kept with any of their sentences.",
     )
     long_documents: Literal["cut", "windows"] = Field(
-        default="cut", description="windows: read what is too long in parts; the best one's score is the document's."
+        default="cut",
+        description="windows: read what is too long in parts; the best one's score is the document's.",
     )
 
     @model_validator(mode="after")
@@ -89,17 +107,27 @@ class RerankRequest(ScaledRequest):
 
     def cutoff(self, model: Description, drop: bool) -> float | None:
         """Documents must score above this; None if all stay. ``drop`` is what the service does by itself."""
-        chosen = self.threshold if "threshold" in self.model_fields_set else "native" if drop or self.extract else None
+        chosen = (
+            self.threshold
+            if "threshold" in self.model_fields_set
+            else "native"
+            if drop or self.extract
+            else None
+        )
         if chosen != "native":
             return chosen
         if model.threshold is None:
-            raise RefusedError(422, f"{model.name} has no native threshold. Give a number, or null for none.")
+            raise RefusedError(
+                422, f"{model.name} has no native threshold. Give a number, or null for none."
+            )
         return model.threshold
 
     def answer(self, scores: Scores, cutoff: float | None = None) -> RerankResponse:
         """Rows best first, that score above ``cutoff`` if there is one."""
         rows = []
-        for document in scores.ranked(cutoff, self.top_n or None, self.min_docs or 0, self.reading).kept:
+        for document in scores.ranked(
+            cutoff, self.top_n or None, self.min_docs or 0, self.reading
+        ).kept:
             row = RerankedDocument(
                 index=scores.places[document.index],
                 relevance_score=scores.shown(document.score),
@@ -108,7 +136,9 @@ class RerankRequest(ScaledRequest):
             if self.return_documents:
                 row.document = TextObject(text=document.extract)
             if self.extract:
-                row.excerpts = [replace(one, score=scores.shown(one.score)) for one in document.excerpts]
+                row.excerpts = [
+                    replace(one, score=scores.shown(one.score)) for one in document.excerpts
+                ]
             if document.window:
                 row.window = document.window
             rows.append(row)

@@ -30,14 +30,20 @@ class Question:
     """What a request asks to be scored, whatever client sent it."""
 
     pairs: list[Pair]
-    faults: dict[int, str] = field(default_factory=dict)  # what is wrong with pairs that cannot be scored, by position
-    may_be_cut: bool | None = None  # whether long documents may be; None if the request does not tell
+    faults: dict[int, str] = field(
+        default_factory=dict
+    )  # what is wrong with pairs that cannot be scored, by position
+    may_be_cut: bool | None = (
+        None  # whether long documents may be; None if the request does not tell
+    )
 
     def outcomes(self, found: Sequence[Outcome]) -> list[Outcome]:
         """One outcome a pair, from those of the usable ones."""
         rest = iter(found)
         return [
-            Outcome(None, fault="input", error=self.faults[place]) if place in self.faults else next(rest)
+            Outcome(None, fault="input", error=self.faults[place])
+            if place in self.faults
+            else next(rest)
             for place in range(len(self.pairs))
         ]
 
@@ -99,7 +105,12 @@ class Scores:
     @property
     def heading(self) -> dict[str, Any]:
         """Fields that the answers of Cohere and vLLM share."""
-        return {"id": self.id, "created": self.created, "model": self.model.name, "usage": self.usage}
+        return {
+            "id": self.id,
+            "created": self.created,
+            "model": self.model.name,
+            "usage": self.usage,
+        }
 
     @cached_property
     def places(self) -> list[int]:
@@ -110,14 +121,24 @@ class Scores:
     def scored(self) -> list[Scored]:
         """The raw scores of these pairs."""
         found = (self.outcomes[place] for place in self.places)
-        return [Scored(o.score, o.truncated, o.tokens, o.window, o.sentences) for o in found if o.score is not None]
+        return [
+            Scored(o.score, o.truncated, o.tokens, o.window, o.sentences)
+            for o in found
+            if o.score is not None
+        ]
 
     def ranked(
-        self, cutoff: float | None = None, top_n: int | None = None, min_docs: int = 0, reading: Reading = WHOLE
+        self,
+        cutoff: float | None = None,
+        top_n: int | None = None,
+        min_docs: int = 0,
+        reading: Reading = WHOLE,
     ) -> RankResult:
         """Documents best first, numbered as in `places`; see `choose`."""
         texts = [self.question.pairs[place].document for place in self.places]
-        return choose("", texts, self.scored, cutoff, top_n=top_n, min_docs=min_docs, reading=reading)
+        return choose(
+            "", texts, self.scored, cutoff, top_n=top_n, min_docs=min_docs, reading=reading
+        )
 
     def shown(self, score: float) -> float:
         """A raw score on the scale of the answer."""
@@ -143,7 +164,9 @@ class QueryObject(Strict):
 Instruction = Annotated[
     Query | None,
     Field(
-        validation_alias=AliasChoices("instruction", "instruct", AliasPath("chat_template_kwargs", "instruction")),
+        validation_alias=AliasChoices(
+            "instruction", "instruct", AliasPath("chat_template_kwargs", "instruction")
+        ),
         description="What to judge by. Or as instruct (SGLang), or in chat_template_kwargs (vLLM).",
     ),
 ]
@@ -152,12 +175,19 @@ Instruction = Annotated[
 class ScoringRequest(Strict, ABC):
     """A request for scores, with the options that every one may have."""
 
-    model: Any = Field(default=None, description="Whatever it is: there is one model, and the answer names it.")
-    max_tokens_per_doc: int | None = Field(default=None, ge=1, description="Read at most so many tokens of each.")
-    truncate: bool | Literal["NONE", "END"] | None = Field(
-        default=None, description="False or NONE: a document that is too long is an error instead of being cut."
+    model: Any = Field(
+        default=None, description="Whatever it is: there is one model, and the answer names it."
     )
-    truncate_prompt_tokens: Literal[-1] | PositiveInt | None = Field(default=None, description="Likewise; -1: all.")
+    max_tokens_per_doc: int | None = Field(
+        default=None, ge=1, description="Read at most so many tokens of each."
+    )
+    truncate: bool | Literal["NONE", "END"] | None = Field(
+        default=None,
+        description="False or NONE: a document that is too long is an error instead of being cut.",
+    )
+    truncate_prompt_tokens: Literal[-1] | PositiveInt | None = Field(
+        default=None, description="Likewise; -1: all."
+    )
     truncation_direction: Literal["Right", "right"] | None = Field(
         default=None,
         validation_alias=AliasChoices("truncation_direction", "truncation_side"),
@@ -188,7 +218,10 @@ class ScoringRequest(Strict, ABC):
         limits = (self.max_tokens_per_doc, self.truncate_prompt_tokens)
         most = min((limit for limit in limits if limit is not None and limit > 0), default=None)
         told = self.instruction or None
-        pairs = [Pair(query, text, most, reading, told) for query, text in zip(queries, texts, strict=True)]
+        pairs = [
+            Pair(query, text, most, reading, told)
+            for query, text in zip(queries, texts, strict=True)
+        ]
         broken = {place: _BROKEN for place, text in enumerate(texts) if encodable(text) != text}
         may_be_cut = None if self.truncate is None else self.truncate not in (False, "NONE")
         return Question(pairs, {**broken, **(faults or {})}, may_be_cut)
@@ -197,8 +230,12 @@ class ScoringRequest(Strict, ABC):
 class ScaledRequest(ScoringRequest):
     """A request whose scores may be asked for in either scale."""
 
-    normalize: bool | None = Field(default=None, description="Scores between 0 and 1; 0.5 is the native threshold.")
-    raw_scores: bool | None = Field(default=None, description="False means normalize (TEI, Infinity).")
+    normalize: bool | None = Field(
+        default=None, description="Scores between 0 and 1; 0.5 is the native threshold."
+    )
+    raw_scores: bool | None = Field(
+        default=None, description="False means normalize (TEI, Infinity)."
+    )
     use_activation: bool | None = Field(default=None, description="True means normalize (vLLM).")
 
     def normalised(self, default: bool) -> bool:

@@ -5,10 +5,20 @@ from typing import Annotated, Literal
 from pydantic import AliasChoices, BaseModel, BeforeValidator, FailFast, Field, model_validator
 from typing_extensions import Self
 
-from .common import Query, QueryObject, Question, ScaledRequest, Scores, ScoringRequest, TextObject, Usage
+from .common import (
+    Query,
+    QueryObject,
+    Question,
+    ScaledRequest,
+    Scores,
+    ScoringRequest,
+    TextObject,
+    Usage,
+)
 
 OneOrMore = BeforeValidator(
-    lambda texts: [texts] if isinstance(texts, str) else texts, json_schema_input_type=str | list[str]
+    lambda texts: [texts] if isinstance(texts, str) else texts,
+    json_schema_input_type=str | list[str],
 )
 """Lets a single text stand for a list of one."""
 
@@ -34,7 +44,11 @@ class TextsRequest(ScaledRequest):
     def answer(self, scores: Scores) -> list[TextScore]:
         """Every text, best first."""
         return [
-            TextScore(index=d.index, score=scores.shown(d.score), **({"text": d.text} if self.return_text else {}))
+            TextScore(
+                index=d.index,
+                score=scores.shown(d.score),
+                **({"text": d.text} if self.return_text else {}),
+            )
             for d in scores.ranked().kept
         ]
 
@@ -63,7 +77,8 @@ class ScoreRequest(ScaledRequest):
     """As vLLM takes it: one query and any number of documents, or as many queries as documents."""
 
     text_1: Annotated[list[Query], FailFast(), OneOrMore] = Field(
-        validation_alias=AliasChoices("text_1", "queries", "data_1"), description="Queries. Or as queries, data_1."
+        validation_alias=AliasChoices("text_1", "queries", "data_1"),
+        description="Queries. Or as queries, data_1.",
     )
     text_2: Annotated[list[str], FailFast(), OneOrMore] = Field(
         validation_alias=AliasChoices("text_2", "documents", "items", "data_2"),
@@ -74,7 +89,9 @@ class ScoreRequest(ScaledRequest):
     def _one_query_or_one_each(self) -> Self:
         queries, documents = len(self.text_1), len(self.text_2)
         if queries not in (1, documents):
-            raise ValueError(f"{queries} queries and {documents} documents: give one query, or one for each document")
+            raise ValueError(
+                f"{queries} queries and {documents} documents: give one query, or one for each document"
+            )
         return self
 
     def asked(self) -> Question:  # noqa: D102 - inherited
@@ -84,7 +101,12 @@ class ScoreRequest(ScaledRequest):
     def answer(self, scores: Scores) -> ScoreResponse:
         """Every pair, in input order."""
         rows = [
-            ScoreRow(index=index, object="score", score=scores.shown(found.score), truncated=found.truncated)
+            ScoreRow(
+                index=index,
+                object="score",
+                score=scores.shown(found.score),
+                truncated=found.truncated,
+            )
             for index, found in enumerate(scores.scored)
         ]
         return ScoreResponse(object="list", data=rows, **scores.heading)
@@ -112,11 +134,16 @@ class RankingRequest(ScoringRequest):
     passages: Annotated[list[TextObject], FailFast()]
 
     def asked(self) -> Question:  # noqa: D102 - inherited
-        return self.question([self.query.text] * len(self.passages), [passage.text for passage in self.passages])
+        return self.question(
+            [self.query.text] * len(self.passages), [passage.text for passage in self.passages]
+        )
 
     def answer(self, scores: Scores) -> RankingResponse:
         """Every passage, best first, with its raw score."""
-        rows = [Ranking(index=d.index, logit=d.score, truncated=d.truncated) for d in scores.ranked().kept]
+        rows = [
+            Ranking(index=d.index, logit=d.score, truncated=d.truncated)
+            for d in scores.ranked().kept
+        ]
         return RankingResponse(rankings=rows, usage=scores.usage)
 
 
