@@ -14,7 +14,11 @@ CLIENTS_llama := $(addprefix llama-index-postprocessor-,cohere-rerank jinaai-rer
 CLIENTS_newest := 'cohere>=7' xinference-client
 CLIENT := './client[langchain,llama-index]'
 
-.PHONY: demo test test-all test-oldest test-clients test-without-torch environments docs lint clean
+# The tests of `make test`, with the lines and branches that none of them runs.
+coverage: $(VENV)/.installed-dev
+	$(BIN)/python -m pytest -n 2 -m "not slow and not ray and not browser" --cov --cov-report=term
+
+.PHONY: demo test coverage test-all test-oldest test-clients test-without-torch environments docs lint clean
 
 demo: $(VENV)/.installed
 	@$(BIN)/python examples/demo.py
@@ -51,6 +55,7 @@ lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/lint-imports --no-logo
 
 $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)
