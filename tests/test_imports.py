@@ -123,7 +123,6 @@ def test_an_unknown_name_is_an_attribute_error():
 
 ORDER = [
     "cli",
-    "reproduction",
     "bulk",
     "service",
     "training",
@@ -184,11 +183,11 @@ def test_adapters_load_no_model_code():
         }
 
 
-def test_no_file_is_longer_than_450_lines():
+def test_no_file_is_longer_than_500_lines():
     lengths = {
         name: len(path.read_text(encoding="utf-8").splitlines()) for name, path in MODULES.items()
     }
-    assert {name: length for name, length in lengths.items() if length > 450} == {}
+    assert {name: length for name, length in lengths.items() if length > 500} == {}
 
 
 def test_what_asks_a_service_knows_nothing_of_models_nor_of_the_service():

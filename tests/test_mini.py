@@ -18,7 +18,7 @@ from rsrank_rag.reranker import Pair
 
 ROOT = Path(__file__).parents[1]
 PASSAGES = (ROOT / "examples" / "passages.txt").read_text(encoding="utf-8").splitlines()
-REFERENCE = ROOT / "recipes" / "mini" / "reference.json"
+REFERENCE = ROOT / "research" / "mini" / "reference.json"
 QUERY = "How do honeybees tell each other where the flowers are?"
 
 # Largest difference between a score in bfloat16 and in float32, and between two bfloat16 scores of one document in
@@ -176,7 +176,7 @@ def test_the_recorded_figures_are_those_of_the_shipped_weights(mini):
 
 @pytest.mark.slow
 def test_words_keywords_and_greetings_are_understood(monkeypatch):
-    monkeypatch.syspath_prepend(ROOT / "recipes" / "mini")
+    monkeypatch.syspath_prepend(ROOT / "research" / "mini")
     found = importlib.import_module("measure").short_queries(
         RSRank.from_pretrained(device="cpu", dtype="float32"), 0.0
     )
@@ -192,17 +192,17 @@ def figures():
 
 
 def test_every_table_of_figures_is_written_from_the_one_file(monkeypatch):
-    monkeypatch.syspath_prepend(ROOT / "recipes" / "mini")
+    monkeypatch.syspath_prepend(ROOT / "research" / "mini")
     tables = importlib.import_module("tables")
     found = tables.blocks(*tables.read())
     for page in tables.PAGES:
         text = (ROOT / page).read_text(encoding="utf-8")
         assert tables.BLOCK.search(text), page
-        assert tables.rewritten(text, found) == text, f"{page}: run python recipes/mini/tables.py"
+        assert tables.rewritten(text, found) == text, f"{page}: run python research/mini/tables.py"
 
 
 def test_a_mean_counts_each_family_once_and_apart_from_those_never_seen(monkeypatch):
-    monkeypatch.syspath_prepend(ROOT / "recipes" / "mini")
+    monkeypatch.syspath_prepend(ROOT / "research" / "mini")
     tables = importlib.import_module("tables")
     found = tables.columns_of(figures(), "ndcg@5")["mini"]
     two = [

@@ -5,9 +5,9 @@ import math
 import pytest
 import torch
 
+from research.reproduction.oracle import oracle_scores
 from rsrank_rag import Projection
 from rsrank_rag.method.projection import EPSILON, cosine_to_ones, representational_shift
-from rsrank_rag.reproduction.oracle import oracle_scores
 from rsrank_rag.training.store import QueryFeatures
 
 N, L, H, T, D, P = 3, 4, 2, 5, 6, 3

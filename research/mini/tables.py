@@ -1,0 +1,224 @@
+"""Write the tables of README.md, docs/mini.md and research/docs from docs/mini.json and research/docs/minilm.json.
+
+    python research/mini/tables.py          # after research/mini/measure.py has written docs/mini.json
+
+Each table stands between the lines ``<!-- figures: NAME -->`` and ``<!-- end of figures -->`` and is replaced whole.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import statistics
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from data import SETS
+from research.reproduction.tables import FigureFile, ablation_tables
+from rsrank_rag.evaluation.metrics import ScoredQuery, f1_at, ranking_by_query
+from rsrank_rag.evaluation.statistics import estimate_mean, paired_differences
+
+ROOT = Path(__file__).parents[2]
+PAGES = ("README.md", "docs/mini.md", "research/docs/results.md", "research/docs/ablations.md")
+METRICS = {"ndcg@5": "nDCG@5", "recall@5": "Recall@5", "f1@tau": "F1@τ"}
+BLOCK = re.compile(r"(<!-- figures: ([^>]+?) -->\n).*?(<!-- end of figures -->)", re.S)
+
+Figures = Mapping[str, Mapping[str, Any]]
+
+
+def family(dataset: str) -> str:
+    """A set's questions, whatever its documents are: ``2wiki`` of ``2wiki.sentence``.
+
+    >>> family("2wiki.sentence")
+    '2wiki'
+    """
+    return dataset.partition(".")[0]
+
+
+SEEN = {family(name) for name in SETS}
+"""Families of which the training sets have other questions."""
+
+
+def rows_of(figures: Figures) -> tuple[list[str], list[str]]:
+    """The sets of families that were seen in training, and those that never were."""
+    names = [row["dataset"] for row in next(iter(figures.values()))["sets"]]
+    return [name for name in names if family(name) in SEEN], [
+        name for name in names if family(name) not in SEEN
+    ]
+
+
+def family_mean(values: Mapping[str, float], sets: Sequence[str]) -> float:
+    """Each family counts once, however many sets there are of it."""
+    families = dict.fromkeys(map(family, sets))
+    return statistics.fmean(
+        statistics.fmean(values[s] for s in sets if family(s) == f) for f in families
+    )
+
+
+def values_of(figures: Figures, system: str, metric: str) -> dict[str, float]:
+    """Set -> value."""
+    return {row["dataset"]: row[metric] for row in figures[system]["sets"]}
+
+
+def columns_of(figures: Figures, metric: str) -> dict[str, dict[str, float]]:
+    """System -> row of the table -> value: the sets, then the means over families."""
+    seen, unseen = rows_of(figures)
+    found = {}
+    for system in figures:
+        values = values_of(figures, system, metric)
+        means = {"mean, seen": seen, "mean, never seen": unseen, "mean of all": [*seen, *unseen]}
+        found[system] = {**{s: values[s] for s in (*seen, *unseen)}} | {
+            name: family_mean(values, sets) for name, sets in means.items() if sets
+        }
+    return found
+
+
+def table(figures: Figures, metrics: Sequence[str] = ("ndcg@5", "f1@tau")) -> str:
+    """A row a set and mean, columns of several metrics; the best of each metric is bold."""
+    systems, (seen, _) = list(figures), rows_of(figures)
+    counts = {row["dataset"]: str(row["queries"]) for row in figures[systems[0]]["sets"]}
+    columns = {metric: columns_of(figures, metric) for metric in metrics}
+    head = [
+        "set",
+        "seen",
+        "queries",
+        *(f"{METRICS[metric]} {system}" for metric in metrics for system in systems),
+    ]
+    lines = [head, ["---", "---", *["--:"] * (len(head) - 2)]]
+    for name in columns[metrics[0]][systems[0]]:
+        cells = []
+        for metric in metrics:
+            points = [f"{100 * columns[metric][system][name]:.1f}" for system in systems]
+            best = max(points, key=float)
+            cells += [f"**{value}**" if value == best else value for value in points]
+        kind = ("yes" if name in seen else "no") if name in counts else ""
+        lines.append([name, kind, counts.get(name, ""), *cells])
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def threshold_table(figures: Figures) -> str:
+    """What the best threshold of each set, found on its labels, would add to zero."""
+    lines = ["| set | F1 at zero | F1 at the set's best | that threshold |", "|---|--:|--:|--:|"]
+    lines += [
+        f"| {row['dataset']} | {100 * row['f1@tau']:.1f} | {100 * row['f1@best']:.1f} | {row['tau_best']:+.2f} |"
+        for row in next(iter(figures.values()))["sets"]
+    ]
+    return "\n".join(lines)
+
+
+def short_table(figures: Figures) -> str:
+    """Words, keywords and greetings over the passages of examples/island, and questions without an answer."""
+    lines = [f"| | {' | '.join(figures)} |", f"|---|{'--:|' * len(figures)}"]
+    kinds = {"words": "one word", "keywords": "keywords", "nothing": "greeting or off-topic"}
+    shown = {
+        "mrr": "MRR {:.3f}",
+        "found": "wanted one kept {:.0%}",
+        "kept": "kept of 61: {:.1f}",
+        "silent": "keeps none {:.0%}",
+    }
+    for kind, name in kinds.items():
+        rows = [system["short"][kind] for system in figures.values()]
+        for part, text in shown.items():
+            if part in rows[0] and (part == "silent") == (kind == "nothing"):
+                label, _, number = text.partition("{")
+                cells = [("{" + number).format(row[part]) for row in rows]
+                lines.append(
+                    f"| {name} ({rows[0]['queries']:.0f}): {label.strip(' :')} | {' | '.join(cells)} |"
+                )
+    for dataset, row in next(iter(figures.values()))["unanswered"].items():
+        cells = [f"{system['unanswered'][dataset]['kept']:.0%}" for system in figures.values()]
+        lines.append(
+            f"| {dataset}, no relevant candidate ({row['queries']}): kept | {' | '.join(cells)} |"
+        )
+    return "\n".join(lines)
+
+
+def difference_tables(figures: Figures) -> str:
+    """The first system minus each other one; bold where the interval leaves zero out."""
+    first, parts = next(iter(figures)), []
+    for other, found in figures[first].get("differences", {}).items():
+        lines = [
+            f"**{first} minus {other}**\n",
+            f"| set | {' | '.join(METRICS.values())} |",
+            "|---|--:|--:|--:|",
+        ]
+        for name, row in found.items():
+            lines.append(
+                f"| {name} | {' | '.join(_difference(*row[metric]) for metric in METRICS)} |"
+            )
+        parts.append("\n".join(lines))
+    return "\n\n".join(parts)
+
+
+def _difference(mean: float, low: float, high: float) -> str:
+    text = f"{100 * mean:+.1f} [{100 * low:+.1f}, {100 * high:+.1f}]"
+    return f"**{text}**" if low > 0 or high < 0 else text
+
+
+def differences(
+    first: Mapping[str, Sequence[ScoredQuery]],
+    second: Mapping[str, Sequence[ScoredQuery]],
+    thresholds: tuple[float, float],
+) -> dict[str, dict[str, list[float]]]:
+    """Set -> metric -> mean paired difference over queries and its 95% interval, for docs/mini.json."""
+    made = {}
+    for name in first:
+        pairs = []
+        for scored, tau in zip((first[name], second[name]), thresholds, strict=True):
+            pairs.append(
+                {**ranking_by_query(scored), "f1@tau": [f1_at(query, tau) for query in scored]}
+            )
+        found = {
+            metric: estimate_mean(paired_differences(pairs[0][metric], pairs[1][metric]))
+            for metric in METRICS
+        }
+        made[name] = {
+            metric: [
+                e.mean,
+                e.mean if e.low is None else e.low,
+                e.mean if e.high is None else e.high,
+            ]
+            for metric, e in found.items()
+        }
+    return made
+
+
+def blocks(figures: Figures, ablations: FigureFile) -> dict[str, str]:
+    """Every table, by name."""
+    return {
+        "minilm": ablation_tables(ablations.figures).replace("## ", "### "),
+        "mini": table(figures),
+        "results": table(figures, tuple(METRICS)),
+        "thresholds": threshold_table(figures),
+        "short": short_table(figures),
+        "differences": difference_tables(figures),
+    }
+
+
+def rewritten(text: str, found: Mapping[str, str]) -> str:
+    """A page with its tables replaced; those that others make stay."""
+    return BLOCK.sub(
+        lambda match: f"{match[1]}{found[match[2]]}\n{match[3]}" if match[2] in found else match[0],
+        text,
+    )
+
+
+def read(root: Path = ROOT) -> tuple[Figures, FigureFile]:
+    """The figures of both files."""
+    ablations = (root / "research/docs/minilm.json").read_text(encoding="utf-8")
+    return json.loads(
+        (root / "docs/mini.json").read_text(encoding="utf-8")
+    ), FigureFile.model_validate_json(ablations)
+
+
+def main() -> None:
+    """Rewrite the pages."""
+    found = blocks(*read())
+    for page in PAGES:
+        path = ROOT / page
+        path.write_text(rewritten(path.read_text(encoding="utf-8"), found), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

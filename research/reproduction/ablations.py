@@ -1,0 +1,383 @@
+"""Ablations (paper, Appendix B): named changes of a recipe or of what is read, as ``ablations.toml`` lists them.
+
+Every ablation changes one thing. B is trained on the recipe's data and measured on its evaluation sets, both from
+features: ablations that read the same features share one store. What was done is kept and not done again.
+"""
+
+import hashlib
+import json
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from pydantic import BaseModel, Field, ValidationError
+from typing_extensions import Self
+
+from rsrank_rag.adapters.systems import load_system
+from rsrank_rag.errors import InputError, RSRankError
+from rsrank_rag.evaluation.evaluate import score_dataset
+from rsrank_rag.evaluation.metrics import (
+    ScoredQuery,
+    best_first,
+    best_threshold,
+    f1,
+    f1_at,
+    ranking_by_query,
+)
+from rsrank_rag.evaluation.statistics import Record
+from rsrank_rag.method.projection import Projection
+from rsrank_rag.partial_files import write_text
+from rsrank_rag.training.batches import scored, split
+from rsrank_rag.training.recipe import SHIPPED, DataPart, Recipe, read_toml
+from rsrank_rag.training.run import Learner, TrainingRun
+from rsrank_rag.training.store import FeatureSource, FeatureStore, QueryFeatures
+
+from .oracle import oracle_scores
+from .signals import Null, Signal, reading
+
+Share = Literal["all", "first half", "second half", "every second", "first", "last"]
+"""Which of the layers or heads that the recipe reads."""
+
+Scorer = Literal["B", "oracle similarity", "cosine"]
+"""B, or a yardstick: similarity to the shift of all relevant documents, which knows the labels (Section 4.2), or the
+cosine that the recipe's model gives as a bi-encoder."""
+
+BASE = "base"
+
+
+@dataclass(frozen=True)
+class Ablation:
+    """One change."""
+
+    name: str
+    group: str  # the table it stands in
+    changes: tuple[str, ...] = ()  # entries of the recipe, as after ``--set``
+    signal: Signal = "values"
+    null: Null = "empty"
+    layers: Share = "all"
+    heads: Share = "all"
+    queries: int | None = (
+        None  # B learns from so many, drawn at random, for ``sample_epochs``; 0 is a random B
+    )
+    scorer: Scorer = "B"
+
+    def __str__(self) -> str:
+        """The change in words."""
+        parts = [change.split(".", 1)[-1] for change in self.changes]
+        read = {name: getattr(self, name) for name in ("signal", "null", "layers", "heads")}
+        parts += [
+            f"{name}: {value}" for name, value in read.items() if value != getattr(Ablation, name)
+        ]
+        if self.queries is not None:
+            parts.append(f"{self.queries} training queries" if self.queries else "random B")
+        if self.scorer != "B":
+            parts.append(
+                "knows the labels"
+                if self.scorer == "oracle similarity"
+                else "the model as a bi-encoder"
+            )
+        return ", ".join(parts) or "nothing"
+
+
+class AblationPart(BaseModel, extra="forbid", frozen=True):
+    """Which ablations of which recipe, and how often B is trained for each."""
+
+    recipe: str
+    names: tuple[str, ...] = ("all",)
+    setup: str = Field(default="", description="What B is trained on, for the tables' headings.")
+    seeds: tuple[int, ...] = Field(
+        default=(0,), min_length=1, description="Of all that is random in training."
+    )
+    settings: tuple[str, ...] = Field(
+        default=(), description="Entries changed for all of them, as after --set."
+    )
+    train: tuple[DataPart, ...] = Field(
+        default=(), description="What B learns from; empty for the recipe's data."
+    )
+    evaluation: tuple[DataPart, ...] = Field(
+        default=(), description="Empty for the recipe's evaluation sets."
+    )
+
+
+ABLATIONS: Mapping[str, Ablation] = {
+    entry["name"]: Ablation(**{**entry, "changes": tuple(entry.get("changes", ()))})
+    for entry in read_toml(str(Path(__file__).with_suffix(".toml")), SHIPPED, "list of ablations")[
+        "ablations"
+    ]
+}
+"""All that are known, by name."""
+
+GROUPS: tuple[str, ...] = tuple(dict.fromkeys(ablation.group for ablation in ABLATIONS.values()))
+
+
+def chosen(names: Sequence[str]) -> list[Ablation]:
+    """The ablations that names, groups or ``all`` stand for, the unchanged recipe first; else InputError."""
+    found = {BASE: ABLATIONS[BASE]}
+    for name in names:
+        matching = {key: a for key, a in ABLATIONS.items() if name in ("all", key, a.group)}
+        if not matching:
+            raise InputError(
+                f"There is no ablation {name!r}. Give 'all', a group ({', '.join(GROUPS)}) or a name: "
+                f"{', '.join(ABLATIONS)}."
+            )
+        found |= matching
+    return list(found.values())
+
+
+def pick(items: Sequence[int], share: Share) -> tuple[int, ...]:
+    """Some of the items; at least one.
+
+    >>> pick(range(1, 6), "first half"), pick(range(1, 6), "second half"), pick(range(1, 6), "every second")
+    ((1, 2, 3), (4, 5), (1, 3, 5))
+    """
+    middle = (len(items) + 1) // 2
+    slices = {
+        "all": slice(None),
+        "first half": slice(middle),
+        "second half": slice(min(middle, len(items) - 1), None),
+        "every second": slice(None, None, 2),
+        "first": slice(1),
+        "last": slice(-1, None),
+    }
+    return tuple(items[slices[share]])
+
+
+class AblationOnSet(Record):
+    """One ablation on one set."""
+
+    name: str
+    group: str
+    changes: str
+    dataset: str
+    train: int = 0  # queries that B was given
+    parameters: int  # numbers in B
+
+
+class AblationRow(AblationOnSet):
+    """One with one seed; metrics per query, so that intervals and differences can be taken."""
+
+    seed: int = 0
+    metrics: dict[
+        str, tuple[float, ...]
+    ]  # metric -> one number a query; f1@5 is of the best five, f1@best at tau_best
+    tau_best: float  # the set's best threshold
+    seconds: float  # the run took, features included where they were not there yet
+
+
+class Kept(Record):
+    """What was computed, on disk, under a key of everything that it depends on."""
+
+    key: str
+
+    @classmethod
+    def read(cls, path: Path, key: str) -> Self | None:
+        """What was kept under this key; None where there is nothing, or something else."""
+        try:
+            found = cls.model_validate_json(path.read_text(encoding="utf-8"))
+        except (OSError, ValidationError, UnicodeDecodeError):
+            return None
+        return found if found.key == key else None
+
+
+class _KeptRows(Kept):
+    """Rows of one ablation."""
+
+    rows: tuple[AblationRow, ...]
+
+
+@dataclass
+class Ablations:
+    """Runs ablations of a recipe one after another."""
+
+    part: AblationPart
+    output: Path
+    say: Callable[[str], object]  # told what is going on
+    fail: Callable[[str, Exception], object]  # told what ended with an error
+    _stores: dict[str, FeatureStore] = field(default_factory=dict, init=False)
+    _features: dict[Path, FeatureSource] = field(default_factory=dict, init=False)
+
+    def recipe(self, ablation: Ablation) -> Recipe:
+        """The changed recipe; InputError where there is none, or it has nothing to learn from or to measure on."""
+        part = self.part
+        found = Recipe.load(part.recipe, [*part.settings, *ablation.changes])
+        update = {
+            "data": part.train or found.data,
+            "evaluation": part.evaluation or found.evaluation,
+        }
+        if not update["data"] or not update["evaluation"]:
+            raise InputError(
+                f"Ablations of {part.recipe!r} need data to train on and evaluation sets. Name both."
+            )
+        return found.model_copy(update=update)
+
+    def run(self, ablations: Sequence[Ablation]) -> list[AblationRow]:
+        """Rows of each ablation and seed, one a set; those that end with an error are told of, and the others go on."""
+        rows: list[AblationRow] = []
+        for ablation in ablations:
+            for seed in (
+                self.part.seeds if ablation.scorer == "B" else self.part.seeds[:1]
+            ):  # yardsticks draw nothing
+                try:
+                    rows += self._rows(ablation, seed)
+                except RSRankError as error:
+                    self.fail(f"ablation {ablation.name!r}", error)
+        return rows
+
+    def _rows(self, ablation: Ablation, seed: int) -> list[AblationRow]:
+        recipe = self.recipe(ablation)
+        files = [
+            Path(part.file) for part in (*recipe.data, *recipe.evaluation) if part.file
+        ]  # named sets are pinned
+        key = sha(repr(ablation), str(seed), recipe.model_dump_json(), state_of(files))
+        path = self.output / "results" / f"{key[:16]}.json"
+        if kept := _KeptRows.read(path, key):
+            return list(kept.rows)
+        self.say(f"ablation: {ablation.name}, seed {seed}")
+        started = time.perf_counter()
+        train, parameters, found = self._scores(ablation, recipe, seed)
+        about: dict[str, Any] = {
+            "name": ablation.name,
+            "group": ablation.group,
+            "changes": str(ablation),
+            "seed": seed,
+        }
+        about |= {
+            "train": train,
+            "parameters": parameters,
+            "seconds": time.perf_counter() - started,
+        }
+        rows = [
+            AblationRow(**about, dataset=label, **_measured(queries))
+            for label, queries in found.items()
+        ]
+        write_text(path, _KeptRows(key=key, rows=tuple(rows)).model_dump_json(indent=1) + "\n")
+        return rows
+
+    def _scores(
+        self, ablation: Ablation, recipe: Recipe, seed: int
+    ) -> tuple[int, int, dict[str, list[ScoredQuery]]]:
+        """Queries to learn from, numbers in B, and scores by set."""
+        sets = recipe.evaluation
+        if ablation.scorer == "cosine":
+            system = load_system(
+                f"bi-encoder:{recipe.model.source}", options=recipe.model.options()
+            )
+            titles = recipe.features.titles
+            return (
+                0,
+                0,
+                {
+                    part.title: score_dataset(system, part.load(recipe.fit.seed), titles=titles)
+                    for part in sets
+                },
+            )
+        stores = {part.title: self._store(_evaluating(recipe, part), ablation) for part in sets}
+        if ablation.scorer == "oracle similarity":
+            read = {
+                label: map(store.__getitem__, range(len(store))) for label, store in stores.items()
+            }
+            return (
+                0,
+                0,
+                {
+                    label: [ScoredQuery(oracle_scores(q), q.relevant) for q in qs]
+                    for label, qs in read.items()
+                },
+            )
+        train, projection = self._projection(ablation, recipe, seed)
+        device = recipe.model.device
+        found = {
+            label: scored(_Part(store, ablation), projection, device=device)
+            for label, store in stores.items()
+        }
+        return train, projection.weight.numel(), found
+
+    def _projection(self, ablation: Ablation, recipe: Recipe, seed: int) -> tuple[int, Projection]:
+        """B, and how many queries it was given."""
+        store = self._store(recipe, ablation)
+        train, held = split(len(store), recipe.held, seed)
+        if ablation.queries is not None and ablation.queries > len(train):
+            raise InputError(
+                f"{ablation.queries} queries to learn from were asked for; there are {len(train)}."
+            )
+        identity = sha(store.spec.model_dump_json(), repr(ablation), str((train, held)))
+        folder = self.output / "fit" / sha(repr(ablation), str(seed), recipe.model_dump_json())[:16]
+        features, layers = (
+            _Part(self._in_memory(store), ablation),
+            pick(store.spec.layers, ablation.layers),
+        )
+        learner = Learner(recipe, features, held, layers, folder, identity)
+        options = recipe.fit.model_copy(update={"seed": seed})
+        if ablation.queries is not None:
+            train, options = learner.sample(train, ablation.queries, seed)
+        return len(train), learner.learn(train, options).projection
+
+    def _store(self, recipe: Recipe, ablation: Ablation) -> FeatureStore:
+        """Features of the recipe's data, made if need be; shared by all that read the same."""
+        same = recipe.model_dump_json(include={"model", "template", "features", "data"})
+        key = sha(same, str(recipe.fit.seed), ablation.signal, ablation.null)[:16]
+        if key not in self._stores:  # finding it again would load the language model
+            what, folder = reading(ablation.signal, ablation.null), self.output / "stores" / key
+            self._stores[key] = TrainingRun(recipe, folder, say=self.say, reading=what).extract()
+        return self._stores[key]
+
+    def _in_memory(self, store: FeatureStore) -> FeatureSource:
+        """Features to train on, many times over; those of one store at a time."""
+        if store.folder not in self._features:
+            self._features = {store.folder: store.in_memory(torch.device("cpu"))}
+        return self._features[store.folder]
+
+
+class _Part:
+    """Features of some layers and heads."""
+
+    def __init__(self, source: FeatureSource, ablation: Ablation) -> None:
+        self.source, self.ablation = source, ablation
+
+    def __len__(self) -> int:
+        return len(self.source)
+
+    def __getitem__(self, number: int, /) -> QueryFeatures:
+        found = self.source[number]
+        shifts, (count, heads) = found.shifts, found.shifts.shape[:2]
+        if self.ablation.layers != "all":
+            shifts = shifts[list(pick(range(count), self.ablation.layers))]
+        if self.ablation.heads != "all":
+            shifts = shifts[:, list(pick(range(heads), self.ablation.heads))]
+        return QueryFeatures(shifts, found.relevant, found.tokens, found.oracle)
+
+
+def _evaluating(recipe: Recipe, part: DataPart) -> Recipe:
+    """The recipe with a set to measure on as its data: all documents, all tokens."""
+    whole = recipe.features.model_copy(update={"max_documents": None, "max_tokens": None})
+    return recipe.model_copy(update={"data": (part,), "features": whole, "minimum_queries": 1})
+
+
+def _measured(found: list[ScoredQuery]) -> dict[str, Any]:
+    """All metrics, one number a query each, and the set's best threshold."""
+    tau, _ = best_threshold(found)
+    first = [[query.relevant[place] for place in best_first(query.scores)[:5]] for query in found]
+    metrics = {
+        **ranking_by_query(found),
+        "p@5": [sum(labels) / max(len(labels), 1) for labels in first],
+        "f1@5": [
+            f1(sum(x), len(x), sum(query.relevant)) for x, query in zip(first, found, strict=True)
+        ],
+        "f1@0": [f1_at(query, 0.0) for query in found],
+        "f1@best": [f1_at(query, tau) for query in found],
+    }
+    return {"metrics": {name: tuple(values) for name, values in metrics.items()}, "tau_best": tau}
+
+
+def state_of(files: Iterable[Path]) -> str:
+    """Of the files that are there, so that what was made of one that has changed is made anew."""
+    found = [(file, file.stat()) for file in sorted(files) if file.is_file()]
+    return str([(file.name, state.st_size, state.st_mtime_ns) for file, state in found])
+
+
+def sha(*texts: str) -> str:
+    """sha256 of several texts."""
+    return hashlib.sha256(json.dumps(texts).encode()).hexdigest()

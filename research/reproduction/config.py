@@ -1,0 +1,164 @@
+"""What ``python -m research.reproduce`` measures: sets, systems, tables, figures and ablations, as one TOML file."""
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Annotated
+
+from pydantic import BaseModel, BeforeValidator, Field
+from typing_extensions import Self
+
+from rsrank_rag.adapters.systems import parse
+from rsrank_rag.errors import InputError
+from rsrank_rag.evaluation.hub_datasets import Split
+from rsrank_rag.evaluation.negatives import Negatives
+from rsrank_rag.training.recipe import DataPart, LoadedPart, read_toml, validated
+
+from .ablations import AblationPart, chosen
+
+SHIPPED = Path(__file__).parent / "recipes"
+ARTIFACT = (
+    "artifact"  # stands in a system's name for the artifact that is given on the command line
+)
+
+
+class SetPart(DataPart, extra="forbid", frozen=True):
+    """A set to measure on."""
+
+    split: Split = "test"
+
+
+class SystemPart(LoadedPart):
+    """A system by its name (`systems.KINDS`), and how to load it where that differs from the command line."""
+
+    label: str | None = None
+    threshold: float | None = Field(
+        default=None, description="None for its native one, else the best over all sets."
+    )
+
+    @property
+    def title(self) -> str:
+        """What the tables call it."""
+        return self.label or self.name
+
+
+class Reproduction(BaseModel, extra="forbid", frozen=True):
+    """Everything that decides which tables and figures come out."""
+
+    name: str
+    seed: int = 0
+    titles: bool = True
+    artifact: str | None = None
+    sets: tuple[SetPart, ...] = ()
+    systems: tuple[SystemPart, ...] = ()
+    ablations: Annotated[
+        tuple[AblationPart, ...],
+        BeforeValidator(lambda given: [given] if isinstance(given, dict) else given),
+    ] = ()
+    """One table ``[ablations]`` is the only one of several ``[[ablations]]``."""
+
+    @classmethod
+    def load(
+        cls,
+        source: str,
+        *,
+        data: Sequence[str | Path] = (),
+        artifact: str | None = None,
+        systems: Sequence[str] = (),
+        negatives: str | None = None,
+        queries: int | None = None,
+    ) -> Self:
+        """Read a configuration.
+
+        `source`: name of one that ships with the package, or a TOML file. `data`: labelled files, or folders of them,
+        instead of its sets. `artifact`: what its system "artifact" stands for. `systems`: more of them. `negatives`:
+        as of `Negatives.parse`, for all sets but the multi-hop ones by name, which have their own. `queries`: at most
+        so many a set. InputError: there is no such configuration, or it is not valid.
+        """
+        raw = read_toml(source, SHIPPED, "configuration")
+        if data:
+            raw["sets"] = [{"file": str(file)} for file in files_in(data)]
+        if artifact is not None:
+            raw["artifact"] = artifact
+        validated(cls, raw, source, "configuration")  # before it is changed
+        given = (
+            {} if negatives is None else Negatives.parse(negatives).model_dump(exclude_unset=True)
+        )
+        for part in raw.get("sets", ()):
+            if given:
+                part["negatives"] = part.get("negatives", {}) | given
+            if queries is not None:
+                part["queries"] = min(part.get("queries", queries), queries)
+        raw["systems"] = [*raw.get("systems", ()), *({"name": name} for name in systems)]
+        return validated(cls, raw, source, "configuration")._checked(source)
+
+    def _checked(self, source: str) -> Self:
+        """With the artifact's name in place; InputError for what no run could use."""
+        if not self.systems and not self.ablations:
+            raise InputError(
+                f"{source} names neither systems nor ablations. Add [[systems]] or [[ablations]]."
+            )
+        if self.systems and not self.sets:
+            raise InputError(f"{source} names no sets. Pass --data FILE with labelled queries.")
+        systems = tuple(
+            part.model_copy(update={"name": self._named(part.name, source)})
+            for part in self.systems
+        )
+        for system in systems:
+            parse(system.name)
+        for part in self.ablations:
+            chosen(part.names)
+        for kind, titles in (
+            ("systems", [p.title for p in systems]),
+            ("sets", [p.title for p in self.sets]),
+        ):
+            twice = sorted({title for title in titles if titles.count(title) > 1})
+            if twice:
+                raise InputError(
+                    f"{source} has two {kind} called {twice[0]!r}. Give one of them a label."
+                )
+        return self.model_copy(update={"systems": systems})
+
+    def _named(self, name: str, source: str) -> str:
+        prefix, colon, last = name.rpartition(":")
+        if last != ARTIFACT:
+            return name
+        if self.artifact is None:
+            raise InputError(
+                f"{source} measures an RSRank artifact and names none. Pass --model ARTIFACT."
+            )
+        return f"{prefix}{colon}{self.artifact}"
+
+
+def files_in(places: Iterable[str | Path]) -> list[Path]:
+    """Files, and for each folder its ``.jsonl`` and ``.jsonl.gz`` files by name; InputError where it has none."""
+    files: list[Path] = []
+    for place in map(Path, places):
+        inside = (
+            [place]
+            if not place.is_dir()
+            else sorted([*place.glob("*.jsonl"), *place.glob("*.jsonl.gz")])
+        )
+        if not inside:
+            raise InputError(f"The folder {place} holds no .jsonl or .jsonl.gz files.")
+        files += inside
+    return files
+
+
+def plan(config: Reproduction) -> str:
+    """What a run would do, in words; nothing is loaded."""
+    lines = [
+        f"{config.name}: {len(config.systems)} systems on {len(config.sets)} sets, seed {config.seed}"
+    ]
+    for part in config.sets:
+        many = "all queries" if part.queries is None else f"{part.queries} queries"
+        given = part.negatives or Negatives(count=0 if part.file else 15)
+        where = "of the file's documents" if part.file else "where the set has none of its own"
+        kind = f", {given.count} {given.kind} negatives {where}" if given.count else ""
+        lines.append(f"  set      {part.title}: {part.file or part.split}, {many}{kind}")
+    lines += [f"  system   {part.title}: {part.name}" for part in config.systems]
+    for ablations in config.ablations:
+        names = [ablation.name for ablation in chosen(ablations.names)]
+        lines.append(
+            f"  ablations of {ablations.recipe}, {len(ablations.seeds)} seeds: {'; '.join(names)}"
+        )
+    return "\n".join(lines)

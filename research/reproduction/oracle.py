@@ -1,0 +1,57 @@
+"""Oracle similarity (paper, Section 4.2): how much a document's shift resembles that of all relevant ones together.
+
+It reads the labels, so it is no reranker but a bound on what the shifts hold. The cosines of layers, heads and tokens
+are put together like the terms of RSRank's score: summed over layers and heads, averaged over tokens.
+"""
+
+import torch
+from torch.nn.functional import cosine_similarity
+
+from rsrank_rag.evaluation.datasets import LabelledQuery
+from rsrank_rag.method.projection import EPSILON
+from rsrank_rag.rsrank import RSRank
+from rsrank_rag.training.features import FeatureExtractor
+from rsrank_rag.training.recipe import FeaturePart
+from rsrank_rag.training.store import QueryFeatures
+
+
+class OracleSimilarity:
+    """Ranks the documents of labelled queries with a ranker's language model, template and layers; B is not used."""
+
+    threshold: float | None = None  # a document may well be relevant and point away from the others
+
+    def __init__(self, ranker: RSRank) -> None:
+        self._ranker = ranker
+
+    def score_labelled(self, query: LabelledQuery, *, titles: bool = True) -> list[float]:
+        """One score a document, in input order; all are 0 where nothing is relevant."""
+        if not any(
+            document.relevant and document.content(titles=titles).strip()
+            for document in query.documents
+        ):
+            return [0.0] * len(query.documents)
+        options = FeaturePart(titles=titles, dtype="bfloat16")
+        extractor = FeatureExtractor(
+            self._ranker.reader, options, token_budget=self._ranker.token_budget
+        )
+        return oracle_scores(extractor.extract(query))
+
+
+def oracle_scores(features: QueryFeatures) -> list[float]:
+    """One score a document, within plus or minus layers x heads; 0 for all where nothing is relevant."""
+    count, tokens = len(features.relevant), features.tokens
+    if not features.oracle:
+        return [0.0] * count
+    total = torch.zeros(count, dtype=torch.float64)
+    for (
+        layer
+    ) in features.shifts:  # (H, M * T, D), one after another: all of them in fp32 would be large
+        heads, _, width = layer.shape
+        rows = (
+            layer.float().reshape(heads, count + 1, tokens, width).transpose(0, 1)
+        )  # (M, H, T, D)
+        cosines = cosine_similarity(
+            rows[:-1], rows[-1], dim=-1, eps=EPSILON
+        )  # (N, H, T) with the oracle, (H, T, D)
+        total += cosines.double().mean(-1).sum(-1).cpu()
+    return total.tolist()

@@ -1,0 +1,179 @@
+"""``python -m research.reproduce``: the paper's tables and figures for any artifact.
+
+System by system and set by set; scores are kept after each, so that a run that was interrupted goes on. What cannot be
+loaded or scored is named with its error, and the others still run.
+"""
+
+import gc
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from rsrank_rag.adapters.systems import load_system, parse
+from rsrank_rag.artifact import hub
+from rsrank_rag.errors import InputError, RSRankError
+from rsrank_rag.evaluation.comparison import Comparison, Measured
+from rsrank_rag.evaluation.datasets import LabelledQuery
+from rsrank_rag.evaluation.evaluate import score_dataset, shared_threshold
+from rsrank_rag.evaluation.metrics import ScoredQuery
+from rsrank_rag.evaluation.report import check_report, write_report
+from rsrank_rag.language_model.options import LoadOptions
+from rsrank_rag.partial_files import write_text
+
+from .ablations import Ablations, Kept, chosen, sha, state_of
+from .config import Reproduction, SystemPart
+from .tables import AblationFigures, FigureFile, ablation_tables, figures_of, page
+
+
+@dataclass
+class Outcome:
+    """What a run made."""
+
+    measured: list[Measured] = field(
+        default_factory=list
+    )  # scores by set; a set that failed is not among them
+    comparison: Comparison | None = (
+        None  # of the systems that have all sets; None where there is none
+    )
+    failures: dict[str, str] = field(default_factory=dict)
+    tables: Path | None = None
+
+
+def reproduce(
+    config: Reproduction,
+    output: str | Path,
+    *,
+    options: LoadOptions | None = None,
+    say: Callable[[str], object] = str,
+    watch: Callable[
+        [Sequence[LabelledQuery], str], Iterable[LabelledQuery]
+    ] = lambda queries, what: queries,
+) -> Outcome:
+    """Run a configuration, or what is left of it, and write ``tables.md`` and ``report/`` into the folder ``output``.
+
+    `options`: how to load models. `say`: told what is going on, failures included. `watch`: wraps the queries that are
+    being scored, as a progress bar does. Raises InputError if no set could be loaded.
+    """
+    output, options = Path(output), options or LoadOptions()
+    check_report(output)
+    run = _Run(config, output, options, say, watch)
+    sets = run.sets()
+    for part in config.systems:
+        run.measure(part, sets)
+        gc.collect()  # before the next system is loaded
+        torch.cuda.empty_cache()  # does nothing where there is no GPU
+    outcome = run.outcome
+    complete = [found for found in outcome.measured if set(found.scored) == set(sets)]
+    if complete and sets:
+        outcome.comparison = write_report(output / "report", complete, sets, titles=config.titles)
+    figures = run.ablations()
+    tables = ablation_tables(figures)
+    if figures:
+        write_text(
+            output / "ablations.json",
+            FigureFile(figures=tuple(figures)).model_dump_json(indent=1) + "\n",
+        )
+    outcome.tables = output / "tables.md"
+    text = page(
+        config.name, list(sets), outcome.measured, outcome.comparison, tables, outcome.failures
+    )
+    write_text(outcome.tables, text)
+    return outcome
+
+
+@dataclass
+class _Run:
+    config: Reproduction
+    output: Path
+    options: LoadOptions
+    say: Callable[[str], object]
+    watch: Callable[[Sequence[LabelledQuery], str], Iterable[LabelledQuery]]
+    outcome: Outcome = field(default_factory=Outcome)
+
+    def fail(self, what: str, error: Exception) -> None:
+        self.outcome.failures[what] = str(error)
+        self.say(f"failed: {what}: {error}")
+
+    def sets(self) -> dict[str, list[LabelledQuery]]:
+        found = {}
+        for part in self.config.sets:
+            try:
+                found[part.title] = part.load(
+                    self.config.seed, options=self.options, titles=self.config.titles
+                )
+            except RSRankError as error:
+                self.fail(part.title, error)
+        if self.config.sets and not found:
+            raise InputError(
+                f"None of the sets could be loaded: {'; '.join(self.outcome.failures.values())}"
+            )
+        return found
+
+    def measure(self, part: SystemPart, sets: dict[str, list[LabelledQuery]]) -> None:
+        """Score what has no scores yet; the system is loaded only if there is something to score."""
+        files = {
+            label: self.output / "scores" / f"{sha(part.title, label)[:16]}.json" for label in sets
+        }
+        keys = {label: self._key(part, queries) for label, queries in sets.items()}
+        done = {label: kept for label in sets if (kept := _Kept.read(files[label], keys[label]))}
+        missing = [label for label in sets if label not in done]
+        try:
+            options = part.options(self.options)
+            system: Any = (
+                load_system(part.name, revision=part.revision, options=options) if missing else None
+            )
+        except RSRankError as error:
+            self.fail(part.title, error)
+            missing = []
+        for label in missing:
+            try:
+                watched = self.watch(sets[label], f"{part.title}, {label}")
+                scored = score_dataset(system, watched, titles=self.config.titles)
+            except RSRankError as error:
+                self.fail(f"{part.title}, {label}", error)
+                continue
+            scores = tuple(tuple(query.scores) for query in scored)
+            done[label] = _Kept(key=keys[label], threshold=system.threshold, scores=scores)
+            write_text(files[label], done[label].model_dump_json() + "\n")
+        if done:
+            found = {label: done[label].scored(sets[label]) for label in sets if label in done}
+            native = next(iter(done.values())).threshold
+            threshold, origin = (
+                (part.threshold, "given") if part.threshold is not None else (native, "native")
+            )
+            if threshold is None:
+                threshold, origin = (
+                    shared_threshold(list(found.values())),
+                    "the best over all sets; no native one",
+                )
+            self.outcome.measured.append(Measured(part.title, threshold, origin, found))
+
+    def _key(self, part: SystemPart, queries: Sequence[LabelledQuery]) -> str:
+        """Of everything that scores depend on."""
+        texts = [query.model_dump_json() for query in queries]
+        options = part.options(self.options)
+        how = [options.dtype, options.weights, self.config.titles]
+        folder = parse(part.name)[1]  # another artifact in a local folder is another system
+        state = state_of(Path(folder).iterdir()) if hub.is_folder(folder) else ""
+        return sha(part.name, str(part.revision), str(how), state, *texts)
+
+    def ablations(self) -> list[AblationFigures]:
+        found = []
+        for part in self.config.ablations:
+            runner = Ablations(part, self.output / "ablations", self.say, self.fail)
+            found += figures_of(runner.run(chosen(part.names)), part.setup)
+        return found
+
+
+class _Kept(Kept):
+    """Scores of one system on one set; labels and texts stay in the data."""
+
+    threshold: float | None
+    scores: tuple[tuple[float, ...], ...]
+
+    def scored(self, queries: Sequence[LabelledQuery]) -> list[ScoredQuery]:
+        labels = ([document.relevant for document in query.documents] for query in queries)
+        return list(map(ScoredQuery, self.scores, labels))

@@ -1,0 +1,295 @@
+"""Language models over prompts: Qwen3-Reranker and MonoT5 compare the logits of two possible answers.
+
+Axes: N prompts, T tokens.
+"""
+
+from abc import abstractmethod
+from collections.abc import Callable, Sequence
+from copy import copy
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.utils.rnn import pad_sequence
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from typing_extensions import Self
+
+from rsrank_rag.errors import BackboneError, InputError, finite, required, too_large
+from rsrank_rag.language_model.loading import load_model
+from rsrank_rag.language_model.options import LoadOptions
+from rsrank_rag.method.batching import Batches, DoesNotFitError, Ids, token_budget_for
+from rsrank_rag.method.template import clean, private_copy
+from rsrank_rag.reranker import Reranker, Scored, as_list
+
+
+class Batched(Reranker):
+    """A language model and its tokenizer. What a text contains is read as text: a special token written there is none.
+
+    `max_length`: positions of one prompt.
+    """
+
+    def __init__(self, model: PreTrainedModel, tokenizer: Any, max_length: int) -> None:
+        self.model, self.max_length = model, max_length
+        self.padding = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else 0
+        self.token_budget = token_budget_for(model.device)  # padded tokens in one batch
+        self._text = private_copy(tokenizer, special_tokens=False)
+
+    def score(self, query: str, documents: Sequence[str]) -> list[float]:
+        """One score a document; InputError and ScoringError name one that cannot be scored."""
+        return [found.score for found in self.score_documents(query, documents)]
+
+    def encode(
+        self, before: str, texts: Sequence[str], room: int, **options: bool
+    ) -> tuple[list[Ids], list[bool]]:
+        """Token ids of each text behind the same words, joined as in training, cut to the room; and which were cut."""
+        for index, text in enumerate(texts):
+            if not isinstance(text, str):
+                raise InputError(
+                    f"A query or document must be a string, got {type(text).__name__} at {index}."
+                )
+        encoded = [
+            item.ids
+            for item in self._text.encode_batch([before + clean(text) for text in texts], **options)
+        ]
+        return [tuple(ids[:room]) for ids in encoded], [len(ids) > room for ids in encoded]
+
+    def compute_each(
+        self, prompts: Sequence[Ids], compute: Callable[[Tensor, Tensor], Tensor]
+    ) -> list[Tensor]:
+        """What the model gives for each prompt, computed in batches; equal prompts are computed once.
+
+        `compute`: token ids (N, T) and their mask (N, T) -> (N, ...). Padding on the right leaves positions alone.
+
+        Raises ScoringError: a prompt does not fit into memory even alone; its position is given.
+        """
+        found: dict[Ids, Tensor] = {}
+        batches = Batches(list(dict.fromkeys(prompts)), self.token_budget)
+        try:
+            for batch in batches:
+                with batches.attempt():
+                    rows = [torch.tensor(row) for row in batch]
+                    ids = pad_sequence(rows, batch_first=True, padding_value=self.padding)
+                    mask = pad_sequence([torch.ones_like(row) for row in rows], batch_first=True)
+                    results = compute(ids.to(self.model.device), mask.to(self.model.device))
+                    found.update(zip(batch, results, strict=True))
+        except DoesNotFitError as error:
+            raise too_large(len(error.ids), prompts.index(error.ids)) from None
+        self.token_budget = batches.budget
+        return [found[ids] for ids in prompts]
+
+
+class AnswerHead(nn.Linear):
+    """A language model's output layer, cut down to the tokens that are compared.
+
+    It computes in fp32, whatever the model computes in: rounded to bfloat16, the logits of one query's documents
+    are often equal. The rest of the vocabulary costs neither time nor memory.
+    """
+
+    def __init__(self, head: nn.Linear, tokens: Sequence[int]) -> None:
+        super().__init__(
+            head.in_features, len(tokens), bias=head.bias is not None, device=head.weight.device
+        )
+        self.load_state_dict(
+            {name: part[list(tokens)].float() for name, part in head.state_dict().items()}
+        )
+        self.requires_grad_(False)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        """Logits (..., tokens) in fp32 of hidden states (..., hidden size)."""
+        return super().forward(hidden.float())
+
+
+class AnswerOdds(Batched):
+    """A prompt around query and document, and the odds of one answer against the other.
+
+    The score is the probability of the positive answer among the two, so 0.5 is the native threshold.
+    Subclasses give the prompt and run the model.
+
+    Args:
+        model: Its output layer is replaced by an `AnswerHead`.
+        answers: The negative and the positive answer, as they stand in the vocabulary.
+        prefix: Ids before the text, as `suffix` are those after it. A document that is too long is cut, never these.
+    """
+
+    threshold: float | None = 0.5
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        answers: tuple[str, str],
+        prefix: Ids = (),
+        suffix: Ids = (),
+        max_length: int,
+    ) -> None:
+        most = getattr(model.config, "max_position_embeddings", None) or max_length
+        super().__init__(model, tokenizer, min(max_length, most))
+        self.prefix, self.suffix = prefix, suffix
+        vocabulary = tokenizer.get_vocab()
+        missing = [answer for answer in answers if answer not in vocabulary]
+        head = model.get_output_embeddings()
+        if missing or not isinstance(head, nn.Linear) or not head.weight.is_floating_point():
+            lacks = (
+                f"its vocabulary has no {missing[0]!r}"
+                if missing
+                else "its output layer is not a plain matrix"
+            )
+            raise BackboneError(
+                f"{model.name_or_path!r} is no {type(self).__name__}: {lacks}. It must be one of the checkpoints that "
+                f"answer {answers[1]!r} or {answers[0]!r}."
+            )
+        model.set_output_embeddings(AnswerHead(head, [vocabulary[answer] for answer in answers]))
+
+    @abstractmethod
+    def opening(self, query: str) -> str:
+        """The text from the end of the prefix to the beginning of the document."""
+
+    @abstractmethod
+    def logits(self, ids: Tensor, mask: Tensor) -> Tensor:
+        """Logits of the negative and the positive answer, (N, 2), of prompts (N, T) and their mask (N, T)."""
+
+    def prompts(self, query: str, documents: Sequence[str]) -> tuple[list[Ids], list[bool]]:
+        """Token ids of each document's prompt, and whether the document was cut; InputError where there is none."""
+        if not isinstance(query, str):
+            raise InputError(f"The query must be a string, got {type(query).__name__}.")
+        opening = clean(self.opening(query))
+        room = self.max_length - len(self.prefix) - len(self.suffix)
+        length = len(self._text.encode(opening, add_special_tokens=False).ids)
+        if length >= room:
+            raise InputError(
+                f"With the instruction the query has {length} tokens, and the prompt has room for {room} with the "
+                "document. Shorten the query: it is never cut, because that would change what is asked."
+            )
+        encoded, truncated = self.encode(opening, documents, room, add_special_tokens=False)
+        return [(*self.prefix, *ids, *self.suffix) for ids in encoded], truncated
+
+    @torch.inference_mode()
+    def score_documents(
+        self, query: str, documents: Sequence[str], *, show_progress: bool = False
+    ) -> list[Scored]:
+        """Probability of the positive answer against the negative one, and whether a document was cut."""
+        prompts, truncated = self.prompts(query, as_list(documents))
+        found = enumerate(self.compute_each(prompts, self._probabilities))
+        scores = [finite(float(score), index) for index, score in found]
+        return [Scored(*row) for row in zip(scores, truncated, strict=True)]
+
+    def _probabilities(self, ids: Tensor, mask: Tensor) -> Tensor:
+        logits = self.logits(ids, mask)
+        return torch.sigmoid(
+            (logits[:, 1] - logits[:, 0]).double()
+        ).cpu()  # fp32 would be 1 from odds of 17 nats on
+
+
+class Qwen3Reranker(AnswerOdds):
+    """Qwen3-Reranker (0.6B, 4B, 8B): "yes" against "no" after the prompt of its model card.
+
+    `instruction`: what is to be judged; the model card's own by default. `max_length`: positions of one prompt, 8192 on
+    the model card. BackboneError and MissingDependencyError say why it could not be loaded.
+    """
+
+    PREFIX = (
+        "<|im_start|>system\nJudge whether the Document meets the requirements based on the Query and the Instruct "
+        'provided. Note that the answer can only be "yes" or "no".<|im_end|>\n<|im_start|>user\n'
+    )
+    SUFFIX = "<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"
+
+    def __init__(
+        self,
+        name: str | Path = "Qwen/Qwen3-Reranker-8B",
+        *,
+        instruction: str = "Given a web search query, retrieve relevant passages that answer the query",
+        max_length: int = 8192,
+        revision: str | None = None,
+        options: LoadOptions | None = None,
+    ) -> None:
+        model, tokenizer, _ = load_model(
+            name, revision=revision, options=options or LoadOptions(), head="causal-lm"
+        )
+        copied = private_copy(tokenizer, special_tokens=True)
+        before, after = (
+            tuple(copied.encode(x, add_special_tokens=False).ids)
+            for x in (self.PREFIX, self.SUFFIX)
+        )
+        super().__init__(
+            model,
+            tokenizer,
+            answers=("no", "yes"),
+            prefix=before,
+            suffix=after,
+            max_length=max_length,
+        )
+        self.instruction = instruction
+
+    def with_instruction(self, instruction: str) -> Self:
+        """The same model with another instruction."""
+        twin = copy(self)
+        twin.instruction = instruction
+        return twin
+
+    def opening(self, query: str) -> str:
+        """Instruction and query."""
+        return f"<Instruct>: {self.instruction}\n<Query>: {query}\n<Document>: "
+
+    def logits(self, ids: Tensor, mask: Tensor) -> Tensor:
+        """At each prompt's last token."""
+        found: Tensor = self.model(input_ids=ids, attention_mask=mask, use_cache=False).logits
+        return found[torch.arange(len(ids), device=ids.device), mask.sum(1) - 1]
+
+
+class MonoT5(AnswerOdds):
+    """MonoT5 (castorini): the decoder's first token, "true" against "false".
+
+    `max_length`: positions of one prompt, 512 in training. It is loaded in float32 unless `options` name a dtype, as T5
+    was not made for less. BackboneError and MissingDependencyError (its tokenizer needs sentencepiece and protobuf) say
+    why it could not be.
+    """
+
+    def __init__(
+        self,
+        name: str | Path = "castorini/monot5-base-msmarco",
+        *,
+        max_length: int = 512,
+        revision: str | None = None,
+        options: LoadOptions | None = None,
+    ) -> None:
+        options = options or LoadOptions()
+        chosen = options if options.dtype is not None else replace(options, dtype="float32")
+        try:
+            model, tokenizer, _ = load_model(
+                name, revision=revision, options=chosen, head="seq2seq-lm", allow_bin=True
+            )
+        except BackboneError as error:
+            if "spiece.model" in str(
+                error
+            ):  # what transformers reads it with; it complains about something else
+                for package in ("sentencepiece", "google.protobuf"):
+                    required(
+                        package, "MonoT5's tokenizer needs sentencepiece and protobuf.", "eval"
+                    )
+            raise
+        relevant = (
+            private_copy(tokenizer, special_tokens=False)
+            .encode("Relevant:", add_special_tokens=False)
+            .ids
+        )
+        suffix = (*relevant, tokenizer.eos_token_id)
+        super().__init__(
+            model, tokenizer, answers=("▁false", "▁true"), suffix=suffix, max_length=max_length
+        )
+
+    def opening(self, query: str) -> str:
+        """The query."""
+        return f"Query: {query} Document: "
+
+    def logits(self, ids: Tensor, mask: Tensor) -> Tensor:
+        """At the decoder's first step."""
+        start = torch.full(
+            (len(ids), 1), self.model.config.decoder_start_token_id, device=ids.device
+        )
+        found: Tensor = self.model(
+            input_ids=ids, attention_mask=mask, decoder_input_ids=start, use_cache=False
+        ).logits
+        return found[:, 0]

@@ -1,0 +1,566 @@
+"""research.reproduce: its configuration, going on after an interruption, and a whole run on tiny random models."""
+
+import json
+import random
+import re
+
+import pytest
+import torch
+from conftest import CHAT, DOCUMENTS, ENCODER, LAYERS, QUERIES
+from typer.testing import CliRunner
+
+from research.reproduce import app
+from research.reproduction.ablations import (
+    ABLATIONS,
+    GROUPS,
+    AblationPart,
+    AblationRow,
+    Ablations,
+    chosen,
+    pick,
+)
+from research.reproduction.config import SHIPPED, Reproduction, plan
+from research.reproduction.oracle import OracleSimilarity, oracle_scores
+from research.reproduction.run import reproduce
+from research.reproduction.signals import SignalReader, reading
+from research.reproduction.tables import METRICS, FigureFile, ablation_tables, figures_of, page
+from rsrank_rag.errors import InputError
+from rsrank_rag.evaluation.comparison import Measured, compare
+from rsrank_rag.evaluation.datasets import LabelledDocument, LabelledQuery, read_labelled
+from rsrank_rag.evaluation.evaluate import score_dataset, summarise
+from rsrank_rag.evaluation.metrics import ScoredQuery
+from rsrank_rag.language_model.check import open_backbone
+from rsrank_rag.language_model.loading import load_model
+from rsrank_rag.language_model.options import LoadOptions
+from rsrank_rag.method.scoring import Row, ShiftReader
+from rsrank_rag.method.template import PromptTokenizer
+from rsrank_rag.training.features import FeatureExtractor
+from rsrank_rag.training.recipe import DataPart, FeaturePart, Recipe, shipped
+
+CPU = LoadOptions(device="cpu", dtype="float32", local_files_only=True)
+
+
+def made_up(count, seed):
+    rng = random.Random(seed)
+    return [
+        LabelledQuery(
+            id=f"{seed}-{number}",
+            query=rng.choice(QUERIES),
+            documents=tuple(
+                LabelledDocument(
+                    id=f"d{i}",
+                    text=f"{text} {rng.randint(0, 9)}",
+                    relevant=i == 0 or rng.random() < 0.3,
+                )
+                for i, text in enumerate(rng.sample(DOCUMENTS, 4))
+            ),
+        )
+        for number in range(count)
+    ]
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("data")
+    for name, count, seed in (("one", 6, 1), ("two", 5, 2)):
+        lines = "".join(query.model_dump_json() + "\n" for query in made_up(count, seed))
+        (folder / f"{name}.jsonl").write_text(lines, encoding="utf-8")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def artifact(ranker, tiny_folder, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("artifact")
+    ranker.save_pretrained(folder)
+    return folder
+
+
+def written(tmp_path, text):
+    path = tmp_path / "config.toml"
+    path.write_text(text, encoding="utf-8")
+    return str(path)
+
+
+# The configuration
+
+
+def test_the_papers_configuration_is_its_protocol():
+    found = Reproduction.load("paper", artifact="mini")
+    assert [(part.title, part.queries, part.granularity) for part in found.sets] == [
+        ("2wiki", 500, "sentence"),
+        ("hotpotqa", 500, "sentence"),
+        ("musique", 500, None),
+        ("fiqa", 500, None),
+        ("fever", 500, None),
+        ("nfcorpus", 500, None),
+    ]
+    assert [part.name for part in found.systems] == [
+        "monot5:base",
+        "monot5:3b",
+        "llm2vec-gen",
+        "qwen3-reranker:8b",
+        "mini",
+    ]
+    assert {part.split for part in found.sets} == {"test"}
+    text = plan(found)
+    assert "15 random negatives" in text
+    assert all(name in text for name in ABLATIONS)
+    assert "15 bm25 negatives" in plan(
+        Reproduction.load("paper", artifact="mini", negatives="bm25")
+    )
+    dense = (
+        Reproduction.load("paper", artifact="mini", negatives="dense:./encoder").sets[0].negatives
+    )
+    assert (dense.kind, dense.encoder, dense.count) == ("dense", "./encoder", 15)
+
+
+@pytest.mark.parametrize("name", shipped(SHIPPED))
+def test_every_shipped_configuration_is_valid(name, data):
+    assert Reproduction.load(name, data=[data], artifact="mini").sets
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ('name = "x"\nsystems = []', "names neither systems nor ablations"),
+        ('name = "x"\nsystems = [{name = "bm25"}]', "names no sets. Pass --data"),
+        ('name = "x"\nfoo = 1\nsystems = [{name = "bm25"}]', "foo: there is no such entry"),
+        ('name = "x"\nsystems = [{name = "bm52"}]\nsets = [{name = "fiqa"}]', "no system 'bm52'"),
+        (
+            'name = "x"\nsystems = [{name = "artifact"}]\nsets = [{name = "fiqa"}]',
+            "Pass --model ARTIFACT",
+        ),
+        (
+            'name = "x"\nsystems = [{name = "bm25"}, {name = "bm25"}]\nsets = [{name = "fiqa"}]',
+            "two systems called",
+        ),
+        (
+            'name = "x"\nsystems = [{name = "bm25"}]\nsets = [{name = "fiqa"}, {name = "fiqa"}]',
+            "two sets called",
+        ),
+        ('name = "x"\nsystems = [{name = "bm25"}]\nsets = [{}]', "either file or dataset"),
+        (
+            'name = "x"\nsystems = [{name = "bm25"}]\nsets = [{name = "fiqa", negatives = {kind = "x"}}]',
+            "negatives.kind",
+        ),
+        ("name = ", "not valid TOML"),
+    ],
+)
+def test_a_wrong_configuration_is_refused_with_the_place(tmp_path, text, message):
+    with pytest.raises(InputError, match=re.escape(message)):
+        Reproduction.load(written(tmp_path, text))
+
+
+def test_a_configuration_or_a_folder_without_data_is_named(tmp_path):
+    with pytest.raises(InputError, match="neither one of local, paper nor a TOML file"):
+        Reproduction.load("papers")
+    with pytest.raises(InputError, match="holds no"):
+        Reproduction.load("local", data=[tmp_path])
+
+
+def test_the_artifact_stands_inside_other_names_too(tmp_path):
+    text = 'name = "x"\nsets = [{name = "fiqa"}]\nsystems = [{name = "oracle:artifact"}, {name = "artifact"}]'
+    found = Reproduction.load(written(tmp_path, text), artifact="mini", systems=["bm25"])
+    assert [part.name for part in found.systems] == ["oracle:mini", "mini", "bm25"]
+
+
+# Runs
+
+
+def small(data, **changes):
+    return Reproduction.load(
+        "local", data=[data], artifact=changes.pop("artifact", "mini"), **changes
+    )
+
+
+def test_a_run_goes_on_where_it_was_interrupted_and_scores_nothing_twice(
+    data, tmp_path, monkeypatch
+):
+    config = small(data)
+    only = config.model_copy(update={"systems": config.systems[1:]})
+    watched = []
+
+    def stops(queries, what):
+        watched.append(what)
+        if what.endswith("two"):
+            raise KeyboardInterrupt
+        return queries
+
+    with pytest.raises(KeyboardInterrupt):
+        reproduce(only, tmp_path, options=CPU, watch=stops)
+
+    def goes_on(queries, what):
+        watched.append(what)
+        return queries
+
+    first = reproduce(only, tmp_path, options=CPU, watch=goes_on)
+    assert watched == ["bm25, one", "bm25, two", "bm25, two"]
+    again = reproduce(only, tmp_path, options=CPU, watch=goes_on)
+    assert len(watched) == 3
+    assert again.comparison == first.comparison
+    # Other data under the same name are other scores.
+    changed = tmp_path / "other"
+    changed.mkdir()
+    for path in data.iterdir():
+        (changed / path.name).write_text(
+            path.read_text().replace("bridge", "tunnel"), encoding="utf-8"
+        )
+    other = small(changed).model_copy(update={"systems": only.systems})
+    reproduce(other, tmp_path, options=CPU, watch=goes_on)
+    assert watched[3:] == ["bm25, one", "bm25, two"]
+
+
+def test_what_cannot_be_loaded_is_named_and_the_others_still_run(data, tmp_path):
+    said = []
+    config = small(data)
+    missing = config.sets[0].model_copy(update={"file": str(tmp_path / "gone.jsonl")})
+    broken = config.systems[0].model_copy(
+        update={"name": "bi-encoder:./no-such-model", "label": "broken"}
+    )
+    config = config.model_copy(
+        update={"sets": (missing, config.sets[1]), "systems": (broken, config.systems[1])}
+    )
+    outcome = reproduce(config, tmp_path / "out", options=CPU, say=said.append)
+    assert set(outcome.failures) == {"gone", "broken"}
+    assert all(line.startswith("failed: ") for line in said)
+    assert [found.name for found in outcome.measured] == ["bm25"]
+    text = outcome.tables.read_text(encoding="utf-8")
+    assert "## What failed" in text
+    assert "no-such-model" in text
+    with pytest.raises(InputError, match="None of the sets"):
+        reproduce(config.model_copy(update={"sets": (missing,)}), tmp_path / "none", options=CPU)
+
+
+@pytest.mark.slow
+def test_a_whole_run_gives_tables_and_figures_of_the_scores(artifact, ranker, data, tmp_path):
+    text = f"""
+        name = "tiny"
+        sets = [{{file = "{data / "one.jsonl"}"}}, {{file = "{data / "two.jsonl"}", queries = 3}}]
+        systems = [{{name = "artifact", label = "tiny"}}, {{name = "bm25"}}]
+        [ablations]
+        recipe = "{tmp_path / "recipe.toml"}"
+        names = ["no-margin", "closed-separation", "layers: last", "raw", "0 queries"]
+        train = [{{file = "{data / "one.jsonl"}"}}]
+        evaluation = [{{file = "{data / "two.jsonl"}"}}]
+    """
+    (tmp_path / "recipe.toml").write_text(recipe_text(artifact), encoding="utf-8")
+    outcome = reproduce(
+        Reproduction.load(written(tmp_path, text), artifact=str(artifact)),
+        tmp_path / "out",
+        options=CPU,
+    )
+    assert outcome.failures == {}
+    one, two = (outcome.comparison.labels[name] for name in ("one", "two"))
+    assert (len(one), len(two)) == (6, 3)
+    expected = score_dataset(ranker, read_labelled(data / "one.jsonl"))
+    assert [q.scores for q in outcome.measured[0].scored["one"]] == [
+        pytest.approx(q.scores, abs=1e-4) for q in expected
+    ]
+    page = outcome.tables.read_text(encoding="utf-8")
+    for title in (
+        "Ranking",
+        "Intervals",
+        "Thresholds",
+        "F1 gap",
+        "Headroom",
+        "Ablations on two",
+    ):
+        assert f"## {title}" in page
+    value = summarise(expected)["ndcg@5"]
+    assert re.search(rf"\| tiny \| (\*\*)?{100 * value:.1f}(\*\*)? \|", page)
+    for name in ("base", "no-margin", "closed-separation", "layers: last", "raw", "0 queries"):
+        assert f"| {name} |" in page
+    figures = {path.stem for path in (tmp_path / "out" / "report" / "figures").glob("*.png")}
+    assert {"f1-gap", "score-range-0", "scores-0"} <= figures
+
+
+def recipe_text(artifact):
+    config = json.loads((artifact / "config.json").read_text(encoding="utf-8"))
+    return f"""
+        name = "tiny"
+        validation_share = 0.3
+        [model]
+        name = "{config["backbone"]["name"]}"
+        device = "cpu"
+        dtype = "float32"
+        [template]
+        instruction = {json.dumps(CHAT.instruction)}
+        [fit]
+        epochs = 2
+        projection_dim = 4
+    """
+
+
+def test_the_command_prints_its_plan_and_refuses_what_is_wrong(data):
+    done = CliRunner().invoke(app, ["--config", "local", "--data", str(data), "--dry-run"])
+    assert done.exit_code == 0
+    assert "one" in done.output
+    assert "bm25" in done.output
+    wrong = CliRunner().invoke(app, ["--data", str(data), "--negatives", "hard"])
+    assert wrong.exit_code == 2
+
+
+# Tables
+
+
+def test_the_best_of_a_column_and_its_ties_are_bold_and_a_missing_set_has_no_average():
+    full = {
+        "a": [ScoredQuery([1.0, -1.0], [True, False])],
+        "b": [ScoredQuery([1.0, 2.0], [True, False])],
+    }
+    systems = [Measured("x", 0.0, "native", full), Measured("y", 0.0, "native", {"a": full["a"]})]
+    text = page("tiny", ["a", "b"], systems, None)
+    f1 = text.split("**F1@τ**")[1]
+    assert "| x | **100.0** | **66.7** | **83.3** |" in f1
+    assert "| y | **100.0** | – | – |" in f1
+
+
+def test_the_gap_table_holds_the_papers_columns():
+    sets = {"a": made_up(4, 3)}
+    rng = random.Random(0)
+    scored = [
+        ScoredQuery([rng.random() for _ in q.documents], [d.relevant for d in q.documents])
+        for q in sets["a"]
+    ]
+    found = compare([Measured("x", 0.5, "given", {"a": scored})], sets, resamples=20)
+    result = found.systems[0].sets["a"]
+    own, best = (100 * result.metrics[name].mean for name in ("f1@query_best", "f1@best"))
+    assert f"| a | 4 | {own:.1f} | {best:.1f} |" in page("tiny", ["a"], [], found)
+
+
+def test_differences_are_those_of_the_means_and_bold_where_zero_is_outside_of_the_interval():
+    sets = {"a": made_up(12, 3)}
+    labels = [[d.relevant for d in q.documents] for q in sets["a"]]
+    right = [ScoredQuery([1.0 if label else -1.0 for label in row], row) for row in labels]
+    wrong = [ScoredQuery([-1.0 if label else 1.0 for label in row], row) for row in labels]
+    systems = [
+        Measured(name, 0.0, "native", {"a": rows})
+        for name, rows in (("x", right), ("y", wrong), ("z", wrong))
+    ]
+    text = page("tiny", ["a"], systems, compare(systems, sets, resamples=50))
+    assert "| x | 100.0 [100.0, 100.0] |" in text
+    better, same = (text.split(f"**{pair}**")[1] for pair in ("x minus y", "y minus z"))
+    expected = [summarise(rows)["ndcg@5"] for rows in (right, wrong)]
+    assert f"| a | **{100 * (expected[0] - expected[1]):+.1f} [" in better
+    assert "| mean | +0.0 [+0.0, +0.0] | +0.0 [+0.0, +0.0] | +0.0 [+0.0, +0.0] |" in same
+
+
+def test_an_ablation_stands_beside_its_paired_difference_to_the_base():
+    def row(name, f1, ndcg):
+        metrics = dict.fromkeys(METRICS, (0.5,) * 4) | {"ndcg@5": ndcg, "f1@0": f1}
+        return AblationRow(
+            name=name,
+            group="g",
+            changes="c",
+            dataset="a",
+            parameters=1234,
+            metrics=metrics,
+            tau_best=0,
+            seconds=1,
+        )
+
+    rows = [
+        row("base", (0.5, 0.6, 0.7, 0.8), (0.5,) * 4),
+        row("worse", (0.1, 0.2, 0.3, 0.4), (0.4, 0.6, 0.4, 0.6)),
+    ]
+    text = ablation_tables(figures_of(rows))
+    base, worse = (line.split(" | ") for line in text.splitlines() if line.startswith("| g |"))
+    assert base[-3:-1] == ["", ""]
+    assert worse[-3:] == ["+0.0 [-10.0, +10.0]", "**-40.0 [-40.0, -40.0]**", "1,234 |"]
+
+
+# Ablations
+
+
+@pytest.mark.parametrize("recipe", ["encoder", "qwen3-8b"])
+def test_every_ablation_is_a_valid_change_of_a_shipped_recipe(recipe):
+    unchanged = Recipe.load(recipe)
+    same = {f"P={unchanged.fit.projection_dim}"}
+    for name, ablation in ABLATIONS.items():
+        changed = Recipe.load(recipe, ablation.changes)
+        assert (changed == unchanged) == (not ablation.changes or name in same), name
+
+
+def test_ablations_are_found_by_name_group_or_all():
+    assert [a.name for a in chosen(["keys"])] == ["base", "keys"]
+    assert [a.name for a in chosen(["loss"])][1:] == [
+        "no-calibration",
+        "no-margin",
+        "no-orthogonality",
+        "no-alignment",
+        "no-frobenius",
+    ]
+    assert [a.name for a in chosen(["all"])] == list(ABLATIONS)
+    with pytest.raises(InputError, match="no ablation 'lossy'"):
+        chosen(["lossy"])
+    assert len(GROUPS) > 8
+
+
+@pytest.mark.parametrize("count", [1, 2, 7])
+def test_halves_are_the_whole(count):
+    items = list(range(5, 5 + count))
+    halves = pick(items, "first half") + pick(items, "second half")
+    assert set(halves) == set(items)
+    assert pick(items, "last") == (items[-1],)
+    assert all(pick(items, share) for share in ("first", "last", "every second", "second half"))
+
+
+def test_ablations_are_run_once_and_a_failure_stops_no_other(artifact, data, tmp_path):
+    (tmp_path / "recipe.toml").write_text(recipe_text(artifact), encoding="utf-8")
+    said, failures = [], {}
+    part = AblationPart(
+        recipe=str(tmp_path / "recipe.toml"),
+        train=(DataPart(file=str(data / "one.jsonl")),),
+        evaluation=(DataPart(file=str(data / "two.jsonl")),),
+    )
+    runner = Ablations(part, tmp_path / "runs", said.append, failures.__setitem__)
+    wanted = [ABLATIONS[name] for name in ("800 queries", "0 queries", "P=4", "heads: first half")]
+    found = runner.run(wanted)
+    assert isinstance(failures.pop("ablation '800 queries'"), InputError)
+    assert not failures
+    assert {row.name: row.parameters for row in found} == {
+        "0 queries": 3 * 2 * 4 * 16,
+        "P=4": 3 * 2 * 4 * 16,
+        "heads: first half": 3 * 1 * 4 * 16,
+    }
+    assert {len(row.metrics["f1@0"]) for row in found} == {5}
+    said.clear()
+    assert runner.run(wanted[1:]) == found
+    assert said == []
+
+
+# Other signals
+
+
+@pytest.fixture(scope="module")
+def opened(tiny_folder):
+    """Function: kind -> (backbone, prompts) of a tiny fp32 model."""
+
+    def load(kind):
+        model, tokenizer, _ = load_model(tiny_folder(kind), revision=None, options=CPU)
+        core = open_backbone(model)
+        template = ENCODER if kind == "bert" else CHAT
+        return core, PromptTokenizer(
+            tokenizer, template, max_length=core.max_length, shared_positions=core.causal
+        )
+
+    return load
+
+
+def plain_states(core, prefix, query, signal):
+    """Layer -> (1, H, T, D): one run of transformers' own over prefix and query, without a probe."""
+    ids = torch.tensor([[*prefix, *query.ids]])
+    with torch.no_grad():
+        found = core.model(input_ids=ids, output_hidden_states=True, use_cache=True)
+    scored = slice(len(prefix) + query.start, len(prefix) + query.stop)
+    if signal == "hidden":
+        return {layer: found.hidden_states[layer][:, None, scored] for layer in range(1, LAYERS)}
+    part = "keys" if signal == "keys" else "values"
+    return {
+        layer: getattr(found.past_key_values.layers[layer], part)[:, :, scored]
+        for layer in range(1, LAYERS)
+    }
+
+
+@pytest.mark.parametrize("kind", ["qwen3", "llama"])
+@pytest.mark.parametrize(
+    ("signal", "null"),
+    [
+        ("values", "none"),
+        ("values", "matched"),
+        ("keys", "matched"),
+        ("hidden", "empty"),
+        ("hidden", "matched"),
+    ],
+)
+def test_other_signals_are_those_of_a_plain_run(opened, kind, signal, null):
+    core, prompts = opened(kind)
+    queries = [prompts.query(text) for text in QUERIES[:2]]
+    documents = [prompt.ids for prompt in prompts.documents(DOCUMENTS[:3], 10)]
+    rows = [
+        Row(documents[0], queries[0]),
+        Row(documents[1], queries[1]),
+        Row(documents[2], queries[0]),
+    ]
+    reader, found = reading(signal, null).reader(core, prompts, range(1, LAYERS)), {}
+    with torch.no_grad():
+        reader.read(rows, found.__setitem__)
+    assert list(found) == list(range(1, LAYERS))
+    for number, row in enumerate(rows):
+        expected = plain_states(core, row.document, row.query, signal)
+        if null != "none":
+            filler = reader.filled(len(row.document)) if null == "matched" else prompts.null_prefix
+            assert null == "empty" or len(filler) == len(row.document)
+            alone = plain_states(core, filler, row.query, signal)
+        for layer, value in expected.items():
+            wanted = value - alone[layer] if null != "none" else value
+            shift = found[layer][number : number + 1]
+            bound = 1e-5 * float(value.abs().max())
+            assert (shift[:, :, : row.query.length] - wanted).abs().max() <= bound
+            assert not shift[:, :, row.query.length :].any()
+
+
+def test_filler_fills_the_documents_place_and_shifts_nothing(opened):
+    core, prompts = opened("llama")
+    reader, found = reading("values", "matched").reader(core, prompts, range(1, LAYERS)), {}
+    filled = reader.filled(40)
+    (document,) = prompts.documents(["x"], 10)
+    start, end = len(prompts.null_prefix) - prompts.after_document, prompts.after_document
+    assert (filled[:start], filled[-end:]) == (document.ids[:start], document.ids[-end:])
+    with torch.no_grad():
+        reader.read([Row(filled, prompts.query(QUERIES[0]))], found.__setitem__)
+    assert all(shift.abs().max() == 0 for shift in found.values())
+
+
+def test_value_vectors_read_row_by_row_are_what_scoring_reads(opened):
+    core, prompts = opened("bert")
+    rows = [
+        Row(prompt.ids, prompts.query(QUERIES[number % 2]))
+        for number, prompt in enumerate(prompts.documents(DOCUMENTS[:3], 10))
+    ]
+    slow, fast = {}, {}
+    with torch.no_grad():
+        SignalReader(core, prompts, range(1, LAYERS), signal="values", null="empty").read(
+            rows, slow.__setitem__
+        )
+        ShiftReader(core, prompts, range(1, LAYERS)).read(rows, fast.__setitem__)
+    for layer, shift in fast.items():
+        assert (slow[layer] - shift).abs().max() <= 1e-4 * shift.abs().max()
+
+
+def test_ablations_of_seeds_are_joined_and_their_figures_can_be_read_back(artifact, data, tmp_path):
+    (tmp_path / "recipe.toml").write_text(recipe_text(artifact), encoding="utf-8")
+    part = {
+        "recipe": str(tmp_path / "recipe.toml"),
+        "names": ["oracle similarity", "3 queries"],
+        "seeds": [0, 1],
+    }
+    sets = {
+        "train": [{"file": str(data / "one.jsonl")}],
+        "evaluation": [{"file": str(data / "two.jsonl")}],
+    }
+    with pytest.raises(InputError, match="no ablation '3 queries'"):
+        Reproduction(name="x", ablations=[{**part, **sets}])._checked("x")
+    part["names"] = ["oracle similarity"]
+    outcome = reproduce(Reproduction(name="x", ablations={**part, **sets}), tmp_path / "out")
+    found = FigureFile.model_validate_json(
+        (tmp_path / "out" / "ablations.json").read_text(encoding="utf-8")
+    )
+    base, oracle = found.figures
+    assert (base.name, base.seeds, oracle.name, oracle.seeds) == ("base", 2, "oracle similarity", 1)
+    assert base.spread["ndcg@5"] >= 0
+    assert ablation_tables(found.figures) in outcome.tables.read_text(encoding="utf-8")
+    (line,) = [
+        line
+        for line in ablation_tables(found.figures).splitlines()
+        if "| oracle similarity |" in line
+    ]
+    assert line.split(" | ")[7] == ""  # it has no zero, so no F1 there
+
+
+def test_oracle_similarity_from_features_is_that_of_the_system(opened, ranker):
+    query = made_up(1, 5)[0]
+    features = FeatureExtractor(ranker.reader, FeaturePart(dtype="bfloat16")).extract(query)
+    assert oracle_scores(features) == pytest.approx(
+        OracleSimilarity(ranker).score_labelled(query), abs=0.02
+    )

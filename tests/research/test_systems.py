@@ -1,0 +1,502 @@
+"""The systems of the evaluation: native thresholds, names, encoders, oracle similarity, the command."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+import transformers
+from conftest import CHAT, DOCUMENTS, LAYERS, QUERY, byte_level_tokenizer, load_ranker, tiny_config
+from hub_server import HubServer, connected, files_of
+from test_backbone import reference_values
+from test_generative import save_qwen, save_t5
+from test_llm2vec_gen import save as save_llm2vec_gen
+from tokenizers import processors
+from transformers import AutoModelForSequenceClassification, AutoTokenizer
+from typer.testing import CliRunner
+
+import research.systems  # noqa: F401 - makes the systems of the paper known by name
+from research.reproduction.oracle import OracleSimilarity, oracle_scores
+from rsrank_rag import Reranker
+from rsrank_rag.adapters.systems import KINDS, forms, load_system, parse
+from rsrank_rag.cli import app
+from rsrank_rag.errors import BackboneError, InputError, MissingDependencyError
+from rsrank_rag.evaluation.datasets import LabelledDocument, LabelledQuery
+from rsrank_rag.evaluation.evaluate import score_dataset
+from rsrank_rag.evaluation.systems.bm25 import BM25
+from rsrank_rag.evaluation.systems.sentence_transformers import BiEncoder, CrossEncoder
+from rsrank_rag.language_model.options import LoadOptions, ModelSource
+from rsrank_rag.training.store import QueryFeatures
+
+CPU = LoadOptions(device="cpu", dtype="float32", local_files_only=True)
+TEXTS = [*DOCUMENTS, DOCUMENTS[1], "Café naïve, 東京."]
+
+
+def labelled(relevant, documents=DOCUMENTS):
+    return LabelledQuery(
+        id="q",
+        query=QUERY,
+        documents=[
+            LabelledDocument(id=str(i), text=text, title=f"Note {i}", relevant=i in relevant)
+            for i, text in enumerate(documents)
+        ],
+    )
+
+
+# Native thresholds
+
+
+class Constant(Reranker):
+    def score(self, query, documents):
+        return [0.3, 0.6, -0.1][: len(documents)]
+
+
+@pytest.mark.parametrize(("native", "kept"), [(0.0, [1, 0]), (0.5, [1]), (None, [1, 0, 2])])
+def test_ranking_uses_the_rerankers_own_threshold_unless_another_is_given(native, kept):
+    reranker = type("Own", (Constant,), {"threshold": native})()
+    result = reranker.rank("q", ["a", "b", "c"])
+    assert ([document.index for document in result.kept], result.threshold) == (kept, native)
+    assert [
+        document.index for document in reranker.rank("q", ["a", "b", "c"], threshold=0.4).kept
+    ] == [1]
+    assert len(reranker.rank("q", ["a", "b", "c"], threshold=None).kept) == 3
+
+
+def test_rerankers_without_one_have_zero_and_a_cosine_or_bm25_has_none():
+    assert Constant().threshold == 0.0
+    assert (BM25.threshold, BiEncoder.threshold) == (None, None)
+    assert len(BM25().rank("bridge", ["a bridge", "frost"]).kept) == 2
+
+
+def test_an_unknown_word_is_no_threshold():
+    with pytest.raises(InputError, match="threshold must be a number or None, got 'high'"):
+        Constant().rank("q", ["a"], threshold="high")
+
+
+# Encoders
+
+
+def save_cross_encoder(folder, labels=1, **changes):
+    """A tiny XLM-R with a classification head, the architecture of BGE-reranker-v2-m3."""
+    tokenizer = byte_level_tokenizer()
+    tokenizer.backend_tokenizer.post_processor = processors.RobertaProcessing(
+        ("</s>", 2), ("<s>", 1)
+    )
+    tokenizer.model_max_length, tokenizer.sep_token, tokenizer.cls_token = 128, "</s>", "<s>"
+    plain = tiny_config("roberta", len(tokenizer)).to_dict()
+    plain |= {"model_type": "xlm-roberta", "num_labels": labels, "max_position_embeddings": 160}
+    torch.manual_seed(5)
+    model = transformers.XLMRobertaForSequenceClassification(transformers.XLMRobertaConfig(**plain))
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    if changes:
+        path = folder / "config.json"
+        path.write_text(json.dumps(json.loads(path.read_text()) | changes), encoding="utf-8")
+    return folder
+
+
+@torch.inference_mode()
+def cross_encoder_reference(folder, query, document):
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    model = AutoModelForSequenceClassification.from_pretrained(folder, dtype=torch.float32).eval()
+    return model(
+        **tokenizer(query, document, truncation=True, max_length=128, return_tensors="pt")
+    ).logits.item()
+
+
+def test_a_cross_encoder_scores_as_one_pair_at_a_time(tmp_path):
+    folder = save_cross_encoder(tmp_path)
+    found = CrossEncoder(folder, threshold=0.0, options=CPU)
+    expected = [cross_encoder_reference(folder, QUERY, text) for text in TEXTS]
+    assert max(expected) - min(expected) > 0.01
+    assert found.score(QUERY, TEXTS) == pytest.approx(expected, abs=1e-5)
+    assert found.score(QUERY, TEXTS[::-1])[::-1] == pytest.approx(expected, abs=1e-5)
+    assert found.score(QUERY, []) == []
+
+
+def test_a_logit_of_zero_is_a_probability_of_one_half(tmp_path):
+    folder = save_cross_encoder(tmp_path)
+    calibrated = parse(f"bge-reranker-v2-m3:{folder}")[0].load(ModelSource(str(folder), None, CPU))
+    probabilities = [
+        torch.tensor(score).sigmoid().item() for score in calibrated.score(QUERY, TEXTS)
+    ]
+    kept = {document.index for document in calibrated.rank(QUERY, TEXTS).kept}
+    assert calibrated.threshold == 0.0
+    assert kept == {i for i, probability in enumerate(probabilities) if probability > 0.5}
+    assert CrossEncoder(folder, options=CPU).threshold is None
+
+
+def test_a_classifier_with_several_labels_is_no_reranker(tmp_path):
+    with pytest.raises(BackboneError, match="gives 3 numbers a pair"):
+        CrossEncoder(save_cross_encoder(tmp_path, labels=3), options=CPU)
+
+
+@pytest.mark.parametrize("make", [CrossEncoder, BiEncoder])
+def test_encoders_honour_the_options(make, tmp_path):
+    folder = save_cross_encoder(tmp_path)
+    half = make(folder, options=LoadOptions(device="cpu", dtype="bfloat16", local_files_only=True))
+    assert {parameter.dtype for parameter in half._model.parameters()} == {torch.bfloat16}
+    plain = make(folder, options=LoadOptions("cpu"))
+    assert {parameter.dtype for parameter in plain._model.parameters()} == {torch.float32}
+    with pytest.raises(BackboneError, match="could not be loaded"):
+        make("nobody/nothing", options=CPU)
+    for option in ("load_in_8bit", "load_in_fp8"):
+        with pytest.raises(InputError, match="--dtype bfloat16"):
+            make(folder, options=LoadOptions(device="cpu", **{option: True}))
+
+
+def test_a_bi_encoder_gives_queries_and_documents_their_prompts(tmp_path):
+    from sentence_transformers import SentenceTransformer
+
+    made = SentenceTransformer(str(save_cross_encoder(tmp_path / "base")), device="cpu")
+    made.prompts = {"query": "search: ", "document": "passage: "}
+    made.save(str(tmp_path / "made"))
+    plain = SentenceTransformer(str(tmp_path / "base"), device="cpu")
+    query, *documents = plain.encode(
+        [f"search: {QUERY}", *(f"passage: {text}" for text in DOCUMENTS)]
+    )
+    expected = [
+        torch.cosine_similarity(*map(torch.tensor, (query, other)), dim=0).item()
+        for other in documents
+    ]
+    assert BiEncoder(tmp_path / "made", options=CPU).score(QUERY, DOCUMENTS) == pytest.approx(
+        expected, abs=1e-5
+    )
+
+
+OWN_CODE = """
+import torch
+from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.modeling_outputs import SequenceClassifierOutput
+from transformers.models.xlm_roberta.modeling_xlm_roberta import create_position_ids_from_input_ids
+
+
+class OwnConfig(PreTrainedConfig):
+    model_type = "xlm-roberta"
+
+
+class OwnModel(PreTrainedModel):
+    config_class = OwnConfig
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.weights = torch.nn.Embedding(400, 1)
+        self.post_init()
+
+    @classmethod
+    def from_pretrained(cls, *args, **kwargs):
+        kwargs.setdefault("torch_dtype", "auto")
+        return super().from_pretrained(*args, **kwargs)
+
+    def forward(self, input_ids, attention_mask=None, token_type_ids=None, return_dict=None):
+        positions = create_position_ids_from_input_ids(input_ids, padding_idx=0)
+        found = (self.weights(input_ids)[..., 0] * positions * attention_mask).sum(1, keepdim=True)
+        return SequenceClassifierOutput(logits=found)
+"""
+
+
+@pytest.fixture
+def own_code(tmp_path, monkeypatch):
+    """A cross-encoder with its own code, which calls itself XLM-R and imports what transformers 5 moved, as Jina's."""
+    monkeypatch.setattr(
+        transformers.dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path / "modules")
+    )
+    monkeypatch.syspath_prepend(str(tmp_path / "modules"))
+    names = {"AutoConfig": "own.OwnConfig", "AutoModelForSequenceClassification": "own.OwnModel"}
+    folder = save_cross_encoder(tmp_path / "model", auto_map=names)
+    (folder / "own.py").write_text(OWN_CODE, encoding="utf-8")
+    weights = torch.randn(400, 1, generator=torch.Generator().manual_seed(6)) / 50
+    from safetensors.torch import save_file
+
+    save_file({"weights.weight": weights}, folder / "model.safetensors", metadata={"format": "pt"})
+    return folder, weights
+
+
+def test_a_models_own_code_is_never_run_by_itself_and_never_replaced_silently(own_code):
+    folder, _ = own_code
+    with pytest.raises(
+        BackboneError, match=r"its own model code \(own\.OwnModel\).*--trust-remote-code"
+    ):
+        load_system(f"jina-reranker-v2:{folder}", options=CPU)
+    assert not [name for name in sys.modules if name.endswith(".own")]
+
+
+def test_a_models_own_code_runs_where_it_is_allowed(own_code):
+    folder, weights = own_code
+    allowed = LoadOptions(device="cpu", local_files_only=True, trust_remote_code=True)
+    jina = load_system(f"jina-reranker-v2:{folder}", options=allowed)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    expected = []
+    for text in DOCUMENTS:
+        ids = tokenizer(QUERY, text, truncation=True, max_length=128).input_ids
+        expected.append(
+            sum(place * weights[token].item() for place, token in enumerate(ids, start=1))
+        )
+    assert jina.score(QUERY, DOCUMENTS) == pytest.approx(expected, abs=1e-4)
+    assert jina.threshold == 0.0
+
+
+# Oracle similarity
+
+
+@pytest.mark.parametrize("relevant", [(0, 3), (1,)])
+def test_oracle_similarity_equals_a_slow_computation_from_the_definition(
+    ranker, tiny_folder, relevant
+):
+    model = transformers.AutoModel.from_pretrained(
+        tiny_folder("qwen3"), attn_implementation="eager"
+    ).eval()
+    tokenizer = AutoTokenizer.from_pretrained(tiny_folder("qwen3"))
+
+    def ids(text):
+        return tokenizer.encode(text, add_special_tokens=False)
+
+    question = ids(QUERY) + ids(CHAT.suffix)
+
+    @torch.no_grad()
+    def values(*documents):
+        joined = [
+            token for i, text in enumerate(documents) for token in ids("\n") * (i > 0) + ids(text)
+        ]
+        return reference_values(
+            model, ids(CHAT.instruction) + joined + ids(CHAT.separator), question
+        )[1:]
+
+    alone = values()
+    oracle = values(*(DOCUMENTS[i] for i in relevant)) - alone
+    expected = []
+    for text in DOCUMENTS:
+        shift = values(text) - alone
+        score = 0.0
+        for layer in range(LAYERS - 1):
+            for head in range(shift.shape[1]):
+                pairs = zip(shift[layer, head], oracle[layer, head], strict=True)
+                score += sum(float(a @ b / (a.norm() * b.norm())) for a, b in pairs) / len(question)
+        expected.append(score)
+    query = labelled(relevant)
+    found = OracleSimilarity(ranker).score_labelled(query, titles=False)
+    assert found == pytest.approx(expected, abs=5e-3)  # shifts are kept in bfloat16
+    assert score_dataset(OracleSimilarity(ranker), [query], titles=False)[0].scores == found
+    if len(relevant) == 1:
+        assert found[relevant[0]] == max(found)
+
+
+def test_oracle_similarity_reads_titles_as_rerankers_do(ranker):
+    query = labelled((0,))
+    with_titles = labelled((0,), [f"Note {i}\n{text}" for i, text in enumerate(DOCUMENTS)])
+    system = OracleSimilarity(ranker)
+    assert system.score_labelled(query) == system.score_labelled(with_titles, titles=False)
+    assert system.score_labelled(query) != system.score_labelled(query, titles=False)
+
+
+def test_oracle_scores_of_features_by_hand():
+    # one layer, one head, one token: two documents and the oracle shift
+    shifts = torch.tensor([[[[3.0, 4.0], [0.0, 2.0], [1.0, 0.0]]]]).half()
+    assert oracle_scores(QueryFeatures(shifts, (True, False), 1, oracle=True)) == pytest.approx(
+        [0.6, 0.0]
+    )
+    assert oracle_scores(QueryFeatures(shifts[:, :, :2], (False, False), 1, oracle=False)) == [
+        0.0,
+        0.0,
+    ]
+
+
+def test_a_query_without_relevant_documents_has_no_oracle(ranker):
+    assert OracleSimilarity(ranker).threshold is None
+    assert OracleSimilarity(ranker).score_labelled(labelled(())) == [0.0] * len(DOCUMENTS)
+
+
+# Names
+
+
+@pytest.mark.parametrize(
+    ("text", "kind", "name"),
+    [
+        ("mini", "rsrank", "mini"),
+        ("me/my-ranker", "rsrank", "me/my-ranker"),
+        ("rsrank:mini", "rsrank", "mini"),
+        ("oracle:mini", "oracle", "mini"),
+        ("qwen3-reranker:0.6b", "qwen3-reranker", "Qwen/Qwen3-Reranker-0.6B"),
+        ("qwen3-reranker:4b", "qwen3-reranker", "Qwen/Qwen3-Reranker-4B"),
+        ("qwen3-reranker:8b", "qwen3-reranker", "Qwen/Qwen3-Reranker-8B"),
+        ("qwen3-reranker:/models/mine", "qwen3-reranker", "/models/mine"),
+        ("monot5:base", "monot5", "castorini/monot5-base-msmarco"),
+        ("monot5:3b", "monot5", "castorini/monot5-3b-msmarco"),
+        ("monot5:castorini/monot5-3b-msmarco-10k", "monot5", "castorini/monot5-3b-msmarco-10k"),
+        ("llm2vec-gen", "llm2vec-gen", "McGill-NLP/LLM2Vec-Gen-Qwen3-8B"),
+        (
+            "llm2vec-gen:McGill-NLP/LLM2Vec-Gen-Qwen3-06B",
+            "llm2vec-gen",
+            "McGill-NLP/LLM2Vec-Gen-Qwen3-06B",
+        ),
+        ("bge-reranker-v2-m3", "bge-reranker-v2-m3", "BAAI/bge-reranker-v2-m3"),
+        ("jina-reranker-v2", "jina-reranker-v2", "jinaai/jina-reranker-v2-base-multilingual"),
+        ("cross-encoder:a/b", "cross-encoder", "a/b"),
+        ("bi-encoder:a/b", "bi-encoder", "a/b"),
+        ("bm25", "bm25", ""),
+    ],
+)
+def test_a_name_says_the_kind_and_what_to_load(text, kind, name):
+    assert parse(text) == (KINDS[kind], name)
+
+
+@pytest.mark.parametrize("text", ["qwen-reranker:8b", "monot5-base", "magic", "no such model", ""])
+def test_an_unknown_name_is_answered_with_all_names(text):
+    with pytest.raises(InputError) as caught:
+        load_system(text)
+    assert forms() in str(caught.value)
+    assert all(name in forms() for name in KINDS)
+
+
+@pytest.mark.parametrize(
+    "text", ["monot5", "monot5:", "bi-encoder", "bm25:okapi", "bm25:", "oracle", "llm2vec-gen:"]
+)
+def test_a_name_written_the_wrong_way_is_answered_with_the_right_one(text):
+    with pytest.raises(InputError, match=r"is not how that system is written\. Write "):
+        parse(text)
+
+
+def test_names_are_listed_without_loading_torch():
+    code = (
+        "import sys, rsrank_rag.adapters.systems as systems; systems.forms(); "
+        "assert not {'torch', 'transformers', 'huggingface_hub'} & set(sys.modules), 'loaded'"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_hub_ids_of_every_kind_are_loaded_from_the_hub(tmp_path, own_code):
+    """The real client and loaders, against a Hub on 127.0.0.1 with tiny models under the real names."""
+    adapters = save_llm2vec_gen(tmp_path / "llm2vec")
+    base = files_of(adapters.parent / "base")
+    config = adapters / "run_config.yml"
+    config.write_text(
+        config.read_text().replace(str(adapters.parent / "base"), "Qwen/Qwen3-8B"), encoding="utf-8"
+    )
+    published = {
+        "Qwen/Qwen3-8B": base,
+        "McGill-NLP/LLM2Vec-Gen-Qwen3-8B": {
+            **files_of(adapters),
+            "decoder/adapter_model.safetensors": b"unused",
+        },
+        "Qwen/Qwen3-Reranker-0.6B": files_of(save_qwen(tmp_path / "qwen")),
+        "castorini/monot5-base-msmarco": files_of(save_t5(tmp_path / "t5")),
+        "BAAI/bge-reranker-v2-m3": files_of(save_cross_encoder(tmp_path / "bge")),
+        "jinaai/jina-reranker-v2-base-multilingual": files_of(own_code[0]),
+    }
+    with HubServer() as hub, connected(hub, tmp_path / "home"):
+        for name, files in published.items():
+            hub.commit(name, files)
+        options = LoadOptions(
+            "cpu", "float32", cache_dir=tmp_path / "cache", trust_remote_code=True
+        )
+        found = {
+            text: load_system(text, options=options)
+            for text in (
+                "qwen3-reranker:0.6b",
+                "monot5:base",
+                "llm2vec-gen",
+                "bge-reranker-v2-m3",
+                "jina-reranker-v2",
+            )
+        }
+        assert not [
+            path for _, path in hub.log if "decoder" in path and path.endswith("safetensors")
+        ]
+    assert [system.threshold for system in found.values()] == [0.5, 0.5, 0.0, 0.0, 0.0]
+    for system in found.values():
+        assert len(set(system.score(QUERY, DOCUMENTS))) > 1
+
+
+# The command
+
+runner = CliRunner()
+
+
+def evaluate(*arguments, code=0):
+    result = runner.invoke(app, ["evaluate", *map(str, arguments)], env={"COLUMNS": "200"})
+    assert result.exit_code == code, result.output
+    return " ".join((result.stdout if code == 0 else result.stderr).split())
+
+
+@pytest.fixture
+def data(tmp_path):
+    path = tmp_path / "set.jsonl"
+    path.write_text(
+        "\n".join(labelled(relevant).model_dump_json() for relevant in ((0,), (1, 2))),
+        encoding="utf-8",
+    )
+    return path
+
+
+@pytest.fixture(scope="module")
+def artifact(ranker, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("artifact")
+    ranker.save_pretrained(folder)
+    return folder
+
+
+def test_evaluate_measures_at_the_native_threshold(tmp_path, data):
+    folder, output = save_qwen(tmp_path / "qwen"), tmp_path / "metrics.json"
+    arguments = (
+        "--data",
+        data,
+        "-m",
+        f"qwen3-reranker:{folder}",
+        "--dtype",
+        "float32",
+        "--output",
+        output,
+    )
+    assert "kept above 0.5 (native)" in evaluate(*arguments)
+    native = json.loads(output.read_text())
+    evaluate(*arguments, "--threshold", "0.5")
+    assert json.loads(output.read_text()) == native
+    assert "kept above 0.1 (given)" in evaluate(*arguments, "--threshold", "0.1")
+    assert "(the best over all files)" in evaluate(*arguments, "--threshold", "shared")
+
+
+def test_rsrank_is_measured_at_zero_and_bm25_at_the_best_shared_threshold(artifact, data):
+    assert "kept above 0 (native)" in evaluate("--data", data, "-m", artifact, "--dtype", "float32")
+    said = evaluate("--data", data, "-m", "bm25")
+    assert "the best over all files; this system has no native threshold" in said
+
+
+def test_evaluate_ranks_by_oracle_similarity(artifact, tmp_path):
+    output, data = tmp_path / "metrics.json", tmp_path / "single.jsonl"
+    data.write_text("\n".join(labelled((i,)).model_dump_json() for i in (2, 4)), encoding="utf-8")
+    said = evaluate(
+        "--data", data, "-m", f"oracle:{artifact}", "--dtype", "float32", "--output", output
+    )
+    assert "no native threshold" in said
+    (record,) = json.loads(output.read_text())
+    assert record["ndcg@5"] == 1.0  # a single relevant document is the oracle itself
+
+
+def test_an_unknown_system_is_refused_before_anything_is_read(tmp_path):
+    said = evaluate("--data", tmp_path / "nothing.jsonl", "-m", "monot6:base", code=2)
+    assert "There is no system 'monot6:base'" in said
+    assert "bi-encoder:NAME" in said
+
+
+def test_the_help_lists_every_system():
+    said = " ".join(
+        runner.invoke(app, ["evaluate", "--help"], env={"COLUMNS": "200"}).stdout.split()
+    )
+    assert all(name in said for name in KINDS)
+
+
+def test_raw_representations_are_a_system_like_any_other(tiny_folder, data, tmp_path):
+    """Nothing but an artifact with ``null_prefix`` "none": what is read is not a difference."""
+    raw = load_ranker(tiny_folder("qwen3"), "qwen3")
+    raw.config = raw.config.model_copy(update={"null_prefix": "none"})
+    raw.save_pretrained(tmp_path / "raw")
+    assert "kept above 0 (native)" in evaluate(
+        "--data", data, "-m", tmp_path / "raw", "--dtype", "float32"
+    )
+
+
+def test_without_sentence_transformers_the_error_says_what_to_install(monkeypatch):
+    monkeypatch.setitem(sys.modules, "sentence_transformers", None)
+    with pytest.raises(MissingDependencyError, match=r"pip install .*\[eval\]'"):
+        CrossEncoder("a/b")
