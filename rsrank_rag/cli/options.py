@@ -18,7 +18,6 @@ from typer import Option
 from ..adapters.systems import forms
 from ..bulk.on_ray import Actors
 from ..errors import InputError, RSRankError
-from ..language_model.hub_errors import say_at_once_that_there_is_no_hub
 from ..language_model.options import LoadOptions, LoadSettings
 from ..language_model.threads import use_threads
 
@@ -130,7 +129,6 @@ def command(
         @wraps(function)
         def run(**given: Any) -> None:
             with catch_errors(resumes):
-                say_at_once_that_there_is_no_hub()
                 if "load" in groups:
                     disable_progress_bars()  # of downloads: the commands show what they are doing themselves
                 for name, (parameters, make) in groups.items():
