@@ -3,6 +3,7 @@
 import hashlib
 import json
 from pathlib import Path
+from typing import Any
 
 import torch
 from huggingface_hub import CommitOperationAdd, HfApi, constants, snapshot_download
@@ -21,7 +22,9 @@ from ..language_model.hub_errors import HUB_ERRORS
 from ..language_model.options import LoadOptions
 from ..method.projection import Projection
 from ..partial_files import COMPLETE
-from .card import UNNAMED, is_hub_id, model_card
+from .card import UNNAMED
+from .card import is_hub_id as is_hub_id
+from .card import model_card as model_card
 from .config import INSIDE, RSRankConfig, content_digest
 
 CONFIG = "config.json"
@@ -197,7 +200,7 @@ def _check_header_size(path: Path) -> None:
         )
 
 
-def _check_header(path: Path, file: safe_open, config: RSRankConfig) -> None:
+def _check_header(path: Path, file: Any, config: RSRankConfig) -> None:
     """Compare names, shapes and dtypes of tensors with the config."""
     shapes = {"weight": config.shape, "head_weight": config.shape[:2], "agreement": (3,)}
     names = list(file.keys())

@@ -104,7 +104,7 @@ def each(make: Callable[[], Worker], items: Sequence[Any], actors: Actors) -> It
                 f"Ray's message: {str(error).splitlines()[0]}"
             ) from error
         except ray.exceptions.RayError as error:
-            last_line = str(error).strip().splitlines()[-1]
+            last_line = str(error).strip().rpartition("\n")[2]
             raise RSRankError(f"An actor failed ({type(error).__name__}): {last_line}") from error
 
 

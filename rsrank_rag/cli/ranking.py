@@ -232,8 +232,8 @@ def explain(
         content = rows if document is None else rows[0]
         typer.echo(json.dumps(content, ensure_ascii=False, indent=2))
     else:
-        texts = [explanation_text(explanation) for explanation in explanations]
-        screen.print(*texts, sep="\n\n", soft_wrap=True)
+        blocks = [explanation_text(explanation) for explanation in explanations]
+        screen.print(*blocks, sep="\n\n", soft_wrap=True)
 
 
 def explanation_text(explanation: Explanation) -> Text:

@@ -6,6 +6,7 @@ import os
 import random
 import re
 from dataclasses import dataclass
+from typing import Any
 
 import httpx
 from pydantic import SecretStr
@@ -83,13 +84,14 @@ class Transport:
             reraise=True,
         )
         try:
-            work = retrying(self._send_once, method, path, body)
-            return await asyncio.wait_for(work, self.timeout)
+            work: Any = retrying(self._send_once, method, path, body)
+            content: bytes = await asyncio.wait_for(work, self.timeout)
         except asyncio.TimeoutError as error:
             raise RemoteError(
                 f"{self.base_url} did not answer in {self.timeout:g} seconds. "
                 "Raise timeout, or send fewer documents."
             ) from error
+        return content
 
     async def _send_once(self, method: str, path: str, body: bytes | None) -> bytes:
         key = self._key()
@@ -102,7 +104,12 @@ class Transport:
 
         timeout = httpx.Timeout(None, connect=CONNECT_SECONDS)
         url = self.base_url + path
-        options = {"content": body, "headers": HEADERS, "auth": add_key, "timeout": timeout}
+        options: dict[str, Any] = {
+            "content": body,
+            "headers": HEADERS,
+            "auth": add_key,
+            "timeout": timeout,
+        }
         try:
             async with (
                 connections.client(self.base_url) as client,
@@ -189,7 +196,7 @@ def _pause(state: RetryCallState) -> float:
 
     The random part keeps clients that failed together from coming back together.
     """
-    pause = min(FIRST_PAUSE * 2 ** (state.attempt_number - 1), LONGEST_PAUSE)
+    pause = min(FIRST_PAUSE * 2.0 ** (state.attempt_number - 1), LONGEST_PAUSE)
     error = state.outcome.exception() if state.outcome else None
     requested = error.retry_after if isinstance(error, RemoteError) else None
     return max(pause, requested or 0.0) + random.uniform(0, pause)
