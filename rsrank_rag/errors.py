@@ -1,15 +1,11 @@
 """Every error this package raises on purpose, so that one ``except RSRankError`` is enough."""
 
-import json
 import math
 from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager, contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager
 from difflib import get_close_matches
 from importlib import import_module
-from importlib.metadata import PackageNotFoundError, distribution
 from typing import Any
-from urllib.parse import urlparse
-from urllib.request import url2pathname
 
 
 class RSRankError(Exception):
@@ -81,27 +77,12 @@ class TrainingError(RSRankError):
 
 
 class MissingDependencyError(RSRankError, ImportError):
-    """An optional package is not installed: what needs it, and the exact pip command for the extra that installs it."""
+    """An optional package is not installed; the message gives the pip command that installs it."""
 
     def __init__(self, message: str, extra: str = "") -> None:
-        super().__init__(f"{message} Install with: {pip_install(extra)}" if extra else message)
-
-
-def pip_install(extra: str) -> str:
-    """The command that adds an extra to this installation: from the clone or address it came from, else by name."""
-    name, source = "rsrank-rag", {}
-    for installed in ("rsrank-rag-client", "rsrank-rag"):
-        with suppress(PackageNotFoundError):
-            source, name = (
-                json.loads(distribution(installed).read_text("direct_url.json") or "{}"),
-                installed,
-            )
-    place = urlparse(source.get("url", ""))
-    if place.scheme == "file":
-        editable = "-e " if source.get("dir_info", {}).get("editable") else ""
-        return f"pip install {editable}'{url2pathname(place.path)}[{extra}]'"
-    address = f" @ git+{place.geturl()}" if "vcs_info" in source else ""
-    return f"pip install '{name}[{extra}]{address}'"
+        if extra:
+            message += f" Install with: pip install 'rsrank-rag[{extra}]'"
+        super().__init__(message)
 
 
 def required(module: str, message: str, extra: str) -> Any:

@@ -1,4 +1,4 @@
-"""Files and folders that appear only when they are complete, where processes of several machines may share them."""
+"""Write files and folders that appear only when they are complete, safely between processes."""
 
 import hashlib
 import os
@@ -12,33 +12,39 @@ from pathlib import Path
 
 A_DAY = 24 * 3600
 
-COMPLETE = ".complete"  # holds what is to take the place of a folder's content, from when all of it is there
+# The folder in which `replacing` puts complete new content before it moves it into place.
+COMPLETE = ".complete"
 
 
 def partial_of(path: Path) -> Path:
-    """Where to write a file until it is complete: ``name.PROCESS-THREAD-MACHINE.partial``."""
+    """The path of an incomplete file: ``name.PROCESS-THREAD-MACHINE.partial``."""
     return path.with_suffix(f".{os.getpid()}-{threading.get_ident()}-{_machine()}.partial")
 
 
 def is_running(partial: Path, *, posix: bool = os.name == "posix") -> bool:
-    """Whether whoever began a file may still be writing it. Where nobody can be asked, a day is enough.
+    """Whether the process that began a partial file may still be writing it.
 
-    That is so of another machine, and on Windows: there, `os.kill` with any signal sends Ctrl+C or ends the process.
+    Where the process cannot be queried, a file counts as being written for a day. This holds for
+    processes of other machines, and on Windows, where `os.kill` with signal 0 ends the process.
     """
     process, *rest = partial.name.split(".")[-2].split("-")
     try:
         age = time.time() - partial.stat().st_mtime
-    except OSError:  # gone: its writer has finished it
+    # The file is gone, because its writer has finished it.
+    except OSError:
         return True
-    if not process.isdecimal():  # no writer of ours
+    # Not a name that `partial_of` made.
+    if not process.isdecimal():
         return False
-    if not posix or (len(rest) > 1 and rest[-1] != _machine()):
+    other_machine = len(rest) > 1 and rest[-1] != _machine()
+    if other_machine or not posix:
         return age < A_DAY
     try:
         os.kill(int(process), 0)
     except (ProcessLookupError, OverflowError):
         return False
-    except PermissionError:  # somebody else's process
+    # The process exists and belongs to another user.
+    except PermissionError:
         pass
     return True
 
@@ -49,17 +55,20 @@ def _machine() -> str:
 
 @contextmanager
 def appearing(path: Path, prefix: str = "") -> Iterator[Path]:
-    """Where to write a file, which takes its place when the block has ended; nothing is left of one that failed."""
+    """Give a path to write to, and move the file to ``path`` when the block has ended.
+
+    If the block fails, the partial file is removed, so that a full disk is not filled further.
+    """
     partial = partial_of(path.with_name(f"{prefix}{path.name}"))
     try:
         yield partial
         partial.replace(path)
     finally:
-        partial.unlink(missing_ok=True)  # on a full disk, others need the room
+        partial.unlink(missing_ok=True)
 
 
 def write_text(path: Path, text: str) -> None:
-    """Write a file that appears only when it is complete; its folder is made."""
+    """Write a file that appears only when it is complete; make its folder."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with appearing(path) as partial:
         partial.write_text(text, encoding="utf-8")
@@ -67,15 +76,17 @@ def write_text(path: Path, text: str) -> None:
 
 @contextmanager
 def replacing(folder: Path) -> Iterator[Path]:
-    """A folder whose content takes the place of what ``folder`` has of the same names, when the block has ended.
+    """Give an empty folder to fill, and move its content into ``folder`` when the block has ended.
 
-    If the process is killed before, nothing has changed; from then on `settle` does what is left to do.
+    Entries of ``folder`` with the same names are replaced, others stay. A process that is killed
+    before the block ends changes nothing. One that is killed while the content is moved leaves
+    `COMPLETE`, and the next call finishes the move.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    settle(folder)
-    for left in folder.glob(".new.*.partial"):
-        if not is_running(left):
-            shutil.rmtree(left)
+    _move_complete(folder)
+    for stale in folder.glob(".new.*.partial"):
+        if not is_running(stale):
+            shutil.rmtree(stale)
     partial = partial_of(folder / ".new")
     partial.mkdir()
     try:
@@ -83,23 +94,23 @@ def replacing(folder: Path) -> Iterator[Path]:
         partial.replace(folder / COMPLETE)
     finally:
         shutil.rmtree(partial, ignore_errors=True)
-    settle(folder)
+    _move_complete(folder)
 
 
-def settle(folder: Path) -> None:
-    """Put what is complete into its place: what a process that was killed had no time for."""
+def _move_complete(folder: Path) -> None:
     complete = folder / COMPLETE
-    if complete.is_dir():
-        for new in list(complete.iterdir()):
-            old = folder / new.name
-            if old.is_dir():
-                shutil.rmtree(old)
-            new.replace(old)
-        complete.rmdir()
+    if not complete.is_dir():
+        return
+    for new in list(complete.iterdir()):
+        old = folder / new.name
+        if old.is_dir() and not old.is_symlink():
+            shutil.rmtree(old)
+        new.replace(old)
+    complete.rmdir()
 
 
 def digest_of(path: Path) -> str:
-    """sha256 of a file."""
+    """sha256 of a file's content."""
     digest = hashlib.sha256()
     with path.open("rb") as file:
         while block := file.read(1 << 20):

@@ -37,9 +37,10 @@ from rsrank_rag.artifact import hub
 from rsrank_rag.artifact.config import BackboneSpec, RSRankConfig, TrainingRecord
 from rsrank_rag.artifact.hub import model_card
 from rsrank_rag.artifact.identity import check_files
-from rsrank_rag.errors import ArtifactError, BackboneError, MissingDependencyError, pip_install
+from rsrank_rag.errors import ArtifactError, BackboneError, MissingDependencyError
 from rsrank_rag.language_model.options import LoadOptions
 from rsrank_rag.method.template import Template
+from rsrank_rag.partial_files import COMPLETE
 
 
 def load(folder, **options):
@@ -281,12 +282,37 @@ def test_a_model_that_somebody_chose_is_used_as_it_is_and_the_log_says_how_it_di
     assert "config.json not as when this artifact was made" in caplog.text
 
 
-def test_artifacts_of_earlier_releases_load_with_what_they_have(ranker, tmp_path, scores):
-    ranker.config = ranker.config.model_copy(
-        update={"backbone": ranker.config.backbone.model_copy(update={"files": {}})}
-    )
-    ranker.save_pretrained(tmp_path)
-    assert load(tmp_path).score(QUERY, DOCUMENTS) == scores
+def test_a_file_that_can_change_a_score_is_refused_if_it_was_added_or_removed(
+    tiny_folder, tmp_path
+):
+    model = shutil.copytree(tiny_folder("qwen3"), tmp_path / "model")
+    load_ranker(model, "qwen3").save_pretrained(tmp_path / "artifact")
+    for name in ("added_tokens.json", "helper.py", "vocab.txt", "other.safetensors"):
+        (model / name).write_text("{}")
+        assert f"{name} not as when this artifact was made" in refusal(load, tmp_path / "artifact")
+        (model / name).unlink()
+    for name in ("README.md", "generation_config.json"):
+        (model / name).write_text("{}")
+    load(tmp_path / "artifact")
+    (model / "tokenizer_config.json").unlink()
+    message = refusal(load, tmp_path / "artifact")
+    assert "tokenizer_config.json not as when this artifact was made" in message
+
+
+def test_a_language_model_with_an_adapter_is_refused(saved, tiny_folder, tmp_path):
+    model = shutil.copytree(tiny_folder("qwen3"), tmp_path / "model")
+    adapter = {"base_model_name_or_path": "somebody/else", "peft_type": "LORA"}
+    (model / "adapter_config.json").write_text(json.dumps(adapter))
+    message = refusal(load, saved, backbone=model, kind=BackboneError)
+    assert "adapter_config.json" in message
+    assert "merge_and_unload" in message
+
+
+@pytest.mark.parametrize("field", ["attn_implementation", "_attn_implementation"])
+def test_a_foreign_config_names_no_attention_kernel(field, saved, tiny_folder, tmp_path, scores):
+    model = shutil.copytree(tiny_folder("qwen3"), tmp_path / "model")
+    edit_config(model, **{field: "kernels-community/flash-attn2"})
+    assert load(saved, backbone=model).score(QUERY, DOCUMENTS) == scores
 
 
 # Saved whole or not at all
@@ -341,8 +367,12 @@ def test_a_save_that_is_killed_at_any_write_leaves_the_old_artifact_or_the_new_o
         shutil.copytree(first, folder)
         (folder / "LICENSE").write_text("own")
         through = killed_at(number, lambda: new.save_pretrained(folder, include_backbone=True))
+        if (folder / COMPLETE).exists():
+            assert "was interrupted" in refusal(hub.resolve, folder)
+            shutil.copytree(folder / COMPLETE, folder, dirs_exist_ok=True)
+            shutil.rmtree(folder / COMPLETE)
         config = hub.read_config(hub.resolve(folder))
-        check_files(config.backbone, folder / "backbone", chosen=False)
+        check_files(config.backbone, folder / "backbone", in_cache=False, strict=True)
         weight = hub.read_projection(folder, config).weight
         which = [torch.equal(weight, ranker.projection.weight) for ranker in rankers]
         assert sum(which) == 1
@@ -360,6 +390,23 @@ def test_a_save_that_is_killed_at_any_write_leaves_the_old_artifact_or_the_new_o
     assert {path.name for path in folder.iterdir()} == {path.name for path in first.iterdir()} | {
         "LICENSE"
     }
+
+
+def test_loading_a_half_saved_folder_is_refused_and_writes_nothing(folder):
+    (folder / COMPLETE).mkdir()
+    (folder / "config.json").rename(folder / COMPLETE / "config.json")
+    before = sorted(folder.rglob("*"))
+    message = refusal(load, folder)
+    assert f"Move the content of {folder / COMPLETE} into {folder}" in message
+    assert sorted(folder.rglob("*")) == before
+
+
+def test_the_next_save_finishes_one_that_was_interrupted(folder, ranker, scores):
+    (folder / COMPLETE).mkdir()
+    (folder / COMPLETE / "README.md").write_text("half saved")
+    ranker.save_pretrained(folder)
+    assert not (folder / COMPLETE).exists()
+    assert load(folder).score(QUERY, DOCUMENTS) == scores
 
 
 # No pickle
@@ -530,6 +577,10 @@ DAMAGES = {
         edit(format_version=2),
         ["format version 2", "reads version 1", "pip install -U"],
     ),
+    "config of a format that never was": (
+        edit(signal="values"),
+        ["config.json is not a valid", "signal: Extra inputs"],
+    ),
     "config with an extra key": (
         edit(colour="blue"),
         ["config.json is not a valid", "colour: Extra inputs"],
@@ -618,6 +669,16 @@ DAMAGES = {
     "a flipped bit in B": (
         flip_a_bit,
         [PROJECTION, "its numbers are not those that were written", "Download it again"],
+    ),
+    "B in float16": (
+        change_b(lambda weight: weight.half()),
+        ["holds B as F16", "float32 (F32) is required"],
+    ),
+    "a header of many empty tensors": (
+        lambda folder: save_file(
+            {f"empty{number}": torch.zeros(0) for number in range(1000)}, folder / PROJECTION
+        ),
+        ["its header has", "that of an RSRank artifact at most", "Download it again"],
     ),
     "B by another name": (
         change_b(name="B"),
@@ -924,30 +985,6 @@ def test_an_artifact_can_be_read_by_other_users(saved):
     ).stat().st_mode
 
 
-@pytest.mark.parametrize(
-    ("source", "command"),
-    [
-        (
-            {"url": "file:///home/a/clone", "dir_info": {"editable": True}},
-            "pip install -e '/home/a/clone[eval]'",
-        ),
-        ({"url": "file:///home/a/clone", "dir_info": {}}, "pip install '/home/a/clone[eval]'"),
-        (
-            {"url": "https://host/me/rsrank", "vcs_info": {"vcs": "git"}},
-            "pip install 'rsrank-rag[eval] @ git+https://host/me/rsrank'",
-        ),
-        (None, "pip install 'rsrank-rag[eval]'"),
-    ],
-)
-def test_the_pip_command_fits_how_the_package_was_installed(source, command, monkeypatch):
-    class Installed:
-        def read_text(self, name):
-            assert name == "direct_url.json"
-            return None if source is None else json.dumps(source)
-
-    monkeypatch.setattr("rsrank_rag.errors.distribution", lambda name: Installed())
-    assert pip_install("eval") == command
-    assert (
-        str(MissingDependencyError("It needs that.", "eval"))
-        == f"It needs that. Install with: {command}"
-    )
+def test_the_error_of_a_missing_package_gives_the_pip_command():
+    error = MissingDependencyError("It needs that.", "eval")
+    assert str(error) == "It needs that. Install with: pip install 'rsrank-rag[eval]'"

@@ -486,29 +486,6 @@ def test_a_disk_that_is_full_ends_scoring_in_one_line_and_leaves_no_half_file(
     assert list((tmp_path / "out").iterdir()) == []
 
 
-def test_without_a_network_a_command_says_so_at_once():
-    """In a process of its own: what it does to the Hub's client is for good."""
-    code = (
-        "import socket, time\n"
-        "def nowhere(*_, **__): raise socket.gaierror(-2, 'Name or service not known')\n"
-        "socket.getaddrinfo = nowhere\n"
-        "time.sleep = lambda seconds: 1 / 0  # nothing is tried again\n"
-        "from typer.testing import CliRunner\n"
-        "from rsrank_rag.cli import app\n"
-        "found = CliRunner().invoke(app, ['info', 'owner/name'])\n"
-        "print(found.exit_code, found.stderr)\n"
-    )
-    environment = {**os.environ, "HF_HUB_OFFLINE": "0"}
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, env=environment, check=True
-    )
-    assert done.stdout.startswith("1 error: The artifact 'owner/name'")
-    assert (
-        "huggingface.co cannot be reached ([Errno -2] Name or service not known). Connect once"
-        in done.stdout
-    )
-
-
 def test_a_json_line_without_text_is_an_error_that_names_the_line(tmp_path):
     path = tmp_path / "documents.jsonl"
     path.write_text('{"text": "a"}\n{"body": "b"}\n', encoding="utf-8")

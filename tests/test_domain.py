@@ -455,9 +455,8 @@ def test_a_tuned_artifact_keeps_what_scores_above_its_threshold_unless_told_othe
     assert "not both" in run(*given, code=2)
 
 
-def test_a_config_without_a_threshold_reads_as_zero_and_is_written_without_one(fused):
+def test_the_threshold_is_zero_unless_the_config_gives_another(fused):
     config = hub.read_config(fused)
     assert config.threshold == 0.0
-    assert "threshold" not in json.loads(config.model_dump_json())
     moved = config.model_copy(update={"threshold": -0.5})
     assert RSRankConfig.parse(moved.model_dump_json(), source="x").threshold == -0.5

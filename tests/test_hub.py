@@ -543,6 +543,17 @@ def test_a_failed_push_leaves_the_folder_as_it_was_and_the_next_one_names_the_ri
     assert "PATH_OR_HUB_ID" not in card
 
 
+def test_a_push_refuses_symbolic_links_and_uploads_nothing(hub, ranker, tmp_path):
+    (tmp_path / "private.txt").write_text("secret")
+    folder = tmp_path / "made"
+    ranker.save_pretrained(folder, include_backbone=True)
+    (folder / "notes.txt").symlink_to(tmp_path / "private.txt")
+    options = {"private": False, "revision": None, "message": "B", "token": WRITER}
+    message = refusal(push, folder, REPO, **options)
+    assert f"{folder / 'notes.txt'} is a symbolic link" in message
+    assert hub.repositories == {}
+
+
 def test_a_dry_run_shows_the_card_and_the_files_and_asks_nobody(hub, ranker, tmp_path):
     folder = tmp_path / "made"
     ranker.save_pretrained(folder, include_backbone=True)

@@ -95,7 +95,7 @@ OUTAGES = {
     "nonsense": (
         lambda answer: {**answer, "results": []},
         RemoteError,
-        "gave 0 scores for document 0",
+        "not give exactly one score",
     ),
     "one document": (one_has_no_score, ScoringError, "does not fit"),
 }

@@ -169,7 +169,7 @@ async def test_a_model_can_be_asked_for_by_name_and_another_one_is_not_taken(
         rank(RemoteReranker(address, model="large"), asynchronous, documents=documents)
         for documents in ([], DOCUMENTS)
     ):
-        with pytest.raises(RemoteError, match="asked for 'large' and holds 'overlap'"):
+        with pytest.raises(RemoteError, match="'large' was requested, and .* holds 'overlap'"):
             await asked
 
 
@@ -308,7 +308,8 @@ async def test_redirects_are_not_followed(service, address, asynchronous):
     with talking() as (elsewhere, heard):
         service.script += [(307, {}, {"Location": f"{elsewhere}/v1/rerank"})]
         with pytest.raises(
-            RemoteError, match=rf"sends on to {elsewhere[7:]} \(307\), where nothing was sent"
+            RemoteError,
+            match=rf"redirects to {elsewhere}/v1/rerank \(307\), where nothing was sent",
         ):
             await rank(RemoteReranker(address, api_key=SECRET), asynchronous)
         assert heard == []
@@ -334,9 +335,7 @@ async def test_after_the_last_try_the_services_own_words_are_the_error(
     service, address, asynchronous, hurried
 ):
     service.script += [(429, {"message": "40 documents are waiting."}, {"Retry-After": "0"})] * 3
-    with pytest.raises(
-        RemoteError, match=r"answered 429: 40 documents are waiting\. Asked 3 times\.$"
-    ) as caught:
+    with pytest.raises(RemoteError, match=r"answered 429: 40 documents are waiting\.$") as caught:
         await rank(RemoteReranker(address, max_retries=2), asynchronous)
     assert (caught.value.status, caught.value.transient, caught.value.retry_after) == (
         429,
@@ -356,38 +355,36 @@ async def test_the_wait_that_the_service_asks_for_is_kept(service, address, asyn
     assert time.monotonic() - started > 0.29
 
 
-def test_a_service_may_name_a_date_to_come_back():
-    date = format_datetime(datetime.now(timezone.utc) + timedelta(seconds=1000), usegmt=True)
-    assert 900 < transport._seconds(date) <= 1000
-    assert transport._seconds("Sun, 06 Nov 1994 08:49:37 GMT") == 0.0
-    assert transport._seconds("soon") is None
-    assert transport._seconds("Mon, 01 Jan 99999999999999999999 00:00:00 GMT") is None
-
-
 @both_ways
 async def test_a_wait_beyond_the_timeout_is_not_begun(service, address, asynchronous):
     service.script += [(503, {"message": "Loading."}, {"Retry-After": "3600"})]
-    with pytest.raises(
-        RemoteError, match=r"503: Loading\. Asked once and there is no time for another try"
-    ) as caught:
+    with pytest.raises(RemoteError, match=r"503: Loading\.$") as caught:
         await rank(RemoteReranker(address, timeout=60), asynchronous)
     assert caught.value.retry_after == 3600
     assert len(service.seen) == 1
 
 
-def test_pauses_grow_to_a_limit_and_differ(service, address, monkeypatch, caplog):
+def test_pauses_grow_to_a_limit_and_differ(service, address, monkeypatch):
     monkeypatch.setattr(transport, "FIRST_PAUSE", 0.005)
     monkeypatch.setattr(transport, "LONGEST_PAUSE", 0.02)
-    caplog.set_level("INFO", "rsrank_rag.remote")
+    pauses = []
+    usual = transport._pause
+
+    def pause(state):
+        pauses.append(usual(state))
+        return pauses[-1]
+
+    monkeypatch.setattr(transport, "_pause", pause)
     service.script += [(503, {"message": "busy"})] * 12
     for _ in range(2):
-        with pytest.raises(RemoteError, match=r"Asked 6 times\."):
+        with pytest.raises(RemoteError, match=r"503: busy\.$"):
             RemoteReranker(address, max_retries=5).rank(QUERY, DOCUMENTS)
-    pauses = [record.args[1] for record in caplog.records if "Trying again" in record.msg]
-    assert len(pauses) == 10 == len(set(pauses))
-    for number, pause in enumerate(pauses):
-        least = min(0.005 * 2 ** (number % 5), 0.02)
-        assert least <= pause <= 2 * least
+    assert len(service.seen) == 12
+    # The pause after the last try is computed, too, to see whether there is time for another.
+    assert len(pauses) == 12 == len(set(pauses))
+    for number, seconds in enumerate(pauses):
+        least = min(0.005 * 2 ** (number % 6), 0.02)
+        assert least <= seconds <= 2 * least
 
 
 @both_ways
@@ -465,7 +462,7 @@ async def test_a_lost_connection_is_tried_again(asynchronous, cut, hurried):
         )
         assert len(heard) == 2
     with talking(*[cut] * 2) as (elsewhere, heard):
-        with pytest.raises(RemoteError, match=r"could not be reached \(.*Asked 2 times") as caught:
+        with pytest.raises(RemoteError, match=r"could not be reached \(") as caught:
             await rank(RemoteReranker(elsewhere, max_retries=1), asynchronous)
         assert caught.value.transient
         assert len(heard) == 2
@@ -473,9 +470,7 @@ async def test_a_lost_connection_is_tried_again(asynchronous, cut, hurried):
 
 @both_ways
 async def test_where_nobody_listens_the_error_says_so(asynchronous, hurried):
-    with pytest.raises(
-        RemoteError, match=r"http://127\.0\.0\.1:9 could not be reached .*Asked 4 times\."
-    ) as caught:
+    with pytest.raises(RemoteError, match=r"http://127\.0\.0\.1:9 could not be reached ") as caught:
         await rank(RemoteReranker("http://127.0.0.1:9"), asynchronous)
     assert caught.value.status is None
 
@@ -499,18 +494,12 @@ def with_first(**fields):
 @pytest.mark.parametrize(
     ("break_it", "message"),
     [
-        (
-            with_rows(lambda rows: rows[1:]),
-            r"asked about 5 documents and gave 0 scores for document 0",
-        ),
-        (with_rows(lambda rows: [*rows, rows[0]]), "gave 2 scores for document 0"),
-        (with_rows(lambda rows: [*rows[1:], rows[1]]), "gave 0 scores for document 0"),
-        (with_first(index=5), "gave 0 scores for document 0"),
-        (
-            with_rows(lambda rows: [*rows, {**rows[0], "index": -1}]),
-            "gave 1 scores for document -1",
-        ),
-        (with_rows(lambda rows: [*rows, {**rows[0], "index": 5}]), "gave 1 scores for document 5"),
+        (with_rows(lambda rows: rows[1:]), "not give exactly one score or error for each"),
+        (with_rows(lambda rows: [*rows, rows[0]]), "not give exactly one"),
+        (with_rows(lambda rows: [*rows[1:], rows[1]]), "not give exactly one"),
+        (with_first(index=5), "not give exactly one"),
+        (with_rows(lambda rows: [*rows, {**rows[0], "index": -1}]), "not give exactly one"),
+        (with_rows(lambda rows: [*rows, {**rows[0], "index": 5}]), "not give exactly one"),
         (with_first(relevance_score="0.5"), "did not answer as an rsrank service does"),
         (with_first(index=True), "did not answer as an rsrank service does"),
         (with_first(index=0.0), "did not answer as an rsrank service does"),
@@ -521,17 +510,18 @@ def with_first(**fields):
         (lambda answer: [answer], "did not answer as"),
         (
             lambda answer: {**answer, "filler": "x" * 2_000_000},
-            "too long to be scores: more than 1,069,056 bytes",
+            "too long to be scores: more than 1,000,000 bytes",
         ),
         (
             lambda answer: {**answer, "errors": [{"index": 0, "message": "scored nan."}]},
-            "gave 2 scores for document 0",
+            "not give exactly one",
         ),
     ],
 )
 async def test_an_answer_that_cannot_be_trusted_is_an_error(
-    service, address, asynchronous, break_it, message
+    service, address, asynchronous, break_it, message, monkeypatch
 ):
+    monkeypatch.setattr(transport, "LARGEST_ANSWER", 1_000_000)
     service.script += [break_it]
     with pytest.raises(RemoteError, match=message) as caught:
         await rank(RemoteReranker(address), asynchronous)
@@ -569,7 +559,7 @@ async def test_a_document_that_the_service_could_not_score_is_named(service, add
     }
     service.script += [spoil, (422, refused)]
     for message in (
-        r"^Document 1 scored nan\. So it is with 1 more\.$",
+        r"^Document 1 scored nan\.$",
         r"^Document 1 scored nan\.$",
     ):
         with pytest.raises(ScoringError, match=message) as caught:
@@ -651,7 +641,7 @@ async def test_the_services_refusals_are_our_errors(asynchronous, monkeypatch):
             await rank(keyed, asynchronous, "q", ["1"] * 4)
         with pytest.raises(InputError, match=r"\(413\): Document 1 has 60 characters"):
             await rank(keyed, asynchronous, "q", ["1", "1" * 60])
-        with pytest.raises(RemoteError, match="asked for 'large' and holds 'fake'"):
+        with pytest.raises(RemoteError, match="'large' was requested, and .* holds 'fake'"):
             await rank(
                 RemoteReranker(address, model="large", api_key=SECRET), asynchronous, "q", ["1"]
             )
@@ -792,7 +782,7 @@ async def test_the_event_loop_stays_free_while_a_service_thinks_and_between_two_
 def lasting(address, monkeypatch):
     """Connections that do not grow old while a busy machine does something else."""
     connections.close(address)
-    monkeypatch.setattr(connections, "_LIMITS", httpx.Limits(keepalive_expiry=None))
+    monkeypatch.setattr(connections, "LIMITS", httpx.Limits(keepalive_expiry=None))
     yield
     connections.close(address)
 
@@ -849,7 +839,7 @@ async def test_closing_lets_calls_under_way_finish_and_the_next_opens_anew(servi
     connections.close(address)
     reranker = RemoteReranker(address)
     await reranker.arank(QUERY, DOCUMENTS)
-    client = connections._clients[address].client
+    client = connections._clients[os.getpid(), address].client
     service.script += [0.3, 0.3]
     calls = [asyncio.create_task(rank(reranker, asynchronous)) for asynchronous in (False, True)]
     await until(lambda: service.running == 2)
@@ -866,12 +856,12 @@ async def test_closing_lets_calls_under_way_finish_and_the_next_opens_anew(servi
 async def test_context_managers_close_idle_connections(address):
     with RemoteReranker(address) as reranker:
         reranker.rank(QUERY, DOCUMENTS)
-        client = connections._clients[address].client
+        client = connections._clients[os.getpid(), address].client
         assert not client.is_closed
     assert client.is_closed
     async with RemoteReranker(address) as reranker:
         await reranker.arank(QUERY, DOCUMENTS)
-        client = connections._clients[address].client
+        client = connections._clients[os.getpid(), address].client
         assert not client.is_closed
     assert client.is_closed
 

@@ -238,6 +238,52 @@ def test_a_hundred_thousand_characters_are_cut_to_the_positions():
     assert len(found.ids) == 512 - 128
 
 
+PIECES = [
+    "a",
+    "the bridge ",
+    " " * 3000,
+    "\n",
+    "x" * 150,
+    "y" * 9000,
+    "1984",
+    "é",
+    "\ud83d",
+    "東京",
+    ".",
+]
+
+
+@pytest.mark.parametrize("tokenizer", [TOKENIZER, word_piece_tokenizer()])
+@settings(max_examples=60, deadline=None)
+@given(
+    pieces=st.lists(st.tuples(st.sampled_from(PIECES), st.integers(1, 300)), max_size=8),
+    count=st.integers(1, 60),
+)
+def test_a_text_that_is_cut_before_it_is_tokenised_has_the_first_ids_of_the_whole(
+    tokenizer, pieces, count
+):
+    text = "".join(piece * (1 if len(piece) > 1000 else number) for piece, number in pieces)
+    reader = prompts(tokenizer=tokenizer)
+    [whole], [beginning] = reader.encode([text]), reader.encode_beginnings([text], count)
+    assert beginning[:count] == whole[:count]
+    assert (len(beginning) > count) == (len(whole) > count)
+
+
+def test_of_a_text_of_megabytes_only_a_beginning_is_tokenised(monkeypatch):
+    lengths = []
+    reader = prompts()
+    encode = reader.encode
+
+    def counting(texts):
+        lengths.extend(map(len, texts))
+        return encode(texts)
+
+    monkeypatch.setattr(reader, "encode", counting)
+    [document] = reader.documents(["The bridge was opened in 1932. " * 100_000], 5)
+    assert document.truncated
+    assert sum(lengths) < 50_000
+
+
 def test_readable_text_of_ids_is_the_text():
     tokenizer = prompts(CHAT)
     query = tokenizer.query("the bridge")

@@ -1,1 +1,1 @@
-"""What is shared: config, B, model card, and the identity of the language model they belong to."""
+"""The artifact: config, B, model card, and the identity of its language model."""

@@ -1,11 +1,10 @@
-"""The artifact's ``config.json``, validated: which backbone B belongs to and how it reads a prompt."""
+"""The artifact's ``config.json``: the language model of B, and how it reads a prompt."""
 
 import hashlib
 import json
 import reprlib
 import textwrap
-from operator import not_
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Any, Literal
 
 from pydantic import BaseModel, Field, ValidationError, model_validator
 from typing_extensions import Self
@@ -15,25 +14,15 @@ from ..method.template import Template
 
 FORMAT_VERSION: Literal[1] = 1
 
+# Sizes and lengths above this are refused, because tensors of such sizes cannot exist.
 LARGEST = 2**31
 
-INSIDE = "./backbone"  # how an artifact names a language model that lies in its own folder
-
-RETIRED: dict[str, tuple[object, ...]] = {
-    "signal": ("values",),
-    "null_prefix": ("empty",),
-    "calibration": (None,),
-}
-"""Fields that artifacts of earlier releases have, and the values of them that this one still means."""
-
-
-Value = TypeVar("Value")
-Later = Annotated[Value, Field(exclude_if=not_)]
-"""A field that earlier releases do not know: left out where it says what they mean."""
+# The name of a language model that lies in the artifact's own folder.
+INSIDE = "./backbone"
 
 
 class BackboneSpec(BaseModel, extra="forbid", frozen=True, protected_namespaces=()):
-    """The language model B was trained on, by name and by what can be checked after loading."""
+    """The language model that B was trained on: its name, and properties to check it by."""
 
     name: str = Field(description="Hub id or local path; './folder' lies inside the artifact.")
     revision: str | None = Field(default=None, description="Commit, tag or branch on the Hub.")
@@ -43,16 +32,16 @@ class BackboneSpec(BaseModel, extra="forbid", frozen=True, protected_namespaces=
     head_dim: int = Field(gt=0, le=LARGEST, description="D.")
     tokenizer: str = Field(description="Fingerprint of how the tokenizer splits a fixed text.")
     values: tuple[float, ...] = Field(
-        description="Entries of the last read layer's value vectors on fixed tokens."
+        description="Entries of value vectors of the last layer in `layers`, on fixed tokens."
     )
     files: dict[str, str] = Field(
-        default_factory=dict, description="sha256 of each file that decides a score."
+        default_factory=dict, description="sha256 of each file that can change a score, by name."
     )
 
 
-# JSON has no NaN or infinity: such a metric would be written as null and make the artifact unreadable.
+# JSON has no NaN and no infinity: such a metric would be written as null, which cannot be read.
 class TrainingRecord(BaseModel, extra="forbid", frozen=True, allow_inf_nan=False):
-    """Where B comes from. Shown in the model card."""
+    """The data and settings that B was trained with. The model card shows them."""
 
     data: tuple[str, ...] = ()
     seed: int | None = None
@@ -66,29 +55,30 @@ class TrainingRecord(BaseModel, extra="forbid", frozen=True, allow_inf_nan=False
 
 
 class RSRankConfig(BaseModel, extra="forbid", frozen=True):
-    """Everything about an artifact except the numbers in B."""
+    """Everything about an artifact except the weights of B."""
 
     format_version: Literal[1] = FORMAT_VERSION
     backbone: BackboneSpec
     layers: tuple[int, ...] = Field(
-        min_length=1, description="Backbone layers B reads, from 0; layer 0 is left out."
+        min_length=1, description="Backbone layers that B reads, counted from 0, without 0."
     )
     projection_dim: int = Field(gt=0, le=LARGEST, description="P.")
-    fusion_layer: Later[int] = Field(
+    fusion_layer: int = Field(
         default=0, ge=0, description="The first layer in which queries see documents."
     )
-    documents_stay: Later[bool] = Field(
-        default=False, description="Whether layers from there on see documents as they enter it."
+    documents_stay: bool = Field(
+        default=False,
+        description="Whether the layers from there on see documents as they enter it.",
     )
     template: Template = Template()
     max_length: int | None = Field(
         default=None, gt=0, le=LARGEST, description="Positions to use, if fewer than the model has."
     )
-    threshold: Later[float] = Field(
-        default=0.0, allow_inf_nan=False, description="Keep what scores above; 0 as in the paper."
+    threshold: float = Field(
+        default=0.0, allow_inf_nan=False, description="Documents that score above it are kept."
     )
-    int8: Later[bool] = Field(
-        default=False, description="Whether documents read in int8 were measured to be good enough."
+    int8: bool = Field(
+        default=False, description="Whether int8 is precise enough for this artifact's documents."
     )
     license: str | None = None
     training: TrainingRecord = TrainingRecord()
@@ -99,8 +89,9 @@ class RSRankConfig(BaseModel, extra="forbid", frozen=True):
             raise ValueError(f"layers must ascend without repeats, got {self.layers}")
         if self.layers[0] <= self.fusion_layer or self.layers[-1] >= self.backbone.num_layers:
             raise ValueError(
-                f"layers must lie in {self.fusion_layer + 1}..{self.backbone.num_layers - 1} (up to layer "
-                f"{self.fusion_layer}, no document has been seen), got {self.layers[0]}..{self.layers[-1]}"
+                f"layers must lie in {self.fusion_layer + 1}..{self.backbone.num_layers - 1} "
+                f"(up to layer {self.fusion_layer}, queries do not see the document), "
+                f"got {self.layers[0]}..{self.layers[-1]}"
             )
         return self
 
@@ -116,75 +107,64 @@ class RSRankConfig(BaseModel, extra="forbid", frozen=True):
 
     @property
     def depth(self) -> str:
-        """The backbone's layers in words, and how many of them are loaded if B needs fewer."""
-        count, needed = self.backbone.num_layers, self.layers[-1] + 1
-        return f"{count} layers" + (f", the first {needed} are loaded" if needed < count else "")
+        """The number of the backbone's layers in words, and how many of them B needs."""
+        needed = self.layers[-1] + 1
+        text = f"{self.backbone.num_layers} layers"
+        if needed < self.backbone.num_layers:
+            text += f", the first {needed} are loaded"
+        return text
 
     @property
     def digest(self) -> str:
-        """sha256 of the config's content, which `projection.safetensors` repeats."""
+        """sha256 of the config's content, which ``projection.safetensors`` repeats."""
         return content_digest(self.model_dump_json())
 
     @classmethod
     def parse(cls, text: str, *, source: str) -> Self:
-        """Read a ``config.json``; ArtifactError if it is no JSON, no RSRank config, or of an unknown version."""
-        try:
-            raw: Any = json.loads(text)
-        except (
-            ValueError,
-            RecursionError,
-        ) as error:  # also nested too deep, or a number of thousands of digits
-            raise ArtifactError(
-                f"{source} is not valid JSON ({error}). Download it again."
-            ) from None
+        """Validate the text of a ``config.json``; ``source`` is its path, for errors.
+
+        Raises:
+            ArtifactError: The text is no JSON, no RSRank config, or of another format version.
+        """
+        raw = _json(text, source)
         if not isinstance(raw, dict) or "format_version" not in raw:
             raise ArtifactError(
-                f"{source} is not an RSRank config: it has no format_version. Is this the folder of a language model? "
-                "An RSRank artifact holds config.json and projection.safetensors, made by RSRank.save_pretrained."
+                f"{source} is not an RSRank config: it has no format_version. Is this the folder "
+                "of a language model? An RSRank artifact holds config.json and "
+                "projection.safetensors, made by RSRank.save_pretrained."
             )
         if raw["format_version"] != FORMAT_VERSION:
             raise ArtifactError(
-                f"{source} has format version {reprlib.repr(raw['format_version'])}; this rsrank_rag reads version "
-                f"{FORMAT_VERSION}. Upgrade with: pip install -U rsrank-rag"
+                f"{source} has format version {reprlib.repr(raw['format_version'])}; this "
+                f"rsrank_rag reads version {FORMAT_VERSION}. "
+                "Upgrade with: pip install -U rsrank-rag"
             )
         try:
-            return cls.model_validate(_without_retired(raw, source))
+            return cls.model_validate(raw)
         except ValidationError as error:
-            problems = "; ".join(
-                f"{'.'.join(map(str, e['loc'])) or 'config'}: {e['msg']}" for e in error.errors()
-            )
-            problems = textwrap.shorten(
-                problems, 1000, placeholder=" ..."
-            )  # names in it may be of any length
-            raise ArtifactError(f"{source} is not a valid RSRank config: {problems}.") from None
-
-
-def _without_retired(raw: dict[str, Any], source: str) -> dict[str, Any]:
-    """A config without what only earlier releases knew; ArtifactError if it asks for what only they could do."""
-    for name, meant in RETIRED.items():
-        if name in raw and raw[name] not in meant:
-            raise ArtifactError(
-                f"{source} was made with {name}={reprlib.repr(raw[name])}, which belongs to the paper's ablations and "
-                "is no longer part of an artifact. Run it through `rsrank reproduce`, or train B on value vectors."
-            )
-    kept = {name: value for name, value in raw.items() if name not in RETIRED}
-    for part, field in (
-        ("backbone", "hidden_size"),
-        ("template", "filler"),
-        ("training", "histogram"),
-    ):
-        if isinstance(kept.get(part), dict):
-            kept[part] = {name: value for name, value in kept[part].items() if name != field}
-    return kept
+            problems = []
+            for problem in error.errors():
+                field = ".".join(map(str, problem["loc"])) or "config"
+                problems.append(f"{field}: {problem['msg']}")
+            # A field's name may be of any length.
+            message = textwrap.shorten("; ".join(problems), 1000, placeholder=" ...")
+            raise ArtifactError(f"{source} is not a valid RSRank config: {message}.") from None
 
 
 def content_digest(text: str) -> str:
     """sha256 of a JSON text's content, whatever its layout and the order of its keys.
 
-    Taken from the file as written, so that fields which later versions add do not change it.
+    The digest is taken from the file as written, so that a field with a default that a later
+    version adds does not change it.
     """
-    try:
-        content = json.dumps(json.loads(text), sort_keys=True, ensure_ascii=True)
-    except RecursionError:
-        raise ArtifactError("config.json is nested too deep. Download it again.") from None
+    content = json.dumps(_json(text, "config.json"), sort_keys=True, ensure_ascii=True)
     return hashlib.sha256(content.encode()).hexdigest()
+
+
+def _json(text: str, source: str) -> Any:
+    try:
+        return json.loads(text)
+    # ValueError also for an integer of thousands of digits, RecursionError for deep nesting.
+    except (ValueError, RecursionError) as error:
+        message = f"{source} is not valid JSON ({error}). Download it again."
+        raise ArtifactError(message) from None

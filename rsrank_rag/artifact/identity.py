@@ -1,4 +1,4 @@
-"""Does this language model belong to this artifact? B means nothing to any other model."""
+"""Check that a language model is the one that the artifact was made with; B fits no other."""
 
 from __future__ import annotations
 
@@ -27,29 +27,39 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+# The largest relative distance of value vectors from the recorded ones, by the bits of a weight (16
+# or more count as 16). Other weights of the same shape differ by about the square root of 2.
 TOLERANCE = {16: 0.1, 8: 0.3, 4: 0.7}
-"""How far value vectors may lie from the recorded ones, by the weights' bits (16 or more count as 16).
 
-Other weights of the same shape differ by about the square root of 2.
-"""
-
-TOKENIZER = (
+# Patterns of all files that transformers reads a score from: config, code, tokenizer and weights.
+DECIDING = (
+    "config*.json",
+    "*.py",
     "tokenizer*.json",
-    "tokenizer.model",
-    "spiece.model",
     "special_tokens_map.json",
     "added_tokens.json",
+    "vocab*",
+    "merges*",
+    "*.model",
+    "*.tiktoken",
+    "tekken.json",
+    "adapter_*",
+    "*.safetensors",
+    "*.safetensors.index.json",
 )
-DECIDING = ("config.json", *TOKENIZER, "vocab.*", "merges.txt", "modeling*.py", "configuration*.py")
-"""Files beside the weights that decide a score."""
+
+# Fields of a language model's config that change no key and no value.
+_NOT_READ = ("_name_or_path", "architectures", "transformers_version")
 
 _PROBE = (
     "Who wrote it, and when? 1984 naïve façade — 東京 Привет 😀\n\tdef f(x): return x**2 <s>[MASK]"
 )
 
+ADVICE = "Load the backbone the artifact names (and its revision), or train B for this one."
+
 
 def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
-    """Short hash of how a tokenizer splits a fixed multilingual string, and of its vocabulary's size."""
+    """Hash of how a tokenizer splits a fixed multilingual text, and of its vocabulary's size."""
     copy = private_copy(tokenizer, special_tokens=False)
     ids = [copy.get_vocab_size(), *copy.encode(_PROBE, add_special_tokens=False).ids]
     return hashlib.sha256(repr(ids).encode()).hexdigest()[:16]
@@ -62,7 +72,7 @@ def describe(
     revision: str | None,
     files: Mapping[str, str] | None = None,
 ) -> BackboneSpec:
-    """What an artifact records of its language model; ``files``: their hashes."""
+    """What an artifact records of its language model; ``files`` are the files' hashes."""
     return BackboneSpec(
         name=name,
         revision=revision,
@@ -77,13 +87,15 @@ def describe(
 
 
 def prefix_identity(core: Backbone, config: RSRankConfig) -> dict[str, object]:
-    """Everything that a document's keys and values depend on beside its token ids, dtype and tenant.
+    """All that a document's keys and values depend on, except its token ids, dtype and tenant.
 
-    The weights are read whole (about 1 s/GB), because a sample does not see a damaged block.
+    All weights are read (about 1 s/GB), because a sample would miss a damaged block.
     """
-    read = {name: value for name, value in core.config.to_dict().items() if name not in _NOT_READ}
+    model_config = core.config.to_dict()
+    for name in _NOT_READ:
+        model_config.pop(name, None)
     return {
-        "config": json.dumps(read, sort_keys=True, default=str),
+        "config": json.dumps(model_config, sort_keys=True, default=str),
         "backbone": config.backbone.name,
         "revision": config.backbone.revision,
         "weights": fingerprint(core.model),
@@ -100,70 +112,77 @@ def prefix_identity(core: Backbone, config: RSRankConfig) -> dict[str, object]:
 def folder_of(
     name: str | Path, revision: str | None, cache_dir: str | Path | None = None
 ) -> Path | None:
-    """Where a language model's files are: a folder here, or in the Hub's cache; None before they are downloaded."""
+    """The folder of a language model's files: a local one, or one in the Hub's cache.
+
+    None if the model has not been downloaded.
+    """
     if Path(name).is_dir():
         return Path(name)
-    found = try_to_load_from_cache(str(name), "config.json", cache_dir, revision)
-    return Path(found).parent if isinstance(found, str) else None
+    config = try_to_load_from_cache(str(name), "config.json", cache_dir, revision)
+    return Path(config).parent if isinstance(config, str) else None
 
 
 def hashes(folder: Path | None) -> dict[str, str]:
-    """sha256 of each file of a language model that decides a score, by name."""
+    """sha256 of each file of a language model that can change a score, by name."""
     if folder is None:
         return {}
-    one = (folder / "model.safetensors").is_file()
-    weights = (
-        ("model.safetensors",)
-        if one
-        else ("model.safetensors.index.json", "model-*-of-*.safetensors")
-    )
-    found = {path for pattern in (*DECIDING, *weights) for path in folder.glob(pattern)}
-    files = sorted(path for path in found if path.is_file())
-    with ThreadPoolExecutor() as threads:  # hashing waits for no other thread
-        return dict(zip((path.name for path in files), threads.map(digest_of, files), strict=True))
+    paths = {path for pattern in DECIDING for path in folder.glob(pattern)}
+    files = sorted(path for path in paths if path.is_file())
+    # hashlib releases the interpreter's lock, so that files are hashed concurrently.
+    with ThreadPoolExecutor() as threads:
+        digests = list(threads.map(digest_of, files))
+    return {path.name: digest for path, digest in zip(files, digests, strict=True)}
 
 
-def check_files(spec: BackboneSpec, folder: Path | None, *, chosen: bool) -> None:
-    """Compare every byte that decides a score; artifacts of earlier releases do not know what it was.
+def check_files(spec: BackboneSpec, folder: Path, *, in_cache: bool, strict: bool) -> None:
+    """Compare every file that can change a score with the recorded hashes.
 
-    A model that somebody ``chosen`` instead of the artifact's may have other files: then this is logged, no more.
-    Else ArtifactError says that files are damaged or others.
+    Files may be missing from the Hub's cache, or have been added to it by another tool, because
+    only what was requested is downloaded. Weights may not.
+
+    Args:
+        spec: What the artifact recorded.
+        folder: Where the files are.
+        in_cache: Whether this is the Hub's cache.
+        strict: Refuse differences. False if the user named another model on purpose: then they
+            are logged.
+
+    Raises:
+        ArtifactError: Files are damaged, missing, added, or of another revision.
     """
-    found = hashes(folder) if spec.files else {}
-    # What else a tokenizer may be read from differs between copies; weights that were never recorded are foreign.
-    known = {
-        file: spec.files.get(file, not file.endswith(".safetensors") and digest)
-        for file, digest in found.items()
-    }
-    different = ", ".join(file for file, digest in found.items() if digest != known[file])
-    what = f"{folder}: {different} not as when this artifact was made (by sha256)"
-    if different and not chosen:
+    recorded = spec.files
+    present = hashes(folder)
+    different = []
+    for name in sorted(recorded.keys() | present.keys()):
+        comparable = name in recorded and name in present
+        if in_cache and not comparable and not name.endswith(".safetensors"):
+            continue
+        if recorded.get(name) != present.get(name):
+            different.append(name)
+    if not different:
+        return
+    message = f"{folder}: {', '.join(different)} not as when this artifact was made (by sha256)"
+    if strict:
         raise ArtifactError(
-            f"{what}: damaged, or another revision. Download or copy the model again; or, to use it as it is, name it: "
-            "backbone=..."
+            f"{message}: damaged, or another revision. Download or copy the model again; or, to "
+            "use it as it is, name it: backbone=..."
         )
-    if different:
-        logger.warning("%s. Scores may differ from the artifact's.", what)
-
-
-_NOT_READ = ("_name_or_path", "architectures", "transformers_version")
-
-ADVICE = "Load the backbone the artifact names (and its revision), or train B for this one."
+    logger.warning("%s. Scores may differ from the artifact's.", message)
 
 
 def check_before_run(loaded: LoadedModel, spec: BackboneSpec, source: str) -> None:
-    """Refuse another architecture, depth or tokenizer before the model runs and fails in ways of its own."""
+    """Refuse another architecture, depth or tokenizer before the model is run."""
     model_type = loaded.model.config.get_text_config().model_type
     if (loaded.num_layers, model_type) != (spec.num_layers, spec.model_type):
         raise ArtifactError(
-            f"This artifact belongs to {spec.name} ({spec.model_type}, {spec.num_layers} layers), but {source} is a "
-            f"{model_type} with {loaded.num_layers} layers. {ADVICE}"
+            f"This artifact belongs to {spec.name} ({spec.model_type}, {spec.num_layers} layers), "
+            f"but {source} is a {model_type} with {loaded.num_layers} layers. {ADVICE}"
         )
     fingerprint = tokenizer_fingerprint(loaded.tokenizer)
     if fingerprint != spec.tokenizer:
         raise ArtifactError(
-            f"The tokenizer of {source} splits text differently from the one this artifact was made with "
-            f"(fingerprint {fingerprint}, expected {spec.tokenizer}). {ADVICE}"
+            f"The tokenizer of {source} splits text differently from the one this artifact was "
+            f"made with (fingerprint {fingerprint}, expected {spec.tokenizer}). {ADVICE}"
         )
 
 
@@ -171,19 +190,20 @@ def check_after_run(core: Backbone, spec: BackboneSpec, source: str) -> None:
     """Refuse other heads or other value vectors than the ones the artifact was made with."""
     if (core.num_heads, core.head_dim) != (spec.num_heads, spec.head_dim):
         raise ArtifactError(
-            f"This artifact belongs to {spec.name} with {spec.num_heads} KV heads of {spec.head_dim}, but {source} "
-            f"has {core.num_heads} of {core.head_dim}. {ADVICE}"
+            f"This artifact belongs to {spec.name} with {spec.num_heads} KV heads of "
+            f"{spec.head_dim}, but {source} has {core.num_heads} of {core.head_dim}. {ADVICE}"
         )
     difference = relative_difference(core.findings.sample, spec.values)
     if not difference <= TOLERANCE[bits_of(core.model)]:
         raise ArtifactError(
-            f"The weights of {source} are not those of {spec.name} (revision {spec.revision or 'not pinned'}) that "
-            f"this artifact was made with: value vectors differ by {difference:.0%}. {ADVICE}"
+            f"The weights of {source} are not those of {spec.name} (revision "
+            f"{spec.revision or 'not pinned'}) that this artifact was made with: value vectors "
+            f"differ by {difference:.0%}. {ADVICE}"
         )
 
 
-def relative_difference(found: Sequence[float], expected: Sequence[float]) -> float:
-    """Distance of two fingerprints, relative to the expected one's length."""
-    if len(found) != len(expected):
+def relative_difference(actual: Sequence[float], expected: Sequence[float]) -> float:
+    """Euclidean distance of two vectors, relative to the expected one's length."""
+    if len(actual) != len(expected):
         return math.inf
-    return math.dist(found, expected) / max(math.hypot(*expected), 1e-6)
+    return math.dist(actual, expected) / max(math.hypot(*expected), 1e-6)

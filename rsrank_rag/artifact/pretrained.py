@@ -1,4 +1,4 @@
-"""How `RSRank` is loaded, saved and published."""
+"""Load, save and publish `RSRank`."""
 
 from abc import ABC, abstractmethod
 from dataclasses import replace
@@ -26,7 +26,7 @@ from .identity import check_after_run, check_before_run, check_files, describe, 
 
 
 class Pretrained(ABC):
-    """What is made of an artifact, and can be saved as one."""
+    """A reranker that is loaded from an artifact and can be saved as one."""
 
     backbone: Backbone
     prompts: PromptTokenizer
@@ -36,7 +36,7 @@ class Pretrained(ABC):
 
     @abstractmethod
     def __init__(self, *parts: Any, **choices: Any) -> None:
-        """From an artifact's parts, and those choices of `from_pretrained` that do not concern its loading."""
+        """Take an artifact's parts, and the arguments of `from_pretrained` for scoring."""
 
     @classmethod
     def from_pretrained(
@@ -63,50 +63,60 @@ class Pretrained(ABC):
 
         Args:
             name: ``"mini"`` (ships with the package), a local folder, or a Hub id.
-            revision: Commit, tag or branch of the artifact. The model's own revision stands in the artifact.
-            backbone: Where to load the language model from instead, such as a local copy. It is checked.
+            revision: Commit, tag or branch of the artifact. The artifact names the language
+                model's own revision.
+            backbone: Another place to load the language model from, such as a local copy. The
+                model there is checked.
             device: ``"cuda"``, ``"cpu"``, ...; None for the best one present.
-            dtype: None for bfloat16 where it is fast, else on a CPU int8 if the artifact is known to be good enough so,
-                else float32. ``"int8"``: documents' linear maps in 8 bits, on a CPU; the rest as by None.
+            dtype: None for bfloat16 where it is fast, else on a CPU int8 if the artifact allows
+                it, else float32. ``"int8"``: on a CPU, documents' linear maps are computed in 8
+                bits, and everything else as with None.
             load_in_8bit: int8 weights through bitsandbytes (needs the ``8bit`` extra).
             load_in_4bit: nf4 weights through bitsandbytes (needs the ``8bit`` extra).
             load_in_fp8: float8 weights through torchao (needs the ``fp8`` extra).
             max_length: Use at most this many positions; longer documents are cut.
             token_budget: Padded tokens of documents and query in one batch.
-            prefix_cache: Where documents' prefixes are kept, so that a document that comes back is not read again.
-                True for some of the device's memory, a size such as ``"512MB"`` for so much of it, a folder for that
-                and the disk, a `PrefixCache` or its fields for more, or False for nowhere.
-            deterministic: Fill small calls up on processors (those with AMX) whose matrix kernels give a token other
-                last digits among few others than among many. Elsewhere a CPU's scores never depend on neighbours.
-            local_files_only: Use what is already on disk, never the network.
+            prefix_cache: Where documents' prefixes are cached, so that a document that was scored
+                before is not run again. True for a share of the device's memory, a size such as
+                ``"512MB"``, a folder for memory and disk, a `PrefixCache` or its fields, or False.
+            deterministic: Pad small batches on processors with AMX, whose matrix kernels give a
+                token other last digits in a small batch than in a large one.
+            local_files_only: Use files on the disk only, never the network.
             token: Hub access token.
             cache_dir: Hub cache folder.
-            trust_remote_code: Let the model's repository run its own code. Off unless you say so.
+            trust_remote_code: Let the model's repository run its own code.
 
         Raises:
             ArtifactError: The artifact is missing, damaged, or belongs to another model.
             BackboneError: The language model cannot be loaded or read.
-            MissingDependencyError: 8-bit or 4-bit without bitsandbytes, fp8 without torchao, any without accelerate.
+            MissingDependencyError: A package for 8-bit, 4-bit or fp8 weights is not installed.
         """
-        flags: dict[str, Any] = {
-            "load_in_8bit": load_in_8bit,
-            "load_in_4bit": load_in_4bit,
-            "load_in_fp8": load_in_fp8,
-        }
-        flags |= {"local_files_only": local_files_only, "trust_remote_code": trust_remote_code}
         load = LoadOptions(
-            device, dtype, token=token, cache_dir=cache_dir, deterministic=deterministic, **flags
+            device,
+            dtype,
+            local_files_only=local_files_only,
+            token=token,
+            cache_dir=cache_dir,
+            trust_remote_code=trust_remote_code,
+            deterministic=deterministic,
+            load_in_8bit=load_in_8bit,
+            load_in_4bit=load_in_4bit,
+            load_in_fp8=load_in_fp8,
         )
-        elsewhere = None if backbone is None else str(backbone)
-        return cls.from_source(
-            ModelSource(
-                str(name), revision, load, elsewhere, max_length, token_budget, prefix_cache
-            )
+        source = ModelSource(
+            str(name),
+            revision,
+            load,
+            None if backbone is None else str(backbone),
+            max_length,
+            token_budget,
+            prefix_cache,
         )
+        return cls.from_source(source)
 
     @classmethod
     def from_source(cls, source: ModelSource) -> Self:
-        """As `from_pretrained`, from one object that holds all of its arguments."""
+        """As `from_pretrained`, with all of its arguments in one object."""
         ranker = cls(
             *open_artifact(source),
             token_budget=source.token_budget,
@@ -130,32 +140,36 @@ class Pretrained(ABC):
         training: TrainingRecord | None = None,
         license: str | None = None,
     ) -> Self:
-        """Join a language model (a local folder or a Hub id) and a B into a new artifact, for `save_pretrained`.
+        """Join a language model and a B into a new artifact.
 
         Args:
-            name: Of the language model.
-            projection: B, and what else it weighs.
+            name: Local folder or Hub id of the language model.
+            projection: B and its optional weights.
             template: Text around document and query.
-            fusion_layer: The first layer in which queries see documents; B reads layers above it. Below it, a query's
-                tokens see only ``query_start + query + suffix``.
-            documents_stay: Whether documents run no further: the layers from there on see what enters the first.
-            revision: The model's revision on the Hub, recorded in the artifact.
-            options: How to load the model.
-            training: Where B comes from, recorded in the artifact.
+            fusion_layer: The first layer in which queries see documents. B reads layers above it.
+                Below it, a query's tokens see only ``query_start + query + suffix``.
+            documents_stay: Run documents up to ``fusion_layer`` only; this layer and all above it
+                see the documents' states that enter ``fusion_layer``.
+            revision: The language model's revision on the Hub, recorded in the artifact.
+            options: How to load the language model.
+            training: The data and settings B was trained with, recorded in the artifact.
             license: SPDX-like identifier for the model card, such as ``"apache-2.0"``.
 
         Raises:
-            BackboneError: The model cannot be loaded or read.
+            BackboneError: The language model cannot be loaded or read.
             ArtifactError: B's shape does not fit it.
         """
-        load, template, last_layer = (
-            options or LoadOptions(),
-            template or Template(),
-            projection.layers[-1],
-        )
+        load = options or LoadOptions()
+        template = template or Template()
+        last_layer = projection.layers[-1]
         loaded, int8 = _load(str(name), revision, load, last_layer)
-        depth = {"num_layers": loaded.num_layers, "fusion_layer": fusion_layer}
-        core = open_backbone(loaded.model, last_layer, **depth, documents_stay=documents_stay)
+        core = open_backbone(
+            loaded.model,
+            last_layer,
+            num_layers=loaded.num_layers,
+            fusion_layer=fusion_layer,
+            documents_stay=documents_stay,
+        )
         prompts = PromptTokenizer(
             loaded.tokenizer, template, max_length=core.max_length, shared_positions=core.causal
         )
@@ -174,15 +188,17 @@ class Pretrained(ABC):
         )
         if tuple(projection.weight.shape) != config.shape:
             raise ArtifactError(
-                f"B has shape {tuple(projection.weight.shape)}, but {core.name} needs (L, H, P, D) = {config.shape}."
+                f"B has shape {tuple(projection.weight.shape)}, but {core.name} needs "
+                f"(L, H, P, D) = {config.shape}."
             )
         return cls(core, prompts, projection, config)
 
     def save_pretrained(self, folder: str | Path, *, include_backbone: bool = False) -> None:
-        """Write the artifact: config.json, projection.safetensors and a model card, all or nothing.
+        """Write the artifact completely or not at all: config, B and a model card.
 
-        With ``include_backbone``, and always where it came with its own, the language model and its tokenizer, too:
-        without the layers after the last one that B reads, which are not loaded.
+        With ``include_backbone``, the language model and its tokenizer are saved, too, without the
+        layers after the last one that B reads. An artifact that contains its language model is
+        always saved with it.
         """
         config = self.config
         with replacing(Path(folder)) as new:
@@ -190,15 +206,14 @@ class Pretrained(ABC):
                 with without_progress_bars():
                     self.backbone.model.save_pretrained(new / INSIDE)
                 self.prompts.tokenizer.save_pretrained(new / INSIDE)
-                inside: dict[str, object] = {
+                update = {
                     "name": INSIDE,
                     "revision": None,
                     "files": hashes(new / INSIDE),
+                    "num_layers": self.backbone.loaded_layers,
                 }
-                inside["num_layers"] = self.backbone.loaded_layers
-                config = config.model_copy(
-                    update={"backbone": config.backbone.model_copy(update=inside)}
-                )
+                backbone = config.backbone.model_copy(update=update)
+                config = config.model_copy(update={"backbone": backbone})
             hub.write_artifact(new, config, self.projection, hub.model_card(config))
 
     def push_to_hub(
@@ -213,11 +228,16 @@ class Pretrained(ABC):
     ) -> str:
         """Publish the artifact on the Hugging Face Hub; gives the commit's address.
 
-        Repository (``owner/name``) and revision (a branch) are made if need be; ``private`` is for a new one.
-        ``include_backbone`` is as in `save_pretrained`; the default token is that of ``hf auth login``.
+        Args:
+            repo_id: ``owner/name``. The repository is made if it does not exist.
+            include_backbone: As in `save_pretrained`.
+            private: Whether a new repository is private.
+            revision: A branch, which is made if it does not exist.
+            token: Access token; None for that of ``hf auth login``.
+            commit_message: Subject of the commit.
 
         Raises:
-            ArtifactError: The Hub refused, or the artifact names a language model that only this machine has.
+            ArtifactError: The Hub refused, or the language model is a local folder.
         """
         hub.check_shareable(self.config, include_backbone=include_backbone)
         with TemporaryDirectory() as folder:
@@ -235,25 +255,42 @@ class Pretrained(ABC):
 def open_artifact(
     source: ModelSource,
 ) -> tuple[Backbone, PromptTokenizer, Projection, RSRankConfig]:
-    """Load an artifact and the language model it belongs to, checked; raises as `RSRank.from_pretrained`."""
+    """Load an artifact and its language model, and check both.
+
+    Raises as `RSRank.from_pretrained`.
+    """
     folder = hub.resolve(source.name, source.revision, source.load)
     config = hub.read_config(folder)
     projection = hub.read_projection(folder, config)
-    inside = config.backbone.name == INSIDE
-    model = source.backbone or (folder / config.backbone.name if inside else config.backbone.name)
-    pinned = config.backbone.revision if source.backbone is None and not inside else None
+    spec = config.backbone
+    strict = source.backbone is None
+    revision = None
+    if source.backbone is not None:
+        name = source.backbone
+    elif spec.name == INSIDE:
+        name = str(folder / INSIDE)
+    else:
+        name = spec.name
+        revision = spec.revision
+    local = hub.is_folder(name)
+    # A local folder is checked before transformers reads it, the cache after the download.
+    if local:
+        check_files(spec, Path(name), in_cache=False, strict=strict)
     last_layer = config.layers[-1]
-    here, chosen = hub.is_folder(model), source.backbone is not None
-    if here:  # before anything of it is read
-        check_files(config.backbone, Path(model), chosen=chosen)
-    loaded, int8 = _load(model, pinned, source.load, last_layer, int8=config.int8)
-    check_before_run(loaded, config.backbone, str(model))
-    depth = {"num_layers": loaded.num_layers, "fusion_layer": config.fusion_layer}
-    core = open_backbone(loaded.model, last_layer, **depth, documents_stay=config.documents_stay)
-    check_after_run(core, config.backbone, str(model))
-    if not here:  # it has been downloaded
-        check_files(config.backbone, folder_of(model, pinned, source.load.cache_dir), chosen=chosen)
-    limits = (core.max_length, config.max_length, source.max_length)
+    loaded, int8 = _load(name, revision, source.load, last_layer, int8=config.int8)
+    check_before_run(loaded, spec, name)
+    core = open_backbone(
+        loaded.model,
+        last_layer,
+        num_layers=loaded.num_layers,
+        fusion_layer=config.fusion_layer,
+        documents_stay=config.documents_stay,
+    )
+    check_after_run(core, spec, name)
+    cached = None if local else folder_of(name, revision, source.load.cache_dir)
+    if cached is not None:
+        check_files(spec, cached, in_cache=True, strict=strict)
+    limits = [core.max_length, config.max_length, source.max_length]
     prompts = PromptTokenizer(
         loaded.tokenizer,
         config.template,
@@ -266,16 +303,19 @@ def open_artifact(
 
 
 def _load(
-    name: str | Path,
+    name: str,
     revision: str | None,
     options: LoadOptions,
     last_layer: int,
     *,
     int8: bool = False,
 ) -> tuple[LoadedModel, bool]:
-    """A language model, and whether it is to read documents in int8: if it is asked for, or ``int8`` is good enough."""
+    """Load a language model, and decide whether documents are run in int8.
+
+    They are if the options say so, or if ``int8`` allows it and nothing faster is available.
+    """
     dtype = options.settled_dtype(int8=int8)
-    options = replace(options, dtype=None if dtype == "int8" else dtype)
-    return load_model(
-        name, revision=revision, options=options, last_layer=last_layer
-    ), dtype == "int8"
+    in_int8 = dtype == "int8"
+    options = replace(options, dtype=None if in_int8 else dtype)
+    loaded = load_model(name, revision=revision, options=options, last_layer=last_layer)
+    return loaded, in_int8

@@ -1,4 +1,4 @@
-"""Work on a Ray cluster: actors that each load their model once and take items until there are none left."""
+"""Work on a Ray cluster: actors that load their model once, and take items until none is left."""
 
 import contextlib
 import logging
@@ -11,22 +11,28 @@ from typing import Any
 
 from ..errors import InputError, RSRankError, required
 
-Worker = Callable[[Any], Any]  # does one item. Items and results can be pickled.
+# Computes the result of one item. Items and results must be picklable.
+Worker = Callable[[Any], Any]
 
-LIVES = 3  # times that an item is tried if the actor's process dies on it
+# How often an item is tried if the actor's process dies on it.
+ATTEMPTS = 3
 
 
 @dataclass(frozen=True)
 class Actors:
-    """Who does the work.
+    """The actors of a run.
 
-    ``address`` is the cluster's, such as ``"auto"`` or ``"ray://head:10001"``; None for ``RAY_ADDRESS``, or else a
-    cluster on this machine for as long as it takes.
+    Attributes:
+        count: How many; None for as many as fit into the cluster.
+        cpus: Cores of an actor, and threads of its model on a CPU.
+        gpus: GPUs of an actor; two actors with 0.5 share one.
+        address: Of the cluster, such as ``"auto"`` or ``"ray://head:10001"``. None for
+            ``RAY_ADDRESS``, or else for a cluster on this machine while the work takes.
     """
 
-    count: int | None = None  # None for as many as the cluster has room for now
-    cpus: float = 1.0  # cores of each; on a CPU also the number of threads that its model uses
-    gpus: float = 0.0  # of each; a half lets two share one
+    count: int | None = None
+    cpus: float = 1.0
+    gpus: float = 0.0
     address: str | None = None
 
     def __post_init__(self) -> None:
@@ -38,18 +44,22 @@ class Actors:
 
 @contextmanager
 def cluster(address: str | None) -> Iterator[Any]:
-    """Ray, connected. What was begun here is ended here: a connection, or a cluster of this machine."""
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    """Ray, connected. A connection or a local cluster that this function made ends with the block.
+
+    Raises:
+        RSRankError: There is no cluster at the address.
+    """
     ray = required("ray", "--engine ray needs Ray.", "ray")
     if ray.is_initialized():
         yield ray
         return
-    own = {} if address or os.environ.get("RAY_ADDRESS") else {"include_dashboard": False}
+    address = address or os.environ.get("RAY_ADDRESS")
+    options = {} if address else {"include_dashboard": False}
     try:
-        ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR, **own)
+        ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR, **options)
     except (ConnectionError, ValueError, RuntimeError, TimeoutError) as error:
         raise RSRankError(
-            f"There is no Ray cluster at {address or os.environ.get('RAY_ADDRESS') or 'this machine'}: {error}"
+            f"There is no Ray cluster at {address or 'this machine'}: {error}"
         ) from error
     try:
         yield ray
@@ -58,82 +68,82 @@ def cluster(address: str | None) -> Iterator[Any]:
 
 
 def each(make: Callable[[], Worker], items: Sequence[Any], actors: Actors) -> Iterator[Any]:
-    """Have every item done by some actor; results come as they are ready, in any order.
+    """The results of all items as they are ready, in any order.
 
-    ``make`` makes an actor's worker when its first item comes; it and the items must be picklable. RSRankError is what
-    a worker raised; or an actor died again and again; or the cluster has no room for one.
+    Args:
+        make: Makes an actor's worker before its first item. It must be picklable.
+        items: Picklable.
+        actors: Who computes.
+
+    Raises:
+        RSRankError: A worker raised it, an item killed its actor several times, or no actor fits
+            into the cluster.
     """
     if not items:
         return
     with cluster(actors.address) as ray:
         from ray.util import ActorPool
 
-        hired = ray.remote(_Actor).options(
+        actor = ray.remote(_Actor).options(
             num_cpus=actors.cpus,
             num_gpus=actors.gpus,
             max_restarts=-1,
-            max_task_retries=LIVES
-            - 1,  # or an item on which the process dies would be tried for ever
+            max_task_retries=ATTEMPTS - 1,
         )
         count = min(_count(ray, actors), len(items))
-        pool = ActorPool([hired.remote(make, str(Path.cwd())) for _ in range(count)])
+        pool = ActorPool([actor.remote(make, str(Path.cwd())) for _ in range(count)])
         try:
-            for result, problem in pool.map_unordered(
-                lambda actor, item: actor.do.remote(item), items
-            ):
+            for result, problem in pool.map_unordered(lambda a, item: a.run.remote(item), items):
                 if problem:
                     raise RSRankError(problem)
                 yield result
+        except ray.exceptions.RayActorError as error:
+            raise RSRankError(
+                f"An actor's process died {ATTEMPTS} times on one item: out of memory, or "
+                "something in the input ends it. Run the same command again: what is done stays. "
+                f"Ray's message: {str(error).splitlines()[0]}"
+            ) from error
         except ray.exceptions.RayError as error:
-            raise RSRankError(_reason(error)) from error
+            last_line = str(error).strip().rpartition("\n")[2]
+            raise RSRankError(f"An actor failed ({type(error).__name__}): {last_line}") from error
 
 
 def _count(ray: Any, actors: Actors) -> int:
-    """How many actors; a machine of one's own that has no room for any would be waited for in vain."""
-    there = ray.cluster_resources()
-    rooms = [
-        int(there.get(name, 0) // need)
-        for name, need in (("CPU", actors.cpus), ("GPU", actors.gpus))
-        if need
-    ]
+    """How many actors to start. One machine must have room for them; a cluster may grow."""
     if actors.count is not None and len(ray.nodes()) > 1:
-        return actors.count  # the cluster may grow
-    if min(rooms) < (actors.count or 1):
+        return actors.count
+    resources = ray.cluster_resources()
+    cpus = resources.get("CPU", 0)
+    gpus = resources.get("GPU", 0)
+    limits = []
+    if actors.cpus:
+        limits.append(int(cpus // actors.cpus))
+    if actors.gpus:
+        limits.append(int(gpus // actors.gpus))
+    if min(limits) < (actors.count or 1):
         raise RSRankError(
-            f"{actors.count or 1} actors of {actors.cpus:g} CPUs and {actors.gpus:g} GPUs were asked for, and the "
-            f"cluster has {there.get('CPU', 0):g} CPUs and {there.get('GPU', 0):g} GPUs. Ask for less, or give the "
-            "--address of a larger one."
+            f"{actors.count or 1} actors of {actors.cpus:g} CPUs and {actors.gpus:g} GPUs were "
+            f"asked for, and the cluster has {cpus:g} CPUs and {gpus:g} GPUs. Ask for less, or "
+            "give the --address of a larger one."
         )
-    return actors.count or min(rooms)
-
-
-def _reason(error: BaseException) -> str:
-    """What ended the work, without Ray's frames."""
-    import ray.exceptions
-
-    cause: BaseException = error
-    while isinstance(cause, ray.exceptions.RayTaskError) and cause.cause is not None:
-        cause = cause.cause
-    if isinstance(cause, ray.exceptions.RayActorError):
-        return (
-            f"An actor's process died {LIVES} times on one item: out of memory, or something in the input ends it. "
-            f"Run the same command again: what is done stays. Ray's message: {str(cause).splitlines()[0]}"
-        )
-    lines = [line for line in str(cause).splitlines() if line.strip()] or [""]
-    return f"An actor failed ({type(cause).__name__}): {lines[-1]}"
+    return actors.count or min(limits)
 
 
 class _Actor:
-    """One of those who do the work, in a process of its own."""
+    """One actor, in a process of its own."""
 
     def __init__(self, make: Callable[[], Worker], folder: str) -> None:
-        with contextlib.suppress(OSError):  # a machine without it can still use full paths
-            os.chdir(folder)  # relative names are those of whoever asked
+        # Relative names are those of the caller. On a machine without the folder, full names work.
+        with contextlib.suppress(OSError):
+            os.chdir(folder)
         self.make = make
         self.worker: Worker | None = None
 
-    def do(self, item: Any) -> tuple[Any, str]:
-        """An item's result and "", or None and what is wrong: as an error, Ray would bury it in frames."""
+    def run(self, item: Any) -> tuple[Any, str]:
+        """An item's result and "", or None and the message of an RSRankError.
+
+        Ray would surround the message with the frames of both processes.
+        """
         try:
             self.worker = self.worker or self.make()
             return self.worker(item), ""

@@ -1,5 +1,6 @@
-"""The ``rsrank`` command: one module a group of commands. The only place of this package that prints."""
+"""The ``rsrank`` command, with a module for each group of commands. Only this folder prints."""
 
+import os
 import sys
 from io import TextIOWrapper
 from typing import Annotated
@@ -14,7 +15,7 @@ app = typer.Typer(
     no_args_is_help=True,
     add_completion=False,
     rich_markup_mode="markdown",
-    epilog="Try: `rsrank rank --query 'How do bees find flowers?' --documents examples/passages.txt`",
+    epilog="Try: `rsrank rank -q 'How do bees find flowers?' -d examples/passages.txt`",
 )
 for group in (ranking, evaluation, service, training):
     app.add_typer(group.app)
@@ -23,10 +24,11 @@ for group in (ranking, evaluation, service, training):
 @app.callback(invoke_without_command=True)
 def main(version: Annotated[bool, Option("--version", help="Print the version.")] = False) -> None:
     """Rerank documents for a query and drop the irrelevant ones at zero."""
+    # Ray sends statistics of use to its makers by default.
+    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+    # Documents and JSON have characters that a terminal may lack.
     for stream in (sys.stdout, sys.stderr):
-        if isinstance(
-            stream, TextIOWrapper
-        ):  # whatever a terminal's characters are, documents and JSON have all
+        if isinstance(stream, TextIOWrapper):
             stream.reconfigure(encoding="utf-8", errors="backslashreplace")
     if version:
         typer.echo(__version__)

@@ -1,4 +1,4 @@
-"""What the ``rsrank`` commands share: where they print, how their errors look, options, and the decorator."""
+"""What the ``rsrank`` commands share: consoles, options, and the decorator that makes a command."""
 
 import inspect
 import re
@@ -6,10 +6,10 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import wraps
 from inspect import Parameter
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NamedTuple
 
 import typer
-from huggingface_hub.utils import disable_progress_bars  # type: ignore[attr-defined] # public, but loaded lazily
+from huggingface_hub.utils import disable_progress_bars  # type: ignore[attr-defined]
 from rich.console import Console
 from rich.text import Text
 from safetensors import SafetensorError
@@ -18,7 +18,6 @@ from typer import Option
 from ..adapters.systems import forms
 from ..bulk.on_ray import Actors
 from ..errors import InputError, RSRankError
-from ..language_model.hub_errors import say_at_once_that_there_is_no_hub
 from ..language_model.options import LoadOptions, LoadSettings
 from ..language_model.threads import use_threads
 
@@ -33,7 +32,7 @@ Revision = Annotated[str | None, Option(help="Commit, tag or branch on the Hub."
 Query = Annotated[str, Option("--query", "-q", help="The question.")]
 Documents = Annotated[str, Option("--documents", "-d", help="A file, or - for standard input.")]
 Instruction = Annotated[
-    str | None, Option(help="What to judge by, for a model that takes an instruction.")
+    str | None, Option(help="The criterion, for a model that takes an instruction.")
 ]
 AsJson = Annotated[bool, Option("--json", help="Print JSON instead of a table.")]
 Engine = Literal["local", "ray"]
@@ -43,9 +42,16 @@ Address = Annotated[
 ]
 
 
-def _load_options(threads: int | None, **given: Any) -> LoadOptions:
+class OptionGroup(NamedTuple):
+    """Options of the command line that together make one argument of a command's function."""
+
+    options: Mapping[str, Parameter]
+    make: Callable[..., Any]
+
+
+def _load_options(threads: int | None, **settings: Any) -> LoadOptions:
     use_threads(threads)
-    return LoadSettings(**given).load_options()
+    return LoadSettings(**settings).load_options()
 
 
 def _actors(
@@ -53,7 +59,7 @@ def _actors(
         Engine, Option(help="local: in this process. ray: by actors on a Ray cluster.")
     ] = "local",
     actors: Annotated[
-        int | None, Option(help="With ray: how many. Default: as many as have room.")
+        int | None, Option(help="With ray: how many. Default: as many as fit.")
     ] = None,
     cpus_per_actor: Annotated[
         float, Option(help="With ray: CPU cores, and threads on a CPU, of each.")
@@ -63,84 +69,97 @@ def _actors(
     ] = 0.0,
     address: Address = None,
 ) -> Actors | None:
-    """The actors that were asked for; None to work in this process."""
-    return Actors(actors, cpus_per_actor, gpus_per_actor, address) if engine == "ray" else None
+    """None means work in this process."""
+    if engine == "local":
+        return None
+    return Actors(actors, cpus_per_actor, gpus_per_actor, address)
 
 
-def _loading_parameters() -> dict[str, Parameter]:
+def _option(name: str, default: Any, kind: Any, option: Any) -> Parameter:
+    annotation = Annotated[kind, option]
+    return Parameter(name, Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
+
+
+def _loading_options() -> dict[str, Parameter]:
     """An option for each field of `LoadSettings`, and one for threads."""
-    help_text = "Threads to compute with on a CPU. Default: OMP_NUM_THREADS, or the cores that this process may use."
-    threads = Annotated[int | None, Option("--threads", min=1, help=help_text)]
-    found = {
-        "threads": Parameter("threads", Parameter.KEYWORD_ONLY, default=None, annotation=threads)
-    }
-    for name, setting in LoadSettings.model_fields.items():
-        kind: Any = bool if setting.annotation is bool else str | None
-        annotation = Annotated[
-            kind, Option(f"--{name.replace('_', '-')}", help=setting.description)
-        ]
-        found[name] = Parameter(
-            name, Parameter.KEYWORD_ONLY, default=setting.default, annotation=annotation
-        )
-    return found
+    text = "Threads on a CPU. Default: OMP_NUM_THREADS, or the cores that this process may use."
+    options = {"threads": _option("threads", None, int | None, Option(min=1, help=text))}
+    for name, field in LoadSettings.model_fields.items():
+        kind = bool if field.annotation is bool else str | None
+        # A switch without a name of its own would get a second one, --no-NAME.
+        option = Option(f"--{name.replace('_', '-')}", help=field.description)
+        options[name] = _option(name, field.default, kind, option)
+    return options
 
 
-GROUPS: dict[str, tuple[Mapping[str, Parameter], Callable[..., Any]]] = {
-    "load": (_loading_parameters(), _load_options),
-    "actors": (inspect.signature(_actors, eval_str=True).parameters, _actors),
+# By the name of the function's parameter.
+GROUPS = {
+    "load": OptionGroup(_loading_options(), _load_options),
+    "actors": OptionGroup(inspect.signature(_actors, eval_str=True).parameters, _actors),
 }
-"""Parameters of commands that stand for several options: these, and what makes the argument of them."""
 
 
 @contextmanager
 def catch_errors(resumes: bool = False) -> Iterator[None]:
-    """Turn errors into one line on stderr: exit code 2 for bad input, 130 for Ctrl-C, 1 for everything else.
+    """Turn errors into one line on stderr.
 
-    `resumes`: whether the same command goes on after an interruption.
+    The exit code is 2 for bad input, 130 for Ctrl-C and 1 for everything else.
+
+    Args:
+        resumes: Whether the same command continues its work after an interruption.
     """
-    again = "Run the same command again to go on." if resumes else ""
+    hint = "Run the same command again to go on." if resumes else ""
     try:
         yield
+    except InputError as error:
+        _exit(2, str(error))
     except RSRankError as error:
-        code, said = 2 if isinstance(error, InputError) else 1, str(error)
-    except (OSError, SafetensorError) as error:  # a full disk, no permission
-        code, said = 1, f"{re.sub(r'^.Errno [0-9]+. ', '', str(error)).rstrip('.')}. {again}"
+        _exit(1, str(error))
+    # Such as a full disk, or no permission.
+    except (OSError, SafetensorError) as error:
+        message = re.sub(r"^.Errno [0-9]+. ", "", str(error)).rstrip(".")
+        _exit(1, f"{message}. {hint}")
     except KeyboardInterrupt:
-        problems.print(f"Stopped. {again}")
+        problems.print(f"Stopped. {hint}")
         raise typer.Exit(130) from None
-    else:
-        return
-    said = " ".join(said.split())
-    problems.print(
-        Text.assemble(("error: ", "bold red"), said if said[-1:] in ".!?" else f"{said}."),
-        soft_wrap=True,
-    )
+
+
+def _exit(code: int, message: str) -> None:
+    message = " ".join(message.split())
+    if not message.endswith((".", "!", "?")):
+        message += "."
+    problems.print(Text.assemble(("error: ", "bold red"), message), soft_wrap=True)
     raise typer.Exit(code)
 
 
 def command(
     app: typer.Typer, *, resumes: bool = False
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """Make a function a command: errors become one line, and a parameter named in `GROUPS` several options."""
+    """Make a function a command of an app.
+
+    Its errors are printed in one line. A parameter named in `GROUPS` becomes several options.
+    """
 
     def decorate(function: Callable[..., None]) -> Callable[..., None]:
-        own = inspect.signature(function, eval_str=True).parameters
-        groups = {name: GROUPS[name] for name in own if name in GROUPS}
+        parameters = inspect.signature(function, eval_str=True).parameters
+        groups = {name: GROUPS[name] for name in parameters if name in GROUPS}
 
         @wraps(function)
-        def run(**given: Any) -> None:
+        def run(**arguments: Any) -> None:
             with catch_errors(resumes):
-                say_at_once_that_there_is_no_hub()
-                if "load" in groups:
-                    disable_progress_bars()  # of downloads: the commands show what they are doing themselves
-                for name, (parameters, make) in groups.items():
-                    given[name] = make(**{option: given.pop(option) for option in parameters})
-                function(**given)
+                # The commands show what they are doing themselves.
+                disable_progress_bars()
+                for name, group in groups.items():
+                    values = {option: arguments.pop(option) for option in group.options}
+                    arguments[name] = group.make(**values)
+                function(**arguments)
 
-        options = [parameter for name, parameter in own.items() if name not in groups]
-        options += [option for parameters, _ in groups.values() for option in parameters.values()]
+        options = [option for name, option in parameters.items() if name not in groups]
+        for group in groups.values():
+            options += group.options.values()
         options = [option.replace(kind=Parameter.KEYWORD_ONLY) for option in options]
-        run.__signature__ = inspect.Signature(options)  # type: ignore[attr-defined] # it is what typer reads
+        # typer reads options from these two.
+        run.__signature__ = inspect.Signature(options)  # type: ignore[attr-defined]
         run.__annotations__ = {option.name: option.annotation for option in options}
         app.command()(run)
         return function

@@ -1,11 +1,11 @@
-"""The ``rsrank`` commands around one model: rank, index, explain, info, score."""
+"""The ``rsrank`` commands for one model: rank, index, explain, info, score."""
 
 from __future__ import annotations
 
 import json
 import sys
 from collections.abc import Iterable
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
@@ -18,10 +18,11 @@ from typer import Option
 
 from .. import __version__
 from ..adapters.systems import load as load_reranker
+from ..artifact.card import size_of_b
 from ..artifact.config import RSRankConfig
 from ..bulk.on_ray import Actors
 from ..errors import InputError
-from ..language_model.options import FLAGS, LoadOptions, ModelSource
+from ..language_model.options import LoadOptions, ModelSource
 from ..method.template import clean
 from ..passages.explanation import Explanation
 from ..reranker import RankResult
@@ -45,7 +46,7 @@ if TYPE_CHECKING:
 LongDocuments = Annotated[
     Literal["windows", "cut"] | None,
     Option(
-        help="windows: read all that is too long; the best window counts (RSRank's default). cut: the beginning."
+        help="Of too long ones: windows: all, the best counts (RSRank's default). cut: the start."
     ),
 ]
 
@@ -56,8 +57,8 @@ Prefixes = Annotated[
 ]
 
 
-def _kept(prefixes: Path | None) -> str | bool:
-    """Nothing is kept between calls unless asked for: a score must not depend on what was done before."""
+def _prefix_cache(prefixes: Path | None) -> str | bool:
+    """The folder; without one, prefixes are not cached, as each document is scored once."""
     return False if prefixes is None else str(prefixes.absolute())
 
 
@@ -69,11 +70,16 @@ def _load(source: ModelSource) -> RSRank:
 
 
 def read_documents(source: str) -> list[str]:
-    """Documents of a file or of standard input (``-``): one a line, as text or as JSON with a "text"."""
+    """Documents of a file, or of standard input (``-``), one a line.
+
+    Lines are plain text, or all of them are JSON objects with a "text".
+
+    Raises:
+        InputError: The file cannot be read, is empty, or a line has no "text".
+    """
     try:
-        raw = (sys.stdin.buffer.read() if source == "-" else Path(source).read_bytes()).decode(
-            "utf-8-sig"
-        )
+        content = sys.stdin.buffer.read() if source == "-" else Path(source).read_bytes()
+        text = content.decode("utf-8-sig")
     except UnicodeDecodeError:
         raise InputError(
             f"--documents {source} is no text in UTF-8. Save it as such, one document a line."
@@ -82,28 +88,29 @@ def read_documents(source: str) -> list[str]:
         raise InputError(
             f"--documents {source} could not be read: {error.strerror}. Give a file, or - ."
         ) from error
-    lines = [line for line in clean(raw.removeprefix("\ufeff")).split("\n") if line.strip()]
-    if not lines and source != "-":  # a pipe may well be empty, as a retriever's answer
+    lines = [line.rstrip("\r") for line in text.split("\n") if line.strip()]
+    # A pipe may be empty, as a retriever's result can be.
+    if not lines and source != "-":
         raise InputError(f"--documents {source} holds no documents. Write one a line.")
-    if not lines or not all(line.lstrip().startswith("{") for line in lines):
-        return [line.rstrip("\r") for line in lines]
+    if not all(line.lstrip().startswith("{") for line in lines):
+        return lines
     documents = []
     for number, line in enumerate(lines, start=1):
         try:
             documents.append(clean(json.loads(line)["text"]))
         except (json.JSONDecodeError, KeyError, TypeError, AttributeError):
             raise InputError(
-                f'--documents {source}, line {number}: expected JSON with a "text", got {line[:60]!r}.'
+                f'--documents {source}, line {number}: expected JSON with a "text", '
+                f"got {line[:60]!r}."
             ) from None
     return documents
 
 
 def result_text(result: RankResult) -> Text:
-    """As a result prints itself: kept documents in green, then dropped ones in grey."""
+    """A result with kept documents in green and dropped ones in grey."""
     styles = {"+": "green", "-": "dim"}
-    return Text("\n").join(
-        Text(line, styles.get(line[0], "bold")) for line in str(result).splitlines()
-    )
+    lines = [Text(line, styles.get(line[0], "bold")) for line in str(result).splitlines()]
+    return Text("\n").join(lines)
 
 
 @command(app)
@@ -139,23 +146,24 @@ def rank(
 
     `cat passages.jsonl | rsrank rank -q "How do bees find flowers?" -d - --json`
     """
-    query, texts = clean(query), read_documents(documents)
+    texts = read_documents(documents)
+    source = ModelSource(model, revision, load, prefix_cache=_prefix_cache(prefixes))
     with problems.status(f"Loading {model} ..."):
-        ranker = load_reranker(ModelSource(model, revision, load, prefix_cache=_kept(prefixes)))
-        ranker = ranker if instruction is None else ranker.with_instruction(clean(instruction))
-    given: Any = {
-        "extract": extract,
-        "context": context,
-        "heading": heading,
-        "long_documents": long_documents,
-    }
-    given |= {
-        "top_n": top_n,
-        "min_docs": min_docs,
-        "show_progress": problems.is_terminal and len(texts) > 100,
-    }
-    tau: Any = None if keep_all else "native" if threshold is None else threshold
-    result = ranker.rank(query, texts, threshold=tau, **given)
+        ranker = load_reranker(source)
+        if instruction is not None:
+            ranker = ranker.with_instruction(clean(instruction))
+    limit: float | Literal["native"] | None = "native" if threshold is None else threshold
+    options: Any = {"extract": extract, "context": context, "heading": heading}
+    result = ranker.rank(
+        clean(query),
+        texts,
+        threshold=None if keep_all else limit,
+        top_n=top_n,
+        min_docs=min_docs,
+        show_progress=problems.is_terminal and len(texts) > 100,
+        long_documents=long_documents,
+        **options,
+    )
     if as_json:
         typer.echo(json.dumps(result.to_dict(), ensure_ascii=False, indent=2))
     else:
@@ -165,15 +173,16 @@ def rank(
 @command(app, resumes=True)
 def index(
     documents: Documents,
-    prefixes: Annotated[Path, Option("--prefixes", "-p", help="Folder to keep them in.")],
+    prefixes: Annotated[Path, Option("--prefixes", "-p", help="Folder to write them to.")],
     load: LoadOptions,
     model: Model = "mini",
     revision: Revision = None,
     long_documents: LongDocuments = None,
 ) -> None:
-    """Read documents ahead of time: later calls with `prefix_cache=FOLDER` run only the query.
+    """Run documents ahead of time: later calls with `prefix_cache=FOLDER` run only the query.
 
-    The folder holds the documents in recoverable form: protect it as you protect them. An interrupted run goes on.
+    The folder holds the documents in recoverable form: protect it as you protect them. Run again,
+    an interrupted command goes on.
 
     `rsrank index --documents passages.txt --prefixes prefixes`
     """
@@ -200,7 +209,7 @@ def explain(
 ) -> None:
     """Show where a score comes from: its exact parts per query token and per layer (L1, L2, ...).
 
-    `rsrank explain -q "How do bees find flowers?" --document "Bees find flowers by their colour and their scent."`
+    `rsrank explain -q "How do bees find flowers?" --document "Bees find them by their colour."`
 
     `rsrank explain -q "How do bees find flowers?" -d passages.txt`
     """
@@ -213,46 +222,27 @@ def explain(
             "Give one document's text (--document TEXT) or a file of them (--documents FILE)."
         )
     ranker = _load(ModelSource(model, revision, load))
-    ranker = ranker if instruction is None else ranker.with_instruction(clean(instruction))
+    if instruction is not None:
+        ranker = ranker.with_instruction(clean(instruction))
     explanations = [ranker.explain(clean(query), text) for text in texts]
     if as_json:
-        fields = (
-            "query",
-            "document",
-            "score",
-            "truncated",
-            "tokens",
-            "layers",
-            "parts",
-            "agreement",
-            "matches",
-        )
-        shown = [
-            {name: getattr(explanation, name) for name in fields} for explanation in explanations
-        ]
-        typer.echo(
-            json.dumps(shown if document is None else shown[0], ensure_ascii=False, indent=2)
-        )
+        rows = [asdict(explanation) for explanation in explanations]
+        for row in rows:
+            del row["head_parts"]
+        content = rows if document is None else rows[0]
+        typer.echo(json.dumps(content, ensure_ascii=False, indent=2))
     else:
-        screen.print(*map(explanation_text, explanations), sep="\n\n", soft_wrap=True)
+        blocks = [explanation_text(explanation) for explanation in explanations]
+        screen.print(*blocks, sep="\n\n", soft_wrap=True)
 
 
 def explanation_text(explanation: Explanation) -> Text:
-    """As an explanation prints itself, below what was asked and read."""
-    document, verdict = (
-        " ".join(explanation.document.split())[:200],
-        "kept" if explanation.score > 0 else "dropped",
-    )
+    """An explanation after its query and document."""
+    document = " ".join(explanation.document.split())[:200]
+    verdict = "kept" if explanation.score > 0 else "dropped"
     return Text.assemble(
         (explanation.query, "bold"), "\n", (document, "dim"), f"\n{explanation}\n{verdict}"
     )
-
-
-WHY = {
-    "bfloat16": "the hardware multiplies it",
-    "int8": "documents; the hardware multiplies nothing faster, and this was measured to be good enough",
-    "float32": "the hardware multiplies no bfloat16",
-}
 
 
 @command(app)
@@ -266,48 +256,50 @@ def info(
     ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Describe an artifact without loading its language model: backbone, B, template, training, licence.
+    """Describe an artifact: backbone, B, template, training, licence. No language model is loaded.
 
     `rsrank info mini`
     """
     from ..artifact import hub
 
     folder = hub.resolve(model, revision, LoadOptions(local_files_only=local_files_only))
-    config, limits = hub.read_config(folder), folder / hub.LIMITS
+    config = hub.read_config(folder)
     if as_json:
         typer.echo(config.model_dump_json(indent=2))
-    else:
-        said = limits.read_text(encoding="utf-8").strip() if limits.is_file() else "not stated"
-        screen.print(info_table(model, config, said, LoadOptions().settled_dtype(int8=config.int8)))
+        return
+    path = folder / hub.LIMITS
+    limits = path.read_text(encoding="utf-8").strip() if path.is_file() else "not stated"
+    dtype = LoadOptions().settled_dtype(int8=config.int8)
+    screen.print(info_table(model, config, limits, dtype))
 
 
 def info_table(name: str, config: RSRankConfig, limits: str, dtype: str) -> Table:
-    """What an artifact says of itself, and the dtype that it is computed in here."""
-    layers, heads, dim, head_dim = config.shape
-    seen = f"queries see documents from layer {config.fusion_layer} on"
+    """The properties of an artifact, and the dtype that it is computed in on this machine."""
+    backbone = config.backbone
+    template = config.template
+    fusion = "none"
+    if config.fusion_layer:
+        fusion = f"queries see documents from layer {config.fusion_layer} on"
+    if config.documents_stay:
+        fusion += ", up to which documents are run"
     rows = {
         "rsrank_rag": __version__,
         "artifact": name,
-        "backbone": f"{config.backbone.name} at {config.backbone.revision or 'no pinned revision'} "
-        f"({config.backbone.model_type}, {config.depth})",
-        **(
-            {"fusion": seen + ", where those end" * config.documents_stay}
-            if config.fusion_layer
-            else {}
-        ),
-        "B": f"layers {'-'.join(map(str, config.layers[:: max(1, layers - 1)]))} ({layers}) x {heads} heads x P {dim} "
-        f"x D {head_dim} = {layers * heads * dim * head_dim:,} numbers",
-        "template": f"{config.template.instruction!r} document {config.template.separator!r} query "
-        f"{config.template.suffix!r}, scored: {config.template.positions}",
+        "backbone": f"{backbone.name} at {backbone.revision or 'no pinned revision'} "
+        f"({backbone.model_type}, {config.depth})",
+        "fusion": fusion,
+        "B": size_of_b(config),
+        "template": f"{template.instruction!r} document {template.separator!r} query "
+        f"{template.suffix!r}, scored: {template.positions}",
         "training data": ", ".join(config.training.data) or "not recorded",
-        "computed here in": f"{dtype}: {WHY[dtype]}",
+        "dtype here": dtype,
         "limits": limits,
         "notes": config.training.notes or "-",
         "licence": config.license or "not recorded",
     }
     table = Table(show_header=False)
-    for name, value in rows.items():
-        table.add_row(Text(name, style="bold"), Text(value))
+    for label, value in rows.items():
+        table.add_row(Text(label, style="bold"), Text(value))
     return table
 
 
@@ -323,18 +315,20 @@ def score(
     model: System = "mini",
     revision: Revision = None,
     rows_per_part: Annotated[
-        int, Option(help="Rows of an output file: what a killed process loses at most.")
+        int, Option(help="Rows of an output file, the most that a killed process loses.")
     ] = 10_000,
     prefixes: Prefixes = None,
     jsonl: Annotated[
-        bool, Option("--jsonl", help="Write JSON lines, too, beside each Parquet file.")
+        bool, Option("--jsonl", help="Write JSON lines, too, next to each Parquet file.")
     ] = False,
 ) -> None:
-    """Score many pairs: JSON lines, CSV or Parquet in, Parquet or JSON lines out. Run again, it goes on.
+    """Score many pairs: JSON lines, CSV or Parquet in, Parquet or JSON lines out.
 
-    A row has a "query" and either a "document" or "documents" (a list of texts, or of objects with "text" and "title"
-    as `rsrank evaluate` reads them); anything else is carried along. Added are score, kept (above the model's
-    threshold), truncated, and error: why a pair has no score, else null.
+    Run again, an interrupted command goes on.
+
+    A row has a "query" and either a "document" or "documents" (a list of texts, or of objects with
+    "text" and "title", as in `rsrank evaluate`); other columns are copied. Added are score, kept
+    (above the model's threshold), truncated, and error: why a pair has no score, else null.
 
     `rsrank score --input pairs.jsonl --output scored`
 
@@ -346,15 +340,13 @@ def score(
     from ..bulk.run import model_identity, score_files, settled_dtype
 
     load = replace(load, dtype=load.dtype or settled_dtype(load, actors, model, revision))
-    settings = {
-        "dtype": load.dtype,
-        **{flag: load.weights == kind for flag, kind in FLAGS.items()},
-        "prefixes": prefixes is not None,
-    }
-    found = score_files(
+    model_source = ModelSource(model, revision, load, prefix_cache=_prefix_cache(prefixes))
+    # What changes scores: an output is not continued with other settings.
+    settings = {"dtype": load.dtype, "weights": load.weights, "prefixes": prefixes is not None}
+    summary = score_files(
         source,
         output,
-        partial(load_reranker, ModelSource(model, revision, load, prefix_cache=_kept(prefixes))),
+        partial(load_reranker, model_source),
         model=model_identity(model, revision=revision, local_files_only=load.local_files_only),
         settings=settings,
         rows_per_part=rows_per_part,
@@ -363,11 +355,13 @@ def score(
     )
     if jsonl:
         write_lines(output)
-    errors = f", {found.errors:,} of them without a score (column error)" if found.errors else ""
-    earlier = f" ({found.found:,} were there)" if found.found else ""
-    screen.print(
-        f"{found.rows:,} rows, {found.pairs:,} pairs{errors}, in {found.parts:,} files{earlier} of {output}"
-    )
+    text = f"{summary.rows:,} rows, {summary.pairs:,} pairs"
+    if summary.errors:
+        text += f", {summary.errors:,} of them without a score (column error)"
+    text += f", in {summary.parts:,} files"
+    if summary.found:
+        text += f" ({summary.found:,} were there)"
+    screen.print(f"{text} of {output}")
 
 
 def _progress(plan: Plan, done: Iterable[int]) -> Iterable[int]:

@@ -22,6 +22,7 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 from transformers.models.auto.modeling_auto import MODEL_MAPPING
+from transformers.utils import find_adapter_config_file
 
 from ..errors import BackboneError, MissingDependencyError
 from .attention import use_own_attention
@@ -99,6 +100,7 @@ def load_model(
     )
     failures = LOAD_ERRORS
     try:
+        _refuse_adapter(str(name), revision, options)
         config = AutoConfig.from_pretrained(str(name), **hub)
         tokenizer = AutoTokenizer.from_pretrained(
             str(name), **hub
@@ -107,7 +109,8 @@ def load_model(
         if last_layer is not None:
             config = shortened(config, last_layer + 1)
         text = config.get_text_config()
-        extra: dict[str, Any] = {}
+        # These arguments override the model's config, which could name kernels to download and run.
+        extra: dict[str, Any] = {"attn_implementation": None, "experts_implementation": None}
         if getattr(text, "attn_logit_softcapping", None):
             extra["attn_implementation"] = "eager"  # SDPA has no soft cap
         if head is None and _has_pooler(config):
@@ -142,6 +145,16 @@ def load_model(
         use_own_attention(model)
         fuse_linear_maps(model)
     return LoadedModel(model.requires_grad_(False), tokenizer, num_layers)
+
+
+def _refuse_adapter(name: str, revision: str | None, options: LoadOptions) -> None:
+    """Refuse a folder with an adapter: transformers applies it, or not, as peft is installed."""
+    path = find_adapter_config_file(name, revision=revision, **options.hub)
+    if path is not None:
+        raise BackboneError(
+            f"{name!r} contains {Path(path).name}, and language models with adapters are not "
+            "supported. Merge the adapter into the model (peft's merge_and_unload), or remove it."
+        )
 
 
 def _moved(model: PreTrainedModel, device: torch.device, name: str) -> PreTrainedModel:

@@ -21,6 +21,14 @@ if TYPE_CHECKING:
 
 QUERY_RESERVE = 512  # positions kept free for the query, so that where a document is cut does not depend on the query
 
+# A document's beginning of this many characters for each token that is read is tokenised first.
+# English has about 4.5 characters a token.
+CHARACTERS_PER_TOKEN = 8
+
+# Tokens at the end of a cut text that may differ from those of the whole text. WordPiece splits
+# words of at most 100 characters; merges of BPE reach less far.
+CUT_MARGIN = 128
+
 
 class Template(BaseModel, extra="forbid", frozen=True):
     """The fixed text around document and query. It belongs to the artifact: B is trained with it.
@@ -190,6 +198,24 @@ class PromptTokenizer:
             tuple(item.ids) for item in self._text.encode_batch(cleaned, add_special_tokens=False)
         ]
 
+    def encode_beginnings(self, texts: Sequence[str], count: int) -> list[tuple[int, ...]]:
+        """Ids of texts; of a long text only of a beginning that has more than ``count`` tokens.
+
+        The first ``count`` ids are those of the whole text. Texts are cut before they are
+        tokenised because a token takes some 400 bytes, so that 10 MB of text take gigabytes.
+        No number of characters is enough for every text (white space has no tokens, and WordPiece
+        makes one token of any very long word), so the beginning grows until it has enough tokens.
+        """
+        enough = count + CUT_MARGIN
+        limit = CHARACTERS_PER_TOKEN * enough
+        ids = self.encode([text[:limit] for text in texts])
+        for index, text in enumerate(texts):
+            length = limit
+            while len(ids[index]) < enough and length < len(text):
+                length *= 4
+                ids[index] = self.encode([text[:length]])[0]
+        return ids
+
     def text_of(self, ids: Sequence[int]) -> list[str]:
         """Readable text of each id."""
         return [
@@ -239,5 +265,5 @@ class PromptTokenizer:
             TokenisedDocument(
                 (*before, *ids[:room], *after), len(ids) > room, not (ids and text.strip())
             )
-            for text, ids in zip(documents, self.encode(documents), strict=True)
+            for text, ids in zip(documents, self.encode_beginnings(documents, room), strict=True)
         ]

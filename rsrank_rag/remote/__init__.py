@@ -1,1 +1,1 @@
-"""The same contract, answered by a service."""
+"""A reranker whose model is in a service."""

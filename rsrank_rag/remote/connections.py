@@ -1,7 +1,9 @@
-"""HTTP connections that all who talk to one address share, and the thread in whose event loop they live.
+"""HTTP connections that all rerankers of one address share, in an event loop of their own.
 
-Callers come from threads and from event loops that end, and a client of httpx belongs to one loop: so all calls are
-made in a loop of their own. A client that is given up while calls use it is closed by the last of them.
+Callers come from threads and from event loops that end, and an httpx client belongs to one loop.
+Therefore all requests are made in the loop of one daemon thread. A client that is closed while
+requests use it is closed by the last of them. A forked process has a loop and clients of its own,
+because everything here is stored by process id.
 """
 
 import asyncio
@@ -19,72 +21,67 @@ from ..errors import InputError
 
 Result = TypeVar("Result")
 
-# uvicorn closes a connection after 5 idle seconds: one that is used just then fails.
-_LIMITS = httpx.Limits(max_connections=100, max_keepalive_connections=100, keepalive_expiry=4.0)
+# uvicorn closes a connection after 5 idle seconds, and a request that is sent just then fails.
+LIMITS = httpx.Limits(max_connections=100, max_keepalive_connections=100, keepalive_expiry=4.0)
 
 
 @dataclass(eq=False)
 class _Shared:
     client: httpx.AsyncClient
-    users: int = 0
+    requests: int = 0
 
 
-_lock = threading.Lock()
-_loop: asyncio.AbstractEventLoop | None = None
-_clients: dict[str, _Shared] = {}  # by address; only the loop's thread looks
-_inherited: list[
-    Any
-] = []  # from the process that this one was forked from, whose connections must not be closed
+_loops: dict[int, asyncio.AbstractEventLoop] = {}
+_clients: dict[tuple[int, str], _Shared] = {}
 
 
-def begin(work: Coroutine[Any, Any, Result]) -> Future[Result]:
-    """Begin some work, such as a call, in the loop of all connections."""
-    global _loop
-    with _lock:
-        if _loop is None:
-            _loop = asyncio.new_event_loop()
-            threading.Thread(target=_loop.run_forever, name="rsrank-http", daemon=True).start()
-    return asyncio.run_coroutine_threadsafe(work, _loop)
+def start(work: Coroutine[Any, Any, Result]) -> Future[Result]:
+    """Run a coroutine in the connections' event loop."""
+    loop = _loops.get(os.getpid())
+    if loop is None:
+        new = asyncio.new_event_loop()
+        # Another thread may have stored a loop since the look-up.
+        loop = _loops.setdefault(os.getpid(), new)
+        if loop is new:
+            threading.Thread(target=new.run_forever, name="rsrank-http", daemon=True).start()
+        else:
+            new.close()
+    return asyncio.run_coroutine_threadsafe(work, loop)
 
 
 @asynccontextmanager
 async def client(address: str) -> AsyncIterator[httpx.AsyncClient]:
-    """The client for an address, which stays open while it is used; for work that was begun here."""
-    if address not in _clients:
+    """The client of an address, open until the block ends. For use in the connections' loop.
+
+    Raises:
+        InputError: The environment's proxy or certificate settings cannot be used.
+    """
+    key = (os.getpid(), address)
+    if key not in _clients:
         try:
-            _clients[address] = _Shared(httpx.AsyncClient(limits=_LIMITS))
+            _clients[key] = _Shared(httpx.AsyncClient(limits=LIMITS, timeout=None))
         except (ImportError, ValueError, OSError, httpx.InvalidURL) as error:
-            what = "The environment's proxy or certificate settings (ALL_PROXY, NO_PROXY, SSL_CERT_FILE, ...)"
-            raise InputError(f"{what} cannot be used: {error}") from error
-    shared = _clients[address]
-    shared.users += 1
+            raise InputError(
+                "The environment's proxy or certificate settings (ALL_PROXY, NO_PROXY, "
+                f"SSL_CERT_FILE, ...) cannot be used: {error}"
+            ) from error
+    shared = _clients[key]
+    shared.requests += 1
     try:
         yield shared.client
     finally:
-        shared.users -= 1
-        if not shared.users and _clients.get(address) is not shared:
+        shared.requests -= 1
+        if not shared.requests and _clients.get(key) is not shared:
             await shared.client.aclose()
 
 
-async def give_up(address: str) -> None:
-    """Close an address's connections when the calls that use them are done. The next call opens new ones."""
-    shared = _clients.pop(address, None)
-    if shared is not None and not shared.users:
+async def aclose(address: str) -> None:
+    """Close the connections of an address after the requests in progress. For use in the loop."""
+    shared = _clients.pop((os.getpid(), address), None)
+    if shared is not None and not shared.requests:
         await shared.client.aclose()
 
 
 def close(address: str) -> None:
-    """As `give_up`, from any thread."""
-    begin(give_up(address)).result()
-
-
-def _after_fork() -> None:
-    """A forked child has none of its parent's threads, and must not write into its parent's connections."""
-    global _lock, _loop
-    _inherited.append((_loop, dict(_clients)))
-    _lock, _loop = threading.Lock(), None
-    _clients.clear()
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_after_fork)
+    """As `aclose`, from any thread."""
+    start(aclose(address)).result()

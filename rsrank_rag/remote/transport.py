@@ -1,211 +1,215 @@
-"""One request and its answer in time: keys, retries, and what may go wrong, as errors of this package."""
+"""One request to a service and its answer: key, retries, time limit, and failures as our errors."""
 
 import asyncio
 import logging
 import os
 import random
 import re
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from email.utils import parsedate_to_datetime
-from functools import partial
 from typing import Any
 
 import httpx
 from pydantic import SecretStr
+from tenacity import (
+    AsyncRetrying,
+    RetryCallState,
+    before_sleep_log,
+    retry_if_exception,
+    stop_after_attempt,
+    stop_before_delay,
+)
 
 from ..errors import InputError, RemoteError, RSRankError, ScoringError
 from . import connections
-from .wire import first_document, message_of
+from .wire import ErrorBody
 
 logger = logging.getLogger(__name__)
 
+# The environment variable of the API key; of several keys, separated by commas, the first is sent.
 KEY_VARIABLE = "RSRANK_API_KEY"
-"""Environment variable that holds the API key where none is given; of several, by commas, the first is sent."""
+
+# Too many requests, no service behind the proxy, not ready. A 504 is not among them: the same
+# request would take as long again.
 TRANSIENT = (429, 502, 503)
-"""Too much at once, nobody behind the proxy, not ready. Not 504: what took too long would take as long again."""
+
 CONNECT_SECONDS = 5.0
-FIRST_PAUSE, LONGEST_PAUSE = 0.25, 8.0
+FIRST_PAUSE = 0.25
+LONGEST_PAUSE = 8.0
+
 HEADERS = {
     "Content-Type": "application/json",
     "Accept": "application/json",
     "User-Agent": "rsrank-rag",
 }
-ANSWER_BYTES = 1 << 20  # a longer answer is not read, unless more is expected
 
-
-@dataclass(frozen=True)
-class Call:
-    """One request."""
-
-    method: str
-    path: str  # after the service's address
-    body: bytes | None = None  # JSON
-    most_bytes: int = ANSWER_BYTES  # of the answer, which is not read if it is longer
+# Bytes of an answer. With 1,000 documents in sentences, an answer has a few megabytes.
+LARGEST_ANSWER = 100_000_000
 
 
 @dataclass(frozen=True)
 class Transport:
-    """Calls one service."""
+    """Sends requests to one service.
+
+    Attributes:
+        base_url: Address of the service.
+        api_key: Key to send; None for that of the environment at the time of a request.
+        timeout: Seconds for a request with all its retries.
+        max_retries: How often a request is repeated after a transient failure.
+    """
 
     base_url: str
-    api_key: SecretStr | None  # None for that of the environment
-    timeout: float  # seconds for a call in all
+    api_key: SecretStr | None
+    timeout: float
     max_retries: int
 
-    def send(self, call: Call) -> bytes:
-        """The body of the answer; errors as `RemoteReranker` describes them."""
-        future = connections.begin(self._answer(call))
+    def send(self, method: str, path: str, body: bytes | None = None) -> bytes:
+        """The body of the answer; raises as `RemoteReranker` says."""
+        future = connections.start(self._answer(method, path, body))
         try:
             return future.result()
         finally:
-            future.cancel()  # no effect unless waiting was interrupted
+            # This has an effect only if the wait was interrupted.
+            future.cancel()
 
-    async def asend(self, call: Call) -> bytes:
-        """As `send`."""
-        return await asyncio.wrap_future(connections.begin(self._answer(call)))
+    async def asend(self, method: str, path: str, body: bytes | None = None) -> bytes:
+        """As `send`, without blocking the event loop."""
+        return await asyncio.wrap_future(connections.start(self._answer(method, path, body)))
 
-    async def _answer(self, call: Call) -> bytes:
-        """The body of an answer, asked for again after what may pass, with pauses that grow, until time is up."""
-        ends, asked, waits = time.monotonic() + self.timeout, 1, FIRST_PAUSE
-        while True:
-            left = max(
-                ends - time.monotonic(), 1e-3
-            )  # never quite none, which would be no limit to some
-            try:
-                with self._named_errors():
-                    response, body = await asyncio.wait_for(self._asked(call, left), left)
-                if response.is_success:
-                    return body
-                raise self._refusal(response, body)
-            except RemoteError as error:
-                if not error.transient:
-                    raise
-                pause = max(waits, error.retry_after or 0.0) + random.uniform(0, waits)
-                if asked > self.max_retries or time.monotonic() + pause > ends:
-                    why = f"Asked {asked} times" if asked > 1 else "Asked once"
-                    why += (
-                        " and there is no time for another try."
-                        if asked <= self.max_retries
-                        else "."
-                    )
-                    raise RemoteError(
-                        f"{error} {why}", error.status, error.transient, error.retry_after
-                    ) from error
-                logger.info("%s Trying again in %.1f s.", error, pause)
-            await asyncio.sleep(pause)
-            asked, waits = asked + 1, min(2 * waits, LONGEST_PAUSE)
-
-    async def _asked(self, call: Call, seconds: float) -> tuple[httpx.Response, bytes]:
-        """Send a request once; the answer and its body."""
-        timeout, url = (
-            httpx.Timeout(seconds, connect=min(seconds, CONNECT_SECONDS)),
-            self.base_url + call.path,
+    async def _answer(self, method: str, path: str, body: bytes | None) -> bytes:
+        retrying = AsyncRetrying(
+            retry=retry_if_exception(_is_transient),
+            stop=stop_after_attempt(self.max_retries + 1) | stop_before_delay(self.timeout),
+            wait=_pause,
+            before_sleep=before_sleep_log(logger, logging.INFO),
+            reraise=True,
         )
-        options: dict[str, Any] = {
-            "timeout": timeout,
-            "auth": partial(_with_key, self._key()),
-            "headers": HEADERS,
-        }
-        async with (
-            connections.client(self.base_url) as client,
-            client.stream(
-                call.method, url, content=call.body, follow_redirects=False, **options
-            ) as response,
-        ):
-            body = bytearray()
-            async for chunk in response.aiter_bytes():
-                body += chunk
-                if len(body) > call.most_bytes:
-                    most = f"{call.most_bytes:,} bytes"
-                    raise RemoteError(
-                        f"The answer of {self.base_url} is too long to be scores: more than {most}."
-                    )
-        return response, bytes(body)
-
-    def _key(self) -> SecretStr | None:
-        """The key for one request: the one that was given, or that of the environment."""
-        if self.api_key is not None:
-            return self.api_key
-        keys = (part.strip() for part in os.environ.get(KEY_VARIABLE, "").split(","))
-        return usable_key(SecretStr(next(filter(None, keys), "")), KEY_VARIABLE)
-
-    @contextmanager
-    def _named_errors(self) -> Iterator[None]:
-        """What httpx and asyncio raise, as errors of this package."""
         try:
-            yield
-        except (
-            asyncio.TimeoutError,
-            httpx.ReadTimeout,
-            httpx.WriteTimeout,
-            httpx.PoolTimeout,
-        ) as error:
+            work: Any = retrying(self._send_once, method, path, body)
+            content: bytes = await asyncio.wait_for(work, self.timeout)
+        except asyncio.TimeoutError as error:
             raise RemoteError(
-                f"{self.base_url} did not answer in {self.timeout:g} seconds. Raise timeout, or send fewer documents."
+                f"{self.base_url} did not answer in {self.timeout:g} seconds. "
+                "Raise timeout, or send fewer documents."
             ) from error
+        return content
+
+    async def _send_once(self, method: str, path: str, body: bytes | None) -> bytes:
+        key = self._key()
+
+        # httpx calls this when the request is sent, so that no other variable holds the key.
+        def add_key(request: httpx.Request) -> httpx.Request:
+            if key is not None:
+                request.headers["Authorization"] = f"Bearer {key.get_secret_value()}"
+            return request
+
+        timeout = httpx.Timeout(None, connect=CONNECT_SECONDS)
+        url = self.base_url + path
+        options: dict[str, Any] = {
+            "content": body,
+            "headers": HEADERS,
+            "auth": add_key,
+            "timeout": timeout,
+        }
+        try:
+            async with (
+                connections.client(self.base_url) as client,
+                client.stream(method, url, follow_redirects=False, **options) as response,
+            ):
+                content = await self._read(response)
         except httpx.TransportError as error:
             raise RemoteError(
-                f"{self.base_url} could not be reached ({_reason(error)}). Is the service running, and base_url right?",
-                transient=not isinstance(
-                    error, (httpx.LocalProtocolError, httpx.UnsupportedProtocol)
-                ),
+                f"{self.base_url} could not be reached ({error!r}). "
+                "Is the service running, and base_url right?",
+                transient=not isinstance(error, httpx.LocalProtocolError),
             ) from error
         except httpx.RequestError as error:
             raise RemoteError(
-                f"The answer of {self.base_url} cannot be read ({_reason(error)})."
+                f"The answer of {self.base_url} cannot be read ({error!r})."
             ) from error
+        if not response.is_success:
+            raise self._error(response, content, path)
+        return content
 
-    def _refusal(self, response: httpx.Response, body: bytes) -> RSRankError:
-        status, reason = response.status_code, message_of(body)
+    async def _read(self, response: httpx.Response) -> bytes:
+        content = bytearray()
+        async for chunk in response.aiter_bytes():
+            content += chunk
+            if len(content) > LARGEST_ANSWER:
+                raise RemoteError(
+                    f"The answer of {self.base_url} is too long to be scores: "
+                    f"more than {LARGEST_ANSWER:,} bytes."
+                )
+        return bytes(content)
+
+    def _key(self) -> SecretStr | None:
+        if self.api_key is not None:
+            return self.api_key
+        for key in os.environ.get(KEY_VARIABLE, "").split(","):
+            if key.strip():
+                return usable_key(SecretStr(key), KEY_VARIABLE)
+        return None
+
+    def _error(self, response: httpx.Response, content: bytes, path: str) -> RSRankError:
+        """The error of an answer that is not a success."""
+        status = response.status_code
+        body = ErrorBody.parse(content)
+        message = body.text
         if status in TRANSIENT or status == 408 or status >= 500:
-            wait = _seconds(response.headers.get("Retry-After", ""))
             return RemoteError(
-                f"{self.base_url} answered {status}{reason}", status, status in TRANSIENT, wait
+                f"{self.base_url} answered {status}{message}",
+                status,
+                status in TRANSIENT,
+                _seconds(response.headers.get("Retry-After", "")),
             )
         if status < 400:
-            there = (
-                response.next_request.url.netloc.decode()
-                if response.next_request
-                else "another address"
-            )
+            location = response.headers.get("Location", "another address")
             return RemoteError(
-                f"{self.base_url} sends on to {there} ({status}), where nothing was sent. "
+                f"{self.base_url} redirects to {location} ({status}), where nothing was sent. "
                 "If the service is there, give that address as base_url.",
                 status,
             )
         if status in (401, 403):
-            source = "api_key" if self.api_key else KEY_VARIABLE if self._key() else ""
-            sent = (
-                f"the key in {source}"
-                if source
-                else f"a request without a key; give api_key or set {KEY_VARIABLE}"
-            )
-            return InputError(f"{self.base_url} refused {sent} ({status}){reason}")
+            return InputError(f"{self.base_url} refused {self._credentials()} ({status}){message}")
         if status in (404, 405):
-            path = str(response.request.url).removeprefix(self.base_url)
             return InputError(
-                f"{self.base_url} has no {path} ({status}){reason} Is it the address of an rsrank service?"
+                f"{self.base_url} has no {path} ({status}){message} "
+                "Is it the address of an rsrank service?"
             )
-        index = first_document(body)
-        if status == 422 and index is not None:
-            return ScoringError(reason.removeprefix(": "), index)
-        return InputError(f"{self.base_url} refused the request ({status}){reason}")
+        if status == 422 and body.documents:
+            return ScoringError(body.message, body.documents[0].index)
+        return InputError(f"{self.base_url} refused the request ({status}){message}")
+
+    def _credentials(self) -> str:
+        if self.api_key is not None:
+            return "the key in api_key"
+        if self._key() is not None:
+            return f"the key in {KEY_VARIABLE}"
+        return f"a request without a key; give api_key or set {KEY_VARIABLE}"
 
 
-def _with_key(key: SecretStr | None, request: httpx.Request) -> httpx.Request:
-    """Puts the key into a request only when it is sent, so that it stands in no variable before."""
-    if key:
-        request.headers["Authorization"] = f"Bearer {key.get_secret_value()}"
-    return request
+def _is_transient(error: BaseException) -> bool:
+    return isinstance(error, RemoteError) and error.transient
+
+
+def _pause(state: RetryCallState) -> float:
+    """Seconds before the next try: twice the last pause, or what the service asks for, and more.
+
+    The random part keeps clients that failed together from coming back together.
+    """
+    pause = min(FIRST_PAUSE * 2.0 ** (state.attempt_number - 1), LONGEST_PAUSE)
+    error = state.outcome.exception() if state.outcome else None
+    requested = error.retry_after if isinstance(error, RemoteError) else None
+    return max(pause, requested or 0.0) + random.uniform(0, pause)
 
 
 def usable_key(key: SecretStr | None, source: str = "api_key") -> SecretStr | None:
-    """A key without the line break that files end with, None if nothing is left; InputError if none can send it."""
+    """A key without white space around it; None if it is empty.
+
+    Raises:
+        InputError: HTTP cannot send the key. The message does not contain it.
+    """
     text = key.get_secret_value().strip() if key else ""
-    if not (text.isascii() and text.isprintable()):  # httpx would refuse it too, and show the key
+    if not (text.isascii() and text.isprintable()):
         raise InputError(
             f"{source} holds characters that cannot be sent. Only printable ASCII can."
         )
@@ -213,14 +217,18 @@ def usable_key(key: SecretStr | None, source: str = "api_key") -> SecretStr | No
 
 
 def service_address(base_url: str) -> str:
-    """Address of a service as it is asked, without ``/v1`` or ``/v1/rerank``; InputError if it is no plain address.
+    """The address of a service without ``/v1`` or ``/v1/rerank`` at its end.
+
+    Raises:
+        InputError: It is no plain address of a server.
 
     >>> service_address("http://localhost:8080/v1/")
     'http://localhost:8080'
     """
     try:
         url = httpx.URL(base_url.strip())
-        url.host.encode("idna")  # what the resolver does, only later
+        # The resolver would encode the host in the same way, only later.
+        url.host.encode("idna")
     except (httpx.InvalidURL, UnicodeError, AttributeError):
         raise InputError("base_url must be an address such as http://localhost:8080.") from None
     if url.userinfo or url.query or url.fragment:
@@ -234,14 +242,9 @@ def service_address(base_url: str) -> str:
     return re.sub(r"(/v1(/rerank)?)?/*$", "", str(url).rstrip("/"))
 
 
-def _reason(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
-
-
 def _seconds(retry_after: str) -> float | None:
-    """Of a Retry-After header: seconds, or a date."""
-    with suppress(ValueError):
+    """The seconds of a Retry-After header; None if it is missing or a date."""
+    try:
         return max(0.0, float(retry_after))
-    with suppress(ValueError, OverflowError):  # a year may have any number of digits
-        return max(0.0, parsedate_to_datetime(retry_after).timestamp() - time.time())
-    return None
+    except ValueError:
+        return None

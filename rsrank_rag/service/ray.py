@@ -1,4 +1,4 @@
-"""The service on a Ray cluster: Ray Serve's proxy before replicas of the same app, each with its own model."""
+"""The service on a Ray cluster: Ray Serve's proxy before replicas of the app."""
 
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
@@ -13,28 +13,37 @@ with needs("The service on Ray needs {}.", "ray", "ray"):
     from ray import serve
     from ray.serve.exceptions import RayServeException
 
-APP = "rsrank"  # name of the Serve application
-WAITING = 4.0  # requests in a replica at a time above which Serve adds another
+# The name of the Serve application.
+APP = "rsrank"
 
 
 @dataclass(frozen=True)
 class Replicas:
-    """How many replicas, and what each of them needs."""
+    """How many replicas there are, and what each of them needs.
+
+    Attributes:
+        least: Replicas at any time.
+        most: Replicas under load; Serve adds and removes them. None for a fixed number.
+        cpus: Cores of a replica, and threads of its model on a CPU.
+        gpus: GPUs of a replica; two replicas with 0.5 share one.
+        drain: Seconds that a replica has for its open requests before it is removed.
+    """
 
     least: int = 1
-    most: int | None = None  # if more than ``least``, Serve adds and removes replicas with the load
-    cpus: float = 1.0  # cores of each; also the threads of a model on a CPU
-    gpus: float = 0.0  # of each; a half lets two share one
-    drain: float = 120.0  # seconds that a replica which is to go has for the requests it holds
+    most: int | None = None
+    cpus: float = 1.0
+    gpus: float = 0.0
+    drain: float = 120.0
 
 
 class _Replica:
-    """What Serve asks beside the app."""
+    """Serve reports errors of `check_health`, and not those of an app's lifespan."""
 
-    app: FastAPI  # from Serve
+    # Serve sets it.
+    app: FastAPI
 
     def check_health(self) -> None:
-        """Raise why the app could not be started; Serve shows what this raises, and not what a lifespan does."""
+        """Raise the error that kept the app from starting."""
         if self.app.state.failure is not None:
             raise self.app.state.failure
 
@@ -46,63 +55,67 @@ def serve_on_ray(
     host: str = "127.0.0.1",
     port: int = 8080,
 ) -> None:
-    """Answer over HTTP on the connected Ray cluster; returns when requests are answered. `take_down` ends it.
+    """Bring up the service on the connected cluster; returns when it answers.
 
-    Called again, it puts new replicas in the place of the old ones, without a gap. The address is that of the cluster's
-    Serve, on its head: if one is running already, it keeps its own. ``build``, which must be picklable, makes the app
-    in each replica, such as by ``create_app(Scheduler(load, "mini"), settings)``; if it cannot be started, there is an
-    UnavailableError.
+    A second call replaces the replicas without a gap. `take_down` ends the service.
+
+    Args:
+        build: Makes the app in each replica, such as
+            ``create_app(Scheduler(load, "mini"), settings)``. It must be picklable.
+        replicas: How many; one by default.
+        host: Address on the cluster's head. A Serve that runs already keeps its own.
+        port: Port on the cluster's head, likewise.
+
+    Raises:
+        UnavailableError: The app cannot be started.
     """
-
-    def make_app() -> FastAPI:
-        made = build()
-        inner = made.router.lifespan_context
-
-        @asynccontextmanager
-        async def lifespan(started: FastAPI) -> AsyncIterator[None]:
-            try:
-                async with inner(started):
-                    yield
-            except RSRankError:
-                yield  # `check_health` raises it
-
-        made.router.lifespan_context = lifespan
-        return made
-
-    chosen = replicas or Replicas()
-    most = chosen.most or chosen.least
-    scaling = {
-        "min_replicas": chosen.least,
-        "max_replicas": most,
-        "target_ongoing_requests": WAITING,
-    }
+    replicas = replicas or Replicas()
+    scaling = None
+    if replicas.most is not None and replicas.most > replicas.least:
+        scaling = {"min_replicas": replicas.least, "max_replicas": replicas.most}
+    # The scheduler in a replica limits waiting documents, so Serve does not limit requests.
     deployment = serve.deployment(
-        serve.ingress(make_app)(_Replica),
+        serve.ingress(lambda: _reporting(build()))(_Replica),
         name="Service",
-        num_replicas=None if most > chosen.least else chosen.least,
-        autoscaling_config=scaling if most > chosen.least else None,
-        max_ongoing_requests=10_000,  # the Scheduler refuses what is too much, and by documents
-        graceful_shutdown_timeout_s=chosen.drain,
-        ray_actor_options={"num_cpus": chosen.cpus, "num_gpus": chosen.gpus},
+        num_replicas=replicas.least if scaling is None else None,
+        autoscaling_config=scaling,
+        max_ongoing_requests=10_000,
+        graceful_shutdown_timeout_s=replicas.drain,
+        ray_actor_options={"num_cpus": replicas.cpus, "num_gpus": replicas.gpus},
     )
     serve.start(proxy_location="HeadOnly", http_options={"host": host, "port": port})
     try:
         serve.run(deployment.bind(), name=APP, route_prefix="/")
     except (RuntimeError, RayServeException) as error:
-        raise UnavailableError(f"The replicas could not be brought up: {_why(error)}") from error
+        raise UnavailableError(f"The replicas cannot be started: {_reason(error)}") from error
 
 
-def _why(error: Exception) -> str:
-    """The last line of what Serve knows about a deployment that failed."""
+def _reporting(app: FastAPI) -> FastAPI:
+    """The app, with errors of its start left to `_Replica.check_health`."""
+    lifespan = app.router.lifespan_context
+
+    @asynccontextmanager
+    async def quiet(started: FastAPI) -> AsyncIterator[None]:
+        try:
+            async with lifespan(started):
+                yield
+        except RSRankError:
+            yield
+
+    app.router.lifespan_context = quiet
+    return app
+
+
+def _reason(error: Exception) -> str:
+    """The last line that Serve knows about a failed deployment, which is the app's own error."""
     status = serve.status().applications.get(APP)
-    messages = (
-        [] if status is None else [deployment.message for deployment in status.deployments.values()]
-    )
-    lines = [line.strip() for message in messages for line in message.splitlines() if line.strip()]
+    lines = []
+    for deployment in status.deployments.values() if status else ():
+        lines += [line.strip() for line in deployment.message.splitlines() if line.strip()]
     return lines[-1] if lines else str(error)
 
 
 def take_down() -> None:
-    """Remove what `serve_on_ray` brought up; requests in flight are answered."""
+    """Remove the service after its open requests have been answered."""
     if APP in serve.status().applications:
         serve.delete(APP)
