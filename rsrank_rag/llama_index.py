@@ -156,7 +156,7 @@ class RSRankPostprocessor(RerankerAdapter, BaseNodePostprocessor):
     def _copies(self, nodes: list[NodeWithScore], result: RankResult) -> list[NodeWithScore]:
         if isinstance(result, Unranked):
             dispatcher.event(ExceptionEvent(exception=result.error))
-            payload = {EventPayload.EXCEPTION: result.error}
+            payload: dict[str, Any] = {EventPayload.EXCEPTION: result.error}
             with self.callback_manager.event(CBEventType.EXCEPTION, payload=payload):
                 # An event without duration.
                 pass

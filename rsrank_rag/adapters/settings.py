@@ -9,7 +9,7 @@ from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial
 from operator import methodcaller
-from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, cast
 
 from pydantic import (
     AfterValidator,
@@ -260,18 +260,20 @@ class ModelAdapter(LoadSettings):
 
     def _remote(self) -> "RemoteReranker | None":
         """The client of a service, whose calls need no queue; None for a model of this process."""
-        remote: Any = self.model
+        remote: RemoteReranker
         if self.base_url is not None:
-            from ..remote.client import RemoteReranker
+            from ..remote import client
 
-            remote = RemoteReranker(
+            remote = client.RemoteReranker(
                 self.base_url,
                 model=self._service_model,
                 api_key=self.api_key,
                 timeout=self.timeout,
                 max_retries=self.max_retries,
             )
-        elif not hasattr(remote, "arank"):
+        elif hasattr(self.model, "arank"):
+            remote = cast("RemoteReranker", self.model)
+        else:
             return None
         return remote if self.instruction is None else remote.with_instruction(self.instruction)
 
@@ -455,7 +457,7 @@ class RerankerAdapter(ModelAdapter):
             marks[ERROR] = f"{type(result.error).__name__}: {result.error}"
         if not self.keep_dropped:
             return [_output(document, texts[document.index], marks) for document in result.kept]
-        outputs = []
+        outputs: list[OutputDocument] = []
         for document in (*result.kept, *result.dropped):
             was_kept = len(outputs) < len(result.kept)
             outputs.append(_output(document, texts[document.index], {**marks, KEPT: was_kept}))

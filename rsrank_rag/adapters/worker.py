@@ -41,10 +41,13 @@ class Worker:
         task: Callable[[Reranker], Result],
     ) -> Result:
         """Run a task with the model, which is loaded if it is not."""
-        reranker = source if isinstance(source, Reranker) else self.loaded
-        if reranker is None:
-            with needs_the_whole_package():
-                self.loaded = reranker = load(source)
+        if isinstance(source, Reranker):
+            reranker = source
+        else:
+            if self.loaded is None:
+                with needs_the_whole_package():
+                    self.loaded = load(source)
+            reranker = self.loaded
         if instruction is not None:
             reranker = reranker.with_instruction(instruction)
         return task(reranker)
