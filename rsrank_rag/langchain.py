@@ -1,14 +1,15 @@
 """LangChain: a document compressor that drops what scores below zero, and a retriever around it."""
 
+import inspect
 import logging
 from collections.abc import Sequence
-from contextlib import suppress
+from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any
 
 from pydantic import Field
 from typing_extensions import Unpack
 
-from .adapters.settings import ERROR, RerankerAdapter, Unranked, kept_of, without_marks
+from .adapters.settings import RerankerAdapter, Unranked, without_marks
 from .errors import InputError, needs
 from .reranker import Limits, RankResult
 
@@ -21,21 +22,34 @@ with needs("rsrank_rag.langchain needs langchain-core.", "langchain", "langchain
     from langchain_core.documents import BaseDocumentCompressor, Document
     from langchain_core.retrievers import BaseRetriever, RetrieverLike
     from langchain_core.runnables import Runnable, RunnableConfig, RunnableLambda
+    from langchain_core.runnables.config import (
+        ensure_config,
+        get_async_callback_manager_for_config,
+        get_callback_manager_for_config,
+    )
 
 if TYPE_CHECKING:
     from .adapters.cross_encoder import RSRankCrossEncoder as RSRankCrossEncoder
 
 logger = logging.getLogger(__name__)
 
-# Without RSRankCrossEncoder: not every langchain-core has its base class.
+# Without RSRankCrossEncoder, whose base class is not in every langchain-core.
 __all__ = ["RSRankCompressor", "RSRankRetriever"]
+
+# The run inside a compressor's run, which shows what a trace would not show otherwise.
+RANKING_RUN = "RSRankRanking"
+
+# A keyword this similar to a limit's name is a misspelling of it: `treshold` is, and
+# `score_threshold`, which vector stores take, is not.
+MISSPELLING = 0.85
 
 
 class RSRankCompressor(RerankerAdapter, BaseDocumentCompressor):
     """Keeps the documents that score above zero, best first.
 
-    Kept documents are copies with their score in the metadata; the input stays as it was. Each call is a run in
-    LangChain's callbacks, with a run inside that says what decided. For chains, see `as_runnable`.
+    What is returned are copies with their score in the metadata; the input does not change. A
+    title in the metadata is read as part of the document. Each call is a run in LangChain's
+    callbacks, with a run inside that shows the threshold and the scores of dropped documents.
 
     >>> compressor = RSRankCompressor(model="mini", top_n=5)
     >>> compressor.compress_documents([], "Nothing to do, nothing loaded")
@@ -45,10 +59,6 @@ class RSRankCompressor(RerankerAdapter, BaseDocumentCompressor):
     score_key: str = Field(
         default="relevance_score", min_length=1, description="Metadata key of the score."
     )
-    metadata_fields: tuple[str, ...] = Field(
-        default=(),
-        description="Metadata read as part of the document: their values, one a line, before its text.",
-    )
 
     def compress_documents(
         self,
@@ -57,18 +67,37 @@ class RSRankCompressor(RerankerAdapter, BaseDocumentCompressor):
         callbacks: Callbacks | None = None,
         **limits: Unpack[Limits],
     ) -> list[Document]:
-        """Rank documents and give copies of the relevant ones, best first, with a Python float under ``score_key``.
+        """Return copies of the relevant documents, best first, with a float under ``score_key``.
 
-        ``callbacks`` see one run with inputs, outputs and errors. ``threshold``, ``top_n`` and ``min_docs`` may be
-        given for this call only.
+        Args:
+            documents: What was retrieved.
+            query: The question.
+            callbacks: Receive one run with inputs, outputs and errors.
+            **limits: ``threshold``, ``top_n`` and ``min_docs`` for this call only.
 
         Raises:
-            InputError: An empty or too long query, or a limit out of range.
-            ScoringError: A document could not be scored; it is named.
+            InputError: The query is empty or too long, or a limit is out of range.
+            ScoringError: A document could not be scored; its position is given.
         """
-        return self.as_runnable().invoke(
-            {"query": query, "documents": documents}, {"callbacks": callbacks}, **limits
-        )
+        documents = list(documents)
+        config = ensure_config(RunnableConfig(callbacks=callbacks))
+        manager = get_callback_manager_for_config(config)
+        inputs = {"query": query, "documents": documents}
+        run = manager.on_chain_start(None, inputs, name=type(self).__name__)
+        try:
+            merged = self._limits(limits)
+            result = self._rank(query, self._read(documents), merged)
+        except BaseException as error:
+            run.on_chain_error(error)
+            raise
+        ranking = run.get_child().on_chain_start(None, merged, name=RANKING_RUN)
+        if isinstance(result, Unranked):
+            ranking.on_chain_error(result.error)
+        else:
+            ranking.on_chain_end(self._summary(result))
+        compressed = self._copies(documents, result)
+        run.on_chain_end(compressed)
+        return compressed
 
     async def acompress_documents(
         self,
@@ -77,124 +106,109 @@ class RSRankCompressor(RerankerAdapter, BaseDocumentCompressor):
         callbacks: Callbacks | None = None,
         **limits: Unpack[Limits],
     ) -> list[Document]:
-        """As `compress_documents`, without blocking the event loop; a cancelled call leaves the model's queue."""
-        inputs, config = (
-            {"query": query, "documents": documents},
-            RunnableConfig(callbacks=callbacks),
-        )
-        return await self.as_runnable().ainvoke(inputs, config, **limits)
+        """As `compress_documents`, without blocking the event loop.
+
+        A cancelled call leaves the model's queue.
+        """
+        documents = list(documents)
+        config = ensure_config(RunnableConfig(callbacks=callbacks))
+        manager = get_async_callback_manager_for_config(config)
+        inputs = {"query": query, "documents": documents}
+        run = await manager.on_chain_start(None, inputs, name=type(self).__name__)
+        try:
+            merged = self._limits(limits)
+            result = await self._arank(query, self._read(documents), merged)
+        except BaseException as error:
+            await run.on_chain_error(error)
+            raise
+        ranking = await run.get_child().on_chain_start(None, merged, name=RANKING_RUN)
+        if isinstance(result, Unranked):
+            await ranking.on_chain_error(result.error)
+        else:
+            await ranking.on_chain_end(self._summary(result))
+        compressed = self._copies(documents, result)
+        await run.on_chain_end(compressed)
+        return compressed
 
     def as_runnable(
         self, query_key: str = "query", documents_key: str = "documents"
     ) -> Runnable[dict[str, Any], list[Document]]:
-        """A Runnable for chains: takes a dictionary, gives documents. Calls take the three limits, too.
+        """A Runnable for chains, from a dictionary to documents. Its calls take the limits, too.
 
-        >>> RSRankCompressor().as_runnable().invoke({"query": "Where is everybody?", "documents": []})
+        >>> runnable = RSRankCompressor().as_runnable()
+        >>> runnable.invoke({"query": "Where is everybody?", "documents": []})
         []
         """
 
-        def unpack(inputs: dict[str, Any]) -> tuple[str, list[Document]]:
-            try:
-                return inputs[query_key], list(inputs[documents_key])
-            except (KeyError, TypeError):
-                found = (
-                    f"keys {sorted(map(str, inputs))}"
-                    if isinstance(inputs, dict)
-                    else type(inputs).__name__
-                )
-                raise InputError(
-                    f"{type(self).__name__} needs a dictionary with {query_key!r} and {documents_key!r}, got {found}."
-                ) from None
+        def arguments(inputs: Any, config: RunnableConfig) -> tuple[Any, Any, Any]:
+            if not isinstance(inputs, dict):
+                problem = type(inputs).__name__
+            elif query_key not in inputs or documents_key not in inputs:
+                problem = f"keys {sorted(map(str, inputs))}"
+            else:
+                return inputs[documents_key], inputs[query_key], config.get("callbacks")
+            raise InputError(
+                f"{type(self).__name__} needs a dictionary with {query_key!r} and "
+                f"{documents_key!r}, got {problem}."
+            )
 
-        def run(
+        def compress(
             inputs: dict[str, Any], config: RunnableConfig, **limits: Unpack[Limits]
         ) -> list[Document]:
-            query, documents = unpack(inputs)
-            chosen = self._limits(limits)
-            result = self._rank(query, self._texts(documents), chosen)
-            with _survived(result):
-                self._trace(result).invoke(chosen, config)
-            return self._copies(documents, result)
+            return self.compress_documents(*arguments(inputs, config), **limits)
 
-        async def arun(
+        async def acompress(
             inputs: dict[str, Any], config: RunnableConfig, **limits: Unpack[Limits]
         ) -> list[Document]:
-            query, documents = unpack(inputs)
-            chosen = self._limits(limits)
-            result = await self._arank(query, self._texts(documents), chosen)
-            with _survived(result):
-                await self._trace(result).ainvoke(chosen, config)
-            return self._copies(documents, result)
+            return await self.acompress_documents(*arguments(inputs, config), **limits)
 
-        return RunnableLambda(run, arun, name=type(self).__name__)
+        return RunnableLambda(compress, acompress, name=f"{type(self).__name__}.as_runnable")
 
-    def _trace(self, result: RankResult) -> Runnable[Limits, dict[str, Any]]:
-        """A run that says what a trace would not show otherwise: what decided, and the scores of what was dropped.
-
-        Where nothing could be ranked, it fails for that reason.
-        """
-        documents = (*result.kept, *result.dropped)
-        summary = {
-            "model": self.model_label,
-            **({} if self.instruction is None else {"instruction": self.instruction}),
-            "threshold": result.threshold,
-            "documents": len(documents),
-            "kept": len(result.kept),
-            "truncated": sum(document.truncated for document in documents),
-            "dropped": [
-                {"index": document.index, "score": document.score} for document in result.dropped
-            ],
-        }
-
-        def tell(asked: Limits) -> dict[str, Any]:
-            if isinstance(result, Unranked):
-                raise result.error
-            return summary
-
-        return RunnableLambda(tell, name="RSRankRanking")
-
-    def _texts(self, documents: Sequence[Document]) -> list[tuple[str, str]]:
-        """Each document's text, and the metadata that are read before it."""
-        there = {name for document in documents for name in document.metadata}
-        unknown = [name for name in self.metadata_fields if name not in there]
+    def _read(self, documents: Sequence[Document]) -> list[str]:
+        """What a reranker reads; warns of metadata fields that no document has."""
+        fields = {field for document in documents for field in document.metadata}
+        unknown = set(self.metadata_fields).difference(fields, ("title",))
         if unknown and documents:
             logger.warning(
                 "None of %d documents has the metadata field %s; there are: %s.",
                 len(documents),
-                ", ".join(map(repr, unknown)),
-                ", ".join(sorted(there)) or "none",
+                ", ".join(map(repr, sorted(unknown))),
+                ", ".join(sorted(fields)) or "none",
             )
-        fields = (
-            [document.metadata.get(name) for name in self.metadata_fields] for document in documents
-        )
-        before = (
-            "".join(f"{value}\n" for value in values if value is not None) for values in fields
-        )
-        return [
-            (text, document.page_content) for text, document in zip(before, documents, strict=True)
+        return self._texts([(document.metadata, document.page_content) for document in documents])
+
+    def _summary(self, result: RankResult) -> dict[str, Any]:
+        """Output of the inner run: what decided, and the scores of what was dropped."""
+        documents = (*result.kept, *result.dropped)
+        summary: dict[str, Any] = {"model": self.model_label}
+        if self.instruction is not None:
+            summary["instruction"] = self.instruction
+        summary["threshold"] = result.threshold
+        summary["documents"] = len(documents)
+        summary["kept"] = len(result.kept)
+        summary["truncated"] = sum(document.truncated for document in documents)
+        summary["dropped"] = [
+            {"index": document.index, "score": document.score} for document in result.dropped
         ]
+        return summary
 
     def _copies(self, documents: Sequence[Document], result: RankResult) -> list[Document]:
         copies = []
-        for ranked, marks in self._handed_on(result):
-            document = documents[ranked.index]
-            text, places = kept_of(ranked, document.page_content)
-            score = {} if ERROR in marks else {self.score_key: ranked.score}
-            metadata = {**without_marks(document.metadata), **score, **marks, **places}
-            copies.append(document.model_copy(update={"page_content": text, "metadata": metadata}))
+        for output in self._outputs(result, [document.page_content for document in documents]):
+            document = documents[output.index]
+            metadata = {**without_marks(document.metadata), **output.marks}
+            if output.score is not None:
+                metadata[self.score_key] = output.score
+            update = {"page_content": output.text, "metadata": metadata}
+            copies.append(document.model_copy(update=update))
         return copies
 
 
-def _survived(result: RankResult) -> suppress:
-    """Keeps the error of a run that is there to be seen in a trace from ending a call that goes on."""
-    return suppress(*([type(result.error)] if isinstance(result, Unranked) else []))
-
-
 class RSRankRetriever(BaseRetriever, extra="forbid"):
-    """A retriever whose results have been through a compressor: retrieve widely, keep what is relevant.
+    """A retriever with a compressor after it: retrieve many documents, keep the relevant ones.
 
-    ``threshold``, ``top_n`` and ``min_docs`` given to ``invoke`` go to the compressor, everything else to the base
-    retriever.
+    Of the keywords given to ``invoke``, the compressor gets ``threshold``, ``top_n`` and
+    ``min_docs``, and the base retriever gets the others. A keyword that neither takes is an error.
     """
 
     base_retriever: RetrieverLike
@@ -203,22 +217,55 @@ class RSRankRetriever(BaseRetriever, extra="forbid"):
     def _get_relevant_documents(
         self, query: str, *, run_manager: CallbackManagerForRetrieverRun, **kwargs: Any
     ) -> list[Document]:
-        limits: Any = {name: kwargs.pop(name) for name in Limits.__annotations__ if name in kwargs}
-        callbacks = run_manager.get_child()
-        documents = self.base_retriever.invoke(query, {"callbacks": callbacks}, **kwargs)
-        return self.compressor.compress_documents(documents, query, callbacks, **limits)
+        limits = self._split_limits(kwargs)
+        config = RunnableConfig(callbacks=run_manager.get_child())
+        documents = self.base_retriever.invoke(query, config, **kwargs)
+        return self.compressor.compress_documents(documents, query, config["callbacks"], **limits)
 
     async def _aget_relevant_documents(
         self, query: str, *, run_manager: AsyncCallbackManagerForRetrieverRun, **kwargs: Any
     ) -> list[Document]:
-        limits: Any = {name: kwargs.pop(name) for name in Limits.__annotations__ if name in kwargs}
-        callbacks = run_manager.get_child()
-        documents = await self.base_retriever.ainvoke(query, {"callbacks": callbacks}, **kwargs)
-        return await self.compressor.acompress_documents(documents, query, callbacks, **limits)
+        limits = self._split_limits(kwargs)
+        config = RunnableConfig(callbacks=run_manager.get_child())
+        documents = await self.base_retriever.ainvoke(query, config, **kwargs)
+        return await self.compressor.acompress_documents(
+            documents, query, config["callbacks"], **limits
+        )
+
+    def _split_limits(self, kwargs: dict[str, Any]) -> Limits:
+        """Take the compressor's limits out of a call's keywords.
+
+        Raises TypeError for a keyword that the base retriever does not take either.
+        """
+        limits = Limits()
+        for name in Limits.__annotations__:
+            if name in kwargs:
+                limits[name] = kwargs.pop(name)  # type: ignore[literal-required]
+        for name in kwargs:
+            if not self._base_takes(name):
+                raise TypeError(
+                    f"Unknown argument: {name}. The compressor takes "
+                    f"{', '.join(Limits.__annotations__)}, and the base retriever "
+                    f"{type(self.base_retriever).__name__} does not take it."
+                )
+        return limits
+
+    def _base_takes(self, name: str) -> bool:
+        if not isinstance(self.base_retriever, BaseRetriever):
+            # What a Runnable does not take, it refuses itself.
+            return True
+        # BaseRetriever.invoke silently drops keywords that this method does not take.
+        method = self.base_retriever._get_relevant_documents
+        parameters = inspect.signature(method).parameters.values()
+        if name in [parameter.name for parameter in parameters]:
+            return True
+        takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
+        similar = get_close_matches(name, Limits.__annotations__, cutoff=MISSPELLING)
+        return takes_any and not similar
 
 
 def __getattr__(name: str) -> Any:
-    """`RSRankCrossEncoder`'s base class is not in every langchain-core, so it is looked for when it is wanted."""
+    """Import `RSRankCrossEncoder` at its first use: not every langchain-core has its base class."""
     if name == "RSRankCrossEncoder":
         from .adapters.cross_encoder import RSRankCrossEncoder
 

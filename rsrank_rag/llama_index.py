@@ -7,7 +7,7 @@ from typing import Any
 from pydantic import Field, model_validator
 from typing_extensions import Unpack
 
-from .adapters.settings import ERROR, RerankerAdapter, Unranked, kept_of, without_marks
+from .adapters.settings import RerankerAdapter, Unranked, without_marks
 from .errors import InputError, needs
 from .reranker import Limits, RankResult
 
@@ -17,7 +17,7 @@ with needs("rsrank_rag.llama_index needs llama-index-core.", "llama-index", "lla
     from llama_index.core.instrumentation.events.exception import ExceptionEvent
     from llama_index.core.instrumentation.events.rerank import ReRankEndEvent, ReRankStartEvent
     from llama_index.core.postprocessor.types import BaseNodePostprocessor
-    from llama_index.core.schema import BaseNode, MetadataMode, NodeWithScore, QueryBundle
+    from llama_index.core.schema import BaseNode, NodeWithScore, QueryBundle
 
 __all__ = ["RSRankPostprocessor"]
 
@@ -28,25 +28,24 @@ dispatcher = get_dispatcher(__name__)
 class RSRankPostprocessor(RerankerAdapter, BaseNodePostprocessor):
     """Keeps the nodes that score above zero, best first.
 
-    The result is copies, down to the lists in their metadata; nothing that was given is changed. If no node is left,
-    LlamaIndex's query engines answer "Empty Response" without asking the LLM; ``min_docs=1`` avoids it.
+    What is returned are copies; the input does not change. A title in the metadata is read as part
+    of the node. If no node is kept, LlamaIndex's query engines answer "Empty Response" without
+    asking the LLM; ``min_docs=1`` always keeps one.
 
-    >>> RSRankPostprocessor(top_n=5).postprocess_nodes([], query_str="Nothing to do, nothing loaded")
+    >>> postprocessor = RSRankPostprocessor(top_n=5)
+    >>> postprocessor.postprocess_nodes([], query_str="Nothing to do, nothing loaded")
     []
     """
 
-    metadata_mode: MetadataMode = Field(
-        default=MetadataMode.EMBED, description="Which metadata are read with a node."
-    )
     keep_retrieval_score: bool = Field(
         default=False,
-        description="Put the retriever's score into the metadata of copied nodes, hidden from embedding and LLM.",
+        description="Put the retriever's score into the metadata, hidden from embedding and LLM.",
     )
 
     @model_validator(mode="before")
     @classmethod
-    def _class_name_is_no_setting(cls, data: Any) -> Any:
-        """LlamaIndex adds the class's name to what it writes down."""
+    def _drop_class_name(cls, data: Any) -> Any:
+        """LlamaIndex adds the class's name to the settings that it writes down."""
         if isinstance(data, dict) and data.get("class_name") == cls.class_name():
             return {name: value for name, value in data.items() if name != "class_name"}
         return data
@@ -63,11 +62,17 @@ class RSRankPostprocessor(RerankerAdapter, BaseNodePostprocessor):
         query_str: str | None = None,
         **limits: Unpack[Limits],
     ) -> list[NodeWithScore]:
-        """Rank nodes and keep the relevant ones. Besides the question come ``threshold``, ``top_n`` and ``min_docs``.
+        """Return copies of the relevant nodes, best first, with their scores.
+
+        Args:
+            nodes: What was retrieved.
+            query_bundle: The question, or
+            query_str: the question as text.
+            **limits: ``threshold``, ``top_n`` and ``min_docs`` for this call only.
 
         Raises:
-            InputError: No question, an empty or too long one, or a limit out of range.
-            ScoringError: A node could not be scored; it is named.
+            InputError: No question, two, an empty or too long one, or a limit out of range.
+            ScoringError: A node could not be scored; its position is given.
         """
         return self._postprocess_nodes(nodes, _bundle(query_bundle, query_str), **limits)
 
@@ -78,7 +83,10 @@ class RSRankPostprocessor(RerankerAdapter, BaseNodePostprocessor):
         query_str: str | None = None,
         **limits: Unpack[Limits],
     ) -> list[NodeWithScore]:
-        """As `postprocess_nodes`, without blocking the event loop; a cancelled call leaves the model's queue."""
+        """As `postprocess_nodes`, without blocking the event loop.
+
+        A cancelled call leaves the model's queue.
+        """
         return await self._apostprocess_nodes(nodes, _bundle(query_bundle, query_str), **limits)
 
     @dispatcher.span
@@ -88,10 +96,12 @@ class RSRankPostprocessor(RerankerAdapter, BaseNodePostprocessor):
         query_bundle: QueryBundle | None = None,
         **limits: Unpack[Limits],
     ) -> list[NodeWithScore]:
-        query, chosen = _query(query_bundle), self._limits(limits)
-        with self._traced(query, nodes, chosen) as kept:
-            kept += self._scored(nodes, self._rank(query, self._texts(nodes), chosen))
-        return kept
+        query = _query(query_bundle)
+        merged = self._limits(limits)
+        with self._traced(query, nodes, merged) as output:
+            result = self._rank(query, self._read(nodes), merged)
+            output.extend(self._copies(nodes, result))
+        return output
 
     @dispatcher.span
     async def _apostprocess_nodes(
@@ -100,81 +110,77 @@ class RSRankPostprocessor(RerankerAdapter, BaseNodePostprocessor):
         query_bundle: QueryBundle | None = None,
         **limits: Unpack[Limits],
     ) -> list[NodeWithScore]:
-        query, chosen = _query(query_bundle), self._limits(limits)
-        with self._traced(query, nodes, chosen) as kept:
-            kept += self._scored(nodes, await self._arank(query, self._texts(nodes), chosen))
-        return kept
+        query = _query(query_bundle)
+        merged = self._limits(limits)
+        with self._traced(query, nodes, merged) as output:
+            result = await self._arank(query, self._read(nodes), merged)
+            output.extend(self._copies(nodes, result))
+        return output
 
     @contextmanager
     def _traced(
         self, query: str, nodes: list[NodeWithScore], limits: Limits
     ) -> Iterator[list[NodeWithScore]]:
-        """Events around one call, in both of LlamaIndex's systems; each start gets its end, also after an error."""
-        kept: list[NodeWithScore] = []
+        """Events around one call, in both of LlamaIndex's systems.
+
+        Gives the list that the call fills with its output. Each start event gets an end event, also
+        after an error.
+        """
+        output: list[NodeWithScore] = []
         top_n = limits["top_n"] or len(nodes)
-        told = {} if self.instruction is None else {"instruction": self.instruction}
         payload: dict[str, Any] = {
             EventPayload.NODES: nodes,
             EventPayload.MODEL_NAME: self.model_label,
             EventPayload.QUERY_STR: query,
             EventPayload.TOP_K: top_n,
-            **({EventPayload.ADDITIONAL_KWARGS: told} if told else {}),
         }
+        tags = {}
+        if self.instruction is not None:
+            tags["instruction"] = self.instruction
+            payload[EventPayload.ADDITIONAL_KWARGS] = tags
         with self.callback_manager.event(CBEventType.RERANKING, payload=payload) as event:
             start = ReRankStartEvent(
-                query=query, nodes=nodes, top_n=top_n, model_name=self.model_label, tags=told
+                query=query, nodes=nodes, top_n=top_n, model_name=self.model_label, tags=tags
             )
             dispatcher.event(start)
             try:
-                yield kept
+                yield output
             finally:
-                dispatcher.event(ReRankEndEvent(nodes=kept))
-            event.on_end(payload={EventPayload.NODES: kept})
+                dispatcher.event(ReRankEndEvent(nodes=output))
+            event.on_end(payload={EventPayload.NODES: output})
 
-    def _texts(self, nodes: list[NodeWithScore]) -> list[tuple[str, str]]:
-        """Each node's text, and the metadata that are read before it."""
-        texts = []
-        for node in (scored.node for scored in nodes):
-            own, content = node.get_content(), node.get_content(metadata_mode=self.metadata_mode)
-            # Where metadata stand behind a text that is kept in parts, it is read without them.
-            whole = self.extract is None and self.long_documents != "windows"
-            texts.append(
-                (content.removesuffix(own), own)
-                if content.endswith(own)
-                else ("", content if whole else own)
-            )
-        return texts
+    def _read(self, nodes: list[NodeWithScore]) -> list[str]:
+        """What a reranker reads."""
+        return self._texts([(scored.node.metadata, scored.node.get_content()) for scored in nodes])
 
-    def _scored(self, nodes: list[NodeWithScore], result: RankResult) -> list[NodeWithScore]:
+    def _copies(self, nodes: list[NodeWithScore], result: RankResult) -> list[NodeWithScore]:
         if isinstance(result, Unranked):
             dispatcher.event(ExceptionEvent(exception=result.error))
-            with self.callback_manager.event(
-                CBEventType.EXCEPTION, payload={EventPayload.EXCEPTION: result.error}
-            ):
-                pass  # nothing lasts
-        found = []
-        for ranked, marks in self._handed_on(result):
-            given = nodes[ranked.index]
-            retrieval = {RETRIEVAL_SCORE: given.score} if self.keep_retrieval_score else {}
-            text, places = kept_of(ranked, given.node.get_content())
-            node = _copied(given.node, {**retrieval, **marks, **places})
-            if text != given.node.get_content():
-                node.set_content(text)
-            found.append(
-                NodeWithScore(node=node, score=given.score if ERROR in marks else ranked.score)
-            )
-        return found
+            payload: dict[str, Any] = {EventPayload.EXCEPTION: result.error}
+            with self.callback_manager.event(CBEventType.EXCEPTION, payload=payload):
+                # An event without duration.
+                pass
+        texts = [scored.node.get_content() for scored in nodes]
+        copies = []
+        for output in self._outputs(result, texts):
+            retrieved = nodes[output.index]
+            marks = dict(output.marks)
+            if self.keep_retrieval_score:
+                marks[RETRIEVAL_SCORE] = retrieved.score
+            node = _copy_with(retrieved.node, marks)
+            if output.text != texts[output.index]:
+                node.set_content(output.text)
+            score = retrieved.score if output.score is None else output.score
+            copies.append(NodeWithScore(node=node, score=score))
+        return copies
 
 
-def _copied(node: BaseNode, hidden: dict[str, Any]) -> BaseNode:
-    """A copy of a node with more metadata, where neither an embedding nor an LLM reads them."""
-    excluded = {
-        name: list(dict.fromkeys([*getattr(node, name), *hidden]))
-        for name in ("excluded_embed_metadata_keys", "excluded_llm_metadata_keys")
-    }
-    return node.model_copy(
-        update={"metadata": {**without_marks(node.metadata), **hidden}, **excluded}
-    )
+def _copy_with(node: BaseNode, marks: dict[str, Any]) -> BaseNode:
+    """A copy of a node with more metadata, which neither embeddings nor LLMs read."""
+    update: dict[str, Any] = {"metadata": {**without_marks(node.metadata), **marks}}
+    for name in ("excluded_embed_metadata_keys", "excluded_llm_metadata_keys"):
+        update[name] = list(dict.fromkeys([*getattr(node, name), *marks]))
+    return node.model_copy(update=update)
 
 
 def _bundle(query_bundle: QueryBundle | None, query_str: str | None) -> QueryBundle | None:

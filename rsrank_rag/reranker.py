@@ -8,8 +8,8 @@ from typing import Any, Literal, TypedDict
 from typing_extensions import Self, Unpack
 
 from .errors import InputError, ScoringError, nearest
-from .passages.pairs import Pair, of_document, score_in_parts, spans_of
-from .passages.parts import Reading, ReadingOptions
+from .passages.pairs import Pair, score_in_parts, spans_of
+from .passages.parts import WHOLE, Reading, ReadingOptions
 from .passages.ranked import BLANK_SCORE, RankedDocument, RankResult, Scored, blanks_last, choose
 
 # Also what is returned: users know it from here.
@@ -140,26 +140,11 @@ class Reranker(ABC):
                 query, [pair.document for pair in pairs], show_progress=show_progress
             )
 
-        if reading.extract:
-            scored = score_in_parts(
-                [Pair(query, text, None, reading) for text in documents], self.token_ends, score
-            )
-        else:
-            scored = list(self.score_documents(query, documents, show_progress=show_progress))
-            # Read again is only what was cut: counting the tokens of all others would cost a fifth of a warm call.
-            if cut := [
-                i
-                for i, one in enumerate(scored)
-                if one.truncated and reading.long_documents == "windows"
-            ]:
-                pairs = [Pair(query, documents[place], None, reading) for place in cut]
-                try:
-                    for place, found in zip(
-                        cut, score_in_parts(pairs, self.token_ends, score), strict=True
-                    ):
-                        scored[place] = found
-                except ScoringError as error:
-                    raise of_document(error, cut[error.index]) from error
+        pairs = [
+            Pair(query, text, reading=how)
+            for text, how in zip(documents, self._readings(documents, reading), strict=True)
+        ]
+        scored = score_in_parts(pairs, self.token_ends, score)
         return choose(
             query, documents, scored, limit, top_n=top_n, min_docs=min_docs, reading=reading
         )
@@ -180,15 +165,34 @@ class Reranker(ABC):
         return reading
 
     def parts(self, documents: Sequence[str], **options: Unpack[ReadingOptions]) -> list[str]:
-        """The texts that `rank` scores for documents that are read in parts, each once: what to read ahead of time."""
-        reading, found = self._reading(options), dict[str, None]()
-        for index, text in enumerate(as_list(documents)):
-            spans = spans_of(index, Pair("", text, None, reading), self.token_ends)
-            whole = (
-                [] if reading.extract else [text]
-            )  # what is too long is found out by its beginning
-            found |= dict.fromkeys([*whole, *(text[slice(*span)] for span in spans)])
-        return list(found)
+        """The texts that `rank` scores for documents, each once: what to read ahead of time."""
+        documents, reading = as_list(documents), self._reading(options)
+        parts = dict[str, None]()
+        for index, how in enumerate(self._readings(documents, reading)):
+            text = documents[index]
+            for start, stop in spans_of(index, Pair("", text, reading=how), self.token_ends):
+                parts[text[start:stop]] = None
+        return list(parts)
+
+    def _readings(self, documents: Sequence[str], reading: Reading) -> list[Reading]:
+        """How each document is read: windows are for those that do not fit."""
+        if not reading.in_windows:
+            return [reading] * len(documents)
+        return [reading if long else WHOLE for long in self.too_long(documents)]
+
+    def too_long(self, documents: Sequence[str]) -> list[bool]:
+        """Whether each document has more tokens than are read of it.
+
+        Raises:
+            InputError: As `token_ends`, or something is no text.
+        """
+        long = []
+        for index, text in enumerate(documents):
+            if not isinstance(text, str):
+                raise InputError(f"Document {index} must be a string, got {type(text).__name__}.")
+            ends, limit = self.token_ends(text)
+            long.append(len(ends) > limit)
+        return long
 
     def token_ends(self, document: str) -> tuple[Sequence[int], int]:
         """Where each token of a text ends, in characters, and how many of a document's are read at most.

@@ -130,6 +130,10 @@ class RSRank(Pretrained, Reranker):
         """See `Reranker.token_ends`."""
         return self.prompts.token_ends(document)
 
+    def too_long(self, documents: Sequence[str]) -> list[bool]:
+        """See `Reranker.too_long`."""
+        return self.prompts.too_long(documents)
+
     def stats(self) -> dict[str, int]:
         """Batches halved because memory ran out (``memory_retries``).
 

@@ -26,6 +26,7 @@ from rsrank_rag import Reranker, RSRank
 from rsrank_rag.adapters import worker
 from rsrank_rag.adapters.settings import RerankerAdapter
 from rsrank_rag.errors import ArtifactError, InputError, RemoteError
+from rsrank_rag.evaluation.datasets import LabelledDocument
 from rsrank_rag.language_model.options import LoadOptions, ModelSource
 from rsrank_rag.language_model.weights import bits_of
 
@@ -39,11 +40,6 @@ from rsrank_rag.langchain import RSRankCompressor
 from rsrank_rag.llama_index import RSRankPostprocessor
 
 ADAPTERS = [RSRankCompressor, RSRankPostprocessor]
-
-
-def bare(texts):
-    """Texts as the adapters hand them on: each behind what its metadata say, here nothing."""
-    return [("", text) for text in texts]
 
 
 async def scores(made, query, texts, **limits):
@@ -339,7 +335,7 @@ def test_close_frees_the_model_and_the_next_call_loads_it_again(artifact, loads)
     gc.collect()
     assert freed() is None
     made.close()  # nothing left to close
-    assert made._rank(QUERY, bare(DOCUMENTS), made._limits({})).query == QUERY
+    assert made._rank(QUERY, DOCUMENTS, made._limits({})).query == QUERY
     assert len(loads) == 2
 
 
@@ -349,7 +345,7 @@ def test_a_call_that_comes_while_the_model_is_being_closed_waits_for_it(loads, m
     monkeypatch.setattr(worker, "load", lambda source: loads.append(source) or reranker)
     made = RSRankCompressor(model="some/model")
     calls = [
-        threading.Thread(target=made._rank, args=(QUERY, bare(DOCUMENTS), made._limits({})))
+        threading.Thread(target=made._rank, args=(QUERY, DOCUMENTS, made._limits({})))
         for _ in range(2)
     ]
     closing = threading.Thread(target=made.close)
@@ -415,16 +411,14 @@ def test_a_model_never_runs_twice_at_the_same_time_whoever_calls():
     made = RSRankCompressor(model=reranker)
 
     def call():
-        made._rank(QUERY, bare(DOCUMENTS), made._limits({}))
+        made._rank(QUERY, DOCUMENTS, made._limits({}))
 
     threads = [threading.Thread(target=call) for _ in range(16)]
     for thread in threads:
         thread.start()
 
     async def beside():
-        await asyncio.gather(
-            *(made._arank(QUERY, bare(DOCUMENTS), made._limits({})) for _ in range(16))
-        )
+        await asyncio.gather(*(made._arank(QUERY, DOCUMENTS, made._limits({})) for _ in range(16)))
 
     asyncio.run(beside())
     for thread in threads:
@@ -464,11 +458,11 @@ async def test_a_cancelled_call_gives_up_its_place_in_the_queue(adapter):
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 def test_a_forked_process_can_go_on_using_an_adapter():
     made = RSRankCompressor(model=Overlap(), threshold=None)
-    expected = made._rank(QUERY, bare(DOCUMENTS), made._limits({}))
+    expected = made._rank(QUERY, DOCUMENTS, made._limits({}))
     context = multiprocessing.get_context("fork")
     answers = context.SimpleQueue()
     child = context.Process(
-        target=lambda: answers.put(made._rank(QUERY, bare(DOCUMENTS), made._limits({})))
+        target=lambda: answers.put(made._rank(QUERY, DOCUMENTS, made._limits({})))
     )
     child.start()
     child.join(120)
@@ -539,7 +533,7 @@ def test_options_of_loading_are_one_declaration():
 def test_an_adapter_takes_every_system_by_the_name_it_is_measured_by(tmp_path, loads):
     pytest.importorskip("bm25s")
     made = RerankerAdapter(model="bm25", top_n=1)
-    assert made._rank(QUERY, bare(DOCUMENTS), made._limits({})).texts == DOCUMENTS[:1]
+    assert made._rank(QUERY, DOCUMENTS, made._limits({})).texts == DOCUMENTS[:1]
     for settings, error, message in (
         ({"model": "bm25", "prefix_cache": "1MB"}, InputError, "prefix_cache would have no effect"),
         ({"model": "cross-encoder"}, InputError, "Write cross-encoder:NAME"),
@@ -561,27 +555,76 @@ def test_an_adapter_takes_every_system_by_the_name_it_is_measured_by(tmp_path, l
 def test_when_all_is_dropped_one_debug_line_says_so(caplog):
     made = RerankerAdapter(model=Overlap())
     with caplog.at_level(logging.DEBUG, logger="rsrank_rag"):
-        result = made._rank("nothing in common", bare(["a b", "in a"]), made._limits({}))
+        result = made._rank("nothing in common", ["a b", "in a"], made._limits({}))
     assert result.kept == ()
     assert caplog.messages == ["All 2 documents were dropped; the best scored +0.000, not above 0."]
 
 
+class Recorder(Reranker):
+    """Remembers what it read."""
+
+    def score(self, query, documents):
+        self.read = list(documents)
+        return [1.0] * len(documents)
+
+
+def read_by(adapter, *passages, **settings):
+    """What the reranker reads of (text, metadata) pairs."""
+    reranker = Recorder()
+    made = adapter(model=reranker, **settings)
+    if adapter is RSRankCompressor:
+        given = [Document(text, metadata=metadata) for text, metadata in passages]
+        made.compress_documents(given, QUERY)
+    else:
+        nodes = [TextNode(text=text, metadata=metadata) for text, metadata in passages]
+        made.postprocess_nodes([NodeWithScore(node=node) for node in nodes], query_str=QUERY)
+    return reranker.read
+
+
+@both
+def test_a_title_in_the_metadata_is_read_before_the_text_in_the_form_of_the_training(adapter):
+    passages = [
+        ("Coins and notes.", {"title": "Money", "page": 7}),
+        ("Money is made.", {"title": "Money"}),
+        ("No title.", {"page": 7}),
+        ("An empty one.", {"title": " "}),
+        ("None at all.", {"title": None}),
+    ]
+    assert read_by(adapter, *passages) == [
+        "Money\nCoins and notes.",
+        "Money is made.",
+        "No title.",
+        "An empty one.",
+        "None at all.",
+    ]
+    labelled = LabelledDocument(id="0", text="Coins and notes.", title="Money", relevant=True)
+    assert read_by(adapter, passages[0]) == [labelled.content()]
+
+
+@both
+def test_other_metadata_are_read_if_they_are_named_and_none_if_none_is(adapter):
+    passage = ("text", {"title": "T", "year": 0, "none": None, "rest": "r"})
+    assert read_by(adapter, passage, metadata_fields=["title", "year", "none"]) == ["T\n0\ntext"]
+    assert read_by(adapter, passage, metadata_fields=[]) == ["text"]
+    assert read_by(adapter, passage, extract="sentences") == ["text"]
+
+
 def test_documents_without_text_are_counted_in_a_warning(caplog):
     made = RerankerAdapter(model=Overlap())
-    made._rank("a b", bare(["a b", " "]), made._limits({}))
+    made._rank("a b", ["a b", " "], made._limits({}))
     assert caplog.messages == ["1 of 2 documents hold no text to score."]
 
 
 def test_cut_documents_are_counted_in_the_log(ranker, caplog):
     made = RerankerAdapter(model=ranker, long_documents="cut")
     with caplog.at_level(logging.INFO, logger="rsrank_rag.adapters.settings"):
-        made._rank(QUERY, bare(["word " * 2000, "short"]), made._limits({}))
+        made._rank(QUERY, ["word " * 2000, "short"], made._limits({}))
     assert "1 of 2 documents were too long and scored by their beginning." in caplog.messages
 
 
 def test_a_model_name_that_is_a_loaded_ranker_scores_as_itself(ranker):
     made = RerankerAdapter(model=ranker)
-    assert made._rank(QUERY, bare(DOCUMENTS), made._limits({})) == ranker.rank(QUERY, DOCUMENTS)
+    assert made._rank(QUERY, DOCUMENTS, made._limits({})) == ranker.rank(QUERY, DOCUMENTS)
     assert isinstance(made.model, RSRank)
 
 
@@ -699,8 +742,8 @@ def test_the_address_survives_every_way_of_writing_it_down_and_the_key_none(adap
         without_key += [adapter.from_dict(made.to_dict()), adapter.from_json(made.to_json())]
     for found in (*with_key, *without_key):
         assert found.model_dump() == settings
-        assert found._concurrent().base_url == "http://rerank.internal:8000"
-        assert (found._concurrent().timeout, found._concurrent().max_retries) == (5.0, 1)
+        assert found._remote().base_url == "http://rerank.internal:8000"
+        assert (found._remote().timeout, found._remote().max_retries) == (5.0, 1)
     assert {found.api_key.get_secret_value() for found in with_key} == {SECRET}
     assert {found.api_key for found in without_key} == {None}
 

@@ -140,23 +140,6 @@ def test_the_score_key_can_be_chosen():
     assert found[0].metadata == {"page": 0, "rsrank": 1.0}
 
 
-def test_chosen_metadata_are_read_before_the_text():
-    class Recorder(Reranker):
-        def score(self, query, documents):
-            self.seen = list(documents)
-            return [1.0] * len(documents)
-
-    reranker = Recorder()
-    given = [
-        Document("text", metadata={"title": "T", "year": 0, "none": None, "rest": "r"}),
-        Document("bare"),
-    ]
-    RSRankCompressor(model=reranker, metadata_fields=["title", "year", "none"]).compress_documents(
-        given, "q"
-    )
-    assert reranker.seen == ["T\n0\ntext", "bare"]
-
-
 @both_ways
 async def test_no_documents_need_no_model(asynchronous):
     assert await compress(RSRankCompressor(model="no/such-model"), asynchronous, [], "q") == []
@@ -341,6 +324,15 @@ async def test_as_runnable_fits_a_chain(compressor):
     ) == ["2 points"]
 
 
+def test_a_runnables_run_holds_the_compressors_run(compressor):
+    trace = Trace()
+    inputs = {"query": "q", "documents": documents(1)}
+    compressor.as_runnable().invoke(inputs, {"callbacks": [trace]})
+    outer, inner, ranking = (event for event in trace.events if event[0] == "start")
+    assert (outer[1], inner[1]) == ("RSRankCompressor.as_runnable", "RSRankCompressor")
+    assert (inner[3], ranking[3]) == (outer[2], inner[2])
+
+
 def test_a_runnable_says_what_its_dictionary_lacks(compressor):
     with pytest.raises(
         InputError,
@@ -381,6 +373,35 @@ async def test_the_retriever_keeps_what_is_relevant(compressor, asynchronous):
     assert await ask(threshold=None, top_n=2) == ["3 points", "1 points"]
     assert await ask(threshold=None) == ["3 points", "1 points", "-1 points"]
     assert await ask(k=2) == ["1 points"]  # the base retriever's
+
+
+@pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
+async def test_the_retriever_refuses_a_keyword_that_nobody_takes(compressor, asynchronous):
+    class Takes(Fixed):
+        """As a vector store's retriever: hands any keyword on."""
+
+        def _get_relevant_documents(self, query, *, run_manager, **kwargs):
+            return self.found
+
+        async def _aget_relevant_documents(self, query, *, run_manager, **kwargs):
+            return self.found
+
+    async def ask(base, **kwargs):
+        retriever = RSRankRetriever(base_retriever=base, compressor=compressor)
+        if asynchronous:
+            return texts(await retriever.ainvoke("q", **kwargs))
+        return texts(retriever.invoke("q", **kwargs))
+
+    with pytest.raises(TypeError, match="Unknown argument: treshold"):
+        await ask(Fixed(found=documents(1)), treshold=1)
+    with pytest.raises(TypeError, match=r"Unknown argument: score_threshold.*Fixed does not take"):
+        await ask(Fixed(found=documents(1)), score_threshold=1)
+    with pytest.raises(TypeError, match="Unknown argument: treshold"):
+        await ask(Takes(found=documents(1)), treshold=1)
+    assert await ask(Takes(found=documents(1)), score_threshold=1) == ["1 points"]
+    runnable = RunnableLambda(lambda query: documents(2))
+    with pytest.raises(TypeError, match="treshold"):
+        await ask(runnable, treshold=1)
 
 
 def test_an_unknown_setting_of_the_retriever_is_an_error(compressor):
@@ -459,7 +480,7 @@ def test_without_a_base_class_the_cross_encoder_says_what_to_install(monkeypatch
     from rsrank_rag.adapters import cross_encoder as langchain_cross_encoder
     from rsrank_rag.errors import MissingDependencyError
 
-    monkeypatch.setattr(langchain_cross_encoder, "HOMES", ("rsrank_rag.nowhere",))
+    monkeypatch.setattr(langchain_cross_encoder, "MODULES", ("rsrank_rag.nowhere",))
     with pytest.raises(MissingDependencyError, match="pip install -U langchain-core"):
         langchain_cross_encoder._base_class()
 

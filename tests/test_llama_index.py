@@ -178,27 +178,6 @@ def test_a_similarity_cutoff_behind_it_drops_blank_nodes_first(ranker):
     assert texts(kept) == ranker.rank(QUERY, DOCUMENTS).texts
 
 
-def test_metadata_mode_decides_what_is_read():
-    node = TextNode(
-        text="1",
-        metadata={"title": "0 T", "page": 7},
-        excluded_embed_metadata_keys=["page"],
-        metadata_template="{value}",
-    )
-    expected = {
-        MetadataMode.EMBED: "0 T\n\n1",
-        MetadataMode.NONE: "1",
-        MetadataMode.ALL: "0 T\n7\n\n1",
-    }
-    for mode, text in expected.items():
-        made = RSRankPostprocessor(model=Numbers(), metadata_mode=mode)
-        made.postprocess_nodes([NodeWithScore(node=node)], query_str="q")
-        assert made.model.seen == [text]
-    made = RSRankPostprocessor(model=Numbers())
-    made.postprocess_nodes([NodeWithScore(node=node)], query_str="q")
-    assert made.model.seen == [expected[MetadataMode.EMBED]]
-
-
 def test_a_node_without_text_is_scored_as_empty_and_reported(postprocessor, caplog):
     given = [*nodes(1), NodeWithScore(node=ImageNode(image_url="http://localhost/picture.png"))]
     assert texts(postprocessor.postprocess_nodes(given, query_str="q")) == ["1 points"]

@@ -330,16 +330,43 @@ def test_a_model_reads_each_window_whole_and_by_itself(tiny_ranker, kind):
     text = "  ".join(CORPUS * 12)
     result = ranker.rank(QUERY, [text, CORPUS[0]], threshold=None, long_documents="windows")
     long = min(result.kept, key=lambda document: document.index)
-    beginning, *parts = ranker.parts([text], long_documents="windows")
-    assert beginning == text
+    parts = ranker.parts([text], long_documents="windows")
     assert long.window.count >= len(parts) > 1
     assert not long.truncated
     assert long.score == pytest.approx(max(ranker.score(QUERY, parts)), abs=1e-4)
-    assert not any(found.truncated for found in ranker.score_documents(QUERY, parts))
+    assert not any(
+        found.truncated for found in ranker.score_pairs([Pair(QUERY, part) for part in parts])
+    )
     assert (
         ranker.rank(QUERY, [text, CORPUS[0]], threshold=None) == result
     )  # what this ranker does anyway
     assert ranker.rank(QUERY, [text], threshold=None, long_documents="cut").kept[0].truncated
+
+
+def test_a_long_document_is_cut_before_anything_is_scored(tiny_ranker, monkeypatch):
+    ranker = tiny_ranker("qwen3")
+    texts = ["  ".join(CORPUS * 12), CORPUS[0], CORPUS[1]]
+    encoded, encode = [], ranker.prompts.encode
+
+    def counted(given):
+        encoded.extend(given)
+        return encode(given)
+
+    prefilled, prefill = [], ranker.backbone.prefill
+
+    def recorded(documents, *arguments, **options):
+        prefilled.extend(documents)
+        return prefill(documents, *arguments, **options)
+
+    monkeypatch.setattr(ranker.prompts, "encode", counted)
+    monkeypatch.setattr(ranker.backbone, "prefill", recorded)
+    ranker.rank("Which bridge?", texts, threshold=None)
+    read = {ids for ids in prefilled if ids != ranker.prompts.null_prefix}
+    assert [encoded.count(text) for text in texts] == [1, 1, 1]
+    # The windows and the short documents, and not the long one's beginning.
+    parts = ranker.parts(texts)
+    assert texts[0] not in parts
+    assert read == {document.ids for document in ranker.prompts.documents(parts, 0)}
 
 
 @pytest.mark.parametrize("options", [{}, {"extract": "sentences"}, {"long_documents": "cut"}])

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from rsrank_rag import RankedDocument, RankResult, Reranker
 from rsrank_rag.errors import InputError, MissingDependencyError, RSRankError, ScoringError
-from rsrank_rag.reranker import BLANK_SCORE, Pair, Scored
+from rsrank_rag.reranker import BLANK_SCORE, Pair, Scored, choose
 
 
 class Fake(Reranker):
@@ -258,6 +258,19 @@ def test_a_result_is_a_sequence_of_what_was_kept_and_false_where_nothing_was():
     assert len(result) == 2
     assert [document.index for document in result] == [2, 0]
     assert not result_of(-1.0)
+
+
+def test_a_result_says_whether_nothing_was_relevant_and_how_near_the_best_came():
+    assert (result_of(2.0, -1.0).none_relevant, result_of(2.0, -1.0).best_score) == (False, 2.0)
+    nothing = rank([-1.0, -0.25])
+    assert (nothing.none_relevant, nothing.best_score) == (True, -0.25)
+    forced = rank([-1.0, -0.25], min_docs=1)
+    assert (len(forced), forced.none_relevant, forced.best_score) == (1, True, -0.25)
+    assert rank([0.0]).none_relevant
+    assert not rank([-1.0], threshold=None).none_relevant
+    assert (rank([]).none_relevant, rank([]).best_score) == (True, None)
+    blank = choose("q", [" "], [Scored(3.0)], None)
+    assert (blank.none_relevant, blank.best_score) == (True, None)
 
 
 def test_a_result_as_plain_values_holds_every_document_once():

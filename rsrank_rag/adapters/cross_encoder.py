@@ -2,27 +2,28 @@
 
 from contextlib import suppress
 from importlib import import_module
+from operator import methodcaller
 from typing import TYPE_CHECKING, Any
 
 from ..errors import MissingDependencyError
 from ..reranker import Pair
 from .settings import ModelAdapter
 
-HOMES = (
+MODULES = (
     "langchain_core.cross_encoders",
     "langchain_classic.retrievers.document_compressors.cross_encoder",
     "langchain.retrievers.document_compressors.cross_encoder",
 )
-"""Where the base class stands, newest releases first."""
+"""Modules that define the base class, newest releases first."""
 
 
 def _base_class() -> Any:
-    for home in HOMES:
+    for module in MODULES:
         with suppress(ModuleNotFoundError):
-            return import_module(home).BaseCrossEncoder
+            return import_module(module).BaseCrossEncoder
     raise MissingDependencyError(
-        "RSRankCrossEncoder needs LangChain's BaseCrossEncoder, which this langchain-core does not have. Install a "
-        "newer one with: pip install -U langchain-core"
+        "RSRankCrossEncoder needs LangChain's BaseCrossEncoder, which this langchain-core does not "
+        "have. Install a newer one with: pip install -U langchain-core"
     )
 
 
@@ -33,12 +34,18 @@ else:
 
 
 class RSRankCrossEncoder(ModelAdapter, BaseCrossEncoder):
-    """Scores pairs for LangChain's ``CrossEncoderReranker``, which keeps its own fixed ``top_n``.
+    """Scores pairs for LangChain's ``CrossEncoderReranker``, which keeps a fixed ``top_n``.
 
-    `RSRankCompressor` drops at zero instead, and traces, and does not block asynchronous callers.
+    `RSRankCompressor` drops below zero instead, traces its runs and has asynchronous methods.
     """
 
     def score(self, text_pairs: list[tuple[str, str]]) -> list[float]:
-        """Score (query, document) pairs, in input order; above 0 means relevant; see `Reranker.score_pairs`."""
+        """Score (query, document) pairs, in input order; a score above 0 means relevant.
+
+        Raises:
+            InputError: A query is empty or too long.
+            ScoringError: A pair could not be scored; its position is given.
+        """
         pairs = [Pair(query, document) for query, document in text_pairs]
-        return [scored.score for scored in self._run(lambda reranker: reranker.score_pairs(pairs))]
+        scored = self._call(methodcaller("score_pairs", pairs))
+        return [pair.score for pair in scored]

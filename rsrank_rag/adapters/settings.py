@@ -1,16 +1,15 @@
-"""What the LangChain and LlamaIndex adapters have in common: settings, the shared model, and calls to it."""
+"""What the LangChain and LlamaIndex adapters share: settings, and the call to the model."""
 
 import asyncio
 import logging
 import math
-import threading
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import CancelledError, Future
 from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar
+from operator import methodcaller
+from typing import TYPE_CHECKING, Annotated, Any, Literal, TypeVar, cast
 
 from pydantic import (
     AfterValidator,
@@ -28,9 +27,10 @@ from typing_extensions import Self
 
 from ..errors import InputError, RSRankError
 from ..language_model.options import LoadSettings, ModelSource, Name
-from ..passages.parts import Reading, ReadingOptions
+from ..passages.parts import Reading
+from ..passages.titles import lines_before
 from ..prefixes.settings import PrefixCache
-from ..reranker import Limits, RankedDocument, RankOptions, RankResult, Reranker, check_limits
+from ..reranker import Limits, RankedDocument, RankResult, Reranker, check_limits
 from . import worker
 
 if TYPE_CHECKING:
@@ -39,45 +39,74 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
-AnyReranker = TypeVar("AnyReranker", bound=Reranker)
 
+# Metadata keys. The sentences that were kept, and the window that scored best, with their offsets
+# in the document's text:
 EXCERPTS, WINDOW = "rsrank_excerpts", "rsrank_window"
-"""Metadata keys: sentences that were kept, the window that scored best; offsets are those in the document's text."""
+# Whether a document passed (with keep_dropped), that it was cut, and why it was not ranked:
 KEPT, TRUNCATED, ERROR = "rsrank_kept", "rsrank_truncated", "rsrank_error"
-"""Metadata keys: whether a document passed (with ``keep_dropped``), that it was cut, why it was not ranked."""
 
-_unranked_calls: Counter[str] = Counter()  # by model, of this process
-_counting = threading.Lock()
+SERVICE_SETTINGS = ("base_url", "api_key", "timeout", "max_retries")
 
 
 @dataclass(frozen=True, slots=True)
 class Unranked(RankResult):
-    """What is handed on when nothing could be scored, and why: documents as they came, whose scores are NaN."""
+    """The documents as they came, with NaN scores, and the error that prevented scoring."""
 
     error: Exception
 
+    @property
+    def none_relevant(self) -> bool:
+        """False: nothing is known."""
+        return False
 
-def _remote() -> Any:
-    """The module that asks a service: imported here, so that httpx is loaded when it is used."""
-    from ..remote import client
 
-    return client
+@dataclass(frozen=True, slots=True)
+class OutputDocument:
+    """One document that an adapter returns.
+
+    Attributes:
+        index: Position in the list that the adapter was called with.
+        text: The text, or the sentences that are kept of it.
+        score: None if the documents could not be ranked.
+        marks: Metadata to add.
+    """
+
+    index: int
+    text: str
+    score: float | None
+    marks: dict[str, Any]
+
+
+def _check_address(value: str) -> str:
+    # Imported here, so that httpx is loaded only where a service is used.
+    from ..remote.client import service_address
+
+    return service_address(value)
+
+
+def _check_key(value: SecretStr) -> SecretStr | None:
+    from ..remote.client import usable_key
+
+    return usable_key(value)
 
 
 class ModelAdapter(LoadSettings):
-    """A framework's object around a model that is loaded at first use and shared by all with the same settings.
+    """A framework's object around a model that all objects with the same settings share.
 
-    With ``base_url`` it is a service that holds the model instead, and nothing is loaded here. Making an adapter is
-    cheap and needs no torch. Pickles and dumps hold the settings, never the model nor the service's key. There is no
-    field for an access token of the Hub: set ``HF_TOKEN``, or load the model yourself and pass it.
+    The model is loaded at the first call. With ``base_url``, a service holds the model and nothing
+    is loaded here. Making an adapter needs no torch. Pickles and dumps hold the settings, never
+    the model nor the service's key. For private models of the Hub set ``HF_TOKEN``.
     """
 
     model_config = ConfigDict(
         extra="forbid",
         validate_assignment=True,
         arbitrary_types_allowed=True,
-        hide_input_in_errors=True,  # it may be an access token
-        ser_json_inf_nan="constants",  # an infinite threshold is not None
+        # An input may be an access token.
+        hide_input_in_errors=True,
+        # Otherwise an infinite threshold would be written as None.
+        ser_json_inf_nan="constants",
     )
 
     model: Name | Reranker = Field(
@@ -96,22 +125,19 @@ class ModelAdapter(LoadSettings):
     prefix_cache: StrictBool | StrictInt | Name | PrefixCache = Field(
         default=True,
         union_mode="left_to_right",
-        description="Where documents' prefixes are kept: True, False, a size, a folder, or a PrefixCache.",
+        description="Cache of documents' prefixes: True, False, a size, a folder or a PrefixCache.",
     )
 
-    base_url: (
-        Annotated[str, AfterValidator(lambda value: _remote().service_address(value))] | None
-    ) = Field(
+    base_url: Annotated[str, AfterValidator(_check_address)] | None = Field(
         default=None,
         description="Address of a service (`rsrank serve`) to ask, instead of loading a model.",
     )
-    api_key: (
-        Annotated[SecretStr, AfterValidator(lambda value: _remote().usable_key(value))] | None
-    ) = Field(
+    api_key: Annotated[SecretStr, AfterValidator(_check_key)] | None = Field(
         default=None,
         exclude=True,
         repr=False,
-        description="The service's key, never written down; by default RSRANK_API_KEY at the time of a call.",
+        description="The service's key. Default: RSRANK_API_KEY at the time of a call. Never "
+        "written down.",
     )
     instruction: str | None = Field(
         default=None,
@@ -119,56 +145,60 @@ class ModelAdapter(LoadSettings):
         description="What to judge by, for a model that takes an instruction.",
     )
     timeout: float = Field(
-        default=60.0, gt=0, allow_inf_nan=False, description="Seconds for a call, with its retries."
+        default=60.0, gt=0, allow_inf_nan=False, description="Seconds for a call with its retries."
     )
     max_retries: int = Field(
         default=3, ge=0, strict=True, description="How often a busy service is asked again."
     )
 
     @model_validator(mode="after")
-    def _settings_have_an_effect(self) -> Self:
-        self.load_options()  # refuses two kinds of weights
-        given = {
-            name
-            for name, field in ModelAdapter.model_fields.items()
-            if getattr(self, name) != field.default
-        }
-        given -= {"model", "instruction"}
-        of_service = given & {"base_url", "api_key", "timeout", "max_retries"}
+    def _refuse_settings_without_effect(self) -> Self:
+        # Refuses two kinds of quantisation at once.
+        self.load_options()
+        changed = set()
+        for name, field in ModelAdapter.model_fields.items():
+            if name not in ("model", "instruction") and getattr(self, name) != field.default:
+                changed.add(name)
         if isinstance(self.model, Reranker):
-            idle, why = given, f"model is a {type(self.model).__name__} that is already loaded"
+            idle = changed
+            reason = f"model is a {type(self.model).__name__} that is already loaded"
             advice = "Load it with those settings, or give model a name."
         elif self.base_url is not None:
-            idle, why = given - of_service, "With base_url the model is loaded by the service"
+            idle = changed.difference(SERVICE_SETTINGS)
+            reason = "With base_url the model is loaded by the service"
             advice = "Start the service with those settings, or leave base_url out."
         else:
-            idle, why = of_service, "Without base_url no service is asked"
+            idle = changed.intersection(SERVICE_SETTINGS)
+            reason = "Without base_url no service is asked"
             advice = "Give base_url, or leave the rest out."
         if idle:
-            raise InputError(f"{why}, so {', '.join(sorted(idle))} would have no effect. {advice}")
+            names = ", ".join(sorted(idle))
+            raise InputError(f"{reason}, so {names} would have no effect. {advice}")
         return self
 
     @field_serializer("model")
-    def _only_names_are_written_down(self, model: str | Reranker) -> str:
+    def _serialize_model(self, model: str | Reranker) -> str:
         if isinstance(model, Reranker):
             raise InputError(
-                f"model is a {type(model).__name__} object, which cannot be written down. Give model a name or a "
-                "folder instead, and it is loaded again where the settings are read."
+                f"model is a {type(model).__name__} object, which cannot be written down. Give "
+                "model a name or a folder instead. Whoever reads the settings loads it again."
             )
         return model
 
     def __deepcopy__(self, memo: dict[int, Any] | None = None) -> Self:
         memo = {} if memo is None else memo
-        # One model, however many copies; nor are the callbacks of a framework this object's own.
-        for name in (
-            "model",
-            *(name for name, field in type(self).model_fields.items() if field.exclude),
-        ):
-            memo[id(getattr(self, name))] = getattr(self, name)
+        # Copies share the model and what is excluded from dumps: the key, a framework's callbacks.
+        for name, field in type(self).model_fields.items():
+            if name == "model" or field.exclude:
+                value = getattr(self, name)
+                memo[id(value)] = value
         return super().__deepcopy__(memo)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Assign, or refuse and stay as it was: pydantic assigns before its validators of several fields run."""
+        """Assign a setting. A refused value leaves the adapter unchanged.
+
+        pydantic assigns before it runs the validators of several fields.
+        """
         before = dict(self.__dict__)
         try:
             super().__setattr__(name, value)
@@ -181,79 +211,94 @@ class ModelAdapter(LoadSettings):
 
     @property
     def model_label(self) -> str:
-        """The model's name for traces and messages; a service's address, unless it is asked for a model by name."""
+        """Name for traces and messages: the model's name, or a service's address."""
         if isinstance(self.model, Reranker):
             return type(self.model).__name__
-        return self.model if self.base_url is None else self._asked_for or self.base_url
+        if self.base_url is None:
+            return self.model
+        return self._service_model or self.base_url
 
     def warm_up(self) -> None:
-        """Load the model now instead of at the first call; of a service, ask whether it is ready."""
-        concurrent = self._concurrent()
-        if concurrent is not None:
-            concurrent.warm_up()
+        """Load the model now instead of at the first call; ask a service whether it is ready."""
+        remote = self._remote()
+        if remote is None:
+            self._submit(type).result()
         else:
-            self._submit(lambda reranker: None).result()
+            remote.warm_up()
 
     def close(self) -> None:
-        """Finish the calls under way and free the model, for every adapter with these settings.
+        """Free the model after the calls under way, for every adapter with these settings.
 
-        The next call loads it again. A `Reranker` given as ``model`` stays; of a service, the connections are closed.
+        The next call loads it again. A `Reranker` given as ``model`` stays. Of a service, the
+        connections are closed.
         """
         if self.base_url is None:
             worker.close(self._source())
         else:
-            _remote().connections.close(self.base_url)
+            from ..remote import connections
+
+            connections.close(self.base_url)
 
     def _source(self) -> ModelSource | Reranker:
         if isinstance(self.model, Reranker):
             return self.model
-        names = ("revision", "backbone", "max_length", "prefix_cache")
-        chosen = {name: getattr(self, name) for name in names}
-        return ModelSource(self.model, load=self.load_options(cache_dir=self.cache_dir), **chosen)
+        return ModelSource(
+            self.model,
+            revision=self.revision,
+            load=self.load_options(cache_dir=self.cache_dir),
+            backbone=self.backbone,
+            max_length=self.max_length,
+            prefix_cache=self.prefix_cache,
+        )
 
     @property
-    def _asked_for(self) -> str | None:
-        """The model that a service is asked for: the default is a name for here, not for there."""
-        named = (
-            isinstance(self.model, str) and self.model != ModelAdapter.model_fields["model"].default
-        )
-        return str(self.model) if named else None
+    def _service_model(self) -> str | None:
+        """Name of the model to ask a service for. The default names a model of this process."""
+        if self.model == ModelAdapter.model_fields["model"].default:
+            return None
+        return str(self.model)
 
-    def _concurrent(self) -> "RemoteReranker | None":
-        """What computes elsewhere, so that its calls need no queue; None for a model of this process."""
-        if self.base_url is None:
-            given: Any = self.model
-            asks = isinstance(given, Reranker) and isinstance(given, _remote().RemoteReranker)
-            return self._told(given) if asks else None
-        names = ("base_url", "api_key", "timeout", "max_retries")
-        chosen = {name: getattr(self, name) for name in names}
-        remote: RemoteReranker = _remote().RemoteReranker(model=self._asked_for, **chosen)
-        return self._told(remote)
+    def _remote(self) -> "RemoteReranker | None":
+        """The client of a service, whose calls need no queue; None for a model of this process."""
+        remote: RemoteReranker
+        if self.base_url is not None:
+            from ..remote import client
 
-    def _told(self, reranker: AnyReranker) -> AnyReranker:
-        """The reranker, judging by this adapter's instruction if there is one."""
-        return reranker if self.instruction is None else reranker.with_instruction(self.instruction)
+            remote = client.RemoteReranker(
+                self.base_url,
+                model=self._service_model,
+                api_key=self.api_key,
+                timeout=self.timeout,
+                max_retries=self.max_retries,
+            )
+        elif hasattr(self.model, "arank"):
+            remote = cast("RemoteReranker", self.model)
+        else:
+            return None
+        return remote if self.instruction is None else remote.with_instruction(self.instruction)
 
-    def _run(self, task: Callable[[Reranker], Result]) -> Result:
-        concurrent = self._concurrent()
-        if concurrent is not None:
-            return task(concurrent)
+    def _submit(self, task: Callable[[Reranker], Result]) -> Future[Result]:
+        return worker.submit(self._source(), self.instruction, task)
+
+    def _call(self, task: Callable[[Reranker], Result]) -> Result:
+        """Run a task with the reranker and wait for its result."""
+        remote = self._remote()
+        if remote is not None:
+            return task(remote)
         future = self._submit(task)
         try:
             return future.result()
         finally:
-            future.cancel()  # no effect unless waiting was interrupted
-
-    def _submit(self, task: Callable[[Reranker], Result]) -> Future[Result]:
-        return worker.submit(self._source(), lambda reranker: task(self._told(reranker)))
+            # Has an effect only if the waiting was interrupted.
+            future.cancel()
 
 
 class RerankerAdapter(ModelAdapter):
-    """A model adapter that keeps what is relevant. Each of its three limits can also be given to a single call."""
+    """A model adapter that keeps what is relevant. A call may set each of its three limits."""
 
     threshold: Annotated[float, Strict()] | Literal["native"] | None = Field(
         default="native",
-        description="Keep what scores above it; by default the model's own. None ranks only.",
+        description="Keep what scores above it. 'native': the model's own. None: rank only.",
     )
     top_n: int | None = Field(
         default=None, strict=True, description="Keep at most this many above the threshold."
@@ -262,17 +307,23 @@ class RerankerAdapter(ModelAdapter):
         default=0, strict=True, description="Keep the best this many, even below the threshold."
     )
     keep_dropped: bool = Field(
-        default=False, description="Hand on the dropped, too, marked: rsrank_kept is False."
+        default=False,
+        description="Return the dropped documents, too, marked: rsrank_kept is False.",
     )
     on_error: Literal["raise", "keep"] = Field(
         default="raise",
-        description="When scoring fails: raise, or keep the documents as they came, cut at top_n, with rsrank_error in "
-        "their metadata.",
+        description="When scoring fails: raise, or keep the documents as they came, cut at top_n, "
+        "with rsrank_error in their metadata.",
+    )
+    metadata_fields: tuple[str, ...] = Field(
+        default=("title",),
+        description="Metadata that are read before the text, one value a line, unless the text "
+        "begins with it.",
     )
 
     extract: Literal["sentences"] | None = Field(
         default=None,
-        description="'sentences': documents shrink to those of their sentences that score above.",
+        description="'sentences': documents shrink to their sentences that score above.",
     )
     context: int = Field(
         default=0, strict=True, description="Keep so many sentences around each of them, too."
@@ -283,106 +334,89 @@ class RerankerAdapter(ModelAdapter):
     )
     long_documents: Literal["cut", "windows"] | None = Field(
         default=None,
-        description="'windows': read what is too long for the model in parts; the best one counts. 'cut': read its "
-        "beginning. None: as the model does; RSRank in this process reads windows.",
+        description="What is too long for the model: 'windows' reads it in parts, of which the "
+        "best counts; 'cut' reads its beginning. None: what the model does by default (RSRank: "
+        "windows).",
     )
 
     @model_validator(mode="after")
-    def _limits_make_sense(self) -> Self:
+    def _check_limits_and_reading(self) -> Self:
         check_limits(self.threshold, self.top_n, self.min_docs)
         Reading(self.extract, self.context, self.heading, self.long_documents or "cut")
         return self
 
-    @property
-    def unranked_calls(self) -> int:
-        """How often ``on_error="keep"`` handed documents on unranked: in this process, for a model of this name."""
-        return _unranked_calls[self.model_label]
-
     def _limits(self, limits: Limits) -> Limits:
-        """This adapter's limits, with those of one call in their place."""
+        """This adapter's limits, replaced by those of one call."""
         unknown = ", ".join(sorted(set(limits) - set(Limits.__annotations__)))
         if unknown:
-            raise TypeError(
-                f"Unknown argument: {unknown}. A call takes {', '.join(Limits.__annotations__)}."
-            )
-        chosen: Limits = {
-            "threshold": self.threshold,
-            "top_n": self.top_n,
-            "min_docs": self.min_docs,
-            **limits,
-        }
-        check_limits(**chosen)
-        return chosen
+            names = ", ".join(Limits.__annotations__)
+            raise TypeError(f"Unknown argument: {unknown}. A call takes {names}.")
+        merged = Limits(threshold=self.threshold, top_n=self.top_n, min_docs=self.min_docs)
+        merged.update(limits)
+        check_limits(**merged)
+        return merged
 
-    def _asked(
-        self, texts: Sequence[tuple[str, str]], limits: Limits
-    ) -> tuple[list[str], RankOptions]:
-        """What a reranker is asked; sentences are scored without what is read before a text, such as metadata."""
-        fields, reading = type(self).model_fields, ReadingOptions.__annotations__
-        chosen: Any = {
-            name: getattr(self, name)
-            for name in reading
-            if getattr(self, name) != fields[name].default
-        }
-        options: Any = {**limits, **chosen}
-        return [text if self.extract else before + text for before, text in texts], options
+    def _options(self, limits: Limits) -> dict[str, Any]:
+        """Arguments of `Reranker.rank`. Defaults are left out: not every reranker takes them."""
+        options: dict[str, Any] = dict(limits)
+        if self.extract is not None:
+            options.update(extract=self.extract, context=self.context, heading=self.heading)
+        if self.long_documents is not None:
+            options.update(long_documents=self.long_documents)
+        return options
 
-    def _rank(self, query: str, given: Sequence[tuple[str, str]], limits: Limits) -> RankResult:
-        """Rank and wait; without documents, nothing is asked."""
-        texts, options = self._asked(given, limits)
+    def _rank(self, query: str, texts: Sequence[str], limits: Limits) -> RankResult:
+        """Rank and wait. Without documents, no model is needed."""
         if not texts:
             return RankResult(query, None, (), ())
         try:
-            found = self._run(lambda reranker: reranker.rank(query, texts, **options))
+            task = methodcaller("rank", query, texts, **self._options(limits))
+            result = self._call(task)
         except Exception as error:
             return self._unranked(error, query, texts, limits)
-        return self._checked(found, limits)
+        return self._checked(result, limits)
 
-    async def _arank(
-        self, query: str, given: Sequence[tuple[str, str]], limits: Limits
-    ) -> RankResult:
-        """Rank in the model's thread, or where it computes; a cancelled call leaves its queue."""
-        texts, options = self._asked(given, limits)
+    async def _arank(self, query: str, texts: Sequence[str], limits: Limits) -> RankResult:
+        """As `_rank`, without blocking the event loop. A cancelled call leaves the queue."""
         if not texts:
             return RankResult(query, None, (), ())
-        concurrent = self._concurrent()
+        options = self._options(limits)
         try:
-            if concurrent is not None:
-                found = await concurrent.arank(query, texts, **options)
+            remote = self._remote()
+            if remote is not None:
+                result = await remote.arank(query, texts, **options)
             else:
-                found = await asyncio.wrap_future(
-                    self._submit(lambda reranker: reranker.rank(query, texts, **options))
-                )
+                future = self._submit(methodcaller("rank", query, texts, **options))
+                result = await asyncio.wrap_future(future)
         except Exception as error:
             return self._unranked(error, query, texts, limits)
-        return self._checked(found, limits)
+        return self._checked(result, limits)
 
     def _unranked(
         self, error: Exception, query: str, texts: Sequence[str], limits: Limits
     ) -> Unranked:
-        """All documents in the order they came, where ``on_error`` says so; else the error is raised."""
+        """The documents in the order they came, if ``on_error`` is "keep"; else raise the error."""
         if self.on_error == "raise" or isinstance(error, CancelledError):
             raise error
-        trace = None if isinstance(error, RSRankError) else error  # whose message may say little
         logger.warning(
             "%s failed, %d documents stay unranked: %r",
             self.model_label,
             len(texts),
             error,
-            exc_info=trace,
+            # The message of another library's error may say little.
+            exc_info=None if isinstance(error, RSRankError) else error,
         )
-        with _counting:
-            _unranked_calls[self.model_label] += 1
         documents = tuple(RankedDocument(index, text, math.nan) for index, text in enumerate(texts))
-        most = len(texts) if limits["top_n"] is None else limits["top_n"]
-        return Unranked(query, None, documents[:most], documents[most:], error)
+        count = len(documents) if limits["top_n"] is None else limits["top_n"]
+        return Unranked(query, None, documents[:count], documents[count:], error)
 
     def _checked(self, result: RankResult, limits: Limits) -> RankResult:
-        """Refuse to keep everything where nobody has asked for that; log what an application would never hear of."""
+        """Log what an application would not notice; refuse to keep everything by default."""
         if result.threshold is None and limits["threshold"] == "native" and limits["top_n"] is None:
             raise InputError(
-                f"{self.model_label} has no native threshold: nothing in its scores separates relevant from irrelevant "
-                "documents. Give a threshold, a top_n, or threshold=None to rank and keep all."
+                f"{self.model_label} has no native threshold: nothing in its scores separates "
+                "relevant from irrelevant documents. Give a threshold, a top_n, or threshold=None "
+                "to rank and keep all."
             )
         documents = (*result.kept, *result.dropped)
         blank = sum(not document.text.strip() for document in documents)
@@ -396,55 +430,63 @@ class RerankerAdapter(ModelAdapter):
                 len(documents),
             )
         if result.dropped and not result.kept:
-            best, most, least = result.dropped[0].score, len(documents), result.threshold
             logger.debug(
                 "All %d documents were dropped; the best scored %+.3f, not above %g.",
-                most,
-                best,
-                least,
+                len(documents),
+                result.dropped[0].score,
+                result.threshold,
             )
         return result
 
-    def _handed_on(
-        self, result: RankResult
-    ) -> Iterator[tuple[RankedDocument, dict[str, bool | str]]]:
-        """What a call gives back, best first, with the marks that go into its metadata."""
-        failure = (
-            {ERROR: f"{type(result.error).__name__}: {result.error}"}
-            if isinstance(result, Unranked)
-            else {}
-        )
-        for was_kept, documents in (
-            (True, result.kept),
-            (False, result.dropped if self.keep_dropped else ()),
-        ):
-            for document in documents:
-                kept = {KEPT: was_kept} if self.keep_dropped else {}
-                yield (
-                    document,
-                    {**failure, **kept, **({TRUNCATED: True} if document.truncated else {})},
-                )
+    def _texts(self, documents: Sequence[tuple[Mapping[str, Any], str]]) -> list[str]:
+        """What a reranker reads of (metadata, text) pairs.
+
+        Sentences are scored by themselves, so metadata are not read with them.
+        """
+        if self.extract:
+            return [text for _, text in documents]
+        return [
+            lines_before(text, metadata, self.metadata_fields) + text
+            for metadata, text in documents
+        ]
+
+    def _outputs(self, result: RankResult, texts: Sequence[str]) -> list[OutputDocument]:
+        """What a call returns, best first. ``texts`` are the documents' texts without metadata."""
+        marks: dict[str, Any] = {}
+        if isinstance(result, Unranked):
+            marks[ERROR] = f"{type(result.error).__name__}: {result.error}"
+        if not self.keep_dropped:
+            return [_output(document, texts[document.index], marks) for document in result.kept]
+        outputs: list[OutputDocument] = []
+        for document in (*result.kept, *result.dropped):
+            was_kept = len(outputs) < len(result.kept)
+            outputs.append(_output(document, texts[document.index], {**marks, KEPT: was_kept}))
+        return outputs
 
 
-def kept_of(document: RankedDocument, text: str) -> tuple[str, dict[str, Any]]:
-    """What is kept of a text, before which more may have been read, and the marks that say where it stood."""
-    before, marks, window = len(document.text) - len(text), dict[str, Any](), document.window
-    if window is not None and document.text.endswith(text):
+def _output(document: RankedDocument, text: str, marks: Mapping[str, Any]) -> OutputDocument:
+    marks = dict(marks)
+    # Offsets are those in the text, which metadata may have preceded.
+    before = len(document.text) - len(text)
+    if document.truncated:
+        marks[TRUNCATED] = True
+    if document.window is not None:
         marks[WINDOW] = {
-            "start": max(window.start - before, 0),
-            "end": window.end - before,
-            "count": window.count,
+            "start": max(document.window.start - before, 0),
+            "end": document.window.end - before,
+            "count": document.window.count,
         }
-    if not document.excerpts:
-        return text, marks
-    marks[EXCERPTS] = [
-        {"start": one.start - before, "end": one.end - before, "score": one.score}
-        for one in document.excerpts
-    ]
-    return document.extract[before:], marks
+    if document.excerpts:
+        text = document.extract
+        marks[EXCERPTS] = [
+            {"start": excerpt.start, "end": excerpt.end, "score": excerpt.score}
+            for excerpt in document.excerpts
+        ]
+    score = None if ERROR in marks else document.score
+    return OutputDocument(document.index, text, score, marks)
 
 
 def without_marks(metadata: Mapping[str, Any]) -> dict[str, Any]:
-    """A copy, down to the lists inside, of what a store may still hold; without marks of an earlier call."""
-    ours = (KEPT, TRUNCATED, ERROR, EXCERPTS, WINDOW)
-    return {name: deepcopy(value) for name, value in metadata.items() if name not in ours}
+    """A deep copy of metadata that a store may still hold, without the marks of an earlier call."""
+    marks = (KEPT, TRUNCATED, ERROR, EXCERPTS, WINDOW)
+    return {name: deepcopy(value) for name, value in metadata.items() if name not in marks}

@@ -5,6 +5,7 @@ full name of each class, and the class is imported when a reranker of its kind i
 systems that only the paper's experiments need.
 """
 
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from importlib import import_module
@@ -14,6 +15,11 @@ from ..errors import ArtifactError, InputError, nearest
 from ..language_model.options import LoadOptions, ModelSource
 from ..language_model.threads import use_threads
 from ..reranker import Reranker
+
+logger = logging.getLogger(__name__)
+
+# Seconds to wait for the Hub before a model of another library is read from the cache.
+HUB_TIMEOUT = 4.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +57,30 @@ class Kind:
             return make(_ranker(source))
         if not self.named:
             return make()
-        return make(source.name, revision=source.revision, options=source.load, **self.settings)
+        options = _options_for_hub(source)
+        return make(source.name, revision=source.revision, options=options, **self.settings)
+
+
+def _options_for_hub(source: ModelSource) -> LoadOptions:
+    """The source's options, with the cache alone if the Hub cannot be reached.
+
+    Other libraries ask the Hub for each of a model's files, and try each time for over a minute.
+    """
+    from huggingface_hub import constants, get_session
+
+    from ..artifact import hub
+    from ..language_model.hub_errors import HUB_ERRORS
+
+    if source.load.local_files_only or hub.is_folder(source.name):
+        return source.load
+    try:
+        get_session().head(constants.ENDPOINT, timeout=HUB_TIMEOUT)
+    except HUB_ERRORS as error:
+        logger.warning(
+            "The Hub cannot be reached (%s); %s is read from the cache.", error, source.name
+        )
+        return replace(source.load, local_files_only=True)
+    return source.load
 
 
 def _ranker(source: ModelSource) -> Reranker:

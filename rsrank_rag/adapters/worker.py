@@ -1,7 +1,7 @@
-"""One worker thread per model: a model is loaded once in a process and never runs twice at the same time.
+"""One worker thread per model: a process loads a model once and runs one call of it at a time.
 
-Calls wait in the thread's queue, where a cancelled one gives up its place. The model itself is loaded by the first
-call, in the thread, so that nobody holds a lock meanwhile.
+Calls wait in the thread's queue; a cancelled call leaves the queue. The first call loads the model,
+in the thread, so that no lock is held while a model loads.
 """
 
 import gc
@@ -22,73 +22,98 @@ from .systems import load
 Result = TypeVar("Result")
 
 
-class _Worker:
-    """A thread, and the model that it has loaded."""
+class Worker:
+    """A thread and the model that it loaded."""
 
     def __init__(self) -> None:
-        self.renew()
         self.loaded: Reranker | None = None
+        self.start_thread()
 
-    def renew(self) -> None:
+    def start_thread(self) -> None:
+        """Start an empty queue for this process."""
+        self.process = os.getpid()
         self.thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="rsrank")
 
-    def run(self, source: ModelSource | Reranker, task: Callable[[Reranker], Result]) -> Result:
+    def run(
+        self,
+        source: ModelSource | Reranker,
+        instruction: str | None,
+        task: Callable[[Reranker], Result],
+    ) -> Result:
+        """Run a task with the model, which is loaded if it is not."""
         if isinstance(source, Reranker):
-            return task(source)
-        if self.loaded is None:
-            with needs_the_whole_package():
-                self.loaded = load(source)
-        return task(self.loaded)
+            reranker = source
+        else:
+            if self.loaded is None:
+                with needs_the_whole_package():
+                    self.loaded = load(source)
+            reranker = self.loaded
+        if instruction is not None:
+            reranker = reranker.with_instruction(instruction)
+        return task(reranker)
 
     def unload(self) -> None:
+        """Free the model and its memory on the device."""
         self.loaded = None
-        gc.collect()  # loading leaves cycles behind
+        # Loading leaves reference cycles, which hold the model until they are collected.
+        gc.collect()
         torch = sys.modules.get("torch")
         if torch is not None and torch.cuda.is_initialized():
             torch.cuda.empty_cache()
 
 
-_workers: dict[ModelSource | int, _Worker] = {}
-_lock = threading.Lock()
+_workers: dict[ModelSource | int, Worker] = {}
+# By process id: a forked child must not wait for a lock that a thread of its parent held.
+_locks: dict[int, threading.Lock] = {}
 
 
-def submit(source: ModelSource | Reranker, task: Callable[[Reranker], Result]) -> Future[Result]:
-    """Queue a task, which gets the loaded model and sees the caller's context variables, for a model's thread.
+def submit(
+    source: ModelSource | Reranker,
+    instruction: str | None,
+    task: Callable[[Reranker], Result],
+) -> Future[Result]:
+    """Queue a task for a model's thread. It gets the model and the caller's context variables.
 
-    The future holds its result, or the error that it or the loading raised; after a failed loading the next task tries
-    again. A reranker that somebody else has made has a thread of its own, too.
+    The future holds the task's result, or the error that the task or the loading raised. After a
+    failed loading, the next task loads again. A `Reranker` object has a thread of its own, too.
     """
-    key = _key(source)
-    with _lock:
-        if key not in _workers:
-            _workers[key] = _Worker()
-            if isinstance(source, Reranker):  # the thread ends with its reranker
-                weakref.finalize(source, _workers.pop, key, None)
-        worker = _workers[key]
-        return worker.thread.submit(copy_context().run, worker.run, source, task)
+    with _lock():
+        worker = _worker(source)
+        return worker.thread.submit(copy_context().run, worker.run, source, instruction, task)
 
 
 def close(source: ModelSource | Reranker) -> None:
-    """Let the model go when all that is queued is done, for all who share it. The next task loads it again."""
-    with _lock:
-        worker = _workers.get(_key(source))
-        if worker is None or isinstance(source, Reranker):
+    """Free a model after the tasks in its queue, for all adapters that share it.
+
+    The next task loads the model again. A `Reranker` object belongs to its maker and stays.
+    """
+    if isinstance(source, Reranker):
+        return
+    with _lock():
+        if source not in _workers:
             return
+        worker = _worker(source)
         unloaded = worker.thread.submit(worker.unload)
     unloaded.result()
+
+
+def _lock() -> threading.Lock:
+    return _locks.setdefault(os.getpid(), threading.Lock())
 
 
 def _key(source: ModelSource | Reranker) -> ModelSource | int:
     return id(source) if isinstance(source, Reranker) else source
 
 
-def _after_fork() -> None:
-    """A forked child inherits the models but none of the threads."""
-    global _lock
-    _lock = threading.Lock()
-    for worker in _workers.values():
-        worker.renew()
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_after_fork)
+def _worker(source: ModelSource | Reranker) -> Worker:
+    key = _key(source)
+    worker = _workers.get(key)
+    if worker is None:
+        worker = _workers[key] = Worker()
+        if isinstance(source, Reranker):
+            # The thread ends with its reranker.
+            weakref.finalize(source, _workers.pop, key, None)
+    if worker.process != os.getpid():
+        # A forked child inherits the model, and none of the threads.
+        worker.start_thread()
+    return worker

@@ -6,7 +6,7 @@ from functools import cached_property
 from typing import Any
 
 from ..errors import InputError, RSRankError
-from ..evaluation.datasets import joined
+from ..passages.titles import with_title
 from ..reranker import BLANK_SCORE, Pair, Reranker
 from ..service.backend import Outcome
 from ..service.engine import DeviceLostError, Engine
@@ -144,7 +144,7 @@ def form_of(columns: Iterable[str]) -> str:
 def _content(item: Any) -> Any:
     """What is read of a document, of a labelled one as `rsrank evaluate` does it."""
     labelled = isinstance(item, Mapping) and isinstance(item.get("text"), str)
-    return joined(item["text"], item.get("title")) if labelled else item
+    return with_title(item["text"], item.get("title")) if labelled else item
 
 
 def _kind(value: Any) -> str:

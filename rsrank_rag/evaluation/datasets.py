@@ -8,11 +8,7 @@ from pathlib import Path
 from pydantic import BaseModel, StrictBool, ValidationError
 
 from ..errors import InputError
-
-
-def joined(text: str, title: str | None) -> str:
-    """A title, where there is one and the text does not start with it, then the text."""
-    return f"{title}\n{text}" if title and not text.startswith(title) else text
+from ..passages.titles import with_title
 
 
 class LabelledDocument(BaseModel, frozen=True):
@@ -25,7 +21,7 @@ class LabelledDocument(BaseModel, frozen=True):
 
     def content(self, *, titles: bool = True) -> str:
         """What a reranker reads."""
-        return joined(self.text, self.title if titles else None)
+        return with_title(self.text, self.title if titles else None)
 
 
 class LabelledQuery(BaseModel, frozen=True):

@@ -30,6 +30,10 @@ CHARACTERS_PER_TOKEN = 8
 CUT_MARGIN = 128
 
 
+# Documents whose ids wait to be read; calls that fail leave theirs behind.
+MOST_FITTING = 1024
+
+
 class Template(BaseModel, extra="forbid", frozen=True):
     """The fixed text around document and query. It belongs to the artifact: B is trained with it.
 
@@ -125,6 +129,12 @@ def private_copy(tokenizer: PreTrainedTokenizerBase, *, special_tokens: bool) ->
     return copy
 
 
+def _check_texts(documents: Sequence[str]) -> None:
+    for index, text in enumerate(documents):
+        if not isinstance(text, str):
+            raise InputError(f"Document {index} must be a string, got {type(text).__name__}.")
+
+
 class PromptTokenizer:
     """Tokenises the parts of a `Template` with private copies of a fast tokenizer.
 
@@ -147,6 +157,7 @@ class PromptTokenizer:
     ) -> None:
         self.tokenizer, self.template = tokenizer, template
         self.max_length, self.shared_positions = max_length, shared_positions
+        self._fitting: dict[str, tuple[int, ...]] = {}
         self._text = private_copy(tokenizer, special_tokens=False)
         parts = private_copy(tokenizer, special_tokens=True)
         self.instruction, self.separator, self._query_start, self._suffix = (
@@ -190,6 +201,33 @@ class PromptTokenizer:
         """Where each token of a text ends, in characters, and how many of a document are read beside a short query."""
         encoded = self._text.encode(clean(document), add_special_tokens=False)
         return [stop for _, stop in encoded.offsets], self.room(0)
+
+    def too_long(self, documents: Sequence[str]) -> list[bool]:
+        """Whether each document has more tokens than are read of it beside a short query.
+
+        The ids of those that fit are held until `documents` takes them, so that a document is
+        tokenised once. InputError names an entry that is no string.
+        """
+        _check_texts(documents)
+        limit = self.room(0)
+        long = []
+        if len(self._fitting) > MOST_FITTING:
+            self._fitting.clear()
+        for text, ids in zip(documents, self.encode_beginnings(documents, limit), strict=True):
+            long.append(len(ids) > limit)
+            if len(ids) <= limit:
+                self._fitting[text] = ids
+        return long
+
+    def _document_ids(self, documents: Sequence[str], room: int) -> list[tuple[int, ...]]:
+        """Ids of documents: those that `too_long` holds, and the others tokenised now.
+
+        Of a document with more than ``room`` tokens, at least the first ``room`` ids.
+        """
+        held = [self._fitting.pop(text, None) for text in documents]
+        missing = [text for text, ids in zip(documents, held, strict=True) if ids is None]
+        encoded = iter(self.encode_beginnings(missing, room))
+        return [next(encoded) if ids is None else ids for ids in held]
 
     def encode(self, texts: Sequence[str]) -> list[tuple[int, ...]]:
         """Ids of texts by themselves."""
@@ -255,9 +293,7 @@ class PromptTokenizer:
         Up to `QUERY_RESERVE` (or a quarter of the model's positions), the query's length does not change where.
         InputError names an entry that is no string.
         """
-        for index, text in enumerate(documents):
-            if not isinstance(text, str):
-                raise InputError(f"Document {index} must be a string, got {type(text).__name__}.")
+        _check_texts(documents)
         room = self.room(query_length)
         room = room if max_tokens is None else min(room, max_tokens)
         before, after = self.instruction, self.separator
@@ -265,5 +301,5 @@ class PromptTokenizer:
             TokenisedDocument(
                 (*before, *ids[:room], *after), len(ids) > room, not (ids and text.strip())
             )
-            for text, ids in zip(documents, self.encode_beginnings(documents, room), strict=True)
+            for text, ids in zip(documents, self._document_ids(documents, room), strict=True)
         ]

@@ -1,4 +1,4 @@
-"""Pairs of a query and a document, and the scores of pairs whose documents are read in parts."""
+"""Pairs of a query and a document, and scores of pairs whose documents are read in parts."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -11,9 +11,15 @@ from .ranked import BLANK_SCORE, Scored, blanks_last
 
 @dataclass(frozen=True, slots=True)
 class Pair:
-    """A query and a document, of which at most ``max_tokens`` are read, to be scored beside other pairs.
+    """A query and a document to score.
 
-    Only `score_in_parts` heeds its ``reading``, and only a service its ``instruction`` and ``salt``.
+    Attributes:
+        query: The query.
+        document: The document.
+        max_tokens: Read at most so many of the document's tokens; None for as many as fit.
+        reading: Heeded by `score_in_parts` only.
+        instruction: Heeded by a service only.
+        salt: Heeded by a service only.
     """
 
     query: str
@@ -27,62 +33,85 @@ class Pair:
 def score_in_parts(
     pairs: Sequence[Pair], token_ends: TokenEnds, score: Callable[[Sequence[Pair]], list[Scored]]
 ) -> list[Scored]:
-    """Score pairs as their `Reading` says, all parts of all documents at once; the best part's score is a document's.
+    """Score pairs as their `Reading` says: the score of a document is that of its best part.
 
-    ``token_ends`` is as `Reranker.token_ends`; ``score`` scores pairs whose documents are read whole.
+    Documents are cut before anything is scored, and all parts are scored in one call.
 
-    Raises InputError: a document is no text, or cannot be read so; ScoringError names the pair of a part that has none.
+    Args:
+        pairs: What to score.
+        token_ends: As `Reranker.token_ends`.
+        score: Scores pairs whose documents are read whole.
+
+    Raises:
+        InputError: A document is no text, or cannot be read as its pair says.
+        ScoringError: A part could not be scored; the position of its pair is given.
     """
     if all(pair.reading == WHOLE for pair in pairs):
         return score(pairs)
     spans = [spans_of(index, pair, token_ends) for index, pair in enumerate(pairs)]
-    cut = [
-        (pair, pair.document[slice(*span)])
-        for pair, own in zip(pairs, spans, strict=True)
-        for span in own
-    ]
+    parts: list[Pair] = []
+    owners: list[int] = []
+    for index, pair in enumerate(pairs):
+        for start, stop in spans[index]:
+            parts.append(replace(pair, document=pair.document[start:stop], reading=WHOLE))
+            owners.append(index)
     try:
-        scored = score([replace(pair, document=text, reading=WHOLE) for pair, text in cut])
+        scored = score(parts)
     except ScoringError as error:
-        owner = [owner for owner, own in enumerate(spans) for _ in own][error.index]
-        raise of_document(error, owner) from error
-    found = iter(blanks_last([text for _, text in cut], scored))
-    return [
-        _whole(pair, own, [next(found) for _ in own])
-        for pair, own in zip(pairs, spans, strict=True)
-    ]
+        raise of_document(error, owners[error.index]) from error
+    by_pair: list[list[Scored]] = [[] for _ in pairs]
+    texts = [part.document for part in parts]
+    for index, one in zip(owners, blanks_last(texts, scored), strict=True):
+        by_pair[index].append(one)
+    return [_joined(*one) for one in zip(pairs, spans, by_pair, strict=True)]
 
 
 def of_document(error: ScoringError, index: int) -> ScoringError:
-    """The same error, of the document that a part belongs to."""
-    return ScoringError(
-        str(error).replace(f"Document {error.index}", f"Document {index}", 1), index
-    )
+    """The error of a part as an error of the document that the part belongs to."""
+    message = str(error).replace(f"Document {error.index}", f"Document {index}", 1)
+    return ScoringError(message, index)
 
 
 def spans_of(index: int, pair: Pair, token_ends: TokenEnds) -> list[Span]:
-    """Where the parts of a document, or of as much of it as is to be read, begin and end."""
-    if not isinstance(pair.document, str):
-        raise InputError(f"Document {index} must be a string, got {type(pair.document).__name__}.")
-    ends = token_ends(pair.document)[0] if pair.max_tokens and pair.reading != WHOLE else ()
-    last = ends[pair.max_tokens - 1] if pair.max_tokens and len(ends) > pair.max_tokens else None
-    return split(pair.document[:last], pair.reading, token_ends)
+    """Spans of the parts of a document, or of its first ``max_tokens`` tokens.
+
+    Raises InputError as `split`, and for a document that is no text; ``index`` names it.
+    """
+    document = pair.document
+    if not isinstance(document, str):
+        raise InputError(f"Document {index} must be a string, got {type(document).__name__}.")
+    if pair.max_tokens and pair.reading != WHOLE:
+        ends = token_ends(document)[0]
+        if len(ends) > pair.max_tokens:
+            document = document[: ends[pair.max_tokens - 1]]
+    return split(document, pair.reading, token_ends)
 
 
-def _whole(pair: Pair, spans: Sequence[Span], found: Sequence[Scored]) -> Scored:
-    """What a document scores by its parts."""
-    if pair.reading == WHOLE or not spans:
-        return found[0] if spans else Scored(BLANK_SCORE)
-    # What is not finite counts as the best: whoever chooses has to hear of it.
-    best = max(range(len(spans)), key=lambda i: (not math.isfinite(found[i].score), found[i].score))
-    sentences = [
-        Excerpt(*span, one.score, pair.document[slice(*span)])
-        for span, one in zip(spans, found, strict=True)
-    ]
+def _joined(pair: Pair, spans: Sequence[Span], parts: Sequence[Scored]) -> Scored:
+    """The score of a document from those of its parts."""
+    if not parts:
+        return Scored(BLANK_SCORE)
+    if pair.reading == WHOLE:
+        return parts[0]
+    best = 0
+    for place, part in enumerate(parts):
+        # A score that is not finite counts as the best, so that the caller notices it.
+        if not math.isfinite(part.score):
+            best = place
+            break
+        if part.score > parts[best].score:
+            best = place
+    window, sentences = None, []
+    if pair.reading.extract:
+        for (start, stop), part in zip(spans, parts, strict=True):
+            sentences.append(Excerpt(start, stop, part.score, pair.document[start:stop]))
+    else:
+        window = Window(*spans[best], len(spans))
+    end_was_cut = spans[-1][1] < len(pair.document.rstrip())
     return Scored(
-        found[best].score,
-        spans[-1][1] < len(pair.document.rstrip()) or any(one.truncated for one in found),
-        sum(one.tokens for one in found),
-        None if pair.reading.extract else Window(*spans[best], len(spans)),
-        tuple(sentences) if pair.reading.extract else (),
+        parts[best].score,
+        truncated=end_was_cut or any(part.truncated for part in parts),
+        tokens=sum(part.tokens for part in parts),
+        window=window,
+        sentences=tuple(sentences),
     )

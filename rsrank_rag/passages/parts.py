@@ -1,4 +1,4 @@
-"""How a document is read, whole, sentence by sentence or in windows, and where these begin and end, in characters."""
+"""How a document is read: whole, sentence by sentence or in windows; where these begin and end."""
 
 import re
 from bisect import bisect_left, bisect_right
@@ -8,23 +8,30 @@ from typing import Literal, TypedDict
 
 from ..errors import InputError, needs
 
-Span = tuple[int, int]  # from a character to before another
-
-CHUNK = 10_000  # characters that are split at once: the time it takes can grow with their square (measured on lists)
-OVERLAP = 4  # windows share up to 1 / `OVERLAP` of their tokens with the one before
-SEAM = 4  # tokens by which a window is shorter than it might be: split apart from its neighbours, it may have some more
+Span = tuple[int, int]
+"""From a character to before another."""
 
 TokenEnds = Callable[[str], tuple[Sequence[int], int]]
-"""Where a text's tokens end, in characters, and how many of a document are read at most."""
+"""Where a text's tokens end, in characters, and how many tokens of a document are read at most."""
+
+# Characters that are split at once: sentencex's time can grow with their square (seen on lists).
+CHUNK = 10_000
+
+# Windows share up to 1 / OVERLAP of their tokens with the window before.
+OVERLAP = 4
+
+# Tokens by which a window is shorter than the limit: a text that is tokenised by itself, without
+# its neighbours, may have a few tokens more.
+SEAM = 4
 
 
 class ReadingOptions(TypedDict, total=False):
-    """The fields of `Reading`."""
+    """The fields of `Reading`. None for ``long_documents`` is what the reranker does by default."""
 
     extract: Literal["sentences"] | None
     context: int
     heading: bool
-    long_documents: Literal["cut", "windows"] | None  # None: as the reranker does
+    long_documents: Literal["cut", "windows"] | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,16 +39,17 @@ class Reading:
     """How documents are read.
 
     Args:
-        extract: "sentences": score each sentence by itself, and keep those above the threshold instead of whole
-            documents. A document without one is dropped.
+        extract: "sentences": score each sentence by itself, and keep those above the threshold
+            instead of whole documents. A document without one is dropped.
         context: Keep so many sentences before and after each of them, too.
-        heading: Documents begin with a line that is kept with any of their sentences, and scored with none.
-        long_documents: "windows": read what is too long for the model in windows that overlap, and score it by the
-            best one; what `RSRank.rank` does. "cut": read its beginning; what services and others do. Where sentences
-            are extracted, those that are too long are cut.
+        heading: Documents begin with a line that is kept with any of their sentences. It is not
+            scored.
+        long_documents: "windows": read a document that is too long for the model in overlapping
+            windows; the best one's score counts. "cut": read its beginning. Sentences that are too
+            long are always cut.
 
     Raises:
-        InputError: A value that cannot be used, or has no effect.
+        InputError: A value that is out of range or has no effect.
     """
 
     extract: Literal["sentences"] | None = None
@@ -63,17 +71,23 @@ class Reading:
         if self.extract is None and (self.context or self.heading):
             raise InputError("context and heading have no effect without extract='sentences'.")
 
+    @property
+    def in_windows(self) -> bool:
+        """Whether documents that are too long are read in windows."""
+        return self.extract is None and self.long_documents == "windows"
+
     def heading_of(self, document: str) -> str:
-        """The line that a document begins with, its line break included, if that is a heading."""
+        """The heading at a document's beginning, with its line break; empty without ``heading``."""
         return document[: document.find("\n") + 1] if self.heading else ""
 
 
-WHOLE = Reading()  # each document at once, by its beginning where it is too long
+WHOLE = Reading()
+"""Each document at once; of one that is too long, the beginning."""
 
 
 @dataclass(frozen=True, slots=True)
 class Excerpt:
-    """A sentence of a document: from character ``start`` to before ``end``, with a score of its own."""
+    """A sentence of a document with its score: the characters from ``start`` to before ``end``."""
 
     start: int
     end: int
@@ -83,7 +97,10 @@ class Excerpt:
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """The part of a document that scored best, of ``count`` it was read in: from ``start`` to before ``end``."""
+    """The best window of a document: characters from ``start`` to before ``end``.
+
+    ``count`` is the number of windows that the document was read in.
+    """
 
     start: int
     end: int
@@ -91,21 +108,28 @@ class Window:
 
 
 def split(document: str, reading: Reading, token_ends: TokenEnds) -> list[Span]:
-    """Where the parts of a document begin and end; none if it is to be read by sentences and has none.
+    """Spans of the parts in which a document is read. A document without sentences may have none.
 
-    Raises InputError: windows are asked for, and nobody counts tokens; MissingDependencyError: sentencex is not
-    installed.
+    Raises:
+        InputError: The reranker cannot say where tokens end, which windows need.
+        MissingDependencyError: sentencex is not installed.
     """
     if reading.extract:
         return sentences(document, len(reading.heading_of(document)))
-    ends, room = token_ends(document) if reading.long_documents == "windows" else ((), 0)
-    return windows(document, ends, room) if len(ends) > room else [(0, len(document))]
+    if reading.in_windows:
+        ends, limit = token_ends(document)
+        if len(ends) > limit:
+            return windows(document, ends, limit)
+    return [(0, len(document))]
 
 
 def sentences(text: str, begin: int = 0) -> list[Span]:
-    r"""Spans of a text's sentences, in order, without white space around them; together they hold all from ``begin``.
+    r"""Spans of the sentences from ``begin`` on, in order, without white space around them.
 
-    Raises MissingDependencyError: sentencex is not installed.
+    Together they hold everything but white space.
+
+    Raises:
+        MissingDependencyError: sentencex is not installed.
 
     >>> text = "Dr. Smith left. He was late!\r\nWhy?"
     >>> [text[start:stop] for start, stop in sentences(text)]
@@ -114,26 +138,29 @@ def sentences(text: str, begin: int = 0) -> list[Span]:
     install = "which is not installed. Install with: pip install 'sentencex>=1.0.32'"
     with needs(f"Sentences are found by sentencex, {install}", "", "sentencex"):
         from sentencex import get_sentence_boundaries
-    plain = encodable(
-        re.sub(r"[^\S\r\n]", " ", text)
-    )  # sentencex fails on white space of several bytes
-    found: list[Span] = []
+    # sentencex fails on white space of several bytes.
+    plain = encodable(re.sub(r"[^\S\r\n]", " ", text))
+    spans: list[Span] = []
     while begin < len(text):
-        chunk = plain[begin : begin + CHUNK]
-        # English stands for all: the marks that end a sentence are those of all languages, only abbreviations differ.
-        spans = [
-            (begin + one["start_index"], begin + one["end_index"])
-            for one in get_sentence_boundaries("en", chunk)
-        ]
-        if begin + CHUNK < len(text) and len(spans) > 1:
-            spans.pop()  # it may go on
-        found += (stripped(text, *span) for span in spans)
-        begin = spans[-1][1]
-    return [(start, stop) for start, stop in found if start < stop]
+        # "en" for all languages: the marks that end a sentence are those of all languages, and
+        # only abbreviations differ.
+        boundaries = get_sentence_boundaries("en", plain[begin : begin + CHUNK])
+        if begin + CHUNK < len(text) and len(boundaries) > 1:
+            # The chunk may end within its last sentence.
+            boundaries.pop()
+        for one in boundaries:
+            start, stop = stripped(text, begin + one["start_index"], begin + one["end_index"])
+            if start < stop:
+                spans.append((start, stop))
+        begin += boundaries[-1]["end_index"]
+    return spans
 
 
 def encodable(text: str) -> str:
-    """As long a text, with U+FFFD for each half of a surrogate pair, which JSON can spell and nothing can encode."""
+    """A text of the same length, with U+FFFD for each half of a surrogate pair.
+
+    JSON can spell such halves, and no encoding can.
+    """
     return text if text.isascii() else re.sub("[\ud800-\udfff]", "\ufffd", text)
 
 
@@ -143,35 +170,44 @@ def stripped(text: str, start: int, stop: int) -> Span:
     return start + len(part) - len(part.lstrip()), stop - len(part) + len(part.rstrip())
 
 
-def windows(text: str, ends: Sequence[int], room: int) -> list[Span]:
-    """Overlapping spans of at most so many tokens that hold all of a text; they begin and end with sentences.
+def windows(text: str, ends: Sequence[int], limit: int) -> list[Span]:
+    """Overlapping spans that hold all of a text, each of at most ``limit`` tokens.
 
-    Where a sentence is too long for that, they begin and end with any token.
+    They begin and end with sentences, or within a sentence that is too long for a window.
 
     Args:
-        text: What does not fit.
+        text: A document of more than ``limit`` tokens.
         ends: Where its tokens end, in characters.
-        room: The most tokens of a window.
+        limit: The most tokens of a window.
     """
-    room = max(room - SEAM, 1)
-    shared = room // OVERLAP
-    # Tokens before the end of each sentence.
-    cuts = [*(bisect_right(ends, stop) for _, stop in sentences(text)), len(ends)]
-    spans, first = [], 0
-    while len(ends) - first > room:
-        place = bisect_right(cuts, first + room)
-        last = cuts[place - 1] if place and cuts[place - 1] > first + shared else first + room
-        spans.append(stripped(text, ends[first - 1] if first else 0, ends[last - 1]))
+    size = max(limit - SEAM, 1)
+    shared = size // OVERLAP
+    # Number of tokens before the end of each sentence.
+    cuts = [bisect_right(ends, stop) for _, stop in sentences(text)]
+    cuts.append(len(ends))
+    spans: list[Span] = []
+    first, start = 0, 0
+    while len(ends) - first > size:
+        # The last sentence that fits, if the window then has more than the next one repeats.
+        last = first + size
+        place = bisect_right(cuts, last)
+        if place and cuts[place - 1] > first + shared:
+            last = cuts[place - 1]
+        spans.append(stripped(text, start, ends[last - 1]))
+        # The next window begins with the first sentence that it may repeat.
         cut = cuts[bisect_left(cuts, last - shared)]
         first = cut if cut <= last else last - shared
-    return [*spans, stripped(text, ends[first - 1] if first else 0, len(text))]
+        start = ends[first - 1]
+    spans.append(stripped(text, start, len(text)))
+    return spans
 
 
 def joined(document: str, excerpts: Sequence[Excerpt]) -> str:
-    """Excerpts of a document with what stands between neighbours, and a space where something is left out."""
-    text, last = "", excerpts[0].start
+    """Excerpts with what stands between neighbours, and a space where something is left out."""
+    text = ""
+    end = excerpts[0].start
     for excerpt in excerpts:
-        between = document[last : excerpt.start]
+        between = document[end : excerpt.start]
         text += (" " if between.strip() else between) + excerpt.text
-        last = excerpt.end
+        end = excerpt.end
     return text

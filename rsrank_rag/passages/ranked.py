@@ -11,20 +11,26 @@ from ..errors import InputError, ScoringError, needs
 from .parts import WHOLE, Excerpt, Reading, Window, joined
 
 BLANK_SCORE = -10_000.0
-"""What a document without text scores: less than any other, so that whatever sorts by score puts it last.
+"""Score of a document without text: below any other, so that whatever sorts by score puts it last.
 
-Finite, because JSON has no infinity and other tools average or subtract; exact in float16. Scores of RSRank lie within
-plus or minus layers x heads (288 for Qwen3-8B), those of other systems are logits, cosines and probabilities.
+Finite, because JSON has no infinity and other tools average or subtract; exact in float16. Scores
+of RSRank lie within plus or minus layers x heads (288 for Qwen3-8B); those of other systems are
+logits, cosines and probabilities.
 """
 
 
 @dataclass(frozen=True, slots=True)
 class RankedDocument:
-    """One document with its position in the list that was ranked, and its score on the reranker's own scale.
+    """One document with its score, on the reranker's own scale.
 
-    Its score is that of its best sentence, where sentences are extracted; where it is read in windows, of the best one.
-    It is `truncated` where the model did not read all of it, because it was too long. `excerpts` are the sentences that
-    are kept, in their order, and `heading` the line before them, if that is kept, too.
+    Attributes:
+        index: Position in the list that was ranked.
+        text: The document.
+        score: Of a document read in sentences or windows, the best one's score.
+        truncated: Whether the model did not read all of it, because it was too long.
+        window: The best window; None for a document that fits.
+        excerpts: The sentences that are kept, in their order.
+        heading: The line before them, if that is kept, too.
     """
 
     index: int
@@ -37,16 +43,19 @@ class RankedDocument:
 
     @property
     def extract(self) -> str:
-        """What is kept of the text: the heading and the excerpts, if sentences are extracted, else all of it."""
+        """The heading and the sentences that are kept; the whole text without ``excerpts``."""
         return self.heading + joined(self.text, self.excerpts) if self.excerpts else self.text
 
 
 @dataclass(frozen=True, slots=True)
 class Scored:
-    """A document's score, and what there is to say about it; see `RankedDocument`.
+    """A document's score and how it was read; see `RankedDocument`.
 
     Attributes:
-        tokens: Tokens read of the query and the document, the prompt around them included; 0 where nobody counts.
+        score: The score.
+        truncated: Whether its end was not read.
+        tokens: Tokens read of query, document and prompt; 0 if the reranker does not count them.
+        window: The best window.
         sentences: All its sentences, if they were scored.
     """
 
@@ -59,7 +68,9 @@ class Scored:
 
 @dataclass(frozen=True, slots=True)
 class RankResult:
-    """All documents of one query, best first, in two lists: every document is in exactly one of them.
+    """All documents of one query, best first: each is either in ``kept`` or in ``dropped``.
+
+    Its length, iteration and indices are those of ``kept``: a result that kept nothing is false.
 
     Attributes:
         query: The query.
@@ -75,19 +86,34 @@ class RankResult:
 
     @property
     def texts(self) -> list[str]:
-        """Texts of the kept documents, best first; of each the kept sentences only, if sentences are extracted."""
+        """Texts of the kept documents, best first, or of their sentences that are kept."""
         return [document.extract for document in self.kept]
 
+    @property
+    def best_score(self) -> float | None:
+        """The highest score of a document with text; None if there is no such document."""
+        documents = self.kept or self.dropped
+        if not documents or not documents[0].text.strip():
+            return None
+        return documents[0].score
+
+    @property
+    def none_relevant(self) -> bool:
+        """Whether no document scored above the threshold, even if ``min_docs`` kept some.
+
+        When only ranked (``threshold`` None), true only if no document has text.
+        """
+        if self.best_score is None:
+            return True
+        return self.threshold is not None and self.best_score <= self.threshold
+
     def __len__(self) -> int:
-        """How many documents are kept: a result that kept none is false."""
         return len(self.kept)
 
     def __iter__(self) -> Iterator[RankedDocument]:
-        """The kept documents, best first."""
         return iter(self.kept)
 
     def __getitem__(self, place: Any) -> Any:
-        """A kept document by its place, the best has 0; several of a slice."""
         return self.kept[place]
 
     def to_dict(self) -> dict[str, Any]:
@@ -95,47 +121,55 @@ class RankResult:
         return asdict(self)
 
     def to_pandas(self) -> Any:
-        """A data frame with a row a document, best first: ``kept``, then what a `RankedDocument` has.
+        """A data frame, best first: ``kept``, then the attributes of `RankedDocument`.
 
         Raises MissingDependencyError: pandas is not installed.
         """
         with needs("to_pandas needs pandas. Install with: pip install pandas", "", "pandas"):
             from pandas import DataFrame
-        kept, names = len(self.kept), [field.name for field in fields(RankedDocument)]
-        documents = enumerate(self.kept + self.dropped)
-        rows = [
-            [i < kept, *(getattr(document, name) for name in names)] for i, document in documents
-        ]
+        names = [field.name for field in fields(RankedDocument)]
+        rows = []
+        for place, document in enumerate(self.kept + self.dropped):
+            values = [getattr(document, name) for name in names]
+            rows.append([place < len(self.kept), *values])
         return DataFrame(rows, columns=["kept", *names])
 
     def _repr_html_(self) -> str:
-        """A table in a notebook, with bars away from the threshold as on the service's page."""
-        line, documents = self.threshold or 0.0, self.kept + self.dropped
-        ends = [line, *(document.score for document in documents if document.score != BLANK_SCORE)]
-        low, span = min(ends), (max(ends) - min(ends)) or 1.0
+        """A table in a notebook, with a bar from the threshold to each score."""
+        zero = self.threshold or 0.0
+        documents = self.kept + self.dropped
+        ends = [zero]
+        ends += [document.score for document in documents if document.score != BLANK_SCORE]
+        low = min(ends)
+        span = max(ends) - low or 1.0
         rows = ""
         for place, document in enumerate(documents):
-            kept, score = place < len(self.kept), max(document.score, low)
-            start, width = (min(score, line) - low) / span, abs(score - line) / span
-            bar = f"margin-left:{start:.1%};width:{width:.1%};height:.7em;background:{'#1b57c0' if kept else '#a8521d'}"
+            verdict, colour = (
+                ("kept", "#1b57c0") if place < len(self.kept) else ("dropped", "#a8521d")
+            )
+            score = max(document.score, low)
+            start = (min(score, zero) - low) / span
+            width = abs(score - zero) / span
+            bar = f"margin-left:{start:.1%};width:{width:.1%};height:.7em;background:{colour}"
             text = html.escape(document.extract[:300]) + " (truncated)" * document.truncated
             rows += (
-                f"<tr><td>{'kept' if kept else 'dropped'}</td><td>{document.score:+.2f}</td>"
-                f'<td style="min-width:12em"><div style="{bar}"></div></td><td>{document.index}</td>'
-                f'<td style="text-align:left">{text}</td></tr>'
+                f"<tr><td>{verdict}</td><td>{document.score:+.2f}</td>"
+                f'<td style="min-width:12em"><div style="{bar}"></div></td>'
+                f'<td>{document.index}</td><td style="text-align:left">{text}</td></tr>'
             )
         return f"<p><b>{html.escape(self.query)}</b></p><table>{rows}</table>"
 
     def __str__(self) -> str:
         rule = "ranked only" if self.threshold is None else f"threshold {self.threshold:g}"
         lines = [f"{self.query!r}: {len(self.kept)} kept, {len(self.dropped)} dropped ({rule})"]
-        for mark, documents in (("+", self.kept), ("-", self.dropped)):
-            for doc in documents:
-                text = " ".join(doc.extract.split())
-                text = text if len(text) <= 88 else text[:87] + "…"
-                lines.append(
-                    f"{mark} {doc.score:+8.2f}  [{doc.index}] {text}{' (truncated)' * doc.truncated}"
-                )
+        for place, document in enumerate(self.kept + self.dropped):
+            mark = "+" if place < len(self.kept) else "-"
+            text = " ".join(document.extract.split())
+            if len(text) > 88:
+                text = text[:87] + "…"
+            if document.truncated:
+                text += " (truncated)"
+            lines.append(f"{mark} {document.score:+8.2f}  [{document.index}] {text}")
         return "\n".join(lines)
 
 
@@ -151,67 +185,68 @@ def choose(
 ) -> RankResult:
     """Sort scored documents and keep the relevant ones, as `Reranker.rank` says.
 
-    Raises ScoringError: A document has no finite score; it is named.
+    Raises:
+        InputError: There are more or fewer scores than documents.
+        ScoringError: A document has no finite score; its position is given.
     """
-    scored = blanks_last(documents, scored)
-    for index, found in enumerate(scored):
-        if not math.isfinite(found.score):
+    ranked = []
+    for index, one in enumerate(blanks_last(documents, scored)):
+        if not math.isfinite(one.score):
             raise ScoringError(
-                f"Document {index} scored {found.score}, which can be neither kept nor dropped. "
+                f"Document {index} scored {one.score}, which can be neither kept nor dropped. "
                 "Look at its text, or load the model in float32.",
                 index,
             )
-    blank = [
-        found.score == BLANK_SCORE for found in scored
-    ]  # apart: a reranker may give even lower scores
-    order = sorted(
-        range(len(documents)), key=lambda i: (blank[i], -scored[i].score)
-    )  # stable: ties by input order
-    ranked = [
-        RankedDocument(
-            i, documents[i], float(scored[i].score), scored[i].truncated, scored[i].window
+        ranked.append(
+            RankedDocument(index, documents[index], float(one.score), one.truncated, one.window)
         )
-        for i in order
-    ]
-    relevant = sum(
-        threshold is None or (doc.score > threshold and not blank[doc.index]) for doc in ranked
-    )
-    keep = max(relevant, min(min_docs, len(ranked)))
-    keep = keep if top_n is None else min(keep, top_n)
-    kept = ranked[:keep]
+    # Blank documents are last even if a reranker gives lower scores. Equal scores keep their order.
+    ranked.sort(key=lambda document: (document.score == BLANK_SCORE, -document.score))
+    relevant = 0
+    for document in ranked:
+        if threshold is None or (document.score > threshold and document.score != BLANK_SCORE):
+            relevant += 1
+    count = max(relevant, min(min_docs, len(ranked)))
+    if top_n is not None:
+        count = min(count, top_n)
+    kept = ranked[:count]
     if reading.extract:
-        kept = [_shortened(doc, scored[doc.index].sentences, threshold, reading) for doc in kept]
-    return RankResult(query, threshold, tuple(kept), tuple(ranked[keep:]))
+        kept = [
+            _with_excerpts(document, scored[document.index].sentences, threshold, reading)
+            for document in kept
+        ]
+    return RankResult(query, threshold, tuple(kept), tuple(ranked[count:]))
 
 
-def _shortened(
+def _with_excerpts(
     document: RankedDocument,
     sentences: Sequence[Excerpt],
     threshold: float | None,
     reading: Reading,
 ) -> RankedDocument:
-    """A kept document with the sentences that are kept of it: at least the best one, even below the threshold."""
+    """A kept document with its relevant sentences: at least the best, even below the threshold."""
     limit = -math.inf if threshold is None else threshold
-    hits = [
-        i for i, one in enumerate(sentences) if one.score > limit or one.score == document.score
-    ]
-    ends, context = [*hits, math.inf], reading.context  # which may be any number
-    kept = tuple(
-        one
-        for i, one in enumerate(sentences)
-        if ends[bisect_left(hits, i - context)] <= i + context
-    )
-    return replace(document, excerpts=kept, heading=reading.heading_of(document.text))
+    hits: list[float] = []
+    for place, sentence in enumerate(sentences):
+        if sentence.score > limit or sentence.score == document.score:
+            hits.append(place)
+    hits.append(math.inf)
+    kept = []
+    for place, sentence in enumerate(sentences):
+        nearest_hit = hits[bisect_left(hits, place - reading.context)]
+        if nearest_hit <= place + reading.context:
+            kept.append(sentence)
+    return replace(document, excerpts=tuple(kept), heading=reading.heading_of(document.text))
 
 
 def blanks_last(documents: Sequence[str], scored: Sequence[Scored]) -> list[Scored]:
-    """The same scores, with `BLANK_SCORE` for documents of nothing but white space, whatever a reranker gave them.
+    """The same scores, with `BLANK_SCORE` for documents of nothing but white space.
 
     Raises InputError: there are more or fewer scores than documents.
     """
     if len(scored) != len(documents):
         raise InputError(f"The reranker gave {len(scored)} scores for {len(documents)} documents.")
     return [
-        found if text.strip() else replace(found, score=BLANK_SCORE)
-        for text, found in zip(documents, scored, strict=True)
+        one if text.strip() else replace(one, score=BLANK_SCORE)
+        for text, one in zip(documents, scored, strict=True)
     ]
