@@ -37,19 +37,19 @@ environments: $(VENV)-oldest/.installed $(VENV)-client/.installed $(foreach grou
 # Client libraries of other rerankers against the service; they want versions that do not go together.
 test-clients: $(foreach group,langchain llama newest,$(VENV)-clients-$(group)/.installed)
 	@set -e; for group in langchain llama newest; do \
-		$(VENV)-clients-$$group/bin/python -m pytest tests/test_clients.py; done
+		$(VENV)-clients-$$group/bin/python -m pytest tests/service/test_clients.py; done
 
 docs: $(VENV)/.installed-dev
 	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 # The adapters with the oldest releases of LangChain and LlamaIndex that are supported; all else comes from $(VENV).
 test-oldest: $(VENV)-oldest/.installed
-	$(VENV)-oldest/bin/python -m pytest tests/test_adapter.py tests/test_langchain.py tests/test_llama_index.py \
-		tests/test_on_error.py
+	$(VENV)-oldest/bin/python -m pytest tests/adapters/test_adapter.py tests/adapters/test_langchain.py tests/adapters/test_llama_index.py \
+		tests/adapters/test_on_error.py
 
 # rsrank-rag-client in an environment with nothing else; the service that it asks runs in $(VENV).
 test-without-torch: $(VENV)-client/.installed
-	RSRANK_CLIENT_PYTHON=$(abspath $(VENV))-client/bin/python $(BIN)/python -m pytest tests/test_client_alone.py
+	RSRANK_CLIENT_PYTHON=$(abspath $(VENV))-client/bin/python $(BIN)/python -m pytest tests/remote/test_client_alone.py
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check .

@@ -106,7 +106,7 @@ def find(source: str) -> list[Path]:
             [path]
             if path.exists()
             else [Path(name) for name in sorted(glob.glob(source, recursive=True))]
-        )  # noqa: PTH207 - takes any path
+        )
     for file in found:
         if not file.name.endswith(ENDINGS):
             raise InputError(f"--input {source}: {file} is none of {', '.join(ENDINGS)}.")

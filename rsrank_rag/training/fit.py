@@ -271,7 +271,7 @@ class _Run:
             state, record = (
                 {name: file.get_tensor(name) for name in file.keys()},
                 json.loads(file.metadata()["run"]),
-            )  # noqa: SIM118
+            )
         if record["options"] != self.identity:
             different = {
                 name: value

@@ -13,7 +13,7 @@ import transformers
 from conftest import CHAT, DOCUMENTS, LAYERS, QUERY, byte_level_tokenizer, load_ranker, tiny_config
 from hub_server import HubServer, connected, files_of
 from huggingface_hub import constants
-from test_backbone import reference_values
+from reference import reference_values
 from test_generative import save_qwen, save_t5
 from test_llm2vec_gen import save as save_llm2vec_gen
 from tokenizers import processors

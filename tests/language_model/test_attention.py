@@ -16,7 +16,7 @@ from rsrank_rag.language_model.check import open_backbone
 from rsrank_rag.language_model.loading import load_model
 from rsrank_rag.language_model.options import LoadOptions
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 
 
 def by_hand(query, key, value, allowed, scale):

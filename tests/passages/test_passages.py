@@ -8,7 +8,7 @@ from itertools import pairwise
 
 import pytest
 from conftest import CORPUS, QUERY
-from service import address_of, client_of, scheduler
+from service_helpers import address_of, client_of, scheduler
 
 from rsrank_rag import Reranker, RSRank
 from rsrank_rag.cli import app

@@ -282,7 +282,7 @@ def numbers(found):
 )
 async def test_a_service_refuses_an_instruction_or_uses_it_in_every_dialect(path, body):
     pytest.importorskip("fastapi")
-    from service import client_of, scheduler
+    from service_helpers import client_of, scheduler
 
     async with client_of(scheduler(Words())) as http:
         for spelling in SPELLINGS:
@@ -324,7 +324,7 @@ async def test_requests_that_share_a_batch_keep_their_own_instructions():
 
 async def test_partial_answers_do_not_hide_a_refusal_and_explanations_refuse_too(ranker):
     pytest.importorskip("fastapi")
-    from service import client_of, scheduler
+    from service_helpers import client_of, scheduler
 
     async with client_of(scheduler(ranker)) as http:
         answer = await http.post(
@@ -342,7 +342,7 @@ async def test_partial_answers_do_not_hide_a_refusal_and_explanations_refuse_too
 def test_a_service_that_refuses_gives_its_words_through_the_adapter(adapters, ranker, told):
     pytest.importorskip("fastapi")
     from langchain_core.documents import Document
-    from service import address_of, scheduler
+    from service_helpers import address_of, scheduler
 
     def kept(address):
         made = adapters[0](base_url=address, instruction=LEGAL, threshold=None)

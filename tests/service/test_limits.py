@@ -19,7 +19,7 @@ import h11
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from prometheus_client.parser import text_string_to_metric_families
-from service import Numbers, address_of, client_of, scheduler
+from service_helpers import Numbers, address_of, client_of, scheduler
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from rsrank_rag.errors import ArtifactError

@@ -144,7 +144,7 @@ def test_documents_in_int8_keep_the_gelu_that_was_fused():
     )
     assert fused_maps(chosen.backbone.model)
     passages = (
-        (Path(__file__).parents[1] / "examples" / "passages.txt").read_text("utf-8").splitlines()
+        (Path(__file__).parents[2] / "examples" / "passages.txt").read_text("utf-8").splitlines()
     )
     moved = torch.tensor(chosen.score("honey", passages)) - torch.tensor(
         exact.score("honey", passages)

@@ -16,7 +16,7 @@ from rsrank_rag.evaluation.metrics import f1_at, ranking_by_query
 from rsrank_rag.language_model.options import leaves_instructions_unused
 from rsrank_rag.reranker import Pair
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 PASSAGES = (ROOT / "examples" / "passages.txt").read_text(encoding="utf-8").splitlines()
 REFERENCE = ROOT / "research" / "mini" / "reference.json"
 QUERY = "How do honeybees tell each other where the flowers are?"

@@ -9,7 +9,7 @@ import httpx
 import schemathesis
 from hypothesis import HealthCheck, settings
 from schemathesis.checks import load_all_checks
-from service import Words, address_of, scheduler
+from service_helpers import Words, address_of, scheduler
 
 from rsrank_rag.passages.explanation import Explanation
 from rsrank_rag.service.app import create_app

@@ -270,7 +270,7 @@ def test_loading_says_nothing_about_kernels_that_nobody_asked_for(tiny_folder):
         capture_output=True,
         text=True,
         check=True,
-        cwd=Path(__file__).parents[1],
+        cwd=Path(__file__).parents[2],
     )
     lines = [line for line in done.stderr.splitlines() if line and "Loading weights" not in line]
     assert lines == ["Failed to load, said later"]

@@ -21,7 +21,7 @@ if sys.version_info >= (3, 11):
 else:
     import tomli as tomllib
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 CLIENT = tomllib.loads((ROOT / "client" / "pyproject.toml").read_text(encoding="utf-8"))
 WHOLE = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
 
@@ -94,7 +94,7 @@ def test_where_models_cannot_be_loaded_the_pip_command_is_named(monkeypatch, mis
     "RSRANK_CLIENT_PYTHON" not in os.environ, reason="needs make test-without-torch"
 )
 def test_alone_it_asks_a_service_and_says_what_a_local_model_needs(ranker, tmp_path):
-    from service import address_of, scheduler
+    from service_helpers import address_of, scheduler
 
     with address_of(scheduler(ranker)) as address:
         done = subprocess.run(

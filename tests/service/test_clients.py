@@ -15,7 +15,7 @@ import pytest
 
 pytest.importorskip("fastapi")
 
-from service import Numbers, address_of, scheduler
+from service_helpers import Numbers, address_of, scheduler
 
 from rsrank_rag.service.dialects import normalise
 

@@ -16,7 +16,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from service import in_thread
+from service_helpers import in_thread
 
 from rsrank_rag import Reranker
 from rsrank_rag.errors import ArtifactError, InputError, RSRankError, ScoringError
@@ -636,7 +636,7 @@ async def test_the_end_does_not_wait_for_the_pause_before_the_next_try(tmp_path,
 @pytest.mark.slow
 async def test_the_models_process_ends_with_its_parent(tmp_path):
     code = (
-        "import asyncio, sys; sys.path.insert(0, sys.argv[2])\n"
+        "import asyncio, sys; sys.path[:0] = sys.argv[2].split(':')\n"
         "from functools import partial; from pathlib import Path\n"
         "import test_scheduler as t\n"
         "async def main():\n"
@@ -646,7 +646,12 @@ async def test_the_models_process_ends_with_its_parent(tmp_path):
     )
     script = tmp_path / "main.py"
     script.write_text(code)
-    arguments = [sys.executable, str(script), str(tmp_path), str(Path(__file__).parent)]
+    arguments = [
+        sys.executable,
+        str(script),
+        str(tmp_path),
+        f"{Path(__file__).parents[1]}:{Path(__file__).parent}",
+    ]
     parent = await asyncio.create_subprocess_exec(*arguments, stdout=asyncio.subprocess.PIPE)
     child = int(await parent.stdout.readline())
     parent.kill()

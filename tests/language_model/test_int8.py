@@ -254,7 +254,7 @@ def test_the_built_in_model_is_read_so_and_keeps_to_its_scores():
     )
     assert "documents in int8" in repr(chosen)
     passages = (
-        (Path(__file__).parents[1] / "examples" / "passages.txt").read_text("utf-8").splitlines()
+        (Path(__file__).parents[2] / "examples" / "passages.txt").read_text("utf-8").splitlines()
     )
     for query in ("How do bees find flowers?", "honey", "night trains in winter"):
         moved = torch.tensor(chosen.score(query, passages)) - torch.tensor(

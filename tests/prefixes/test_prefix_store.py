@@ -424,7 +424,7 @@ def dies(path, content):
 Path.write_bytes = dies
 store(folder={str(tmp_path / "kept")!r}).prefill(DOCS, Model())
 """
-    root = Path(__file__).parents[1]
+    root = Path(__file__).parents[2]
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=root)
     assert done.returncode == 9, done.stderr
     assert len(list((tmp_path / "kept").glob("*/*.partial"))) == 1

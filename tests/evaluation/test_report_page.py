@@ -5,8 +5,8 @@ import itertools
 import re
 
 import pytest
+from browser import CHROMIUM, CONTRASTS, browsing, fits
 from conftest import DOCUMENTS, QUERIES
-from test_page import CHROMIUM, CONTRASTS, browsing, fits
 from test_report import Page
 
 from rsrank_rag.evaluation.comparison import Measured

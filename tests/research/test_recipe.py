@@ -14,7 +14,7 @@ from conftest import DOCUMENTS, QUERIES
 from rsrank_rag import RSRank
 from rsrank_rag.evaluation.systems.bm25 import BM25
 
-RECIPE = Path(__file__).parents[1] / "research" / "mini"
+RECIPE = Path(__file__).parents[2] / "research" / "mini"
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,6 @@ import io
 import itertools
 import random
 import re
-import shutil
 import socket
 import threading
 import time
@@ -18,8 +17,8 @@ from pathlib import Path
 
 import pytest
 import uvicorn
-from playwright.sync_api import sync_playwright
-from service import in_thread
+from browser import CHROMIUM, CONTRASTS, browsing, fits
+from service_helpers import in_thread
 
 from rsrank_rag import RSRank
 from rsrank_rag.errors import InputError, ScoringError
@@ -29,21 +28,9 @@ from rsrank_rag.service.app import Settings, create_app
 
 pytestmark = pytest.mark.browser
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "rsrank_rag" / "service" / "page.html"
 PICTURE = ROOT / "docs" / "images" / "page.png"
-CHROMIUM = (
-    shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
-)
-ALONE = [
-    "--no-sandbox",
-    "--disable-gpu",
-    "--disable-quic",
-    "--no-first-run",
-    "--disable-background-networking",
-    "--disable-component-update",
-    "--disable-sync",
-]
 SIZES = {"desk": (1180, 900), "phone": (390, 844), "small phone": (320, 640)}
 
 QUERY = "Why is bread dough left to rest?"
@@ -93,37 +80,6 @@ class Deep(Measured):
         )
 
 
-CONTRASTS = """() => {
-    const canvas = document.createElement("canvas").getContext("2d", { willReadFrequently: true });
-    const rgba = (colour) => {
-        canvas.clearRect(0, 0, 1, 1);
-        canvas.fillStyle = colour;
-        canvas.fillRect(0, 0, 1, 1);
-        const [r, g, b, a] = canvas.getImageData(0, 0, 1, 1).data;
-        return [r, g, b, a / 255];
-    };
-    const over = (top, under) => under.map((value, i) => (i < 3 ? top[i] * top[3] + value * (1 - top[3]) : 1));
-    const own = (element) => rgba(getComputedStyle(element).backgroundColor);
-    const ground = (element) => (element ? over(own(element), ground(element.parentElement)) : [255, 255, 255, 1]);
-    const light = (colour) => {
-        const linear = (x) => (x <= 0.04045 ? x / 12.92 : ((x + 0.055) / 1.055) ** 2.4);
-        const [r, g, b] = colour.map((x) => linear(x / 255));
-        return 0.2126 * r + 0.7152 * g + 0.0722 * b;
-    };
-    const found = {};
-    const texts = document.createTreeWalker(document.body, NodeFilter.SHOW_TEXT);
-    while (texts.nextNode()) {
-        const element = texts.currentNode.parentElement;
-        if (!texts.currentNode.data.trim() || !element.checkVisibility() || element.matches("script")) continue;
-        const under = ground(element);
-        const [a, b] = [light(over(rgba(getComputedStyle(element).color), under)), light(under)].sort((x, y) => y - x);
-        found[Object.keys(found).length + " " + texts.currentNode.data.slice(0, 40)] = (a + 0.05) / (b + 0.05);
-    }
-    return found;
-}"""
-"""The contrast of every visible text with what is behind it, as WCAG 2 measures it."""
-
-
 def sealed(page):
     """The page with its own script and style named in its policy, so that a browser uses no others."""
     for tag in ("script", "style"):
@@ -154,17 +110,6 @@ def served(app):
         finally:
             server.should_exit = True
             thread.join()
-
-
-@contextlib.contextmanager
-def browsing():
-    """A headless browser with a profile of its own that talks to nobody but the page's service."""
-    with sync_playwright() as tools:
-        browser = tools.chromium.launch(executable_path=CHROMIUM, args=ALONE)
-        try:
-            yield browser
-        finally:
-            browser.close()
 
 
 def opened(browser, address, size="desk", **options):
@@ -222,11 +167,6 @@ def focus(page):
 def focus_after(page, key):
     page.keyboard.press(key)
     return focus(page)
-
-
-def fits(page):
-    """Whether nothing sticks out at the side."""
-    return page.evaluate("document.documentElement.scrollWidth <= innerWidth")
 
 
 @pytest.fixture(scope="module")

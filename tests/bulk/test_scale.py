@@ -531,7 +531,7 @@ def check_kill_9(tmp_path, address=""):
     rows = rows_of(30)
     rows[16]["document"] = "kill the driver"
     source, output = write_lines(tmp_path / "rows.jsonl", rows), tmp_path / "out"
-    here = Path(__file__).parent
+    here = Path(__file__).parents[1]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(here.parent), str(here)])}
     done = subprocess.run(
         [sys.executable, "-c", KILLED, source, output, address],
@@ -689,7 +689,7 @@ def test_actors_choose_int8_where_this_machine_would_without_bfloat16(tmp_path):
     told = {
         **os.environ,
         "ATEN_CPU_CAPABILITY": "avx2",
-        "PYTHONPATH": str(Path(__file__).parents[1]),
+        "PYTHONPATH": str(Path(__file__).parents[2]),
     }
     text = (
         "from rsrank_rag.bulk.on_ray import Actors\nfrom rsrank_rag.bulk.run import settled_dtype\n"

@@ -24,7 +24,7 @@ pytest.importorskip("uvicorn")
 
 from conftest import load_ranker
 from prometheus_client.parser import text_string_to_metric_families
-from service import Numbers, Words, client_of, scheduler
+from service_helpers import Numbers, Words, client_of, scheduler
 from typer.testing import CliRunner
 
 from rsrank_rag import RSRank
@@ -1001,7 +1001,7 @@ def test_without_the_extra_the_command_to_install_it_is_named(tmp_path, package)
     (tmp_path / f"{package}.py").write_text(
         f"raise ModuleNotFoundError('gone', name='{package}')", encoding="utf-8"
     )
-    path = os.pathsep.join([str(tmp_path), str(Path(__file__).parents[1])])
+    path = os.pathsep.join([str(tmp_path), str(Path(__file__).parents[2])])
     done = in_fresh_python(PYTHONPATH=path)
     assert "[serve]'" in done.stderr.partition("pip install")[2]
     assert (done.returncode, "Traceback" in done.stderr) == (1, False)

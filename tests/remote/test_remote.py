@@ -14,8 +14,6 @@ import sys
 import threading
 import time
 from contextlib import contextmanager
-from datetime import datetime, timedelta, timezone
-from email.utils import format_datetime
 
 import httpx
 import pytest
@@ -47,7 +45,7 @@ def address(service):
 def serving(reranker, limits=None, **settings):
     """`rsrank serve` itself, around a fake; gives its address and its queue."""
     app = pytest.importorskip("rsrank_rag.service.app", exc_type=ImportError)
-    from service import in_thread
+    from service_helpers import in_thread
 
     queue = in_thread(lambda: reranker, limits=limits, canary=None)
     with listening(app.create_app(queue, app.Settings(**settings))) as address:
