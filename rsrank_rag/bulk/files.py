@@ -7,7 +7,6 @@ if it is of this plan and each of its bytes as it was written. So a run that was
 
 import base64
 import csv
-import glob
 import gzip
 import hashlib
 import io
@@ -105,7 +104,7 @@ def find(source: str) -> list[Path]:
         found = (
             [path]
             if path.exists()
-            else [Path(name) for name in sorted(glob.glob(source, recursive=True))]
+            else sorted(Path(path.anchor).glob(str(path.relative_to(path.anchor))))
         )
     for file in found:
         if not file.name.endswith(ENDINGS):

@@ -269,7 +269,7 @@ class _Run:
             return
         with safe_open(path, "pt") as file:
             state, record = (
-                {name: file.get_tensor(name) for name in file.keys()},
+                {name: file.get_tensor(name) for name in list(file.keys())},
                 json.loads(file.metadata()["run"]),
             )
         if record["options"] != self.identity:

@@ -804,7 +804,7 @@ def test_a_service_may_be_asked_for_a_model_by_name_which_traces_show(adapter, s
     assert kept(unnamed, QUERY, DOCUMENTS)
     assert "model" not in service.seen[-1]
     assert unnamed.model_label == service.address
-    with pytest.raises(RemoteError, match="'large' was requested, and .* holds 'overlap'"):
+    with pytest.raises(RemoteError, match=r"'large' was requested, and .* holds 'overlap'"):
         kept(adapter(base_url=service.address, model="large"), QUERY, DOCUMENTS)
 
 

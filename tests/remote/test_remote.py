@@ -167,7 +167,7 @@ async def test_a_model_can_be_asked_for_by_name_and_another_one_is_not_taken(
         rank(RemoteReranker(address, model="large"), asynchronous, documents=documents)
         for documents in ([], DOCUMENTS)
     ):
-        with pytest.raises(RemoteError, match="'large' was requested, and .* holds 'overlap'"):
+        with pytest.raises(RemoteError, match=r"'large' was requested, and .* holds 'overlap'"):
             await asked
 
 
@@ -639,7 +639,7 @@ async def test_the_services_refusals_are_our_errors(asynchronous, monkeypatch):
             await rank(keyed, asynchronous, "q", ["1"] * 4)
         with pytest.raises(InputError, match=r"\(413\): Document 1 has 60 characters"):
             await rank(keyed, asynchronous, "q", ["1", "1" * 60])
-        with pytest.raises(RemoteError, match="'large' was requested, and .* holds 'fake'"):
+        with pytest.raises(RemoteError, match=r"'large' was requested, and .* holds 'fake'"):
             await rank(
                 RemoteReranker(address, model="large", api_key=SECRET), asynchronous, "q", ["1"]
             )
