@@ -14,9 +14,9 @@ from .. import __version__
 from ..errors import InputError, RSRankError, needs
 from ..reranker import Pair
 from .backend import UnavailableError
-from .dialects import others
-from .dialects.common import Instruction, Query, Question, Scores, ScoringRequest, Strict
 from .scheduler import Scheduler
+from .schemas import others
+from .schemas.common import Instruction, Query, Question, Scores, ScoringRequest, Strict
 
 with needs(
     "The service needs {}.",
@@ -32,10 +32,10 @@ with needs(
     from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
     from starlette.exceptions import HTTPException
 
-    from .dialects.cohere import RerankRequest, RerankResponse
-    from .gate import Gate, Settings
+    from .error_responses import RequestError, answer_errors, described, request_error
     from .metrics import Metrics
-    from .refusals import RefusedError, answer_errors, described, refusal
+    from .middleware import RequestMiddleware, Settings
+    from .schemas.cohere import RerankRequest, RerankResponse
 
 __all__ = ["Settings", "create_app"]
 
@@ -131,7 +131,7 @@ def create_app(backend: Scheduler, settings: Settings | None = None) -> FastAPI:
         metrics,
     )
     app.include_router(_Service(backend, chosen, metrics).router())
-    app.add_middleware(Gate, settings=chosen, metrics=metrics)
+    app.add_middleware(RequestMiddleware, settings=chosen, metrics=metrics)
     answer_errors(app)
     return app
 
@@ -152,7 +152,7 @@ class _Service:
             "/ready", self.ready, response_model=dict[str, str], responses=described(503)
         )
 
-        # The gate asks for keys; this only describes it.
+        # The middleware asks for keys; this only describes it.
         routes = APIRouter(
             dependencies=[Depends(HTTPBearer(auto_error=False))] if self.settings.closed else []
         )
@@ -275,11 +275,11 @@ class _Service:
             len(getattr(body, name, ())) for name in ("documents", "texts", "text_2", "passages")
         )
         if record.documents > (most := limits.max_documents):
-            raise RefusedError(413, f"{record.documents:,} documents; a request may have {most:,}.")
+            raise RequestError(413, f"{record.documents:,} documents; a request may have {most:,}.")
         question = body.asked()
         self._check_size(question)
         if question.faults and not partial:
-            raise refusal(question.faults, 422)
+            raise request_error(question.faults, 422)
         salt, faulty = request.state.salt, question.faults
         usable = [
             replace(pair, salt=salt)
@@ -290,7 +290,7 @@ class _Service:
         record.tokens = sum(outcome.tokens for outcome in outcomes)
         faults, status = question.complaints(outcomes)
         if faults and not (partial and len(faults) < len(outcomes)):
-            raise refusal(faults, status)
+            raise request_error(faults, status)
         record.kept = len(outcomes) - len(faults)
         normalised = body.normalised(limits.normalize)
         return Scores(
@@ -310,7 +310,7 @@ class _Service:
             limits.max_query_characters,
         )
         if longest > most:
-            raise RefusedError(413, f"The query has {longest:,} characters; it may have {most:,}.")
+            raise RequestError(413, f"The query has {longest:,} characters; it may have {most:,}.")
         most, lengths = (
             limits.max_document_characters,
             [len(pair.document) for pair in question.pairs],
@@ -321,7 +321,7 @@ class _Service:
             if n > most
         }
         if long:
-            raise refusal(long, 413)
+            raise request_error(long, 413)
 
     async def _work(
         self, request: Request, ask: Callable[..., Coroutine[Any, Any, Result]], what: Any

@@ -24,8 +24,8 @@ with needs("The service needs {}.", "serve", "h11", "uvicorn", "fastapi", "starl
     from starlette.types import Receive, Scope, Send
     from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from .gate import QUIET
-from .refusals import RETRY_AFTER, error_answer
+from .error_responses import RETRY_AFTER, error_response
+from .middleware import QUIET
 
 logger = logging.getLogger(__name__)
 
@@ -198,7 +198,7 @@ class Server(uvicorn.Server):
     async def crowded(self, scope: Scope, receive: Receive, send: Send) -> None:
         """The app, for a connection of the reserve."""
         text = "Too many connections are open. Try again later."
-        full = error_answer(503, text, headers={"Retry-After": f"{RETRY_AFTER:.0f}"})
+        full = error_response(503, text, headers={"Retry-After": f"{RETRY_AFTER:.0f}"})
         await (self.app if scope["path"] in QUIET else full)(scope, receive, send)
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:  # noqa: D102 - uvicorn's

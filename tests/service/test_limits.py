@@ -23,10 +23,10 @@ from service_helpers import Numbers, address_of, client_of, scheduler
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from rsrank_rag.errors import ArtifactError
-from rsrank_rag.service import gate, server
+from rsrank_rag.service import middleware, server
 from rsrank_rag.service.app import create_app
-from rsrank_rag.service.gate import Settings, _Body
 from rsrank_rag.service.logs import Record
+from rsrank_rag.service.middleware import Settings, _Body
 from rsrank_rag.service.server import RESERVE, Limits
 
 JSON = {"content-type": "application/json"}
@@ -319,7 +319,7 @@ async def test_a_body_of_many_small_values_is_refused_before_it_is_parsed(entry)
 
 
 async def test_bodies_that_come_together_are_limited_together(monkeypatch):
-    monkeypatch.setattr(gate, "BODIES", 2)
+    monkeypatch.setattr(middleware, "BODIES", 2)
     taken, never = [], asyncio.Event()
 
     async def stays():

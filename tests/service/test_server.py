@@ -38,11 +38,11 @@ from rsrank_rag.prefixes.settings import PrefixCache, as_prefix_cache
 from rsrank_rag.prefixes.store import PrefixStore
 from rsrank_rag.reranker import BLANK_SCORE
 from rsrank_rag.service import app as app_module
-from rsrank_rag.service.dialects.cohere import RerankRequest
-from rsrank_rag.service.dialects.common import ScoringRequest
 from rsrank_rag.service.engine import Canary
-from rsrank_rag.service.gate import keys_in
 from rsrank_rag.service.logs import TextlessFormatter
+from rsrank_rag.service.middleware import keys_in
+from rsrank_rag.service.schemas.cohere import RerankRequest
+from rsrank_rag.service.schemas.common import ScoringRequest
 from rsrank_rag.service.server import Limits, Server
 
 JSON = {"content-type": "application/json"}

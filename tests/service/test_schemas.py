@@ -11,10 +11,10 @@ from pydantic import TypeAdapter, ValidationError
 from rsrank_rag.reranker import BLANK_SCORE, Pair
 from rsrank_rag.service.app import AnyRerankRequest
 from rsrank_rag.service.backend import Description, Outcome
-from rsrank_rag.service.dialects.cohere import RerankRequest, texts_of
-from rsrank_rag.service.dialects.common import Scores, normalise
-from rsrank_rag.service.dialects.others import RankingRequest, ScoreRequest, TextsRequest
-from rsrank_rag.service.refusals import RefusedError, error_answer, refusal
+from rsrank_rag.service.error_responses import RequestError, error_response, request_error
+from rsrank_rag.service.schemas.cohere import RerankRequest, texts_of
+from rsrank_rag.service.schemas.common import Scores, normalise
+from rsrank_rag.service.schemas.others import RankingRequest, ScoreRequest, TextsRequest
 
 FINITE = st.floats(allow_nan=False, allow_infinity=False)
 MODEL = Description("fake", 1.0, False)
@@ -220,7 +220,7 @@ def test_the_request_decides_what_is_dropped_and_else_the_service(fields, drop, 
 
 
 def test_the_native_threshold_of_a_model_without_one_is_refused():
-    with pytest.raises(RefusedError, match="fake has no native threshold"):
+    with pytest.raises(RequestError, match="fake has no native threshold"):
         rerank(threshold="native").cutoff(Description("fake", None, False), False)
 
 
@@ -244,19 +244,19 @@ def test_bad_documents_are_the_requests_fault_and_a_model_that_always_fails_is_n
 
 
 def test_a_query_that_cannot_be_used_is_said_once_and_no_document_is_blamed():
-    error = refusal({0: "The query is empty.", 1: "The query is empty."}, 422)
+    error = request_error({0: "The query is empty.", 1: "The query is empty."}, 422)
     assert (error.detail, error.documents) == ("The query is empty.", {})
-    error = refusal({4: "has no score.", 2: "scored nan."}, 422)
+    error = request_error({4: "has no score.", 2: "scored nan."}, 422)
     assert error.detail == "Document 2 scored nan. So it is with 1 more."
     assert error.documents == {4: "has no score.", 2: "scored nan."}
 
 
 def test_an_error_has_the_fields_of_every_client():
-    body = json.loads(error_answer(422, "Document 1 has no score.", {1: "has no score."}).body)
+    body = json.loads(error_response(422, "Document 1 has no score.", {1: "has no score."}).body)
     assert body["error"] == body["message"] == body["detail"] == "Document 1 has no score."
     assert body["documents"] == [{"index": 1, "message": "has no score."}]
     assert body["error_type"] == "Validation"
-    assert json.loads(error_answer(500, "\ud800").body)["error"] == "?"
+    assert json.loads(error_response(500, "\ud800").body)["error"] == "?"
 
 
 # Answers

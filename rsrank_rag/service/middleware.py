@@ -18,9 +18,9 @@ from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ..errors import InputError
+from .error_responses import error_response
 from .logs import Record, request_span
 from .metrics import Metrics
-from .refusals import error_answer
 
 logger = logging.getLogger(__name__)
 
@@ -129,7 +129,7 @@ class Keys:
         return () if found is None else (found.st_mtime_ns, found.st_size, found.st_ino)
 
 
-class Gate:
+class RequestMiddleware:
     """ASGI middleware: lets requests in that call the service by its name, have a key and are not too large."""
 
     def __init__(self, app: ASGIApp, *, settings: Settings, metrics: Metrics) -> None:
@@ -174,13 +174,13 @@ class Gate:
             except asyncio.CancelledError:  # by the server, whose time to end is up
                 self.metrics.unanswered += 1
                 if not started:
-                    await error_answer(503, "The service has ended.")(scope, receive, send_marked)
+                    await error_response(503, "The service has ended.")(scope, receive, send_marked)
             except (
                 Exception
             ):  # whatever it is, the client gets an answer and the next request is served
                 logger.exception("A request failed.", extra={"id": record.id})
                 if not started:
-                    await error_answer(500, "The service failed; its log says more.")(
+                    await error_response(500, "The service failed; its log says more.")(
                         scope, receive, send_marked
                     )
             finally:
@@ -191,18 +191,18 @@ class Gate:
 
     def _chosen(self, scope: Scope, headers: Headers, key: bytes | None) -> ASGIApp:
         if not is_own_name(headers.get("host", ""), self.settings):
-            return error_answer(
+            return error_response(
                 421, "This service is not called so. Its operator can add the name: --allowed-host."
             )
         if (
             "transfer-encoding" in headers and "content-length" in headers
         ):  # a proxy may have read another end of it
             text = "A request has Content-Length or Transfer-Encoding, not both."
-            return error_answer(400, text, headers={"Connection": "close"})
+            return error_response(400, text, headers={"Connection": "close"})
         if key or not self.settings.closed or scope["path"] in OPEN:
             return self.app
         text = "This service needs an API key: send it as 'Authorization: Bearer KEY'."
-        return error_answer(401, text, headers={"WWW-Authenticate": "Bearer"})
+        return error_response(401, text, headers={"WWW-Authenticate": "Bearer"})
 
 
 def is_own_name(host: str, settings: Settings) -> bool:
@@ -235,7 +235,7 @@ def is_own_name(host: str, settings: Settings) -> bool:
 class _Body:
     """Receives a request's body while it is small enough, simple enough and comes in time."""
 
-    def __init__(self, receive: Receive, gate: Gate, record: Record) -> None:
+    def __init__(self, receive: Receive, gate: RequestMiddleware, record: Record) -> None:
         self._receive, self._gate, self._settings, self._record = (
             receive,
             gate,

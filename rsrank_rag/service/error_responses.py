@@ -53,7 +53,7 @@ class Error(BaseModel):
     )
 
 
-class RefusedError(HTTPException):
+class RequestError(HTTPException):
     """A request that is answered with an HTTP error: ``documents`` are those that something is wrong with, and what."""
 
     def __init__(
@@ -68,19 +68,19 @@ def document_errors(faults: Mapping[int, str]) -> list[DocumentError]:
     return [DocumentError(index=index, message=faults[index]) for index in sorted(faults)]
 
 
-def refusal(faults: Mapping[int, str], status: int) -> RefusedError:
+def request_error(faults: Mapping[int, str], status: int) -> RequestError:
     """The error of a request with documents that have no score."""
     texts = set(faults.values())
     if len(texts) == 1 and (text := next(iter(texts))).startswith(
         ("The query", "A query", "An instruction")
     ):
-        return RefusedError(status, text)
+        return RequestError(status, text)
     first = min(faults)
     more = f" So it is with {len(faults) - 1} more." if len(faults) > 1 else ""
-    return RefusedError(status, f"Document {first} {faults[first]}{more}", faults)
+    return RequestError(status, f"Document {first} {faults[first]}{more}", faults)
 
 
-def error_answer(
+def error_response(
     status: int,
     message: str,
     documents: Mapping[int, str] | None = None,
@@ -88,7 +88,7 @@ def error_answer(
 ) -> Response:
     """An error, whose body is an `Error`.
 
-    >>> b'"error_type":"Overloaded"' in error_answer(429, "Full.").body
+    >>> b'"error_type":"Overloaded"' in error_response(429, "Full.").body
     True
     """
     text, kind = message.encode("utf-8", "replace").decode(), ERROR_TYPES.get(status, "Backend")
@@ -110,25 +110,25 @@ def answer_errors(app: FastAPI) -> None:
     @app.exception_handler(RSRankError)
     async def own(request: Request, error: RSRankError) -> Response:
         if isinstance(error, DeadlineError):
-            return error_answer(504, str(error))
+            return error_response(504, str(error))
         if isinstance(error, ServiceError):
             status = 429 if isinstance(error, OverloadedError) else 503
             wait = math.ceil(error.retry_after or RETRY_AFTER)
-            return error_answer(status, str(error), headers={"Retry-After": str(wait)})
+            return error_response(status, str(error), headers={"Retry-After": str(wait)})
         if isinstance(error, (InputError, ScoringError)):
-            return error_answer(422, str(error))
+            return error_response(422, str(error))
         logger.error(
             "A request failed: %s", error
         )  # with names of files, say, that are nobody's business
-        return error_answer(500, "The model failed; the service's log says more.")
+        return error_response(500, "The model failed; the service's log says more.")
 
     @app.exception_handler(RequestValidationError)
     async def malformed(request: Request, error: RequestValidationError) -> Response:
-        return error_answer(400, *_what_is_malformed(error.errors()))
+        return error_response(400, *_what_is_malformed(error.errors()))
 
     @app.exception_handler(HTTPException)
     async def http(request: Request, error: HTTPException) -> Response:
-        return error_answer(
+        return error_response(
             error.status_code, error.detail, getattr(error, "documents", None), error.headers
         )
 

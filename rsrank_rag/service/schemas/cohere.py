@@ -11,7 +11,7 @@ from typing_extensions import Self
 from ...passages.parts import Excerpt, Reading, Window
 from ...reranker import check_limits
 from ..backend import Description
-from ..refusals import DocumentError, RefusedError, document_errors
+from ..error_responses import DocumentError, RequestError, document_errors
 from .common import Query, QueryObject, Question, ScaledRequest, Scores, TextObject, Usage
 
 SEARCH_UNIT = 100  # documents that Cohere bills as one search; nothing is billed here, but its clients read the number
@@ -117,7 +117,7 @@ class RerankRequest(ScaledRequest):
         if chosen != "native":
             return chosen
         if model.threshold is None:
-            raise RefusedError(
+            raise RequestError(
                 422, f"{model.name} has no native threshold. Give a number, or null for none."
             )
         return model.threshold
