@@ -7,6 +7,9 @@ from difflib import get_close_matches
 from importlib import import_module
 from typing import Any
 
+# pip installs from here, because the package index does not have this package.
+REPOSITORY = "git+https://github.com/rsrank/rsrank-rag"
+
 
 class RSRankError(Exception):
     """Base class. The message says what was asked, what was found and what to do."""
@@ -81,8 +84,14 @@ class MissingDependencyError(RSRankError, ImportError):
 
     def __init__(self, message: str, extra: str = "") -> None:
         if extra:
-            message += f" Install with: pip install 'rsrank-rag[{extra}]'"
+            message += f" Install with: {pip_install(extra)}"
         super().__init__(message)
+
+
+def pip_install(extra: str = "") -> str:
+    """The command that installs or upgrades this package, with one of its extras."""
+    extras = f"[{extra}]" if extra else ""
+    return f"pip install -U 'rsrank-rag{extras} @ {REPOSITORY}'"
 
 
 def required(module: str, message: str, extra: str) -> Any:
@@ -117,9 +126,9 @@ def nearest(name: str, names: Iterable[str], prefix: str = "") -> str:
 
 
 def needs_the_whole_package() -> AbstractContextManager[None]:
-    """Around what loads models: a client's installation lacks it, and gets the pip command."""
+    """Around code that loads models: the error of `needs` where only the client is installed."""
     message = (
-        "A model in this process needs {}, and rsrank-rag-client can only ask a service (base_url). "
-        "Install the whole package: pip uninstall -y rsrank-rag-client && pip install rsrank-rag"
+        "A model in this process needs {}, and rsrank-rag-client can only ask a service "
+        "(base_url). Install the whole package: pip uninstall -y rsrank-rag-client && "
     )
-    return needs(message, "", "rsrank_rag", "torch", "transformers")
+    return needs(message + pip_install(), "", "rsrank_rag", "torch", "transformers")

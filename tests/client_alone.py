@@ -33,12 +33,12 @@ from langchain_core.retrievers import BaseRetriever
 from llama_index.core.schema import NodeWithScore, TextNode
 
 from rsrank_rag import Reranker, RSRankCompressor, RSRankPostprocessor
-from rsrank_rag.errors import MissingDependencyError
+from rsrank_rag.errors import MissingDependencyError, pip_install
 from rsrank_rag.langchain import RSRankRetriever
 from rsrank_rag.remote.client import RemoteReranker
 
 address, query, texts = sys.argv[1], sys.argv[2], sys.argv[3:]
-LINE = "pip uninstall -y rsrank-rag-client && pip install rsrank-rag"
+LINE = f"pip uninstall -y rsrank-rag-client && {pip_install()}"
 
 
 class Everything(BaseRetriever):

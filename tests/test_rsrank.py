@@ -746,7 +746,7 @@ def test_a_missing_package_is_named_with_the_command_that_installs_it(
         "find_spec",
         lambda name, *args: None if name == missing else found(name, *args),
     )
-    said = rf"needs {missing}.*pip install .*\[{extra}\]'"
+    said = rf"needs {missing}.*pip install .*\[{extra}\]"
     with pytest.raises(MissingDependencyError, match=said) as caught:
         load_ranker(tiny_folder("llama"), "llama", **{option: True})
     assert isinstance(caught.value, ImportError)

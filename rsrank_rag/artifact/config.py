@@ -9,7 +9,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, Field, ValidationError, model_validator
 from typing_extensions import Self
 
-from ..errors import ArtifactError
+from ..errors import ArtifactError, pip_install
 from ..method.template import Template
 
 FORMAT_VERSION: Literal[1] = 1
@@ -137,7 +137,7 @@ class RSRankConfig(BaseModel, extra="forbid", frozen=True):
             raise ArtifactError(
                 f"{source} has format version {reprlib.repr(raw['format_version'])}; this "
                 f"rsrank_rag reads version {FORMAT_VERSION}. "
-                "Upgrade with: pip install -U rsrank-rag"
+                f"Upgrade with: {pip_install()}"
             )
         try:
             return cls.model_validate(raw)

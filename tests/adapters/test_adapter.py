@@ -165,7 +165,7 @@ except ImportError as error:
     print(error)
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert f"[{extra}]'" in done.stdout.partition("pip install")[2]
+    assert f"[{extra}]" in done.stdout.partition("pip install")[2]
 
 
 @both
@@ -815,7 +815,7 @@ def test_warming_up_asks_the_service_and_closing_lets_its_connections_go(adapter
     made = adapter(base_url=service.address)
     made.warm_up()
     assert kept(made, QUERY, DOCUMENTS)
-    client = connections._clients[service.address].client
+    client = connections._clients[os.getpid(), service.address].client
     made.close()
     assert client.is_closed
     assert kept(made, QUERY, DOCUMENTS)

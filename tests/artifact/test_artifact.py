@@ -982,4 +982,7 @@ def test_an_artifact_can_be_read_by_other_users(saved):
 
 def test_the_error_of_a_missing_package_gives_the_pip_command():
     error = MissingDependencyError("It needs that.", "eval")
-    assert str(error) == "It needs that. Install with: pip install 'rsrank-rag[eval]'"
+    assert str(error) == (
+        "It needs that. Install with: "
+        "pip install -U 'rsrank-rag[eval] @ git+https://github.com/rsrank/rsrank-rag'"
+    )

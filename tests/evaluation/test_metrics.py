@@ -145,7 +145,7 @@ def test_the_mean_of_the_ranking_metrics_is_over_its_queries_values():
 
 def test_missing_ir_measures_is_an_error_with_the_pip_command(monkeypatch):
     monkeypatch.setitem(sys.modules, "ir_measures", None)
-    with pytest.raises(MissingDependencyError, match=r"pip install .*\[eval\]'"):
+    with pytest.raises(MissingDependencyError, match=r"pip install .*\[eval\]"):
         ranking_metrics([MIXED])
 
 

@@ -113,5 +113,5 @@ def test_drawing_changes_no_global_settings():
 
 def test_missing_matplotlib_is_an_error_with_the_pip_command(monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    with pytest.raises(MissingDependencyError, match=r"pip install .*\[plots\]'"):
+    with pytest.raises(MissingDependencyError, match=r"pip install .*\[plots\]"):
         plots.f1_gap_curves({"a": {"b": [0.5]}})

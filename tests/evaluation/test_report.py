@@ -345,7 +345,7 @@ def test_a_document_is_shown_as_it_was_scored_and_cut_where_it_is_long():
 )
 def test_a_missing_package_is_said_before_the_work(monkeypatch, tmp_path, module, extra):
     monkeypatch.setitem(sys.modules, module, None)
-    with pytest.raises(MissingDependencyError, match=rf"pip install .*\[{extra}\]'"):
+    with pytest.raises(MissingDependencyError, match=rf"pip install .*\[{extra}\]"):
         report.check_report(tmp_path)
 
 

@@ -5,6 +5,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -14,7 +15,7 @@ from conftest import DOCUMENTS, QUERY
 from test_imports import MODULES, own_imports
 
 import rsrank_rag
-from rsrank_rag.errors import MissingDependencyError
+from rsrank_rag.errors import REPOSITORY, MissingDependencyError, pip_install
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -54,7 +55,7 @@ def test_the_client_holds_all_that_its_modules_import_and_nothing_else():
         waiting += {name for name in own_imports(module, lazy=False) if name not in needed}
     assert packed() == needed
     lazily = set().union(*(own_imports(module) for module in needed)) - needed
-    assert lazily == {"artifact.hub", "rsrank"}
+    assert lazily == {"artifact.hub", "language_model.hub_errors", "rsrank"}
 
 
 def test_the_client_is_built_from_files_that_are_there():
@@ -76,14 +77,18 @@ def test_what_the_client_requires_is_what_the_whole_package_requires():
     assert client["requires-python"] == whole["requires-python"]
 
 
+def test_pip_commands_name_the_repository_of_the_project():
+    assert f"git+{WHOLE['project']['urls']['Homepage']}" == REPOSITORY
+
+
 @pytest.mark.parametrize("missing", ["torch", "rsrank_rag.rsrank", "transformers.utils"])
 def test_where_models_cannot_be_loaded_the_pip_command_is_named(monkeypatch, missing):
     def gone(*_):
         raise ModuleNotFoundError("gone", name=missing)
 
     monkeypatch.setattr(rsrank_rag, "import_module", gone)
-    line = "pip uninstall -y rsrank-rag-client && pip install rsrank-rag"
-    with pytest.raises(MissingDependencyError, match=line):
+    line = f"pip uninstall -y rsrank-rag-client && {pip_install()}"
+    with pytest.raises(MissingDependencyError, match=re.escape(line)):
         rsrank_rag.RSRank  # noqa: B018
     missing = "somebody_elses"
     with pytest.raises(ModuleNotFoundError, match="gone"):

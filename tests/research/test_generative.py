@@ -312,7 +312,7 @@ def test_a_sentencepiece_model_without_sentencepiece_is_a_clear_error(
     monkeypatch.setitem(sys.modules, "sentencepiece", None)
     transformers.T5Config.from_pretrained(folders["t5"]).save_pretrained(tmp_path)
     (tmp_path / "spiece.model").write_bytes(b"\n\x0e\n\x05<pad>\x15\x00\x00\x00\x00\x18\x03")
-    with pytest.raises(MissingDependencyError, match=r"pip install .*\[eval\]'"):
+    with pytest.raises(MissingDependencyError, match=r"pip install .*\[eval\]"):
         MonoT5(tmp_path, options=CPU)
 
 

@@ -235,5 +235,5 @@ def test_arguments_that_cannot_be_used_are_refused(folder, reranker):
 
 def test_without_peft_the_error_says_what_to_install(folder, monkeypatch):
     monkeypatch.setitem(sys.modules, "peft", None)
-    with pytest.raises(MissingDependencyError, match=r"pip install .*\[eval\]'"):
+    with pytest.raises(MissingDependencyError, match=r"pip install .*\[eval\]"):
         LLM2VecGen(folder, options=CPU)

@@ -1003,7 +1003,7 @@ def test_without_the_extra_the_command_to_install_it_is_named(tmp_path, package)
     )
     path = os.pathsep.join([str(tmp_path), str(Path(__file__).parents[2])])
     done = in_fresh_python(PYTHONPATH=path)
-    assert "[serve]'" in done.stderr.partition("pip install")[2]
+    assert "[serve]" in done.stderr.partition("pip install")[2]
     assert (done.returncode, "Traceback" in done.stderr) == (1, False)
 
 

@@ -235,5 +235,5 @@ def test_the_paired_t_test_of_pairs_without_variance_is_no_nan(first, second, t,
 
 def test_missing_scipy_is_an_error_with_the_pip_command(monkeypatch):
     monkeypatch.setitem(sys.modules, "scipy", None)
-    with pytest.raises(MissingDependencyError, match=r"pip install .*\[eval\]'"):
+    with pytest.raises(MissingDependencyError, match=r"pip install .*\[eval\]"):
         estimate_mean([0.0, 1.0])
