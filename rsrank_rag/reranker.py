@@ -26,6 +26,12 @@ __all__ = [
 ]
 
 
+# For rerankers that do not count: English has about 4.5 characters a token, and cross-encoders
+# read 512 tokens of a document.
+CHARACTERS_PER_TOKEN = 4
+MOST_TOKENS = 512
+
+
 class Limits(TypedDict, total=False):
     """What decides which scored documents are kept: see `Reranker.rank`."""
 
@@ -103,6 +109,20 @@ class Reranker(ABC):
                 raise ScoringError(str(error), own[error.index]) from error
             found.update(zip(own, scored, strict=True))
         return [found[place] for place in range(len(pairs))]
+
+    def token_counts(self, pairs: Sequence[Pair]) -> list[int]:
+        """Tokens that the model runs to score each pair: the cost by which a service plans.
+
+        Here an estimate from characters; override it where tokens can be counted.
+
+        Raises:
+            InputError: As `score_pairs`.
+        """
+        most = CHARACTERS_PER_TOKEN * MOST_TOKENS
+        return [
+            (len(pair.query) + min(len(pair.document), most)) // CHARACTERS_PER_TOKEN + 1
+            for pair in pairs
+        ]
 
     def rank(
         self,

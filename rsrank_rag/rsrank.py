@@ -36,6 +36,9 @@ JOINED_BYTES = {
     "mps": 1_000_000_000,
 }  # of kept prefixes that are joined
 
+# Pairs whose ids wait to be scored; calls that fail leave theirs behind.
+MOST_COUNTED = 1024
+
 INSTRUCTIONS = 16  # rankers that are remembered, each with an instruction of its own: the template is tokenised once
 
 
@@ -85,6 +88,7 @@ class RSRank(Pretrained, Reranker):
         self._side_by_side = (
             backbone.device.type == "cpu" and not deterministic
         )  # fewer threads, other last digits?
+        self._counted: dict[Pair, tuple[TokenisedQuery, TokenisedDocument]] = {}
         self._halved: list[int] = []  # sizes of batches
 
     def __repr__(self) -> str:
@@ -252,19 +256,41 @@ class RSRank(Pretrained, Reranker):
             InputError: As `score`.
             ScoringError: As `score`; the position in ``pairs`` is given.
         """
-        pairs = as_pairs(pairs)
-        queries = {
-            query: self.prompts.query(query)
-            for query in dict.fromkeys(pair.query for pair in pairs)
-        }
+        return self._scored(self._tokenised(as_pairs(pairs)))
 
-        def tokenised(pair: Pair) -> tuple[TokenisedQuery, TokenisedDocument]:
-            query = queries[pair.query]
-            return query, self.prompts.documents(
-                [pair.document], len(query.ids), max_tokens=pair.max_tokens
-            )[0]
+    def token_counts(self, pairs: Sequence[Pair]) -> list[int]:
+        """Tokens that the model runs to score each pair, without those of a cached prefix.
 
-        return self._scored(list(map(tokenised, pairs)))
+        The ids are held until `score_pairs` takes them, so that a text is tokenised once.
+
+        Raises:
+            InputError: As `score`.
+        """
+        if len(self._counted) > MOST_COUNTED:
+            self._counted.clear()
+        counts = []
+        for pair, (query, document) in zip(pairs, self._tokenised(pairs), strict=True):
+            self._counted[pair] = (query, document)
+            is_cached = self.store is not None and self.store.is_kept(document.ids)
+            counts.append(len(query.ids) + (0 if is_cached else len(document.ids)))
+        return counts
+
+    def _tokenised(self, pairs: Sequence[Pair]) -> list[tuple[TokenisedQuery, TokenisedDocument]]:
+        """Pairs as ids: those that `token_counts` holds, and the others tokenised now."""
+        queries: dict[str, TokenisedQuery] = {}
+        tokenised = []
+        for pair in pairs:
+            ids = self._counted.pop(pair, None)
+            if ids is None:
+                if pair.query not in queries:
+                    queries[pair.query] = self.prompts.query(pair.query)
+                query = queries[pair.query]
+                documents = self.prompts.documents(
+                    [pair.document], len(query.ids), max_tokens=pair.max_tokens
+                )
+                ids = (query, documents[0])
+            tokenised.append(ids)
+        return tokenised
 
     @torch.inference_mode()
     def _scored(

@@ -1,11 +1,23 @@
 """Pairs of a query and a document, and scores of pairs whose documents are read in parts."""
 
 import math
+from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from ..errors import InputError, ScoringError
-from .parts import WHOLE, Excerpt, Reading, Span, TokenEnds, Window, split
+from .parts import (
+    SEGMENT,
+    SEGMENT_PER_TOKEN,
+    WHOLE,
+    Excerpt,
+    Reading,
+    Span,
+    TokenEnds,
+    Window,
+    sentences,
+    windows,
+)
 from .ranked import BLANK_SCORE, Scored, blanks_last
 
 
@@ -63,7 +75,7 @@ def score_in_parts(
     texts = [part.document for part in parts]
     for index, one in zip(owners, blanks_last(texts, scored), strict=True):
         by_pair[index].append(one)
-    return [_joined(*one) for one in zip(pairs, spans, by_pair, strict=True)]
+    return [combined(*one) for one in zip(pairs, spans, by_pair, strict=True)]
 
 
 def of_document(error: ScoringError, index: int) -> ScoringError:
@@ -75,19 +87,86 @@ def of_document(error: ScoringError, index: int) -> ScoringError:
 def spans_of(index: int, pair: Pair, token_ends: TokenEnds) -> list[Span]:
     """Spans of the parts of a document, or of its first ``max_tokens`` tokens.
 
-    Raises InputError as `split`, and for a document that is no text; ``index`` names it.
+    Raises InputError as `cut`, and for a document that is no text; ``index`` names it.
     """
-    document = pair.document
-    if not isinstance(document, str):
-        raise InputError(f"Document {index} must be a string, got {type(document).__name__}.")
-    if pair.max_tokens and pair.reading != WHOLE:
-        ends = token_ends(document)[0]
-        if len(ends) > pair.max_tokens:
-            document = document[: ends[pair.max_tokens - 1]]
-    return split(document, pair.reading, token_ends)
+    if not isinstance(pair.document, str):
+        raise InputError(f"Document {index} must be a string, got {type(pair.document).__name__}.")
+    segment = cut(pair, token_ends)
+    spans = segment.spans
+    while not segment.is_last:
+        segment = cut(pair, token_ends, segment)
+        spans += segment.spans
+    return spans
 
 
-def _joined(pair: Pair, spans: Sequence[Span], parts: Sequence[Scored]) -> Scored:
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """The parts of one stretch of a document.
+
+    Attributes:
+        spans: The parts, in characters of the document. A document without sentences may have none.
+        stop: Where the next segment begins, in characters.
+        tokens: Tokens of the document before ``stop``; counted where ``max_tokens`` needs it.
+        is_last: Whether nothing of the document is left.
+    """
+
+    spans: list[Span]
+    stop: int = 0
+    tokens: int = 0
+    is_last: bool = False
+
+
+def cut(pair: Pair, token_ends: TokenEnds, before: Segment | None = None) -> Segment:
+    """Cut the next segment of a document into the parts in which the document is read.
+
+    A long document takes several calls, each of which takes a short time. The last part of a
+    segment may be incomplete, so the next segment begins with that part.
+
+    Args:
+        pair: The document, and how it is read.
+        token_ends: As `Reranker.token_ends`.
+        before: The segment before this one; None for the document's first one.
+
+    Raises:
+        InputError: The reranker cannot say where tokens end, which windows need.
+        MissingDependencyError: sentencex is not installed.
+    """
+    document, reading = pair.document, pair.reading
+    if reading == WHOLE:
+        return Segment([(0, len(document))], len(document), is_last=True)
+    before = before or Segment([])
+    start, length, limit = before.stop, SEGMENT, 0
+    counted = reading.in_windows or bool(pair.max_tokens)
+    if counted:
+        limit = token_ends("")[1]
+        length = max(length, SEGMENT_PER_TOKEN * limit)
+    text = document[start : start + length]
+    is_last = start + length >= len(document)
+    ends: Sequence[int] = token_ends(text)[0] if counted else ()
+    if pair.max_tokens and before.tokens + len(ends) > pair.max_tokens:
+        ends = ends[: pair.max_tokens - before.tokens]
+        text = text[: ends[-1]] if ends else ""
+        is_last = True
+    if reading.extract:
+        spans = sentences(text, 0 if start else len(reading.heading_of(text)))
+    elif start and not text:
+        spans = []
+    elif len(ends) > limit or start:
+        spans = windows(text, ends, limit)
+    else:
+        spans = [(0, len(text))]
+    stop = len(text)
+    if not is_last and len(spans) > 1:
+        stop = spans.pop()[0]
+    return Segment(
+        [(start + first, start + last) for first, last in spans],
+        start + stop,
+        before.tokens + bisect_right(ends, stop),
+        is_last,
+    )
+
+
+def combined(pair: Pair, spans: Sequence[Span], parts: Sequence[Scored]) -> Scored:
     """The score of a document from those of its parts."""
     if not parts:
         return Scored(BLANK_SCORE)

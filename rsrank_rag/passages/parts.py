@@ -17,6 +17,14 @@ TokenEnds = Callable[[str], tuple[Sequence[int], int]]
 # Characters that are split at once: sentencex's time can grow with their square (seen on lists).
 CHUNK = 10_000
 
+# Characters of a long document that are cut into parts at once. One core tokenises so many in
+# about 0.02 s, and a service answers others between two segments.
+SEGMENT = 20_000
+
+# A segment has at least so many characters for each token of a window, so that it holds several
+# windows. English has about 4.5 characters a token.
+SEGMENT_PER_TOKEN = 16
+
 # Windows share up to 1 / OVERLAP of their tokens with the window before.
 OVERLAP = 4
 
@@ -105,22 +113,6 @@ class Window:
     start: int
     end: int
     count: int
-
-
-def split(document: str, reading: Reading, token_ends: TokenEnds) -> list[Span]:
-    """Spans of the parts in which a document is read. A document without sentences may have none.
-
-    Raises:
-        InputError: The reranker cannot say where tokens end, which windows need.
-        MissingDependencyError: sentencex is not installed.
-    """
-    if reading.extract:
-        return sentences(document, len(reading.heading_of(document)))
-    if reading.in_windows:
-        ends, limit = token_ends(document)
-        if len(ends) > limit:
-            return windows(document, ends, limit)
-    return [(0, len(document))]
 
 
 def sentences(text: str, begin: int = 0) -> list[Span]:
