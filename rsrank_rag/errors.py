@@ -28,30 +28,42 @@ class BackboneError(RSRankError):
 
 
 class ScoringError(RSRankError):
-    """A document that could not be scored; ``index`` is its position in the list that was given."""
+    """A document that could not be scored.
 
-    def __init__(self, message: str, index: int) -> None:
-        super().__init__(message)
+    Attributes:
+        reason: Why, as the end of a sentence that begins with the document.
+        index: The document's position in its list.
+        query: The query's position or name, where a call has several queries.
+    """
+
+    def __init__(self, reason: str, index: int, query: int | str | None = None) -> None:
+        super().__init__(reason, index, query)
+        self.reason = reason
         self.index = index
+        self.query = query
 
-    def __reduce__(self) -> tuple[type["ScoringError"], tuple[str, int]]:
-        return ScoringError, (str(self), self.index)
+    def __str__(self) -> str:
+        query = "" if self.query is None else f" of query {self.query}"
+        return f"Document {self.index}{query} {self.reason}"
 
 
 def finite(score: float, index: int) -> float:
-    """A score that is a number; ScoringError names the document of any other."""
+    """Return a score that is a finite number.
+
+    Raises:
+        ScoringError: The score is NaN or infinite; ``index`` is the document's position.
+    """
     if math.isfinite(score):
         return score
     raise ScoringError(
-        f"Document {index} scored {score}. The model overflowed on it: load it in bfloat16 or float32.",
-        index,
+        f"scored {score}. The model overflowed on it: load it in bfloat16 or float32.", index
     )
 
 
 def too_large(tokens: int, index: int) -> ScoringError:
     """The error of a document for which there is too little memory."""
     return ScoringError(
-        f"Document {index} ({tokens} tokens with the prompt) does not fit into memory even by itself. "
+        f"({tokens} tokens with the prompt) does not fit into memory even by itself. "
         "Pass a smaller max_length, or load the model in 8-bit or on another device.",
         index,
     )

@@ -106,7 +106,7 @@ class Reranker(ABC):
             try:
                 scored = blanks_last(texts, self.score_documents(query, texts))
             except ScoringError as error:
-                raise ScoringError(str(error), own[error.index]) from error
+                raise ScoringError(error.reason, own[error.index]) from error
             found.update(zip(own, scored, strict=True))
         return [found[place] for place in range(len(pairs))]
 

@@ -235,10 +235,7 @@ class RSRank(Pretrained, Reranker):
             scores = iter(self._scored([*itertools.chain(*lists)], show_progress=show_progress))
         except ScoringError as error:
             row, place = places[error.index]
-            whose = f"Document {place}" + f" of query {row}" * bool(row)
-            raise ScoringError(
-                str(error).replace(f"Document {error.index}", whose, 1), place
-            ) from None
+            raise ScoringError(error.reason, place, query=row or None) from None
         return [[next(scores).score for _ in pairs] for pairs in lists]
 
     def identity(self) -> str:

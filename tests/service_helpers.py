@@ -38,7 +38,7 @@ class Numbers(Reranker):
         if pair.query == "refused":
             raise InputError("The query is refused.")
         if text == "no score":
-            raise ScoringError(f"Document {number} has no score.", number)
+            raise ScoringError("has no score.", number)
         if text == "broken":
             raise ZeroDivisionError
         words = text.split()

@@ -70,18 +70,12 @@ def score_in_parts(
     try:
         scored = score(parts)
     except ScoringError as error:
-        raise of_document(error, owners[error.index]) from error
+        raise ScoringError(error.reason, owners[error.index]) from error
     by_pair: list[list[Scored]] = [[] for _ in pairs]
     texts = [part.document for part in parts]
     for index, one in zip(owners, blanks_last(texts, scored), strict=True):
         by_pair[index].append(one)
     return [combined(*one) for one in zip(pairs, spans, by_pair, strict=True)]
-
-
-def of_document(error: ScoringError, index: int) -> ScoringError:
-    """The error of a part as an error of the document that the part belongs to."""
-    message = str(error).replace(f"Document {error.index}", f"Document {index}", 1)
-    return ScoringError(message, index)
 
 
 def spans_of(index: int, pair: Pair, token_ends: TokenEnds) -> list[Span]:

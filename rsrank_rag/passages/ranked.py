@@ -193,7 +193,7 @@ def choose(
     for index, one in enumerate(blanks_last(documents, scored)):
         if not math.isfinite(one.score):
             raise ScoringError(
-                f"Document {index} scored {one.score}, which can be neither kept nor dropped. "
+                f"scored {one.score}, which can be neither kept nor dropped. "
                 "Look at its text, or load the model in float32.",
                 index,
             )

@@ -176,7 +176,7 @@ class Transport:
                 "Is it the address of an rsrank service?"
             )
         if status == 422 and body.documents:
-            return ScoringError(body.message, body.documents[0].index)
+            return ScoringError(body.documents[0].message, body.documents[0].index)
         return InputError(f"{self.base_url} refused the request ({status}){message}")
 
     def _credentials(self) -> str:

@@ -147,16 +147,14 @@ def scores_of(
         )
     if errors:
         first = errors[0]
-        raise ScoringError(f"Document {first.index} {_one_line(first.message)}", first.index)
+        raise ScoringError(_one_line(first.message), first.index)
     return [_scored(row, documents[row.index], address, reading) for row in rows]
 
 
 def _scored(row: _Row, document: str, address: str, reading: Reading) -> Scored:
     if row.relevance_score is None or not math.isfinite(row.relevance_score):
         raise ScoringError(
-            f"{address} gave document {row.index} the score {row.relevance_score}, "
-            "which is not finite.",
-            row.index,
+            f"scored {row.relevance_score} at {address}, which is not finite.", row.index
         )
     if reading != WHOLE and row.excerpts is None and row.window is None:
         raise RemoteError(

@@ -3,7 +3,6 @@
 import itertools
 import math
 import multiprocessing
-import re
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -175,5 +174,6 @@ def _failure(error: BaseException) -> Outcome:
         return Outcome(
             None, fault="internal", error=f"made the model fail ({type(error).__name__})."
         )
-    text = re.sub(r"^Document \d+( of query \d+)? ", "", str(error))
-    return Outcome(None, fault="input" if isinstance(error, InputError) else "unscored", error=text)
+    if isinstance(error, ScoringError):
+        return Outcome(None, fault="unscored", error=error.reason)
+    return Outcome(None, fault="input", error=str(error))

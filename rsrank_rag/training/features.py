@@ -178,15 +178,11 @@ class FeatureExtractor:
                     read(batch)
         except DoesNotFitError as error:
             place = wanted[error.ids.document][0]
-            name = (
-                f"Document {place}"
-                if place < len(query.documents)
-                else "All relevant documents together"
-            )
             raise ScoringError(
-                f"{name} of query {query.id!r} ({len(error.ids)} tokens) do not fit into memory even alone. Set a "
+                f"({len(error.ids)} tokens) does not fit into memory even by itself. Set a "
                 "smaller model.max_length, or load the model in 8-bit or on another device.",
                 place,
+                query=repr(query.id),
             ) from None
         self.token_budget = (
             batches.budget

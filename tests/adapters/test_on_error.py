@@ -129,7 +129,7 @@ async def test_when_a_service_fails_documents_are_raised_about_or_kept(
 @pytest.mark.parametrize(
     "error",
     [
-        ScoringError("Document 0 scored nan.", 0),
+        ScoringError("scored nan.", 0),
         InputError("The query is too long."),
         ZeroDivisionError(),
     ],
@@ -198,7 +198,7 @@ async def test_nobody_listens_from_the_start(adapter, asynchronous):
 @both
 @both_ways
 async def test_top_n_cuts_what_is_kept_and_what_is_cut_can_be_marked_instead(adapter, asynchronous):
-    broken = Failing(ScoringError("Nothing works.", 0))
+    broken = Failing(ScoringError("has no score.", 0))
     found = await process(
         adapter(model=broken, on_error="keep", top_n=2, min_docs=1, threshold=9), asynchronous
     )
@@ -211,7 +211,8 @@ async def test_top_n_cuts_what_is_kept_and_what_is_cut_can_be_marked_instead(ada
         len(DOCUMENTS) - 1
     )
     assert all(
-        metadata["rsrank_error"] == "ScoringError: Nothing works." for _, metadata, _ in found
+        metadata["rsrank_error"] == "ScoringError: Document 0 has no score."
+        for _, metadata, _ in found
     )
 
 
@@ -285,7 +286,7 @@ def test_the_choice_is_checked_and_written_down(adapter):
 
 @both_ways
 async def test_the_mark_of_an_outage_is_gone_after_the_next_call_that_works(asynchronous):
-    reranker = Failing(ScoringError("No.", 0))
+    reranker = Failing(ScoringError("has no score.", 0))
     made = RSRankCompressor(model=reranker, on_error="keep")
     kept = made.compress_documents([Document("a"), Document("bb")], QUERY)
     reranker.error = None
@@ -303,12 +304,15 @@ async def test_the_mark_of_an_outage_is_gone_after_the_next_call_that_works(asyn
 
 def test_neither_embedding_nor_llm_reads_the_error_of_a_node():
     made = RSRankPostprocessor(
-        model=Failing(ScoringError("No.", 0)), on_error="keep", keep_retrieval_score=True
+        model=Failing(ScoringError("has no score.", 0)), on_error="keep", keep_retrieval_score=True
     )
     (found,) = made.postprocess_nodes(
         [NodeWithScore(node=TextNode(text="a"), score=0.25)], query_str=QUERY
     )
-    assert found.node.metadata == {"rsrank_error": "ScoringError: No.", "retrieval_score": 0.25}
+    assert found.node.metadata == {
+        "rsrank_error": "ScoringError: Document 0 has no score.",
+        "retrieval_score": 0.25,
+    }
     assert found.score == 0.25
     for mode in (MetadataMode.EMBED, MetadataMode.LLM):
         assert found.node.get_content(metadata_mode=mode) == "a"
@@ -335,7 +339,7 @@ class Trace(BaseCallbackHandler):
 
 @both_ways
 async def test_langchains_callbacks_see_a_run_that_failed_inside_one_that_did_not(asynchronous):
-    error, trace = ScoringError("No.", 0), Trace()
+    error, trace = ScoringError("has no score.", 0), Trace()
     made = RSRankCompressor(model=Failing(error), on_error="keep")
     given = [Document(text) for text in DOCUMENTS]
     call = made.acompress_documents if asynchronous else made.compress_documents
@@ -351,12 +355,12 @@ async def test_langchains_callbacks_see_a_run_that_failed_inside_one_that_did_no
 
 
 def test_open_inference_exports_the_failed_run_of_langchain(spans_of_langchain):
-    made = RSRankCompressor(model=Failing(ScoringError("No.", 0)), on_error="keep")
+    made = RSRankCompressor(model=Failing(ScoringError("has no score.", 0)), on_error="keep")
     made.compress_documents([Document("a")], QUERY)
     inside, span = spans_of_langchain()
     assert (inside.name, span.name) == ("RSRankRanking", "RSRankCompressor")
     assert (inside.status.status_code.name, span.status.status_code.name) == ("ERROR", "OK")
-    assert "ScoringError: No." in span.attributes["output.value"]
+    assert "ScoringError: Document 0 has no score." in span.attributes["output.value"]
 
 
 class Events(BaseEventHandler):
@@ -368,7 +372,7 @@ class Events(BaseEventHandler):
 
 @both_ways
 async def test_llama_indexs_events_hold_the_error(asynchronous):
-    error = ScoringError("No.", 0)
+    error = ScoringError("has no score.", 0)
     made = RSRankPostprocessor(model=Failing(error), on_error="keep")
     debug = LlamaDebugHandler(print_trace_on_end=False)
     made.callback_manager = CallbackManager([debug])
@@ -387,7 +391,7 @@ async def test_llama_indexs_events_hold_the_error(asynchronous):
     assert exception.exception is error
     assert start.span_id == exception.span_id == end.span_id is not None
     assert [scored.node.metadata["rsrank_error"] for scored in end.nodes] == [
-        "ScoringError: No."
+        "ScoringError: Document 0 has no score."
     ] * len(DOCUMENTS)
     ((begun, _),) = debug.get_event_pairs(CBEventType.EXCEPTION)
     assert begun.payload == {EventPayload.EXCEPTION: error}

@@ -179,7 +179,7 @@ class Lengths(Reranker):
     def score(self, query, documents):
         for index, text in enumerate(documents):
             if "x" in text:
-                raise ScoringError(f"Document {index} holds an x.", index)
+                raise ScoringError("holds an x.", index)
         return [float(len(query) * 100 + len(text)) for text in documents]
 
 

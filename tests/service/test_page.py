@@ -57,7 +57,7 @@ class Measured(Reranker):
         time.sleep(self.seconds)
         for index, text in enumerate(documents):
             if text == "no score":
-                raise ScoringError(f"Document {index} has no score.", index)
+                raise ScoringError("has no score.", index)
         return [len(text) - 10.0 for text in documents]
 
 
