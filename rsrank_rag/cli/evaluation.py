@@ -1,10 +1,12 @@
 """The ``rsrank evaluate`` command."""
 
+from __future__ import annotations
+
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.progress import track
@@ -16,6 +18,9 @@ from ..adapters.systems import forms, load_system, parse
 from ..errors import InputError
 from ..language_model.options import LoadOptions
 from .options import AsJson, Revision, command, problems, screen
+
+if TYPE_CHECKING:
+    from ..evaluation.metrics import ScoredQuery
 
 app = typer.Typer()
 
@@ -35,16 +40,23 @@ watched = partial(
     track, console=problems, transient=True
 )  # queries, and what they are: a bar until all are scored
 
+# Columns of the tables by the metric's name. Each table fits into 80 columns.
 KEPT = {
     "queries": "queries",
     "precision@tau": "precision",
     "recall@tau": "recall",
     "f1@tau": "F1",
-    "kept": "kept a\nquery",
-    "empty": "empty\nlists",
-    "false_keeps": "false\nkeeps",
+    "kept_per_query": "kept a\nquery",
+    "left_with_nothing": "answers\nlost",
 }
-"""What users ask of a selection, and the columns' headings: such that all fit into 80 columns."""
+
+EMPTY = {
+    "empty": "empty\nlists",
+    "unanswered": "without\nan answer",
+    "false_keeps": "false\nkeeps",
+    "auroc": "AUROC",
+    "false_accepts@90": "false\naccepts",
+}
 
 RANKED = {
     "ndcg@5": "nDCG@5",
@@ -53,6 +65,8 @@ RANKED = {
     "tau_best": "at the\nthreshold",
     "f1@query_best": "best F1 of\neach query",
 }
+
+RULES = ("F1", "answers lost", "kept a query")
 
 
 @command(app)
@@ -86,7 +100,12 @@ def evaluate(
     A line holds one query: `{"id", "query", "documents": [{"id", "text", "relevant", "title"?}]}`.
     The `--threshold` is a number, 'native' for the system's own (0 for RSRank), or 'shared' for the best single one
     over all files, which is also what a system without a native one gets.
-    Empty lists: queries of which nothing is kept. False keeps: documents kept of a query that has no relevant one.
+
+    Answers lost: queries with a relevant document of which no relevant one is kept. Empty lists:
+    queries of which nothing is kept. False keeps: documents kept of a query without a relevant one.
+    AUROC: of the best score, lists with against lists without a relevant passage (also lists whose
+    relevant ones were taken out). False accepts: share of the latter at 90% recall of the former.
+    Instead: what other rules would keep, such as the three best, or the first three of the file.
 
     `rsrank evaluate --data examples/labelled.jsonl --output metrics.json`
 
@@ -98,7 +117,7 @@ def evaluate(
     """
     from ..evaluation import negatives as hard
     from ..evaluation.comparison import Measured
-    from ..evaluation.evaluate import score_dataset, shared_threshold, summarise
+    from ..evaluation.evaluate import recommend, score_dataset, shared_threshold, summarise
     from ..evaluation.hub_datasets import load_sets
     from ..evaluation.report import write_report
 
@@ -149,16 +168,46 @@ def evaluate(
         rule = f"kept above {cell('tau_best', found.threshold)} ({found.origin})"
         own = [row for row in rows if row["model"] == found.name]
         screen.print(*evaluation_tables(found.name, rule, own), sep="\n")
+        pooled = [query for queries in found.scored.values() for query in queries]
+        screen.print(rules_table(found.name, pooled, found.threshold))
+        screen.print(recommend(pooled, threshold=found.threshold))
+
+
+def rules_table(name: str, scored: Sequence[ScoredQuery], threshold: float) -> Table:
+    """What the threshold and its alternatives keep, over all queries of all sets."""
+    from ..evaluation.evaluate import describe_rule
+    from ..evaluation.metrics import apply_rule, rules
+
+    title = Text(f"{name}: the threshold and what could stand instead, over all queries")
+    table = Table("rule", title=title, title_justify="left")
+    for heading in RULES:
+        table.add_column(heading, justify="right")
+    answerable = sum(any(query.relevant) for query in scored)
+    for rule in rules(threshold).values():
+        result = apply_rule(scored, rule)
+        table.add_row(
+            describe_rule(rule),
+            f"{result.f1:.3f}",
+            f"{result.left_with_nothing} of {answerable}",
+            f"{result.kept_per_query:.1f}",
+        )
+    return table
 
 
 def evaluation_tables(
     name: str, rule: str, records: Sequence[Mapping[str, Any]]
 ) -> Iterator[Table]:
-    """A model's two tables, a row a dataset: what its threshold keeps; how it ranks, with the best thresholds."""
-    titles = (f"{name}: {rule}", f"{name}: ranking, and thresholds chosen on these very labels")
-    for title, columns in zip(titles, (KEPT, RANKED), strict=True):
+    """A model's tables with a row for each dataset: what it keeps, empty lists, how it ranks."""
+    columns_by_title = {
+        rule: KEPT,
+        "lists with and without an answer": EMPTY,
+        "ranking, and thresholds chosen on these very labels": RANKED,
+    }
+    for title, columns in columns_by_title.items():
         table = Table(
-            title=Text(title, overflow="fold"), title_justify="left", padding=(0, 0, 0, 1)
+            title=Text(f"{name}: {title}", overflow="fold"),
+            title_justify="left",
+            padding=(0, 0, 0, 1),
         )
         table.add_column(
             "dataset", overflow="fold"
@@ -175,20 +224,18 @@ def evaluation_tables(
 def cell(key: str, value: float | None) -> str:
     """A number as people write it.
 
-    >>> cell("tau_best", -5e-324), cell("tau_best", 0.35), cell("queries", 4.0), cell("empty", 0.125), cell("f1@0", 0.5)
-    ('0', '0.35', '4', '12%', '0.500')
+    >>> cell("tau_best", -5e-324), cell("queries", 4.0), cell("empty", 0.125), cell("f1@0", 0.5)
+    ('0', '4', '12%', '0.500')
     """
     if value is None:
         return "-"
-    if key in ("queries", "unanswered", "tau_best"):
+    if key in ("queries", "unanswered", "tau_best", "left_with_nothing"):
         return f"{round(value, 3) + 0.0:g}"
-    return (
-        f"{value:.0%}"
-        if key == "empty"
-        else f"{value:.1f}"
-        if key in ("kept", "false_keeps")
-        else f"{value:.3f}"
-    )
+    if key in ("empty", "false_accepts@90"):
+        return f"{value:.0%}"
+    if key in ("kept_per_query", "false_keeps"):
+        return f"{value:.1f}"
+    return f"{value:.3f}"
 
 
 def _check_outputs(output: Path | None, report: Path | None) -> None:

@@ -1,4 +1,4 @@
-"""Run a reranker over a labelled set, and its metrics."""
+"""Run a reranker over a labelled set, and summarise what it ranks and keeps."""
 
 from collections.abc import Iterable, Sequence
 from typing import Any, Protocol
@@ -6,80 +6,179 @@ from typing import Any, Protocol
 from ..errors import InputError
 from ..reranker import Reranker
 from .datasets import LabelledQuery
-from .metrics import ScoredQuery, best_threshold, mean, query_best_f1, ranking_metrics, selection
+from .metrics import (
+    Rule,
+    ScoredQuery,
+    apply_rule,
+    auroc,
+    best_scores,
+    best_threshold,
+    false_accepts,
+    mean,
+    query_best_f1,
+    ranking_metrics,
+    rules,
+    selection,
+)
+
+# A rule is advised only if it leaves at most this share of the answerable queries with nothing.
+TOLERATED_LOSS = 0.1
 
 
 class LabelledScorer(Protocol):
-    """Scores documents knowing which of them are relevant: a yardstick, such as oracle similarity, no reranker."""
+    """Scores documents with their labels in hand, as oracle similarity does. It is no reranker."""
 
     threshold: float | None
 
     def score_labelled(self, query: LabelledQuery, *, titles: bool = True) -> list[float]:
-        """One score a document, in input order."""
+        """One score for each document, in input order."""
 
 
-System = (
-    Reranker | LabelledScorer
-)  # what can be measured. Its ``threshold`` is its native one, or None.
+# What can be measured. Its ``threshold`` is its native one, or None.
+System = Reranker | LabelledScorer
 
 
 def score_dataset(
     system: System, queries: Iterable[LabelledQuery], *, titles: bool = True
 ) -> list[ScoredQuery]:
-    """Score every query's documents, one query after another; InputError names a query with a score that is no number.
+    """Score the documents of one query after another.
 
-    `titles`: put a document's title, if it has one, in front of its text.
+    Args:
+        system: A reranker, or a scorer that may see the labels.
+        queries: Labelled queries.
+        titles: Put a document's title, if it has one, in front of its text.
+
+    Raises:
+        InputError: A score is not finite; the message names the query.
     """
-    found = []
+    scored = []
     for query in queries:
         if isinstance(system, Reranker):
-            scores = system.score(
-                query.query, [document.content(titles=titles) for document in query.documents]
-            )
+            texts = [document.content(titles=titles) for document in query.documents]
+            scores = system.score(query.query, texts)
         else:
             scores = system.score_labelled(query, titles=titles)
         try:
-            found.append(ScoredQuery(scores, [document.relevant for document in query.documents]))
+            scored.append(ScoredQuery(scores, [document.relevant for document in query.documents]))
         except InputError as error:
             raise InputError(f"Query {query.id!r}: {error}") from None
-    return found
+    return scored
 
 
-def summarise(scored: Sequence[ScoredQuery], *, threshold: float = 0.0) -> dict[str, Any]:
-    """All metrics of one scored set, under the names used in papers and in ``rsrank evaluate --json``.
+def summarise(
+    scored: Sequence[ScoredQuery], *, threshold: float = 0.0, alternatives: bool = True
+) -> dict[str, Any]:
+    """All metrics of one scored set, under the names of ``rsrank evaluate --json``.
+
+    Args:
+        scored: Scored queries.
+        threshold: Documents are kept if they score above it.
+        alternatives: Whether to measure the other rules of `rules`, too.
 
     Returns:
-        Number of ``queries``; ``ndcg@5`` and ``recall@5``. Of what scores above the threshold ``f1@tau``,
-        ``precision@tau``, ``recall@tau`` and ``kept`` (documents a query), then ``empty``: the share of queries that
-        keep nothing; ``unanswered``: queries without a relevant document, and ``false_keeps``: what is kept of each of
-        these (None if there are none). ``f1@best`` at the best single threshold for this set, ``tau_best``, and
-        ``f1@query_best`` if every query had its own best one.
+        ``queries`` (number), ``ndcg@5``, ``recall@5``. For the documents that score above the
+        threshold: ``f1@tau``, ``precision@tau``, ``recall@tau``, ``kept_per_query`` and ``empty``
+        (share of queries that keep nothing). ``answerable``: number of queries with a relevant
+        document. ``left_with_nothing``: how many of these keep no relevant one. ``unanswered``:
+        number of queries without a relevant document. ``false_keeps``: documents kept of each of
+        them (None if there are none). ``f1@best`` at the set's best threshold ``tau_best``, and
+        ``f1@query_best`` if every query had its own best threshold. ``auroc`` of the best score
+        for lists with against lists without a relevant passage, and ``false_accepts@90``, the
+        share of lists without one that are accepted where 90% of those with one are; both count
+        absent twins (see `best_scores`). For every other rule of `rules`, such as ``top1``:
+        ``top1_f1``, ``top1_left_with_nothing`` and ``top1_kept_per_query``.
     """
     tau_best, f1_best = best_threshold(scored)
-    precision, recall, f1, kept = (
-        [selection(query, threshold)[part] for query in scored] for part in range(4)
-    )
-    false = [count for count, query in zip(kept, scored, strict=True) if not any(query.relevant)]
-    return {
+    selections = [selection(query, threshold) for query in scored]
+    false_keeps = []
+    for query, one in zip(scored, selections, strict=True):
+        if not any(query.relevant):
+            false_keeps.append(one.kept)
+    answerable, unanswerable = best_scores(scored)
+    summary = {
         "queries": len(scored),
         **ranking_metrics(scored),
-        "f1@tau": mean(f1),
-        "precision@tau": mean(precision),
-        "recall@tau": mean(recall),
-        "kept": mean(kept),
-        "empty": mean([count == 0 for count in kept]),
-        "unanswered": len(false),
-        "false_keeps": mean(false) if false else None,
+        "f1@tau": mean([one.f1 for one in selections]),
+        "precision@tau": mean([one.precision for one in selections]),
+        "recall@tau": mean([one.recall for one in selections]),
+        "kept_per_query": mean([one.kept for one in selections]),
+        "empty": mean([one.kept == 0 for one in selections]),
+        "answerable": len(answerable),
+        "left_with_nothing": sum(one.left_with_nothing for one in selections),
+        "unanswered": len(false_keeps),
+        "false_keeps": mean(false_keeps) if false_keeps else None,
         "f1@best": f1_best,
         "tau_best": tau_best,
         "f1@query_best": mean([query_best_f1(query) for query in scored]),
+        "auroc": auroc(answerable, unanswerable),
+        "false_accepts@90": false_accepts(answerable, unanswerable),
     }
+    for name, rule in rules(threshold).items():
+        if alternatives and name != "tau":
+            result = apply_rule(scored, rule)
+            summary |= {f"{name}_{key}": value for key, value in result._asdict().items()}
+    return summary
+
+
+def describe_rule(rule: Rule) -> str:
+    """A rule in words.
+
+    >>> describe_rule(Rule(0.0)), describe_rule(Rule(0.0, top_n=3, min_docs=1))
+    ('zero', 'top 3 above zero with min_docs=1')
+    >>> describe_rule(Rule(top_n=3)), describe_rule(Rule(top_n=1, by_score=False))
+    ('top 3', "first 1 in the file's order")
+    """
+    if rule.threshold is None:
+        return f"top {rule.top_n}" if rule.by_score else f"first {rule.top_n} in the file's order"
+    # Three decimals; adding 0 turns -0.0 into 0.0.
+    rounded = round(rule.threshold, 3) + 0.0
+    words = "zero" if rounded == 0 else f"threshold {rounded:g}"
+    if rule.top_n is not None:
+        words = f"top {rule.top_n} above {words}"
+    return f"{words} with min_docs={rule.min_docs}" if rule.min_docs else words
+
+
+def recommend(scored: Sequence[ScoredQuery], *, threshold: float = 0.0) -> str:
+    """Say in a sentence which rule suits the queries, with the numbers that speak for it.
+
+    An answer is lost if a query has a relevant document and no relevant one is kept. Among the
+    rules that lose at most `TOLERATED_LOSS` of the answers, the one with the highest F1 is
+    recommended; without such a rule, the one that loses fewest. The file's own order is no
+    candidate, because a file of labels may list the relevant documents first.
+    """
+    answerable = sum(any(query.relevant) for query in scored)
+    if not answerable:
+        return "No query has a relevant passage, so no answer can be lost and no rule is advised."
+    candidates = {name: rule for name, rule in rules(threshold).items() if rule.by_score}
+    results = {name: apply_rule(scored, rule) for name, rule in candidates.items()}
+    limit = max(
+        TOLERATED_LOSS * answerable,
+        min(result.left_with_nothing for result in results.values()),
+    )
+    tolerated = [name for name, one in results.items() if one.left_with_nothing <= limit]
+    best = max(tolerated, key=lambda name: results[name].f1)
+    # The threshold alone is compared with its safest alternative.
+    other = "tau_top5_min1" if best == "tau" else "tau"
+    best_words = _words(candidates[best], results[best].left_with_nothing)
+    other_words = _words(candidates[other], results[other].left_with_nothing)
+    best_kept = results[best].kept_per_query
+    other_kept = results[other].kept_per_query
+    return (
+        f"On these queries {best_words} of {answerable} answers and keeps {best_kept:.1f} "
+        f"passages a query; {other_words} and keeps {other_kept:.1f}."
+    )
+
+
+def _words(rule: Rule, lost: int) -> str:
+    return f"{describe_rule(rule)} loses {lost}"
 
 
 def shared_threshold(sets: Sequence[Sequence[ScoredQuery]]) -> float:
     """The single threshold with the highest F1 averaged over sets, each set counting the same.
 
-    For scores without a natural zero (a cosine, BM25): the kindest threshold one could have tuned for all of them.
+    It serves scores without a natural zero, such as a cosine or BM25. It is the best threshold
+    that could have been tuned for all sets together.
     """
-    weights = [1.0 / len(queries) for queries in sets for _ in queries]
-    return best_threshold([query for queries in sets for query in queries], weights)[0]
+    queries = [query for scored in sets for query in scored]
+    weights = [1.0 / len(scored) for scored in sets for _ in scored]
+    return best_threshold(queries, weights)[0]

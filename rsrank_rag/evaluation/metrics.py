@@ -1,20 +1,27 @@
-"""Ranking quality (through ir-measures) and selection quality (F1 of what a threshold keeps).
+"""Ranking quality (through ir-measures) and selection quality (what a rule keeps), query by query.
 
-Per query first, then the mean over all queries: a query for which nothing relevant was kept counts 0, and so does one
-without documents. (One with documents, none of them relevant, counts 1 where nothing is kept.)
-A document is kept when its score is above the threshold. Equal scores rank by input order.
+Most metrics are computed for each query and then averaged over all queries. A query for which
+nothing relevant is kept counts 0, and so does a query without documents. A query with documents
+of which none is relevant counts 1 if nothing is kept. Equal scores rank by input order.
 """
 
 import math
+from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from ..errors import InputError, required
+from ..reranker import BLANK_SCORE
 
 
 @dataclass(frozen=True, slots=True)
 class ScoredQuery:
-    """Scores and labels of one query's documents, in input order; InputError if a score is not finite, or lacks."""
+    """Scores and labels of one query's documents, in input order.
+
+    Raises:
+        InputError: A score is not finite, or there are more or fewer scores than labels.
+    """
 
     scores: Sequence[float]
     relevant: Sequence[bool]
@@ -22,7 +29,8 @@ class ScoredQuery:
     def __post_init__(self) -> None:
         if len(self.scores) != len(self.relevant):
             raise InputError(
-                f"A query needs a score a document, got {len(self.scores)} for {len(self.relevant)}."
+                "A query needs one score for each document, "
+                f"got {len(self.scores)} for {len(self.relevant)}."
             )
         for number, score in enumerate(self.scores):
             if not math.isfinite(score):
@@ -32,17 +40,17 @@ class ScoredQuery:
 
 
 def best_first(scores: Sequence[float]) -> list[int]:
-    """Positions of scores, the highest first."""
-    return sorted(range(len(scores)), key=lambda i: -scores[i])
+    """Positions of scores, the highest first; equal scores keep their order."""
+    return sorted(range(len(scores)), key=lambda place: -scores[place])
 
 
 def mean(values: Sequence[float]) -> float:
-    """The mean; 0 of nothing."""
+    """The mean; 0 for an empty sequence."""
     return math.fsum(values) / max(len(values), 1)
 
 
 def f1(kept_relevant: int, kept: int, relevant: int) -> float:
-    """Harmonic mean of precision and recall; 1 where nothing is relevant and nothing was kept.
+    """Harmonic mean of precision and recall; 1 if nothing is relevant and nothing is kept.
 
     >>> f1(kept_relevant=1, kept=2, relevant=2), f1(0, 0, 3), f1(0, 0, 0)
     (0.5, 0.0, 1.0)
@@ -50,75 +58,223 @@ def f1(kept_relevant: int, kept: int, relevant: int) -> float:
     return 2 * kept_relevant / (kept + relevant) if kept + relevant else 1.0
 
 
-def selection(query: ScoredQuery, threshold: float) -> tuple[float, float, float, int]:
-    """Precision, recall and F1 of the documents that score above the threshold, and how many these are.
+@dataclass(frozen=True)
+class Rule:
+    """Which documents of a query are kept, as the arguments of `Reranker.rank` say it.
 
-    Where nothing is relevant and nothing was kept, all three are 1, without documents to choose from 0.
+    Attributes:
+        threshold: Keep what scores above it; None keeps every document.
+        top_n: Keep at most this many.
+        min_docs: Keep at least the best this many, even below the threshold.
+        by_score: Whether documents are taken best first. If not, they are taken in input order,
+            which is the retriever's order if the file was written so.
     """
-    kept = [
-        label
-        for score, label in zip(query.scores, query.relevant, strict=True)
-        if score > threshold
-    ]
-    hits, relevant = sum(kept), sum(query.relevant)
-    rightly_none = float(bool(query.scores) and not kept and not relevant)
-    precision, recall = (
-        hits / len(kept) if kept else rightly_none,
-        hits / relevant if relevant else rightly_none,
+
+    threshold: float | None = None
+    top_n: int | None = None
+    min_docs: int = 0
+    by_score: bool = True
+
+    def kept(self, scores: Sequence[float]) -> list[int]:
+        """Positions of the documents that are kept, in the order in which they are taken.
+
+        >>> Rule(threshold=0.0, min_docs=1, top_n=2).kept([-1.0, -3.0])
+        [0]
+        """
+        order = best_first(scores) if self.by_score else list(range(len(scores)))
+        count = len(order)
+        if self.threshold is not None:
+            above = sum(score > self.threshold and score != BLANK_SCORE for score in scores)
+            count = max(above, self.min_docs)
+        if self.top_n is not None:
+            count = min(count, self.top_n)
+        return order[:count]
+
+
+def rules(threshold: float) -> dict[str, Rule]:
+    """The threshold alone, and what somebody would use instead, by their names in summaries.
+
+    ``tau``: above the threshold. ``tau_min1``: above it, and at least the best one.
+    ``tau_top3_min1`` and ``tau_top5_min1``: the same, and at most three or five. ``top1``, ``top3``
+    and ``top5``: the best ones, whatever they score. ``first1``, ``first3`` and ``first5``: the
+    first ones of the file, without the scores.
+    """
+    return {
+        "tau": Rule(threshold),
+        "tau_min1": Rule(threshold, min_docs=1),
+        "tau_top3_min1": Rule(threshold, top_n=3, min_docs=1),
+        "tau_top5_min1": Rule(threshold, top_n=5, min_docs=1),
+        "top1": Rule(top_n=1),
+        "top3": Rule(top_n=3),
+        "top5": Rule(top_n=5),
+        "first1": Rule(top_n=1, by_score=False),
+        "first3": Rule(top_n=3, by_score=False),
+        "first5": Rule(top_n=5, by_score=False),
+    }
+
+
+class Selection(NamedTuple):
+    """How good the documents are that a rule keeps of one query.
+
+    If nothing is relevant and nothing is kept, precision, recall and F1 are 1. Without documents to
+    choose from they are 0.
+    """
+
+    precision: float
+    recall: float
+    f1: float
+    kept: int  # number of documents
+    left_with_nothing: bool  # whether a document is relevant and no relevant one is kept
+
+
+def select(query: ScoredQuery, rule: Rule) -> Selection:
+    """Apply a rule to a query's scores and compare what it keeps with the labels."""
+    kept = rule.kept(query.scores)
+    hits = sum(query.relevant[place] for place in kept)
+    relevant = sum(query.relevant)
+    if not query.scores:
+        return Selection(0.0, 0.0, 0.0, 0, False)
+    correctly_empty = float(not kept and not relevant)
+    return Selection(
+        precision=hits / len(kept) if kept else correctly_empty,
+        recall=hits / relevant if relevant else correctly_empty,
+        f1=f1(hits, len(kept), relevant),
+        kept=len(kept),
+        left_with_nothing=relevant > 0 and hits == 0,
     )
-    return precision, recall, f1(hits, len(kept), relevant) if query.scores else 0.0, len(kept)
+
+
+def selection(query: ScoredQuery, threshold: float) -> Selection:
+    """How good the documents are that score above a threshold."""
+    return select(query, Rule(threshold))
 
 
 def f1_at(query: ScoredQuery, threshold: float) -> float:
     """F1 of the documents that score above the threshold."""
-    return selection(query, threshold)[2]
+    return selection(query, threshold).f1
+
+
+class RuleResult(NamedTuple):
+    """What a rule does to several queries."""
+
+    f1: float  # mean
+    left_with_nothing: int  # answerable queries of which nothing relevant is kept
+    kept_per_query: float  # mean number of documents
+
+
+def apply_rule(queries: Sequence[ScoredQuery], rule: Rule) -> RuleResult:
+    """Mean F1, queries left with nothing, and documents kept of each query."""
+    selections = [select(query, rule) for query in queries]
+    return RuleResult(
+        mean([one.f1 for one in selections]),
+        sum(one.left_with_nothing for one in selections),
+        mean([one.kept for one in selections]),
+    )
+
+
+def best_scores(queries: Sequence[ScoredQuery]) -> tuple[list[float], list[float]]:
+    """The best score of each list with a relevant passage, and of each list without one.
+
+    Lists without a relevant passage are the queries that have none, and an absent twin for every
+    other query: its list with the relevant passages taken out. Empty lists have no best score.
+    """
+    answerable = []
+    unanswerable = []
+    for query in queries:
+        irrelevant = [
+            score for score, label in zip(query.scores, query.relevant, strict=True) if not label
+        ]
+        if any(query.relevant):
+            answerable.append(max(query.scores))
+        if irrelevant:
+            unanswerable.append(max(irrelevant))
+    return answerable, unanswerable
+
+
+def auroc(positives: Sequence[float], negatives: Sequence[float]) -> float | None:
+    """The probability that a positive's score is above a negative's; equal scores count one half.
+
+    None if there are no positives or no negatives.
+
+    >>> auroc([3.0, 1.0], [2.0, 1.0])
+    0.625
+    """
+    if not positives or not negatives:
+        return None
+    ordered = sorted(negatives)
+    wins = [(bisect_left(ordered, x) + bisect_right(ordered, x)) / 2 for x in positives]
+    return mean(wins) / len(negatives)
+
+
+def false_accepts(
+    positives: Sequence[float], negatives: Sequence[float], recall: float = 0.9
+) -> float | None:
+    """Share of negatives that are accepted where at least ``recall`` of the positives are.
+
+    A score is accepted if it reaches the highest limit at which enough positives do. None if there
+    are no positives or no negatives.
+
+    >>> false_accepts([5.0, 4.0, 3.0, 1.0], [4.5, 3.0, 2.0, 0.0], recall=0.75)
+    0.5
+    """
+    if not positives or not negatives:
+        return None
+    # Rounding must not ask for one positive more: 0.9 * 10 is 9, not 9.000000000000002.
+    count = math.ceil(recall * len(positives) - 1e-9)
+    limit = sorted(positives, reverse=True)[max(count, 1) - 1]
+    return sum(score >= limit for score in negatives) / len(negatives)
 
 
 def best_threshold(
     queries: Sequence[ScoredQuery], weights: Sequence[float] | None = None
 ) -> tuple[float, float]:
-    """The single threshold with the highest mean F1 over all queries, found exactly.
+    """The single threshold with the highest mean F1 over all queries, and the mean F1 there.
 
-    Lowering the threshold past one document after another changes one query's F1 at a time.
+    The search is exact: lowering the threshold past one document changes one query's F1.
 
-    `weights`: of each query in the mean; None weighs all the same.
+    Args:
+        queries: Scored queries.
+        weights: The weight of each query in the mean; None weighs all the same.
 
     Returns:
-        The threshold and the mean F1 there. The threshold lies halfway between the last score kept and the first one
-        not; on the highest score where nothing is best kept, and a hair below the lowest where everything is, so that
-        it scales and moves with the scores. Of several equally good ones it is the highest.
+        The threshold and the mean F1. The threshold lies halfway between the last score that is
+        kept and the first that is not. It is the highest score if keeping nothing is best, and the
+        next number below the lowest score if keeping everything is, so that it scales and moves
+        with the scores. Of several equally good thresholds it is the highest.
 
-    >>> best_threshold([ScoredQuery([3.0, 1.0], [True, False]), ScoredQuery([2.0, 0.0], [True, False])])
+    >>> first = ScoredQuery([3.0, 1.0], [True, False])
+    >>> best_threshold([first, ScoredQuery([2.0, 0.0], [True, False])])
     (1.5, 1.0)
     """
-    pairs = (
-        (*pair, row)
-        for row, q in enumerate(queries)
-        for pair in zip(q.scores, q.relevant, strict=True)
-    )
-    documents = sorted(pairs, key=lambda item: -item[0])
+    documents = []
+    for row, query in enumerate(queries):
+        for score, label in zip(query.scores, query.relevant, strict=True):
+            documents.append((score, label, row))
+    documents.sort(key=lambda document: -document[0])
     relevant = [sum(query.relevant) for query in queries]
-    kept, hits = [0] * len(queries), [0] * len(queries)
-    weights = [1.0] * len(queries) if weights is None else weights
-    values = [
-        f1_at(query, math.inf) * weight for query, weight in zip(queries, weights, strict=True)
-    ]
+    kept = [0] * len(queries)
+    hits = [0] * len(queries)
+    if weights is None:
+        weights = [1.0] * len(queries)
+    values = []
+    for query, weight in zip(queries, weights, strict=True):
+        values.append(f1_at(query, math.inf) * weight)
     total = math.fsum(values)
-    best_total, best = total, documents[0][0] if documents else 0.0
-    for position, (score, label, row) in enumerate(documents):
+    best_total = total
+    best = documents[0][0] if documents else 0.0
+    following_scores = [score for score, _, _ in documents[1:]]
+    if documents:
+        following_scores.append(math.nextafter(documents[-1][0], -math.inf))
+    for (score, label, row), following in zip(documents, following_scores, strict=True):
         kept[row] += 1
         hits[row] += label
         value = f1(hits[row], kept[row], relevant[row]) * weights[row]
         total += value - values[row]
         values[row] = value
-        following = (
-            documents[position + 1][0]
-            if position + 1 < len(documents)
-            else math.nextafter(score, -math.inf)
-        )
         if following < score and total > best_total + 1e-12:
             middle = (score + following) / 2
-            best_total, best = total, middle if middle < score else following
+            best = middle if middle < score else following
+            best_total = total
     return best, best_total / math.fsum(weights) if queries else 0.0
 
 
@@ -133,19 +289,22 @@ def ranking_metrics(queries: Sequence[ScoredQuery]) -> dict[str, float]:
 
 
 def ranking_by_query(queries: Sequence[ScoredQuery]) -> dict[str, list[float]]:
-    """nDCG@5 and Recall@5 of each query by ir-measures; 0 for a query without relevant documents."""
+    """nDCG@5 and Recall@5 of each query by ir-measures; 0 for a query without relevant documents.
+
+    Raises:
+        MissingDependencyError: ir-measures is not installed.
+    """
     ir_measures = required("ir_measures", "Ranking metrics need ir-measures.", "eval")
-    qrels, run = {}, {}
+    qrels = {}
+    run = {}
     for number, query in enumerate(queries):
         order = best_first(query.scores)
-        run[str(number)] = {str(i): float(len(order) - rank) for rank, i in enumerate(order)}
-        qrels[str(number)] = {str(i): int(label) for i, label in enumerate(query.relevant)}
+        # Ranks instead of scores: ir-measures would order equal scores in its own way.
+        run[str(number)] = {str(place): float(-rank) for rank, place in enumerate(order)}
+        qrels[str(number)] = {str(place): int(label) for place, label in enumerate(query.relevant)}
     measures = {"ndcg@5": ir_measures.nDCG @ 5, "recall@5": ir_measures.R @ 5}
-    found = {
-        (m.query_id, m.measure): float(m.value)
-        for m in ir_measures.iter_calc(measures.values(), qrels, run)
-    }
-    return {
-        name: [found.get((key, measure), 0.0) for key in qrels]
-        for name, measure in measures.items()
-    }
+    values = {name: [0.0] * len(queries) for name in measures}
+    names = {measure: name for name, measure in measures.items()}
+    for metric in ir_measures.iter_calc(measures.values(), qrels, run):
+        values[names[metric.measure]][int(metric.query_id)] = float(metric.value)
+    return values

@@ -216,7 +216,7 @@ class TrainingRun:
         metrics = {  # of the sets that were scored, else of what was held out
             label: {
                 name.replace("@tau", "@0"): float(v)
-                for name, v in summarise(rows).items()
+                for name, v in summarise(rows, alternatives=False).items()
                 if v is not None
             }
             for label, rows in (found or dict([learned.measured])).items()

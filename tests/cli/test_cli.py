@@ -15,10 +15,11 @@ from typer.testing import CliRunner
 
 from rsrank_rag import __version__
 from rsrank_rag.cli import app
-from rsrank_rag.cli.evaluation import KEPT, RANKED, evaluation_tables
+from rsrank_rag.cli.evaluation import EMPTY, KEPT, RANKED, evaluation_tables
 from rsrank_rag.cli.options import catch_errors
 from rsrank_rag.cli.ranking import read_documents
 from rsrank_rag.errors import InputError
+from rsrank_rag.evaluation.metrics import rules
 
 runner = CliRunner()
 
@@ -184,10 +185,24 @@ KEYS = [
     "f1@tau",
     "precision@tau",
     "recall@tau",
-    "kept",
+    "kept_per_query",
     "empty",
+    "answerable",
+    "left_with_nothing",
+    "unanswered",
+    "false_keeps",
+    "f1@best",
+    "tau_best",
+    "f1@query_best",
+    "auroc",
+    "false_accepts@90",
 ]
-KEYS += ["unanswered", "false_keeps", "f1@best", "tau_best", "f1@query_best"]
+ALTERNATIVES = [
+    f"{rule}_{part}"
+    for rule in rules(0.0)
+    for part in ("f1", "left_with_nothing", "kept_per_query")
+    if rule != "tau"
+]
 
 
 def test_evaluate_writes_one_record_a_file_and_shows_the_same_table(artifact, labelled, tmp_path):
@@ -195,7 +210,7 @@ def test_evaluate_writes_one_record_a_file_and_shows_the_same_table(artifact, la
     data = ["--data", labelled[0], "--data", labelled[1]]
     table = run("evaluate", "-m", artifact, *data, "--output", str(output)).stdout
     records = json.loads(output.read_text(encoding="utf-8"))
-    assert [list(record) for record in records] == [KEYS, KEYS]
+    assert [list(record) for record in records] == [KEYS + ALTERNATIVES] * 2
     assert [(record["dataset"], record["queries"]) for record in records] == [
         ("first.set", 2),
         ("second", 2),
@@ -204,6 +219,9 @@ def test_evaluate_writes_one_record_a_file_and_shows_the_same_table(artifact, la
         assert record["f1@tau"] <= record["f1@best"] <= record["f1@query_best"] <= 1
         assert f"{record['ndcg@5']:.3f}" in table
     assert json.loads(run("evaluate", "-m", artifact, *data, "--json").stdout) == records
+    assert "first 3 in the file's order" in table
+    last_lines = " ".join(table[table.rindex("On these queries") :].split())
+    assert re.search(r"loses \d of 4 answers and keeps [\d.]+ passages a query; ", last_lines)
 
 
 def test_a_label_stands_for_a_model_in_the_tables_and_in_the_json(artifact, labelled, tmp_path):
@@ -234,7 +252,8 @@ def test_a_label_stands_for_a_model_in_the_tables_and_in_the_json(artifact, labe
 
 
 HEADINGS = [
-    ["dataset", "queries", "precision", "recall", "F1", "kept aquery", "emptylists", "falsekeeps"],
+    ["dataset", "queries", "precision", "recall", "F1", "kept aquery", "answerslost"],
+    ["dataset", "emptylists", "withoutan answer", "falsekeeps", "AUROC", "falseaccepts"],
     [
         "dataset",
         "nDCG@5",
@@ -261,7 +280,8 @@ def test_the_tables_fit_into_eighty_columns_with_every_heading_and_number_whole(
 ):
     numbers = {
         "queries": 13145,
-        "kept": 123.45,
+        "kept_per_query": 123.45,
+        "left_with_nothing": 1234,
         "empty": 1.0,
         "unanswered": 7,
         "false_keeps": None,
@@ -269,7 +289,8 @@ def test_the_tables_fit_into_eighty_columns_with_every_heading_and_number_whole(
     }
     record = {"model": "m", "dataset": dataset} | dict.fromkeys(KEYS[2:], 0.123) | numbers
     values = [
-        ["13145", "0.123", "0.123", "0.123", "123.5", "100%", "-"],
+        ["13145", "0.123", "0.123", "0.123", "123.5", "1234"],
+        ["100%", "7", "-", "0.123", "12%"],
         ["0.123", "0.123", "0.123", str(tau), "0.123"],
     ]
     tables = evaluation_tables(
@@ -284,17 +305,19 @@ def test_the_tables_fit_into_eighty_columns_with_every_heading_and_number_whole(
         heads = [line.strip("┃").split("┃") for line in shown.splitlines() if line.startswith("┃")]
         assert ["".join(map(str.strip, column)) for column in zip(*heads, strict=True)] == headings
         rows = [line.strip("│").split("│") for line in shown.splitlines() if line.startswith("│")]
-        assert len(rows) == 2 * lines
-        for first in (0, lines):
+        height, rest = divmod(len(rows), 2)
+        assert rest == 0
+        assert height <= lines
+        for first in (0, height):
             found = [
                 "".join(map(str.strip, column))
-                for column in zip(*rows[first : first + lines], strict=True)
+                for column in zip(*rows[first : first + height], strict=True)
             ]
             assert found == [dataset, *cells]
 
 
 def test_every_column_is_a_number_of_the_record():
-    assert {*KEPT, *RANKED} == {*KEYS} - {"model", "dataset", "unanswered"}
+    assert {*KEPT, *EMPTY, *RANKED} == {*KEYS} - {"model", "dataset", "answerable"}
 
 
 def test_evaluate_takes_baselines_and_the_best_threshold_over_all_files(labelled, tmp_path):

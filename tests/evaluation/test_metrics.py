@@ -12,14 +12,26 @@ from hypothesis import strategies as st
 
 from rsrank_rag.errors import InputError, MissingDependencyError
 from rsrank_rag.evaluation.datasets import LabelledDocument, read_labelled
-from rsrank_rag.evaluation.evaluate import score_dataset, shared_threshold, summarise
+from rsrank_rag.evaluation.evaluate import (
+    recommend,
+    score_dataset,
+    shared_threshold,
+    summarise,
+)
 from rsrank_rag.evaluation.metrics import (
+    Rule,
     ScoredQuery,
+    apply_rule,
+    auroc,
+    best_scores,
     best_threshold,
     f1_at,
+    false_accepts,
     query_best_f1,
     ranking_by_query,
     ranking_metrics,
+    rules,
+    select,
 )
 from rsrank_rag.evaluation.systems.bm25 import BM25
 from rsrank_rag.reranker import Reranker
@@ -108,7 +120,7 @@ def test_a_score_that_is_no_number_never_reaches_a_metric(score):
 def test_the_shared_threshold_counts_each_set_the_same_whatever_its_size():
     large = [ScoredQuery([0.0], [False])] * 9 + [ScoredQuery([1.0], [True])]
     small = [ScoredQuery([5.0, 0.5], [True, True])]
-    # Only a threshold below 0.5 gets the small set right, and it still keeps the large set's 0.0 out.
+    # Only a threshold below 0.5 gets the small set right. It drops the large set's 0.0, too.
     assert 0.0 <= shared_threshold([large, small]) < 0.5
 
 
@@ -256,7 +268,7 @@ def test_a_summary_says_what_is_kept_what_is_empty_and_what_is_kept_in_error():
         == found["f1@tau"]
         == pytest.approx((1 / 2 + 1) / 4)
     )
-    assert (found["kept"], found["empty"], found["unanswered"], found["false_keeps"]) == (
+    assert (found["kept_per_query"], found["empty"], found["unanswered"], found["false_keeps"]) == (
         1.0,
         0.5,
         2,
@@ -275,6 +287,133 @@ def test_a_query_without_documents_counts_nothing():
         found[name]
         for name in ("f1@tau", "f1@best", "f1@query_best", "precision@tau", "recall@tau")
     ] == [0.5] * 5
+
+
+# Input order:  -   +   -   +   with one score above zero, which is irrelevant.
+BELOW = ScoredQuery([1.0, -1.0, -3.0, -2.0], [False, True, False, True])
+NO_ANSWER = ScoredQuery([0.5, -0.5], [False, False])
+
+
+@pytest.mark.parametrize(
+    ("rule", "kept", "f1", "left_with_nothing"),
+    [
+        (Rule(0.0), [0], 0.0, True),
+        (Rule(2.0), [], 0.0, True),
+        (Rule(2.0, min_docs=2), [0, 1], 2 * 1 / (2 + 2), False),
+        (Rule(-9.0, top_n=3, min_docs=1), [0, 1, 3], 2 * 2 / (3 + 2), False),
+        (Rule(top_n=1), [0], 0.0, True),
+        (Rule(top_n=3), [0, 1, 3], 2 * 2 / (3 + 2), False),
+        (Rule(top_n=5), [0, 1, 3, 2], 2 * 2 / (4 + 2), False),
+        (Rule(top_n=3, by_score=False), [0, 1, 2], 2 * 1 / (3 + 2), False),
+    ],
+)
+def test_a_rule_keeps_what_rank_would_keep_with_the_same_arguments(
+    rule, kept, f1, left_with_nothing
+):
+    assert rule.kept(BELOW.scores) == kept
+    one = select(BELOW, rule)
+    assert (one.f1, one.kept, one.left_with_nothing) == (f1, len(kept), left_with_nothing)
+
+
+class Listed(Reranker):
+    """Gives the scores of `BELOW`."""
+
+    threshold = 0.0
+
+    def score(self, query, documents):
+        return list(BELOW.scores)
+
+
+@pytest.mark.parametrize("name", [name for name, rule in rules(0.0).items() if rule.by_score])
+def test_the_rules_of_an_evaluation_are_those_of_rank(name):
+    rule = rules(0.0)[name]
+    result = Listed().rank(
+        "q",
+        ["a", "b", "c", "d"],
+        threshold=rule.threshold,
+        top_n=rule.top_n,
+        min_docs=rule.min_docs,
+    )
+    assert [document.index for document in result] == rule.kept(BELOW.scores)
+
+
+def test_a_query_without_an_answer_is_never_left_with_nothing():
+    assert not select(NO_ANSWER, Rule(0.0)).left_with_nothing
+    assert not select(ScoredQuery([], []), Rule(0.0)).left_with_nothing
+
+
+def test_a_rule_on_several_queries_gives_means_and_counts_lost_answers():
+    result = apply_rule([MIXED, BELOW, NO_ANSWER], Rule(top_n=1))
+    # MIXED keeps its relevant best: F1 = 2 * 1 / (1 + 2). The others keep an irrelevant one.
+    assert result == (pytest.approx(2 / 9), 1, 1.0)
+
+
+def test_a_summary_has_the_alternatives_to_the_threshold():
+    summary = summarise([MIXED, BELOW, NO_ANSWER])
+    assert (summary["answerable"], summary["left_with_nothing"]) == (2, 1)
+    assert summary["kept_per_query"] == pytest.approx((3 + 1 + 1) / 3)
+    assert summary["top1_f1"] == pytest.approx(2 / 9)
+    assert summary["top3_left_with_nothing"] == summary["first3_left_with_nothing"] == 0
+    # The first of the file is irrelevant in each.
+    assert (summary["first1_left_with_nothing"], summary["first1_f1"]) == (2, 0.0)
+    assert summary["top5_kept_per_query"] == pytest.approx((4 + 4 + 2) / 3)
+    assert "top1_f1" not in summarise([MIXED], alternatives=False)
+
+
+def test_best_scores_are_of_lists_with_and_without_a_relevant_passage_with_absent_twins():
+    only_relevant = ScoredQuery([4.0], [True])
+    answerable, unanswerable = best_scores(
+        [MIXED, BELOW, NO_ANSWER, only_relevant, ScoredQuery([], [])]
+    )
+    assert answerable == [3.0, 1.0, 4.0]
+    # Without their relevant passages MIXED's best is 2 and BELOW's stays 1.
+    assert unanswerable == [2.0, 1.0, 0.5]
+
+
+def test_auroc_and_false_accepts_equal_the_fractions_by_hand():
+    positives, negatives = [3.0, 1.0, 4.0], [2.0, 1.0, 0.5]
+    # 3 and 4 are above all three; 1 is above one and equal to one.
+    assert auroc(positives, negatives) == pytest.approx((3 + 1.5 + 3) / 9)
+    # All three must be accepted for 90%: the limit is 1, which two of the negatives reach.
+    assert false_accepts(positives, negatives) == pytest.approx(2 / 3)
+    # 9 of 10 are enough: the limit is 2.
+    assert false_accepts([float(i) for i in range(1, 11)], [1.5, 2.0, 0.0, 7.0]) == 2 / 4
+    assert auroc([], negatives) is auroc(positives, []) is false_accepts(positives, []) is None
+    summary = summarise([MIXED, BELOW, NO_ANSWER, ScoredQuery([4.0], [True])])
+    assert summary["auroc"] == pytest.approx(7.5 / 9)
+    assert summary["false_accepts@90"] == pytest.approx(2 / 3)
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(st.integers(-3, 3), min_size=1), st.lists(st.integers(-3, 3), min_size=1))
+def test_auroc_equals_the_count_over_all_pairs(positives, negatives):
+    wins = sum((x > y) + (x == y) / 2 for x in positives for y in negatives)
+    assert auroc(positives, negatives) == pytest.approx(wins / len(positives) / len(negatives))
+
+
+def test_the_recommendation_names_the_rule_that_loses_fewest_answers_and_what_zero_loses():
+    # Each relevant document is the best of ten. In six of fourteen queries it scores below zero.
+    queries = [
+        ScoredQuery([place - 8.5 - 9.0 * (number < 6) for place in range(10)], [False] * 9 + [True])
+        for number in range(14)
+    ]
+    assert recommend(queries) == (
+        "On these queries zero with min_docs=1 loses 0 of 14 answers and keeps 1.0 passages a "
+        "query; zero loses 6 and keeps 0.6."
+    )
+
+
+def test_the_recommendation_is_zero_where_it_loses_few_answers_and_has_the_best_f1():
+    queries = [ScoredQuery([1.0, -1.0, -2.0], [True, False, False])] * 9
+    queries.append(ScoredQuery([-1.0, -2.0, -3.0], [False, False, True]))
+    assert recommend([*queries, NO_ANSWER]).startswith(
+        "On these queries zero loses 1 of 10 answers and keeps 0.9 passages a query; top 5 above "
+        "zero with min_docs=1 loses 1"
+    )
+
+
+def test_where_no_query_has_an_answer_nothing_is_recommended():
+    assert "no rule is advised" in recommend([NO_ANSWER])
 
 
 @pytest.mark.parametrize(
