@@ -209,21 +209,6 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def short_table(results: Sequence[dict[str, Any]]) -> str:
-    """What somebody who chooses a reranker for a CPU asks first: new documents, kept ones, and the usual peers."""
-    mini = ("mini, 0% kept", "mini, 84% kept", "mini, 100% kept")
-    peers = (
-        BASE,
-        "ONNX Runtime, 12 layers, int8",
-        "CrossEncoder, 6 layers, float32",
-        "CrossEncoder, 6 layers, bfloat16",
-    )
-    rows = [
-        [row for row in result["rows"] if row["system"] in (*mini, *peers)] for result in results
-    ]
-    return table([{**result, "rows": own} for result, own in zip(results, rows, strict=True)])
-
-
 def table(results: Sequence[dict[str, Any]]) -> str:
     """Times as multiples of ONNX Runtime's in int8 with 6 layers, a column for each process, in Markdown."""
     machines: dict[str, list[str]] = {}

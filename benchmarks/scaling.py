@@ -1,6 +1,6 @@
 """How time grows: with documents, their length, the batch and the threads; cold, and with all prefixes kept.
 
-    python -m benchmarks.scaling --size mini --chart docs/scaling.png
+    python -m benchmarks.scaling --size mini --chart research/docs/images/scaling.png
     python -m benchmarks.scaling --size qwen3-0.6b --layers 7 --documents 4 8 16
 
 One thing varies at a time, the others stay at their middle value. All points of a sweep take turns in random order.

@@ -29,7 +29,6 @@ class Table(NamedTuple):
 
 TABLES = {
     "peers": Table("docs/benchmarks.md", "docs/peers.json", peers.table),
-    "peers in short": Table("README.md", "docs/peers.json", peers.short_table),
     "neighbours": Table("docs/benchmarks.md", "docs/neighbours.json", neighbours.table),
     "sentences": Table("docs/benchmarks.md", "docs/sentences.json", sentences.table),
     "long documents": Table("docs/benchmarks.md", "docs/sentences.json", sentences.long_table),

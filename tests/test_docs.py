@@ -32,7 +32,15 @@ def test_pages_with_code_and_notebooks_were_found():
     assert len(NOTEBOOKS) == 3
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+@pytest.mark.parametrize("number", range(len(BLOCK.findall((ROOT / "README.md").read_text("utf-8")))))
+def test_each_block_of_the_readme_runs_alone(number):
+    pytest.importorskip("langchain_core")
+    pytest.importorskip("llama_index.core")
+    block = BLOCK.findall((ROOT / "README.md").read_text("utf-8"))[number]
+    exec(compile(block, f"README.md, block {number}", "exec"), {"__name__": "__docs__"})
+
+
+@pytest.mark.parametrize("page", PAGES[1:], ids=lambda page: page.name)
 def test_the_code_of_a_page_runs_from_top_to_bottom(page):
     pytest.importorskip("langchain_classic")
     pytest.importorskip("llama_index.core")

@@ -97,6 +97,24 @@ def table(figures: Figures, metrics: Sequence[str] = ("ndcg@5", "f1@tau")) -> st
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
+def overview_table(figures: Figures) -> str:
+    """The README's table: means over families, words, keywords and off-topic questions."""
+    lines = [f"| | {' | '.join(figures)} |", f"|---|{'--:|' * len(figures)}"]
+    for metric, label in (("ndcg@5", "nDCG@5"), ("f1@tau", "F1")):
+        columns = columns_of(figures, metric)
+        for mean, kind in (("mean, seen", "seen"), ("mean, never seen", "not seen")):
+            cells = [f"{100 * columns[system][mean]:.1f}" for system in figures]
+            lines.append(f"| {label}, {kind} | {' | '.join(cells)} |")
+    for kind, part, label in (
+        ("words", "found", "one word: the wanted passage is kept"),
+        ("keywords", "found", "keywords: the wanted passage is kept"),
+        ("nothing", "silent", "off-topic: nothing is kept"),
+    ):
+        cells = [f"{100 * system['short'][kind][part]:.0f}" for system in figures.values()]
+        lines.append(f"| {label} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
 def threshold_table(figures: Figures) -> str:
     """What the best threshold of each set, found on its labels, would add to zero."""
     lines = ["| set | F1 at zero | F1 at the set's best | that threshold |", "|---|--:|--:|--:|"]
@@ -189,6 +207,7 @@ def blocks(figures: Figures, ablations: FigureFile) -> dict[str, str]:
     return {
         "minilm": ablation_tables(ablations.figures).replace("## ", "### "),
         "mini": table(figures),
+        "mini in short": overview_table(figures),
         "results": table(figures, tuple(METRICS)),
         "thresholds": threshold_table(figures),
         "short": short_table(figures),
