@@ -42,7 +42,7 @@ def test_each_block_of_the_readme_runs_alone(number):
 
 @pytest.mark.parametrize("page", PAGES[1:], ids=lambda page: page.name)
 def test_the_code_of_a_page_runs_from_top_to_bottom(page):
-    pytest.importorskip("langchain_classic")
+    pytest.importorskip("langchain_core")
     pytest.importorskip("llama_index.core")
     names = {"__name__": "__docs__"}
     for block in BLOCK.findall(page.read_text("utf-8")):
