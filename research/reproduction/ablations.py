@@ -31,10 +31,11 @@ from rsrank_rag.evaluation.statistics import Record
 from rsrank_rag.method.projection import Projection
 from rsrank_rag.partial_files import write_text
 from rsrank_rag.training.batches import scored, split
-from rsrank_rag.training.recipe import SHIPPED, DataPart, Recipe, read_toml
+from rsrank_rag.training.recipe import SHIPPED, Recipe, read_toml
 from rsrank_rag.training.run import Learner, TrainingRun
 from rsrank_rag.training.store import FeatureSource, FeatureStore, QueryFeatures
 
+from ..recipe import ResearchRecipe, SetPart
 from .oracle import oracle_scores
 from .signals import Null, Signal, reading
 
@@ -94,10 +95,10 @@ class AblationPart(BaseModel, extra="forbid", frozen=True):
     settings: tuple[str, ...] = Field(
         default=(), description="Entries changed for all of them, as after --set."
     )
-    train: tuple[DataPart, ...] = Field(
+    train: tuple[SetPart, ...] = Field(
         default=(), description="What B learns from; empty for the recipe's data."
     )
-    evaluation: tuple[DataPart, ...] = Field(
+    evaluation: tuple[SetPart, ...] = Field(
         default=(), description="Empty for the recipe's evaluation sets."
     )
 
@@ -202,7 +203,7 @@ class Ablations:
     def recipe(self, ablation: Ablation) -> Recipe:
         """The changed recipe; InputError where there is none, or it has nothing to learn from or to measure on."""
         part = self.part
-        found = Recipe.load(part.recipe, [*part.settings, *ablation.changes])
+        found = ResearchRecipe.load(part.recipe, [*part.settings, *ablation.changes])
         update = {
             "data": part.train or found.data,
             "evaluation": part.evaluation or found.evaluation,
@@ -350,7 +351,7 @@ class _Part:
         return QueryFeatures(shifts, found.relevant, found.tokens, found.oracle)
 
 
-def _evaluating(recipe: Recipe, part: DataPart) -> Recipe:
+def _evaluating(recipe: Recipe, part: SetPart) -> Recipe:
     """The recipe with a set to measure on as its data: all documents, all tokens."""
     whole = recipe.features.model_copy(update={"max_documents": None, "max_tokens": None})
     return recipe.model_copy(update={"data": (part,), "features": whole, "minimum_queries": 1})

@@ -9,10 +9,11 @@ from typing_extensions import Self
 
 from rsrank_rag.adapters.systems import parse
 from rsrank_rag.errors import InputError
-from rsrank_rag.evaluation.hub_datasets import Split
-from rsrank_rag.evaluation.negatives import Negatives
-from rsrank_rag.training.recipe import DataPart, LoadedPart, read_toml, validated
+from rsrank_rag.training.recipe import LoadedPart, read_toml, validated
 
+from ..hub_datasets import Split
+from ..negatives import Negatives
+from ..recipe import SetPart as NamedSetPart
 from .ablations import AblationPart, chosen
 
 SHIPPED = Path(__file__).parent / "recipes"
@@ -21,7 +22,7 @@ ARTIFACT = (
 )
 
 
-class SetPart(DataPart, extra="forbid", frozen=True):
+class SetPart(NamedSetPart, extra="forbid", frozen=True):
     """A set to measure on."""
 
     split: Split = "test"

@@ -32,10 +32,6 @@ Systems = Annotated[
         help=f"Built-in name, artifact folder or Hub id; or {forms()}. May be repeated.",
     ),
 ]
-Negatives = Annotated[
-    str | None, Option(help="New irrelevant documents: bm25, dense, dense:ENCODER or random.")
-]
-
 watched = partial(
     track, console=problems, transient=True
 )  # queries, and what they are: a bar until all are scored
@@ -71,10 +67,7 @@ RULES = ("F1", "answers lost", "kept a query")
 
 @command(app)
 def evaluate(
-    data: Annotated[
-        list[str],
-        Option("--data", help="Labelled .jsonl(.gz), hotpotqa or beir:NAME. May be repeated."),
-    ],
+    data: Annotated[list[Path], Option("--data", help="Labelled .jsonl(.gz). May be repeated.")],
     load: LoadOptions,
     model: Systems = ["mini"],  # noqa: B006 - typer copies it
     revision: Revision = None,
@@ -90,10 +83,7 @@ def evaluate(
         str, Option(help="For f1@tau: a number, native or shared (see above).")
     ] = "native",
     titles: Annotated[bool, Option(help="Put a document's title in front of its text.")] = True,
-    limit: Annotated[
-        int | None, Option(min=1, help="At most so many queries of each; of the Hub, at random.")
-    ] = None,
-    negatives: Negatives = None,
+    limit: Annotated[int | None, Option(min=1, help="Only the first queries of each file.")] = None,
 ) -> None:
     """Measure on labelled passages what a threshold keeps (precision, recall, F1, how much) and how a model ranks.
 
@@ -113,12 +103,10 @@ def evaluate(
 
     `rsrank evaluate --data dev.jsonl.gz --model mini --model bm25 --report report`
 
-    `rsrank evaluate --data dev.jsonl.gz --model qwen3-reranker:0.6b --negatives bm25`
     """
-    from ..evaluation import negatives as hard
     from ..evaluation.comparison import Measured
+    from ..evaluation.datasets import read_sets
     from ..evaluation.evaluate import recommend, score_dataset, shared_threshold, summarise
-    from ..evaluation.hub_datasets import load_sets
     from ..evaluation.report import write_report
 
     _check_outputs(output, report)
@@ -131,8 +119,7 @@ def evaluate(
     given = None if threshold in ("native", "shared") else _number(threshold)
     for name in model:
         parse(name)  # a wrong name is said before the data are read
-    chosen = None if negatives is None else hard.Negatives.parse(negatives)
-    sets = load_sets(data, limit=limit, negatives=chosen, titles=titles, options=load)
+    sets = {name: queries[:limit] for name, queries in read_sets(data).items()}
     measured = []
     for source, name in zip(model, label, strict=True):
         with problems.status(f"Loading {name} ..."):

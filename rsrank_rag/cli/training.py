@@ -52,7 +52,7 @@ def train(
 
     `rsrank train --config mini --data labelled.jsonl --output runs/mine`
 
-    Recipes: mini, your-data, encoder, qwen3-0.6b, qwen3-8b. The same command goes on after an interruption.
+    Recipes: mini, your-data, encoder. The same command goes on after an interruption.
 
     Training that begins with an artifact (the recipe mini, or `--base`) ends with a verdict: base against trained on
     queries left out of training. Where the base was better, its weights are what is written.
@@ -71,9 +71,7 @@ def train(
     if not dry_run:
         _show(run.run())
         return
-    sources = ", ".join(
-        f"{part.title} (about)" if part.dataset else part.title for part in recipe.data
-    )
+    sources = ", ".join(part.title for part in recipe.data)
     screen.print(
         f"recipe       {recipe.name}: {recipe.model.name}\ndata         {sources}\n{run.estimate()}"
     )

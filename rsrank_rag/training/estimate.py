@@ -10,17 +10,15 @@ import torch
 from ..artifact import hub
 from ..artifact.config import INSIDE
 from ..errors import BackboneError
-from ..evaluation.datasets import LabelledDocument, LabelledQuery
+from ..evaluation.datasets import LabelledQuery
 from ..language_model.loading import LOAD_ERRORS, shortened
 from ..method.template import PromptTokenizer
 from .features import Plan, plan_features
-from .recipe import SHIPPED, DataPart, Recipe, read_toml
+from .recipe import SHIPPED, Recipe, read_toml
 
 _KNOWN = read_toml(str(Path(__file__).with_name("sizes.toml")), SHIPPED, "list of sizes")
-SIZES, SHAPES = (
-    _KNOWN["sets"],
-    _KNOWN["models"],
-)  # of sets and of language models, for which nobody has to be asked
+# Of language models whose config nobody has to be asked for.
+SHAPES = _KNOWN["models"]
 
 
 @dataclass(frozen=True)
@@ -50,17 +48,6 @@ class Estimate:
             else f"{self.parameters:,} numbers, at most {self.epochs} epochs over {plan.rows:,} rows of features",
         }
         return "\n".join(f"{name:<13}{text}" for name, text in lines.items())
-
-
-def sketch(part: DataPart) -> list[LabelledQuery]:
-    """Queries as long as those of a set by name are in the mean, without the Hub; none where that is not known."""
-    if part.dataset not in SIZES or part.queries is None or part.granularity or part.negatives:
-        return []
-    documents, asked, read = SIZES[part.dataset]
-    texts = tuple(
-        LabelledDocument(id=str(i), text="a " * read, relevant=i < 2) for i in range(documents)
-    )
-    return [LabelledQuery(id="0", query="a " * asked, documents=texts)] * part.queries
 
 
 def estimate(

@@ -8,10 +8,9 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import fields, replace
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar, get_args
+from typing import Annotated, Any, ClassVar, Literal, TypeVar, get_args
 
 from pydantic import (
-    AliasChoices,
     BaseModel,
     BeforeValidator,
     ConfigDict,
@@ -25,8 +24,6 @@ from ..artifact import hub
 from ..artifact.config import INSIDE
 from ..errors import BackboneError, InputError, nearest
 from ..evaluation.datasets import LabelledQuery, dataset_name, read_labelled
-from ..evaluation.hub_datasets import Granularity, Split, load_named
-from ..evaluation.negatives import Negatives, replace_negatives
 from ..language_model.options import LoadOptions, LoadSettings, Weights
 from ..method.template import Template
 from .domain import DomainOptions
@@ -83,57 +80,26 @@ class ModelPart(LoadedPart):
 
 
 class DataPart(BaseModel, extra="forbid", frozen=True):
-    """Labelled queries: a JSON-lines file, or a set by name from the Hub."""
+    """Labelled queries in a JSON-lines file."""
 
-    file: str | None = None
-    dataset: str | None = Field(
-        default=None,
-        validation_alias=AliasChoices("dataset", "name"),
-        description="One of the paper's sets, or beir:NAME; `name` means the same.",
-    )
+    file: str
     label: str | None = None
-    split: Split = "train"
     queries: int | None = Field(default=None, gt=0, description="At most so many, at random.")
-    granularity: Granularity | None = None
-    negatives: Negatives | None = Field(
-        default=None,
-        description="None for the paper's: 15 at random for BEIR, the set's own for the others and files.",
-    )
-    revision: str | None = None
-
-    @model_validator(mode="after")
-    def _one_source(self) -> Self:
-        if (self.file is None) == (self.dataset is None):
-            raise ValueError("give either file or dataset (by its name)")
-        return self
 
     @property
     def title(self) -> str:
         """What the set is called."""
-        return self.label or self.dataset or dataset_name(str(self.file))
+        return self.label or dataset_name(self.file)
 
-    def load(
-        self, seed: int, *, options: LoadOptions | None = None, titles: bool = True
-    ) -> list[LabelledQuery]:
-        """Read it.
+    def load(self, seed: int) -> list[LabelledQuery]:
+        """Read it; the seed draws the queries."""
+        return self.drawn(read_labelled(self.file), seed)
 
-        `options`: how to load the bi-encoder of dense negatives. `titles`: the first stage of hard negatives
-        reads a file's titles in front of the texts.
-        """
-        if self.file is None:
-            named: Any = self.model_dump(include={"split", "queries", "granularity", "revision"})
-            negatives = self.negatives or Negatives()
-            return load_named(
-                str(self.dataset), negatives=negatives, seed=seed, options=options, **named
-            )
-        queries = read_labelled(self.file)
-        if self.negatives is not None:
-            queries = replace_negatives(
-                queries, self.negatives, titles=titles, seed=seed, options=options
-            )
-        if self.queries is not None and self.queries < len(queries):
-            queries = random.Random(f"{seed}-{self.title}").sample(queries, self.queries)
-        return queries
+    def drawn(self, queries: list[LabelledQuery], seed: int) -> list[LabelledQuery]:
+        """At most as many queries as are wanted."""
+        if self.queries is None or self.queries >= len(queries):
+            return queries
+        return random.Random(f"{seed}-{self.title}").sample(queries, self.queries)
 
 
 def parse_layers(value: Any) -> Any:
@@ -184,6 +150,9 @@ class FeaturePart(BaseModel, extra="forbid", frozen=True):
 
 class Recipe(BaseModel, extra="forbid", frozen=True):
     """Everything that decides which artifact comes out."""
+
+    # Where recipes are that can be named.
+    folder: ClassVar[Path] = SHIPPED
 
     name: str
     base: str | None = Field(
@@ -239,7 +208,7 @@ class Recipe(BaseModel, extra="forbid", frozen=True):
 
         Raises InputError: there is none, or it is not a valid one; ArtifactError: the base is none.
         """
-        raw = read_toml(source, SHIPPED, "recipe")
+        raw = read_toml(source, cls.folder, "recipe")
         for override in overrides:
             _merge(raw, _assignment(override))
         if data:

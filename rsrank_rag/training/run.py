@@ -35,7 +35,7 @@ from ..partial_files import replacing, write_text
 from ..rsrank import RSRank
 from .batches import device_for, scored, split
 from .domain import WORSE, Verdict, judge, train_near
-from .estimate import Estimate, estimate, sketch
+from .estimate import Estimate, estimate
 from .features import VALUES, FeatureExtractor, Reading, digest, plan_features, spec_for, subsample
 from .fit import Epoch, FitOptions, Fitted, closed_form, fit
 from .recipe import Recipe
@@ -172,12 +172,10 @@ class TrainingRun:
     def estimate(self) -> Estimate:
         """Disk, memory and time, without the language model's weights; sets by name count with their mean sizes."""
         data, seed = self.recipe.data, self.recipe.fit.seed
-        held = [
-            query for part in self.recipe.evaluation for query in sketch(part) or part.load(seed)
-        ]
+        held = [query for part in self.recipe.evaluation for query in part.load(seed)]
         if all(part.file for part in data):
             return estimate(self.recipe, self.queries, held)
-        queries = [query for part in data for query in sketch(part) or part.load(seed)]
+        queries = [query for part in data for query in part.load(seed)]
         return estimate(
             self.recipe, subsample(queries, self.recipe.features.max_documents, seed), held
         )

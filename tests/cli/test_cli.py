@@ -367,41 +367,6 @@ def test_evaluate_says_before_the_work_that_its_report_cannot_be_written(labelle
     assert "cannot be made" in " ".join(result.stderr.split())
 
 
-def test_evaluate_takes_negatives_from_the_whole_file(tmp_path):
-    rows = [
-        {
-            "id": "0",
-            "query": "lamp oil",
-            "documents": [{"id": "a", "text": "oil of the lamp", "relevant": True}],
-        },
-        {
-            "id": "1",
-            "query": "rope",
-            "documents": [{"id": "b", "text": "lamp oil, lamp oil", "relevant": True}],
-        },
-    ]
-    data, output = tmp_path / "data.jsonl", tmp_path / "metrics.json"
-    data.write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
-
-    def ndcg(*arguments):
-        run(
-            "evaluate",
-            "-m",
-            "bm25",
-            "--data",
-            str(data),
-            "--limit",
-            "1",
-            "--output",
-            str(output),
-            *arguments,
-        )
-        return json.loads(output.read_text(encoding="utf-8"))[0]["ndcg@5"]
-
-    assert ndcg() == 1.0
-    assert ndcg("--negatives", "bm25") < 1.0
-
-
 def test_limit_takes_the_first_queries(labelled, tmp_path):
     output = tmp_path / "metrics.json"
     run("evaluate", "-m", "bm25", "--data", labelled[0], "--limit", "1", "--output", str(output))
@@ -418,11 +383,6 @@ def test_limit_takes_the_first_queries(labelled, tmp_path):
         (["rank", "-q", "x", "-d", "-", "-m", "ARTIFACT", "--dtype", "int7"], 2, "is not a dtype"),
         (["info", "nowhere at all"], 1, "neither built in"),
         (["evaluate", "-m", "bm25", "--data", "nowhere.jsonl"], 2, "no data file"),
-        (
-            ["evaluate", "-m", "bm25", "--data", "x", "--negatives", "hard"],
-            2,
-            "random, bm25, dense or dense:ENCODER",
-        ),
         (
             ["evaluate", "-m", "bm25", "--data", "x", "--threshold", "high"],
             2,

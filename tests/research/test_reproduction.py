@@ -9,6 +9,7 @@ import torch
 from conftest import CHAT, DOCUMENTS, ENCODER, LAYERS, QUERIES
 from typer.testing import CliRunner
 
+from research.recipe import ResearchRecipe, SetPart
 from research.reproduce import app
 from research.reproduction.ablations import (
     ABLATIONS,
@@ -35,7 +36,8 @@ from rsrank_rag.language_model.options import LoadOptions
 from rsrank_rag.method.scoring import Row, ShiftReader
 from rsrank_rag.method.template import PromptTokenizer
 from rsrank_rag.training.features import FeatureExtractor
-from rsrank_rag.training.recipe import DataPart, FeaturePart, Recipe, shipped
+from rsrank_rag.training.fit import FitOptions
+from rsrank_rag.training.recipe import FeaturePart, shipped
 
 CPU = LoadOptions(device="cpu", dtype="float32", local_files_only=True)
 
@@ -374,11 +376,33 @@ def test_an_ablation_stands_beside_its_paired_difference_to_the_base():
 
 @pytest.mark.parametrize("recipe", ["encoder", "qwen3-8b"])
 def test_every_ablation_is_a_valid_change_of_a_shipped_recipe(recipe):
-    unchanged = Recipe.load(recipe)
+    unchanged = ResearchRecipe.load(recipe)
     same = {f"P={unchanged.fit.projection_dim}"}
     for name, ablation in ABLATIONS.items():
-        changed = Recipe.load(recipe, ablation.changes)
+        changed = ResearchRecipe.load(recipe, ablation.changes)
         assert (changed == unchanged) == (not ablation.changes or name in same), name
+
+
+def test_the_recipes_for_qwen3_are_valid_and_keep_fever_out_of_training():
+    assert shipped(ResearchRecipe.folder) == ["qwen3-0.6b", "qwen3-8b"]
+    for name in ("qwen3-0.6b", "qwen3-8b"):
+        recipe = ResearchRecipe.load(name)
+        training = {part.dataset for part in recipe.data}
+        assert training == {"2wiki", "hotpotqa", "musique", "fiqa", "nfcorpus"}
+        assert {part.dataset for part in recipe.evaluation} - training == {"fever"}
+        assert recipe.fit == FitOptions()
+    paper = ResearchRecipe.load("qwen3-8b")
+    assert sum(part.queries for part in paper.data) - paper.validation_queries == 2000
+    assert paper.model.name == "Qwen/Qwen3-8B"
+
+
+def test_a_set_is_a_file_or_a_name_and_not_both(data):
+    part = SetPart(file=str(data / "one.jsonl"), negatives={"kind": "bm25", "count": 1})
+    assert all(
+        sum(not document.relevant for document in query.documents) <= 1 for query in part.load(0)
+    )
+    with pytest.raises(ValueError, match="either file or dataset"):
+        SetPart(file="x.jsonl", dataset="fiqa")
 
 
 def test_ablations_are_found_by_name_group_or_all():
@@ -410,8 +434,8 @@ def test_ablations_are_run_once_and_a_failure_stops_no_other(artifact, data, tmp
     said, failures = [], {}
     part = AblationPart(
         recipe=str(tmp_path / "recipe.toml"),
-        train=(DataPart(file=str(data / "one.jsonl")),),
-        evaluation=(DataPart(file=str(data / "two.jsonl")),),
+        train=(SetPart(file=str(data / "one.jsonl")),),
+        evaluation=(SetPart(file=str(data / "two.jsonl")),),
     )
     runner = Ablations(part, tmp_path / "runs", said.append, failures.__setitem__)
     wanted = [ABLATIONS[name] for name in ("800 queries", "0 queries", "P=4", "heads: first half")]

@@ -1,7 +1,8 @@
-"""Irrelevant candidates for a query: at random, as in the paper, or the hard ones that its Limitations ask for.
+"""Irrelevant candidates for a query: random ones, as in the paper, or hard ones.
 
-Hard ones are what a first stage, BM25 or a bi-encoder, ranks highest in the corpus and nobody has labelled relevant.
-Some may be relevant all the same: labels of large corpora are never complete.
+The paper's Limitations ask for hard ones. A first stage, BM25 or a bi-encoder, ranks them highest
+in the corpus, and nobody has labelled them relevant. Some may be relevant all the same: labels of
+large corpora are never complete.
 """
 
 import random
@@ -13,30 +14,29 @@ import numpy as np
 from pydantic import BaseModel, Field
 from typing_extensions import Self
 
-from ..errors import InputError
-from ..language_model.options import LoadOptions
-from .datasets import LabelledDocument, LabelledQuery
-from .systems.bm25 import BM25
-from .systems.sentence_transformers import BiEncoder
+from rsrank_rag.errors import InputError
+from rsrank_rag.evaluation.datasets import LabelledDocument, LabelledQuery
+from rsrank_rag.evaluation.systems.bm25 import BM25
+from rsrank_rag.evaluation.systems.sentence_transformers import BiEncoder
+from rsrank_rag.language_model.options import LoadOptions
 
 Kind = Literal["random", "bm25", "dense"]
 
 
 class Negatives(BaseModel, extra="forbid", frozen=True):
-    """How a query's irrelevant documents are chosen: at random, or the best of BM25 or of a bi-encoder."""
+    """How irrelevant documents are drawn: at random, or the best of BM25 or of a bi-encoder."""
 
     kind: Kind = "random"
-    count: int = Field(
-        default=15, ge=0
-    )  # documents a query; all there are where the corpus is smaller
-    encoder: str = "sentence-transformers/all-MiniLM-L6-v2"  # of "dense", by Hub id or folder
-    corpus: int | None = Field(
-        default=None, gt=0
-    )  # draw from so many documents of it, at random; None for all
+    # Documents for each query; all documents if the corpus is smaller.
+    count: int = Field(default=15, ge=0)
+    # For "dense", by Hub id or folder.
+    encoder: str = "sentence-transformers/all-MiniLM-L6-v2"
+    # Draw from so many documents of the corpus, at random; None for all.
+    corpus: int | None = Field(default=None, gt=0)
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """As on the command line: ``random``, ``bm25``, ``dense`` or ``dense:ENCODER``; else InputError.
+        """Read ``random``, ``bm25``, ``dense`` or ``dense:ENCODER``; anything else is an InputError.
 
         >>> Negatives.parse("dense:BAAI/bge-m3").encoder
         'BAAI/bge-m3'
@@ -60,11 +60,20 @@ def choose(
 ) -> list[list[int]]:
     """Rows of each query's irrelevant documents; hard ones best first, random ones in random order.
 
-    Documents that share no word with the query are no hard negatives: where BM25 finds too few, random ones follow.
+    Documents that share no word with the query are no hard negatives: if BM25 gives too few, random
+    ones follow. What a query gets depends on no other query.
 
-    `queries`: id, text and the rows of the relevant documents of each. `read`: texts of some rows, as a reranker
-    reads them. `seed`: of everything random. What a query gets depends on no other query. BackboneError and
-    MissingDependencyError say why there is no first stage.
+    Args:
+        negatives: How many, and of which kind.
+        queries: Id, text and the rows of the relevant documents of each.
+        size: Rows of the corpus.
+        read: Texts of some rows, as a reranker reads them.
+        seed: Of everything random.
+        options: How to load the bi-encoder.
+
+    Raises:
+        BackboneError: The bi-encoder cannot be loaded.
+        MissingDependencyError: A library of the first stage is not installed.
     """
     rows: Sequence[int] = range(size)
     if negatives.corpus is not None and negatives.corpus < size:
@@ -93,7 +102,7 @@ def choose(
 
 
 def _bm25(queries: Sequence[str], corpus: Sequence[str], depth: int) -> Iterator[list[int]]:
-    """Places of each query's best documents: none without a common word, of equal ones the first."""
+    """Places of each query's best documents, all of which share a word with it."""
     for scores in map(np.asarray, BM25().scores(queries, corpus)):
         yield [int(row) for row in np.argsort(-scores, kind="stable")[:depth] if scores[row] > 0]
 
@@ -117,9 +126,9 @@ def replace_negatives(
     seed: int = 0,
     options: LoadOptions | None = None,
 ) -> list[LabelledQuery]:
-    """The queries with their relevant documents and other irrelevant ones, from the candidates of all queries.
+    """The queries with their relevant documents and others that are candidates of other queries.
 
-    `titles`: the first stage reads a document's title in front of its text. Raises as `choose`.
+    ``titles``: the first stage reads a document's title in front of its text. Raises as `choose`.
     """
     corpus: dict[tuple[str | None, str], LabelledDocument] = {}
     for query in queries:

@@ -1,7 +1,8 @@
 """The paper's six sets (Section 5.2) and those of BEIR by name, from the Hugging Face Hub.
 
-Each of the six is read at a fixed commit of a repository that holds plain data files, so the same call gives the same
-queries. Other sets of BEIR are read as they are on the Hub, at a commit of your choice.
+Each of the six is read at a fixed commit of a repository that holds plain data files, so the same
+call gives the same queries. Other sets of BEIR are read at a commit of your choice.
+``python -m research.hub_datasets --help`` writes a set to a file for ``rsrank evaluate``.
 """
 
 import random
@@ -11,12 +12,18 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from ..errors import InputError, required
-from ..language_model.hub_errors import HUB_ERRORS
-from ..language_model.options import LoadOptions
-from .datasets import LabelledDocument, LabelledQuery, read_sets
+import typer
+from typer import Option
+
+from rsrank_rag.cli.options import command, screen
+from rsrank_rag.errors import InputError, required
+from rsrank_rag.evaluation.datasets import LabelledDocument, LabelledQuery, read_sets
+from rsrank_rag.language_model.hub_errors import HUB_ERRORS
+from rsrank_rag.language_model.options import LoadOptions
+from rsrank_rag.partial_files import write_text
+
 from .negatives import Negatives, choose, replace_negatives
 
 Split = Literal["test", "train", "validation"]
@@ -47,11 +54,13 @@ class _Source:
                 self.repository, config, split=split, revision=self.revision
             )
         except (*HUB_ERRORS, datasets.exceptions.DatasetsError) as error:
-            cause = error.__cause__ or error  # a failed build names its reason only there
+            # A failed build names its reason only in the cause.
+            cause = error.__cause__ or error
             raise InputError(
-                f"{self.repository} (config {config or 'default'!r}, split {split!r}, revision {self.revision!r}) "
-                f"could not be loaded from the Hub: {type(cause).__name__}: {str(cause).rstrip('. ')}. Connect once to "
-                "download it, leave revision out if you gave one, or read a file of your own with read_labelled."
+                f"{self.repository} (config {config or 'default'!r}, split {split!r}, "
+                f"revision {self.revision!r}) could not be loaded from the Hub: "
+                f"{type(cause).__name__}: {str(cause).rstrip('. ')}. Connect once to download it, "
+                "leave revision out if you gave one, or read a file of your own with read_labelled."
             ) from error
 
 
@@ -73,7 +82,8 @@ _SOURCES: Mapping[str, _Source] = {
     "fever": _Source("beir", "mteb/fever", "default", "bea83ef9e8fb933d90a2f1d5515737465d613e12"),
 }
 
-NAMES: tuple[str, ...] = tuple(_SOURCES)  # the sets that `load_named` knows, besides those of BEIR
+# The sets that `load_named` knows, besides those of BEIR.
+NAMES: tuple[str, ...] = tuple(_SOURCES)
 
 _BEIR_NAME = re.compile(r"beir[:/]([A-Za-z0-9][A-Za-z0-9._-]*)")
 
@@ -86,13 +96,14 @@ def load_sets(
     titles: bool = True,
     options: LoadOptions | None = None,
 ) -> dict[str, list[LabelledQuery]]:
-    """Files of labelled queries and sets by name from the Hub: name -> queries; raises as what it calls.
+    """Files of labelled queries and sets by name from the Hub: name -> queries.
 
     Args:
         places: ``.jsonl`` or ``.jsonl.gz`` files, names of `NAMES` or ``beir:NAME``. A file goes before a name.
         limit: Only the first queries of each file; of a set by name so many at random.
-        negatives: Of each query, of a file from the candidates of all its queries. None for the file's own, and 15 at
-            random for sets of BEIR by name. The multi-hop sets by name keep their own.
+        negatives: The irrelevant documents of each query. For a file they come from the candidates
+            of all its queries. None keeps the file's own, and takes 15 at random for sets of BEIR.
+            The multi-hop sets by name keep their own.
         titles: The first stage reads a file's titles in front of the texts.
         options: How to load the bi-encoder of dense negatives.
     """
@@ -130,28 +141,33 @@ def load_named(
 ) -> list[LabelledQuery]:
     """Load a set, in order of the queries' ids. Downloads are kept in the cache of `datasets`.
 
-    2wiki, hotpotqa and musique come with each question's own gold and distractor paragraphs, and musique holds
-    answerable questions only. Their test labels are hidden, so "test" gives the validation split. fiqa, nfcorpus and
-    fever have test labels; their documents are the relevant ones and others of the whole corpus, shuffled. fever's
-    corpus takes several GB on disk. It is the paper's zero-shot set: measure on it, do not train on it.
+    2wiki, hotpotqa and musique come with each question's own gold and distractor paragraphs, and
+    musique holds answerable questions only. Their test labels are hidden, so "test" gives the
+    validation split. fiqa, nfcorpus and fever have test labels; their documents are the relevant
+    ones and others of the whole corpus, shuffled. fever's corpus takes several GB on disk. It is
+    the paper's zero-shot set: measure on it, do not train on it.
 
     Args:
-        name: One of `NAMES`, or ``beir:scifact`` for the set of BEIR that stands as mteb/scifact on the Hub.
+        name: One of `NAMES`, or ``beir:scifact`` for the set of BEIR that is mteb/scifact.
         split: Which part.
-        queries: At most so many, at random; None for all. The choice depends on the ids and the seed alone.
-        granularity: What a document of 2wiki and hotpotqa is; None for the paper's choice, "sentence".
-        negatives: Irrelevant documents a query of sets of BEIR: so many at random, or as `Negatives` says.
-        seed: Of the sample of queries and the negatives.
-        revision: Another commit, branch or tag of the repository than the one this package was written against.
+        queries: At most so many, at random; None for all. The sample depends on the ids and the
+            seed alone.
+        granularity: What a document of 2wiki and hotpotqa is; None for "sentence", as in the paper.
+        negatives: Irrelevant documents of a query of BEIR: so many at random, or as `Negatives`
+            says.
+        seed: Draws the queries and the negatives.
+        revision: Another commit, branch or tag of the repository than the pinned one.
         options: How to load the bi-encoder of dense negatives.
 
     Raises:
-        InputError: An argument that cannot be used, or a set that cannot be downloaded or has other columns.
+        InputError: An argument cannot be used, or the set cannot be downloaded or has other
+            columns.
     """
     source = _source(name)
     if source is None:
         raise InputError(
-            f"There is no set {name!r}. Choose one of: {', '.join(NAMES)}; or beir:NAME, as beir:scifact."
+            f"There is no set {name!r}. Choose one of: {', '.join(NAMES)}; "
+            "or beir:NAME, as beir:scifact."
         )
     source = replace(source, revision=revision or source.revision)
     if split not in source.splits:
@@ -184,12 +200,13 @@ def load_named(
             )
     except KeyError as error:
         raise InputError(
-            f"{source.repository} at revision {source.revision!r} has no column {error.args[0]!r}, which {name} needs. "
-            "Leave revision out."
+            f"{source.repository} at revision {source.revision!r} has no column {error.args[0]!r}, "
+            f"which {name} needs. Leave revision out."
         ) from None
     if not found:
         raise InputError(
-            f"{source.repository} has no labelled queries in {split!r} at revision {source.revision!r}."
+            f"{source.repository} has no labelled queries in {split!r} "
+            f"at revision {source.revision!r}."
         )
     return found
 
@@ -294,10 +311,41 @@ def _document(row: Mapping[str, Any], *, relevant: bool = False) -> LabelledDocu
 
 
 def _rows(ids: Any, wanted: Collection[str]) -> dict[str, int]:
-    """Row number of each wanted id that is there. A column of millions of ids is searched by Arrow, not by Python."""
+    """Row number of each wanted id that is there; Arrow searches the column of perhaps millions."""
     import pyarrow as pa
     import pyarrow.compute as pc
 
     ids = ids.cast(pa.string())
     rows = pc.indices_nonzero(pc.is_in(ids, value_set=pa.array(list(wanted), pa.string())))
     return dict(zip(ids.take(rows).to_pylist(), rows.to_pylist(), strict=True))
+
+
+app = typer.Typer()
+
+
+@command(app)
+def write(
+    load: LoadOptions,
+    data: Annotated[str, Option("--data", help="A name, beir:NAME, or a labelled .jsonl(.gz).")],
+    output: Annotated[Path, Option("--output", "-o", help="Labelled .jsonl to write.")],
+    limit: Annotated[
+        int | None, Option(min=1, help="At most so many queries: of a file the first ones.")
+    ] = None,
+    negatives: Annotated[
+        str | None, Option(help="Irrelevant documents: bm25, dense, dense:ENCODER or random.")
+    ] = None,
+) -> None:
+    """Write labelled queries with other irrelevant documents, or a set by its name, to a file.
+
+    `python -m research.hub_datasets --data beir:scifact --limit 200 --output scifact.jsonl`
+
+    `python -m research.hub_datasets --data mine.jsonl --negatives bm25 --output hard.jsonl`
+    """
+    kind = None if negatives is None else Negatives.parse(negatives)
+    (queries,) = load_sets([data], limit=limit, negatives=kind, options=load).values()
+    write_text(output, "".join(f"{query.model_dump_json()}\n" for query in queries))
+    screen.print(f"{len(queries)} queries: {output}", soft_wrap=True)
+
+
+if __name__ == "__main__":
+    app()

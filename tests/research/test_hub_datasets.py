@@ -8,19 +8,21 @@ import sys
 
 import pytest
 from hub_server import HubServer, connected
+from typer.testing import CliRunner
 
-from rsrank_rag.errors import InputError, MissingDependencyError
-from rsrank_rag.evaluation.datasets import read_labelled
-from rsrank_rag.evaluation.hub_datasets import (
+from research.hub_datasets import (
     _SOURCES,
     NAMES,
     _from_hotpotqa,
     _rows,
     _sample,
+    app,
     load_named,
     load_sets,
 )
-from rsrank_rag.evaluation.negatives import Negatives, choose, replace_negatives
+from research.negatives import Negatives, choose, replace_negatives
+from rsrank_rag.errors import InputError, MissingDependencyError
+from rsrank_rag.evaluation.datasets import read_labelled
 
 datasets = pytest.importorskip("datasets")
 pa = pytest.importorskip("pyarrow")
@@ -561,3 +563,23 @@ def test_a_missing_column_of_a_retrieval_set_is_named(part, column, publish):
 def test_a_split_without_labels_is_an_error(publish):
     publish("fiqa", beir(labels=LABELS[5:7]))
     assert "mteb/fiqa has no labelled queries in 'test'" in refusal("fiqa")
+
+
+def test_the_command_writes_a_file_with_negatives_from_the_whole_file(tmp_path):
+    first = {"id": "a", "text": "oil of the lamp", "relevant": True}
+    second = {"id": "b", "text": "lamp oil, lamp oil", "relevant": True}
+    rows = [
+        {"id": "0", "query": "lamp oil", "documents": [first]},
+        {"id": "1", "query": "rope", "documents": [second]},
+    ]
+    data = tmp_path / "data.jsonl"
+    data.write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
+    output = tmp_path / "hard.jsonl"
+    arguments = ["--data", str(data), "--output", str(output), "--limit", "1"]
+    result = CliRunner().invoke(app, [*arguments, "--negatives", "bm25"])
+    assert result.exit_code == 0, result.output
+    (query,) = read_labelled(output)
+    assert {document.text for document in query.documents} == {first["text"], second["text"]}
+    wrong = CliRunner().invoke(app, [*arguments, "--negatives", "hard"])
+    assert wrong.exit_code == 2
+    assert "random, bm25, dense or dense:ENCODER" in " ".join(wrong.output.split())

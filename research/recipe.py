@@ -1,0 +1,87 @@
+"""Recipes whose data may be sets by name from the Hub, such as those for Qwen3."""
+
+from pathlib import Path
+from typing import ClassVar
+
+from pydantic import AliasChoices, Field, model_validator
+from typing_extensions import Self
+
+from rsrank_rag.evaluation.datasets import LabelledQuery, dataset_name, read_labelled
+from rsrank_rag.language_model.options import LoadOptions
+from rsrank_rag.training.recipe import SHIPPED, DataPart, Recipe, shipped
+
+from .hub_datasets import Granularity, Split, load_named
+from .negatives import Negatives, replace_negatives
+
+
+class SetPart(DataPart, extra="forbid", frozen=True):
+    """Labelled queries: a JSON-lines file, or a set by its name."""
+
+    file: str | None = None  # type: ignore[assignment]
+    dataset: str | None = Field(
+        default=None,
+        validation_alias=AliasChoices("dataset", "name"),
+        description="One of the paper's sets, or beir:NAME; `name` means the same.",
+    )
+    split: Split = "train"
+    granularity: Granularity | None = None
+    negatives: Negatives | None = Field(
+        default=None,
+        description="None for 15 random ones with BEIR, and for the set's own with all others.",
+    )
+    revision: str | None = None
+
+    @model_validator(mode="after")
+    def _one_source(self) -> Self:
+        if (self.file is None) == (self.dataset is None):
+            raise ValueError("give either file or dataset (by its name)")
+        return self
+
+    @property
+    def title(self) -> str:
+        """What the set is called."""
+        return self.label or self.dataset or dataset_name(str(self.file))
+
+    def load(
+        self, seed: int, *, options: LoadOptions | None = None, titles: bool = True
+    ) -> list[LabelledQuery]:
+        """Read the set.
+
+        Args:
+            seed: It draws queries and random negatives.
+            options: How to load the bi-encoder of dense negatives.
+            titles: Whether the first stage of hard negatives reads a file's titles.
+        """
+        if self.dataset is not None:
+            return load_named(
+                self.dataset,
+                split=self.split,
+                queries=self.queries,
+                granularity=self.granularity,
+                negatives=self.negatives or Negatives(),
+                seed=seed,
+                revision=self.revision,
+                options=options,
+            )
+        queries = read_labelled(str(self.file))
+        if self.negatives is not None:
+            queries = replace_negatives(
+                queries, self.negatives, titles=titles, seed=seed, options=options
+            )
+        return self.drawn(queries, seed)
+
+
+class ResearchRecipe(Recipe):
+    """A recipe of this folder, or of the package; its data may be sets by name."""
+
+    folder: ClassVar[Path] = Path(__file__).with_name("recipes")
+
+    data: tuple[SetPart, ...] = ()
+    evaluation: tuple[SetPart, ...] = ()
+
+    @classmethod
+    def load(cls, source: str, *arguments: object, **named: object) -> Self:
+        """Read a recipe by the name of one in either folder, or from a TOML file."""
+        if source in shipped():
+            source = str(SHIPPED / f"{source}.toml")
+        return super().load(source, *arguments, **named)  # type: ignore[arg-type]
