@@ -110,6 +110,11 @@ def outcomes(rows: Sequence[dict[str, Any]]) -> str:
     return "\n".join(lines)
 
 
+def overview(found: dict[str, Any]) -> str:
+    """Outcomes of all draws."""
+    return outcomes(found["rows"])
+
+
 def tables(found: dict[str, Any]) -> str:
     """Outcomes of all draws, and the first draw of each set in detail: trained, and tuned."""
     first = [row for row in found["rows"] if row["seed"] == 0]

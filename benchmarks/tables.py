@@ -32,7 +32,12 @@ TABLES = {
     "neighbours": Table("docs/benchmarks.md", "docs/neighbours.json", neighbours.table),
     "sentences": Table("docs/benchmarks.md", "docs/sentences.json", sentences.table),
     "long documents": Table("docs/benchmarks.md", "docs/sentences.json", sentences.long_table),
-    "few queries": Table("docs/training.md", "docs/few-queries.json", few_queries.tables),
+    "few queries in short": Table(
+        "docs/training.md", "docs/few-queries.json", few_queries.overview
+    ),
+    "few queries": Table(
+        "research/docs/training.md", "docs/few-queries.json", few_queries.tables
+    ),
 }
 
 

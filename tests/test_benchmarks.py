@@ -74,6 +74,7 @@ def test_peers_write_one_column_a_process_and_replace_it_whole(tmp_path):
         lines = "".join(
             f"<!-- figures: {name} -->\nold {name}\n<!-- end of figures -->\n" for name in blocks
         )
+        (tmp_path / page).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / page).write_text(f"before\n{lines}after\n")
     for _ in range(2):
         tables.main(tmp_path)
