@@ -15,7 +15,7 @@ QUERY = "How do honeybees tell each other where the flowers are?"
 
 
 def main() -> None:
-    """Rank the passages beside this file and take two scores apart."""
+    """Rank the passages in passages.txt and take two scores apart."""
     logging.disable_progress_bar()
     screen = Console(highlight=False)
     passages = (Path(__file__).parent / "passages.txt").read_text(encoding="utf-8").splitlines()
@@ -24,11 +24,9 @@ def main() -> None:
     result = ranker.rank(QUERY, passages)
     screen.print(result_text(result), soft_wrap=True)
     screen.print(f"\n{len(result.kept)} of {len(passages)} passages go to the language model.")
-    screen.print("Nothing was tuned: a passage is kept when its score is above zero.\n")
+    screen.print("No threshold was tuned: a passage is kept if its score is above zero.\n")
 
-    screen.print(
-        "Why? Each score is a sum over the query's tokens (rows) and the encoder's layers (columns):\n"
-    )
+    screen.print("Why? A score is a sum over the query's tokens (rows) and the layers (columns):\n")
     for document in (result.kept[:1], result.dropped[-1:]):
         for ranked in document:
             screen.print(explanation_text(ranker.explain(QUERY, ranked.text)), soft_wrap=True)
