@@ -2,7 +2,7 @@
 
     python -m benchmarks.latency --size mini
     python -m benchmarks.latency --size qwen3-0.6b --documents 10 --turns 3
-    python -m benchmarks.latency --size qwen3-8b --weights fp8 --json h200.json  # a CUDA GPU
+    python -m benchmarks.latency --size qwen3-8b --weights int8 --json h200.json  # a CUDA GPU
     python -m benchmarks.latency --size qwen3-8b --paper                           # the paper's table
 
 "warm 84%" finds the prefixes of 84% of the documents. All systems take turns in random order in one process; times are

@@ -4,7 +4,7 @@
 
 A client asks one question after another, over passages whose prefixes are not kept, in a process of its own; beside it
 none, one or four others multiply matrices without end. "torch's own": a thread a core, idle ones wait busily for some
-milliseconds. "ours": what `rsrank` and the library choose (`language_model/threads.py`), as many, and idle ones sleep.
+milliseconds. "ours": what the commands choose (`cli/process.py`), as many, and idle ones sleep.
 Both run batches side by side, one on each thread. The three ways take turns.
 """
 
@@ -54,8 +54,8 @@ def start(way: str, options: argparse.Namespace) -> subprocess.Popen[str]:
         threads=threads,
         **{k: getattr(options, k) for k in ("documents", "words", "calls")},
     )
-    if way != "torch's own":  # before torch is there, as the command line and the library do it
-        code = "from rsrank_rag.language_model.threads import use_threads; use_threads()\n" + code
+    if way != "torch's own":  # before torch is there, as the command line does it
+        code = "from rsrank_rag.cli.process import prepare; prepare()\n" + code
     client = subprocess.Popen(
         [sys.executable, "-W", "ignore", "-c", code],
         env=environment,

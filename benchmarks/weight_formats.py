@@ -1,11 +1,9 @@
-"""What rounding the language model's weights does to scores: bfloat16, int8, nf4 and fp8, on real passages.
+"""What rounding the language model's weights does to scores: bfloat16, int8 and nf4, on real passages.
 
     python -m benchmarks.weight_formats --model mini --data ../shared/data/dev/hotpotqa.paragraph.jsonl.gz
 
 On the CPU in float32, but for "all in bfloat16" and "documents in int8" (``dtype="int8"``). int8 and nf4 are
-bitsandbytes' (whose int8 rounds activations, too); fp8 is torchao's, with a scale for each output row. "activations
-too" emulates what a GPU that multiplies fp8 is given: each token's input of each linear map is rounded with a scale of
-its own; products and sums are float32.
+bitsandbytes' (whose int8 rounds activations, too).
 """
 
 from __future__ import annotations
@@ -22,23 +20,6 @@ from rsrank_rag import RSRank
 from rsrank_rag.evaluation.datasets import read_labelled
 from rsrank_rag.evaluation.evaluate import score_dataset, summarise
 from rsrank_rag.language_model.linear import rounded
-
-LARGEST = torch.finfo(torch.float8_e4m3fn).max
-
-
-def fp8_rows(states: Tensor) -> Tensor:
-    """Round to float8 with a scale for each row."""
-    scale = states.abs().amax(-1, keepdim=True).clamp_min(1e-12) / LARGEST
-    return (states / scale).clamp(-LARGEST, LARGEST).to(torch.float8_e4m3fn).to(
-        states.dtype
-    ) * scale
-
-
-def round_activations(ranker: RSRank) -> None:
-    """Have every linear map round what it is given."""
-    for module in ranker.backbone.model.modules():
-        if isinstance(module, nn.Linear):
-            module.register_forward_pre_hook(lambda _module, inputs: (fp8_rows(inputs[0]),))
 
 
 def nf4_weights(ranker: RSRank) -> None:
@@ -69,8 +50,6 @@ FORMS: dict[str, tuple[dict[str, Any], Any]] = {
     "documents in int8": ({}, documents_in_int8),
     "int8": ({"load_in_8bit": True}, None),
     "nf4": ({}, nf4_weights),
-    "fp8": ({"load_in_fp8": True}, None),
-    "fp8, activations too": ({"load_in_fp8": True}, round_activations),
 }
 """How the model is loaded, and what is done to it then."""
 

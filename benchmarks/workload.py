@@ -64,7 +64,6 @@ WEIGHTS: dict[str, dict[str, bool]] = {
     "bf16": {},
     "int8": {"load_in_8bit": True},
     "nf4": {"load_in_4bit": True},
-    "fp8": {"load_in_fp8": True},
 }
 """How weights are kept; bf16 stands for the dtype that the model computes in."""
 

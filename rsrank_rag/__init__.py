@@ -70,7 +70,6 @@ def __getattr__(name: str) -> Any:
     """Import a public name when it is first used: torch takes seconds."""
     if name in _HOME:
         with needs_the_whole_package():
-            import_module(".language_model.threads", __name__).use_threads()
             return getattr(import_module(f".{_HOME[name]}", __name__), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 

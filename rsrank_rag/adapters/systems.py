@@ -13,7 +13,6 @@ from typing import Any
 
 from ..errors import ArtifactError, InputError, nearest
 from ..language_model.options import LoadOptions, ModelSource
-from ..language_model.threads import use_threads
 from ..reranker import Reranker
 
 logger = logging.getLogger(__name__)
@@ -133,7 +132,6 @@ def load(source: ModelSource) -> Reranker:
     Raises InputError: the name is not how a system is written, the system needs labels to score, or something is set
     that only RSRank has; RSRankError: it cannot be loaded.
     """
-    use_threads()  # before torch is imported
     known = source.name.partition(":")[0] in KINDS or _alike(source.name)
     kind, name = parse(source.name) if known else (KINDS["rsrank"], source.name)
     if kind is KINDS["rsrank"]:

@@ -13,7 +13,6 @@ from ..errors import ArtifactError
 from ..language_model.check import open_backbone
 from ..language_model.linear import rounded
 from ..language_model.loading import LoadedModel, load_model
-from ..language_model.log_filters import without_progress_bars
 from ..language_model.options import LoadOptions, ModelSource
 from ..method.backbone import Backbone
 from ..method.projection import Projection
@@ -49,7 +48,6 @@ class Pretrained(ABC):
         dtype: str | torch.dtype | None = None,
         load_in_8bit: bool = False,
         load_in_4bit: bool = False,
-        load_in_fp8: bool = False,
         max_length: int | None = None,
         token_budget: int | None = None,
         prefix_cache: Choice = True,
@@ -73,7 +71,6 @@ class Pretrained(ABC):
                 bits, and everything else as with None.
             load_in_8bit: int8 weights through bitsandbytes (needs the ``8bit`` extra).
             load_in_4bit: nf4 weights through bitsandbytes (needs the ``8bit`` extra).
-            load_in_fp8: float8 weights through torchao (needs the ``fp8`` extra).
             max_length: Use at most this many positions; longer documents are cut.
             token_budget: Padded tokens of documents and query in one batch.
             prefix_cache: Where documents' prefixes are cached, so that a document that was scored
@@ -89,7 +86,7 @@ class Pretrained(ABC):
         Raises:
             ArtifactError: The artifact is missing, damaged, or belongs to another model.
             BackboneError: The language model cannot be loaded or read.
-            MissingDependencyError: A package for 8-bit, 4-bit or fp8 weights is not installed.
+            MissingDependencyError: bitsandbytes is not installed, and quantised weights are requested.
         """
         load = LoadOptions(
             device,
@@ -101,7 +98,6 @@ class Pretrained(ABC):
             deterministic=deterministic,
             load_in_8bit=load_in_8bit,
             load_in_4bit=load_in_4bit,
-            load_in_fp8=load_in_fp8,
         )
         source = ModelSource(
             str(name),
@@ -203,8 +199,7 @@ class Pretrained(ABC):
         config = self.config
         with replacing(Path(folder)) as new:
             if include_backbone or config.backbone.name == INSIDE:
-                with without_progress_bars():
-                    self.backbone.model.save_pretrained(new / INSIDE)
+                self.backbone.model.save_pretrained(new / INSIDE)
                 self.prompts.tokenizer.save_pretrained(new / INSIDE)
                 update = {
                     "name": INSIDE,

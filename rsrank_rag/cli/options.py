@@ -19,7 +19,7 @@ from ..adapters.systems import forms
 from ..bulk.on_ray import Actors
 from ..errors import InputError, RSRankError
 from ..language_model.options import LoadOptions, LoadSettings
-from ..language_model.threads import use_threads
+from .process import prepare
 
 screen = Console(highlight=False)
 problems = Console(stderr=True, highlight=False)
@@ -50,7 +50,7 @@ class OptionGroup(NamedTuple):
 
 
 def _load_options(threads: int | None, **settings: Any) -> LoadOptions:
-    use_threads(threads)
+    prepare(threads)
     return LoadSettings(**settings).load_options()
 
 

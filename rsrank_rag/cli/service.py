@@ -46,6 +46,8 @@ def prepare_logs(level: str) -> None:
     configure(level)
     transformers_logging.disable_default_handler()
     transformers_logging.enable_propagation()
+    # With load_in_8bit in bfloat16, it logs a line for each product of each layer.
+    logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
 
 
 def read_keys(environment: str) -> tuple[str, ...]:

@@ -1,14 +1,15 @@
-"""How a language model is loaded, and which: declared here once, for the library, adapters, commands and recipes.
+"""Options for loading a language model, shared by the library, adapters, commands and training.
 
-Importing this loads no torch: adapters and commands are made before anything is loaded.
+This module imports torch only where a device or a dtype is needed, because adapters and commands are
+made before anything is loaded.
 """
 
 from __future__ import annotations
 
 import os
-from dataclasses import KW_ONLY, InitVar, dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args
+from typing import TYPE_CHECKING, Annotated, Any
 
 from pydantic import BaseModel, BeforeValidator, Field
 
@@ -18,51 +19,43 @@ from ..prefixes.settings import Choice
 if TYPE_CHECKING:
     import torch
 
-Weights = Literal["int8", "nf4", "fp8"]
-"""What weights are rounded to."""
-
-FLAGS: dict[str, Weights] = {"load_in_8bit": "int8", "load_in_4bit": "nf4", "load_in_fp8": "fp8"}
-"""How users ask for it, as in transformers."""
-
 
 @dataclass(frozen=True)
 class LoadOptions:
-    """Where and how a language model is loaded, see `RSRank.from_pretrained`; only artifacts are read in ``int8``.
+    """Where and how a language model is loaded; see `RSRank.from_pretrained`.
 
-    ``load_in_8bit``, ``load_in_4bit`` and ``load_in_fp8`` may be given instead of ``weights``: ``int8`` and ``nf4``
-    (bitsandbytes) save memory, not time. ``fp8`` (torchao) does so too; on CUDA devices that multiply float8 (Ada,
-    Hopper and later), in bfloat16, activations are rounded as well, token by token. None leaves them as they are.
+    ``load_in_8bit`` and ``load_in_4bit`` quantise weights with bitsandbytes, which saves memory and
+    no time. ``dtype="int8"`` is for the documents of artifacts on a CPU, and saves time.
 
-    Raises InputError: weights that there are not, or two kinds of them.
+    Raises:
+        InputError: Both quantisations are requested.
     """
 
     device: str | torch.device | None = None
     dtype: str | torch.dtype | None = None
-    weights: Weights | None = None
     _: KW_ONLY
+    load_in_8bit: bool = False
+    load_in_4bit: bool = False
     local_files_only: bool = False
     token: str | bool | None = field(default=None, repr=False)
     cache_dir: str | Path | None = None
     trust_remote_code: bool = False
     deterministic: bool = False
-    load_in_8bit: InitVar[bool] = False
-    load_in_4bit: InitVar[bool] = False
-    load_in_fp8: InitVar[bool] = False
 
-    def __post_init__(self, load_in_8bit: bool, load_in_4bit: bool, load_in_fp8: bool) -> None:
-        given = zip(FLAGS, (load_in_8bit, load_in_4bit, load_in_fp8), strict=True)
-        flags = [flag for flag, wanted in given if wanted]
-        asked = flags if self.weights is None else [f"weights={self.weights!r}", *flags]
-        if len(asked) > 1:
-            raise InputError(f"{' and '.join(asked)} exclude each other. Choose one.")
-        if flags:
-            object.__setattr__(self, "weights", FLAGS[flags[0]])
-        if self.weights is not None and self.weights not in get_args(Weights):
-            raise InputError(f"weights={self.weights!r} is none of {', '.join(get_args(Weights))}.")
+    def __post_init__(self) -> None:
+        if self.load_in_8bit and self.load_in_4bit:
+            raise InputError("load_in_8bit and load_in_4bit exclude each other. Choose one.")
+
+    @property
+    def weights(self) -> str | None:
+        """What weights are quantised to: ``"int8"``, ``"nf4"`` or None."""
+        if self.load_in_8bit:
+            return "int8"
+        return "nf4" if self.load_in_4bit else None
 
     @property
     def hub(self) -> dict[str, Any]:
-        """Arguments of whatever reads from the Hub."""
+        """Arguments of functions that read from the Hub."""
         return {
             "local_files_only": self.local_files_only,
             "token": self.token,
@@ -70,7 +63,11 @@ class LoadOptions:
         }
 
     def resolved_device(self) -> torch.device:
-        """The device asked for, or the best one present; InputError if it is not the name of one."""
+        """The requested device, or the best one present.
+
+        Raises:
+            InputError: There is no device of this name.
+        """
         import torch
 
         if self.device is not None:
@@ -83,45 +80,51 @@ class LoadOptions:
         return torch.device("mps" if torch.backends.mps.is_available() else "cpu")
 
     def settled_dtype(self, *, int8: bool = False) -> str:
-        """Name of the dtype asked for, or of the fastest here, which is int8 only where that is good enough (``int8``).
+        """Name of the requested dtype, or of the fastest one on the device.
 
-        Raises InputError as `resolved_dtype`, and where int8 is asked for and cannot be had.
+        Args:
+            int8: Whether int8 is precise enough for the artifact's documents.
+
+        Raises:
+            InputError: There is no such dtype, or the device has no fast int8.
         """
-        device, asked = self.resolved_device(), self.dtype == "int8"
-        wanted = asked or (
-            int8 and self.dtype is None and not has_fast_bfloat16(device, than_int8=True)
-        )
-        if wanted and self.weights is None and device.type == "cpu" and has_fast_int8():
+        device = self.resolved_device()
+        use_int8 = self.dtype == "int8"
+        if self.dtype is None:
+            # AMX multiplies bfloat16 faster than int8 without AMX.
+            use_int8 = int8 and not (cpu_has("amx_tile") and has_fast_bfloat16(device))
+        if use_int8 and device.type == "cpu" and self.weights is None and has_fast_int8():
             return "int8"
-        if asked:
+        if self.dtype == "int8":
             raise InputError(
                 "dtype='int8' needs an x86 CPU with AVX2, and excludes load_in_8bit and the like."
             )
         return str(self.resolved_dtype()).removeprefix("torch.")
 
     def resolved_dtype(self) -> torch.dtype:
-        """The dtype asked for, or bfloat16 where it is fast; InputError if it is no floating-point dtype's name."""
+        """The requested floating-point dtype, or bfloat16 where it is fast, else float32.
+
+        Raises:
+            InputError: There is no floating-point dtype of this name.
+        """
         import torch
 
-        if self.dtype is not None:
-            found = (
-                self.dtype
-                if isinstance(self.dtype, torch.dtype)
-                else getattr(torch, self.dtype, None)
+        if self.dtype is None:
+            fast = has_fast_bfloat16(self.resolved_device())
+            return torch.bfloat16 if fast else torch.float32
+        dtype = getattr(torch, str(self.dtype).removeprefix("torch."), None)
+        if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+            raise InputError(
+                f"dtype={self.dtype!r} is not a dtype. Use 'float32', 'bfloat16' or 'float16'."
             )
-            if not isinstance(found, torch.dtype) or not found.is_floating_point:
-                raise InputError(
-                    f"dtype={self.dtype!r} is not a dtype. Use 'float32', 'bfloat16' or 'float16'."
-                )
-            return found
-        return torch.bfloat16 if has_fast_bfloat16(self.resolved_device()) else torch.float32
+        return dtype
 
 
 @dataclass(frozen=True)
 class ModelSource:
-    """Everything that decides which model is loaded and how; equal sources may share one model.
+    """All arguments of `RSRank.from_pretrained`; equal sources may share one model.
 
-    As `RSRank.from_pretrained` explains; the name may be another system's.
+    The name may also be that of another system (`adapters.systems`).
     """
 
     name: str
@@ -136,76 +139,82 @@ class ModelSource:
 def _as_name(value: Any) -> Any:
     if isinstance(value, os.PathLike):
         return os.fspath(value)
-    return (
-        str(value).removeprefix("torch.")
-        if type(value).__module__.partition(".")[0] == "torch"
-        else value
-    )
+    # A device or a dtype, for whose check torch need not be imported.
+    if type(value).__module__.partition(".")[0] == "torch":
+        return str(value).removeprefix("torch.")
+    return value
 
 
+# A text that users may also pass as a path, a device or a dtype.
 Name = Annotated[str, BeforeValidator(_as_name)]
-"""A text, which may be given as a path, a device or a dtype."""
 
 
 class LoadSettings(BaseModel):
-    """The same as fields with the names that users know: of adapters and recipes and, as options, of commands."""
+    """Fields of `LoadOptions` for adapters and training configs, and options of commands."""
 
     device: Name | None = Field(
         default=None, description="cuda, cuda:1, mps, cpu. Default: the best one present."
     )
     dtype: Name | None = Field(
         default=None,
-        description="float32, bfloat16, float16, int8 (CPU). Default: the fastest that is good enough.",
+        description="float32, bfloat16, float16, int8 (CPU). Default: the fastest one that is "
+        "precise enough.",
     )
     load_in_8bit: bool = Field(default=False, description="int8 weights (needs the 8bit extra).")
     load_in_4bit: bool = Field(default=False, description="nf4 weights (needs the 8bit extra).")
-    load_in_fp8: bool = Field(default=False, description="float8 weights (needs the fp8 extra).")
     local_files_only: bool = Field(default=False, description="Never ask the Hub.")
     trust_remote_code: bool = Field(
         default=False, description="Run code from the model's repository (jina-reranker-v2)."
     )
     deterministic: bool = Field(
         default=False,
-        description="Scores never depend on the other documents of a call (slower on CPUs with AMX).",
+        description="Scores never depend on the other documents of a call (slower on CPUs with "
+        "AMX).",
     )
 
     def load_options(self, **more: Any) -> LoadOptions:
-        """What these settings, and ``more`` options without a field, ask for; InputError for two kinds of weights."""
+        """These settings and ``more`` fields of `LoadOptions`.
+
+        Raises:
+            InputError: Both quantisations are requested.
+        """
         return LoadOptions(
             **{name: getattr(self, name) for name in LoadSettings.model_fields}, **more
         )
 
 
-def leaves_instructions_unused() -> bool:
-    """Whether torch is told (``ATEN_CPU_CAPABILITY``) to do without AVX512 that is there.
+def cpu_has(*instructions: str) -> bool:
+    """Whether the processor has any of these instructions (False with a torch that cannot tell).
 
-    Then its fused attention fails in bfloat16, and other libraries may go on using what it does without.
+    The names are those of `torch.cpu.get_capabilities`.
     """
     import torch
 
-    has_more = getattr(
-        torch.cpu, "_is_avx512_supported", lambda: False
-    )()  # private, so it may vanish
-    return torch.backends.cpu.get_cpu_capability() in ("DEFAULT", "AVX2") and bool(has_more)
+    if not hasattr(torch.cpu, "get_capabilities"):
+        return False
+    capabilities = torch.cpu.get_capabilities()
+    return any(bool(capabilities.get(name)) for name in instructions)
 
 
-def has_fast_bfloat16(device: torch.device, *, than_int8: bool = False) -> bool:
-    """Whether the hardware multiplies bfloat16 matrices natively; ``than_int8``: faster than int8 ones, too (AMX)."""
+def hides_avx512() -> bool:
+    """Whether ``ATEN_CPU_CAPABILITY`` keeps torch from the AVX512 that the processor has."""
+    import torch
+
+    used = torch.backends.cpu.get_cpu_capability()
+    return used in ("DEFAULT", "AVX2") and cpu_has("avx512_f")
+
+
+def has_fast_bfloat16(device: torch.device) -> bool:
+    """Whether the hardware multiplies bfloat16 matrices natively."""
     import torch
 
     if device.type == "cuda":
         return bool(torch.cuda.is_bf16_supported(including_emulation=False))
-    if device.type != "cpu" or leaves_instructions_unused():
-        return False
-    checks = ("_is_amx_tile_supported", "_is_avx512_bf16_supported")[
-        : 1 if than_int8 else 2
-    ]  # private: may vanish
-    return any(getattr(torch.cpu, name, lambda: False)() for name in checks)
+    return device.type == "cpu" and cpu_has("amx_tile", "avx512_bf16") and not hides_avx512()
 
 
 def has_fast_int8() -> bool:
-    """Whether this processor and this torch multiply int8 matrices faster than float32 ones: x86 with AVX2."""
+    """Whether processor and torch multiply int8 matrices faster than float32: x86 with AVX2."""
     import torch
 
-    has: dict[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()  # not in an older torch
-    return bool(has.get("avx2")) and hasattr(torch.ops.onednn, "qlinear_pointwise")
+    return cpu_has("avx2") and hasattr(torch.ops.onednn, "qlinear_pointwise")

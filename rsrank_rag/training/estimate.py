@@ -83,7 +83,7 @@ def estimate(
     prompts = PromptTokenizer(tokenizer, recipe.template, max_length=limit, shared_positions=True)
     plan = plan_features(queries, prompts, recipe.features, len(layers) * heads * width)
     tokens = plan_features(evaluation, prompts, recipe.features, 1).prompt_tokens
-    bits = {"int8": 8, "fp8": 8, "nf4": 4}.get(options.weights or "", dtype.itemsize * 8)
+    bits = {"int8": 8, "nf4": 4}.get(options.weights or "", dtype.itemsize * 8)
     few = bool(recipe.base) and len(queries) < recipe.domain.projection_from
     return Estimate(
         plan=plan,

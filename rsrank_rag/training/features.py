@@ -17,7 +17,7 @@ from torch import Tensor
 from ..artifact.config import BackboneSpec
 from ..errors import InputError, ScoringError, TrainingError
 from ..evaluation.datasets import LabelledQuery
-from ..language_model.weights import bits_of, is_fp8
+from ..language_model.weights import bits_of
 from ..method.backbone import Backbone
 from ..method.batching import Batches, DoesNotFitError, Ids
 from ..method.scoring import Row, ShiftReader
@@ -219,7 +219,6 @@ def spec_for(
         documents_stay=core.documents_stay,
         compute_dtype=str(core.dtype).removeprefix("torch."),
         bits=bits_of(core.model),
-        fp8=is_fp8(core.model),
         max_length=reader.prompts.max_length,
         data=digest(queries, titles=options.titles),
         queries=len(queries),

@@ -24,7 +24,7 @@ from ..artifact import hub
 from ..artifact.config import INSIDE
 from ..errors import BackboneError, InputError, nearest
 from ..evaluation.datasets import LabelledQuery, dataset_name, read_labelled
-from ..language_model.options import LoadOptions, LoadSettings, Weights
+from ..language_model.options import LoadOptions, LoadSettings
 from ..method.template import Template
 from .domain import DomainOptions
 from .fit import FitOptions
@@ -48,13 +48,10 @@ class LoadedPart(LoadSettings):
 
     name: str
     revision: str | None = None
-    weights: Weights | None = Field(
-        default=None, description="The same as load_in_8bit = true and the like."
-    )
 
     def options(self, given: LoadOptions | None = None) -> LoadOptions:
         """How to load it: what is set here, and the rest as given."""
-        own = self.load_options(weights=self.weights)
+        own = self.load_options()
         return replace(
             given or LoadOptions(),
             **{part.name: value for part in fields(own) if (value := getattr(own, part.name))},

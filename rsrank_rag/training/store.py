@@ -51,7 +51,6 @@ class FeatureSpec(BaseModel, extra="forbid", frozen=True):
     dtype: Literal["float16", "bfloat16"]
     compute_dtype: str = Field(description="What the language model computed in.")
     bits: int = Field(description="Of the language model's weights.")
-    fp8: bool = Field(default=False, description="Whether these are fp8.")
     max_length: int
     data: str = Field(description="sha256 of the queries, their documents and labels.")
     queries: int

@@ -493,16 +493,7 @@ def test_every_command_teaches_by_an_example(command):
 @pytest.mark.parametrize("command", ["rank", "index", "explain", "evaluate", "serve", "score"])
 def test_every_command_that_loads_a_model_can_round_its_weights(command):
     text = run(command, "--help").stdout
-    assert all(f"--load-in-{form}" in text for form in ("8bit", "4bit", "fp8"))
-
-
-def test_rank_loads_weights_in_fp8(ranker, artifact, passages):
-    pytest.importorskip("torchao")
-    rows = rank_json(artifact, "-d", passages, "--keep-all", "--load-in-fp8")["kept"]
-    found = [row["score"] for row in sorted(rows, key=lambda row: row["index"])]
-    exact = ranker.score(QUERY, DOCUMENTS)
-    assert found == pytest.approx(exact, abs=0.1)
-    assert found != pytest.approx(exact, abs=1e-3)
+    assert all(f"--load-in-{form}" in text for form in ("8bit", "4bit"))
 
 
 def test_version_is_the_package_version():

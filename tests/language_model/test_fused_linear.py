@@ -5,7 +5,6 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
-from transformers import AutoModel, AutoTokenizer, TorchAoConfig
 
 from rsrank_rag import RSRank
 from rsrank_rag.language_model.linear import FusedLinear, fuse_linear_maps
@@ -75,23 +74,6 @@ def test_a_compiler_sees_torchs_own_maps():
         graph = torch.export.export(fused, (torch.ones(3, 16, dtype=torch.bfloat16),)).graph
     called = {str(node.target) for node in graph.nodes if node.op == "call_function"}
     assert called == {"aten.linear.default", "aten.gelu.default"}
-
-
-@needs_bfloat16
-def test_maps_that_a_checkpoint_brings_in_int8_are_left_as_they_were(tiny_folder, tmp_path):
-    torchao = pytest.importorskip("torchao.quantization")
-    how = {
-        "quantization_config": TorchAoConfig(torchao.Int8WeightOnlyConfig()),
-        "dtype": torch.bfloat16,
-    }
-    AutoModel.from_pretrained(tiny_folder("bert"), device_map={"": "cpu"}, **how).save_pretrained(
-        tmp_path
-    )
-    AutoTokenizer.from_pretrained(tiny_folder("bert")).save_pretrained(tmp_path)
-    model = load(tmp_path, "bfloat16")
-    assert not fused_maps(model)
-    with torch.no_grad():
-        assert model(torch.arange(1, 25)[None]).last_hidden_state.isfinite().all()
 
 
 @needs_bfloat16

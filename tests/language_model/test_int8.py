@@ -14,18 +14,24 @@ from rsrank_rag import RSRank
 from rsrank_rag.errors import InputError
 from rsrank_rag.language_model import linear as maps
 from rsrank_rag.language_model.linear import RoundedLinear, Steps
-from rsrank_rag.language_model.options import LoadOptions, has_fast_bfloat16, has_fast_int8
+from rsrank_rag.language_model.options import LoadOptions, has_fast_int8
 
 pytestmark = pytest.mark.skipif(not has_fast_int8(), reason="needs an x86 processor with AVX2")
 
 EXACT = 1e-4  # fp32: rounding alone
 
 
+def pretend(monkeypatch, *instructions):
+    """Let the processor have only these instructions."""
+    monkeypatch.setattr(
+        "rsrank_rag.language_model.options.cpu_has",
+        lambda *names: not {*names}.isdisjoint(instructions),
+    )
+
+
 @pytest.fixture(autouse=True)
 def without_bfloat16(monkeypatch):
-    monkeypatch.setattr(
-        "rsrank_rag.language_model.options.has_fast_bfloat16", lambda device, **_: False
-    )
+    pretend(monkeypatch, "avx2")
 
 
 def weights_of(linear, times=1.0):
@@ -213,38 +219,23 @@ def test_scores_are_those_of_documents_that_ran_through_rounded_maps(kind, tiny_
     assert "documents in int8" in repr(ranker)
 
 
-def test_it_is_chosen_where_it_is_good_enough_and_there_is_no_bfloat16(monkeypatch):
-    for fast, good, dtype in [
-        (False, True, "int8"),
-        (False, False, "float32"),
-        (True, True, "bfloat16"),
-    ]:
-        monkeypatch.setattr(
-            "rsrank_rag.language_model.options.has_fast_bfloat16",
-            lambda device, fast=fast, **_: fast,
-        )
-        assert LoadOptions("cpu").settled_dtype(int8=good) == dtype
-        assert LoadOptions("cpu", "int8").settled_dtype() == "int8"
-        assert LoadOptions("cpu", "float32").settled_dtype(int8=good) == "float32"
-    monkeypatch.setattr(
-        "rsrank_rag.language_model.options.has_fast_bfloat16", lambda device, **_: False
-    )
-    monkeypatch.setattr("rsrank_rag.language_model.options.has_fast_int8", lambda: False)
-    assert LoadOptions("cpu").settled_dtype(int8=True) == "float32"
-
-
 @pytest.mark.parametrize(
-    ("amx", "good", "dtype"),
-    [(False, True, "int8"), (False, False, "bfloat16"), (True, True, "bfloat16")],
+    ("instructions", "allowed", "dtype"),
+    [
+        (["avx2"], True, "int8"),
+        (["avx2"], False, "float32"),
+        ([], True, "float32"),
+        (["avx2", "avx512_bf16"], True, "int8"),
+        (["avx2", "avx512_bf16"], False, "bfloat16"),
+        (["avx2", "avx512_bf16", "amx_tile"], True, "bfloat16"),
+    ],
 )
-def test_it_is_chosen_before_bfloat16_unless_there_is_amx(monkeypatch, amx, good, dtype):
-    monkeypatch.setattr("rsrank_rag.language_model.options.has_fast_bfloat16", has_fast_bfloat16)
-    monkeypatch.setattr(
-        "rsrank_rag.language_model.options.leaves_instructions_unused", lambda: False
-    )
-    monkeypatch.setattr(torch.cpu, "_is_avx512_bf16_supported", lambda: True)
-    monkeypatch.setattr(torch.cpu, "_is_amx_tile_supported", lambda: amx)
-    assert LoadOptions("cpu").settled_dtype(int8=good) == dtype
+def test_int8_is_the_default_where_it_is_fastest_and_the_artifact_allows_it(
+    monkeypatch, instructions, allowed, dtype
+):
+    pretend(monkeypatch, *instructions)
+    assert LoadOptions("cpu").settled_dtype(int8=allowed) == dtype
+    assert LoadOptions("cpu", "float32").settled_dtype(int8=allowed) == "float32"
 
 
 def test_the_built_in_model_is_read_so_and_keeps_to_its_scores():

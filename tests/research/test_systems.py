@@ -146,7 +146,7 @@ def test_encoders_honour_the_options(make, tmp_path):
     assert {parameter.dtype for parameter in plain._model.parameters()} == {torch.float32}
     with pytest.raises(BackboneError, match="could not be loaded"):
         make("nobody/nothing", options=CPU)
-    for option in ("load_in_8bit", "load_in_fp8"):
+    for option in ("load_in_8bit", "load_in_4bit"):
         with pytest.raises(InputError, match="--dtype bfloat16"):
             make(folder, options=LoadOptions(device="cpu", **{option: True}))
 

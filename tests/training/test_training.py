@@ -826,11 +826,10 @@ def test_what_ablations_compare_is_no_setting_of_a_recipe(recipe_file):
     [
         ("load_in_8bit=true", "int8"),
         ("load_in_4bit=true", "nf4"),
-        ("weights=fp8", "fp8"),
-        ("load_in_fp8=false", None),
+        ("load_in_8bit=false", None),
     ],
 )
-def test_weights_are_one_entry_that_the_flags_of_transformers_set_too(recipe_file, entry, weights):
+def test_weights_are_quantised_by_the_flags_of_transformers(recipe_file, entry, weights):
     assert Recipe.load(str(recipe_file), [f"model.{entry}"]).model.options().weights == weights
     both = Recipe.load(str(recipe_file), ["model.load_in_8bit=true", "model.load_in_4bit=true"])
     with pytest.raises(InputError, match="load_in_8bit and load_in_4bit exclude each other"):

@@ -85,12 +85,11 @@ def _load(kind: str, name: str | Path, revision: str | None, options: LoadOption
     what = "Bi-encoders and cross-encoders need sentence-transformers."
     sentence_transformers = required("sentence_transformers", what, "eval")
     from ...language_model.loading import LOAD_ERRORS
-    from ...language_model.log_filters import without_progress_bars
 
     options = options or LoadOptions()
     if options.weights is not None:
         raise InputError(
-            f"{str(name)!r} is a sentence-transformers model, which is not loaded in 8-bit, 4-bit or fp8 here. "
+            f"{str(name)!r} is a sentence-transformers model, which is not loaded in 8-bit or 4-bit here. "
             "Use dtype='bfloat16' (--dtype bfloat16) to save memory."
         )
     model = {"dtype": "float32" if options.dtype is None else options.resolved_dtype()}
@@ -105,15 +104,14 @@ def _load(kind: str, name: str | Path, revision: str | None, options: LoadOption
     try:
         if kind == "CrossEncoder" and not options.trust_remote_code:
             _refuse_own_code(str(name), cache_dir=cache, **hub)
-        with without_progress_bars():
-            how = {
-                "device": str(options.resolved_device()),
-                "trust_remote_code": options.trust_remote_code,
-                **hub,
-            }
-            return getattr(sentence_transformers, kind)(
-                str(name), cache_folder=cache, model_kwargs=model, **how
-            )
+        how = {
+            "device": str(options.resolved_device()),
+            "trust_remote_code": options.trust_remote_code,
+            **hub,
+        }
+        return getattr(sentence_transformers, kind)(
+            str(name), cache_folder=cache, model_kwargs=model, **how
+        )
     except LOAD_ERRORS as error:
         hint = ""
         if "trust_remote_code" in str(error) and not options.trust_remote_code:

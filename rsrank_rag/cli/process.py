@@ -1,0 +1,68 @@
+"""Settings of a process that belongs to a command, never to a host application."""
+
+import logging
+import math
+import os
+import sys
+from pathlib import Path
+
+logger = logging.getLogger(__name__)
+
+CGROUP = Path("/sys/fs/cgroup")
+
+# Environment variables that a command sets unless its user did. Processes that it starts inherit
+# them.
+DEFAULTS = {
+    # Idle threads sleep. Spinning costs most where other processes share the cores.
+    "OMP_WAIT_POLICY": "PASSIVE",
+    # Products that oneDNN prepares and caches: with 64 instead of its 1,024, `mini` takes 45 MB
+    # less and no more time (docs/benchmarks.md).
+    "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "64",
+    # Transformers lists the weights of layers that B does not need, and shows progress bars.
+    "TRANSFORMERS_VERBOSITY": "error",
+    "HF_HUB_DISABLE_PROGRESS_BARS": "1",
+}
+
+
+def usable_cores(cgroup: Path = CGROUP) -> int:
+    """The cores that this process is bound to, but at most its container's quota, rounded up."""
+    cores = os.cpu_count() or 1
+    if hasattr(os, "sched_getaffinity"):
+        cores = len(os.sched_getaffinity(0))
+    try:
+        # Version 2 of control groups.
+        quota, period = (cgroup / "cpu.max").read_text().split()
+    except (OSError, ValueError):
+        try:
+            quota = (cgroup / "cpu" / "cpu.cfs_quota_us").read_text().strip()
+            period = (cgroup / "cpu" / "cpu.cfs_period_us").read_text()
+        except OSError:
+            return cores
+    # "max" in version 2 and -1 in version 1 mean that there is no quota.
+    if not quota.isdigit():
+        return cores
+    return max(1, min(cores, math.ceil(int(quota) / int(period))))
+
+
+def prepare(threads: int | None = None) -> None:
+    """Set `DEFAULTS` and the number of torch's threads.
+
+    Call this before torch is imported. Afterwards it can only lower the number of threads.
+
+    Args:
+        threads: None for ``OMP_NUM_THREADS``, else torch's own number, but at most `usable_cores`.
+    """
+    torch = sys.modules.get("torch")
+    cores = usable_cores()
+    available = (os.cpu_count() or 1) if torch is None else torch.get_num_threads()
+    limited = "OMP_NUM_THREADS" not in os.environ and cores < available
+    if torch is None:
+        for name, value in DEFAULTS.items():
+            os.environ.setdefault(name, value)
+    if threads is None and not limited:
+        return
+    if torch is None:
+        os.environ["OMP_NUM_THREADS"] = str(threads or cores)
+    else:
+        torch.set_num_threads(threads or cores)
+    logger.info("torch computes with %d threads on %d usable cores.", threads or cores, cores)
