@@ -14,7 +14,7 @@ import logging, os, random, signal, sys, threading, warnings
 callers = []
 
 def spy_on(module, name):
-    """Record which modules call a function. Other libraries may, when they are imported."""
+    # Records which modules call a function. Other libraries may, when they are imported.
     function = getattr(module, name, None)
 
     def spy(*arguments, **keywords):
