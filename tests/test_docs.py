@@ -1,4 +1,4 @@
-"""Every ``python`` block of the README and the docs runs, and every notebook, from top to bottom."""
+"""Every ``python`` block of the README and the docs runs, and every notebook."""
 
 import logging
 import re
@@ -32,7 +32,9 @@ def test_pages_with_code_and_notebooks_were_found():
     assert len(NOTEBOOKS) == 3
 
 
-@pytest.mark.parametrize("number", range(len(BLOCK.findall((ROOT / "README.md").read_text("utf-8")))))
+@pytest.mark.parametrize(
+    "number", range(len(BLOCK.findall((ROOT / "README.md").read_text("utf-8"))))
+)
 def test_each_block_of_the_readme_runs_alone(number):
     pytest.importorskip("langchain_core")
     pytest.importorskip("llama_index.core")
@@ -48,6 +50,23 @@ def test_the_code_of_a_page_runs_from_top_to_bottom(page):
     for block in BLOCK.findall(page.read_text("utf-8")):
         exec(compile(block, str(page), "exec"), names)  # an error fails the test
     assert set(names) > {"__name__", "__builtins__"}
+
+
+COMMAND = re.compile(r"`pytest (tests/[\w/. ]+?)(?: -k (\"[^\"]+\"|\w+))?`")
+
+
+@pytest.mark.parametrize(
+    ("paths", "expression"),
+    COMMAND.findall((ROOT / "docs" / "reliability.md").read_text("utf-8")),
+)
+def test_a_command_of_the_page_on_reliability_names_tests_that_exist(paths, expression):
+    files = []
+    for path in paths.split():
+        assert (ROOT / path).exists()
+        files += [ROOT / path] if path.endswith(".py") else (ROOT / path).glob("test_*.py")
+    names = re.findall(r"def (test_\w+)", "".join(file.read_text("utf-8") for file in files))
+    for word in expression.strip('"').split(" or "):
+        assert any(word in name for name in names), word
 
 
 def test_the_readme_shows_what_its_first_example_prints(capsys):
@@ -92,6 +111,7 @@ def test_a_notebook_runs_and_its_saved_outputs_are_of_the_same_kind(path):
         resources={"metadata": {"path": str(path.parent)}},
     ).execute()
     assert kinds(ran) == kinds(saved)
-    # Elsewhere bfloat16 may round a score to the other side of zero; more than that means stale outputs.
+    # On another machine, rounding may move a score to the other side of zero. More than that means
+    # that the saved outputs are stale.
     assert SequenceMatcher(None, text(ran), text(saved), autojunk=False).ratio() > 0.9
     assert any("image/png" in kind for cell in kinds(saved) for kind in cell)

@@ -1,4 +1,4 @@
-"""What the first pages show is what the built-in model gets right, with a margin; and their files are what they say."""
+"""The built-in model gets right, with a margin, what the first pages show."""
 
 import csv
 import importlib.util
@@ -115,6 +115,14 @@ def test_every_file_that_a_command_of_the_first_pages_reads_is_in_the_repository
         named = set(re.findall(r"examples/[\w.]+\.(?:txt|jsonl|csv)\b", page))
         assert named
         assert [name for name in named if not (ROOT / name).is_file()] == []
+
+
+def test_no_command_installs_a_name_that_is_not_on_the_package_index():
+    pages = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "research").rglob("*.md")]
+    pages += [ROOT / "client" / "README.md", *EXAMPLES.glob("*.ipynb")]
+    pages += [*(ROOT / "rsrank_rag").rglob("*.py")]
+    name = re.compile(r"pip install [^\n`]*(?<![/\w])rsrank[-_]rag(?![^\n`]*@ )")
+    assert [str(page) for page in pages if name.search(page.read_text("utf-8"))] == []
 
 
 def test_no_page_asks_a_stranger_for_files_that_only_we_have():
