@@ -1,11 +1,11 @@
 """What 20, 50 or 100 labelled queries of a domain are worth: training near an artifact, and a tuned threshold.
 
-    python -m benchmarks.few_queries --data ../shared/data/dev --output docs/few-queries.json
+    python -m benchmarks.few_queries --data data/dev --output docs/few-queries.json
 
 Of each file, so many queries are drawn to train on (`rsrank train --base`) and to tune a threshold on (`rsrank tune`,
 best F1); base, trained and tuned are measured on the file's other queries, which take no part in anything. Features
 are read once a file, with at most 20 documents a query. A draw leaves at least a third of its size to measure on.
-Features of an interrupted run are not read again. `python -m benchmarks.tables` puts the tables into docs/training.md.
+Features of an interrupted run are not read again. `python -m benchmarks.tables` puts them into the docs.
 """
 
 from __future__ import annotations

@@ -71,7 +71,7 @@ def convert(source: Path, folder: Path, start: str) -> RSRank:
             ),
             license="apache-2.0",
         )
-        # Measured to be as good: docs/benchmarks.md, "int8 on a CPU".
+        # Measured to be as good: research/docs/speed.md, "int8 on a CPU".
         ranker.config = ranker.config.model_copy(update={"int8": True})
         shutil.rmtree(folder, ignore_errors=True)
         ranker.save_pretrained(folder, include_backbone=True)

@@ -1,6 +1,6 @@
 """Measure `mini`, MiniLM's cosine and BM25 on labelled sets, and print the table of docs/mini.md.
 
-    python research/mini/measure.py --data ../shared/data/dev --model mini --output docs/mini.json
+    python research/mini/measure.py --data data/dev --model mini --output docs/mini.json
     python research/mini/tables.py    # writes it into the documentation
 
 The two baselines have no natural threshold: they get the best single one over all sets in which each query has an

@@ -16,7 +16,7 @@ DEFAULTS = {
     # Idle threads sleep. Spinning costs most where other processes share the cores.
     "OMP_WAIT_POLICY": "PASSIVE",
     # Products that oneDNN prepares and caches: with 64 instead of its 1,024, `mini` takes 45 MB
-    # less and no more time (docs/benchmarks.md).
+    # less and no more time (research/docs/speed.md).
     "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "64",
     # Transformers lists the weights of layers that B does not need, and shows progress bars.
     "TRANSFORMERS_VERBOSITY": "error",

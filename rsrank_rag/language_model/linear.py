@@ -224,7 +224,7 @@ def largest_weight() -> int:
 def samples(prompts: PromptTokenizer) -> list[Ids]:
     """Token ids that an encoder is tried out on: pieces of words at random, within the template.
 
-    Ranges come out as good as with 300 passages, see docs/benchmarks.md; without the template they would not.
+    Ranges come out as good as with 300 passages, see research/docs/speed.md; without the template they would not.
     """
     words = torch.randint(
         len(prompts.tokenizer), (32, 14), generator=torch.Generator().manual_seed(0)

@@ -251,7 +251,7 @@ def test_the_built_in_model_is_read_so_and_keeps_to_its_scores():
         moved = torch.tensor(chosen.score(query, passages)) - torch.tensor(
             exact.score(query, passages)
         )
-        assert 0 < moved.abs().max() < 0.25  # as far as any of 8,142 moved, see docs/benchmarks.md
+        assert 0 < moved.abs().max() < 0.25  # as far as any of 8,142 moved, see research/docs/speed.md
 
 
 @pytest.mark.parametrize("options", [{"device": "cuda"}, {"device": "cpu", "load_in_8bit": True}])
