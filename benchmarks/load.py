@@ -478,10 +478,10 @@ def restart(options: argparse.Namespace) -> None:
             await asyncio.to_thread(server.start)
 
     async def run() -> None:
-        async with RemoteReranker(server.url, timeout=60, max_retries=12) as ranker:
-            await asyncio.gather(
-                murder(), *(one(number, ranker) for number in range(options.clients[-1]))
-            )
+        ranker = RemoteReranker(server.url, timeout=60, max_retries=12)
+        await asyncio.gather(
+            murder(), *(one(number, ranker) for number in range(options.clients[-1]))
+        )
 
     try:
         asyncio.run(run())

@@ -4,7 +4,7 @@ import asyncio
 import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import CancelledError, Future
+from concurrent.futures import CancelledError
 from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial
@@ -155,24 +155,23 @@ class ModelAdapter(LoadSettings):
     def _refuse_settings_without_effect(self) -> Self:
         # Refuses two kinds of quantisation at once.
         self.load_options()
-        changed = set()
+        unused = set()
         for name, field in ModelAdapter.model_fields.items():
             if name not in ("model", "instruction") and getattr(self, name) != field.default:
-                changed.add(name)
+                unused.add(name)
         if isinstance(self.model, Reranker):
-            idle = changed
             reason = f"model is a {type(self.model).__name__} that is already loaded"
             advice = "Load it with those settings, or give model a name."
         elif self.base_url is not None:
-            idle = changed.difference(SERVICE_SETTINGS)
+            unused.difference_update(SERVICE_SETTINGS)
             reason = "With base_url the model is loaded by the service"
             advice = "Start the service with those settings, or leave base_url out."
         else:
-            idle = changed.intersection(SERVICE_SETTINGS)
-            reason = "Without base_url no service is asked"
+            unused.intersection_update(SERVICE_SETTINGS)
+            reason = "Without base_url there is no service"
             advice = "Give base_url, or leave the rest out."
-        if idle:
-            names = ", ".join(sorted(idle))
+        if unused:
+            names = ", ".join(sorted(unused))
             raise InputError(f"{reason}, so {names} would have no effect. {advice}")
         return self
 
@@ -186,13 +185,8 @@ class ModelAdapter(LoadSettings):
         return model
 
     def __deepcopy__(self, memo: dict[int, Any] | None = None) -> Self:
-        memo = {} if memo is None else memo
-        # Copies share the model and what is excluded from dumps: the key, a framework's callbacks.
-        for name, field in type(self).model_fields.items():
-            if name == "model" or field.exclude:
-                value = getattr(self, name)
-                memo[id(value)] = value
-        return super().__deepcopy__(memo)
+        """A copy with the same model, key and callbacks. The other settings are immutable."""
+        return self.model_copy()
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Assign a setting. A refused value leaves the adapter unchanged.
@@ -222,7 +216,7 @@ class ModelAdapter(LoadSettings):
         """Load the model now instead of at the first call; ask a service whether it is ready."""
         remote = self._remote()
         if remote is None:
-            self._submit(type).result()
+            worker.submit(self._source(), self.instruction, type).result()
         else:
             remote.warm_up()
 
@@ -260,32 +254,28 @@ class ModelAdapter(LoadSettings):
 
     def _remote(self) -> "RemoteReranker | None":
         """The client of a service, whose calls need no queue; None for a model of this process."""
-        remote: RemoteReranker
+        # Tests use other objects with this method.
+        remote: Any = self.model if hasattr(self.model, "arank") else None
         if self.base_url is not None:
-            from ..remote import client
+            from ..remote.client import RemoteReranker
 
-            remote = client.RemoteReranker(
+            remote = RemoteReranker(
                 self.base_url,
                 model=self._service_model,
                 api_key=self.api_key,
                 timeout=self.timeout,
                 max_retries=self.max_retries,
             )
-        elif hasattr(self.model, "arank"):
-            remote = cast("RemoteReranker", self.model)
-        else:
-            return None
-        return remote if self.instruction is None else remote.with_instruction(self.instruction)
-
-    def _submit(self, task: Callable[[Reranker], Result]) -> Future[Result]:
-        return worker.submit(self._source(), self.instruction, task)
+        if remote is not None and self.instruction is not None:
+            remote = remote.with_instruction(self.instruction)
+        return cast("RemoteReranker | None", remote)
 
     def _call(self, task: Callable[[Reranker], Result]) -> Result:
         """Run a task with the reranker and wait for its result."""
         remote = self._remote()
         if remote is not None:
             return task(remote)
-        future = self._submit(task)
+        future = worker.submit(self._source(), self.instruction, task)
         try:
             return future.result()
         finally:
@@ -370,8 +360,7 @@ class RerankerAdapter(ModelAdapter):
         if not texts:
             return RankResult(query, None, (), ())
         try:
-            task = methodcaller("rank", query, texts, **self._options(limits))
-            result = self._call(task)
+            result = self._call(methodcaller("rank", query, texts, **self._options(limits)))
         except Exception as error:
             return self._unranked(error, query, texts, limits)
         return self._checked(result, limits)
@@ -386,7 +375,8 @@ class RerankerAdapter(ModelAdapter):
             if remote is not None:
                 result = await remote.arank(query, texts, **options)
             else:
-                future = self._submit(methodcaller("rank", query, texts, **options))
+                task = methodcaller("rank", query, texts, **options)
+                future = worker.submit(self._source(), self.instruction, task)
                 result = await asyncio.wrap_future(future)
         except Exception as error:
             return self._unranked(error, query, texts, limits)
@@ -411,7 +401,7 @@ class RerankerAdapter(ModelAdapter):
         return Unranked(query, None, documents[:count], documents[count:], error)
 
     def _checked(self, result: RankResult, limits: Limits) -> RankResult:
-        """Log what an application would not notice; refuse to keep everything by default."""
+        """The result. It is an InputError if neither a threshold nor ``top_n`` drops anything."""
         if result.threshold is None and limits["threshold"] == "native" and limits["top_n"] is None:
             raise InputError(
                 f"{self.model_label} has no native threshold: nothing in its scores separates "
@@ -422,13 +412,6 @@ class RerankerAdapter(ModelAdapter):
         blank = sum(not document.text.strip() for document in documents)
         if blank:
             logger.warning("%d of %d documents hold no text to score.", blank, len(documents))
-        cut = sum(document.truncated for document in documents)
-        if cut:
-            logger.info(
-                "%d of %d documents were too long and scored by their beginning.",
-                cut,
-                len(documents),
-            )
         if result.dropped and not result.kept:
             logger.debug(
                 "All %d documents were dropped; the best scored %+.3f, not above %g.",

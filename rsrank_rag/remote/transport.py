@@ -3,7 +3,6 @@
 import asyncio
 import logging
 import os
-import random
 import re
 from dataclasses import dataclass
 from typing import Any
@@ -17,6 +16,8 @@ from tenacity import (
     retry_if_exception,
     stop_after_attempt,
     stop_before_delay,
+    wait_exponential,
+    wait_random,
 )
 
 from ..errors import InputError, RemoteError, RSRankError, ScoringError
@@ -32,9 +33,8 @@ KEY_VARIABLE = "RSRANK_API_KEY"
 # request would take as long again.
 TRANSIENT = (429, 502, 503)
 
-CONNECT_SECONDS = 5.0
-FIRST_PAUSE = 0.25
-LONGEST_PAUSE = 8.0
+# Seconds. The random part keeps clients that failed together from coming back together.
+PAUSE = wait_exponential(multiplier=0.25, max=8.0) + wait_random(0, 0.25)
 
 HEADERS = {
     "Content-Type": "application/json",
@@ -42,8 +42,15 @@ HEADERS = {
     "User-Agent": "rsrank-rag",
 }
 
-# Bytes of an answer. With 1,000 documents in sentences, an answer has a few megabytes.
-LARGEST_ANSWER = 100_000_000
+
+class ApiKey(SecretStr):
+    """A service's key. Copies share it; a pickle holds None in its place."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "ApiKey":
+        return self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(None), ()
 
 
 @dataclass(frozen=True)
@@ -62,20 +69,8 @@ class Transport:
     timeout: float
     max_retries: int
 
-    def send(self, method: str, path: str, body: bytes | None = None) -> bytes:
+    async def send(self, method: str, path: str, body: bytes | None = None) -> bytes:
         """The body of the answer; raises as `RemoteReranker` says."""
-        future = connections.start(self._answer(method, path, body))
-        try:
-            return future.result()
-        finally:
-            # This has an effect only if the wait was interrupted.
-            future.cancel()
-
-    async def asend(self, method: str, path: str, body: bytes | None = None) -> bytes:
-        """As `send`, without blocking the event loop."""
-        return await asyncio.wrap_future(connections.start(self._answer(method, path, body)))
-
-    async def _answer(self, method: str, path: str, body: bytes | None) -> bytes:
         retrying = AsyncRetrying(
             retry=retry_if_exception(_is_transient),
             stop=stop_after_attempt(self.max_retries + 1) | stop_before_delay(self.timeout),
@@ -94,28 +89,11 @@ class Transport:
         return content
 
     async def _send_once(self, method: str, path: str, body: bytes | None) -> bytes:
-        key = self._key()
-
-        # httpx calls this when the request is sent, so that no other variable holds the key.
-        def add_key(request: httpx.Request) -> httpx.Request:
-            if key is not None:
-                request.headers["Authorization"] = f"Bearer {key.get_secret_value()}"
-            return request
-
-        timeout = httpx.Timeout(None, connect=CONNECT_SECONDS)
         url = self.base_url + path
-        options: dict[str, Any] = {
-            "content": body,
-            "headers": HEADERS,
-            "auth": add_key,
-            "timeout": timeout,
-        }
+        options: dict[str, Any] = {"content": body, "headers": HEADERS, "auth": self._authorize}
         try:
-            async with (
-                connections.client(self.base_url) as client,
-                client.stream(method, url, follow_redirects=False, **options) as response,
-            ):
-                content = await self._read(response)
+            async with connections.client(self.base_url) as client:
+                response = await client.request(method, url, **options)
         except httpx.TransportError as error:
             raise RemoteError(
                 f"{self.base_url} could not be reached ({error!r}). "
@@ -127,19 +105,15 @@ class Transport:
                 f"The answer of {self.base_url} cannot be read ({error!r})."
             ) from error
         if not response.is_success:
-            raise self._error(response, content, path)
-        return content
+            raise self._error(response, path)
+        return response.content
 
-    async def _read(self, response: httpx.Response) -> bytes:
-        content = bytearray()
-        async for chunk in response.aiter_bytes():
-            content += chunk
-            if len(content) > LARGEST_ANSWER:
-                raise RemoteError(
-                    f"The answer of {self.base_url} is too long to be scores: "
-                    f"more than {LARGEST_ANSWER:,} bytes."
-                )
-        return bytes(content)
+    def _authorize(self, request: httpx.Request) -> httpx.Request:
+        """Add the key, at the last moment, so that no variable of a traceback holds its text."""
+        key = self._key()
+        if key is not None:
+            request.headers["Authorization"] = f"Bearer {key.get_secret_value()}"
+        return request
 
     def _key(self) -> SecretStr | None:
         if self.api_key is not None:
@@ -149,10 +123,10 @@ class Transport:
                 return usable_key(SecretStr(key), KEY_VARIABLE)
         return None
 
-    def _error(self, response: httpx.Response, content: bytes, path: str) -> RSRankError:
+    def _error(self, response: httpx.Response, path: str) -> RSRankError:
         """The error of an answer that is not a success."""
         status = response.status_code
-        body = ErrorBody.parse(content)
+        body = ErrorBody.parse(response.content)
         message = body.text
         if status in TRANSIENT or status == 408 or status >= 500:
             return RemoteError(
@@ -192,17 +166,13 @@ def _is_transient(error: BaseException) -> bool:
 
 
 def _pause(state: RetryCallState) -> float:
-    """Seconds before the next try: twice the last pause, or what the service asks for, and more.
-
-    The random part keeps clients that failed together from coming back together.
-    """
-    pause = min(FIRST_PAUSE * 2.0 ** (state.attempt_number - 1), LONGEST_PAUSE)
+    """Seconds before the next try: what the service asks for, and `PAUSE` in addition."""
     error = state.outcome.exception() if state.outcome else None
     requested = error.retry_after if isinstance(error, RemoteError) else None
-    return max(pause, requested or 0.0) + random.uniform(0, pause)
+    return PAUSE(state) + (requested or 0.0)
 
 
-def usable_key(key: SecretStr | None, source: str = "api_key") -> SecretStr | None:
+def usable_key(key: SecretStr | None, source: str = "api_key") -> ApiKey | None:
     """A key without white space around it; None if it is empty.
 
     Raises:
@@ -213,7 +183,7 @@ def usable_key(key: SecretStr | None, source: str = "api_key") -> SecretStr | No
         raise InputError(
             f"{source} holds characters that cannot be sent. Only printable ASCII can."
         )
-    return SecretStr(text) if text else None
+    return ApiKey(text) if text else None
 
 
 def service_address(base_url: str) -> str:

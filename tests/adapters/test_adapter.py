@@ -611,13 +611,6 @@ def test_documents_without_text_are_counted_in_a_warning(caplog):
     assert caplog.messages == ["1 of 2 documents hold no text to score."]
 
 
-def test_cut_documents_are_counted_in_the_log(ranker, caplog):
-    made = RerankerAdapter(model=ranker, long_documents="cut")
-    with caplog.at_level(logging.INFO, logger="rsrank_rag.adapters.settings"):
-        made._rank(QUERY, ["word " * 2000, "short"], made._limits({}))
-    assert "1 of 2 documents were too long and scored by their beginning." in caplog.messages
-
-
 def test_a_model_name_that_is_a_loaded_ranker_scores_as_itself(ranker):
     made = RerankerAdapter(model=ranker)
     assert made._rank(QUERY, DOCUMENTS, made._limits({})) == ranker.rank(QUERY, DOCUMENTS)
@@ -811,7 +804,7 @@ def test_warming_up_asks_the_service_and_closing_lets_its_connections_go(adapter
     made = adapter(base_url=service.address)
     made.warm_up()
     assert kept(made, QUERY, DOCUMENTS)
-    client = connections._clients[os.getpid(), service.address].client
+    client = connections._clients[os.getpid(), service.address].http
     made.close()
     assert client.is_closed
     assert kept(made, QUERY, DOCUMENTS)

@@ -531,7 +531,8 @@ class TestService:
 
     async def test_a_remote_reranker_gives_what_a_local_one_gives(self):
         texts = [*DOCUMENTS, f"Bees\n{ODD} A bee.", "\ud83d\ude00 No. A bee \ud800."]
-        with address_of(scheduler(Hits())) as address, RemoteReranker(address) as remote:
+        with address_of(scheduler(Hits())) as address:
+            remote = RemoteReranker(address)
             for options in (
                 {"extract": "sentences"},
                 {

@@ -19,6 +19,7 @@ import httpx
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from tenacity import wait_exponential, wait_random
 
 pytest.importorskip("uvicorn")
 
@@ -61,7 +62,7 @@ def served():
 @pytest.fixture
 def hurried(monkeypatch):
     """Short pauses between tries."""
-    monkeypatch.setattr(transport, "FIRST_PAUSE", 0.01)
+    monkeypatch.setattr(transport, "PAUSE", wait_random(0.01, 0.02))
 
 
 async def rank(reranker, asynchronous, query=QUERY, documents=DOCUMENTS, **limits):
@@ -109,7 +110,6 @@ def test_a_remote_rank_is_the_local_one(running_service, served, kind, query, do
 async def test_the_native_threshold_is_that_of_the_services_model(service, address, asynchronous):
     for threshold in (1.5, None):
         service.threshold = threshold
-        assert await RemoteReranker(address).athreshold() == threshold
         found = await rank(RemoteReranker(address), asynchronous)
         assert found.threshold == threshold
         assert len(found.kept) == (2 if threshold else len(DOCUMENTS))
@@ -363,16 +363,15 @@ async def test_a_wait_beyond_the_timeout_is_not_begun(service, address, asynchro
 
 
 def test_pauses_grow_to_a_limit_and_differ(service, address, monkeypatch):
-    monkeypatch.setattr(transport, "FIRST_PAUSE", 0.005)
-    monkeypatch.setattr(transport, "LONGEST_PAUSE", 0.02)
     pauses = []
-    usual = transport._pause
+
+    usual = wait_exponential(multiplier=0.005, max=0.02) + wait_random(0, 0.005)
 
     def pause(state):
         pauses.append(usual(state))
         return pauses[-1]
 
-    monkeypatch.setattr(transport, "_pause", pause)
+    monkeypatch.setattr(transport, "PAUSE", pause)
     service.script += [(503, {"message": "busy"})] * 12
     for _ in range(2):
         with pytest.raises(RemoteError, match=r"503: busy\.$"):
@@ -382,7 +381,7 @@ def test_pauses_grow_to_a_limit_and_differ(service, address, monkeypatch):
     assert len(pauses) == 12 == len(set(pauses))
     for number, seconds in enumerate(pauses):
         least = min(0.005 * 2 ** (number % 6), 0.02)
-        assert least <= seconds <= 2 * least
+        assert least <= seconds <= least + 0.005
 
 
 @both_ways
@@ -507,19 +506,14 @@ def with_first(**fields):
         (lambda answer: b"", "did not answer as"),
         (lambda answer: [answer], "did not answer as"),
         (
-            lambda answer: {**answer, "filler": "x" * 2_000_000},
-            "too long to be scores: more than 1,000,000 bytes",
-        ),
-        (
             lambda answer: {**answer, "errors": [{"index": 0, "message": "scored nan."}]},
             "not give exactly one",
         ),
     ],
 )
 async def test_an_answer_that_cannot_be_trusted_is_an_error(
-    service, address, asynchronous, break_it, message, monkeypatch
+    service, address, asynchronous, break_it, message
 ):
-    monkeypatch.setattr(transport, "LARGEST_ANSWER", 1_000_000)
     service.script += [break_it]
     with pytest.raises(RemoteError, match=message) as caught:
         await rank(RemoteReranker(address), asynchronous)
@@ -832,35 +826,27 @@ def test_one_reranker_serves_threads_and_loops_at_once(service, address):
     assert found == [expected] * 20
 
 
-@pytest.mark.parametrize("way", ["close", "aclose"])
-async def test_closing_lets_calls_under_way_finish_and_the_next_opens_anew(service, address, way):
+async def test_closing_lets_calls_in_progress_finish_and_the_next_opens_anew(service, address):
     connections.close(address)
     reranker = RemoteReranker(address)
     await reranker.arank(QUERY, DOCUMENTS)
-    client = connections._clients[os.getpid(), address].client
+    client = connections._clients[os.getpid(), address].http
     service.script += [0.3, 0.3]
     calls = [asyncio.create_task(rank(reranker, asynchronous)) for asynchronous in (False, True)]
     await until(lambda: service.running == 2)
-    if way == "close":
-        reranker.close()
-    else:
-        await reranker.aclose()
+    reranker.close()
     assert not client.is_closed
     assert await asyncio.gather(*calls) == [Overlap().rank(QUERY, DOCUMENTS)] * 2
     await until(lambda: client.is_closed)
     assert await reranker.arank(QUERY, DOCUMENTS) == Overlap().rank(QUERY, DOCUMENTS)
 
 
-async def test_context_managers_close_idle_connections(address):
-    with RemoteReranker(address) as reranker:
-        reranker.rank(QUERY, DOCUMENTS)
-        client = connections._clients[os.getpid(), address].client
-        assert not client.is_closed
-    assert client.is_closed
-    async with RemoteReranker(address) as reranker:
-        await reranker.arank(QUERY, DOCUMENTS)
-        client = connections._clients[os.getpid(), address].client
-        assert not client.is_closed
+def test_idle_connections_are_closed_at_once(address):
+    reranker = RemoteReranker(address)
+    reranker.rank(QUERY, DOCUMENTS)
+    client = connections._clients[os.getpid(), address].http
+    assert not client.is_closed
+    reranker.close()
     assert client.is_closed
 
 
