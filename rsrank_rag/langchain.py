@@ -1,12 +1,11 @@
 """LangChain: a document compressor that drops what scores below zero, and a retriever around it."""
 
 import inspect
-import logging
 from collections.abc import Sequence
 from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any
 
-from pydantic import Field
+from pydantic import BaseModel, Field
 from typing_extensions import Unpack
 
 from .adapters.settings import RerankerAdapter, Unranked, without_marks
@@ -27,14 +26,13 @@ with needs("rsrank_rag.langchain needs langchain-core.", "langchain", "langchain
         get_async_callback_manager_for_config,
         get_callback_manager_for_config,
     )
+    from langchain_core.tools import StructuredTool
 
 if TYPE_CHECKING:
     from .adapters.cross_encoder import RSRankCrossEncoder as RSRankCrossEncoder
 
-logger = logging.getLogger(__name__)
-
 # Without RSRankCrossEncoder, whose base class is not in every langchain-core.
-__all__ = ["RSRankCompressor", "RSRankRetriever"]
+__all__ = ["RSRankCompressor", "RSRankRetriever", "create_rsrank_tool"]
 
 # The run inside a compressor's run, which shows what a trace would not show otherwise.
 RANKING_RUN = "RSRankRanking"
@@ -139,58 +137,49 @@ class RSRankCompressor(RerankerAdapter, BaseDocumentCompressor):
         >>> runnable.invoke({"query": "Where is everybody?", "documents": []})
         []
         """
+        name = type(self).__name__
 
-        def arguments(inputs: Any, config: RunnableConfig) -> tuple[Any, Any, Any]:
-            if not isinstance(inputs, dict):
-                problem = type(inputs).__name__
-            elif query_key not in inputs or documents_key not in inputs:
-                problem = f"keys {sorted(map(str, inputs))}"
-            else:
-                return inputs[documents_key], inputs[query_key], config.get("callbacks")
-            raise InputError(
-                f"{type(self).__name__} needs a dictionary with {query_key!r} and "
-                f"{documents_key!r}, got {problem}."
-            )
+        def arguments(inputs: Any) -> tuple[Any, Any]:
+            try:
+                return inputs[documents_key], inputs[query_key]
+            except (KeyError, TypeError) as error:
+                raise InputError(
+                    f"{name} needs a dictionary with {query_key!r} and {documents_key!r}, "
+                    f"got {inputs!r:.80}."
+                ) from error
 
         def compress(
-            inputs: dict[str, Any], config: RunnableConfig, **limits: Unpack[Limits]
+            inputs: Any, config: RunnableConfig, **limits: Unpack[Limits]
         ) -> list[Document]:
-            return self.compress_documents(*arguments(inputs, config), **limits)
+            return self.compress_documents(*arguments(inputs), config.get("callbacks"), **limits)
 
         async def acompress(
-            inputs: dict[str, Any], config: RunnableConfig, **limits: Unpack[Limits]
+            inputs: Any, config: RunnableConfig, **limits: Unpack[Limits]
         ) -> list[Document]:
-            return await self.acompress_documents(*arguments(inputs, config), **limits)
+            callbacks = config.get("callbacks")
+            return await self.acompress_documents(*arguments(inputs), callbacks, **limits)
 
-        return RunnableLambda(compress, acompress, name=f"{type(self).__name__}.as_runnable")
+        return RunnableLambda(compress, acompress, name=f"{name}.as_runnable")
 
     def _read(self, documents: Sequence[Document]) -> list[str]:
-        """What a reranker reads; warns of metadata fields that no document has."""
-        fields = {field for document in documents for field in document.metadata}
-        unknown = set(self.metadata_fields).difference(fields, ("title",))
-        if unknown and documents:
-            logger.warning(
-                "None of %d documents has the metadata field %s; there are: %s.",
-                len(documents),
-                ", ".join(map(repr, sorted(unknown))),
-                ", ".join(sorted(fields)) or "none",
-            )
+        """What a reranker reads."""
         return self._texts([(document.metadata, document.page_content) for document in documents])
 
     def _summary(self, result: RankResult) -> dict[str, Any]:
         """Output of the inner run: what decided, and the scores of what was dropped."""
         documents = (*result.kept, *result.dropped)
-        summary: dict[str, Any] = {"model": self.model_label}
-        if self.instruction is not None:
-            summary["instruction"] = self.instruction
-        summary["threshold"] = result.threshold
-        summary["documents"] = len(documents)
-        summary["kept"] = len(result.kept)
-        summary["truncated"] = sum(document.truncated for document in documents)
-        summary["dropped"] = [
-            {"index": document.index, "score": document.score} for document in result.dropped
-        ]
-        return summary
+        dropped = []
+        for document in result.dropped:
+            dropped.append({"index": document.index, "score": document.score})
+        return {
+            "model": self.model_label,
+            "instruction": self.instruction,
+            "threshold": result.threshold,
+            "documents": len(documents),
+            "kept": len(result.kept),
+            "truncated": sum(document.truncated for document in documents),
+            "dropped": dropped,
+        }
 
     def _copies(self, documents: Sequence[Document], result: RankResult) -> list[Document]:
         copies = []
@@ -235,33 +224,74 @@ class RSRankRetriever(BaseRetriever, extra="forbid"):
     def _split_limits(self, kwargs: dict[str, Any]) -> Limits:
         """Take the compressor's limits out of a call's keywords.
 
-        Raises TypeError for a keyword that the base retriever does not take either.
+        Raises:
+            TypeError: A keyword that the base retriever does not take either.
         """
         limits = Limits()
-        for name in Limits.__annotations__:
-            if name in kwargs:
-                limits[name] = kwargs.pop(name)  # type: ignore[literal-required]
-        for name in kwargs:
-            if not self._base_takes(name):
-                raise TypeError(
-                    f"Unknown argument: {name}. The compressor takes "
-                    f"{', '.join(Limits.__annotations__)}, and the base retriever "
-                    f"{type(self.base_retriever).__name__} does not take it."
-                )
+        for name in Limits.__annotations__.keys() & kwargs.keys():
+            limits[name] = kwargs.pop(name)  # type: ignore[literal-required]
+        # A Runnable refuses by itself what it does not take. `BaseRetriever.invoke` drops keywords
+        # in silence that this method does not take.
+        if isinstance(self.base_retriever, BaseRetriever):
+            parameters = inspect.signature(self.base_retriever._get_relevant_documents).parameters
+            kinds = {parameter.kind for parameter in parameters.values()}
+            for name in sorted(kwargs.keys() - parameters.keys()):
+                similar = get_close_matches(name, Limits.__annotations__, cutoff=MISSPELLING)
+                if similar or inspect.Parameter.VAR_KEYWORD not in kinds:
+                    raise TypeError(
+                        f"Unknown argument: {name}. The compressor takes "
+                        f"{', '.join(Limits.__annotations__)}, and the base retriever "
+                        f"{type(self.base_retriever).__name__} does not take it."
+                    )
         return limits
 
-    def _base_takes(self, name: str) -> bool:
-        if not isinstance(self.base_retriever, BaseRetriever):
-            # What a Runnable does not take, it refuses itself.
-            return True
-        # BaseRetriever.invoke silently drops keywords that this method does not take.
-        method = self.base_retriever._get_relevant_documents
-        parameters = inspect.signature(method).parameters.values()
-        if name in [parameter.name for parameter in parameters]:
-            return True
-        takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
-        similar = get_close_matches(name, Limits.__annotations__, cutoff=MISSPELLING)
-        return takes_any and not similar
+
+class ToolInput(BaseModel):
+    """What an agent gives to a tool of `create_rsrank_tool`."""
+
+    query: str = Field(description="What to look up, as a question.")
+
+
+def create_rsrank_tool(
+    retriever: RetrieverLike,
+    name: str,
+    description: str,
+    *,
+    nothing_relevant: str = "No passage answers this.",
+    separator: str = "\n\n",
+) -> StructuredTool:
+    """A tool for agents: look something up, and read what is relevant or that nothing is.
+
+    The tool's content is the text of the relevant documents, and its artifact the documents.
+
+    Args:
+        retriever: An `RSRankRetriever`. Another retriever gets a default `RSRankCompressor`.
+        name: The tool's name, for the agent.
+        description: What can be looked up, for the agent.
+        nothing_relevant: The content if no document is kept.
+        separator: Stands between documents.
+    """
+    if not isinstance(retriever, RSRankRetriever):
+        retriever = RSRankRetriever(base_retriever=retriever)
+
+    def answer(documents: list[Document]) -> tuple[str, list[Document]]:
+        text = separator.join(document.page_content for document in documents)
+        return text or nothing_relevant, documents
+
+    def look_up(query: str, callbacks: Callbacks = None) -> tuple[str, list[Document]]:
+        return answer(retriever.invoke(query, {"callbacks": callbacks}))
+
+    async def alook_up(query: str, callbacks: Callbacks = None) -> tuple[str, list[Document]]:
+        return answer(await retriever.ainvoke(query, {"callbacks": callbacks}))
+
+    return StructuredTool(
+        name=name,
+        description=description,
+        func=look_up,
+        coroutine=alook_up,
+        args_schema=ToolInput,
+        response_format="content_and_artifact",
+    )
 
 
 def __getattr__(name: str) -> Any:

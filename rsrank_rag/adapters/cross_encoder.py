@@ -1,36 +1,18 @@
 """LangChain's cross-encoder interface, for code that already has a ``CrossEncoderReranker``."""
 
-from contextlib import suppress
-from importlib import import_module
 from operator import methodcaller
-from typing import TYPE_CHECKING, Any
 
 from ..errors import MissingDependencyError
 from ..reranker import Pair
 from .settings import ModelAdapter
 
-MODULES = (
-    "langchain_core.cross_encoders",
-    "langchain_classic.retrievers.document_compressors.cross_encoder",
-    "langchain.retrievers.document_compressors.cross_encoder",
-)
-"""Modules that define the base class, newest releases first."""
-
-
-def _base_class() -> Any:
-    for module in MODULES:
-        with suppress(ModuleNotFoundError):
-            return import_module(module).BaseCrossEncoder
+try:
+    from langchain_core.cross_encoders import BaseCrossEncoder
+except ModuleNotFoundError as error:
     raise MissingDependencyError(
         "RSRankCrossEncoder needs LangChain's BaseCrossEncoder, which this langchain-core does not "
         "have. Install a newer one with: pip install -U langchain-core"
-    )
-
-
-if TYPE_CHECKING:
-    from langchain_core.cross_encoders import BaseCrossEncoder
-else:
-    BaseCrossEncoder = _base_class()
+    ) from error
 
 
 class RSRankCrossEncoder(ModelAdapter, BaseCrossEncoder):
@@ -47,5 +29,5 @@ class RSRankCrossEncoder(ModelAdapter, BaseCrossEncoder):
             ScoringError: A pair could not be scored; its position is given.
         """
         pairs = [Pair(query, document) for query, document in text_pairs]
-        scored = self._call(methodcaller("score_pairs", pairs))
-        return [pair.score for pair in scored]
+        scores = self._call(methodcaller("score_pairs", pairs))
+        return [pair.score for pair in scores]

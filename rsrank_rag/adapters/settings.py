@@ -3,7 +3,7 @@
 import asyncio
 import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError
 from copy import deepcopy
 from dataclasses import dataclass
@@ -254,7 +254,6 @@ class ModelAdapter(LoadSettings):
 
     def _remote(self) -> "RemoteReranker | None":
         """The client of a service, whose calls need no queue; None for a model of this process."""
-        # Tests use other objects with this method.
         remote: Any = self.model if hasattr(self.model, "arank") else None
         if self.base_url is not None:
             from ..remote.client import RemoteReranker
@@ -337,10 +336,10 @@ class RerankerAdapter(ModelAdapter):
 
     def _limits(self, limits: Limits) -> Limits:
         """This adapter's limits, replaced by those of one call."""
-        unknown = ", ".join(sorted(set(limits) - set(Limits.__annotations__)))
+        unknown = limits.keys() - Limits.__annotations__.keys()
         if unknown:
             names = ", ".join(Limits.__annotations__)
-            raise TypeError(f"Unknown argument: {unknown}. A call takes {names}.")
+            raise TypeError(f"Unknown argument: {min(unknown)}. A call takes {names}.")
         merged = Limits(threshold=self.threshold, top_n=self.top_n, min_docs=self.min_docs)
         merged.update(limits)
         check_limits(**merged)
@@ -397,7 +396,7 @@ class RerankerAdapter(ModelAdapter):
             exc_info=None if isinstance(error, RSRankError) else error,
         )
         documents = tuple(RankedDocument(index, text, math.nan) for index, text in enumerate(texts))
-        count = len(documents) if limits["top_n"] is None else limits["top_n"]
+        count = limits["top_n"] or len(documents)
         return Unranked(query, None, documents[:count], documents[count:], error)
 
     def _checked(self, result: RankResult, limits: Limits) -> RankResult:
@@ -428,48 +427,54 @@ class RerankerAdapter(ModelAdapter):
         """
         if self.extract:
             return [text for _, text in documents]
-        return [
-            lines_before(text, metadata, self.metadata_fields) + text
-            for metadata, text in documents
-        ]
+        names = set().union(*(metadata for metadata, _ in documents))
+        for field in self.metadata_fields:
+            if documents and field != "title" and field not in names:
+                logger.warning(
+                    "None of %d documents has the metadata field %r; there are: %s.",
+                    len(documents),
+                    field,
+                    ", ".join(sorted(names)) or "none",
+                )
+        texts = []
+        for metadata, text in documents:
+            texts.append(lines_before(text, metadata, self.metadata_fields) + text)
+        return texts
 
-    def _outputs(self, result: RankResult, texts: Sequence[str]) -> list[OutputDocument]:
+    def _outputs(self, result: RankResult, texts: Sequence[str]) -> Iterator[OutputDocument]:
         """What a call returns, best first. ``texts`` are the documents' texts without metadata."""
-        marks: dict[str, Any] = {}
-        if isinstance(result, Unranked):
-            marks[ERROR] = f"{type(result.error).__name__}: {result.error}"
-        if not self.keep_dropped:
-            return [_output(document, texts[document.index], marks) for document in result.kept]
-        outputs: list[OutputDocument] = []
-        for document in (*result.kept, *result.dropped):
-            was_kept = len(outputs) < len(result.kept)
-            outputs.append(_output(document, texts[document.index], {**marks, KEPT: was_kept}))
-        return outputs
-
-
-def _output(document: RankedDocument, text: str, marks: Mapping[str, Any]) -> OutputDocument:
-    marks = dict(marks)
-    # Offsets are those in the text, which metadata may have preceded.
-    before = len(document.text) - len(text)
-    if document.truncated:
-        marks[TRUNCATED] = True
-    if document.window is not None:
-        marks[WINDOW] = {
-            "start": max(document.window.start - before, 0),
-            "end": document.window.end - before,
-            "count": document.window.count,
-        }
-    if document.excerpts:
-        text = document.extract
-        marks[EXCERPTS] = [
-            {"start": excerpt.start, "end": excerpt.end, "score": excerpt.score}
-            for excerpt in document.excerpts
-        ]
-    score = None if ERROR in marks else document.score
-    return OutputDocument(document.index, text, score, marks)
+        documents = (*result.kept, *result.dropped) if self.keep_dropped else result.kept
+        for place, document in enumerate(documents):
+            text = texts[document.index]
+            # Offsets are those in the text, which metadata may have preceded.
+            before = len(document.text) - len(text)
+            score: float | None = document.score
+            marks: dict[str, Any] = {}
+            if isinstance(result, Unranked):
+                score = None
+                marks[ERROR] = f"{type(result.error).__name__}: {result.error}"
+            if self.keep_dropped:
+                marks[KEPT] = place < len(result.kept)
+            if document.truncated:
+                marks[TRUNCATED] = True
+            if document.window is not None:
+                marks[WINDOW] = {
+                    "start": max(document.window.start - before, 0),
+                    "end": document.window.end - before,
+                    "count": document.window.count,
+                }
+            if document.excerpts:
+                text = document.extract
+                marks[EXCERPTS] = [
+                    {"start": excerpt.start, "end": excerpt.end, "score": excerpt.score}
+                    for excerpt in document.excerpts
+                ]
+            yield OutputDocument(document.index, text, score, marks)
 
 
 def without_marks(metadata: Mapping[str, Any]) -> dict[str, Any]:
     """A deep copy of metadata that a store may still hold, without the marks of an earlier call."""
-    marks = (KEPT, TRUNCATED, ERROR, EXCERPTS, WINDOW)
-    return {name: deepcopy(value) for name, value in metadata.items() if name not in marks}
+    copied = deepcopy(dict(metadata))
+    for mark in (KEPT, TRUNCATED, ERROR, EXCERPTS, WINDOW):
+        copied.pop(mark, None)
+    return copied

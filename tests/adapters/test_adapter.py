@@ -315,21 +315,21 @@ def test_equal_settings_share_one_model_which_loads_at_first_use(artifact, loads
         copy.deepcopy(compressor),
         pickle.loads(pickle.dumps(postprocessor)),
     ]
-    models = [made._submit(lambda reranker: reranker).result() for made in adapters]
+    models = [made._call(lambda reranker: reranker) for made in adapters]
     assert loads == [str(artifact)]
     assert all(model is models[0] for model in models)
     other = RSRankCompressor(model=artifact, device="cpu", dtype="float32", max_length=64)
-    assert other._submit(lambda reranker: reranker).result() is not models[0]
+    assert other._call(lambda reranker: reranker) is not models[0]
     assert len(loads) == 2
     pytest.importorskip("bitsandbytes")
     rounded = RSRankCompressor(model=artifact, device="cpu", dtype="float32", load_in_8bit=True)
-    assert bits_of(rounded._submit(lambda reranker: reranker).result().backbone.model) == 8
+    assert bits_of(rounded._call(lambda reranker: reranker).backbone.model) == 8
     assert len(loads) == 3
 
 
 def test_close_frees_the_model_and_the_next_call_loads_it_again(artifact, loads):
     made = RSRankCompressor(model=artifact, device="cpu", dtype="float32")
-    freed = weakref.ref(made._submit(lambda reranker: reranker).result())
+    freed = weakref.ref(made._call(lambda reranker: reranker))
     made.close()
     gc.collect()
     assert freed() is None
@@ -764,7 +764,7 @@ def test_the_key_may_come_from_the_environment_after_unpickling(adapter, service
         ),
         (
             {"api_key": SECRET},
-            "Without base_url no service is asked, so api_key would have no effect",
+            "Without base_url there is no service, so api_key would have no effect",
         ),
         ({"timeout": 5}, "timeout would have no effect"),
         ({"max_retries": 0}, "max_retries would have no effect"),

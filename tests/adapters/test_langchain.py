@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import sys
 
 import pytest
 from conftest import DOCUMENTS, QUERY
@@ -16,7 +17,7 @@ from langchain_core.runnables import RunnableLambda, RunnablePassthrough
 from rsrank_rag import Reranker, RSRankError
 from rsrank_rag.errors import InputError, ScoringError
 from rsrank_rag.evaluation.systems.bm25 import BM25
-from rsrank_rag.langchain import RSRankCompressor, RSRankRetriever
+from rsrank_rag.langchain import RSRankCompressor, RSRankRetriever, create_rsrank_tool
 
 try:
     from langchain_classic.retrievers import ContextualCompressionRetriever
@@ -266,6 +267,7 @@ async def test_callbacks_see_a_run_with_inputs_and_outputs(compressor, asynchron
     assert (inside[1], inside[3]) == ("RSRankRanking", run)
     assert summary == {
         "model": "Numbers",
+        "instruction": None,
         "threshold": 0.0,
         "documents": 2,
         "kept": 1,
@@ -336,10 +338,10 @@ def test_a_runnables_run_holds_the_compressors_run(compressor):
 def test_a_runnable_says_what_its_dictionary_lacks(compressor):
     with pytest.raises(
         InputError,
-        match=r"needs a dictionary with 'query' and 'documents', got keys \['question'\]",
+        match=r"needs a dictionary with 'query' and 'documents', got \{'question': 'q'\}",
     ):
         compressor.as_runnable().invoke({"question": "q"})
-    with pytest.raises(InputError, match="got str"):
+    with pytest.raises(InputError, match="got 'q'"):
         compressor.as_runnable().invoke("q")
 
 
@@ -407,6 +409,50 @@ async def test_the_retriever_refuses_a_keyword_that_nobody_takes(compressor, asy
 def test_an_unknown_setting_of_the_retriever_is_an_error(compressor):
     with pytest.raises(ValueError, match="compresor"):
         RSRankRetriever(base_retriever=Fixed(found=[]), compresor=compressor)
+
+
+@pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
+async def test_a_tool_gives_an_agent_the_relevant_passages_and_their_documents(
+    compressor, asynchronous
+):
+    base = Fixed(found=documents(1, -1, 3))
+    retriever = RSRankRetriever(base_retriever=base, compressor=compressor)
+    tool = create_rsrank_tool(retriever, "library", "Passages about points.", separator=" | ")
+    call = {"name": "library", "args": {"query": "q"}, "id": "1", "type": "tool_call"}
+    message = await tool.ainvoke(call) if asynchronous else tool.invoke(call)
+    assert message.content == "3 points | 1 points"
+    assert texts(message.artifact) == ["3 points", "1 points"]
+    assert tool.description == "Passages about points."
+    assert list(tool.args) == ["query"]
+
+
+def test_a_tool_says_in_words_that_nothing_is_relevant(compressor):
+    base = Fixed(found=documents(-1))
+    retriever = RSRankRetriever(base_retriever=base, compressor=compressor)
+    call = {"name": "library", "args": {"query": "q"}, "id": "1", "type": "tool_call"}
+    message = create_rsrank_tool(retriever, "library", "Points.").invoke(call)
+    assert (message.content, message.artifact) == ("No passage answers this.", [])
+    tool = create_rsrank_tool(retriever, "library", "Points.", nothing_relevant="Ask somebody.")
+    assert tool.invoke({"query": "q"}) == "Ask somebody."
+
+
+def test_a_tool_puts_a_compressor_after_another_retriever():
+    found = [Document(text) for text in DOCUMENTS]
+    tool = create_rsrank_tool(Fixed(found=found), "library", "All.")
+    expected = RSRankCompressor().compress_documents(found, QUERY)
+    assert 0 < len(expected) < len(found)
+    assert tool.invoke({"query": QUERY}) == "\n\n".join(texts(expected))
+
+
+def test_a_tools_run_holds_the_retrievers_run(compressor):
+    trace = Trace()
+    trace.on_tool_start = lambda serialized, text, *, run_id, **kwargs: trace.events.append(run_id)
+    trace.on_retriever_start = lambda serialized, query, *, parent_run_id, **kwargs: (
+        trace.events.append(parent_run_id)
+    )
+    retriever = RSRankRetriever(base_retriever=Fixed(found=[]), compressor=compressor)
+    create_rsrank_tool(retriever, "library", "None.").invoke({"query": "q"}, {"callbacks": [trace]})
+    assert trace.events[0] == trace.events[1]
 
 
 def test_the_retrievers_runs_nest(compressor):
@@ -477,12 +523,13 @@ def test_the_module_can_be_imported_whole_without_a_base_class_for_cross_encoder
 
 
 def test_without_a_base_class_the_cross_encoder_says_what_to_install(monkeypatch):
-    from rsrank_rag.adapters import cross_encoder as langchain_cross_encoder
+    from rsrank_rag import langchain
     from rsrank_rag.errors import MissingDependencyError
 
-    monkeypatch.setattr(langchain_cross_encoder, "MODULES", ("rsrank_rag.nowhere",))
+    monkeypatch.delitem(sys.modules, "rsrank_rag.adapters.cross_encoder", raising=False)
+    monkeypatch.setitem(sys.modules, "langchain_core.cross_encoders", None)
     with pytest.raises(MissingDependencyError, match="pip install -U langchain-core"):
-        langchain_cross_encoder._base_class()
+        langchain.RSRankCrossEncoder  # noqa: B018
 
 
 # LangChain's own standard tests
