@@ -35,9 +35,7 @@ TABLES = {
     "few queries in short": Table(
         "docs/training.md", "docs/few-queries.json", few_queries.overview
     ),
-    "few queries": Table(
-        "research/docs/training.md", "docs/few-queries.json", few_queries.tables
-    ),
+    "few queries": Table("research/docs/training.md", "docs/few-queries.json", few_queries.tables),
 }
 
 

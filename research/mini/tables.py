@@ -97,21 +97,67 @@ def table(figures: Figures, metrics: Sequence[str] = ("ndcg@5", "f1@tau")) -> st
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
+RULES = {
+    "": "zero",
+    "tau_min1_": "zero with `min_docs=1`",
+    "tau_top5_min1_": "zero with `min_docs=1` and `top_n=5`",
+    "top1_": "top 1",
+    "top3_": "top 3",
+    "top5_": "top 5",
+    "first3_": "first 3 in the file's order",
+}
+"""Rules of `rsrank evaluate` by the beginning of their metrics' names."""
+
+
+def lost_answers(figures: Figures, system: str, rule: str) -> float | None:
+    """Percent of the answerable queries of all sets for which a rule keeps nothing relevant.
+
+    None if that was not measured.
+    """
+    rows = figures[system]["sets"]
+    if f"{rule}left_with_nothing" not in rows[0]:
+        return None
+    lost = sum(row[f"{rule}left_with_nothing"] for row in rows)
+    return float(100 * lost / sum(row["answerable"] for row in rows))
+
+
 def overview_table(figures: Figures) -> str:
-    """The README's table: means over families, words, keywords and off-topic questions."""
-    lines = [f"| | {' | '.join(figures)} |", f"|---|{'--:|' * len(figures)}"]
+    """The README's table: means over families, lost answers, words and off-topic questions."""
+    rows: dict[str, list[float | None]] = {}
     for metric, label in (("ndcg@5", "nDCG@5"), ("f1@tau", "F1")):
         columns = columns_of(figures, metric)
         for mean, kind in (("mean, seen", "seen"), ("mean, never seen", "not seen")):
-            cells = [f"{100 * columns[system][mean]:.1f}" for system in figures]
-            lines.append(f"| {label}, {kind} | {' | '.join(cells)} |")
+            rows[f"{label}, {kind}"] = [100 * columns[system][mean] for system in figures]
+    for rule, label in (("", "at the threshold"), ("tau_top5_min1_", "1 to 5 kept")):
+        rows[f"answers lost, {label}"] = [lost_answers(figures, name, rule) for name in figures]
     for kind, part, label in (
-        ("words", "found", "one word: the wanted passage is kept"),
-        ("keywords", "found", "keywords: the wanted passage is kept"),
-        ("nothing", "silent", "off-topic: nothing is kept"),
+        ("words", "found", "one word: wanted passage kept"),
+        ("nothing", "silent", "off-topic: nothing kept"),
     ):
-        cells = [f"{100 * system['short'][kind][part]:.0f}" for system in figures.values()]
-        lines.append(f"| {label} | {' | '.join(cells)} |")
+        rows[label] = [100 * system["short"][kind][part] for system in figures.values()]
+    lines = [f"| | {' | '.join(figures)} |", f"|---|{'--:|' * len(figures)}"]
+    for label, values in rows.items():
+        cells = [f"{value:.1f}" for value in values if value is not None]
+        if cells:
+            lines.append(f"| {label} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def rules_table(figures: Figures) -> str:
+    """What zero keeps of all sets, and what other rules would keep of the same scores."""
+    name = next(iter(figures))
+    rows = figures[name]["sets"]
+    queries = sum(row["queries"] for row in rows)
+    lines = ["| rule | F1 | answers lost | kept a query |", "|---|--:|--:|--:|"]
+    for rule, label in RULES.items():
+        lost = lost_answers(figures, name, rule)
+        if lost is None:
+            return "(Not measured yet with the present `mini`.)"
+        f1_key = f"{rule}f1" if rule else "f1@tau"
+        means = []
+        for key in (f1_key, f"{rule}kept_per_query"):
+            means.append(sum(row[key] * row["queries"] for row in rows) / queries)
+        lines.append(f"| {label} | {100 * means[0]:.1f} | {lost:.1f}% | {means[1]:.1f} |")
     return "\n".join(lines)
 
 
@@ -208,6 +254,7 @@ def blocks(figures: Figures, ablations: FigureFile) -> dict[str, str]:
         "minilm": ablation_tables(ablations.figures).replace("## ", "### "),
         "mini": table(figures),
         "mini in short": overview_table(figures),
+        "rules": rules_table(figures),
         "results": table(figures, tuple(METRICS)),
         "thresholds": threshold_table(figures),
         "short": short_table(figures),
