@@ -113,7 +113,7 @@ def prefixes(cases: int, seed: int) -> Counter[str]:
         )
         ranker.score(QUERY, TEXTS)
         expected = ranker.score(QUERY, TEXTS)
-        files = {path: path.read_bytes() for path in Path(folder).rglob("*.safetensors")}
+        files = {path: path.read_bytes() for path in Path(folder).rglob("*.prefix")}
         for case in tqdm(range(cases), desc="prefixes"):
             rng = random.Random(seed + case)
             path, other = rng.sample(sorted(files), 2)

@@ -22,7 +22,7 @@ import torch
 from rsrank_rag import RSRank
 from rsrank_rag.language_model.attention import NAME
 from rsrank_rag.language_model.weights import bits_of
-from rsrank_rag.method.batching import Batches, Ids
+from rsrank_rag.method.concurrent_batches import Batches, Ids
 
 from .timing import Measured, System, machine, matmul_ceiling, measure
 from .workload import (
@@ -158,9 +158,7 @@ def paper_table(ranker: RSRank, turns: int) -> list[dict[str, Any]]:
         """The passes through the language model, whose values nobody reads."""
 
         def batch(ids: list[Ids]) -> None:
-            core.query_values(
-                [tokens.ids], core.prefill(ids, room=count), lambda layer, value: None
-            )
+            core.query_values([tokens.ids], core.prefill(ids, count), lambda layer, value: None)
 
         if alone:
             batch([ranker.prompts.null_prefix])

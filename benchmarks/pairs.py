@@ -29,8 +29,7 @@ def compare(
     ]
     own = {query: texts[number::queries] for number, query in enumerate(asked)}
     pairs = [Pair(query, text) for query, chosen in own.items() for text in chosen]
-    store = ranker.reader.store
-    assert store is not None
+    store = ranker.cache.tiers
 
     def prepare() -> None:
         store.clear()

@@ -144,16 +144,15 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     chosen = RSRank.from_pretrained("mini", prefix_cache=False)
     default = (
         "int8"
-        if chosen.backbone.for_documents
+        if chosen.backbone.document_model
         else str(chosen.backbone.dtype).removeprefix("torch.")
     )
     if default != "bfloat16":
         del rankers["bfloat16"]  # emulated, it takes many times as long
     ranker, tokenizer = rankers[default], chosen.prompts.tokenizer
-    store = ranker.reader.store
-    assert store is not None
+    store = ranker.cache.tiers
     ranker.score(QUERY, documents)
-    kept = dict(store._on_device.entries)
+    kept = dict(store.on_device.entries)
 
     def system(name: str, score: Score, prepare: Callable[[], object] = lambda: None) -> System:
         return System(name, lambda: score(QUERY, documents), prepare)
@@ -162,7 +161,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         def prepare() -> None:
             store.clear()
             for key in list(kept)[: round(share * len(kept))]:
-                store._on_device.put(key, kept[key])
+                store.on_device.put(key, kept[key])
 
         return prepare
 
@@ -171,7 +170,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
         systems = [
             *[system(f"mini, {share:.0%} kept", ranker.score, keep(share)) for share in SHARES],
             *[
-                system(f"mini in {dtype}, 0% kept", other.score, other.reader.store.clear)  # type: ignore[union-attr]
+                system(f"mini in {dtype}, 0% kept", other.score, other.cache.tiers.clear)
                 for dtype, other in rankers.items()
                 if dtype != default
             ],

@@ -18,8 +18,10 @@ from torch import Tensor
 
 from rsrank_rag import RSRank
 from rsrank_rag.evaluation.datasets import read_labelled
+from rsrank_rag.method.backbone import Backbone
 from rsrank_rag.method.probe import Prefix, Prefixes
-from rsrank_rag.prefixes.store import PackedPrefix
+from rsrank_rag.method.scoring import Row
+from rsrank_rag.prefixes.cache import PackedPrefix
 
 CPU = torch.device("cpu")
 
@@ -41,7 +43,7 @@ FORMATS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 class Rounding:
-    """Stands where the prefix store does: documents are run, then rounded.
+    """Takes the place of the prefix cache: documents are run, then rounded.
 
     Args:
         change: Applied to each document's keys and values, (2, L, H, S, D).
@@ -52,17 +54,18 @@ class Rounding:
 
     def prefill(
         self,
-        documents: list[tuple[int, ...]],
-        run: Callable[..., Prefixes],
-        room: int,
-        behind: Sequence[Prefix],
+        backbone: Backbone,
+        rows: Sequence[Row],
+        query_slots: int,
+        extra_rows: Sequence[Prefix],
     ) -> Prefixes:
-        """As `PrefixStore.prefill`."""
-        made = run(documents, 0, ())
-        rows = [
-            replace(row, states=self.change(row.states)) for row in map(made.row, range(len(made)))
-        ]
-        return Prefixes.of([*rows, *behind], room)
+        """As `CachedPrefixes.prefill`."""
+        run = backbone.prefill([row.document for row in rows])
+        prefixes = []
+        for number in range(len(rows)):
+            prefix = run.row(number)
+            prefixes.append(replace(prefix, states=self.change(prefix.states)))
+        return Prefixes.join([*prefixes, *extra_rows], query_slots)
 
 
 def main() -> None:
@@ -94,7 +97,7 @@ def main() -> None:
     )
     print(f"{'':10}{'largest':>10}{'mean':>10}{'decisions changed':>20}")
     for name, change in FORMATS.items():
-        ranker.reader.store = Rounding(change)  # type: ignore[assignment]
+        ranker.reader.cache = Rounding(change)
         moved = scores()
         error, changed = (moved - exact).abs(), ((moved > 0) != (exact > 0)).sum()
         print(f"{name:10}{error.max():10.4f}{error.mean():10.4f}{changed:20}")

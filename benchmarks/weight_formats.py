@@ -41,7 +41,7 @@ def bfloat16_weights(ranker: RSRank) -> None:
 
 def documents_in_int8(ranker: RSRank) -> None:
     """As ``dtype="int8"`` on a processor without bfloat16."""
-    ranker.backbone.for_documents = rounded(ranker.backbone, ranker.prompts)
+    ranker.backbone.document_model = rounded(ranker.backbone, ranker.prompts)
 
 
 FORMS: dict[str, tuple[dict[str, Any], Any]] = {

@@ -23,7 +23,7 @@ from transformers import AutoModel, AutoModelForCausalLM, PreTrainedTokenizerFas
 from rsrank_rag import Projection, RSRank, Template
 from rsrank_rag.language_model.fusion import layers_of
 from rsrank_rag.language_model.options import LoadOptions
-from rsrank_rag.method.projection import representational_shift
+from rsrank_rag.method.projection import combine, representational_shift
 
 WORDS = """
 river stone early market signal window quiet number garden engine letter summer copper valley reason method island
@@ -130,8 +130,7 @@ def load(
 
 def keep_share(ranker: RSRank, documents: list[str], share: float, query: str = QUERY) -> None:
     """Let a ranker keep the prefixes of this share of the documents, and no others."""
-    assert ranker.store is not None
-    ranker.store.clear()
+    ranker.cache.tiers.clear()
     if share:
         ranker.score(query, documents[: round(share * len(documents))])
 
@@ -191,7 +190,7 @@ class Plain:
                     found[layer][:, :, tokens.scored], alone[layer][:, :, tokens.scored]
                 )
                 total += projection.terms(layer, shift).mean(-1).sum(-1)
-            scores += (total + projection.beside(agreement).sum(1)).tolist()
+            scores += combine(total, agreement, projection.agreement).tolist()
         return scores
 
     def _read(

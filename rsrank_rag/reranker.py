@@ -1,8 +1,9 @@
-"""The contract every reranker of this package keeps: implement ``score``, inherit ``rank``."""
+"""The contract of every reranker: implement ``score``, and inherit ``rank``."""
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any, Literal, TypedDict
 
 from typing_extensions import Self, Unpack
@@ -12,7 +13,7 @@ from .passages.pairs import Pair, score_in_parts, spans_of
 from .passages.parts import WHOLE, Reading, ReadingOptions
 from .passages.ranked import BLANK_SCORE, RankedDocument, RankResult, Scored, blanks_last, choose
 
-# Also what is returned: users know it from here.
+# With the types of results, which users import from here.
 __all__ = [
     "BLANK_SCORE",
     "Pair",
@@ -25,11 +26,13 @@ __all__ = [
     "score_in_parts",
 ]
 
-
-# For rerankers that do not count: English has about 4.5 characters a token, and cross-encoders
-# read 512 tokens of a document.
+# For rerankers that do not count tokens: English has about 4.5 characters a token, and
+# cross-encoders read 512 tokens of a document.
 CHARACTERS_PER_TOKEN = 4
 MOST_TOKENS = 512
+
+PairLike = Pair | tuple[str, ...]
+"""A pair, or ``(query, document)``."""
 
 
 class Limits(TypedDict, total=False):
@@ -41,88 +44,72 @@ class Limits(TypedDict, total=False):
 
 
 class RankOptions(Limits, ReadingOptions):
-    """All that `Reranker.rank` takes."""
+    """All options of `Reranker.rank`."""
 
 
 class Reranker(ABC):
     """Scores documents for a query, one by one, and keeps those above a threshold."""
 
     threshold: float | None = 0.0
-    """The native one: what scores above it is relevant, by how the scores are made. None where nothing separates
+    """The native threshold: a score above it means relevant. None where no threshold separates
     relevant from irrelevant scores (a cosine, BM25)."""
 
     long_documents: Literal["cut", "windows"] = "cut"
-    """How `rank` reads documents that are too long for the model, unless it is told."""
+    """How `rank` reads documents that are too long for the model, by default."""
 
     def with_instruction(self, instruction: str) -> Self:
-        """The same, judging by an instruction of the caller; InputError if this reranker takes none."""
+        """The same reranker with another instruction.
+
+        Raises:
+            InputError: This reranker takes none.
+        """
         raise InputError(
             f"An instruction was given, and {type(self).__name__} takes none. Leave it out."
         )
 
     def with_salt(self, salt: str) -> Self:
-        """The same model; what it keeps of documents is found by callers with the same salt only."""
+        """The same reranker with a prefix cache that only callers with the same salt share."""
         return self
+
+    def identity(self) -> str:
+        """Short hash of everything that decides a score; empty if it is not known."""
+        return ""
 
     @abstractmethod
     def score(self, query: str, documents: Sequence[str]) -> list[float]:
-        """Relevance of each document to the query, in input order; above the native threshold means relevant."""
+        """The score of each document, in input order; above the threshold means relevant."""
 
-    def score_documents(
-        self, query: str, documents: Sequence[str], *, show_progress: bool = False
+    def score_pairs(
+        self, pairs: Sequence[PairLike], *, show_progress: bool = False
     ) -> list[Scored]:
-        """What `rank` sorts, in input order. Override it where there is more to say than a score.
+        """Score pairs of any queries and documents, in input order: `rank` and the service do.
+
+        This one calls `score` once for each query. Override it to share batches between queries,
+        or to give more than scores. Plain tuples do as well: ``[("query", "document"), ...]``.
 
         Raises:
-            ScoringError: A document could not be scored.
-        """
-        return [Scored(score) for score in self.score(query, documents)]
-
-    def identity(self) -> str:
-        """Short hash of everything that decides a score; empty for what cannot tell."""
-        return ""
-
-    def score_pairs(self, pairs: Sequence[Pair | tuple[str, str]]) -> list[Scored]:
-        """Score pairs of any queries and documents, as a service that joins the requests of many does.
-
-        In input order, and equal to what `score` gives. Here query by query; override it where queries can share a
-        batch. Plain tuples do as well: ``[("query", "document"), ...]``.
-
-        Raises:
-            InputError: This reranker cannot use a pair as it is.
+            InputError: This reranker cannot use a pair.
             ScoringError: A pair could not be scored; its position in ``pairs`` is given.
         """
-        pairs = as_pairs(pairs)
-        if any(pair.max_tokens is not None for pair in pairs):
-            raise InputError(
-                f"{type(self).__name__} cannot cut documents after a number of tokens. Send them shorter."
-            )
-        places: dict[str, list[int]] = {}
-        for place, pair in enumerate(pairs):
-            places.setdefault(pair.query, []).append(place)
-        found: dict[int, Scored] = {}
-        for query, own in places.items():
-            texts = [pairs[i].document for i in own]
-            try:
-                scored = blanks_last(texts, self.score_documents(query, texts))
-            except ScoringError as error:
-                raise ScoringError(error.reason, own[error.index]) from error
-            found.update(zip(own, scored, strict=True))
-        return [found[place] for place in range(len(pairs))]
+        return score_by_query(pairs, self._scored)
+
+    def _scored(self, query: str, documents: Sequence[str]) -> list[Scored]:
+        scores = self.score(query, documents)
+        return blanks_last(documents, [Scored(score) for score in scores])
 
     def token_counts(self, pairs: Sequence[Pair]) -> list[int]:
         """Tokens that the model runs to score each pair: the cost by which a service plans.
 
-        Here an estimate from characters; override it where tokens can be counted.
+        This one estimates from characters; override it where tokens can be counted.
 
         Raises:
             InputError: As `score_pairs`.
         """
-        most = CHARACTERS_PER_TOKEN * MOST_TOKENS
-        return [
-            (len(pair.query) + min(len(pair.document), most)) // CHARACTERS_PER_TOKEN + 1
-            for pair in pairs
-        ]
+        counts = []
+        for pair in pairs:
+            document = min(len(pair.document), CHARACTERS_PER_TOKEN * MOST_TOKENS)
+            counts.append((len(pair.query) + document) // CHARACTERS_PER_TOKEN + 1)
+        return counts
 
     def rank(
         self,
@@ -139,57 +126,56 @@ class Reranker(ABC):
 
         Args:
             query: The question.
-            documents: Texts. Equal scores keep their order; those without text come last and never pass a threshold.
-            threshold: Keep documents that score above it; by default this reranker's own (0 for RSRank). None keeps
-                all: ranking alone. Minus infinity keeps all that have text.
-            top_n: Keep at most this many, applied after the threshold.
-            min_docs: Keep at least the best this many, even below the threshold.
+            documents: Texts. Equal scores keep their order. Texts of white space come last and
+                never pass a threshold.
+            threshold: Keep documents that score above it; by default this reranker's own (0 for
+                RSRank). None keeps all: ranking alone. Minus infinity keeps all that have text.
+            top_n: Keep at most so many, after the threshold.
+            min_docs: Keep at least the best so many, even below the threshold.
             show_progress: Show a progress bar, if this reranker has one.
-            **options: How documents are read: ``extract``, ``context``, ``heading``, ``long_documents``; see `Reading`.
+            **options: How documents are read: ``extract``, ``context``, ``heading``,
+                ``long_documents``; see `Reading`.
 
         Raises:
             InputError: An argument out of range, or input that is not text.
             ScoringError: A document has no finite score; it is named, and nothing is returned.
         """
-        documents, reading = as_list(documents), self._reading(options)
+        if not isinstance(query, str):
+            raise InputError(f"A query must be a string, got {type(query).__name__}.")
+        documents = as_list(documents)
+        reading = self._reading(options)
         limit = self.threshold if threshold == "native" else threshold
         check_limits(limit, top_n, min_docs)
-
-        def score(pairs: Sequence[Pair]) -> list[Scored]:
-            return self.score_documents(
-                query, [pair.document for pair in pairs], show_progress=show_progress
-            )
-
-        pairs = [
-            Pair(query, text, reading=how)
-            for text, how in zip(documents, self._readings(documents, reading), strict=True)
-        ]
+        pairs = []
+        for text, how in zip(documents, self._readings(documents, reading), strict=True):
+            pairs.append(Pair(query, text, reading=how))
+        score: Callable[[Sequence[Pair]], list[Scored]] = self.score_pairs
+        if show_progress:
+            score = partial(self.score_pairs, show_progress=True)
         scored = score_in_parts(pairs, self.token_ends, score)
         return choose(
             query, documents, scored, limit, top_n=top_n, min_docs=min_docs, reading=reading
         )
 
     def _reading(self, options: ReadingOptions) -> Reading:
-        """What is asked for; InputError if that is windows, and nobody counts tokens."""
-        if unknown := sorted(options.keys() - ReadingOptions.__annotations__.keys()):
-            raise TypeError(
-                f"rank() has no argument {unknown[0]!r}.{nearest(unknown[0], RankOptions.__annotations__)}"
-            )
-        chosen: Any = {
-            **options,
-            "long_documents": options.get("long_documents") or self.long_documents,
-        }
-        reading = Reading(**chosen)
+        """How documents are read; InputError for windows, if tokens cannot be counted."""
+        unknown = sorted(options.keys() - ReadingOptions.__annotations__.keys())
+        if unknown:
+            hint = nearest(unknown[0], RankOptions.__annotations__)
+            raise TypeError(f"rank() has no argument {unknown[0]!r}.{hint}")
+        fields: Any = dict(options)
+        fields["long_documents"] = options.get("long_documents") or self.long_documents
+        reading = Reading(**fields)
         if reading.long_documents == "windows":
             self.token_ends("")
         return reading
 
     def parts(self, documents: Sequence[str], **options: Unpack[ReadingOptions]) -> list[str]:
-        """The texts that `rank` scores for documents, each once: what to read ahead of time."""
-        documents, reading = as_list(documents), self._reading(options)
+        """The texts that `rank` scores for documents, each once, for `RSRank.index`."""
+        documents = as_list(documents)
+        readings = self._readings(documents, self._reading(options))
         parts = dict[str, None]()
-        for index, how in enumerate(self._readings(documents, reading)):
-            text = documents[index]
+        for index, (text, how) in enumerate(zip(documents, readings, strict=True)):
             for start, stop in spans_of(index, Pair("", text, reading=how), self.token_ends):
                 parts[text[start:stop]] = None
         return list(parts)
@@ -204,7 +190,7 @@ class Reranker(ABC):
         """Whether each document has more tokens than are read of it.
 
         Raises:
-            InputError: As `token_ends`, or something is no text.
+            InputError: As `token_ends`, or an entry is not text.
         """
         long = []
         for index, text in enumerate(documents):
@@ -215,26 +201,56 @@ class Reranker(ABC):
         return long
 
     def token_ends(self, document: str) -> tuple[Sequence[int], int]:
-        """Where each token of a text ends, in characters, and how many of a document's are read at most.
+        """Where each token of a text ends, in characters, and how many are read of a document.
 
         Raises:
-            InputError: This reranker does not say.
+            InputError: This reranker does not count tokens.
         """
         raise InputError(
-            f"{type(self).__name__} does not say where tokens end, so that documents can neither be read in windows "
-            "nor be cut after a number of tokens. Leave long_documents='cut', or send shorter ones."
+            f"{type(self).__name__} does not say where tokens end, so that documents can neither "
+            "be read in windows nor be cut after a number of tokens. Leave long_documents='cut', "
+            "or send shorter ones."
         )
 
 
+def score_by_query(
+    pairs: Sequence[PairLike], score: Callable[[str, list[str]], list[Scored]]
+) -> list[Scored]:
+    """Score pairs with a function of one query and its documents, called once for each query.
+
+    Raises as `Reranker.score_pairs`.
+    """
+    pairs = as_pairs(pairs)
+    places: dict[str, list[int]] = {}
+    for place, pair in enumerate(pairs):
+        if pair.max_tokens is not None:
+            raise InputError(
+                "This reranker cannot cut documents after a number of tokens. Send them shorter."
+            )
+        places.setdefault(pair.query, []).append(place)
+    scored: dict[int, Scored] = {}
+    for query, of_query in places.items():
+        try:
+            scores = score(query, [pairs[place].document for place in of_query])
+        except ScoringError as error:
+            raise ScoringError(error.reason, of_query[error.index]) from error
+        scored.update(zip(of_query, scores, strict=True))
+    return [scored[place] for place in range(len(pairs))]
+
+
 def as_list(documents: Iterable[str]) -> list[str]:
-    """Documents as a list, whatever iterable they came in; InputError for one string, or what is no iterable."""
+    """Documents of any iterable as a list.
+
+    Raises:
+        InputError: It is one string, a table or mapping, or no iterable.
+    """
     if isinstance(documents, (str, bytes)):
         raise InputError("documents must be a list of strings, got one string. Put it in a list.")
-    if isinstance(documents, Mapping) or hasattr(
-        documents, "columns"
-    ):  # they would be read as the names in them
+    # Their names would be read as documents.
+    if isinstance(documents, Mapping) or hasattr(documents, "columns"):
         raise InputError(
-            f"documents must be a list of strings, got {type(documents).__name__}. Pass the texts in it."
+            f"documents must be a list of strings, got {type(documents).__name__}. "
+            "Pass the texts in it."
         )
     try:
         return list(documents)
@@ -244,20 +260,23 @@ def as_list(documents: Iterable[str]) -> list[str]:
         ) from None
 
 
-def as_pairs(pairs: Iterable[Pair | tuple[str, ...]]) -> list[Pair]:
-    """Pairs, whatever tuples they came in; InputError where something is no pair."""
-    found = []
+def as_pairs(pairs: Iterable[PairLike]) -> list[Pair]:
+    """Pairs, of which some may be tuples; InputError if an entry is neither."""
+    result = []
     for place, pair in enumerate(pairs):
-        if not (isinstance(pair, Pair) or (isinstance(pair, (tuple, list)) and len(pair) == 2)):
+        if isinstance(pair, Pair):
+            result.append(pair)
+        elif isinstance(pair, (tuple, list)) and len(pair) == 2:
+            result.append(Pair(*pair))
+        else:
             raise InputError(f"Pair {place} must be (query, document), got {pair!r:.60}.")
-        found.append(pair if isinstance(pair, Pair) else Pair(*pair))
-    return found
+    return result
 
 
 def check_limits(
     threshold: float | Literal["native"] | None, top_n: int | None, min_docs: int
 ) -> None:
-    """Refuse limits of `Reranker.rank` that are out of range, or contradict each other, with an InputError."""
+    """InputError for limits of `Reranker.rank` that are out of range or contradict each other."""
     threshold = None if threshold == "native" else threshold
     for name, value, kinds in (
         ("threshold", threshold, (int, float, type(None))),
@@ -265,9 +284,8 @@ def check_limits(
         ("min_docs", min_docs, (int,)),
     ):
         if not isinstance(value, kinds) or isinstance(value, bool):
-            raise InputError(
-                f"{name} must be a number{' or None' if type(None) in kinds else ''}, got {value!r}."
-            )
+            optional = " or None" if type(None) in kinds else ""
+            raise InputError(f"{name} must be a number{optional}, got {value!r}.")
     if threshold is not None and math.isnan(threshold):
         raise InputError("threshold is NaN. Give a number, or None to rank without dropping.")
     if top_n is not None and top_n < 1:

@@ -2,9 +2,10 @@
 
 import copy
 import hashlib
-import itertools
 import json
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
 
 import torch
 from tqdm.auto import tqdm
@@ -13,44 +14,64 @@ from typing_extensions import Self
 from .artifact.config import RSRankConfig
 from .artifact.identity import prefix_identity
 from .artifact.pretrained import Pretrained
-from .errors import InputError, ScoringError, finite, too_large
+from .errors import InputError, finite, too_large
 from .method.backbone import Backbone
-from .method.batching import Batches, DoesNotFitError, Ids, is_out_of_memory, token_budget_for
-from .method.probe import whole_lanes
+from .method.concurrent_batches import (
+    CACHED_TOKENS_PER_THREAD,
+    SIMILAR_LENGTH,
+    TOKENS_PER_THREAD,
+    Batches,
+    DoesNotFitError,
+    Ids,
+    concurrent_count,
+    is_out_of_memory,
+    parts_of,
+    run_all,
+    token_budget_for,
+)
+from .method.probe import padded_length
 from .method.projection import Projection
 from .method.scoring import Row, ShiftReader, score_parts, score_rows
-from .method.side_by_side import LEAST_KEPT, at_once, run_all, shares
 from .method.template import PromptTokenizer, TokenisedDocument, TokenisedQuery
 from .passages.explanation import Explanation
+from .prefixes.cache import CachedPrefixes, PrefixTiers, disk_bytes
 from .prefixes.settings import Choice, as_prefix_cache
-from .prefixes.store import PrefixStore, disk_bytes
-from .reranker import BLANK_SCORE, Pair, Reranker, Scored, as_list, as_pairs
+from .reranker import BLANK_SCORE, Pair, PairLike, Reranker, Scored, as_list, as_pairs
 
-ALIKE_KEPT = (
-    0.4  # as `batching.ALIKE`, for documents that are kept: padding costs them attention only
-)
+# As `SIMILAR_LENGTH`, for documents with a cached prefix: their padding costs attention only.
+CACHED_SIMILAR_LENGTH = 0.4
 
-JOINED_BYTES = {
-    "cpu": 128_000_000,
-    "cuda": 4_000_000_000,
-    "mps": 1_000_000_000,
-}  # of kept prefixes that are joined
+# Bytes of cached prefixes that are joined at once.
+JOINED_BYTES = {"cpu": 128_000_000, "cuda": 4_000_000_000, "mps": 1_000_000_000}
 
-# Pairs whose ids wait to be scored; calls that fail leave theirs behind.
-MOST_COUNTED = 1024
+# Cached prefixes in a batch are limited to so many token budgets: each row runs the query only.
+CACHED_BUDGETS = 8
 
-INSTRUCTIONS = 16  # rankers that are remembered, each with an instruction of its own: the template is tokenised once
+# Instructions whose tokenised template is remembered.
+INSTRUCTIONS = 16
+
+
+@dataclass(frozen=True, eq=False)
+class _Call:
+    """One call of `RSRank.score_pairs`: where each row's score belongs, and the scores."""
+
+    places: dict[Row, list[int]]
+    scores: list[float]
+    bar: "tqdm[None]"
 
 
 class RSRank(Pretrained, Reranker):
     """Keeps the documents that shift a query's value vectors the way relevant ones do.
 
-    Make one with `from_pretrained`, which explains the choices. Calls from several threads are safe.
+    Make one with `from_pretrained`, which explains the options. Calls from several threads are
+    safe.
+
+    Raises:
+        InputError: An argument is out of range, or ``deterministic`` cannot be promised.
     """
 
-    long_documents = (
-        "windows"  # measured: long articles are ranked and selected better so (docs/benchmarks.md)
-    )
+    # Measured: long articles are ranked and selected better in windows (docs/benchmarks.md).
+    long_documents = "windows"
 
     def __init__(
         self,
@@ -60,75 +81,294 @@ class RSRank(Pretrained, Reranker):
         config: RSRankConfig,
         *,
         token_budget: int | None = None,
-        prefix_cache: Choice = True,
+        prefix_cache: Choice | CachedPrefixes = True,
         deterministic: bool = False,
     ) -> None:
         if token_budget is not None and token_budget < 1:
             raise InputError(f"token_budget must be at least 1, got {token_budget}.")
-        backbone = backbone.deterministic() if deterministic else backbone
-        self.backbone, self.prompts, self.config, self.name = (
-            backbone,
-            prompts,
-            config,
-            config.backbone.name,
-        )
+        self.backbone = backbone.deterministic() if deterministic else backbone
+        self.prompts = prompts
+        self.projection = _frozen(projection, backbone.device)
+        self.config = config
+        self.name = config.backbone.name
         self.threshold = config.threshold
-        # A copy: the caller may be training the original.
-        self.projection = copy.deepcopy(projection).to(backbone.device).requires_grad_(False)
-        chosen = as_prefix_cache(prefix_cache)
-        # Only a folder may hold what other models wrote: without one, the weights need not be read.
-        found = {} if chosen is None or chosen.folder is None else prefix_identity(backbone, config)
-        self.store = (
-            None
-            if chosen is None
-            else PrefixStore(found, chosen, device=backbone.device, dtype=backbone.dtype)
-        )
-        self.reader = ShiftReader(backbone, prompts, config.layers, self.store)
+        if not isinstance(prefix_cache, CachedPrefixes):
+            prefix_cache = _open_cache(prefix_cache, backbone, config)
+        self.cache = prefix_cache
+        self.reader = ShiftReader(self.backbone, prompts, config.layers, self.cache)
         self.token_budget = token_budget or token_budget_for(backbone.device)
-        self._side_by_side = (
-            backbone.device.type == "cpu" and not deterministic
-        )  # fewer threads, other last digits?
-        self._counted: dict[Pair, tuple[TokenisedQuery, TokenisedDocument]] = {}
-        self._halved: list[int] = []  # sizes of batches
+        # The number of retries of each call that ran out of memory.
+        self._retries: list[int] = []
+        self._by_instruction: dict[str, Self] = {}
 
     def __repr__(self) -> str:
-        core = self.backbone
-        dtype = f"{core.dtype}, documents in int8" if core.for_documents else core.dtype
-        return f"RSRank({self.name!r}, device='{core.device}', dtype={dtype}, threshold={self.threshold:g})"
+        dtype = str(self.backbone.dtype)
+        if self.backbone.document_model is not None:
+            dtype += ", documents in int8"
+        return (
+            f"RSRank({self.name!r}, device='{self.backbone.device}', dtype={dtype}, "
+            f"threshold={self.threshold:g})"
+        )
 
-    def index(self, documents: Sequence[str], *, show_progress: bool = False) -> int:
-        """Read documents ahead of time, for later calls to find on disk; how many were new. It can be interrupted.
+    def score(
+        self, query: str, documents: Sequence[str], *, show_progress: bool = False
+    ) -> list[float]:
+        """Score documents for one query, in input order; above 0 means relevant.
+
+        This is the paper's Section 4.3. The query is never cut. A document that is too long is cut
+        at its end; one without text scores `BLANK_SCORE`.
 
         Raises:
-            InputError: This ranker keeps no prefixes on disk, they could not be written or are more than the folder
-                may hold, or something is not text.
+            InputError: The query is empty or too long, or an entry is not text.
+            ScoringError: A document could not be scored; it is named.
+        """
+        pairs = [Pair(query, document) for document in as_list(documents)]
+        return [scored.score for scored in self.score_pairs(pairs, show_progress=show_progress)]
+
+    @torch.inference_mode()
+    def score_pairs(
+        self, pairs: Sequence[PairLike], *, show_progress: bool = False
+    ) -> list[Scored]:
+        """Score pairs of any queries and documents, in input order, in shared batches.
+
+        Equal pairs are scored once. A document of several pairs runs once in a batch, and once in
+        all if its prefix is cached.
+
+        Raises:
+            InputError: As `score`.
+            ScoringError: As `score`; the position in ``pairs`` is given.
+        """
+        tokenised = self._tokenise(as_pairs(pairs))
+        places: dict[Row, list[int]] = {}
+        keys = dict[Ids, str]()
+        for place, (query, document) in enumerate(tokenised):
+            if document.empty:
+                continue
+            key = keys.get(document.ids) or self.cache.key(document.ids)
+            keys[document.ids] = key
+            places.setdefault(Row(document.ids, query, key), []).append(place)
+        with tqdm(total=len(places), disable=not show_progress, unit="doc", desc="scoring") as bar:
+            call = _Call(places, [BLANK_SCORE] * len(tokenised), bar)
+            try:
+                for waiting in self._batches(list(places)):
+                    run_all(partial(self._run, call), waiting)
+            except DoesNotFitError as error:
+                raise too_large(len(error.ids.document), places[error.ids][0]) from None
+        result = []
+        for score, (query, document) in zip(call.scores, tokenised, strict=True):
+            tokens = len(query.ids) + len(document.ids)
+            result.append(Scored(score, document.truncated, tokens))
+        return result
+
+    def token_counts(self, pairs: Sequence[Pair]) -> list[int]:
+        """Tokens that the model runs to score each pair, without those of a cached prefix.
+
+        Raises:
+            InputError: As `score`.
+        """
+        counts = []
+        for query, document in self._tokenise(pairs):
+            is_cached = self.cache.key(document.ids) in self.cache.tiers
+            counts.append(len(query.ids) + (0 if is_cached else len(document.ids)))
+        return counts
+
+    def _tokenise(self, pairs: Sequence[Pair]) -> list[tuple[TokenisedQuery, TokenisedDocument]]:
+        """Token ids of each pair's query and document; errors as `score`."""
+        places: dict[str, list[int]] = {}
+        for place, pair in enumerate(pairs):
+            if not isinstance(pair.document, str):
+                kind = type(pair.document).__name__
+                raise InputError(f"Document {place} must be a string, got {kind}.")
+            if not isinstance(pair.query, str):
+                raise InputError(f"A query must be a string, got {type(pair.query).__name__}.")
+            places.setdefault(pair.query, []).append(place)
+        tokenised: dict[int, tuple[TokenisedQuery, TokenisedDocument]] = {}
+        for text, of_query in places.items():
+            query = self.prompts.query(text)
+            documents = self.prompts.documents(
+                [pairs[place].document for place in of_query],
+                len(query.ids),
+                [pairs[place].max_tokens for place in of_query],
+            )
+            for place, document in zip(of_query, documents, strict=True):
+                tokenised[place] = (query, document)
+        return [tokenised[place] for place in range(len(pairs))]
+
+    def _batches(self, rows: Sequence[Row]) -> Iterator[list[Batches[Row]]]:
+        """Batches of rows, in groups that may run concurrently.
+
+        Queries of a batch have about the same length. Documents with a cached prefix are apart,
+        because each costs only the query's tokens, so that more of them fill a batch. They come
+        first, because new documents may replace them in the cache.
+        """
+        concurrent = 1
+        # In deterministic mode, the number of threads of a batch must not depend on the others.
+        if self.backbone.device.type == "cpu" and not self.backbone.is_deterministic:
+            concurrent = concurrent_count(torch.get_num_threads())
+        joined = JOINED_BYTES.get(self.backbone.device.type, JOINED_BYTES["cpu"]) // concurrent
+        joined //= max(1, self.backbone.bytes_per_token)
+        cached_budget = max(self.token_budget, min(joined, CACHED_BUDGETS * self.token_budget))
+        groups: dict[int, tuple[list[Row], list[Row]]] = {}
+        for row in rows:
+            new, cached = groups.setdefault(padded_length(len(row.query.ids)), ([], []))
+            (cached if row.key in self.cache.tiers else new).append(row)
+        for slots, (new, cached) in groups.items():
+            for group, budget, least, similar in (
+                (cached, cached_budget, CACHED_TOKENS_PER_THREAD, CACHED_SIMILAR_LENGTH),
+                (new, self.token_budget, TOKENS_PER_THREAD, SIMILAR_LENGTH),
+            ):
+                documents = [row.document for row in group]
+                parts: dict[int, list[Row]] = {}
+                numbers = parts_of(documents, slots, concurrent, budget, least)
+                for row, number in zip(group, numbers, strict=True):
+                    parts.setdefault(number, []).append(row)
+                yield [
+                    Batches(
+                        parts[number],
+                        budget,
+                        extra=slots,
+                        similar=similar,
+                        same_length=self.backbone.is_deterministic,
+                    )
+                    for number in sorted(parts)
+                ]
+
+    @torch.inference_mode()
+    def _run(self, call: _Call, batches: Batches[Row]) -> None:
+        """Score batches, in this thread."""
+        retries = batches.retries
+        try:
+            for batch in batches:
+                with batches.attempt():
+                    scores = score_rows(self.reader, self.projection, batch)
+                    for row, score in zip(batch, scores, strict=True):
+                        for place in call.places[row]:
+                            call.scores[place] = finite(score, place)
+                    call.bar.update(len(batch))
+        finally:
+            if batches.retries > retries:
+                self._retries.append(batches.retries - retries)
+
+    @torch.inference_mode()
+    def explain(self, query: str, document: str) -> Explanation:
+        """Take a score apart, exactly, per query token, layer and head; raises as `score`.
+
+        A document without text has no parts, and `BLANK_SCORE`.
+        """
+        tokens, prompt = self._tokenise([Pair(query, document)])[0]
+        score = BLANK_SCORE
+        terms = torch.zeros(tokens.length, len(self.projection.layers), self.backbone.num_heads)
+        similarity = torch.zeros(1 + tokens.length)
+        if not prompt.empty:
+            row = Row(prompt.ids, tokens, self.cache.key(prompt.ids))
+            try:
+                score, terms, similarity = score_parts(self.reader, self.projection, row)
+            except (MemoryError, RuntimeError) as error:
+                if not is_out_of_memory(error):
+                    raise
+                raise too_large(len(prompt.ids), 0) from None
+            score = finite(score, 0)
+        return Explanation(
+            query=query,
+            document=document,
+            score=score,
+            truncated=prompt.truncated,
+            tokens=tuple(self.prompts.text_of(tokens.ids[tokens.scored])),
+            layers=self.projection.layers,
+            parts=tuple(tuple(row) for row in terms.sum(-1).tolist()),
+            head_parts=tuple(tuple(tuple(heads) for heads in row) for row in terms.tolist()),
+            agreement=float(similarity.sum()),
+            matches=tuple(similarity[1:].tolist()) if bool(similarity[1:].any()) else (),
+        )
+
+    def with_instruction(self, instruction: str) -> Self:
+        """A ranker with another instruction, if the artifact's template has a place for one.
+
+        It shares the model, B, and the prefix cache, in which each instruction has its own entries.
+
+        Raises:
+            InputError: The artifact takes none, or the instruction is blank, too long or holds a
+                special token.
+        """
+        view = self._by_instruction.get(instruction)
+        if view is not None:
+            return view
+        template = self.config.template.with_instruction(instruction)
+        for token in self.prompts.tokenizer.get_added_vocab():
+            # It would be read as a special token, as those of the template are.
+            if token in instruction:
+                raise InputError(
+                    f"An instruction must be plain text, and this one holds {token!r}."
+                )
+        prompts = PromptTokenizer(
+            self.prompts.tokenizer,
+            template,
+            max_length=self.prompts.max_length,
+            shared_positions=self.prompts.shared_positions,
+        )
+        view = self._view(prompts, self.cache)
+        if len(self._by_instruction) >= INSTRUCTIONS:
+            # Other threads may do the same.
+            self._by_instruction.pop(next(iter(list(self._by_instruction)), ""), None)
+        self._by_instruction[instruction] = view
+        return view
+
+    def with_salt(self, salt: str) -> Self:
+        """See `Reranker.with_salt`."""
+        return self._view(self.prompts, self.cache.with_salt(salt))
+
+    def _view(self, prompts: PromptTokenizer, cache: CachedPrefixes) -> Self:
+        """A ranker that shares the model and B."""
+        view = type(self)(
+            self.backbone,
+            prompts,
+            self.projection,
+            self.config,
+            token_budget=self.token_budget,
+            prefix_cache=cache,
+        )
+        view.name = self.name
+        view._retries = self._retries
+        return view
+
+    def index(self, documents: Sequence[str], *, show_progress: bool = False) -> int:
+        """Run documents ahead of time and write their prefixes to disk; how many were new.
+
+        It can be interrupted: what was written is not run again.
+
+        Raises:
+            InputError: There is no folder, the prefixes could not be written or are more than it
+                may hold, or an entry is not text.
             ScoringError: A document does not fit into memory even alone.
         """
-        store, waiting = self._unread(documents, whole=True)
+        missing = self._not_on_disk(documents)
         try:
             with tqdm(
-                total=len(waiting), disable=not show_progress, unit="doc", desc="reading"
+                total=len(missing), disable=not show_progress, unit="doc", desc="reading"
             ) as bar:
-                store.write(waiting, self.backbone, self.token_budget, bar.update)
+                self.cache.write(missing, self.backbone, self.token_budget, bar.update)
         except DoesNotFitError as error:
-            raise too_large(len(error.ids), waiting[error.ids]) from None
-        return len(waiting)
+            raise too_large(len(error.ids), missing[error.ids]) from None
+        return len(missing)
 
     def index_size(self, documents: Sequence[str]) -> tuple[int, int]:
-        """How many distinct documents `index` would read, and the bytes of disk that their prefixes take."""
-        _, waiting = self._unread(documents)
-        return len(waiting), disk_bytes(self.backbone, waiting)
+        """How many distinct documents `index` would run, and the bytes of their files."""
+        missing = self._not_on_disk(documents)
+        return len(missing), disk_bytes(self.backbone, missing)
 
-    def _unread(
-        self, documents: Sequence[str], *, whole: bool = False
-    ) -> tuple[PrefixStore, dict[Ids, int]]:
-        if self.store is None or self.store.disk is None:
+    def _not_on_disk(self, documents: Sequence[str]) -> dict[Ids, int]:
+        """Token ids of documents without a readable file, and the first position of each."""
+        if self.cache.tiers.disk is None:
             raise InputError(
-                "There is no folder to keep prefixes in. Load the model with prefix_cache=FOLDER."
+                "There is no folder for prefixes. Load the model with prefix_cache=FOLDER."
             )
-        return self.store, self.store.waiting(
-            self.prompts.documents(as_list(documents), 0), whole=whole
-        )
+        missing: dict[Ids, int] = {}
+        for position, document in enumerate(self.prompts.documents(as_list(documents), 0)):
+            if document.empty or document.ids in missing:
+                continue
+            if self.cache.tiers.read_file(self.cache.key(document.ids)) is None:
+                missing[document.ids] = position
+        return missing
 
     def token_ends(self, document: str) -> tuple[list[int], int]:
         """See `Reranker.token_ends`."""
@@ -141,244 +381,35 @@ class RSRank(Pretrained, Reranker):
     def stats(self) -> dict[str, int]:
         """Batches halved because memory ran out (``memory_retries``).
 
-        With the hits, misses, bytes and evictions of the prefixes, if any are kept.
+        If prefixes are cached, also the fields of `prefixes.cache.Statistics`.
         """
-        return {
-            "memory_retries": len(self._halved),
-            **({} if self.store is None else self.store.stats()),
-        }
-
-    def with_instruction(self, instruction: str) -> Self:
-        """A ranker that judges by this instruction, if the artifact's template has a place for one.
-
-        It shares model, B and kept prefixes, which are kept for each instruction apart.
-
-        Raises:
-            InputError: The artifact takes none, or the instruction is blank, too long or holds a special token.
-        """
-        twins: dict[str, Self] = self.__dict__.setdefault("_instructed", {})
-        twin = twins.get(instruction)  # other threads change what is there meanwhile
-        if twin is None:
-            template = self.config.template.with_instruction(instruction)
-            tokenizer, most = self.prompts.tokenizer, self.prompts.max_length
-            special = [token for token in tokenizer.get_added_vocab() if token in instruction]
-            if special:  # it would be read as one, as in the template
-                raise InputError(
-                    f"An instruction must be plain text, and this one holds {special[0]!r}."
-                )
-            twin = copy.copy(self)
-            twin.prompts = PromptTokenizer(
-                tokenizer, template, max_length=most, shared_positions=self.prompts.shared_positions
-            )
-            twin.reader = ShiftReader(self.backbone, twin.prompts, self.config.layers, self.store)
-            if len(twins) >= INSTRUCTIONS:
-                twins.pop(next(iter(list(twins)), ""), None)
-            twins[instruction] = twin
-        return twin
-
-    @torch.inference_mode()
-    def with_salt(self, salt: str) -> Self:
-        """See `Reranker.with_salt`."""
-        self.reader.null_prefix()  # read once for all
-        twin, twin.reader = copy.copy(self), copy.copy(self.reader)
-        twin.reader.store = twin.store = None if self.store is None else self.store.with_salt(salt)
-        twin.__dict__.pop("_instructed", None)
-        return twin
-
-    def score(
-        self, query: str, documents: Sequence[str], *, show_progress: bool = False
-    ) -> list[float]:
-        """Score documents for one query, in input order (paper, Section 4.3); above 0 means relevant.
-
-        The query is never cut. A document that is too long is cut at its end; one without text scores `BLANK_SCORE`.
-
-        Raises:
-            InputError: The query is empty or too long, or something is not text.
-            ScoringError: A document could not be scored; it is named.
-        """
-        return [
-            found.score
-            for found in self.score_documents(query, documents, show_progress=show_progress)
-        ]
-
-    def score_documents(
-        self, query: str, documents: Sequence[str], *, show_progress: bool = False
-    ) -> list[Scored]:
-        """As `score`, which raises the same errors, with what else there is to say of each document."""
-        tokens = self.prompts.query(query)
-        prompts = self.prompts.documents(as_list(documents), len(tokens.ids))
-        return self._scored([(tokens, prompt) for prompt in prompts], show_progress=show_progress)
-
-    def score_many(
-        self,
-        queries: Sequence[str],
-        documents: Sequence[Sequence[str]],
-        *,
-        show_progress: bool = False,
-    ) -> list[list[float]]:
-        """Score each query's own documents. A document that several queries share is read only once.
-
-        Raises as `score`, and InputError where the two lists differ in length.
-        """
-        if isinstance(queries, str) or len(queries) != len(documents):
-            asked = "one string" if isinstance(queries, str) else f"{len(queries)} queries"
-            raise InputError(
-                f"score_many needs a list of documents a query, got {len(documents)} lists for {asked}."
-            )
-        tokens = [self.prompts.query(query) for query in queries]
-        lists = [
-            [(query, prompt) for prompt in self.prompts.documents(as_list(texts), len(query.ids))]
-            for query, texts in zip(tokens, documents, strict=True)
-        ]
-        places = [(row, place) for row, pairs in enumerate(lists) for place in range(len(pairs))]
-        try:
-            scores = iter(self._scored([*itertools.chain(*lists)], show_progress=show_progress))
-        except ScoringError as error:
-            row, place = places[error.index]
-            raise ScoringError(error.reason, place, query=row or None) from None
-        return [[next(scores).score for _ in pairs] for pairs in lists]
+        counts = {"memory_retries": sum(self._retries)}
+        if self.cache.tiers.is_on:
+            counts.update(self.cache.tiers.stats())
+        return counts
 
     def identity(self) -> str:
-        """Short hash of the language model, how it is computed, the template and B."""
-        found = prefix_identity(self.backbone, self.config) | {"dtype": str(self.backbone.dtype)}
-        digest = hashlib.sha256(json.dumps(found, sort_keys=True).encode())
+        """Short hash of the language model, its dtype, the template and B."""
+        parts = prefix_identity(self.backbone, self.config) | {"dtype": str(self.backbone.dtype)}
+        digest = hashlib.sha256(json.dumps(parts, sort_keys=True).encode())
         for name, weights in sorted(self.projection.state_dict().items()):
             digest.update(name.encode() + weights.cpu().numpy().tobytes())
         return digest.hexdigest()[:16]
 
-    def score_pairs(self, pairs: Sequence[Pair | tuple[str, str]]) -> list[Scored]:
-        """Score pairs of any queries and documents, in input order: pairs of several queries share batches.
 
-        Raises:
-            InputError: As `score`.
-            ScoringError: As `score`; the position in ``pairs`` is given.
-        """
-        return self._scored(self._tokenised(as_pairs(pairs)))
+def _frozen(projection: Projection, device: torch.device) -> Projection:
+    """B on the device, without gradients: a copy, unless it is so already.
 
-    def token_counts(self, pairs: Sequence[Pair]) -> list[int]:
-        """Tokens that the model runs to score each pair, without those of a cached prefix.
+    The caller may be training the original.
+    """
+    if all(not p.requires_grad and p.device == device for p in projection.parameters()):
+        return projection
+    return copy.deepcopy(projection).to(device).requires_grad_(False)
 
-        The ids are held until `score_pairs` takes them, so that a text is tokenised once.
 
-        Raises:
-            InputError: As `score`.
-        """
-        if len(self._counted) > MOST_COUNTED:
-            self._counted.clear()
-        counts = []
-        for pair, (query, document) in zip(pairs, self._tokenised(pairs), strict=True):
-            self._counted[pair] = (query, document)
-            is_cached = self.store is not None and self.store.is_kept(document.ids)
-            counts.append(len(query.ids) + (0 if is_cached else len(document.ids)))
-        return counts
-
-    def _tokenised(self, pairs: Sequence[Pair]) -> list[tuple[TokenisedQuery, TokenisedDocument]]:
-        """Pairs as ids: those that `token_counts` holds, and the others tokenised now."""
-        queries: dict[str, TokenisedQuery] = {}
-        tokenised = []
-        for pair in pairs:
-            ids = self._counted.pop(pair, None)
-            if ids is None:
-                if pair.query not in queries:
-                    queries[pair.query] = self.prompts.query(pair.query)
-                query = queries[pair.query]
-                documents = self.prompts.documents(
-                    [pair.document], len(query.ids), max_tokens=pair.max_tokens
-                )
-                ids = (query, documents[0])
-            tokenised.append(ids)
-        return tokenised
-
-    @torch.inference_mode()
-    def _scored(
-        self,
-        pairs: Sequence[tuple[TokenisedQuery, TokenisedDocument]],
-        *,
-        show_progress: bool = False,
-    ) -> list[Scored]:
-        """Scores of pairs, in order. Each distinct one is a row; a document that stands in several is read once."""
-        places: dict[Row, list[int]] = {}
-        for place, (query, document) in enumerate(pairs):
-            if not document.empty:
-                places.setdefault(Row(document.ids, query), []).append(place)
-        scores = [BLANK_SCORE] * len(pairs)
-        with tqdm(total=len(places), disable=not show_progress, unit="doc", desc="scoring") as bar:
-
-            @torch.inference_mode()
-            def run(batches: Batches[Row]) -> None:
-                batches.halved = self._halved  # threads may append without a lock
-                for batch in batches:
-                    with batches.attempt():
-                        for row, score in zip(
-                            batch, score_rows(self.reader, self.projection, batch), strict=True
-                        ):
-                            for place in places[row]:
-                                scores[place] = finite(score, place)
-                        bar.update(len(batch))
-
-            try:
-                for waiting in self._batches(list(places)):
-                    run_all(run, waiting)
-            except DoesNotFitError as error:
-                raise too_large(len(error.ids.document), places[error.ids][0]) from None
-        return [
-            Scored(score, document.truncated, len(query.ids) + len(document.ids))
-            for score, (query, document) in zip(scores, pairs, strict=True)
-        ]
-
-    def _batches(self, rows: list[Row]) -> Iterator[list[Batches[Row]]]:
-        """Batches of rows whose queries have about the same length, those that may run at once together.
-
-        Kept documents apart, because each costs only the query's tokens: more of them fill a batch. First, because
-        the new ones may push them out.
-        """
-        by_room: dict[int, list[Row]] = {}
-        for row in rows:
-            by_room.setdefault(whole_lanes(len(row.query.ids)), []).append(row)
-        together = at_once(torch.get_num_threads()) if self._side_by_side else 1
-        joined = JOINED_BYTES.get(self.backbone.device.type, JOINED_BYTES["cpu"]) // together
-        most = max(
-            self.token_budget,
-            min(joined // max(1, self.backbone.bytes_per_token), 8 * self.token_budget),
-        )
-        for room, group in by_room.items():
-            new, kept = list[Row](), list[Row]()
-            for row in group:
-                (
-                    kept if self.store is not None and self.store.is_kept(row.document) else new
-                ).append(row)
-            yield shares(kept, together, room, most, LEAST_KEPT, ALIKE_KEPT)
-            yield shares(new, together, room, self.token_budget)
-
-    @torch.inference_mode()
-    def explain(self, query: str, document: str) -> Explanation:
-        """Take a score apart, exactly, per query token, layer and head; raises as `score`.
-
-        A document without text has no parts, and `BLANK_SCORE`.
-        """
-        tokens = self.prompts.query(query)
-        prompt = self.prompts.documents([document], len(tokens.ids))[0]
-        parts = torch.zeros(tokens.length, len(self.projection.layers), self.backbone.num_heads)
-        score, agreement = BLANK_SCORE, torch.zeros(1 + tokens.length)
-        if not prompt.empty:
-            try:
-                parts, agreement = score_parts(
-                    self.reader, self.projection, Row(prompt.ids, tokens)
-                )
-            except (MemoryError, RuntimeError) as error:
-                if not is_out_of_memory(error):
-                    raise
-                raise too_large(len(prompt.ids), 0) from None
-            score = finite(float(parts.sum() + agreement.sum()), 0)
-        return Explanation(
-            query=query,
-            document=document,
-            score=score,
-            truncated=prompt.truncated,
-            tokens=tuple(self.prompts.text_of(tokens.ids[tokens.scored])),
-            layers=self.projection.layers,
-            parts=tuple(tuple(row) for row in parts.sum(-1).tolist()),
-            head_parts=tuple(tuple(tuple(heads) for heads in row) for row in parts.tolist()),
-            agreement=float(agreement.sum()),
-            matches=tuple(agreement[1:].tolist()) if bool(agreement[1:].any()) else (),
-        )
+def _open_cache(choice: Choice, backbone: Backbone, config: RSRankConfig) -> CachedPrefixes:
+    settings = as_prefix_cache(choice)
+    tiers = PrefixTiers(settings, device=backbone.device, dtype=backbone.dtype)
+    # Only a folder can hold prefixes of other models. Without one, the weights are not hashed.
+    identity = prefix_identity(backbone, config) if tiers.disk is not None else {}
+    return CachedPrefixes(identity, tiers, "" if settings is None else settings.salt)

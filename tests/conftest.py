@@ -2,6 +2,7 @@
 
 import os
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -15,8 +16,9 @@ import transformers
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from rsrank_rag import Projection, RSRank, Template
+from rsrank_rag import Projection, Reranker, RSRank, Template
 from rsrank_rag.language_model.options import LoadOptions
+from rsrank_rag.prefixes.cache import CachedPrefixes, PrefixTiers
 
 collect_ignore = ["client_alone.py"]  # it runs where torch is not installed
 
@@ -226,9 +228,22 @@ def load_ranker(folder: Path, kind: str, **options: object) -> RSRank:
 
 
 def unkept(ranker: RSRank) -> RSRank:
-    """A ranker that reads every document anew: tests are about what it computes."""
-    ranker.store = ranker.reader.store = None
+    """The ranker without a prefix cache: tests are about what it computes."""
+    core = ranker.backbone
+    ranker.cache = CachedPrefixes({}, PrefixTiers(None, device=core.device, dtype=core.dtype))
+    ranker.reader.cache = ranker.cache
     return ranker
+
+
+def score_many(
+    ranker: Reranker, queries: Sequence[str], documents: Sequence[Sequence[str]]
+) -> list[list[float]]:
+    """Score each query's own documents in one call."""
+    pairs = []
+    for query, texts in zip(queries, documents, strict=True):
+        pairs += [(query, text) for text in texts]
+    scores = iter(ranker.score_pairs(pairs))
+    return [[next(scores).score for _ in texts] for texts in documents]
 
 
 @pytest.fixture(scope="session")

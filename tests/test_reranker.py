@@ -154,10 +154,10 @@ def test_a_reranker_without_score_cannot_be_made():
 
 def test_truncated_documents_are_marked():
     class Cutting(Fake):
-        def score_documents(self, query, documents, *, show_progress=False):
+        def score_pairs(self, pairs, *, show_progress=False):
             return [
-                Scored(score, truncated=document == "b")
-                for score, document in zip([1.0, 2.0], documents, strict=True)
+                Scored(score, truncated=pair.document == "b")
+                for score, pair in zip([1.0, 2.0], pairs, strict=True)
             ]
 
     result = Cutting([1.0, 2.0]).rank("query", ["a", "b"])

@@ -21,6 +21,7 @@ from conftest import (
     QUERY,
     load_ranker,
     random_projection,
+    score_many,
 )
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -29,7 +30,7 @@ from transformers import AutoModel
 from rsrank_rag import Explanation, Projection, RSRank
 from rsrank_rag.errors import BackboneError, InputError, MissingDependencyError, ScoringError
 from rsrank_rag.language_model.options import LoadOptions
-from rsrank_rag.method.batching import TOKEN_BUDGET, Batches
+from rsrank_rag.method.concurrent_batches import TOKEN_BUDGET, Batches
 from rsrank_rag.reranker import BLANK_SCORE, Pair
 
 EXACT = 1e-4  # fp32: rounding alone
@@ -190,7 +191,7 @@ def test_rank_sorts_the_scores_and_splits_at_zero(ranker, alone):
 
 def test_many_queries_give_the_scores_of_each_query(ranker):
     documents = [DOCUMENTS[:4], DOCUMENTS[2:], [DOCUMENTS[5], DOCUMENTS[0], DOCUMENTS[0]]]
-    found = budgeted(ranker, 300).score_many(QUERIES, documents)
+    found = score_many(budgeted(ranker, 300), QUERIES, documents)
     expected = [ranker.score(query, own) for query, own in zip(QUERIES, documents, strict=True)]
     assert [len(row) for row in found] == [4, 4, 3]
     for row, wanted in zip(found, expected, strict=True):
@@ -198,8 +199,8 @@ def test_many_queries_give_the_scores_of_each_query(ranker):
 
 
 def test_many_queries_may_have_no_documents_or_not_be_there(ranker):
-    assert ranker.score_many([], []) == []
-    assert ranker.score_many(QUERIES[:2], [[], DOCUMENTS[:1]]) == [
+    assert score_many(ranker, [], []) == []
+    assert score_many(ranker, QUERIES[:2], [[], DOCUMENTS[:1]]) == [
         [],
         ranker.score(QUERIES[1], DOCUMENTS[:1]),
     ]
@@ -212,21 +213,9 @@ def test_a_document_that_many_queries_share_is_read_only_once(tiny_folder):
     embedding.register_forward_hook(
         lambda _module, inputs, _output: shapes.append(tuple(inputs[0].shape))
     )
-    ranker.score_many(QUERIES, [DOCUMENTS[:1]] * 3)
+    score_many(ranker, QUERIES, [DOCUMENTS[:1]] * 3)
     length = len(ranker.prompts.documents(DOCUMENTS[:1], 1)[0].ids)
     assert shapes.count((1, length)) == 1
-
-
-def test_queries_and_document_lists_of_different_numbers_are_refused(ranker):
-    with pytest.raises(InputError, match="got 1 lists for 2 queries"):
-        ranker.score_many(QUERIES[:2], [DOCUMENTS])
-    with pytest.raises(InputError, match="one string"):
-        ranker.score_many("abc", [DOCUMENTS] * 3)
-
-
-def test_one_string_as_a_querys_documents_is_refused(ranker):
-    with pytest.raises(InputError, match="list of strings"):
-        ranker.score_many([QUERY], ["one text"])
 
 
 # Input
@@ -450,10 +439,11 @@ def test_a_score_that_is_not_finite_names_its_document(tiny_folder):
     assert len(ranker.score(QUERY, documents[:6])) == 6  # the others can still be scored
 
 
-def test_a_score_that_is_not_finite_names_the_position_within_its_own_query(tiny_folder):
+def test_a_score_that_is_not_finite_names_the_position_of_its_pair(tiny_folder):
     ranker = poisoned(tiny_folder("llama"), "~")
-    with pytest.raises(ScoringError, match="Document 1 of query 1 scored nan") as caught:
-        ranker.score_many(QUERIES[:2], [DOCUMENTS, ["Frost.", "~"]])
+    pairs = [(QUERY, "Frost."), (QUERIES[1], "~")]
+    with pytest.raises(ScoringError, match="Document 1 scored nan") as caught:
+        ranker.score_pairs(pairs)
     assert caught.value.index == 1
 
 
@@ -536,7 +526,8 @@ LIMITED = """
     LlamaModel(config).save_pretrained(folder)
     ranker = RSRank.from_backbone(folder, Projection.random([1, 2], 2, 8, 16),
                                   options=LoadOptions(device="cpu", dtype="float32", local_files_only=True))
-    ranker.store = ranker.reader.store = None
+    ranker.cache.tiers.is_on = False
+    ranker.cache.tiers.on_device.limit = 0
     documents = ["lamp " * (20 + i) for i in range(8)]
     expected = ranker.score("bridge?", documents)
     used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
@@ -781,7 +772,6 @@ def test_a_ranker_that_reads_some_layers_only_leaves_the_others_out(tiny_folder,
 def test_documents_may_come_from_any_iterable(ranker, iterable):
     expected = ranker.score(QUERY, DOCUMENTS)
     assert ranker.score(QUERY, iterable(DOCUMENTS)) == expected
-    assert ranker.score_many([QUERY], [iterable(DOCUMENTS)]) == [expected]
     result = ranker.rank(QUERY, iterable(DOCUMENTS))
     assert sorted(document.index for document in (*result.kept, *result.dropped)) == list(
         range(len(DOCUMENTS))
@@ -812,10 +802,10 @@ def test_a_document_that_several_queries_share_is_read_once(ranker, monkeypatch)
     monkeypatch.setattr(ranker.backbone, "prefill", counted)
     monkeypatch.setattr(ranker.backbone, "query_values", watched)
     fresh = budgeted(ranker, 100_000)
-    fresh.reader.null_prefix()
+    fresh.backbone.null_prefix(fresh.prompts.null_prefix)
     read.clear()
     torch.testing.assert_close(
-        fresh.score_many(QUERIES, [DOCUMENTS] * 3), expected, rtol=0, atol=EXACT
+        score_many(fresh, QUERIES, [DOCUMENTS] * 3), expected, rtol=0, atol=EXACT
     )
     assert len(read) == len(set(read)) == len(DOCUMENTS)
     assert rows == [

@@ -4,7 +4,7 @@ They are read row by row: slow, and as plain as can be. Axes: N rows, H heads, T
 """
 
 from collections.abc import Sequence
-from copy import copy
+from dataclasses import replace
 from functools import partial
 from typing import Literal
 
@@ -14,7 +14,7 @@ from torch.nn.functional import pad
 
 from rsrank_rag.language_model.fusion import layers_of
 from rsrank_rag.method.backbone import Backbone
-from rsrank_rag.method.batching import Ids
+from rsrank_rag.method.concurrent_batches import Ids
 from rsrank_rag.method.probe import Prefixes, Reader, Show
 from rsrank_rag.method.scoring import Consume, Row, ShiftReader
 from rsrank_rag.method.template import PromptTokenizer, private_copy
@@ -106,7 +106,7 @@ class SignalReader(ShiftReader):
             if layer in self.layers:
                 found[layer] = states[:, :, row.query.start : row.query.stop].float()
 
-        prefixes = self.backbone.prefill([prefix], room=len(row.query.ids))
+        prefixes = self.backbone.prefill([prefix], len(row.query.ids))
         if self.signal == "hidden":
             hooks = [
                 layer.register_forward_pre_hook(
@@ -120,8 +120,8 @@ class SignalReader(ShiftReader):
                 for hook in hooks:
                     hook.remove()
         else:
-            core = copy(self.backbone)
-            core.reader = Reader if self.signal == "values" else _KeyReader
+            reader = Reader if self.signal == "values" else _KeyReader
+            core = replace(self.backbone, reader=reader)
             core.query_values([row.query.ids], prefixes, keep)
         return found
 

@@ -29,7 +29,7 @@ from rsrank_rag.artifact.hub import is_folder
 from rsrank_rag.errors import BackboneError, InputError, required
 from rsrank_rag.language_model.loading import LOAD_ERRORS, load_model
 from rsrank_rag.language_model.options import LoadOptions
-from rsrank_rag.method.batching import Ids
+from rsrank_rag.method.concurrent_batches import Ids
 from rsrank_rag.reranker import Scored, as_list
 
 from .prompted import Batched
@@ -106,9 +106,7 @@ class LLM2VecGen(Batched):
         self.maps = nn.Sequential(*maps).to(base.device).requires_grad_(False)
 
     @torch.inference_mode()
-    def score_documents(
-        self, query: str, documents: Sequence[str], *, show_progress: bool = False
-    ) -> list[Scored]:
+    def score_query(self, query: str, documents: Sequence[str]) -> list[Scored]:
         """Cosine of query and document, and whether a document was cut."""
         asked, _ = self._prompts([query], self.query_instruction)
         prompts, truncated = self._prompts(as_list(documents), self.document_instruction)

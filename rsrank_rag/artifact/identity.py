@@ -105,7 +105,7 @@ def prefix_identity(core: Backbone, config: RSRankConfig) -> dict[str, object]:
         "bits": bits_of(core.model),
         **({"fusion_layer": core.fusion_layer} if core.fusion_layer else {}),
         **({"documents_stay": True} if core.documents_stay else {}),
-        **({"int8": largest_weight()} if core.for_documents else {}),
+        **({"int8": largest_weight()} if core.document_model else {}),
     }
 
 

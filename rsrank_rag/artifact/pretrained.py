@@ -76,8 +76,9 @@ class Pretrained(ABC):
             prefix_cache: Where documents' prefixes are cached, so that a document that was scored
                 before is not run again. True for a share of the device's memory, a size such as
                 ``"512MB"``, a folder for memory and disk, a `PrefixCache` or its fields, or False.
-            deterministic: Pad small batches on processors with AMX, whose matrix kernels give a
-                token other last digits in a small batch than in a large one.
+            deterministic: On a CPU, run texts in shapes that do not depend on the other texts of a
+                call, so that rounding does not, either. It costs padding to a multiple of 32
+                tokens, and smaller batches of mixed lengths.
             local_files_only: Use files on the disk only, never the network.
             token: Hub access token.
             cache_dir: Hub cache folder.
@@ -170,7 +171,7 @@ class Pretrained(ABC):
             loaded.tokenizer, template, max_length=core.max_length, shared_positions=core.causal
         )
         if int8:
-            core.for_documents = rounded(core, prompts)
+            core = replace(core, document_model=rounded(core, prompts))
         files = hashes(folder_of(str(name), revision, load.cache_dir))
         config = RSRankConfig(
             backbone=describe(core, prompts, str(name), revision, files),
@@ -293,7 +294,7 @@ def open_artifact(
         shared_positions=core.causal,
     )
     if int8:
-        core.for_documents = rounded(core, prompts)
+        core = replace(core, document_model=rounded(core, prompts))
     return core, prompts, projection, config
 
 

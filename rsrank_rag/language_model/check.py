@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -9,7 +10,7 @@ from torch import Tensor
 
 from ..errors import BackboneError
 from ..method.backbone import ADVICE, Backbone, Findings
-from ..method.batching import is_out_of_memory
+from ..method.concurrent_batches import is_out_of_memory
 from ..method.probe import Recorder
 from .attention import NAME
 from .fusion import split_at
@@ -32,8 +33,8 @@ RUN_ERRORS = (
 )
 """What a model may raise that cannot be run as we run it."""
 
-LARGEST_TRIED = 4_000_000  # entries of a weight for which `_steady_tokens` takes moments
-MOST_STEADY = (
+LARGEST_TRIED = 4_000_000  # entries of a weight for which `_batch_invariant_tokens` takes moments
+MOST_PADDING = (
     512  # tokens that a run is filled up to at most, so that each comes out as it would among many
 )
 
@@ -109,10 +110,13 @@ def _try_out(core: Backbone) -> Backbone:
     ].tolist()
     if causal:
         _check_rotary(core, ids)
-    aligned = core.device.type == "cpu" and core.config._attn_implementation == NAME
-    heads, dim, steady = values[0].shape[1], values[0].shape[3], _steady_tokens(core)
     findings = Findings(
-        causal, heads, dim, tuple(round(x, 6) for x in sample), aligned=aligned, steady=steady
+        causal,
+        num_heads=values[0].shape[1],
+        head_dim=values[0].shape[3],
+        sample=tuple(round(x, 6) for x in sample),
+        pads_keys=core.device.type == "cpu" and core.config._attn_implementation == NAME,
+        batch_invariant_tokens=_batch_invariant_tokens(core),
     )
     checked = Backbone(core.model, findings, last_layer=core.last_layer, num_layers=core.num_layers)
     whole = values if causal else _block_masked_run(checked, ids)
@@ -137,10 +141,8 @@ def _fused(core: Backbone, layer: int, stay: bool) -> Backbone:
             f"fusion_layer={layer} was asked for, and no layer above it is read. Choose a lower one."
         )
     ids = tuple(_tokens(core))
-    depth = {"last_layer": core.last_layer, "num_layers": core.num_layers}
-    fused = Backbone(
-        split_at(core.model, layer), core.findings, **depth, fusion_layer=layer, documents_stay=stay
-    )
+    model = split_at(core.model, layer)
+    fused = replace(core, model=model, fusion_layer=layer, documents_stay=stay)
     read: dict[int, Tensor] = {}
     fused.query_values([ids], fused.prefill([ids[:CUT]], IDS), read.__setitem__)
     alone = _values(core, list(ids))[
@@ -168,11 +170,11 @@ def _check_rotary(core: Backbone, ids: list[int]) -> None:
         )
 
 
-def _steady_tokens(core: Backbone) -> int | None:
+def _batch_invariant_tokens(core: Backbone) -> int | None:
     """How many tokens a run needs so that each of them comes out the same however many others there are.
 
     Matrix kernels for few rows sum in another order. Found out for the shapes that the model has: at most
-    `MOST_STEADY`. None where that is not enough, for other devices, and for weights that are quantised or large.
+    `MOST_PADDING`. None where that is not enough, for other devices, and for weights that are quantised or large.
     """
     maps = [module for module in core.model.modules() if isinstance(module, torch.nn.Linear)]
     if (
@@ -181,16 +183,16 @@ def _steady_tokens(core: Backbone) -> int | None:
         or any(m.weight.numel() > LARGEST_TRIED for m in maps)
     ):
         return None
-    generator, steady = torch.Generator().manual_seed(0), 1
+    generator, invariant = torch.Generator().manual_seed(0), 1
     # The first of each shape: of the last layer only the value projection runs, and the rest may be zeros.
     for module in {tuple(module.weight.shape): module for module in reversed(maps)}.values():
-        rows = torch.randn(2 * MOST_STEADY, module.in_features, generator=generator).to(core.dtype)
+        rows = torch.randn(2 * MOST_PADDING, module.in_features, generator=generator).to(core.dtype)
         among_many = module(rows)
-        for count in range(MOST_STEADY, 0, -16):
+        for count in range(MOST_PADDING, 0, -16):
             if not torch.equal(module(rows[:count]), among_many[:count]):
-                steady = max(steady, count + 16)
+                invariant = max(invariant, count + 16)
                 break
-    return steady if steady <= MOST_STEADY else None
+    return invariant if invariant <= MOST_PADDING else None
 
 
 def _check_attention_kinds(core: Backbone) -> None:

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, nn
 
 from ..errors import BackboneError
-from ..method.probe import LayerPassed, Probe
+from ..method.probe import Probe, SkipLayer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -63,7 +63,7 @@ def _pass(forward: Callable[..., Any], hidden: Tensor, *args: Any, **kwargs: Any
     """From the fusion layer on: a document may have to leave a layer as it entered it."""
     try:
         return forward(hidden, *args, **kwargs)
-    except LayerPassed:
+    except SkipLayer:
         return hidden
 
 

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from ..method.backbone import Backbone
-    from ..method.batching import Ids
+    from ..method.concurrent_batches import Ids
     from ..method.template import PromptTokenizer
 
 

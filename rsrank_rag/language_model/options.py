@@ -168,8 +168,7 @@ class LoadSettings(BaseModel):
     )
     deterministic: bool = Field(
         default=False,
-        description="Scores never depend on the other documents of a call (slower on CPUs with "
-        "AMX).",
+        description="Scores never depend on the other documents of a call (slower: more padding).",
     )
 
     def load_options(self, **more: Any) -> LoadOptions:

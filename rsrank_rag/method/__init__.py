@@ -1,1 +1,1 @@
-"""The paper: template, two phases, shift, projection, score, losses. It knows torch and, of ours, errors only."""
+"""The paper: template, two phases, shift, projection, score. It imports torch and errors only."""

@@ -1,9 +1,12 @@
-"""The maths: what a document changes in the value vectors of the query's tokens, and B, which turns that into a score.
+"""The formula of a score: the shift of the query's value vectors, B, and similarity.
 
-B is the only trained part of the paper's method: one small matrix per layer and KV head. Beside it, an artifact may
-weigh heads, and add agreement; both are ours, not the paper's.
+Everything that scores calls these functions: a batch, an explanation, and training.
 
-Axes: L layers, H KV heads, P projection dimension, D head dimension, N documents, T query tokens, S document tokens.
+B is the only trained part of the paper's method: one small matrix for each layer and KV head. An
+artifact may also weigh heads, and add similarity terms; neither is in the paper.
+
+Axes: L layers, H KV heads, P projection dimension, D head dimension, N documents, T query tokens,
+S document tokens.
 """
 
 from collections.abc import Sequence
@@ -13,34 +16,24 @@ from torch import Tensor, nn
 from torch.nn.functional import normalize
 from typing_extensions import Self
 
-EPSILON = 1e-6  # projected shifts shorter than this count as no shift at all (cosine 0)
+# A projected shift that is shorter counts as no shift: its cosine is 0.
+EPSILON = 1e-6
 
 
 def representational_shift(conditioned: Tensor, alone: Tensor) -> Tensor:
     """The shift, (N, H, T, D) fp32: Eq. (3) of the paper, for models with rotary positions.
 
-    Value vectors of the query's tokens after each document, (N, H, T, D), less those of the same tokens without one.
+    Args:
+        conditioned: Value vectors of the query's tokens after each document, (N, H, T, D).
+        alone: Value vectors of the same tokens after the null prefix, (N or 1, H, T, D).
     """
     return conditioned.float() - alone.float()
 
 
-def best_matches(query: Tensor, document: Tensor, own: Tensor) -> Tensor:
-    """Each query token's nearest token of a document, as a cosine of value vectors over all heads, (N, T) fp32.
-
-    Ours, not the paper's; ColBERT's MaxSim, of what a kept prefix holds anyway. Values (N, H, T, D) and (N, H, S, D);
-    ``own`` (N, S) says where a document's own tokens are.
-    """
-    q, d = (
-        normalize(values.transpose(1, 2).flatten(2).float(), dim=-1) for values in (query, document)
-    )
-    nearest: Tensor = (q @ d.mT).masked_fill(~own[:, None], -1).amax(-1)
-    return nearest
-
-
 def cosine_to_ones(projected: Tensor) -> Tensor:
-    """Cosine, (...) in [-1, 1], between projected shifts (..., P) and the all-ones vector (paper, Section 4.3).
+    """Cosine between projected shifts (..., P) and the all-ones vector (paper, Section 4.3).
 
-    Exactly 0 where the projected shift is zero.
+    The result, (...), is in [-1, 1], and exactly 0 where the projected shift is zero.
 
     >>> cosine_to_ones(torch.tensor([[2.0, 2.0], [1.0, -1.0], [0.0, 0.0]])).round(decimals=4)
     tensor([1., 0., 0.])
@@ -50,15 +43,88 @@ def cosine_to_ones(projected: Tensor) -> Tensor:
     return cosine
 
 
+def shift_terms(shifts: Tensor, weight: Tensor, head_weight: Tensor | None = None) -> Tensor:
+    """What each head and token adds to a score: cos(B shift, ones), times the head's weight.
+
+    A score is the sum of these terms over layers and heads and their mean over the query's tokens
+    (paper, Section 4.3), to which `combine` adds the similarity terms.
+
+    Args:
+        shifts: (..., H, T, D).
+        weight: B, (..., H, P, D), in the dtype of the shifts. The matrix product has this dtype.
+        head_weight: (..., H); None for 1 each, as in the paper.
+
+    Returns:
+        (..., H, T), fp32.
+    """
+    projected = torch.einsum("...hpd,...htd->...htp", weight, shifts)
+    return weigh_heads(cosine_to_ones(projected.float()), head_weight)
+
+
+def weigh_heads(cosines: Tensor, head_weight: Tensor | None) -> Tensor:
+    """Cosines (..., H, T) times the weights of their heads (..., H)."""
+    return cosines if head_weight is None else cosines * head_weight[..., None]
+
+
+def maxsim(query: Tensor, document: Tensor, own: Tensor) -> Tensor:
+    """Each query token's best cosine with a token of the document, (N, T) fp32.
+
+    This is ColBERT's MaxSim before its sum, of value vectors over all heads. It is ours.
+
+    Args:
+        query: Value vectors, (N, H, T, D).
+        document: Value vectors, (N, H, S, D).
+        own: Which tokens are the document's and not the template's, (N, S).
+    """
+    queries = normalize(query.transpose(1, 2).flatten(2).float(), dim=-1)
+    documents = normalize(document.transpose(1, 2).flatten(2).float(), dim=-1)
+    best: Tensor = (queries @ documents.mT).masked_fill(~own[:, None], -1).amax(-1)
+    return best
+
+
+def similarity_terms(similarity: Tensor, weights: Tensor | None) -> Tensor:
+    """What similarity adds to a score: the cosine term with the bias, then the MaxSim terms.
+
+    Args:
+        similarity: (..., 1 + K): the cosine of document and query, then K parts of MaxSim.
+        weights: g of the cosine, w of MaxSim, and the bias b, (3,); None for no similarity terms.
+
+    Returns:
+        (..., 1 + K). Their sum is g cosine + w MaxSim + b.
+    """
+    if weights is None:
+        return torch.zeros_like(similarity)
+    weights = weights.to(similarity.dtype)
+    cosine = weights[0] * similarity[..., :1] + weights[2]
+    return torch.cat([cosine, weights[1] * similarity[..., 1:]], dim=-1)
+
+
+def combine(shift_score: Tensor, similarity: Tensor, weights: Tensor | None) -> Tensor:
+    """The score, (...), above 0 where a document is relevant.
+
+    Args:
+        shift_score: The sum of `shift_terms` over layers and heads, averaged over tokens, (...).
+        similarity: As in `similarity_terms`, (..., 1 + K).
+        weights: As in `similarity_terms`.
+    """
+    if weights is None:
+        return shift_score
+    return shift_score + similarity_terms(similarity, weights).sum(-1)
+
+
 class Projection(nn.Module):
     """The projection matrix B of the paper (Section 4.3), shape (L, H, P, D), always fp32.
 
     Args:
         weight: B, (L, H, P, D).
         layers: The L backbone layers that B reads, ascending, counted from 0.
-        head_weight: What each layer's and head's term counts, (L, H); None for 1 each, as in the paper.
-        agreement: g, w and b, (3,): g times the cosine of document and query, plus w times how well the query's tokens
-            are matched, plus b, is added to a score. None for nothing, as in the paper.
+        head_weight: The weight of each layer's and head's terms, (L, H); None for 1 each, as in
+            the paper.
+        agreement: The weights g, w and b of the similarity terms, (3,), see `similarity_terms`;
+            None for no such terms, as in the paper.
+
+    Raises:
+        ValueError: A tensor does not have the shape above.
     """
 
     def __init__(
@@ -84,7 +150,6 @@ class Projection(nn.Module):
         self.head_weight = None if head_weight is None else nn.Parameter(head_weight.float())
         self.agreement = None if agreement is None else nn.Parameter(agreement.float())
         self.layers = tuple(layers)
-        self._row = {layer: row for row, layer in enumerate(self.layers)}
 
     @classmethod
     def random(
@@ -93,36 +158,13 @@ class Projection(nn.Module):
         """Untrained B with orthonormal rows where ``dim <= head_dim`` (zero orthogonality loss)."""
         generator = torch.Generator().manual_seed(seed)
         weight = torch.randn(len(layers), heads, max(dim, head_dim), head_dim, generator=generator)
-        q, _ = torch.linalg.qr(weight)  # (L, H, max, D)
-        weight = q.mT[..., :dim, :] if dim <= head_dim else q
-        return cls(weight.contiguous(), layers)
-
-    def cosines(self, layer: int, shift: Tensor) -> Tensor:
-        """cos(B[l, h] @ shift, ones), (N, H, T) in [-1, 1], of a layer's shifts (N, H, T, D) fp32."""
-        return cosine_to_ones(
-            torch.einsum("hpd,nhtd->nhtp", self.weight[self._row[layer]], shift.float())
-        )
+        orthonormal, _ = torch.linalg.qr(weight)  # (L, H, max, D)
+        if dim <= head_dim:
+            orthonormal = orthonormal.mT[..., :dim, :]
+        return cls(orthonormal.contiguous(), layers)
 
     def terms(self, layer: int, shift: Tensor) -> Tensor:
-        """The cosines, each as much as its head counts: sum over H and layers and average over T for the score."""
-        cosines = self.cosines(layer, shift)
-        return (
-            cosines
-            if self.head_weight is None
-            else cosines * self.head_weight[self._row[layer], :, None]
-        )
-
-    def beside(self, agreement: Tensor) -> Tensor:
-        """What agreement, (N, 1 + T) as `ShiftReader.read` gives it, adds to a score: (N, 1 + T), to be summed up.
-
-        Of the query as a whole, less the border, and of each of its tokens.
-        """
-        if self.agreement is None:
-            return torch.zeros_like(agreement)
-        whole, matched, border = self.agreement.to(agreement.dtype)
-        return torch.cat([whole * agreement[:, :1] + border, matched * agreement[:, 1:]], dim=1)
-
-    def forward(self, shift: Tensor) -> Tensor:
-        """The paper's scores, (N,), of whole shift tensors, (N, L, H, T, D) with layers in the order of ``layers``."""
-        terms = [self.terms(layer, shift[:, row]) for row, layer in enumerate(self.layers)]
-        return torch.stack(terms, dim=1).mean(-1).sum((1, 2))
+        """`shift_terms` of one backbone layer: (N, H, T) of shifts (N, H, T, D) fp32."""
+        row = self.layers.index(layer)
+        head_weight = None if self.head_weight is None else self.head_weight[row]
+        return shift_terms(shift.float(), self.weight[row], head_weight)

@@ -1,9 +1,10 @@
 """From rows to scores: the paper's Section 4.3, as one path.
 
-A batch is N rows, each a document and a query. Each distinct query adds one row without a document, so that the two
-runs that are subtracted share a batch. Shift = a row's value vectors minus those of its query's row without a document.
+A batch has N rows, each a document and a query. Each distinct query adds a null row, which has no
+document, so that the two runs that are subtracted share a batch and are rounded alike. The shift is
+a row's value vectors minus those of the null row of its query.
 
-Axes: N rows, H KV heads, T scored query tokens, D head dimension.
+Axes: N rows, Q distinct queries, L layers, H KV heads, T scored query tokens, D head dimension.
 """
 
 from collections.abc import Callable, Sequence
@@ -15,46 +16,48 @@ from torch import Tensor
 from torch.nn.functional import cosine_similarity
 
 from .backbone import Backbone
-from .batching import Ids
+from .concurrent_batches import Ids
 from .probe import Prefix, Prefixes
-from .projection import Projection, best_matches, representational_shift
+from .projection import Projection, combine, maxsim, representational_shift, similarity_terms
 from .template import PromptTokenizer, TokenisedQuery
 
 Consume = Callable[[int, Tensor], object]
-"""Receives a read layer's index and its shifts, (N, H, T, D) fp32, zero behind queries with fewer than T tokens."""
-
-Prefill = Callable[[Sequence[Ids], int, Sequence[Prefix]], Prefixes]
-"""Runs documents, with room for so many query tokens and with other prefixes behind them: `Backbone.prefill`."""
-
-
-class Keeper(Protocol):
-    """Keeps what was computed for documents; see `prefixes.store.PrefixStore`."""
-
-    def prefill(
-        self, documents: Sequence[Ids], run: Prefill, room: int, behind: Sequence[Prefix]
-    ) -> Prefixes:
-        """Prefixes of documents, the same one perhaps several times: kept ones, and the others run by ``run``."""
+"""Receives a layer's index and its shifts, (N, H, T, D) fp32, 0 after shorter queries."""
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A document and a query, as token ids."""
+    """A document and a query as token ids, and the document's key in the prefix cache."""
 
     document: Ids
     query: TokenisedQuery
+    key: str = ""
 
     def __len__(self) -> int:
         return len(self.document)
 
 
+class PrefixSource(Protocol):
+    """Gives documents' prefixes; see `prefixes.cache.CachedPrefixes`."""
+
+    def prefill(
+        self,
+        backbone: Backbone,
+        rows: Sequence[Row],
+        query_slots: int,
+        extra_rows: Sequence[Prefix],
+    ) -> Prefixes:
+        """Prefixes of the rows' documents, and the extra rows below them."""
+
+
 class ShiftReader:
-    """Reads the shifts that B is made for: scoring and training read through here, so that both see the same.
+    """Reads shifts. Scoring and training both read here, so that B is used as it was trained.
 
     Args:
         backbone: The frozen language model.
         prompts: Its tokenizer with the artifact's template.
-        layers: Layers to read.
-        store: Where documents' prefixes are kept; None runs every document anew.
+        layers: The layers to read.
+        cache: The prefix cache; None runs the document of every row.
     """
 
     def __init__(
@@ -62,155 +65,154 @@ class ShiftReader:
         backbone: Backbone,
         prompts: PromptTokenizer,
         layers: Sequence[int],
-        store: Keeper | None = None,
+        cache: PrefixSource | None = None,
     ) -> None:
-        self.backbone, self.prompts, self.layers, self.store = (
-            backbone,
-            prompts,
-            frozenset(layers),
-            store,
-        )
-        self._null: Prefix | None = None
+        self.backbone = backbone
+        self.prompts = prompts
+        self.layers = frozenset(layers)
+        self.cache = cache
 
     def read(self, rows: Sequence[Row], consume: Consume) -> Tensor:
-        """Hand over each read layer's shifts of a batch, in ascending order.
+        """Give the shifts of a batch to ``consume``, one layer after the other.
 
-        Gives each row's agreement, (N, 1 + T) float64: of document and query, each by itself, the cosine of what enters
-        the fusion layer, pooled, and `best_matches` there, divided by the query's tokens. Zeros where there is none.
+        Returns:
+            Similarity, (N, 1 + T) float64: the cosine of document and query, each alone, of what
+            enters the fusion layer, pooled; then the `maxsim` of each query token there, divided
+            by the number of tokens. Zeros without a fusion layer.
         """
         queries = list(dict.fromkeys(row.query for row in rows))
         number = {query: place for place, query in enumerate(queries)}
-        which = [number[row.query] for row in rows]
-        owner = torch.tensor(which, device=self.backbone.device)
-        tokens = _ScoredTokens([row.query for row in rows], queries, self.backbone.device)
-        agreement = torch.zeros(
-            len(rows), 1 + tokens.width, dtype=torch.float64, device=owner.device
-        )
-
-        def subtract(layer: int, values: Tensor) -> None:
-            found = tokens.of(values)
-            if layer == self.backbone.fusion_layer > 0:
-                agreement[:, 1:] = tokens.shared(self._matches(found[: len(rows)], prefixes))
-            if layer in self.layers:
-                alone = found[len(rows) :]
-                # A single query's row is the same for all: no copy of it for each.
-                shift = representational_shift(
-                    found[: len(rows)], alone if len(queries) == 1 else alone[owner]
-                )
-                consume(layer, tokens.only_scored(shift, self._reached(layer)))
-
-        documents, room = [row.document for row in rows], max(len(query.ids) for query in queries)
-        behind = [self.null_prefix()] * len(queries)
-        if self.store is not None:
-            prefixes = self.store.prefill(documents, self.backbone.prefill, room, behind)
-        else:
-            distinct = {ids: place for place, ids in enumerate(dict.fromkeys(documents))}
-            prefixes = self.backbone.prefill(list(distinct), room, behind)
-            if len(distinct) < len(documents):
-                places = [
-                    *map(distinct.__getitem__, documents),
-                    *range(len(distinct), len(prefixes)),
-                ]
-                prefixes = prefixes.take(torch.tensor(places, device=owner.device))
-        asked = [query.ids for query in queries]
+        query_of_row = [number[row.query] for row in rows]
+        prefixes = self._prefixes(rows, queries)
+        batch = _BatchReader(self, rows, queries, query_of_row, prefixes, consume)
+        every = [*query_of_row, *range(len(queries))]
         embedded = self.backbone.query_values(
-            asked, prefixes, subtract, [*which, *range(len(queries))]
+            [query.ids for query in queries], prefixes, batch.show, every
         )
         if len(embedded):
-            agreement[:, 0] = cosine_similarity(
-                prefixes.pooled[: len(rows)].double(), embedded[owner].double()
-            )
-        return agreement
+            documents = prefixes.pooled[: len(rows)].double()
+            cosines = cosine_similarity(documents, embedded[batch.null_row].double())
+            batch.similarity[:, 0] = cosines
+        return batch.similarity
 
-    def null_prefix(self) -> Prefix:
-        """The template before the query, without a document: run once."""
-        if self._null is None:
-            # What is rounded here would move all scores alike.
-            self._null = self.backbone.prefill([self.prompts.null_prefix], exact=True).row(0)
-        return self._null
-
-    def _matches(self, query: Tensor, prefixes: Prefixes) -> Tensor:
-        """How near each scored token, values (N, H, T, D), is to one of its row's document, (N, T)."""
-        documents = prefixes.values[0][: len(query), :, prefixes.room :]
-        places = torch.arange(documents.shape[2], device=query.device)
-        ends = (
-            torch.tensor(prefixes.lengths[: len(query)], device=query.device)
-            - self.prompts.after_document
-        )
-        return best_matches(
-            query, documents, (places >= len(self.prompts.instruction)) & (places < ends[:, None])
-        )
-
-    def _reached(self, layer: int) -> int | None:
-        """How many of a query's tokens can know of the document at a layer; None for all.
-
-        Where all layers have windows, others cannot. Their shift is no more than rounding, and the direction of that
-        would count as much as any other.
-        """
-        reach = self.backbone.reach(layer)
-        return None if reach is None else max(0, reach - self.prompts.after_document)
+    def _prefixes(self, rows: Sequence[Row], queries: Sequence[TokenisedQuery]) -> Prefixes:
+        """Prefixes of the rows' documents, and a null prefix for each query below them."""
+        slots = max(len(query.ids) for query in queries)
+        null_rows = [self.backbone.null_prefix(self.prompts.null_prefix)] * len(queries)
+        if self.cache is None:
+            return self.backbone.prefill([row.document for row in rows], slots, null_rows)
+        return self.cache.prefill(self.backbone, rows, slots, null_rows)
 
 
-class _ScoredTokens:
-    """Which tokens are scored: of each row's query, and of those of the rows without a document below them."""
+class _BatchReader:
+    """Turns the value vectors of one batch into shifts and similarity, layer by layer."""
 
     def __init__(
-        self, rows: Sequence[TokenisedQuery], nulls: Sequence[TokenisedQuery], device: torch.device
+        self,
+        reader: ShiftReader,
+        rows: Sequence[Row],
+        queries: Sequence[TokenisedQuery],
+        query_of_row: Sequence[int],
+        prefixes: Prefixes,
+        consume: Consume,
     ) -> None:
-        self.width = max(query.length for query in nulls)
-        self.starts = torch.tensor([query.start for query in (*rows, *nulls)], device=device)
-        self.lengths = torch.tensor([query.length for query in rows], device=device)
+        device = reader.backbone.device
+        self.reader = reader
+        self.count = len(rows)
+        self.prefixes = prefixes
+        self.consume = consume
+        self.null_row = torch.tensor(query_of_row, device=device)
+        starts = [queries[place].start for place in query_of_row]
+        starts += [query.start for query in queries]
+        self.starts = torch.tensor(starts, device=device)[:, None]
+        self.lengths = torch.tensor([row.query.length for row in rows], device=device)[:, None]
+        self.width = max(query.length for query in queries)
+        self.same_span = len({(query.start, query.length) for query in queries}) == 1
+        if reader.backbone.is_deterministic:
+            # Shapes must not depend on the other queries of the batch.
+            self.width = prefixes.query_slots
+            self.same_span = False
         self.columns = torch.arange(self.width, device=device)
-        self.alike = len({(query.start, query.length) for query in nulls}) == 1
+        size = (self.count, 1 + self.width)
+        self.similarity = torch.zeros(size, dtype=torch.float64, device=device)
 
-    def of(self, values: Tensor) -> Tensor:
+    def show(self, layer: int, values: Tensor) -> None:
+        """Read one layer's value vectors, (N + Q, H, all tokens, D)."""
+        values = self._scored(values)
+        documents = values[: self.count]
+        if layer == self.reader.backbone.fusion_layer > 0:
+            self.similarity[:, 1:] = self._maxsim(documents)
+        if layer in self.reader.layers:
+            alone = values[self.count :]
+            # The null row of a single query is broadcast and not copied.
+            if len(alone) > 1:
+                alone = alone[self.null_row]
+            shifts = representational_shift(documents, alone)
+            self.consume(layer, self._without_padding(layer, shifts))
+
+    def _scored(self, values: Tensor) -> Tensor:
         """Of value vectors (rows, H, all tokens, D) those of scored tokens, (rows, H, T, D)."""
-        if self.alike:
+        if self.same_span:
             start = int(self.starts[0])
             return values[:, :, start : start + self.width]
-        places = (self.starts[:, None] + self.columns).clamp(max=values.shape[2] - 1)
-        return values.gather(
-            2, places[:, None, :, None].expand(-1, values.shape[1], -1, values.shape[3])
-        )
+        places = (self.starts + self.columns).clamp(max=values.shape[2] - 1)
+        return values.take_along_dim(places[:, None, :, None], dim=2)
 
-    def shared(self, each: Tensor) -> Tensor:
-        """What each scored token adds to the mean of its row's (N, T) numbers, (N, T) float64."""
-        return (
-            each.double().masked_fill(self.columns >= self.lengths[:, None], 0)
-            / self.lengths[:, None]
-        )
+    def _maxsim(self, queries: Tensor) -> Tensor:
+        """MaxSim of each token, values (N, H, T, D), divided by the number of tokens, (N, T)."""
+        prompts = self.reader.prompts
+        documents = self.prefixes.values[0][: self.count, :, self.prefixes.query_slots :]
+        places = torch.arange(documents.shape[2], device=queries.device)
+        lengths = torch.tensor(self.prefixes.lengths[: self.count], device=queries.device)
+        ends = (lengths - prompts.after_document)[:, None]
+        own = (places >= len(prompts.instruction)) & (places < ends)
+        best = maxsim(queries, documents, own).double()
+        return best.masked_fill(self.columns >= self.lengths, 0) / self.lengths
 
-    def only_scored(self, shift: Tensor, reached: int | None) -> Tensor:
-        """Shifts (N, H, T, D) with zeros behind shorter queries, and where no document reaches."""
-        if self.alike and reached is None:
-            return shift
-        scored = self.columns < self.lengths[:, None]  # (N, T)
-        if reached is not None:
-            scored = scored & (self.starts[: len(shift), None] + self.columns < reached)
-        return shift * scored[:, None, :, None]
+    def _without_padding(self, layer: int, shifts: Tensor) -> Tensor:
+        """Shifts (N, H, T, D), with zeros after shorter queries and where no document reaches.
+
+        In a model whose layers all have sliding windows, late tokens cannot know of the document.
+        Their shift is rounding, and its direction would count as much as any other.
+        """
+        reach = self.reader.backbone.reach(layer)
+        if self.same_span and reach is None:
+            return shifts
+        scored = self.columns < self.lengths  # (N, T)
+        if reach is not None:
+            limit = max(0, reach - self.reader.prompts.after_document)
+            scored = scored & (self.starts[: self.count] + self.columns < limit)
+        return shifts * scored[:, None, :, None]
 
 
 def score_rows(reader: ShiftReader, projection: Projection, rows: Sequence[Row]) -> list[float]:
-    """The paper's scores: of each layer and head, the mean over the query's tokens of cos(B shift, ones), summed up.
-
-    Above 0 means relevant. Heads that count otherwise than 1, and agreement, are ours.
-    """
+    """The scores of a batch: above 0 means relevant (paper, Section 4.3)."""
     lengths = torch.tensor([row.query.length for row in rows], device=reader.backbone.device)
-    # In float64, in which a sum does not depend on how many zeros of longer neighbours stand behind it.
+    # In float64, in which a sum does not depend on the zeros after a shorter query.
     total = torch.zeros(len(rows), dtype=torch.float64, device=reader.backbone.device)
 
-    def add(layer: int, shift: Tensor) -> None:
-        total.add_(projection.terms(layer, shift).sum(1, dtype=torch.float64).sum(-1) / lengths)
+    def add(layer: int, shifts: Tensor) -> None:
+        terms = projection.terms(layer, shifts)
+        total.add_(terms.sum(1, dtype=torch.float64).sum(-1) / lengths)
 
-    agreement = reader.read(rows, add)
-    scores: list[float] = (total + projection.beside(agreement).sum(1)).float().tolist()
+    similarity = reader.read(rows, add)
+    scores: list[float] = combine(total, similarity, projection.agreement).float().tolist()
     return scores
 
 
-def score_parts(reader: ShiftReader, projection: Projection, row: Row) -> tuple[Tensor, Tensor]:
-    """One score's parts: each query token's, layer's and head's, (T, L, H) float64, and agreement's, (1 + T,)."""
-    terms: list[Tensor] = []
-    agreement = reader.read(
-        [row], lambda layer, shift: terms.append(projection.terms(layer, shift)[0].double())
-    )
-    return torch.stack(terms).permute(2, 0, 1) / row.query.length, projection.beside(agreement)[0]
+def score_parts(
+    reader: ShiftReader, projection: Projection, row: Row
+) -> tuple[float, Tensor, Tensor]:
+    """One score, its shift terms (T, L, H) divided by T, and its similarity terms (1 + T,).
+
+    Both tensors are float64, and their sum is the score.
+    """
+    layers: list[Tensor] = []
+
+    def add(layer: int, shifts: Tensor) -> None:
+        layers.append(projection.terms(layer, shifts)[0].double())
+
+    similarity = reader.read([row], add)[0]
+    terms = torch.stack(layers).permute(2, 0, 1) / row.query.length
+    score = combine(terms.sum(), similarity, projection.agreement)
+    return float(score), terms, similarity_terms(similarity, projection.agreement)

@@ -1,8 +1,9 @@
-"""How a document and a query become one token sequence: instruction, document, separator, query, suffix.
+"""Texts to token ids: instruction, document, separator, query, suffix.
 
-The parts are tokenised apart and their ids joined, so that no merge over a seam can misalign the
-query's tokens between the two runs. The instruction is the same in both runs and never empty: the first
-token of a sequence is an attention sink with abnormal values, which cancels only if both runs share it.
+The parts are tokenised apart and their ids joined, so that no merge of two parts can misalign the
+query's tokens between the two runs. The instruction is the same in both runs and never empty: the
+first token of a sequence is an attention sink with abnormal values, which cancels only if both runs
+share it.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
     from transformers import PreTrainedTokenizerBase
 
-QUERY_RESERVE = 512  # positions kept free for the query, so that where a document is cut does not depend on the query
+# Positions that are free for the query, so that the query does not decide where a document is cut.
+QUERY_RESERVE = 512
 
 # A document's beginning of this many characters for each token that is read is tokenised first.
 # English has about 4.5 characters a token.
@@ -29,16 +31,15 @@ CHARACTERS_PER_TOKEN = 8
 # words of at most 100 characters; merges of BPE reach less far.
 CUT_MARGIN = 128
 
-
-# Documents whose ids wait to be read; calls that fail leave theirs behind.
-MOST_FITTING = 1024
+# Documents whose token ids are remembered, because a call counts tokens before it scores.
+RECENT_DOCUMENTS = 1024
 
 
 class Template(BaseModel, extra="forbid", frozen=True):
     """The fixed text around document and query. It belongs to the artifact: B is trained with it.
 
-    Special tokens written in these parts (``[CLS]``, ``<|im_start|>``) are recognised; in documents and
-    queries they are plain text.
+    Special tokens written in these parts (``[CLS]``, ``<|im_start|>``) are recognised; in documents
+    and queries they are plain text.
     """
 
     instruction: str = Field(
@@ -52,28 +53,36 @@ class Template(BaseModel, extra="forbid", frozen=True):
     positions: Literal["query", "suffix", "query+suffix"] = "query"
     instructed: str | None = Field(
         default=None,
-        exclude_if=lambda value: value is None,  # as in artifacts of earlier releases
+        exclude_if=lambda value: value is None,
         pattern=r"\{instruction\}",
-        description="The instruction where a call brings its own, which stands at {instruction}; None: no call may.",
+        description="For a call with an instruction: the text with {instruction} in its place. "
+        "None: no call may have one.",
     )
 
     def with_instruction(self, instruction: str) -> Template:
-        """The template for calls that bring this instruction; InputError if none may."""
+        """The template for calls with this instruction.
+
+        Raises:
+            InputError: The artifact takes none, or the instruction is blank.
+        """
         if self.instructed is None:
             raise InputError(
-                "An instruction was given, and this artifact takes none: B, and zero as its threshold, are calibrated "
-                "for one prompt. Leave the instruction out, or load an artifact whose template has a place for it."
+                "An instruction was given, and this artifact takes none: B, and zero as its "
+                "threshold, are calibrated for one prompt. Leave the instruction out, or load an "
+                "artifact whose template has a place for it."
             )
         if not instruction.strip():
             raise InputError("An instruction was given, and it is blank. Leave it out.")
-        return self.model_copy(
-            update={"instruction": self.instructed.replace("{instruction}", instruction)}
-        )
+        text = self.instructed.replace("{instruction}", instruction)
+        return self.model_copy(update={"instruction": text})
 
 
 @dataclass(frozen=True)
 class TokenisedDocument:
-    """Ids of ``instruction + document + separator``, and whether the document's end was cut off."""
+    """Ids of ``instruction + document + separator``.
+
+    ``truncated``: the document's end was cut off. ``empty``: it has no text.
+    """
 
     ids: tuple[int, ...]
     truncated: bool
@@ -82,7 +91,7 @@ class TokenisedDocument:
 
 @dataclass(frozen=True)
 class TokenisedQuery:
-    """Ids of ``query_start + query + suffix``, of which those from ``start`` up to ``stop`` are scored."""
+    """Ids of ``query_start + query + suffix``; those from ``start`` to ``stop`` - 1 are scored."""
 
     ids: tuple[int, ...]
     start: int
@@ -95,12 +104,12 @@ class TokenisedQuery:
 
     @property
     def scored(self) -> slice:
-        """The scored ones."""
+        """The scored tokens."""
         return slice(self.start, self.stop)
 
 
 def clean(text: str) -> str:
-    r"""Join surrogate pairs and replace lone surrogates by U+FFFD: tokenizers accept only valid Unicode.
+    r"""Join surrogate pairs and replace lone surrogates by U+FFFD, which tokenizers need.
 
     >>> clean("a\ud83d\ude00b\ud83d")
     'a😀b�'
@@ -113,14 +122,23 @@ def clean(text: str) -> str:
 
 
 def private_copy(tokenizer: PreTrainedTokenizerBase, *, special_tokens: bool) -> Tokenizer:
-    """A copy that nobody else reconfigures; with or without an eye for special tokens written in the text."""
+    """A copy that no other code reconfigures.
+
+    Args:
+        tokenizer: A fast tokenizer.
+        special_tokens: Whether special tokens written in a text are recognised.
+
+    Raises:
+        BackboneError: It is not a fast tokenizer.
+    """
     from tokenizers import Tokenizer
 
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
         raise BackboneError(
-            f"{type(tokenizer).__name__} is not a fast tokenizer (no tokenizers backend), so its text parts "
-            "cannot be tokenised safely under threads. Convert it: save the fast version beside the model."
+            f"{type(tokenizer).__name__} is not a fast tokenizer (no tokenizers backend), so its "
+            "text parts cannot be tokenised safely under threads. Convert it: save the fast "
+            "version in the model's folder."
         )
     copy = Tokenizer.from_str(backend.to_str())
     copy.no_padding()
@@ -129,7 +147,8 @@ def private_copy(tokenizer: PreTrainedTokenizerBase, *, special_tokens: bool) ->
     return copy
 
 
-def _check_texts(documents: Sequence[str]) -> None:
+def check_texts(documents: Sequence[str]) -> None:
+    """InputError names the first document that is no string."""
     for index, text in enumerate(documents):
         if not isinstance(text, str):
             raise InputError(f"Document {index} must be a string, got {type(text).__name__}.")
@@ -138,13 +157,19 @@ def _check_texts(documents: Sequence[str]) -> None:
 class PromptTokenizer:
     """Tokenises the parts of a `Template` with private copies of a fast tokenizer.
 
-    They are never reconfigured: changing padding or truncation on a shared one raises "Already borrowed" under threads.
+    They are never reconfigured: to change padding or truncation of a shared one raises "Already
+    borrowed" under threads.
 
     Args:
         tokenizer: The backbone's tokenizer (must be a fast one).
         template: Text around document and query.
         max_length: Positions the model has; for an encoder, in each of its two parts.
-        shared_positions: True where document and query share one sequence of positions (causal models).
+        shared_positions: True where document and query share one sequence of positions, as in
+            causal models.
+
+    Raises:
+        InputError: The template has no instruction, scores an empty suffix, or leaves no positions
+            for a document.
     """
 
     def __init__(
@@ -155,20 +180,17 @@ class PromptTokenizer:
         max_length: int,
         shared_positions: bool,
     ) -> None:
-        self.tokenizer, self.template = tokenizer, template
-        self.max_length, self.shared_positions = max_length, shared_positions
-        self._fitting: dict[str, tuple[int, ...]] = {}
+        self.tokenizer = tokenizer
+        self.template = template
+        self.max_length = max_length
+        self.shared_positions = shared_positions
+        self._recent: dict[str, tuple[int, ...]] = {}
         self._text = private_copy(tokenizer, special_tokens=False)
-        parts = private_copy(tokenizer, special_tokens=True)
-        self.instruction, self.separator, self._query_start, self._suffix = (
-            tuple(parts.encode(text, add_special_tokens=False).ids) if text else ()
-            for text in (
-                template.instruction,
-                template.separator,
-                template.query_start,
-                template.suffix,
-            )
-        )
+        self._template = private_copy(tokenizer, special_tokens=True)
+        self.instruction = self._template_ids(template.instruction)
+        self.separator = self._template_ids(template.separator)
+        self._query_start = self._template_ids(template.query_start)
+        self._suffix = self._template_ids(template.suffix)
         if not self.instruction:
             raise InputError(
                 f"The template's instruction {template.instruction!r} has no tokens; it needs one."
@@ -185,49 +207,50 @@ class PromptTokenizer:
                 f"{self.overhead + len(self._suffix)} tokens. Raise it."
             )
 
+    def _template_ids(self, text: str) -> tuple[int, ...]:
+        # Some tokenizers make a token of an empty text.
+        return tuple(self._template.encode(text, add_special_tokens=False).ids) if text else ()
+
     @property
     def null_prefix(self) -> tuple[int, ...]:
-        """Ids of the template before the query, without a document: the query-only run."""
+        """Ids of the template before the query, without a document."""
         return self.instruction + self.separator
 
-    def room(self, query_length: int) -> int:
-        """Tokens that a document may have beside a query."""
-        room = self.max_length - self.overhead
+    def document_limit(self, query_length: int) -> int:
+        """Tokens that a document may have with a query of so many tokens."""
+        limit = self.max_length - self.overhead
         if self.shared_positions:
-            room -= max(query_length, min(QUERY_RESERVE, self.max_length // 4))
-        return max(room, 1)
+            limit -= max(query_length, min(QUERY_RESERVE, self.max_length // 4))
+        return max(limit, 1)
 
     def token_ends(self, document: str) -> tuple[list[int], int]:
-        """Where each token of a text ends, in characters, and how many of a document are read beside a short query."""
+        """Where each token of a text ends, in characters, and the limit with a short query."""
         encoded = self._text.encode(clean(document), add_special_tokens=False)
-        return [stop for _, stop in encoded.offsets], self.room(0)
+        return [stop for _, stop in encoded.offsets], self.document_limit(0)
 
     def too_long(self, documents: Sequence[str]) -> list[bool]:
-        """Whether each document has more tokens than are read of it beside a short query.
+        """Whether each document has more tokens than are read of it with a short query.
 
-        The ids of those that fit are held until `documents` takes them, so that a document is
-        tokenised once. InputError names an entry that is no string.
+        Raises:
+            InputError: An entry is no string; it is named.
         """
-        _check_texts(documents)
-        limit = self.room(0)
-        long = []
-        if len(self._fitting) > MOST_FITTING:
-            self._fitting.clear()
-        for text, ids in zip(documents, self.encode_beginnings(documents, limit), strict=True):
-            long.append(len(ids) > limit)
-            if len(ids) <= limit:
-                self._fitting[text] = ids
-        return long
+        check_texts(documents)
+        limit = self.document_limit(0)
+        return [len(ids) > limit for ids in self._document_ids(documents)]
 
-    def _document_ids(self, documents: Sequence[str], room: int) -> list[tuple[int, ...]]:
-        """Ids of documents: those that `too_long` holds, and the others tokenised now.
+    def _document_ids(self, documents: Sequence[str]) -> list[tuple[int, ...]]:
+        """Ids of documents; of a document that is too long at least those up to the limit.
 
-        Of a document with more than ``room`` tokens, at least the first ``room`` ids.
+        The ids of recent documents are remembered.
         """
-        held = [self._fitting.pop(text, None) for text in documents]
-        missing = [text for text, ids in zip(documents, held, strict=True) if ids is None]
-        encoded = iter(self.encode_beginnings(missing, room))
-        return [next(encoded) if ids is None else ids for ids in held]
+        known = {text: self._recent.get(text) for text in documents}
+        missing = [text for text, ids in known.items() if ids is None]
+        encoded = self.encode_beginnings(missing, self.document_limit(0))
+        known.update(zip(missing, encoded, strict=True))
+        if len(self._recent) + len(missing) > RECENT_DOCUMENTS:
+            self._recent.clear()
+        self._recent.update(zip(missing, encoded, strict=True))
+        return [known[text] or () for text in documents]
 
     def encode(self, texts: Sequence[str]) -> list[tuple[int, ...]]:
         """Ids of texts by themselves."""
@@ -262,44 +285,62 @@ class PromptTokenizer:
         ]
 
     def query(self, query: str) -> TokenisedQuery:
-        """Tokenise a query; InputError if it is no string, has no tokens, or does not fit the model by itself."""
+        """Tokenise a query.
+
+        Raises:
+            InputError: It is no string, has no tokens, or does not fit the model by itself.
+        """
         if not isinstance(query, str):
             raise InputError(f"A query must be a string, got {type(query).__name__}.")
-        own = self.encode([query])[0]
-        if not own:
+        ids = self.encode([query])[0]
+        if not ids:
             raise InputError(
-                f"The query {query!r} has no tokens, so nothing can be scored. Give a non-empty query."
+                f"The query {query!r} has no tokens, so nothing can be scored. "
+                "Give a non-empty query."
             )
-        ids = (*self._query_start, *own, *self._suffix)
-        length = len(ids) + (self.overhead + 1 if self.shared_positions else 0)
+        first = len(self._query_start)
+        last = first + len(ids)
+        every = (*self._query_start, *ids, *self._suffix)
+        length = len(every) + (self.overhead + 1 if self.shared_positions else 0)
         if length > self.max_length:
             raise InputError(
-                f"The query has {len(own)} tokens; with the template it needs {length} positions and the model has "
-                f"{self.max_length}. Shorten the query: it is never cut, because that would change what is asked."
+                f"The query has {len(ids)} tokens; with the template it needs {length} positions "
+                f"and the model has {self.max_length}. Shorten the query: it is never cut, because "
+                "that would change its meaning."
             )
-        first, last = len(self._query_start), len(self._query_start) + len(own)
         positions = self.template.positions
-        return TokenisedQuery(
-            ids,
-            last if positions == "suffix" else first,
-            last if positions == "query" else len(ids),
-        )
+        start = last if positions == "suffix" else first
+        stop = last if positions == "query" else len(every)
+        return TokenisedQuery(every, start, stop)
 
     def documents(
-        self, documents: Sequence[str], query_length: int, *, max_tokens: int | None = None
+        self,
+        documents: Sequence[str],
+        query_length: int,
+        max_tokens: Sequence[int | None] | None = None,
     ) -> list[TokenisedDocument]:
-        """Tokenise documents; each that is too long is cut at its end, or after ``max_tokens`` of its own.
+        """Tokenise documents; one that is too long is cut at its end.
 
-        Up to `QUERY_RESERVE` (or a quarter of the model's positions), the query's length does not change where.
-        InputError names an entry that is no string.
+        Up to `QUERY_RESERVE` (or a quarter of the model's positions), the length of the query does
+        not change where.
+
+        Args:
+            documents: Texts.
+            query_length: Tokens of the query.
+            max_tokens: For each document, cut it after so many of its tokens.
+
+        Raises:
+            InputError: An entry is no string; it is named.
         """
-        _check_texts(documents)
-        room = self.room(query_length)
-        room = room if max_tokens is None else min(room, max_tokens)
-        before, after = self.instruction, self.separator
-        return [
-            TokenisedDocument(
-                (*before, *ids[:room], *after), len(ids) > room, not (ids and text.strip())
-            )
-            for text, ids in zip(documents, self._document_ids(documents, room), strict=True)
-        ]
+        check_texts(documents)
+        limit = self.document_limit(query_length)
+        limits = [limit] * len(documents)
+        if max_tokens is not None:
+            limits = [limit if most is None else min(limit, most) for most in max_tokens]
+        tokenised = []
+        encoded = self._document_ids(documents)
+        for text, ids, most in zip(documents, encoded, limits, strict=True):
+            prompt = (*self.instruction, *ids[:most], *self.separator)
+            empty = not ids or not text.strip()
+            tokenised.append(TokenisedDocument(prompt, len(ids) > most, empty))
+        return tokenised

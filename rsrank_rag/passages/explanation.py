@@ -1,9 +1,11 @@
-"""Why a document got its score: the score's exact parts per query token, layer and head."""
+"""Why a document got its score: the exact terms of the score per query token, layer and head."""
 
 import html
 import math
-from collections.abc import Iterable
 from dataclasses import dataclass
+
+# Widest table in a terminal: neighbouring layers share a column where there are more.
+TERMINAL_COLUMNS = 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -17,10 +19,11 @@ class Explanation:
         truncated: Whether the document's end was cut off.
         tokens: The T scored query tokens.
         layers: The L backbone layers read.
-        parts: (T, L) nested tuples, each summed over heads and divided by T.
-        head_parts: (T, L, H) nested tuples, the same per KV head.
-        agreement: What the document's agreement with the query adds, less the border; 0 for models without.
-        matches: (T,), what of it each query token adds by its match in the document; empty for models without.
+        parts: Shift terms, (T, L) nested tuples, each summed over heads and divided by T.
+        head_parts: Shift terms, (T, L, H) nested tuples, the same per KV head.
+        agreement: The sum of the similarity terms, with the bias; 0 without a fusion layer.
+        matches: The MaxSim term of each query token, (T,), which is part of ``agreement``; empty
+            without a fusion layer.
     """
 
     query: str
@@ -36,81 +39,79 @@ class Explanation:
 
     @property
     def by_token(self) -> dict[int, float]:
-        """Contribution of each query token's shifts, by its position."""
-        return {i: math.fsum(row) for i, row in enumerate(self.parts)}
+        """The sum of each query token's shift terms, by its position."""
+        return {place: math.fsum(row) for place, row in enumerate(self.parts)}
 
     @property
     def by_layer(self) -> dict[int, float]:
-        """Contribution of each layer."""
-        return {
-            layer: math.fsum(row[i] for row in self.parts) for i, layer in enumerate(self.layers)
-        }
+        """The sum of each layer's shift terms."""
+        columns = zip(*self.parts, strict=True)
+        sums = [math.fsum(column) for column in columns] or [0.0] * len(self.layers)
+        return dict(zip(self.layers, sums, strict=True))
 
-    def columns(self, most: int = 8) -> tuple[list[str], list[list[float]]]:
-        """Parts with neighbouring layers joined, to fit a terminal, and matches.
+    def columns(self, most: int = TERMINAL_COLUMNS) -> tuple[list[str], list[list[float]]]:
+        """Labels such as ``L1``, ``L1-5`` or ``match``, and a row of terms for each token.
 
-        Gives labels such as ``L1``, ``L1-5`` or ``match``, and a row of parts for each token. `most`: largest number
-        of columns for layers.
+        ``most``: the largest number of columns for layers; more layers are joined.
         """
         size = -(-len(self.layers) // most)
-        groups = [slice(start, start + size) for start in range(0, len(self.layers), size)]
-        ends = [(self.layers[group][0], self.layers[group][-1]) for group in groups]
-        labels = [f"L{first}" if first == last else f"L{first}-{last}" for first, last in ends]
-        rows = [[math.fsum(row[group]) for group in groups] for row in self.parts]
+        labels: list[str] = []
+        rows: list[list[float]] = [[] for _ in self.parts]
+        for start in range(0, len(self.layers), size):
+            group = self.layers[start : start + size]
+            labels.append(f"L{group[0]}" + (f"-{group[-1]}" if len(group) > 1 else ""))
+            for row, part in zip(rows, self.parts, strict=True):
+                row.append(math.fsum(part[start : start + size]))
         if self.matches:
-            return [*labels, "match"], [
-                [*row, match] for row, match in zip(rows, self.matches, strict=True)
-            ]
+            labels.append("match")
+            for row, match in zip(rows, self.matches, strict=True):
+                row.append(match)
         return labels, rows
 
-    @property
-    def _whole(self) -> list[float]:
-        """What is of the whole query and of no token, if anything is."""
-        return [self.agreement - math.fsum(self.matches)] * bool(self.agreement)
+    def _totals(self, rows: list[list[float]]) -> list[float]:
+        """The sum of each column, and the terms of the whole query, if there are any."""
+        totals = [math.fsum(column) for column in zip(*rows, strict=True)]
+        if self.agreement:
+            totals.append(self.agreement - math.fsum(self.matches))
+        return totals
 
     def __str__(self) -> str:
         labels, rows = self.columns()
+        if self.agreement:
+            labels.append("whole")
         width = max([len(token) for token in self.tokens] + [5])
-
-        def line(name: str, total: float, parts: Iterable[float]) -> str:
-            return f"{name:<{width}}  {total:>+7.3f}  " + " ".join(
-                f"{part:>+6.2f}" for part in parts
-            )
-
-        names = [*labels, *["whole"] * len(self._whole)]
-        head = f"{'token':<{width}}  {'total':>7}  " + " ".join(f"{name:>6}" for name in names)
-        body = [
-            line(token, math.fsum(row), row) for token, row in zip(self.tokens, rows, strict=True)
-        ]
-        total = [*map(math.fsum, zip(*rows, strict=True)), *self._whole]
-        return "\n".join([head, *body, line("score", self.score, total)])
+        head = " ".join(f"{label:>6}" for label in labels)
+        lines = [f"{'token':<{width}}  {'total':>7}  {head}"]
+        table = [(token, math.fsum(row), row) for token, row in zip(self.tokens, rows, strict=True)]
+        table.append(("score", self.score, self._totals(rows)))
+        for name, total, terms in table:
+            cells = " ".join(f"{term:>+6.2f}" for term in terms)
+            lines.append(f"{name:<{width}}  {total:>+7.3f}  {cells}")
+        return "\n".join(lines)
 
     def _repr_html_(self) -> str:
         """A table in a notebook: green cells raise the score, red ones lower it."""
         labels, rows = self.columns(len(self.layers) or 1)
-        largest = max((abs(part) for row in rows for part in row), default=0.0) or 1.0
-
-        def cell(value: float, scale: float) -> str:
-            colour = "34,139,34" if value > 0 else "200,40,40"
-            shade = min(abs(value) / scale, 1.0)
-            return f'<td style="text-align:right;background:rgba({colour},{shade:.2f})">{value:+.2f}</td>'
-
+        if self.agreement:
+            labels.append("whole")
+        largest = max((abs(term) for row in rows for term in row), default=0.0) or 1.0
+        head = "".join(f"<th>{label}</th>" for label in ["token", "total", *labels])
+        table = f"<tr>{head}</tr>"
+        for token, row in zip(self.tokens, rows, strict=True):
+            cells = _cell(math.fsum(row), largest * len(row))
+            cells += "".join(_cell(term, largest) for term in row)
+            cells += "<td></td>" if self.agreement else ""
+            table += f"<tr><th>{html.escape(token)}</th>{cells}</tr>"
         verdict = "kept" if self.score > 0 else "dropped"
-        own = self._whole
-        head = "".join(f"<th>{label}</th>" for label in labels) + "<th>whole</th>" * len(own)
-        body = "".join(
-            f"<tr><th>{html.escape(token)}</th>{cell(math.fsum(row), largest * len(row))}"
-            + "".join(cell(part, largest) for part in row)
-            + "<td></td>" * len(own)
-            + "</tr>"
-            for token, row in zip(self.tokens, rows, strict=True)
-        )
-        foot = "".join(
-            f"<td>{part:+.2f}</td>" for part in (*map(math.fsum, zip(*rows, strict=True)), *own)
-        )
+        foot = "".join(f"<td>{total:+.2f}</td>" for total in self._totals(rows))
+        table += f"<tr><th>{verdict}</th><th>{self.score:+.2f}</th>{foot}</tr>"
         cut = " (truncated)" if self.truncated else ""
-        return (
-            f"<p><b>{html.escape(self.query)}</b><br>{html.escape(self.document[:300])}{cut}</p>"
-            f"<table><tr><th>token</th><th>total</th>{head}</tr>{body}"
-            f"<tr><th>{verdict}</th><th>{self.score:+.2f}</th>{foot}</tr></table>"
-        )
+        text = html.escape(self.document[:300]) + cut
+        return f"<p><b>{html.escape(self.query)}</b><br>{text}</p><table>{table}</table>"
+
+
+def _cell(value: float, scale: float) -> str:
+    colour = "34,139,34" if value > 0 else "200,40,40"
+    shade = min(abs(value) / scale, 1.0)
+    style = f"text-align:right;background:rgba({colour},{shade:.2f})"
+    return f'<td style="{style}">{value:+.2f}</td>'

@@ -1,1 +1,1 @@
-"""Documents' keys and values kept between calls."""
+"""The prefix cache: documents' keys and values between calls."""

@@ -1,4 +1,4 @@
-"""Where documents' prefixes are kept between calls: the choices behind ``prefix_cache=``."""
+"""The argument ``prefix_cache=``: where documents' prefixes are cached between calls."""
 
 import os
 from collections.abc import Mapping
@@ -42,40 +42,48 @@ def as_bytes(size: Any) -> int:
 
 
 Size = Annotated[int, BeforeValidator(as_bytes)]
-Folder = Annotated[
-    str,
-    BeforeValidator(lambda given: os.fspath(given) if isinstance(given, os.PathLike) else given),
-]
+
+
+def _as_text(folder: Any) -> Any:
+    return os.fspath(folder) if isinstance(folder, os.PathLike) else folder
+
+
+Folder = Annotated[str, BeforeValidator(_as_text)]
 
 
 class PrefixCache(BaseModel, extra="forbid", frozen=True):
-    """Where prefixes are kept and how much of each place they may fill. Sizes are bytes or such as ``"512MB"``."""
+    """Where prefixes are cached, and how much of each place they may fill.
+
+    Sizes are bytes, or texts such as ``"512MB"``.
+    """
 
     device: Size | None = None
-    """On the device, as they are; None for a quarter of what is free on a GPU, and on a CPU for `memory_share`."""
+    """On the device, as they are. None for a quarter of a GPU's free memory, and for `memory_share`
+    on a CPU."""
     host: Size = 0
-    """In host memory, in 8 bits, beside the device: much more fits there."""
+    """In host memory, in 8 bits, besides the device: much more fits there."""
     folder: Folder | None = None
     """On disk, in 8 bits; None for not at all."""
-    disk: Size | None = None
-    """Limit of the folder: the least recently used files go. None for none."""
+    disk: Size = 10_000_000_000
+    """Limit of the folder: the least recently used files are removed."""
     salt: str = ""
     """Entries of one salt are invisible to every other: one for each tenant."""
 
     @model_validator(mode="after")
     def _a_limit_needs_a_folder(self) -> Self:
-        if self.disk is not None and self.folder is None:
-            raise InputError("disk limits a folder, and none was given. Add folder=.")
+        if "disk" in self.model_fields_set and self.folder is None:
+            raise InputError("disk limits a folder, and there is none. Add folder=.")
         return self
 
 
 def memory_share(cgroup: Path = Path("/sys/fs/cgroup")) -> int:
-    """A twentieth of the machine's memory or, if less, of its container's limit: 128 MB at least, 2 GB at most."""
-    sizes = (
-        [os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")] if hasattr(os, "sysconf") else []
-    )
-    for name in ("memory.max", "memory/memory.limit_in_bytes"):  # versions 2 and 1
-        with suppress(OSError, ValueError):  # absent, or "max"
+    """A twentieth of the memory of the machine or its container: 128 MB at least, 2 GB at most."""
+    sizes = []
+    if hasattr(os, "sysconf"):
+        sizes.append(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+    # Versions 2 and 1 of control groups. A file is absent, or says "max", where there is no limit.
+    for name in ("memory.max", "memory/memory.limit_in_bytes"):
+        with suppress(OSError, ValueError):
             sizes.append(int((cgroup / name).read_text()))
     return min(max(min(sizes, default=0) // 20, 128_000_000), 2_000_000_000)
 
@@ -84,9 +92,10 @@ Choice = bool | int | str | Path | Mapping[str, Any] | PrefixCache
 
 
 def as_prefix_cache(choice: Choice) -> PrefixCache | None:
-    """The settings that a choice stands for: True and False, a size, a folder, or all settings.
+    """The settings for True or False, a size, a folder, or the settings themselves.
 
-    Raises InputError: not a choice.
+    Raises:
+        InputError: ``choice`` is none of these.
 
     >>> as_prefix_cache("512MB").device, as_prefix_cache("prefixes").folder, as_prefix_cache(False)
     (512000000, 'prefixes', None)
@@ -100,13 +109,13 @@ def as_prefix_cache(choice: Choice) -> PrefixCache | None:
             return PrefixCache.model_validate(dict(choice))
         except ValidationError as error:
             first = error.errors()[0]
-            raise InputError(
-                f"prefix_cache: {'.'.join(map(str, first['loc']))}: {first['msg']}."
-            ) from None
+            place = ".".join(map(str, first["loc"]))
+            raise InputError(f"prefix_cache: {place}: {first['msg']}.") from None
     if isinstance(choice, int) or (isinstance(choice, str) and parse_size(choice) is not None):
         return PrefixCache(device=as_bytes(choice))
     if not isinstance(choice, (str, os.PathLike)) or not os.fspath(choice):
         raise InputError(
-            f"prefix_cache={choice!r} is neither True, False, a size such as '512MB', a folder, nor a PrefixCache."
+            f"prefix_cache={choice!r} is neither True, False, a size such as '512MB', a folder, "
+            "nor a PrefixCache."
         )
     return PrefixCache(folder=os.fspath(choice))

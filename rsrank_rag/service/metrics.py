@@ -64,7 +64,8 @@ GAUGES = {
 
 PREFIXES: dict[str, tuple[type[CounterMetricFamily | GaugeMetricFamily], str, str]] = {
     "hits": (CounterMetricFamily, "rsrank_prefix_hits", "Documents whose prefix was kept."),
-    "bytes": (GaugeMetricFamily, "rsrank_prefix_bytes", "Size of the kept prefixes."),
+    "bytes": (GaugeMetricFamily, "rsrank_prefix_bytes", "Size of the cached prefixes."),
+    "limit": (GaugeMetricFamily, "rsrank_prefix_limit_bytes", "Largest size of the prefixes."),
 }
 """Likewise, for each place where prefixes are kept, such as ``model_disk_hits``."""
 

@@ -18,7 +18,7 @@ from typing_extensions import Self
 
 from ..errors import TrainingError
 from ..evaluation.metrics import ScoredQuery
-from ..method.projection import Projection, cosine_to_ones
+from ..method.projection import Projection, combine, shift_terms, weigh_heads
 from .store import FeatureSource, QueryFeatures
 
 BATCH_QUERIES = 16  # queries at a time, where nothing else was asked for
@@ -105,20 +105,18 @@ def batch_scores(
     Without B in the weights, what stands in the place of the shifts are its cosines. The precision is of the matrix
     product; cosines and sums are fp32.
     """
+    head_weight = weights.get("head_weight")
     if "weight" in weights:
-        projected = batch.shifts.to(precision) @ weights["weight"].to(precision).mT
-        terms = cosine_to_ones(projected.float())  # (L, H, M)
+        weight = weights["weight"].to(precision)
+        terms = shift_terms(batch.shifts.to(precision), weight, head_weight)  # (L, H, M)
     else:
-        terms = batch.shifts[..., 0]
-    if "head_weight" in weights:
-        terms = terms * weights["head_weight"][..., None]
+        terms = weigh_heads(batch.shifts[..., 0], head_weight)
     places = batch.valid.numel()
     flat = terms.new_zeros(places + batch.oracles).index_add(
         0, batch.slot, terms.sum((0, 1)) * batch.share
     )
     scores = flat[:places].view(batch.valid.shape)
-    if "agreement" in weights:
-        scores = scores + batch.agreement @ weights["agreement"][:2] + weights["agreement"][2]
+    scores = combine(scores, batch.agreement, weights.get("agreement"))
     return scores, flat[places:] / terms[..., 0].numel()
 
 

@@ -25,7 +25,7 @@ from torch.nn.functional import softplus
 from ..errors import TrainingError
 from ..evaluation.metrics import ScoredQuery, ranking_by_query, selection
 from ..evaluation.statistics import Estimate, Record, estimate_mean, paired_differences
-from ..method.projection import Projection, cosine_to_ones
+from ..method.projection import Projection, shift_terms
 from .batches import (
     BATCH_QUERIES,
     Batch,
@@ -173,7 +173,7 @@ def domain_loss(scores: Tensor, relevant: Tensor, valid: Tensor) -> Tensor:
 
 def _with_cosines(query: QueryFeatures, weight: Tensor) -> QueryFeatures:
     """A query with the mean cosines that B, (L, H, P, D), gives its documents in the place of their shifts."""
-    cosines = cosine_to_ones(query.shifts.to(weight.device).float() @ weight.mT)  # (L, H, M * T)
+    cosines = shift_terms(query.shifts.to(weight.device).float(), weight)  # (L, H, M * T)
     means = cosines.reshape(*cosines.shape[:2], -1, query.tokens).mean(3, keepdim=True)
     return replace(query, shifts=means, tokens=1)
 

@@ -19,7 +19,7 @@ from ..errors import InputError, ScoringError, TrainingError
 from ..evaluation.datasets import LabelledQuery
 from ..language_model.weights import bits_of
 from ..method.backbone import Backbone
-from ..method.batching import Batches, DoesNotFitError, Ids
+from ..method.concurrent_batches import Batches, DoesNotFitError, Ids
 from ..method.scoring import Row, ShiftReader
 from ..method.template import PromptTokenizer, TokenisedQuery
 from .recipe import FeaturePart
@@ -63,7 +63,7 @@ def together(prompts: PromptTokenizer, documents: Sequence[str], query_length: i
     If they do not fit together, each gets the same number of tokens; what a shorter one leaves goes to the others.
     """
     encoded, seam = prompts.encode(documents), prompts.encode(["\n"])[0]
-    most = prompts.room(query_length)
+    most = prompts.document_limit(query_length)
     room = most - len(seam) * (len(encoded) - 1)
     shares = dict.fromkeys(range(len(encoded)), 0)
     for rank, index in enumerate(sorted(shares, key=lambda i: len(encoded[i]))):

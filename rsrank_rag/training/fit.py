@@ -20,7 +20,7 @@ from torch import Tensor
 from ..errors import TrainingError
 from ..evaluation.metrics import f1_at, mean
 from ..language_model.options import has_fast_bfloat16
-from ..method.batching import is_out_of_memory
+from ..method.concurrent_batches import is_out_of_memory
 from ..method.projection import Projection
 from ..partial_files import appearing, write_text
 from .batches import Batch, batch_scores, batches, check_labels, device_for, score_batch

@@ -28,7 +28,7 @@ from ..language_model.check import open_backbone
 from ..language_model.loading import load_model
 from ..language_model.options import ModelSource
 from ..method.backbone import Backbone
-from ..method.batching import token_budget_for
+from ..method.concurrent_batches import token_budget_for
 from ..method.projection import Projection
 from ..method.template import PromptTokenizer
 from ..partial_files import replacing, write_text

@@ -69,7 +69,7 @@ def test_a_model_reads_the_same_values_with_and_without_repeated_keys(kind, tiny
     def read(model):
         backbone, found = open_backbone(model), {}
         with torch.inference_mode():
-            prefixes = backbone.prefill([tuple(range(5, 45)), (7, 8)], room=6)
+            prefixes = backbone.prefill([tuple(range(5, 45)), (7, 8)], 6)
             backbone.query_values([(9, 10, 11), (12, 13, 14)], prefixes, found.__setitem__, [0, 1])
         return torch.stack([found[layer] for layer in sorted(found)])
 

@@ -14,6 +14,7 @@ from conftest import (
     QUERY,
     STORIES,
     kv_heads,
+    score_many,
     unkept,
 )
 from torch import nn
@@ -224,13 +225,13 @@ def test_scores_are_the_same_cold_warm_joined_and_alone(kind, where, fused, tmp_
     for again in (ranker, *([fresh()] * (where == "disk"))):
         for query, scores in zip(QUERIES, cold, strict=True):
             assert again.score(query, DOCUMENTS) == pytest.approx(scores, abs=exact)
-        joined = again.score_many(QUERIES, [DOCUMENTS] * len(QUERIES))
+        joined = score_many(again, QUERIES, [DOCUMENTS] * len(QUERIES))
         assert flat(joined) == pytest.approx(flat(cold), abs=exact)
     pairs = [Pair(query, document) for query in QUERIES for document in DOCUMENTS]
     assert [found.score for found in ranker.score_pairs(pairs)] == pytest.approx(
         flat(cold), abs=exact
     )
-    assert ranker.store.stats()["misses"] == len(DOCUMENTS)
+    assert ranker.stats()["misses"] == len(DOCUMENTS)
 
 
 def test_only_layers_from_the_fusion_layer_on_are_kept(fused, tiny_ranker):
@@ -251,7 +252,7 @@ def test_index_size_counts_what_is_pooled(fused, tmp_path):
     )
     _, size = ranker.index_size(DOCUMENTS)
     ranker.index(DOCUMENTS)
-    written = [path.stat().st_size for path in tmp_path.glob("*/*.safetensors")]
+    written = [path.stat().st_size for path in tmp_path.glob("*/*.prefix")]
     assert size <= sum(written) <= size + 1000 * len(written)
 
 
@@ -267,7 +268,7 @@ def test_a_query_runs_once_below_the_fusion_layer_whatever_the_number_of_documen
         )
         for number, seen in runs.items()
     ]
-    ranker.reader.null_prefix()
+    ranker.backbone.null_prefix(ranker.prompts.null_prefix)
     runs[0].clear()
     try:
         ranker.score("Who was never asked about?", DOCUMENTS)
@@ -300,7 +301,7 @@ def test_entries_of_other_fusion_layers_are_never_found(fused, tiny_folder, tmp_
     assert other.score(QUERY, DOCUMENTS) == pytest.approx(
         unkept(made).score(QUERY, DOCUMENTS), abs=0.05
     )
-    assert other.store.stats()["disk_hits"] == 0
+    assert other.stats()["disk_hits"] == 0
 
 
 @pytest.mark.parametrize("kind", ["bert", "bert stays"])
@@ -392,7 +393,7 @@ def test_documents_that_stay_leave_other_prefixes_than_those_that_go_on(fused, t
     )
     first.score(QUERY, DOCUMENTS)
     assert second.score(QUERY, DOCUMENTS) == pytest.approx(stays.score(QUERY, DOCUMENTS), abs=0.05)
-    assert second.store.stats()["disk_hits"] == 0
+    assert second.stats()["disk_hits"] == 0
     assert first.identity() != second.identity()
 
 

@@ -204,8 +204,8 @@ def test_scores_are_those_of_documents_that_ran_through_rounded_maps(kind, tiny_
     )
     assert ranker.identity() != slow.identity()
     exact, scores = all_scores(slow), all_scores(ranker)
-    slow.backbone.for_documents = copy.deepcopy(slow.backbone.model)
-    make_slow(slow.backbone.for_documents, maps.samples(slow.prompts) if kind == "bert" else None)
+    slow.backbone.document_model = copy.deepcopy(slow.backbone.model)
+    make_slow(slow.backbone.document_model, maps.samples(slow.prompts) if kind == "bert" else None)
     moved = (scores - exact).abs()
     assert moved.max() > EXACT
     # A token on the border between two whole numbers becomes the one here and the other there, by processor.

@@ -20,6 +20,7 @@ from conftest import (
     WINDOW,
     byte_level_tokenizer,
     random_projection,
+    score_many,
     tiny_config,
     unkept,
 )
@@ -81,7 +82,7 @@ def test_scores_without_the_later_layers_are_those_with_them(kind, tiny_folder):
     before = contents(tiny_folder(kind))
     part = truncated(tiny_folder(kind), kind)
     whole = full(tiny_folder(kind), part)
-    assert part.score_many(QUERIES, [DOCUMENTS] * 3) == whole.score_many(QUERIES, [DOCUMENTS] * 3)
+    assert score_many(part, QUERIES, [DOCUMENTS] * 3) == score_many(whole, QUERIES, [DOCUMENTS] * 3)
     assert part.backbone.findings.sample == whole.backbone.findings.sample
     expected = {
         name: count

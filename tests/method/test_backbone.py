@@ -241,11 +241,10 @@ def test_sliding_windows_are_smaller_than_the_documents_of_these_tests(ranker):
 @torch.no_grad()
 def test_one_prefill_serves_many_queries_and_is_not_changed_by_them(ranker):
     backbone, prompts = ranker.backbone, ranker.prompts
-    prefixes = backbone.prefill(
-        [document.ids for document in prompts.documents(DOCUMENTS, 20)], room=32
-    )
+    prefixes = backbone.prefill([document.ids for document in prompts.documents(DOCUMENTS, 20)], 32)
     before = [
-        tensor[:, :, prefixes.room :].clone() for tensor in (*prefixes.keys, *prefixes.values)
+        tensor[:, :, prefixes.query_slots :].clone()
+        for tensor in (*prefixes.keys, *prefixes.values)
     ]
     runs = []
     for query in [*QUERIES, QUERIES[0]]:
@@ -253,7 +252,7 @@ def test_one_prefill_serves_many_queries_and_is_not_changed_by_them(ranker):
         backbone.query_values([prompts.query(query).ids], prefixes, read.__setitem__)
         runs.append(read)
     assert all(torch.equal(runs[0][layer], runs[-1][layer]) for layer in runs[0])
-    after = [tensor[:, :, prefixes.room :] for tensor in (*prefixes.keys, *prefixes.values)]
+    after = [tensor[:, :, prefixes.query_slots :] for tensor in (*prefixes.keys, *prefixes.values)]
     assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
 
 
@@ -297,7 +296,7 @@ def test_layers_after_the_last_one_read_never_run(last_layer, tiny_folder):
     ran = []
     for name, module in model.named_modules():
         module.register_forward_pre_hook(lambda _module, _inputs, name=name: ran.append(name))
-    prefixes = backbone.prefill([(1, 20, 30, 40)], room=2)
+    prefixes = backbone.prefill([(1, 20, 30, 40)], 2)
     assert f"layers.{last_layer - 1}.self_attn.v_proj" in ran
     assert not [name for name in ran if name.startswith(f"layers.{last_layer}.")]
     ran.clear()

@@ -7,7 +7,14 @@ import torch
 
 from research.reproduction.oracle import oracle_scores
 from rsrank_rag import Projection
-from rsrank_rag.method.projection import EPSILON, cosine_to_ones, representational_shift
+from rsrank_rag.method.projection import (
+    EPSILON,
+    combine,
+    cosine_to_ones,
+    representational_shift,
+    shift_terms,
+    similarity_terms,
+)
 from rsrank_rag.training.store import QueryFeatures
 
 N, L, H, T, D, P = 3, 4, 2, 5, 6, 3
@@ -89,65 +96,75 @@ def test_cosine_agrees_with_torch_on_random_vectors(generator):
     torch.testing.assert_close(cosine_to_ones(projected), expected)
 
 
+def score_of(projection, shifts):
+    """The paper's scores, (N,), of shifts (N, L, H, T, D)."""
+    terms = shift_terms(shifts, projection.weight, projection.head_weight)
+    return combine(terms.mean(-1).sum((1, 2)), torch.zeros(len(shifts), 1), None)
+
+
 def test_score_by_hand():
     # One layer, one head, two tokens; B swaps and doubles.
     projection = Projection(torch.tensor([[[[0.0, 2.0], [2.0, 0.0]]]]), [1])
     shift = torch.tensor([[[[[3.0, 4.0], [0.0, -2.0]]]]])
     expected = (14 / (10 * math.sqrt(2)) + -4 / (4 * math.sqrt(2))) / 2
-    assert projection(shift).item() == pytest.approx(expected)
+    assert score_of(projection, shift).item() == pytest.approx(expected)
 
 
 def test_score_equals_slow_loops_over_layers_heads_and_tokens(shift, generator):
     projection = Projection(torch.randn(L, H, P, D, generator=generator), range(1, L + 1))
     expected = [slow_score(projection.weight.tolist(), one) for one in shift.tolist()]
-    assert projection(shift).tolist() == pytest.approx(expected, abs=1e-5)
+    assert score_of(projection, shift).tolist() == pytest.approx(expected, abs=1e-5)
 
 
 def test_terms_summed_over_layers_and_heads_and_averaged_over_tokens_are_the_score(shift):
     layers = (1, 4, 5, 9)
     projection = Projection.random(layers, H, P, D, seed=2)
-    terms = [projection.cosines(layer, shift[:, row]) for row, layer in enumerate(layers)]
+    terms = [projection.terms(layer, shift[:, row]) for row, layer in enumerate(layers)]
     assert {term.shape for term in terms} == {(N, H, T)}
     total = sum(term.mean(-1).sum(-1) for term in terms)
-    torch.testing.assert_close(projection(shift), total)
+    torch.testing.assert_close(score_of(projection, shift), total)
 
 
 def test_score_has_one_number_a_document(shift):
-    assert Projection.random(range(1, L + 1), H, P, D)(shift).shape == (N,)
+    assert score_of(Projection.random(range(1, L + 1), H, P, D), shift).shape == (N,)
 
 
 def test_zero_shift_scores_exactly_zero():
-    assert Projection.random(range(1, L + 1), H, P, D)(torch.zeros(1, L, H, T, D)).tolist() == [0.0]
+    assert score_of(
+        Projection.random(range(1, L + 1), H, P, D), torch.zeros(1, L, H, T, D)
+    ).tolist() == [0.0]
 
 
 @pytest.mark.parametrize("scale", [1e-3, 0.5, 7.0, 1e4])
 def test_length_of_a_shift_does_not_matter(shift, scale):
     projection = Projection.random(range(1, L + 1), H, P, D)
-    torch.testing.assert_close(projection(scale * shift), projection(shift), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(
+        score_of(projection, scale * shift), score_of(projection, shift), rtol=1e-4, atol=1e-5
+    )
 
 
 def test_opposite_shift_scores_the_opposite(shift):
     projection = Projection.random(range(1, L + 1), H, P, D)
-    torch.testing.assert_close(projection(-shift), -projection(shift))
+    torch.testing.assert_close(score_of(projection, -shift), -score_of(projection, shift))
 
 
 def test_score_is_at_most_layers_times_heads_and_reaches_it():
     projection = Projection.random(range(1, L + 1), H, P, D, seed=3)
     # B's rows are orthonormal, so B.T @ ones is projected onto ones itself: every cosine is 1.
     best = projection.weight.sum(2)[:, :, None].expand(-1, -1, T, -1)[None]
-    assert projection(best).item() == pytest.approx(L * H)
-    assert projection(-best).item() == pytest.approx(-L * H)
+    assert score_of(projection, best).item() == pytest.approx(L * H)
+    assert score_of(projection, -best).item() == pytest.approx(-L * H)
 
 
 def test_no_score_exceeds_layers_times_heads(generator):
     projection = Projection(100 * torch.randn(L, H, P, D, generator=generator), range(1, L + 1))
-    scores = projection(1e3 * torch.randn(200, L, H, T, D, generator=generator))
+    scores = score_of(projection, 1e3 * torch.randn(200, L, H, T, D, generator=generator))
     assert scores.abs().max() <= L * H + 1e-4
 
 
 def test_order_of_query_tokens_does_not_matter(shift):
     projection = Projection.random(range(1, L + 1), H, P, D)
-    torch.testing.assert_close(projection(shift.flip(3)), projection(shift))
+    torch.testing.assert_close(score_of(projection, shift.flip(3)), score_of(projection, shift))
 
 
 @pytest.mark.parametrize(("rows", "columns"), [(3, 6), (6, 6), (1, 4)])
@@ -215,3 +232,17 @@ def test_oracle_similarity_by_hand():
 def test_oracle_similarity_of_the_oracle_itself_is_one(generator):
     oracle = torch.randn(H, T, D, generator=generator)
     assert similarities(oracle[None], oracle) == pytest.approx([H])
+
+
+def test_similarity_terms_are_the_weighted_cosine_with_the_bias_and_the_weighted_maxsim():
+    similarity = torch.tensor([[0.5, 0.25, 0.125], [-1.0, 0.0, 0.5]])
+    weights = torch.tensor([4.0, 8.0, -1.0])
+    terms = similarity_terms(similarity, weights)
+    assert terms.tolist() == [[1.0, 2.0, 1.0], [-5.0, 0.0, 4.0]]
+    assert combine(torch.tensor([0.5, 0.5]), similarity, weights).tolist() == [4.5, -0.5]
+
+
+def test_without_weights_similarity_adds_nothing():
+    similarity = torch.ones(2, 3)
+    assert similarity_terms(similarity, None).tolist() == torch.zeros(2, 3).tolist()
+    assert combine(torch.tensor([0.5, -2.0]), similarity, None).tolist() == [0.5, -2.0]

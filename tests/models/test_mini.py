@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from conftest import SHARED
+from conftest import SHARED, score_many
 
 from rsrank_rag import RSRank
 from rsrank_rag.evaluation.datasets import read_labelled
@@ -86,7 +86,7 @@ def answers(load, folder):
             for score in ranker.score(question, PASSAGES[::order])[::order]
         ]
 
-    joined = load(prefix_cache=True).score_many(questions, [PASSAGES] * 3)
+    joined = score_many(load(prefix_cache=True), questions, [PASSAGES] * 3)
     plain = {
         "cold": lists(kept),
         "warm": lists(kept),

@@ -34,8 +34,8 @@ from rsrank_rag.cli import service as cli_service
 from rsrank_rag.cli.service import KEYS, prefix_choice, read_keys
 from rsrank_rag.errors import InputError
 from rsrank_rag.language_model.options import LoadOptions, ModelSource
+from rsrank_rag.prefixes.cache import CachedPrefixes, PrefixTiers
 from rsrank_rag.prefixes.settings import PrefixCache, as_prefix_cache
-from rsrank_rag.prefixes.store import PrefixStore
 from rsrank_rag.reranker import BLANK_SCORE
 from rsrank_rag.service import app as app_module
 from rsrank_rag.service.engine import Canary
@@ -765,10 +765,9 @@ async def test_two_services_in_one_process_count_apart():
 
 
 def keep_prefixes(ranker, choice):
-    core, chosen = ranker.backbone, as_prefix_cache(choice)
-    ranker.store = ranker.reader.store = PrefixStore(
-        {}, chosen, device=core.device, dtype=core.dtype
-    )
+    core = ranker.backbone
+    tiers = PrefixTiers(as_prefix_cache(choice), device=core.device, dtype=core.dtype)
+    ranker.cache = ranker.reader.cache = CachedPrefixes({}, tiers)
 
 
 async def test_a_real_models_prefixes_and_memory_retries_are_counted(tiny_folder):
@@ -801,7 +800,8 @@ async def test_what_one_client_sent_is_found_by_another_unless_they_are_separate
         async with serving(own, api_keys=["one", "two"], separate_clients=separate) as http:
             for key in ("one", "two", "one", "two"):
                 await http.post(path, json=body, headers={"Authorization": f"Bearer {key}"})
-                hits.append(own.store.stats()["device_hits"] + own.store.stats()["disk_hits"])
+                stats = own.stats()
+                hits.append(stats["device_hits"] + stats["disk_hits"])
         assert hits == found
 
 
@@ -939,7 +939,7 @@ def test_systems_of_any_kind_are_loaded_but_those_that_need_labels(ranker, tmp_p
         load_reranker(ModelSource(f"oracle:{tmp_path}", load=load))
     loaded = load_reranker(ModelSource(str(tmp_path), load=load, prefix_cache=False))
     assert isinstance(loaded, RSRank)
-    assert loaded.store is None
+    assert not loaded.cache.tiers.is_on
 
 
 @pytest.mark.parametrize(
@@ -969,7 +969,7 @@ def test_a_level_that_there_is_not_is_refused_with_those_that_there_are():
 def test_the_models_process_logs_as_the_service_does():
     code = (
         "import logging, warnings\nfrom rsrank_rag.cli.service import prepare_logs\nprepare_logs('INFO')\n"
-        "logging.getLogger('rsrank_rag.method.batching').info('one')\n"
+        "logging.getLogger('rsrank_rag.method.concurrent_batches').info('one')\n"
         "logging.getLogger('transformers.models').warning('two')\n"
         "logging.getLogger('urllib3').info('too much'); warnings.warn('three')\n"
     )

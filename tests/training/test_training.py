@@ -135,7 +135,7 @@ def toy(count=12, tokens=3, seed=0, layers=2, heads=2, width=8):
 
 def test_documents_that_are_read_together_get_fair_shares(loaded):
     _, prompts, _ = loaded("qwen3")
-    room = prompts.room(10)
+    room = prompts.document_limit(10)
     long, short = "word " * 2000, "bridge"
     ids = together(prompts, [long, short, long], 10)
     assert len(ids) == prompts.overhead + room

@@ -1,4 +1,4 @@
-"""Batches side by side on a CPU."""
+"""Several batches concurrently on a CPU."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -18,9 +19,15 @@ from hypothesis import strategies as st
 
 from rsrank_rag import RSRank
 from rsrank_rag.errors import ScoringError
-from rsrank_rag.method.batching import Batches
+from rsrank_rag.method.concurrent_batches import (
+    TOKENS_PER_THREAD,
+    Batches,
+    concurrent_count,
+    parts_of,
+    run_all,
+    workers,
+)
 from rsrank_rag.method.scoring import Row
-from rsrank_rag.method.side_by_side import at_once, run_all, shares, workers
 from rsrank_rag.method.template import TokenisedQuery
 
 
@@ -33,7 +40,7 @@ def ran(code: str, **variables: str) -> str:
     return done.stdout.strip()
 
 
-# Batches side by side
+# Concurrent batches
 
 WORDS = ("bridge", "lamp", "sun", "boat", "bee", "ferry", "dog", "hill")
 LONG = [f"{word} " * (30 + 5 * number) for number, word in enumerate(WORDS)]
@@ -77,14 +84,18 @@ def threads_seen(ranker: RSRank, together: int = 1) -> set[str]:
 def test_at_most_four_batches_run_at_once_and_leave_at_most_one_thread_over(
     threads: int, batches: int
 ) -> None:
-    assert at_once(threads) == batches
+    assert concurrent_count(threads) == batches
 
 
 def test_each_worker_computes_with_its_part_of_the_threads_and_callers_keep_theirs(
     two_threads: None,
 ) -> None:
     ready = threading.Barrier(2)
-    found = list(workers(2).map(lambda _: (ready.wait(60), torch.get_num_threads())[1], range(2)))
+    found = list(
+        workers(2, os.getpid()).map(
+            lambda _: (ready.wait(60), torch.get_num_threads())[1], range(2)
+        )
+    )
     assert (found, torch.get_num_threads()) == ([1, 1], 2)
     there: list[int] = []
     new = threading.Thread(target=lambda: there.append(torch.get_num_threads()))
@@ -151,16 +162,16 @@ def test_a_document_that_fails_in_a_worker_is_named(
     assert caught.value.index == 8
 
 
-# Shares of rows, without a model
+# Parts of rows, without a model
 
-ASKED = [TokenisedQuery((7,) * length, 0, length) for length in (3, 5)]
+QUERY_IDS = [TokenisedQuery((7,) * length, 0, length) for length in (3, 5)]
 
 
 def rows_of(*lengths: int) -> list[Row]:
     """For both queries, a document of each of these lengths."""
     return [
         Row((number, *[0] * (length - 1)), query)
-        for query in ASKED
+        for query in QUERY_IDS
         for number, length in enumerate(lengths)
     ]
 
@@ -170,37 +181,37 @@ def rows_of(*lengths: int) -> list[Row]:
     together=st.integers(1, 4),
     budget=st.sampled_from([64, 2048]),
 )
-def test_shares_hold_every_row_once_and_a_document_s_rows_together(
+def test_each_row_has_a_part_and_a_document_s_rows_have_the_same(
     lengths: list[int], together: int, budget: int
 ) -> None:
-    rows = rows_of(*lengths)
-    found = [share.waiting for share in shares(rows, together, 32, budget)]
-    assert all(found)
-    assert sorted(map(repr, (row for share in found for row in share))) == sorted(map(repr, rows))
-    owners = [{row.document for row in share} for share in found]
-    assert sum(map(len, owners)) == len({row.document for row in rows})
+    documents = [row.document for row in rows_of(*lengths)]
+    parts = parts_of(documents, 32, together, budget, TOKENS_PER_THREAD)
+    assert len(parts) == len(documents)
+    assert len(set(zip(documents, parts, strict=True))) == len(set(documents))
     if together == 1:
-        assert len(found) == bool(rows)
+        assert set(parts) <= {0}
 
 
-def test_shares_cost_about_the_same_and_are_as_many_for_each_thread() -> None:
-    found = [share.waiting for share in shares(rows_of(*[100] * 40), 2, 32, 2048)]
-    costs = [sum(len(row) + 32 for row in share) for share in found]
-    assert len(found) == 6  # two times three, as 10,560 tokens are more than two times two batches
-    assert max(costs) - min(costs) <= 2 * 132
+def test_parts_cost_about_the_same_and_are_as_many_for_each_thread() -> None:
+    documents = [row.document for row in rows_of(*[100] * 40)]
+    parts = Counter(parts_of(documents, 32, 2, 2048, TOKENS_PER_THREAD))
+    # Two times three, because 10,560 tokens are more than two times two batches.
+    assert len(parts) == 6
+    assert max(parts.values()) - min(parts.values()) <= 2
 
 
 @pytest.mark.parametrize("lengths", [(20,), (100, 2000), (20, 20)])
-def test_little_work_and_one_long_document_are_not_shared_out(lengths: tuple[int, ...]) -> None:
-    assert len(shares(rows_of(*lengths), 2, 8, 2048)) == 1
+def test_little_work_and_one_long_document_are_one_part(lengths: tuple[int, ...]) -> None:
+    documents = [row.document for row in rows_of(*lengths)]
+    assert set(parts_of(documents, 8, 2, 2048, TOKENS_PER_THREAD)) == {0}
 
 
-def two_shares() -> list[Batches[Row]]:
+def two_batches() -> list[Batches[Row]]:
     """Of two rows each; a batch is one of them."""
     return [Batches(rows_of(length), 1) for length in (9, 8)]
 
 
-def test_a_call_beside_another_that_runs_side_by_side_runs_in_its_own_thread(
+def test_a_call_during_another_with_concurrent_batches_runs_in_its_own_thread(
     two_threads: None,
 ) -> None:
     names: dict[str, set[str]] = {"first": set(), "second": set()}
@@ -210,7 +221,7 @@ def test_a_call_beside_another_that_runs_side_by_side_runs_in_its_own_thread(
         names["first"].add(threading.current_thread().name)
         if batches.waiting:
             both.wait(60)
-            run_all(second, two_shares())
+            run_all(second, two_batches())
             over.wait(60)
             batches.waiting.clear()
 
@@ -219,7 +230,7 @@ def test_a_call_beside_another_that_runs_side_by_side_runs_in_its_own_thread(
         if len(batches.waiting[0]) == 8:
             over.set()
 
-    run_all(first, two_shares())
+    run_all(first, two_batches())
     assert names["first"] >= {"rsrank-batch_0", "rsrank-batch_1"}
     assert names["second"] == {
         "rsrank-batch_0",
@@ -237,7 +248,7 @@ def test_what_runs_out_of_memory_beside_others_runs_again_alone(two_threads: Non
                     raise MemoryError
                 seen.extend(batch)
 
-    run_all(run, two_shares())
+    run_all(run, two_batches())
     assert sorted(map(len, seen)) == [8, 8, 9, 9]
 
 
@@ -256,12 +267,12 @@ def test_an_error_comes_as_it_is_when_nothing_runs_any_more(two_threads: None, l
                 running.discard(threading.get_ident())
 
     with pytest.raises(ValueError, match="a fault of the model") as caught:
-        run_all(run, two_shares())
+        run_all(run, two_batches())
     assert caught.value is error
     assert not running
     done: list[Row] = []
     run_all(
-        lambda batches: done.extend(batches.waiting), two_shares()
+        lambda batches: done.extend(batches.waiting), two_batches()
     )  # and the next call finds the threads free
     assert len(done) >= 4
 
@@ -271,7 +282,7 @@ def test_threads_that_are_bound_to_cores_stay_in_one_batch(
     monkeypatch: pytest.MonkeyPatch, variable: str
 ) -> None:
     monkeypatch.setenv(variable, "true")
-    assert at_once(8) == 1
+    assert concurrent_count(8) == 1
 
 
 LATE = """

@@ -1,0 +1,381 @@
+"""The prefix cache: documents' prefixes on the device, in host memory and on disk, in this order.
+
+A document's keys and values do not depend on the query, so a document with a cached prefix needs
+only the query's tokens. An entry's key is a hash of everything that the entry depends on, so that
+no stale or foreign one is used.
+"""
+
+import hashlib
+import json
+import logging
+import threading
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Generic, TypeVar
+
+import numpy as np
+import torch
+
+from ..errors import InputError
+from ..method.backbone import Backbone
+from ..method.concurrent_batches import Batches, Ids
+from ..method.probe import Prefix, Prefixes
+from ..method.scoring import Row
+from .disk import FORMAT, Disk, PackedPrefix
+from .settings import PrefixCache, memory_share
+
+logger = logging.getLogger(__name__)
+
+# Bytes on MPS by default. On CUDA it is a quarter of what is free after loading, and on a CPU
+# `settings.memory_share`.
+MPS_BYTES = 1_000_000_000
+
+# Past uses of a document count half after so many times as many look-ups as there are entries, and
+# at most so many uses count. Both are the values of TinyLFU's authors, in round numbers.
+LOOKUPS_PER_ENTRY = 8
+MOST_USES = 3
+
+Entry = TypeVar("Entry", Prefix, PackedPrefix)
+
+
+@dataclass
+class Statistics:
+    """What a prefix cache has done, in documents, and the bytes that it holds and may hold.
+
+    Attributes:
+        misses: Documents that were run.
+        evictions: Entries that were removed for newer ones.
+        corrupt: Files that could not be read; they were removed, and their documents run again.
+        write_errors: Files that could not be written, such as on a full disk.
+    """
+
+    device_hits: int = 0
+    host_hits: int = 0
+    disk_hits: int = 0
+    misses: int = 0
+    evictions: int = 0
+    corrupt: int = 0
+    write_errors: int = 0
+    device_bytes: int = 0
+    host_bytes: int = 0
+    disk_bytes: int = 0
+    device_limit: int = 0
+    host_limit: int = 0
+    disk_limit: int = 0
+
+
+class _Tier(Generic[Entry]):
+    """Entries that fit into so many bytes. The caller holds a lock.
+
+    A new entry replaces the least recently used one only if it was used more often of late
+    (TinyLFU, arXiv 1512.00727). Where more documents come round than fit, some of them stay,
+    instead of each leaving just before its next use.
+    """
+
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
+        self.bytes = 0
+        self.entries: OrderedDict[str, Entry] = OrderedDict()
+        self.uses: Counter[str] = Counter()
+        self.lookups = 0
+
+    def get(self, key: str) -> Entry | None:
+        if not self.limit:
+            return None
+        if self.lookups >= LOOKUPS_PER_ENTRY * max(len(self.entries), LOOKUPS_PER_ENTRY):
+            halves = {key: count // 2 for key, count in self.uses.items() if count > 1}
+            self.uses = Counter(halves)
+            self.lookups = 0
+        self.lookups += 1
+        self.uses[key] = min(self.uses[key] + 1, MOST_USES)
+        entry = self.entries.get(key)
+        if entry is not None:
+            self.entries.move_to_end(key)
+        return entry
+
+    def put(self, key: str, entry: Entry) -> int:
+        """Add an entry, if it fits and is used more than those it replaces; their number."""
+        size = _size(entry)
+        if key in self.entries or size > self.limit:
+            return 0
+        free = self.limit - self.bytes
+        removed = list[str]()
+        for old, cached in self.entries.items():
+            if free >= size:
+                break
+            if self.uses[old] >= self.uses[key]:
+                return 0
+            removed.append(old)
+            free += _size(cached)
+        for old in removed:
+            del self.entries[old]
+        self.entries[key] = entry
+        self.bytes = self.limit - free + size
+        return len(removed)
+
+
+def _size(entry: Prefix | PackedPrefix) -> int:
+    return sum(part.nbytes for part in vars(entry).values())
+
+
+class PrefixTiers:
+    """Prefixes by key, in memory and on disk. Safe for threads; processes may share the folder.
+
+    Args:
+        settings: How much is cached where; None for nothing.
+        device: Where prefixes are used.
+        dtype: The dtype of keys and values there.
+
+    Raises:
+        InputError: The folder cannot be made or read.
+    """
+
+    def __init__(
+        self, settings: PrefixCache | None, *, device: torch.device, dtype: torch.dtype
+    ) -> None:
+        self.device = device
+        self.dtype = dtype
+        self.disk: Disk | None = None
+        device_bytes = 0
+        host_bytes = 0
+        if settings is not None:
+            host_bytes = settings.host
+            device_bytes = settings.device or 0
+            if settings.device is None:
+                device_bytes = _default_bytes(device)
+            if settings.folder is not None:
+                self.disk = _open_disk(settings.folder, settings.disk)
+        self.is_on = settings is not None
+        self.on_device: _Tier[Prefix] = _Tier(device_bytes)
+        self.in_host: _Tier[PackedPrefix] = _Tier(host_bytes)
+        self.counts = Statistics()
+        self._lock = threading.Lock()
+
+    @property
+    def packs(self) -> bool:
+        """Whether prefixes are rounded to 8 bits, which host memory and disk hold."""
+        return self.disk is not None or self.in_host.limit > 0
+
+    def __contains__(self, key: str) -> bool:
+        with self._lock:
+            if key in self.on_device.entries or key in self.in_host.entries:
+                return True
+        return self.disk is not None and key in self.disk
+
+    def get(self, key: str) -> Prefix | None:
+        """A cached prefix, on the device; None if there is none."""
+        with self._lock:
+            prefix = self.on_device.get(key)
+            if prefix is not None:
+                self.counts.device_hits += 1
+                return prefix
+            packed = self.in_host.get(key)
+            if packed is not None:
+                self.counts.host_hits += 1
+        if packed is None:
+            packed = self.read_file(key)
+            with self._lock:
+                if packed is None:
+                    self.counts.misses += 1
+                    return None
+                self.counts.disk_hits += 1
+        prefix = packed.unpack(self.device, self.dtype)
+        self._remember(key, prefix, packed)
+        return prefix
+
+    def put(self, key: str, prefix: Prefix) -> Prefix:
+        """Cache a prefix. Returns what later calls will get, so that all calls score alike."""
+        packed = PackedPrefix.of(prefix) if self.packs else None
+        if packed is not None:
+            prefix = packed.unpack(self.device, self.dtype)
+            self.write_file(key, packed)
+        self._remember(key, prefix, packed)
+        return prefix
+
+    def _remember(self, key: str, prefix: Prefix, packed: PackedPrefix | None) -> None:
+        """Put a prefix on the device and, in 8 bits, into host memory.
+
+        Both at once: packing it later, when it leaves the device, would round it a second time.
+        """
+        with self._lock:
+            self.counts.evictions += self.on_device.put(key, prefix)
+            if packed is not None:
+                self.counts.evictions += self.in_host.put(key, packed)
+
+    def read_file(self, key: str) -> PackedPrefix | None:
+        """A prefix on disk. A file that cannot be read is counted, and is gone now."""
+        try:
+            return None if self.disk is None else self.disk.get(key)
+        except ValueError as error:
+            logger.warning("A cached prefix is damaged and is computed again: %s", error)
+            with self._lock:
+                self.counts.corrupt += 1
+        return None
+
+    def write_file(self, key: str, packed: PackedPrefix) -> bool:
+        """Write a prefix to disk, and say whether that worked. The first failure is logged."""
+        if self.disk is None:
+            return False
+        try:
+            evicted = self.disk.put(key, packed)
+        except OSError as error:
+            with self._lock:
+                self.counts.write_errors += 1
+                first = self.counts.write_errors == 1
+            if first:
+                folder = self.disk.folder
+                logger.warning("Prefixes cannot be written to %s: %s. Going on.", folder, error)
+            return False
+        with self._lock:
+            self.counts.evictions += evicted
+        return True
+
+    def stats(self) -> dict[str, int]:
+        """The fields of `Statistics`."""
+        with self._lock:
+            self.counts.device_bytes = self.on_device.bytes
+            self.counts.host_bytes = self.in_host.bytes
+            self.counts.device_limit = self.on_device.limit
+            self.counts.host_limit = self.in_host.limit
+            if self.disk is not None:
+                self.counts.disk_bytes = self.disk.bytes
+                self.counts.disk_limit = self.disk.limit
+            return asdict(self.counts)
+
+    def clear(self) -> None:
+        """Forget what is in memory; files stay."""
+        with self._lock:
+            self.on_device = _Tier(self.on_device.limit)
+            self.in_host = _Tier(self.in_host.limit)
+
+
+class CachedPrefixes:
+    """Prefixes of one model and one tenant.
+
+    Args:
+        identity: Everything that a prefix depends on besides its token ids: model, weights, layers.
+        tiers: Where they are, shared by all tenants.
+        salt: Prefixes of one salt are not found through another.
+    """
+
+    def __init__(self, identity: Mapping[str, object], tiers: PrefixTiers, salt: str = "") -> None:
+        content = {**identity, "format": FORMAT, "dtype": str(tiers.dtype), "salt": salt}
+        self._hash = hashlib.sha256(json.dumps(content, sort_keys=True).encode())
+        self.identity = identity
+        self.tiers = tiers
+        self.salt = salt
+
+    def with_salt(self, salt: str) -> "CachedPrefixes":
+        """The same tiers for another tenant."""
+        return CachedPrefixes(self.identity, self.tiers, json.dumps([self.salt, salt]))
+
+    def key(self, ids: Ids) -> str:
+        """The key of a document, by its token ids."""
+        digest = self._hash.copy()
+        digest.update(np.array(ids, dtype=np.int64).tobytes())
+        return digest.hexdigest()
+
+    def prefill(
+        self,
+        backbone: Backbone,
+        rows: Sequence[Row],
+        query_slots: int,
+        extra_rows: Sequence[Prefix],
+    ) -> Prefixes:
+        """Prefixes of the rows' documents, and the extra rows below them.
+
+        Documents without a cached prefix run in one batch, each once, and are cached.
+        """
+        documents = {row.key: row.document for row in rows}
+        prefixes = dict[str, Prefix]()
+        for key in documents:
+            prefix = self.tiers.get(key)
+            if prefix is not None:
+                prefixes[key] = prefix
+        missing = [key for key in documents if key not in prefixes]
+        if missing:
+            # What has just been run is used as it is, unless it is rounded or needed twice.
+            as_run = len(missing) == len(rows) and not self.tiers.packs
+            texts = [documents[key] for key in missing]
+            run = backbone.prefill(texts, query_slots, extra_rows if as_run else ())
+            if self.tiers.is_on or not as_run:
+                for number, key in enumerate(missing):
+                    prefixes[key] = self.tiers.put(key, run.row(number))
+            if as_run:
+                return run
+        return Prefixes.join([*(prefixes[row.key] for row in rows), *extra_rows], query_slots)
+
+    @torch.inference_mode()
+    def write(
+        self,
+        documents: Collection[Ids],
+        backbone: Backbone,
+        budget: int,
+        progress: Callable[[int], object],
+    ) -> None:
+        """Run documents and put their prefixes on disk, and nowhere else.
+
+        Args:
+            documents: Token ids.
+            backbone: The model.
+            budget: Padded tokens of a batch.
+            progress: Called with the number of documents of each batch that was run.
+
+        Raises:
+            InputError: The prefixes do not fit into the folder, or could not be written.
+            DoesNotFitError: A document does not fit into memory even alone.
+        """
+        disk = self.tiers.disk
+        size = disk_bytes(backbone, documents)
+        if disk is not None and size > disk.limit:
+            raise InputError(
+                f"The prefixes take {size / 1e9:.2f} GB and the folder may hold "
+                f"{disk.limit / 1e9:.2f} GB: the first would leave before the last is written. "
+                "Raise disk=, or index fewer documents."
+            )
+        failed = 0
+        batches = Batches(documents, budget)
+        for batch in batches:
+            with batches.attempt():
+                failed += self._write_batch(batch, backbone)
+                progress(len(batch))
+        if failed:
+            raise InputError(
+                f"{failed} of {len(documents)} prefixes could not be written (is the disk full?). "
+                "Make room and index again: what was written is not run again."
+            )
+
+    def _write_batch(self, batch: Sequence[Ids], backbone: Backbone) -> int:
+        """Run a batch and write its prefixes; how many could not be written."""
+        run = backbone.prefill(batch)
+        failed = 0
+        for number, ids in enumerate(batch):
+            packed = PackedPrefix.of(run.row(number))
+            if packed is not None and not self.tiers.write_file(self.key(ids), packed):
+                failed += 1
+        return failed
+
+
+def disk_bytes(backbone: Backbone, documents: Collection[Ids]) -> int:
+    """Bytes of the documents' files: 8 bits a number, a scale for each token and head, `pooled`."""
+    layers = backbone.last_layer - backbone.fusion_layer
+    token = 2 * layers * backbone.num_heads * (backbone.head_dim + 2)
+    pooled = 4 * backbone.config.hidden_size if backbone.fusion_layer else 0
+    return sum(len(ids) for ids in documents) * token + len(documents) * pooled
+
+
+def _open_disk(folder: str, limit: int) -> Disk:
+    try:
+        return Disk(Path(folder), limit)
+    except OSError as error:
+        raise InputError(
+            f"Prefixes cannot be cached in {folder!r}: {error}. Give another folder."
+        ) from error
+
+
+def _default_bytes(device: torch.device) -> int:
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0] // 4
+    return MPS_BYTES if device.type == "mps" else memory_share()

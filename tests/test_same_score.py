@@ -1,0 +1,96 @@
+"""The same query and document get the same score, whatever else a call scores."""
+
+import random
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from rsrank_rag import RSRank
+
+WORDS = (
+    "bridge river opened harbour steel cable engineer 1937 traffic span tower the of a and in "
+    "was by near milk harvest telescope glacier parliament violin algorithm"
+).split()
+QUERIES = ("When did the bridge open?", "Who built the longest steel cable bridge over the river")
+LIMITS = {"float32": 1e-4, "int8": 0.05}
+
+lengths = st.lists(st.integers(1, 510), min_size=1, max_size=8)
+example = settings(
+    max_examples=10,
+    deadline=None,
+    derandomize=True,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],
+)
+
+
+def text(words, seed):
+    choose = random.Random(seed)
+    return " ".join(choose.choice(WORDS) for _ in range(words))
+
+
+@pytest.fixture(scope="module", params=["float32", "int8"])
+def dtype(request):
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def load(dtype):
+    def load(**options):
+        return RSRank.from_pretrained("mini", device="cpu", dtype=dtype, **options)
+
+    return load
+
+
+@pytest.fixture(scope="module")
+def deterministic(load):
+    return load(prefix_cache=False, deterministic=True)
+
+
+@pytest.fixture(scope="module")
+def default(load):
+    return load(prefix_cache=False)
+
+
+@example
+@given(words=st.integers(1, 510), others=lengths, seed=st.integers(0, 999))
+def test_in_deterministic_mode_neighbours_and_order_change_no_bit(
+    deterministic, words, others, seed
+):
+    document = text(words, seed)
+    neighbours = [text(count, seed + place + 1) for place, count in enumerate(others)]
+    alone = deterministic.score(QUERIES[0], [document])[0]
+    assert deterministic.score(QUERIES[0], [document, *neighbours])[0] == alone
+    assert deterministic.score(QUERIES[0], [*neighbours, document])[-1] == alone
+    pairs = [(QUERIES[1], other) for other in neighbours]
+    pairs += [(QUERIES[0], document), (QUERIES[1], document)]
+    assert deterministic.score_pairs(pairs)[-2].score == alone
+
+
+@pytest.mark.parametrize("on_disk", [False, True])
+def test_in_deterministic_mode_a_cached_prefix_changes_no_bit(load, tmp_path, on_disk):
+    cache = str(tmp_path) if on_disk else "64MB"
+    ranker = load(prefix_cache=cache, deterministic=True)
+    documents = [text(words, words) for words in (3, 150, 175, 237, 420)]
+    cold = [ranker.score(QUERIES[0], [document])[0] for document in documents]
+    assert ranker.score(QUERIES[0], documents) == cold
+    mixed = [text(200, 1), *documents, text(30, 2)]
+    assert ranker.score(QUERIES[0], mixed)[1:-1] == cold
+    ranker.cache.tiers.clear()
+    assert ranker.score(QUERIES[0], documents[::-1]) == cold[::-1]
+    if on_disk:
+        again = load(prefix_cache=cache, deterministic=True)
+        assert again.score(QUERIES[0], documents) == cold
+        assert again.stats()["disk_hits"] == len(documents)
+
+
+@example
+@given(words=st.integers(1, 510), others=lengths, seed=st.integers(0, 999))
+def test_by_default_neighbours_change_a_score_by_less_than_the_guide_says(
+    default, dtype, words, others, seed
+):
+    document = text(words, seed)
+    neighbours = [text(count, seed + place + 1) for place, count in enumerate(others)]
+    alone = default.score(QUERIES[0], [document])[0]
+    among = default.score(QUERIES[0], [document, *neighbours])[0]
+    assert among == pytest.approx(alone, abs=LIMITS[dtype])
