@@ -1,9 +1,12 @@
-"""Columns of queries and documents in, columns of scores out: a callable for Ray Data, HF datasets and Spark."""
+"""Columns of queries and documents in, columns of scores out.
+
+`PairScorer` is a callable for Ray Data, HF datasets and Spark.
+"""
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 from ..errors import InputError, RSRankError
 from ..passages.titles import with_title
@@ -11,41 +14,54 @@ from ..reranker import BLANK_SCORE, Pair, Reranker
 from ..service.backend import Outcome
 from ..service.engine import DeviceLostError, Engine
 
-CHUNK = 4096  # pairs that are scored together: enough to sort them into batches of like length
-COLUMNS = ("score", "kept", "truncated", "error")  # what is added to a row
+# Pairs that are scored together: enough to sort them into batches of similar length.
+CHUNK = 4096
 
-Cell = tuple[float | None, bool | None, bool | None, str | None]
-"""What is written about one pair, in the order of `COLUMNS`."""
+
+class PairResult(NamedTuple):
+    """The columns that are added to a row, or their values for one pair; see `PairScorer`."""
+
+    score: float | None = None
+    kept: bool | None = None
+    truncated: bool | None = None
+    error: str | None = None
+
+
+COLUMNS = PairResult._fields
 
 
 class PairScorer:
-    """Adds scores to a batch of rows. The model is loaded at the first call, so that a scorer can be sent anywhere.
+    """Adds scores to a batch of rows. The model is loaded at the first call.
 
-    A batch is a mapping of column names to values, such as a dict of lists or arrays, or a pandas frame. It has a
-    column ``query`` and either ``document`` (a text a row) or ``documents`` (a list a row: of texts, or of objects with
-    a ``text`` and perhaps a ``title``, which is read in front of it). Added are
+    A batch is a mapping of column names to values, such as a dict of lists or arrays, or a pandas
+    frame. It has a column ``query`` and either ``document`` (a text in each row) or ``documents``
+    (a list in each row, of texts or of objects with a ``text`` and perhaps a ``title``, which is
+    read in front of the text). The columns that are added have a value for each row with
+    ``document``, and a list of values for each row with ``documents``:
 
-    - ``score``: on the model's scale, `BLANK_SCORE` for a blank document; null where there is an error.
-    - ``kept``: whether it is above the model's native threshold. False for a blank document; null where there is no
-      score, or no such threshold.
+    - ``score``: on the model's scale, `BLANK_SCORE` for a blank document; null if there is an
+      error.
+    - ``kept``: whether the score is above the model's native threshold. False for a blank
+      document; null without a score or without such a threshold.
     - ``truncated``: whether the document's end was not read.
     - ``error``: why there is no score, else null.
-
-    each a value a row for ``document``, and a list of values a row for ``documents``.
 
     >>> from functools import partial
     >>> from rsrank_rag import RSRank
     >>> scorer = PairScorer(partial(RSRank.from_pretrained, "mini", prefix_cache=False))
-    >>> batch = scorer({"query": ["Which animal gives milk?"], "document": ["A cow gives milk."], "id": [7]})
-    >>> batch["kept"], batch["error"], batch["id"]
-    ([True], [None], [7])
+    >>> batch = {"query": ["Which animal gives milk?"], "document": ["A cow gives milk."]}
+    >>> scored = scorer(batch)
+    >>> scored["kept"], scored["error"]
+    ([True], [None])
 
-    ``make`` loads the model, and must be picklable where the scorer is sent to other processes; messages call it
-    ``name``.
+    Args:
+        make: Loads the model. It must be picklable if the scorer is sent to other processes.
+        name: What messages call the model.
     """
 
     def __init__(self, make: Callable[[], Reranker], name: str = "the model") -> None:
-        self.make, self.name = make, name
+        self.make = make
+        self.name = name
 
     def __getstate__(self) -> dict[str, Any]:
         return {"make": self.make, "name": self.name}
@@ -55,103 +71,123 @@ class PairScorer:
         return Engine(self.make(), self.name)
 
     def __call__(self, batch: Mapping[str, Any]) -> dict[str, Any]:
-        """Score a batch, or raise what `form_of` does, or RSRankError if the model can score nothing at all."""
+        """Score a batch.
+
+        Raises:
+            InputError: The columns are not those that `form_of` wants.
+            RSRankError: The model fails on every pair.
+        """
         columns = {str(name): batch[name] for name in batch}
         form = form_of(columns)
-        rows = [self._row(q, d, form) for q, d in zip(columns["query"], columns[form], strict=True)]
-        cells = iter(self._cells([pair for row in rows for pair in row]))
-        found = [[next(cells) for _ in row] for row in rows]
+        pairs: list[Pair | str] = []
+        lengths = []
+        for query, value in zip(columns["query"], columns[form], strict=True):
+            row = _pairs_of_row(query, value, form)
+            pairs += row
+            lengths.append(len(row))
+        results = self._results(pairs)
         for place, name in enumerate(COLUMNS):
-            values = [[cell[place] for cell in row] for row in found]
-            columns[name] = values if form == "documents" else [row[0] for row in values]
+            values = [result[place] for result in results]
+            columns[name] = _in_lists(values, lengths) if form == "documents" else values
         return columns
 
-    @staticmethod
-    def _row(query: Any, given: Any, form: str) -> list[Pair | str]:
-        """The pairs of one row; a text says why there is none."""
-        documents = [given] if form == "document" else given
-        if isinstance(documents, (list, tuple)):
-            documents = [_content(item) for item in documents]
-        if isinstance(documents, (str, bytes, Mapping)) or not isinstance(documents, Iterable):
-            return [f"The row's documents are no list but {_kind(documents)}."]
-        if not isinstance(query, str):
-            return [f"The query is no text but {_kind(query)}." for _ in documents]
-        return [
-            Pair(query, text)
-            if isinstance(text, str)
-            else f"The document is no text but {_kind(text)}."
-            for text in documents
-        ]
-
-    def _cells(self, pairs: Sequence[Pair | str]) -> list[Cell]:
-        cells: list[Cell] = [
-            (None, None, None, pair if isinstance(pair, str) else None) for pair in pairs
-        ]
-        wanted = [(place, pair) for place, pair in enumerate(pairs) if not isinstance(pair, str)]
-        for start in range(0, len(wanted), CHUNK):
-            chunk = wanted[start : start + CHUNK]
-            outcomes = self._outcomes([pair for _, pair in chunk])
+    def _results(self, pairs: Sequence[Pair | str]) -> list[PairResult]:
+        """One result for each pair, or for the text that says why there is no pair."""
+        results: list[PairResult] = []
+        for start in range(0, len(pairs), CHUNK):
+            chunk = pairs[start : start + CHUNK]
+            outcomes = self._outcomes([pair for pair in chunk if isinstance(pair, Pair)])
             if any(outcome.fault == "internal" for outcome in outcomes):
                 self._check()
-            threshold = self._engine.reranker.threshold
-            for (place, _), x in zip(chunk, outcomes, strict=True):
-                if x.score is None:
-                    cells[place] = None, None, None, x.error or "It could not be scored."
+            remaining = iter(outcomes)
+            for pair in chunk:
+                if isinstance(pair, str):
+                    results.append(PairResult(error=pair))
                 else:
-                    kept = (
-                        None
-                        if threshold is None
-                        else x.score > threshold and x.score != BLANK_SCORE
-                    )
-                    cells[place] = x.score, kept, x.truncated, None
-        return cells
+                    results.append(self._result(next(remaining)))
+        return results
+
+    def _result(self, outcome: Outcome) -> PairResult:
+        score = outcome.score
+        if score is None:
+            return PairResult(error=outcome.error or "It could not be scored.")
+        threshold = self._engine.reranker.threshold
+        kept = None
+        if threshold is not None:
+            kept = score > threshold and score != BLANK_SCORE
+        return PairResult(score, kept, outcome.truncated)
 
     def _outcomes(self, pairs: Sequence[Pair]) -> list[Outcome]:
+        if not pairs:
+            return []
         try:
             return self._engine.step(pairs).outcomes
         except DeviceLostError as error:
             raise RSRankError(
-                f"{self.name} fails on every pair, because its device no longer answers ({error.__cause__}). What was "
-                "written before is kept: run it again."
+                f"{self.name} fails on every pair, because its device does not answer any more "
+                f"({error.__cause__}). Run the same command again: finished files stay."
             ) from error
 
     def _check(self) -> None:
-        """A model that fails on everything must not fill files with errors."""
+        """Raise if the model fails on a simple pair, too: it must not fill files with errors."""
         outcome = self._outcomes([Pair("Which animal gives milk?", "The cow gives milk.")])[0]
         if outcome.fault == "internal":
             raise RSRankError(
-                f"{self.name} fails on every pair, even on a simple one ({outcome.error}) What was written before is "
-                "kept: find the cause and run it again."
+                f"{self.name} fails on every pair, even on a simple one ({outcome.error}) "
+                "Find the cause and run the same command again: finished files stay."
             )
 
 
 def form_of(columns: Iterable[str]) -> str:
-    """``document`` or ``documents``: how rows hold what is to be scored; other forms raise InputError."""
+    """The name of the column that is scored: ``document`` or ``documents``.
+
+    Raises:
+        InputError: There is neither or both, no ``query``, or a column that would be overwritten.
+    """
     names = list(columns)
     forms = [name for name in ("document", "documents") if name in names]
     if "query" not in names or len(forms) != 1:
         raise InputError(
-            f'Rows need a "query" and either a "document" or "documents" (a list); found {", ".join(names) or "none"}.'
+            'Rows need a "query" and either a "document" or "documents" (a list); '
+            f"found {', '.join(names) or 'none'}."
         )
     taken = [name for name in COLUMNS if name in names]
     if taken:
         raise InputError(
-            f"Rows have {', '.join(taken)} already, which would be overwritten. Rename what is there, or leave it out."
+            f"Rows have {', '.join(taken)} already, which would be overwritten. "
+            "Rename these columns, or leave them out."
         )
     return forms[0]
 
 
-def _content(item: Any) -> Any:
-    """What is read of a document, of a labelled one as `rsrank evaluate` does it."""
-    labelled = isinstance(item, Mapping) and isinstance(item.get("text"), str)
-    return with_title(item["text"], item.get("title")) if labelled else item
+def _pairs_of_row(query: Any, value: Any, form: str) -> list[Pair | str]:
+    """The pairs of one row; a text instead of a pair says why there is none."""
+    documents = [value] if form == "document" else value
+    not_a_list = isinstance(documents, (str, bytes, Mapping))
+    if not_a_list or not isinstance(documents, Iterable):
+        return [f"The row's documents are no list but {_kind(documents)}."]
+    pairs: list[Pair | str] = []
+    for document in documents:
+        text = document
+        if isinstance(document, Mapping) and isinstance(document.get("text"), str):
+            text = with_title(document["text"], document.get("title"))
+        if not isinstance(query, str):
+            pairs.append(f"The query is no text but {_kind(query)}.")
+        elif not isinstance(text, str):
+            pairs.append(f"The document is no text but {_kind(text)}.")
+        else:
+            pairs.append(Pair(query, text))
+    return pairs
+
+
+def _in_lists(values: Sequence[Any], lengths: Sequence[int]) -> list[list[Any]]:
+    """Values cut into lists of these lengths."""
+    remaining = iter(values)
+    return [[next(remaining) for _ in range(length)] for length in lengths]
 
 
 def _kind(value: Any) -> str:
-    name = type(value).__name__  # pandas writes null as NaN, NA and NaT
-    null = (
-        value is None
-        or name in ("NAType", "NaTType")
-        or (isinstance(value, float) and math.isnan(value))
-    )
-    return "null" if null else name
+    """The name of a value's type; pandas writes null as NaN, NA and NaT."""
+    name = type(value).__name__
+    is_nan = isinstance(value, float) and math.isnan(value)
+    return "null" if value is None or is_nan or name in ("NAType", "NaTType") else name

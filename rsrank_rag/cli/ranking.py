@@ -5,15 +5,15 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterable
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
+from rich.progress import track
 from rich.table import Table
 from rich.text import Text
-from tqdm.auto import tqdm
 from typer import Option
 
 from .. import __version__
@@ -24,6 +24,7 @@ from ..bulk.on_ray import Actors
 from ..errors import InputError
 from ..language_model.options import LoadOptions, ModelSource
 from ..method.template import clean
+from ..partial_files import digest_of
 from ..passages.explanation import Explanation
 from ..reranker import RankResult
 from .options import (
@@ -40,7 +41,6 @@ from .options import (
 )
 
 if TYPE_CHECKING:
-    from ..bulk.files import Plan
     from ..rsrank import RSRank
 
 LongDocuments = Annotated[
@@ -314,17 +314,11 @@ def score(
     actors: Actors | None,
     model: System = "mini",
     revision: Revision = None,
-    rows_per_part: Annotated[
-        int, Option(help="Rows of an output file, the most that a killed process loses.")
-    ] = 10_000,
     prefixes: Prefixes = None,
-    jsonl: Annotated[
-        bool, Option("--jsonl", help="Write JSON lines, too, next to each Parquet file.")
-    ] = False,
 ) -> None:
-    """Score many pairs: JSON lines, CSV or Parquet in, Parquet or JSON lines out.
+    """Score many pairs: JSON lines, CSV or Parquet in, a file of the same format out for each.
 
-    Run again, an interrupted command goes on.
+    Run again, an interrupted command skips the files that are complete.
 
     A row has a "query" and either a "document" or "documents" (a list of texts, or of objects with
     "text" and "title", as in `rsrank evaluate`); other columns are copied. Added are score, kept
@@ -332,41 +326,38 @@ def score(
 
     `rsrank score --input pairs.jsonl --output scored`
 
-    `rsrank score --input pairs.csv --output scored --jsonl`
-
     `rsrank score --input pairs/ --output scored --engine ray --gpus-per-actor 1 --address auto`
     """
-    from ..bulk.files import write_lines
-    from ..bulk.run import model_identity, score_files, settled_dtype
+    from ..artifact import hub
+    from ..bulk.run import score_files
 
-    load = replace(load, dtype=load.dtype or settled_dtype(load, actors, model, revision))
     model_source = ModelSource(model, revision, load, prefix_cache=_prefix_cache(prefixes))
-    # What changes scores: an output is not continued with other settings.
-    settings = {"dtype": load.dtype, "weights": load.weights, "prefixes": prefixes is not None}
-    summary = score_files(
+    settings = {
+        "model": model,
+        "revision": revision,
+        "dtype": load.dtype,
+        "weights": load.weights,
+        "prefixes": prefixes is not None,
+    }
+    projection = Path(model) / hub.PROJECTION
+    if projection.is_file():
+        settings["sha256"] = digest_of(projection)
+    numbers = score_files(
         source,
         output,
         partial(load_reranker, model_source),
-        model=model_identity(model, revision=revision, local_files_only=load.local_files_only),
         settings=settings,
-        rows_per_part=rows_per_part,
         actors=actors,
         progress=_progress,
     )
-    if jsonl:
-        write_lines(output)
-    text = f"{summary.rows:,} rows, {summary.pairs:,} pairs"
-    if summary.errors:
-        text += f", {summary.errors:,} of them without a score (column error)"
-    text += f", in {summary.parts:,} files"
-    if summary.found:
-        text += f" ({summary.found:,} were there)"
-    screen.print(f"{text} of {output}")
+    text = f"{numbers['rows']:,} rows, {numbers['pairs']:,} pairs"
+    if numbers["errors"]:
+        text += f", {numbers['errors']:,} of them without a score (column error)"
+    text += f", in {numbers['files']:,} files of {output}"
+    if numbers["skipped"]:
+        text += f"; {numbers['skipped']:,} files were there already"
+    screen.print(text, soft_wrap=True)
 
 
-def _progress(plan: Plan, done: Iterable[int]) -> Iterable[int]:
-    total = sum(part.rows for part in plan.parts)
-    with tqdm(total=total, desc="Scoring", unit="row", disable=not problems.is_terminal) as bar:
-        for rows in done:
-            bar.update(rows)
-            yield rows
+def _progress(results: Iterable[Any], count: int) -> Iterable[Any]:
+    return track(results, "Scoring", count, console=problems, transient=True)

@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import typer
@@ -401,7 +402,7 @@ def test_limit_takes_the_first_queries(labelled, tmp_path):
         (["info", "mnii"], 1, "Did you mean 'mini'?"),
         (["train", "--config", "encoder", "--set", "fit.epoch=1"], 2, "Did you mean 'fit.epochs'?"),
         (["score", "-i", "BINARY", "-o", "NEW"], 2, "is none of .jsonl"),
-        (["score", "-i", "PAIRS", "-o", "EMPTY"], 2, "no empty folder"),
+        (["score", "-i", "PAIRS", "-o", "EMPTY"], 2, "neither empty nor an output"),
         (["score", "-i", "PAIRS", "-o", "EMPTY/out"], 1, "Not a directory"),
         (["push", "ARTIFACT", "me/name"], 1, "which nobody else could load"),
         (["push", "BINARY", "me/name"], 2, "is no folder"),
@@ -453,14 +454,13 @@ def test_what_the_disk_refuses_is_one_line(error, capfd):
 def test_a_disk_that_is_full_ends_scoring_in_one_line_and_leaves_no_half_file(
     tmp_path, monkeypatch
 ):
-    pytest.importorskip("pyarrow")
     source = tmp_path / "pairs.jsonl"
     source.write_text('{"query": "bees", "document": "Bees dance."}\n')
 
-    def full(_file):
+    def full(_path, _target):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("rsrank_rag.bulk.files.os.fsync", full)
+    monkeypatch.setattr(Path, "replace", full)
     result = run("score", "-i", str(source), "-o", str(tmp_path / "out"), "-m", "bm25", code=1)
     assert (
         " ".join(result.stderr.split())
