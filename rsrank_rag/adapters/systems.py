@@ -1,8 +1,9 @@
-"""Rerankers by name, such as ``mini`` or ``cross-encoder:NAME``: one list for adapters, commands and the evaluation.
+"""Rerankers by name, such as ``mini`` or ``cross-encoder:NAME``.
 
-Importing this module loads no model code, because the command line lists the names in its help. The list holds the
-full name of each class, and the class is imported when a reranker of its kind is loaded. `research.systems` adds the
-systems that only the paper's experiments need.
+The adapters, the commands and the evaluation use this one list. Importing this module loads no
+model code, because the command line lists the names in its help. Therefore the list holds the full
+name of each class, and a class is imported when a reranker of its kind is loaded.
+`research.systems` adds the systems that only the paper's experiments need.
 """
 
 import logging
@@ -13,6 +14,7 @@ from typing import Any
 
 from ..errors import ArtifactError, InputError, nearest
 from ..language_model.options import LoadOptions, ModelSource
+from ..language_model.threads import use_threads
 from ..reranker import Reranker
 
 logger = logging.getLogger(__name__)
@@ -23,25 +25,26 @@ HUB_TIMEOUT = 4.0
 
 @dataclass(frozen=True, slots=True)
 class Kind:
-    """One kind of system."""
+    """One kind of system.
 
-    home: str  # module and class
-    default: str | None = (
-        None  # what is loaded where nothing stands after the colon; None where something must
-    )
-    short: Mapping[str, str] = field(
-        default_factory=dict
-    )  # short names and the Hub ids they stand for
-    named: bool = True  # whether there is anything to name
-    settings: Mapping[str, Any] = field(
-        default_factory=dict
-    )  # arguments beside name, revision and options
-    # Whether it is made of an RSRank ranker instead of a name.
+    Attributes:
+        class_path: Module and class.
+        default: What is loaded if nothing follows the colon; None if something must. Empty for a
+            system without a model, whose name has no colon.
+        short: Short names, and the Hub ids that they stand for.
+        settings: Arguments in addition to name, revision and options.
+        wraps_ranker: Whether it is made of an RSRank ranker instead of a name.
+    """
+
+    class_path: str
+    default: str | None = None
+    short: Mapping[str, str] = field(default_factory=dict)
+    settings: Mapping[str, Any] = field(default_factory=dict)
     wraps_ranker: bool = False
 
     def form(self, name: str) -> str:
         """How it is written, such as ``monot5:base|3b|NAME``."""
-        if not self.named:
+        if self.default == "":
             return name
         choices = "|".join([*self.short, "NAME"])
         return f"{name}:{choices}" if self.default is None else f"{name}[:{choices}]"
@@ -50,14 +53,14 @@ class Kind:
         """Make it from a Hub id or folder."""
         if self is KINDS["rsrank"]:
             return _ranker(source)
-        module, class_name = self.home.rsplit(".", 1)
-        make = getattr(import_module(module), class_name)
+        module, _, class_name = self.class_path.rpartition(".")
+        system = getattr(import_module(module), class_name)
         if self.wraps_ranker:
-            return make(_ranker(source))
-        if not self.named:
-            return make()
+            return system(_ranker(source))
+        if self.default == "":
+            return system()
         options = _options_for_hub(source)
-        return make(source.name, revision=source.revision, options=options, **self.settings)
+        return system(source.name, revision=source.revision, options=options, **self.settings)
 
 
 def _options_for_hub(source: ModelSource) -> LoadOptions:
@@ -89,22 +92,21 @@ def _ranker(source: ModelSource) -> Reranker:
     try:
         return RSRank.from_source(source)
     except ArtifactError as error:
-        if source.name in hub.builtin_names() or not (
-            hub.is_folder(source.name) or hub.is_hub_id(source.name)
-        ):
+        name = source.name
+        folder = hub.is_folder(name)
+        if name in hub.builtin_names() or not (folder or hub.is_hub_id(name)):
             raise
-        others = ", ".join(
-            f"{kind}:{source.name}" for kind in ("cross-encoder", "bi-encoder", "qwen3-reranker")
-        )
         raise ArtifactError(
-            f"{error} If it is a reranker of another kind, say which: {others}, ..."
+            f"{error} If it is a reranker of another kind, say which: cross-encoder:{name}, "
+            f"bi-encoder:{name}, ..."
         ) from error
 
 
 _ENCODERS = "rsrank_rag.evaluation.systems.sentence_transformers"
-_CALIBRATED = {
-    "threshold": 0.0
-}  # the sigmoid of what these cross-encoders give is the probability of relevance
+
+# The sigmoid of these cross-encoders' output is the probability of relevance: 0 is one half.
+_CALIBRATED = {"threshold": 0.0}
+
 KINDS: dict[str, Kind] = {
     "rsrank": Kind("rsrank_rag.rsrank.RSRank"),
     "bge-reranker-v2-m3": Kind(
@@ -117,7 +119,7 @@ KINDS: dict[str, Kind] = {
     ),
     "cross-encoder": Kind(f"{_ENCODERS}.CrossEncoder"),
     "bi-encoder": Kind(f"{_ENCODERS}.BiEncoder"),
-    "bm25": Kind("rsrank_rag.evaluation.systems.bm25.BM25", default="", named=False),
+    "bm25": Kind("rsrank_rag.evaluation.systems.bm25.BM25", default=""),
 }
 
 
@@ -127,34 +129,48 @@ def forms() -> str:
 
 
 def load(source: ModelSource) -> Reranker:
-    """Load a reranker: its name is one of `KINDS`, with a name after a colon, or that of an RSRank artifact alone.
+    """Load a reranker.
 
-    Raises InputError: the name is not how a system is written, the system needs labels to score, or something is set
-    that only RSRank has; RSRankError: it cannot be loaded.
+    Its name is one of `KINDS`, with a name after a colon, or that of an RSRank artifact alone.
+
+    Raises:
+        InputError: The name is not how a system is written, the system needs labels to score, or
+            a setting is only for RSRank.
+        RSRankError: The reranker cannot be loaded.
     """
-    known = source.name.partition(":")[0] in KINDS or _alike(source.name)
-    kind, name = parse(source.name) if known else (KINDS["rsrank"], source.name)
-    if kind is KINDS["rsrank"]:
-        return kind.load(replace(source, name=name))  # type: ignore[no-any-return]
-    idle = [
-        what
-        for what in ("backbone", "max_length", "token_budget")
-        if getattr(source, what) is not None
-    ]
-    idle += ["deterministic"] * source.load.deterministic
-    idle += ["prefix_cache"] * (
-        not isinstance(source.prefix_cache, bool)
-    )  # to keep nothing is no wish
-    if idle:
-        raise InputError(
-            f"{source.name} is no RSRank model, so {', '.join(idle)} would have no effect. Leave it out."
-        )
+    # This must come before torch is imported.
+    use_threads()
+    kind = KINDS["rsrank"]
+    name = source.name
+    if name.partition(":")[0] in KINDS or _suggestion(name):
+        kind, name = parse(name)
+    if kind is not KINDS["rsrank"]:
+        _check_settings(source)
     system = kind.load(replace(source, name=name))
     if not isinstance(system, Reranker):
         raise InputError(
-            f"{source.name} needs labels to score, so it can only be measured. Choose another system."
+            f"{source.name} needs labels to score, so it can only be measured. "
+            "Choose another system."
         )
     return system
+
+
+def _check_settings(source: ModelSource) -> None:
+    """Refuse settings that have an effect on RSRank only."""
+    unused = []
+    for name in ("backbone", "max_length", "token_budget"):
+        if getattr(source, name) is not None:
+            unused.append(name)
+    if source.load.deterministic:
+        unused.append("deterministic")
+    # True and False are accepted: without a cache, both are as if not given.
+    if not isinstance(source.prefix_cache, bool):
+        unused.append("prefix_cache")
+    if unused:
+        raise InputError(
+            f"{source.name} is no RSRank model, so {', '.join(unused)} would have no effect. "
+            "Leave it out."
+        )
 
 
 def load_system(
@@ -166,34 +182,40 @@ def load_system(
 
 
 def parse(text: str) -> tuple[Kind, str]:
-    """What a system's name stands for: its kind, and the Hub id or folder to load; InputError lists all systems."""
+    """A system's kind, and the Hub id or folder to load.
+
+    Raises:
+        InputError: There is no such system; the message lists all.
+    """
     from ..artifact import hub
 
     name, colon, rest = text.partition(":")
     if name not in KINDS:
-        if (
-            text in hub.builtin_names()
-            or hub.is_folder(text)
-            or ("/" in text and hub.is_hub_id(text))
-        ):
+        folder = hub.is_folder(text)
+        if text in hub.builtin_names() or folder or ("/" in text and hub.is_hub_id(text)):
             return KINDS["rsrank"], text
         raise InputError(
-            f"There is no system {text!r}.{_alike(text)} Give an RSRank artifact (folder or Hub id), or: {forms()}."
+            f"There is no system {text!r}.{_suggestion(text)} Give an RSRank artifact (folder or "
+            f"Hub id), or: {forms()}."
         )
     kind = KINDS[name]
-    chosen = kind.short.get(rest, rest) if rest else kind.default
-    if chosen is None or (colon and not (rest and kind.named)):
+    model = kind.short.get(rest, rest) or kind.default
+    if model is None or (colon and not rest) or (rest and kind.default == ""):
         raise InputError(f"{text!r} is not how that system is written. Write {kind.form(name)}.")
-    if kind.short and "/" not in chosen and not hub.is_folder(chosen):
-        raise InputError(f"There is no system {text!r}.{_alike(text)} Write {kind.form(name)}.")
-    return kind, chosen
+    if kind.short and "/" not in model and not hub.is_folder(model):
+        raise InputError(
+            f"There is no system {text!r}.{_suggestion(text)} Write {kind.form(name)}."
+        )
+    return kind, model
 
 
-def _alike(text: str) -> str:
-    """A question whether one of the names that are like it was meant; nothing for a folder and what may be a Hub id."""
+def _suggestion(text: str) -> str:
+    """A question about a similar name; empty for a folder and for what may be a Hub id."""
     from ..artifact import hub
 
     if "/" in text or hub.is_folder(text) or text in hub.builtin_names():
         return ""
-    whole = [f"{name}:{size}" for name, kind in KINDS.items() for size in kind.short]
-    return nearest(text, [*KINDS, *whole, *hub.builtin_names()])
+    names = [*KINDS, *hub.builtin_names()]
+    for name, kind in KINDS.items():
+        names += [f"{name}:{short}" for short in kind.short]
+    return nearest(text, names)
