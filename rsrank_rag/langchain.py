@@ -45,7 +45,7 @@ MISSPELLING = 0.85
 class RSRankCompressor(RerankerAdapter, BaseDocumentCompressor):
     """Keeps the documents that score above zero, best first.
 
-    What is returned are copies with their score in the metadata; the input does not change. A
+    It returns copies with their score in the metadata; the input does not change. A
     title in the metadata is read as part of the document. Each call is a run in LangChain's
     callbacks, with a run inside that shows the threshold and the scores of dropped documents.
 
@@ -230,8 +230,8 @@ class RSRankRetriever(BaseRetriever, extra="forbid"):
         limits = Limits()
         for name in Limits.__annotations__.keys() & kwargs.keys():
             limits[name] = kwargs.pop(name)  # type: ignore[literal-required]
-        # A Runnable refuses by itself what it does not take. `BaseRetriever.invoke` drops keywords
-        # in silence that this method does not take.
+        # A Runnable raises TypeError itself. `BaseRetriever.invoke` silently drops the keywords that
+        # `_get_relevant_documents` does not take.
         if isinstance(self.base_retriever, BaseRetriever):
             parameters = inspect.signature(self.base_retriever._get_relevant_documents).parameters
             kinds = {parameter.kind for parameter in parameters.values()}
@@ -260,7 +260,7 @@ def create_rsrank_tool(
     nothing_relevant: str = "No passage answers this.",
     separator: str = "\n\n",
 ) -> StructuredTool:
-    """A tool for agents: look something up, and read what is relevant or that nothing is.
+    """A tool with which an agent looks something up and gets the relevant passages only.
 
     The tool's content is the text of the relevant documents, and its artifact the documents.
 

@@ -130,7 +130,7 @@ class ModelAdapter(LoadSettings):
 
     base_url: Annotated[str, AfterValidator(_check_address)] | None = Field(
         default=None,
-        description="Address of a service (`rsrank serve`) to ask, instead of loading a model.",
+        description="Address of a service (`rsrank serve`) that holds the model.",
     )
     api_key: Annotated[SecretStr, AfterValidator(_check_key)] | None = Field(
         default=None,
@@ -148,12 +148,15 @@ class ModelAdapter(LoadSettings):
         default=60.0, gt=0, allow_inf_nan=False, description="Seconds for a call with its retries."
     )
     max_retries: int = Field(
-        default=3, ge=0, strict=True, description="How often a busy service is asked again."
+        default=3,
+        ge=0,
+        strict=True,
+        description="How often a request to a busy service is repeated.",
     )
 
     @model_validator(mode="after")
     def _refuse_settings_without_effect(self) -> Self:
-        # Refuses two kinds of quantisation at once.
+        # This raises InputError for two kinds of quantisation.
         self.load_options()
         unused = set()
         for name, field in ModelAdapter.model_fields.items():
@@ -213,7 +216,7 @@ class ModelAdapter(LoadSettings):
         return self._service_model or self.base_url
 
     def warm_up(self) -> None:
-        """Load the model now instead of at the first call; ask a service whether it is ready."""
+        """Load the model now instead of at the first call, or wait until the service is ready."""
         remote = self._remote()
         if remote is None:
             worker.submit(self._source(), self.instruction, type).result()
@@ -247,7 +250,7 @@ class ModelAdapter(LoadSettings):
 
     @property
     def _service_model(self) -> str | None:
-        """Name of the model to ask a service for. The default names a model of this process."""
+        """Name of the model that a service must hold; None for the default, which is for loading."""
         if self.model == ModelAdapter.model_fields["model"].default:
             return None
         return str(self.model)
@@ -283,7 +286,7 @@ class ModelAdapter(LoadSettings):
 
 
 class RerankerAdapter(ModelAdapter):
-    """A model adapter that keeps what is relevant. A call may set each of its three limits."""
+    """A model adapter that keeps relevant documents. A call may set each of its three limits."""
 
     threshold: Annotated[float, Strict()] | Literal["native"] | None = Field(
         default="native",
@@ -323,8 +326,8 @@ class RerankerAdapter(ModelAdapter):
     )
     long_documents: Literal["cut", "windows"] | None = Field(
         default=None,
-        description="What is too long for the model: 'windows' reads it in parts, of which the "
-        "best counts; 'cut' reads its beginning. None: what the model does by default (RSRank: "
+        description="Documents that are too long for the model: 'windows' reads them in parts, of "
+        "which the best counts; 'cut' reads the beginning. None: the model's default (RSRank: "
         "windows).",
     )
 

@@ -14,7 +14,6 @@ from typing import Any
 
 from ..errors import ArtifactError, InputError, nearest
 from ..language_model.options import LoadOptions, ModelSource
-from ..language_model.threads import use_threads
 from ..reranker import Reranker
 
 logger = logging.getLogger(__name__)
@@ -66,7 +65,7 @@ class Kind:
 def _options_for_hub(source: ModelSource) -> LoadOptions:
     """The source's options, with the cache alone if the Hub cannot be reached.
 
-    Other libraries ask the Hub for each of a model's files, and try each time for over a minute.
+    Other libraries request each of a model's files from the Hub, and try each for over a minute.
     """
     from huggingface_hub import constants, get_session
 
@@ -138,8 +137,6 @@ def load(source: ModelSource) -> Reranker:
             a setting is only for RSRank.
         RSRankError: The reranker cannot be loaded.
     """
-    # This must come before torch is imported.
-    use_threads()
     kind = KINDS["rsrank"]
     name = source.name
     if name.partition(":")[0] in KINDS or _suggestion(name):
@@ -156,7 +153,7 @@ def load(source: ModelSource) -> Reranker:
 
 
 def _check_settings(source: ModelSource) -> None:
-    """Refuse settings that have an effect on RSRank only."""
+    """Raise InputError for settings that have an effect on RSRank only."""
     unused = []
     for name in ("backbone", "max_length", "token_budget"):
         if getattr(source, name) is not None:

@@ -25,7 +25,7 @@ class RemoteReranker(Reranker):
     environment, as in httpx. Redirects are not followed, so that texts and the key go nowhere
     else. The native threshold is that of the service's model and comes with every answer.
 
-    All calls raise InputError if the service refuses the request or the key, ScoringError if a
+    All calls raise InputError if the service rejects the request or the key, ScoringError if a
     document could not be scored, and RemoteError if there was no usable answer in time.
 
     Args:
@@ -36,7 +36,7 @@ class RemoteReranker(Reranker):
             (separated by commas) at the time of a call. It is neither shown nor pickled.
         timeout: Seconds for a call, with its retries and the pauses between them.
         max_retries: How often a request is repeated after a lost connection, a 429, 502 or 503.
-            Pauses grow, and are at least as long as the service asks for.
+            Pauses grow, and are at least as long as the service's Retry-After.
     """
 
     def __init__(
@@ -68,7 +68,7 @@ class RemoteReranker(Reranker):
         return connections.run(self._info()).threshold
 
     def with_instruction(self, instruction: str) -> Self:
-        """A copy that sends an instruction, which the service refuses if its model takes none."""
+        """A copy that sends an instruction, which the service rejects if its model takes none."""
         instructed = copy.copy(self)
         instructed._instruction = instruction
         return instructed

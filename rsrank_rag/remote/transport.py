@@ -166,7 +166,7 @@ def _is_transient(error: BaseException) -> bool:
 
 
 def _pause(state: RetryCallState) -> float:
-    """Seconds before the next try: what the service asks for, and `PAUSE` in addition."""
+    """Seconds before the next try: the service's Retry-After, and `PAUSE` in addition."""
     error = state.outcome.exception() if state.outcome else None
     requested = error.retry_after if isinstance(error, RemoteError) else None
     return PAUSE(state) + (requested or 0.0)
