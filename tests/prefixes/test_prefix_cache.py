@@ -426,13 +426,13 @@ def test_a_writer_that_is_killed_leaves_nothing_that_is_served(tmp_path):
 import os, sys
 sys.path.insert(0, {str(Path(__file__).parent)!r})
 from pathlib import Path
-from test_prefix_cache import DOCS, Model, store
+from test_prefix_cache import DOCS, Model, prefill, store
 write = Path.write_bytes
 def dies(path, content):
     write(path, content[:len(content) // 2])
     os._exit(9)
 Path.write_bytes = dies
-store(folder={str(tmp_path / "kept")!r}).prefill(DOCS, Model())
+prefill(store(folder={str(tmp_path / "kept")!r}), DOCS, Model())
 """
     root = Path(__file__).parents[2]
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=root)
