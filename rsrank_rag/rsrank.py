@@ -341,7 +341,7 @@ class RSRank(Pretrained, Reranker):
                 may hold, or an entry is not text.
             ScoringError: A document does not fit into memory even alone.
         """
-        missing = self._not_on_disk(documents)
+        missing = self._not_on_disk(documents, read=True)
         try:
             with tqdm(
                 total=len(missing), disable=not show_progress, unit="doc", desc="reading"
@@ -353,12 +353,16 @@ class RSRank(Pretrained, Reranker):
 
     def index_size(self, documents: Sequence[str]) -> tuple[int, int]:
         """How many distinct documents `index` would run, and the bytes of their files."""
-        missing = self._not_on_disk(documents)
+        missing = self._not_on_disk(documents, read=False)
         return len(missing), disk_bytes(self.backbone, missing)
 
-    def _not_on_disk(self, documents: Sequence[str]) -> dict[Ids, int]:
-        """Token ids of documents without a readable file, and the first position of each."""
-        if self.cache.tiers.disk is None:
+    def _not_on_disk(self, documents: Sequence[str], *, read: bool) -> dict[Ids, int]:
+        """Token ids of documents without a file, and the first position of each.
+
+        ``read``: a file counts only if it can be read.
+        """
+        tiers = self.cache.tiers
+        if tiers.disk is None:
             raise InputError(
                 "There is no folder for prefixes. Load the model with prefix_cache=FOLDER."
             )
@@ -366,7 +370,8 @@ class RSRank(Pretrained, Reranker):
         for position, document in enumerate(self.prompts.documents(as_list(documents), 0)):
             if document.empty or document.ids in missing:
                 continue
-            if self.cache.tiers.read_file(self.cache.key(document.ids)) is None:
+            key = self.cache.key(document.ids)
+            if key not in tiers.disk or (read and tiers.read_file(key) is None):
                 missing[document.ids] = position
         return missing
 

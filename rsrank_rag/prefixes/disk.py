@@ -85,8 +85,8 @@ class Disk:
         self.limit = limit
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         for path in folder.iterdir():
-            # Nothing here makes links. One that points to itself would make listing fail.
-            if path.is_symlink():
+            # A link to nothing or to itself, in the place of a folder of entries.
+            if path.is_symlink() and not path.exists() and len(path.name) == 2:
                 path.unlink()
         # Left by writers that were killed.
         for partial in folder.glob("*/*.partial"):
