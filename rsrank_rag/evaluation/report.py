@@ -14,7 +14,17 @@ from ..reranker import BLANK_SCORE
 from . import plots
 from .comparison import METRICS, Comparison, Measured, QueryLabels, QueryResult, compare
 from .datasets import LabelledQuery
-from .metrics import best_first, ranking_metrics
+from .evaluate import describe_rule, recommend
+from .metrics import (
+    ScoredQuery,
+    apply_rule,
+    auroc,
+    best_first,
+    best_scores,
+    false_accepts,
+    ranking_metrics,
+    rules,
+)
 from .statistics import scipy_stats
 
 if TYPE_CHECKING:
@@ -133,9 +143,36 @@ def page(
         "pictures": pictures,
         "titles": titles,
         "text_length": TEXT_LENGTH,
+        "rule_tables": rule_tables(found),
     }
     functions = {"worst_queries": worst_queries, "best_first": best_first}
     return str(template(__package__, "report.html").render(about, found=found, **functions))
+
+
+def rule_tables(found: Comparison) -> list[dict[str, Any]]:
+    """For each system and set: what the threshold and its alternatives keep, and a sentence."""
+    tables = []
+    for system in found.systems:
+        for name, result in system.sets.items():
+            scored = []
+            for query, labels in zip(result.queries, found.labels[name], strict=True):
+                scored.append(ScoredQuery(query.scores, labels.relevant))
+            rows = []
+            for rule in rules(system.threshold).values():
+                rows.append((describe_rule(rule), apply_rule(scored, rule)))
+            best = best_scores(scored)
+            tables.append(
+                {
+                    "system": system.name,
+                    "set": name,
+                    "rows": rows,
+                    "answerable": len(best[0]),
+                    "advice": recommend(scored, threshold=system.threshold),
+                    "auroc": auroc(*best),
+                    "false_accepts": false_accepts(*best),
+                }
+            )
+    return tables
 
 
 def worst_queries(queries: Sequence[QueryResult], count: int = WORST) -> dict[int, str]:

@@ -15,7 +15,7 @@ from rsrank_rag.evaluation import report
 from rsrank_rag.evaluation.comparison import METRICS, Comparison, Measured, compare
 from rsrank_rag.evaluation.datasets import LabelledDocument, LabelledQuery, read_sets
 from rsrank_rag.evaluation.evaluate import score_dataset, summarise
-from rsrank_rag.evaluation.metrics import ScoredQuery
+from rsrank_rag.evaluation.metrics import ScoredQuery, rules
 
 pytest.importorskip("jinja2")
 pytest.importorskip("matplotlib")
@@ -245,6 +245,25 @@ def test_the_page_is_well_formed_and_every_table_has_a_caption_and_headers(html)
     assert all(
         attributes["tabindex"] == "0" and attributes["aria-label"] for attributes in scrolling
     )
+
+
+def test_the_page_shows_lost_answers_alternatives_and_advice(folder, html):
+    comparison = Comparison.model_validate_json((folder / "report.json").read_text("utf-8"))
+    tables = report.rule_tables(comparison)
+    assert [(part["system"], part["set"]) for part in tables] == [
+        (system.name, name) for system in SYSTEMS for name in SETS
+    ]
+    for part, system, name in zip(
+        tables, [SYSTEMS[0]] * 2 + [SYSTEMS[1]] * 2, [*SETS, *SETS], strict=True
+    ):
+        summary = summarise(system.scored[name], threshold=system.threshold)
+        rows = dict(zip(rules(system.threshold), part["rows"], strict=True))
+        assert rows["tau"][1].left_with_nothing == summary["left_with_nothing"]
+        assert rows["top3"][1].f1 == summary["top3_f1"]
+        assert (part["auroc"], part["answerable"]) == (summary["auroc"], summary["answerable"])
+    text = " ".join(" ".join(Page(html).text).split())
+    assert all(part["advice"] in text for part in tables)
+    assert text.count("first 3 in the file's order") == len(tables)
 
 
 def test_the_page_holds_every_query(html):
