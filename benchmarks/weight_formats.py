@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from rsrank_rag import RSRank
 from rsrank_rag.evaluation.datasets import read_labelled
 from rsrank_rag.evaluation.evaluate import score_dataset, summarise
-from rsrank_rag.language_model.linear import rounded
+from rsrank_rag.language_model.linear import int8_copy
 
 
 def nf4_weights(ranker: RSRank) -> None:
@@ -41,7 +41,7 @@ def bfloat16_weights(ranker: RSRank) -> None:
 
 def documents_in_int8(ranker: RSRank) -> None:
     """As ``dtype="int8"`` on a processor without bfloat16."""
-    ranker.backbone.document_model = rounded(ranker.backbone, ranker.prompts)
+    ranker.backbone.document_model = int8_copy(ranker.backbone, ranker.prompts)
 
 
 FORMS: dict[str, tuple[dict[str, Any], Any]] = {

@@ -1,4 +1,4 @@
-"""A host application's process: importing, loading and scoring change nothing outside the package."""
+"""A host process: importing, loading and scoring change nothing outside the package."""
 
 import os
 import subprocess

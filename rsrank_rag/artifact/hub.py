@@ -83,32 +83,31 @@ def _download(name: str, revision: str | None, load: LoadOptions) -> Path:
         raise ArtifactError(f"{failure}.{suggestion}")
     files = [CONFIG, PROJECTION, CARD, LIMITS, "backbone/*"]
     try:
-        folder = snapshot_download(name, revision=revision, allow_patterns=files, **load.hub)
-    except HFValidationError:
-        raise ArtifactError(f"{failure}, and it cannot be a Hub id (owner/name).") from None
-    except RevisionNotFoundError:
-        raise ArtifactError(
-            f"{failure}; the Hub has this repository but not this revision."
-        ) from None
-    except RepositoryNotFoundError:
-        raise ArtifactError(
-            f"{failure}, and the Hub has no such repository, or it is private or gated: log in "
-            "with 'hf auth login' or pass token=..."
-        ) from None
-    except LocalEntryNotFoundError as error:
+        return Path(snapshot_download(name, revision=revision, allow_patterns=files, **load.hub))
+    except HUB_ERRORS as error:
+        raise ArtifactError(f"{failure}, and {_download_problem(error, load)}") from error
+
+
+def _download_problem(error: Exception, load: LoadOptions) -> str:
+    """Why an artifact could not be downloaded, and what to do."""
+    if isinstance(error, HFValidationError):
+        return "it cannot be a Hub id (owner/name)."
+    if isinstance(error, RevisionNotFoundError):
+        return "the Hub has this repository but not this revision."
+    if isinstance(error, RepositoryNotFoundError):
+        return (
+            "the Hub has no such repository, or it is private or gated: log in with "
+            "'hf auth login' or pass token=..."
+        )
+    if isinstance(error, LocalEntryNotFoundError):
         offline = load.local_files_only or constants.HF_HUB_OFFLINE
         place = "the local Hub cache" if offline else "the Hub"
         reason = str(error.__cause__ or error).rstrip(".")
-        raise ArtifactError(
-            f"{failure}, and it could not be had from {place}: {reason}. Connect once to download "
-            "it, or pass the path of a local copy."
-        ) from error
-    except HUB_ERRORS as error:
-        raise ArtifactError(
-            f"{failure}, and the download from {constants.ENDPOINT} failed: {_reason(error)} "
-            "Try again."
-        ) from error
-    return Path(folder)
+        return (
+            f"it could not be had from {place}: {reason}. Connect once to download it, or pass the "
+            "path of a local copy."
+        )
+    return f"the download from {constants.ENDPOINT} failed: {_reason(error)} Try again."
 
 
 def is_folder(name: str | Path) -> bool:

@@ -103,9 +103,9 @@ def prefix_identity(core: Backbone, config: RSRankConfig) -> dict[str, object]:
         "template": config.template.model_dump(),
         "layers": core.last_layer,
         "bits": bits_of(core.model),
-        **({"fusion_layer": core.fusion_layer} if core.fusion_layer else {}),
-        **({"documents_stay": True} if core.documents_stay else {}),
-        **({"int8": largest_weight()} if core.document_model else {}),
+        "fusion_layer": core.fusion_layer,
+        "documents_stay": core.documents_stay,
+        "int8": None if core.document_model is None else largest_weight(),
     }
 
 

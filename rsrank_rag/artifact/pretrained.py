@@ -11,8 +11,8 @@ from typing_extensions import Self
 
 from ..errors import ArtifactError
 from ..language_model.check import open_backbone
-from ..language_model.linear import rounded
-from ..language_model.loading import LoadedModel, load_model
+from ..language_model.linear import int8_copy
+from ..language_model.loading import load_model
 from ..language_model.options import LoadOptions, ModelSource
 from ..method.backbone import Backbone
 from ..method.projection import Projection
@@ -20,7 +20,7 @@ from ..method.template import PromptTokenizer, Template
 from ..partial_files import replacing
 from ..prefixes.settings import Choice
 from . import hub
-from .config import INSIDE, RSRankConfig, TrainingRecord
+from .config import INSIDE, BackboneSpec, RSRankConfig, TrainingRecord
 from .identity import check_after_run, check_before_run, check_files, describe, folder_of, hashes
 
 
@@ -76,9 +76,8 @@ class Pretrained(ABC):
             prefix_cache: Where documents' prefixes are cached, so that a document that was scored
                 before is not run again. True for a share of the device's memory, a size such as
                 ``"512MB"``, a folder for memory and disk, a `PrefixCache` or its fields, or False.
-            deterministic: On a CPU, run texts in shapes that do not depend on the other texts of a
-                call, so that rounding does not, either. It costs padding to a multiple of 32
-                tokens, and smaller batches of mixed lengths.
+            deterministic: Pad small batches on processors with AMX, whose matrix kernels give a
+                token other last digits in a small batch than in a large one.
             local_files_only: Use files on the disk only, never the network.
             token: Hub access token.
             cache_dir: Hub cache folder.
@@ -87,7 +86,7 @@ class Pretrained(ABC):
         Raises:
             ArtifactError: The artifact is missing, damaged, or belongs to another model.
             BackboneError: The language model cannot be loaded or read.
-            MissingDependencyError: bitsandbytes is not installed, and quantised weights are requested.
+            MissingDependencyError: Quantised weights need bitsandbytes, which is not installed.
         """
         load = LoadOptions(
             device,
@@ -158,20 +157,15 @@ class Pretrained(ABC):
         """
         load = options or LoadOptions()
         template = template or Template()
-        last_layer = projection.layers[-1]
-        loaded, int8 = _load(str(name), revision, load, last_layer)
-        core = open_backbone(
-            loaded.model,
-            last_layer,
-            num_layers=loaded.num_layers,
+        core, prompts = _open_model(
+            str(name),
+            revision,
+            load,
+            last_layer=projection.layers[-1],
+            template=template,
             fusion_layer=fusion_layer,
             documents_stay=documents_stay,
         )
-        prompts = PromptTokenizer(
-            loaded.tokenizer, template, max_length=core.max_length, shared_positions=core.causal
-        )
-        if int8:
-            core = replace(core, document_model=rounded(core, prompts))
         files = hashes(folder_of(str(name), revision, load.cache_dir))
         config = RSRankConfig(
             backbone=describe(core, prompts, str(name), revision, files),
@@ -272,46 +266,62 @@ def open_artifact(
     # A local folder is checked before transformers reads it, the cache after the download.
     if local:
         check_files(spec, Path(name), in_cache=False, strict=strict)
-    last_layer = config.layers[-1]
-    loaded, int8 = _load(name, revision, source.load, last_layer, int8=config.int8)
-    check_before_run(loaded, spec, name)
+    core, prompts = _open_model(
+        name,
+        revision,
+        source.load,
+        last_layer=config.layers[-1],
+        template=config.template,
+        fusion_layer=config.fusion_layer,
+        documents_stay=config.documents_stay,
+        max_lengths=(config.max_length, source.max_length),
+        int8=config.int8,
+        spec=spec,
+    )
+    folder_in_cache = None if local else folder_of(name, revision, source.load.cache_dir)
+    if folder_in_cache is not None:
+        check_files(spec, folder_in_cache, in_cache=True, strict=strict)
+    return core, prompts, projection, config
+
+
+def _open_model(
+    name: str,
+    revision: str | None,
+    options: LoadOptions,
+    *,
+    last_layer: int,
+    template: Template,
+    fusion_layer: int,
+    documents_stay: bool,
+    max_lengths: tuple[int | None, ...] = (),
+    int8: bool = False,
+    spec: BackboneSpec | None = None,
+) -> tuple[Backbone, PromptTokenizer]:
+    """Load a language model and its tokenizer, and compare them with ``spec``.
+
+    Documents run in int8 if the options say so, or if ``int8`` allows it and nothing is faster.
+    """
+    dtype = options.settled_dtype(int8=int8)
+    options = replace(options, dtype=None if dtype == "int8" else dtype)
+    loaded = load_model(name, revision=revision, options=options, last_layer=last_layer)
+    if spec is not None:
+        check_before_run(loaded, spec, name)
     core = open_backbone(
         loaded.model,
         last_layer,
         num_layers=loaded.num_layers,
-        fusion_layer=config.fusion_layer,
-        documents_stay=config.documents_stay,
+        fusion_layer=fusion_layer,
+        documents_stay=documents_stay,
     )
-    check_after_run(core, spec, name)
-    cached = None if local else folder_of(name, revision, source.load.cache_dir)
-    if cached is not None:
-        check_files(spec, cached, in_cache=True, strict=strict)
-    limits = [core.max_length, config.max_length, source.max_length]
+    if spec is not None:
+        check_after_run(core, spec, name)
+    limits = [limit for limit in max_lengths if limit is not None]
     prompts = PromptTokenizer(
         loaded.tokenizer,
-        config.template,
-        max_length=min(limit for limit in limits if limit is not None),
+        template,
+        max_length=min([core.max_length, *limits]),
         shared_positions=core.causal,
     )
-    if int8:
-        core = replace(core, document_model=rounded(core, prompts))
-    return core, prompts, projection, config
-
-
-def _load(
-    name: str,
-    revision: str | None,
-    options: LoadOptions,
-    last_layer: int,
-    *,
-    int8: bool = False,
-) -> tuple[LoadedModel, bool]:
-    """Load a language model, and decide whether documents are run in int8.
-
-    They are if the options say so, or if ``int8`` allows it and nothing faster is available.
-    """
-    dtype = options.settled_dtype(int8=int8)
-    in_int8 = dtype == "int8"
-    options = replace(options, dtype=None if in_int8 else dtype)
-    loaded = load_model(name, revision=revision, options=options, last_layer=last_layer)
-    return loaded, in_int8
+    if dtype == "int8":
+        core = replace(core, document_model=int8_copy(core, prompts))
+    return core, prompts

@@ -1,8 +1,8 @@
 """Scaled dot product attention that does not repeat the keys of grouped queries.
 
 With a mask, transformers copies every key and value once for each query head of its group, in every
-layer. For a few query tokens after a long prefix, that copy is most of the work. Here the heads of a
-group become rows of queries, so that nothing is copied.
+layer. For a few query tokens after a long prefix, that copy is most of the work. Here the heads of
+a group become rows of queries, so that nothing is copied.
 
 Axes: N rows, H KV heads, G query heads of each, T query tokens, S keys, D head dimension.
 """

@@ -1,9 +1,10 @@
-"""A trial run of a language model at load: does its cache hold its value vectors, and can it be run in two phases?"""
+"""The trial run at load: can the value vectors of a language model be read in two phases?"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 import torch
 from torch import Tensor
@@ -19,9 +20,14 @@ from .weights import bits_of
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
-IDS, CUT, SAMPLE = 9, 6, 64
-"""Tokens of the trial, how many of them play the document, and value entries kept as a fingerprint."""
+# Tokens of the trial run, the first of which are the document.
+TOKENS = 9
+DOCUMENT_TOKENS = 6
 
+# Entries of value vectors that identify a checkpoint.
+SAMPLE = 64
+
+# What a model may raise that cannot run with the caches of `method.probe`.
 RUN_ERRORS = (
     ValueError,
     TypeError,
@@ -31,12 +37,11 @@ RUN_ERRORS = (
     ImportError,
     AssertionError,
 )
-"""What a model may raise that cannot be run as we run it."""
 
-LARGEST_TRIED = 4_000_000  # entries of a weight for which `_batch_invariant_tokens` takes moments
-MOST_PADDING = (
-    512  # tokens that a run is filled up to at most, so that each comes out as it would among many
-)
+# The batch-invariant minimum is measured for weights of at most so many entries, which takes
+# moments, and only up to so many tokens.
+LARGEST_MEASURED = 4_000_000
+MOST_PADDING = 512
 
 
 def open_backbone(
@@ -47,21 +52,23 @@ def open_backbone(
     fusion_layer: int = 0,
     documents_stay: bool = False,
 ) -> Backbone:
-    """Try a model out and make it ready to be read; see `Backbone`. It is switched to eval mode.
+    """Test a model, and make it a `Backbone`. The model is switched to eval mode.
 
-    ``last_layer`` and ``num_layers`` are by default the last one loaded, and as many as are loaded.
+    Args:
+        model: A base model without head.
+        last_layer: The last layer to read; None for the last one loaded.
+        num_layers: Layers of the checkpoint; None for as many as are loaded.
+        fusion_layer: As in `Backbone`.
+        documents_stay: As in `Backbone`.
 
     Raises:
-        BackboneError: The model's cache does not hold its value vectors, or it cannot be run in two phases, or not
-            from the fusion layer on.
+        BackboneError: The model's cache does not hold its value vectors, or the model cannot run in
+            two phases, or not from the fusion layer on.
     """
     loaded = model.eval().config.get_text_config().num_hidden_layers
     last_layer = loaded - 1 if last_layer is None else last_layer
-
-    unknown = Findings(
-        causal=True, num_heads=1, head_dim=1, sample=()
-    )  # until the trial has found out
-    core = Backbone(model, unknown, last_layer=last_layer, num_layers=num_layers or loaded)
+    not_tested = Findings(causal=True, num_heads=1, head_dim=1, sample=())
+    core = Backbone(model, not_tested, last_layer=last_layer, num_layers=num_layers or loaded)
     if not 0 < last_layer < loaded:
         raise BackboneError(f"Layer {last_layer} was asked for; {core.name} has 1..{loaded - 1}.")
     if documents_stay and not fusion_layer:
@@ -69,234 +76,253 @@ def open_backbone(
             "documents_stay=True needs a fusion_layer, up to which documents are run."
         )
     try:
-        core = _try_out(core)
+        core = _tested(core)
         if fusion_layer:
-            core = _fused(core, fusion_layer, documents_stay)
+            core = _with_fusion(core, fusion_layer, documents_stay)
     except RUN_ERRORS as error:
         if is_out_of_memory(error):
             raise BackboneError(
-                f"{core.name} does not fit into the memory of {core.device} together with nine tokens. Load it "
-                "in 8-bit or 4-bit, or on another device."
+                f"{core.name} does not fit into the memory of {core.device} together with "
+                f"{TOKENS} tokens. Load it in 8-bit or 4-bit, or on another device."
             ) from error
         raise BackboneError(
-            f"{core.name} failed on a trial run with a KV cache ({type(error).__name__}: {error}). {ADVICE}"
+            f"{core.name} failed on a trial run with a KV cache "
+            f"({type(error).__name__}: {error}). {ADVICE}"
         ) from error
     return core
 
 
+def _refuse(core: Backbone, problem: str) -> NoReturn:
+    raise BackboneError(f"{core.name} {problem} {ADVICE}")
+
+
 @torch.no_grad()
-def _try_out(core: Backbone) -> Backbone:
-    """Run a few tokens and verify what the two phases rely on; the same model with what was found.
+def _tested(core: Backbone) -> Backbone:
+    """The same model with its findings, after these checks.
 
     1. Every layer up to the last one read passes (1, H, T, D) value vectors through the cache.
-    2. They are what the layer's value projection put out: slices of a linear map's output.
-    3. A decoder's positions are rotary: no document moves the first layer's values (Eq. 3 rests on it).
-    4. Document first, query second gives the same value vectors as both at once, beside a longer document too.
+    2. They are slices of the output of a linear map: the layer's value projection.
+    3. A decoder's positions are rotary: they do not change the first layer's values (Eq. 3).
+    4. Document first, query second gives the same value vectors as both in one run, also next to a
+       longer document.
 
     Raises:
         BackboneError: One of these does not hold.
     """
     _check_attention_kinds(core)
-    ids = _tokens(core)
+    ids = _trial_ids(core)
     values = _checked_values(core, ids)
-    # Other tokens at the end: in a causal model the earlier ones cannot know. With the same shapes they come out the
-    # same to the bit, except where experts gather other numbers of tokens and round differently.
-    other = _values(core, [*ids[:CUT], *ids[: IDS - CUT]])[-1]
-    exact = 1e-2 if any("expert" in name for name in core.config.to_dict()) else 1e-5
-    causal = _distance(other[:, :, :CUT], values[-1][:, :, :CUT]) <= exact
-    last = values[-1][0, :, -1].flatten().float()
-    sample = last[
-        torch.linspace(0, len(last) - 1, SAMPLE, dtype=torch.float32, device=last.device).long()
-    ].tolist()
+    causal = _is_causal(core, ids, values[-1])
     if causal:
         _check_rotary(core, ids)
+    last = values[-1][0, :, -1].flatten().float()
+    places = torch.linspace(0, len(last) - 1, SAMPLE, dtype=torch.float32, device=last.device)
     findings = Findings(
         causal,
         num_heads=values[0].shape[1],
         head_dim=values[0].shape[3],
-        sample=tuple(round(x, 6) for x in sample),
+        sample=tuple(round(entry, 6) for entry in last[places.long()].tolist()),
         pads_keys=core.device.type == "cpu" and core.config._attn_implementation == NAME,
         batch_invariant_tokens=_batch_invariant_tokens(core),
     )
-    checked = Backbone(core.model, findings, last_layer=core.last_layer, num_layers=core.num_layers)
-    whole = values if causal else _block_masked_run(checked, ids)
-    read: dict[int, Tensor] = {}
-    prefixes = checked.prefill([tuple(ids[:CUT]), (*ids[::-1], *ids)], IDS - CUT)
-    checked.query_values([tuple(ids[CUT:])], prefixes, read.__setitem__)
-    near = _near(core)
-    for layer, value in enumerate(whole):
-        if _distance(read[layer][:1, :, : IDS - CUT], value[:, :, CUT:]) > near:
-            raise BackboneError(
-                f"{core.name} gives other value vectors in layer {layer} when the document is run before the "
-                f"query than when both are run at once, so it cannot be used in two phases. {ADVICE}"
-            )
-    return checked
+    tested = replace(core, findings=findings)
+    _check_two_phases(tested, ids, values if causal else _block_masked_values(tested, ids))
+    return tested
 
 
 @torch.no_grad()
-def _fused(core: Backbone, layer: int, stay: bool) -> Backbone:
-    """The same model with a fusion layer; BackboneError if it gives other value vectors when run from there on."""
+def _with_fusion(core: Backbone, layer: int, stay: bool) -> Backbone:
+    """The same model with a fusion layer.
+
+    Raises:
+        BackboneError: It gives other value vectors when a run begins there.
+    """
     if layer >= core.last_layer:
         raise BackboneError(
-            f"fusion_layer={layer} was asked for, and no layer above it is read. Choose a lower one."
+            f"fusion_layer={layer} was asked for, and no layer above it is read. "
+            "Choose a lower one."
         )
-    ids = tuple(_tokens(core))
+    ids = tuple(_trial_ids(core))
     model = split_at(core.model, layer)
     fused = replace(core, model=model, fusion_layer=layer, documents_stay=stay)
     read: dict[int, Tensor] = {}
-    fused.query_values([ids], fused.prefill([ids[:CUT]], IDS), read.__setitem__)
-    alone = _values(core, list(ids))[
-        layer
-    ]  # in the fusion layer, they have not seen the document yet
-    if min(read) != layer or _distance(read[layer][:, :, :IDS], alone) > _near(core):
-        raise BackboneError(
-            f"{core.name} cannot be run from layer {layer} on, as fusion_layer={layer} asks. {ADVICE}"
-        )
+    fused.query_values([ids], fused.prefill([ids[:DOCUMENT_TOKENS]], TOKENS), read.__setitem__)
+    # In the fusion layer, the values of queries do not depend on the document yet.
+    expected = _values(core, ids)[layer]
+    same = min(read) == layer and _distance(read[layer][:, :, :TOKENS], expected) <= _rounding(core)
+    if not same:
+        _refuse(core, f"cannot be run from layer {layer} on, as fusion_layer={layer} asks.")
     return fused
 
 
-def _tokens(core: Backbone) -> list[int]:
+def _trial_ids(core: Backbone) -> list[int]:
     vocabulary = core.model.get_input_embeddings().weight.shape[0]
-    return [int(i) for i in torch.linspace(1, vocabulary - 1, IDS, dtype=torch.float32)]
+    return [int(i) for i in torch.linspace(1, vocabulary - 1, TOKENS, dtype=torch.float32)]
+
+
+def _is_causal(core: Backbone, ids: list[int], values: Tensor) -> bool:
+    """Whether other tokens at the end leave the values of earlier tokens as they are."""
+    other_ids = [*ids[:DOCUMENT_TOKENS], *ids[: TOKENS - DOCUMENT_TOKENS]]
+    other = _values(core, other_ids)[-1]
+    # Equal shapes are rounded alike, except where experts get other numbers of tokens.
+    has_experts = any("expert" in name for name in core.config.to_dict())
+    tolerance = 1e-2 if has_experts else 1e-5
+    document = slice(DOCUMENT_TOKENS)
+    return _distance(other[:, :, document], values[:, :, document]) <= tolerance
 
 
 def _check_rotary(core: Backbone, ids: list[int]) -> None:
-    """Refuse positions that are added to the embeddings: a document would shift its query by its mere length."""
-    first, moved = (_values(core, ids, first=place)[0] for place in (0, 3))
-    if _distance(moved, first) > _near(core):
-        raise BackboneError(
-            f"{core.name} adds positions to its embeddings, so a document would move the query's value vectors by its "
-            f"length alone: the shift (Eq. 3 of the paper) needs rotary positions. {ADVICE}"
+    """Refuse positions that are added to the embeddings."""
+    moved = _values(core, ids, first=3)[0]
+    if _distance(moved, _values(core, ids)[0]) > _rounding(core):
+        _refuse(
+            core,
+            "adds positions to its embeddings, so a document would move the query's value vectors "
+            "by its length alone: the shift (Eq. 3 of the paper) needs rotary positions.",
         )
+
+
+def _check_two_phases(core: Backbone, ids: list[int], expected: list[Tensor]) -> None:
+    """Compare the query's values in two phases with those of a single run."""
+    document = tuple(ids[:DOCUMENT_TOKENS])
+    longer = (*ids[::-1], *ids)
+    query = tuple(ids[DOCUMENT_TOKENS:])
+    read: dict[int, Tensor] = {}
+    core.query_values([query], core.prefill([document, longer], len(query)), read.__setitem__)
+    for layer, values in enumerate(expected):
+        in_two = read[layer][:1, :, : len(query)]
+        if _distance(in_two, values[:, :, DOCUMENT_TOKENS:]) > _rounding(core):
+            _refuse(
+                core,
+                f"gives other value vectors in layer {layer} when the document is run before the "
+                "query than when both are run at once, so it cannot be used in two phases.",
+            )
 
 
 def _batch_invariant_tokens(core: Backbone) -> int | None:
-    """How many tokens a run needs so that each of them comes out the same however many others there are.
+    """The batch-invariant minimum: tokens of a run from which each token gets the same numbers.
 
-    Matrix kernels for few rows sum in another order. Found out for the shapes that the model has: at most
-    `MOST_PADDING`. None where that is not enough, for other devices, and for weights that are quantised or large.
+    Matrix kernels for few rows sum in another order. The minimum is measured for the shapes of the
+    model's weights. None if it is above `MOST_PADDING`, for other devices than a CPU, and for
+    weights that are quantised or large.
     """
     maps = [module for module in core.model.modules() if isinstance(module, torch.nn.Linear)]
-    if (
-        core.device.type != "cpu"
-        or bits_of(core.model) != 16
-        or any(m.weight.numel() > LARGEST_TRIED for m in maps)
-    ):
+    if core.device.type != "cpu" or bits_of(core.model) != 16:
         return None
-    generator, invariant = torch.Generator().manual_seed(0), 1
-    # The first of each shape: of the last layer only the value projection runs, and the rest may be zeros.
-    for module in {tuple(module.weight.shape): module for module in reversed(maps)}.values():
-        rows = torch.randn(2 * MOST_PADDING, module.in_features, generator=generator).to(core.dtype)
-        among_many = module(rows)
+    if any(linear.weight.numel() > LARGEST_MEASURED for linear in maps):
+        return None
+    generator = torch.Generator().manual_seed(0)
+    minimum = 1
+    # The first map of each shape: of the last layer, weights that are not read may be zero.
+    by_shape = {tuple(linear.weight.shape): linear for linear in reversed(maps)}
+    for linear in by_shape.values():
+        rows = torch.randn(2 * MOST_PADDING, linear.in_features, generator=generator)
+        rows = rows.to(core.dtype)
+        expected = linear(rows)
         for count in range(MOST_PADDING, 0, -16):
-            if not torch.equal(module(rows[:count]), among_many[:count]):
-                invariant = max(invariant, count + 16)
+            if not torch.equal(linear(rows[:count]), expected[:count]):
+                minimum = max(minimum, count + 16)
                 break
-    return invariant if invariant <= MOST_PADDING else None
+    return minimum if minimum <= MOST_PADDING else None
 
 
 def _check_attention_kinds(core: Backbone) -> None:
-    """Refuse masks that a short trial could not tell from the ones made here."""
-    kinds = set(getattr(core.config, "layer_types", None) or ()) - {
-        "full_attention",
-        "sliding_attention",
-    }
-    if kinds or "local" in (getattr(core.config, "attention_layers", None) or ()):
-        raise BackboneError(
-            f"{core.name} has attention layers of the kind {', '.join(sorted(kinds)) or 'local'}. {ADVICE}"
-        )
+    """Refuse masks that a short trial could not tell from those of `Backbone`."""
+    kinds = set(getattr(core.config, "layer_types", None) or ())
+    kinds -= {"full_attention", "sliding_attention"}
+    if "local" in (getattr(core.config, "attention_layers", None) or ()):
+        kinds.add("local")
+    if kinds:
+        _refuse(core, f"has attention layers of the kind {', '.join(sorted(kinds))}.")
 
 
 def _checked_values(core: Backbone, ids: list[int]) -> list[Tensor]:
     """Value vectors of every layer, (1, H, T, D), after checks 1 and 2."""
     recorder = Recorder(core.last_layer, [len(ids)])
+    # Outputs of linear maps, by the layer whose cache update comes next.
     outputs: dict[int, list[Tensor]] = {}
 
-    def keep(_module: object, _inputs: object, output: object) -> None:
-        """A linear map's output, under the layer whose cache update comes next."""
+    def record(_module: object, _inputs: object, output: object) -> None:
         if isinstance(output, Tensor):
             outputs.setdefault(len(recorder.values), []).append(output)
 
-    hooks = [
-        module.register_forward_hook(keep)
-        for module in core.model.modules()
-        if getattr(getattr(module, "weight", None), "ndim", 0) == 2
-    ]
+    hooks = []
+    for module in core.model.modules():
+        if getattr(getattr(module, "weight", None), "ndim", 0) == 2:
+            hooks.append(module.register_forward_hook(record))
     try:
-        values = _values(core, ids, recorder)
+        values = _values(core, ids, recorder=recorder)
     finally:
         for hook in hooks:
             hook.remove()
-    shapes = {tuple(v.shape) for v in values}
-    count = core.last_layer + 1
-    if len(values) != count or len(shapes) != 1:
-        raise BackboneError(
-            f"{core.name} was asked for the value vectors of layers 0..{core.last_layer}; its cache received "
-            f"{len(values)} layers with shapes {sorted(map(str, shapes))}. {ADVICE}"
+    shapes = sorted({str(tuple(value.shape)) for value in values})
+    if len(values) != core.last_layer + 1 or len(shapes) != 1:
+        _refuse(
+            core,
+            f"was asked for the value vectors of layers 0..{core.last_layer}; its cache received "
+            f"{len(values)} layers with shapes {shapes}.",
         )
     for layer, value in enumerate(values):
         if not _is_slice_of(value[0], outputs.get(layer, [])):
-            raise BackboneError(
-                f"In layer {layer} of {core.name} the cache holds something else than the output of a value "
-                f"projection (normalised or compressed values?). {ADVICE}"
+            _refuse(
+                core,
+                f"gives the cache of layer {layer} something else than the output of a value "
+                "projection (normalised or compressed values?).",
             )
     return values
 
 
 def _values(
-    core: Backbone, ids: list[int], recorder: Recorder | None = None, *, first: int = 0
+    core: Backbone, ids: Sequence[int], *, first: int = 0, recorder: Recorder | None = None
 ) -> list[Tensor]:
-    """Every layer's values with all tokens run at once, from position ``first`` on, under the model's own mask."""
-    places = torch.arange(first, first + len(ids), device=core.device)
-    return _run(
-        core, ids, torch.ones(1, len(ids), dtype=torch.long, device=core.device), places, recorder
-    )
+    """Every layer's values of one run under the model's own mask, from position ``first`` on."""
+    positions = torch.arange(first, first + len(ids), device=core.device)
+    mask = torch.ones(1, len(ids), dtype=torch.long, device=core.device)
+    return _run(core, ids, mask, positions, recorder)
 
 
-def _block_masked_run(core: Backbone, ids: list[int]) -> list[Tensor]:
-    """An encoder's reference: one run in which the document's tokens do not see the query's."""
-    positions = torch.tensor([*range(CUT), *range(IDS - CUT)], device=core.device)
-    allowed = torch.ones(IDS, IDS, dtype=torch.bool, device=core.device)
-    allowed[:CUT, CUT:] = False
+def _block_masked_values(core: Backbone, ids: list[int]) -> list[Tensor]:
+    """The expected values of an encoder: a run in which document tokens do not see the query's."""
+    query_tokens = TOKENS - DOCUMENT_TOKENS
+    positions = torch.tensor([*range(DOCUMENT_TOKENS), *range(query_tokens)], device=core.device)
+    allowed = torch.ones(TOKENS, TOKENS, dtype=torch.bool, device=core.device)
+    allowed[:DOCUMENT_TOKENS, DOCUMENT_TOKENS:] = False
     return _run(core, ids, core.mask(allowed[None]), positions)
 
 
 def _run(
     core: Backbone,
-    ids: list[int],
+    ids: Sequence[int],
     mask: Tensor,
     positions: Tensor,
     recorder: Recorder | None = None,
 ) -> list[Tensor]:
-    """Every layer's values, (1, H, T, D)."""
-    recorder = (
-        Recorder(core.last_layer, [len(ids)]) if recorder is None else recorder
-    )  # an empty cache is falsy
+    # An empty cache is falsy.
+    if recorder is None:
+        recorder = Recorder(core.last_layer, [len(ids)])
+    tokens = torch.tensor([list(ids)], device=core.device)
     with core.ended_by(recorder):
-        core.model(
-            **core.inputs(recorder, torch.tensor([ids], device=core.device), mask, positions[None])
-        )
-    return [
-        values[:, :, : len(ids)] for values in recorder.values
-    ]  # they are filled up to whole lanes
+        core.model(**core.inputs(recorder, tokens, mask, positions[None]))
+    # Recorded values are padded.
+    return [values[:, :, : len(ids)] for values in recorder.values]
 
 
-def _near(core: Backbone) -> float:
-    """Rounding stays far below this distance, and a wrong mask or position far above.
+def _rounding(core: Backbone) -> float:
+    """A distance far above that of rounding, and far below that of a wrong mask or position.
 
     Products with quantised weights round more.
     """
     return 1e-3 if core.dtype == torch.float32 and bits_of(core.model) == 16 else 0.1
 
 
-def _distance(found: Tensor, expected: Tensor) -> float:
-    """Relative to the expected values' norm."""
-    difference = (found.float() - expected.float()).norm()
+def _distance(actual: Tensor, expected: Tensor) -> float:
+    """Euclidean distance, relative to the expected values' norm."""
+    difference = (actual.float() - expected.float()).norm()
     return float(difference / expected.float().norm().clamp_min(1e-6))
 
 
 def _is_slice_of(value: Tensor, outputs: list[Tensor]) -> bool:
-    """Whether each head's (T, D) values stand as D neighbouring columns in some (1, T, columns) output."""
+    """Whether the (T, D) values of each head are D adjacent columns of a (1, T, columns) output."""
     heads, tokens, width = value.shape
     for output in outputs:
         if output.shape[-1] < heads * width or output.numel() != tokens * output.shape[-1]:

@@ -1,4 +1,9 @@
-"""A model whose runs can end or begin at its fusion layer, as `method.backbone` needs for mid-fusion."""
+"""A model whose runs can end or begin at its fusion layer.
+
+layers below the fusion layer  are skipped in a run that begins at the fusion layer
+the fusion layer               gives its input to the cache, or takes it from there
+layers above it                give their input as their output where documents stay
+"""
 
 from __future__ import annotations
 
@@ -17,7 +22,11 @@ if TYPE_CHECKING:
 
 
 def layers_of(model: PreTrainedModel) -> nn.ModuleList:
-    """The model's layers: its one list of so many modules; BackboneError if there is none."""
+    """The model's layers: its only list of so many modules.
+
+    Raises:
+        BackboneError: There is no such list.
+    """
     count = model.config.get_text_config().num_hidden_layers
     for module in model.modules():
         if isinstance(module, nn.ModuleList) and len(module) == count:
@@ -27,40 +36,40 @@ def layers_of(model: PreTrainedModel) -> nn.ModuleList:
     )
 
 
-def split_at(model: PreTrainedModel, layer: int) -> PreTrainedModel:
-    """A model that shares its weights with the given one, and whose runs a `Probe` can end or begin at a layer."""
+def split_at(model: PreTrainedModel, fusion_layer: int) -> PreTrainedModel:
+    """A copy that shares the model's weights, and whose runs a `Probe` can end or begin."""
     layers = layers_of(model)
-    below = [_changed(each, _skip) for each in layers[:layer]]
-    above = [_changed(each, _pass) for each in layers[layer + 1 :]]
-    split = nn.ModuleList([*below, _changed(layers[layer], _enter), *above])
-    shared: dict[int, Any] = {id(part): part for part in (*model.parameters(), *model.buffers())}
-    return copy.deepcopy(model, {**shared, id(layers): split})
+    split = nn.ModuleList()
+    for number, layer in enumerate(layers):
+        forward = _forward_above
+        if number < fusion_layer:
+            forward = _forward_below
+        elif number == fusion_layer:
+            forward = _forward_at
+        changed = copy.copy(layer)
+        changed.forward = partial(forward, layer.forward)
+        split.append(changed)
+    replaced: dict[int, Any] = {id(layers): split}
+    for tensor in (*model.parameters(), *model.buffers()):
+        replaced[id(tensor)] = tensor
+    return copy.deepcopy(model, replaced)
 
 
-def _changed(layer: nn.Module, way: Callable[..., Any]) -> nn.Module:
-    changed = copy.copy(layer)
-    changed.forward = partial(way, layer.forward)
-    return changed
-
-
-def _skip(forward: Callable[..., Any], hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
-    """Below the fusion layer: a run that begins there passes by."""
+def _forward_below(forward: Callable[..., Any], hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
     probe = _probe(kwargs)
-    return (
-        hidden
-        if probe is not None and probe.entering is not None
-        else forward(hidden, *args, **kwargs)
-    )
+    if probe is not None and probe.entering is not None:
+        return hidden
+    return forward(hidden, *args, **kwargs)
 
 
-def _enter(forward: Callable[..., Any], hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
-    """At the fusion layer: the cache sees what enters, or says it."""
+def _forward_at(forward: Callable[..., Any], hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
     probe = _probe(kwargs)
-    return _pass(forward, hidden if probe is None else probe.enter(hidden), *args, **kwargs)
+    if probe is not None:
+        hidden = probe.enter(hidden)
+    return _forward_above(forward, hidden, *args, **kwargs)
 
 
-def _pass(forward: Callable[..., Any], hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
-    """From the fusion layer on: a document may have to leave a layer as it entered it."""
+def _forward_above(forward: Callable[..., Any], hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
     try:
         return forward(hidden, *args, **kwargs)
     except SkipLayer:
@@ -68,5 +77,5 @@ def _pass(forward: Callable[..., Any], hidden: Tensor, *args: Any, **kwargs: Any
 
 
 def _probe(kwargs: dict[str, Any]) -> Probe | None:
-    """The cache of this run, whatever the model calls it."""
+    """The cache of this run, under any name."""
     return next((value for value in kwargs.values() if isinstance(value, Probe)), None)

@@ -2,6 +2,9 @@
 
 from huggingface_hub.errors import EntryNotFoundError, HfHubHTTPError
 
+# Every HTTP error (the base class is httpx's or httpx2's, so that it is taken from a child of it),
+# OSError (also from Xet), ValueError (an answer that is no JSON, such as a login page; a refused
+# model card), RuntimeError (an upload that failed in a thread) and EntryNotFoundError.
 HUB_ERRORS: tuple[type[Exception], ...] = (
     *(base for base in HfHubHTTPError.__bases__ if issubclass(base, Exception)),
     OSError,
@@ -9,6 +12,3 @@ HUB_ERRORS: tuple[type[Exception], ...] = (
     RuntimeError,
     EntryNotFoundError,
 )
-"""Every HTTP error (from httpx or httpx2, so the class is reached through a child of it), OSError (also from Xet),
-ValueError (an answer that is no JSON, such as a login page; a refused model card), RuntimeError (an upload that failed
-in a thread) and EntryNotFoundError."""

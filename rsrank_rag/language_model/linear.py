@@ -1,11 +1,17 @@
-"""The linear maps of a language model as a CPU computes them fastest.
+"""Linear maps of a language model as a CPU computes them fastest.
 
-In bfloat16, bias and GELU are added while a product is written: torch's own writes it on top of a copied bias and reads
-all of it again for GELU, which in the feed-forward layers of a small encoder takes as long as the product itself.
+`FusedLinear` is for bfloat16: oneDNN adds bias and GELU while it writes a product. Torch's own map
+copies the bias first and reads the product again for GELU. In the feed-forward layers of a small
+encoder, that takes as long as the product.
 
-Where there is no AMX, documents' maps compute in 8 bits (``dtype="int8"``; another thing than ``load_in_8bit``,
-which saves memory and costs time here), queries' as ever. A token comes out the same beside any others, as scales are
-its own or fixed. An encoder's are: by a trial at load. So bias, GELU and the next rounding are done with the product.
+`Int8Linear` is for documents where there is no AMX (``dtype="int8"``; ``load_in_8bit`` is another
+setting that saves memory and no time). Queries run through the exact model. A token's numbers do
+not depend on other tokens, because scales are fixed or are the token's own. The scales of an
+encoder are fixed by a calibration run at load, so that bias, GELU and the next rounding happen
+while a product is written.
+
+Both call operators of torch that are not documented: checked with torch 2.13, and with a fallback
+where an operator is missing.
 
 Axes: N rows, T tokens, C channels.
 """
@@ -13,9 +19,9 @@ Axes: N rows, T tokens, C channels.
 from __future__ import annotations
 
 import copy
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from functools import cache, partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -27,31 +33,56 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from ..method.backbone import Backbone
-    from ..method.concurrent_batches import Ids
     from ..method.template import PromptTokenizer
 
+# In the calibration run, the output of GELU reaches ten times as far for single tokens as for
+# others. At this part of the largest number, few tokens are clipped and all others are finer
+# (research/docs/speed.md).
+GELU_RANGE = 0.7
 
-def linear_maps(model: nn.Module) -> Iterator[tuple[nn.Module, str, nn.Linear, bool]]:
-    """Each linear map's parent, its name there, itself, and whether GELU follows it as BERT and its kin have it."""
+
+class LinearMap(NamedTuple):
+    """A linear map of a model.
+
+    Attributes:
+        parent: The module that holds it.
+        name: Its name there.
+        linear: The map.
+        gelu: Whether GELU follows, as in BERT-like models.
+    """
+
+    parent: nn.Module
+    name: str
+    linear: nn.Linear
+    gelu: bool
+
+
+def linear_maps(model: nn.Module) -> Iterator[LinearMap]:
+    """All linear maps of a model."""
     for parent in model.modules():
         activation = type(getattr(parent, "intermediate_act_fn", None)).__name__
         for name, child in parent.named_children():
             if isinstance(child, nn.Linear):
-                gelu = (name == "dense" and activation == "GELUActivation") or getattr(
-                    child, "gelu", False
-                )
-                yield parent, name, child, gelu
+                gelu = name == "dense" and activation == "GELUActivation"
+                yield LinearMap(parent, name, child, gelu or getattr(child, "gelu", False))
 
 
 class FusedLinear(nn.Linear):
-    """A linear map, (..., in) to (..., out), with the given one's weights; with ``gelu``, its GELU too."""
+    """A linear map, (..., in) to (..., out), with the weights of another one.
+
+    Args:
+        linear: The map whose weights it shares.
+        gelu: Whether to apply GELU to the output.
+    """
 
     def __init__(self, linear: nn.Linear, *, gelu: bool = False) -> None:
         super().__init__(linear.in_features, linear.out_features, device="meta")
-        self.weight, self.bias, self.gelu = linear.weight, linear.bias, gelu
+        self.weight = linear.weight
+        self.bias = linear.bias
+        self.gelu = gelu
 
     def forward(self, inputs: Tensor) -> Tensor:
-        """Torch's own way for gradients and compilers, which the other is not made for, and for a map moved or cast."""
+        """Use torch's own map for gradients, for compilers, and after a move or a cast."""
         fits = inputs.device.type == "cpu" and inputs.dtype == self.weight.dtype == torch.bfloat16
         if torch.is_grad_enabled() or torch.compiler.is_compiling() or not fits:
             outputs = super().forward(inputs)
@@ -64,230 +95,265 @@ class FusedLinear(nn.Linear):
 
 
 def fuse_linear_maps(model: PreTrainedModel) -> None:
-    """Replace linear maps with bias and plain weights, in bfloat16 on a processor that multiplies it; no others."""
-    if (
-        model.device.type != "cpu"
-        or model.dtype != torch.bfloat16
-        or not has_fast_bfloat16(model.device)
-    ):
+    """Replace a bfloat16 model's maps that have a bias, on a CPU that multiplies bfloat16."""
+    on_cpu = model.device.type == "cpu" and model.dtype == torch.bfloat16
+    if not on_cpu or not has_fast_bfloat16(model.device):
         return
     try:
         with torch.no_grad():
-            FusedLinear(nn.Linear(8, 8, dtype=torch.bfloat16), gelu=True)(
-                torch.ones(1, 8, dtype=torch.bfloat16)
-            )
-    except (
-        AttributeError,
-        RuntimeError,
-        TypeError,
-    ):  # of torch for other processors, or an older one: it is private
+            linear = nn.Linear(8, 8, dtype=torch.bfloat16)
+            FusedLinear(linear, gelu=True)(torch.ones(1, 8, dtype=torch.bfloat16))
+    # This torch has no such operator.
+    except (AttributeError, RuntimeError, TypeError):
         return
-    for parent, name, child, gelu in list(linear_maps(model)):
-        if (
-            type(child) is nn.Linear
-            and type(child.weight) is nn.Parameter
-            and child.bias is not None
-        ):
-            setattr(parent, name, FusedLinear(child, gelu=gelu))
+    for parent, name, linear, gelu in list(linear_maps(model)):
+        plain = type(linear) is nn.Linear and type(linear.weight) is nn.Parameter
+        if plain and linear.bias is not None:
+            setattr(parent, name, FusedLinear(linear, gelu=gelu))
             if gelu:
                 parent.intermediate_act_fn = nn.Identity()
 
 
-class Steps:
-    """How numbers that enter linear maps become whole ones: so many steps of each channel's size above zero's place.
+class QuantisationParameters:
+    """Scale and zero point of the numbers that enter linear maps, one scale for each channel.
+
+    A number x becomes round(x / scale + zero_point), clipped to 0..255.
 
     Args:
-        lowest: Of the numbers, for each channel (C,) or for all.
-        highest: The same.
-        weights: Of all maps that they enter, each (..., C).
+        lowest: The smallest numbers, for each channel (C,) or for all ().
+        highest: The largest numbers, likewise.
+        weights: The weights of all maps that take these numbers, each (..., C).
     """
 
     def __init__(self, lowest: Tensor, highest: Tensor, weights: Sequence[Tensor]) -> None:
-        # A few channels are ten times larger than others: the weights take over half of that, as SmoothQuant does.
-        largest = torch.maximum(-lowest, highest).clamp_min(1e-4)
-        even = (
-            (largest / torch.cat(list(weights)).abs().amax(0).clamp_min(1e-6)).sqrt()
-            if largest.ndim
-            else 1.0
-        )
-        low, high = (lowest / even).min().clamp_max(-1e-6), (highest / even).max().clamp_min(1e-6)
-        self.size, self.zero = even * (high - low) / 255, round(float(-low * 255 / (high - low)))
-        self._shift, self._rate = torch.tensor(self.zero - 128.0), 1 / self.size
+        balance = torch.ones(())
+        if lowest.ndim:
+            # Single channels are ten times larger than others. As in SmoothQuant, the weights take
+            # over the square root of the difference.
+            largest = torch.maximum(-lowest, highest).clamp_min(1e-4)
+            largest_weights = torch.cat(list(weights)).abs().amax(0).clamp_min(1e-6)
+            balance = (largest / largest_weights).sqrt()
+        low = (lowest / balance).min().clamp_max(-1e-6)
+        high = (highest / balance).max().clamp_min(1e-6)
+        self.scale = balance * (high - low) / 255
+        self.zero_point = round(float(-low * 255 / (high - low)))
+        self._signed_zero = torch.tensor(self.zero_point - 128.0)
+        self._rate = 1 / self.scale
 
-    def __call__(self, numbers: Tensor) -> Tensor:
-        """The numbers as codes; what is codes already as it is."""
-        return (
-            numbers
-            if numbers.dtype == torch.uint8
-            else codes(torch.addcmul(self._shift, numbers, self._rate))
-        )
+    def quantise(self, numbers: Tensor) -> Tensor:
+        """Numbers (..., C) as uint8; uint8 is returned as it is."""
+        if numbers.dtype == torch.uint8:
+            return numbers
+        return as_uint8(torch.addcmul(self._signed_zero, numbers, self._rate))
 
 
-class RoundedLinear(nn.Module):
-    """A linear map, (..., in) to (..., out), whose weights are rounded once and whose inputs are as they come.
+def as_uint8(numbers: Tensor) -> Tensor:
+    """Numbers -128..127, rounded and clipped in place, as uint8 0..255.
+
+    oneDNN is slow with signed inputs.
+    """
+    return numbers.round_().clamp_(-128, 127).to(torch.int8).view(torch.uint8).bitwise_xor_(128)
+
+
+class Int8Linear(nn.Module):
+    """A linear map, (..., in) to (..., out), with weights in int8.
 
     Args:
-        steps: Of its inputs; None for a scale for each token.
-        gelu: Whether GELU follows.
-        following: Steps of the map that takes what GELU gives, which is rounded at once as that wants it.
+        linear: The map whose weights are rounded.
+        inputs: Quantisation parameters of its inputs; None for a scale for each token.
+        gelu: Whether to apply GELU to the output.
+        outputs: Quantisation parameters of the next map's inputs. The output is then uint8.
     """
 
     def __init__(
         self,
         linear: nn.Linear,
-        steps: Steps | None = None,
+        inputs: QuantisationParameters | None = None,
         *,
         gelu: bool = False,
-        following: Steps | None = None,
+        outputs: QuantisationParameters | None = None,
     ) -> None:
         super().__init__()
-        weight, self.dtype, self.gelu, self.steps = (
-            linear.weight.detach().float(),
-            linear.weight.dtype,
-            gelu,
-            steps,
-        )
+        self.dtype = linear.weight.dtype
         self.bias = None if linear.bias is None else linear.bias.detach().float()
-        self.leaving = (
-            (1.0, 0, None)
-            if following is None
-            else (float(following.size), following.zero, torch.uint8)
-        )
-        if steps is not None:
-            weight = weight * steps.size
-        self.scales = (weight.abs().amax(1) / largest_weight()).clamp_min(1e-12)
-        self.zeros = torch.zeros(len(weight), dtype=torch.long)
-        self.packed = torch.ops.onednn.qlinear_prepack(
-            (weight / self.scales[:, None]).round().to(torch.int8), None
-        )
+        self.activation = "gelu" if gelu else "none"
+        self.inputs = inputs
+        self.outputs = outputs
+        weight = linear.weight.detach().float()
+        if inputs is not None:
+            weight = weight * inputs.scale
+        self.weight = _PackedWeight.of(weight)
 
     def forward(self, inputs: Tensor) -> Tensor:
-        """Sums of products are exact; GELU is taken of what they give."""
-        if self.steps is not None:
-            return self._product(self.steps(inputs), self.steps.zero, self.bias, self.dtype)
-        size = (
-            torch.maximum(inputs.amax(-1, True), -inputs.amin(-1, True)).float() / 127
-        ).clamp_min_(1e-12)
-        sums = self._product(codes(inputs / size), 128, None, torch.float32).mul_(size)
+        """Multiply in int8, and add up exactly."""
+        if self.inputs is not None:
+            codes = self.inputs.quantise(inputs)
+            return self._product(codes, self.inputs.zero_point, self.bias, self.dtype)
+        largest = torch.maximum(inputs.amax(-1, True), -inputs.amin(-1, True))
+        scale = (largest.float() / 127).clamp_min_(1e-12)
+        sums = self._product(as_uint8(inputs / scale), 128, None, torch.float32).mul_(scale)
         return (sums if self.bias is None else sums.add_(self.bias)).to(inputs.dtype)
 
     def _product(
-        self, inputs: Tensor, zero: int, bias: Tensor | None, dtype: torch.dtype
+        self, codes: Tensor, zero_point: int, bias: Tensor | None, dtype: torch.dtype
     ) -> Tensor:
-        found: Tensor = torch.ops.onednn.qlinear_pointwise(
-            *(inputs, 1.0, zero, self.packed, self.scales, self.zeros, bias, *self.leaving[:2]),
-            self.leaving[2] or dtype,
-            *("gelu" if self.gelu else "none", [], "none"),
+        if self.outputs is None:
+            return self.weight.product(codes, zero_point, bias, dtype, self.activation)
+        return self.weight.product(
+            codes,
+            zero_point,
+            bias,
+            torch.uint8,
+            self.activation,
+            float(self.outputs.scale),
+            self.outputs.zero_point,
         )
-        return found
 
 
-def codes(numbers: Tensor) -> Tensor:
-    """Rounded, cut to what int8 holds, and then without a sign, with which oneDNN is slow: uint8, 128 for 0."""
-    return numbers.round_().clamp_(-128, 127).to(torch.int8).view(torch.uint8).bitwise_xor_(128)
+class _PackedWeight(NamedTuple):
+    """An int8 weight as oneDNN reads it, with a scale for each of its rows."""
+
+    packed: Tensor
+    scales: Tensor
+    zero_points: Tensor
+
+    @classmethod
+    def of(cls, weight: Tensor, largest: int | None = None) -> _PackedWeight:
+        """Round a weight (out, in) to whole numbers up to ``largest``."""
+        scales = (weight.abs().amax(1) / (largest or largest_weight())).clamp_min(1e-12)
+        codes = (weight / scales[:, None]).round().to(torch.int8)
+        packed = torch.ops.onednn.qlinear_prepack(codes, None)
+        return cls(packed, scales, torch.zeros(len(weight), dtype=torch.long))
+
+    def product(
+        self,
+        codes: Tensor,
+        zero_point: int,
+        bias: Tensor | None,
+        dtype: torch.dtype,
+        activation: str = "none",
+        output_scale: float = 1.0,
+        output_zero_point: int = 0,
+    ) -> Tensor:
+        """The product with uint8 inputs (..., in), as ``dtype`` (..., out)."""
+        result: Tensor = torch.ops.onednn.qlinear_pointwise(
+            codes,
+            1.0,
+            zero_point,
+            self.packed,
+            self.scales,
+            self.zero_points,
+            bias,
+            output_scale,
+            output_zero_point,
+            dtype,
+            activation,
+            [],
+            "none",
+        )
+        return result
 
 
 @cache
 def largest_weight() -> int:
-    """Of the whole numbers that weights become: without VNNI, two of them times 255 have to fit into 16 bits.
+    """The largest whole number that a weight is rounded to: 127 or 63.
 
-    A product says which: oneDNN may be told to do without what the processor has (``ONEDNN_MAX_CPU_ISA``).
+    Without VNNI, the processor adds two products of a weight and 255 in 16 bits. A product shows
+    which it does, because ``ONEDNN_MAX_CPU_ISA`` may hide the processor's instructions from oneDNN.
     """
-    inputs, weights = (
-        torch.full((1, 64), 255, dtype=torch.uint8),
-        torch.full((8, 64), 127, dtype=torch.int8),
-    )
-    packed, zeros = (
-        torch.ops.onednn.qlinear_prepack(weights, None),
-        torch.zeros(8, dtype=torch.long),
-    )
-    sums = torch.ops.onednn.qlinear_pointwise(
-        *(
-            inputs,
-            1.0,
-            0,
-            packed,
-            torch.ones(8),
-            zeros,
-            None,
-            1.0,
-            0,
-            torch.float32,
-            "none",
-            [],
-            "none",
-        )
-    )
+    weight = _PackedWeight.of(torch.full((8, 64), 127.0), largest=127)
+    sums = weight.product(torch.full((1, 64), 255, dtype=torch.uint8), 0, None, torch.float32)
     return 127 if bool((sums == 64 * 255 * 127).all()) else 63
 
 
-def samples(prompts: PromptTokenizer) -> list[Ids]:
-    """Token ids that an encoder is tried out on: pieces of words at random, within the template.
+def calibration_ids(prompts: PromptTokenizer) -> list[tuple[int, ...]]:
+    """Token ids of the calibration run: random pieces of words within the template.
 
-    Ranges come out as good as with 300 passages, see research/docs/speed.md; without the template they would not.
+    The ranges are as good as those of 300 passages (research/docs/speed.md). Without the template
+    they would not be.
     """
-    words = torch.randint(
-        len(prompts.tokenizer), (32, 14), generator=torch.Generator().manual_seed(0)
-    )
+    generator = torch.Generator().manual_seed(0)
+    words = torch.randint(len(prompts.tokenizer), (32, 14), generator=generator)
     return [(*prompts.instruction, *row, *prompts.separator) for row in words.tolist()]
 
 
-def rounded(core: Backbone, prompts: PromptTokenizer) -> PreTrainedModel:
-    """A model that shares the given one's weights, except that its layers' linear maps are rounded: for documents.
+def int8_copy(core: Backbone, prompts: PromptTokenizer) -> PreTrainedModel:
+    """A copy of the model for documents: its layers' linear maps in int8, all else shared.
 
-    What enters an encoder's maps when it reads `samples` gives the scales. In a decoder, where single tokens are a
-    thousand times larger than others, each token has its own.
+    In a decoder, single tokens are a thousand times larger than others, so that each token has a
+    scale of its own.
     """
-    shared: dict[int, Any] = {
-        id(part): part for part in (*core.model.parameters(), *core.model.buffers())
-    }
-    maps = [part for part in layers_of(core.model).modules() if isinstance(part, nn.Linear)]
-    followed = {linear: parent for parent, _, linear, gelu in linear_maps(core.model) if gelu}
-    steps = dict.fromkeys(maps) if core.causal else _steps(core, maps, samples(prompts), followed)
-    for linear, after in zip(steps, [*list(steps.values())[1:], None], strict=True):
-        gelu = linear in followed
-        shared[id(linear)] = RoundedLinear(
-            linear, steps[linear], gelu=gelu, following=after if gelu else None
+    model = core.model
+    layers = layers_of(model)
+    maps = [module for module in layers.modules() if isinstance(module, nn.Linear)]
+    parents = {linear: parent for parent, _, linear, gelu in linear_maps(model) if gelu}
+    parameters: dict[nn.Linear, QuantisationParameters | None] = dict.fromkeys(maps)
+    if not core.causal:
+        parameters = {**_calibrate(core, maps, parents.keys(), calibration_ids(prompts))}
+    replaced: dict[int, Any] = {}
+    for tensor in (*model.parameters(), *model.buffers()):
+        replaced[id(tensor)] = tensor
+    following = [*list(parameters.values())[1:], None]
+    for (linear, inputs), outputs in zip(parameters.items(), following, strict=True):
+        gelu = linear in parents
+        replaced[id(linear)] = Int8Linear(
+            linear, inputs, gelu=gelu, outputs=outputs if gelu else None
         )
         if gelu:
-            shared[id(followed[linear].intermediate_act_fn)] = nn.Identity()
-    model = copy.deepcopy(core.model, shared)
-    for module in model.modules():
-        inside = [child.steps for child in module.children() if isinstance(child, RoundedLinear)]
-        if (
-            len(inside) > 1 and inside[0] is not None and len(set(inside)) == 1
-        ):  # keys, values, ...: rounded once
-            module.register_forward_pre_hook(partial(_at_the_door, inside[0]))
-    return model
+            replaced[id(parents[linear].intermediate_act_fn)] = nn.Identity()
+    int8_model = copy.deepcopy(model, replaced)
+    for module in int8_model.modules():
+        _share_quantisation(module)
+    return int8_model
 
 
-def _at_the_door(steps: Steps, _module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
-    return (steps(inputs[0]), *inputs[1:]) if inputs else inputs
+def _share_quantisation(module: nn.Module) -> None:
+    """Quantise the input of query, key and value maps once, where it enters their parent."""
+    inputs = [child.inputs for child in module.children() if isinstance(child, Int8Linear)]
+    if len(inputs) > 1 and inputs[0] is not None and len(set(inputs)) == 1:
+        module.register_forward_pre_hook(partial(_quantise_first, inputs[0]))
+
+
+def _quantise_first(
+    parameters: QuantisationParameters, _module: nn.Module, inputs: tuple[Any, ...]
+) -> tuple[Any, ...]:
+    return (parameters.quantise(inputs[0]), *inputs[1:]) if inputs else inputs
 
 
 @torch.no_grad()
-def _steps(
-    core: Backbone, maps: Sequence[nn.Linear], texts: Sequence[Ids], followed: Container[nn.Linear]
-) -> dict[nn.Linear, Steps]:
-    """Of what enters these linear maps when documents are run, in that order; maps that take the same share theirs."""
-    entering: dict[nn.Linear, Tensor] = {}
-    hooks = [
-        m.register_forward_pre_hook(lambda m, inputs: entering.__setitem__(m, inputs[0]))
-        for m in maps
-    ]
+def _calibrate(
+    core: Backbone,
+    maps: Sequence[nn.Linear],
+    before_gelu: Collection[nn.Linear],
+    texts: Sequence[tuple[int, ...]],
+) -> dict[nn.Linear, QuantisationParameters]:
+    """Quantisation parameters of the maps that documents run through, in the order of the run.
+
+    Maps that take the same tensor share their parameters.
+    """
+    inputs: dict[nn.Linear, Tensor] = {}
+
+    def record(linear: nn.Linear, arguments: tuple[Tensor, ...]) -> None:
+        inputs[linear] = arguments[0]
+
+    hooks = [linear.register_forward_pre_hook(record) for linear in maps]
     core.prefill(texts, exact=True)
     for hook in hooks:
         hook.remove()
-    steps: dict[nn.Linear, Steps] = {}
-    for before, (linear, seen) in zip([None, *entering], entering.items(), strict=False):
-        numbers, takers = (
-            seen.flatten(0, -2).float(),
-            [taker for taker in entering if entering[taker] is seen],
-        )
-        lowest, highest = numbers.amin(0), numbers.amax(0)
-        if before in followed:  # few tokens are cut, and finer steps are left to all
-            lowest, highest = lowest.min(), 0.7 * highest.max()
-        steps[linear] = steps.get(takers[0]) or Steps(
-            lowest, highest, [taker.weight.float() for taker in takers]
-        )
-    return steps
+    parameters: dict[nn.Linear, QuantisationParameters] = {}
+    previous: nn.Linear | None = None
+    for linear, tensor in inputs.items():
+        sharing = [other for other in inputs if inputs[other] is tensor]
+        if sharing[0] in parameters:
+            parameters[linear] = parameters[sharing[0]]
+        else:
+            numbers = tensor.flatten(0, -2).float()
+            lowest = numbers.amin(0)
+            highest = numbers.amax(0)
+            if previous in before_gelu:
+                lowest = lowest.min()
+                highest = GELU_RANGE * highest.max()
+            weights = [other.weight.float() for other in sharing]
+            parameters[linear] = QuantisationParameters(lowest, highest, weights)
+        previous = linear
+    return parameters

@@ -1,7 +1,7 @@
 """Options for loading a language model, shared by the library, adapters, commands and training.
 
-This module imports torch only where a device or a dtype is needed, because adapters and commands are
-made before anything is loaded.
+This module imports torch only where a device or a dtype is needed, because adapters and commands
+are made before anything is loaded.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ from conftest import DOCUMENTS, QUERIES, load_ranker
 from rsrank_rag import RSRank
 from rsrank_rag.errors import InputError
 from rsrank_rag.language_model import linear as maps
-from rsrank_rag.language_model.linear import RoundedLinear, Steps
+from rsrank_rag.language_model.linear import Int8Linear, QuantisationParameters
 from rsrank_rag.language_model.options import LoadOptions, has_fast_int8
 
 pytestmark = pytest.mark.skipif(not has_fast_int8(), reason="needs an x86 processor with AVX2")
@@ -82,13 +82,11 @@ def test_a_map_is_what_plain_arithmetic_makes_of_it_and_no_token_depends_on_othe
     for bias in (True, False):
         linear = torch.nn.Linear(96, 40, bias=bias).requires_grad_(False)
         inputs = torch.randn(3, 5, 96) * torch.logspace(-2, 2, 5)[:, None]
-        found = RoundedLinear(linear)(inputs)
+        found = Int8Linear(linear)(inputs)
         torch.testing.assert_close(found, slowly(linear)(inputs))
-        alone = torch.stack(
-            [RoundedLinear(linear)(token[None])[0] for token in inputs.flatten(0, 1)]
-        )
+        alone = torch.stack([Int8Linear(linear)(token[None])[0] for token in inputs.flatten(0, 1)])
         assert torch.equal(found.flatten(0, 1), alone)
-    assert torch.equal(RoundedLinear(linear)(torch.zeros(2, 96)), torch.zeros(2, 40))
+    assert torch.equal(Int8Linear(linear)(torch.zeros(2, 96)), torch.zeros(2, 40))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -99,7 +97,7 @@ def test_a_map_of_a_known_range_is_what_plain_arithmetic_makes_of_it_and_cuts_wh
     torch.manual_seed(0)
     linear = torch.nn.Linear(96, 40, bias=bias, dtype=dtype).requires_grad_(False)
     sizes = torch.logspace(-1, 1, 96)
-    rounded = RoundedLinear(linear, Steps(-sizes, 2 * sizes, [linear.weight]))
+    rounded = Int8Linear(linear, QuantisationParameters(-sizes, 2 * sizes, [linear.weight]))
     inputs = (torch.randn(7, 5, 96) * sizes).to(dtype)
     assert (inputs < -sizes).any()
     assert (inputs > 2 * sizes).any()
@@ -123,27 +121,27 @@ def test_one_map_hands_its_rounded_gelu_to_the_next():
     inputs = torch.randn(50, 32)
     between = torch.nn.functional.gelu(first(inputs))
     entering, after = (inputs.amin(0), inputs.amax(0)), (between.min(), between.max())
-    following = Steps(*after, [second.weight])
-    codes = RoundedLinear(first, Steps(*entering, [first.weight]), gelu=True, following=following)(
-        inputs
-    )
+    following = QuantisationParameters(*after, [second.weight])
+    codes = Int8Linear(
+        first, QuantisationParameters(*entering, [first.weight]), gelu=True, outputs=following
+    )(inputs)
     assert codes.dtype == torch.uint8
-    found = RoundedLinear(second, following)(codes)
+    found = Int8Linear(second, following)(codes)
     expected = slowly_within(second, *after)(
         torch.nn.functional.gelu(slowly_within(first, *entering)(inputs))
     )
     # A number between two steps may become the one here and the other there.
-    step = float(following.size * second.weight.abs().max())
+    step = float(following.scale * second.weight.abs().max())
     torch.testing.assert_close(found, expected, rtol=0, atol=2 * step)
     torch.testing.assert_close(found, second(between), rtol=0, atol=0.1)
 
 
 LARGEST = """
 import torch
-from rsrank_rag.language_model.linear import RoundedLinear, Steps
+from rsrank_rag.language_model.linear import Int8Linear, QuantisationParameters
 linear = torch.nn.Linear(64, 8, bias=False).requires_grad_(False)
 torch.nn.init.ones_(linear.weight)
-found = RoundedLinear(linear, Steps(torch.zeros(()), torch.ones(()), [linear.weight]))(torch.ones(3, 64))
+found = Int8Linear(linear, QuantisationParameters(torch.zeros(()), torch.ones(()), [linear.weight]))(torch.ones(3, 64))
 torch.testing.assert_close(found, torch.full((3, 8), 64.0), rtol=1e-3, atol=0)
 """
 
@@ -160,8 +158,8 @@ def all_scores(ranker):
 
 def test_an_encoder_is_tried_out_on_the_same_tokens_every_time_within_its_template(tiny_folder):
     prompts = load_ranker(tiny_folder("bert"), "bert").prompts
-    assert maps.samples(prompts) == maps.samples(prompts)
-    ids = torch.tensor(maps.samples(prompts))
+    assert maps.calibration_ids(prompts) == maps.calibration_ids(prompts)
+    ids = torch.tensor(maps.calibration_ids(prompts))
     before, after = len(prompts.instruction), ids.shape[1] - len(prompts.separator)
     assert (ids[:, :before] == torch.tensor(prompts.instruction)).all()
     assert (ids[:, after:] == torch.tensor(prompts.separator, dtype=torch.long)).all()
@@ -205,7 +203,9 @@ def test_scores_are_those_of_documents_that_ran_through_rounded_maps(kind, tiny_
     assert ranker.identity() != slow.identity()
     exact, scores = all_scores(slow), all_scores(ranker)
     slow.backbone.document_model = copy.deepcopy(slow.backbone.model)
-    make_slow(slow.backbone.document_model, maps.samples(slow.prompts) if kind == "bert" else None)
+    make_slow(
+        slow.backbone.document_model, maps.calibration_ids(slow.prompts) if kind == "bert" else None
+    )
     moved = (scores - exact).abs()
     assert moved.max() > EXACT
     # A token on the border between two whole numbers becomes the one here and the other there, by processor.
@@ -251,7 +251,9 @@ def test_the_built_in_model_is_read_so_and_keeps_to_its_scores():
         moved = torch.tensor(chosen.score(query, passages)) - torch.tensor(
             exact.score(query, passages)
         )
-        assert 0 < moved.abs().max() < 0.25  # as far as any of 8,142 moved, see research/docs/speed.md
+        assert (
+            0 < moved.abs().max() < 0.25
+        )  # as far as any of 8,142 moved, see research/docs/speed.md
 
 
 @pytest.mark.parametrize("options", [{"device": "cuda"}, {"device": "cpu", "load_in_8bit": True}])
