@@ -69,6 +69,23 @@ def test_a_command_of_the_page_on_reliability_names_tests_that_exist(paths, expr
         assert any(word in name for name in names), word
 
 
+def test_the_page_on_architecture_names_every_file_of_the_package():
+    page = (ROOT / "docs" / "architecture.md").read_text("utf-8")
+    block = re.search(r"^    rsrank_rag/\n((?:      .*\n)+)", page, flags=re.MULTILINE)[1]
+    named = []
+    folder = ""
+    for line in block.splitlines():
+        name = line.split()[0]
+        if name.endswith("/"):
+            folder = name
+        else:
+            named.append(folder + name)
+    package = ROOT / "rsrank_rag"
+    files = [path.relative_to(package).as_posix() for path in package.rglob("*.py")]
+    own = [path for path in files if not path.endswith(("__init__.py", "__main__.py"))]
+    assert sorted(named) == sorted(own)
+
+
 def test_the_readme_shows_what_its_first_example_prints(capsys):
     page = (ROOT / "README.md").read_text("utf-8")
     exec(BLOCK.findall(page)[0], {})
