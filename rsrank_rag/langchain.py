@@ -230,7 +230,7 @@ class RSRankRetriever(BaseRetriever, extra="forbid"):
         limits = Limits()
         for name in Limits.__annotations__.keys() & kwargs.keys():
             limits[name] = kwargs.pop(name)  # type: ignore[literal-required]
-        # A Runnable raises TypeError itself. `BaseRetriever.invoke` silently drops the keywords that
+        # A Runnable raises TypeError itself. `BaseRetriever.invoke` silently drops keywords that
         # `_get_relevant_documents` does not take.
         if isinstance(self.base_retriever, BaseRetriever):
             parameters = inspect.signature(self.base_retriever._get_relevant_documents).parameters

@@ -250,7 +250,7 @@ class ModelAdapter(LoadSettings):
 
     @property
     def _service_model(self) -> str | None:
-        """Name of the model that a service must hold; None for the default, which is for loading."""
+        """Name of the model that a service must hold; None for the default."""
         if self.model == ModelAdapter.model_fields["model"].default:
             return None
         return str(self.model)

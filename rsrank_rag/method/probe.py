@@ -179,6 +179,7 @@ class Recorder(Probe):
         super().__init__(stop)
         self.lengths = tuple(lengths)
         self.longest = max(lengths)
+        self.padded_longest = padded_length(self.longest)
         self.query_slots = padded_length(query_slots)
         self.extra_rows = extra_rows
         self.fusion = fusion
@@ -205,7 +206,9 @@ class Recorder(Probe):
         if layer_idx < self.fusion:
             if not self.pads_keys:
                 return key_states, value_states
-            return _padded(key_states, self.longest), _padded(value_states, self.longest)
+            width = self.padded_longest
+            keys = _padded(key_states, self.longest, width)
+            return keys, _padded(value_states, self.longest, width)
         keys = self._with_extra_rows(key_states, 0, layer_idx)
         values = self._with_extra_rows(value_states, 1, layer_idx)
         self.keys.append(keys)
@@ -221,7 +224,8 @@ class Recorder(Probe):
 
     def _with_extra_rows(self, states: Tensor, part: int, layer: int) -> Tensor:
         extra = [prefix.states[part, layer - self.fusion] for prefix in self.extra_rows]
-        return _padded(states, self.longest, self.query_slots, extra)
+        width = self.query_slots + self.padded_longest
+        return _padded(states, self.longest, width, self.query_slots, extra)
 
     def prefixes(self) -> Prefixes:
         """The recorded prefixes, and the extra rows below them."""
@@ -284,12 +288,15 @@ def pooled(hidden: Tensor, lengths: Sequence[int]) -> Tensor:
 
 
 def _padded(
-    states: Tensor, longest: int, query_slots: int = 0, extra_rows: Sequence[Tensor] = ()
+    states: Tensor,
+    longest: int,
+    width: int,
+    query_slots: int = 0,
+    extra_rows: Sequence[Tensor] = (),
 ) -> Tensor:
-    """Keys or values (N, H, S, D) with slots, extra rows and padding, (N + extra, H, R + S, D)."""
+    """Keys or values (N, H, S, D) with slots, extra rows and padding, (N + extra, H, width, D)."""
     rows, heads, _, dim = states.shape
     end = query_slots + longest
-    width = query_slots + padded_length(longest)
     padded = states.new_empty(rows + len(extra_rows), heads, width, dim)
     padded[:rows, :, query_slots:end] = states[:, :, :longest]
     # Fresh memory may hold NaN, and a masked NaN is still NaN.
