@@ -1,4 +1,4 @@
-"""RSRank: rerank by how a document shifts a language model's view of the query, and drop what scores below zero."""
+"""RSRank: a reranker that drops the documents that score below zero."""
 
 from importlib import import_module
 from importlib.util import find_spec
@@ -42,7 +42,8 @@ _HOME = {
     "TrainingRecord": "artifact.config",
 }
 
-# The adapters only where their frameworks are installed: `from rsrank_rag import *` has to work without them.
+# Adapters are listed only where their frameworks are installed, because `from rsrank_rag import *`
+# has to work without them.
 __all__ = [
     "Explanation",
     "LoadOptions",

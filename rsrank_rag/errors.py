@@ -20,7 +20,7 @@ class InputError(RSRankError, ValueError):
 
 
 class ArtifactError(RSRankError):
-    """An artifact (``config.json`` + ``projection.safetensors``) that is missing, damaged or foreign."""
+    """An artifact that is missing, damaged, or made for another language model."""
 
 
 class BackboneError(RSRankError):
@@ -72,8 +72,10 @@ def too_large(tokens: int, index: int) -> ScoringError:
 class RemoteError(RSRankError):
     """A service that could not be reached, was not ready in time, or answered what cannot be used.
 
-    ``status`` is HTTP's, None if there was no answer; ``transient``: whether the same request may succeed later;
-    ``retry_after``: seconds that the service asked to wait for, None if it did not say.
+    Attributes:
+        status: HTTP's status; None if there was no answer.
+        transient: Whether the same request may succeed later.
+        retry_after: Seconds that the service asks to wait; None if it names none.
     """
 
     def __init__(
@@ -107,7 +109,11 @@ def pip_install(extra: str = "") -> str:
 
 
 def required(module: str, message: str, extra: str) -> Any:
-    """An optional module; where it cannot be imported, MissingDependencyError with the message and the pip command."""
+    """Import an optional module.
+
+    Raises:
+        MissingDependencyError: It cannot be imported; the error gives the pip command.
+    """
     try:
         return import_module(module)
     except ImportError:
@@ -116,7 +122,11 @@ def required(module: str, message: str, extra: str) -> Any:
 
 @contextmanager
 def needs(message: str, extra: str, *modules: str) -> Iterator[None]:
-    """Around imports of these packages: where one is missing, the error of `required`, its name in place of ``{}``."""
+    """Around imports of optional packages.
+
+    Raises:
+        MissingDependencyError: One of ``modules`` is missing. Its name replaces ``{}``.
+    """
     try:
         yield
     except ModuleNotFoundError as error:

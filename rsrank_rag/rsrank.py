@@ -28,6 +28,7 @@ from .method.concurrent_batches import (
     parts_of,
     run_all,
     token_budget_for,
+    use_one_thread_after_fork,
 )
 from .method.probe import padded_length
 from .method.projection import Projection
@@ -138,6 +139,7 @@ class RSRank(Pretrained, Reranker):
             InputError: As `score`.
             ScoringError: As `score`; the position in ``pairs`` is given.
         """
+        use_one_thread_after_fork()
         tokenised = self._tokenise(as_pairs(pairs))
         places: dict[Row, list[int]] = {}
         keys = dict[Ids, str]()
@@ -255,6 +257,7 @@ class RSRank(Pretrained, Reranker):
 
         A document without text has no parts, and `BLANK_SCORE`.
         """
+        use_one_thread_after_fork()
         tokens, prompt = self._tokenise([Pair(query, document)])[0]
         score = BLANK_SCORE
         terms = torch.zeros(tokens.length, len(self.projection.layers), self.backbone.num_heads)

@@ -204,6 +204,19 @@ def parts_of(
     return [part_of[document] for document in documents]
 
 
+# The process that imported this module.
+_PROCESS = os.getpid()
+
+
+def use_one_thread_after_fork() -> None:
+    """In a forked process, let torch compute with one thread.
+
+    Its other threads do not survive a fork, and torch would wait for them for ever.
+    """
+    if os.getpid() != _PROCESS:
+        torch.set_num_threads(1)
+
+
 def run_all(run: Callable[[Batches[Item]], object], waiting: Sequence[Batches[Item]]) -> None:
     """Run each of ``waiting``: concurrently, unless another call is doing so.
 
