@@ -92,6 +92,16 @@ def test_what_mini_cannot_do_stands_in_its_description_and_in_the_readme():
     assert "510 tokens" in row
 
 
+def test_the_island_guides_labels_are_as_the_notebooks_say():
+    lines = (EXAMPLES / "island" / "questions.jsonl").read_text("utf-8").splitlines()
+    relevant = {row["question"]: row["relevant"] for row in map(json.loads, lines)}
+    assert len(relevant) == 20
+    assert sum(not ids for ids in relevant.values()) == 4
+    assert len(relevant["Where can I get cash?"]) == 1
+    assert relevant["How do I apply for a fishing licence?"] == []
+    assert len((EXAMPLES / "island" / "passages.jsonl").read_text("utf-8").splitlines()) == 61
+
+
 def test_the_labelled_file_has_questions_with_and_without_an_answer():
     queries = read_labelled(EXAMPLES / "labelled.jsonl")
     answered = [any(document.relevant for document in query.documents) for query in queries]
