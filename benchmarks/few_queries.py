@@ -1,9 +1,9 @@
-"""What 20, 50 or 100 labelled queries of a domain are worth: training near an artifact, and a tuned threshold.
+"""What 20, 50 or 100 labelled queries of a domain are worth: fine-tuning, and a tuned threshold.
 
     python -m benchmarks.few_queries --data data/dev --output docs/few-queries.json
 
 Of each file, so many queries are drawn to train on (`rsrank train --base`) and to tune a threshold on (`rsrank tune`,
-best F1); base, trained and tuned are measured on the file's other queries, which take no part in anything. Features
+best F1); base, fine-tuned and tuned are measured on the file's other queries, which take no part in anything. Features
 are read once a file, with at most 20 documents a query. A draw leaves at least a third of its size to measure on.
 Features of an interrupted run are not read again. `python -m benchmarks.tables` puts them into the docs.
 """
@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import random
 from collections.abc import Sequence
 from pathlib import Path
@@ -24,11 +25,12 @@ from rsrank_rag.artifact import hub
 from rsrank_rag.evaluation.datasets import dataset_name
 from rsrank_rag.partial_files import write_text
 from rsrank_rag.training.batches import scored
-from rsrank_rag.training.domain import DomainOptions, Verdict, judge, train_near
+from rsrank_rag.training.fine_tuning import FineTuningOptions, fine_tune
 from rsrank_rag.training.recipe import Recipe
 from rsrank_rag.training.run import TrainingRun
-from rsrank_rag.training.store import FeatureSource, subset
+from rsrank_rag.training.store import QueryFeatures
 from rsrank_rag.training.tune import Goal, find_threshold
+from rsrank_rag.training.verdict import Verdict, judge
 
 SETS = (
     "nfcorpus",
@@ -38,7 +40,10 @@ SETS = (
     "2wiki.paragraph",
     "musique.paragraph",
     "clapnq.sentence",
+    "realdocs.passage",
 )
+
+TRAINED = ("ndcg@5", "recall", "f1", "left_with_nothing")
 
 
 def draw(count: int, size: int, seed: int) -> tuple[list[int], list[int]]:
@@ -48,25 +53,35 @@ def draw(count: int, size: int, seed: int) -> tuple[list[int], list[int]]:
 
 
 def measure(
-    features: FeatureSource, base: Projection, numbers: tuple[list[int], list[int]]
+    features: Sequence[QueryFeatures], base: Projection, numbers: tuple[list[int], list[int]]
 ) -> dict[str, Any]:
-    """Verdicts on the other queries: of training, what the training itself said, and of a tuned threshold."""
-    own, others = (subset(features, part) for part in numbers)
-    trained = train_near(own, base, DomainOptions())
-    before, after = scored(others, base), scored(others, trained.projection)
-    threshold, interval = find_threshold(scored(own, base), Goal())
+    """What fine-tuning and a tuned threshold do to the other queries, and what they said before."""
+    own = [features[number] for number in numbers[0]]
+    others = [features[number] for number in numbers[1]]
+    trained = fine_tune(own, base, FineTuningOptions())
+    said = judge(trained.before, trained.after)
+    before = scored(others, weights_of(base))
+    after = scored(others, weights_of(trained.projection))
+    tuned = find_threshold(scored(own, weights_of(base)), Goal())
     verdicts = {
         "trained": judge(before, after),
-        "said": judge(trained.base, trained.trained),
-        "tuned": judge(before, before, (0.0, threshold)),
+        "said": said,
+        "tuned": judge(before, before, (0.0, tuned.threshold)),
     }
     found = {name: verdict.model_dump(mode="json") for name, verdict in verdicts.items()}
     return {
         **found,
-        "strength": str(trained.strength),
-        "threshold": threshold,
-        "interval": interval,
+        "penalty": str(trained.penalty),
+        "written": not said.losses and math.isfinite(trained.penalty),
+        "threshold": tuned.threshold,
+        "interval": tuned.interval,
+        "threshold_written": tuned.problem is None,
     }
+
+
+def weights_of(projection: Projection) -> dict[str, torch.Tensor]:
+    """Parameters by name."""
+    return dict(projection.named_parameters())
 
 
 def table(rows: Sequence[dict[str, Any]], name: str, metrics: Sequence[str]) -> str:
@@ -83,31 +98,42 @@ def table(rows: Sequence[dict[str, Any]], name: str, metrics: Sequence[str]) -> 
             change = verdict.difference[metric]
             low, high = (100 * (end or 0.0) for end in (change.low, change.high))
             cells += [
-                f"{100 * verdict.base[metric].mean:.1f}",
+                f"{100 * verdict.before[metric].mean:.1f}",
                 f"{100 * change.mean:+.1f} ({low:+.1f} to {high:+.1f})",
             ]
-        outcome = verdict.outcome.split(":")[0]
-        lines.append(
-            f"| {row['set']} | {row['queries']} | {verdict.queries} | {' | '.join(cells)} | {outcome} |"
-        )
+        start = f"| {row['set']} | {row['queries']} | {verdict.queries}"
+        lines.append(f"{start} | {' | '.join(cells)} | {verdict.outcome} |")
     return "\n".join(lines)
 
 
 def outcomes(rows: Sequence[dict[str, Any]]) -> str:
-    """How many draws ended how, all seeds, in Markdown."""
+    """How many draws ended how on the other queries, all seeds, in Markdown."""
     lines = [
-        "| queries | draws | trained: better | worse | tuned: better | worse |",
-        "|--:|--:|--:|--:|--:|--:|",
+        "| queries | draws | fine-tuned weights written | better | worse | base kept | rightly "
+        "| tuned threshold: better | worse |",
+        "|--:|--:|--:|--:|--:|--:|--:|--:|--:|",
     ]
     for size in sorted({row["queries"] for row in rows}):
         own = [row for row in rows if row["queries"] == size]
-        counts = [
-            sum(row[name]["outcome"].startswith(outcome) for row in own)
-            for name in ("trained", "tuned")
-            for outcome in ("better", "worse")
+        written = [row for row in own if row["written"]]
+        unwritten = [row for row in own if not row["written"]]
+        cells = [
+            size,
+            len(own),
+            len(written),
+            _count(written, "trained", "better"),
+            _count(written, "trained", "worse"),
+            len(unwritten),
+            len(unwritten) - _count(unwritten, "trained", "better"),
+            _count(own, "tuned", "better"),
+            _count(own, "tuned", "worse"),
         ]
-        lines.append(f"| {size} | {len(own)} | {' | '.join(map(str, counts))} |")
+        lines.append(f"| {' | '.join(map(str, cells))} |")
     return "\n".join(lines)
+
+
+def _count(rows: Sequence[dict[str, Any]], name: str, outcome: str) -> int:
+    return sum(Verdict.model_validate(row[name]).outcome == outcome for row in rows)
 
 
 def overview(found: dict[str, Any]) -> str:
@@ -121,7 +147,7 @@ def tables(found: dict[str, Any]) -> str:
     parts = [
         outcomes(found["rows"]),
         "The first draw of each set, trained:",
-        table(first, "trained", ("ndcg@5", "f1")),
+        table(first, "trained", TRAINED),
         "The same, tuned:",
         table(first, "tuned", ("f1",)),
     ]
@@ -157,18 +183,17 @@ def main() -> None:
             "features.max_documents=20",
             "model.device=cpu",
         ]
-        store = TrainingRun(
-            Recipe.load("mini", settings, base=chosen.base), chosen.work / name, say=print
-        ).extract()
-        features = store.in_memory(torch.device("cpu"))
+        recipe = Recipe.load("mini", settings, base=chosen.base)
+        features = TrainingRun(recipe, chosen.work / name, say=print).extract()
         for size in chosen.sizes:
-            if len(store) * 3 < size * 4:
+            # Too few would be left to measure on.
+            if len(features) * 3 < size * 4:
                 continue
             for seed in range(chosen.seeds):
-                numbers = draw(len(store), size, seed)
+                numbers = draw(len(features), size, seed)
                 found = measure(features, base, numbers)
                 rows.append({"set": name, "queries": size, "seed": seed, **found})
-                print(table(rows[-1:], "trained", ("ndcg@5", "f1")).splitlines()[-1], flush=True)
+                print(table(rows[-1:], "trained", TRAINED).splitlines()[-1], flush=True)
                 record = {
                     "base": chosen.base,
                     "config": hub.read_config(folder).digest,

@@ -20,15 +20,15 @@ from pathlib import Path
 import torch
 from transformers import AutoModel, Qwen3Config
 
-from rsrank_rag.artifact.config import BackboneSpec
 from rsrank_rag.evaluation.datasets import LabelledDocument, LabelledQuery
 from rsrank_rag.language_model.check import open_backbone
 from rsrank_rag.method.scoring import ShiftReader
 from rsrank_rag.method.template import Template, TokenisedDocument, TokenisedQuery
-from rsrank_rag.training.features import FeatureExtractor, plan_features, spec_for
+from rsrank_rag.training.features import FeatureExtractor, row_count
 from rsrank_rag.training.fit import FitOptions, fit
 from rsrank_rag.training.recipe import FeaturePart
-from rsrank_rag.training.store import FeatureStore, resident, subset
+from rsrank_rag.training.run import on_gpu
+from rsrank_rag.training.store import read_features, write_features
 
 DOCUMENT_TOKENS, QUERY_TOKENS = 184, 20
 
@@ -126,32 +126,25 @@ def main() -> None:
         for number in range(chosen.queries)
     ]
     numbers = len(layers) * core.num_heads * core.head_dim
-    plan = plan_features(queries, words, extractor.options, numbers)  # type: ignore[arg-type]
+    rows = row_count(queries, words, extractor.options)  # type: ignore[arg-type]
+    size = 2 * rows * numbers
+    prompt = len(words.null_prefix) + DOCUMENT_TOKENS + QUERY_TOKENS
+    prompt_tokens = rows // QUERY_TOKENS * prompt
     extractor.extract(queries[0])  # warms up
     with tempfile.TemporaryDirectory() as folder:
-        described = BackboneSpec(
-            name="random",
-            model_type=config.model_type,
-            num_layers=core.num_layers,
-            num_heads=core.num_heads,
-            head_dim=core.head_dim,
-            tokenizer="random",
-            values=core.findings.sample,
-        )
-        spec = spec_for(extractor, queries, described)
-        store = FeatureStore.create(Path(folder) / "features", spec, plan.bytes)
+        paths = [Path(folder) / f"{number:05d}.safetensors" for number in range(chosen.queries)]
         started = time.perf_counter()
-        for _ in store.fill(lambda number, made=extractor: made.extract(queries[number])):
-            pass
+        for path, query in zip(paths, queries, strict=True):
+            write_features(path, extractor.extract(query))
         seconds = time.perf_counter() - started
         figures: dict[str, object] = {
             "device": torch.cuda.get_device_name() if device.type == "cuda" else "cpu",
             "queries": chosen.queries,
             "documents": chosen.documents,
-            "feature_gb": plan.bytes / 1e9,
+            "feature_gb": size / 1e9,
             "features_s": seconds,
-            "features_tflop": 2e-12 * working * plan.prompt_tokens,
-            "features_tflop_per_s": 2e-12 * working * plan.prompt_tokens / seconds,
+            "features_tflop": 2e-12 * working * prompt_tokens,
+            "features_tflop_per_s": 2e-12 * working * prompt_tokens / seconds,
         }
         if device.type == "cuda":
             figures["peak_gb_features"] = torch.cuda.max_memory_allocated() / 1e9
@@ -164,18 +157,12 @@ def main() -> None:
             projection_dim=chosen.projection_dim, epochs=chosen.epochs, keep="last"
         )
         numbers = len(layers) * chosen.kv_heads * chosen.projection_dim * chosen.width
-        figures["fit_tflop_per_epoch"] = (
-            6e-12
-            * numbers
-            * sum(store[number].shifts.shape[2] for number in range(held, chosen.queries))
-        )
-        for name, source in (("streamed", store), ("resident", resident(store, device))):
+        store = list(map(read_features, paths))
+        learning_rows = sum(query.shifts.shape[2] for query in store[held:])
+        figures["fit_tflop_per_epoch"] = 6e-12 * numbers * learning_rows
+        for name, source in (("streamed", store), ("resident", on_gpu(store, device))):
             started = time.perf_counter()
-            train, validation = (
-                subset(source, range(held, chosen.queries)),
-                subset(source, range(held)),
-            )
-            fit(train, validation, layers, settings, device=device)
+            fit(source[held:], source[:held], layers, settings, device=device)
             figures[f"fit_s_per_epoch_{name}"] = (time.perf_counter() - started) / chosen.epochs
         if device.type == "cuda":
             figures["peak_gb_fit"] = torch.cuda.max_memory_allocated() / 1e9

@@ -12,6 +12,7 @@ from rsrank_rag.training.recipe import SHIPPED, DataPart, Recipe, shipped
 
 from .hub_datasets import Granularity, Split, load_named
 from .negatives import Negatives, replace_negatives
+from .reproduction.closed_forms import Method
 
 
 class SetPart(DataPart, extra="forbid", frozen=True):
@@ -78,6 +79,17 @@ class ResearchRecipe(Recipe):
 
     data: tuple[SetPart, ...] = ()
     evaluation: tuple[SetPart, ...] = ()
+    method: Method = "gradient"
+
+    @model_validator(mode="after")
+    def _unique_titles(self) -> Self:
+        titles = [part.title for part in self.evaluation]
+        for title in titles:
+            if titles.count(title) > 1:
+                raise ValueError(
+                    f"two evaluation sets are called {title!r}: give one of them a label"
+                )
+        return self
 
     @classmethod
     def load(cls, source: str, *arguments: object, **named: object) -> Self:

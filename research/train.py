@@ -32,7 +32,8 @@ def train(
     """
     recipe = ResearchRecipe.load(config, settings or ())
     run = TrainingRun(recipe, output, say=problems.print, progress=problems.is_terminal)
-    screen.print(f"artifact: {run.run().artifact}", soft_wrap=True)
+    result = run.run()
+    screen.print(f"written: {result.written}\nartifact: {run.artifact}", soft_wrap=True)
 
 
 if __name__ == "__main__":

@@ -354,3 +354,24 @@ def ray_cluster(tmp_path_factory):
     )
     yield ray
     ray.shutdown()
+
+
+@pytest.fixture(scope="session")
+def fused(tiny_folder, tmp_path_factory):
+    """Folder of a tiny artifact with fusion layer 1, similarity terms and its language model."""
+    folder = tmp_path_factory.mktemp("fused") / "artifact"
+    projection = Projection(
+        Projection.random([2, 3], 4, 4, 16).weight.detach(),
+        [2, 3],
+        head_weight=torch.full((2, 4), 0.3),
+        agreement=torch.tensor([2.0, 1.0, -0.5]),
+    )
+    ranker = RSRank.from_backbone(
+        tiny_folder("bert"),
+        projection,
+        template=ENCODER.model_copy(update={"query_start": "[CLS]"}),
+        fusion_layer=1,
+        options=LoadOptions("cpu", "float32"),
+    )
+    ranker.save_pretrained(folder, include_backbone=True)
+    return folder

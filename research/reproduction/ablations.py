@@ -6,13 +6,13 @@ features: ablations that read the same features share one store. What was done i
 
 import hashlib
 import json
+import random
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-import torch
 from pydantic import BaseModel, Field, ValidationError
 from typing_extensions import Self
 
@@ -31,13 +31,15 @@ from rsrank_rag.evaluation.statistics import Record
 from rsrank_rag.method.projection import Projection
 from rsrank_rag.partial_files import write_text
 from rsrank_rag.training.batches import scored, split
-from rsrank_rag.training.recipe import SHIPPED, Recipe, read_toml
-from rsrank_rag.training.run import Learner, TrainingRun
-from rsrank_rag.training.store import FeatureSource, FeatureStore, QueryFeatures
+from rsrank_rag.training.fit import FitOptions, fit
+from rsrank_rag.training.recipe import SHIPPED, read_toml
+from rsrank_rag.training.run import TrainingRun
+from rsrank_rag.training.store import QueryFeatures
 
 from ..recipe import ResearchRecipe, SetPart
+from .closed_forms import closed_form
 from .oracle import oracle_scores
-from .signals import Null, Signal, reading
+from .signals import Null, Signal, reader_of
 
 Share = Literal["all", "first half", "second half", "every second", "first", "last"]
 """Which of the layers or heads that the recipe reads."""
@@ -47,6 +49,9 @@ Scorer = Literal["B", "oracle similarity", "cosine"]
 cosine that the recipe's model gives as a bi-encoder."""
 
 BASE = "base"
+
+# Epochs of a B that learns from few queries (the paper's Table 4).
+SAMPLE_EPOCHS = 10
 
 
 @dataclass(frozen=True)
@@ -60,9 +65,8 @@ class Ablation:
     null: Null = "empty"
     layers: Share = "all"
     heads: Share = "all"
-    queries: int | None = (
-        None  # B learns from so many, drawn at random, for ``sample_epochs``; 0 is a random B
-    )
+    # B learns from so many, drawn at random, for `SAMPLE_EPOCHS`; 0 is a random B.
+    queries: int | None = None
     scorer: Scorer = "B"
 
     def __str__(self) -> str:
@@ -197,10 +201,10 @@ class Ablations:
     output: Path
     say: Callable[[str], object]  # told what is going on
     fail: Callable[[str, Exception], object]  # told what ended with an error
-    _stores: dict[str, FeatureStore] = field(default_factory=dict, init=False)
-    _features: dict[Path, FeatureSource] = field(default_factory=dict, init=False)
+    _features: dict[str, list[QueryFeatures]] = field(default_factory=dict, init=False)
+    _layers: dict[str, tuple[int, ...]] = field(default_factory=dict, init=False)
 
-    def recipe(self, ablation: Ablation) -> Recipe:
+    def recipe(self, ablation: Ablation) -> ResearchRecipe:
         """The changed recipe; InputError where there is none, or it has nothing to learn from or to measure on."""
         part = self.part
         found = ResearchRecipe.load(part.recipe, [*part.settings, *ablation.changes])
@@ -258,7 +262,7 @@ class Ablations:
         return rows
 
     def _scores(
-        self, ablation: Ablation, recipe: Recipe, seed: int
+        self, ablation: Ablation, recipe: ResearchRecipe, seed: int
     ) -> tuple[int, int, dict[str, list[ScoredQuery]]]:
         """Queries to learn from, numbers in B, and scores by set."""
         sets = recipe.evaluation
@@ -275,83 +279,90 @@ class Ablations:
                     for part in sets
                 },
             )
-        stores = {part.title: self._store(_evaluating(recipe, part), ablation) for part in sets}
+        features = {}
+        for part in sets:
+            features[part.title] = self._read(_evaluating(recipe, part), ablation)
         if ablation.scorer == "oracle similarity":
-            read = {
-                label: map(store.__getitem__, range(len(store))) for label, store in stores.items()
-            }
-            return (
-                0,
-                0,
-                {
-                    label: [ScoredQuery(oracle_scores(q), q.relevant) for q in qs]
-                    for label, qs in read.items()
-                },
-            )
+            found = {}
+            for label, queries in features.items():
+                found[label] = [ScoredQuery(oracle_scores(q), q.relevant) for q in queries]
+            return 0, 0, found
         train, projection = self._projection(ablation, recipe, seed)
-        device = recipe.model.device
-        found = {
-            label: scored(_Part(store, ablation), projection, device=device)
-            for label, store in stores.items()
-        }
+        weights = dict(projection.named_parameters())
+        found = {}
+        for label, queries in features.items():
+            rows = [_part(query, ablation) for query in queries]
+            found[label] = scored(rows, weights, device=recipe.model.device)
         return train, projection.weight.numel(), found
 
-    def _projection(self, ablation: Ablation, recipe: Recipe, seed: int) -> tuple[int, Projection]:
+    def _projection(
+        self, ablation: Ablation, recipe: ResearchRecipe, seed: int
+    ) -> tuple[int, Projection]:
         """B, and how many queries it was given."""
-        store = self._store(recipe, ablation)
-        train, held = split(len(store), recipe.held, seed)
-        if ablation.queries is not None and ablation.queries > len(train):
-            raise InputError(
-                f"{ablation.queries} queries to learn from were asked for; there are {len(train)}."
-            )
-        identity = sha(store.spec.model_dump_json(), repr(ablation), str((train, held)))
-        folder = self.output / "fit" / sha(repr(ablation), str(seed), recipe.model_dump_json())[:16]
-        features, layers = (
-            _Part(self._in_memory(store), ablation),
-            pick(store.spec.layers, ablation.layers),
-        )
-        learner = Learner(recipe, features, held, layers, folder, identity)
+        features = [_part(query, ablation) for query in self._read(recipe, ablation)]
+        train, held = split(len(features), recipe.validation, seed)
         options = recipe.fit.model_copy(update={"seed": seed})
         if ablation.queries is not None:
-            train, options = learner.sample(train, ablation.queries, seed)
-        return len(train), learner.learn(train, options).projection
+            if ablation.queries > len(train):
+                raise InputError(
+                    f"{ablation.queries} queries to learn from were asked for; there are {len(train)}."
+                )
+            train = random.Random(f"samples-{seed}").sample(train, ablation.queries)
+            options = options.model_copy(update={"epochs": SAMPLE_EPOCHS, "keep": "last"})
+        layers = pick(self._layers[self._key(recipe, ablation)], ablation.layers)
+        learning = [features[number] for number in train]
+        validation = [features[number] for number in held]
+        return len(train), learn(recipe, learning, validation, layers, options)
 
-    def _store(self, recipe: Recipe, ablation: Ablation) -> FeatureStore:
-        """Features of the recipe's data, made if need be; shared by all that read the same."""
+    def _key(self, recipe: ResearchRecipe, ablation: Ablation) -> str:
+        """Of features; all ablations that read the same share them."""
         same = recipe.model_dump_json(include={"model", "template", "features", "data"})
-        key = sha(same, str(recipe.fit.seed), ablation.signal, ablation.null)[:16]
-        if key not in self._stores:  # finding it again would load the language model
-            what, folder = reading(ablation.signal, ablation.null), self.output / "stores" / key
-            self._stores[key] = TrainingRun(recipe, folder, say=self.say, reading=what).extract()
-        return self._stores[key]
+        return sha(same, str(recipe.fit.seed), ablation.signal, ablation.null)[:16]
 
-    def _in_memory(self, store: FeatureStore) -> FeatureSource:
-        """Features to train on, many times over; those of one store at a time."""
-        if store.folder not in self._features:
-            self._features = {store.folder: store.in_memory(torch.device("cpu"))}
-        return self._features[store.folder]
+    def _read(self, recipe: ResearchRecipe, ablation: Ablation) -> list[QueryFeatures]:
+        """Features of the recipe's data, made if need be."""
+        key = self._key(recipe, ablation)
+        if key not in self._features:
+            folder = self.output / "stores" / key
+            reader = reader_of(ablation.signal, ablation.null)
+            run = TrainingRun(recipe, folder, say=self.say, reader=reader)
+            self._features[key] = run.extract()
+            self._layers[key] = run.layers
+        return self._features[key]
 
 
-class _Part:
+def learn(
+    recipe: ResearchRecipe,
+    train: Sequence[QueryFeatures],
+    validation: Sequence[QueryFeatures],
+    layers: Sequence[int],
+    options: FitOptions,
+) -> Projection:
+    """B from queries, by the recipe's method; a random one from none."""
+    if not train:
+        _, heads, _, width = validation[0].shifts.shape
+        return Projection.random(
+            layers, heads, options.projection_dim, width, seed=options.seed
+        )
+    if recipe.method != "gradient":
+        return closed_form(
+            train, layers, recipe.method, projection_dim=options.projection_dim
+        )
+    return fit(train, validation, layers, options, device=recipe.model.device).projection
+
+
+def _part(query: QueryFeatures, ablation: Ablation) -> QueryFeatures:
     """Features of some layers and heads."""
-
-    def __init__(self, source: FeatureSource, ablation: Ablation) -> None:
-        self.source, self.ablation = source, ablation
-
-    def __len__(self) -> int:
-        return len(self.source)
-
-    def __getitem__(self, number: int, /) -> QueryFeatures:
-        found = self.source[number]
-        shifts, (count, heads) = found.shifts, found.shifts.shape[:2]
-        if self.ablation.layers != "all":
-            shifts = shifts[list(pick(range(count), self.ablation.layers))]
-        if self.ablation.heads != "all":
-            shifts = shifts[:, list(pick(range(heads), self.ablation.heads))]
-        return QueryFeatures(shifts, found.relevant, found.tokens, found.oracle)
+    shifts = query.shifts
+    count, heads = shifts.shape[:2]
+    if ablation.layers != "all":
+        shifts = shifts[list(pick(range(count), ablation.layers))]
+    if ablation.heads != "all":
+        shifts = shifts[:, list(pick(range(heads), ablation.heads))]
+    return QueryFeatures(shifts, query.relevant, query.tokens, query.oracle)
 
 
-def _evaluating(recipe: Recipe, part: SetPart) -> Recipe:
+def _evaluating(recipe: ResearchRecipe, part: SetPart) -> ResearchRecipe:
     """The recipe with a set to measure on as its data: all documents, all tokens."""
     whole = recipe.features.model_copy(update={"max_documents": None, "max_tokens": None})
     return recipe.model_copy(update={"data": (part,), "features": whole, "minimum_queries": 1})

@@ -1,15 +1,17 @@
 """What ``python -m research.reproduce`` measures: sets, systems, tables, figures and ablations, as one TOML file."""
 
 from collections.abc import Iterable, Sequence
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Annotated
 
-from pydantic import BaseModel, BeforeValidator, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 from typing_extensions import Self
 
 from rsrank_rag.adapters.systems import parse
 from rsrank_rag.errors import InputError
-from rsrank_rag.training.recipe import LoadedPart, read_toml, validated
+from rsrank_rag.language_model.options import LoadOptions, LoadSettings
+from rsrank_rag.training.recipe import read_toml, validated
 
 from ..hub_datasets import Split
 from ..negatives import Negatives
@@ -28,9 +30,13 @@ class SetPart(NamedSetPart, extra="forbid", frozen=True):
     split: Split = "test"
 
 
-class SystemPart(LoadedPart):
+class SystemPart(LoadSettings):
     """A system by its name (`systems.KINDS`), and how to load it where that differs from the command line."""
 
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    name: str
+    revision: str | None = None
     label: str | None = None
     threshold: float | None = Field(
         default=None, description="None for its native one, else the best over all sets."
@@ -40,6 +46,15 @@ class SystemPart(LoadedPart):
     def title(self) -> str:
         """What the tables call it."""
         return self.label or self.name
+
+    def options(self, defaults: LoadOptions) -> LoadOptions:
+        """How to load it: what is set here, and the rest from the defaults."""
+        settings = self.load_options()
+        changes = {}
+        for entry in fields(settings):
+            if value := getattr(settings, entry.name):
+                changes[entry.name] = value
+        return replace(defaults, **changes)
 
 
 class Reproduction(BaseModel, extra="forbid", frozen=True):

@@ -3,7 +3,7 @@
 They are read row by row: slow, and as plain as can be. Axes: N rows, H heads, T scored query tokens, D head width.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Literal
@@ -18,7 +18,6 @@ from rsrank_rag.method.concurrent_batches import Ids
 from rsrank_rag.method.probe import Prefixes, Reader, Show
 from rsrank_rag.method.scoring import Consume, Row, ShiftReader
 from rsrank_rag.method.template import PromptTokenizer, private_copy
-from rsrank_rag.training.features import VALUES, Reading
 
 Signal = Literal["values", "keys", "hidden"]
 """Value vectors (the paper's choice), keys, or the hidden states that enter a layer (Appendix B.2)."""
@@ -30,11 +29,15 @@ nothing (raw representations, Appendix B.1)."""
 FILLER = "."  # fills a null prefix up to a document's length
 
 
-def reading(signal: Signal, null: Null) -> Reading:
-    """What an ablation reads and subtracts."""
-    if (signal, null) == (VALUES.signal, VALUES.null_prefix):
-        return VALUES
-    return Reading(signal, null, partial(SignalReader, signal=signal, null=null))
+ReaderOf = Callable[[Backbone, PromptTokenizer, Sequence[int]], ShiftReader]
+"""Makes a reader of a model's layers."""
+
+
+def reader_of(signal: Signal, null: Null) -> ReaderOf:
+    """What reads a signal and subtracts a null prefix; the method's own reader for its own."""
+    if (signal, null) == ("values", "empty"):
+        return ShiftReader
+    return partial(SignalReader, signal=signal, null=null)
 
 
 class SignalReader(ShiftReader):

@@ -9,14 +9,12 @@ import typer
 from rich.table import Table
 from typer import Option
 
-from ..errors import InputError
+from ..errors import InputError, TrainingError
 from ..language_model.options import LoadOptions
-from .evaluation import evaluation_tables
 from .options import Model, Revision, command, problems, screen
 
 if TYPE_CHECKING:
-    from ..training.domain import Verdict
-    from ..training.run import Result
+    from ..training.verdict import Verdict
 
 app = typer.Typer()
 
@@ -26,11 +24,9 @@ def train(
     config: Annotated[
         str, Option("--config", "-c", help="A recipe's name (above) or a TOML file.")
     ] = "your-data",
-    base: Annotated[
-        str | None, Option(help="Begin with this artifact's weights and stay near them.")
-    ] = None,
+    base: Annotated[str | None, Option(help="Fine-tune this artifact.")] = None,
     data: Annotated[
-        list[Path] | None, Option(help="Labelled .jsonl(.gz) instead of the recipe's data.")
+        list[Path] | None, Option("--data", help="Labelled .jsonl(.gz) instead of the recipe's.")
     ] = None,
     output: Annotated[Path, Option("--output", "-o", help="Folder for all that is made.")] = Path(
         "runs/rsrank"
@@ -38,42 +34,40 @@ def train(
     settings: Annotated[
         list[str] | None, Option("--set", help="Change an entry, such as fit.epochs=10.")
     ] = None,
-    layers: Annotated[
-        str | None, Option("--layers", help="Layers that B reads, such as 1-24 or 1-8,12.")
-    ] = None,
-    accept: Annotated[
-        bool, Option("--accept", help="Write the trained weights even if the base was better.")
-    ] = False,
-    dry_run: Annotated[
-        bool, Option("--dry-run", help="Print disk, memory and hours, and stop.")
+    force: Annotated[
+        bool, Option("--force", help="Write fine-tuned weights even if they lose something.")
     ] = False,
 ) -> None:
-    """Run a recipe: data, features, B, evaluation, model card, artifact (OUTPUT/artifact).
+    """Run a recipe: data, features, weights, model card, artifact (OUTPUT/artifact).
 
     `rsrank train --config mini --data labelled.jsonl --output runs/mine`
 
     Recipes: mini, your-data, encoder. The same command goes on after an interruption.
 
-    Training that begins with an artifact (the recipe mini, or `--base`) ends with a verdict: base against trained on
-    queries left out of training. Where the base was better, its weights are what is written.
+    Fine-tuning an artifact (the recipe mini, or `--base`) ends with a verdict: the artifact's
+    weights against fine-tuned ones, on queries left out of training. Where fine-tuning loses
+    nDCG@5, precision, recall, F1 or answers beyond chance, the artifact's own weights are written.
 
-    Features too large? `--set features.max_tokens=8` keeps 8 tokens of each query, `--set features.max_documents=10`
-    so many documents.
+    Features too large? `--set features.max_tokens=8` keeps 8 tokens of each query,
+    `--set features.max_documents=10` ten documents.
     """
     from ..training.recipe import Recipe
     from ..training.run import TrainingRun
+    from ..training.verdict import MEASURES
 
-    overrides = [*(settings or ()), *([] if layers is None else [f"features.layers={layers}"])]
-    recipe = Recipe.load(config, overrides, data or (), base)
+    recipe = Recipe.load(config, settings or (), data or (), base)
     run = TrainingRun(
-        recipe, output, say=problems.print, progress=problems.is_terminal, accept=accept
+        recipe, output, say=problems.print, progress=problems.is_terminal, force=force
     )
-    if not dry_run:
-        _show(run.run())
-        return
-    sources = ", ".join(part.title for part in recipe.data)
+    result = run.run()
+    if result.verdict is None:
+        for name, value in result.metrics.items():
+            screen.print(f"{value:.3f} {MEASURES[name]}, on validation queries")
+    else:
+        show_verdict(result.verdict, ("base", "fine-tuned"))
+    screen.print(f"written: {result.written}", soft_wrap=True)
     screen.print(
-        f"recipe       {recipe.name}: {recipe.model.name}\ndata         {sources}\n{run.estimate()}"
+        f"artifact: {run.artifact}\nTry it:   rsrank rank --model {run.artifact} -q ... -d FILE"
     )
 
 
@@ -92,56 +86,51 @@ def tune(
     recall: Annotated[
         float | None, Option(min=0, max=1, help="Wanted: the highest threshold that has it.")
     ] = None,
+    force: Annotated[
+        bool, Option("--force", help="Write the artifact even if the goal is not reached.")
+    ] = False,
 ) -> None:
-    """Find the threshold for the best F1, or a wanted precision or recall, and write a copy of the artifact with it.
+    """Write a copy of an artifact with the threshold for the best F1, or for a precision or recall.
 
-    `rsrank tune --model runs/mine/artifact --data labelled.jsonl --output runs/tuned --precision 0.8`
+    `rsrank tune --model mini --data labelled.jsonl --output runs/tuned --precision 0.8`
+
+    Nothing is written where no threshold reaches the goal, or where queries that did not choose the
+    threshold say that it is missed.
     """
     from ..training.tune import Goal, tune
 
     if precision is not None and recall is not None:
         raise InputError("Give --precision or --recall, not both.")
-    goal = Goal() if recall is None else Goal("recall", recall)
-    goal = goal if precision is None else Goal("precision", precision)
+    goal = Goal()
+    if recall is not None:
+        goal = Goal("recall", recall)
+    elif precision is not None:
+        goal = Goal("precision", precision)
     with problems.status(f"Scoring {data} ..."):
-        tuned = tune(model, data, output, goal, revision=revision, load=load)
-    low, high = tuned.interval
-    screen.print(
-        f"threshold {tuned.threshold:.3f} for {goal} (95% of resamples: {low:.3f} to {high:.3f})"
-    )
-    _verdict(tuned.verdict, (f"at {tuned.before:g}", "tuned"), "Both on queries left out of tuning")
-    screen.print(f"artifact: {output}")
+        tuned = tune(model, data, output, goal, revision=revision, load=load, force=force)
+    for sentence in tuned.summary:
+        screen.print(sentence, soft_wrap=True)
+    show_verdict(tuned.verdict, (f"at {tuned.before:g}", "tuned"))
+    if tuned.problem and not force:
+        raise TrainingError(f"Nothing was written: {tuned.problem}. --force writes it.")
+    screen.print(f"written: threshold {tuned.threshold:.3f}, in {output}", soft_wrap=True)
 
 
-def _show(result: Result) -> None:
-    records = [
-        {"dataset": dataset, **{name.replace("@0", "@tau"): value for name, value in row.items()}}
-        for dataset, row in result.metrics.items()
-    ]
-    screen.print(*evaluation_tables("trained", "kept above 0", records), sep="\n")
-    if result.verdict is not None:
-        _verdict(result.verdict, ("base", "trained"), "Both on queries left out of training")
-    screen.print(
-        f"artifact: {result.artifact}\nTry it:   rsrank rank --model {result.artifact} -q ... -d FILE"
-    )
+def show_verdict(verdict: Verdict, names: tuple[str, str]) -> None:
+    """Means of both sides, their differences with intervals, and the outcome."""
+    from ..training.verdict import MEASURES
 
-
-def _verdict(verdict: Verdict, names: tuple[str, str], title: str) -> None:
-    """Means of both, their difference with its interval, and the outcome."""
-    table = Table(
-        "",
-        *names,
-        "difference",
-        "95% interval",
-        title=f"{title}: {verdict.queries}",
-        title_justify="left",
-    )
-    for name, found in verdict.difference.items():
-        interval = "" if found.low is None else f"{found.low:+.3f} to {found.high:+.3f}"
-        means = (f"{mean[name].mean:.3f}" for mean in (verdict.base, verdict.trained))
-        table.add_row(name, *means, f"{found.mean:+.3f}", interval)
+    title = f"Measured on queries that were left out: {verdict.queries}"
+    table = Table("", *names, "difference", "95% interval", title=title, title_justify="left")
+    for name, change in verdict.difference.items():
+        interval = ""
+        if change.low is not None and change.high is not None:
+            interval = f"{change.low:+.3f} to {change.high:+.3f}"
+        before = f"{verdict.before[name].mean:.3f}"
+        after = f"{verdict.after[name].mean:.3f}"
+        table.add_row(MEASURES[name], before, after, f"{change.mean:+.3f}", interval)
     screen.print(table)
-    screen.print(f"verdict: {verdict.outcome}")
+    screen.print(f"verdict: {verdict}", soft_wrap=True)
 
 
 @command(app)
@@ -157,7 +146,7 @@ def push(
         bool, Option("--dry-run", help="Show the model card and the files, and stop.")
     ] = False,
 ) -> None:
-    """Publish an artifact and its model card on the Hugging Face Hub (log in first: `hf auth login`).
+    """Publish an artifact with its model card on the Hugging Face Hub (first: `hf auth login`).
 
     `rsrank push runs/mine/artifact me/my-reranker --dry-run`
     """

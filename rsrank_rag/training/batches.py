@@ -1,158 +1,144 @@
-"""Batches of stored features, and the scores that weights give them.
+"""Batches of features, and the scores that weights give them.
 
-Axes: L layers, H heads, P projection dimension, D head dimension, Q queries of a batch, M rows (query tokens of all
-documents of a batch), N documents of a query.
+Axes: L layers, H heads, P projection dimension, D head dimension, Q queries of a batch, N documents
+of a query, R rows (query tokens of all documents of a batch).
 """
 
 import random
-from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
-from typing_extensions import Self
 
 from ..errors import TrainingError
 from ..evaluation.metrics import ScoredQuery
-from ..method.projection import Projection, combine, shift_terms, weigh_heads
-from .store import FeatureSource, QueryFeatures
+from ..method.projection import combine, shift_terms, weigh_heads
+from .store import QueryFeatures
 
-BATCH_QUERIES = 16  # queries at a time, where nothing else was asked for
-AHEAD = 3  # batches that are read from the disk while earlier ones are trained on
+# Queries at a time, where nothing else is set.
+BATCH_QUERIES = 16
 
 Weights = Mapping[str, Tensor]
-"""The parameters of a `Projection` by name: ``weight`` (B), and ``head_weight`` and ``agreement`` where it has them."""
+"""Parameters of a `Projection` by name: ``weight`` (B), ``head_weight``, ``agreement``."""
 
 
 @dataclass(frozen=True)
 class Batch:
-    """Features of several queries as one matrix of rows."""
+    """Features of several queries as one matrix of rows, on a device."""
 
-    shifts: Tensor  # (L, H, M, D)
-    slot: Tensor  # (M,): the row's flat (query, document) place in the padded scores; oracles have places behind them
-    share: Tensor  # (M,): 1 / T of the row's query
-    relevant: Tensor  # (Q, N) labels
-    valid: Tensor  # (Q, N), which places hold a document
-    agreement: Tensor  # (Q, N, 2), 0 where there is none
-    oracles: int
-
-    @classmethod
-    def of(cls, queries: Sequence[QueryFeatures]) -> Self:
-        """Join queries."""
-        width, oracles = max(len(query.relevant) for query in queries), 0
-        slots, shares = [], []
-        for row, query in enumerate(queries):
-            places = [row * width + i for i in range(len(query.relevant))]
-            if query.oracle:
-                places.append(len(queries) * width + oracles)
-                oracles += 1
-            slots += [place for place in places for _ in range(query.tokens)]
-            shares += [1 / query.tokens] * (len(places) * query.tokens)
-
-        def padded(rows: Sequence[Sequence[Any]]) -> Tensor:
-            return pad_sequence([torch.tensor(row) for row in rows], batch_first=True)
-
-        return cls(
-            torch.cat([query.shifts for query in queries], dim=2),
-            torch.tensor(slots),
-            torch.tensor(shares),
-            padded([query.relevant for query in queries]),
-            padded([[True] * len(query.relevant) for query in queries]),
-            padded([query.agreement or [(0.0, 0.0)] * len(query.relevant) for query in queries]),
-            oracles,
-        )
-
-    def to(self, device: torch.device) -> Self:
-        """On a device. Copies from host memory go through page-locked memory and are not waited for."""
-
-        def moved(part: Tensor) -> Tensor:
-            pinned = (
-                part.pin_memory() if device.type == "cuda" and part.device.type == "cpu" else part
-            )
-            return pinned.to(device, non_blocking=True)
-
-        parts: Any = {name: moved(part) for name, part in vars(self).items() if name != "oracles"}
-        return replace(self, **parts)
+    queries: Sequence[QueryFeatures]
+    # (L, H, R, D).
+    shifts: Tensor
+    # (Q, N) labels, padded with False.
+    relevant: Tensor
+    # (Q, N): which entries are documents.
+    valid: Tensor
+    # (Q, N, 2): cosine and MaxSim, 0 where there are none.
+    similarities: Tensor
 
 
-def batches(
-    features: FeatureSource, order: Sequence[int], size: int, device: torch.device
-) -> Iterator[Batch]:
-    """Batches in order, read ahead by threads."""
+def make_batch(queries: Sequence[QueryFeatures], device: torch.device) -> Batch:
+    """Join queries."""
+    labels = []
+    similarities = []
+    for query in queries:
+        count = len(query.relevant)
+        labels.append(torch.tensor(query.relevant, dtype=torch.bool))
+        pairs = query.similarities or [(0.0, 0.0)] * count
+        similarities.append(torch.tensor(pairs).view(count, 2))
+    return Batch(
+        queries,
+        torch.cat([query.shifts for query in queries], dim=2).to(device),
+        pad_sequence(labels, batch_first=True).to(device),
+        pad_sequence(list(map(torch.ones_like, labels)), batch_first=True).to(device),
+        pad_sequence(similarities, batch_first=True).to(device),
+    )
 
-    def make(numbers: Sequence[int]) -> Batch:
-        return Batch.of([features[number] for number in numbers]).to(device)
 
-    groups = [order[start : start + size] for start in range(0, len(order), size)]
-    with ThreadPoolExecutor(2) as threads:
-        waiting = deque(threads.submit(make, group) for group in groups[:AHEAD])
-        for following in [*groups[AHEAD:], *[None] * min(AHEAD, len(groups))]:
-            batch = waiting.popleft().result()
-            if following is not None:
-                waiting.append(threads.submit(make, following))
+def batches(features: Sequence[QueryFeatures], size: int, device: torch.device) -> Iterator[Batch]:
+    """Batches in order; a thread makes the next one while one is trained on."""
+    with ThreadPoolExecutor(1) as thread:
+        following = thread.submit(make_batch, features[:size], device)
+        for start in range(size, len(features) + size, size):
+            batch = following.result()
+            if start < len(features):
+                group = features[start : start + size]
+                following = thread.submit(make_batch, group, device)
             yield batch
 
 
 def batch_scores(
     weights: Weights, batch: Batch, precision: torch.dtype = torch.float32
 ) -> tuple[Tensor, Tensor]:
-    """Scores of a batch, (Q, N), and each oracle's mean term over layers, heads and tokens.
+    """Scores of a batch, and the cosines of its oracle shifts.
 
-    Without B in the weights, what stands in the place of the shifts are its cosines. The precision is of the matrix
-    product; cosines and sums are fp32.
+    Args:
+        weights: Without B (``weight``), the batch holds cosines in the place of shifts, D = 1.
+        batch: Q queries.
+        precision: Of the matrix product. Cosines and sums are float32.
+
+    Returns:
+        Scores (Q, N), and each oracle shift's mean cosine over layers, heads and tokens.
     """
     head_weight = weights.get("head_weight")
     if "weight" in weights:
         weight = weights["weight"].to(precision)
-        terms = shift_terms(batch.shifts.to(precision), weight, head_weight)  # (L, H, M)
+        terms = shift_terms(batch.shifts.to(precision), weight, head_weight)
     else:
         terms = weigh_heads(batch.shifts[..., 0], head_weight)
-    places = batch.valid.numel()
-    flat = terms.new_zeros(places + batch.oracles).index_add(
-        0, batch.slot, terms.sum((0, 1)) * batch.share
-    )
-    scores = flat[:places].view(batch.valid.shape)
-    scores = combine(scores, batch.agreement, weights.get("agreement"))
-    return scores, flat[places:] / terms[..., 0].numel()
+    layers, heads, _ = terms.shape
+    lengths = [query.shifts.shape[2] for query in batch.queries]
+    scores = []
+    oracles = []
+    parts = torch.split(terms.sum((0, 1)), lengths)
+    for query, rows in zip(batch.queries, parts, strict=True):
+        means = rows.view(-1, query.tokens).mean(1)
+        scores.append(means[: len(query.relevant)])
+        oracles.append(means[len(query.relevant) :])
+    shift_scores = pad_sequence(scores, batch_first=True)
+    combined = combine(shift_scores, batch.similarities, weights.get("agreement"))
+    return combined, torch.cat(oracles) / (layers * heads)
 
 
 @torch.no_grad()
-def score_batch(
-    weights: Weights, batch: Batch, precision: torch.dtype = torch.float32
-) -> list[ScoredQuery]:
-    """Scores and labels, a query each."""
-    scores, _ = batch_scores(weights, batch, precision)
-    rows = zip(scores.tolist(), batch.relevant.tolist(), batch.valid.sum(-1).tolist(), strict=True)
-    return [ScoredQuery(row[:count], labels[:count]) for row, labels, count in rows]
-
-
 def scored(
-    features: FeatureSource, projection: Projection, *, device: str | torch.device | None = None
+    features: Sequence[QueryFeatures],
+    weights: Weights,
+    *,
+    device: str | torch.device | None = None,
+    precision: torch.dtype = torch.float32,
 ) -> list[ScoredQuery]:
-    """Scores of all documents of stored features: what the artifact would give, without its language model."""
+    """Scores of all documents: what the artifact gives, without its language model.
+
+    Args:
+        features: Of the queries.
+        weights: The artifact's, see `batch_scores`.
+        device: None for CUDA if present, else the CPU.
+        precision: Of the matrix product.
+    """
     where = device_for(device)
-    weights = {name: weight.detach().to(where) for name, weight in projection.named_parameters()}
-    found = batches(features, range(len(features)), BATCH_QUERIES, where)
-    return [row for batch in found for row in score_batch(weights, batch)]
+    moved = {name: weight.to(where) for name, weight in weights.items()}
+    queries = []
+    for batch in batches(features, BATCH_QUERIES, where):
+        scores, _ = batch_scores(moved, batch, precision)
+        for query, row in zip(batch.queries, scores.tolist(), strict=True):
+            queries.append(ScoredQuery(row[: len(query.relevant)], query.relevant))
+    return queries
 
 
-def check_labels(features: FeatureSource) -> None:
-    """Refuse to learn from one class."""
+def check_labels(features: Sequence[QueryFeatures]) -> None:
+    """Raise TrainingError where all labels are of one class, from which nothing can be learned."""
     labels: set[bool] = set()
-    for number in range(len(features)):
-        labels |= set(features[number].relevant)
-        if (
-            len(labels) == 2
-        ):  # mostly after the first query: a whole store need not be read for this
-            return
-    kind = "relevant" if labels == {True} else "irrelevant"
-    raise TrainingError(
-        f"All documents are {kind}. Add some of the other kind: B learns to tell them apart."
-    )
+    for query in features:
+        labels.update(query.relevant)
+    if len(labels) < 2:
+        kind = "relevant" if True in labels else "irrelevant"
+        raise TrainingError(
+            f"All documents are {kind}. Add some of the other kind: B learns to tell them apart."
+        )
 
 
 def device_for(device: str | torch.device | None) -> torch.device:
@@ -160,16 +146,35 @@ def device_for(device: str | torch.device | None) -> torch.device:
     return torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
 
 
-def split(count: int, held: int | float, seed: int = 0) -> tuple[list[int], list[int]]:
+def split(count: int, validation: float, seed: int = 0) -> tuple[list[int], list[int]]:
     """Numbers of training and validation queries, at random; at least one each.
 
-    `held`: validation queries: a number of them, or below 1 a share.
+    Args:
+        count: Of all queries.
+        validation: Number of validation queries, or below 1 their share.
+        seed: Of the draw.
+
+    Raises:
+        TrainingError: There are fewer than two queries.
     """
-    if count < 2:
-        raise TrainingError(
-            f"{count} labelled queries cannot be split into training and validation ones."
-        )
+    _check_count(count)
     order = list(range(count))
     random.Random(f"split-{seed}").shuffle(order)
-    validation = min(max(1, round(count * held) if held < 1 else int(held)), count - 1)
-    return sorted(order[validation:]), sorted(order[:validation])
+    wanted = count * validation if validation < 1 else validation
+    size = min(max(1, round(wanted)), count - 1)
+    return sorted(order[size:]), sorted(order[:size])
+
+
+def folds(count: int, parts: int) -> list[list[int]]:
+    """Numbers of the queries that are left out, one list for each fold; TrainingError below two."""
+    _check_count(count)
+    order = list(range(count))
+    random.Random("folds-0").shuffle(order)
+    return [sorted(order[start::parts]) for start in range(min(parts, count))]
+
+
+def _check_count(count: int) -> None:
+    if count < 2:
+        raise TrainingError(
+            f"{count} labelled queries cannot be learned from and measured on. Label more."
+        )

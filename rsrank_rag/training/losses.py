@@ -1,9 +1,9 @@
-"""The paper's training objective (Section 4.3.2), each term a pure function of scores, B or cosines.
+"""The paper's training objective (Section 4.3.2): pure functions of scores, B or cosines.
 
-Axes: Q queries, N documents of one query, L layers, H KV heads, P projection dimension, D head dimension.
-Scores and labels are those of one query, (N,), or of a batch of queries padded to a common N, (Q, N), whose terms
-are averaged; ``valid`` are the entries that are documents, None for all. A term over an empty class is 0, so queries
-whose documents are all relevant or all irrelevant still count.
+Axes: Q queries, N documents of one query, L layers, H KV heads, P projection dimension, D head
+dimension. Scores and labels are those of one query, (N,), or of a batch of queries padded to a
+common N, (Q, N), whose terms are averaged; ``valid`` are the entries that are documents, None for
+all. A term over an empty class is 0, so that a query with documents of one class still counts.
 """
 
 import torch
@@ -23,7 +23,7 @@ def calibration_loss(scores: Tensor, relevant: Tensor, valid: Tensor | None = No
 def margin_loss(
     scores: Tensor, relevant: Tensor, margin: float = 0.5, valid: Tensor | None = None
 ) -> Tensor:
-    """Both classes beyond the margin, and the worst relevant one above the best irrelevant one (L_margin).
+    """Both classes beyond the margin, and the worst relevant above the best irrelevant (L_margin).
 
     >>> margin_loss(torch.tensor([1.0, 0.0]), torch.tensor([True, False]))
     tensor(0.5000)
@@ -51,7 +51,7 @@ def orthogonality_loss(weight: Tensor) -> Tensor:
 
 
 def alignment_loss(oracle_cosines: Tensor) -> Tensor:
-    """The oracle shift points along the ones vector (L_align); given are the cosines of B @ oracle shift, any shape.
+    """The oracle shift points along the ones vector (L_align): one minus the mean of its cosines.
 
     >>> alignment_loss(torch.tensor([1.0, 0.0]))
     tensor(0.5000)
@@ -73,6 +73,6 @@ def _classes(relevant: Tensor, valid: Tensor | None) -> tuple[Tensor, Tensor]:
     return (relevant, ~relevant) if valid is None else (relevant & valid, ~relevant & valid)
 
 
-def _mean(values: Tensor, chosen: Tensor) -> Tensor:
-    """Mean over the chosen entries of each row; 0 where there are none."""
-    return values.masked_fill(~chosen, 0.0).sum(-1) / chosen.sum(-1).clamp_min(1)
+def _mean(values: Tensor, members: Tensor) -> Tensor:
+    """Mean over the members of a class in each row; 0 where there are none."""
+    return values.masked_fill(~members, 0.0).sum(-1) / members.sum(-1).clamp_min(1)

@@ -1,4 +1,4 @@
-"""A threshold for a wanted precision, recall or the best F1, from labelled queries."""
+"""A threshold for a wanted precision or recall, or the best F1, from labelled queries."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Literal
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ..artifact import hub
 from ..artifact.config import INSIDE
@@ -14,126 +13,239 @@ from ..errors import TrainingError
 from ..evaluation.datasets import read_labelled
 from ..evaluation.evaluate import score_dataset
 from ..evaluation.metrics import ScoredQuery
-from ..evaluation.statistics import LEVEL, RESAMPLES
 from ..language_model.options import LoadOptions, ModelSource
 from ..rsrank import RSRank
-from .domain import Verdict, judge, parts
+from .batches import folds
 from .run import write_artifact
+from .verdict import (
+    MEASURES,
+    Array,
+    Verdict,
+    interval,
+    judge,
+    mean_present,
+    resampled,
+    selection_measures,
+)
 
 FOLDS = 5
 
-AT_MOST = (
-    2000  # thresholds that are tried: all between two scores, or so many of them, evenly spread
-)
+# All thresholds between two scores are tried, up to so many, evenly spread: 2,000 draws of queries
+# then take 32 MB a measure.
+MOST_THRESHOLDS = 2000
+
+ROUNDING = 1e-9
 
 
 @dataclass(frozen=True)
 class Goal:
-    """What a threshold is to reach, in the mean over queries: a precision, a recall, or the best F1 (value None)."""
+    """What a threshold should reach in the mean over queries; value None stands for the most.
+
+    Precision is the mean over queries that keep a document: an empty list has none. Recall is the
+    mean over queries with a relevant document.
+    """
 
     metric: Literal["precision", "recall", "f1"] = "f1"
     value: float | None = None
 
     def __str__(self) -> str:
-        return "the best F1" if self.value is None else f"{self.metric} {self.value:g}"
+        if self.value is None:
+            return f"the best {MEASURES[self.metric]}"
+        return f"{self.metric} {self.value:g}"
 
 
 @dataclass(frozen=True)
 class Tuned:
-    """A threshold, where it lies when the queries are drawn again, and the one in use so far."""
+    """A threshold from labelled queries, and how it does on queries that did not choose it."""
 
+    goal: Goal
+    # Reaches the goal on all queries, or comes nearest to it.
     threshold: float
+    # Where the threshold lies in 95% of resampled sets of queries.
     interval: tuple[float, float]
+    # The threshold in use so far.
     before: float
-    verdict: Verdict  # that one against thresholds found without the queries that are measured
+    # The goal's measure on all queries, at the threshold in use so far and at the new one.
+    value_before: float
+    value: float
+    # The threshold so far against thresholds that were chosen without the queries they are
+    # measured on.
+    verdict: Verdict
+
+    @property
+    def reached(self) -> bool:
+        """Whether the goal is reached on the queries that chose the threshold."""
+        return self.goal.value is None or self.value >= self.goal.value - ROUNDING
+
+    @property
+    def problem(self) -> str | None:
+        """Why the threshold should not be used; None if nothing speaks against it."""
+        name = MEASURES[self.goal.metric]
+        if not self.reached:
+            return (
+                f"no threshold reaches {self.goal} on these {self.verdict.queries} queries: the "
+                f"highest {name} is {self.value:.3f}, at threshold {self.threshold:.3f}"
+            )
+        if self.goal.value is None:
+            if self.goal.metric in self.verdict.losses:
+                return (
+                    f"on queries that did not choose the threshold, {name} falls below that of "
+                    f"threshold {self.before:g}"
+                )
+            return None
+        held_out = self.verdict.after.get(self.goal.metric)
+        if held_out and held_out.high is not None and held_out.high < self.goal.value - ROUNDING:
+            return (
+                f"on queries that did not choose the threshold, {name} is {held_out.mean:.3f} "
+                f"({held_out.low:.3f} to {held_out.high:.3f}), below {self.goal.value:g}"
+            )
+        return None
+
+    @property
+    def summary(self) -> list[str]:
+        """What was measured, in sentences."""
+        name = MEASURES[self.goal.metric]
+        low, high = self.interval
+        aim = f"for {self.goal}" if self.reached else f"nearest to {self.goal}"
+        sentences = [
+            f"Threshold {aim}: {self.threshold:.3f} ({low:.3f} to {high:.3f} in 95% of resampled "
+            f"sets of queries). On the {self.verdict.queries} queries that chose it {name} is "
+            f"{self.value:.3f}; at {self.before:g}, the threshold so far, {self.value_before:.3f}."
+        ]
+        if direction := self._direction():
+            sentences.append(direction)
+        if held_out := self.verdict.after.get(self.goal.metric):
+            sentences.append(self._on_other_queries(held_out.mean, held_out.low, held_out.high))
+        return sentences
+
+    def _direction(self) -> str | None:
+        """Why a precision lowers the threshold, or a recall raises it; None where nothing does."""
+        goal, before = self.goal, self.value_before
+        if goal.value is None or not self.reached:
+            return None
+        if goal.metric == "precision" and self.threshold < self.before:
+            choice, effect = "lowest", "lower, so that more documents are kept"
+        elif goal.metric == "recall" and self.threshold > self.before:
+            choice, effect = "highest", "higher, so that fewer documents are kept"
+        else:
+            return None
+        reason = "already more than asked for"
+        if before < goal.value:
+            reason = f"less than asked for, but {goal.metric} does not grow evenly"
+        return (
+            f"At {self.before:g} {goal.metric} is {before:.3f}, {reason}: the {choice} threshold "
+            f"with at least {goal.value:g} is {effect}."
+        )
+
+    def _on_other_queries(self, mean: float, low: float | None, high: float | None) -> str:
+        """What is to be expected of queries that did not choose the threshold."""
+        sentence = (
+            f"On queries that did not choose the threshold {MEASURES[self.goal.metric]} is "
+            f"{mean:.3f}"
+        )
+        if low is None or high is None:
+            return f"{sentence}, of a single query."
+        sentence = f"{sentence} ({low:.3f} to {high:.3f})"
+        if self.goal.value is None:
+            return f"{sentence}."
+        if low >= self.goal.value - ROUNDING:
+            return f"{sentence}: the goal is reached beyond chance."
+        if high < self.goal.value - ROUNDING:
+            return f"{sentence}: the goal is missed beyond chance."
+        return f"{sentence}: more labels are needed to say whether {self.goal} holds."
 
 
 class Curves:
-    """Precision, recall and F1 of each query at every threshold that makes a difference, (queries, thresholds)."""
+    """Measures of each query at every threshold that makes a difference, (queries, thresholds)."""
 
     def __init__(self, queries: Sequence[ScoredQuery]) -> None:
-        scores = np.unique(
-            np.concatenate([np.asarray(query.scores, dtype=float) for query in queries])
-        )
-        between = np.concatenate(
-            [[np.nextafter(scores[0], -np.inf)], (scores[:-1] + scores[1:]) / 2, scores[-1:]]
-        )
-        self.thresholds = between[
-            np.linspace(0, len(between) - 1, min(len(between), AT_MOST)).round().astype(int)
-        ]
-        above = [
-            np.asarray(query.scores, dtype=float)[:, None] > self.thresholds for query in queries
-        ]
-        labels = [np.asarray(query.relevant, dtype=bool) for query in queries]
-        k = np.array([rows.sum(0) for rows in above])
-        h = np.array([rows[label].sum(0) for rows, label in zip(above, labels, strict=True)])
-        r = np.array([label.sum() for label in labels])[:, None]
-        some = np.array([[len(label) > 0] for label in labels])
-        nothing = (some & (k == 0) & (r == 0)).astype(float)  # nothing to keep, and nothing kept
-        self.by_metric = {
-            "precision": np.where(k > 0, h / np.maximum(k, 1), nothing),
-            "recall": np.where(r > 0, h / np.maximum(r, 1), nothing),
-            "f1": np.where(k + r > 0, 2 * h / np.maximum(k + r, 1), nothing),
-        }
+        scores = np.unique(np.concatenate([np.asarray(query.scores) for query in queries]))
+        below = np.nextafter(scores[:1], -np.inf)
+        between = np.concatenate([below, (scores[:-1] + scores[1:]) / 2, scores[-1:]])
+        count = min(len(between), MOST_THRESHOLDS)
+        places = np.linspace(0, len(between) - 1, count).round().astype(int)
+        self.thresholds: Array = between[places]
+        self.measures = selection_measures(queries, self.thresholds)
 
-    def choose(self, goal: Goal, means: NDArray[np.float64]) -> NDArray[np.float64]:
-        """The threshold that each row of means, (..., thresholds), leads to; NaN where none reaches the goal.
+    def choose(self, goal: Goal, means: Array) -> Array:
+        """The threshold that each row of means, (..., thresholds), leads to; NaN where none does.
 
-        For a precision it is the lowest that has it, for a recall the highest, for F1 the highest of the best.
+        For a precision it is the lowest threshold that reaches it, for a recall the highest, for F1
+        the highest of the best.
         """
-        reached = (
-            means >= (means.max(-1, keepdims=True) if goal.value is None else goal.value) - 1e-12
-        )
-        low = goal.metric == "precision"
-        place = reached.argmax(-1) if low else reached.shape[-1] - 1 - reached[..., ::-1].argmax(-1)
+        means = np.nan_to_num(means, nan=-1.0)
+        wanted = means.max(-1, keepdims=True) if goal.value is None else goal.value
+        reached = means >= wanted - ROUNDING
+        if goal.metric == "precision":
+            place = reached.argmax(-1)
+        else:
+            place = reached.shape[-1] - 1 - reached[..., ::-1].argmax(-1)
         return np.where(reached.any(-1), self.thresholds[place], np.nan)
 
     def nearest(self, goal: Goal) -> float:
-        """The threshold that reaches a goal, or else comes nearest to it."""
-        means = self.by_metric[goal.metric].mean(0)
-        found = float(self.choose(goal, means))
-        return float(self.thresholds[means.argmax()]) if np.isnan(found) else found
+        """The threshold that reaches a goal, or else comes nearest to it.
+
+        Raises:
+            TrainingError: The measure means nothing for these queries.
+        """
+        means = mean_present(self.measures[goal.metric])
+        if np.isnan(means).all():
+            raise TrainingError(
+                f"{MEASURES[goal.metric]} cannot be tuned: no query has a relevant document. Label "
+                "queries that have one."
+            )
+        threshold = float(self.choose(goal, means))
+        if np.isnan(threshold):
+            return float(self.thresholds[np.nanargmax(means)])
+        return threshold
 
 
-def find_threshold(
-    queries: Sequence[ScoredQuery], goal: Goal, *, resamples: int = RESAMPLES
-) -> tuple[float, tuple[float, float]]:
-    """The threshold that reaches a goal on scored queries, and its bootstrap interval; TrainingError if none does."""
+def find_threshold(queries: Sequence[ScoredQuery], goal: Goal, before: float = 0.0) -> Tuned:
+    """The threshold that reaches a goal on scored queries, or comes nearest to it.
+
+    Args:
+        queries: At least two, with scores and labels.
+        goal: What the threshold should reach.
+        before: The threshold in use so far.
+
+    Raises:
+        TrainingError: There are fewer than two queries, or the goal means nothing for them.
+    """
+    held_out, shifted = _cross_tuned(queries, goal)
     curves = Curves(queries)
-    values = curves.by_metric[goal.metric]
-    means = values.mean(0)
-    found = float(curves.choose(goal, means))
-    if np.isnan(found):
-        raise TrainingError(
-            f"No threshold gives a {goal.metric} of {goal.value:g} on these {len(queries)} queries: the highest is "
-            f"{means.max():.3f}. Ask for less."
-        )
-    drawn = np.random.default_rng(0).multinomial(
-        len(queries), [1 / len(queries)] * len(queries), resamples
+    threshold = curves.nearest(goal)
+    draws = mean_present(curves.measures[goal.metric], resampled(len(queries)))
+    drawn = curves.choose(goal, draws)
+    # No resampled set may reach the goal.
+    ends = (threshold, threshold) if np.isnan(drawn).all() else interval(drawn)
+    both = selection_measures(queries, np.array([before, threshold]))
+    values = np.nan_to_num(mean_present(both[goal.metric]))
+    return Tuned(
+        goal=goal,
+        threshold=threshold,
+        interval=ends,
+        before=before,
+        value_before=float(values[0]),
+        value=float(values[1]),
+        verdict=judge(held_out, shifted, (before, 0.0)),
     )
-    others = np.concatenate(
-        [curves.choose(goal, part @ values / len(queries)) for part in np.array_split(drawn, 20)]
-    )
-    tail = 50 * (1 - LEVEL)
-    others = others[~np.isnan(others)]  # where no threshold reaches the goal
-    low, high = np.percentile(others, [tail, 100 - tail]) if others.size else (found, found)
-    return found, (float(low), float(high))
 
 
-def cross_tuned(queries: Sequence[ScoredQuery], goal: Goal, before: float) -> Verdict:
-    """A threshold in use against those found on other queries than are measured (in five parts)."""
-    held_out: list[ScoredQuery] = []
-    moved: list[ScoredQuery] = []  # so that each has its own threshold at zero
-    for held in parts(len(queries), FOLDS):
-        threshold = Curves([query for i, query in enumerate(queries) if i not in held]).nearest(
-            goal
-        )
-        held_out += [queries[i] for i in held]
-        moved += [
-            ScoredQuery([s - threshold for s in queries[i].scores], queries[i].relevant)
-            for i in held
-        ]
-    return judge(held_out, moved, (before, 0.0))
+def _cross_tuned(
+    queries: Sequence[ScoredQuery], goal: Goal
+) -> tuple[list[ScoredQuery], list[ScoredQuery]]:
+    """The queries, and the same less a threshold that was chosen without them, fold by fold."""
+    held_out = []
+    shifted = []
+    for numbers in folds(len(queries), FOLDS):
+        others = [query for number, query in enumerate(queries) if number not in numbers]
+        threshold = Curves(others).nearest(goal)
+        for number in numbers:
+            query = queries[number]
+            held_out.append(query)
+            scores = [score - threshold for score in query.scores]
+            shifted.append(ScoredQuery(scores, query.relevant))
+    return held_out, shifted
 
 
 def tune(
@@ -144,21 +256,34 @@ def tune(
     *,
     revision: str | None = None,
     load: LoadOptions | None = None,
+    force: bool = False,
 ) -> Tuned:
     """Write a copy of an artifact with the threshold that reaches a goal on labelled queries.
 
-    Raises TrainingError: no threshold reaches it.
+    Args:
+        model: The artifact: built-in name, folder or Hub id.
+        data: Labelled queries, ``.jsonl`` or ``.jsonl.gz``.
+        output: Folder of the new artifact.
+        goal: What the threshold should reach.
+        revision: The artifact's commit, tag or branch on the Hub.
+        load: How to load the model.
+        force: Write the artifact even if there is a `Tuned.problem`.
+
+    Returns:
+        The threshold. Nothing was written where it has a problem, unless ``force``.
     """
     load = load or LoadOptions()
     queries = read_labelled(data)
     ranker = RSRank.from_source(ModelSource(model, revision, load))
-    rows = score_dataset(ranker, queries)
-    threshold, interval = find_threshold(rows, goal)
-    before = ranker.threshold or 0.0
-    tuned = Tuned(threshold, interval, before, cross_tuned(rows, goal, before))
+    tuned = find_threshold(score_dataset(ranker, queries), goal, ranker.threshold or 0.0)
+    if tuned.problem and not force:
+        return tuned
     config = ranker.config
-    note = f"{config.training.notes} Threshold for {goal} on {len(queries)} labelled queries of {data.name}.".strip()
-    training = config.training.model_copy(update={"notes": note})
-    config = config.model_copy(update={"threshold": threshold, "training": training})
+    note = f"Threshold for {goal} on {len(queries)} labelled queries of {data.name}."
+    if tuned.problem:
+        note = f"{note} It was forced: {tuned.problem}."
+    notes = f"{config.training.notes} {note}".strip()
+    training = config.training.model_copy(update={"notes": notes})
+    config = config.model_copy(update={"threshold": tuned.threshold, "training": training})
     write_artifact(output, config, ranker.projection, hub.resolve(model, revision, load) / INSIDE)
     return tuned

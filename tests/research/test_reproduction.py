@@ -23,7 +23,7 @@ from research.reproduction.ablations import (
 from research.reproduction.config import SHIPPED, Reproduction, plan
 from research.reproduction.oracle import OracleSimilarity, oracle_scores
 from research.reproduction.run import reproduce
-from research.reproduction.signals import SignalReader, reading
+from research.reproduction.signals import SignalReader, reader_of
 from research.reproduction.tables import METRICS, FigureFile, ablation_tables, figures_of, page
 from rsrank_rag.errors import InputError
 from rsrank_rag.evaluation.comparison import Measured, compare
@@ -280,7 +280,7 @@ def recipe_text(artifact):
     config = json.loads((artifact / "config.json").read_text(encoding="utf-8"))
     return f"""
         name = "tiny"
-        validation_share = 0.3
+        validation = 0.3
         [model]
         name = "{config["backbone"]["name"]}"
         device = "cpu"
@@ -392,7 +392,7 @@ def test_the_recipes_for_qwen3_are_valid_and_keep_fever_out_of_training():
         assert {part.dataset for part in recipe.evaluation} - training == {"fever"}
         assert recipe.fit == FitOptions()
     paper = ResearchRecipe.load("qwen3-8b")
-    assert sum(part.queries for part in paper.data) - paper.validation_queries == 2000
+    assert sum(part.queries for part in paper.data) - paper.validation == 2000
     assert paper.model.name == "Qwen/Qwen3-8B"
 
 
@@ -506,7 +506,7 @@ def test_other_signals_are_those_of_a_plain_run(opened, kind, signal, null):
         Row(documents[1], queries[1]),
         Row(documents[2], queries[0]),
     ]
-    reader, found = reading(signal, null).reader(core, prompts, range(1, LAYERS)), {}
+    reader, found = reader_of(signal, null)(core, prompts, range(1, LAYERS)), {}
     with torch.no_grad():
         reader.read(rows, found.__setitem__)
     assert list(found) == list(range(1, LAYERS))
@@ -526,7 +526,7 @@ def test_other_signals_are_those_of_a_plain_run(opened, kind, signal, null):
 
 def test_filler_fills_the_documents_place_and_shifts_nothing(opened):
     core, prompts = opened("llama")
-    reader, found = reading("values", "matched").reader(core, prompts, range(1, LAYERS)), {}
+    reader, found = reader_of("values", "matched")(core, prompts, range(1, LAYERS)), {}
     filled = reader.filled(40)
     (document,) = prompts.documents(["x"], 10)
     start, end = len(prompts.null_prefix) - prompts.after_document, prompts.after_document

@@ -1,0 +1,204 @@
+"""Two ways to select documents, compared on the same queries: what was gained, and what was lost.
+
+A loss or a gain counts when the 95% interval of the difference (paired bootstrap over queries) lies
+on one side of zero.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..evaluation.metrics import ScoredQuery, ranking_by_query
+from ..evaluation.statistics import LEVEL, RESAMPLES, Estimate, Record
+
+Array = NDArray[np.float64]
+
+Outcome = Literal["better", "worse", "no difference beyond chance"]
+
+LEFT_WITH_NOTHING = "left_with_nothing"
+
+MEASURES = {
+    "ndcg@5": "nDCG@5",
+    "precision": "precision",
+    "recall": "recall",
+    "f1": "F1",
+    LEFT_WITH_NOTHING: "the share of answerable queries with nothing relevant kept",
+}
+"""What a verdict looks at, and the words for it."""
+
+
+class Verdict(Record):
+    """Two selections of the same queries.
+
+    Each mean is taken over the queries for which its measure means something: precision over those
+    that keep a document, recall and "left with nothing" over those with a relevant document.
+    A measure that means nothing for all queries of one of the selections is left out.
+    """
+
+    queries: int
+    before: dict[str, Estimate]
+    after: dict[str, Estimate]
+    difference: dict[str, Estimate]
+
+    @property
+    def gains(self) -> list[str]:
+        """Measures that became better beyond chance."""
+        return [name for name in self.difference if self._improvement(name)[0] > 0]
+
+    @property
+    def losses(self) -> list[str]:
+        """Measures that became worse beyond chance."""
+        return [name for name in self.difference if self._improvement(name)[1] < 0]
+
+    @property
+    def outcome(self) -> Outcome:
+        """Worse if anything was lost, else better if anything was gained."""
+        if self.losses:
+            return "worse"
+        if self.gains:
+            return "better"
+        return "no difference beyond chance"
+
+    def __str__(self) -> str:
+        """The outcome in a sentence, with every measure that changed beyond chance."""
+        changes = []
+        for name in self.losses + self.gains:
+            change = self.difference[name]
+            direction = "rises" if change.mean > 0 else "falls"
+            changes.append(f"{MEASURES[name]} {direction} by {size(change)}")
+        if not changes:
+            return self.outcome
+        return f"{self.outcome}: {', '.join(changes)}"
+
+    def _improvement(self, name: str) -> tuple[float, float]:
+        """Interval of a measure's difference, positive where it became better; (0, 0) for none."""
+        change = self.difference[name]
+        if change.low is None or change.high is None:
+            return 0.0, 0.0
+        if name == LEFT_WITH_NOTHING:
+            return -change.high, -change.low
+        return change.low, change.high
+
+
+def size(change: Estimate) -> str:
+    """How large a change is, without its sign: ``0.100 (0.025 to 0.200)``."""
+    text = f"{abs(change.mean):.3f}"
+    if change.low is None or change.high is None:
+        return text
+    ends = sorted((abs(change.low), abs(change.high)))
+    return f"{text} ({ends[0]:.3f} to {ends[1]:.3f})"
+
+
+def judge(
+    before: Sequence[ScoredQuery],
+    after: Sequence[ScoredQuery],
+    thresholds: tuple[float, float] = (0.0, 0.0),
+) -> Verdict:
+    """Compare two scorings of the same queries, each with its threshold.
+
+    Needs ir-measures (the ``eval`` extra).
+    """
+    first = measure(before, thresholds[0])
+    second = measure(after, thresholds[1])
+    count = len(before)
+    draws = resampled(count)
+    estimates: dict[str, dict[str, Estimate]] = {"before": {}, "after": {}, "difference": {}}
+    for name in MEASURES:
+        base = float(mean_present(first[name]))
+        other = float(mean_present(second[name]))
+        if np.isnan(other - base):
+            continue
+        base_drawn = mean_present(first[name], draws)
+        other_drawn = mean_present(second[name], draws)
+        estimates["before"][name] = _estimate(base, base_drawn, count)
+        estimates["after"][name] = _estimate(other, other_drawn, count)
+        change = _estimate(other - base, other_drawn - base_drawn, count)
+        estimates["difference"][name] = change
+    return Verdict(queries=count, **estimates)
+
+
+def measure(queries: Sequence[ScoredQuery], threshold: float) -> dict[str, Array]:
+    """Each query's measures, (queries,), of what scores above a threshold."""
+    measures = selection_measures(queries, np.array([threshold]))
+    by_query = {"ndcg@5": np.array(ranking_by_query(queries)["ndcg@5"])}
+    for name, values in measures.items():
+        by_query[name] = values[:, 0]
+    return by_query
+
+
+def means(queries: Sequence[ScoredQuery], threshold: float) -> dict[str, float]:
+    """Means of the measures that mean something, of what scores above a threshold."""
+    values = {}
+    for name, by_query in measure(queries, threshold).items():
+        mean = float(mean_present(by_query))
+        if not np.isnan(mean):
+            values[name] = mean
+    return values
+
+
+def selection_measures(queries: Sequence[ScoredQuery], thresholds: Array) -> Mapping[str, Array]:
+    """Each query's measures at each threshold, (queries, thresholds); NaN where one means nothing.
+
+    An empty list has no precision, and a query without a relevant document has no recall. Its F1
+    is 1 where nothing is kept. A query without documents has an F1 of 0.
+    """
+    shape = len(queries), len(thresholds)
+    kept = np.zeros(shape)
+    hits = np.zeros(shape)
+    relevant = np.zeros((len(queries), 1))
+    empty = np.zeros((len(queries), 1), dtype=bool)
+    for row, query in enumerate(queries):
+        above = np.asarray(query.scores, dtype=float)[:, None] > thresholds
+        labels = np.asarray(query.relevant, dtype=bool)
+        kept[row] = above.sum(0)
+        hits[row] = above[labels].sum(0)
+        relevant[row] = labels.sum()
+        empty[row] = len(labels) == 0
+    with np.errstate(invalid="ignore"):
+        f1 = 2 * hits / (kept + relevant)
+        nothing = np.where(relevant > 0, hits == 0, np.nan)
+        measures = {"precision": hits / kept, "recall": hits / relevant}
+    measures["f1"] = np.where(empty, 0.0, np.nan_to_num(f1, nan=1.0))
+    measures[LEFT_WITH_NOTHING] = nothing
+    return measures
+
+
+def resampled(count: int) -> Array:
+    """How often each of so many queries is drawn, (samples, queries), in a seeded bootstrap."""
+    generator = np.random.default_rng(0)
+    return generator.multinomial(count, np.full(count, 1 / count), RESAMPLES).astype(float)
+
+
+def mean_present(values: Array, draws: Array | None = None) -> Array:
+    """Means over the queries that have a value; NaN where none has one.
+
+    Args:
+        values: One for each query, (queries, ...), NaN for none.
+        draws: How often each query counts, (samples, queries); None for once each.
+
+    Returns:
+        (...), or (samples, ...) with draws.
+    """
+    weights = np.ones(len(values)) if draws is None else draws
+    present = ~np.isnan(values)
+    with np.errstate(invalid="ignore"):
+        mean: Array = weights @ np.where(present, values, 0.0) / (weights @ present)
+    return mean
+
+
+def interval(samples: Array) -> tuple[float, float]:
+    """Ends of the middle 95% of the samples that are numbers."""
+    tail = 50 * (1 - LEVEL)
+    low, high = np.nanpercentile(samples, [tail, 100 - tail])
+    return float(low), float(high)
+
+
+def _estimate(mean: float, samples: Array, queries: int) -> Estimate:
+    """A mean with its bootstrap interval; a single query has none."""
+    if queries < 2:
+        return Estimate(mean=mean, low=None, high=None)
+    low, high = interval(samples)
+    # Equal numbers differ by rounding.
+    return Estimate(mean=mean, low=min(low, mean), high=max(high, mean))

@@ -1,0 +1,280 @@
+"""Features of labelled queries: reading them, and their files."""
+
+import json
+
+import pytest
+import torch
+from conftest import CHAT, ENCODER, LAYERS, random_projection
+from training_helpers import labelled, written
+
+from rsrank_rag import RSRank
+from rsrank_rag.errors import InputError, TrainingError
+from rsrank_rag.evaluation.datasets import LabelledDocument, LabelledQuery
+from rsrank_rag.language_model.check import open_backbone
+from rsrank_rag.language_model.loading import load_model
+from rsrank_rag.language_model.options import LoadOptions
+from rsrank_rag.method.scoring import ShiftReader
+from rsrank_rag.method.template import PromptTokenizer
+from rsrank_rag.training.batches import scored
+from rsrank_rag.training.features import (
+    FeatureExtractor,
+    digest,
+    joined_documents,
+    row_count,
+    subsample,
+)
+from rsrank_rag.training.recipe import FeaturePart, Recipe
+from rsrank_rag.training.run import TrainingRun
+from rsrank_rag.training.store import check_space, open_folder, read_features, write_features
+
+
+@pytest.fixture(scope="module")
+def loaded(tiny_folder):
+    """Function: kind -> (backbone, prompts) of a tiny fp32 model."""
+    made = {}
+
+    def load(kind, **template):
+        key = kind, tuple(template.items())
+        if key not in made:
+            model, tokenizer, _ = load_model(
+                tiny_folder(kind), revision=None, options=LoadOptions("cpu", "float32")
+            )
+            core = open_backbone(model)
+            chosen = (ENCODER if kind == "bert" else CHAT).model_copy(update=template)
+            prompts = PromptTokenizer(
+                tokenizer, chosen, max_length=core.max_length, shared_positions=core.causal
+            )
+            made[key] = core, prompts
+        return made[key]
+
+    return load
+
+
+@pytest.fixture
+def extractor(loaded):
+    core, prompts = loaded("qwen3")
+    return FeatureExtractor(ShiftReader(core, prompts, range(1, LAYERS)), token_budget=500)
+
+
+# Reading
+
+
+def test_documents_that_are_read_together_get_fair_shares(loaded):
+    _, prompts = loaded("qwen3")
+    room = prompts.document_limit(10)
+    long, short = "word " * 2000, "bridge"
+    ids = joined_documents(prompts, [long, short, long], 10)
+    assert len(ids) == prompts.overhead + room
+    text = "".join(prompts.text_of(ids))
+    first, middle, last = text.removeprefix("".join(prompts.text_of(prompts.instruction))).split(
+        "\n"
+    )[:3]
+    assert middle == short
+    assert abs(len(first) - len(last.split("<|im_end|>")[0])) < 20
+    assert (
+        "".join(prompts.text_of(joined_documents(prompts, [short, "frost"], 10))).count(
+            "bridge\nfrost"
+        )
+        == 1
+    )
+
+
+# The store
+
+
+def test_stored_shifts_are_those_that_scoring_reads(extractor, ranker):
+    query = labelled(1)[0]
+    found = extractor.extract(query)
+    projection = random_projection("qwen3")
+    texts = [document.content() for document in query.documents]
+    expected = RSRank(ranker.backbone, ranker.prompts, projection, ranker.config).score(
+        query.query, texts
+    )
+    assert found.relevant == tuple(document.relevant for document in query.documents)
+    assert scored([found], dict(projection.named_parameters()), device="cpu")[
+        0
+    ].scores == pytest.approx(expected, abs=0.02)  # fp16
+
+
+def test_the_oracle_is_the_shift_of_all_relevant_documents_together(extractor):
+    query = labelled(1)[0]
+    together = "\n".join(document.content() for document in query.documents if document.relevant)
+    alone = LabelledQuery(
+        id="x",
+        query=query.query,
+        documents=[LabelledDocument(id="0", text=together, relevant=False)],
+    )
+    oracle = extractor.extract(query).shifts[:, :, -extractor.extract(query).tokens :]
+    assert torch.allclose(oracle.float(), extractor.extract(alone).shifts.float(), atol=0.05)
+    assert not extractor.extract(alone).oracle
+
+
+def test_an_empty_document_shifts_nothing(extractor):
+    query = labelled(1)[0]
+    documents = (LabelledDocument(id="e", text="", relevant=False), *query.documents)
+    found = extractor.extract(query.model_copy(update={"documents": documents}))
+    assert found.shifts[:, :, : found.tokens].abs().max() == 0
+
+
+def test_fewer_tokens_are_spread_evenly(loaded):
+    core, prompts = loaded("qwen3")
+    reader = ShiftReader(core, prompts, range(1, LAYERS))
+    query = labelled(1)[0]
+    full, few = (
+        FeatureExtractor(reader).extract(query),
+        FeatureExtractor(reader, FeaturePart(max_tokens=3)).extract(query),
+    )
+    assert few.tokens == 3
+    positions = [int(full.tokens / 3 * (i + 0.5)) for i in range(3)]
+    for document in range(len(query.documents)):
+        whole = full.shifts[:, :, document * full.tokens : (document + 1) * full.tokens]
+        assert torch.equal(
+            few.shifts[:, :, 3 * document : 3 * document + 3], whole[:, :, positions]
+        )
+
+
+def test_a_file_holds_what_was_extracted(extractor, tmp_path):
+    features = extractor.extract(labelled(1)[0])
+    path = tmp_path / "0.safetensors"
+    write_features(path, features)
+    again = read_features(path)
+    assert torch.equal(again.shifts, features.shifts)
+    assert vars(again) | {"shifts": None} == vars(features) | {"shifts": None}
+
+
+def test_the_number_of_rows_is_known_before_the_work(extractor):
+    queries = labelled(4)
+    rows = row_count(queries, extractor.reader.prompts, extractor.options)
+    assert rows == sum(extractor.extract(query).shifts.shape[2] for query in queries)
+
+
+@pytest.fixture
+def small_run(tiny_folder, tmp_path):
+    """Function: number of queries, settings -> a run of a recipe on a tiny model."""
+
+    def make(count=5, settings=(), data=None):
+        path = tmp_path / "recipe.toml"
+        path.write_text(
+            f'name = "tiny"\nmodel = {{name = "{tiny_folder("qwen3")}", device = "cpu"}}\n'
+        )
+        file = written(tmp_path / "data.jsonl", data or labelled(count))
+        recipe = Recipe.load(str(path), ["model.dtype=float32", *settings], [file])
+        return TrainingRun(recipe, tmp_path / "run")
+
+    return make
+
+
+def test_reading_that_was_interrupted_goes_on_without_loss_or_repetition(
+    small_run, monkeypatch, tmp_path
+):
+    calls = []
+    extract = FeatureExtractor.extract
+
+    def killed(self, query):
+        calls.append(query.id)
+        if len(calls) == 4:
+            raise KeyboardInterrupt
+        return extract(self, query)
+
+    monkeypatch.setattr(FeatureExtractor, "extract", killed)
+    with pytest.raises(KeyboardInterrupt):
+        small_run().extract()
+    features = small_run().extract()
+    # The unfinished query again, the finished ones not.
+    assert calls == ["q0", "q1", "q2", "q3", "q3", "q4"]
+    assert [query.relevant for query in features] == [
+        tuple(document.relevant for document in query.documents) for query in labelled(5)
+    ]
+    assert not list((tmp_path / "run" / "features").glob("*.partial"))
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (["features.dtype=bfloat16"], "dtype: 'float16' there, 'bfloat16' wanted"),
+        (["features.layers=1-2"], r"layers: \[1, 2, 3\] there, \[1, 2\] wanted"),
+        (["features.max_tokens=2"], "max_tokens: None there, 2 wanted"),
+        (["features.titles=false"], "titles: True there, False wanted"),
+        (['template.suffix="!"'], "template: "),
+        (["model.dtype=bfloat16"], "compute_dtype: 'torch.float32' there"),
+    ],
+)
+def test_features_of_something_else_are_refused_with_what_differs(small_run, settings, message):
+    small_run(2).extract()
+    with pytest.raises(TrainingError, match=f"holds features of something else .*{message}"):
+        small_run(2, settings).extract()
+
+
+def test_features_of_other_queries_or_another_model_are_refused(small_run, tmp_path):
+    small_run(2).extract()
+    with pytest.raises(TrainingError, match="data: "):
+        small_run(2, data=labelled(3)[1:]).extract()
+    path = tmp_path / "run" / "features" / "store.json"
+    described = json.loads(path.read_text())
+    described["backbone"]["files"]["model.safetensors"] = "0" * 64
+    path.write_text(json.dumps(described))
+    with pytest.raises(TrainingError, match="backbone: "):
+        small_run(2).extract()
+
+
+def test_a_damaged_file_is_one_clear_error(extractor, tmp_path):
+    path = tmp_path / "0.safetensors"
+    write_features(path, extractor.extract(labelled(1)[0]))
+    content = path.read_bytes()
+    for damaged in (b"no safetensors", content[: len(content) // 2]):
+        path.write_bytes(damaged)
+        with pytest.raises(TrainingError, match=r"is damaged .* Remove it and run the same"):
+            read_features(path)
+
+
+def test_a_disk_that_is_too_small_is_named_before_the_work(tmp_path):
+    open_folder(tmp_path, {"data": "x"})
+    with pytest.raises(TrainingError, match=r"need 9000000.0 GB .* Use fewer query"):
+        check_space(tmp_path, int(9e15))
+
+
+def test_a_query_without_text_in_its_documents_is_named(extractor):
+    query = labelled(1, documents=["", " "])[0].model_copy(
+        update={"documents": (LabelledDocument(id="e", text=" ", relevant=True),)}
+    )
+    with pytest.raises(InputError, match="Query 'q0' has no document with text"):
+        extractor.extract(query)
+
+
+def test_values_that_overflow_are_refused(loaded, monkeypatch):
+    core, prompts = loaded("qwen3")
+    reader = ShiftReader(core, prompts, range(1, LAYERS))
+    read = reader.read
+    monkeypatch.setattr(
+        reader, "read", lambda rows, consume: read(rows, lambda i, s: consume(i, s * 1e6))
+    )
+    with pytest.raises(
+        TrainingError, match=r"not finite in float16\. Set features\.dtype=bfloat16"
+    ):
+        FeatureExtractor(reader).extract(labelled(1)[0])
+
+
+def test_subsampling_keeps_both_classes_and_depends_on_the_query_alone():
+    queries = labelled(4)
+    few = subsample(queries, 4, seed=1)
+    for query in few:
+        labels = [document.relevant for document in query.documents]
+        assert (sum(labels), len(labels)) == (2, 4)
+    assert few == [subsample([query], 4, seed=1)[0] for query in queries]
+    assert subsample(queries, None) == queries
+    everything = subsample(queries, 100)
+    assert [len(query.documents) for query in everything] == [
+        len(query.documents) for query in queries
+    ]
+
+
+def test_the_digest_sees_texts_and_labels():
+    queries = labelled(2)
+    flipped = (
+        queries[0]
+        .documents[0]
+        .model_copy(update={"relevant": not queries[0].documents[0].relevant})
+    )
+    other = queries[0].model_copy(update={"documents": (flipped, *queries[0].documents[1:])})
+    assert digest(queries) == digest(labelled(2))
+    assert digest(queries) != digest([other, queries[1]])

@@ -1,0 +1,310 @@
+"""Regularised fine-tuning: what moves, what stays, what is written."""
+
+import copy
+import json
+import math
+import random
+import statistics
+from dataclasses import replace
+
+import pytest
+import torch
+from conftest import DOCUMENTS, QUERIES
+from scipy.optimize import minimize
+from training_helpers import labelled, run, scorings, written
+
+from rsrank_rag import Projection, RSRank
+from rsrank_rag.artifact import hub
+from rsrank_rag.errors import InputError, TrainingError
+from rsrank_rag.evaluation.metrics import ScoredQuery, f1_at
+from rsrank_rag.method.scoring import ShiftReader
+from rsrank_rag.training import fine_tuning
+from rsrank_rag.training import run as run_module
+from rsrank_rag.training.batches import folds
+from rsrank_rag.training.batches import scored as scored_by_weights
+from rsrank_rag.training.features import FeatureExtractor
+from rsrank_rag.training.fine_tuning import FineTuned, FineTuningOptions, fine_tune
+from rsrank_rag.training.recipe import Recipe
+from rsrank_rag.training.store import QueryFeatures
+from rsrank_rag.training.verdict import judge
+
+
+def scored(features, projection, device="cpu"):
+    return scored_by_weights(features, dict(projection.named_parameters()), device=device)
+
+
+def separable_features(count=12, *, margin=0.6, seed=0):
+    """Relevant documents agree with their query by more than a margin; shifts say little."""
+    generator, rng = torch.Generator().manual_seed(seed), random.Random(seed)
+    made = []
+    for _ in range(count):
+        relevant = tuple(i % 4 == 0 for i in range(8))
+        means = [margin + (0.15 if label else -0.15) for label in relevant]
+        similarities = tuple(
+            (mean + rng.gauss(0, 0.08), mean + rng.gauss(0, 0.08)) for mean in means
+        )
+        shifts = torch.randn(2, 2, 8 * 3, 8, generator=generator)
+        made.append(
+            QueryFeatures(shifts.half(), relevant, 3, oracle=False, similarities=similarities)
+        )
+    return made
+
+
+@pytest.fixture
+def base():
+    plain = Projection.random([2, 3], 2, 4, 8)
+    return Projection(
+        plain.weight.detach(),
+        [2, 3],
+        head_weight=torch.full((2, 2), 0.2),
+        agreement=torch.tensor([2.0, 2.0, -1.0]),
+    )
+
+
+def differences(first, second):
+    return [
+        (a - b).abs().max().item()
+        for a, b in zip(first.parameters(), second.parameters(), strict=True)
+    ]
+
+
+# Features
+
+
+def test_stored_features_score_like_the_artifact_agreement_and_weighed_heads_included(fused):
+    ranker = RSRank.from_pretrained(fused, device="cpu", dtype="float32")
+    extractor = FeatureExtractor(ShiftReader(ranker.backbone, ranker.prompts, ranker.config.layers))
+    query = labelled(1)[0]
+    found = scored([extractor.extract(query)], ranker.projection, device="cpu")[0].scores
+    expected = ranker.score(query.query, [document.content() for document in query.documents])
+    assert found == pytest.approx(expected, abs=0.01)  # shifts are kept in 16 bits
+
+
+# What moves
+
+
+def plain_loss(weights, features):
+    """Loss of each query, document by document."""
+    total = 0.0
+    for query in features:
+        scores = []
+        for place, agreement in enumerate(query.similarities):
+            g, w, b = weights["agreement"]
+            score = g * agreement[0] + w * agreement[1] + b
+            for layer in range(2):
+                for head in range(2):
+                    for token in range(query.tokens):
+                        z = (
+                            weights["weight"][layer, head]
+                            @ query.shifts[layer, head, place * 3 + token].double()
+                        )
+                        score += (
+                            weights["head_weight"][layer, head]
+                            * z.sum()
+                            / (z.norm() * 2)
+                            / query.tokens
+                        )
+            scores.append(score)
+        rivals = (
+            sum(math.exp(s) for s, label in zip(scores, query.relevant, strict=True) if not label)
+            + 1.0
+        )
+        order = [
+            math.log(1 + rivals / math.exp(s))
+            for s, label in zip(scores, query.relevant, strict=True)
+            if label
+        ]
+        weights_of = [2.0 if label else 1.0 for label in query.relevant]
+        zero = [
+            math.log(1 + math.exp(-s if label else s))
+            for s, label in zip(scores, query.relevant, strict=True)
+        ]
+        total += statistics.fmean(order) + 2 * sum(
+            w * z for w, z in zip(weights_of, zero, strict=True)
+        ) / sum(weights_of)
+    return total
+
+
+@pytest.mark.parametrize("projection_from", [0, 300])
+def test_the_weights_are_those_of_the_least_loss_and_squared_change(base, projection_from):
+    features = separable_features(3)
+    near = fine_tuning._Tuner(
+        features, base, FineTuningOptions(projection_from=projection_from), torch.device("cpu")
+    )
+    *_, found = near.path(range(3), (math.inf, 2.0))
+    start = {name: weight.detach().double() for name, weight in base.named_parameters()}
+    trained = {name: weight.detach().double() for name, weight in found.named_parameters()}
+
+    def objective(moved):
+        change = torch.tensor(moved) * near.units["agreement"].double()
+        penalty = sum(
+            (((trained[n] - start[n]) / near.units[n]) ** 2).sum().item()
+            for n in near.units
+            if n != "agreement"
+        )
+        weights = {**trained, "agreement": start["agreement"] + change}
+        return plain_loss(weights, features) + 2.0 / 2 * (penalty + sum(x * x for x in moved))
+
+    best = minimize(
+        objective,
+        [0.0] * 3,
+        method="Nelder-Mead",
+        options={"xatol": 1e-4, "fatol": 1e-7, "maxiter": 5000},
+    )
+    expected = start["agreement"] + torch.tensor(best.x) * near.units["agreement"]
+    assert trained["agreement"].tolist() == pytest.approx(expected.tolist(), abs=0.01)
+
+
+def test_few_queries_move_the_weights_less_than_many_and_an_infinite_penalty_not_at_all(base):
+    features = separable_features(40)
+    near = fine_tuning._Tuner(features, base, FineTuningOptions(), torch.device("cpu"))
+    (same, few), (_, many) = (list(near.path(range(count), (math.inf, 10.0))) for count in (4, 40))
+    assert differences(same, base) == [0.0, 0.0, 0.0]
+    assert differences(many, base)[0] == 0  # B, of which so few queries say nothing
+    assert 0 < differences(few, base)[2] < differences(many, base)[2]
+
+
+def test_training_finds_the_zero_of_a_domain_and_says_so(base):
+    features, unseen = separable_features(20), separable_features(20, seed=7)
+    found = fine_tune(features, base, FineTuningOptions(), device="cpu")
+    before, after = (scored(unseen, weights, device="cpu") for weights in (base, found.projection))
+    assert (
+        statistics.fmean(f1_at(q, 0.0) for q in after)
+        > statistics.fmean(f1_at(q, 0.0) for q in before) + 0.2
+    )
+    assert judge(found.before, found.after).outcome == "better"
+    assert math.isfinite(found.penalty)
+    assert found.values[found.penalty] == max(found.values.values())
+    in_turn = [features[number] for held in folds(20, 5) for number in held]
+    assert [row.relevant for row in found.before] == [query.relevant for query in in_turn]
+    expected = [score for row in scored(in_turn, base, device="cpu") for score in row.scores]
+    assert [score for row in found.before for score in row.scores] == pytest.approx(
+        expected, abs=1e-5
+    )
+
+
+def test_labels_at_random_leave_the_base_as_it_is(base):
+    rng = random.Random(3)
+    features = [
+        replace(query, similarities=tuple((rng.random(), rng.random()) for _ in query.similarities))
+        for query in separable_features(12, seed=5)
+    ]
+    fitting = copy.deepcopy(base)
+    fitting.agreement.data = torch.tensor(
+        [0.0, 0.0, -1.1]
+    )  # what best can be said of them: one in four is relevant
+    fitting.head_weight.data.zero_()
+    found = fine_tune(features, fitting, FineTuningOptions(penalties=(0.001,)), device="cpu")
+    assert found.penalty == math.inf
+    assert differences(found.projection, fitting) == [0.0, 0.0, 0.0]
+
+
+def test_every_query_is_left_out_once():
+    held = folds(40, 5)
+    assert len(held) == 5
+    assert sorted(number for fold in held for number in fold) == list(range(40))
+    assert sorted(map(len, folds(3, 5))) == [1, 1, 1]
+    with pytest.raises(TrainingError, match="1 labelled queries cannot be"):
+        folds(1, 5)
+
+
+# What is written
+
+
+SETTINGS = ("--set", "model.device=cpu", "--set", "model.dtype=float32")
+
+
+@pytest.fixture
+def train(fused, monkeypatch, tmp_path):
+    """Function: scores before and after on queries held out, penalty -> what the command says.
+
+    The fine-tuned weights differ from the artifact's by 1 in each similarity weight.
+    """
+    data = written(tmp_path / "own.jsonl", labelled(4))
+
+    def run_with(before, after, *options, penalty=1.0):
+        def tuned(features, projection, options, **settings):
+            moved = copy.deepcopy(projection)
+            if math.isfinite(penalty):
+                moved.agreement.data += 1
+            return FineTuned(moved, penalty, {math.inf: 1.0, 1.0: 0.9}, before, after)
+
+        monkeypatch.setattr(run_module, "fine_tune", tuned)
+        arguments = ("train", "--base", fused, "--data", data, "--output", tmp_path / "run")
+        return run(*arguments, *SETTINGS, *options)
+
+    return run_with
+
+
+def moved_by(fused, tmp_path):
+    """How far the written similarity weights are from the base's."""
+    artifact = tmp_path / "run" / "artifact"
+    base = hub.read_projection(fused, hub.read_config(fused))
+    return differences(hub.read_projection(artifact, hub.read_config(artifact)), base)[2]
+
+
+def test_a_loss_of_recall_alone_is_named_and_the_base_is_written(train, fused, tmp_path):
+    # Every list keeps its only relevant document and one other; then in every fourth list the
+    # relevant one falls below zero, and the other one as well: F1 does not change beyond chance.
+    labels = [True, False]
+    before = [ScoredQuery([1.0, 0.5], labels)] * 40
+    after = [ScoredQuery([1.0, -1.0], labels)] * 28 + [ScoredQuery([-0.5, -1.0], labels)] * 12
+    verdict = judge(before, after)
+    assert verdict.outcome == "worse"
+    assert "recall" in verdict.losses
+    assert "left_with_nothing" in verdict.losses
+    assert "f1" not in verdict.losses
+    said = train(before, after)
+    assert "recall falls by 0.300" in said
+    assert "the share of answerable queries with nothing relevant kept rises by 0.300" in said
+    assert f"written: the weights of {fused}, unchanged: fine-tuned weights are worse" in said
+    assert moved_by(fused, tmp_path) == 0.0
+    assert "unchanged" in (tmp_path / "run" / "artifact" / "README.md").read_text()
+
+
+def test_fine_tuned_weights_that_lose_something_are_written_by_force_and_named(
+    train, fused, tmp_path
+):
+    before, after = scorings(help=-0.8)
+    assert "written: the weights of" in train(before, after)
+    said = train(before, after, "--force")
+    assert "written: fine-tuned weights, worse:" in said
+    assert "penalty 1 of 10, 3, 1" in said
+    assert moved_by(fused, tmp_path) == 1.0
+
+
+def test_fine_tuned_weights_that_gain_are_written_with_their_penalty(train, fused, tmp_path):
+    said = train(*scorings(help=0.8))
+    assert "verdict: better: " in said
+    assert "written: fine-tuned weights, better: " in said
+    assert moved_by(fused, tmp_path) == 1.0
+
+
+def test_a_base_that_no_penalty_improves_is_said_to_be_written(train, fused, tmp_path):
+    before, _ = scorings()
+    said = train(before, before, penalty=math.inf)
+    assert "verdict: no difference beyond chance" in said
+    assert f"written: the weights of {fused}, unchanged: no penalty gained more than" in said
+    assert moved_by(fused, tmp_path) == 0.0
+
+
+def test_an_artifact_is_fine_tuned_and_says_how(fused, tmp_path):
+    data = written(tmp_path / "own.jsonl", labelled(6))
+    settings = ("--set", "fine_tuning.iterations=3", "--set", "fine_tuning.folds=2")
+    arguments = ("train", "--base", fused, "--data", data, "--output", tmp_path / "run")
+    said = run(*arguments, *SETTINGS, *settings)
+    assert "Measured on queries that were left out: 6" in said
+    for word in ("nDCG@5", "precision", "recall", "F1", "nothing", "verdict: ", "written: "):
+        assert word in said
+    verdict = json.loads((tmp_path / "run" / "verdict.json").read_text())
+    assert set(verdict["difference"]) >= {"ndcg@5", "recall", "f1", "left_with_nothing"}
+    ranker = RSRank.from_pretrained(tmp_path / "run" / "artifact", device="cpu", dtype="float32")
+    assert ranker.config.training.settings["method"] == "fine-tuning"
+    assert (ranker.config.fusion_layer, ranker.config.backbone.name) == (1, "./backbone")
+    assert len(ranker.score(QUERIES[0], DOCUMENTS)) == len(DOCUMENTS)
+
+
+def test_what_an_artifact_decides_cannot_be_set(fused):
+    for setting in ("fit.epochs=3", "features.layers=[2]"):
+        with pytest.raises(InputError, match="cannot be set: fine-tuning an artifact"):
+            Recipe.load("your-data", [setting], base=str(fused))

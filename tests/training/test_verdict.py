@@ -1,0 +1,99 @@
+"""Verdicts: two selections of the same queries, with what was gained and lost beyond chance."""
+
+import random
+import statistics
+
+import numpy as np
+import pytest
+from training_helpers import scorings
+
+from rsrank_rag.evaluation.metrics import ScoredQuery
+from rsrank_rag.training.verdict import judge, mean_present, means, selection_measures
+
+
+@pytest.mark.parametrize(
+    ("help", "outcome"), [(0.8, "better"), (0.0, "no difference beyond chance"), (-0.8, "worse")]
+)
+def test_the_verdict_is_that_of_a_plain_paired_bootstrap(help, outcome):
+    base, other = scorings(help=help)
+    verdict = judge(base, other)
+    assert verdict.outcome == outcome
+    pairs = [[plain_measures(query) for query in pair] for pair in zip(base, other, strict=True)]
+    for metric in ("precision", "recall", "f1", "left_with_nothing"):
+
+        def difference(drawn, metric=metric):
+            sides = []
+            for side in (0, 1):
+                values = [pair[side][metric] for pair in drawn]
+                sides.append(statistics.fmean(value for value in values if value is not None))
+            return sides[1] - sides[0]
+
+        rng = random.Random(1)
+        drawn = sorted(difference(rng.choices(pairs, k=30)) for _ in range(2000))
+        found = verdict.difference[metric]
+        assert found.mean == pytest.approx(difference(pairs))
+        # Two bootstraps of 2,000 samples differ by their own noise: some hundredths of the width.
+        near = pytest.approx((drawn[50], drawn[1949]), abs=0.15 * (drawn[1949] - drawn[50]) + 1e-9)
+        assert (found.low, found.high) == near
+
+
+def plain_measures(query):
+    kept = []
+    for score, label in zip(query.scores, query.relevant, strict=True):
+        if score > 0:
+            kept.append(label)
+    relevant = sum(query.relevant)
+    return {
+        "precision": sum(kept) / len(kept) if kept else None,
+        "recall": sum(kept) / relevant,
+        "f1": 2 * sum(kept) / (len(kept) + relevant),
+        "left_with_nothing": float(not any(kept)),
+    }
+
+
+def test_empty_lists_have_no_precision_and_unanswerable_queries_no_recall():
+    queries = [
+        ScoredQuery([1.0, -1.0], [True, False]),
+        ScoredQuery([-1.0, -2.0], [True, False]),
+        ScoredQuery([-1.0], [False]),
+        ScoredQuery([], []),
+    ]
+    found = means(queries, 0.0)
+    assert found["precision"] == 1.0
+    assert found["recall"] == 0.5
+    assert found["left_with_nothing"] == 0.5
+    assert found["f1"] == pytest.approx((1 + 0 + 1 + 0) / 4)
+
+
+def test_a_measure_that_means_nothing_is_left_out():
+    nothing_relevant = [ScoredQuery([1.0], [False])] * 3
+    assert set(means(nothing_relevant, 0.0)) == {"ndcg@5", "precision", "f1"}
+    # After nothing is kept, there is no precision to compare.
+    verdict = judge(nothing_relevant, nothing_relevant, (0.0, 2.0))
+    assert set(verdict.difference) == {"ndcg@5", "f1"}
+    assert verdict.gains == ["f1"]
+
+
+def test_measures_at_many_thresholds_are_those_at_each():
+    queries, _ = scorings(6)
+    thresholds = np.array([-1.0, 0.0, 0.7])
+    measures = selection_measures(queries, thresholds)
+    for place, threshold in enumerate(thresholds):
+        for name, value in means(queries, threshold).items():
+            if name != "ndcg@5":
+                assert mean_present(measures[name][:, place]) == pytest.approx(value)
+
+
+def test_more_queries_left_with_nothing_are_a_loss_and_fewer_a_gain():
+    labels = [True, False]
+    kept = [ScoredQuery([1.0, 0.5], labels)] * 20
+    lost = [ScoredQuery([-1.0, 0.5], labels)] * 10 + kept[10:]
+    assert "left_with_nothing" in judge(kept, lost).losses
+    assert "left_with_nothing" in judge(lost, kept).gains
+    assert "rises by 0.500" in str(judge(kept, lost))
+
+
+def test_a_single_query_decides_nothing():
+    verdict = judge([ScoredQuery([1.0], [True])], [ScoredQuery([-1.0], [True])])
+    assert verdict.outcome == "no difference beyond chance"
+    assert verdict.difference["recall"].low is None
