@@ -341,13 +341,9 @@ def learn(
     """B from queries, by the recipe's method; a random one from none."""
     if not train:
         _, heads, _, width = validation[0].shifts.shape
-        return Projection.random(
-            layers, heads, options.projection_dim, width, seed=options.seed
-        )
+        return Projection.random(layers, heads, options.projection_dim, width, seed=options.seed)
     if recipe.method != "gradient":
-        return closed_form(
-            train, layers, recipe.method, projection_dim=options.projection_dim
-        )
+        return closed_form(train, layers, recipe.method, projection_dim=options.projection_dim)
     return fit(train, validation, layers, options, device=recipe.model.device).projection
 
 
