@@ -4,6 +4,7 @@
     python -m benchmarks.load overload       # one to five times as many requests as can be answered: how many are?
     python -m benchmarks.load kill           # the model's process is killed again and again under load
     python -m benchmarks.load restart        # the server itself is killed and started again
+    python -m benchmarks.load giant          # nine polite clients beside one client's giant requests
     python -m benchmarks.load disk           # the disk under the kept prefixes is full (Linux, as root)
 
 Every answer must have its rows, and a sample of all scores is compared with those of plain transformers code in float32
@@ -412,6 +413,83 @@ def overload(options: argparse.Namespace) -> None:
     print(verdict(traffic, [full, *records], options.dtype)[0])
 
 
+GIANTS: dict[str, dict[str, Any]] = {
+    "999,000 characters in windows": {"count": 1, "characters": 999_000, "leaves": None},
+    "the same, left after 3 s": {"count": 1, "characters": 999_000, "leaves": 3.0},
+    "five of 130,000 in windows": {"count": 5, "characters": 130_000, "leaves": None},
+    "four of 900,000, cut": {"count": 4, "characters": 900_000, "leaves": None, "cut": True},
+}
+"""Requests of one client: documents, and the seconds after which the client leaves."""
+
+MOST_TIMES = 1.5
+"""How many times longer the polite clients' p99 may be beside a giant request."""
+
+
+async def beside_giant(
+    url: str, traffic: Traffic, seconds: float, giant: dict[str, Any] | None
+) -> Record:
+    """Nine clients that pause between requests, each with a key of its own, and perhaps a tenth."""
+    record = Record()
+    ends = record.started + seconds
+
+    def client(key: str) -> httpx.AsyncClient:
+        headers = {"Authorization": f"Bearer {key}"}
+        return httpx.AsyncClient(base_url=url, timeout=600, headers=headers)
+
+    async def polite(number: int) -> None:
+        rng = random.Random(number)
+        async with client(f"polite{number}") as http:
+            while time.perf_counter() < ends:
+                await ask(http, traffic, rng, record)
+                await asyncio.sleep(rng.expovariate(1.0))
+
+    async def besiege(count: int, characters: int, leaves: float | None, cut: bool = False) -> None:
+        text = " ".join(traffic.corpus)
+        text = (text * (characters // len(text) + 1))[:characters]
+        body = {"query": "q", "documents": [text] * count}
+        body |= {} if cut else {"long_documents": "windows"}
+        async with client("giant") as http:
+            while time.perf_counter() < ends:
+                with contextlib.suppress(asyncio.TimeoutError, httpx.TransportError):
+                    await asyncio.wait_for(http.post("/v1/rerank", json=body), leaves)
+
+    siege = asyncio.create_task(besiege(**giant)) if giant else None
+    await asyncio.gather(*(polite(number) for number in range(9)))
+    record.ended = time.perf_counter()
+    if siege is not None:
+        siege.cancel()
+        await asyncio.gather(siege, return_exceptions=True)
+    return record
+
+
+def giant(options: argparse.Namespace) -> None:
+    """Latencies of nine polite clients, without and beside one client's giant requests."""
+    traffic = Traffic.made_up(options)
+    server = Server("mini", *chosen(options))
+    keys = ",".join(["giant", *(f"polite{number}" for number in range(9))])
+    server.popen = {"env": {**os.environ, "RSRANK_API_KEYS": keys}}
+    failed = False
+    print(f"{traffic.count} passages a request, {options.dtype}; {machine()}\n")
+    print("| beside | requests | p50 ms | p99 ms | times the p99 without | other than 200 |")
+    print("|---|--:|--:|--:|--:|--:|")
+    with server:
+        for _ in range(2):
+            calm = asyncio.run(beside_giant(server.url, traffic, options.seconds, None))
+        for name, attack in {"nothing": None, **GIANTS}.items():
+            record = calm
+            if attack is not None:
+                record = asyncio.run(beside_giant(server.url, traffic, options.seconds, attack))
+            times = record.quantile(0.99) / calm.quantile(0.99)
+            others = sum(record.outcomes.values()) - record.outcomes["200"]
+            failed = failed or times > MOST_TIMES or others > 0
+            print(
+                f"| {name} | {sum(record.outcomes.values())} | {record.quantile(0.5):.0f} "
+                f"| {record.quantile(0.99):.0f} | {times:.2f} | {others} |",
+                flush=True,
+            )
+    sys.exit(failed)
+
+
 def kill(options: argparse.Namespace) -> None:
     """The model's process is killed under load; nobody may notice but by waiting."""
     traffic = Traffic.made_up(options)
@@ -538,7 +616,7 @@ def chosen(options: argparse.Namespace) -> list[str]:
 def main() -> None:
     """Command line."""
     parser = arguments(str(__doc__))
-    parts = {part.__name__: part for part in (throughput, overload, kill, restart, disk)}
+    parts = {part.__name__: part for part in (throughput, overload, giant, kill, restart, disk)}
     parser.add_argument("part", choices=parts)
     parser.add_argument("--clients", type=int, nargs="+", default=[1, 4, 16])
     parser.add_argument("--seconds", type=float, default=20.0)

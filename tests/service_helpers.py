@@ -3,7 +3,6 @@
 import socket
 import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, contextmanager
 
 import httpx
@@ -15,7 +14,7 @@ from rsrank_rag.reranker import Scored
 from rsrank_rag.service.app import Settings, create_app
 from rsrank_rag.service.scheduler import QueueLimits, Scheduler
 from rsrank_rag.service.server import Limits, Server
-from rsrank_rag.service.worker import ModelProcess
+from rsrank_rag.service.worker import ModelProcess, answer_calls
 
 
 class Numbers(Reranker):
@@ -66,14 +65,20 @@ class Words(Reranker):
         ]
 
 
-class InThread(ModelProcess):
-    """A model in a thread of the test's own process: the test can hold it in its hands."""
-
-    def _new_pool(self):
-        return ThreadPoolExecutor(1)
+class ModelThread(threading.Thread):
+    """In the place of a process: it cannot be killed."""
 
     def kill(self):
         pass
+
+
+class InThread(ModelProcess):
+    """A model in a thread of the test's own process, so that the test can reach the model."""
+
+    def _launch(self, connection):
+        thread = ModelThread(target=answer_calls, args=(connection, self.loading), daemon=True)
+        thread.start()
+        return thread
 
     def is_gone(self):
         return False
@@ -82,7 +87,7 @@ class InThread(ModelProcess):
 def in_thread(make, name="fake", **options):
     """A `Scheduler` before a model in a thread."""
     made = Scheduler(make, name, **options)
-    made.model = InThread(made.model.loading, made.model.longest_step)
+    made.model = InThread(made.model.loading, made.model.hang_seconds)
     return made
 
 

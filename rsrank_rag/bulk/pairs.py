@@ -121,7 +121,7 @@ class PairScorer:
         if not pairs:
             return []
         try:
-            return self._engine.step(pairs).outcomes
+            return self._engine.score(pairs)
         except DeviceLostError as error:
             raise RSRankError(
                 f"{self.name} fails on every pair, because its device does not answer any more "

@@ -33,12 +33,12 @@ logger = logging.getLogger(__name__)
 app = typer.Typer()
 
 KEYS = ("RSRANK_API_KEY", "RSRANK_API_KEYS")
-"""Environment variables with API keys, separated by commas. Clients send the first key of the first one."""
+"""Environment variables with API keys, separated by commas. Clients send the first key."""
 LogLevel = Literal["debug", "info", "warning", "error", "critical"]
 
 
 def prepare_logs(level: str) -> None:
-    """Have this process, which is to hold the model, log as the service does."""
+    """Set up the logs of the model's process like those of the service."""
     from transformers.utils import logging as transformers_logging
 
     from ..service.logs import configure
@@ -76,7 +76,7 @@ def serve(
         Path | None, Option(help=f"API keys, one a line; also from {KEYS[0]}, by commas.")
     ] = None,
     separate_clients: Annotated[
-        bool, Option("--separate-clients", help="Each finds only its own prefixes.")
+        bool, Option("--separate-clients", help="Each uses only its own cached prefixes.")
     ] = False,
     allowed_host: Annotated[
         list[str], Option(help="Name that clients call the service by; may be repeated.")
@@ -103,10 +103,10 @@ def serve(
         bool, Option("--no-canary", help="Be ready without scoring anything.")
     ] = False,
     prefix_cache: Annotated[
-        str | None, Option(help="Prefixes kept on the device, such as 512MB; 0: none.")
+        str | None, Option(help="Prefix cache on the device, such as 512MB; 0: none.")
     ] = None,
     prefixes: Annotated[
-        Path | None, Option("--prefixes", "-p", help="Folder to keep prefixes in.")
+        Path | None, Option("--prefixes", "-p", help="Folder of a prefix cache on disk.")
     ] = None,
     engine: Annotated[
         Engine, Option(help="local: one process. ray: replicas on a Ray cluster.")
@@ -129,7 +129,8 @@ def serve(
     `curl localhost:8080/v1/rerank --json '{"query": "How do bees find flowers?",
     "documents": ["Trains run on rails.", "Bees find flowers by their colour and their scent."]}'`
 
-    Ends at SIGTERM or Ctrl-C, when the requests in flight have been answered. API keys may be changed in their file.
+    Ends at SIGTERM or Ctrl-C, when the requests in flight have been answered. API keys may be
+    changed in their file.
     """
     parse(model)
     source = ModelSource(model, revision, load, prefix_cache=prefix_choice(prefix_cache, prefixes))
@@ -158,7 +159,7 @@ def serve(
         Scheduler,
         partial(load_reranker, source),
         model,
-        limits=QueueLimits(pairs=max_queue),
+        limits=QueueLimits(documents=max_queue),
         canary=None if no_canary else Canary(),
         prepare=partial(prepare_logs, log_level.upper()),
     )
@@ -180,18 +181,19 @@ def serve(
 def run(
     backend: Scheduler, settings: Settings, limits: Limits, *, host: str, port: int, log_level: str
 ) -> None:
-    """Serve until told to stop; raises what keeps the backend or the server from starting."""
+    """Serve until a signal; raises what keeps the backend or the server from starting."""
     from ..service.app import create_app
     from ..service.logs import configure
     from ..service.server import Server
     from ..service.worker import trim_regularly
 
-    with _bound(host, port) as bound:  # before the model is loaded, which may take minutes
+    # The port is taken before the model is loaded, which may take minutes.
+    with _bound(host, port) as bound:
         name, number = bound.getsockname()[:2]
         address = f"http://{f'[{name}]' if ':' in name else name}:{number}"
         app = create_app(backend, settings)
         handler = configure(log_level)
-        # What the app refuses to start for is shown by the command, in one line.
+        # The command itself shows in one line why the app does not start.
         handler.addFilter(
             lambda record: app.state.failure is None or not record.name.startswith("uvicorn")
         )
@@ -204,9 +206,8 @@ def run(
                 f"{backend.description.name} answers at {address}", soft_wrap=True
             ),
         )
-        hangup = getattr(
-            signal, "SIGHUP", None
-        )  # a closed terminal is an end like Ctrl-C, unless nohup says otherwise
+        # A closed terminal is an end like Ctrl-C, unless nohup is in use.
+        hangup = getattr(signal, "SIGHUP", None)
         if hangup is not None and signal.getsignal(hangup) is signal.SIG_DFL:
             signal.signal(hangup, server.handle_exit)
         try:
@@ -223,7 +224,7 @@ def run(
 def run_on_ray(
     build: Callable[[], Scheduler], settings: Settings, replicas: Replicas, *, host: str, port: int
 ) -> None:
-    """Serve on the connected Ray cluster until told to stop; ``build`` is called in each replica."""
+    """Serve on the connected Ray cluster until a signal; ``build`` is called in each replica."""
     from ..service.app import create_app
     from ..service.ray import serve_on_ray, take_down
 
@@ -243,20 +244,21 @@ def run_on_ray(
 
 def _bound(host: str, port: int) -> socket.socket:
     """A socket with that address, which nobody can reach yet."""
-    made = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET)
-    made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    bound = socket.socket(family)
+    bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
-        made.bind((host, port))
+        bound.bind((host, port))
     except OSError as error:
-        made.close()
+        bound.close()
         raise InputError(
             f"Nobody can listen at {host}, port {port}: {error}. Choose --host and --port."
         ) from error
-    return made
+    return bound
 
 
 def warn_if_open(settings: Settings, host: str) -> None:
-    """Log that whoever can reach a service beyond this machine may ask it."""
+    """Log a warning if other machines can reach a service without keys."""
     if not settings.closed and host not in ("127.0.0.1", "::1", "localhost"):
         logger.warning(
             "The service listens at %s without an API key. Set %s, or give --api-key-file.",

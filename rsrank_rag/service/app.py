@@ -45,11 +45,11 @@ PAGE = Path(__file__).with_name("page.html")
 ANYTHING = TypeAdapter(Any)
 
 
+# TEI's request has texts.
 AnyRerankRequest = Annotated[
     Annotated[others.TextsRequest, Tag("TEI")] | Annotated[RerankRequest, Tag("rerank")],
     Discriminator(lambda body: "TEI" if isinstance(body, dict) and "texts" in body else "rerank"),
 ]
-"""What ``/rerank`` takes: TEI's request if there are texts, else that of the others."""
 
 
 class ExplainRequest(Strict):
@@ -70,20 +70,24 @@ class ExplainResponse(BaseModel):
     tokens: tuple[str, ...] = Field(description="The T scored tokens of the query.")
     layers: tuple[int, ...] = Field(description="The L layers read.")
     parts: tuple[tuple[float, ...], ...] = Field(
-        description="T x L; with the agreement, they are the score."
+        description="T x L shift terms; with the similarity terms, they add up to the score."
     )
     agreement: float = Field(
-        description="What the document's agreement with the query adds; 0 where it has no part."
+        description="The similarity terms together; 0 where the artifact has none."
     )
     matches: tuple[float, ...] = Field(
-        description="T: of it, what each token adds by its match; or empty."
+        description="T: the MaxSim term of each query token; or empty."
     )
 
 
 class Info(BaseModel):
-    """What is served, and what is allowed."""
+    """The model and the service's limits; the fields of TEI among them."""
 
     model_id: str
+    model_type: dict[str, dict[str, dict[str, int]]] = Field(
+        description="As TEI's clients read it."
+    )
+    max_input_length: int | None = Field(description="Tokens of a document that are read.")
     threshold: float | None
     explains: bool
     normalize: bool
@@ -95,23 +99,23 @@ class Info(BaseModel):
 
 
 def create_app(backend: Scheduler, settings: Settings | None = None) -> FastAPI:
-    """The service around a backend, whose start and end are the service's own."""
-    chosen = settings or Settings()
+    """The service around a backend, which the app starts and stops."""
+    settings = settings or Settings()
     metrics = Metrics(backend)
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         try:
             await backend.start()
-            if chosen.drop and backend.description.threshold is None:
+            if settings.drop and backend.description.threshold is None:
                 await backend.stop()
                 raise InputError(
-                    f"{backend.description.name} has no native threshold, so drop means nothing to it."
+                    f"{backend.description.name} has no native threshold, "
+                    "so there is nothing by which to drop documents."
                 )
         except RSRankError as error:
-            app.state.failure = (
-                error  # whoever started the app shows it better than a server's traceback
-            )
+            # Whoever started the app shows the error better than a server's traceback.
+            app.state.failure = error
             raise
         yield
         await backend.stop()
@@ -121,77 +125,76 @@ def create_app(backend: Scheduler, settings: Settings | None = None) -> FastAPI:
         description="Scores documents for a query and leaves the irrelevant ones out.",
         version=__version__,
         lifespan=lifespan,
-        docs_url=None,  # these pages would load scripts from elsewhere
+        # These pages would load scripts from elsewhere.
+        docs_url=None,
         redoc_url=None,
     )
-    app.state.failure, app.state.backend, app.state.settings, app.state.metrics = (
-        None,
-        backend,
-        chosen,
-        metrics,
-    )
-    app.include_router(_Service(backend, chosen, metrics).router())
-    app.add_middleware(RequestMiddleware, settings=chosen, metrics=metrics)
+    app.state.failure = None
+    app.state.backend = backend
+    app.state.settings = settings
+    app.state.metrics = metrics
+    app.include_router(_Service(backend, settings, metrics).router())
+    app.add_middleware(RequestMiddleware, settings=settings, metrics=metrics)
     answer_errors(app)
     return app
 
 
 class _Service:
     def __init__(self, backend: Scheduler, settings: Settings, metrics: Metrics) -> None:
-        self.backend, self.settings, self.metrics = backend, settings, metrics
+        self.backend = backend
+        self.settings = settings
+        self.metrics = metrics
         self.created = int(time.time())
         self.html = PAGE.read_text(encoding="utf-8") if PAGE.is_file() else None
 
     def router(self) -> APIRouter:
-        open_routes = APIRouter()
+        """All routes. The middleware asks for keys; here they are only described."""
+        routes = APIRouter()
         page = {**described(404), **_text("text/html")}
-        open_routes.add_api_route("/", self.page, response_class=Response, responses=page)
-        open_routes.add_api_route("/health", self.health, response_model=dict[str, str])
-        open_routes.add_api_route("/v1/cluster/auth", self.auth, response_model=dict[str, bool])
-        open_routes.add_api_route(
-            "/ready", self.ready, response_model=dict[str, str], responses=described(503)
-        )
+        routes.add_api_route("/", self.page, response_class=Response, responses=page)
+        routes.add_api_route("/health", self.health)
+        routes.add_api_route("/v1/cluster/auth", self.auth)
+        routes.add_api_route("/ready", self.ready, responses=described(503))
 
-        # The middleware asks for keys; this only describes it.
-        routes = APIRouter(
-            dependencies=[Depends(HTTPBearer(auto_error=False))] if self.settings.closed else []
-        )
+        has_keys = [Depends(HTTPBearer(auto_error=False))] if self.settings.closed else []
+        closed = APIRouter(dependencies=has_keys)
         wrong = described(400, 401, 408, 413, 422, 429, 500, 503, 504)
+        any_response = RerankResponse | list[others.TextScore]
         posts: dict[str, tuple[Any, Any]] = {
             "/v1/rerank": (self.rerank, RerankResponse),
             "/v2/rerank": (self.rerank, RerankResponse),
-            "/rerank": (self.rerank_any, RerankResponse | list[others.TextScore]),
+            "/v1/reranking": (self.rerank, RerankResponse),
+            "/rerank": (self.rerank_any, any_response),
+            "/reranking": (self.rerank_any, any_response),
+            "/api/rerank": (self.rerank_any, any_response),
             "/score": (self.score, others.ScoreResponse),
             "/v1/score": (self.score, others.ScoreResponse),
             "/v1/ranking": (self.ranking, others.RankingResponse),
             "/explain": (self.explain, ExplainResponse),
         }
         for path, (endpoint, model) in posts.items():
-            routes.add_api_route(
+            closed.add_api_route(
                 path, endpoint, methods=["POST"], response_model=model, responses=wrong
             )
         listed = described(401, 503)
-        routes.add_api_route(
-            "/v1/models", self.models, response_model=others.ModelList, responses=listed
-        )
-        routes.add_api_route(
-            "/v1/models/{name:path}", self.model, response_model=others.ModelCard, responses=listed
-        )
-        routes.add_api_route("/info", self.info, response_model=Info, responses=described(401, 503))
+        closed.add_api_route("/v1/models", self.models, responses=listed)
+        closed.add_api_route("/v1/models/{name:path}", self.model, responses=listed)
+        closed.add_api_route("/info", self.info, responses=listed)
         counters = {**described(401), **_text("text/plain")}
-        routes.add_api_route(
+        closed.add_api_route(
             "/metrics", self.metrics_page, response_class=Response, responses=counters
         )
-        open_routes.include_router(routes)
-        return open_routes
+        routes.include_router(closed)
+        return routes
 
     async def rerank(self, body: RerankRequest, request: Request) -> Response:
-        """Score documents for a query, best first: Cohere, Jina, vLLM, Infinity, Xinference, SiliconFlow."""
+        """Score documents for a query, best first: Cohere, Jina, vLLM, Infinity and others."""
         cutoff = body.cutoff(self.backend.description, self.settings.drop)
-        # Not in the loop: a long text may have very many sentences.
-        found = await asyncio.to_thread(body.answer, await self._scores(request, body), cutoff)
-        request.state.record.kept = len(found.results)
-        return _json(found)
+        scores = await self._scores(request, body)
+        # In a thread, because a long text may have very many sentences.
+        answer = await asyncio.to_thread(body.answer, scores, cutoff)
+        request.state.record.kept = len(answer.results)
+        return _json(answer)
 
     async def rerank_any(
         self, body: Annotated[AnyRerankRequest, Body()], request: Request
@@ -216,8 +219,8 @@ class _Service:
         )
         self._check_size(Question([pair]))
         request.state.record.documents = 1
-        found = await self._work(request, self.backend.explain, pair)
-        return _json(ExplainResponse.model_validate(found, from_attributes=True))
+        explanation = await self._work(request, self.backend.explain, pair)
+        return _json(ExplainResponse.model_validate(explanation, from_attributes=True))
 
     async def models(self) -> others.ModelList:
         """The model that is served, as OpenAI and NVIDIA list models."""
@@ -228,10 +231,12 @@ class _Service:
         return others.ModelCard(id=self.backend.description.name, created=self.created)
 
     async def info(self) -> Info:
-        """What is served, and what is allowed."""
+        """The model and the service's limits."""
         model = self.backend.description
         return Info(
             model_id=model.name,
+            model_type={"reranker": {"id2label": {}, "label2id": {}}},
+            max_input_length=model.max_tokens,
             threshold=model.threshold,
             explains=model.explains,
             max_client_batch_size=self.settings.max_documents,
@@ -249,9 +254,9 @@ class _Service:
 
     async def ready(self) -> dict[str, str]:
         """Whether requests are answered, and the last canary scored as it should."""
-        trouble = self.backend.readiness()
-        if trouble is not None:
-            raise UnavailableError(trouble)
+        reason = self.backend.readiness()
+        if reason is not None:
+            raise UnavailableError(reason)
         return {"status": "ready"}
 
     async def metrics_page(self) -> Response:
@@ -267,24 +272,22 @@ class _Service:
         return HTMLResponse(self.html)
 
     async def _scores(self, request: Request, body: ScoringRequest) -> Scores:
-        """Have what a request asks scored, or raise the error that it is answered with."""
-        record, limits = request.state.record, self.settings
+        """Score a request's pairs, or raise the error that answers the request."""
+        record = request.state.record
         partial = isinstance(body, RerankRequest) and bool(body.partial)
-        # Counted before anything is made of them.
-        record.documents = max(
-            len(getattr(body, name, ())) for name in ("documents", "texts", "text_2", "passages")
-        )
-        if record.documents > (most := limits.max_documents):
+        lists = (getattr(body, name, ()) for name in ("documents", "texts", "text_2", "passages"))
+        record.documents = max(map(len, lists))
+        most = self.settings.max_documents
+        if record.documents > most:
             raise RequestError(413, f"{record.documents:,} documents; a request may have {most:,}.")
-        question = body.asked()
+        question = body.pairs_to_score()
         self._check_size(question)
         if question.faults and not partial:
             raise request_error(question.faults, 422)
-        salt, faulty = request.state.salt, question.faults
         usable = [
-            replace(pair, salt=salt)
+            replace(pair, salt=request.state.salt)
             for place, pair in enumerate(question.pairs)
-            if place not in faulty
+            if place not in question.faults
         ]
         outcomes = question.outcomes(await self._work(request, self.backend.score, usable))
         record.tokens = sum(outcome.tokens for outcome in outcomes)
@@ -292,47 +295,40 @@ class _Service:
         if faults and not (partial and len(faults) < len(outcomes)):
             raise request_error(faults, status)
         record.kept = len(outcomes) - len(faults)
-        normalised = body.normalised(limits.normalize)
         return Scores(
             question,
             outcomes,
             self.backend.description,
-            normalised,
+            body.normalised(self.settings.normalize),
             faults,
             record.id,
             int(time.time()),
         )
 
     def _check_size(self, question: Question) -> None:
-        limits = self.settings
-        longest, most = (
-            max((len(pair.query) for pair in question.pairs), default=0),
-            limits.max_query_characters,
-        )
+        most = self.settings.max_query_characters
+        longest = max((len(pair.query) for pair in question.pairs), default=0)
         if longest > most:
             raise RequestError(413, f"The query has {longest:,} characters; it may have {most:,}.")
-        most, lengths = (
-            limits.max_document_characters,
-            [len(pair.document) for pair in question.pairs],
-        )
-        long = {
-            i: f"has {n:,} characters; it may have {most:,}."
-            for i, n in enumerate(lengths)
-            if n > most
-        }
-        if long:
-            raise request_error(long, 413)
+        most = self.settings.max_document_characters
+        faults = {}
+        for place, pair in enumerate(question.pairs):
+            if len(pair.document) > most:
+                faults[place] = f"has {len(pair.document):,} characters; it may have {most:,}."
+        if faults:
+            raise request_error(faults, 413)
 
     async def _work(
-        self, request: Request, ask: Callable[..., Coroutine[Any, Any, Result]], what: Any
+        self, request: Request, method: Callable[..., Coroutine[Any, Any, Result]], argument: Any
     ) -> Result:
-        """Ask the backend for a client; if it leaves, the work is cancelled and an error raised that nobody will read.
+        """Call a method of the backend. If the client leaves, the work is cancelled.
 
-        The time that the request has taken so far is part of what it may take.
+        The time that the request has taken so far counts towards its timeout.
         """
-        record, limit = request.state.record, self.settings.timeout
+        record = request.state.record
+        limit = self.settings.timeout
         left = None if limit is None else max(0.001, limit - record.seconds)
-        task = asyncio.ensure_future(ask(what, client=record.client, timeout=left))
+        task = asyncio.ensure_future(method(argument, client=record.client, timeout=left))
         gone = asyncio.ensure_future(_disconnected(request))
         try:
             await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
@@ -351,10 +347,10 @@ async def _disconnected(request: Request) -> None:
 
 
 def _json(body: BaseModel | Sequence[BaseModel]) -> Response:
-    """A response with what has been set: optional fields that nobody asked for stay out."""
+    """A response with the fields that have been set; unset optional fields stay out."""
     return Response(ANYTHING.dump_json(body, exclude_unset=True), media_type="application/json")
 
 
 def _text(kind: str) -> dict[int | str, dict[str, Any]]:
-    """An answer that is no JSON; a response class of that kind would promise errors of the same kind."""
+    """Describes an answer that is no JSON, but has errors in JSON."""
     return {200: {"content": {kind: {"schema": {"type": "string"}}}}}

@@ -1,4 +1,4 @@
-"""What the model's side tells the rest of the service: what is served, what became of a pair, why no answer comes."""
+"""What the model's side reports to the service: what is served, outcomes of pairs, errors."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -7,38 +7,55 @@ from ..errors import RSRankError
 from ..passages.parts import Excerpt, Window
 
 Fault = Literal["input", "unscored", "internal"]
-"""Why a pair has no score: it cannot be used as given, the model found none, or the model failed on it."""
+"""Why a pair has no score: the pair cannot be used, there is no score, or the model failed."""
 
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What became of one pair: a score, or the reason why it has none."""
+    """A pair's score, or the reason why the pair has none.
 
-    score: float | None  # on the reranker's own scale; None where there is an error
-    truncated: bool = False  # whether the document's end was not read
-    tokens: int = 0  # read; 0 where the reranker does not count
+    Attributes:
+        score: On the reranker's own scale; None where there is an error.
+        truncated: Whether the document's end was not read.
+        tokens: Tokens read; 0 where the reranker does not count.
+        fault: The kind of error; None where there is a score.
+        window: The best window of a document that was read in windows.
+        sentences: All sentences of a document that was read sentence by sentence.
+        error: What follows the document's name in a message; about a query, a whole sentence.
+    """
+
+    score: float | None
+    truncated: bool = False
+    tokens: int = 0
     fault: Fault | None = None
     window: Window | None = None
     sentences: tuple[Excerpt, ...] = ()
-    error: str = (
-        ""  # to be read after the document's name; of a query that cannot be used, the whole text
-    )
+    error: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class Description:
-    """What is being served."""
+    """The model that is served.
+
+    Attributes:
+        name: What the model is called.
+        threshold: The native threshold; None if there is none.
+        explains: Whether scores can be taken apart.
+        identity: Short hash of everything that decides a score; empty if the model has none.
+        max_tokens: The most tokens of a document that are read; None if unknown.
+    """
 
     name: str
-    threshold: float | None  # the native one, if there is one
-    explains: bool  # whether scores can be taken apart
-    identity: str = ""  # short hash of all that decides a score, where the model tells
+    threshold: float | None
+    explains: bool
+    identity: str = ""
+    max_tokens: int | None = None
 
 
 class ServiceError(RSRankError):
-    """A request that was not answered, though there is nothing wrong with it.
+    """A request that was not answered, though nothing is wrong with the request.
 
-    ``retry_after`` is the number of seconds after which it may be worth trying again; None if it is not.
+    ``retry_after`` is the number of seconds after which another try makes sense; None if unknown.
     """
 
     def __init__(self, message: str, retry_after: float | None = None) -> None:
@@ -51,7 +68,7 @@ class OverloadedError(ServiceError):
 
 
 class DeadlineError(ServiceError):
-    """The request's time was up; what was left of it has been cancelled."""
+    """The request's time was up. The rest of its work has been cancelled."""
 
 
 class UnavailableError(ServiceError):

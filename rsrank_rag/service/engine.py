@@ -1,65 +1,112 @@
-"""A model that answers for each pair alone: whatever is wrong with one pair of a batch concerns no other."""
+"""The model's side of the queue: cuts documents into parts and scores the parts."""
 
-import itertools
 import math
 import multiprocessing
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 from ..errors import InputError, ScoringError
 from ..passages.explanation import Explanation
-from ..reranker import Pair, Reranker, Scored, score_in_parts
+from ..passages.pairs import Segment, cut
+from ..passages.parts import WHOLE
+from ..reranker import Pair, Reranker
 from .backend import Description, Outcome
 
 
 class DeviceLostError(Exception):
-    """The device answers no more in this process; another process may be luckier."""
+    """The device does not answer in this process any more; a new process may be luckier."""
 
 
 @dataclass(frozen=True, slots=True)
 class Canary:
-    """A question and two passages; a model that ranks them the other way round is not fit to serve."""
+    """A query and two passages; a model that ranks them the other way round is not fit to serve."""
 
     query: str = "Which animal gives milk?"
     relevant: str = "The cow is an animal that gives milk."
     irrelevant: str = "The train leaves the station at noon."
 
 
-@dataclass(frozen=True, slots=True)
-class Step:
-    """What one batch gave."""
+CutResult = tuple[Segment, list[int]] | Outcome
+"""The next segment of a document with the tokens of its parts, or why there is none."""
 
-    outcomes: list[Outcome]  # one a pair
-    seconds: float  # that the model took
-    stats: Mapping[str, float] = field(
-        default_factory=dict
-    )  # the reranker's counters, since it was loaded
+
+@dataclass(frozen=True, slots=True)
+class BatchResult:
+    """What one batch gave.
+
+    Attributes:
+        outcomes: One for each pair.
+        seconds: Time that the model took.
+        stats: The reranker's counters since it was loaded.
+    """
+
+    outcomes: list[Outcome]
+    seconds: float
+    stats: Mapping[str, float] = field(default_factory=dict)
 
 
 class Engine:
-    """A reranker, called ``name``, that answers for each pair alone."""
+    """A reranker that answers for each pair alone: an error on one pair is no other pair's.
+
+    Every method raises DeviceLostError if nothing more can be scored in this process.
+    """
 
     def __init__(self, reranker: Reranker, name: str) -> None:
-        self.reranker, self.name = reranker, name
+        self.reranker = reranker
+        self.name = name
+        try:
+            max_tokens = reranker.token_ends("")[1]
+        except InputError:
+            max_tokens = None
         self.description = Description(
-            name, reranker.threshold, hasattr(reranker, "explain"), reranker.identity()
+            name,
+            reranker.threshold,
+            hasattr(reranker, "explain"),
+            reranker.identity(),
+            max_tokens,
         )
 
-    def step(self, pairs: Sequence[Pair]) -> Step:
-        """Score pairs of any clients; raises DeviceLostError if nothing more can be scored in this process."""
+    def cut(self, documents: Sequence[tuple[Pair, Segment | None]]) -> list[CutResult]:
+        """The next segment of each document, and what its parts cost."""
+        segments: list[Segment | Outcome] = []
+        parts: list[Pair] = []
+        for pair, before in documents:
+            try:
+                segment = cut(pair, self._reranker_for(pair).token_ends, before)
+            except BaseException as error:
+                segments.append(_failure(error))
+            else:
+                segments.append(segment)
+                parts += parts_of(pair, segment)
+        counts = iter(self._alone(parts, lambda reranker, group: reranker.token_counts(group)))
+        results: list[CutResult] = []
+        for one in segments:
+            if isinstance(one, Outcome):
+                results.append(one)
+                continue
+            costs = [next(counts) for _ in one.spans]
+            failures = [cost for cost in costs if isinstance(cost, Outcome)]
+            results.append(failures[0] if failures else (one, costs))
+        return results
+
+    def score(self, pairs: Sequence[Pair]) -> list[Outcome]:
+        """Score pairs of any clients, each document whole."""
+        return self._alone(pairs, _outcomes)
+
+    def run(self, pairs: Sequence[Pair]) -> BatchResult:
+        """As `score`, with the time that it took."""
         started = time.perf_counter()
-        outcomes = self._outcomes(pairs)
-        return Step(
-            outcomes, time.perf_counter() - started, getattr(self.reranker, "stats", dict)()
-        )
+        outcomes = self.score(pairs)
+        stats: dict[str, float] = getattr(self.reranker, "stats", dict)()
+        return BatchResult(outcomes, time.perf_counter() - started, stats)
 
     def explain(self, pair: Pair) -> Explanation:
-        """Take one score apart; errors as of `step` and `Scheduler.explain`."""
-        explain: Callable[[str, str], Explanation] | None = getattr(
-            self._told(pair), "explain", None
-        )
+        """Take one score apart; raises what the model raises, and InputError if it cannot do so."""
+        reranker = self._reranker_for(pair)
+        explain: Callable[[str, str], Explanation] | None = getattr(reranker, "explain", None)
         if explain is None:
             raise InputError(f"{self.name} cannot take its scores apart. RSRank models can.")
         try:
@@ -70,110 +117,99 @@ class Engine:
 
     def check(self, canary: Canary) -> str | None:
         """What is wrong with how the model ranks the canary; None if nothing is."""
-        outcomes = self.step(
-            [Pair(canary.query, text) for text in (canary.relevant, canary.irrelevant)]
-        ).outcomes
-        good, bad = (outcome.score for outcome in outcomes)
-        if good is None or bad is None:
-            return "The canary could not be scored: " + " ".join(
-                o.error for o in outcomes if o.error
-            )
+        texts = (canary.relevant, canary.irrelevant)
+        relevant, irrelevant = self.score([Pair(canary.query, text) for text in texts])
+        if relevant.score is None or irrelevant.score is None:
+            errors = f"{relevant.error} {irrelevant.error}".strip()
+            return f"The canary could not be scored: {errors}"
+        if relevant.score > irrelevant.score:
+            return None
         return (
-            None
-            if good > bad
-            else f"The canary's relevant passage scored {good:.4g}, its irrelevant one {bad:.4g}."
+            f"The canary's relevant passage scored {relevant.score:.4g}, "
+            f"its irrelevant one {irrelevant.score:.4g}."
         )
 
-    def _told(self, pair: Pair) -> Reranker:
-        told = (
-            self.reranker
-            if pair.instruction is None
-            else self.reranker.with_instruction(pair.instruction)
-        )
-        return told.with_salt(pair.salt) if pair.salt else told
+    def _reranker_for(self, pair: Pair) -> Reranker:
+        reranker = self.reranker
+        if pair.instruction is not None:
+            reranker = reranker.with_instruction(pair.instruction)
+        return reranker.with_salt(pair.salt) if pair.salt else reranker
 
-    def _outcomes(self, pairs: Sequence[Pair]) -> list[Outcome]:
-        found: dict[int, Outcome] = {}
-        groups: dict[
-            tuple[str | None, str], list[int]
-        ] = {}  # a run has one instruction and one salt
+    def _alone(
+        self, pairs: Sequence[Pair], work: Callable[[Reranker, list[Pair]], list[Any]]
+    ) -> list[Any]:
+        """What ``work`` gives for each pair, or the Outcome of a pair on which it fails.
+
+        Pairs that fail together are tried again in halves. The pairs of one query stay together,
+        because most faults are a query's.
+        """
+        results: list[Any] = [None] * len(pairs)
+        groups: dict[tuple[str | None, str], list[int]] = {}
         for place, pair in enumerate(pairs):
             groups.setdefault((pair.instruction, pair.salt), []).append(place)
         waiting = list(groups.values())
         while waiting:
             places = waiting.pop()
-            own = [pairs[place] for place in places]
+            group = [pairs[place] for place in places]
             try:
-                told = self._told(own[0])
-                outcomes = [
-                    _outcome(s) for s in score_in_parts(own, told.token_ends, told.score_pairs)
-                ]
-                found.update(
-                    list(zip(places, outcomes, strict=True))
-                )  # as a list: all of them or none
-            except BaseException as error:  # a panic in Rust and sys.exit() are none of Exception's
-                # Whatever it is, it must not reach another client's pairs, nor end the service. Ctrl-C ends a command.
-                if isinstance(error, KeyboardInterrupt) and _in_a_command():
+                values = work(self._reranker_for(group[0]), group)
+                for place, value in list(zip(places, values, strict=True)):
+                    results[place] = value
+            except BaseException as error:
+                # A panic in Rust and sys.exit() are no Exception. They must not reach another
+                # client's pairs, nor end the service. Ctrl-C ends a command.
+                if isinstance(error, KeyboardInterrupt) and _is_command():
                     raise
                 _check_device(error)
-                named = (
-                    error.index
-                    if isinstance(error, ScoringError) and 0 <= error.index < len(places)
-                    else None
-                )
-                if (
-                    named is not None or len(places) == 1
-                ):  # the others can do without the one that it is
-                    found[places.pop(named or 0)] = _failure(error)
-                waiting += [part for part in _parts(pairs, places) if part]
-        return [found[place] for place in range(len(pairs))]
+                if len(places) == 1:
+                    results[places[0]] = _failure(error)
+                else:
+                    places.sort(key=lambda place: pairs[place].query)
+                    middle = len(places) // 2
+                    waiting += [places[middle:], places[:middle]]
+        return results
 
 
-def _parts(pairs: Sequence[Pair], places: list[int]) -> list[list[int]]:
-    """Halves, each with queries of its own if there are several, because most faults are a query's."""
-    queries: dict[str, list[int]] = {}
-    for place in places:
-        queries.setdefault(pairs[place].query, []).append(place)
-    groups = list(queries.values()) if len(queries) > 1 else [[place] for place in places]
-    middle = len(groups) // 2
-    return [list(itertools.chain(*half)) for half in (groups[:middle], groups[middle:])]
+def parts_of(pair: Pair, segment: Segment) -> list[Pair]:
+    """The parts of a document as pairs whose documents are read whole."""
+    if pair.reading == WHOLE:
+        return [pair]
+    return [
+        replace(pair, document=pair.document[start:stop], reading=WHOLE)
+        for start, stop in segment.spans
+    ]
 
 
-def _in_a_command() -> bool:
-    """Whether this is where Ctrl-C arrives: the main thread, and not of a service's model process."""
-    return (
-        threading.current_thread() is threading.main_thread()
-        and multiprocessing.parent_process() is None
-    )
+def _is_command() -> bool:
+    """Whether Ctrl-C arrives here: the main thread, but not of a model process."""
+    in_main_thread = threading.current_thread() is threading.main_thread()
+    return in_main_thread and multiprocessing.parent_process() is None
 
 
 def _check_device(error: BaseException) -> None:
-    """Raise if a device is lost to this process: after such an error CUDA refuses whatever it is asked to do."""
+    """Raise if the device is lost: after such an error CUDA refuses everything in this process."""
     text = str(error) if isinstance(error, RuntimeError) else ""
     if "CUDA error: " in text and "out of memory" not in text:
         raise DeviceLostError(text.partition("\n")[0]) from error
 
 
-def _outcome(found: Scored) -> Outcome:
-    """Of plain numbers: a model may give a tensor as one, or what cannot be sent to another process."""
-    score = float(found.score)
-    if math.isfinite(score):
-        return Outcome(
-            score,
-            bool(found.truncated),
-            int(found.tokens),
-            window=found.window,
-            sentences=found.sentences,
-        )
-    return Outcome(None, fault="unscored", error=f"scored {score}.")
+def _outcomes(reranker: Reranker, pairs: list[Pair]) -> list[Outcome]:
+    """Scores as plain numbers, because a model may give a tensor, or what cannot be pickled."""
+    outcomes = []
+    for scored in reranker.score_pairs(pairs):
+        score = float(scored.score)
+        if math.isfinite(score):
+            outcomes.append(Outcome(score, bool(scored.truncated), int(scored.tokens)))
+        else:
+            outcomes.append(Outcome(None, fault="unscored", error=f"scored {score}."))
+    return outcomes
 
 
 def _failure(error: BaseException) -> Outcome:
-    """What is said of a document, less its number in the batch, which means nothing to whoever sent it."""
-    if not isinstance(error, (InputError, ScoringError)):
-        return Outcome(
-            None, fault="internal", error=f"made the model fail ({type(error).__name__})."
-        )
+    """The outcome of a document on which the model failed, without its number in a batch."""
     if isinstance(error, ScoringError):
         return Outcome(None, fault="unscored", error=error.reason)
-    return Outcome(None, fault="input", error=str(error))
+    if isinstance(error, InputError):
+        return Outcome(None, fault="input", error=str(error))
+    name = type(error).__name__
+    return Outcome(None, fault="internal", error=f"made the model fail ({name}).")

@@ -1,4 +1,4 @@
-"""How a request is refused: one body for every error, on every route, in which each client finds the field it reads."""
+"""Error responses: one body for every error, in which each client finds the field that it reads."""
 
 import logging
 import math
@@ -15,11 +15,13 @@ from .backend import DeadlineError, OverloadedError, ServiceError
 
 logger = logging.getLogger(__name__)
 
-RETRY_AFTER = 5.0  # seconds to stay away from a service without a model, if it has no better idea
+# Seconds after which a client should try again, if nothing better is known.
+RETRY_AFTER = 5.0
 
-_BRANCHES = frozenset(
-    {"body", "TEI", "rerank", "QueryObject", "float"}
-)  # and what has a bracket in its name
+# Parts of pydantic's locations that name a branch of a union, and no field of the request.
+_BRANCHES = frozenset({"body", "TEI", "rerank", "QueryObject", "float"})
+
+# Fields that list documents.
 _LISTS = frozenset({"documents", "texts", "passages"})
 
 ERROR_TYPES = {
@@ -44,17 +46,17 @@ class DocumentError(BaseModel):
 class Error(BaseModel):
     """The body of every error."""
 
-    error: str = Field(description="What is the matter (read by clients of TEI).")
-    error_type: str = Field(description="What kind of error.")
+    error: str = Field(description="What is wrong (read by clients of TEI).")
+    error_type: str = Field(description="The kind of error.")
     message: str = Field(description="The same as error (read by clients of Cohere).")
     detail: str = Field(description="The same as error (read by clients of Jina and NVIDIA).")
     documents: list[DocumentError] | None = Field(
-        default=None, description="The documents that it is about."
+        default=None, description="The documents that have the error."
     )
 
 
 class RequestError(HTTPException):
-    """A request that is answered with an HTTP error: ``documents`` are those that something is wrong with, and what."""
+    """A request that gets an HTTP error; ``documents`` maps indices to what is wrong."""
 
     def __init__(
         self, status: int, message: str, documents: Mapping[int, str] | None = None
@@ -70,14 +72,13 @@ def document_errors(faults: Mapping[int, str]) -> list[DocumentError]:
 
 def request_error(faults: Mapping[int, str], status: int) -> RequestError:
     """The error of a request with documents that have no score."""
-    texts = set(faults.values())
-    if len(texts) == 1 and (text := next(iter(texts))).startswith(
-        ("The query", "A query", "An instruction")
-    ):
-        return RequestError(status, text)
     first = min(faults)
-    more = f" So it is with {len(faults) - 1} more." if len(faults) > 1 else ""
-    return RequestError(status, f"Document {first} {faults[first]}{more}", faults)
+    text = faults[first]
+    is_about_query = text.startswith(("The query", "A query", "An instruction"))
+    if is_about_query and len(set(faults.values())) == 1:
+        return RequestError(status, text)
+    more = f" {len(faults) - 1} more documents have errors." if len(faults) > 1 else ""
+    return RequestError(status, f"Document {first} {text}{more}", faults)
 
 
 def error_response(
@@ -91,12 +92,16 @@ def error_response(
     >>> b'"error_type":"Overloaded"' in error_response(429, "Full.").body
     True
     """
-    text, kind = message.encode("utf-8", "replace").decode(), ERROR_TYPES.get(status, "Backend")
-    about = document_errors(documents or {}) or None
-    body = Error(error=text, error_type=kind, message=text, detail=text, documents=about)
-    return Response(
-        body.model_dump_json(exclude_none=True), status, headers, media_type="application/json"
+    text = message.encode("utf-8", "replace").decode()
+    body = Error(
+        error=text,
+        error_type=ERROR_TYPES.get(status, "Backend"),
+        message=text,
+        detail=text,
+        documents=document_errors(documents or {}) or None,
     )
+    content = body.model_dump_json(exclude_none=True)
+    return Response(content, status, headers, media_type="application/json")
 
 
 def described(*statuses: int) -> dict[int | str, dict[str, Any]]:
@@ -117,49 +122,41 @@ def answer_errors(app: FastAPI) -> None:
             return error_response(status, str(error), headers={"Retry-After": str(wait)})
         if isinstance(error, (InputError, ScoringError)):
             return error_response(422, str(error))
-        logger.error(
-            "A request failed: %s", error
-        )  # with names of files, say, that are nobody's business
+        # The message may name files, so only the log has it.
+        logger.error("A request failed: %s", error)
         return error_response(500, "The model failed; the service's log says more.")
 
     @app.exception_handler(RequestValidationError)
     async def malformed(request: Request, error: RequestValidationError) -> Response:
-        return error_response(400, *_what_is_malformed(error.errors()))
+        return error_response(400, *_validation_message(error.errors()))
 
     @app.exception_handler(HTTPException)
     async def http(request: Request, error: HTTPException) -> Response:
-        return error_response(
-            error.status_code, error.detail, getattr(error, "documents", None), error.headers
-        )
+        documents = getattr(error, "documents", None)
+        return error_response(error.status_code, error.detail, documents, error.headers)
 
 
-def _what_is_malformed(errors: Sequence[Any]) -> tuple[str, dict[int, str]]:
-    """What pydantic found, without what the client sent: a sentence, and the documents that it is about."""
-    found: dict[
-        tuple[str | int, ...], dict[str, None]
-    ] = {}  # messages by field or document, each once and in order
+def _validation_message(errors: Sequence[Any]) -> tuple[str, dict[int, str]]:
+    """A sentence about pydantic's errors, and errors by document; without what the client sent."""
+    messages: dict[tuple[str | int, ...], dict[str, None]] = {}
     for error in errors:
         if error["type"] == "json_invalid":
-            return (
-                f"The body is not JSON: {error.get('ctx', {}).get('error', 'it cannot be parsed')}.",
-                {},
-            )
-        place = tuple(
-            part for part in error["loc"] if part not in _BRANCHES and "[" not in str(part)
-        )[:2]
+            reason = error.get("ctx", {}).get("error", "it cannot be parsed")
+            return f"The body is not JSON: {reason}.", {}
+        # What has a bracket in its name is a branch of a union, too.
+        parts = (part for part in error["loc"] if part not in _BRANCHES and "[" not in str(part))
+        place = tuple(parts)[:2]
         if not place and error["type"] == "model_attributes_type":
-            return (
-                "The body must be a JSON object, sent with the header Content-Type: application/json.",
-                {},
-            )
-        found.setdefault(place, {})[str(error["msg"]).removeprefix("Value error, ")] = None
-    texts = {place: " or ".join(messages) for place, messages in found.items()}
-    lines = [
-        f"{'.'.join(map(str, place)) or 'The body'}: {text}"
-        for place, text in list(texts.items())[:5]
-    ]
-    more = f"; and {len(found) - 5} more" if len(found) > 5 else ""
-    documents = {place[-1]: text for place, text in texts.items() if place and place[0] in _LISTS}
-    return f"{'; '.join(lines)}{more}.", {
-        index: text for index, text in documents.items() if isinstance(index, int)
-    }
+            text = "The body must be a JSON object, sent with Content-Type: application/json."
+            return text, {}
+        message = str(error["msg"]).removeprefix("Value error, ")
+        messages.setdefault(place, {})[message] = None
+    lines = []
+    documents = {}
+    for place, texts in messages.items():
+        text = " or ".join(texts)
+        lines.append(f"{'.'.join(map(str, place)) or 'The body'}: {text}")
+        if place and place[0] in _LISTS and isinstance(place[-1], int):
+            documents[place[-1]] = text
+    more = f"; and {len(lines) - 5} more" if len(lines) > 5 else ""
+    return f"{'; '.join(lines[:5])}{more}.", documents

@@ -1,4 +1,4 @@
-"""Logs of the service, a line of JSON for each request and event, and spans; never a word of a query or a document."""
+"""Logs and spans of the service: a line of JSON for each request, without a word of its texts."""
 
 import logging
 import time
@@ -25,25 +25,37 @@ logger = logging.getLogger("rsrank_rag.service.requests")
 
 @dataclass
 class Record:
-    """What is known of one request while it is answered."""
+    """One request, while it is answered.
 
-    id: str  # from the client, or made
-    client: str  # a short hash of its API key or address, which holds for one run of the service
+    Attributes:
+        id: From the client, or made.
+        client: A hash of the client's API key or address, which differs in each run of the service.
+        method: HTTP's.
+        started: On the clock of `time.perf_counter`.
+        route: The pattern of the path.
+        status: HTTP's; 499 if the client leaves before the answer.
+        documents: Documents to score.
+        tokens: Tokens read.
+        kept: Documents in the answer.
+    """
+
+    id: str
+    client: str
     method: str
     started: float = field(default_factory=time.perf_counter)
-    route: str = "other"  # its pattern
-    status: int = 499  # unless there is an answer before the client leaves
-    documents: int | None = None  # asked to score
-    tokens: int | None = None  # read for it
-    kept: int | None = None  # documents in the answer
+    route: str = "other"
+    status: int = 499
+    documents: int | None = None
+    tokens: int | None = None
+    kept: int | None = None
 
     @property
     def seconds(self) -> float:
-        """Since it came."""
+        """Seconds since the request came."""
         return time.perf_counter() - self.started
 
     def write(self, level: int = logging.INFO) -> None:
-        """Log it, with the fields that it has."""
+        """Log the request with the fields that are known."""
         fields: dict[str, Any] = {
             **asdict(self),
             "milliseconds": round(1000 * self.seconds, 1),
@@ -57,7 +69,7 @@ class Record:
 
 
 class TextlessFormatter(JsonFormatter):
-    """JSON lines; of an exception its kind and where it arose, but not its message, which may quote a document."""
+    """JSON lines. Exceptions are logged without their message, which may quote a document."""
 
     def __init__(self) -> None:
         super().__init__(
@@ -65,19 +77,17 @@ class TextlessFormatter(JsonFormatter):
             style="{",
             rename_fields={"asctime": "time", "levelname": "level", "name": "logger"},
             json_ensure_ascii=False,
-            reserved_attrs=[
-                *RESERVED_ATTRS,
-                "color_message",
-            ],  # uvicorn repeats its messages in colour
+            # uvicorn repeats its messages in colour.
+            reserved_attrs=[*RESERVED_ATTRS, "color_message"],
         )
 
     def formatException(self, ei: Any) -> str:  # noqa: N802 - the standard library's name
-        """Where it arose, and its kind."""
+        """The traceback and the kind of the exception."""
         return "".join(traceback.format_tb(ei[2])) + ("" if ei[0] is None else ei[0].__name__)
 
 
 def configure(level: str) -> logging.Handler:
-    """Write all logs and warnings of this process to the standard error stream; the handler is returned.
+    """Write all logs and warnings of this process to standard error; returns the handler.
 
     ``level``, such as ``INFO``, is that of this package and uvicorn; of others come warnings and errors.
     """
@@ -92,30 +102,28 @@ def configure(level: str) -> logging.Handler:
 
 @contextmanager
 def request_span(scope: Scope, headers: Headers, record: Record, model: str) -> Iterator[None]:
-    """A span around one request, joined to the caller's ``traceparent``, if OpenTelemetry is installed.
+    """A span around one request, joined to the caller's trace, if OpenTelemetry is installed.
 
-    Names are those of its conventions for HTTP and generative AI. No path that a client made up is in it, no text, and
-    no exception's message, which may quote one.
+    Names follow OpenTelemetry's conventions for HTTP and generative AI. The span holds no unknown
+    path, no text, and no exception's message, which may quote a text.
     """
     if trace is None:
         yield
         return
-    server = scope.get("server") or (None, None)
-    first = {
+    attributes: dict[str, Any] = {
         "http.request.method": record.method,
         "url.scheme": scope.get("scheme", "http"),
         "network.protocol.version": scope.get("http_version", "1.1"),
-        **(
-            {}
-            if server[0] is None
-            else {"server.address": str(server[0]), "server.port": int(server[1] or 0)}
-        ),
     }
+    host, port = scope.get("server") or (None, None)
+    if host is not None:
+        attributes["server.address"] = str(host)
+        attributes["server.port"] = int(port or 0)
     with trace.get_tracer("rsrank_rag", __version__).start_as_current_span(
         record.method,
         propagate.extract(dict(headers)),
         trace.SpanKind.SERVER,
-        first,
+        attributes,
         record_exception=False,
         set_status_on_exception=False,
     ) as span:

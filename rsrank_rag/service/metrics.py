@@ -1,9 +1,9 @@
-"""What the service counts, in the format of Prometheus."""
+"""The service's counters, in the format of Prometheus."""
 
 from collections.abc import Callable, Iterator
 from functools import partial
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, ProcessCollector
+from prometheus_client import CollectorRegistry, Histogram, ProcessCollector
 from prometheus_client.metrics_core import (
     CounterMetricFamily,
     GaugeMetricFamily,
@@ -32,54 +32,57 @@ COUNTERS = {
     ),
     "cancelled": (
         "rsrank_cancelled_documents",
-        "Documents whose request went away before their turn.",
+        "Documents whose request went away before its answer.",
     ),
     "refused": (
         "rsrank_refused_requests",
         "Requests refused because the queue was full, or too long for their time.",
     ),
     "late": ("rsrank_late_requests", "Requests that were not answered in time."),
-    "steps": ("rsrank_batches", "Batches that the model scored."),
+    "batches": ("rsrank_batches", "Batches that the model scored."),
     "restarts": ("rsrank_restarts", "Times that the model's process was replaced."),
     "busy_seconds": ("rsrank_busy_seconds", "Time that the model computed."),
     "model_memory_retries": ("rsrank_memory_retries", "Batches halved because memory ran out."),
     "model_misses": (
         "rsrank_prefix_misses",
-        "Documents that were read because no prefix was kept.",
+        "Documents whose prefix was not cached.",
     ),
-    "model_evictions": ("rsrank_prefix_evictions", "Prefixes that had to leave."),
+    "model_evictions": ("rsrank_prefix_evictions", "Prefixes that had to leave the cache."),
     "model_corrupt": ("rsrank_prefix_corrupt", "Damaged files of prefixes."),
     "model_write_errors": (
         "rsrank_prefix_write_errors",
         "Prefixes that could not be written to disk.",
     ),
 }
-"""Names in `Scheduler.stats`, and what they are called here; Prometheus adds ``_total``."""
+"""Names in `Scheduler.stats`, with their names here, to which Prometheus adds ``_total``."""
 
 GAUGES = {
-    "waiting": ("rsrank_waiting_documents", "Documents that wait for their turn."),
-    "clients": ("rsrank_waiting_clients", "Clients with documents that wait."),
-    "tokens_per_second": ("rsrank_tokens_per_second", "The model's speed, by estimated tokens."),
+    "waiting": ("rsrank_waiting_documents", "Documents of requests without an answer yet."),
+    "clients": ("rsrank_waiting_clients", "Clients with such documents."),
+    "tokens_per_second": ("rsrank_tokens_per_second", "The model's speed in full batches."),
 }
 
 PREFIXES: dict[str, tuple[type[CounterMetricFamily | GaugeMetricFamily], str, str]] = {
-    "hits": (CounterMetricFamily, "rsrank_prefix_hits", "Documents whose prefix was kept."),
+    "hits": (CounterMetricFamily, "rsrank_prefix_hits", "Documents whose prefix was cached."),
     "bytes": (GaugeMetricFamily, "rsrank_prefix_bytes", "Size of the cached prefixes."),
-    "limit": (GaugeMetricFamily, "rsrank_prefix_limit_bytes", "Largest size of the prefixes."),
+    "limit": (GaugeMetricFamily, "rsrank_prefix_limit_bytes", "Most that may be cached."),
 }
-"""Likewise, for each place where prefixes are kept, such as ``model_disk_hits``."""
+"""Likewise, for each place of the prefix cache, such as ``model_disk_hits``."""
 
 
 class Metrics(Collector):
-    """Measures requests, and reads the backend's counters when asked."""
+    """Measures requests, and reads the backend's counters for each scrape."""
 
     def __init__(self, backend: Scheduler) -> None:
-        self.registry, self.backend = CollectorRegistry(), backend
-        self.unanswered = 0  # requests that the server's end cut off
-        self.connections: Callable[[], int] = lambda: 0  # how many are open; from the server
+        self.registry = CollectorRegistry()
+        self.backend = backend
+        # Requests that the server's end cut off.
+        self.unanswered = 0
+        # How many are open; set by the server.
+        self.connections: Callable[[], int] = lambda: 0
         self.registry.register(self)
         ProcessCollector(registry=self.registry)
-        # Until a model is loaded, its process is "none", which is not found.
+        # Until a model is loaded, its process is "none", which does not exist.
         ProcessCollector(
             "rsrank_model",
             lambda: getattr(backend.model.loaded, "process", "none"),
@@ -95,8 +98,6 @@ class Metrics(Collector):
         )
         text = "Time from a document's arrival to its turn."
         backend.observe_wait = histogram("rsrank_wait_seconds", text, buckets=SECONDS).observe
-        text = "Connections closed by the service: slow head, slow reader, crowded."
-        self.closed = Counter("rsrank_closed_connections", text, ("why",), registry=self.registry)
 
     def observe(self, record: Record) -> None:
         """Count a request that has been answered."""
@@ -106,7 +107,8 @@ class Metrics(Collector):
 
     def collect(self) -> Iterator[Metric]:
         """Every counter and level of the backend."""
-        stats, loaded = self.backend.stats(), self.backend.model.loaded
+        stats = self.backend.stats()
+        loaded = self.backend.model.loaded
         ready = float(self.backend.readiness() is None)
         yield GaugeMetricFamily(
             "rsrank_ready", "1 if requests are answered as they should be.", ready

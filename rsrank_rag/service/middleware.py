@@ -1,4 +1,4 @@
-"""What a request must pass before a route sees it: host, key, size, time. It gets an id, is counted, logged, traced."""
+"""Checks of a request before a route sees it: host, key, size, time. Logs, counts and traces it."""
 
 import asyncio
 import hashlib
@@ -24,19 +24,21 @@ from .metrics import Metrics
 
 logger = logging.getLogger(__name__)
 
-OPEN = frozenset({"/", "/health", "/ready", "/v1/cluster/auth"})  # routes that need no key
-QUIET = frozenset(
-    {"/health", "/ready", "/metrics"}
-)  # routes that are asked all the time: logged at DEBUG only
-VALUES = 100  # JSON values (texts, fields, lists) of a request for each document it may have; parsing more takes long
-BODIES = 10  # bodies of the largest size that may be in memory at a time
+# Routes that need no key.
+OPEN = frozenset({"/", "/health", "/ready", "/v1/cluster/auth"})
 
+# Routes that monitoring asks for all the time: logged at DEBUG only.
+QUIET = frozenset({"/health", "/ready", "/metrics"})
+
+# Bodies of the largest size that may be in memory at a time.
+BODIES = 10
+
+# Headers of every answer: a browser must guess no type, and show nothing of this in a foreign page.
 HEADERS = {
     "X-Content-Type-Options": "nosniff",
     "X-Frame-Options": "DENY",
     "Content-Security-Policy": "frame-ancestors 'none'",
 }
-"""Of every answer: a browser is to guess no type, and to show nothing of this in another site's page."""
 
 _REQUEST_ID = re.compile(r"[A-Za-z0-9._-]{1,128}")
 
@@ -52,27 +54,36 @@ def keys_in(file: Path) -> tuple[str, ...]:
     return tuple(line for line in lines if line)
 
 
-class Settings(
-    BaseModel, extra="forbid", frozen=True, hide_input_in_errors=True
-):  # it may be a key
-    """What the service allows, and how it answers unless a request says otherwise."""
+# Input is hidden in errors, because it may be a key.
+class Settings(BaseModel, extra="forbid", frozen=True, hide_input_in_errors=True):
+    """What the service allows, and how it answers unless a request says otherwise.
 
-    api_keys: tuple[
-        SecretStr, ...
-    ] = ()  # any of them opens the service; without any, and a file, it is open
-    api_key_file: Path | None = None  # more of them, one a line; read again when it changes
-    separate_clients: bool = False  # of what is kept of documents, each finds only its own
-    allowed_hosts: tuple[
-        str, ...
-    ] = ()  # names that clients may call the service by; see `is_own_name`
-    max_documents: int = Field(default=1000, ge=1)  # of a request
+    Attributes:
+        api_keys: Any of them opens the service. Without keys and a file, the service is open.
+        api_key_file: More keys, one a line; read again when the file changes.
+        separate_clients: Clients do not share cached prefixes.
+        allowed_hosts: Names by which clients may call the service; see `is_own_name`.
+        max_documents: Documents of a request.
+        max_query_characters: Characters of a query.
+        max_document_characters: Characters of a document.
+        max_body_bytes: Bytes of a request's body.
+        timeout: Seconds from a request's arrival to its answer; None for no limit.
+        normalize: Answer with scores between 0 and 1.
+        drop: Leave out documents that do not score above the model's native threshold, where
+            clients allow it.
+    """
+
+    api_keys: tuple[SecretStr, ...] = ()
+    api_key_file: Path | None = None
+    separate_clients: bool = False
+    allowed_hosts: tuple[str, ...] = ()
+    max_documents: int = Field(default=1000, ge=1)
     max_query_characters: int = Field(default=10_000, ge=1)
     max_document_characters: int = Field(default=1_000_000, ge=1)
     max_body_bytes: int = Field(default=20_000_000, ge=1)
     timeout: float | None = Field(default=60.0, gt=0, allow_inf_nan=False)
-    """Seconds from a request's arrival to its answer; None for ever."""
-    normalize: bool = False  # scores between 0 and 1
-    drop: bool = False  # leave out what does not score above the model's native threshold, where clients allow it
+    normalize: bool = False
+    drop: bool = False
 
     @field_validator("api_keys")
     @classmethod
@@ -93,52 +104,60 @@ class Settings(
 
 
 class Keys:
-    """Keys that open the service: fixed ones, and those of a file, which stay when it cannot be read any more.
+    """Keys that open the service: fixed ones and those of a file.
 
-    Raises InputError: the file cannot be read or holds no key.
+    The keys of a file stay when the file cannot be read any more.
+
+    Raises:
+        InputError: The file cannot be read or holds no key.
     """
 
     def __init__(self, fixed: Sequence[str], file: Path | None) -> None:
-        self._fixed, self._file = [key.strip().encode() for key in fixed], file
-        self._seen = self._looks()
-        self._read = [] if file is None else [key.encode() for key in keys_in(file)]
+        self._fixed = [key.strip().encode() for key in fixed]
+        self._file = file
+        self._version = self._file_version()
+        self._from_file = [] if file is None else [key.encode() for key in keys_in(file)]
 
     def find(self, authorization: str) -> bytes | None:
-        """The key in an ``Authorization`` header, if it is one of ours."""
-        if self._file is not None and self._seen != (now := self._looks()):
-            self._seen = now
+        """The key in an ``Authorization`` header; None if it does not open the service."""
+        version = self._file_version()
+        if self._file is not None and self._version != version:
+            self._version = version
             try:
-                self._read = [key.encode() for key in keys_in(self._file)]
-                logger.info("The API keys were read again: %d.", len(self._read))
+                self._from_file = [key.encode() for key in keys_in(self._file)]
+                logger.info("The API keys were read again: %d.", len(self._from_file))
             except InputError as error:
                 logger.error("%s The keys that were read before stay.", error)
-        kind, _, given = authorization.partition(" ")
-        sent = given.encode(
-            "latin-1"
-        ).strip()  # of bytes: a letter's second byte may be a space of Latin-1
-        # All are compared, so that the time taken tells nothing about which one it is.
-        found = [key for key in (*self._fixed, *self._read) if hmac.compare_digest(key, sent)]
-        return found[0] if found and kind.lower() == "bearer" else None
+        scheme, _, credentials = authorization.partition(" ")
+        # Bytes are stripped, because a letter's second byte may be a space of Latin-1.
+        sent = credentials.encode("latin-1").strip()
+        # All keys are compared, so that the time does not depend on which one matches.
+        keys = (*self._fixed, *self._from_file)
+        matching = [key for key in keys if hmac.compare_digest(key, sent)]
+        return matching[0] if matching and scheme.lower() == "bearer" else None
 
-    def _looks(self) -> tuple[int, ...]:
+    def _file_version(self) -> tuple[int, ...]:
         """What changes when the file does, or the link to it."""
         try:
-            found = self._file.stat() if self._file is not None else None
+            stat = None if self._file is None else self._file.stat()
         except OSError:
-            found = None
-        return () if found is None else (found.st_mtime_ns, found.st_size, found.st_ino)
+            stat = None
+        return () if stat is None else (stat.st_mtime_ns, stat.st_size, stat.st_ino)
 
 
 class RequestMiddleware:
-    """ASGI middleware: lets requests in that call the service by its name, have a key and are not too large."""
+    """ASGI middleware: checks the host, the key and the size of each request."""
 
     def __init__(self, app: ASGIApp, *, settings: Settings, metrics: Metrics) -> None:
-        self.app, self.settings, self.metrics = app, settings, metrics
-        self._keys = Keys(
-            [key.get_secret_value() for key in settings.api_keys], settings.api_key_file
-        )
-        self._salt = os.urandom(16)  # without it, whoever reads the logs could try all addresses
-        self.held = 0  # bytes of all bodies that are being read or answered
+        self.app = app
+        self.settings = settings
+        self.metrics = metrics
+        keys = [key.get_secret_value() for key in settings.api_keys]
+        self._keys = Keys(keys, settings.api_key_file)
+        # Without a secret, readers of the logs could try all addresses.
+        self._log_secret = os.urandom(16)
+        self.open_bytes = 0
+        """Bytes of all bodies that are being read or answered."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer one request."""
@@ -146,57 +165,58 @@ class RequestMiddleware:
             await self.app(scope, receive, send)
             return
         headers = Headers(scope=scope)
-        key, given = (
-            self._keys.find(headers.get("authorization", "")),
-            headers.get("x-request-id", ""),
-        )
-        id_ = given if _REQUEST_ID.fullmatch(given) else uuid.uuid4().hex
+        key = self._keys.find(headers.get("authorization", ""))
+        request_id = headers.get("x-request-id", "")
+        if not _REQUEST_ID.fullmatch(request_id):
+            request_id = uuid.uuid4().hex
         client = key if key is not None else (scope.get("client") or ("",))[0].encode()
-        record = Record(
-            id_, hashlib.blake2b(client, digest_size=6, key=self._salt).hexdigest(), scope["method"]
-        )
-        # The same in every run: what is kept on disk is to be found again.
+        client_hash = hashlib.blake2b(client, digest_size=6, key=self._log_secret).hexdigest()
+        record = Record(request_id, client_hash, scope["method"])
+        # Without a secret, because prefixes on disk must be found again by the next run.
         salt = hashlib.sha256(client).hexdigest() if self.settings.separate_clients else ""
         scope["state"] = {**scope.get("state", {}), "record": record, "salt": salt}
-        started = False
+        has_started = False
 
         async def send_marked(message: Message) -> None:
-            nonlocal started
+            nonlocal has_started
             if message["type"] == "http.response.start":
-                started, record.status = True, message["status"]
-                MutableHeaders(scope=message).update({**HEADERS, "x-request-id": record.id})
+                has_started = True
+                record.status = message["status"]
+                marked = MutableHeaders(scope=message)
+                marked.update({**HEADERS, "x-request-id": record.id})
+                if self.metrics.backend.is_ending:
+                    # The client sends its next request over a new connection, to another server.
+                    marked["connection"] = "close"
             await send(message)
 
         body = _Body(receive, self, record)
         with request_span(scope, headers, record, self.metrics.backend.name):
             try:
-                await self._chosen(scope, headers, key)(scope, body, send_marked)
-            except asyncio.CancelledError:  # by the server, whose time to end is up
+                await self._app_for(scope, headers, key)(scope, body, send_marked)
+            except asyncio.CancelledError:
+                # By the server, whose time to end is up.
                 self.metrics.unanswered += 1
-                if not started:
-                    await error_response(503, "The service has ended.")(scope, receive, send_marked)
-            except (
-                Exception
-            ):  # whatever it is, the client gets an answer and the next request is served
+                if not has_started:
+                    ended = error_response(503, "The service has ended.")
+                    await ended(scope, receive, send_marked)
+            except Exception:
                 logger.exception("A request failed.", extra={"id": record.id})
-                if not started:
-                    await error_response(500, "The service failed; its log says more.")(
-                        scope, receive, send_marked
-                    )
+                if not has_started:
+                    failed = error_response(500, "The service failed; its log says more.")
+                    await failed(scope, receive, send_marked)
             finally:
-                self.held -= body.bytes
+                self.open_bytes -= body.bytes
                 record.route = getattr(scope.get("route"), "path", "other")
                 self.metrics.observe(record)
                 record.write(logging.DEBUG if record.route in QUIET else logging.INFO)
 
-    def _chosen(self, scope: Scope, headers: Headers, key: bytes | None) -> ASGIApp:
+    def _app_for(self, scope: Scope, headers: Headers, key: bytes | None) -> ASGIApp:
+        """The app, or the error response of a request that may not reach the app."""
         if not is_own_name(headers.get("host", ""), self.settings):
-            return error_response(
-                421, "This service is not called so. Its operator can add the name: --allowed-host."
-            )
-        if (
-            "transfer-encoding" in headers and "content-length" in headers
-        ):  # a proxy may have read another end of it
+            text = "This service has another name. Its operator can add this one: --allowed-host."
+            return error_response(421, text)
+        if "transfer-encoding" in headers and "content-length" in headers:
+            # A proxy may have read another end of the request.
             text = "A request has Content-Length or Transfer-Encoding, not both."
             return error_response(400, text, headers={"Connection": "close"})
         if key or not self.settings.closed or scope["path"] in OPEN:
@@ -206,11 +226,11 @@ class RequestMiddleware:
 
 
 def is_own_name(host: str, settings: Settings) -> bool:
-    """Whether a request may call the service so.
+    """Whether a request may call the service by this name.
 
-    A page of another site can have a name of its own lead here, and then ask as if it were from here. It cannot bring
-    a key, so with keys and no list of names any will do. Nor can it own a number, or a name that is none of the public
-    ones.
+    A page of another site can let a name of its own lead to this service, and then send requests
+    from a visitor's browser. Such a page has no key, so with keys and no list every name will do.
+    Nor can it own an address, or a name that is none of the public ones.
 
     >>> hosts = ("127.0.0.1:8080", "[::1]", "rsrank", "a.local", "evil.example")
     >>> tuple(is_own_name(host, Settings()) for host in hosts)
@@ -220,11 +240,9 @@ def is_own_name(host: str, settings: Settings) -> bool:
         name = (urlsplit(f"//{host}").hostname or "").removesuffix(".")
     except ValueError:
         return False
-    if (
-        not name
-        or name in settings.allowed_hosts
-        or (settings.closed and not settings.allowed_hosts)
-    ):
+    if not name or name in settings.allowed_hosts:
+        return True
+    if settings.closed and not settings.allowed_hosts:
         return True
     try:
         return bool(ipaddress.ip_address(name))
@@ -233,59 +251,35 @@ def is_own_name(host: str, settings: Settings) -> bool:
 
 
 class _Body:
-    """Receives a request's body while it is small enough, simple enough and comes in time."""
+    """Receives a request's body while the body is small enough and comes in time."""
 
-    def __init__(self, receive: Receive, gate: RequestMiddleware, record: Record) -> None:
-        self._receive, self._gate, self._settings, self._record = (
-            receive,
-            gate,
-            gate.settings,
-            record,
-        )
-        self.bytes, self._values, self._complete = 0, 0, False
-        self._in_text, self._rest = (
-            0,
-            b"",
-        )  # whether a text goes on at the next piece; a backslash before it
+    def __init__(self, receive: Receive, middleware: RequestMiddleware, record: Record) -> None:
+        self._receive = receive
+        self._middleware = middleware
+        self._record = record
+        self._is_complete = False
+        self.bytes = 0
 
     async def __call__(self) -> Message:
-        if self._complete:  # what comes now is that the client has left, at any time
+        if self._is_complete:
+            # The next message is that the client has left, at any time.
             return await self._receive()
-        limit = self._settings.timeout
+        limit = self._middleware.settings.timeout
         try:
             left = None if limit is None else max(0.0, limit - self._record.seconds)
             message = await asyncio.wait_for(self._receive(), left)
         except asyncio.TimeoutError:
             raise HTTPException(408, f"The body did not arrive in {limit:g} seconds.") from None
-        self._complete = message["type"] != "http.request" or not message.get("more_body", False)
-        self._check(message.get("body", b""))
+        self._is_complete = message["type"] != "http.request" or not message.get("more_body", False)
+        self._check(len(message.get("body", b"")))
         return message
 
-    def _check(self, piece: bytes) -> None:
-        self.bytes += len(piece)
-        self._gate.held += len(piece)
-        self._values += self._values_in(piece)
-        settings = self._settings
-        if b"\0" in piece:  # in UTF-16, values would be counted wrong
-            raise HTTPException(400, "The body is not JSON in UTF-8: it holds a zero byte.")
-        if self.bytes > settings.max_body_bytes:
-            raise HTTPException(
-                413, f"The body is too large; it may have {settings.max_body_bytes:,} bytes."
-            )
-        if self._values > (most := VALUES * (settings.max_documents + 10)):
-            raise HTTPException(
-                413, f"The body has too many values; it may have {most:,} texts, lists and objects."
-            )
-        if self._gate.held > BODIES * settings.max_body_bytes:
-            raise HTTPException(
-                429, "Too much is being sent at a time. Try again later.", {"Retry-After": "1"}
-            )
-
-    def _values_in(self, piece: bytes) -> int:
-        """About how many JSON values begin in this piece: what stands outside of texts is counted, not parsed."""
-        piece = (self._rest + piece).replace(b"\\\\", b"").replace(b'\\"', b"")
-        self._rest = b"\\" if piece.endswith(b"\\") else b""
-        parts = piece.split(b'"')
-        outside = b"".join(parts[self._in_text :: 2])
-        self._in_text ^= (len(parts) - 1) % 2
-        return outside.count(b",") + outside.count(b"[") + outside.count(b"{")
+    def _check(self, size: int) -> None:
+        self.bytes += size
+        self._middleware.open_bytes += size
+        most = self._middleware.settings.max_body_bytes
+        if self.bytes > most:
+            raise HTTPException(413, f"The body is too large; it may have {most:,} bytes.")
+        if self._middleware.open_bytes > BODIES * most:
+            text = "Too much is being sent at a time. Try again later."
+            raise HTTPException(429, text, {"Retry-After": "1"})

@@ -1,8 +1,14 @@
-"""One queue before one model: pairs of all requests that wait share its batches, and clients share its time.
+"""One queue before one model: clients share the model's time, and requests share its batches.
 
-The model scores one batch after another in a process of its own. Between two batches whatever has come meanwhile joins,
-and whatever was cancelled leaves. If the process dies, another takes its place and its batch is scored again; a pair on
-which it dies each time is found by halving and answered alone.
+The queue holds items. An item is one part of one document for one query, such as a window; its
+cost is the number of tokens that the model will run. A batch holds items of the clients that have
+had the least, and as many tokens as the model runs in a tenth of a second. So no request holds the
+model for long, whatever its size; what nobody waits for any more leaves between two batches.
+
+Documents are cut into parts shortly before their turn, a segment at a time, by the model's process.
+
+If the process dies, another one takes its place and the batch's items run again, each alone. An
+item that kills the process twice is answered with an error.
 """
 
 import asyncio
@@ -12,27 +18,34 @@ import logging
 import math
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from ..errors import RSRankError
 from ..passages.explanation import Explanation
-from ..reranker import Pair, Reranker
+from ..passages.pairs import Segment, combined
+from ..passages.parts import WHOLE, Span
+from ..reranker import CHARACTERS_PER_TOKEN, Pair, Reranker, Scored
 from .backend import DeadlineError, Description, Outcome, OverloadedError, UnavailableError
-from .engine import Canary, Step
-from .worker import ModelProcess
+from .engine import BatchResult, Canary, CutResult, parts_of
+from .worker import Loading, ModelProcess, ProcessLostError
 
 logger = logging.getLogger(__name__)
 
-CHARACTERS_A_TOKEN = 4  # to plan with, before anybody has counted
-OVERHEAD = 16  # tokens that a pair costs beside its texts, to plan with
-MARGIN = 0.8  # of a request's time: what the work before it and its own may take, which is no more than an estimate
+# Tokens a second before the first full batch has been timed: about what `mini` runs on two cores.
+FIRST_SPEED = 5_000.0
 
-OVERDUE = 10.0
-"""Seconds after which the model is stopped in what nobody waits for, beyond what that and a new load were to take."""
+# Share of a request's time that the work before it and its own may take, by estimate.
+MARGIN = 0.6
 
-COUNTED = (
+# Weight of a batch's speed in the mean, if the batch takes as long as it should; more if longer.
+WEIGHT = 0.5
+
+# Seconds of the model's time by which a client that asks for little is ahead of one that asks for
+# much. So a short request hardly waits for a large one, and no client gains more than this.
+CREDIT_SECONDS = 0.25
+
+COUNTERS = (
     "pairs",
     "tokens",
     "truncated",
@@ -41,54 +54,117 @@ COUNTED = (
     "cancelled",
     "refused",
     "late",
-    "steps",
+    "batches",
     "restarts",
 )
 
 
 @dataclass(frozen=True)
 class QueueLimits:
-    """How much may wait, and how much is scored at once."""
+    """How much may wait, and how long the model is held.
 
-    pairs: int = 10_000  # that may wait; a request beyond is refused with `OverloadedError`
-    step_seconds: float = (
-        0.2  # what a batch should take: roughly the longest that a new request waits for its turn
-    )
-    least_tokens: int = (
-        2048  # a batch may hold so many (estimated) tokens however slow the model is
-    )
-    longest_step: float = 300.0  # seconds after which the process is taken for hung and replaced
+    Attributes:
+        documents: Documents that may wait; `OverloadedError` answers a request beyond that.
+        batch_seconds: What a batch should take: about the longest wait for a new client's turn.
+        hang_seconds: Seconds without an answer after which the model's process is replaced.
+    """
+
+    documents: int = 10_000
+    batch_seconds: float = 0.1
+    hang_seconds: float = 300.0
 
 
-@dataclass(eq=False)
-class _Item:
-    """One pair of a request, to be scored with others (``step``) or taken apart by itself (``explain``)."""
+@dataclass(eq=False, slots=True)
+class _Request:
+    """What one caller waits for; ``missing`` is the number of documents without an outcome."""
 
-    method: Literal["step", "explain"]
-    pair: Pair
-    tokens: int
+    client: "_Client"
     done: asyncio.Future[Any]
-    came: float  # on the loop's clock
+    missing: int
 
 
-@dataclass(eq=False)
+@dataclass(eq=False, slots=True)
+class _Document:
+    """A document with the outcomes of its parts; ``uncut`` estimates the tokens not cut yet."""
+
+    request: _Request
+    pair: Pair
+    arrived: float
+    uncut: int
+    segment: Segment | None = None
+    spans: list[Span] = field(default_factory=list)
+    outcomes: list[Outcome | None] = field(default_factory=list)
+    missing: int = 0
+    failure: Outcome | None = None
+    deaths: int = 0
+
+    def outcome(self) -> Outcome:
+        """The outcome of the document from those of its parts."""
+        if self.failure is not None:
+            return self.failure
+        outcomes = [part for part in self.outcomes if part is not None]
+        if self.pair.reading == WHOLE:
+            return outcomes[0]
+        parts = [Scored(one.score or 0.0, one.truncated, one.tokens) for one in outcomes]
+        whole = combined(self.pair, self.spans, parts)
+        return Outcome(
+            whole.score,
+            whole.truncated,
+            whole.tokens,
+            window=whole.window,
+            sentences=whole.sentences,
+        )
+
+
+@dataclass(eq=False, slots=True)
+class _Item:
+    """One part of a document to score (``run``), or a score to take apart (``explain``)."""
+
+    method: Literal["run", "explain"]
+    document: _Document
+    place: int
+    pair: Pair
+    cost: int
+    deaths: int = 0
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether the item is a batch by itself."""
+        return self.method == "explain" or self.deaths > 0
+
+
+@dataclass(eq=False, slots=True)
 class _Client:
-    """A client's pairs, first come first served, and the tokens it has had, on a clock that all clients share."""
+    """A client's work, first come, first served.
+
+    ``served`` is the tokens that the client has had, on a clock that all clients share.
+    """
 
     served: float
-    waiting: deque[_Item] = field(default_factory=deque)
-    tokens: int = 0  # of what waits
+    documents: int = 0
+    uncut: deque[_Document] = field(default_factory=deque)
+    items: deque[_Item] = field(default_factory=deque)
+
+    @property
+    def cost(self) -> int:
+        """Tokens of all that waits."""
+        return self.ready + sum(document.uncut for document in self.uncut)
+
+    @property
+    def ready(self) -> int:
+        """Tokens of the items that wait."""
+        return sum(item.cost for item in self.items)
 
 
 class Scheduler:
     """Scores pairs for many clients at once, with one model in one process.
 
     Args:
-        make: Loads the model; it and what it gives must be picklable by reference.
+        make: Loads the model; ``make`` and the model's results must be picklable.
         name: What the model is called.
-        limits: Of what may wait.
+        limits: Of the queue.
         canary: Scored after each load; None for none.
-        prepare: Called in the model's own process before all else, such as to set up its logs.
+        prepare: Called in the model's process before all else, such as to set up its logs.
     """
 
     def __init__(
@@ -100,66 +176,75 @@ class Scheduler:
         canary: Canary | None = Canary(),  # noqa: B008 - it is frozen
         prepare: Callable[[], object] | None = None,
     ) -> None:
-        self.name, self.limits = name, limits or QueueLimits()
-        self.model = ModelProcess((make, name, canary), self.limits.longest_step, prepare)
-        self._trouble = "It has not been started."
-        self._stopping = self._leaving = False
-        self._clients: dict[str, _Client] = {}  # that wait, or have had more than others who do
-        self._suspects: deque[list[_Item]] = deque()
-        self._in_hand: list[_Item] = []  # what the model is scoring
-        self._in_hand_until: float | None = None  # when that should be done; None if nothing is
-        self.observe_wait: Callable[[float], object] = lambda seconds: (
-            None
-        )  # called with each pair's time in the queue
+        self.name = name
+        self.limits = limits or QueueLimits()
+        self.model = ModelProcess(
+            Loading(make, name, canary, prepare), hang_seconds=self.limits.hang_seconds
+        )
+        self.observe_wait: Callable[[float], object] = lambda seconds: None
+        self._trouble = "The service has not been started."
+        self._is_stopping = False
+        self.is_ending = False
+        self._clients: dict[str, _Client] = {}
+        self._running: list[_Item] = []
         self._clock = 0.0
-        self._rate = self.limits.least_tokens / self.limits.step_seconds
-        self._work, self._ending = asyncio.Event(), asyncio.Event()
+        self._speed = FIRST_SPEED
+        self._is_speed_known = False
+        self._work = asyncio.Event()
+        self._ending = asyncio.Event()
         self._runner: asyncio.Task[None] | None = None
-        self._counts: dict[str, float] = dict.fromkeys((*COUNTED, "busy_seconds"), 0)
+        self._counts: dict[str, float] = dict.fromkeys((*COUNTERS, "busy_seconds"), 0)
         self._model_stats: Mapping[str, float] = {}
 
     @property
     def description(self) -> Description:
-        """What is being served; raises UnavailableError if nothing is loaded yet."""
+        """The model that is served; raises UnavailableError if nothing is loaded yet."""
         if self.model.loaded is None:
             raise UnavailableError(f"{self.name} is not loaded. {self._trouble}", retry_after=1.0)
         return self.model.loaded.description
 
     def readiness(self) -> str | None:
-        """None if requests are answered and the last canary scored as it should; else what is the matter."""
-        if self._stopping or self._leaving:
+        """None if requests are answered and the canary scored as it should; else the reason."""
+        if self._is_stopping or self.is_ending:
             return "The service is stopping."
         if self._runner is not None and self._runner.done():
-            return "The queue has ended; only a new start of the service helps."
+            return "The queue has ended. Restart the service."
         if self.model.hangs:
             return "The model does not answer."
         if not self._trouble and self._runner is not None and self.model.is_gone():
-            self._work.set()  # nobody else would look before the next request
+            self._work.set()
             return "The model's process is gone; it is being replaced."
         return self._trouble or (None if self.model.loaded is None else self.model.loaded.complaint)
 
     def stats(self) -> dict[str, float]:
-        """Counters and levels, as `metrics` describes them; the reranker's own, since it was loaded, are model_*."""
+        """Counters and levels, see `metrics`; the reranker's own begin with model_."""
         return {
             **self._counts,
-            "waiting": self._waiting,
-            "clients": len(self._askers),
-            "tokens_per_second": self._rate,
+            "waiting": self._documents,
+            "clients": len(self._open_clients),
+            "tokens_per_second": self._speed,
             **{f"model_{name}": value for name, value in self._model_stats.items()},
         }
 
     @property
-    def _askers(self) -> dict[str, _Client]:
-        """Clients with something in the queue."""
-        return {name: client for name, client in self._clients.items() if client.waiting}
+    def _open_clients(self) -> dict[str, _Client]:
+        """Clients with requests that have no answer yet."""
+        return {name: client for name, client in self._clients.items() if client.documents}
 
     @property
-    def _waiting(self) -> int:
-        return sum(len(client.waiting) for client in self._clients.values())
+    def _documents(self) -> int:
+        """Documents of requests that have no answer yet."""
+        return sum(client.documents for client in self._clients.values())
 
     @property
-    def _waiting_tokens(self) -> int:
-        return sum(client.tokens for client in self._clients.values())
+    def _batch_tokens(self) -> int:
+        """Tokens that a batch may have."""
+        return max(1, int(self._speed * self.limits.batch_seconds))
+
+    @property
+    def _credit(self) -> float:
+        """Tokens by which a client that has asked for little is ahead of others."""
+        return self._speed * CREDIT_SECONDS
 
     async def start(self) -> None:
         """Load the model and check it; returns when it can score, or raises what loading raises."""
@@ -167,7 +252,7 @@ class Scheduler:
         try:
             await self.model.start()
         except BaseException:
-            self.model.end(wait=False)
+            self.model.kill()
             raise
         self._trouble = ""
         if self.readiness() is not None:
@@ -175,149 +260,170 @@ class Scheduler:
         self._runner = asyncio.create_task(self._supervised())
 
     def end_soon(self) -> None:
-        """Say from now on that the service is not ready; requests are still taken, until `stop`."""
-        self._leaving = True
+        """Report from now on that the service is not ready; requests are taken until `stop`."""
+        self.is_ending = True
 
     async def stop(self) -> None:
         """Take no more work, finish what is there, and let the model go."""
-        self._stopping = True
+        self._is_stopping = True
         if self._runner is not None:
             self._work.set()
             self._ending.set()
-            if self._in_hand and self._is_abandoned():
+            if self._is_abandoned():
                 self.model.kill()
             await asyncio.wait([self._runner])
             self._runner = None
         await asyncio.to_thread(self.model.end)
 
     def _is_abandoned(self) -> bool:
-        """Whether nobody waits for what the model is doing, nor for anything else."""
-        return not self._waiting and all(item.done.done() for item in self._in_hand)
+        """Whether the model runs a batch, and nobody waits for anything."""
+        return bool(self._running) and not self._documents
 
     async def score(
         self, pairs: Sequence[Pair], *, client: str = "", timeout: float | None = None
     ) -> list[Outcome]:
-        """One outcome for each pair of any queries, in input order; cancelling the call cancels the work.
+        """One outcome for each pair, in input order. Cancelling the call cancels the work.
 
-        Clients share the model's time equally. ``timeout`` is the number of seconds after which to give up.
+        Clients share the model's time equally.
+
+        Args:
+            pairs: What to score.
+            client: Who asks.
+            timeout: Seconds after which to give up; None for never.
 
         Raises:
             OverloadedError: The queue is full, or so long that time would be up before the answer.
             DeadlineError: Time was up.
             UnavailableError: The service is stopping.
         """
-        return await self._answered("step", pairs, client, timeout) if pairs else []
+        if not pairs:
+            return []
+        documents = self._admitted(pairs, client, timeout)
+        documents[0].request.client.uncut.extend(documents)
+        await self._answer(documents[0].request, timeout)
+        if any(len(document.outcomes) > 1 for document in documents):
+            outcomes = await asyncio.to_thread(_outcomes, documents)
+        else:
+            outcomes = _outcomes(documents)
+        self._counts["pairs"] += len(outcomes)
+        for outcome in outcomes:
+            self._counts["truncated"] += outcome.truncated
+            self._counts["unscored"] += outcome.fault == "unscored"
+            self._counts["failed"] += outcome.fault in ("input", "internal")
+        return outcomes
 
     async def explain(
         self, pair: Pair, *, client: str = "", timeout: float | None = None
     ) -> Explanation:
-        """Take one score apart; errors as of `score` or of the model, InputError where that cannot be done."""
-        found: list[Explanation] = await self._answered("explain", [pair], client, timeout)
-        return found[0]
+        """Take one score apart; errors as of `score` and of `Engine.explain`."""
+        document = self._admitted([pair], client, timeout)[0]
+        item = _Item("explain", document, 0, pair, document.uncut)
+        document.request.client.items.append(item)
+        explanation: Explanation = await self._answer(document.request, timeout)
+        return explanation
 
-    async def _answered(
-        self,
-        method: Literal["step", "explain"],
-        pairs: Sequence[Pair],
-        client: str,
-        timeout: float | None,
-    ) -> list[Any]:
-        """Put pairs into the queue and wait for what becomes of each; giving up takes them out again."""
+    def _admitted(
+        self, pairs: Sequence[Pair], client: str, timeout: float | None
+    ) -> list[_Document]:
+        """The documents of a new request; raises as `_admit`."""
+        costs = [self._estimate(pair) for pair in pairs]
+        self._admit(len(pairs), sum(costs), client, timeout)
         loop = asyncio.get_running_loop()
-        items = [
-            _Item(method, pair, _estimate(pair), loop.create_future(), loop.time())
-            for pair in pairs
+        newest = self._clock - self._credit
+        owner = self._clients.setdefault(client, _Client(newest))
+        owner.served = max(owner.served, newest)
+        request = _Request(owner, loop.create_future(), len(pairs))
+        return [
+            _Document(request, pair, loop.time(), cost)
+            for pair, cost in zip(pairs, costs, strict=True)
         ]
-        self._admit(items, client, timeout)
-        mine = self._clients.setdefault(client, _Client(self._clock))
-        mine.waiting.extend(items)
-        mine.tokens += sum(item.tokens for item in items)
+
+    async def _answer(self, request: _Request, timeout: float | None) -> Any:
+        """Wait for the answer to a request. Giving up takes the request out of the queue."""
+        client, count = request.client, request.missing
+        client.documents += count
         self._work.set()
-        together = asyncio.gather(*(item.done for item in items))
-        together.add_done_callback(
-            lambda done: done.cancelled() or done.exception()
-        )  # else Python 3.11 logs an error
         try:
-            return await asyncio.wait_for(together, timeout)
+            return await asyncio.wait_for(request.done, timeout)
         except asyncio.TimeoutError:
             self._counts["late"] += 1
             raise DeadlineError(
                 f"There was no answer in {timeout:.4g} seconds; the work has been cancelled."
             ) from None
         finally:
-            if any(item.done.cancelled() for item in items):
-                self._withdraw(mine)
+            client.documents -= count
+            if request.done.cancelled():
+                self._counts["cancelled"] += request.missing
+                client.uncut = deque(one for one in client.uncut if one.request is not request)
+                client.items = deque(
+                    one for one in client.items if one.document.request is not request
+                )
+            self._forget_clients()
 
-    def _admit(self, items: Sequence[_Item], client: str, timeout: float | None) -> None:
-        """Let a request in, or refuse it: no more work is taken, the queue is full, or there is no time for it."""
-        if self._runner is None or self._runner.done() or self._stopping:
+    def _estimate(self, pair: Pair, start: int = 0) -> int:
+        """Tokens of a document from a character on, without what is never read."""
+        tokens = (len(pair.document) - start) // CHARACTERS_PER_TOKEN
+        if pair.reading == WHOLE and self.model.loaded is not None:
+            most = self.model.loaded.description.max_tokens
+            tokens = min(tokens, most or tokens)
+        tokens = min(tokens, pair.max_tokens or tokens)
+        return tokens + len(pair.query) // CHARACTERS_PER_TOKEN + 1
+
+    def _admit(self, count: int, cost: int, client: str, timeout: float | None) -> None:
+        """Take a request, or raise: the service stops, the queue is full, or there is no time."""
+        if self._runner is None or self._runner.done() or self._is_stopping:
             raise UnavailableError(f"No requests are taken. {self.readiness()}", retry_after=5.0)
-        waiting = self._waiting
-        if not waiting and self._in_hand_until is None:
-            return  # however long it seems to take: without a try nobody would learn that it takes less
-        late, why = self._waiting_tokens / self._rate, f"{len(items):,} more"
-        if not waiting or waiting + len(items) <= self.limits.pairs:
-            if timeout is None:
+        waiting = self._documents
+        if not waiting:
+            return
+        own = self._clients[client].documents if client in self._clients else 0
+        seconds = 0.0
+        # A client may fill what it leaves free for others.
+        if waiting + own + count > self.limits.documents:
+            reason = f"{count:,} more"
+        elif timeout is None or not self._is_speed_known:
+            return
+        else:
+            seconds = self._seconds(client, cost) - MARGIN * timeout
+            if seconds <= 0:
                 return
-            late = self._seconds(client, sum(item.tokens for item in items)) - MARGIN * timeout
-            if late <= 0:
-                return
-            why = f"an answer in {timeout:.4g} seconds"
+            reason = f"an answer in {timeout:.4g} seconds"
         self._counts["refused"] += 1
-        text = f"{waiting + len(self._in_hand):,} documents are waiting or being scored, too many for {why}."
-        raise OverloadedError(f"{text} Try again later.", retry_after=max(1.0, math.ceil(late)))
-
-    def _seconds(self, client: str, tokens: int) -> float:
-        """How long it should take until so many more tokens of a client are scored, beside all others that wait."""
-        askers = self._askers
-        mine, clients = (
-            tokens + (askers[client].tokens if client in askers else 0),
-            len({*askers, client}),
+        raise OverloadedError(
+            f"{waiting:,} documents are waiting or being scored, too many for {reason}. "
+            "Try again later.",
+            retry_after=max(1.0, math.ceil(seconds)),
         )
-        # Others come meanwhile, and double what waits or get as much as this one; the last batch ends for all in it.
-        ahead = min(mine * clients, 2 * (self._waiting_tokens + tokens)) + self._room()
-        # What should be done by now and is not may take as long again.
-        rest = (
-            0.0
-            if self._in_hand_until is None
-            else abs(self._in_hand_until - asyncio.get_running_loop().time())
-        )
-        return rest + ahead / self._rate
 
-    def _withdraw(self, client: _Client) -> None:
-        """Take what nobody waits for any more out of the queue."""
-        before = len(client.waiting)
-        client.waiting = deque(item for item in client.waiting if not item.done.done())
-        client.tokens = sum(item.tokens for item in client.waiting)
-        self._counts["cancelled"] += before - len(client.waiting)
-        self._tidy()
-        if self._in_hand_until is not None and all(item.done.done() for item in self._in_hand):
-            late = self._in_hand_until + self.model.load_seconds + OVERDUE
-            asyncio.get_running_loop().call_at(late, self._end_abandoned, self._in_hand)
+    def _seconds(self, client: str, cost: int) -> float:
+        """Seconds until so many more tokens of a client have run, with all others that wait."""
+        costs = {name: one.cost for name, one in self._open_clients.items()}
+        costs[client] = costs.get(client, 0) + cost
+        # Other requests may double what waits, or get as much as this one. The last batch ends
+        # for all its items at once, and another batch runs now.
+        ahead = min(costs[client] * len(costs), 2 * sum(costs.values())) + 2 * self._batch_tokens
+        return ahead / self._speed
 
-    def _end_abandoned(self, batch: list[_Item]) -> None:
-        """End the model's process if it is still at a batch that nobody waits for any more."""
-        if self._in_hand is batch and self._in_hand_until is not None and not self._trouble:
-            self.model.kill()
-
-    def _tidy(self) -> None:
-        """Forget who waits for nothing. What they have had counts for as long as others who wait have had less."""
-        busy = self._waiting > 0
+    def _forget_clients(self) -> None:
+        """Forget clients without requests, unless they have had more than a new client has."""
+        newest = self._clock - self._credit if self._documents else math.inf
         self._clients = {
-            n: c for n, c in self._clients.items() if c.waiting or (busy and c.served > self._clock)
+            name: client
+            for name, client in self._clients.items()
+            if client.documents or client.served > newest
         }
 
     # The loop
 
     async def _supervised(self) -> None:
-        """The loop, which goes on whatever happens in it: every request waits for it."""
+        """The loop, which goes on after every error, because all requests depend on it."""
         while True:
             try:
                 return await self._run()
-            except Exception as error:
+            except Exception:
                 logger.exception("The queue failed and goes on.")
-                self._settle(self._in_hand, [_failure(item, error) for item in self._in_hand])
-            except BaseException:  # cancelled, with the loop that it runs in
+                self._fail_batch(RSRankError("The service failed."))
+            except BaseException:
                 self._trouble = "The queue was cancelled."
                 self._give_up()
                 raise
@@ -325,152 +431,225 @@ class Scheduler:
     async def _run(self) -> None:
         while True:
             self._work.clear()
-            if self._suspects:
-                await self._process(self._suspects.popleft(), suspect=True)
-            elif batch := self._next_batch():
-                await self._process(batch)
-            elif self._stopping:
+            if any(client.uncut or client.items for client in self._clients.values()):
+                await self._cut(self._documents_to_cut())
+                await self._process(self._next_batch())
+            elif self._is_stopping:
                 return
             elif self.model.is_gone():
                 await self._restart()
             else:
                 await self._work.wait()
 
-    def _room(self) -> int:
-        """Tokens that a batch may have."""
-        return max(self.limits.least_tokens, int(self._rate * self.limits.step_seconds))
+    def _documents_to_cut(self) -> list[_Document]:
+        """Of each client as many documents as may be in the next batch.
 
-    def _next_batch(self) -> list[_Item]:
-        """What is scored next: pairs of whichever client has had the least, until the batch takes long enough."""
-        room, batch = self._room(), list[_Item]()
-        while askers := self._askers.values():
-            mine = min(askers, key=lambda client: client.served)
-            if batch and (
-                mine.waiting[0].tokens > room
-                or "explain" in (mine.waiting[0].method, batch[0].method)
-            ):
-                break
-            item = mine.waiting.popleft()
-            batch.append(item)
-            room -= item.tokens
-            mine.tokens -= item.tokens
-            self._clock = mine.served
-            mine.served += item.tokens
-        self._tidy()
-        return batch
+        A document on which the process died before is cut alone.
+        """
+        documents: list[_Document] = []
+        for client in self._clients.values():
+            ready = client.ready
+            while client.uncut and ready < self._batch_tokens:
+                if client.uncut[0].deaths:
+                    return documents or [client.uncut.popleft()]
+                ready += client.uncut[0].uncut
+                documents.append(client.uncut.popleft())
+        return documents
 
-    async def _process(self, batch: list[_Item], *, suspect: bool = False) -> None:
-        batch = [item for item in batch if not item.done.done()]
-        if not batch:
+    async def _cut(self, documents: list[_Document]) -> None:
+        """Cut the next segment of each document into items."""
+        if not documents:
             return
-        tokens, started = sum(item.tokens for item in batch), asyncio.get_running_loop().time()
-        self._in_hand, self._in_hand_until = batch, started + tokens / self._rate
-        for item in batch:
-            self.observe_wait(started - item.came)
+        arguments = [(document.pair, document.segment) for document in documents]
         try:
-            if batch[0].method == "explain":
-                results: list[Any] = [await self.model.call("explain", batch[0].pair)]
-            else:
-                step: Step = await self.model.call("step", [item.pair for item in batch])
-                self._learn(step, tokens)
-                results = step.outcomes
-        except BrokenProcessPool:
-            self._suspect(batch, suspect)
-            if not (self._stopping and self._is_abandoned()):
-                await self._restart()
+            results: list[CutResult] = await self.model.call("cut", arguments)
+        except ProcessLostError:
+            for document in reversed(documents):
+                if not self._has_killed_twice(document, document):
+                    document.request.client.uncut.appendleft(document)
+            await self._restart()
             return
         except RSRankError as error:
-            results = [_failure(item, error) for item in batch]
-        finally:
-            self._in_hand_until = None
-        self._settle(batch, results)
-        self._in_hand = []
+            results = [Outcome(None, fault="internal", error=str(error))] * len(documents)
+        self._take_in(documents, results)
 
-    def _learn(self, step: Step, tokens: int) -> None:
-        """Take in what a batch of so many (estimated) tokens tells about the model."""
-        self._counts["steps"] += 1
-        self._counts["busy_seconds"] += step.seconds
-        self._model_stats = step.stats
-        speed, small = tokens / max(step.seconds, 1e-6), tokens < self.limits.least_tokens / 2
-        # Small batches say little about how fast a full one would be: quick ones only make up, as far as the rate that
-        # was assumed at first, for one that took too long, which must not be repeated.
-        enough = min(speed, self.limits.least_tokens / self.limits.step_seconds)
-        if small and step.seconds <= self.limits.step_seconds and self._rate >= enough:
-            return
-        weight = min(1.0, 0.3 * step.seconds / self.limits.step_seconds)
-        self._rate += weight * (speed - self._rate)
-
-    def _suspect(self, batch: list[_Item], again: bool) -> None:
-        """The process died on a batch: try it once more, for it may have died of something else; then in halves."""
-        if not again:
-            self._suspects.appendleft(batch)
-        elif len(batch) == 1:
-            self._settle(
-                batch, [_failure(batch[0], RSRankError("ended the model's process, twice."))]
-            )
-        else:
-            middle = len(batch) // 2
-            self._suspects.extendleft([batch[middle:], batch[:middle]])
-
-    def _settle(
-        self, batch: list[_Item], results: Sequence[Outcome | Explanation | Exception]
-    ) -> None:
-        for item, result in zip(batch, results, strict=True):
+    def _take_in(self, documents: list[_Document], results: Sequence[CutResult]) -> None:
+        for document, result in zip(documents, results, strict=True):
             if isinstance(result, Outcome):
-                self._counts["pairs"] += 1
-                self._counts["tokens"] += result.tokens
-                self._counts["truncated"] += result.truncated
-                self._counts["unscored"] += result.fault == "unscored"
-                self._counts["failed"] += result.fault in ("input", "internal")
-            if item.done.done():
-                continue
-            if isinstance(result, Exception):
-                item.done.set_exception(result)
+                self._fail(document, result)
+            elif not document.request.done.done():
+                self._add_items(document, *result)
+        for document in reversed(documents):
+            if document.uncut and not document.request.done.done():
+                document.request.client.uncut.appendleft(document)
+
+    def _add_items(self, document: _Document, segment: Segment, costs: Sequence[int]) -> None:
+        """Queue the parts of a segment; the rest of the document waits to be cut."""
+        client = document.request.client
+        first = len(document.outcomes)
+        for part, cost in zip(parts_of(document.pair, segment), costs, strict=True):
+            item = _Item("run", document, len(document.outcomes), part, cost)
+            client.items.append(item)
+            document.outcomes.append(None)
+        document.segment = segment
+        document.spans += segment.spans
+        document.missing += len(document.outcomes) - first
+        document.uncut = 0
+        if not segment.is_last:
+            document.uncut = self._estimate(document.pair, segment.stop)
+        self._finish_if_complete(document)
+
+    def _next_batch(self) -> list[_Item]:
+        """Items of whichever client has had the least, until the batch takes long enough."""
+        tokens = self._batch_tokens
+        batch: list[_Item] = []
+        ready = [client for client in self._clients.values() if client.items]
+        while ready:
+            client = min(ready, key=lambda one: one.served)
+            item = client.items[0]
+            if batch and (item.cost > tokens or item.is_alone or batch[0].is_alone):
+                break
+            batch.append(client.items.popleft())
+            tokens -= item.cost
+            self._clock = max(self._clock, client.served)
+            client.served += item.cost
+            if not client.items:
+                ready.remove(client)
+        return batch
+
+    async def _process(self, batch: list[_Item]) -> None:
+        if not batch:
+            return
+        self._running = batch
+        now = asyncio.get_running_loop().time()
+        for item in batch:
+            if item.place == 0:
+                self.observe_wait(now - item.document.arrived)
+        try:
+            if batch[0].method == "explain":
+                await self._explain(batch[0])
             else:
-                item.done.set_result(result)
+                await self._score(batch)
+        except ProcessLostError:
+            for item in reversed(batch):
+                if not self._has_killed_twice(item, item.document):
+                    item.document.request.client.items.appendleft(item)
+            if not (self._is_stopping and self._is_abandoned()):
+                await self._restart()
+        except RSRankError as error:
+            self._fail_batch(error)
+        self._running = []
+
+    async def _explain(self, item: _Item) -> None:
+        explanation = await self.model.call("explain", item.pair)
+        if not item.document.request.done.done():
+            item.document.request.done.set_result(explanation)
+
+    async def _score(self, batch: list[_Item]) -> None:
+        result: BatchResult = await self.model.call("run", [item.pair for item in batch])
+        self._learn(result, sum(item.cost for item in batch))
+        for item, outcome in zip(batch, result.outcomes, strict=True):
+            self._settle(item, outcome)
+
+    def _has_killed_twice(self, work: _Document | _Item, document: _Document) -> bool:
+        """Count a death of the process; after the second one, and if nobody waits, answer."""
+        work.deaths += 1
+        if document.request.done.done():
+            return True
+        if work.deaths < 2:
+            return False
+        error = RSRankError("ended the model's process, twice.")
+        if isinstance(work, _Item) and work.method == "explain":
+            document.request.done.set_exception(error)
+        else:
+            self._fail(document, Outcome(None, fault="internal", error=str(error)))
+        return True
+
+    def _fail_batch(self, error: RSRankError) -> None:
+        """Answer what the model ran with an error: all there is to say about an explanation."""
+        for item in self._running:
+            if item.method == "run":
+                self._fail(item.document, Outcome(None, fault="internal", error=str(error)))
+            elif not item.document.request.done.done():
+                item.document.request.done.set_exception(error)
+
+    def _learn(self, result: BatchResult, cost: int) -> None:
+        """Take in how fast a batch was. A small batch says little about the speed of a full one."""
+        self._counts["batches"] += 1
+        self._counts["busy_seconds"] += result.seconds
+        self._model_stats = result.stats
+        if cost >= self._batch_tokens / 2:
+            seconds = max(result.seconds, 1e-6)
+            weight = min(1.0, WEIGHT * seconds / self.limits.batch_seconds)
+            self._speed += max(weight, 0.1) * (cost / seconds - self._speed)
+            self._is_speed_known = True
+
+    def _settle(self, item: _Item, outcome: Outcome) -> None:
+        """Take in the outcome of a part. If a part has no score, the document has none."""
+        document = item.document
+        self._counts["tokens"] += outcome.tokens
+        if outcome.score is None:
+            self._fail(document, outcome)
+        elif document.failure is None:
+            document.outcomes[item.place] = outcome
+            document.missing -= 1
+            self._finish_if_complete(document)
+
+    def _fail(self, document: _Document, outcome: Outcome) -> None:
+        """Answer a document with an error. Nothing more of the document is scored."""
+        if document.failure is None:
+            document.failure = outcome
+            document.uncut = 0
+            client = document.request.client
+            client.items = deque(item for item in client.items if item.document is not document)
+            client.uncut = deque(one for one in client.uncut if one is not document)
+            self._finish(document.request)
+
+    def _finish_if_complete(self, document: _Document) -> None:
+        if not document.missing and document.segment is not None and document.segment.is_last:
+            self._finish(document.request)
+
+    def _finish(self, request: _Request) -> None:
+        """Count a document of a request as answered; the last one answers the request."""
+        request.missing -= 1
+        if not request.missing and not request.done.done():
+            request.done.set_result(None)
 
     async def _restart(self) -> None:
-        """Put a new process in the place of a dead one; while that fails, try again ever more slowly."""
-        self._in_hand_until = asyncio.get_running_loop().time() + self.model.load_seconds
+        """Replace a dead process; if that fails, try again ever more slowly."""
         for attempt in itertools.count():
             self._counts["restarts"] += 1
             self._trouble = "The model is being loaded."
             try:
                 await self.model.start()
-            except (
-                RSRankError
-            ) as error:  # whatever loading meets, such as a device that is still full: it may pass
+            except RSRankError as error:
+                # The cause may pass, such as a device that is still full.
                 self._trouble = (
                     "The model's process died and could not be replaced; the log says why."
                 )
                 logger.error("The model's process could not be replaced: %s", error)
-                if self._stopping:
+                if self._is_stopping:
                     self._give_up()
                     return
+                pause = min(30.0, 0.5 * 2 ** min(attempt, 6))
                 with contextlib.suppress(asyncio.TimeoutError):
-                    await asyncio.wait_for(
-                        self._ending.wait(), min(30.0, 0.5 * 2 ** min(attempt, 6))
-                    )
+                    await asyncio.wait_for(self._ending.wait(), pause)
             else:
-                self._trouble, self._in_hand_until = "", None
+                self._trouble = ""
                 logger.warning("The model's process died and was replaced.")
                 return
 
     def _give_up(self) -> None:
         """Answer all that waits: there is no model and will be none."""
-        waiting = (client.waiting for client in self._clients.values())
-        for item in itertools.chain(self._in_hand, *self._suspects, *waiting):
-            if not item.done.done():
-                item.done.set_exception(UnavailableError(self._trouble))
-        self._suspects.clear()
-        self._clients.clear()
+        documents: list[_Document] = [item.document for item in self._running]
+        for client in self._clients.values():
+            documents += [*client.uncut, *(item.document for item in client.items)]
+            client.uncut.clear()
+            client.items.clear()
+        for document in documents:
+            if not document.request.done.done():
+                document.request.done.set_exception(UnavailableError(self._trouble))
 
 
-def _estimate(pair: Pair) -> int:
-    return (len(pair.query) + len(pair.document)) // CHARACTERS_A_TOKEN + OVERHEAD
-
-
-def _failure(item: _Item, error: Exception) -> Exception | Outcome:
-    """An error is the whole answer to whoever wants an explanation, and that of one document to others."""
-    told = error if isinstance(error, RSRankError) else RSRankError("The service failed.")
-    return told if item.method == "explain" else Outcome(None, fault="internal", error=str(told))
+def _outcomes(documents: list[_Document]) -> list[Outcome]:
+    return [document.outcome() for document in documents]

@@ -1,4 +1,4 @@
-"""The model in a process of its own, so that its death is nobody else's: it is missed, ended if it hangs, replaced."""
+"""The model in a process of its own, which is replaced when it dies, hangs, or does not finish loading."""
 
 import asyncio
 import contextlib
@@ -10,9 +10,8 @@ import signal
 import threading
 import time
 from collections.abc import Callable
-from concurrent.futures import Executor, ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
+from multiprocessing.connection import Connection
 from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
@@ -25,54 +24,90 @@ from .engine import Canary, DeviceLostError, Engine
 
 logger = logging.getLogger(__name__)
 
+# Seconds for the first load, which may download a model of many gigabytes.
+FIRST_LOAD = 1800.0
+
+# Seconds for a later load, and how often the time of the first one that load may take besides.
+# The files are on disk then, but the machine may be busy.
+LATER_LOAD = 60.0
+TIMES_FIRST = 5.0
+
+
+class ProcessLostError(Exception):
+    """The model's process died, or was killed because it did not answer."""
+
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """A model that is ready."""
+    """A model that is ready: its process, what it is, and what is wrong with its canary, if anything is."""
 
-    process: int  # number of the process it lives in
+    process: int
     description: Description
-    complaint: str | None  # what is wrong with how it ranks the canary; None if nothing is
+    complaint: str | None
 
 
-_here = (
-    threading.local()
-)  # ``engine``: the model of this thread, which is the only one that uses it
+@dataclass(frozen=True)
+class Loading:
+    """How the model is loaded; picklable.
 
+    Attributes:
+        make: Loads the model.
+        name: What the model is called.
+        canary: Scored after each load; None for none.
+        prepare: Called in the model's process first, such as to set up its logs.
+    """
 
-def load(make: Callable[[], Reranker], name: str, canary: Canary | None) -> bytes:
-    """Load the model into this thread and try it out; gives a `Loaded` as `_answer` packs it."""
+    make: Callable[[], Reranker]
+    name: str
+    canary: Canary | None
+    prepare: Callable[[], object] | None = None
 
-    def loaded() -> Loaded:
+    def __call__(self) -> tuple[Engine, Loaded]:
+        """Load the model and try it out; every error becomes an RSRankError."""
         try:
-            _here.engine = Engine(make(), name)
+            engine = Engine(self.make(), self.name)
         except RSRankError:
             raise
-        except (
-            BaseException
-        ) as error:  # its message can be told: no client's text has been seen yet
-            raise RSRankError(
-                f"{name} could not be loaded ({type(error).__name__}: {error})."
-            ) from error
-        complaint = None if canary is None else _here.engine.check(canary)
-        return Loaded(os.getpid(), _here.engine.description, complaint)
-
-    return _answer(loaded)
+        except BaseException as error:
+            # The message can be shown, because no client's text has been seen yet.
+            text = f"{self.name} could not be loaded ({type(error).__name__}: {error})."
+            raise RSRankError(text) from error
+        complaint = None if self.canary is None else engine.check(self.canary)
+        return engine, Loaded(os.getpid(), engine.description, complaint)
 
 
-def call(method: str, argument: Any) -> bytes:
-    """Call a method of this thread's `Engine`; gives what it returns as `_answer` packs it.
+def answer_calls(connection: Connection, loading: Loading) -> None:
+    """Load the model, then answer calls of `Engine` methods until None comes.
 
-    If the device is lost, a process of the model's own ends, and whoever waits for it replaces it.
+    Answers are pickled pairs of a result and an error, one of which is None.
     """
-    return _answer(lambda: getattr(_here.engine, method)(argument))
+    engine: Engine | None = None
+
+    def load() -> Loaded:
+        nonlocal engine
+        engine, loaded = loading()
+        return loaded
+
+    work: Callable[[], object] = load
+    with connection, contextlib.suppress(EOFError, OSError):
+        while True:
+            connection.send_bytes(_pickled_answer(work))
+            call = connection.recv()
+            if call is None or engine is None:
+                return
+            method, argument = call
+            work = _bound(engine, method, argument)
 
 
-def _answer(work: Callable[[], object]) -> bytes:
-    """What work returns, or the RSRankError that is to be raised, pickled: nothing else leaves this thread.
+def _bound(engine: Engine, method: str, argument: object) -> Callable[[], object]:
+    return lambda: getattr(engine, method)(argument)
 
-    SystemExit would end the other side's event loop, a panic in Rust (no Exception) its queue, and what cannot be
-    pickled, or not be read again, the pool.
+
+def _pickled_answer(work: Callable[[], object]) -> bytes:
+    """What ``work`` returns or raises.
+
+    Only RSRankErrors that can be unpickled are sent. SystemExit or a panic in Rust would end the
+    other side's event loop, and messages of foreign errors may quote a document.
     """
     try:
         return bytes(ForkingPickler.dumps((work(), None)))
@@ -84,39 +119,21 @@ def _answer(work: Callable[[], object]) -> bytes:
     except BaseException as error:
         if isinstance(error, RSRankError):
             with contextlib.suppress(Exception):
-                packed = bytes(ForkingPickler.dumps((None, error)))
-                ForkingPickler.loads(packed)
-                return packed
+                answer = bytes(ForkingPickler.dumps((None, error)))
+                ForkingPickler.loads(answer)
+                return answer
         logger.exception("The model failed.")
-        return bytes(
-            ForkingPickler.dumps((None, RSRankError(f"The model failed ({type(error).__name__}).")))
-        )
+        failure = RSRankError(f"The model failed ({type(error).__name__}).")
+        return bytes(ForkingPickler.dumps((None, failure)))
 
 
-def trim_regularly(seconds: float = 20.0) -> bool:
-    """Give freed memory back to the system again and again, from a thread; whether the C library can (glibc).
-
-    By itself it keeps what was freed, in pieces that texts of other lengths do not fit into.
-    """
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-    if trim is None:
-        return False
-
-    def run() -> None:
-        while True:
-            time.sleep(seconds)
-            trim(0)  # ctypes lets other threads run meanwhile
-
-    threading.Thread(target=run, name="rsrank-trim", daemon=True).start()
-    return True
-
-
-def begin(prepare: Callable[[], object] | None) -> None:
-    """Make this process one that ends with its parent, and not before; then do what else is asked for."""
-    # Ctrl-C, a service manager and a closed terminal reach the whole group, but the parent needs this process to finish
-    # its work.
-    for name in vars(signal).keys() & {"SIGINT", "SIGTERM", "SIGHUP"}:
-        signal.signal(getattr(signal, name), signal.SIG_IGN)
+def main(connection: Connection, loading: Loading) -> None:
+    """What the model's process does. It ends with its parent, and not before."""
+    # Ctrl-C, a service manager and a closed terminal reach the whole group of processes, but the
+    # parent needs this process to finish its work.
+    for name in ("SIGINT", "SIGTERM", "SIGHUP"):
+        if hasattr(signal, name):
+            signal.signal(getattr(signal, name), signal.SIG_IGN)
     parent = multiprocessing.parent_process()
     assert parent is not None
 
@@ -126,98 +143,134 @@ def begin(prepare: Callable[[], object] | None) -> None:
 
     threading.Thread(target=end_with_parent, daemon=True).start()
     trim_regularly()
-    tqdm.set_lock(
-        threading.RLock()
-    )  # its own is shared between processes, and leaks when this one is killed
-    if prepare is not None:
-        prepare()
+    # The default lock is shared between processes, and leaks when this process is killed.
+    tqdm.set_lock(threading.RLock())
+    if loading.prepare is not None:
+        loading.prepare()
+    answer_calls(connection, loading)
 
 
-def _unpacked(answer: bytes) -> Any:
-    found, error = ForkingPickler.loads(answer)
-    if error is not None:
-        raise error
-    return found
+def trim_regularly(seconds: float = 20.0) -> bool:
+    """Give freed memory back to the system again and again, from a thread.
+
+    glibc by itself keeps freed memory in pieces, into which texts of other lengths do not fit.
+    Returns whether the C library can do this.
+    """
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is None:
+        return False
+
+    def run() -> None:
+        while True:
+            time.sleep(seconds)
+            trim(0)
+
+    threading.Thread(target=run, name="rsrank-trim", daemon=True).start()
+    return True
 
 
 class ModelProcess:
-    """The process that the model lives in, which can be replaced; arguments as of `Scheduler`.
+    """The process that holds the model. One call at a time.
 
-    ``loading`` are the arguments of `load`: picklable, and so must the model's results be.
+    Args:
+        loading: How the model is loaded.
+        hang_seconds: Seconds without an answer after which the process is killed.
     """
 
-    def __init__(
-        self,
-        loading: tuple[Callable[[], Reranker], str, Canary | None],
-        longest_step: float,
-        prepare: Callable[[], object] | None = None,
-    ) -> None:
-        self.loading, self.longest_step, self.prepare = loading, longest_step, prepare
+    def __init__(self, loading: Loading, hang_seconds: float) -> None:
+        self.loading = loading
+        self.hang_seconds = hang_seconds
+        self.first_load = FIRST_LOAD
         self.loaded: Loaded | None = None
-        self.load_seconds = 0.0  # that the last load took
-        self.hangs = False  # no answer for ``longest_step`` seconds
-        self._pool: Executor | None = None
+        self.load_seconds = 0.0
+        self.hangs = False
+        self._process: Any = None
+        self._connection: Connection | None = None
 
     async def start(self) -> None:
-        """Load the model, in a new process in the place of one that is gone; raises RSRankError."""
-        self.end(wait=False)
-        self._pool = self._new_pool()
-        name, started = self.loading[1], time.perf_counter()
-        try:
-            answer = await asyncio.get_running_loop().run_in_executor(
-                self._pool, load, *self.loading
-            )
-        except BrokenProcessPool:
-            raise UnavailableError(
-                f"The process that was to hold {name} ended while it was loading."
-            ) from None
-        self.loaded, self.load_seconds = _unpacked(answer), time.perf_counter() - started
-        logger.info("%s was loaded in %.1f s.", name, self.load_seconds)
+        """Load the model in a new process, instead of one that is gone.
 
-    def _new_pool(self) -> Executor:
-        context = multiprocessing.get_context(
-            "spawn"
-        )  # a forked copy of threads and CUDA would not work
-        return ProcessPoolExecutor(
-            1, mp_context=context, initializer=begin, initargs=(self.prepare,)
-        )
+        Raises:
+            RSRankError: The model cannot be loaded.
+            UnavailableError: The process died, or did not finish in time.
+        """
+        self.kill()
+        await asyncio.to_thread(self.end)
+        self._connection, theirs = multiprocessing.Pipe()
+        self._process = self._launch(theirs)
+        limit = self.first_load
+        if self.loaded is not None:
+            limit = LATER_LOAD + TIMES_FIRST * self.load_seconds
+        started = time.perf_counter()
+        try:
+            loaded: Loaded = await self._answer(self._connection, None, limit)
+        except ProcessLostError:
+            raise UnavailableError(
+                f"The process that was to hold {self.loading.name} ended while it was loading."
+            ) from None
+        seconds = time.perf_counter() - started
+        if self.loaded is None:
+            self.load_seconds = seconds
+        self.loaded = loaded
+        logger.info("%s was loaded in %.1f s.", self.loading.name, seconds)
+
+    def _launch(self, connection: Connection) -> Any:
+        # A forked copy of threads and CUDA would not work.
+        context = multiprocessing.get_context("spawn")
+        process = context.Process(target=main, args=(connection, self.loading), daemon=True)
+        process.start()
+        connection.close()
+        return process
 
     async def call(self, method: str, argument: Any) -> Any:
         """Call a method of the `Engine`.
 
-        Raises RSRankError: from the model, or instead of whatever else it raised; BrokenProcessPool: the process died,
-        or was ended because it hung.
+        Raises:
+            RSRankError: The model's own error, or one in place of any other error.
+            ProcessLostError: The process died, or was killed because it did not answer.
         """
-        future = asyncio.get_running_loop().run_in_executor(self._pool, call, method, argument)
-        done, _ = await asyncio.wait([future], timeout=self.longest_step)
+        assert self._connection is not None
+        return await self._answer(self._connection, (method, argument), self.hang_seconds)
+
+    async def _answer(self, connection: Connection, call: object, limit: float) -> Any:
+        def exchange() -> tuple[Any, RSRankError | None]:
+            # In a thread: large messages block, and unpickling very many sentences takes seconds.
+            if call is not None:
+                connection.send(call)
+            answer: tuple[Any, RSRankError | None] = ForkingPickler.loads(connection.recv_bytes())
+            return answer
+
+        exchanged = asyncio.ensure_future(asyncio.to_thread(exchange))
+        done, _ = await asyncio.wait([exchanged], timeout=limit)
         if not done:
-            logger.error("The model has not answered for %g seconds.", self.longest_step)
+            logger.error("The model has not answered for %g seconds.", limit)
             self.hangs = True
             self.kill()
         try:
-            return await asyncio.to_thread(
-                _unpacked, await future
-            )  # for very many sentences takes seconds
+            result, error = await exchanged
+        except (EOFError, OSError):
+            raise ProcessLostError from None
         finally:
             self.hangs = False
+        if error is not None:
+            raise error
+        return result
 
     def kill(self) -> None:
-        """End the model's process, whatever it is doing."""
-        if self.loaded is not None:
-            with contextlib.suppress(ProcessLookupError):  # it has ended just now
-                os.kill(self.loaded.process, signal.SIGKILL)
+        """End the process, whatever it is doing."""
+        if self._process is not None:
+            self._process.kill()
 
     def is_gone(self) -> bool:
-        """Whether the process has ended; where one cannot ask, the next call tells."""
-        if self.loaded is None or os.name != "posix":
-            return False
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(self.loaded.process, 0)
-            return False
-        return True
+        """Whether the process has ended."""
+        return self._process is not None and not self._process.is_alive()
 
-    def end(self, wait: bool = True) -> None:
-        """Let the model go, after what it is doing if that is to be waited for."""
-        if self._pool is not None:
-            self._pool.shutdown(wait)
-            self._pool = None
+    def end(self) -> None:
+        """Let the model go after what it is doing. Blocks."""
+        if self._process is not None and self._connection is not None:
+            with contextlib.suppress(OSError):
+                self._connection.send(None)
+            self._process.join()
+            self._connection.close()
+            self._process = None
+            self._connection = None

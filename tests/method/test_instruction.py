@@ -315,9 +315,9 @@ async def test_requests_that_share_a_batch_keep_their_own_instructions():
 
     told = [None, "one two", None, "one two three", "one two"]
     pairs = [Pair("q", "a", instruction=text) for text in told]
-    outcomes = Engine(Instructed(), "fake").step([*pairs, Pair("q", "a")]).outcomes
+    outcomes = Engine(Instructed(), "fake").score([*pairs, Pair("q", "a")])
     assert [outcome.score for outcome in outcomes] == [1, 2, 1, 3, 2, 1]
-    outcomes = Engine(Words(), "fake").step(pairs).outcomes  # who sent none is not concerned
+    outcomes = Engine(Words(), "fake").score(pairs)  # who sent none is not concerned
     assert [outcome.score for outcome in outcomes] == [1, None, 1, None, None]
     assert all(outcome.fault == "input" for outcome in outcomes if outcome.score is None)
 

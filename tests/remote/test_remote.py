@@ -661,7 +661,7 @@ async def test_a_full_queue_is_waited_for_and_a_deadline_is_not_tried_again(asyn
     from rsrank_rag.service.scheduler import QueueLimits
 
     model = Numbers()
-    with serving(model, QueueLimits(pairs=1)) as (address, queue):
+    with serving(model, QueueLimits(documents=1)) as (address, queue):
         model.open.clear()
         first, second, third = (
             asyncio.create_task(RemoteReranker(address).arank("q", ["1"])) for _ in range(3)

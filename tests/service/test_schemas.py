@@ -34,7 +34,7 @@ def outcomes(*scores):
 
 
 def scored(request, found, **fields):
-    return Scores(request.asked(), found, MODEL, id="some-id", created=12, **fields)
+    return Scores(request.pairs_to_score(), found, MODEL, id="some-id", created=12, **fields)
 
 
 def answer(request, found, *, cutoff=None, normalised=False, faults=()):
@@ -104,12 +104,12 @@ def test_an_object_without_text_is_named_and_the_others_are_read():
     texts, faults = texts_of(["a", {"body": "b"}, {"text": ["c"]}, {"text": "d"}])
     assert texts == ["a", "", "", "d"]
     assert faults == {1: 'has no "text".', 2: 'has a "text" that is no text.'}
-    assert rerank(documents=["a", {"text": "\ud800"}]).asked().faults.keys() == {1}
+    assert rerank(documents=["a", {"text": "\ud800"}]).pairs_to_score().faults.keys() == {1}
 
 
 @given(st.lists(st.one_of(st.text(), st.fixed_dictionaries({"text": st.text()}))))
 def test_every_document_gives_one_pair_with_its_own_text(documents):
-    pairs = rerank(documents=documents).asked().pairs
+    pairs = rerank(documents=documents).pairs_to_score().pairs
     assert [pair.document for pair in pairs] == [
         d if isinstance(d, str) else d["text"] for d in documents
     ]
@@ -119,7 +119,9 @@ def test_every_document_gives_one_pair_with_its_own_text(documents):
 
 
 def test_jinas_query_may_be_an_object():
-    assert rerank(query={"text": "who?"}, documents=["a"]).asked().pairs == [Pair("who?", "a")]
+    assert rerank(query={"text": "who?"}, documents=["a"]).pairs_to_score().pairs == [
+        Pair("who?", "a")
+    ]
 
 
 def test_texts_mean_tei_and_documents_the_others():
@@ -134,7 +136,7 @@ def test_texts_mean_tei_and_documents_the_others():
 )
 def test_all_of_vllms_names_are_known(one, two):
     def pairs(first, second):
-        return ScoreRequest.model_validate({one: first, two: second}).asked().pairs
+        return ScoreRequest.model_validate({one: first, two: second}).pairs_to_score().pairs
 
     assert pairs("q", "d") == [Pair("q", "d")]
     assert pairs("q", ["d", "e"]) == pairs(["q"], ["d", "e"]) == [Pair("q", "d"), Pair("q", "e")]
@@ -148,7 +150,7 @@ def test_unknown_fields_and_any_model_are_accepted():
     found = rerank(
         model={"name": 3}, priority=1, max_chunks_per_doc=10, overlap_tokens="x", user=None
     )
-    assert found.asked() == rerank().asked()
+    assert found.pairs_to_score() == rerank().pairs_to_score()
 
 
 @pytest.mark.parametrize(
@@ -158,13 +160,14 @@ def test_unknown_fields_and_any_model_are_accepted():
         {"documents": "a"},
         {"documents": [1]},
         {"documents": ["a", None]},
-        {"top_n": "5"},
+        {"top_n": "five"},
+        {"top_n": 1.5},
         {"top_n": -1},
         {"top_n": 1, "min_docs": 2},
         {"threshold": math.nan},
         {"threshold": math.inf},
         {"threshold": "mine"},
-        {"normalize": "yes"},
+        {"normalize": "perhaps"},
         {"max_tokens_per_doc": 0},
         {"truncate_prompt_tokens": 0},
         {"truncate": "START"},
@@ -178,6 +181,27 @@ def test_what_means_nothing_is_refused(fields):
 
 
 @pytest.mark.parametrize(
+    ("fields", "top_n", "returned"),
+    [
+        ({"top_n": "1", "return_documents": "true"}, 1, True),
+        ({"top_n": 1.0, "return_documents": "false"}, 1, False),
+        ({"top_n": "", "return_documents": "", "instruction": ""}, None, None),
+        ({"top_k": 1, "return_documents": True}, 1, True),
+        ({"top_k": "", "max_tokens_per_doc": ""}, None, None),
+    ],
+)
+def test_switches_and_numbers_are_read_as_programs_send_them(fields, top_n, returned):
+    request = rerank(**fields)
+    assert (request.most, request.return_documents) == (top_n, returned)
+
+
+def test_voyages_clients_find_the_results_in_data():
+    request = rerank(top_k=1)
+    assert [row.index for row in answer(request, outcomes(1.0, 2.0)).data] == [1]
+    assert answer(rerank(), outcomes(1.0, 2.0)).data is None
+
+
+@pytest.mark.parametrize(
     ("fields", "expected"),
     [
         ({}, None),
@@ -188,7 +212,7 @@ def test_what_means_nothing_is_refused(fields):
     ],
 )
 def test_limits_of_tokens_reach_every_pair(fields, expected):
-    assert [pair.max_tokens for pair in rerank(**fields).asked().pairs] == [expected] * 2
+    assert [pair.max_tokens for pair in rerank(**fields).pairs_to_score().pairs] == [expected] * 2
 
 
 @pytest.mark.parametrize(
@@ -201,7 +225,7 @@ def test_limits_of_tokens_reach_every_pair(fields, expected):
     ],
 )
 def test_a_request_may_say_whether_documents_may_be_cut(fields, may_be_cut):
-    assert rerank(**fields).asked().may_be_cut is may_be_cut
+    assert rerank(**fields).pairs_to_score().may_be_cut is may_be_cut
 
 
 @pytest.mark.parametrize(
@@ -229,15 +253,15 @@ def test_the_native_threshold_of_a_model_without_one_is_refused():
 
 def test_a_document_that_was_cut_is_an_error_only_if_it_may_not_be():
     cut = [Outcome(1.0), Outcome(2.0, truncated=True)]
-    assert rerank().asked().complaints(cut)[0] == {}
-    assert rerank(truncate=True).asked().complaints(cut)[0] == {}
-    faults, status = rerank(truncate=False).asked().complaints(cut)
+    assert rerank().pairs_to_score().complaints(cut)[0] == {}
+    assert rerank(truncate=True).pairs_to_score().complaints(cut)[0] == {}
+    faults, status = rerank(truncate=False).pairs_to_score().complaints(cut)
     assert (list(faults), status) == ([1], 413)
 
 
 def test_bad_documents_are_the_requests_fault_and_a_model_that_always_fails_is_not():
     internal = Outcome(None, fault="internal", error="The model failed.")
-    complaints = rerank().asked().complaints
+    complaints = rerank().pairs_to_score().complaints
     assert complaints([*outcomes(None), internal])[1] == 422
     assert complaints([*outcomes(1.0), internal])[1] == 422
     assert complaints([internal, internal])[1] == 500
@@ -247,7 +271,7 @@ def test_a_query_that_cannot_be_used_is_said_once_and_no_document_is_blamed():
     error = request_error({0: "The query is empty.", 1: "The query is empty."}, 422)
     assert (error.detail, error.documents) == ("The query is empty.", {})
     error = request_error({4: "has no score.", 2: "scored nan."}, 422)
-    assert error.detail == "Document 2 scored nan. So it is with 1 more."
+    assert error.detail == "Document 2 scored nan. 1 more documents have errors."
     assert error.documents == {4: "has no score.", 2: "scored nan."}
 
 

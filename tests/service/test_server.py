@@ -89,7 +89,10 @@ async def until(condition):
 # Clients
 
 
-@pytest.mark.parametrize("path", ["/v1/rerank", "/v2/rerank", "/rerank"])
+@pytest.mark.parametrize(
+    "path",
+    ["/v1/rerank", "/v2/rerank", "/rerank", "/reranking", "/v1/reranking", "/api/rerank"],
+)
 async def test_documents_come_back_best_first_under_every_path(path):
     async with serving() as http:
         found = (await http.post(path, json=RERANK)).json()
@@ -231,6 +234,8 @@ async def test_the_service_says_what_it_serves():
         found = (await http.get("/info")).json()
     assert (found["model_id"], found["threshold"], found["explains"]) == ("fake", 1.0, True)
     assert found["max_documents"] == found["max_client_batch_size"] == 7
+    assert "reranker" in found["model_type"]
+    assert "max_input_length" in found
 
 
 async def test_the_page_is_served_if_it_is_there(monkeypatch, tmp_path):
@@ -454,7 +459,7 @@ async def test_a_body_that_is_not_said_to_be_json_is_refused_with_the_header_to_
         (b"{", "The body is not JSON"),
         (b'{"query": "q", "documents": ["a", 1]}', "documents.1"),
         (b'{"query": "q", "documents": "a"}', "documents"),
-        (b'{"query": "q", "documents": ["a"], "top_n": "5"}', "top_n"),
+        (b'{"query": "q", "documents": ["a"], "top_n": "five"}', "top_n"),
         (
             b'{"query": "q", "documents": ["a"], "threshold": 1e999}',
             "threshold: Input should be a finite number or",
@@ -538,7 +543,7 @@ async def test_every_error_has_one_body(method, path, status):
 
 async def test_a_full_queue_is_429_with_a_time_to_come_back():
     ranker = Numbers()
-    backend = scheduler(ranker, pairs=2)
+    backend = scheduler(ranker, documents=2)
     async with client_of(backend) as http:
         ranker.may_go_on.clear()
         tasks = [asyncio.create_task(http.post("/v1/rerank", json=RERANK))]

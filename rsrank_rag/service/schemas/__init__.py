@@ -1,6 +1,6 @@
-"""What clients send and what they are answered: pure functions from requests to questions, from scores to answers.
+"""API schemas: pure functions from requests to pairs, and from scores to answers.
 
-Fields that nobody here knows are ignored, because every client library sends some of its own; a known field of the
+Unknown fields are ignored, because every client library sends some of its own. A known field of the
 wrong type is an error.
 """
 

@@ -1,4 +1,4 @@
-"""A query and its documents, as Cohere, Jina, vLLM, Infinity, Xinference and SiliconFlow send them."""
+"""A query and documents, as clients of Cohere, Jina, vLLM, Infinity and others send them."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -12,9 +12,20 @@ from ...passages.parts import Excerpt, Reading, Window
 from ...reranker import check_limits
 from ..backend import Description
 from ..error_responses import DocumentError, RequestError, document_errors
-from .common import Query, QueryObject, Question, ScaledRequest, Scores, TextObject, Usage
+from .common import (
+    Count,
+    Flag,
+    Query,
+    QueryObject,
+    Question,
+    ScaledRequest,
+    Scores,
+    TextObject,
+    Usage,
+)
 
-SEARCH_UNIT = 100  # documents that Cohere bills as one search; nothing is billed here, but its clients read the number
+# Documents that Cohere bills as one search. Nothing is billed here, but clients read the number.
+SEARCH_UNIT = 100
 
 
 class RerankedDocument(BaseModel):
@@ -24,7 +35,7 @@ class RerankedDocument(BaseModel):
     relevance_score: float
     truncated: bool
     document: TextObject | None = Field(
-        default=None, description="As it was read, or what is kept of it."
+        default=None, description="Its text, or the sentences that are kept."
     )
     excerpts: list[Excerpt] | None = Field(
         default=None, description="The sentences kept; offsets in characters."
@@ -43,6 +54,9 @@ class RerankResponse(BaseModel):
     meta: dict[str, dict[str, str | int]] = Field(description="As Cohere's clients expect it.")
     usage: Usage
     threshold: float | None = Field(description="The model's native threshold, on the raw scale.")
+    data: list[RerankedDocument] | None = Field(
+        default=None, description="The results again, for a request with top_k (Voyage)."
+    )
     errors: list[DocumentError] | None = Field(
         default=None, description="Documents without a score, if partial."
     )
@@ -55,44 +69,59 @@ class RerankRequest(ScaledRequest):
     documents: Annotated[list[str | dict[str, Any]], FailFast()] = Field(
         description='Strings, or objects with a "text".'
     )
-    top_n: int | None = Field(
-        default=None, ge=0, description="Answer with at most so many documents; 0 for all."
+    top_n: Count | None = Field(
+        default=None,
+        ge=0,
+        description="Answer with at most so many documents; 0 for all.",
     )
-    return_documents: bool | None = Field(
+    top_k: Count | None = Field(default=None, ge=0, description="As top_n (Voyage).")
+    return_documents: Flag | None = Field(
         default=None, description="Answer with the documents' texts."
     )
     threshold: FiniteFloat | Literal["native"] | None = Field(
         default=None,
-        description="Leave out documents that do not score above this, on the raw scale; native for the model's own; "
-        "null for none. Without it the service's setting applies.",
+        description="Leave out documents that do not score above this, on the raw scale; native "
+        "for the model's own; null for none. Without it the service's setting applies.",
     )
-    min_docs: int | None = Field(
+    min_docs: Count | None = Field(
         default=None, ge=0, description="The best so many stay, even below the threshold."
     )
-    partial: bool | None = Field(
-        default=None, description="Answer without documents that fail; they are in errors."
+    partial: Flag | None = Field(
+        default=None, description="Answer without documents that fail; those are in errors."
     )
     extract: Literal["sentences"] | None = Field(
         default=None,
-        description="sentences: keep, of each document, those that score above the threshold (the model's own, if none "
-        "is given; null: all), with their offsets; documents without one are left out.",
+        description="sentences: keep, of each document, the sentences that score above the "
+        "threshold (by default the model's own; null: all), with their offsets; documents "
+        "without such a sentence are left out.",
     )
-    context: int = Field(
-        default=0, ge=0, description="Keep so many sentences around each such one, too."
+    context: Count = Field(
+        default=0, ge=0, description="Keep so many sentences around each such sentence, too."
     )
-    heading: bool = Field(
+    heading: Flag = Field(
         default=False,
         description="Documents begin with a line that is kept with any of their sentences.",
     )
     long_documents: Literal["cut", "windows"] = Field(
         default="cut",
-        description="windows: read what is too long in parts; the best one's score is the document's.",
+        description="windows: read long documents in parts; the best part's score counts.",
     )
+
+    @property
+    def most(self) -> int | None:
+        """The most documents in the answer; None for all."""
+        return self.top_n or self.top_k or None
+
+    @property
+    def is_voyages(self) -> bool:
+        """Whether the request is written as Voyage's clients write it."""
+        return self.top_k is not None
 
     @model_validator(mode="after")
     def _limits_make_sense(self) -> Self:
-        check_limits(None, self.top_n or None, self.min_docs or 0)
-        _ = self.reading  # refuses what has no effect
+        check_limits(None, self.most, self.min_docs or 0)
+        # Raises for options without effect.
+        _ = self.reading
         return self
 
     @property
@@ -100,22 +129,22 @@ class RerankRequest(ScaledRequest):
         """How documents are to be read."""
         return Reading(self.extract, self.context, self.heading, self.long_documents)
 
-    def asked(self) -> Question:  # noqa: D102 - inherited
+    def pairs_to_score(self) -> Question:  # noqa: D102 - inherited
         query = self.query if isinstance(self.query, str) else self.query.text
         texts, faults = texts_of(self.documents)
         return self.question([query] * len(texts), texts, faults, self.reading)
 
     def cutoff(self, model: Description, drop: bool) -> float | None:
-        """Documents must score above this; None if all stay. ``drop`` is what the service does by itself."""
-        chosen = (
+        """Documents must score above this; None if all stay. ``drop`` is the service's setting."""
+        threshold = (
             self.threshold
             if "threshold" in self.model_fields_set
             else "native"
             if drop or self.extract
             else None
         )
-        if chosen != "native":
-            return chosen
+        if threshold != "native":
+            return threshold
         if model.threshold is None:
             raise RequestError(
                 422, f"{model.name} has no native threshold. Give a number, or null for none."
@@ -125,9 +154,7 @@ class RerankRequest(ScaledRequest):
     def answer(self, scores: Scores, cutoff: float | None = None) -> RerankResponse:
         """Rows best first, that score above ``cutoff`` if there is one."""
         rows = []
-        for document in scores.ranked(
-            cutoff, self.top_n or None, self.min_docs or 0, self.reading
-        ).kept:
+        for document in scores.ranked(cutoff, self.most, self.min_docs or 0, self.reading).kept:
             row = RerankedDocument(
                 index=scores.places[document.index],
                 relevance_score=scores.shown(document.score),
@@ -150,6 +177,8 @@ class RerankRequest(ScaledRequest):
             threshold=scores.model.threshold,
             **scores.heading,
         )
+        if self.is_voyages:
+            response.data = rows
         if scores.faults:
             response.errors = document_errors(scores.faults)
         return response
@@ -161,7 +190,8 @@ def texts_of(documents: Sequence[str | Mapping[str, Any]]) -> tuple[list[str], d
     >>> texts_of(["one", {"text": "two"}, {"body": "three"}])
     (['one', 'two', ''], {2: 'has no "text".'})
     """
-    texts, faults = [], dict[int, str]()
+    texts = []
+    faults: dict[int, str] = {}
     for index, document in enumerate(documents):
         text = document if isinstance(document, str) else document.get("text")
         if not isinstance(text, (str, int, float)):

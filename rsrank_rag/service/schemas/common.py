@@ -1,4 +1,4 @@
-"""What all requests and answers have in common: options, texts that can be encoded, scores on either scale."""
+"""What all API schemas share: options, texts that can be encoded, scores on either scale."""
 
 import math
 from abc import ABC, abstractmethod
@@ -7,7 +7,15 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, AliasChoices, AliasPath, BaseModel, Field, PositiveInt
+from pydantic import (
+    AfterValidator,
+    AliasChoices,
+    AliasPath,
+    BaseModel,
+    Field,
+    PositiveInt,
+    model_validator,
+)
 
 from ...passages.parts import WHOLE, Reading, encodable
 from ...reranker import Pair, RankResult, Scored, choose
@@ -22,34 +30,45 @@ def _is_unicode(text: str) -> str:
     return text
 
 
-Query = Annotated[str, AfterValidator(_is_unicode)]  # text that can be encoded
+Query = Annotated[str, AfterValidator(_is_unicode)]
+"""A text that can be encoded."""
+
+Flag = Annotated[bool, Field(strict=False)]
+"""A switch, also as programs send it in text: "true"."""
+
+Count = Annotated[int, Field(strict=False)]
+"""A whole number, also as programs send it: "1", 1.0."""
 
 
 @dataclass(frozen=True)
 class Question:
-    """What a request asks to be scored, whatever client sent it."""
+    """The pairs that a request asks to be scored.
+
+    Attributes:
+        pairs: Queries and documents.
+        faults: What is wrong with pairs that cannot be scored, by position.
+        may_be_cut: Whether long documents may be cut; None if the request does not say.
+    """
 
     pairs: list[Pair]
-    faults: dict[int, str] = field(
-        default_factory=dict
-    )  # what is wrong with pairs that cannot be scored, by position
-    may_be_cut: bool | None = (
-        None  # whether long documents may be; None if the request does not tell
-    )
+    faults: dict[int, str] = field(default_factory=dict)
+    may_be_cut: bool | None = None
 
-    def outcomes(self, found: Sequence[Outcome]) -> list[Outcome]:
-        """One outcome a pair, from those of the usable ones."""
-        rest = iter(found)
-        return [
-            Outcome(None, fault="input", error=self.faults[place])
-            if place in self.faults
-            else next(rest)
-            for place in range(len(self.pairs))
-        ]
+    def outcomes(self, usable: Sequence[Outcome]) -> list[Outcome]:
+        """One outcome for each pair, from those of the usable pairs."""
+        rest = iter(usable)
+        outcomes = []
+        for place in range(len(self.pairs)):
+            if place in self.faults:
+                outcomes.append(Outcome(None, fault="input", error=self.faults[place]))
+            else:
+                outcomes.append(next(rest))
+        return outcomes
 
     def complaints(self, outcomes: Sequence[Outcome]) -> tuple[dict[int, str], int]:
-        """What is wrong with which document, and the HTTP status that a request deserves for it."""
-        wrong, cut = {}, {}
+        """What is wrong, by document, and the HTTP status that the request deserves for it."""
+        wrong = {}
+        cut = {}
         for place, (pair, outcome) in enumerate(zip(self.pairs, outcomes, strict=True)):
             if outcome.score is None:
                 wrong[place] = outcome.error
@@ -62,12 +81,13 @@ class Question:
 
 
 def normalise(score: float, threshold: float | None) -> float:
-    """A score between 0 and 1, by the logistic function; 0.5 if it equals the threshold (0 where there is none).
+    """A score between 0 and 1, by the logistic function; 0.5 if it equals the threshold.
 
-    It is 0.5 only then: what is so near that it would be rounded to 0.5 becomes the next number above or below.
+    The threshold None counts as 0. A score so near the threshold that 0.5 would be the rounded
+    result becomes the next number above or below 0.5.
 
-    >>> normalise(0.5, 0.5), normalise(1e-300, 0.0) > 0.5, normalise(-800.0, 0.0), normalise(2.0, None)
-    (0.5, True, 0.0, 0.8807970779778823)
+    >>> normalise(0.5, 0.5), normalise(1e-300, 0.0) > 0.5, normalise(2.0, None)
+    (0.5, True, 0.8807970779778823)
     """
     distance = score - (threshold or 0.0)
     if distance == 0:
@@ -86,15 +106,25 @@ class Usage(BaseModel):
 
 @dataclass(frozen=True)
 class Scores:
-    """A question with its outcomes, one a pair, and what else stands in answers."""
+    """A question with its outcomes, and what else stands in answers.
+
+    Attributes:
+        question: What was asked.
+        outcomes: One for each pair.
+        model: The model that scored.
+        normalised: Whether answers have scores between 0 and 1.
+        faults: Why pairs are left out, by position.
+        id: The request's.
+        created: Seconds since 1970.
+    """
 
     question: Question
     outcomes: Sequence[Outcome]
     model: Description
     normalised: bool = False
-    faults: Mapping[int, str] = field(default_factory=dict)  # pairs that are left out, and why
+    faults: Mapping[int, str] = field(default_factory=dict)
     id: str = ""
-    created: int = 0  # in seconds since 1970
+    created: int = 0
 
     @property
     def usage(self) -> Usage:
@@ -114,17 +144,17 @@ class Scores:
 
     @cached_property
     def places(self) -> list[int]:
-        """Pairs that are in the answer, by their position in the question."""
+        """Positions in the question of the pairs that are in the answer."""
         return [place for place in range(len(self.outcomes)) if place not in self.faults]
 
     @property
     def scored(self) -> list[Scored]:
         """The raw scores of these pairs."""
-        found = (self.outcomes[place] for place in self.places)
+        outcomes = (self.outcomes[place] for place in self.places)
         return [
-            Scored(o.score, o.truncated, o.tokens, o.window, o.sentences)
-            for o in found
-            if o.score is not None
+            Scored(one.score, one.truncated, one.tokens, one.window, one.sentences)
+            for one in outcomes
+            if one.score is not None
         ]
 
     def ranked(
@@ -146,7 +176,7 @@ class Scores:
 
 
 class Strict(BaseModel, strict=True):
-    """Takes no value of another type for its own."""
+    """A model that converts no value from another type, unless a field allows it."""
 
 
 class TextObject(Strict):
@@ -172,16 +202,30 @@ Instruction = Annotated[
 ]
 
 
+# Fields that programs send as an empty string where a user has set nothing.
+OPTIONS = frozenset(
+    {"instruction", "instruct", "max_tokens_per_doc", "return_documents", "top_k", "top_n"}
+)
+
+
 class ScoringRequest(Strict, ABC):
-    """A request for scores, with the options that every one may have."""
+    """A request for scores, with the options that every request may have."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _empty_is_absent(cls, body: Any) -> Any:
+        """Leave out options that are an empty string: programs send those for empty settings."""
+        if not isinstance(body, dict):
+            return body
+        return {name: value for name, value in body.items() if value != "" or name not in OPTIONS}
 
     model: Any = Field(
-        default=None, description="Whatever it is: there is one model, and the answer names it."
+        default=None, description="Any: there is one model, and the answer names it."
     )
-    max_tokens_per_doc: int | None = Field(
+    max_tokens_per_doc: Count | None = Field(
         default=None, ge=1, description="Read at most so many tokens of each."
     )
-    truncate: bool | Literal["NONE", "END"] | None = Field(
+    truncate: Flag | Literal["NONE", "END"] | None = Field(
         default=None,
         description="False or NONE: a document that is too long is an error instead of being cut.",
     )
@@ -196,12 +240,12 @@ class ScoringRequest(Strict, ABC):
     instruction: Instruction = None
 
     @abstractmethod
-    def asked(self) -> Question:
-        """What is to be scored."""
+    def pairs_to_score(self) -> Question:
+        """The pairs to be scored."""
 
     @abstractmethod
     def answer(self, scores: Scores) -> BaseModel | Sequence[BaseModel]:
-        """What the client reads."""
+        """The body of the answer."""
 
     def normalised(self, default: bool) -> bool:
         """Whether scores are to be mapped to between 0 and 1."""
@@ -217,9 +261,9 @@ class ScoringRequest(Strict, ABC):
         """Pairs of queries and texts, with this request's options."""
         limits = (self.max_tokens_per_doc, self.truncate_prompt_tokens)
         most = min((limit for limit in limits if limit is not None and limit > 0), default=None)
-        told = self.instruction or None
+        instruction = self.instruction or None
         pairs = [
-            Pair(query, text, most, reading, told)
+            Pair(query, text, most, reading, instruction)
             for query, text in zip(queries, texts, strict=True)
         ]
         broken = {place: _BROKEN for place, text in enumerate(texts) if encodable(text) != text}
@@ -230,13 +274,13 @@ class ScoringRequest(Strict, ABC):
 class ScaledRequest(ScoringRequest):
     """A request whose scores may be asked for in either scale."""
 
-    normalize: bool | None = Field(
+    normalize: Flag | None = Field(
         default=None, description="Scores between 0 and 1; 0.5 is the native threshold."
     )
-    raw_scores: bool | None = Field(
+    raw_scores: Flag | None = Field(
         default=None, description="False means normalize (TEI, Infinity)."
     )
-    use_activation: bool | None = Field(default=None, description="True means normalize (vLLM).")
+    use_activation: Flag | None = Field(default=None, description="True means normalize (vLLM).")
 
     def normalised(self, default: bool) -> bool:
         """Whether scores are to be mapped to between 0 and 1."""

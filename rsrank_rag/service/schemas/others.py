@@ -1,4 +1,4 @@
-"""Queries and documents as clients of TEI, vLLM and NVIDIA send them: everything that was sent is in the answer."""
+"""Queries and documents as clients of TEI, vLLM and NVIDIA send them; answers hold all of them."""
 
 from typing import Annotated, Literal
 
@@ -6,6 +6,7 @@ from pydantic import AliasChoices, BaseModel, BeforeValidator, FailFast, Field, 
 from typing_extensions import Self
 
 from .common import (
+    Flag,
     Query,
     QueryObject,
     Question,
@@ -36,9 +37,9 @@ class TextsRequest(ScaledRequest):
 
     query: Query
     texts: Annotated[list[str], FailFast()]
-    return_text: bool | None = Field(default=None, description="Answer with the texts.")
+    return_text: Flag | None = Field(default=None, description="Answer with the texts.")
 
-    def asked(self) -> Question:  # noqa: D102 - inherited
+    def pairs_to_score(self) -> Question:  # noqa: D102 - inherited
         return self.question([self.query] * len(self.texts), self.texts)
 
     def answer(self, scores: Scores) -> list[TextScore]:
@@ -90,11 +91,12 @@ class ScoreRequest(ScaledRequest):
         queries, documents = len(self.text_1), len(self.text_2)
         if queries not in (1, documents):
             raise ValueError(
-                f"{queries} queries and {documents} documents: give one query, or one for each document"
+                f"{queries} queries and {documents} documents: "
+                "give one query, or one for each document"
             )
         return self
 
-    def asked(self) -> Question:  # noqa: D102 - inherited
+    def pairs_to_score(self) -> Question:  # noqa: D102 - inherited
         queries = self.text_1 * len(self.text_2) if len(self.text_1) == 1 else self.text_1
         return self.question(queries, self.text_2)
 
@@ -104,10 +106,10 @@ class ScoreRequest(ScaledRequest):
             ScoreRow(
                 index=index,
                 object="score",
-                score=scores.shown(found.score),
-                truncated=found.truncated,
+                score=scores.shown(one.score),
+                truncated=one.truncated,
             )
-            for index, found in enumerate(scores.scored)
+            for index, one in enumerate(scores.scored)
         ]
         return ScoreResponse(object="list", data=rows, **scores.heading)
 
@@ -133,7 +135,7 @@ class RankingRequest(ScoringRequest):
     query: QueryObject
     passages: Annotated[list[TextObject], FailFast()]
 
-    def asked(self) -> Question:  # noqa: D102 - inherited
+    def pairs_to_score(self) -> Question:  # noqa: D102 - inherited
         return self.question(
             [self.query.text] * len(self.passages), [passage.text for passage in self.passages]
         )
