@@ -431,13 +431,14 @@ class Scheduler:
     async def _run(self) -> None:
         while True:
             self._work.clear()
-            if any(client.uncut or client.items for client in self._clients.values()):
+            has_work = any(client.uncut or client.items for client in self._clients.values())
+            if self._is_stopping and not has_work:
+                return
+            if self.model.is_gone():
+                await self._restart()
+            elif has_work:
                 await self._cut(self._documents_to_cut())
                 await self._process(self._next_batch())
-            elif self._is_stopping:
-                return
-            elif self.model.is_gone():
-                await self._restart()
             else:
                 await self._work.wait()
 

@@ -786,7 +786,8 @@ async def test_a_real_models_prefixes_and_memory_retries_are_counted(tiny_folder
         found = metrics((await http.get("/metrics")).text)
     assert found["rsrank_prefix_misses_total",] == 2
     assert found["rsrank_prefix_hits_total", ("place", "device")] == 2
-    assert found["rsrank_prefix_bytes", ("place", "device")] > 0
+    size = found["rsrank_prefix_bytes", ("place", "device")]
+    assert 0 < size < found["rsrank_prefix_limit_bytes", ("place", "device")]
     assert found["rsrank_memory_retries_total",] == 0
 
 
