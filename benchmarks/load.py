@@ -1,11 +1,11 @@
 """The service under load: `rsrank serve` in processes of its own, asked by many clients over HTTP.
 
-    python -m benchmarks.load throughput     # requests a second and latencies, against a cross-encoder of the same size
-    python -m benchmarks.load overload       # one to five times as many requests as can be answered: how many are?
-    python -m benchmarks.load kill           # the model's process is killed again and again under load
-    python -m benchmarks.load restart        # the server itself is killed and started again
-    python -m benchmarks.load giant          # nine polite clients beside one client's giant requests
-    python -m benchmarks.load disk           # the disk under the kept prefixes is full (Linux, as root)
+    python -m benchmarks.load throughput   # requests a second and latencies, beside a cross-encoder
+    python -m benchmarks.load overload     # one to five times as many requests as can be answered
+    python -m benchmarks.load giant        # nine polite clients beside one client's giant requests
+    python -m benchmarks.load kill         # the model's process is killed again and again
+    python -m benchmarks.load restart      # the server itself is killed and started again
+    python -m benchmarks.load disk         # the disk under the cached prefixes is full (Linux, root)
 
 Every answer must have its rows, and a sample of all scores is compared with those of plain transformers code in float32
 (`workload.by_hooks`), which shares nothing with the service but the weights. How far they lie apart is printed, and how

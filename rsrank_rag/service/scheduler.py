@@ -36,7 +36,7 @@ logger = logging.getLogger(__name__)
 FIRST_SPEED = 5_000.0
 
 # Share of a request's time that the work before it and its own may take, by estimate.
-MARGIN = 0.6
+MARGIN = 0.5
 
 # Weight of a batch's speed in the mean, if the batch takes as long as it should; more if longer.
 WEIGHT = 0.5

@@ -931,7 +931,7 @@ async def goodput(load, clients, timeout=3.0, seconds=30.0):
 @pytest.mark.parametrize("load", [0.5, 2, 5])
 def test_what_cannot_be_answered_in_time_is_refused_so_that_the_rest_is_answered(load, clients):
     share, counts = in_simulated_time(goodput(load, clients))
-    assert share > 0.75 * min(load, 1.0)
+    assert share > 0.8 * min(load, 1.0)
     assert counts["DeadlineError"] < 0.02 * counts["answered"]
     assert load > 1 or counts["OverloadedError"] < 0.2 * counts["answered"]
 
@@ -1135,10 +1135,9 @@ class SlowToLoad(Mortal):
 @pytest.mark.slow
 async def test_a_process_that_hangs_while_it_loads_is_replaced(tmp_path, monkeypatch):
     monkeypatch.setattr(worker, "LATER_LOAD", 1.0)
-    monkeypatch.setattr(worker, "TIMES_FIRST", 0.0)
+    monkeypatch.setattr(worker, "TIMES_FIRST", 3.0)
     async with running(partial(SlowToLoad, tmp_path)) as scheduler:
         (tmp_path / "flag").touch()
         scheduler.model.kill()
-        monkeypatch.setattr(worker, "TIMES_FIRST", 20.0)
         assert scores(await scheduler.score(pairs("a"), timeout=300)) == [1]
-        assert scheduler.stats()["restarts"] == 2
+        assert scheduler.stats()["restarts"] >= 2
