@@ -186,6 +186,7 @@ class Scheduler:
         self._is_stopping = False
         self.is_ending = False
         self._clients: dict[str, _Client] = {}
+        self._cutting: list[_Document] = []
         self._running: list[_Item] = []
         self._clock = 0.0
         self._speed = FIRST_SPEED
@@ -461,6 +462,7 @@ class Scheduler:
         """Cut the next segment of each document into items."""
         if not documents:
             return
+        self._cutting = documents
         arguments = [(document.pair, document.segment) for document in documents]
         try:
             results: list[CutResult] = await self.model.call("cut", arguments)
@@ -468,11 +470,13 @@ class Scheduler:
             for document in reversed(documents):
                 if not self._has_killed_twice(document, document):
                     document.request.client.uncut.appendleft(document)
+            self._cutting = []
             await self._restart()
             return
         except RSRankError as error:
             results = [Outcome(None, fault="internal", error=str(error))] * len(documents)
         self._take_in(documents, results)
+        self._cutting = []
 
     def _take_in(self, documents: list[_Document], results: Sequence[CutResult]) -> None:
         for document, result in zip(documents, results, strict=True):
@@ -567,7 +571,9 @@ class Scheduler:
         return True
 
     def _fail_batch(self, error: RSRankError) -> None:
-        """Answer what the model ran with an error: all there is to say about an explanation."""
+        """Answer with an error what the model cut or ran."""
+        for document in self._cutting:
+            self._fail(document, Outcome(None, fault="internal", error=str(error)))
         for item in self._running:
             if item.method == "run":
                 self._fail(item.document, Outcome(None, fault="internal", error=str(error)))
@@ -642,7 +648,7 @@ class Scheduler:
 
     def _give_up(self) -> None:
         """Answer all that waits: there is no model and will be none."""
-        documents: list[_Document] = [item.document for item in self._running]
+        documents = self._cutting + [item.document for item in self._running]
         for client in self._clients.values():
             documents += [*client.uncut, *(item.document for item in client.items)]
             client.uncut.clear()

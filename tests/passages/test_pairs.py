@@ -1,6 +1,7 @@
 """Pairs of several queries in one batch: what they score is what each query's own call gives."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -120,6 +121,16 @@ def test_queries_of_like_length_share_one_run_with_a_row_without_a_document_for_
         [*pairs, Pair(LONG * 4, DOCUMENTS[1])]
     )  # the long query does not widen the others' rows
     assert sorted(runs) == [(1, 1 + 1), (2, 6 + 2)]
+
+
+def test_the_tokens_to_run_are_counted_and_counting_changes_no_score(ranker):
+    pairs = [Pair(QUERY, "Bees see blue."), Pair("Who?", "A text. " * 300), Pair(QUERY, "Why?")]
+    pairs += [pairs[0], replace(pairs[1], max_tokens=7)]
+    counts = ranker.token_counts(pairs)
+    counted = ranker.score_pairs(pairs)
+    assert counts == [one.tokens for one in counted]
+    for one, other in zip(counted, ranker.score_pairs(pairs), strict=True):
+        assert one.score == pytest.approx(other.score, abs=1e-5)
 
 
 def test_results_say_what_was_read(ranker):

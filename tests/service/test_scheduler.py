@@ -753,15 +753,15 @@ async def test_what_the_model_gives_as_numbers_is_sent_as_numbers():
         assert scores(await scheduler.score(pairs(1, 2), timeout=60)) == [1, 2]
 
 
-async def test_a_fault_of_the_queues_own_costs_one_batch_and_not_the_service(monkeypatch):
+@pytest.mark.parametrize("method", ["_learn", "_take_in"])
+async def test_a_fault_of_the_queues_own_costs_one_batch_and_not_the_service(method):
     async with numbers(Numbers()) as scheduler:
-        learn = scheduler._learn
 
-        def fails_once(step, tokens):
-            scheduler._learn = learn
+        def fails_once(*arguments):
+            delattr(scheduler, method)
             raise ZeroDivisionError
 
-        scheduler._learn = fails_once
+        setattr(scheduler, method, fails_once)
         assert [found.fault for found in await scheduler.score(pairs(1, 2))] == ["internal"] * 2
         assert scores(await scheduler.score(pairs(3))) == [3]
         assert scheduler.readiness() is None
