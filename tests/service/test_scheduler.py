@@ -1090,7 +1090,7 @@ async def test_a_client_that_has_asked_for_much_is_refused_and_others_are_not():
         first = asyncio.create_task(scheduler.score(pairs(1)))
         await until(lambda: reranker.began)
         tasks = [
-            asyncio.create_task(scheduler.score(pairs(*[1] * 4000), client="greedy", timeout=200))
+            asyncio.create_task(scheduler.score(pairs(*[1] * 4000), client="greedy", timeout=400))
         ]
         await until(lambda: scheduler.stats()["waiting"] == 4001)
         with pytest.raises(
