@@ -691,14 +691,14 @@ async def test_a_cancelled_call_leaves_the_services_queue():
         busy = asyncio.create_task(RemoteReranker(address).arank("q", ["1"]))
         await until(lambda: model.calls)  # it is being scored, so that the next has to wait
         waiting = asyncio.create_task(RemoteReranker(address).arank("q", ["2"]))
-        await until(lambda: queue.stats()["waiting"] == 1)
+        await until(lambda: queue.stats()["waiting"] == 2)
         waiting.cancel()
         busy.cancel()
-        await until(lambda: queue.stats()["cancelled"] == 1)
+        await until(lambda: queue.stats()["cancelled"] == 2)
         model.open.set()
         left = await asyncio.gather(busy, waiting, return_exceptions=True)
         assert [type(found) for found in left] == [asyncio.CancelledError] * 2
-        assert (queue.stats()["waiting"], queue.stats()["cancelled"], model.calls) == (0, 1, 1)
+        assert (queue.stats()["waiting"], queue.stats()["cancelled"], model.calls) == (0, 2, 1)
 
 
 # Loops, threads, processes

@@ -299,7 +299,7 @@ async def test_other_requests_of_the_same_batch_are_answered():
                 ("q", "3"),
             ]
         ]
-        await until(lambda: backend.stats()["waiting"] == 10)
+        await until(lambda: backend.stats()["waiting"] == 13)
         ranker.may_go_on.set()
         assert [response.status_code for response in await asyncio.gather(*tasks)] == [
             200,
@@ -543,13 +543,13 @@ async def test_every_error_has_one_body(method, path, status):
 
 async def test_a_full_queue_is_429_with_a_time_to_come_back():
     ranker = Numbers()
-    backend = scheduler(ranker, documents=2)
+    backend = scheduler(ranker, documents=12)
     async with client_of(backend) as http:
         ranker.may_go_on.clear()
         tasks = [asyncio.create_task(http.post("/v1/rerank", json=RERANK))]
         await until(lambda: ranker.batches)
         tasks.append(asyncio.create_task(http.post("/v1/rerank", json=RERANK)))
-        await until(lambda: backend.stats()["waiting"] == 3)
+        await until(lambda: backend.stats()["waiting"] == 6)
         response = await http.post("/v1/rerank", json=RERANK)
         assert (response.status_code, response.json()["error_type"]) == (429, "Overloaded")
         assert int(response.headers["retry-after"]) >= 1
@@ -566,7 +566,7 @@ async def test_a_deadline_is_504_and_the_work_is_cancelled():
         assert [response.status_code for response in responses] == [504, 504]
         assert backend.stats()["waiting"] == 0
         ranker.may_go_on.set()
-        await until(lambda: not backend._in_hand)  # before that, requests may be refused at once
+        await until(lambda: not backend._running)  # before that, requests may be refused at once
         found = [(await http.post("/v1/rerank", json=RERANK)).status_code for _ in range(5)]
         assert 200 in found  # on a loaded machine even a free model may be late
 
@@ -600,10 +600,10 @@ async def test_a_client_that_leaves_takes_its_work_with_it(caplog):
             "query_string": b"",
         }
         call = asyncio.create_task(http.app(scope, receive, send))
-        await until(lambda: backend.stats()["waiting"] == 3)
+        await until(lambda: backend.stats()["waiting"] == 6)
         left.set()
         await call
-        assert backend.stats()["waiting"] == 0
+        assert backend.stats()["waiting"] == 3
         assert backend.stats()["cancelled"] == 3
         assert [record.status for record in caplog.records if hasattr(record, "status")] == [499]
         gc.collect()
@@ -1168,8 +1168,8 @@ def test_sigterm_ends_the_service_when_what_is_in_flight_has_been_answered():
         threads = [threading.Thread(target=ask) for _ in range(2)]
         for thread in threads:
             thread.start()
-        # In flight: the model has begun and has not ended.
-        wait_until(lambda: 0 < metrics(http.get("/metrics").text)["rsrank_waiting_documents",] < 60)
+        # In flight: both requests have come, and neither has been answered.
+        wait_until(lambda: metrics(http.get("/metrics").text)["rsrank_waiting_documents",] == 60)
         process_.send_signal(signal.SIGTERM)
         wait_until(
             lambda: http.get("/ready").status_code == 503
