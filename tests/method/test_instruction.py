@@ -268,7 +268,7 @@ SPELLINGS = [
 
 
 def numbers(found):
-    """Scores of an answer in any dialect."""
+    """Scores of an answer in any API schema."""
     rows = (
         found
         if isinstance(found, list)
@@ -280,7 +280,7 @@ def numbers(found):
 @pytest.mark.parametrize(
     ("path", "body"), REQUESTS, ids=lambda value: value if isinstance(value, str) else ""
 )
-async def test_a_service_refuses_an_instruction_or_uses_it_in_every_dialect(path, body):
+async def test_a_service_refuses_an_instruction_or_uses_it_in_every_schema(path, body):
     pytest.importorskip("fastapi")
     from service_helpers import client_of, scheduler
 

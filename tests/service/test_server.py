@@ -713,7 +713,7 @@ def test_settings_neither_show_keys_nor_take_empty_ones():
 
 async def test_clients_with_different_keys_share_the_model():
     ranker = Numbers()
-    backend = scheduler(ranker, least_tokens=10 * 16, step_seconds=1e-9)
+    backend = scheduler(ranker)
     async with client_of(backend, api_keys=["a", "b"]) as http:
         ranker.may_go_on.clear()
         done = []
