@@ -1,8 +1,8 @@
-"""How much the shift counts and where the border is, by validation queries; and what is exported then.
+"""The share of the shift and the threshold, chosen by validation queries; and the export.
 
-The shift learns what the training sets have in common, which on other sets is noise. So of its weights only the
-share is kept that ranks best on all validation queries while those of sets that nothing is trained on are ranked no
-worse than by MiniLM's cosine.
+The shift learns what the training sets have in common, which on other sets is noise. So of its
+weights only the share is kept that ranks best on all validation queries while those of sets that
+nothing is trained on are ranked no worse than by MiniLM's cosine.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ QUESTIONS = [
 SHARES = np.arange(0, 1.01, 0.05)
 BORDERS = np.arange(-2, 2.01, 0.05)
 UNSEEN_COUNT = 2
-"""For the border, how often a set counts that nothing is trained on: it is more like what users have."""
+"""Weight, in the choice of the threshold, of a set that nothing is trained on."""
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ def measured(
 
 
 def choose(rows: Rows) -> tuple[tuple[float, float], dict[str, Any]]:
-    """Share of the shift and border, and what they give: nDCG@5 and F1 at zero by set, beside MiniLM's cosine."""
+    """Share of the shift and threshold, with nDCG@5 and F1 at zero by set, and MiniLM's cosine."""
     groups = [
         [name for name in rows if (name in data.UNSEEN) == unseen] for unseen in (False, True)
     ]
@@ -118,7 +118,7 @@ def choose(rows: Rows) -> tuple[tuple[float, float], dict[str, Any]]:
 def export(
     scorer: Scorer, choice: tuple[float, float], folder: Path, about: Mapping[str, Any]
 ) -> None:
-    """Write the weights, the encoder's in fp16 under BERT's names, and their description: for export.py."""
+    """Write the weights (the encoder's in fp16) and their description for export.py."""
     model, (share, border) = scorer.model, choice
     folder.mkdir(parents=True, exist_ok=True)
     small = {
@@ -155,7 +155,7 @@ class InMemory:
 
 @torch.no_grad()
 def reference(scorer: Scorer, choice: tuple[float, float], folder: Path) -> None:
-    """Scores of a few pairs by this code, in float32 with weights rounded to fp16, for export.py and the tests."""
+    """Write scores of a few pairs by this code in float32, with weights rounded to fp16."""
     model = copy.deepcopy(scorer.model).half().float()
     for name in (
         "projection",

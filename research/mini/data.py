@@ -1,8 +1,8 @@
-"""Training examples for `mini`: labelled sets, negatives that are hard to tell, and queries as people type them.
+"""Training examples for `mini`: labelled sets, hard negatives, and short queries.
 
-Everything is cut from the labelled sets by `prepare`: validation queries that share no question and no relevant
-passage with what is trained on, negatives mined by the encoder's own cosine and by BM25, one-word and keyword
-queries, statements, and greetings that nothing answers.
+Everything is cut from the labelled sets by `prepare`: validation queries that share no question and
+no relevant passage with what is trained on, negatives mined by the encoder's own cosine and by
+BM25, one-word and keyword queries, statements, and greetings that nothing answers.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from pathlib import Path
 
 from torch import Tensor
 
-# Share of the training queries. Only sets whose licences allow shipping: CC BY, CC BY-SA, Apache, MIT.
+# Share of the training queries. Only sets whose licences allow shipping: CC BY, CC BY-SA, Apache,
+# MIT.
 SETS: dict[str, float] = {
     "hotpotqa.sentence": 0.13,
     "hotpotqa.paragraph": 0.12,
@@ -39,7 +40,7 @@ SETS: dict[str, float] = {
     "entailmentbank.sentence": 0.04,
 }
 UNSEEN = ("scifact.sentence", "scifact", "fiqa", "nfcorpus")
-"""Sets that nothing is trained on (their licences would not allow it to ship): their validation queries choose."""
+"""Sets for validation only: their licences do not allow weights trained on them to ship."""
 MADE: dict[str, float] = {"words": 0.07, "statements": 0.05, "greetings": 0.02}
 """Sets made here, in addition to the shares above."""
 
@@ -76,31 +77,33 @@ TITLED = 0.75
 KEYWORDS = 0.12
 UNANSWERED = 0.12
 QUOTED = 0.15
-"""Share of queries that give way to a sentence of one of their passages, which is looked for then."""
+"""Share of queries that are replaced by a sentence of one of their passages."""
 MOST_RELEVANT = 6
 SORTED = 4
 """Batches drawn together and cut by length of the query: padding costs time."""
 
 _FILLER = frozenset(
     """
-    a an and are as at be been by can could did do does for from had has have how in is it its many much of on or than
-    that the their there these they this to was were what when where which who whom whose why will with would
-    about after all also any because before being between both but each he her his if into more most no not only other
-    our over she so some such them then through under up very we you your i my me
+    a an and are as at be been by can could did do does for from had has have how in is it its
+    many much of on or than that the their there these they this to was were what when where
+    which who whom whose why will with would about after all also any because before being
+    between both but each he her his if into more most no not only other our over she so some
+    such them then through under up very we you your i my me
     """.split()  # noqa: SIM905
 )
 GREETINGS = (
-    "Hello", "hi", "Hey there", "hi there!", "Good morning", "good evening everyone", "thanks", "Thank you very much!",
-    "How are you?", "how are you doing today", "What's up?", "bye", "Goodbye, see you tomorrow", "ok", "yes please",
-    "no",
-    "Nice to meet you", "who are you", "what can you do", "can you help me", "Tell me a joke", "lol", "test", "asdf",
-    "please help", "What is your name?", "sounds good", "I see", "cool", "never mind", "Could you repeat that?",
-    "happy birthday", "welcome back", "good night", "sorry", "I love you", "are you a robot", "what time is it now",
-    "what should I cook tonight", "write me a poem", "translate this into French", "play some music",
-    "set an alarm for 7", "what is the weather like today", "call my mum", "how do I reset my password",
-    "book a table for two",
-    "show me my invoices", "python list comprehension example", "restart the router", "best laptop under 500",
-    "unsubscribe", "open the settings", "where is my parcel", "cancel my subscription", "what is 2 + 2",
+    "Hello", "hi", "Hey there", "hi there!", "Good morning", "good evening everyone", "thanks",
+    "Thank you very much!", "How are you?", "how are you doing today", "What's up?", "bye",
+    "Goodbye, see you tomorrow", "ok", "yes please", "no", "Nice to meet you", "who are you",
+    "what can you do", "can you help me", "Tell me a joke", "lol", "test", "asdf", "please help",
+    "What is your name?", "sounds good", "I see", "cool", "never mind", "Could you repeat that?",
+    "happy birthday", "welcome back", "good night", "sorry", "I love you", "are you a robot",
+    "what time is it now", "what should I cook tonight", "write me a poem",
+    "translate this into French", "play some music", "set an alarm for 7",
+    "what is the weather like today", "call my mum", "how do I reset my password",
+    "book a table for two", "show me my invoices", "python list comprehension example",
+    "restart the router", "best laptop under 500", "unsubscribe", "open the settings",
+    "where is my parcel", "cancel my subscription", "what is 2 + 2",
 )  # fmt: skip
 
 
@@ -208,7 +211,7 @@ def capped(examples: Sequence[Example]) -> list[Example]:
 
 
 def cut(length: int, most: int, longer: int) -> int:
-    """Tokens of text that are kept of a passage of so many: long ones give way to a tighter limit."""
+    """Tokens that are kept of a passage with ``length`` tokens: long ones get the tighter limit."""
     return longer if length > longer + 2 else most
 
 
@@ -373,9 +376,10 @@ def mine(
     embed: Callable[[Iterable[str]], Tensor],
     embedded: Tensor,
 ) -> None:
-    """Add each query's similar but irrelevant passages of its own set, by the encoder's cosine and by BM25.
+    """Add similar but irrelevant passages of each query's own set, by cosine and by BM25.
 
-    What is nearly as near as the relevant ones may be relevant as well, though nobody said so: it is left out.
+    What is nearly as near as the relevant ones may be relevant as well, though nobody said so: it
+    is left out.
     """
     for name in sorted(MINED & {example.source for example in examples}):
         of_set = [example for example in examples if example.source == name]
@@ -418,7 +422,7 @@ class Chosen:
 
 
 class Sampler:
-    """Batches as a function of the step alone, so that a resumed run sees what an unbroken one would have seen.
+    """Batches as a function of the step alone, so that a resumed run sees the same batches.
 
     Args:
         examples: Training examples of all sets.
@@ -465,7 +469,7 @@ class Sampler:
         return chosen[start : start + self.queries]
 
     def quoted(self, example: Example, rng: random.Random) -> Example:
-        """The same passages for a sentence of one of them; as it was where none has several sentences."""
+        """The same passages, and a sentence of one of them as the query if there is one."""
         places = [*example.relevant, *example.others, *example.mined]
         for place in rng.sample(places, min(4, len(places))):
             parts = sentences(self.texts.texts[place].partition("\n")[2] or self.texts.texts[place])

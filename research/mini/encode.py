@@ -1,4 +1,4 @@
-"""MiniLM as it is, run once over every passage: what training reads from disk instead of running it again.
+"""MiniLM's outputs for every passage, computed once and read from disk in training.
 
 Axes: N texts, S tokens, C hidden size.
 """
@@ -173,7 +173,7 @@ class Prepared:
 
 
 def prepare(folder: Path, output: Path, start: str, seed: int) -> Prepared:
-    """Read the sets, run the encoder over them, mine negatives, make queries; or read what an earlier run prepared."""
+    """Read the sets, run the encoder, mine negatives, make queries; or load an earlier result."""
     done = output / "prepared.pt"
     if done.exists():
         return torch.load(done, weights_only=False)
@@ -210,7 +210,7 @@ def prepare_unseen(folder: Path, output: Path, start: str) -> Prepared:
 def run_over(
     examples: Sequence[data.Example], texts: data.Texts, encoder: Encoder, states: HiddenStates
 ) -> tuple[list[list[int]], Tensor]:
-    """Token ids of all texts, and embeddings (texts, C) of those that examples want, titles apart included."""
+    """Token ids of all texts, and embeddings (texts, C) of those that examples use."""
     needed = sorted({p for e in examples for p in (*e.relevant, *e.others)})
     needed += sorted({texts.bare[p] for p in needed if p in texts.bare} - set(needed))
     ids = [

@@ -3,7 +3,8 @@ r"""Make an artifact of what train.py wrote: encoder, B and the weights beside i
     python research/mini/export.py --weights runs/mini/model --output rsrank_rag/models/mini \
         --keep research/mini/reference.json
 
-Where the weights come with scored pairs (reference.json), the artifact is loaded and has to give the same scores.
+Where the weights come with scored pairs (reference.json), the artifact is loaded and has to give
+the same scores.
 """
 
 from __future__ import annotations
@@ -25,11 +26,11 @@ from rsrank_rag.language_model.options import LoadOptions
 TEMPLATE = Template(instruction="[CLS]", separator="[SEP]", query_start="[CLS]", suffix="[SEP]")
 SMALL = ("projection", "shift_weight", "agreement")
 NEAR = 1e-4
-"""Largest difference from the recipe's own scores, both in float32: rounding, far below what a mistake makes."""
+"""Largest allowed difference from the recipe's own scores in float32. Rounding stays far below."""
 
 
 def encoder(weights: dict[str, Tensor], start: str) -> BertModel:
-    """The encoder in fp16. Of the layer above those that are run only the value projection is used: the rest is 0."""
+    """The encoder in fp16. Its last layer has a value projection only; the rest of it is 0."""
     config = AutoConfig.from_pretrained(start)
     config.num_hidden_layers = 1 + max(
         int(name.split(".")[2]) for name in weights if name.startswith("encoder.")
@@ -66,8 +67,7 @@ def convert(source: Path, folder: Path, start: str) -> RSRank:
             training=TrainingRecord(
                 data=tuple(description.get("data", ())),
                 seed=description.get("seed"),
-                notes="Fusion layers, B and the weights beside it trained on top of all-MiniLM-L6-v2 (Apache-2.0), "
-                "which is frozen below, by research/mini.",
+                notes="all-MiniLM-L6-v2 (Apache-2.0) with fusion layers and B: research/mini.",
             ),
             license="apache-2.0",
         )
@@ -79,7 +79,7 @@ def convert(source: Path, folder: Path, start: str) -> RSRank:
 
 
 def check(folder: Path, reference: Path) -> float:
-    """Largest difference between the artifact's scores and those of the recipe's own code, in float32."""
+    """Largest difference between the artifact's scores and the recipe's own, in float32."""
     ranker = RSRank.from_pretrained(folder, device="cpu", dtype="float32", prefix_cache=False)
     largest = 0.0
     for case in json.loads(reference.read_text(encoding="utf-8")):

@@ -3,8 +3,8 @@
     python research/mini/measure.py --data data/dev --model mini --output docs/mini.json
     python research/mini/tables.py    # writes it into the documentation
 
-The two baselines have no natural threshold: they get the best single one over all sets in which each query has an
-answer, found on these very labels. `mini` is measured at zero.
+The two baselines have no natural threshold: they get the best single one over all sets in which
+each query has an answer, found on these very labels. `mini` is measured at zero.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def read_folder(data: Path, limit: int | None = None) -> dict[str, list[Labelled
 def measure(
     data: Path, systems: dict[str, Callable[[], Reranker]], limit: int | None = None
 ) -> Figures:
-    """Score every set with every system; the first one is measured at zero, the others at their best threshold."""
+    """Score every set with every system: the first at zero, the others at their best threshold."""
     sets = read_folder(data, limit)
     figures: Figures = {}
     first: Scored = {}
@@ -82,7 +82,7 @@ def measure(
 
 
 def unanswered(sets: Scored, tau: float) -> dict[str, dict[str, float]]:
-    """Set -> how many queries have no relevant document, and the share of their documents that is kept."""
+    """Set -> number of queries without a relevant document, and the share of documents kept."""
     found = {}
     for name, queries in sets.items():
         kept = [
@@ -96,8 +96,9 @@ def unanswered(sets: Scored, tau: float) -> dict[str, dict[str, float]]:
 def short_queries(reranker: Reranker, tau: float) -> dict[str, dict[str, float]]:
     """Words, keywords, and greetings that nothing answers, over the 61 passages of examples/island.
 
-    By kind: ``queries``; ``mrr``, the mean reciprocal rank of the first wanted passage; ``found``, the share of queries
-    that keep a wanted one; ``kept``, documents a query; ``silent``, the share of queries that keep none.
+    By kind: ``queries``; ``mrr``, the mean reciprocal rank of the first wanted passage; ``found``,
+    the share of queries that keep a wanted one; ``kept``, documents a query; ``silent``, the share
+    of queries that keep none.
     """
     lines = (
         (ROOT / "examples" / "island" / "passages.jsonl").read_text(encoding="utf-8").splitlines()
@@ -132,10 +133,10 @@ def short_queries(reranker: Reranker, tau: float) -> dict[str, dict[str, float]]
 def examples(
     model: str, sets: dict[str, list[LabelledQuery]], count: int = 3
 ) -> dict[str, dict[str, list[float]]]:
-    """Set -> query -> its nDCG@5 and F1 at zero in float32, of the first queries that rounding cannot change.
+    """Set -> query -> nDCG@5 and F1 at zero of the first queries that rounding cannot change.
 
-    They tell other weights from these on any processor: every score stands `CLEAR` of zero, and of every score of the
-    other label.
+    They tell other weights from these on any processor: every score stands `CLEAR` of zero, and of
+    every score of the other label.
     """
     ranker = RSRank.from_pretrained(model, device="cpu", dtype="float32")
     found: dict[str, dict[str, list[float]]] = {}
@@ -151,7 +152,7 @@ def examples(
 
 
 def is_clear(scored: ScoredQuery) -> bool:
-    """Whether no two scores of different labels, nor a score and zero, are as near as rounding moves them."""
+    """Whether rounding can change neither the order of two labels nor a decision at zero."""
     pairs = sorted(zip(scored.scores, scored.relevant, strict=True))
     gaps = (b[0] - a[0] for a, b in itertools.pairwise(pairs) if a[1] != b[1])
     return min(map(abs, scored.scores), default=1.0) > CLEAR and min(gaps, default=1.0) > CLEAR

@@ -1,11 +1,12 @@
-"""`mini` in plain torch, for training: MiniLM's six layers, and fusion layers in which the query meets the document.
+"""`mini` in plain torch, for training: MiniLM's six layers, and fusion layers above them.
 
-Below layer ``fuse`` the query's tokens see only each other, from there on the document's, too. The document's tokens
-see only the document, and stay what they are when they enter that layer. Layers are counted from 0; ``run`` layers are
-run, and of the one above them only the value projection is used.
+Below layer ``fuse`` the query's tokens see only each other, from there on the document's, too. The
+document's tokens see only the document, and stay what they are when they enter that layer. Layers
+are counted from 0; ``run`` layers are run, and of the one above them only the value projection is
+used.
 
-Axes: N documents, S document tokens, R rows (pairs of a query and a document), T query tokens, H heads, D head
-dimension, C hidden size, P projection dimension.
+Axes: N documents, S document tokens, R rows (pairs of a query and a document), T query tokens, H
+heads, D head dimension, C hidden size, P projection dimension.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from torch.nn import functional
 from transformers import BertModel
 
 BORDER, MATCHED = 0.45, 0.6
-"""The encoder's cosine from which a passage is about what is asked, over many sets, and how well its tokens match."""
+"""Cosine and MaxSim above which a passage is about the query, over many sets."""
 
 BERT_NAMES = {
     "query": "attention.self.query",
@@ -76,7 +77,7 @@ class Layer(nn.Module):
 
 
 def attend(query: Tensor, keys: Tensor, values: Tensor, mask: Tensor | None) -> Tensor:
-    """Softmax attention, (N, H, T, D). Written out where gradients are needed: on a CPU the fused one's are slow."""
+    """Softmax attention, (N, H, T, D). The fused kernel's backward pass is slow on a CPU."""
     if not query.requires_grad:
         return functional.scaled_dot_product_attention(query, keys, values, attn_mask=mask)
     logits = (query * query.shape[-1] ** -0.5) @ keys.mT
@@ -186,7 +187,7 @@ class Mini(nn.Module):
         return hidden
 
     def document(self, hidden: Tensor) -> list[tuple[Tensor, Tensor]]:
-        """Keys and values of the fusion layers, for documents, which stay as they enter the first of them."""
+        """Keys and values of a document in the fusion layers, from its states below the first."""
         return [
             layer.keys_values(hidden) for layer in self.layers[self.shape.fuse : self.shape.run]
         ]
@@ -194,7 +195,7 @@ class Mini(nn.Module):
     def values(
         self, hidden: Tensor, valid: Tensor, kept: list[tuple[Tensor, Tensor]], seen: Tensor
     ) -> tuple[list[Tensor], list[Tensor]]:
-        """Value vectors (R, H, T, D) of the query's tokens: of the layers read, and of the fusion layers."""
+        """Value vectors (R, H, T, D) of the query's tokens: layers read, fusion layers."""
         mask = torch.cat([seen, valid], dim=1)[:, None, None]
         read, own = [], []
         for number in range(self.shape.fuse, self.shape.run):
@@ -224,7 +225,7 @@ class Mini(nn.Module):
         return (cosine * weights[:, None, None]).sum(-1)
 
     def agreement(self, query: Tensor, document: Tensor, scored: Tensor, own: Tensor) -> Tensor:
-        """How well a query's tokens are matched: the mean of each one's best among the document's, (R,).
+        """MaxSim: the mean over the query's tokens of the best cosine with a document token, (R,).
 
         Args:
             query: Values of the first fusion layer of the query's tokens, (R, H, T, D).
@@ -250,7 +251,7 @@ def pooled(hidden: Tensor, valid: Tensor) -> Tensor:
 
 
 def bert_weights(model: Mini) -> dict[str, Tensor]:
-    """The encoder's weights under `BertModel`'s names; of the layer above those that are run, the value projection."""
+    """The encoder's weights under `BertModel`'s names; of the last layer, the value projection."""
     tensors = {f"embeddings.{name}": tensor for name, tensor in model.embeddings.named_parameters()}
     for number, layer in enumerate(model.layers):
         for own, name in BERT_NAMES.items():

@@ -41,7 +41,7 @@ class Scorer:
     def __call__(
         self, queries: Sequence[str], documents: Sequence[Sequence[int]], stored: Texts
     ) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
-        """Scores of each query's documents, those without the shift, and the shift terms (documents, L, H)."""
+        """Scores of each query's documents, with and without the shift; shift terms (N, L, H)."""
         model = self.model
         ids, valid = padded(self.ids(queries, QUERY_TOKENS))
         with torch.no_grad():

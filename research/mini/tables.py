@@ -1,8 +1,9 @@
-"""Write the tables of README.md, docs/mini.md and research/docs from docs/mini.json and research/docs/minilm.json.
+"""Write the tables of README.md, docs/ and research/docs from their JSON files.
 
-    python research/mini/tables.py          # after research/mini/measure.py has written docs/mini.json
+    python research/mini/tables.py    # after research/mini/measure.py has written docs/mini.json
 
-Each table stands between the lines ``<!-- figures: NAME -->`` and ``<!-- end of figures -->`` and is replaced whole.
+Each table stands between the lines ``<!-- figures: NAME -->`` and ``<!-- end of figures -->`` and
+is replaced whole.
 """
 
 from __future__ import annotations
@@ -165,14 +166,15 @@ def threshold_table(figures: Figures) -> str:
     """What the best threshold of each set, found on its labels, would add to zero."""
     lines = ["| set | F1 at zero | F1 at the set's best | that threshold |", "|---|--:|--:|--:|"]
     lines += [
-        f"| {row['dataset']} | {100 * row['f1@tau']:.1f} | {100 * row['f1@best']:.1f} | {row['tau_best']:+.2f} |"
+        f"| {row['dataset']} | {100 * row['f1@tau']:.1f} | {100 * row['f1@best']:.1f} "
+        f"| {row['tau_best']:+.2f} |"
         for row in next(iter(figures.values()))["sets"]
     ]
     return "\n".join(lines)
 
 
 def short_table(figures: Figures) -> str:
-    """Words, keywords and greetings over the passages of examples/island, and questions without an answer."""
+    """Words, keywords and greetings over examples/island, and questions without an answer."""
     lines = [f"| | {' | '.join(figures)} |", f"|---|{'--:|' * len(figures)}"]
     kinds = {"words": "one word", "keywords": "keywords", "nothing": "greeting or off-topic"}
     shown = {
@@ -187,9 +189,8 @@ def short_table(figures: Figures) -> str:
             if part in rows[0] and (part == "silent") == (kind == "nothing"):
                 label, _, number = text.partition("{")
                 cells = [("{" + number).format(row[part]) for row in rows]
-                lines.append(
-                    f"| {name} ({rows[0]['queries']:.0f}): {label.strip(' :')} | {' | '.join(cells)} |"
-                )
+                first = f"{name} ({rows[0]['queries']:.0f}): {label.strip(' :')}"
+                lines.append(f"| {first} | {' | '.join(cells)} |")
     for dataset, row in next(iter(figures.values()))["unanswered"].items():
         cells = [f"{system['unanswered'][dataset]['kept']:.0%}" for system in figures.values()]
         lines.append(
@@ -225,7 +226,7 @@ def differences(
     second: Mapping[str, Sequence[ScoredQuery]],
     thresholds: tuple[float, float],
 ) -> dict[str, dict[str, list[float]]]:
-    """Set -> metric -> mean paired difference over queries and its 95% interval, for docs/mini.json."""
+    """Set -> metric -> mean paired difference over queries and its 95% interval."""
     made = {}
     for name in first:
         pairs = []

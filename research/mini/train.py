@@ -2,10 +2,11 @@
 
     python train.py --data ../shared/data/train --output runs/mini
 
-First the passages are run through MiniLM's six layers once (their outputs are kept on disk: about 6 GB), negatives are
-mined and queries made; then the layers above are trained. Nothing below them changes, so the pooled embeddings stay
-MiniLM's own. At the end, validation queries, also of sets that nothing is trained on, decide how much the shift counts
-and where the border is. A checkpoint is written every few minutes; the same command goes on from it.
+First the passages are run through MiniLM's six layers once (their outputs are kept on disk: about 6
+GB), negatives are mined and queries made; then the layers above are trained. Nothing below them
+changes, so the pooled embeddings stay MiniLM's own. At the end, validation queries, also of sets
+that nothing is trained on, decide how much the shift counts and where the border is. A checkpoint
+is written every few minutes; the same command goes on from it.
 
 Axes: Q queries of a batch, R pairs of a query and a document, H heads, L layers read.
 """
@@ -122,12 +123,8 @@ class Trainer:
             terms: Shift terms, (documents, L, H).
             labels: Which documents are relevant.
         """
-        whole, base = (
-            torch.stack([
-                listwise_loss(s, y) + SELECTION * selection_loss(s, y) for s, y in zip(part, labels, strict=True)
-            ]).mean()
-            for part in (scores, bases)
-        )  # fmt: skip
+        whole = self.mean_loss(scores, labels)
+        base = self.mean_loss(bases, labels)
         weight = self.model.projection
         gram = weight @ weight.mT - torch.eye(weight.shape[2])
         matching = self.model.layers[self.model.shape.fuse].value.weight
@@ -139,6 +136,15 @@ class Trainer:
         if len(relevant):
             total = total + LAMBDA_ALIGN * (1 - relevant.mean())
         return total, {"whole": whole.item(), "base": base.item(), "moved": moved.item()}
+
+    @staticmethod
+    def mean_loss(scores: Sequence[Tensor], labels: Sequence[Tensor]) -> Tensor:
+        """Mean over queries of the listwise and the selection loss."""
+        losses = [
+            listwise_loss(of_query, relevant) + SELECTION * selection_loss(of_query, relevant)
+            for of_query, relevant in zip(scores, labels, strict=True)
+        ]
+        return torch.stack(losses).mean()
 
     def update(self, done: float) -> dict[str, float]:
         """One step of the optimiser, ``done`` being the share of the run behind us."""
@@ -190,7 +196,7 @@ class Trainer:
 
 
 def listwise_loss(scores: Tensor, relevant: Tensor) -> Tensor:
-    """Each relevant document above all irrelevant ones and a virtual document of score 0, and that above the latter."""
+    """Rank relevant documents above a virtual document of score 0, and irrelevant ones below it."""
     negative = torch.logsumexp(torch.cat([scores.new_zeros(1), scores[~relevant]]), 0)
     if not relevant.any():
         return negative

