@@ -24,7 +24,7 @@ from model import BERT_NAMES, Mini, Shape
 from pairs import run
 from safetensors.torch import load_file
 from torch import Tensor
-from typed import REAL, Batch, Pool
+from typed import Batch, Pool
 
 import data
 
@@ -79,7 +79,7 @@ def interpolated(model: Mini, first: Mini, second: Mapping[str, Tensor], strengt
 
 def validation_queries(folder: Path, pool: Pool) -> dict[str, list[dict]]:
     """Set -> labelled queries that nothing was trained on, the typed ones first."""
-    queries = {REAL: pool.validation}
+    queries = {data.REAL: pool.validation}
     for name in (*data.SETS, *data.UNSEEN):
         texts = data.Texts()
         _, examples = data.load(folder, [name], texts)
@@ -166,7 +166,7 @@ def _selected(row: Row, share: float, threshold: float) -> float:
 def _mean_of_groups(rows: Rows, metric: Any, *, answerable: bool = False) -> float:
     groups: dict[str, list[float]] = {"typed": [], "seen": [], "unseen": []}
     for name, of_set in rows.items():
-        group = "typed" if name == REAL else "unseen" if name in data.UNSEEN else "seen"
+        group = "typed" if name == data.REAL else "unseen" if name in data.UNSEEN else "seen"
         values = [metric(row) for row in of_set if not answerable or row.relevant.any()]
         groups[group].append(float(np.mean(values)))
     return float(np.mean([np.mean(values) for values in groups.values() if values]))

@@ -39,6 +39,8 @@ SETS: dict[str, float] = {
     "fm2.sentence": 0.06,
     "entailmentbank.sentence": 0.04,
 }
+REAL = "realdocs.passage"
+"""Typed queries over real documents, the second stage's main set (typed.py)."""
 UNSEEN = ("scifact.sentence", "scifact", "fiqa", "nfcorpus")
 """Sets for validation only: their licences do not allow weights trained on them to ship."""
 MADE: dict[str, float] = {"words": 0.07, "statements": 0.05, "greetings": 0.02}

@@ -24,7 +24,14 @@ from tqdm import tqdm
 from rsrank_rag import Reranker, RSRank
 from rsrank_rag.evaluation.datasets import LabelledQuery, dataset_name, read_labelled
 from rsrank_rag.evaluation.evaluate import score_dataset, shared_threshold, summarise
-from rsrank_rag.evaluation.metrics import ScoredQuery, f1_at, ranking_by_query
+from rsrank_rag.evaluation.metrics import (
+    ScoredQuery,
+    auroc,
+    best_scores,
+    f1_at,
+    false_accepts,
+    ranking_by_query,
+)
 from rsrank_rag.evaluation.systems.bm25 import BM25
 from rsrank_rag.evaluation.systems.sentence_transformers import BiEncoder
 
@@ -65,10 +72,7 @@ def measure(
         tau = shared_threshold(whole) if figures else 0.0
         figures[system] = {
             "tau": tau,
-            "sets": [
-                {"dataset": name, **summarise(queries, threshold=tau)}
-                for name, queries in scored.items()
-            ],
+            "sets": [summary(name, queries, tau) for name, queries in everything.items()],
             "unanswered": unanswered(everything, tau),
             "short": short_queries(reranker, tau),
         }
@@ -79,6 +83,18 @@ def measure(
                 first, scored, (0.0, tau)
             )
     return figures
+
+
+def summary(name: str, queries: list[ScoredQuery], tau: float) -> dict[str, Any]:
+    """Figures of the answerable queries, and how well the best score tells the others."""
+    answerable = [query for query in queries if any(query.relevant)]
+    positives, negatives = best_scores(queries)
+    return {
+        "dataset": name,
+        **summarise(answerable, threshold=tau),
+        "auroc": auroc(positives, negatives),
+        "false_accepts@90": false_accepts(positives, negatives),
+    }
 
 
 def unanswered(sets: Scored, tau: float) -> dict[str, dict[str, float]]:

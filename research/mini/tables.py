@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from data import SETS
+from data import REAL, SETS
 from research.reproduction.tables import FigureFile, ablation_tables
 from rsrank_rag.evaluation.metrics import ScoredQuery, f1_at, ranking_by_query
 from rsrank_rag.evaluation.statistics import estimate_mean, paired_differences
@@ -37,7 +37,7 @@ def family(dataset: str) -> str:
     return dataset.partition(".")[0]
 
 
-SEEN = {family(name) for name in SETS}
+SEEN = {family(name) for name in (*SETS, REAL)}
 """Families of which the training sets have other questions."""
 
 
@@ -173,6 +173,53 @@ def threshold_table(figures: Figures) -> str:
     return "\n".join(lines)
 
 
+def rules_table(figures: Figures) -> str:
+    """F1 and answerable queries left with nothing, by zero and by the top 1, 3 and 5."""
+    rows = {row["dataset"]: row for row in next(iter(figures.values()))["sets"]}
+    seen, unseen = rows_of(figures)
+    lines = [
+        "| set | answerable | zero: F1 | nothing left | kept | top 1: F1 | nothing left "
+        "| top 3: F1 | nothing left | top 5: F1 | nothing left |",
+        f"|---|{'--:|' * 10}",
+    ]
+    for name in (*seen, *unseen):
+        row = rows[name]
+        cells = [
+            str(row["answerable"]),
+            f"{100 * row['f1@tau']:.1f}",
+            _share(row["left_with_nothing"], row["answerable"]),
+            f"{row['kept_per_query']:.1f}",
+        ]
+        for count in (1, 3, 5):
+            cells += [
+                f"{100 * row[f'top{count}_f1']:.1f}",
+                _share(row[f"top{count}_left_with_nothing"], row["answerable"]),
+            ]
+        lines.append(f"| {name} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def _share(part: int, whole: int) -> str:
+    return f"{part / max(whole, 1):.0%}"
+
+
+def absent_table(figures: Figures) -> str:
+    """How well the best score tells lists with a relevant passage from lists without one."""
+    systems = list(figures)
+    rows = {s: {row["dataset"]: row for row in figures[s]["sets"]} for s in systems}
+    seen, unseen = rows_of(figures)
+    lines = [
+        f"| set | {' | '.join(f'AUROC {s}' for s in systems)} "
+        f"| {' | '.join(f'false accepts {s}' for s in systems)} |",
+        f"|---|{'--:|' * 2 * len(systems)}",
+    ]
+    for name in (*seen, *unseen):
+        cells = [f"{100 * rows[s][name]['auroc']:.1f}" for s in systems]
+        cells += [f"{rows[s][name]['false_accepts@90']:.0%}" for s in systems]
+        lines.append(f"| {name} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
 def short_table(figures: Figures) -> str:
     """Words, keywords and greetings over examples/island, and questions without an answer."""
     lines = [f"| | {' | '.join(figures)} |", f"|---|{'--:|' * len(figures)}"]
@@ -258,6 +305,8 @@ def blocks(figures: Figures, ablations: FigureFile) -> dict[str, str]:
         "rules": rules_table(figures),
         "results": table(figures, tuple(METRICS)),
         "thresholds": threshold_table(figures),
+        "rules": rules_table(figures),
+        "absent": absent_table(figures),
         "short": short_table(figures),
         "differences": difference_tables(figures),
     }

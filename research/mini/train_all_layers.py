@@ -41,7 +41,7 @@ from scorer import Scorer
 from teacher import Teacher
 from torch import Tensor
 from torch.nn import functional
-from typed import REAL, Batch, Pool, Sampler
+from typed import Batch, Pool, Sampler
 
 import data
 from train import LAMBDA_FROB, LAMBDA_ORTHO, SELECTION, default_start, listwise_loss, selection_loss
@@ -301,7 +301,7 @@ def finish(trainer: AllLayers, pool: Pool) -> None:
     )
     scorer = Scorer(interpolated(model, first, trainer.mean, choice.strength), trainer.encoder.ids)
     about = {
-        "data": sorted({*data.SETS, "selqa.sentence", REAL}),
+        "data": sorted({*data.SETS, "selqa.sentence", data.REAL}),
         "seed": options.seed,
         "step": trainer.step,
         "strength": choice.strength,

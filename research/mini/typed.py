@@ -16,7 +16,6 @@ from pathlib import Path
 
 import data
 
-REAL = "realdocs.passage"
 SOURCES_APART = 9
 """Of 86 sources of real documents, those whose queries validate: a tenth."""
 SHARES: dict[str, float] = {
@@ -109,7 +108,7 @@ class Pool:
     """
 
     def __init__(self, folder: Path) -> None:
-        rows = data.read(folder / f"{REAL}.jsonl.gz")
+        rows = data.read(folder / f"{data.REAL}.jsonl.gz")
         sources = sorted({row["of"] for row in rows}, key=_digest)
         apart = set(sources[:SOURCES_APART])
         self.validation = [row for row in rows if row["of"] in apart]

@@ -74,7 +74,7 @@ def folder(stage, tmp_path_factory):
         for number, query in enumerate(QUERIES)
     ]
     names = (*stage.typed.QUERIES_OF_SET, *stage.choose.data.UNSEEN)
-    for name, rows in {stage.typed.REAL: real, **dict.fromkeys(names, other)}.items():
+    for name, rows in {stage.choose.data.REAL: real, **dict.fromkeys(names, other)}.items():
         with gzip.open(folder / f"{name}.jsonl.gz", "wt", encoding="utf-8") as file:
             file.write("\n".join(map(json.dumps, rows)))
     return folder
@@ -217,7 +217,7 @@ def test_the_strength_and_the_share_that_rank_best_are_chosen(stage):
     good, bad = rows([1.0, -1.0], [0.0, 0.0]), rows([-1.0, 1.0], [0.0, 0.0])
     unseen = stage.choose.data.UNSEEN[0]
     seen = next(iter(stage.choose.data.SETS))
-    sets = {stage.typed.REAL, seen, unseen}
+    sets = {stage.choose.data.REAL, seen, unseen}
     choice, figures = stage.choose_typed.choose_typed(
         {0.6: dict.fromkeys(sets, bad), 0.8: dict.fromkeys(sets, good)}
     )
