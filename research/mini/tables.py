@@ -110,21 +110,16 @@ RULES = {
 """Rules of `rsrank evaluate` by the beginning of their metrics' names."""
 
 
-def lost_answers(figures: Figures, system: str, rule: str) -> float | None:
-    """Percent of the answerable queries of all sets for which a rule keeps nothing relevant.
-
-    None if that was not measured.
-    """
+def lost_answers(figures: Figures, system: str, rule: str) -> float:
+    """Percent of the answerable queries of all sets for which a rule keeps nothing relevant."""
     rows = figures[system]["sets"]
-    if f"{rule}left_with_nothing" not in rows[0]:
-        return None
     lost = sum(row[f"{rule}left_with_nothing"] for row in rows)
     return float(100 * lost / sum(row["answerable"] for row in rows))
 
 
 def overview_table(figures: Figures) -> str:
     """The README's table: means over families, lost answers, words and off-topic questions."""
-    rows: dict[str, list[float | None]] = {}
+    rows: dict[str, list[float]] = {}
     for metric, label in (("ndcg@5", "nDCG@5"), ("f1@tau", "F1")):
         columns = columns_of(figures, metric)
         for mean, kind in (("mean, seen", "seen"), ("mean, never seen", "not seen")):
@@ -138,9 +133,8 @@ def overview_table(figures: Figures) -> str:
         rows[label] = [100 * system["short"][kind][part] for system in figures.values()]
     lines = [f"| | {' | '.join(figures)} |", f"|---|{'--:|' * len(figures)}"]
     for label, values in rows.items():
-        cells = [f"{value:.1f}" for value in values if value is not None]
-        if cells:
-            lines.append(f"| {label} | {' | '.join(cells)} |")
+        cells = [f"{value:.1f}" for value in values]
+        lines.append(f"| {label} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
@@ -152,8 +146,6 @@ def rules_table(figures: Figures) -> str:
     lines = ["| rule | F1 | answers lost | kept a query |", "|---|--:|--:|--:|"]
     for rule, label in RULES.items():
         lost = lost_answers(figures, name, rule)
-        if lost is None:
-            return "(Not measured yet with the present `mini`.)"
         f1_key = f"{rule}f1" if rule else "f1@tau"
         means = []
         for key in (f1_key, f"{rule}kept_per_query"):
@@ -173,7 +165,7 @@ def threshold_table(figures: Figures) -> str:
     return "\n".join(lines)
 
 
-def rules_table(figures: Figures) -> str:
+def lost_table(figures: Figures) -> str:
     """F1 and answerable queries left with nothing, by zero and by the top 1, 3 and 5."""
     rows = {row["dataset"]: row for row in next(iter(figures.values()))["sets"]}
     seen, unseen = rows_of(figures)
@@ -305,7 +297,7 @@ def blocks(figures: Figures, ablations: FigureFile) -> dict[str, str]:
         "rules": rules_table(figures),
         "results": table(figures, tuple(METRICS)),
         "thresholds": threshold_table(figures),
-        "rules": rules_table(figures),
+        "lost": lost_table(figures),
         "absent": absent_table(figures),
         "short": short_table(figures),
         "differences": difference_tables(figures),
