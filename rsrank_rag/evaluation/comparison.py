@@ -1,19 +1,26 @@
-"""Several systems on several sets in numbers: the record behind ``rsrank evaluate --report`` and its report.json.
+"""Several systems on several sets in numbers: report.json of ``rsrank evaluate --report``.
 
-Among them whether one threshold is good for all sets and all queries (paper, Section 2).
+The numbers tell, too, whether one threshold is good for all sets and queries (paper, Section 2).
 """
 
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from itertools import combinations
 from typing import Literal
 
 from .. import __version__
 from ..reranker import BLANK_SCORE
 from .datasets import LabelledQuery
-from .metrics import ScoredQuery, best_threshold, f1_at, query_best_f1, ranking_by_query
+from .metrics import (
+    ScoredQuery,
+    best_threshold,
+    f1_at,
+    mean,
+    query_best_f1,
+    ranking_by_query,
+    selection,
+)
 from .statistics import (
     LEVEL,
     RESAMPLES,
@@ -25,6 +32,7 @@ from .statistics import (
     paired_t_test,
 )
 
+# What is measured of each query and in the mean, and its heading.
 METRICS = {
     "ndcg@5": "nDCG@5",
     "recall@5": "Recall@5",
@@ -32,14 +40,9 @@ METRICS = {
     "f1@best": "F1 at the set's best threshold",
     "f1@query_best": "F1 at each query's best threshold",
 }
-"""What is measured of each query and in the mean, and what it is called."""
 
-GAP_LIMITS = (
-    0.1,
-    0.3,
-)  # F1 gaps of which the share of queries above is given, as in the paper's Section 2.2
-
-_Estimator = Callable[..., Estimate]
+# The share of queries with a larger F1 gap is given for each limit (paper, Section 2.2).
+GAP_LIMITS = (0.1, 0.3)
 
 
 class QueryLabels(Record):
@@ -60,12 +63,15 @@ class QueryResult(Record):
 
     @property
     def gap(self) -> float:
-        """F1 lost because all queries share the set's best threshold (paper, Section 2.2); never negative."""
+        """F1 lost because all queries share the set's best threshold; at least 0.
+
+        Source: paper, Section 2.2.
+        """
         return max(self.metrics["f1@query_best"] - self.metrics["f1@best"], 0.0)
 
 
 class SetResult(Record):
-    """One system on one set; what is normalised is so over all sets of the system."""
+    """One system on one set. Scores are normalised over all sets of the system."""
 
     metrics: dict[str, Estimate]
     tau_best: float  # the threshold with the highest mean F1
@@ -76,13 +82,17 @@ class SetResult(Record):
     t_test: PairedTest  # each query's best F1 against its F1 at the set's best threshold
     queries: tuple[QueryResult, ...]
 
+    def values(self, metric: str) -> list[float]:
+        """One metric of every query."""
+        return [query.metrics[metric] for query in self.queries]
+
 
 class SystemResult(Record):
     """One system on all sets; means count each set the same."""
 
     name: str
-    threshold: float  # the one it is used with, in its own units
-    threshold_origin: str  # where that comes from, such as "native"
+    threshold: float  # the threshold in use, in the system's own units
+    threshold_origin: str  # such as "native"
     threshold_normalised: float
     bias: float  # of the sets' best thresholds (`threshold_stability`), as is the variance
     variance: float
@@ -91,12 +101,13 @@ class SystemResult(Record):
 
     @property
     def threshold_kind(self) -> str:
-        """What figures call it: only a native one is a property of the system; a tuned one knew the labels."""
-        return f"{self.threshold_origin if self.threshold_origin in ('native', 'given') else 'tuned'} threshold"
+        """``native``, ``given`` or ``tuned``; a tuned threshold was computed from the labels."""
+        known = self.threshold_origin in ("native", "given")
+        return self.threshold_origin if known else "tuned"
 
 
 class Difference(Record):
-    """Mean paired differences between two systems, first minus second, by set and metric, and over sets."""
+    """Mean paired differences between two systems, first minus second, by set and over sets."""
 
     first: str
     second: str
@@ -123,61 +134,62 @@ class Measured:
 
     name: str
     threshold: float
-    origin: str  # where the threshold comes from, such as "native"
+    origin: str  # of the threshold, such as "native"
     scored: Mapping[str, Sequence[ScoredQuery]]  # set -> scored queries, in the order of the set
 
 
 @dataclass(frozen=True, slots=True)
 class Stability:
-    """How well one threshold suits several sets (paper, Section 2.1), in units of the whole score range."""
+    """How well one threshold suits several sets (paper, Section 2.1).
 
-    ranges: dict[
-        str, tuple[float, float]
-    ]  # each set's lowest and highest score; 0 and 1 are those of all sets
-    natural: (
-        float  # the threshold the system is used with; outside [0, 1] if no score lies beyond it
-    )
+    All thresholds are normalised: 0 and 1 are the lowest and the highest score of all sets.
+    """
+
+    ranges: dict[str, tuple[float, float]]  # each set's lowest and highest score
+    natural: float  # the threshold in use; outside [0, 1] if no score lies beyond it
     best: dict[str, float]  # each set's threshold with the highest mean F1
     bias: float  # mean over sets of the absolute offset between the best and the natural threshold
     variance: float  # mean squared distance of the sets' best thresholds from their mean
 
 
 def threshold_stability(sets: Mapping[str, Sequence[ScoredQuery]], threshold: float) -> Stability:
-    """Bias and variance of the best thresholds after one min-max normalisation over all sets together.
+    """Bias and variance of the best thresholds after one min-max normalisation over all sets.
 
-    The paper gives one bias for six sets and does not say how it joins them. Here each set's absolute offset is taken
-    first and then their mean, so that a threshold too high for one set and too low for another does not look right.
+    The paper gives one bias for six sets and does not say how it joins them. Here it is the mean of
+    the sets' absolute offsets. Offsets of different signs do not cancel.
 
-    `sets`: one system's scored queries, by set; at least one.
+    Args:
+        sets: One system's scored queries, by set; at least one set.
+        threshold: The threshold in use, in the system's own units.
 
-    >>> found = threshold_stability({"a": [ScoredQuery([0.0, 2.0, 4.0], [False, True, True])]}, threshold=2.0)
-    >>> found.best, found.natural, found.bias, found.variance
+    >>> queries = [ScoredQuery([0.0, 2.0, 4.0], [False, True, True])]
+    >>> stability = threshold_stability({"a": queries}, threshold=2.0)
+    >>> stability.best, stability.natural, stability.bias, stability.variance
     ({'a': 0.25}, 0.5, 0.25, 0.0)
     """
-    scores = {
-        name: [score for query in queries for score in query.scores if score != BLANK_SCORE]
-        or [0.0]
-        for name, queries in sets.items()
-    }
-    low, high = min(map(min, scores.values())), max(map(max, scores.values()))
-    span = (high - low) or 1.0
-    ranges = {
-        name: ((min(found) - low) / span, (max(found) - low) / span)
-        for name, found in scores.items()
-    }
-    best = {name: (best_threshold(queries)[0] - low) / span for name, queries in sets.items()}
+    extremes = {}
+    for name, queries in sets.items():
+        scores = [score for query in queries for score in query.scores if score != BLANK_SCORE]
+        extremes[name] = (min(scores, default=0.0), max(scores, default=0.0))
+    low = min(lowest for lowest, _ in extremes.values())
+    span = max(highest for _, highest in extremes.values()) - low or 1.0
     natural = (threshold - low) / span
+    ranges = {}
+    best = {}
+    for name, (lowest, highest) in extremes.items():
+        ranges[name] = ((lowest - low) / span, (highest - low) / span)
+        best[name] = (best_threshold(sets[name])[0] - low) / span
     bias = statistics.fmean(abs(value - natural) for value in best.values())
     return Stability(ranges, natural, best, bias, statistics.pvariance(best.values()))
 
 
 def share_above(values: Sequence[float], limit: float) -> float:
-    """Fraction of values above a limit; values that differ from it by rounding only are not.
+    """Fraction of values above a limit, by more than rounding.
 
     >>> share_above([0.0, 0.1, 0.8 - 0.7, 0.5], 0.1)
     0.25
     """
-    return sum(value > limit + 1e-9 for value in values) / max(len(values), 1)
+    return mean([value > limit + 1e-9 for value in values])
 
 
 def compare(
@@ -186,49 +198,60 @@ def compare(
     *,
     resamples: int = RESAMPLES,
 ) -> Comparison:
-    """All metrics of all systems with their intervals, and the paired differences of every two systems.
+    """All metrics of all systems with intervals, and the paired differences of every two systems.
 
-    `sets`: the labelled queries that were scored, at least one a set. Needs ir-measures and scipy.
+    Args:
+        systems: The systems' scores.
+        sets: The labelled queries that were scored, at least one in each set.
+        resamples: Number of bootstrap samples.
+
+    Raises:
+        MissingDependencyError: ir-measures or scipy is not installed.
     """
-    estimate = partial(estimate_mean, resamples=resamples)
-    results = tuple(_system(system, sets, estimate) for system in systems)
+    results = [_system(system, sets, resamples) for system in systems]
+    differences = [_difference(*pair, resamples) for pair in combinations(results, 2)]
+    labels = {name: tuple(map(_labels, queries)) for name, queries in sets.items()}
     return Comparison(
         resamples=resamples,
-        labels={name: tuple(map(_labels, queries)) for name, queries in sets.items()},
-        systems=results,
-        differences=tuple(
-            _difference(first, second, estimate) for first, second in combinations(results, 2)
-        ),
+        labels=labels,
+        systems=tuple(results),
+        differences=tuple(differences),
     )
 
 
 def _labels(query: LabelledQuery) -> QueryLabels:
-    ids, relevant = ([getattr(d, name) for d in query.documents] for name in ("id", "relevant"))
-    return QueryLabels(id=query.id, documents=tuple(ids), relevant=tuple(relevant))
+    return QueryLabels(
+        id=query.id,
+        documents=tuple(document.id for document in query.documents),
+        relevant=tuple(document.relevant for document in query.documents),
+    )
 
 
 def _system(
-    system: Measured, sets: Mapping[str, Sequence[LabelledQuery]], estimate: _Estimator
+    system: Measured, sets: Mapping[str, Sequence[LabelledQuery]], resamples: int
 ) -> SystemResult:
     stability = threshold_stability(system.scored, system.threshold)
     results = {}
     for name, labelled in sets.items():
         queries = system.scored[name]
-        rows = _rows(labelled, queries, system.threshold)
+        tau_best, _ = best_threshold(queries)
+        rows = _query_results(labelled, queries, system.threshold, tau_best)
+        values = {metric: [row.metrics[metric] for row in rows] for metric in METRICS}
         gaps = [row.gap for row in rows]
-        best, own = (
-            [row.metrics[metric] for row in rows] for metric in ("f1@best", "f1@query_best")
-        )
         results[name] = SetResult(
-            metrics={metric: estimate([row.metrics[metric] for row in rows]) for metric in METRICS},
-            tau_best=best_threshold(queries)[0],
+            metrics={m: estimate_mean(values[m], resamples=resamples) for m in METRICS},
+            tau_best=tau_best,
             tau_best_normalised=stability.best[name],
             score_range=stability.ranges[name],
-            gap=estimate(gaps),
-            gap_above={f"{limit:g}": share_above(gaps, limit) for limit in GAP_LIMITS},
-            t_test=paired_t_test(own, best),
-            queries=rows,
+            gap=estimate_mean(gaps, resamples=resamples),
+            gap_above={str(limit): share_above(gaps, limit) for limit in GAP_LIMITS},
+            t_test=paired_t_test(values["f1@query_best"], values["f1@best"]),
+            queries=tuple(rows),
         )
+    metrics = {}
+    for metric in METRICS:
+        by_set = [result.values(metric) for result in results.values()]
+        metrics[metric] = estimate_mean(*by_set, resamples=resamples)
     return SystemResult(
         name=system.name,
         threshold=system.threshold,
@@ -236,50 +259,39 @@ def _system(
         threshold_normalised=stability.natural,
         bias=stability.bias,
         variance=stability.variance,
-        metrics={metric: estimate(*_values(results, metric)) for metric in METRICS},
+        metrics=metrics,
         sets=results,
     )
 
 
-def _rows(
-    labelled: Sequence[LabelledQuery], queries: Sequence[ScoredQuery], tau: float
-) -> tuple[QueryResult, ...]:
-    tau_best, _ = best_threshold(queries)
+def _query_results(
+    labelled: Sequence[LabelledQuery],
+    queries: Sequence[ScoredQuery],
+    tau: float,
+    tau_best: float,
+) -> list[QueryResult]:
     ranking = ranking_by_query(queries)
-    rows = []
+    results = []
     for number, (label, query) in enumerate(zip(labelled, queries, strict=True)):
+        selected = selection(query, tau)
         metrics = {name: values[number] for name, values in ranking.items()}
-        f1 = {
-            "f1@tau": f1_at(query, tau),
-            "f1@best": f1_at(query, tau_best),
-            "f1@query_best": query_best_f1(query),
-        }
-        kept = sum(score > tau for score in query.scores)
-        rows.append(
-            QueryResult(id=label.id, scores=tuple(query.scores), kept=kept, metrics=metrics | f1)
-        )
-    return tuple(rows)
+        metrics["f1@tau"] = selected.f1
+        metrics["f1@best"] = f1_at(query, tau_best)
+        metrics["f1@query_best"] = query_best_f1(query)
+        scores = tuple(query.scores)
+        results.append(QueryResult(id=label.id, scores=scores, kept=selected.kept, metrics=metrics))
+    return results
 
 
-def _difference(first: SystemResult, second: SystemResult, estimate: _Estimator) -> Difference:
-    def differences(metric: str) -> dict[str, list[float]]:
-        pairs = zip(
-            first.sets, _values(first.sets, metric), _values(second.sets, metric), strict=True
-        )
-        return {name: paired_differences(a, b) for name, a, b in pairs}
-
-    found = {metric: differences(metric) for metric in METRICS}
-    return Difference(
-        first=first.name,
-        second=second.name,
-        sets={
-            name: {metric: estimate(found[metric][name]) for metric in METRICS}
-            for name in first.sets
-        },
-        mean={metric: estimate(*by_set.values()) for metric, by_set in found.items()},
-    )
-
-
-def _values(results: Mapping[str, SetResult], metric: str) -> list[list[float]]:
-    """One metric of every query, set by set."""
-    return [[row.metrics[metric] for row in result.queries] for result in results.values()]
+def _difference(first: SystemResult, second: SystemResult, resamples: int) -> Difference:
+    sets: dict[str, dict[str, Estimate]] = {name: {} for name in first.sets}
+    means = {}
+    for metric in METRICS:
+        by_set = []
+        for name, estimates in sets.items():
+            values = first.sets[name].values(metric)
+            differences = paired_differences(values, second.sets[name].values(metric))
+            estimates[metric] = estimate_mean(differences, resamples=resamples)
+            by_set.append(differences)
+        means[metric] = estimate_mean(*by_set, resamples=resamples)
+    return Difference(first=first.name, second=second.name, sets=sets, mean=means)

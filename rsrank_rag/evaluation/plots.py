@@ -1,7 +1,7 @@
 """The figures of an evaluation, in one style: plain numbers in, a matplotlib figure out.
 
-Every figure can be read without colour (shapes, line styles and labels differ too), and the colours are those of Okabe
-and Ito, which colour-blind readers tell apart.
+Every figure can be read without colour, because shapes, line styles and labels differ, too. The
+colours are those of Okabe and Ito, which colour-blind readers tell apart.
 """
 
 from __future__ import annotations
@@ -20,22 +20,25 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-BLUE, VERMILION, SKY, BLACK = "#0072B2", "#D55E00", "#56B4E9", "#000000"
-COLOURS = (BLUE, VERMILION, "#009E73", "#E69F00", SKY, "#CC79A7", BLACK)
-LINES = ("-", "--", "-.", ":")
+BLUE = "#0072B2"
+VERMILION = "#D55E00"
+SKY = "#56B4E9"
+BLACK = "#000000"
 
-STYLE = Path(__file__).with_suffix(
-    ".mplstyle"
-)  # settings that every figure is drawn and written with
+# Panels in a row of a figure.
+COLUMNS = 3
+
+# Settings that every figure is drawn and written with.
+STYLE = Path(__file__).with_suffix(".mplstyle")
 
 
 def load_matplotlib() -> Any:
-    """The library; MissingDependencyError where it is not installed."""
+    """The library; MissingDependencyError if it is not installed."""
     return required("matplotlib", "Figures need matplotlib.", "plots")
 
 
 def save(figure: Figure, path: Path) -> Path:
-    """Write a figure as ``PATH.png``; the folder is made if need be. The same figure gives the same bytes."""
+    """Write a figure as ``PATH.png``, and make its folder. Equal figures give equal bytes."""
     path.parent.mkdir(parents=True, exist_ok=True)
     png = path.with_name(f"{path.name}.png")
     with load_matplotlib().rc_context(fname=STYLE):
@@ -51,10 +54,14 @@ def score_ranges(
     label: str = "threshold in use",
     title: str = "",
 ) -> Figure:
-    """Each set's range of scores with its best threshold, on the axis of all scores together (paper, Fig. 1).
+    """Each set's range of scores with its best threshold, on one axis (paper, Fig. 1).
 
-    `ranges`: set -> lowest and highest score. `best`: set -> threshold with the highest mean F1. `threshold`: the one
-    that the system is used with, of the kind `label`. All are normalised.
+    Args:
+        ranges: Set -> lowest and highest score, normalised over all sets.
+        best: Set -> threshold with the highest mean F1, normalised.
+        threshold: The threshold in use, normalised.
+        label: The threshold's name in the legend.
+        title: Title of the figure.
     """
     with _canvas(7.0, 1.5 + 0.36 * len(ranges)) as figure:
         axes = figure.subplots()
@@ -67,26 +74,24 @@ def score_ranges(
         axes.set_yticks(rows, list(ranges))
         axes.invert_yaxis()
         axes.grid(axis="y", visible=False)
-        ends = min(-0.02, threshold - 0.02), max(1.02, threshold + 0.02)
-        axes.set(xlabel="score, normalised over all sets", xlim=ends)
-        axes.set_title(title)
+        ends = (min(0, threshold) - 0.02, max(1, threshold) + 0.02)
+        axes.set(xlabel="score, normalised over all sets", xlim=ends, title=title)
         figure.legend(loc="outside lower center", ncols=3)
         return figure
 
 
 def f1_gap_curves(panels: Mapping[str, Mapping[str, Sequence[float]]]) -> Figure:
-    """Share of queries that lose more F1 than x because all queries share one threshold (paper, Fig. 2)."""
+    """Share of queries that lose more F1 than x because all queries share one threshold.
+
+    Args:
+        panels: Set -> system -> F1 gap of each query (paper, Fig. 2).
+    """
     with _panels(panels, 2.5) as (figure, grid):
         for axes, (name, systems) in zip(grid, panels.items(), strict=True):
-            for number, (system, gaps) in enumerate(systems.items()):
-                points = np.sort(np.asarray(gaps, dtype=float))
-                above = 1 - np.arange(1, len(points) + 1) / max(len(points), 1)
-                (line,) = axes.step(
-                    [0.0, *points, 1.0], [1.0, *above, 0.0], where="post", label=system
-                )
-                line.set(color=COLOURS[number % len(COLOURS)], linestyle=LINES[number % len(LINES)])
-            axes.set_title(name)
-            axes.set(xlim=(0, 1), ylim=(0, 1.02))
+            for system, gaps in systems.items():
+                above = np.linspace(1, 0, len(gaps) + 1)
+                axes.step([0, *sorted(gaps), 1], [*above, 0], where="post", label=system)
+            axes.set(title=name, xlim=(0, 1), ylim=(0, 1.02))
         return _labelled(figure, "F1 below the query's best by more", "share of queries")
 
 
@@ -97,19 +102,22 @@ def score_histograms(
     title: str = "",
     bins: int = 30,
 ) -> Figure:
-    """Scores of relevant and of irrelevant documents; each class adds up to 1, so that few beside many can be seen.
+    """Scores of relevant and of irrelevant documents; each class adds up to 1.
 
-    `panels`: set -> scores of the relevant, scores of the irrelevant documents.
+    Args:
+        panels: Set -> scores of the relevant documents, scores of the irrelevant documents.
+        threshold: The threshold in use.
+        title: Title of the figure.
+        bins: Number of bins.
     """
-    everything = [score for pair in panels.values() for scores in pair for score in scores]
-    edges = np.histogram_bin_edges([*everything, threshold], bins)
+    scores = [score for pair in panels.values() for scores in pair for score in scores]
+    edges = np.histogram_bin_edges([*scores, threshold], bins)
     with _panels(panels, 2.2) as (figure, grid):
-        for axes, (name, pair) in zip(grid, panels.items(), strict=True):
-            kinds = (("irrelevant", BLUE, "-"), ("relevant", VERMILION, "--"))
-            for (label, colour, line), scores in zip(kinds, pair[::-1], strict=True):
-                shares = np.histogram(scores, edges)[0] / max(len(scores), 1)
-                axes.stairs(shares, edges, fill=True, color=colour, alpha=0.3)
-                axes.stairs(shares, edges, color=colour, linestyle=line, linewidth=1.4, label=label)
+        for axes, (name, (relevant, irrelevant)) in zip(grid, panels.items(), strict=True):
+            _draw_histogram(axes, irrelevant, edges, label="irrelevant", color=BLUE, linestyle="-")
+            _draw_histogram(
+                axes, relevant, edges, label="relevant", color=VERMILION, linestyle="--"
+            )
             axes.axvline(threshold, color=BLACK, linestyle=":", linewidth=1.4, label="threshold")
             axes.set_title(name)
             axes.set_ylim(bottom=0)
@@ -117,29 +125,31 @@ def score_histograms(
         return _labelled(figure, "score", "share of the class")
 
 
+def _draw_histogram(axes: Axes, scores: Sequence[float], edges: Any, **line: Any) -> None:
+    shares = np.histogram(scores, edges)[0] / max(len(scores), 1)
+    axes.stairs(shares, edges, fill=True, color=line["color"], alpha=0.3)
+    axes.stairs(shares, edges, linewidth=1.4, **line)
+
+
 @contextmanager
-def _panels(
-    names: Collection[str], height: float, columns: int = 3
-) -> Iterator[tuple[Figure, list[Axes]]]:
-    """A figure of small panels in rows, one a name; what is left of the last row stays empty."""
-    wide = max(min(len(names), columns), 1)
-    rows = math.ceil(len(names) / wide)
-    with _canvas(5.5 if wide == 1 else 9.0, height * rows + 0.9) as figure:
-        grid = list(figure.subplots(rows, wide, squeeze=False).flat)
-        for axes in grid[len(names) :]:
-            axes.remove()
-        yield figure, grid[: len(names)]
+def _panels(names: Collection[str], height: float) -> Iterator[tuple[Figure, list[Axes]]]:
+    """A figure of small panels in rows, one for each name."""
+    columns = min(len(names), COLUMNS)
+    rows = math.ceil(len(names) / columns)
+    with _canvas(5.5 if columns == 1 else 9.0, height * rows + 0.9) as figure:
+        yield figure, [figure.add_subplot(rows, columns, n + 1) for n in range(len(names))]
 
 
-def _labelled(figure: Figure, across: str, up: str) -> Figure:
-    """With names of the axes and one legend below all panels, each label once."""
-    figure.supxlabel(across, size="medium")
-    figure.supylabel(up, size="medium")
-    panels = [axes.get_legend_handles_labels() for axes in figure.axes]
-    found = {label: handle for panel in panels for handle, label in zip(*panel, strict=True)}
-    figure.legend(
-        found.values(), found.keys(), loc="outside lower center", ncols=min(len(found), 4)
-    )
+def _labelled(figure: Figure, x_label: str, y_label: str) -> Figure:
+    """Name the axes, and put one legend with each label once below all panels."""
+    figure.supxlabel(x_label, size="medium")
+    figure.supylabel(y_label, size="medium")
+    handles = {}
+    for axes in figure.axes:
+        for handle, label in zip(*axes.get_legend_handles_labels(), strict=True):
+            handles[label] = handle
+    columns = min(len(handles), 4)
+    figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=columns)
     return figure
 
 

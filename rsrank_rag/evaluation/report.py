@@ -1,4 +1,4 @@
-"""The report of ``rsrank evaluate --report``: one HTML page that needs nothing else, the figures, and the numbers."""
+"""The report of ``rsrank evaluate --report``: an HTML page with its figures, and the numbers."""
 
 from __future__ import annotations
 
@@ -39,14 +39,19 @@ NAME_LENGTH = 32  # characters of a system's name in figures; captions have all 
 class Picture:
     """A figure on the page."""
 
-    section: str  # where it stands: "thresholds", "gaps" or "scores"
+    section: str  # of the page: "thresholds", "gaps" or "scores"
     name: str
-    caption: str  # what it shows; also its text for those who cannot see it
+    caption: str  # also the text for those who cannot see the figure
     figure: Figure
 
 
 def check_report(folder: str | Path) -> None:
-    """Raise before the work what would keep the report from being written after it."""
+    """Make the report's folder, and check before the work that a report can be written.
+
+    Raises:
+        InputError: The folder cannot be made.
+        MissingDependencyError: A library that the report needs is not installed.
+    """
     ranking_metrics([])
     scipy_stats()
     plots.load_matplotlib()
@@ -66,106 +71,125 @@ def write_report(
 ) -> Comparison:
     """Compare systems and write ``index.html``, ``report.json`` and ``figures/*.png``.
 
-    `folder`: made if need be. `sets`: the labelled queries that were scored. `titles`: show a document's title, if it
-    has one, in front of its text, as it was scored. Gives what report.json holds; needs ir-measures, scipy, matplotlib
-    and jinja2.
+    Args:
+        folder: Where to write; it is made if it is not there.
+        systems: The systems' scores.
+        sets: The labelled queries that were scored.
+        titles: Whether documents were scored with their titles in front, and are shown so.
+
+    Returns:
+        What report.json holds.
+
+    Raises:
+        MissingDependencyError: ir-measures, scipy, matplotlib or jinja2 is not installed.
     """
-    found, folder = compare(systems, sets), Path(folder)
-    write_text(folder / "report.json", found.model_dump_json(indent=1) + "\n")
-    drawn = [(x, plots.save(x.figure, folder / "figures" / x.name)) for x in figures_of(found)]
-    write_text(folder / "index.html", page(found, sets, drawn, titles=titles))
-    return found
+    folder = Path(folder)
+    comparison = compare(systems, sets)
+    write_text(folder / "report.json", comparison.model_dump_json(indent=1) + "\n")
+    pictures = []
+    for picture in figures_of(comparison):
+        pictures.append((picture, plots.save(picture.figure, folder / "figures" / picture.name)))
+    write_text(folder / "index.html", page(comparison, sets, pictures, titles=titles))
+    return comparison
 
 
-def figures_of(found: Comparison) -> Iterator[Picture]:
+def figures_of(comparison: Comparison) -> Iterator[Picture]:
     """All figures."""
-    systems = found.systems
-    short = short_names([system.name for system in systems])
-    for number, system in enumerate(systems):
-        results = system.sets.items()
-        ranges = {name: result.score_range for name, result in results}
-        best = {name: result.tau_best_normalised for name, result in results}
-        title = f"{short[system.name]}: bias {system.bias:.3f}, variance {system.variance:.4f}"
-        threshold, label = system.threshold_normalised, system.threshold_kind
-        figure = plots.score_ranges(ranges, best, threshold, label=label, title=title)
-        caption = "the range of scores of each set and the threshold with the highest mean F1, normalised."
-        yield Picture("thresholds", f"score-range-{number}", f"{system.name}: {caption}", figure)
-    gaps = {
-        s: {short[x.name]: [q.gap for q in x.sets[s].queries] for x in systems}
-        for s in found.labels
-    }
-    caption = "Share of queries whose F1 at the set's best threshold falls short of their own best by more than x."
+    names = short_names([system.name for system in comparison.systems])
+    for number, system in enumerate(comparison.systems):
+        title = f"{names[system.name]}: bias {system.bias:.3f}, variance {system.variance:.4f}"
+        figure = plots.score_ranges(
+            {name: result.score_range for name, result in system.sets.items()},
+            {name: result.tau_best_normalised for name, result in system.sets.items()},
+            system.threshold_normalised,
+            label=f"{system.threshold_kind} threshold",
+            title=title,
+        )
+        caption = (
+            f"{system.name}: the range of scores of each set and the threshold with the highest "
+            "mean F1, normalised."
+        )
+        yield Picture("thresholds", f"score-range-{number}", caption, figure)
+    gaps: dict[str, dict[str, list[float]]] = {name: {} for name in comparison.labels}
+    for system in comparison.systems:
+        for name, result in system.sets.items():
+            gaps[name][names[system.name]] = [query.gap for query in result.queries]
+    caption = (
+        "Share of queries whose F1 at the set's best threshold falls short of their own best by "
+        "more than x."
+    )
     yield Picture("gaps", "f1-gap", caption, plots.f1_gap_curves(gaps))
-    for number, system in enumerate(systems):
-        scores = {
-            s: _by_label(labels, system.sets[s].queries) for s, labels in found.labels.items()
-        }
-        figure = plots.score_histograms(scores, system.threshold, title=short[system.name])
+    for number, system in enumerate(comparison.systems):
+        scores = {}
+        for name, labels in comparison.labels.items():
+            scores[name] = _scores_by_label(labels, system.sets[name].queries)
+        figure = plots.score_histograms(scores, system.threshold, title=names[system.name])
         caption = f"{system.name}: scores of relevant and of irrelevant documents."
         yield Picture("scores", f"scores-{number}", caption, figure)
 
 
 def short_names(names: Sequence[str]) -> dict[str, str]:
-    """What figures have room for: of a long name, such as a folder's path, its end, as much as tells it from others."""
-    found = {
-        name: name if len(name) <= NAME_LENGTH else f"…{name[1 - NAME_LENGTH :]}" for name in names
-    }
-    return found if len(set(found.values())) == len(found) else dict(zip(names, names, strict=True))
+    """Names for figures: the ends of long names, such as of paths, unless two ends are the same."""
+    short = {}
+    for name in names:
+        short[name] = name if len(name) <= NAME_LENGTH else f"…{name[1 - NAME_LENGTH :]}"
+    if len(set(short.values())) < len(short):
+        return {name: name for name in names}
+    return short
 
 
-def _by_label(
+def _scores_by_label(
     labels: Sequence[QueryLabels], queries: Sequence[QueryResult]
 ) -> tuple[list[float], list[float]]:
-    """Scores of the relevant, and of the irrelevant documents; blank ones have none that could be drawn."""
-    pairs = [
-        pair
-        for x, y in zip(queries, labels, strict=True)
-        for pair in zip(x.scores, y.relevant, strict=True)
-    ]
-    drawn = [(score, relevant) for score, relevant in pairs if score != BLANK_SCORE]
-    return [score for score, relevant in drawn if relevant], [
-        score for score, relevant in drawn if not relevant
-    ]
+    """Scores of the relevant documents, and of the irrelevant ones, without blank documents."""
+    by_label: dict[bool, list[float]] = {True: [], False: []}
+    for query, label in zip(queries, labels, strict=True):
+        for score, relevant in zip(query.scores, label.relevant, strict=True):
+            if score != BLANK_SCORE:
+                by_label[relevant].append(score)
+    return by_label[True], by_label[False]
 
 
 def page(
-    found: Comparison,
+    comparison: Comparison,
     sets: Mapping[str, Sequence[LabelledQuery]],
-    drawn: Sequence[tuple[Picture, Path]] = (),
+    pictures: Sequence[tuple[Picture, Path]] = (),
     *,
     titles: bool = True,
 ) -> str:
-    """The report as one HTML page with its figures inside; every text from elsewhere is escaped (jinja2)."""
-    pictures = [(picture, base64.b64encode(png.read_bytes()).decode()) for picture, png in drawn]
-    about = {
-        "metrics": METRICS,
-        "sets": sets,
-        "pictures": pictures,
-        "titles": titles,
-        "text_length": TEXT_LENGTH,
-        "rule_tables": rule_tables(found),
-    }
-    functions = {"worst_queries": worst_queries, "best_first": best_first}
-    return str(template(__package__, "report.html").render(about, found=found, **functions))
+    """The report as one HTML page that contains its figures. jinja2 escapes every text."""
+    encoded = []
+    for picture, png in pictures:
+        encoded.append((picture, base64.b64encode(png.read_bytes()).decode()))
+    text: str = template(__package__, "report.html").render(
+        comparison=comparison,
+        metrics=METRICS,
+        sets=sets,
+        pictures=encoded,
+        titles=titles,
+        text_length=TEXT_LENGTH,
+        rule_tables=rule_tables(comparison),
+        worst_queries=worst_queries,
+        best_first=best_first,
+    )
+    return text
 
 
-def rule_tables(found: Comparison) -> list[dict[str, Any]]:
+def rule_tables(comparison: Comparison) -> list[dict[str, Any]]:
     """For each system and set: what the threshold and its alternatives keep, and a sentence."""
     tables = []
-    for system in found.systems:
+    for system in comparison.systems:
+        alternatives = rules(system.threshold).values()
         for name, result in system.sets.items():
             scored = []
-            for query, labels in zip(result.queries, found.labels[name], strict=True):
+            for query, labels in zip(result.queries, comparison.labels[name], strict=True):
                 scored.append(ScoredQuery(query.scores, labels.relevant))
-            rows = []
-            for rule in rules(system.threshold).values():
-                rows.append((describe_rule(rule), apply_rule(scored, rule)))
             best = best_scores(scored)
             tables.append(
                 {
                     "system": system.name,
                     "set": name,
-                    "rows": rows,
+                    "rows": [(describe_rule(r), apply_rule(scored, r)) for r in alternatives],
                     "answerable": len(best[0]),
                     "advice": recommend(scored, threshold=system.threshold),
                     "auroc": auroc(*best),
@@ -176,32 +200,30 @@ def rule_tables(found: Comparison) -> list[dict[str, Any]]:
 
 
 def worst_queries(queries: Sequence[QueryResult], count: int = WORST) -> dict[int, str]:
-    """Rows of the queries with the lowest F1 at the threshold, then of those with the largest gap, and the reason.
+    """Numbers of the worst queries, and why they are shown.
 
-    Queries with a perfect F1, or without a gap, are not among them. Of equal ones the first are taken.
+    The queries with the lowest F1 at the threshold come first, then those with the largest gap.
+    Queries with a perfect F1, or without a gap, are left out. Of equal queries the first are taken.
     """
+    reasons: dict[int, str] = {}
     rows = range(len(queries))
-    lowest = sorted(rows, key=lambda row: queries[row].metrics["f1@tau"])[:count]
-    widest = sorted(rows, key=lambda row: -queries[row].gap)[:count]
-    chosen = {
-        row: "lowest F1 at the threshold" for row in lowest if queries[row].metrics["f1@tau"] < 1
-    }
-    for row in (row for row in widest if queries[row].gap > 1e-9):
-        chosen[row] = f"{chosen[row]}, largest gap" if row in chosen else "largest gap"
-    return chosen
+    for row in sorted(rows, key=lambda row: queries[row].metrics["f1@tau"])[:count]:
+        if queries[row].metrics["f1@tau"] < 1:
+            reasons[row] = "lowest F1 at the threshold"
+    for row in sorted(rows, key=lambda row: -queries[row].gap)[:count]:
+        if queries[row].gap > 1e-9:
+            reasons[row] = f"{reasons[row]}, largest gap" if row in reasons else "largest gap"
+    return reasons
 
 
 def template(package: str | None, name: str) -> Any:
     """A page of a package's ``templates/``; what is put into HTML is escaped."""
     jinja2 = required("jinja2", "The report needs jinja2.", "eval,plots")
-    loader, lines = (
-        jinja2.PackageLoader(package, "templates"),
-        {"trim_blocks": True, "lstrip_blocks": True},
-    )
-    made = jinja2.Environment(
-        loader=loader,
+    environment = jinja2.Environment(
+        loader=jinja2.PackageLoader(package, "templates"),
         autoescape=jinja2.select_autoescape(),
         undefined=jinja2.StrictUndefined,
-        **lines,
+        trim_blocks=True,
+        lstrip_blocks=True,
     )
-    return made.get_template(name)
+    return environment.get_template(name)

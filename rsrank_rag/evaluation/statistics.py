@@ -1,6 +1,6 @@
-"""How sure a mean or a difference is: bootstrap intervals and the paired t-test (scipy), over queries."""
+"""How sure a mean or a difference is: bootstrap intervals and the paired t-test (scipy)."""
 
-import math
+import statistics
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,9 +12,8 @@ from ..errors import required
 LEVEL = 0.95  # confidence level of the intervals
 RESAMPLES = 2000  # bootstrap samples
 
-_AT_ONCE = (
-    1_000_000  # numbers drawn at a time, so that memory does not grow with the number of queries
-)
+# Numbers drawn at a time, so that memory does not grow with the number of queries.
+NUMBERS_AT_A_TIME = 1_000_000
 
 
 class Record(BaseModel):
@@ -24,7 +23,10 @@ class Record(BaseModel):
 
 
 class Estimate(Record):
-    """A mean and its bootstrap confidence interval; no interval (None) with fewer than two queries in a set."""
+    """A mean and its bootstrap confidence interval.
+
+    The interval is None if a set has fewer than two queries.
+    """
 
     mean: float
     low: float | None
@@ -32,65 +34,76 @@ class Estimate(Record):
 
 
 class PairedTest(Record):
-    """A paired t-test."""
+    """A paired t-test.
+
+    ``t`` and ``p`` (two-sided) are None where the test is not defined: with fewer than two pairs,
+    and if all pairs differ by the same amount.
+    """
 
     difference: float  # mean of first minus second
-    t: (
-        float | None
-    )  # None where it is not defined: fewer than two pairs, or all differ by the same amount
-    p: (
-        float | None
-    )  # two-sided; None with fewer than two pairs, 1 where no pair differs, 0 where all do by the same
+    t: float | None
+    p: float | None
 
 
 def estimate_mean(*samples: Sequence[float], resamples: int = RESAMPLES, seed: int = 0) -> Estimate:
-    """Mean of the samples' means with its percentile bootstrap interval.
+    """The mean of the samples' means, with its percentile bootstrap interval.
 
-    `samples`: one number a query (for two systems, the paired differences). Several are sets, each counting the same
-    whatever its size and each resampled by itself. ValueError: one is empty, or there is none. `seed`: the same
-    numbers give the same interval.
+    Args:
+        samples: One number for each query; for two systems, the paired differences. Several samples
+            are several sets. Each set counts the same whatever its size, and is resampled by
+            itself.
+        resamples: Number of bootstrap samples.
+        seed: The same numbers and the same seed give the same interval.
+
+    Raises:
+        ValueError: A sample is empty, or there is none.
+        MissingDependencyError: scipy is not installed.
     """
     if not samples or not all(samples):
         raise ValueError("estimate_mean needs samples with numbers in them.")
-    mean = math.fsum(math.fsum(sample) / len(sample) for sample in samples) / len(samples)
+    mean = statistics.fmean(map(statistics.fmean, samples))
+    largest = max(map(len, samples))
     if min(map(len, samples)) < 2:
         return Estimate(mean=mean, low=None, high=None)
-
-    def mean_of_means(*drawn: Any, axis: int) -> Any:
-        return sum(sample.mean(axis=axis) for sample in drawn) / len(drawn)
-
-    found = scipy_stats().bootstrap(
-        [np.asarray(sample, dtype=float) for sample in samples],
-        mean_of_means,
+    result = scipy_stats().bootstrap(
+        samples,
+        _mean_of_means,
         n_resamples=resamples,
-        batch=max(1, _AT_ONCE // max(map(len, samples))),
+        batch=max(1, NUMBERS_AT_A_TIME // largest),
         confidence_level=LEVEL,
-        method="percentile",  # BCa, the default, has no answer where a metric is the same for all queries
+        # BCa, the default, has no answer where a metric is the same for all queries.
+        method="percentile",
         rng=np.random.default_rng(seed),
     )
-    low, high = map(float, found.confidence_interval)
-    return Estimate(
-        mean=mean, low=min(low, mean), high=max(high, mean)
-    )  # equal numbers differ by rounding
+    low, high = map(float, result.confidence_interval)
+    # The bounds and the mean of equal numbers may differ by rounding.
+    return Estimate(mean=mean, low=min(low, mean), high=max(high, mean))
+
+
+def _mean_of_means(*samples: Any, axis: int) -> Any:
+    return sum(sample.mean(axis=axis) for sample in samples) / len(samples)
 
 
 def paired_differences(first: Sequence[float], second: Sequence[float]) -> list[float]:
-    """First minus second, query by query; ValueError where they differ in length."""
+    """First minus second, query by query; ValueError if they differ in length."""
     return [a - b for a, b in zip(first, second, strict=True)]
 
 
 def paired_t_test(first: Sequence[float], second: Sequence[float]) -> PairedTest:
-    """Paired t-test, such as the paper's Table 1: each query's best F1 against its F1 at the set's best threshold."""
+    """The paired t-test of the paper's Table 1.
+
+    There it compares each query's best F1 with its F1 at the set's best threshold.
+    """
     differences = paired_differences(first, second)
-    mean = math.fsum(differences) / max(len(differences), 1)
-    t, p = None, None
-    if len(differences) > 1 and max(differences) - min(differences) > 1e-12:
-        t, p = map(float, scipy_stats().ttest_rel(first, second))
-    elif len(differences) > 1:  # all pairs differ by the same amount
-        t, p = (0.0, 1.0) if abs(mean) < 1e-12 else (None, 0.0)
-    return PairedTest(difference=mean, t=t, p=p)
+    if not differences:
+        return PairedTest(difference=0.0, t=None, p=None)
+    mean = statistics.fmean(differences)
+    if max(differences) - min(differences) < 1e-12:
+        return PairedTest(difference=mean, t=None, p=None)
+    result = scipy_stats().ttest_rel(first, second)
+    return PairedTest(difference=mean, t=float(result.statistic), p=float(result.pvalue))
 
 
 def scipy_stats() -> Any:
-    """The library; MissingDependencyError where it is not installed."""
+    """The library; MissingDependencyError if it is not installed."""
     return required("scipy", "Intervals and tests need scipy.", "eval").stats

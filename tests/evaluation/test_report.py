@@ -208,7 +208,7 @@ def test_a_comparison_by_hand():
     assert (result.gap.mean, result.gap_above, result.t_test.p) == (
         pytest.approx(0),
         {"0.1": 0.0, "0.3": 0.0},
-        1.0,
+        None,
     )
     assert system.threshold_normalised == pytest.approx(4.5 / 8)
     assert (system.bias, system.variance) == (pytest.approx(4.5 / 8), 0.0)
