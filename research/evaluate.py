@@ -1,4 +1,4 @@
-"""`rsrank evaluate` with the systems of the paper known by name: python -m research.evaluate --help."""
+"""`rsrank evaluate` with the paper's systems by name: python -m research.evaluate --help."""
 
 import typer
 

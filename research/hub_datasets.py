@@ -42,7 +42,7 @@ class _Source:
 
     @property
     def splits(self) -> Mapping[str, str]:
-        """What it calls the three splits. The labels of the multi-hop sets' own test split are hidden."""
+        """Its names of the three splits. Test labels of the multi-hop sets are not public."""
         found = {"train": "train", "validation": "validation", "test": "validation"}
         return {**found, "validation": "dev", "test": "test"} if self.layout == "beir" else found
 
@@ -99,7 +99,8 @@ def load_sets(
     """Files of labelled queries and sets by name from the Hub: name -> queries.
 
     Args:
-        places: ``.jsonl`` or ``.jsonl.gz`` files, names of `NAMES` or ``beir:NAME``. A file goes before a name.
+        places: ``.jsonl`` or ``.jsonl.gz`` files, names of `NAMES` or ``beir:NAME``. A file goes
+            before a name.
         limit: Only the first queries of each file; of a set by name so many at random.
         negatives: The irrelevant documents of each query. For a file they come from the candidates
             of all its queries. None keeps the file's own, and takes 15 at random for sets of BEIR.

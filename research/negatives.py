@@ -36,7 +36,7 @@ class Negatives(BaseModel, extra="forbid", frozen=True):
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """Read ``random``, ``bm25``, ``dense`` or ``dense:ENCODER``; anything else is an InputError.
+        """Read ``random``, ``bm25``, ``dense`` or ``dense:ENCODER``; InputError for all else.
 
         >>> Negatives.parse("dense:BAAI/bge-m3").encoder
         'BAAI/bge-m3'

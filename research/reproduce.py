@@ -51,7 +51,8 @@ def reproduce(
 
     `python -m research.reproduce --config local --data dev --model mini`
 
-    A run that was interrupted goes on where it stopped. What cannot be loaded is named, and the others still run.
+    A run that was interrupted goes on where it stopped. What cannot be loaded is named, and the
+    others still run.
     """
     from .reproduction.config import Reproduction, plan
     from .reproduction.run import reproduce as run

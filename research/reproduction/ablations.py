@@ -1,7 +1,8 @@
-"""Ablations (paper, Appendix B): named changes of a recipe or of what is read, as ``ablations.toml`` lists them.
+"""Ablations (paper, Appendix B): the changes of a recipe that ``ablations.toml`` lists.
 
-Every ablation changes one thing. B is trained on the recipe's data and measured on its evaluation sets, both from
-features: ablations that read the same features share one store. What was done is kept and not done again.
+Every ablation changes one thing. B is trained on the recipe's data and measured on its evaluation
+sets, both from features: ablations that read the same features share one store. What was done is
+kept and not done again.
 """
 
 import hashlib
@@ -45,8 +46,11 @@ Share = Literal["all", "first half", "second half", "every second", "first", "la
 """Which of the layers or heads that the recipe reads."""
 
 Scorer = Literal["B", "oracle similarity", "cosine"]
-"""B, or a yardstick: similarity to the shift of all relevant documents, which knows the labels (Section 4.2), or the
-cosine that the recipe's model gives as a bi-encoder."""
+"""B, or a score to compare it with.
+
+"oracle similarity" is the similarity to the shift of all relevant documents, taken from the labels
+(Section 4.2). "cosine" uses the recipe's model as a bi-encoder.
+"""
 
 BASE = "base"
 
@@ -119,14 +123,14 @@ GROUPS: tuple[str, ...] = tuple(dict.fromkeys(ablation.group for ablation in ABL
 
 
 def chosen(names: Sequence[str]) -> list[Ablation]:
-    """The ablations that names, groups or ``all`` stand for, the unchanged recipe first; else InputError."""
+    """The unchanged recipe, then the ablations of these names or groups; InputError for others."""
     found = {BASE: ABLATIONS[BASE]}
     for name in names:
         matching = {key: a for key, a in ABLATIONS.items() if name in ("all", key, a.group)}
         if not matching:
             raise InputError(
-                f"There is no ablation {name!r}. Give 'all', a group ({', '.join(GROUPS)}) or a name: "
-                f"{', '.join(ABLATIONS)}."
+                f"There is no ablation {name!r}. Give 'all', a group ({', '.join(GROUPS)}) or a "
+                f"name: {', '.join(ABLATIONS)}."
             )
         found |= matching
     return list(found.values())
@@ -135,8 +139,8 @@ def chosen(names: Sequence[str]) -> list[Ablation]:
 def pick(items: Sequence[int], share: Share) -> tuple[int, ...]:
     """Some of the items; at least one.
 
-    >>> pick(range(1, 6), "first half"), pick(range(1, 6), "second half"), pick(range(1, 6), "every second")
-    ((1, 2, 3), (4, 5), (1, 3, 5))
+    >>> [pick(range(1, 6), share) for share in ("first half", "second half", "every second")]
+    [(1, 2, 3), (4, 5), (1, 3, 5)]
     """
     middle = (len(items) + 1) // 2
     slices = {
@@ -205,7 +209,7 @@ class Ablations:
     _layers: dict[str, tuple[int, ...]] = field(default_factory=dict, init=False)
 
     def recipe(self, ablation: Ablation) -> ResearchRecipe:
-        """The changed recipe; InputError where there is none, or it has nothing to learn from or to measure on."""
+        """The changed recipe; InputError if it is missing, or lacks training or evaluation data."""
         part = self.part
         found = ResearchRecipe.load(part.recipe, [*part.settings, *ablation.changes])
         update = {
@@ -214,12 +218,13 @@ class Ablations:
         }
         if not update["data"] or not update["evaluation"]:
             raise InputError(
-                f"Ablations of {part.recipe!r} need data to train on and evaluation sets. Name both."
+                f"Ablations of {part.recipe!r} need data to train on and evaluation sets. Name "
+                "both."
             )
         return found.model_copy(update=update)
 
     def run(self, ablations: Sequence[Ablation]) -> list[AblationRow]:
-        """Rows of each ablation and seed, one a set; those that end with an error are told of, and the others go on."""
+        """Rows of each ablation and seed, one a set; an error is reported, and the others go on."""
         rows: list[AblationRow] = []
         for ablation in ablations:
             for seed in (
@@ -305,7 +310,8 @@ class Ablations:
         if ablation.queries is not None:
             if ablation.queries > len(train):
                 raise InputError(
-                    f"{ablation.queries} queries to learn from were asked for; there are {len(train)}."
+                    f"{ablation.queries} queries to learn from were asked for; there are "
+                    f"{len(train)}."
                 )
             train = random.Random(f"samples-{seed}").sample(train, ablation.queries)
             options = options.model_copy(update={"epochs": SAMPLE_EPOCHS, "keep": "last"})

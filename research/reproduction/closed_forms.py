@@ -27,14 +27,16 @@ def closed_form(
 ) -> Projection:
     """Solve for B (paper, Appendix B.1).
 
-    Its rows are all alike, so a cosine to the ones vector is 1 or -1 for each layer, head and token, whatever the
-    length of the shift: it ranks, but its zero means little. Matrices are accumulated in fp64, query by query.
+    Its rows are all alike, so a cosine to the ones vector is 1 or -1 for each layer, head and
+    token, whatever the length of the shift: it ranks, but its zero means little. Matrices are
+    accumulated in fp64, query by query.
 
     - ``oracle``: B mu = 1, with mu the mean oracle shift.
     - ``separation``: ridge regression of relevant shifts to 1 and irrelevant ones to 0.
     - ``combined``: the least response to irrelevant shifts among those with B mu = 1.
 
-    `ridge`: added to the diagonal, as a share of its mean. TrainingError: no query has a relevant document.
+    `ridge`: added to the diagonal, as a share of its mean. TrainingError: no query has a relevant
+    document.
     """
     gram, target, count = _moments(features, separation=method == "separation")
     if not count:

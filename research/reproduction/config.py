@@ -1,4 +1,4 @@
-"""What ``python -m research.reproduce`` measures: sets, systems, tables, figures and ablations, as one TOML file."""
+"""Configuration of ``python -m research.reproduce`` in TOML: sets, systems, tables, ablations."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import fields, replace
@@ -31,7 +31,7 @@ class SetPart(NamedSetPart, extra="forbid", frozen=True):
 
 
 class SystemPart(LoadSettings):
-    """A system by its name (`systems.KINDS`), and how to load it where that differs from the command line."""
+    """A system by its name (`systems.KINDS`); its loading options override the command line."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -85,10 +85,11 @@ class Reproduction(BaseModel, extra="forbid", frozen=True):
     ) -> Self:
         """Read a configuration.
 
-        `source`: name of one that ships with the package, or a TOML file. `data`: labelled files, or folders of them,
-        instead of its sets. `artifact`: what its system "artifact" stands for. `systems`: more of them. `negatives`:
-        as of `Negatives.parse`, for all sets but the multi-hop ones by name, which have their own. `queries`: at most
-        so many a set. InputError: there is no such configuration, or it is not valid.
+        `source`: name of one that ships with the package, or a TOML file. `data`: labelled files,
+        or folders of them, instead of its sets. `artifact`: what its system "artifact" stands for.
+        `systems`: more of them. `negatives`: as of `Negatives.parse`, for all sets but the
+        multi-hop ones by name, which have their own. `queries`: at most so many a set. InputError:
+        there is no such configuration, or it is not valid.
         """
         raw = read_toml(source, SHIPPED, "configuration")
         if data:
@@ -146,7 +147,7 @@ class Reproduction(BaseModel, extra="forbid", frozen=True):
 
 
 def files_in(places: Iterable[str | Path]) -> list[Path]:
-    """Files, and for each folder its ``.jsonl`` and ``.jsonl.gz`` files by name; InputError where it has none."""
+    """The files, and all ``.jsonl`` and ``.jsonl.gz`` files of folders; InputError without any."""
     files: list[Path] = []
     for place in map(Path, places):
         inside = (
@@ -163,7 +164,8 @@ def files_in(places: Iterable[str | Path]) -> list[Path]:
 def plan(config: Reproduction) -> str:
     """What a run would do, in words; nothing is loaded."""
     lines = [
-        f"{config.name}: {len(config.systems)} systems on {len(config.sets)} sets, seed {config.seed}"
+        f"{config.name}: {len(config.systems)} systems on {len(config.sets)} sets, seed "
+        f"{config.seed}"
     ]
     for part in config.sets:
         many = "all queries" if part.queries is None else f"{part.queries} queries"

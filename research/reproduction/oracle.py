@@ -1,7 +1,8 @@
-"""Oracle similarity (paper, Section 4.2): how much a document's shift resembles that of all relevant ones together.
+"""Oracle similarity (paper, Section 4.2) to the shift of all relevant documents together.
 
-It reads the labels, so it is no reranker but a bound on what the shifts hold. The cosines of layers, heads and tokens
-are put together like the terms of RSRank's score: summed over layers and heads, averaged over tokens.
+It reads the labels, so it is no reranker but a bound on what the shifts hold. The cosines of
+layers, heads and tokens are put together like the terms of RSRank's score: summed over layers and
+heads, averaged over tokens.
 """
 
 import torch
@@ -16,7 +17,7 @@ from rsrank_rag.training.store import QueryFeatures
 
 
 class OracleSimilarity:
-    """Ranks the documents of labelled queries with a ranker's language model, template and layers; B is not used."""
+    """Ranks labelled documents with a ranker's language model, template and layers, without B."""
 
     threshold: float | None = None  # a document may well be relevant and point away from the others
 
@@ -38,7 +39,7 @@ class OracleSimilarity:
 
 
 def oracle_scores(features: QueryFeatures) -> list[float]:
-    """One score a document, within plus or minus layers x heads; 0 for all where nothing is relevant."""
+    """One score a document, within plus or minus layers x heads; all 0 if none is relevant."""
     count, tokens = len(features.relevant), features.tokens
     if not features.oracle:
         return [0.0] * count

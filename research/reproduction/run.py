@@ -1,7 +1,7 @@
 """``python -m research.reproduce``: the paper's tables and figures for any artifact.
 
-System by system and set by set; scores are kept after each, so that a run that was interrupted goes on. What cannot be
-loaded or scored is named with its error, and the others still run.
+System by system and set by set; scores are kept after each, so that a run that was interrupted goes
+on. What cannot be loaded or scored is named with its error, and the others still run.
 """
 
 import gc
@@ -52,10 +52,11 @@ def reproduce(
         [Sequence[LabelledQuery], str], Iterable[LabelledQuery]
     ] = lambda queries, what: queries,
 ) -> Outcome:
-    """Run a configuration, or what is left of it, and write ``tables.md`` and ``report/`` into the folder ``output``.
+    """Run what is left of a configuration; write ``tables.md`` and ``report/`` into ``output``.
 
-    `options`: how to load models. `say`: told what is going on, failures included. `watch`: wraps the queries that are
-    being scored, as a progress bar does. Raises InputError if no set could be loaded.
+    `options`: how to load models. `say`: told what is going on, failures included. `watch`: wraps
+    the queries that are being scored, as a progress bar does. Raises InputError if no set could be
+    loaded.
     """
     output, options = Path(output), options or LoadOptions()
     check_report(output)
@@ -113,7 +114,7 @@ class _Run:
         return found
 
     def measure(self, part: SystemPart, sets: dict[str, list[LabelledQuery]]) -> None:
-        """Score what has no scores yet; the system is loaded only if there is something to score."""
+        """Score the sets without scores; load the system only if there is one."""
         files = {
             label: self.output / "scores" / f"{sha(part.title, label)[:16]}.json" for label in sets
         }

@@ -1,6 +1,7 @@
-"""Other signals and other null prefixes than the method's own (paper, Appendix B.1 and B.2), for comparison.
+"""Signals and null prefixes to compare with the method's own (paper, Appendix B.1 and B.2).
 
-They are read row by row: slow, and as plain as can be. Axes: N rows, H heads, T scored query tokens, D head width.
+They are read row by row: slow, and as plain as can be. Axes: N rows, H heads, T scored query
+tokens, D head width.
 """
 
 from collections.abc import Callable, Sequence
@@ -20,11 +21,11 @@ from rsrank_rag.method.scoring import Consume, Row, ShiftReader
 from rsrank_rag.method.template import PromptTokenizer, private_copy
 
 Signal = Literal["values", "keys", "hidden"]
-"""Value vectors (the paper's choice), keys, or the hidden states that enter a layer (Appendix B.2)."""
+"""Value vectors (the paper's choice), keys, or hidden states entering a layer (Appendix B.2)."""
 
 Null = Literal["empty", "matched", "none"]
-"""What is subtracted: the query after no document (Eq. 3), the query after filler of the document's length (Eq. 2), or
-nothing (raw representations, Appendix B.1)."""
+"""The query's vectors to subtract: after no document ("empty", Eq. 3), after filler of the
+document's length ("matched", Eq. 2), or none (raw representations, Appendix B.1)."""
 
 FILLER = "."  # fills a null prefix up to a document's length
 
@@ -43,9 +44,9 @@ def reader_of(signal: Signal, null: Null) -> ReaderOf:
 class SignalReader(ShiftReader):
     """Reads another signal, or subtracts something else.
 
-    `signal`: value vectors, keys, or the hidden states that enter a layer (then H = 1 and D is the hidden size).
-    `null`: what stands for "no document". Keys hold their position, which a document moves: they are compared at the
-    same positions ("matched") or not at all ("none").
+    `signal`: value vectors, keys, or the hidden states that enter a layer (then H = 1 and D is the
+    hidden size). `null`: what stands for "no document". Keys hold their position, which a document
+    moves: they are compared at the same positions ("matched") or not at all ("none").
     """
 
     def __init__(
@@ -151,5 +152,5 @@ class _KeyReader(Reader):
 def _show_input(
     number: int, show: Show, module: nn.Module, args: tuple[Tensor, ...], kwargs: dict[str, Tensor]
 ) -> None:
-    """A hook before a layer: hand over the hidden states that enter it, (N, T, hidden), as one head."""
+    """A hook before a layer: pass on the hidden states entering it, (N, T, hidden), as one head."""
     show(number, (args[0] if args else kwargs["hidden_states"])[:, None])

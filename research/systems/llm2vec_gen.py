@@ -1,10 +1,10 @@
 """LLM2Vec-Gen: embeddings of the answer that a language model would give (arXiv:2603.10913).
 
-The published package, llm2vec-gen 0.1.3, pins torch 2.6, transformers 4.56 and flash-attn, so it cannot live beside
-this one. The recipe here follows its source and the retrieval example of its description: special tokens with trained
-embeddings are appended to the text, the frozen causal model runs over both, and the last hidden states at the last
-tokens go through two trained linear maps and are averaged. The decoder, which only turns embeddings back into text, is
-not loaded.
+The published package, llm2vec-gen 0.1.3, pins torch 2.6, transformers 4.56 and flash-attn, so it
+cannot live beside this one. The recipe here follows its source and the retrieval example of its
+description: special tokens with trained embeddings are appended to the text, the frozen causal
+model runs over both, and the last hidden states at the last tokens go through two trained linear
+maps and are averaged. The decoder, which only turns embeddings back into text, is not loaded.
 
 Verified against that source, line by line and on tiny random models; not on the published weights.
 
@@ -39,19 +39,20 @@ FILES = ["*.json", "*.jinja", "*.txt", "*.yml", "reconstruction_mlp", "alignment
 
 
 class _Loader(yaml.SafeLoader):  # type: ignore[misc] # it comes without types
-    """Reads run_config.yml, whose training arguments may be Python enums: their values, nothing is constructed."""
+    """Reads run_config.yml; tags of Python objects become None, and nothing is constructed."""
 
 
 _Loader.add_multi_constructor("tag:yaml.org,2002:python/", lambda loader, suffix, node: None)
 
 
 class LLM2VecGen(Batched):
-    """Cosine of the LLM2Vec-Gen embeddings of query and document; the paper keeps what scores above 0.
+    """Cosine of the LLM2Vec-Gen embeddings of query and document; the native threshold is 0.
 
     Args:
-        name: Hub id or local folder of the adapters. The base model is the one that their ``run_config.yml`` names.
-        query_instruction: Goes before the query, as `document_instruction` before documents: the retrieval example's.
-        max_length: Positions of one text with its instruction and the special tokens, 512 in training.
+        name: Hub id or local folder of the adapters. Their ``run_config.yml`` names the base model.
+        query_instruction: Goes before the query, as `document_instruction` before documents. The
+            defaults are the retrieval example's.
+        max_length: Positions of one text with its instruction and special tokens, 512 in training.
 
     Raises:
         BackboneError: It cannot be loaded, or is no such model.
@@ -80,15 +81,16 @@ class LLM2VecGen(Batched):
         missing = [token for token in run["special_tokens"] if token not in vocabulary]
         if missing:
             raise BackboneError(
-                f"The tokenizer in {folder} lacks the special token {missing[0]!r} of run_config.yml."
+                f"The tokenizer in {folder} lacks the special token {missing[0]!r} of "
+                "run_config.yml."
             )
         self.special: Ids = tuple(vocabulary[token] for token in run["special_tokens"])
         mode = re.fullmatch(r"last_(\d+)_tokens", str(run["encoding_mode"]))
         self.read = int(mode[1]) if mode else 0
         if not 1 <= self.read <= len(self.special):
             raise BackboneError(
-                f"encoding_mode is {run['encoding_mode']!r}, expected 'last_N_tokens' with N at most the "
-                f"{len(self.special)} special tokens."
+                f"encoding_mode is {run['encoding_mode']!r}, expected 'last_N_tokens' with N at "
+                f"most the {len(self.special)} special tokens."
             )
         maps = [
             _linear(folder / part)
@@ -149,7 +151,8 @@ def _download(name: str | Path, revision: str | None, options: LoadOptions) -> P
     if is_folder(name):
         return Path(name)
     with _reading(
-        f"{str(name)!r} (revision {revision or 'main'}) is no local folder and could not be downloaded"
+        f"{str(name)!r} (revision {revision or 'main'}) is no local folder and could not be "
+        "downloaded"
     ):
         return Path(
             snapshot_download(str(name), revision=revision, allow_patterns=FILES, **options.hub)
@@ -183,13 +186,14 @@ def _with_adapter(
 
 
 def _linear(path: Path) -> nn.Linear:
-    """One of the two trained maps, in fp32, read without running anything that a pickle may hold."""
+    """One of the two trained maps, in fp32; pickled code is not run."""
     with _reading(f"{path} could not be read as a linear map"):
         saved = torch.load(path, map_location="cpu", weights_only=True)
         config, weights = saved["config"], saved["state_dict"]
         if config.get("pooling_mode", "linear") != "linear" or config.get("size", 1) != 1:
             raise BackboneError(
-                f"{path} is not a single linear map: {config}. Only that kind is published and read."
+                f"{path} is not a single linear map: {config}. Only that kind is published and "
+                "read."
             )
         layer = nn.Linear(config["input_dim"], config["output_dim"])
         layer.load_state_dict(

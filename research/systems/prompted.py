@@ -1,4 +1,4 @@
-"""Language models over prompts: Qwen3-Reranker and MonoT5 compare the logits of two possible answers.
+"""Rerankers by prompt: Qwen3-Reranker and MonoT5 compare the logits of two possible answers.
 
 Axes: N prompts, T tokens.
 """
@@ -25,7 +25,7 @@ from rsrank_rag.reranker import PairLike, Reranker, Scored, as_list, score_by_qu
 
 
 class Batched(Reranker):
-    """A language model and its tokenizer. What a text contains is read as text: a special token written there is none.
+    """A language model and its tokenizer. Special tokens in a text are read as plain text.
 
     `max_length`: positions of one prompt.
     """
@@ -53,7 +53,7 @@ class Batched(Reranker):
     def encode(
         self, before: str, texts: Sequence[str], room: int, **options: bool
     ) -> tuple[list[Ids], list[bool]]:
-        """Token ids of each text behind the same words, joined as in training, cut to the room; and which were cut."""
+        """Token ids of `before` + each text, at most `room` of them, and which texts were cut."""
         for index, text in enumerate(texts):
             if not isinstance(text, str):
                 raise InputError(
@@ -68,9 +68,10 @@ class Batched(Reranker):
     def compute_each(
         self, prompts: Sequence[Ids], compute: Callable[[Tensor, Tensor], Tensor]
     ) -> list[Tensor]:
-        """What the model gives for each prompt, computed in batches; equal prompts are computed once.
+        """The model's output for each prompt, in batches; equal prompts are computed once.
 
-        `compute`: token ids (N, T) and their mask (N, T) -> (N, ...). Padding on the right leaves positions alone.
+        `compute`: token ids (N, T) and their mask (N, T) -> (N, ...). Padding on the right leaves
+        positions alone.
 
         Raises ScoringError: a prompt does not fit into memory even alone; its position is given.
         """
@@ -93,8 +94,8 @@ class Batched(Reranker):
 class AnswerHead(nn.Linear):
     """A language model's output layer, cut down to the tokens that are compared.
 
-    It computes in fp32, whatever the model computes in: rounded to bfloat16, the logits of one query's documents
-    are often equal. The rest of the vocabulary costs neither time nor memory.
+    It computes in fp32, whatever the model computes in: rounded to bfloat16, the logits of one
+    query's documents are often equal. The rest of the vocabulary costs neither time nor memory.
     """
 
     def __init__(self, head: nn.Linear, tokens: Sequence[int]) -> None:
@@ -114,13 +115,13 @@ class AnswerHead(nn.Linear):
 class AnswerOdds(Batched):
     """A prompt around query and document, and the odds of one answer against the other.
 
-    The score is the probability of the positive answer among the two, so 0.5 is the native threshold.
-    Subclasses give the prompt and run the model.
+    The score is the probability of the positive answer among the two, so 0.5 is the native
+    threshold. Subclasses give the prompt and run the model.
 
     Args:
         model: Its output layer is replaced by an `AnswerHead`.
         answers: The negative and the positive answer, as they stand in the vocabulary.
-        prefix: Ids before the text, as `suffix` are those after it. A document that is too long is cut, never these.
+        prefix: Ids before the text, as `suffix` are those after it. Only documents are cut.
     """
 
     threshold: float | None = 0.5
@@ -148,8 +149,8 @@ class AnswerOdds(Batched):
                 else "its output layer is not a plain matrix"
             )
             raise BackboneError(
-                f"{model.name_or_path!r} is no {type(self).__name__}: {lacks}. It must be one of the checkpoints that "
-                f"answer {answers[1]!r} or {answers[0]!r}."
+                f"{model.name_or_path!r} is no {type(self).__name__}: {lacks}. It must be one of "
+                f"the checkpoints that answer {answers[1]!r} or {answers[0]!r}."
             )
         model.set_output_embeddings(AnswerHead(head, [vocabulary[answer] for answer in answers]))
 
@@ -159,10 +160,10 @@ class AnswerOdds(Batched):
 
     @abstractmethod
     def logits(self, ids: Tensor, mask: Tensor) -> Tensor:
-        """Logits of the negative and the positive answer, (N, 2), of prompts (N, T) and their mask (N, T)."""
+        """Logits of the negative and the positive answer, (N, 2), from prompts and mask (N, T)."""
 
     def prompts(self, query: str, documents: Sequence[str]) -> tuple[list[Ids], list[bool]]:
-        """Token ids of each document's prompt, and whether the document was cut; InputError where there is none."""
+        """Token ids of each prompt, and which documents were cut; InputError if the query is too long."""
         if not isinstance(query, str):
             raise InputError(f"The query must be a string, got {type(query).__name__}.")
         opening = clean(self.opening(query))
@@ -170,15 +171,16 @@ class AnswerOdds(Batched):
         length = len(self._text.encode(opening, add_special_tokens=False).ids)
         if length >= room:
             raise InputError(
-                f"With the instruction the query has {length} tokens, and the prompt has room for {room} with the "
-                "document. Shorten the query: it is never cut, because that would change what is asked."
+                f"With the instruction the query has {length} tokens, and the prompt has room for "
+                f"{room} with the document. Shorten the query: it is never cut, because that would "
+                "change what is asked."
             )
         encoded, truncated = self.encode(opening, documents, room, add_special_tokens=False)
         return [(*self.prefix, *ids, *self.suffix) for ids in encoded], truncated
 
     @torch.inference_mode()
     def score_query(self, query: str, documents: Sequence[str]) -> list[Scored]:
-        """Probability of the positive answer against the negative one, and whether a document was cut."""
+        """Probability of the positive answer of the two, and whether the document was cut."""
         prompts, truncated = self.prompts(query, as_list(documents))
         found = enumerate(self.compute_each(prompts, self._probabilities))
         scores = [finite(float(score), index) for index, score in found]
@@ -186,20 +188,24 @@ class AnswerOdds(Batched):
 
     def _probabilities(self, ids: Tensor, mask: Tensor) -> Tensor:
         logits = self.logits(ids, mask)
-        return torch.sigmoid(
-            (logits[:, 1] - logits[:, 0]).double()
-        ).cpu()  # fp32 would be 1 from odds of 17 nats on
+        # In float32, the probability would be 1 from odds of 17 nats on.
+        return torch.sigmoid((logits[:, 1] - logits[:, 0]).double()).cpu()
+
+
+QWEN3_INSTRUCTION = "Given a web search query, retrieve relevant passages that answer the query"
 
 
 class Qwen3Reranker(AnswerOdds):
     """Qwen3-Reranker (0.6B, 4B, 8B): "yes" against "no" after the prompt of its model card.
 
-    `instruction`: what is to be judged; the model card's own by default. `max_length`: positions of one prompt, 8192 on
-    the model card. BackboneError and MissingDependencyError say why it could not be loaded.
+    `instruction`: what is to be judged; the model card's own by default. `max_length`: positions of
+    one prompt, 8192 on the model card. BackboneError and MissingDependencyError say why it could
+    not be loaded.
     """
 
     PREFIX = (
-        "<|im_start|>system\nJudge whether the Document meets the requirements based on the Query and the Instruct "
+        "<|im_start|>system\n"
+        "Judge whether the Document meets the requirements based on the Query and the Instruct "
         'provided. Note that the answer can only be "yes" or "no".<|im_end|>\n<|im_start|>user\n'
     )
     SUFFIX = "<|im_end|>\n<|im_start|>assistant\n<think>\n\n</think>\n\n"
@@ -208,7 +214,7 @@ class Qwen3Reranker(AnswerOdds):
         self,
         name: str | Path = "Qwen/Qwen3-Reranker-8B",
         *,
-        instruction: str = "Given a web search query, retrieve relevant passages that answer the query",
+        instruction: str = QWEN3_INSTRUCTION,
         max_length: int = 8192,
         revision: str | None = None,
         options: LoadOptions | None = None,
@@ -250,9 +256,9 @@ class Qwen3Reranker(AnswerOdds):
 class MonoT5(AnswerOdds):
     """MonoT5 (castorini): the decoder's first token, "true" against "false".
 
-    `max_length`: positions of one prompt, 512 in training. It is loaded in float32 unless `options` name a dtype, as T5
-    was not made for less. BackboneError and MissingDependencyError (its tokenizer needs sentencepiece and protobuf) say
-    why it could not be.
+    `max_length`: positions of one prompt, 512 in training. It is loaded in float32 unless `options`
+    name a dtype, as T5 was not made for less. BackboneError and MissingDependencyError (its
+    tokenizer needs sentencepiece and protobuf) say why it could not be.
     """
 
     def __init__(

@@ -85,11 +85,11 @@ def evaluate(
     titles: Annotated[bool, Option(help="Put a document's title in front of its text.")] = True,
     limit: Annotated[int | None, Option(min=1, help="Only the first queries of each file.")] = None,
 ) -> None:
-    """Measure on labelled passages what a threshold keeps (precision, recall, F1, how much) and how a model ranks.
+    """Measure on labelled passages how a model ranks, and precision, recall and F1 at a threshold.
 
     A line holds one query: `{"id", "query", "documents": [{"id", "text", "relevant", "title"?}]}`.
-    The `--threshold` is a number, 'native' for the system's own (0 for RSRank), or 'shared' for the best single one
-    over all files, which is also what a system without a native one gets.
+    The `--threshold` is a number, 'native' for the system's own (0 for RSRank), or 'shared' for the
+    best single one over all files, which is also what a system without a native one gets.
 
     Answers lost: queries with a relevant document of which no relevant one is kept. Empty lists:
     queries of which nothing is kept. False keeps: documents kept of a query without a relevant one.
@@ -99,7 +99,7 @@ def evaluate(
 
     `rsrank evaluate --data examples/labelled.jsonl --output metrics.json`
 
-    `rsrank evaluate --data dev.jsonl.gz --model runs/mine/artifact --label mine --model bm25 --label bm25`
+    `rsrank evaluate --data dev.jsonl.gz --model runs/mine --label mine --model bm25 --label bm25`
 
     `rsrank evaluate --data dev.jsonl.gz --model mini --model bm25 --report report`
 

@@ -53,7 +53,11 @@ def read_sets(paths: Iterable[str | Path]) -> dict[str, list[LabelledQuery]]:
 
 
 def read_labelled(path: str | Path) -> list[LabelledQuery]:
-    """Read ``.jsonl`` or ``.jsonl.gz``; InputError where it cannot be, with the number of a line that is wrong."""
+    """Read ``.jsonl`` or ``.jsonl.gz``.
+
+    Raises:
+        InputError: The file cannot be read, or a line is invalid; the error gives its number.
+    """
     path = Path(path)
     if not path.is_file():
         raise InputError(f"There is no data file {path}.")

@@ -89,7 +89,8 @@ class TextlessFormatter(JsonFormatter):
 def configure(level: str) -> logging.Handler:
     """Write all logs and warnings of this process to standard error; returns the handler.
 
-    ``level``, such as ``INFO``, is that of this package and uvicorn; of others come warnings and errors.
+    ``level``, such as ``INFO``, is that of this package and uvicorn; of others come warnings and
+    errors.
     """
     handler = logging.StreamHandler()
     handler.setFormatter(TextlessFormatter())

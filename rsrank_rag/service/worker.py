@@ -1,4 +1,4 @@
-"""The model in a process of its own, which is replaced when it dies, hangs, or does not finish loading."""
+"""The model's own process; it is replaced when it dies, hangs, or does not finish loading."""
 
 import asyncio
 import contextlib
@@ -39,7 +39,7 @@ class ProcessLostError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """A model that is ready: its process, what it is, and what is wrong with its canary, if anything is."""
+    """A model that is ready: its process, its description, and its canary's failure, if any."""
 
     process: int
     description: Description

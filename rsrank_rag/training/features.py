@@ -96,18 +96,11 @@ class FeatureExtractor:
         check_texts(query)
         prompts = self.reader.prompts
         tokenised = prompts.query(query.query)
-        texts = [document.content(titles=self.options.titles) for document in query.documents]
-        documents = [prompt.ids for prompt in prompts.documents(texts, len(tokenised.ids))]
+        documents = self._documents(query, len(tokenised.ids))
         labels = tuple(document.relevant for document in query.documents)
-        relevant = [text for text, label in zip(texts, labels, strict=True) if label]
-        if any(map(str.strip, relevant)):
-            documents.append(joined_documents(prompts, relevant, len(tokenised.ids)))
         positions = stored_tokens(tokenised.length, self.options.max_tokens)
-        # Equal documents are read once. One without tokens shifts nothing.
-        places: dict[Ids, list[int]] = {}
-        for place, ids in enumerate(documents):
-            if len(ids) > len(prompts.null_prefix):
-                places.setdefault(ids, []).append(place)
+        # A document without tokens shifts nothing.
+        places = places_of(documents, longer_than=len(prompts.null_prefix))
         dtype = getattr(torch, self.options.dtype)
         by_layer: dict[int, Tensor] = {}
         similarities = [(0.0, 0.0)] * len(documents)
@@ -155,6 +148,29 @@ class FeatureExtractor:
             oracle=len(documents) > len(labels),
             similarities=tuple(similarities[: len(labels)]) if fused else (),
         )
+
+    def _documents(self, query: LabelledQuery, query_length: int) -> list[Ids]:
+        """Token ids of each document, then of all relevant ones joined, if any of them has text."""
+        prompts = self.reader.prompts
+        texts: list[str] = []
+        relevant: list[str] = []
+        for document in query.documents:
+            texts.append(document.content(titles=self.options.titles))
+            if document.relevant:
+                relevant.append(texts[-1])
+        documents = [prompt.ids for prompt in prompts.documents(texts, query_length)]
+        if any(map(str.strip, relevant)):
+            documents.append(joined_documents(prompts, relevant, query_length))
+        return documents
+
+
+def places_of(documents: Sequence[Ids], longer_than: int) -> dict[Ids, list[int]]:
+    """Positions of each distinct document that has more tokens than this."""
+    places: dict[Ids, list[int]] = {}
+    for place, ids in enumerate(documents):
+        if len(ids) > longer_than:
+            places.setdefault(ids, []).append(place)
+    return places
 
 
 def digest(queries: Sequence[LabelledQuery]) -> str:

@@ -261,8 +261,8 @@ def _from_base(base: str, raw: dict[str, Any]) -> dict[str, Any]:
     if ignored:
         raise InputError(
             f"{', '.join(ignored)} cannot be set: fine-tuning an artifact ({base}) keeps its "
-            "layers and has an objective of its own. See [fine_tuning] in docs/training.md, or take "
-            "a recipe without a base, such as encoder."
+            "layers and has an objective of its own. See [fine_tuning] in docs/training.md, or "
+            "take a recipe without a base, such as encoder."
         )
     inside = config.backbone.name == INSIDE
     model = {

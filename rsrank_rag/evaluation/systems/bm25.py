@@ -9,7 +9,7 @@ from ...reranker import Reranker
 
 
 class BM25(Reranker):
-    """Okapi BM25 with the candidates themselves as the corpus (bm25s, English stop words). No natural threshold."""
+    """Okapi BM25 over the candidates as corpus (bm25s, English stop words). No native threshold."""
 
     threshold: float | None = None
 
@@ -21,7 +21,7 @@ class BM25(Reranker):
         return [float(score) for score in next(self.scores([query], documents))]
 
     def scores(self, queries: Sequence[str], documents: Sequence[str]) -> Iterator[Any]:
-        """Scores of all documents for one query after another, from one index: a list or a NumPy array each."""
+        """Scores of all documents for each query, from one index: a list or a NumPy array each."""
         tokenize = partial(
             self._bm25s.tokenize, stopwords="en", return_ids=False, show_progress=False
         )

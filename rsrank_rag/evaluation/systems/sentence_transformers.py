@@ -14,8 +14,9 @@ _ALLOW = "options=LoadOptions(trust_remote_code=True), --trust-remote-code on th
 class BiEncoder(Reranker):
     """Cosine of sentence embeddings (sentence-transformers). No natural threshold.
 
-    Queries and documents get the prompts that the model has for them, if any. It is loaded in float32 unless `options`
-    name a dtype; BackboneError and MissingDependencyError say why it could not be.
+    Queries and documents get the prompts that the model has for them, if any. It is loaded in
+    float32 unless `options` name a dtype; BackboneError and MissingDependencyError say why it could
+    not be.
     """
 
     threshold: float | None = None
@@ -48,11 +49,13 @@ class BiEncoder(Reranker):
 class CrossEncoder(Reranker):
     """A sentence-transformers cross-encoder, by its raw output.
 
-    BGE-reranker-v2 and Jina-reranker-v2 are used with the sigmoid of that output as the probability of relevance, so
-    their native threshold is 0, where it is one half. Other models may be trained on order alone and have none.
+    BGE-reranker-v2 and Jina-reranker-v2 are used with the sigmoid of that output as the probability
+    of relevance, so their native threshold is 0, where it is one half. Other models may be trained
+    on order alone and have none.
 
-    `threshold`: the native one, in logits. It is loaded in float32 unless `options` name a dtype; BackboneError and
-    MissingDependencyError say why it could not be, such as that it gives more than one number a pair.
+    `threshold`: the native one, in logits. It is loaded in float32 unless `options` name a dtype;
+    BackboneError and MissingDependencyError say why it could not be, such as that it gives more
+    than one number a pair.
     """
 
     def __init__(
@@ -67,7 +70,8 @@ class CrossEncoder(Reranker):
         self._model = _load("CrossEncoder", name, revision, options)
         if self._model.num_labels != 1:
             raise BackboneError(
-                f"{str(name)!r} is no reranker: it gives {self._model.num_labels} numbers a pair, not one score."
+                f"{str(name)!r} is no reranker: it gives {self._model.num_labels} numbers a pair, "
+                "not one score."
             )
 
     def score(self, query: str, documents: Sequence[str]) -> list[float]:
@@ -89,8 +93,8 @@ def _load(kind: str, name: str | Path, revision: str | None, options: LoadOption
     options = options or LoadOptions()
     if options.weights is not None:
         raise InputError(
-            f"{str(name)!r} is a sentence-transformers model, which is not loaded in 8-bit or 4-bit here. "
-            "Use dtype='bfloat16' (--dtype bfloat16) to save memory."
+            f"{str(name)!r} is a sentence-transformers model, which is not loaded in 8-bit or "
+            "4-bit here. Use dtype='bfloat16' (--dtype bfloat16) to save memory."
         )
     model = {"dtype": "float32" if options.dtype is None else options.resolved_dtype()}
     if options.trust_remote_code:
@@ -122,22 +126,24 @@ def _load(kind: str, name: str | Path, revision: str | None, options: LoadOption
 
 
 def _refuse_own_code(name: str, **hub: Any) -> None:
-    """Without its own code, a model whose config names an architecture of transformers would be loaded as that.
+    """Raise BackboneError for a model that needs its own code.
 
-    Its weights have other names there, and random ones would take their place with no more than a warning.
+    Without that code, transformers would load it as the architecture that its config names. Its
+    weights have other names there, and random ones would take their place with no more than a
+    warning.
     """
     from transformers import PreTrainedConfig
 
     own = PreTrainedConfig.get_config_dict(name, **hub)[0].get("auto_map", {})
     if "AutoModelForSequenceClassification" in own:
         raise BackboneError(
-            f"{name!r} brings its own model code ({own['AutoModelForSequenceClassification']}), which is never run by "
-            f"itself. Read it, and allow it if you trust it: {_ALLOW}."
+            f"{name!r} brings its own model code ({own['AutoModelForSequenceClassification']}), "
+            f"which is never run by itself. Read it, and allow it if you trust it: {_ALLOW}."
         )
 
 
 def _keep_what_jina_imports() -> None:
-    """Give transformers 5 back a function that it moved into a class and that Jina-reranker-v2's own code imports."""
+    """Restore a function that transformers 5 moved and Jina-reranker-v2's code imports."""
     from transformers.models.xlm_roberta import modeling_xlm_roberta as module
 
     if not hasattr(module, "create_position_ids_from_input_ids"):
