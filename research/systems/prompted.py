@@ -163,7 +163,7 @@ class AnswerOdds(Batched):
         """Logits of the negative and the positive answer, (N, 2), from prompts and mask (N, T)."""
 
     def prompts(self, query: str, documents: Sequence[str]) -> tuple[list[Ids], list[bool]]:
-        """Token ids of each prompt, and which documents were cut; InputError if the query is too long."""
+        """Token ids of each prompt, and which documents were cut; InputError for a long query."""
         if not isinstance(query, str):
             raise InputError(f"The query must be a string, got {type(query).__name__}.")
         opening = clean(self.opening(query))
