@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 from transformers import AutoModel, AutoTokenizer
-from typed import Pool
+from typed import Pool, TechnicalSampler
 
 PART = 1536
 """Texts a file."""
@@ -99,8 +99,15 @@ def main() -> None:
     parser.add_argument("--data", type=Path, required=True, help="folder with the training sets")
     parser.add_argument("--teacher", type=Path, required=True, help="folder of all-mpnet-base-v2")
     parser.add_argument("--output", type=Path, required=True, help="folder for the embeddings")
+    parser.add_argument("--manuals", type=Path, default=None, help="rows that manuals.py wrote")
+    parser.add_argument("--library-docs", type=Path, default=None, help="from library_docs.py")
     options = parser.parse_args()
-    embed_all(Pool(options.data).teacher_texts(), options.teacher, options.output)
+    pool = Pool(options.data)
+    texts = pool.teacher_texts()
+    if options.manuals is not None:
+        sampler = TechnicalSampler(pool, 0, options.manuals, options.library_docs)
+        texts += sampler.teacher_texts()
+    embed_all(texts, options.teacher, options.output)
 
 
 if __name__ == "__main__":

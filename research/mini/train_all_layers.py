@@ -21,7 +21,7 @@ from __future__ import annotations
 import argparse
 import json
 import time
-from collections import defaultdict
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -41,15 +41,25 @@ from scorer import Scorer
 from teacher import Teacher
 from torch import Tensor
 from torch.nn import functional
-from typed import Batch, Pool, Sampler
+from typed import Batch, Pool, Sampler, TechnicalSampler
 
 import data
 from train import LAMBDA_FROB, LAMBDA_ORTHO, SELECTION, default_start, listwise_loss, selection_loss
 
 SHARPNESS = 20.0
 """Factor of the teacher's cosines before their softmax."""
-TEACHER, ABSENT, POOLED = 0.5, 0.5, 0.7
-"""Weights of three losses: the teacher's order, lists without an answer, and pooled cosines."""
+WEIGHTS = {
+    "labels": 1.0,
+    "teacher": 0.5,
+    "absent": 0.5,
+    "pooled": 0.7,
+    "technical": 0.6,
+    "technical pooled": 0.5,
+    "bounds": 1.0,
+}
+"""Weights of the parts of `loss`."""
+LEAST_TEXTS = 20
+"""Texts that the teacher must have read before their cosines are compared."""
 SMOOTH = 2.0
 """Factor of the smooth maximum of a list's scores."""
 
@@ -65,56 +75,75 @@ def loss(
     - *absent*: the best score of any list with an answer lies above the best one of any list
       without.
     - *pooled*: the pooled embeddings' cosines over the whole batch follow the teacher's.
+    - *technical* and *technical pooled*: the last two, for queries without labels.
+    - *bounds*: the paper's orthogonality and Frobenius terms.
     """
-    labels = torch.tensor(batch.labels)
-    query_of, text_of = torch.tensor(batch.pairs).unbind(1)
-    query_targets = [teacher(query) for query in batch.queries]
-    text_targets = [teacher(text) for text in batch.bare]
-    parts: dict[str, Tensor] = defaultdict(lambda: torch.zeros(()))
+    query_of, _ = torch.tensor(batch.pairs).unbind(1)
+    targets = Targets([teacher(q) for q in batch.queries], [teacher(t) for t in batch.bare])
+    parts = dict.fromkeys(WEIGHTS, torch.zeros(()))
     answered, unanswered = [], []
-    count = len(batch.queries)
-    for query in range(count):
+    labelled = [q for q in range(len(batch.queries)) if q not in batch.unlabelled]
+    for query in range(len(batch.queries)):
         at = (query_of == query).nonzero()[:, 0]
-        scores, bases, relevant = output.scores[at], output.bases[at], labels[at]
-        parts["labels"] = (
-            parts["labels"]
-            + (
-                listwise_loss(scores, relevant)
-                + SELECTION * selection_loss(scores, relevant)
-                + 0.5 * listwise_loss(bases, relevant)
-            )
-            / count
-        )
+        follow = _teacher_loss(batch, output, targets, query, at)
+        if query in batch.unlabelled:
+            parts["technical"] = parts["technical"] + follow / len(batch.unlabelled)
+            continue
+        relevant = torch.tensor([batch.labels[pair] for pair in at])
+        scores = output.scores[at]
+        weight = 1.0 if batch.hard[query] else 0.5
+        parts["teacher"] = parts["teacher"] + weight * follow / len(labelled)
+        of_query = _label_loss(scores, output.bases[at], relevant)
+        parts["labels"] = parts["labels"] + of_query / len(labelled)
         if batch.hard[query] and not relevant.all():
             unanswered.append(_smooth_maximum(scores[~relevant]))
         if batch.hard[query] and relevant.any():
             answered.append(_smooth_maximum(scores[relevant]))
-        target = query_targets[query]
-        known = [n for n, pair in enumerate(at) if text_targets[int(text_of[pair])] is not None]
-        if target is not None and len(known) > 3:
-            weight = 1.0 if batch.hard[query] else 0.5
-            rows = torch.stack([text_targets[int(text_of[at[n]])] for n in known])
-            wanted = (rows @ target * SHARPNESS).softmax(0)
-            follow = _divergence(scores[known], wanted) + 0.5 * _divergence(bases[known], wanted)
-            parts["teacher"] = parts["teacher"] + weight * follow / count
     if answered and unanswered:
         gaps = torch.stack(unanswered)[None] - torch.stack(answered)[:, None]
         parts["absent"] = functional.softplus(gaps).mean()
-    parts["pooled"] = _pooled_loss(output, query_targets, text_targets)
-    weight = model.projection
-    gram = weight @ weight.mT - torch.eye(weight.shape[2])
-    parts["bounds"] = LAMBDA_ORTHO * gram.square().sum((-2, -1)).mean() / weight.shape[2] ** 2
-    parts["bounds"] = (
-        parts["bounds"] + LAMBDA_FROB * (weight.norm() - 0.5 * weight.numel() ** 0.5).relu()
+    parts["pooled"] = _pooled_queries(output, targets, labelled) + 0.5 * _pooled_texts(
+        output, targets
     )
-    total = (
-        parts["labels"]
-        + TEACHER * parts["teacher"]
-        + ABSENT * parts["absent"]
-        + POOLED * parts["pooled"]
-        + parts["bounds"]
-    )
+    parts["technical pooled"] = _pooled_queries(output, targets, sorted(batch.unlabelled), least=1)
+    parts["bounds"] = _bounds(model.projection)
+    total = sum((WEIGHTS[name] * part for name, part in parts.items()), torch.zeros(()))
     return total, {name: float(part.detach()) for name, part in parts.items()}
+
+
+@dataclass
+class Targets:
+    """The teacher's embeddings of a batch's queries and texts; None for those it has not read."""
+
+    queries: list[Tensor | None]
+    texts: list[Tensor | None]
+
+
+def _label_loss(scores: Tensor, bases: Tensor, relevant: Tensor) -> Tensor:
+    """Listwise and selection loss of a query's scores, and listwise loss without the shift."""
+    ranked = listwise_loss(scores, relevant) + 0.5 * listwise_loss(bases, relevant)
+    return ranked + SELECTION * selection_loss(scores, relevant)
+
+
+def _teacher_loss(batch: Batch, output: Output, targets: Targets, query: int, at: Tensor) -> Tensor:
+    """Divergence of a query's scores from the teacher's order of the passages that it has read."""
+    target = targets.queries[query]
+    known = [int(pair) for pair in at if targets.texts[batch.pairs[pair][1]] is not None]
+    if target is None or len(known) < 4:
+        return torch.zeros(())
+    rows = torch.stack([targets.texts[batch.pairs[pair][1]] for pair in known])
+    wanted = (rows @ target * SHARPNESS).softmax(0)
+    return _divergence(output.scores[known], wanted) + 0.5 * _divergence(
+        output.bases[known], wanted
+    )
+
+
+def _bounds(weight: Tensor) -> Tensor:
+    """The paper's orthogonality and Frobenius terms for B, (L, H, P, D)."""
+    gram = weight @ weight.mT - torch.eye(weight.shape[2])
+    orthogonality = gram.square().sum((-2, -1)).mean() / weight.shape[2] ** 2
+    excess = (weight.norm() - 0.5 * weight.numel() ** 0.5).relu()
+    return LAMBDA_ORTHO * orthogonality + LAMBDA_FROB * excess
 
 
 def _smooth_maximum(scores: Tensor) -> Tensor:
@@ -125,29 +154,35 @@ def _divergence(scores: Tensor, wanted: Tensor) -> Tensor:
     return functional.kl_div(scores.log_softmax(0), wanted, reduction="sum")
 
 
-def _pooled_loss(
-    output: Output, query_targets: list[Tensor | None], text_targets: list[Tensor | None]
-) -> Tensor:
-    """Distance of pooled cosines from the teacher's: query-text, and at half weight text-text."""
-    queries = [n for n, target in enumerate(query_targets) if target is not None]
-    texts = [n for n, target in enumerate(text_targets) if target is not None]
-    if len(queries) < 3 or len(texts) < 20:
+def _pooled_queries(output: Output, targets: Targets, queries: list[int], least: int = 3) -> Tensor:
+    """Divergence of the pooled cosines of queries with all texts from the teacher's."""
+    queries = [query for query in queries if targets.queries[query] is not None]
+    texts = [text for text, target in enumerate(targets.texts) if target is not None]
+    if len(queries) < least or len(texts) < LEAST_TEXTS:
         return torch.zeros(())
-    wanted_queries = torch.stack([query_targets[n] for n in queries])
-    wanted_texts = torch.stack([text_targets[n] for n in texts])
+    wanted_queries = torch.stack([targets.queries[query] for query in queries])
+    wanted_texts = torch.stack([targets.texts[text] for text in texts])
+    cosines = output.queries[queries] @ output.texts[texts].T
+    return _rows_divergence(cosines, wanted_queries @ wanted_texts.T)
+
+
+def _pooled_texts(output: Output, targets: Targets) -> Tensor:
+    """Divergence of the pooled cosines among texts from the teacher's, each with all others."""
+    texts = [text for text, target in enumerate(targets.texts) if target is not None]
+    if len(texts) < LEAST_TEXTS:
+        return torch.zeros(())
+    wanted = torch.stack([targets.texts[text] for text in texts])
     embedded = output.texts[texts]
     itself = torch.eye(len(texts), dtype=torch.bool)
-
-    def divergence(similarities: Tensor, wanted: Tensor) -> Tensor:
-        log = (similarities * SHARPNESS).log_softmax(1)
-        return functional.kl_div(log, (wanted * SHARPNESS).softmax(1), reduction="batchmean")
-
-    of_queries = divergence(output.queries[queries] @ embedded.T, wanted_queries @ wanted_texts.T)
-    of_texts = divergence(
+    return _rows_divergence(
         (embedded @ embedded.T).masked_fill(itself, -500.0),
-        (wanted_texts @ wanted_texts.T).masked_fill(itself, -500.0),
+        (wanted @ wanted.T).masked_fill(itself, -500.0),
     )
-    return of_queries + 0.5 * of_texts
+
+
+def _rows_divergence(cosines: Tensor, wanted: Tensor) -> Tensor:
+    log = (cosines * SHARPNESS).log_softmax(1)
+    return functional.kl_div(log, (wanted * SHARPNESS).softmax(1), reduction="batchmean")
 
 
 class AllLayers:
@@ -164,6 +199,9 @@ class AllLayers:
         self.options, self.sampler, self.teacher = options, sampler, teacher
         self.encoder = Encoder(options.start)
         self.model = model = load_stage(options.start_from, options.start)
+        if options.weights is not None:
+            weights = torch.load(options.weights, weights_only=True)
+            model.load_state_dict(weights, strict=False)
         model.embeddings.requires_grad_(False)
         for layer in model.layers[model.base :]:
             layer.drop = options.dropout
@@ -185,7 +223,9 @@ class AllLayers:
     def update(self) -> dict[str, float]:
         """One step of the optimiser; the parts of the loss."""
         share = self.step / self.options.steps
-        factor = min(1.0, (self.step + 1) / 40) * min(1.0, 0.03 + (1 - share) / self.options.decay)
+        factor = min(1.0, (self.step + 1) / self.options.warm_up) * min(
+            1.0, 0.03 + (1 - share) / self.options.decay
+        )
         for group, rate in zip(self.optimizer.param_groups, self.rates, strict=True):
             group["lr"] = rate * factor
         self.model.train()
@@ -245,6 +285,10 @@ def arguments() -> argparse.Namespace:
     add("--scalar-lr", type=float, default=1e-2, help="of the weights of cosine and MaxSim, and b")
     add("--decay", type=float, default=0.6, help="last part of the run, in which rates fall")
     add("--mean", type=float, default=0.985, help="of the running mean of the weights")
+    add("--warm-up", type=int, default=40, help="steps in which rates rise")
+    add("--weights", type=Path, default=None, help="mean.pt of an earlier leg, to go on from")
+    add("--manuals", type=Path, default=None, help="last leg: rows that manuals.py wrote")
+    add("--library-docs", type=Path, default=None, help="last leg: what library_docs.py wrote")
     add("--seed", type=int, default=0)
     add("--save-every", type=int, default=50)
     options = parser.parse_args()
@@ -257,7 +301,10 @@ def main() -> None:
     options = arguments()
     options.output.mkdir(parents=True, exist_ok=True)
     pool = Pool(options.data)
-    trainer = AllLayers(options, Sampler(pool, options.seed), Teacher(options.teacher))
+    sampler = Sampler(pool, options.seed)
+    if options.manuals is not None:
+        sampler = TechnicalSampler(pool, options.seed, options.manuals, options.library_docs)
+    trainer = AllLayers(options, sampler, Teacher(options.teacher))
     checkpoint = options.output / "checkpoint.pt"
     if checkpoint.exists():
         trainer.load(checkpoint)
@@ -281,6 +328,7 @@ def main() -> None:
                 trainer.teacher.refresh()
                 trainer.save(checkpoint)
     trainer.save(checkpoint)
+    torch.save(trainer.mean, options.output / "mean.pt")
     finish(trainer, pool)
 
 

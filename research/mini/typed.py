@@ -8,6 +8,7 @@ negative, and most candidates are such.
 from __future__ import annotations
 
 import hashlib
+import json
 import random
 from collections import Counter, defaultdict
 from collections.abc import Sequence
@@ -50,6 +51,9 @@ OWN, FAR, STRANGE = 10, 2, 4
 BUDGET = 260
 """Tokens of irrelevant passages of a query of another set."""
 LOWER, TITLED_REAL, TITLED = 0.06, 0.65, 0.7
+MANUALS_APART = frozenset({"curl", "netcat", "tmux", "zstd"})
+"""Tools whose queries validate the last leg."""
+MANUAL_QUERIES, TITLED_LIBRARY = 4, 0.4
 
 
 @dataclass
@@ -63,6 +67,7 @@ class Batch:
         pairs: (query, text) by position.
         labels: Whether the text of each pair is relevant.
         hard: For each query, whether its candidates are passages of one real document.
+        unlabelled: Queries for which only the teacher's order of the passages counts.
     """
 
     queries: list[str] = field(default_factory=list)
@@ -71,6 +76,7 @@ class Batch:
     pairs: list[tuple[int, int]] = field(default_factory=list)
     labels: list[bool] = field(default_factory=list)
     hard: list[bool] = field(default_factory=list)
+    unlabelled: set[int] = field(default_factory=set)
 
     def text(self, text: str, bare: str) -> int:
         """Position of a text; the text is added where it is new."""
@@ -178,15 +184,19 @@ class Sampler:
 
     def __call__(self, step: int) -> Batch:
         """The batch of one step."""
+        return self.mixed(step, DOCUMENTS, OTHERS, BUDGET)
+
+    def mixed(self, step: int, documents: int, others: int, budget: int) -> Batch:
+        """Queries of real documents and of other sets, with a token budget for the latter."""
         rng = random.Random(f"{self.seed}-{step}")
         batch = Batch()
-        count = min(DOCUMENTS, len(self.pool.documents))
+        count = min(documents, len(self.pool.documents))
         for rows in rng.sample(self.pool.documents, count):
             titled = rng.random() < TITLED_REAL
             for row in rng.sample(rows, min(QUERIES_OF_DOCUMENT, len(rows))):
                 self._add_typed(batch, row, titled, rng)
         typed = len(batch.queries)
-        words = {self._add_example(batch, rng) for _ in range(OTHERS)} - {None}
+        words = {self._add_example(batch, budget, rng) for _ in range(others)} - {None}
         _add_strangers(batch, typed, words, rng)
         return batch
 
@@ -205,7 +215,7 @@ class Sampler:
             content = data.content(passage) if titled else passage["text"]
             batch.pair(query, batch.text(content, passage["text"]), passage["relevant"])
 
-    def _add_example(self, batch: Batch, rng: random.Random) -> int | None:
+    def _add_example(self, batch: Batch, budget: int, rng: random.Random) -> int | None:
         """Add a query of another set. Returns its position if it is made of words of a passage."""
         name = rng.choices(self.names, self.shares)[0]
         example = rng.choice(self.by_set[name])
@@ -216,7 +226,7 @@ class Sampler:
         relevant = rng.sample(example.relevant, min(3, len(example.relevant)))
         mined = example.mined[:2] if name == "words" else []
         irrelevant = mined + rng.sample(example.others, len(example.others))
-        left = BUDGET
+        left = budget
         for place in [*relevant, *irrelevant]:
             bare = self.pool.texts.texts[place]
             content = (
@@ -228,6 +238,64 @@ class Sampler:
             left -= tokens
             batch.pair(query, batch.text(content, bare), place in relevant)
         return query if name == "words" else None
+
+
+class TechnicalSampler(Sampler):
+    """Batches of the last leg: manual pages and library documentation beside all else.
+
+    Args:
+        pool: As for `Sampler`.
+        seed: Of every choice.
+        manuals: JSON lines of labelled queries (manuals.py).
+        library_docs: Groups of passages with a query each (library_docs.py).
+    """
+
+    def __init__(self, pool: Pool, seed: int, manuals: Path, library_docs: Path) -> None:
+        super().__init__(pool, seed)
+        lines = manuals.read_text(encoding="utf-8").splitlines()
+        self.manuals = [row for row in map(json.loads, lines) if row["of"] not in MANUALS_APART]
+        self.library_docs = json.loads(library_docs.read_text(encoding="utf-8"))
+
+    def teacher_texts(self) -> list[str]:
+        """Queries and passages that `Pool.teacher_texts` does not hold."""
+        texts = [row["query"] for row in self.manuals]
+        texts += [passage["text"] for row in self.manuals for passage in row["documents"]]
+        for passage in (passage for group in self.library_docs for passage in group):
+            texts += [passage["query"], passage["text"]]
+        return list(dict.fromkeys(texts))
+
+    def __call__(self, step: int) -> Batch:
+        """The batch of one step."""
+        batch = self.mixed(step, 1, 5, 240)
+        rng = random.Random(f"technical-{self.seed}-{step}")
+        for row in rng.sample(self.manuals, min(MANUAL_QUERIES, len(self.manuals))):
+            titled = rng.random() < TITLED_REAL
+            near = [passage for passage in row["documents"] if not passage["relevant"]][:12]
+            rng.shuffle(near)
+            query = batch.query(row["query"], hard=True)
+            relevant = [passage for passage in row["documents"] if passage["relevant"]]
+            for passage in [*relevant, *near[:9]]:
+                content = data.content(passage) if titled else passage["text"]
+                batch.pair(query, batch.text(content, passage["text"]), passage["relevant"])
+        self._add_library_docs(batch, rng)
+        return batch
+
+    def _add_library_docs(self, batch: Batch, rng: random.Random) -> None:
+        """Add first sentences as queries, over passages of two modules."""
+        passages = []
+        for count in (7, 4):
+            group = rng.choice(self.library_docs)
+            passages += rng.sample(group, min(count, len(group)))
+        places = {}
+        for passage in passages:
+            titled = rng.random() < TITLED_LIBRARY
+            content = f"{passage['title']}\n{passage['text']}" if titled else passage["text"]
+            places[batch.text(content, passage["text"])] = passage["text"]
+        for passage in rng.sample(passages, min(5, len(passages))):
+            query = batch.query(passage["query"], hard=False)
+            batch.unlabelled.add(query)
+            for place, text in places.items():
+                batch.pair(query, place, text == passage["text"])
 
 
 def _add_strangers(batch: Batch, typed: int, words: set[int | None], rng: random.Random) -> None:
