@@ -1,4 +1,4 @@
-"""Grouped-query attention behind a prefix, with and without repeated keys: one layer of Qwen3-8B's shape.
+"""Grouped-query attention over a prefix in one layer of Qwen3-8B, with and without repeated keys.
 
 python -m benchmarks.attention
 """

@@ -16,7 +16,10 @@ import sys
 import tempfile
 from pathlib import Path
 
-WORDS = "the bees dance a map of every flower near hive and keep honey for winter while trains run late".split()  # noqa: SIM905
+SENTENCE = (
+    "the bees dance a map of every flower near hive and keep honey for winter while trains run late"
+)
+WORDS = SENTENCE.split()
 
 
 def write_pairs(folder: Path, pairs: int, words: int, rows: int) -> None:
@@ -33,7 +36,7 @@ def write_pairs(folder: Path, pairs: int, words: int, rows: int) -> None:
 
 
 def engines(actors: int) -> dict[str, list[str]]:
-    """What is compared: each process has one thread, which other work on the machine disturbs least."""
+    """Options of each engine. A process has one thread, which other work disturbs least."""
     ray = ["--engine", "ray", "--actors"]
     return {"local": [], "ray, 1 actor": [*ray, "1"], f"ray, {actors} actors": [*ray, str(actors)]}
 

@@ -2,10 +2,11 @@
 
     python -m benchmarks.few_queries --data data/dev --output docs/few-queries.json
 
-Of each file, so many queries are drawn to train on (`rsrank train --base`) and to tune a threshold on (`rsrank tune`,
-best F1); base, fine-tuned and tuned are measured on the file's other queries, which take no part in anything. Features
-are read once a file, with at most 20 documents a query. A draw leaves at least a third of its size to measure on.
-Features of an interrupted run are not read again. `python -m benchmarks.tables` puts them into the docs.
+Of each file, so many queries are drawn to train on (`rsrank train --base`) and to tune a threshold
+on (`rsrank tune`, best F1); base, fine-tuned and tuned are measured on the file's other queries,
+which take no part in anything. Features are read once a file, with at most 20 documents a query. A
+draw leaves at least a third of its size to measure on. Features of an interrupted run are not read
+again. `python -m benchmarks.tables` puts them into the docs.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ TRAINED = ("ndcg@5", "recall", "f1", "left_with_nothing")
 
 
 def draw(count: int, size: int, seed: int) -> tuple[list[int], list[int]]:
-    """Numbers of queries to learn from and of all others; the smaller draws of a seed are part of the larger ones."""
+    """Indices of queries to train on, and of the others; larger draws of a seed hold smaller."""
     order = random.Random(f"few-{seed}").sample(range(count), count)
     return order[:size], order[size:]
 

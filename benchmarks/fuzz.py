@@ -1,12 +1,12 @@
-"""Damaged files and arbitrary requests: the outcome is the same score, one clear error, or reading again.
+"""Damaged files and arbitrary requests: they give the same score, one clear error, or a new read.
 
     python -m benchmarks.fuzz artifacts --cases 3000
     python -m benchmarks.fuzz prefixes --cases 3000
-    python -m benchmarks.fuzz endpoints --cases 300      # for each endpoint of `rsrank serve`, by schemathesis
+    python -m benchmarks.fuzz endpoints --cases 300      # each endpoint of `rsrank serve`
 
-A case of the first two damages one file at random: bits flipped, bytes cut out or put in, the file cut short, emptied,
-filled with noise, or replaced by another one. Ends with 1 if a case has any other outcome, and prints the seed that
-repeats it.
+A case of the first two damages one file at random: bits flipped, bytes cut out or put in, the file
+cut short, emptied, filled with noise, or replaced by another one. Ends with 1 if a case has any
+other outcome, and prints the seed that repeats it.
 """
 
 from __future__ import annotations

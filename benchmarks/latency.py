@@ -3,10 +3,11 @@
     python -m benchmarks.latency --size mini
     python -m benchmarks.latency --size qwen3-0.6b --documents 10 --turns 3
     python -m benchmarks.latency --size qwen3-8b --weights int8 --json h200.json  # a CUDA GPU
-    python -m benchmarks.latency --size qwen3-8b --paper                           # the paper's table
+    python -m benchmarks.latency --size qwen3-8b --paper  # the paper's table
 
-"warm 84%" finds the prefixes of 84% of the documents. All systems take turns in random order in one process; times are
-medians, ratios medians over turns. Weights of the Qwen3 sizes are random: time and memory only.
+"warm 84%" finds the prefixes of 84% of the documents. All systems take turns in random order in one
+process; times are medians, ratios medians over turns. Weights of the Qwen3 sizes are random: time
+and memory only.
 """
 
 from __future__ import annotations
@@ -117,7 +118,8 @@ def compare(ranker: RSRank, options: argparse.Namespace, ceiling: float) -> list
         base = next(m for m in found if m.name == BASE)
         cold = next(m for m in found if m.name == OURS)
         print(
-            f"{'':24}{'time':>11}{'x plain':>9}{'x cold':>8}{'tokens/s':>12}{'TFLOP':>9}{'of ceiling':>12}{'peak':>10}"
+            f"{'':24}{'time':>11}{'x plain':>9}{'x cold':>8}{'tokens/s':>12}"
+            f"{'TFLOP':>9}{'of ceiling':>12}{'peak':>10}"
         )
         for m in found:
             print(row(m, base, cold, tokens, ceiling))
@@ -140,13 +142,14 @@ def compare(ranker: RSRank, options: argparse.Namespace, ceiling: float) -> list
 def row(m: Measured, base: Measured, cold: Measured, tokens: int, ceiling: float) -> str:
     """One system's line."""
     return (
-        f"{m.name:24}{m.median * 1e3:9.1f}ms{m.times_faster_than(base):9.2f}{m.times_faster_than(cold):8.2f}"
-        f"{tokens / m.median:12,.0f}{m.flops / 1e12:9.3f}{m.flops / m.median / ceiling:12.0%}{m.peak / 1e6:8.0f}MB"
+        f"{m.name:24}{m.median * 1e3:9.1f}ms{m.times_faster_than(base):9.2f}"
+        f"{m.times_faster_than(cold):8.2f}{tokens / m.median:12,.0f}{m.flops / 1e12:9.3f}"
+        f"{m.flops / m.median / ceiling:12.0%}{m.peak / 1e6:8.0f}MB"
     )
 
 
 def paper_table(ranker: RSRank, turns: int) -> list[dict[str, Any]]:
-    """The paper's inference cost table: 100 documents, 229 tokens with the 82 of the query's prompt."""
+    """The paper's table of inference cost: 100 documents; 229 tokens, 82 of them the query's."""
     template = len(ranker.prompts.null_prefix)
     query, documents = question(82), passages(100, 229 - 82 - template)
     tokens = ranker.prompts.query(query)
@@ -180,7 +183,8 @@ def paper_table(ranker: RSRank, turns: int) -> list[dict[str, Any]]:
     print(f"\n100 documents, {len(prefixes[0]) + count} tokens each, {count} of them the query's")
     for m in found:
         print(
-            f"{m.name:28}{m.median * 1e3:10.1f} ms{100 * found[0].times_faster_than(m) - 100:+9.2f} %"
+            f"{m.name:28}{m.median * 1e3:10.1f} ms"
+            f"{100 * found[0].times_faster_than(m) - 100:+9.2f} %"
         )
     return [
         {"stage": m.name, "seconds": m.median, "relative": found[0].times_faster_than(m)}
@@ -220,7 +224,8 @@ def main(arguments: list[str] | None = None) -> None:
     head = f"{options.size}, {kept}{core.dtype}; {machine()}; {ceiling / 1e12:.2f} TFLOP/s"
     print(f"{head} in a large matrix product")
     print(
-        f"largest difference from the plain code's scores: {largest_difference(ranker, QUERY, passages(8, 60)):.1e}"
+        "largest difference from the plain code's scores: "
+        f"{largest_difference(ranker, QUERY, passages(8, 60)):.1e}"
     )
     records = (
         paper_table(ranker, options.turns) if options.paper else compare(ranker, options, ceiling)

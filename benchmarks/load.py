@@ -5,12 +5,13 @@
     python -m benchmarks.load giant        # nine polite clients beside one client's giant requests
     python -m benchmarks.load kill         # the model's process is killed again and again
     python -m benchmarks.load restart      # the server itself is killed and started again
-    python -m benchmarks.load disk         # the disk under the cached prefixes is full (Linux, root)
+    python -m benchmarks.load disk         # the disk of the cached prefixes is full (Linux, root)
 
-Every answer must have its rows, and a sample of all scores is compared with those of plain transformers code in float32
-(`workload.by_hooks`), which shares nothing with the service but the weights. How far they lie apart is printed, and how
-far a pair's scores lie apart from one request to the next: 0 is what `--deterministic` promises. A request holds a
-made-up question and passages drawn from a corpus by popularity (Zipf), as in a RAG application, so that some come back.
+Every answer must have its rows, and a sample of all scores is compared with those of plain
+transformers code in float32 (`workload.by_hooks`), which shares nothing with the service but the
+weights. How far they lie apart is printed, and how far a pair's scores lie apart from one request
+to the next: 0 is what `--deterministic` promises. A request holds a made-up question and passages
+drawn from a corpus by popularity (Zipf), as in a RAG application, so that some come back.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ from .timing import machine
 from .workload import Plain, by_hooks, load, passages, question
 
 TOLERANCE = {"float32": 0.001, "bfloat16": 0.2}
-"""A score further from plain float32 code's is wrong: rounding to bfloat16 alone moves one by a tenth."""
+"""Largest difference from the plain float32 score. Rounding to bfloat16 alone gives up to 0.1."""
 
 SAMPLE = 200
 """Pairs of those that were answered which are scored again."""
@@ -169,7 +170,7 @@ class Server:
 
     @property
     def model_process(self) -> int | None:
-        """Number of the process that holds the model; the server has a child more, which keeps count of semaphores."""
+        """Id of the process with the model; the server's other child tracks its semaphores."""
         assert self.process is not None
         children = (
             Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
@@ -200,7 +201,7 @@ def resident(process: int) -> int:
 
 
 def verdict(traffic: Traffic, records: Sequence[Record], dtype: str) -> tuple[str, int]:
-    """What the answers are worth, in a line, as the module's first lines say, and how many are wrong."""
+    """One line about the answers, as the module's docstring says, and the number of wrong ones."""
     plain = load("mini", device="cpu", dtype="float32")
     reference = Plain(plain, by_hooks(plain), 1)
     pairs = sorted({pair for record in records for pair in record.scores})
@@ -221,9 +222,12 @@ def verdict(traffic: Traffic, records: Sequence[Record], dtype: str) -> tuple[st
         sum(record.wrong for record in records),
         sum(distance > TOLERANCE[dtype] for distance in off),
     )
-    told = f"{missing} answers with missing rows; of {len(sample)} pairs scored again by plain float32 code, {wrong} "
-    told += f"scores are more than {TOLERANCE[dtype]} away, the furthest {max(off):.4f}; the same pair in other "
-    return f"{told}requests: at most {apart:.4f} apart", missing + wrong
+    line = (
+        f"{missing} answers with missing rows; of {len(sample)} pairs scored again by plain "
+        f"float32 code, {wrong} scores are more than {TOLERANCE[dtype]} away, the furthest "
+        f"{max(off):.4f}; the same pair in other requests: at most {apart:.4f} apart"
+    )
+    return line, missing + wrong
 
 
 async def ask(
@@ -265,7 +269,7 @@ async def closed_loop(
     seconds: float,
     beside: Callable[[], Awaitable[None]] | None = None,
 ) -> Record:
-    """So many clients, each of which asks again as soon as it has been answered, or half a second after a refusal."""
+    """Clients that ask again as soon as they are answered, or 0.5 s after an error response."""
     async with clients(url) as client:
         record = Record()
         ends = record.started + seconds
@@ -284,7 +288,7 @@ async def closed_loop(
 
 
 async def open_loop(url: str, traffic: Traffic, rate: float, seconds: float) -> Record:
-    """Requests that come when they come (a Poisson process), whether or not the last one has been answered."""
+    """Requests as a Poisson process, whether or not the last one has been answered."""
     async with clients(url) as client:
         record, rng = Record(), random.Random(0)
         running = []
@@ -300,7 +304,7 @@ async def open_loop(url: str, traffic: Traffic, rate: float, seconds: float) -> 
 
 @contextlib.contextmanager
 def cross_encoder() -> Iterator[str]:
-    """A sentence-transformers cross-encoder of mini's size with random weights, by its name for `rsrank serve`."""
+    """A cross-encoder of mini's size with random weights, as a model name for `rsrank serve`."""
     from transformers import AutoModelForSequenceClassification
 
     ranker = RSRank.from_pretrained("mini", prefix_cache=False)
@@ -343,7 +347,8 @@ def throughput(options: argparse.Namespace) -> None:
                         taken = server.metric("rsrank_prefix_hits_total")
                         hits.append(taken / (taken + server.metric("rsrank_prefix_misses_total")))
     print(
-        f"{traffic.count} passages of {options.words} words a request, {options.dtype}; {machine()}\n"
+        f"{traffic.count} passages of {options.words} words a request, {options.dtype}; "
+        f"{machine()}\n"
     )
     print("| | load | requests/s | p50 ms | p99 ms | other than 200 |\n|---|---|--:|--:|--:|--:|")
     for (name, kind), records in found.items():
@@ -361,7 +366,8 @@ def throughput(options: argparse.Namespace) -> None:
     for kind in dict.fromkeys(kind for _, kind in found):
         pairs = zip(found["mini", kind], found["cross-encoder", kind], strict=True)
         print(
-            f"mini / cross-encoder, {kind}: {statistics.median(a.rate / b.rate for a, b in pairs):.2f} x requests/s"
+            f"mini / cross-encoder, {kind}: "
+            f"{statistics.median(a.rate / b.rate for a, b in pairs):.2f} x requests/s"
         )
     print(f"passages found among the kept ones: {statistics.median(hits):.0%}")
     records = [record for (name, _), group in found.items() for record in group if name == "mini"]
@@ -369,14 +375,16 @@ def throughput(options: argparse.Namespace) -> None:
 
 
 def overload(options: argparse.Namespace) -> None:
-    """Requests at one to five times the rate at which they can be answered, each with few seconds for its answer."""
+    """Requests at one to five times the capacity, each with a timeout of a few seconds."""
     traffic = Traffic.made_up(options)
     records: list[Record] = []
     print(
-        f"{traffic.count} passages a request, {options.timeout:g} s for an answer, {options.dtype}; {machine()}\n"
+        f"{traffic.count} passages a request, {options.timeout:g} s for an answer, "
+        f"{options.dtype}; {machine()}\n"
     )
     print(
-        "| load | offered/s | answered in time/s | of the capacity | 200 | 429 | others | p50 ms | p99 ms |"
+        "| load | offered/s | answered in time/s | of the capacity | 200 | 429 | others | p50 ms | "
+        "p99 ms |"
     )
     print("|---|--:|--:|--:|--:|--:|--:|--:|--:|")
     with Server("mini", *chosen(options), "--timeout", str(options.timeout)) as server:
@@ -406,7 +414,10 @@ def overload(options: argparse.Namespace) -> None:
             print(f"| {' | '.join(map(str, row))} |")
         again = asyncio.run(closed_loop(server.url, traffic, options.clients[-1], options.seconds))
     print(
-        f"\ncapacity, by {options.clients[-1]} clients that ask again when answered: {full.rate:.1f} requests/s",
+        (
+            f"\ncapacity, by {options.clients[-1]} clients that ask again when answered: "
+            f"{full.rate:.1f} requests/s"
+        ),
         end="",
     )
     print(f" at first, {again.rate:.1f} in the end")
@@ -510,11 +521,13 @@ def kill(options: argparse.Namespace) -> None:
             closed_loop(server.url, traffic, options.clients[-1], options.seconds, murder)
         )
     print(
-        f"{killed} kills of the model's process in {options.seconds:.0f} s, {options.clients[-1]} clients"
+        f"{killed} kills of the model's process in {options.seconds:.0f} s, {options.clients[-1]} "
+        "clients"
     )
     print(f"{dict(record.outcomes)}; {verdict(traffic, [record], options.dtype)[0]}")
     print(
-        f"p50 {record.quantile(0.5):.0f} ms, p99 {record.quantile(0.99):.0f} ms, most {record.quantile(1):.0f} ms"
+        f"p50 {record.quantile(0.5):.0f} ms, p99 {record.quantile(0.99):.0f} ms, most "
+        f"{record.quantile(1):.0f} ms"
     )
 
 

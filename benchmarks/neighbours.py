@@ -2,10 +2,11 @@
 
     python -m benchmarks.neighbours --json docs/neighbours.json && python -m benchmarks.tables
 
-A client asks one question after another, over passages whose prefixes are not kept, in a process of its own; beside it
-none, one or four others multiply matrices without end. "torch's own": a thread a core, idle ones wait busily for some
-milliseconds. "ours": what the commands choose (`cli/process.py`), as many, and idle ones sleep.
-Both run batches side by side, one on each thread. The three ways take turns.
+A client asks one question after another, over passages whose prefixes are not kept, in a process of
+its own; beside it none, one or four others multiply matrices without end. "torch's own": a thread a
+core, idle ones wait busily for some milliseconds. "ours": what the commands choose
+(`cli/process.py`), as many, and idle ones sleep. Both run batches side by side, one on each thread.
+The three ways take turns.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ import torch
 from rsrank_rag import RSRank
 from benchmarks.workload import QUERY, passages
 if {threads}: torch.set_num_threads({threads})
-ranker, documents = RSRank.from_pretrained("mini", prefix_cache=False), passages({documents}, {words})
+ranker = RSRank.from_pretrained("mini", prefix_cache=False)
+documents = passages({documents}, {words})
 ranker.score(QUERY, documents)
 print("ready", flush=True)
 for line in sys.stdin:

@@ -2,8 +2,8 @@
 
     python -m benchmarks.pairs
 
-What a service gains that joins the requests of its clients. Both take turns in random order in one process; times are
-medians, ratios medians over turns.
+What a service gains that joins the requests of its clients. Both take turns in random order in one
+process; times are medians, ratios medians over turns.
 """
 
 from __future__ import annotations

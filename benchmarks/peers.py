@@ -1,13 +1,15 @@
-"""`mini` beside what people run on a CPU instead: cross-encoders of MiniLM's shape, also through ONNX Runtime in int8.
+"""Time of `mini` and of cross-encoders of MiniLM's shape on a CPU, also with ONNX Runtime in int8.
 
     pip install -e '.[bench]'
-    python -m benchmarks.peers && python -m benchmarks.tables     # docs/peers.json, and its table in docs/benchmarks.md
+    python -m benchmarks.peers      # writes docs/peers.json
+    python -m benchmarks.tables     # writes its table in docs/benchmarks.md
 
-One process for each processor (as it is; limited to AVX-512 with VNNI, as many servers are, and to AVX2) and number of
-threads; within a process all systems take turns in random order, with the same texts. The peers' weights are random:
-time only. Torch, oneDNN and MKL are limited by their own settings, ONNX Runtime by `processor.c`, which answers what
-it asks the processor (needs cc and objdump); a column for which it never asked is not kept. Columns of the file that
-were not asked for (``--processors``, ``--threads``) stay. The floor is what the floating-point operations of a call
+One process for each processor (as it is; limited to AVX-512 with VNNI, as many servers are, and to
+AVX2) and number of threads; within a process all systems take turns in random order, with the same
+texts. The peers' weights are random: time only. Torch, oneDNN and MKL are limited by their own
+settings, ONNX Runtime by `processor.c`, which answers what it asks the processor (needs cc and
+objdump); a column for which it never asked is not kept. Columns of the file that were not asked for
+(``--processors``, ``--threads``) stay. The floor is what the floating-point operations of a call
 would take at the rate of a large matrix product in the same dtype.
 """
 
@@ -64,7 +66,7 @@ def cross_encoder(layers: int, dtype: str, tokenizer: Any) -> Score:
 def onnx(
     layers: int, bits: int, tokenizer: Any, threads: int, folder: Path, batch: int = 32
 ) -> Score:
-    """A cross-encoder through ONNX Runtime: fused by its optimizer, quantized by its dynamic quantization.
+    """A cross-encoder in ONNX Runtime, with its optimizer and its dynamic quantization.
 
     Written to the folder by the first process that wants it.
     """
@@ -209,7 +211,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def table(results: Sequence[dict[str, Any]]) -> str:
-    """Times as multiples of ONNX Runtime's in int8 with 6 layers, a column for each process, in Markdown."""
+    """Markdown of times relative to ONNX Runtime in int8 with 6 layers, one column a process."""
     machines: dict[str, list[str]] = {}
     for result in results:
         machine = result["machine"].replace(f", {result['threads']} threads", "")
@@ -256,7 +258,7 @@ def environment(processor: str, threads: int, folder: Path) -> dict[str, str]:
 
 
 def asking_us(folder: Path) -> None:
-    """A copy of ONNX Runtime that asks `processor.c` wherever it asks the processor: 0F 04 instead of CPUID (0F A2)."""
+    """Copy ONNX Runtime, with each CPUID (0F A2) replaced by 0F 04, which `processor.c` handles."""
     spec = importlib.util.find_spec("onnxruntime")
     assert spec is not None
     assert spec.submodule_search_locations is not None

@@ -1,9 +1,9 @@
-"""What rounding kept prefixes does to scores: bfloat16, 8 bits (as on disk) and 4 bits, on real passages.
+"""Scores with rounded prefixes on real passages: bfloat16, 8 bits (as on disk) and 4 bits.
 
-    python -m benchmarks.prefix_formats --model mini --data ../shared/data/dev/hotpotqa.paragraph.jsonl.gz
+    python -m benchmarks.prefix_formats --model mini --data data/dev/hotpotqa.paragraph.jsonl.gz
 
-Scores in float32 with prefixes as they are, against scores with each document's keys and values rounded. 4 bits have
-a scale for every 32 numbers; the package does not offer them.
+Scores in float32 with prefixes as they are, against scores with each document's keys and values
+rounded. 4 bits have a scale for every 32 numbers; the package does not offer them.
 """
 
 from __future__ import annotations
@@ -93,7 +93,8 @@ def main() -> None:
 
     exact = scores()
     print(
-        f"{options.model}: {len(exact):,} documents, standard deviation of the scores {exact.std():.2f}"
+        f"{options.model}: {len(exact):,} documents, standard deviation of the scores "
+        f"{exact.std():.2f}"
     )
     print(f"{'':10}{'largest':>10}{'mean':>10}{'decisions changed':>20}")
     for name, change in FORMATS.items():

@@ -1,9 +1,10 @@
-"""How time grows: with documents, their length, the batch and the threads; cold, and with all prefixes kept.
+"""Time by documents, their length, batch and threads; without and with cached prefixes.
 
     python -m benchmarks.scaling --size mini --chart research/docs/images/scaling.png
     python -m benchmarks.scaling --size qwen3-0.6b --layers 7 --documents 4 8 16
 
-One thing varies at a time, the others stay at their middle value. All points of a sweep take turns in random order.
+One thing varies at a time, the others stay at their middle value. All points of a sweep take turns
+in random order.
 """
 
 from __future__ import annotations
@@ -99,7 +100,8 @@ def sweep(ranker: RSRank, options: argparse.Namespace) -> Sweep:
                 }
             )
             print(
-                f"{value:<14}{tokens:10,}{cold.median * 1e3:10.1f}ms{warm.median * 1e3:10.1f}ms{ratio:8.1f}"
+                f"{value:<14}{tokens:10,}"
+                f"{cold.median * 1e3:10.1f}ms{warm.median * 1e3:10.1f}ms{ratio:8.1f}"
                 f"{tokens / cold.median:16,.0f}"
             )
         at_rest()

@@ -1,13 +1,14 @@
-"""What reaches the language model when documents shrink to sentences, and how long documents are best read.
+"""What remains when documents shrink to sentences, and how long documents are best read.
 
-    python -m benchmarks.sentences --data ../shared/data/dev --articles ../shared/data/train/covidqa.paragraph.jsonl.gz
+    python -m benchmarks.sentences --data data/dev --articles data/train/covidqa.paragraph.jsonl.gz
 
 LangChain's filter needs `pip install langchain-community`.
 
-Files of labelled sentences are read, and the sentences of one title, in order, joined to the paragraph that is ranked;
-a file without titles (FEVER) is cut into paragraphs of four sentences with nothing in common. Evidence is the share
-of the relevant sentences' characters that is kept; tokens are those of the tokenizer in all that is kept, titles
-included. The articles are put together again from their paragraphs; each question is asked of its own and of others.
+Files of labelled sentences are read, and the sentences of one title, in order, joined to the
+paragraph that is ranked; a file without titles (FEVER) is cut into paragraphs of four sentences
+with nothing in common. Evidence is the share of the relevant sentences' characters that is kept;
+tokens are those of the tokenizer in all that is kept, titles included. The articles are put
+together again from their paragraphs; each question is asked of its own and of others.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ CUTOFFS = (0.3, 0.5)
 
 @dataclass(frozen=True)
 class Paragraph:
-    """A document with its title as first line, if it has one, and where the relevant sentences stand."""
+    """A document, its title (if any) as first line, and the spans of the relevant sentences."""
 
     text: str
     title: str
@@ -96,7 +97,7 @@ def sentences_of(paragraph: Paragraph) -> dict[str, Span]:
 
 
 def by_llama_index(model: Any) -> Callable[[str, list[Paragraph]], Kept]:
-    """LlamaIndex's SentenceEmbeddingOptimizer with the better half of each node's sentences, as its guide has it."""
+    """LlamaIndex's SentenceEmbeddingOptimizer, which keeps half of each node's sentences."""
     from llama_index.core.embeddings import BaseEmbedding
     from llama_index.core.postprocessor import SentenceEmbeddingOptimizer
     from llama_index.core.schema import NodeWithScore, TextNode
@@ -317,8 +318,8 @@ def long_table(figures: dict[str, Any]) -> str:
         "|---|--:|--:|--:|--:|",
     ]
     lines += [
-        f"| {row['long_documents']} | {row['windows']:.0f} | {100 * row['ndcg@5']:.1f} | {100 * row['f1@tau']:.1f} "
-        f"| {row['milliseconds']:.0f} |"
+        f"| {row['long_documents']} | {row['windows']:.0f} | {100 * row['ndcg@5']:.1f} | "
+        f"{100 * row['f1@tau']:.1f} | {row['milliseconds']:.0f} |"
         for row in figures["long_documents"]
     ]
     return "\n".join(lines)

@@ -1,13 +1,13 @@
-"""Mixed lengths for long, and a fault every minute: is every answer right, and does memory stay where it is?
+"""Mixed lengths and a fault every minute, for an hour: answers stay right, and memory stable.
 
     python -m benchmarks.soak --minutes 60
 
-Passages have 5 to 2,000 words and requests 1 to 40 of them. Clients ask again as soon as they have been answered, and
-again a second later where they were refused (429, 503). Each minute the next fault is made: the model's process is
-killed, or stopped for five seconds; connections with half a request are opened and left; megabytes of nonsense are
-sent; clients leave before their answer; more is asked at a time than can be answered. After a third of the time the
-process is killed no more, so that one process's memory can be seen over the rest. Answers are checked as
-`benchmarks.load` does.
+Passages have 5 to 2,000 words and requests 1 to 40 of them. Clients ask again as soon as they have
+been answered, and again a second later where they were refused (429, 503). Each minute the next
+fault is made: the model's process is killed, or stopped for five seconds; connections with half a
+request are opened and left; megabytes of nonsense are sent; clients leave before their answer; more
+is asked at a time than can be answered. After a third of the time the process is killed no more, so
+that one process's memory can be seen over the rest. Answers are checked as `benchmarks.load` does.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from .workload import passages, question
 
 @dataclass(frozen=True)
 class Mixed(Traffic):
-    """Requests of 1 to ``count`` passages of 5 to 2,000 words, the logarithm of which is anything with equal chance."""
+    """Requests of 1 to ``count`` passages of 5 to 2,000 words (log-uniform)."""
 
     def request(self, rng: random.Random) -> tuple[int, list[int]]:
         """Numbers of a question and of distinct passages."""
@@ -221,7 +221,8 @@ def main() -> None:
         ).slope
         most = max(models for *_, models in run.samples) / 1e6
         print(
-            f"\nmodel's process: at most {most:.0f} MB; {slope:+.1f} MB a minute over the second half of the time"
+            f"\nmodel's process: at most {most:.0f} MB; {slope:+.1f} MB a minute over the second "
+            "half of the time"
         )
     lost = sum(
         count

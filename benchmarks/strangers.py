@@ -1,11 +1,12 @@
-"""What a stranger with a socket can do to `rsrank serve`: malformed, huge, slow and misleading requests, in turn.
+"""Attacks on `rsrank serve`: malformed, huge, slow and misleading requests, in turn.
 
     python -m benchmarks.strangers                # all of them
     python -m benchmarks.strangers --only head    # those with this word in their name
 
-Meanwhile /health is asked again and again over new connections; the longest wait stands beside what the stranger was
-answered. The service has one key and may open 256 files. Ends with 1 if an answer was none of those that are allowed
-(500 never is), /health was not answered, or the log has a traceback or a line that is no JSON.
+Meanwhile /health is asked again and again over new connections; the longest wait stands beside what
+the stranger was answered. The service has one key and may open 256 files. Ends with 1 if an answer
+was none of those that are allowed (500 never is), /health was not answered, or the log has a
+traceback or a line that is no JSON.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ LENGTH = b"Content-Length: %d\r\n" % len(GOOD)
 CHUNKED = b"Transfer-Encoding: chunked\r\n"
 BIG = 10**4000
 PATIENCE = 60.0
-"""Seconds without a word after which a connection counts as hanging; the service's own ``--timeout`` is 20."""
+"""Silent seconds after which a connection counts as hanging; the service's timeout is 20."""
 
 Attack = Callable[[int], Counter[str]]
 """Attacks the service at this port; what was answered, and how often."""
@@ -47,7 +48,7 @@ Attacks = dict[str, tuple[Attack, str]]
 
 
 def talk(port: int, pieces: Iterable[bytes], *, leave: bool = False) -> Counter[str]:
-    """Say these pieces over one connection and listen to its end, or ``leave``; statuses, or what came instead."""
+    """Send pieces over one connection and read to its end, or ``leave``; counts of statuses."""
     answer, ended = b"", "closed"
     with socket.create_connection(("127.0.0.1", port), timeout=PATIENCE) as connection:
         try:
@@ -96,7 +97,7 @@ def asked(target: str, method: str = "GET", *more: str) -> Attack:
 
 
 def half_open(count: int, seconds: float, said: bytes) -> Attack:
-    """So many connections with half of what they want, held for some time: are requests answered beside them?"""
+    """Hold connections with half a request open, and count the answers to other requests."""
 
     def run(port: int) -> Counter[str]:
         with contextlib.ExitStack() as held:
@@ -462,10 +463,15 @@ def odd_bodies() -> Attacks:
 
 def doors() -> Attacks:
     """Keys, paths and methods."""
-    paths = "/ /health /ready /v1/cluster/auth /v1/models /v1/models/mini /info /metrics /explain /v1/rerank /v2/rerank "
-    paths += "/rerank /score /v1/score /v1/ranking /openapi.json /nothing"
-    tricks = "//info /./info /health/../info /%69nfo /info/ /health%2f..%2finfo /info?/health /INFO /health;/info "
-    tricks += "http://localhost/info /info%00 /v1/models/%2e%2e%2f /\\info * /info#/health"
+    paths = (
+        "/ /health /ready /v1/cluster/auth /v1/models /v1/models/mini /info /metrics /explain "
+        "/v1/rerank /v2/rerank /rerank /score /v1/score /v1/ranking /openapi.json /nothing"
+    )
+    tricks = (
+        "//info /./info /health/../info /%69nfo /info/ /health%2f..%2finfo /info?/health /INFO "
+        "/health;/info http://localhost/info /info%00 /v1/models/%2e%2e%2f /\\info * "
+        "/info#/health"
+    )
     methods = ("HEAD", "OPTIONS", "PUT", "DELETE", "TRACE", "PATCH", "X" * 100)
     keys = [
         "",
@@ -520,7 +526,7 @@ def doors() -> Attacks:
 
 
 class Witness:
-    """Asks for /health over and over, in a thread; knows the longest wait and how often there was no answer."""
+    """A thread that asks for /health; it records the longest wait and the missing answers."""
 
     def __init__(self, port: int) -> None:
         self.port, self.longest, self.missed, self.asked = port, 0.0, 0, 0
@@ -584,7 +590,8 @@ def main() -> None:
         with server:
             print(f"One key, 256 files, --timeout 20; {machine()}\n")
             print(
-                "| attack | seconds | answered | /health asked | longest ms |\n|---|--:|---|--:|--:|"
+                "| attack | seconds | answered | /health asked | longest ms |\n"
+                "|---|--:|---|--:|--:|"
             )
             for name, (attack, allowed) in attacks.items():
                 before, started = len(odd_lines(log)), time.perf_counter()
@@ -606,7 +613,8 @@ def main() -> None:
                 print("".join(f"WRONG: {what}\n" for what in wrong), end="", flush=True)
         left = odd_lines(log)[before:]
     print(
-        f"\n{len(attacks)} attacks, {failed} not answered as they should be; exit status {server.process.returncode}"
+        f"\n{len(attacks)} attacks, {failed} not answered as they should be; exit status "
+        f"{server.process.returncode}"
     )
     print("".join(f"{line}\n" for line in left), end="")
     sys.exit(bool(failed or left or server.process.returncode))

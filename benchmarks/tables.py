@@ -2,7 +2,8 @@
 
     python -m benchmarks.tables      # after a benchmark has written its file
 
-Each one stands between ``<!-- figures: NAME -->`` and ``<!-- end of figures -->`` of its page and is replaced whole.
+Each one stands between ``<!-- figures: NAME -->`` and ``<!-- end of figures -->`` of its page and
+is replaced whole.
 """
 
 from __future__ import annotations
@@ -40,13 +41,14 @@ TABLES = {
 
 
 def rewritten(page: str, root: Path = ROOT) -> str:
-    """A page's text with its tables made anew; those whose figures were never measured stay as they are."""
+    """A page's text with new tables; a table without a file of figures stays as it is."""
 
     def anew(match: re.Match[str]) -> str:
         table = TABLES.get(match[2])  # other tables of a page are not made here
         if table is None or table.page != page or not (root / table.figures).exists():
             return match[0]
-        return f"{match[1]}{table.made(json.loads((root / table.figures).read_text(encoding='utf-8')))}\n{match[3]}"
+        figures = json.loads((root / table.figures).read_text(encoding="utf-8"))
+        return f"{match[1]}{table.made(figures)}\n{match[3]}"
 
     return BLOCK.sub(anew, (root / page).read_text(encoding="utf-8"))
 

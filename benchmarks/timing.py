@@ -59,7 +59,7 @@ class Measured:
 def measure(
     systems: list[System], turns: int, seed: int = 0, *, memory: bool = True
 ) -> list[Measured]:
-    """Count, then time: one run each for operations and, if asked for, memory, which also warms up; then the turns."""
+    """Count operations (and memory) in one run each, which also warms up; then time the turns."""
     counted = [(_peak(system) if memory else -1, _flops(system)) for system in systems]
     times: dict[str, list[float]] = {system.name: [] for system in systems}
     rng = random.Random(seed)

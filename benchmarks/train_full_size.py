@@ -1,10 +1,12 @@
-"""Time and memory of training B at a language model's full size, with random weights.
+r"""Time and memory of training B at a language model's full size, with random weights.
 
     python benchmarks/train_full_size.py    # Qwen3-8B's shapes, on a CUDA GPU
-    python benchmarks/train_full_size.py --layers 4 --hidden 256 --heads 4 --kv-heads 2 --width 32 --queries 4
+    python benchmarks/train_full_size.py --layers 4 --hidden 256 --heads 4 --kv-heads 4 \
+        --width 32 --queries 4
 
-(The second line is a try-out.) Weights, texts and labels are random, so it says nothing about quality. Printed as JSON
-beside the floor: the arithmetic of the language model's pass and of B's training, and the features' bytes.
+The second command is a small trial. Weights, texts and labels are random, so it says nothing about
+quality. Printed as JSON beside the floor: the arithmetic of the language model's pass and of B's
+training, and the features' bytes.
 """
 
 from __future__ import annotations
@@ -53,7 +55,7 @@ def options() -> argparse.Namespace:
 
 
 class RandomWords:
-    """Stands for a tokenizer, which a random model has none of: every text is random ids of a fixed length."""
+    """Replaces the tokenizer: every text becomes random ids of a fixed length."""
 
     def __init__(self, vocabulary: int) -> None:
         self.vocabulary, self.template, self.max_length, self.fingerprint = (

@@ -1,9 +1,9 @@
-"""What rounding the language model's weights does to scores: bfloat16, int8 and nf4, on real passages.
+"""Scores with rounded weights of the language model on real passages: bfloat16, int8 and nf4.
 
-    python -m benchmarks.weight_formats --model mini --data ../shared/data/dev/hotpotqa.paragraph.jsonl.gz
+    python -m benchmarks.weight_formats --model mini --data data/dev/hotpotqa.paragraph.jsonl.gz
 
-On the CPU in float32, but for "all in bfloat16" and "documents in int8" (``dtype="int8"``). int8 and nf4 are
-bitsandbytes' (whose int8 rounds activations, too).
+On the CPU in float32, but for "all in bfloat16" and "documents in int8" (``dtype="int8"``). int8
+and nf4 are bitsandbytes' (whose int8 rounds activations, too).
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from rsrank_rag.language_model.linear import int8_copy
 
 
 def nf4_weights(ranker: RSRank) -> None:
-    """Round the weights as bitsandbytes does, whose own product on a CPU is coarser than float32."""
+    """Round the weights as bitsandbytes does; its own product on a CPU is coarser than float32."""
     from bitsandbytes.functional import dequantize_4bit, quantize_4bit
 
     for module in ranker.backbone.model.modules():
@@ -85,14 +85,18 @@ def main() -> None:
 
     exact, *quality = measure({}, None)
     print(
-        f"{options.model}: {len(exact):,} documents, standard deviation of the scores {exact.std():.2f}"
+        f"{options.model}: {len(exact):,} documents, standard deviation of the scores "
+        f"{exact.std():.2f}"
     )
     print(f"{'':22}{'largest':>9}{'mean':>9}{'decisions changed':>20}{'nDCG@5':>9}{'F1 at 0':>9}")
     print(f"{'float32':22}{'':9}{'':9}{'':20}{quality[0]:9.1f}{quality[1]:9.1f}")
     for name in options.forms:
         moved, *quality = measure(*FORMS[name])
         error, changed = (moved - exact).abs(), ((moved > 0) != (exact > 0)).sum()
-        text = f"{name:22}{error.max():9.4f}{error.mean():9.4f}{changed:20}{quality[0]:9.1f}{quality[1]:9.1f}"
+        text = (
+            f"{name:22}{error.max():9.4f}{error.mean():9.4f}{changed:20}{quality[0]:9.1f}"
+            f"{quality[1]:9.1f}"
+        )
         print(text, flush=True)
 
 

@@ -1,7 +1,7 @@
-"""What the benchmarks run: language models of several sizes, made-up passages, and the plain code to compare with.
+"""Workload of the benchmarks: language models, made-up passages, and plain code to compare with.
 
-The plain code gives the same scores as `RSRank` in the way one would first write it: document and query in one padded
-sequence, rows in input order, all layers.
+The plain code gives the same scores as `RSRank` in the way one would first write it: document and
+query in one padded sequence, rows in input order, all layers.
 
 Axes: N documents, S padded document tokens, T query tokens.
 """
@@ -26,8 +26,9 @@ from rsrank_rag.language_model.options import LoadOptions
 from rsrank_rag.method.projection import combine, representational_shift
 
 WORDS = """
-river stone early market signal window quiet number garden engine letter summer copper valley reason method island
-paper winter harbour doctor bridge season colour forest answer people travel yellow morning
+river stone early market signal window quiet number garden engine letter summer copper valley
+reason method island paper winter harbour doctor bridge season colour forest answer people
+travel yellow morning
 """.split()  # noqa: SIM905 - words read better as words
 QUERY = "Which harbour did the early copper market use in winter ?"
 TEMPLATE = Template(instruction="Judge the document : ", separator=" Query : ")
@@ -69,7 +70,7 @@ WEIGHTS: dict[str, dict[str, bool]] = {
 
 
 def passages(count: int, words: int, spread: float = 0.0, seed: int = 0) -> list[str]:
-    """Made-up passages of about ``words`` words; ``spread`` 1/3 lets lengths lie within a third of it."""
+    """Made-up passages of about ``words`` words; ``spread`` is the largest relative deviation."""
     rng = random.Random(seed)
     lengths = [
         rng.randint(round(words * (1 - spread)), round(words * (1 + spread))) for _ in range(count)
@@ -154,7 +155,7 @@ def tokenizer() -> PreTrainedTokenizerFast:
 
 
 Values = Callable[[list[tuple[int, ...]], tuple[int, ...]], list[Tensor]]
-"""Gives each layer's value vectors at the query's tokens, (N, H, T, D), for documents' prefixes and a query."""
+"""Each layer's value vectors at the query's tokens, (N, H, T, D), for prefixes and a query."""
 
 
 @dataclass(frozen=True)
@@ -198,8 +199,8 @@ class Plain:
     ) -> tuple[list[Tensor], Tensor]:
         """Value vectors of the query's tokens, and agreement (N, 2).
 
-        Hooks take the documents out of the mask of a BERT's layers below the fusion layer, and may keep them as they
-        are above.
+        Hooks take the documents out of the mask of a BERT's layers below the fusion layer, and may
+        keep them as they are above.
         """
         fusion, width = self.ranker.config.fusion_layer, max(map(len, prefixes))
         entering: list[Tensor] = []
@@ -280,7 +281,7 @@ def _inputs(
 
 
 def by_hidden_states(ranker: RSRank) -> Values:
-    """The first thing one writes: the causal LM with logits and hidden states, then the value projections again."""
+    """Plain code: the causal LM with logits and hidden states, then the value projections again."""
     base = ranker.backbone.model
     whole = base if not ranker.backbone.causal else _with_head(base)
 
@@ -302,7 +303,7 @@ def by_hidden_states(ranker: RSRank) -> Values:
 
 
 def by_hooks(ranker: RSRank) -> Values:
-    """The second: the base model with a hook on each value projection that keeps the query's tokens."""
+    """Plain code: the base model, with a hook on each value projection for the query's tokens."""
     model = ranker.backbone.model
 
     def values(prefixes: list[tuple[int, ...]], query: tuple[int, ...]) -> list[Tensor]:
