@@ -1,7 +1,8 @@
 # ruff: noqa: E402, PT017, T201 - imports are what is tested, without pytest, and print is the answer
 """Run by the Python of an environment with rsrank-rag-client only: asks a service through everything there is.
 
-Prints, as JSON, the texts and scores that each way keeps; what has to be absent or to fail is checked here.
+Prints, as JSON, the texts and scores that each way keeps; what has to be absent or to fail is
+checked here.
 """
 
 import asyncio

@@ -42,24 +42,45 @@ SPECIAL = [
     "[MASK]",
 ]
 CORPUS = [
-    "The lighthouse keeper climbed the stairs every evening and lit the lamp before the fog came in.",
-    "Judge whether the document helps to answer the query. Document: Query: Who wrote it, and when?",
-    "Tomatoes need six hours of sun, warm soil and water at the root; they are planted after the last frost.",
+    (
+        "The lighthouse keeper climbed the stairs every evening and lit the lamp before the fog "
+        "came in."
+    ),
+    (
+        "Judge whether the document helps to answer the query. Document: Query: Who wrote it, and "
+        "when?"
+    ),
+    (
+        "Tomatoes need six hours of sun, warm soil and water at the root; they are planted after "
+        "the last frost."
+    ),
     "A sourdough starter is flour and water. Wild yeast makes it rise, and bacteria make it sour.",
-    "The bridge was opened in 1932. It is 503 metres long, and six million rivets hold it together.",
+    (
+        "The bridge was opened in 1932. It is 503 metres long, and six million rivets hold it "
+        "together."
+    ),
     "Octopuses have three hearts, blue blood and nine brains, one of them in every arm.",
     "def area(radius): return 3.14159 * radius ** 2",
-    "Glaciers carve valleys slowly: the ice moves a few centimetres a day and grinds the rock under it.",
+    (
+        "Glaciers carve valleys slowly: the ice moves a few centimetres a day and grinds the rock "
+        "under it."
+    ),
 ]
 
 DOCUMENTS = [
-    "The bridge was opened in 1932 after eight years of work, and it carries trains, cars and people on foot.",
+    (
+        "The bridge was opened in 1932 after eight years of work, and it carries trains, cars and "
+        "people on foot."
+    ),
     "Octopuses have three hearts. Two pump blood through the gills.",
     "Frost",
-    "A starter of flour and water rises when wild yeast feeds on it; keep it warm, feed it daily, and bake when it "
-    "doubles. Cold slows it down, heat kills it, and salt keeps it in check.",
+    "A starter of flour and water rises when wild yeast feeds on it; keep it warm, feed it daily, "
+    "and bake when it doubles. Cold slows it down, heat kills it, and salt keeps it in check.",
     "Tomatoes need six hours of sun.",
-    "The ice moves a few centimetres a day and grinds the rock under it, and so the valley gets its shape.",
+    (
+        "The ice moves a few centimetres a day and grinds the rock under it, and so the valley "
+        "gets its shape."
+    ),
 ]
 QUERY = "When was the bridge opened?"
 QUERIES = [QUERY, "How many hearts has an octopus?", "What makes bread rise?"]

@@ -1,8 +1,9 @@
 """A small Hugging Face Hub on 127.0.0.1, held in memory, for the real `huggingface_hub` client.
 
-It speaks the part of the Hub's HTTP interface that downloading a snapshot and uploading a folder need: repositories
-with commits, branches and tags; files kept in git and large files behind a redirect (LFS); tokens with and without
-write permission; the Hub's error codes. `cut`, `status` and `pages` make it misbehave for one file or address.
+It speaks the part of the Hub's HTTP interface that downloading a snapshot and uploading a folder
+need: repositories with commits, branches and tags; files kept in git and large files behind a
+redirect (LFS); tokens with and without write permission; the Hub's error codes. `cut`, `status` and
+`pages` make it misbehave for one file or address.
 """
 
 from __future__ import annotations

@@ -34,7 +34,8 @@ def reference_values(model, document_part, query_part, head_dim=HEAD_DIM):
     ids = torch.tensor([[*document_part, *query_part]])
     inputs = {"input_ids": ids}
     if model.config.model_type in ENCODERS:
-        # The document's tokens see the document alone; the query's see all and count positions from 0 again.
+        # The document's tokens see the document alone; the query's see all and count positions from
+        # 0 again.
         cut, length = len(document_part), ids.shape[1]
         mask = torch.zeros(1, 1, length, length)
         mask[..., :cut, cut:] = torch.finfo(torch.float32).min

@@ -29,8 +29,8 @@ class Overlap(Reranker):
 class Service:
     """An ASGI app. ``script`` holds what it does to the coming requests; when it is empty, it answers as it should.
 
-    A step of the script is a number of seconds to wait before the answer, a status with a body and headers, or a
-    function that changes the answer.
+    A step of the script is a number of seconds to wait before the answer, a status with a body and
+    headers, or a function that changes the answer.
     """
 
     def __init__(self) -> None:

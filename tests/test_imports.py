@@ -74,7 +74,10 @@ def test_the_import_reader_sees_what_is_there():
 
 
 def test_importing_the_package_loads_neither_torch_nor_transformers():
-    code = "import sys, json, rsrank_rag; print(json.dumps([m for m in ('torch', 'transformers') if m in sys.modules]))"
+    code = (
+        "import sys, json, rsrank_rag; print(json.dumps([m for m in ('torch', 'transformers') if m "
+        "in sys.modules]))"
+    )
     assert in_fresh_python(code) == []
 
 

@@ -35,7 +35,8 @@ from rsrank_rag.reranker import BLANK_SCORE, Pair
 
 EXACT = 1e-4  # fp32: rounding alone
 
-# Bounds for coarser arithmetic, about twice the largest difference measured (scores spread over 0.15 to 0.6 there).
+# Bounds for coarser arithmetic, about twice the largest difference measured (scores spread over
+# 0.15 to 0.6 there).
 BF16_TINY = 0.05  # measured 0.023
 BF16_TINY_NEIGHBOURS = 0.015  # measured 0.007
 BF16_STORIES = 1.6  # measured 0.78: trained weights with shifts of 2 % of the values, near bfloat16's resolution
@@ -463,7 +464,8 @@ class SmallMemory(torch.nn.Module):
 OUT_OF_MEMORY = [
     torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB."),
     RuntimeError(
-        "[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 999 bytes."
+        "[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried to allocate 999 "
+        "bytes."
     ),
     MemoryError(),
 ]

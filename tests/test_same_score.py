@@ -8,7 +8,34 @@ from hypothesis import strategies as st
 
 from rsrank_rag import RSRank
 
-WORDS = ["bridge", "river", "opened", "harbour", "steel", "cable", "engineer", "1937", "traffic", "span", "tower", "the", "of", "a", "and", "in", "was", "by", "near", "milk", "harvest", "telescope", "glacier", "parliament", "violin", "algorithm"]
+WORDS = [
+    "bridge",
+    "river",
+    "opened",
+    "harbour",
+    "steel",
+    "cable",
+    "engineer",
+    "1937",
+    "traffic",
+    "span",
+    "tower",
+    "the",
+    "of",
+    "a",
+    "and",
+    "in",
+    "was",
+    "by",
+    "near",
+    "milk",
+    "harvest",
+    "telescope",
+    "glacier",
+    "parliament",
+    "violin",
+    "algorithm",
+]
 QUERIES = ("When did the bridge open?", "Who built the longest steel cable bridge over the river")
 LIMITS = {"float32": 1e-4, "int8": 0.05}
 

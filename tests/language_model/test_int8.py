@@ -208,7 +208,8 @@ def test_scores_are_those_of_documents_that_ran_through_rounded_maps(kind, tiny_
     )
     moved = (scores - exact).abs()
     assert moved.max() > EXACT
-    # A token on the border between two whole numbers becomes the one here and the other there, by processor.
+    # A token on the border between two whole numbers becomes the one here and the other there, by
+    # processor.
     between = (scores - all_scores(slow)).abs()
     assert between.max() < moved.max() / 5
     assert between.mean() < moved.mean() / 10

@@ -48,7 +48,10 @@ DECODERS = [
     "qwen3_moe",
     "smollm3",
 ]
-LONG_QUERY = "Which of the two bridges over the river was opened first, and how long did the builders work on it?"
+LONG_QUERY = (
+    "Which of the two bridges over the river was opened first, and how long did the builders work "
+    "on it?"
+)
 
 
 def reference_score(model, parts, scored, weight, head_dim=HEAD_DIM):
@@ -282,7 +285,8 @@ def test_gradients_through_both_phases_equal_those_of_whole_sequences(
     for name, weight in two_phase.model.named_parameters():
         if expected[name] is None or not expected[name].any():
             continue
-        # A key's bias cancels in the softmax: its gradient is rounding alone, hence a bound for all weights.
+        # A key's bias cancels in the softmax: its gradient is rounding alone, hence a bound for all
+        # weights.
         torch.testing.assert_close(weight.grad, expected[name], rtol=1e-3, atol=1e-5 * largest)
         compared += bool(expected[name].abs().max() > 1e-3 * largest)
     assert compared > 6 * (LAYERS - 1)
@@ -390,7 +394,8 @@ def test_a_document_and_a_query_that_fill_every_position_run(kind, tiny_ranker):
 
 @torch.no_grad()
 def test_a_short_document_is_read_alike_beside_one_beyond_the_original_positions(tiny_ranker):
-    # Long-context rotary factors that depend on the longest sequence of a batch would make neighbours matter.
+    # Long-context rotary factors that depend on the longest sequence of a batch would make
+    # neighbours matter.
     ranker = tiny_ranker("phi3_longrope")
     alone = ranker.score(QUERY, ["The bridge was opened in 1932."])
     assert ranker.score(QUERY, ["The bridge was opened in 1932.", "frost " * 200])[

@@ -21,8 +21,8 @@ PASSAGES = (ROOT / "examples" / "passages.txt").read_text(encoding="utf-8").spli
 REFERENCE = ROOT / "research" / "mini" / "reference.json"
 QUERY = "How do honeybees tell each other where the flowers are?"
 
-# Largest difference between a score in bfloat16 and in float32, and between two bfloat16 scores of one document in
-# different batches: about twice the 0.058 measured on 689 passages (docs/mini.md).
+# Largest difference between a score in bfloat16 and in float32, and between two bfloat16 scores of
+# one document in different batches: about twice the 0.058 measured on 689 passages (docs/mini.md).
 BFLOAT16_BOUND = 0.12
 
 
@@ -117,7 +117,8 @@ def test_the_same_pair_gets_the_same_score_in_every_way(dtype, tmp_path):
         expected = next(iter(ways.values()))
         assert len(set(expected)) == 3 * len(PASSAGES)
         for way, found in ways.items():
-            # In float32, kernels for few rows sum in another order, and the small shift of a single word shows it most.
+            # In float32, kernels for few rows sum in another order, and the small shift of a single
+            # word shows it most.
             assert found == pytest.approx(expected, abs=3e-4 if dtype == "float32" else 1e-6), way
 
 
@@ -161,7 +162,8 @@ def test_the_recorded_figures_are_those_of_the_shipped_weights(mini):
         found = zip(
             ranking_by_query(scored)["ndcg@5"], (f1_at(query, 0.0) for query in scored), strict=True
         )
-        # The recorded queries were chosen so that rounding changes neither their order nor a decision.
+        # The recorded queries were chosen so that rounding changes neither their order nor a
+        # decision.
         assert {q.id: list(pair) for q, pair in zip(queries, found, strict=True)} == {
             key: pytest.approx(pair, abs=1e-9) for key, pair in rows.items()
         }

@@ -18,8 +18,8 @@ from rsrank_rag.remote.client import RemoteReranker
 from rsrank_rag.reranker import BLANK_SCORE, Pair, Scored, score_in_parts
 
 ODD = (
-    "Dr. Ann lit the lamp.\r\nIt shone 3.5 km! \U0001f600 Wer war da? «Ça va?» dit-il.\n\n日本語です。これは文です。 "
-    "मैं घर जा रहा हूँ। वह आया।\u2028J.\u00a0Smith left. e\u0301te\u0301."
+    "Dr. Ann lit the lamp.\r\nIt shone 3.5 km! \U0001f600 Wer war da? «Ça va?» dit-il.\n"
+    "\n日本語です。これは文です。 मैं घर जा रहा हूँ। वह आया।\u2028J.\u00a0Smith left. e\u0301te\u0301."
 )
 
 

@@ -45,7 +45,8 @@ def test_the_client_holds_all_that_its_modules_import_and_nothing_else():
     while waiting:
         module = waiting.pop()
         needed.add(module)
-        # What loads a model is imported when there is one to load; the adapters ask for their client as late.
+        # What loads a model is imported when there is one to load; the adapters ask for their
+        # client as late.
         waiting += {name for name in own_imports(module, lazy=False) if name not in needed}
     assert packed() == needed
     lazily = set().union(*(own_imports(module) for module in needed)) - needed

@@ -96,7 +96,8 @@ def test_a_remote_rank_is_the_local_one(running_service, served, kind, query, do
     expected = Overlap().rank(query, documents, **limits)
     pairs = [Pair(query, text) for text in documents]
     reranker = RemoteReranker(running_service.address if kind == "a stub" else served)
-    # A lone surrogate is no text that can be sent; the mark in its place is read as RSRank reads it.
+    # A lone surrogate is no text that can be sent; the mark in its place is read as RSRank reads
+    # it.
     if "\ud800" not in query + "".join(documents):
         assert reranker.rank(query, documents, **limits) == expected
         assert asyncio.run(reranker.arank(query, documents, **limits)) == expected

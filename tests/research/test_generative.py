@@ -120,7 +120,8 @@ def qwen_reference(folder, query, document, instruction, max_length=8192):
     """The model card's recipe: the pair cut by the tokenizer, template ids around it, the whole vocabulary's logits."""
     tokenizer, model = loaded(AutoModelForCausalLM, folder)
     judge = (
-        "Judge whether the Document meets the requirements based on the Query and the Instruct provided. "
+        "Judge whether the Document meets the requirements based on the Query and the Instruct "
+        "provided. "
         'Note that the answer can only be "yes" or "no".'
     )
     before = tokenizer.encode(

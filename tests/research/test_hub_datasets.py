@@ -125,7 +125,8 @@ def beir(*, corpus=CORPUS, queries=QUERIES, labels=LABELS):
 def hotpotqa(validation=(LIGHT, BREAD), train=(BREAD,)):
     card = "---\nconfigs:\n" + "".join(
         f"- config_name: {name}\n  data_files:\n"
-        f"  - {{split: train, path: {name}/train-*}}\n  - {{split: validation, path: {name}/validation-*}}\n"
+        f"  - {{split: train, path: {name}/train-*}}\n  - {{split: validation, path: "
+        f"{name}/validation-*}}\n"
         for name in ("distractor", "fullwiki")
     )
     files = {
@@ -473,7 +474,10 @@ def test_without_datasets_the_pip_command_is_named(monkeypatch):
     [
         (
             {"name": "squad"},
-            "no set 'squad'. Choose one of: 2wiki, hotpotqa, musique, fiqa, nfcorpus, fever; or beir:NAME",
+            (
+                "no set 'squad'. Choose one of: 2wiki, hotpotqa, musique, fiqa, nfcorpus, fever; "
+                "or beir:NAME"
+            ),
         ),
         ({"name": "beir:../x"}, "no set 'beir:../x'"),
         (

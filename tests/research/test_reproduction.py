@@ -142,7 +142,10 @@ def test_every_shipped_configuration_is_valid(name, data):
         ),
         ('name = "x"\nsystems = [{name = "bm25"}]\nsets = [{}]', "either file or dataset"),
         (
-            'name = "x"\nsystems = [{name = "bm25"}]\nsets = [{name = "fiqa", negatives = {kind = "x"}}]',
+            (
+                'name = "x"\nsystems = [{name = "bm25"}]\nsets = [{name = "fiqa", negatives = '
+                '{kind = "x"}}]'
+            ),
             "negatives.kind",
         ),
         ("name = ", "not valid TOML"),
@@ -161,7 +164,10 @@ def test_a_configuration_or_a_folder_without_data_is_named(tmp_path):
 
 
 def test_the_artifact_stands_inside_other_names_too(tmp_path):
-    text = 'name = "x"\nsets = [{name = "fiqa"}]\nsystems = [{name = "oracle:artifact"}, {name = "artifact"}]'
+    text = (
+        'name = "x"\nsets = [{name = "fiqa"}]\nsystems = [{name = "oracle:artifact"}, {name = '
+        '"artifact"}]'
+    )
     found = Reproduction.load(written(tmp_path, text), artifact="mini", systems=["bm25"])
     assert [part.name for part in found.systems] == ["oracle:mini", "mini", "bm25"]
 

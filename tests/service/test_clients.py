@@ -1,6 +1,7 @@
 """The client classes that people use, against the running service.
 
-They want versions of their libraries that do not go together: `make test-clients` makes an environment for each group.
+They want versions of their libraries that do not go together: `make test-clients` makes an
+environment for each group.
 """
 
 import os

@@ -1,6 +1,7 @@
 """The service's page in a real browser, with a real model behind it.
 
-``python tests/test_page.py`` writes the hashes into the page's policy and renews its picture in the docs.
+``python tests/test_page.py`` writes the hashes into the page's policy and renews its picture in the
+docs.
 """
 
 import base64
@@ -654,7 +655,10 @@ def test_whatever_can_be_operated_has_a_name(visit):
 
 def test_nothing_moves_for_those_who_want_it_still(browser, address):
     page = ranked(opened(browser, address, reduced_motion="reduce"))
-    moving = "[...document.querySelectorAll('*')].filter((e) => parseFloat(getComputedStyle(e).transitionDuration))"
+    moving = (
+        "[...document.querySelectorAll('*')].filter((e) => "
+        "parseFloat(getComputedStyle(e).transitionDuration))"
+    )
     assert page.evaluate(f"{moving}.length") == 0
     page.emulate_media(reduced_motion="no-preference")
     assert page.evaluate(f"{moving}.length") > 0

@@ -646,7 +646,8 @@ async def test_the_models_process_ends_with_its_parent(tmp_path):
         "from functools import partial; from pathlib import Path\n"
         "import test_scheduler as t\n"
         "async def main():\n"
-        "    s = t.Scheduler(partial(t.Mortal, Path(sys.argv[1])), 'fake', canary=None); await s.start()\n"
+        "    s = t.Scheduler(partial(t.Mortal, Path(sys.argv[1])), 'fake', canary=None); await "
+        "s.start()\n"
         "    print(s.model.loaded.process, flush=True); await asyncio.sleep(60)\n"
         "if __name__ == '__main__': asyncio.run(main())\n"
     )

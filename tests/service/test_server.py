@@ -500,7 +500,10 @@ async def test_half_a_surrogate_pair_is_no_text():
         ):
             response = await http.post("/rerank", content=text.encode(), headers=JSON)
             assert (response.status_code, response.json()["documents"][0]["index"]) == (422, 1)
-        partial = r'{"query": "q", "documents": ["1", "\ud800"], "partial": true, "return_documents": true}'
+        partial = (
+            r'{"query": "q", "documents": ["1", "\ud800"], "partial": true, "return_documents": '
+            r"true}"
+        )
         response = await http.post("/rerank", content=partial.encode(), headers=JSON)
         assert (scores(response.json()), response.json()["errors"][0]["index"]) == ([(0, 1)], 1)
 
@@ -973,7 +976,8 @@ def test_a_level_that_there_is_not_is_refused_with_those_that_there_are():
 @pytest.mark.slow
 def test_the_models_process_logs_as_the_service_does():
     code = (
-        "import logging, warnings\nfrom rsrank_rag.cli.service import prepare_logs\nprepare_logs('INFO')\n"
+        "import logging, warnings\nfrom rsrank_rag.cli.service import prepare_logs\n"
+        "prepare_logs('INFO')\n"
         "logging.getLogger('rsrank_rag.method.concurrent_batches').info('one')\n"
         "logging.getLogger('transformers.models').warning('two')\n"
         "logging.getLogger('urllib3').info('too much'); warnings.warn('three')\n"

@@ -117,8 +117,8 @@ def f1_gaps(queries):
 
 
 def test_f1_gaps_equal_the_fractions_by_hand():
-    # Alone, the first query reaches 4/5 (three kept), the second 2/3 (both kept). Together, keeping everything is best:
-    # 2 * 2 / (4 + 2) and 2 / 3.
+    # Alone, the first query reaches 4/5 (three kept), the second 2/3 (both kept). Together, keeping
+    # everything is best: 2 * 2 / (4 + 2) and 2 / 3.
     assert best_threshold([FIRST, SECOND])[1] == pytest.approx((2 / 3 + 2 / 3) / 2)
     assert f1_gaps([FIRST, SECOND]) == pytest.approx([4 / 5 - 2 / 3, 0.0])
 

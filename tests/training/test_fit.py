@@ -51,7 +51,8 @@ def test_scores_of_a_batch_are_the_papers_whatever_else_is_in_it():
         assert scores[row, : len(query.relevant)].tolist() == pytest.approx(
             slow_scores(weight, query), abs=1e-4
         )
-    # Each oracle's own mean over layers, heads and tokens: a long query counts no more than a short one.
+    # Each oracle's own mean over layers, heads and tokens: a long query counts no more than a short
+    # one.
     rows = [queries[0].shifts[:, :, -3:], queries[2].shifts[:, :, -5:]]
     expected = [cosine_to_ones(shifts.float() @ weight.mT).mean().item() for shifts in rows]
     assert oracle.tolist() == pytest.approx(expected, abs=1e-5)
@@ -172,7 +173,8 @@ def plainly_trained(queries, weights, epochs, rate):
     "removed", [None, "calibration", "margin", "orthogonality", "alignment", "frobenius"]
 )
 def test_b_moves_as_the_paper_says_with_all_terms_and_without_each(removed):
-    # With P = 3 and D = 2 rows cannot be orthonormal and B lies beyond its bound: all five terms pull.
+    # With P = 3 and D = 2 rows cannot be orthonormal and B lies beyond its bound: all five terms
+    # pull.
     queries = toy(4, width=2)
     wrong = [
         QueryFeatures(-query.shifts, query.relevant, query.tokens, query.oracle)
