@@ -32,9 +32,11 @@ CONTRASTS = """() => {
         const [r, g, b, a] = canvas.getImageData(0, 0, 1, 1).data;
         return [r, g, b, a / 255];
     };
-    const over = (top, under) => under.map((value, i) => (i < 3 ? top[i] * top[3] + value * (1 - top[3]) : 1));
+    const over = (top, under) =>
+        under.map((value, i) => (i < 3 ? top[i] * top[3] + value * (1 - top[3]) : 1));
     const own = (element) => rgba(getComputedStyle(element).backgroundColor);
-    const ground = (element) => (element ? over(own(element), ground(element.parentElement)) : [255, 255, 255, 1]);
+    const ground = (element) =>
+        element ? over(own(element), ground(element.parentElement)) : [255, 255, 255, 1];
     const light = (colour) => {
         const linear = (x) => (x <= 0.04045 ? x / 12.92 : ((x + 0.055) / 1.055) ** 2.4);
         const [r, g, b] = colour.map((x) => linear(x / 255));
@@ -44,10 +46,13 @@ CONTRASTS = """() => {
     const texts = document.createTreeWalker(document.body, NodeFilter.SHOW_TEXT);
     while (texts.nextNode()) {
         const element = texts.currentNode.parentElement;
-        if (!texts.currentNode.data.trim() || !element.checkVisibility() || element.matches("script")) continue;
+        const text = texts.currentNode.data;
+        if (!text.trim() || !element.checkVisibility() || element.matches("script")) continue;
         const under = ground(element);
-        const [a, b] = [light(over(rgba(getComputedStyle(element).color), under)), light(under)].sort((x, y) => y - x);
-        found[Object.keys(found).length + " " + texts.currentNode.data.slice(0, 40)] = (a + 0.05) / (b + 0.05);
+        const colour = over(rgba(getComputedStyle(element).color), under);
+        const [a, b] = [light(colour), light(under)].sort((x, y) => y - x);
+        const key = Object.keys(found).length + " " + text.slice(0, 40);
+        found[key] = (a + 0.05) / (b + 0.05);
     }
     return found;
 }"""

@@ -1,5 +1,5 @@
 # ruff: noqa: E402, PT017, T201 - imports are what is tested, without pytest, and print is the answer
-"""Run by the Python of an environment with rsrank-rag-client only: asks a service through everything there is.
+"""Ask a service in every way, in an environment with rsrank-rag-client only.
 
 Prints, as JSON, the texts and scores that each way keeps; what has to be absent or to fail is
 checked here.

@@ -117,7 +117,7 @@ def byte_level_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def word_piece_tokenizer() -> PreTrainedTokenizerFast:
-    """A WordPiece as BERT has: lower case, unknown words are ``[UNK]``. (Its trainer breaks ties at random.)"""
+    """BERT's WordPiece: lower case, ``[UNK]`` for unknown words. Ties are broken at random."""
     normalizer, splitter = (
         normalizers.BertNormalizer(lowercase=True),
         pre_tokenizers.BertPreTokenizer(),
@@ -143,7 +143,7 @@ def word_piece_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def tiny_config(kind: str, vocabulary: int = VOCABULARY) -> transformers.PreTrainedConfig:
-    """Config of a tiny model of one architecture; an initializer range of 0.3 makes documents matter."""
+    """Config of a tiny model. With an initializer range of 0.3, documents change the scores."""
     ids = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
     plain = {
         **ids,
@@ -269,7 +269,7 @@ def score_many(
 
 @pytest.fixture(scope="session")
 def tiny_folder(tmp_path_factory):
-    """Function: kind of architecture -> folder with a tiny random model and its tokenizer, made once."""
+    """Function: architecture -> folder with a tiny random model and its tokenizer, made once."""
     made: dict[str, Path] = {}
 
     def folder(kind: str) -> Path:
@@ -288,7 +288,7 @@ def tiny_folder(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def tiny_ranker(tiny_folder):
-    """Function: kind of architecture -> a tiny fp32 ranker shared by all tests, which must not change it."""
+    """Function: architecture -> a tiny float32 ranker. Tests share it and must not change it."""
     made: dict[str, RSRank] = {}
 
     def load(kind: str) -> RSRank:
@@ -322,7 +322,7 @@ def stories():
 
 @pytest.fixture(scope="session")
 def running_service():
-    """A service that breaks its contract when told to, on a port of this machine; ``address`` is its URL."""
+    """A service on a local port that breaks its contract on demand; ``address`` is its URL."""
     pytest.importorskip("uvicorn")
     from stub_service import Service, listening
 
@@ -361,7 +361,7 @@ def spans_of_langchain():
 
 @pytest.fixture(scope="session")
 def ray_cluster(tmp_path_factory):
-    """A Ray cluster of several processes on this machine, with what is in this folder importable everywhere."""
+    """A local Ray cluster of several processes that can import the modules of this folder."""
     ray = pytest.importorskip("ray")
     here = Path(__file__).parent
     os.environ["PYTHONPATH"] = os.pathsep.join([str(here.parent), str(here)])

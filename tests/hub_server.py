@@ -46,7 +46,7 @@ class Problem(Exception):
 
 @dataclass
 class Repository:
-    """One repository. The names of dataset repositories start with ``datasets/``, as their addresses do."""
+    """One repository. Names of dataset repositories start with ``datasets/``, like their URLs."""
 
     private: bool = False
     commits: dict[str, dict[str, bytes]] = field(default_factory=dict)
@@ -74,20 +74,20 @@ class HubServer:
         self.ranges: list[tuple[str, str]] = []
         """(file name, Range header) of every download that asked for a part."""
         self.cut: dict[str, list[int]] = {}
-        """File name -> for each coming GET of it, the bytes to send before the connection breaks."""
+        """File name -> for each of its next GETs, the bytes sent before the connection breaks."""
         self.status: dict[str, int] = {}
         """Start of a path -> status to answer with."""
         self.pages: dict[str, bytes] = {}
         """Start of a path -> HTML to answer with, as a login page in a guest network does."""
         self.shorten: dict[str, int] = {}
-        """File name -> bytes missing at the end of a download whose headers announce all of them."""
+        """File name -> bytes missing at the end of a download whose headers announce them."""
         self.lfs_suffixes: tuple[str, ...] = (".safetensors",)
         self.lock = threading.Lock()
         self._ports = [0, 0]
         self._servers: list[tuple[ThreadingHTTPServer, threading.Thread]] = []
 
     def start(self) -> None:
-        """Serve at two addresses: the Hub and the store of large files, where no token may be sent."""
+        """Serve the Hub and the store of large files, to which no token may be sent."""
         handler = type("Handler", (_Handler,), {"hub": self})
         for number, port in enumerate(self._ports):
             server = ThreadingHTTPServer(("127.0.0.1", port), handler)
@@ -131,7 +131,7 @@ class HubServer:
         message: str = "",
         sha: str | None = None,
     ) -> str:
-        """Replace a branch's content, making repository and branch if need be; gives the commit's id."""
+        """Replace a branch's content; make repository and branch if missing. The commit's id."""
         repository = self.repositories.setdefault(repo_id, Repository(private=private))
         parent = repository.refs.get(branch, "")
         content = [(path, hashlib.sha256(data).hexdigest()) for path, data in sorted(files.items())]
@@ -386,7 +386,7 @@ class _Handler(BaseHTTPRequestHandler):
         self._json(url)
 
     def _validate_card(self) -> None:
-        """The Hub parses the model card's front matter, and refuses a base_model that is no Hub id."""
+        """Parse the model card's front matter, and reject a base_model that is not a Hub id."""
         card = json.loads(self.body)["content"]
         found = re.match(r"---\n(.*?)\n---\n", card, re.DOTALL)
         if not found:

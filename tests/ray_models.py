@@ -25,7 +25,7 @@ class Lengths(Reranker):
 
 
 class Fatal(Lengths):
-    """Kills its process at "kill this process" while a file is there, which it removes if told to."""
+    """Kills its process at "kill this process" while a file exists, and may remove that file."""
 
     def __init__(self, flag, once):
         self.flag, self.once = Path(flag), once
@@ -39,7 +39,7 @@ class Fatal(Lengths):
 
 
 class Assassin(Lengths):
-    """At "kill the driver" it kills the process that asked for the work, wherever it runs itself."""
+    """At "kill the driver", kills the process that asked for the work."""
 
     def __init__(self, driver):
         super().__init__()

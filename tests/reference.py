@@ -1,4 +1,4 @@
-"""Value vectors by an independent way: whole sequences, eager attention, hooks on the value projection.
+"""Independent value vectors: whole sequences, eager attention, hooks on the value projection.
 
 This code shares nothing with the package.
 """
@@ -10,7 +10,7 @@ ENCODERS = ["bert", "roberta"]
 
 
 def value_modules(model):
-    """Each layer's linear map that makes the values, and how to cut (T, H * D) values out of its output."""
+    """Each layer's value projection, and a function that cuts (T, H * D) values from its output."""
     found = []
     for name, module in model.named_modules():
         kind = name.rpartition(".")[2]
@@ -30,7 +30,7 @@ def value_modules(model):
 
 
 def reference_values(model, document_part, query_part, head_dim=HEAD_DIM):
-    """The query part's value vectors in one run over document part + query part: (layers, H, T, D)."""
+    """The query part's values in one run over document part + query part: (layers, H, T, D)."""
     ids = torch.tensor([[*document_part, *query_part]])
     inputs = {"input_ids": ids}
     if model.config.model_type in ENCODERS:

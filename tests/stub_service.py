@@ -1,4 +1,4 @@
-"""A small reranking service on 127.0.0.1 that keeps `rsrank serve`'s contract, and breaks it when told to."""
+"""A small local service that keeps `rsrank serve`'s contract, and breaks it on demand."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Overlap(Reranker):
 
 
 class Service:
-    """An ASGI app. ``script`` holds what it does to the coming requests; when it is empty, it answers as it should.
+    """An ASGI app. ``script`` holds steps for the next requests; without steps it answers normally.
 
     A step of the script is a number of seconds to wait before the answer, a status with a body and
     headers, or a function that changes the answer.

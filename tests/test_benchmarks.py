@@ -1,4 +1,4 @@
-"""The benchmarks that nobody here can run at full size do run, and tables in the docs are those of their figures."""
+"""Benchmarks run at a small size, and tables in the docs match their figures."""
 
 import json
 from pathlib import Path

@@ -35,7 +35,7 @@ def is_type_checking(node):
 
 
 def import_nodes(node, *, lazy):
-    """Import statements of a tree; without those inside functions unless lazy, never those for type checkers."""
+    """Import statements of a tree, without type checkers' ones; those in functions only if lazy."""
     for child in ast.iter_child_nodes(node):
         if isinstance(child, (ast.Import, ast.ImportFrom)):
             yield child

@@ -1,4 +1,4 @@
-"""Ranking, threshold and errors, with a five-line fake: what every reranker of the package inherits."""
+"""Ranking, threshold and errors that every reranker inherits, with a five-line fake."""
 
 import json
 import math

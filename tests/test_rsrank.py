@@ -1,4 +1,4 @@
-"""The whole reranker on tiny models: what a score depends on, bad input, memory, threads, quantisation."""
+"""The whole reranker on tiny models: scores, bad input, memory, threads, quantisation."""
 
 import importlib.util
 import json
@@ -39,7 +39,8 @@ EXACT = 1e-4  # fp32: rounding alone
 # 0.15 to 0.6 there).
 BF16_TINY = 0.05  # measured 0.023
 BF16_TINY_NEIGHBOURS = 0.015  # measured 0.007
-BF16_STORIES = 1.6  # measured 0.78: trained weights with shifts of 2 % of the values, near bfloat16's resolution
+# Measured 0.78: shifts of trained weights are 2 % of the values, near bfloat16's resolution.
+BF16_STORIES = 1.6
 BF16_STORIES_NEIGHBOURS = 0.4  # measured 0.17
 INT8 = 0.09  # measured 0.042
 NF4 = 0.02  # against fp32 with the same rounded weights
@@ -85,15 +86,19 @@ def test_a_forked_process_can_go_on_scoring():
         import multiprocessing, torch
         from rsrank_rag import RSRank
         ranker = RSRank.from_pretrained(dtype="float32")
-        texts = ["Bees dance. " * 50, "Trains run on rails. " * 50]  # long enough for both of the parent's threads
-        expected, answers = ranker.score("How do bees talk?", texts), multiprocessing.get_context("fork").SimpleQueue()
-        child = multiprocessing.get_context("fork").Process(
+        # Long enough for both of the parent's threads.
+        texts = ["Bees dance. " * 50, "Trains run on rails. " * 50]
+        expected = ranker.score("How do bees talk?", texts)
+        fork = multiprocessing.get_context("fork")
+        answers = fork.SimpleQueue()
+        child = fork.Process(
             target=lambda: answers.put(ranker.score("How do bees talk?", texts)))
         child.start()
         child.join(120)
         ended = child.exitcode == 0
         child.kill()
-        print("ended", ended, "same", ended and max(abs(x - y) for x, y in zip(answers.get(), expected)) < 1e-4)
+        same = ended and max(abs(x - y) for x, y in zip(answers.get(), expected)) < 1e-4
+        print("ended", ended, "same", same)
     """
     run = [sys.executable, "-c", textwrap.dedent(code)]
     done = subprocess.run(
@@ -523,11 +528,18 @@ LIMITED = """
     folder = sys.argv[1]
     torch.manual_seed(0)
     # A wide MLP, so that its hidden layer (64 kB a token) is what needs the memory.
-    config = LlamaConfig(vocab_size=320, hidden_size=32, intermediate_size=16384, num_hidden_layers=3,
-                         num_attention_heads=2, max_position_embeddings=4096, initializer_range=0.3)
+    config = LlamaConfig(
+        vocab_size=320,
+        hidden_size=32,
+        intermediate_size=16384,
+        num_hidden_layers=3,
+        num_attention_heads=2,
+        max_position_embeddings=4096,
+        initializer_range=0.3,
+    )
     LlamaModel(config).save_pretrained(folder)
-    ranker = RSRank.from_backbone(folder, Projection.random([1, 2], 2, 8, 16),
-                                  options=LoadOptions(device="cpu", dtype="float32", local_files_only=True))
+    options = LoadOptions(device="cpu", dtype="float32", local_files_only=True)
+    ranker = RSRank.from_backbone(folder, Projection.random([1, 2], 2, 8, 16), options=options)
     ranker.cache.tiers.is_on = False
     ranker.cache.tiers.on_device.limit = 0
     documents = ["lamp " * (20 + i) for i in range(8)]
@@ -675,7 +687,7 @@ def test_8bit_scores_are_close_to_fp32_ones_and_do_not_depend_on_neighbours(
 
 
 def test_8bit_scores_do_not_depend_on_neighbours_even_with_outlier_activations(tiny_folder):
-    """Activations above 6 are what bitsandbytes would treat apart, and in which columns would depend on the batch."""
+    """bitsandbytes would treat activations above 6 apart, in columns that depend on the batch."""
     pytest.importorskip("bitsandbytes")
     ranker = load_ranker(tiny_folder("llama"), "llama", load_in_8bit=True)
     with torch.no_grad():

@@ -34,7 +34,7 @@ def written(path, queries):
 
 
 def toy(count=12, tokens=3, seed=0, layers=2, heads=2, width=8):
-    """Features that one direction separates: relevant shifts point along it, irrelevant ones against it."""
+    """Features that one direction separates: relevant shifts point along it, others against it."""
     generator = torch.Generator().manual_seed(seed)
     shared = torch.Generator().manual_seed(99)
     direction = torch.randn(layers, heads, 1, width, generator=shared)

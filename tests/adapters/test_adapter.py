@@ -1,4 +1,4 @@
-"""What both adapters share: one model per process and settings, one thread per model, settings that travel."""
+"""Both adapters: one model per process and settings, one thread per model, picklable settings."""
 
 import asyncio
 import copy
@@ -55,7 +55,7 @@ both = pytest.mark.parametrize("adapter", ADAPTERS, ids=lambda adapter: adapter.
 
 
 class Overlap(Reranker):
-    """Counts shared words; says when and where it ran. With a gate that is shut, it waits inside its run."""
+    """Counts shared words and records when and where it ran. A run waits for the `gate`."""
 
     def __init__(self):
         self.threads, self.running, self.most, self.calls = set(), 0, 0, 0
@@ -127,7 +127,8 @@ def test_adapters_are_made_and_written_down_without_torch():
     code = """
 import sys, json, pickle
 from rsrank_rag import RSRankCompressor, RSRankPostprocessor
-made = [RSRankCompressor(model="some/where", device="cuda", load_in_8bit=True), RSRankPostprocessor(top_n=3)]
+compressor = RSRankCompressor(model="some/where", device="cuda", load_in_8bit=True)
+made = [compressor, RSRankPostprocessor(top_n=3)]
 made[0].compress_documents([], "nothing"), made[1].postprocess_nodes([], query_str="nothing")
 pickle.dumps(made), [m.model_dump() for m in made]
 print(json.dumps([m for m in ("torch", "transformers") if m in sys.modules]))

@@ -1,4 +1,4 @@
-"""`on_error`: what the adapters hand on when no model can be loaded, a service is down, or a document has no score."""
+"""`on_error` of the adapters: no model loads, a service is down, or a document has no score."""
 
 import asyncio
 import copy

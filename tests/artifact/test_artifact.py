@@ -1,4 +1,4 @@
-"""The artifact folder: what is written, that it loads to the same scores, and how every damage is named."""
+"""The artifact folder: its files, equal scores after loading, and an error for every damage."""
 
 import itertools
 import json
@@ -321,7 +321,7 @@ WRITES = {"os.mkdir", "os.rename", "os.remove", "os.rmdir", "shutil.rmtree", "os
 
 
 def killed_at(number, action):
-    """Run an action in a process that ends itself at its write of this number; whether it got through."""
+    """Run an action in a process that exits at its n-th write; True if the action finished."""
     process = os.fork()
     if process == 0:
         seen = 0

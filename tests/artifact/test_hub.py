@@ -381,7 +381,8 @@ def test_a_backbone_revision_that_is_gone_is_named(hub, load, from_hub, model, t
 
 @pytest.mark.parametrize("xet", [False, True], ids=["lfs", "xet client"])
 def test_what_is_pushed_loads_to_the_same_scores(xet, hub, load, from_hub, monkeypatch):
-    if xet:  # the client's other upload path; only the files it keeps in git can be had without a Xet store
+    # Xet is the client's other upload path. Without a Xet store, only files in git can be fetched.
+    if xet:
         pytest.importorskip("hf_xet")
         monkeypatch.setattr(constants, "HF_HUB_DISABLE_XET", False)
         hub.lfs_suffixes = ()

@@ -1,4 +1,4 @@
-"""The service on a Ray cluster: replicas of the app behind Serve's proxy come, go and die without a wrong score."""
+"""The service on a Ray cluster: replicas start, stop and die without a wrong score."""
 
 import asyncio
 import random

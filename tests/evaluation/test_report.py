@@ -1,4 +1,4 @@
-"""The comparison of systems and its page: numbers by hand, well-formed HTML, hostile text, nothing from elsewhere."""
+"""The comparison and its page: numbers by hand, valid HTML, hostile text, no outside links."""
 
 import json
 import random

@@ -1,4 +1,4 @@
-"""The report of an evaluation in a real browser: it fits, it can be read in the dark, and it asks for nothing."""
+"""The evaluation report in a real browser: its layout, its dark colours, and no requests."""
 
 import contextlib
 import itertools
@@ -81,7 +81,7 @@ def browser():
 
 @contextlib.contextmanager
 def reading(browser, path, size="desk", heard=None, unfold=True, **options):
-    """The report from the disk, everything unfolded; what the browser says and asks for is noted in `heard`."""
+    """The unfolded report from the disk; `heard` records the browser's messages and requests."""
     width, height = SIZES[size]
     context = browser.new_context(
         viewport={"width": width, "height": height}, locale="en-GB", **options
@@ -133,8 +133,9 @@ def test_the_page_is_as_wide_as_the_window_and_wide_tables_scroll_in_their_own_b
         assert fits(page)
         boxes = page.evaluate(
             """[...document.querySelectorAll("table, figure img")].map((inside) => {
-                const box = inside.closest(".scroll").getBoundingClientRect();
-                return [box.left, box.right, inside.closest(".scroll").scrollWidth - Math.ceil(box.width)];
+                const scroll = inside.closest(".scroll");
+                const box = scroll.getBoundingClientRect();
+                return [box.left, box.right, scroll.scrollWidth - Math.ceil(box.width)];
             })"""
         )
         assert len(boxes) > 40

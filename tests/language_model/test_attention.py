@@ -1,4 +1,4 @@
-"""Our attention gives what transformers' own gives: with repeated keys, or with keys that only fill up."""
+"""Our attention equals that of transformers, with repeated keys and with padded keys."""
 
 import json
 import math

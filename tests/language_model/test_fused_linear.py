@@ -1,4 +1,4 @@
-"""Linear maps with bias and GELU in one pass: what they give, and when they are left as they were."""
+"""Linear maps with bias and GELU in one pass: their results, and the maps left unchanged."""
 
 from pathlib import Path
 

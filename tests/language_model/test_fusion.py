@@ -1,4 +1,4 @@
-"""Mid-fusion and agreement: against plain transformers with a mask of its own in each layer, and in every way kept."""
+"""Mid-fusion and agreement, against plain transformers with one mask per layer."""
 
 import pytest
 import torch
@@ -53,7 +53,7 @@ def template_of(kind):
 
 @pytest.fixture(scope="module")
 def fused(tiny_folder):
-    """Function: kind of architecture -> a tiny ranker with a fusion layer, weights of heads, and agreement."""
+    """Function: architecture -> a tiny ranker with a fusion layer, head weights, and agreement."""
     made = {}
 
     def load(kind):
@@ -72,7 +72,7 @@ def fused(tiny_folder):
 
 
 class Reference:
-    """The score written out: document and query in one sequence, a mask for each layer, values by hooks."""
+    """The score of document and query in one sequence: one mask per layer, values from hooks."""
 
     def __init__(self, ranker, folder):
         self.ranker, self.causal = ranker, ranker.backbone.causal
@@ -98,7 +98,7 @@ class Reference:
 
     @torch.no_grad()
     def run(self, prefix, query):
-        """Value vectors (H, T, D) of the query's scored tokens in each read layer, and the states entering fusion."""
+        """Values (H, T, D) of the scored tokens in each read layer, and states before fusion."""
         values, entering, hooks = {}, {}, []
         first, second = len(prefix), len(query.ids)
         for number, layer in enumerate(layers_of(self.model)):

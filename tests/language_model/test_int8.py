@@ -35,7 +35,7 @@ def without_bfloat16(monkeypatch):
 
 
 def weights_of(linear, times=1.0):
-    """Weights times a number for each input, rounded to whole numbers for each output, in float64."""
+    """Weights scaled for each input, then rounded to integers for each output, in float64."""
     weight = linear.weight.detach().double() * times
     scales = weight.abs().amax(1, keepdim=True) / maps.largest_weight()
     return (weight / scales).round() * scales
@@ -55,7 +55,7 @@ def slowly(linear):
 
 
 def slowly_within(linear, lowest, highest, beside=()):
-    """An encoder's map by plain arithmetic: 255 steps over what was seen; channels, if given, are made even first.
+    """An encoder's map by plain arithmetic: 255 steps over the seen range, after channel scaling.
 
     That is done alike for all maps that take the same numbers, those beside this one.
     """
@@ -141,7 +141,8 @@ import torch
 from rsrank_rag.language_model.linear import Int8Linear, QuantisationParameters
 linear = torch.nn.Linear(64, 8, bias=False).requires_grad_(False)
 torch.nn.init.ones_(linear.weight)
-found = Int8Linear(linear, QuantisationParameters(torch.zeros(()), torch.ones(()), [linear.weight]))(torch.ones(3, 64))
+parameters = QuantisationParameters(torch.zeros(()), torch.ones(()), [linear.weight])
+found = Int8Linear(linear, parameters)(torch.ones(3, 64))
 torch.testing.assert_close(found, torch.full((3, 8), 64.0), rtol=1e-3, atol=0)
 """
 

@@ -1,4 +1,4 @@
-"""B over the first layers only: the others are neither loaded nor needed, and nothing else changes."""
+"""B over the first layers only: the other layers are not loaded, and scores stay the same."""
 
 import hashlib
 import json

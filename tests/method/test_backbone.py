@@ -1,4 +1,4 @@
-"""The two-phase run against an independent slow one: whole sequences, one at a time, read by forward hooks."""
+"""The two-phase run against slow runs of whole sequences, one at a time, with forward hooks."""
 
 import itertools
 import math
@@ -55,7 +55,7 @@ LONG_QUERY = (
 
 
 def reference_score(model, parts, scored, weight, head_dim=HEAD_DIM):
-    """Slow score of one document; parts are the ids of instruction, document, separator and query + suffix."""
+    """Slow score of one document; parts are instruction, document, separator, query + suffix."""
     instruction, document, separator, query = parts
     after = reference_values(model, instruction + document + separator, query, head_dim)
     alone = reference_values(model, instruction + separator, query, head_dim)
@@ -139,7 +139,7 @@ def test_scores_equal_those_of_whole_sequences_read_by_hooks(kind, tiny_ranker, 
 
 
 def reached(windows, before, separator, query):
-    """Whether each query token can know of what stands before the separator, in each layer but the first."""
+    """Whether each query token sees text before the separator, in each layer but the first."""
     place = torch.arange(before + separator + query)
     knows, found = place < before, []
     for window in (

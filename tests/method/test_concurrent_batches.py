@@ -63,7 +63,7 @@ def two_threads() -> Iterator[None]:
 
 
 def threads_seen(ranker: RSRank, together: int = 1) -> set[str]:
-    """Names of the threads that the model runs in from now on; so many of them meet in their first run."""
+    """Names of the threads that run the model; so many wait for each other in their first run."""
     seen: set[str] = set()
     ready = threading.Barrier(together)
 
@@ -296,7 +296,8 @@ def late():
     threading.main_thread().join()
     time.sleep(0.5)
     found = ranker.score("How do bees talk?", texts)
-    print("same" if max(abs(x - y) for x, y in zip(found, expected)) < 1e-4 else "other", flush=True)
+    difference = max(abs(x - y) for x, y in zip(found, expected))
+    print("same" if difference < 1e-4 else "other", flush=True)
 threading.Thread(target=late).start()
 """
 

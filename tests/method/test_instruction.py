@@ -1,4 +1,4 @@
-"""An instruction of the caller: part of the template where the artifact has a place for it, refused everywhere else."""
+"""A caller's instruction: it fills the template's place for it, and is an error without one."""
 
 import json
 import sys

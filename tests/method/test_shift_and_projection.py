@@ -214,7 +214,7 @@ def test_projection_of_the_wrong_shape_is_refused(weight):
 
 
 def similarities(shift, oracle):
-    """Of one layer's shifts (N, H, T, D) to the oracle's (H, T, D): summed over heads, averaged over tokens."""
+    """Cosine of one layer's shifts (N, H, T, D) to the oracle's: summed over H, averaged over T."""
     rows = torch.cat([shift, oracle[None]]).transpose(0, 1).flatten(1, 2)
     return oracle_scores(
         QueryFeatures(rows[None], (True,) * len(shift), shift.shape[2], oracle=True)

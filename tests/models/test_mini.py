@@ -74,7 +74,7 @@ def test_bfloat16_scores_stay_within_the_stated_bound(mini):
 
 
 def answers(load, folder):
-    """Scores of the same pairs, got in every way there is, as lists; and the same with prefixes in 8 bits on disk."""
+    """Scores of the same pairs from every way of scoring, and with prefixes in 8 bits on disk."""
     questions = [QUERY, "Which trains run at night, and where do they go in winter?", "honey"]
     pairs = [Pair(question, text) for question in questions for text in PASSAGES]
     kept, disk = load(prefix_cache=True), load(prefix_cache=folder)

@@ -24,7 +24,8 @@ from rsrank_rag.language_model.options import LoadOptions
 from rsrank_rag.reranker import BLANK_SCORE, Pair, Scored
 
 EXACT = 1e-4  # fp32: rounding alone
-LONG = "How long is it, and what holds it?"  # shorter than a sliding window: beyond it a document shifts nothing
+# Shorter than a sliding window: a document outside the window shifts nothing.
+LONG = "How long is it, and what holds it?"
 ALL = [Pair(query, document) for query in (*QUERIES, LONG) for document in DOCUMENTS]
 MIXED = [pair for number in range(len(DOCUMENTS)) for pair in ALL[number :: len(DOCUMENTS)]]
 

@@ -1,4 +1,4 @@
-"""Sentences and windows: where they begin and end, and what comes of them in `rank`, the adapters and the service."""
+"""Sentences and windows: their offsets, and their use in `rank`, the adapters and the service."""
 
 import asyncio
 import json
@@ -18,13 +18,13 @@ from rsrank_rag.remote.client import RemoteReranker
 from rsrank_rag.reranker import BLANK_SCORE, Pair, Scored, score_in_parts
 
 ODD = (
-    "Dr. Ann lit the lamp.\r\nIt shone 3.5 km! \U0001f600 Wer war da? «Ça va?» dit-il.\n"
-    "\n日本語です。これは文です。 मैं घर जा रहा हूँ। वह आया।\u2028J.\u00a0Smith left. e\u0301te\u0301."
+    "Dr. Ann lit the lamp.\r\nIt shone 3.5 km! \U0001f600 Wer war da? «Ça va?» dit-il.\n\n"
+    "日本語です。これは文です。 मैं घर जा रहा हूँ। वह आया।\u2028J.\u00a0Smith left. e\u0301te\u0301."
 )
 
 
 class Hits(Reranker):
-    """A text scores the number of times it says "bee", less a half; a word is a token, and eight are read."""
+    """A text scores its count of "bee" minus 0.5; a word is a token, and eight tokens are read."""
 
     def __init__(self):
         self.seen, self.calls = [], 0

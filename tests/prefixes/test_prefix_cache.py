@@ -1,4 +1,4 @@
-"""Kept prefixes: found again, never a foreign or damaged one, bounded, shared by threads and processes."""
+"""Cached prefixes: reused, bounded, shared by threads and processes, never foreign or damaged."""
 
 import json
 import logging
@@ -113,7 +113,7 @@ def test_one_call_may_mix_hits_and_misses():
     assert model.ran == [DOCS[0], DOCS[1], DOCS[2]]
 
 
-def test_what_is_asked_for_more_often_takes_the_place_of_the_least_recently_used_and_the_bound_holds():
+def test_a_prefix_used_more_often_replaces_the_least_recently_used_and_the_bound_holds():
     kept, model = store(device=8 * BYTES), Model()
     prefill(kept, [DOCS[0]], model)
     prefill(kept, [DOCS[1]], model)

@@ -1,4 +1,4 @@
-"""rsrank-rag-client: what it is made of, and, in an environment that has nothing else, that it asks a service.
+"""rsrank-rag-client: its files, and a request to a service where nothing else is installed.
 
 `make test-without-torch` makes that environment, and gives its Python in RSRANK_CLIENT_PYTHON.
 """

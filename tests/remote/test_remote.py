@@ -1,4 +1,4 @@
-"""Asking a service: the same results as at home, and clear errors whatever the service does; over real sockets."""
+"""A remote service over real sockets: local results, and clear errors for all its failures."""
 
 import asyncio
 import copy

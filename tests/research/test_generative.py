@@ -1,4 +1,4 @@
-"""Qwen3-Reranker and MonoT5 on tiny random models, against their recipes computed one pair at a time."""
+"""Qwen3-Reranker and MonoT5 on tiny random models, against their recipes one pair at a time."""
 
 import sys
 from functools import cache
@@ -25,7 +25,7 @@ TEXTS = [*DOCUMENTS, "", "  Café naïve, 東京.  ", DOCUMENTS[1], LONG]
 
 
 def qwen_tokenizer(answers):
-    """Byte-level BPE with Qwen's control tokens; "yes" and "no" are learned merges, as in the real one."""
+    """Byte-level BPE with Qwen's control tokens; "yes" and "no" are learned merges, as in Qwen."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -117,7 +117,7 @@ def odds(logits, negative, positive):
 
 @torch.inference_mode()
 def qwen_reference(folder, query, document, instruction, max_length=8192):
-    """The model card's recipe: the pair cut by the tokenizer, template ids around it, the whole vocabulary's logits."""
+    """The model card's recipe: the cut pair, template ids around it, logits of all tokens."""
     tokenizer, model = loaded(AutoModelForCausalLM, folder)
     judge = (
         "Judge whether the Document meets the requirements based on the Query and the Instruct "

@@ -1,4 +1,4 @@
-"""The paper's sets by name: the real `datasets` client against a Hub on 127.0.0.1 that serves made-up rows."""
+"""The paper's sets by name: the real `datasets` client, and a local Hub with made-up rows."""
 
 import inspect
 import io
@@ -125,8 +125,8 @@ def beir(*, corpus=CORPUS, queries=QUERIES, labels=LABELS):
 def hotpotqa(validation=(LIGHT, BREAD), train=(BREAD,)):
     card = "---\nconfigs:\n" + "".join(
         f"- config_name: {name}\n  data_files:\n"
-        f"  - {{split: train, path: {name}/train-*}}\n  - {{split: validation, path: "
-        f"{name}/validation-*}}\n"
+        f"  - {{split: train, path: {name}/train-*}}\n"
+        f"  - {{split: validation, path: {name}/validation-*}}\n"
         for name in ("distractor", "fullwiki")
     )
     files = {

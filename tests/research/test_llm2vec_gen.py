@@ -1,4 +1,4 @@
-"""LLM2Vec-Gen on a tiny random model, made with the library calls that its training uses, against a slow reference."""
+"""LLM2Vec-Gen on a tiny random model made as in its training, against a slow reference."""
 
 import json
 import sys
@@ -99,7 +99,7 @@ def reranker(folder):
 
 @torch.inference_mode()
 def embedding(folder, text, max_length=512, with_maps=True):
-    """One text, without peft: the trained rows are written into the base model's embedding matrix."""
+    """One text without peft: trained rows are written into the base model's embedding matrix."""
     tokenizer = AutoTokenizer.from_pretrained(folder)
     model = AutoModel.from_pretrained(folder.parent / "base", dtype=torch.float32).eval()
     special = tokenizer.convert_tokens_to_ids(SPECIAL)

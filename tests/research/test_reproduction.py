@@ -1,4 +1,4 @@
-"""research.reproduce: its configuration, going on after an interruption, and a whole run on tiny random models."""
+"""research.reproduce: configuration, resuming, and a whole run on tiny random models."""
 
 import json
 import random
@@ -478,7 +478,7 @@ def opened(tiny_folder):
 
 
 def plain_states(core, prefix, query, signal):
-    """Layer -> (1, H, T, D): one run of transformers' own over prefix and query, without a probe."""
+    """Layer -> (1, H, T, D): one run of transformers over prefix and query, without a probe."""
     ids = torch.tensor([[*prefix, *query.ids]])
     with torch.no_grad():
         found = core.model(input_ids=ids, output_hidden_states=True, use_cache=True)

@@ -1,4 +1,4 @@
-"""The systems of the evaluation: native thresholds, names, encoders, oracle similarity, the command."""
+"""Systems of the evaluation: native thresholds, names, encoders, oracle similarity, command."""
 
 import json
 import socketserver
@@ -203,7 +203,7 @@ class OwnModel(PreTrainedModel):
 
 @pytest.fixture
 def own_code(tmp_path, monkeypatch):
-    """A cross-encoder with its own code, which calls itself XLM-R and imports what transformers 5 moved, as Jina's."""
+    """A cross-encoder like Jina's: own code, XLM-R's name, an import that transformers 5 moved."""
     monkeypatch.setattr(
         transformers.dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path / "modules")
     )
@@ -371,7 +371,7 @@ def test_names_are_listed_without_loading_torch():
 
 
 def test_hub_ids_of_every_kind_are_loaded_from_the_hub(tmp_path, own_code):
-    """The real client and loaders, against a Hub on 127.0.0.1 with tiny models under the real names."""
+    """The real client and loaders, and a local Hub with tiny models under the real names."""
     adapters = save_llm2vec_gen(tmp_path / "llm2vec")
     base = files_of(adapters.parent / "base")
     config = adapters / "run_config.yml"

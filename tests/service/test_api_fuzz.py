@@ -1,4 +1,4 @@
-"""Whatever is sent to any endpoint, the answer is one that its OpenAPI description knows, and no failure."""
+"""Every answer to any request matches the endpoint's OpenAPI description and is no failure."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""The container files say what is there: sources exist, extras exist, and the commands are ones that `rsrank` takes."""
+"""The container files: their sources and extras exist, and `rsrank` knows their commands."""
 
 import json
 import re
@@ -27,7 +27,7 @@ COMPOSE = yaml.safe_load((ROOT / "compose.yaml").read_text(encoding="utf-8"))
 
 @pytest.fixture(scope="module")
 def steps(tmp_path_factory):
-    """Instructions of the Dockerfile with their values; parsed from a copy, because the parser may write."""
+    """Instructions of the Dockerfile with their values. The parser gets a copy: it may write."""
     folder = tmp_path_factory.mktemp("container")
     shutil.copy(ROOT / "Dockerfile", folder)
     return [

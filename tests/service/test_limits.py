@@ -1,4 +1,4 @@
-"""What strangers can do to the service: connections, heads, bodies, names, keys; and what can be seen of it."""
+"""Hostile requests: connections, headers, bodies, names and keys, and the metrics of each."""
 
 import asyncio
 import json

@@ -82,7 +82,7 @@ class Deep(Measured):
 
 
 def sealed(page):
-    """The page with its own script and style named in its policy, so that a browser uses no others."""
+    """The page with hashes of its script and style in its policy; a browser uses no others."""
     for tag in ("script", "style"):
         content = re.search(f"<{tag}[^>]*>(.*?)</{tag}>", page, re.DOTALL)[1]
         digest = base64.b64encode(hashlib.sha256(content.encode()).digest()).decode()
@@ -382,7 +382,8 @@ def test_the_browser_is_told_to_refuse_what_the_page_never_does(page):
     refused = page.evaluate(
         """async () => {
         const refused = [];
-        document.addEventListener("securitypolicyviolation", (event) => refused.push(event.effectiveDirective));
+        const note = (event) => refused.push(event.effectiveDirective);
+        document.addEventListener("securitypolicyviolation", note);
         await fetch("http://127.0.0.1:9/").catch(() => 0);
         try { document.body.innerHTML = "<b>markup</b>"; } catch { refused.push("markup"); }
         new Image().src = "/picture.png";
@@ -390,7 +391,8 @@ def test_the_browser_is_told_to_refuse_what_the_page_never_does(page):
         document.body.append(document.createElement("iframe"));
         document.querySelector("iframe").src = "/docs";
         const all = ["connect-src", "img-src", "style-src-attr", "frame-src"];
-        while (!all.every((name) => refused.includes(name))) await new Promise((done) => setTimeout(done, 20));
+        while (!all.every((name) => refused.includes(name)))
+            await new Promise((done) => setTimeout(done, 20));
         return refused;
     }"""
     )

@@ -58,7 +58,7 @@ def test_one_address_has_few_connections_and_bodies_are_as_large_as_the_service_
 
 
 def test_connections_to_the_service_are_fewer_and_idle_for_less_than_the_service_allows(conf):
-    upstream, client = conf["keepalive_timeout"]
+    upstream, _ = conf["keepalive_timeout"]
     assert amount(upstream[0]) < Limits().idle_seconds
     servers = [one for one in conf["server"] if one]
     assert int(servers[0][1].removeprefix("max_conns=")) < Limits().connections
@@ -73,8 +73,10 @@ def test_the_proxy_waits_longer_than_the_service(conf):
 def test_nginx_takes_it(tmp_path):
     key, certificate = tmp_path / "key", tmp_path / "certificate"
     subprocess.run(
-        ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-subj", "/CN=localhost"]
-        + ["-keyout", key, "-out", certificate],
+        [
+            *("openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes"),
+            *("-subj", "/CN=localhost", "-keyout", key, "-out", certificate),
+        ],
         check=True,
         capture_output=True,
     )

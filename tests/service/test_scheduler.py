@@ -1,4 +1,4 @@
-"""The service's queue: batches over requests, fairness, deadlines, faults, and the death of the model's process."""
+"""The service's queue: batches over requests, fairness, deadlines, faults, process deaths."""
 
 import asyncio
 import json
@@ -154,7 +154,7 @@ class running:
 
 
 def numbers(reranker, batch_tokens=None, **limits):
-    """A scheduler around a reranker; ``batch_tokens`` fixes the size of batches, without any credit."""
+    """A scheduler of a reranker; ``batch_tokens`` fixes the size of batches, without credit."""
     started = running(lambda: reranker, thread=True, limits=QueueLimits(**limits))
     if batch_tokens is not None:
         fixed = {"_batch_tokens": batch_tokens, "_credit": 0.0}
@@ -386,7 +386,7 @@ def test_many_documents_without_scores_are_found_in_few_runs(count):
 
 
 class Wrong(Numbers):
-    """Forgets a score at "too few", blames a document that is not there at "elsewhere", and says None at "none"."""
+    """Omits a score at "too few", names a missing document at "elsewhere", gives None at "none"."""
 
     def score_pairs(self, pairs):
         texts = [pair.document for pair in pairs]
@@ -444,7 +444,7 @@ async def test_the_canary_must_rank_the_right_way_round():
         assert scheduler.readiness().startswith("The canary could not be scored: ")
 
 
-async def test_a_model_that_cannot_be_loaded_is_an_error_at_the_start_and_leaves_no_process_behind():
+async def test_a_model_that_cannot_be_loaded_is_an_error_at_the_start_and_leaves_no_process():
     with pytest.raises(ArtifactError, match="no such artifact"):
         await Scheduler(refuse_to_load, "fake").start()
     await until(lambda: not multiprocessing.active_children())
@@ -707,7 +707,7 @@ class Raising(Numbers):
 
 
 @pytest.mark.parametrize("thread", [True, False])
-async def test_whatever_is_raised_on_one_document_only_that_one_fails_and_the_next_request_is_served(
+async def test_an_error_on_one_document_fails_only_that_one_and_the_next_request_is_served(
     thread,
 ):
     async with running(Raising, thread=thread) as scheduler:
@@ -904,7 +904,7 @@ def in_simulated_time(work):
 
 
 async def goodput(load, clients, timeout=3.0, seconds=30.0):
-    """The share of the model's time that went into requests answered in time, and what became of them."""
+    """The share of the model's time spent on requests answered in time, and their outcomes."""
     generator, loop, counts = random.Random(0), asyncio.get_running_loop(), Counter()
     async with simulated() as scheduler:
 
@@ -938,7 +938,7 @@ def test_what_cannot_be_answered_in_time_is_refused_so_that_the_rest_is_answered
 
 
 async def many_after_few():
-    """Six clients' large requests, which together take a third of their time, after small ones of one client."""
+    """Six clients' large requests, a third of the time in all, after one client's small ones."""
     async with simulated() as scheduler:
         for _ in range(300):
             await scheduler.score(pairs("x" * 40), timeout=60)
@@ -1006,7 +1006,7 @@ ATTACKS = {
 
 
 async def polite_waits(attack=None, leaves=None, seconds=40.0):
-    """Waits of nine clients, which together ask for 60% of the model's time; how long it was held."""
+    """Waits of nine clients that ask for 60% of the model's time, and how long it was held."""
     generator, loop, waits = random.Random(1), asyncio.get_running_loop(), []
     async with simulated() as scheduler:
 
@@ -1049,7 +1049,7 @@ def test_one_clients_giant_requests_hardly_delay_nine_polite_clients(name):
 
 
 async def thousand_after(attack):
-    """Seconds that a polite client waits beside another's thousand short documents, after an attack."""
+    """Seconds that a polite client waits during another's thousand documents, after an attack."""
     async with simulated() as scheduler:
         if attack:
             await scheduler.score(attack, client="stranger", timeout=600)

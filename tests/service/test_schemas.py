@@ -1,4 +1,4 @@
-"""What clients say, as pure functions: requests to pairs, outcomes to answers, scores between 0 and 1."""
+"""API schemas as pure functions: requests to pairs, outcomes to answers, scores in [0, 1]."""
 
 import json
 import math

@@ -1,4 +1,4 @@
-"""The HTTP service: what clients send and get, limits, errors, keys, metrics, logs, and its life as a process."""
+"""The HTTP service: requests, answers, limits, errors, keys, metrics, logs, and its process."""
 
 import asyncio
 import gc
@@ -501,8 +501,8 @@ async def test_half_a_surrogate_pair_is_no_text():
             response = await http.post("/rerank", content=text.encode(), headers=JSON)
             assert (response.status_code, response.json()["documents"][0]["index"]) == (422, 1)
         partial = (
-            r'{"query": "q", "documents": ["1", "\ud800"], "partial": true, "return_documents": '
-            r"true}"
+            r'{"query": "q", "documents": ["1", "\ud800"], '
+            r'"partial": true, "return_documents": true}'
         )
         response = await http.post("/rerank", content=partial.encode(), headers=JSON)
         assert (scores(response.json()), response.json()["errors"][0]["index"]) == ([(0, 1)], 1)

@@ -1,4 +1,4 @@
-"""Thresholds tuned on labelled queries: what they are, how they are judged, what is said of them."""
+"""Thresholds tuned on labelled queries: their values, their verdicts and their reports."""
 
 import random
 import statistics
