@@ -46,6 +46,11 @@ class ScoringError(RSRankError):
         query = "" if self.query is None else f" of query {self.query}"
         return f"Document {self.index}{query} {self.reason}"
 
+    def move_to(self, index: int) -> None:
+        """Set the document's position in the list of the caller, which gets the same error."""
+        self.index = index
+        self.args = (self.reason, index, self.query)
+
 
 def finite(score: float, index: int) -> float:
     """Return a score that is a finite number.

@@ -233,7 +233,8 @@ def score_by_query(
         try:
             scores = score(query, [pairs[place].document for place in of_query])
         except ScoringError as error:
-            raise ScoringError(error.reason, of_query[error.index]) from error
+            error.move_to(of_query[error.index])
+            raise
         scored.update(zip(of_query, scores, strict=True))
     return [scored[place] for place in range(len(pairs))]
 

@@ -124,6 +124,9 @@ class RSRank(Pretrained, Reranker):
             ScoringError: A document could not be scored; it is named.
         """
         pairs = [Pair(query, document) for document in as_list(documents)]
+        if not pairs:
+            # The query is checked even if there is nothing to score.
+            self.prompts.query(query)
         return [scored.score for scored in self.score_pairs(pairs, show_progress=show_progress)]
 
     @torch.inference_mode()

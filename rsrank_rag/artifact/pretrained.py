@@ -14,6 +14,7 @@ from ..language_model.check import open_backbone
 from ..language_model.linear import int8_copy
 from ..language_model.loading import load_model
 from ..language_model.options import LoadOptions, ModelSource
+from ..language_model.quiet import quiet_transformers
 from ..method.backbone import Backbone
 from ..method.projection import Projection
 from ..method.template import PromptTokenizer, Template
@@ -194,7 +195,8 @@ class Pretrained(ABC):
         config = self.config
         with replacing(Path(folder)) as new:
             if include_backbone or config.backbone.name == INSIDE:
-                self.backbone.model.save_pretrained(new / INSIDE)
+                with quiet_transformers():
+                    self.backbone.model.save_pretrained(new / INSIDE)
                 self.prompts.tokenizer.save_pretrained(new / INSIDE)
                 update = {
                     "name": INSIDE,

@@ -17,6 +17,7 @@ from .attention import use_grouped_attention
 from .hub_errors import HUB_ERRORS
 from .linear import fuse_linear_maps
 from .options import LoadOptions
+from .quiet import quiet_transformers
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
@@ -93,14 +94,15 @@ def load_model(
         num_layers = _depth(config)
         if last_layer is not None:
             config = shortened(config, last_layer + 1)
-        model, report = _CLASSES[head].from_pretrained(
-            name,
-            config=config,
-            use_safetensors=None if allow_bin else True,
-            output_loading_info=True,
-            **_overrides(config, head),
-            **arguments,
-        )
+        with quiet_transformers():
+            model, report = _CLASSES[head].from_pretrained(
+                name,
+                config=config,
+                use_safetensors=None if allow_bin else True,
+                output_loading_info=True,
+                **_overrides(config, head),
+                **arguments,
+            )
     except LOAD_ERRORS as error:
         raise BackboneError(
             f"The language model {name!r} (revision {revision or 'main'}) could not be loaded: "

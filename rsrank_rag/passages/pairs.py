@@ -70,7 +70,8 @@ def score_in_parts(
     try:
         scored = score(parts)
     except ScoringError as error:
-        raise ScoringError(error.reason, owners[error.index]) from error
+        error.move_to(owners[error.index])
+        raise
     by_pair: list[list[Scored]] = [[] for _ in pairs]
     texts = [part.document for part in parts]
     for index, one in zip(owners, blanks_last(texts, scored), strict=True):

@@ -44,7 +44,7 @@ HEADERS = {
 
 
 class ApiKey(SecretStr):
-    """A service's key. Copies share it; a pickle holds None in its place."""
+    """A service's key. Copies share it; pickled, it becomes None."""
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "ApiKey":
         return self
