@@ -27,7 +27,10 @@ Consume = Callable[[int, Tensor], object]
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A document and a query as token ids, and the document's key in the prefix cache."""
+    """A document and a query as token ids, and the document's key in the prefix cache.
+
+    The cache computes a key that is empty.
+    """
 
     document: Ids
     query: TokenisedQuery

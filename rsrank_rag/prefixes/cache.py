@@ -288,7 +288,8 @@ class CachedPrefixes:
 
         Documents without a cached prefix run in one batch, each once, and are cached.
         """
-        documents = {row.key: row.document for row in rows}
+        keys = [row.key or self.key(row.document) for row in rows]
+        documents = {key: row.document for key, row in zip(keys, rows, strict=True)}
         prefixes = dict[str, Prefix]()
         for key in documents:
             prefix = self.tiers.get(key)
@@ -305,7 +306,7 @@ class CachedPrefixes:
                     prefixes[key] = self.tiers.put(key, run.row(number))
             if as_run:
                 return run
-        return Prefixes.join([*(prefixes[row.key] for row in rows), *extra_rows], query_slots)
+        return Prefixes.join([*(prefixes[key] for key in keys), *extra_rows], query_slots)
 
     @torch.inference_mode()
     def write(

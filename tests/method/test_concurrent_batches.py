@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import QUERIES, QUERY, load_ranker
+from conftest import QUERIES, QUERY, load_ranker, score_many
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -123,7 +123,7 @@ def test_a_document_that_queries_share_is_read_once_on_two_threads(
     tiny_folder: Callable[[str], Path], two_threads: None
 ) -> None:
     ranker = made(tiny_folder("llama"), "llama", kept=True)
-    found = ranker.score_many(QUERIES, [LONG] * len(QUERIES))
+    found = score_many(ranker, QUERIES, [LONG] * len(QUERIES))
     assert ranker.stats()["misses"] == len(LONG)
     alone = made(tiny_folder("llama"), "llama")
     for query, scores in zip(QUERIES, found, strict=True):

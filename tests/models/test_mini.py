@@ -142,7 +142,7 @@ def test_the_demo_shows_kept_and_dropped_passages_and_the_parts_of_a_score():
     for expected in (
         "kept",
         "dropped",
-        "Each score is a sum over",
+        "A score is a sum over",
         "passages go to the language model",
     ):
         assert expected in output

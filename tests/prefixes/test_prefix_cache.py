@@ -59,6 +59,17 @@ def prefill(cache, documents, model):
     return cache.prefill(model, [Row(ids, query, cache.key(ids)) for ids in documents], 0, ())
 
 
+@pytest.mark.parametrize("device", [0, 10_000_000])
+def test_rows_without_a_key_get_their_own_documents(device):
+    cache = store(device=device)
+    query = TokenisedQuery((1,), 0, 1)
+    for documents in ([(1, 2), (3, 4)], [(3, 4), (5, 6)]):
+        rows = [Row(ids, query) for ids in documents]
+        found = cache.prefill(Model(), rows, 0, ())
+        for number, ids in enumerate(documents):
+            assert torch.equal(found.row(number).states, torch.stack(made_up(ids)))
+
+
 def rounded(states, dtype):
     """Keys and values in 8 bits and back."""
     return PackedPrefix.of(Prefix(states, torch.empty(0))).unpack(CPU, dtype).states
