@@ -28,14 +28,16 @@ from typed import Batch, Pool
 
 import data
 
-STRENGTHS = (0.6, 0.8, 1.0)
+STRENGTHS = (0.5, 0.75, 1.0)
 """Places on the line from the first stage's weights (0) to the second's (1)."""
 SHARES = np.arange(0, 1.01, 0.1)
 THRESHOLDS = np.arange(-2, 2.01, 0.05)
+MANUALS = "manuals.passage"
 LOST = 2.0
 """Weight, in tenths of F1, of an answerable query left with nothing."""
 QUERIES_AT_ONCE = 12
-QUERIES_OF_SET = 20
+QUERIES_OF_SET, TYPED_QUERIES = 12, 150
+"""Validation queries of each set, and of the real documents."""
 
 
 @dataclass(frozen=True)
@@ -77,9 +79,20 @@ def interpolated(model: Mini, first: Mini, second: Mapping[str, Tensor], strengt
     return result.eval()
 
 
-def validation_queries(folder: Path, pool: Pool) -> dict[str, list[dict]]:
-    """Set -> labelled queries that nothing was trained on, the typed ones first."""
-    queries = {data.REAL: pool.validation}
+def validation_queries(
+    folder: Path, pool: Pool, manuals: Sequence[dict] = ()
+) -> dict[str, list[dict]]:
+    """Set -> labelled queries that nothing was trained on, the typed ones first.
+
+    Args:
+        folder: Training sets.
+        pool: Its `validation` holds the typed queries over real documents.
+        manuals: Typed queries over the manuals of tools that nothing was trained on.
+    """
+    step = max(1, len(pool.validation) // TYPED_QUERIES)
+    queries = {data.REAL: pool.validation[::step]}
+    if manuals:
+        queries[MANUALS] = list(manuals)
     for name in (*data.SETS, *data.UNSEEN):
         texts = data.Texts()
         _, examples = data.load(folder, [name], texts)
@@ -166,7 +179,9 @@ def _selected(row: Row, share: float, threshold: float) -> float:
 def _mean_of_groups(rows: Rows, metric: Any, *, answerable: bool = False) -> float:
     groups: dict[str, list[float]] = {"typed": [], "seen": [], "unseen": []}
     for name, of_set in rows.items():
-        group = "typed" if name == data.REAL else "unseen" if name in data.UNSEEN else "seen"
+        group = (
+            "typed" if name in (data.REAL, MANUALS) else "unseen" if name in data.UNSEEN else "seen"
+        )
         values = [metric(row) for row in of_set if not answerable or row.relevant.any()]
         groups[group].append(float(np.mean(values)))
     return float(np.mean([np.mean(values) for values in groups.values() if values]))

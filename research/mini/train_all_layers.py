@@ -336,7 +336,7 @@ def finish(trainer: AllLayers, pool: Pool) -> None:
     """Choose by validation queries, and export what was chosen."""
     options, model = trainer.options, trainer.model
     first = load_stage(options.start_from, options.start)
-    queries = validation_queries(options.data, pool)
+    queries = validation_queries(options.data, pool, trainer.sampler.validation)
     rows_of = {
         strength: measure_rows(
             interpolated(model, first, trainer.mean, strength), trainer.encoder, queries

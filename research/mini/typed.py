@@ -171,6 +171,8 @@ class Sampler:
         seed: Of every choice.
     """
 
+    validation: Sequence[dict] = ()
+
     def __init__(self, pool: Pool, seed: int) -> None:
         self.pool = pool
         self.seed = seed
@@ -248,12 +250,17 @@ class TechnicalSampler(Sampler):
         seed: Of every choice.
         manuals: JSON lines of labelled queries (manuals.py).
         library_docs: Groups of passages with a query each (library_docs.py).
+
+    Attributes:
+        validation: Labelled queries of the tools that nothing is trained on.
     """
 
     def __init__(self, pool: Pool, seed: int, manuals: Path, library_docs: Path) -> None:
         super().__init__(pool, seed)
         lines = manuals.read_text(encoding="utf-8").splitlines()
-        self.manuals = [row for row in map(json.loads, lines) if row["of"] not in MANUALS_APART]
+        rows = [json.loads(line) for line in lines]
+        self.manuals = [row for row in rows if row["of"] not in MANUALS_APART]
+        self.validation = [row for row in rows if row["of"] in MANUALS_APART]
         self.library_docs = json.loads(library_docs.read_text(encoding="utf-8"))
 
     def teacher_texts(self) -> list[str]:
