@@ -54,15 +54,14 @@ def find_shards(source: str, output: Path) -> list[Shard]:
         paths = []
         for path in sorted(folder.rglob("*")):
             hidden = any(name[0] in "_." for name in path.relative_to(folder).parts)
-            if path.name.endswith(ENDINGS) and not hidden and not outputs & {*path.parents}:
+            if path.name.endswith(ENDINGS) and not hidden and outputs.isdisjoint(path.parents):
                 paths.append(path)
     else:
-        matches = [folder]
+        names = [source]
         if not folder.exists():
             # `Path.glob` takes no absolute pattern.
             names = sorted(glob.glob(source, recursive=True))  # noqa: PTH207
-            matches = [Path(name) for name in names]
-        paths = [path for path in matches if path.name[0] not in "_."]
+        paths = [path for path in map(Path, names) if path.name[0] not in "_."]
         folder = Path(os.path.commonpath([path.parent for path in paths] or [folder]))
     for path in paths:
         if not path.name.endswith(ENDINGS):
@@ -97,7 +96,7 @@ def _lines(path: Path, count: int) -> Iterator[list[Row]]:
     # Characters of a cell; Python's limit is 131,072, and a document may be longer.
     csv.field_size_limit(1 << 30)
     # A table may begin with a byte order mark.
-    with _open(path, path, "rt", "utf-8-sig") as file:
+    with open_text(path, "rt", path.suffix == ".gz") as file:
         rows = _table_rows(file) if path.suffix == ".csv" else _json_rows(file)
         while chunk := list(itertools.islice(rows, count)):
             yield chunk
@@ -127,11 +126,11 @@ def _json_rows(file: Iterable[str]) -> Iterator[Row]:
         yield row
 
 
-def _open(path: Path, source: Path, mode: str, encoding: str) -> Any:
-    """Open a text file that is packed if the source's name says so."""
-    if source.suffix == ".gz":
-        return gzip.open(path, mode, encoding=encoding, newline="")
-    return path.open(mode, encoding=encoding, newline="")
+def open_text(path: Path, mode: str, compressed: bool) -> Any:
+    """Open a text file in UTF-8, compressed by gzip or not."""
+    encoding = "utf-8-sig" if mode == "rt" else "utf-8"
+    opener: Callable[..., Any] = gzip.open if compressed else open
+    return opener(path, mode, encoding=encoding, newline="")
 
 
 def _arrow() -> Any:
@@ -160,16 +159,15 @@ def row_writer(path: Path, source: Path, form: str) -> Iterator[Callable[[Sequen
     if source.suffix == ".parquet":
         pa = _arrow()
         schema = pa.parquet.read_schema(source)
-        for name, kind in zip(
-            COLUMNS, (pa.float64(), pa.bool_(), pa.bool_(), pa.string()), strict=True
-        ):
+        kinds = (pa.float64(), pa.bool_(), pa.bool_(), pa.string())
+        for name, kind in zip(COLUMNS, kinds, strict=True):
             schema = schema.append(pa.field(name, pa.list_(kind) if form == "documents" else kind))
         with pa.parquet.ParquetWriter(path, schema) as output:
             yield lambda rows: output.write_table(pa.Table.from_pylist(rows, schema))
         return
-    with _open(path, source, "wt", "utf-8") as file:
+    with open_text(path, "wt", source.suffix == ".gz") as file:
         if source.suffix == ".csv":
-            with source.open(encoding="utf-8-sig", newline="") as table:
+            with open_text(source, "rt", False) as table:
                 names = next(csv.reader(table), [])
             writer = csv.DictWriter(file, [*names, *COLUMNS])
             writer.writeheader()

@@ -4,8 +4,9 @@
 """
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
+from itertools import islice
 from typing import Any, NamedTuple
 
 from ..errors import InputError, RSRankError
@@ -16,6 +17,9 @@ from ..service.engine import DeviceLostError, Engine
 
 # Pairs that are scored together: enough to sort them into batches of similar length.
 CHUNK = 4096
+
+# A model that fails on this pair fails on every pair.
+SIMPLE_PAIR = Pair("Which animal gives milk?", "The cow gives milk.")
 
 
 class PairResult(NamedTuple):
@@ -85,27 +89,26 @@ class PairScorer:
             row = _pairs_of_row(query, value, form)
             pairs += row
             lengths.append(len(row))
-        results = self._results(pairs)
+        results = list(self._results(pairs))
         for place, name in enumerate(COLUMNS):
             values = [result[place] for result in results]
-            columns[name] = _in_lists(values, lengths) if form == "documents" else values
+            if form == "documents":
+                remaining = iter(values)
+                values = [list(islice(remaining, length)) for length in lengths]
+            columns[name] = values
         return columns
 
-    def _results(self, pairs: Sequence[Pair | str]) -> list[PairResult]:
+    def _results(self, pairs: Sequence[Pair | str]) -> Iterator[PairResult]:
         """One result for each pair, or for the text that says why there is no pair."""
-        results: list[PairResult] = []
         for start in range(0, len(pairs), CHUNK):
             chunk = pairs[start : start + CHUNK]
-            outcomes = self._outcomes([pair for pair in chunk if isinstance(pair, Pair)])
-            if any(outcome.fault == "internal" for outcome in outcomes):
-                self._check()
-            remaining = iter(outcomes)
+            outcomes = iter(self._outcomes([pair for pair in chunk if isinstance(pair, Pair)]))
             for pair in chunk:
-                if isinstance(pair, str):
-                    results.append(PairResult(error=pair))
-                else:
-                    results.append(self._result(next(remaining)))
-        return results
+                yield (
+                    PairResult(error=pair)
+                    if isinstance(pair, str)
+                    else self._result(next(outcomes))
+                )
 
     def _result(self, outcome: Outcome) -> PairResult:
         score = outcome.score
@@ -118,24 +121,27 @@ class PairScorer:
         return PairResult(score, kept, outcome.truncated)
 
     def _outcomes(self, pairs: Sequence[Pair]) -> list[Outcome]:
+        """Score pairs.
+
+        Raises:
+            RSRankError: The model fails on a simple pair, too: it must not fill files with errors.
+        """
         if not pairs:
             return []
         try:
-            return self._engine.score(pairs)
+            outcomes = self._engine.score(pairs)
+            if not any(outcome.fault == "internal" for outcome in outcomes):
+                return outcomes
+            (simple,) = self._engine.score([SIMPLE_PAIR])
+            if simple.fault != "internal":
+                return outcomes
+            reason = simple.error
         except DeviceLostError as error:
-            raise RSRankError(
-                f"{self.name} fails on every pair, because its device does not answer any more "
-                f"({error.__cause__}). Run the same command again: finished files stay."
-            ) from error
-
-    def _check(self) -> None:
-        """Raise if the model fails on a simple pair, too: it must not fill files with errors."""
-        outcome = self._outcomes([Pair("Which animal gives milk?", "The cow gives milk.")])[0]
-        if outcome.fault == "internal":
-            raise RSRankError(
-                f"{self.name} fails on every pair, even on a simple one ({outcome.error}) "
-                "Find the cause and run the same command again: finished files stay."
-            )
+            reason = f"its device does not answer any more: {error.__cause__}"
+        raise RSRankError(
+            f"{self.name} fails on every pair, even on a simple one ({reason}). Find the cause and "
+            "run the same command again: finished files stay."
+        )
 
 
 def form_of(columns: Iterable[str]) -> str:
@@ -178,12 +184,6 @@ def _pairs_of_row(query: Any, value: Any, form: str) -> list[Pair | str]:
         else:
             pairs.append(Pair(query, text))
     return pairs
-
-
-def _in_lists(values: Sequence[Any], lengths: Sequence[int]) -> list[list[Any]]:
-    """Values cut into lists of these lengths."""
-    remaining = iter(values)
-    return [[next(remaining) for _ in range(length)] for length in lengths]
 
 
 def _kind(value: Any) -> str:

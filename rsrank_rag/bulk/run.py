@@ -22,7 +22,7 @@ def score_files(
     *,
     settings: Mapping[str, Any],
     actors: Actors | None = None,
-    progress: Callable[[Iterable[Any], int], Iterable[Any]] | None = None,
+    progress: Callable[..., Iterable[Any]] | None = None,
 ) -> Counter[str]:
     """Score the rows of files, and write a file of the same format and name for each.
 
@@ -37,7 +37,8 @@ def score_files(
         settings: What decides the scores, such as the ``model``'s name, as JSON. A folder that was
             begun with other settings is not continued.
         actors: Who does the work; None for this process.
-        progress: Wraps the results as they come; it gets them and their number.
+        progress: Wraps the results as they come, as `rich.progress.track` does. It gets the results
+            and, as ``total``, their number.
 
     Returns:
         Numbers of this run: ``files``, ``rows``, ``pairs`` (more than rows if these hold lists of
@@ -61,15 +62,16 @@ def score_files(
     results: Iterable[Any]
     results = map(make_worker(), todo) if actors is None else each(make_worker, todo, actors)
     if progress is not None:
-        results = progress(results, len(todo))
+        results = progress(results, total=len(todo))
     return sum(results, Counter(skipped=len(shards) - len(todo)))
 
 
 def _check_settings(folder: Path, settings: Mapping[str, Any]) -> None:
     path = folder / SETTINGS
     if not path.exists():
-        files = folder.iterdir() if folder.is_dir() else folder.parent.glob(folder.name)
-        if any(file.suffix != ".partial" for file in files):
+        # A file of this name has itself as content.
+        content = folder.iterdir() if folder.is_dir() else folder.parent.glob(folder.name)
+        if any(file.suffix != ".partial" for file in content):
             raise InputError(
                 f"--output {folder} is neither empty nor an output of rsrank score. Use another."
             )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -20,7 +19,9 @@ from ..language_model.options import LoadOptions
 from .options import AsJson, Revision, command, problems, screen
 
 if TYPE_CHECKING:
+    from ..evaluation.comparison import Measured
     from ..evaluation.metrics import ScoredQuery
+    from ..reranker import Reranker
 
 app = typer.Typer()
 
@@ -32,10 +33,6 @@ Systems = Annotated[
         help=f"Built-in name, artifact folder or Hub id; or {forms()}. May be repeated.",
     ),
 ]
-watched = partial(
-    track, console=problems, transient=True
-)  # queries, and what they are: a bar until all are scored
-
 # Columns of the tables by the metric's name. Each table fits into 80 columns.
 KEPT = {
     "queries": "queries",
@@ -62,8 +59,6 @@ RANKED = {
     "f1@query_best": "best F1 of\neach query",
 }
 
-RULES = ("F1", "answers lost", "kept a query")
-
 
 @command(app)
 def evaluate(
@@ -85,11 +80,11 @@ def evaluate(
     titles: Annotated[bool, Option(help="Put a document's title in front of its text.")] = True,
     limit: Annotated[int | None, Option(min=1, help="Only the first queries of each file.")] = None,
 ) -> None:
-    """Measure on labelled passages how a model ranks, and precision, recall and F1 at a threshold.
+    """Measure on labelled passages what a threshold keeps and how a model ranks.
 
     A line holds one query: `{"id", "query", "documents": [{"id", "text", "relevant", "title"?}]}`.
     The `--threshold` is a number, 'native' for the system's own (0 for RSRank), or 'shared' for the
-    best single one over all files, which is also what a system without a native one gets.
+    best single one over all files. A system without a native one gets the shared one.
 
     Answers lost: queries with a relevant document of which no relevant one is kept. Empty lists:
     queries of which nothing is kept. False keeps: documents kept of a query without a relevant one.
@@ -106,7 +101,7 @@ def evaluate(
     """
     from ..evaluation.comparison import Measured
     from ..evaluation.datasets import read_sets
-    from ..evaluation.evaluate import recommend, score_dataset, shared_threshold, summarise
+    from ..evaluation.evaluate import score_dataset
     from ..evaluation.report import write_report
 
     _check_outputs(output, report)
@@ -116,32 +111,24 @@ def evaluate(
         raise InputError(
             f"{len(model)} models were given and {len(label)} labels. Give one a model, in order."
         )
-    given = None if threshold in ("native", "shared") else _number(threshold)
+    if threshold not in ("native", "shared"):
+        _number(threshold)
     for name in model:
-        parse(name)  # a wrong name is said before the data are read
+        # A wrong name is an error before the data are read.
+        parse(name)
     sets = {name: queries[:limit] for name, queries in read_sets(data).items()}
     measured = []
     for source, name in zip(model, label, strict=True):
         with problems.status(f"Loading {name} ..."):
             system = load_system(source, revision=revision, options=load)
-        scored = {
-            title: score_dataset(system, watched(queries, f"{name}, {title}"), titles=titles)
-            for title, queries in sets.items()
-        }
-        if given is not None:
-            tau, origin = given, "given"
-        elif threshold == "native" and system.threshold is not None:
-            tau, origin = system.threshold, "native"
-        else:
-            why = "" if threshold == "shared" else "; this system has no native threshold"
-            tau, origin = shared_threshold(list(scored.values())), f"the best over all files{why}"
+        scored = {}
+        for title, queries in sets.items():
+            shown = track(queries, f"{name}, {title}", console=problems, transient=True)
+            scored[title] = score_dataset(system, shown, titles=titles)
+        tau, origin = _threshold(threshold, system, list(scored.values()))
         measured.append(Measured(name, tau, origin, scored))
-    rows: list[dict[str, Any]] = [
-        {"model": found.name, "dataset": title, **summarise(queries, threshold=found.threshold)}
-        for found in measured
-        for title, queries in found.scored.items()
-    ]
-    text = json.dumps(rows, ensure_ascii=False, indent=2)
+    records = [record for one in measured for record in _records(one)]
+    text = json.dumps(records, ensure_ascii=False, indent=2)
     if output is not None:
         _write(output, f"{text}\n")
     if report is not None:
@@ -151,13 +138,42 @@ def evaluate(
     if as_json:
         typer.echo(text)
         return
-    for found in measured:
-        rule = f"kept above {cell('tau_best', found.threshold)} ({found.origin})"
-        own = [row for row in rows if row["model"] == found.name]
-        screen.print(*evaluation_tables(found.name, rule, own), sep="\n")
-        pooled = [query for queries in found.scored.values() for query in queries]
-        screen.print(rules_table(found.name, pooled, found.threshold))
-        screen.print(recommend(pooled, threshold=found.threshold))
+    for system in measured:
+        _print_tables(system, [record for record in records if record["model"] == system.name])
+
+
+def _records(system: Measured) -> Iterator[dict[str, Any]]:
+    from ..evaluation.evaluate import summarise
+
+    for title, queries in system.scored.items():
+        summary = summarise(queries, threshold=system.threshold)
+        yield {"model": system.name, "dataset": title, **summary}
+
+
+def _threshold(
+    choice: str, system: Reranker, sets: Sequence[Sequence[ScoredQuery]]
+) -> tuple[float, str]:
+    """The threshold in use, and where it comes from."""
+    from ..evaluation.evaluate import shared_threshold
+
+    if choice not in ("native", "shared"):
+        return _number(choice), "given"
+    if choice == "shared":
+        return shared_threshold(sets), "the best over all files"
+    if system.threshold is not None:
+        return system.threshold, "native"
+    origin = "the best over all files; this system has no native threshold"
+    return shared_threshold(sets), origin
+
+
+def _print_tables(system: Measured, records: Sequence[Mapping[str, Any]]) -> None:
+    from ..evaluation.evaluate import recommend
+
+    rule = f"kept above {cell('tau_best', system.threshold)} ({system.origin})"
+    screen.print(*evaluation_tables(system.name, rule, records), sep="\n")
+    pooled = [query for queries in system.scored.values() for query in queries]
+    screen.print(rules_table(system.name, pooled, system.threshold))
+    screen.print(recommend(pooled, threshold=system.threshold))
 
 
 def rules_table(name: str, scored: Sequence[ScoredQuery], threshold: float) -> Table:
@@ -167,7 +183,7 @@ def rules_table(name: str, scored: Sequence[ScoredQuery], threshold: float) -> T
 
     title = Text(f"{name}: the threshold and what could stand instead, over all queries")
     table = Table("rule", title=title, title_justify="left")
-    for heading in RULES:
+    for heading in ("F1", "answers lost", "kept a query"):
         table.add_column(heading, justify="right")
     answerable = sum(any(query.relevant) for query in scored)
     for rule in rules(threshold).values():
@@ -191,20 +207,15 @@ def evaluation_tables(
         "ranking, and thresholds chosen on these very labels": RANKED,
     }
     for title, columns in columns_by_title.items():
-        table = Table(
-            title=Text(f"{name}: {title}", overflow="fold"),
-            title_justify="left",
-            padding=(0, 0, 0, 1),
-        )
-        table.add_column(
-            "dataset", overflow="fold"
-        )  # a path may be longer than all else; the numbers stay whole
+        title_text = Text(f"{name}: {title}", overflow="fold")
+        table = Table(title=title_text, title_justify="left", padding=(0, 0, 0, 1))
+        # A path may be longer than all else; the numbers stay whole.
+        table.add_column("dataset", overflow="fold")
         for heading in columns.values():
             table.add_column(heading, justify="right", overflow="fold")
         for record in records:
-            table.add_row(
-                Text(str(record["dataset"])), *(cell(key, record.get(key)) for key in columns)
-            )
+            cells = [cell(key, record[key]) for key in columns]
+            table.add_row(Text(record["dataset"]), *cells)
         yield table
 
 
@@ -226,7 +237,7 @@ def cell(key: str, value: float | None) -> str:
 
 
 def _check_outputs(output: Path | None, report: Path | None) -> None:
-    """Fail now and not after the work, where something is missing or cannot be written."""
+    """Raise before the work if a library is missing or an output cannot be written."""
     from ..evaluation.metrics import ranking_metrics
     from ..evaluation.report import check_report
 
@@ -234,9 +245,8 @@ def _check_outputs(output: Path | None, report: Path | None) -> None:
     if report is not None:
         check_report(report)
     if output is not None:
-        _write(
-            output, "", mode="a"
-        )  # what is there stays until there is something to take its place
+        # The file's content stays until the new one is there.
+        _write(output, "", mode="a")
 
 
 def _number(text: str) -> float:

@@ -2,24 +2,22 @@
 
 import inspect
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import wraps
 from inspect import Parameter
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal
 
 import typer
-from huggingface_hub.utils import disable_progress_bars  # type: ignore[attr-defined]
 from rich.console import Console
 from rich.text import Text
 from safetensors import SafetensorError
 from typer import Option
 
 from ..adapters.systems import forms
-from ..bulk.on_ray import Actors
 from ..errors import InputError, RSRankError
-from ..language_model.options import LoadOptions, LoadSettings
-from .process import prepare
+from ..language_model.options import LoadSettings
+from .process import hide_library_progress, prepare
 
 screen = Console(highlight=False)
 problems = Console(stderr=True, highlight=False)
@@ -42,61 +40,21 @@ Address = Annotated[
 ]
 
 
-class OptionGroup(NamedTuple):
-    """Options of the command line that together make one argument of a command's function."""
-
-    options: Mapping[str, Parameter]
-    make: Callable[..., Any]
-
-
-def _load_options(threads: int | None, **settings: Any) -> LoadOptions:
-    prepare(threads)
-    return LoadSettings(**settings).load_options()
-
-
-def _actors(
-    engine: Annotated[
-        Engine, Option(help="local: in this process. ray: by actors on a Ray cluster.")
-    ] = "local",
-    actors: Annotated[
-        int | None, Option(help="With ray: how many. Default: as many as fit.")
-    ] = None,
-    cpus_per_actor: Annotated[
-        float, Option(help="With ray: CPU cores, and threads on a CPU, of each.")
-    ] = 1.0,
-    gpus_per_actor: Annotated[
-        float, Option(help="With ray: GPUs of each, such as 1 or 0.5.")
-    ] = 0.0,
-    address: Address = None,
-) -> Actors | None:
-    """None means work in this process."""
-    if engine == "local":
-        return None
-    return Actors(actors, cpus_per_actor, gpus_per_actor, address)
+def _loading_options() -> list[Parameter]:
+    """An option for threads, and one for each field of `LoadSettings`."""
+    text = "Threads on a CPU. Default: OMP_NUM_THREADS, or the cores that this process may use."
+    options = [_option("threads", None, int | None, Option(min=1, help=text))]
+    for name, field in LoadSettings.model_fields.items():
+        kind = bool if field.annotation is bool else str | None
+        # A switch without a name of its own would get a second one, --no-NAME.
+        option = Option(f"--{name.replace('_', '-')}", help=field.description)
+        options.append(_option(name, field.default, kind, option))
+    return options
 
 
 def _option(name: str, default: Any, kind: Any, option: Any) -> Parameter:
     annotation = Annotated[kind, option]
     return Parameter(name, Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
-
-
-def _loading_options() -> dict[str, Parameter]:
-    """An option for each field of `LoadSettings`, and one for threads."""
-    text = "Threads on a CPU. Default: OMP_NUM_THREADS, or the cores that this process may use."
-    options = {"threads": _option("threads", None, int | None, Option(min=1, help=text))}
-    for name, field in LoadSettings.model_fields.items():
-        kind = bool if field.annotation is bool else str | None
-        # A switch without a name of its own would get a second one, --no-NAME.
-        option = Option(f"--{name.replace('_', '-')}", help=field.description)
-        options[name] = _option(name, field.default, kind, option)
-    return options
-
-
-# By the name of the function's parameter.
-GROUPS = {
-    "load": OptionGroup(_loading_options(), _load_options),
-    "actors": OptionGroup(inspect.signature(_actors, eval_str=True).parameters, _actors),
-}
 
 
 @contextmanager
@@ -137,27 +95,26 @@ def command(
 ) -> Callable[[Callable[..., None]], Callable[..., None]]:
     """Make a function a command of an app.
 
-    Its errors are printed in one line. A parameter named in `GROUPS` becomes several options.
+    Errors are printed in one line. A parameter ``load`` becomes several options: the threads of
+    this process, and the fields of `LoadSettings`.
     """
 
     def decorate(function: Callable[..., None]) -> Callable[..., None]:
         parameters = inspect.signature(function, eval_str=True).parameters
-        groups = {name: GROUPS[name] for name in parameters if name in GROUPS}
+        options = [option for name, option in parameters.items() if name != "load"]
+        loading = _loading_options() if "load" in parameters else []
+        options = [option.replace(kind=Parameter.KEYWORD_ONLY) for option in [*options, *loading]]
 
         @wraps(function)
         def run(**arguments: Any) -> None:
             with catch_errors(resumes):
-                # The commands show what they are doing themselves.
-                disable_progress_bars()
-                for name, group in groups.items():
-                    values = {option: arguments.pop(option) for option in group.options}
-                    arguments[name] = group.make(**values)
+                hide_library_progress()
+                if loading:
+                    values = {option.name: arguments.pop(option.name) for option in loading}
+                    prepare(values.pop("threads"))
+                    arguments["load"] = LoadSettings(**values).load_options()
                 function(**arguments)
 
-        options = [option for name, option in parameters.items() if name not in groups]
-        for group in groups.values():
-            options += group.options.values()
-        options = [option.replace(kind=Parameter.KEYWORD_ONLY) for option in options]
         # typer reads options from these two.
         run.__signature__ = inspect.Signature(options)  # type: ignore[attr-defined]
         run.__annotations__ = {option.name: option.annotation for option in options}

@@ -6,6 +6,8 @@ import os
 import sys
 from pathlib import Path
 
+from huggingface_hub.utils import disable_progress_bars  # type: ignore[attr-defined]
+
 logger = logging.getLogger(__name__)
 
 CGROUP = Path("/sys/fs/cgroup")
@@ -30,18 +32,21 @@ def usable_cores(cgroup: Path = CGROUP) -> int:
     if hasattr(os, "sched_getaffinity"):
         cores = len(os.sched_getaffinity(0))
     try:
-        # Version 2 of control groups.
         quota, period = (cgroup / "cpu.max").read_text().split()
+        return max(1, min(cores, math.ceil(int(quota) / int(period))))
+    # There is no control group of version 2, or its quota is "max".
     except (OSError, ValueError):
-        try:
-            quota = (cgroup / "cpu" / "cpu.cfs_quota_us").read_text().strip()
-            period = (cgroup / "cpu" / "cpu.cfs_period_us").read_text()
-        except OSError:
-            return cores
-    # "max" in version 2 and -1 in version 1 mean that there is no quota.
-    if not quota.isdigit():
         return cores
-    return max(1, min(cores, math.ceil(int(quota) / int(period))))
+
+
+def hide_library_progress() -> None:
+    """Switch off the progress bars of other libraries, as the commands show their own."""
+    disable_progress_bars()
+    # When transformers is imported, it takes over the Hub's setting.
+    if "transformers" in sys.modules:
+        from transformers.utils import logging as transformers_logging
+
+        transformers_logging.disable_progress_bar()
 
 
 def prepare(threads: int | None = None) -> None:

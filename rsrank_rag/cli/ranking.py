@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterable
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -28,8 +27,10 @@ from ..partial_files import digest_of
 from ..passages.explanation import Explanation
 from ..reranker import RankResult
 from .options import (
+    Address,
     AsJson,
     Documents,
+    Engine,
     Instruction,
     Model,
     Query,
@@ -106,11 +107,16 @@ def read_documents(source: str) -> list[str]:
     return documents
 
 
+def _print_json(content: Any) -> None:
+    typer.echo(json.dumps(content, ensure_ascii=False, indent=2))
+
+
 def result_text(result: RankResult) -> Text:
     """A result with kept documents in green and dropped ones in grey."""
-    styles = {"+": "green", "-": "dim"}
-    lines = [Text(line, styles.get(line[0], "bold")) for line in str(result).splitlines()]
-    return Text("\n").join(lines)
+    text = Text(str(result), "bold")
+    text.highlight_regex(r"(?m)^\+.*", "not bold green")
+    text.highlight_regex(r"(?m)^-.*", "not bold dim")
+    return text
 
 
 @command(app)
@@ -152,20 +158,22 @@ def rank(
         ranker = load_reranker(source)
         if instruction is not None:
             ranker = ranker.with_instruction(clean(instruction))
-    limit: float | Literal["native"] | None = "native" if threshold is None else threshold
-    options: Any = {"extract": extract, "context": context, "heading": heading}
+    selection: dict[str, Any] = {"extract": extract, "context": context, "heading": heading}
+    if keep_all:
+        selection["threshold"] = None
+    elif threshold is not None:
+        selection["threshold"] = threshold
     result = ranker.rank(
         clean(query),
         texts,
-        threshold=None if keep_all else limit,
         top_n=top_n,
         min_docs=min_docs,
         show_progress=problems.is_terminal and len(texts) > 100,
         long_documents=long_documents,
-        **options,
+        **selection,
     )
     if as_json:
-        typer.echo(json.dumps(result.to_dict(), ensure_ascii=False, indent=2))
+        _print_json(result.to_dict())
     else:
         screen.print(result_text(result), soft_wrap=True)
 
@@ -229,8 +237,7 @@ def explain(
         rows = [asdict(explanation) for explanation in explanations]
         for row in rows:
             del row["head_parts"]
-        content = rows if document is None else rows[0]
-        typer.echo(json.dumps(content, ensure_ascii=False, indent=2))
+        _print_json(rows if document is None else rows[0])
     else:
         blocks = [explanation_text(explanation) for explanation in explanations]
         screen.print(*blocks, sep="\n\n", soft_wrap=True)
@@ -311,10 +318,22 @@ def score(
     ],
     output: Annotated[Path, Option("--output", "-o", help="Folder for the scored files.")],
     load: LoadOptions,
-    actors: Actors | None,
     model: System = "mini",
     revision: Revision = None,
     prefixes: Prefixes = None,
+    engine: Annotated[
+        Engine, Option(help="local: in this process. ray: by actors on a Ray cluster.")
+    ] = "local",
+    actors: Annotated[
+        int | None, Option(help="With ray: how many. Default: as many as fit.")
+    ] = None,
+    cpus_per_actor: Annotated[
+        float, Option(help="With ray: CPU cores, and threads on a CPU, of each.")
+    ] = 1.0,
+    gpus_per_actor: Annotated[
+        float, Option(help="With ray: GPUs of each, such as 1 or 0.5.")
+    ] = 0.0,
+    address: Address = None,
 ) -> None:
     """Score many pairs: JSON lines, CSV or Parquet in, a file of the same format out for each.
 
@@ -331,6 +350,9 @@ def score(
     from ..artifact import hub
     from ..bulk.run import score_files
 
+    on_ray = None
+    if engine == "ray":
+        on_ray = Actors(actors, cpus_per_actor, gpus_per_actor, address)
     model_source = ModelSource(model, revision, load, prefix_cache=_prefix_cache(prefixes))
     settings = {
         "model": model,
@@ -347,8 +369,8 @@ def score(
         output,
         partial(load_reranker, model_source),
         settings=settings,
-        actors=actors,
-        progress=_progress,
+        actors=on_ray,
+        progress=partial(track, description="Scoring", console=problems, transient=True),
     )
     text = f"{numbers['rows']:,} rows, {numbers['pairs']:,} pairs"
     if numbers["errors"]:
@@ -357,7 +379,3 @@ def score(
     if numbers["skipped"]:
         text += f"; {numbers['skipped']:,} files were there already"
     screen.print(text, soft_wrap=True)
-
-
-def _progress(results: Iterable[Any], count: int) -> Iterable[Any]:
-    return track(results, "Scoring", count, console=problems, transient=True)

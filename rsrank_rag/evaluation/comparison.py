@@ -13,13 +13,14 @@ from .. import __version__
 from ..reranker import BLANK_SCORE
 from .datasets import LabelledQuery
 from .metrics import (
+    Rule,
     ScoredQuery,
     best_threshold,
     f1_at,
     mean,
     query_best_f1,
     ranking_by_query,
-    selection,
+    select,
 )
 from .statistics import (
     LEVEL,
@@ -273,7 +274,7 @@ def _query_results(
     ranking = ranking_by_query(queries)
     results = []
     for number, (label, query) in enumerate(zip(labelled, queries, strict=True)):
-        selected = selection(query, tau)
+        selected = select(query, Rule(tau))
         metrics = {name: values[number] for name, values in ranking.items()}
         metrics["f1@tau"] = selected.f1
         metrics["f1@best"] = f1_at(query, tau_best)

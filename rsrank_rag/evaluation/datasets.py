@@ -2,8 +2,9 @@
 
 import gzip
 import zlib
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Any
 
 from pydantic import BaseModel, StrictBool, ValidationError
 
@@ -42,33 +43,39 @@ def dataset_name(path: str | Path) -> str:
 
 
 def read_sets(paths: Iterable[str | Path]) -> dict[str, list[LabelledQuery]]:
-    """The queries of each file by its name, or path where files share a name; each is read once."""
+    """The queries of each file, by its name, or by its path if files share a name.
+
+    A file that is given twice is read once.
+    """
     files = list(dict.fromkeys(map(Path, paths)))
     names = [dataset_name(path) for path in files]
-    keys = [
-        name if names.count(name) == 1 else str(path)
-        for name, path in zip(names, files, strict=True)
-    ]
-    return dict(zip(keys, map(read_labelled, files), strict=True))
+    sets = {}
+    for path, name in zip(files, names, strict=True):
+        key = name if names.count(name) == 1 else str(path)
+        sets[key] = read_labelled(path)
+    return sets
 
 
 def read_labelled(path: str | Path) -> list[LabelledQuery]:
     """Read ``.jsonl`` or ``.jsonl.gz``.
 
     Raises:
-        InputError: The file cannot be read, or a line is invalid; the error gives its number.
+        InputError: There is no such file, or it cannot be read; the message has the number of a
+            line that is wrong.
     """
     path = Path(path)
     if not path.is_file():
         raise InputError(f"There is no data file {path}.")
+    opener: Callable[..., Any] = gzip.open if path.suffix == ".gz" else open
+    queries = []
     try:
-        raw = gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
-        lines = raw.decode("utf-8").split("\n")
+        # JSON may contain other line separators than this one.
+        with opener(path, "rt", encoding="utf-8", newline="\n") as file:
+            for number, line in enumerate(file, start=1):
+                if line.strip():
+                    queries.append(_query(line, f"{path}, line {number}"))
     except (OSError, EOFError, zlib.error, UnicodeDecodeError) as error:
         raise InputError(f"{path} could not be read: {error}") from error
-    queries = [
-        _query(line, f"{path}, line {i}") for i, line in enumerate(lines, start=1) if line.strip()
-    ]
     if not queries:
         raise InputError(f"{path} holds no queries.")
     return queries

@@ -18,7 +18,7 @@ from .metrics import (
     query_best_f1,
     ranking_metrics,
     rules,
-    selection,
+    select,
 )
 
 # A rule is advised only if it leaves at most this share of the answerable queries with nothing.
@@ -65,15 +65,12 @@ def score_dataset(
     return scored
 
 
-def summarise(
-    scored: Sequence[ScoredQuery], *, threshold: float = 0.0, alternatives: bool = True
-) -> dict[str, Any]:
+def summarise(scored: Sequence[ScoredQuery], *, threshold: float = 0.0) -> dict[str, Any]:
     """All metrics of one scored set, under the names of ``rsrank evaluate --json``.
 
     Args:
         scored: Scored queries.
         threshold: Documents are kept if they score above it.
-        alternatives: Whether to measure the other rules of `rules`, too.
 
     Returns:
         ``queries`` (number), ``ndcg@5``, ``recall@5``. For the documents that score above the
@@ -89,11 +86,9 @@ def summarise(
         ``top1_f1``, ``top1_left_with_nothing`` and ``top1_kept_per_query``.
     """
     tau_best, f1_best = best_threshold(scored)
-    selections = [selection(query, threshold) for query in scored]
-    false_keeps = []
-    for query, one in zip(scored, selections, strict=True):
-        if not any(query.relevant):
-            false_keeps.append(one.kept)
+    selections = [select(query, Rule(threshold)) for query in scored]
+    pairs = zip(scored, selections, strict=True)
+    false_keeps = [one.kept for query, one in pairs if not any(query.relevant)]
     answerable, unanswerable = best_scores(scored)
     summary = {
         "queries": len(scored),
@@ -114,7 +109,7 @@ def summarise(
         "false_accepts@90": false_accepts(answerable, unanswerable),
     }
     for name, rule in rules(threshold).items():
-        if alternatives and name != "tau":
+        if name != "tau":
             result = apply_rule(scored, rule)
             summary |= {f"{name}_{key}": value for key, value in result._asdict().items()}
     return summary
@@ -151,26 +146,19 @@ def recommend(scored: Sequence[ScoredQuery], *, threshold: float = 0.0) -> str:
         return "No query has a relevant passage, so no answer can be lost and no rule is advised."
     candidates = {name: rule for name, rule in rules(threshold).items() if rule.by_score}
     results = {name: apply_rule(scored, rule) for name, rule in candidates.items()}
-    limit = max(
-        TOLERATED_LOSS * answerable,
-        min(result.left_with_nothing for result in results.values()),
-    )
+    fewest = min(result.left_with_nothing for result in results.values())
+    limit = max(TOLERATED_LOSS * answerable, fewest)
     tolerated = [name for name, one in results.items() if one.left_with_nothing <= limit]
     best = max(tolerated, key=lambda name: results[name].f1)
     # The threshold alone is compared with its safest alternative.
     other = "tau_top5_min1" if best == "tau" else "tau"
-    best_words = _words(candidates[best], results[best].left_with_nothing)
-    other_words = _words(candidates[other], results[other].left_with_nothing)
-    best_kept = results[best].kept_per_query
-    other_kept = results[other].kept_per_query
+    best_words = f"{describe_rule(candidates[best])} loses {results[best].left_with_nothing}"
+    other_words = f"{describe_rule(candidates[other])} loses {results[other].left_with_nothing}"
     return (
-        f"On these queries {best_words} of {answerable} answers and keeps {best_kept:.1f} "
-        f"passages a query; {other_words} and keeps {other_kept:.1f}."
+        f"On these queries {best_words} of {answerable} answers and keeps "
+        f"{results[best].kept_per_query:.1f} passages a query; {other_words} and keeps "
+        f"{results[other].kept_per_query:.1f}."
     )
-
-
-def _words(rule: Rule, lost: int) -> str:
-    return f"{describe_rule(rule)} loses {lost}"
 
 
 def shared_threshold(sets: Sequence[Sequence[ScoredQuery]]) -> float:

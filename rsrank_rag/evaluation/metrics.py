@@ -144,14 +144,9 @@ def select(query: ScoredQuery, rule: Rule) -> Selection:
     )
 
 
-def selection(query: ScoredQuery, threshold: float) -> Selection:
-    """How good the documents are that score above a threshold."""
-    return select(query, Rule(threshold))
-
-
 def f1_at(query: ScoredQuery, threshold: float) -> float:
     """F1 of the documents that score above the threshold."""
-    return selection(query, threshold).f1
+    return select(query, Rule(threshold)).f1
 
 
 class RuleResult(NamedTuple):
@@ -246,36 +241,36 @@ def best_threshold(
     >>> best_threshold([first, ScoredQuery([2.0, 0.0], [True, False])])
     (1.5, 1.0)
     """
+    if weights is None:
+        weights = [1.0] * len(queries)
     documents = []
+    values = []
     for row, query in enumerate(queries):
+        values.append(f1_at(query, math.inf) * weights[row])
         for score, label in zip(query.scores, query.relevant, strict=True):
             documents.append((score, label, row))
+    if not documents:
+        return 0.0, mean(values)
     documents.sort(key=lambda document: -document[0])
     relevant = [sum(query.relevant) for query in queries]
     kept = [0] * len(queries)
     hits = [0] * len(queries)
-    if weights is None:
-        weights = [1.0] * len(queries)
-    values = []
-    for query, weight in zip(queries, weights, strict=True):
-        values.append(f1_at(query, math.inf) * weight)
+    best = documents[0][0]
     total = math.fsum(values)
     best_total = total
-    best = documents[0][0] if documents else 0.0
-    following_scores = [score for score, _, _ in documents[1:]]
-    if documents:
-        following_scores.append(math.nextafter(documents[-1][0], -math.inf))
-    for (score, label, row), following in zip(documents, following_scores, strict=True):
+    next_scores = [score for score, _, _ in documents[1:]]
+    next_scores.append(math.nextafter(documents[-1][0], -math.inf))
+    for (score, label, row), next_score in zip(documents, next_scores, strict=True):
         kept[row] += 1
         hits[row] += label
         value = f1(hits[row], kept[row], relevant[row]) * weights[row]
         total += value - values[row]
         values[row] = value
-        if following < score and total > best_total + 1e-12:
-            middle = (score + following) / 2
-            best = middle if middle < score else following
+        if next_score < score and total > best_total + 1e-12:
+            middle = (score + next_score) / 2
+            best = middle if middle < score else next_score
             best_total = total
-    return best, best_total / math.fsum(weights) if queries else 0.0
+    return best, best_total / math.fsum(weights)
 
 
 def query_best_f1(query: ScoredQuery) -> float:

@@ -586,8 +586,8 @@ def test_actors_write_what_one_process_writes(ray_cluster, tmp_path):
     score(source, tmp_path / "local")
     totals = []
 
-    def watch(results, count):
-        totals.append(count)
+    def watch(results, total):
+        totals.append(total)
         return results
 
     numbers = score(source, tmp_path / "ray", actors=TWO, progress=watch)

@@ -19,8 +19,6 @@ BOUND = len(os.sched_getaffinity(0))
     [
         ({"cpu.max": "50000 100000\n"}, 1),
         ({"cpu.max": "max 100000\n"}, BOUND),
-        ({"cpu/cpu.cfs_quota_us": "100000\n", "cpu/cpu.cfs_period_us": "100000\n"}, 1),
-        ({"cpu/cpu.cfs_quota_us": "-1\n", "cpu/cpu.cfs_period_us": "100000\n"}, BOUND),
         ({"cpu.max": f"{BOUND + 7}00000 100000\n"}, BOUND),
         ({"cpu.max": "nonsense"}, BOUND),
         ({}, BOUND),

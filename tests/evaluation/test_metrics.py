@@ -357,7 +357,6 @@ def test_a_summary_has_the_alternatives_to_the_threshold():
     # The first of the file is irrelevant in each.
     assert (summary["first1_left_with_nothing"], summary["first1_f1"]) == (2, 0.0)
     assert summary["top5_kept_per_query"] == pytest.approx((4 + 4 + 2) / 3)
-    assert "top1_f1" not in summarise([MIXED], alternatives=False)
 
 
 def test_best_scores_are_of_lists_with_and_without_a_relevant_passage_with_absent_twins():

@@ -1,6 +1,6 @@
 """Bi-encoders and cross-encoders of sentence-transformers behind the same contract."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -86,66 +86,64 @@ class CrossEncoder(Reranker):
 
 
 def _load(kind: str, name: str | Path, revision: str | None, options: LoadOptions | None) -> Any:
-    what = "Bi-encoders and cross-encoders need sentence-transformers."
-    sentence_transformers = required("sentence_transformers", what, "eval")
+    sentence_transformers = required(
+        "sentence_transformers",
+        "Bi-encoders and cross-encoders need sentence-transformers.",
+        "eval",
+    )
     from ...language_model.loading import LOAD_ERRORS
 
+    name = str(name)
     options = options or LoadOptions()
     if options.weights is not None:
         raise InputError(
-            f"{str(name)!r} is a sentence-transformers model, which is not loaded in 8-bit or "
-            "4-bit here. Use dtype='bfloat16' (--dtype bfloat16) to save memory."
+            f"{name!r} is a sentence-transformers model, which is not loaded in 8-bit or 4-bit "
+            "here. Use dtype='bfloat16' (--dtype bfloat16) to save memory."
         )
-    model = {"dtype": "float32" if options.dtype is None else options.resolved_dtype()}
-    if options.trust_remote_code:
-        _keep_what_jina_imports()
-    hub = {
-        "revision": revision,
-        "local_files_only": options.local_files_only,
-        "token": options.token,
-    }
-    cache = None if options.cache_dir is None else str(options.cache_dir)
+    dtype = "float32" if options.dtype is None else options.resolved_dtype()
+    hub = {"revision": revision, **options.hub}
     try:
-        if kind == "CrossEncoder" and not options.trust_remote_code:
-            _refuse_own_code(str(name), cache_dir=cache, **hub)
-        how = {
-            "device": str(options.resolved_device()),
-            "trust_remote_code": options.trust_remote_code,
-            **hub,
-        }
+        if options.trust_remote_code:
+            _restore_function_of_transformers_4()
+        elif kind == "CrossEncoder":
+            _check_no_custom_code(name, hub)
+        hub["cache_folder"] = hub.pop("cache_dir")
         return getattr(sentence_transformers, kind)(
-            str(name), cache_folder=cache, model_kwargs=model, **how
+            name,
+            device=str(options.resolved_device()),
+            trust_remote_code=options.trust_remote_code,
+            model_kwargs={"dtype": dtype},
+            **hub,
         )
     except LOAD_ERRORS as error:
         hint = ""
         if "trust_remote_code" in str(error) and not options.trust_remote_code:
             hint = f" Read that code, and allow it if you trust it: {_ALLOW}."
-        raise BackboneError(
-            f"{str(name)!r} could not be loaded as a {kind}: {error}{hint}"
-        ) from error
+        raise BackboneError(f"{name!r} could not be loaded as a {kind}: {error}{hint}") from error
 
 
-def _refuse_own_code(name: str, **hub: Any) -> None:
-    """Raise BackboneError for a model that needs its own code.
+def _check_no_custom_code(name: str, hub: Mapping[str, Any]) -> None:
+    """Raise BackboneError if a model needs its own code.
 
-    Without that code, transformers would load it as the architecture that its config names. Its
-    weights have other names there, and random ones would take their place with no more than a
-    warning.
+    Without that code, a model whose config names an architecture of transformers would be loaded as
+    that architecture. Its weights have other names there, and transformers would replace them by
+    random ones with no more than a warning.
     """
     from transformers import PreTrainedConfig
 
-    own = PreTrainedConfig.get_config_dict(name, **hub)[0].get("auto_map", {})
-    if "AutoModelForSequenceClassification" in own:
+    custom_code = PreTrainedConfig.get_config_dict(name, **hub)[0].get("auto_map", {})
+    class_name = custom_code.get("AutoModelForSequenceClassification")
+    if class_name is not None:
         raise BackboneError(
-            f"{name!r} brings its own model code ({own['AutoModelForSequenceClassification']}), "
-            f"which is never run by itself. Read it, and allow it if you trust it: {_ALLOW}."
+            f"{name!r} brings its own model code ({class_name}), which is never run by itself. Read "
+            f"it, and allow it if you trust it: {_ALLOW}."
         )
 
 
-def _keep_what_jina_imports() -> None:
-    """Restore a function that transformers 5 moved and Jina-reranker-v2's code imports."""
+def _restore_function_of_transformers_4() -> None:
+    """Give transformers 5 a function back that the code of Jina-reranker-v2 imports."""
     from transformers.models.xlm_roberta import modeling_xlm_roberta as module
 
-    if not hasattr(module, "create_position_ids_from_input_ids"):
-        found = module.XLMRobertaEmbeddings.create_position_ids_from_input_ids
-        module.create_position_ids_from_input_ids = found
+    name = "create_position_ids_from_input_ids"
+    if not hasattr(module, name):
+        setattr(module, name, getattr(module.XLMRobertaEmbeddings, name))
