@@ -91,7 +91,7 @@ class PairScorer:
             lengths.append(len(row))
         results = list(self._results(pairs))
         for place, name in enumerate(COLUMNS):
-            values = [result[place] for result in results]
+            values: list[Any] = [result[place] for result in results]
             if form == "documents":
                 remaining = iter(values)
                 values = [list(islice(remaining, length)) for length in lengths]

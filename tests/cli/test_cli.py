@@ -400,7 +400,11 @@ def test_limit_takes_the_first_queries(labelled, tmp_path):
         (["rank", "-q", "x", "-d", "-", "-m", "bm52"], 2, "Did you mean 'bm25'?"),
         (["evaluate", "-m", "mnii", "--data", "x"], 2, "Did you mean 'mini'?"),
         (["info", "mnii"], 1, "Did you mean 'mini'?"),
-        (["train", "--config", "encoder", "--set", "fit.epoch=1"], 2, "Did you mean 'fit.epochs'?"),
+        (
+            ["train", "--config", "encoder", "--set", "fit.epoch=1"],
+            2,
+            "fit.epoch: there is no such",
+        ),
         (["score", "-i", "BINARY", "-o", "NEW"], 2, "is none of .jsonl"),
         (["score", "-i", "PAIRS", "-o", "EMPTY"], 2, "neither empty nor an output"),
         (["score", "-i", "PAIRS", "-o", "EMPTY/out"], 1, "Not a directory"),

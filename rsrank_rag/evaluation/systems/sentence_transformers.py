@@ -135,8 +135,8 @@ def _check_no_custom_code(name: str, hub: Mapping[str, Any]) -> None:
     class_name = custom_code.get("AutoModelForSequenceClassification")
     if class_name is not None:
         raise BackboneError(
-            f"{name!r} brings its own model code ({class_name}), which is never run by itself. Read "
-            f"it, and allow it if you trust it: {_ALLOW}."
+            f"{name!r} brings its own model code ({class_name}), which is never run by itself. "
+            f"Read it, and allow it if you trust it: {_ALLOW}."
         )
 
 
