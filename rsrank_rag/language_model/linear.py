@@ -101,7 +101,8 @@ def fuse_linear_maps(model: PreTrainedModel) -> None:
         return
     try:
         with torch.no_grad():
-            linear = nn.Linear(8, 8, dtype=torch.bfloat16)
+            # Random weights would advance the process's random numbers.
+            linear = nn.utils.skip_init(nn.Linear, 8, 8, dtype=torch.bfloat16)
             FusedLinear(linear, gelu=True)(torch.ones(1, 8, dtype=torch.bfloat16))
     # This torch has no such operator.
     except (AttributeError, RuntimeError, TypeError):
