@@ -102,7 +102,7 @@ def fuse_linear_maps(model: PreTrainedModel) -> None:
     try:
         with torch.no_grad():
             # Random weights would advance the process's random numbers.
-            linear = nn.utils.skip_init(nn.Linear, 8, 8, dtype=torch.bfloat16)
+            linear = nn.Linear(8, 8, device="meta", dtype=torch.bfloat16).to_empty(device="cpu")
             FusedLinear(linear, gelu=True)(torch.ones(1, 8, dtype=torch.bfloat16))
     # This torch has no such operator.
     except (AttributeError, RuntimeError, TypeError):
