@@ -497,6 +497,7 @@ async def test_langchains_pipeline_takes_the_compressor(compressor, asynchronous
 
 @needs_classic
 def test_langchains_cross_encoder_reranker_takes_our_cross_encoder():
+    pytest.importorskip("langchain_core.cross_encoders")
     from rsrank_rag.langchain import RSRankCrossEncoder
 
     scorer = RSRankCrossEncoder(model=Numbers())
@@ -508,6 +509,7 @@ def test_langchains_cross_encoder_reranker_takes_our_cross_encoder():
 
 @needs_classic
 def test_in_langchains_cross_encoder_reranker_blank_documents_come_last(ranker):
+    pytest.importorskip("langchain_core.cross_encoders")
     from rsrank_rag.langchain import RSRankCrossEncoder
 
     given = [Document(text) for text in ("", " \n", DOCUMENTS[0], DOCUMENTS[4])]
