@@ -12,7 +12,8 @@ from rsrank_rag.errors import InputError, ScoringError
 from rsrank_rag.passages.explanation import Explanation
 from rsrank_rag.reranker import Scored
 from rsrank_rag.service.app import Settings, create_app
-from rsrank_rag.service.scheduler import QueueLimits, Scheduler
+from rsrank_rag.service.fair_queue import QueueLimits
+from rsrank_rag.service.scheduler import Scheduler
 from rsrank_rag.service.server import Limits, Server
 from rsrank_rag.service.worker import ModelProcess, answer_calls
 

@@ -203,13 +203,16 @@ def test_what_asks_a_service_knows_nothing_of_models_nor_of_the_service():
 @pytest.mark.parametrize("module", [name for name in MODULES if name.startswith("service.")])
 def test_the_service_knows_only_the_reranker(module):
     others = {name for name in own_imports(module) if not name.startswith("service.")}
-    assert others <= {"errors", "passages.explanation", "passages.parts", "reranker"}
+    passages = {"passages.explanation", "passages.pairs", "passages.parts"}
+    assert others <= {"errors", "reranker"} | passages
 
 
 def test_what_the_service_asks_for_scores_knows_nothing_of_http():
-    for module in ("backend", "engine", "worker", "scheduler"):
-        own = {f"service.{name}" for name in ("backend", "engine", "worker", "scheduler", "memory")}
-        known = {"errors", "passages.explanation", "passages.parts", "reranker"}
+    modules = ("backend", "engine", "fair_queue", "scheduler", "worker")
+    for module in modules:
+        own = {f"service.{name}" for name in modules}
+        known = {"errors", "reranker"}
+        known |= {"passages.explanation", "passages.pairs", "passages.parts"}
         assert own_imports(f"service.{module}") <= own | known
 
 

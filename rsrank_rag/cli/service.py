@@ -136,7 +136,8 @@ def serve(
     source = ModelSource(model, revision, load, prefix_cache=prefix_choice(prefix_cache, prefixes))
     from ..service.app import Settings
     from ..service.engine import Canary
-    from ..service.scheduler import QueueLimits, Scheduler
+    from ..service.fair_queue import QueueLimits
+    from ..service.scheduler import Scheduler
 
     try:
         settings = Settings(

@@ -16,18 +16,24 @@ import contextlib
 import itertools
 import logging
 import math
-from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 from ..errors import RSRankError
 from ..passages.explanation import Explanation
-from ..passages.pairs import Segment, combined
-from ..passages.parts import WHOLE, Span
-from ..reranker import CHARACTERS_PER_TOKEN, Pair, Reranker, Scored
+from ..passages.pairs import Segment
+from ..passages.parts import WHOLE
+from ..reranker import CHARACTERS_PER_TOKEN, Pair, Reranker
 from .backend import DeadlineError, Description, Outcome, OverloadedError, UnavailableError
 from .engine import BatchResult, Canary, CutResult, parts_of
+from .fair_queue import (
+    FairQueue,
+    QueueDocument,
+    QueueItem,
+    QueueLimits,
+    QueueRequest,
+    outcomes_of,
+)
 from .worker import Loading, ModelProcess, ProcessLostError
 
 logger = logging.getLogger(__name__)
@@ -45,115 +51,8 @@ WEIGHT = 0.5
 # much. So a short request hardly waits for a large one, and no client gains more than this.
 CREDIT_SECONDS = 0.25
 
-COUNTERS = (
-    "pairs",
-    "tokens",
-    "truncated",
-    "unscored",
-    "failed",
-    "cancelled",
-    "refused",
-    "late",
-    "batches",
-    "restarts",
-)
-
-
-@dataclass(frozen=True)
-class QueueLimits:
-    """How much may wait, and how long the model is held.
-
-    Attributes:
-        documents: Documents that may wait; `OverloadedError` answers a request beyond that.
-        batch_seconds: What a batch should take: about the longest wait for a new client's turn.
-        hang_seconds: Seconds without an answer after which the model's process is replaced.
-    """
-
-    documents: int = 10_000
-    batch_seconds: float = 0.1
-    hang_seconds: float = 300.0
-
-
-@dataclass(eq=False, slots=True)
-class _Request:
-    """What one caller waits for; ``missing`` is the number of documents without an outcome."""
-
-    client: "_Client"
-    done: asyncio.Future[Any]
-    missing: int
-
-
-@dataclass(eq=False, slots=True)
-class _Document:
-    """A document with the outcomes of its parts; ``uncut`` estimates the tokens not cut yet."""
-
-    request: _Request
-    pair: Pair
-    arrived: float
-    uncut: int
-    segment: Segment | None = None
-    spans: list[Span] = field(default_factory=list)
-    outcomes: list[Outcome | None] = field(default_factory=list)
-    missing: int = 0
-    failure: Outcome | None = None
-    deaths: int = 0
-
-    def outcome(self) -> Outcome:
-        """The outcome of the document from those of its parts."""
-        if self.failure is not None:
-            return self.failure
-        outcomes = [part for part in self.outcomes if part is not None]
-        if self.pair.reading == WHOLE:
-            return outcomes[0]
-        parts = [Scored(one.score or 0.0, one.truncated, one.tokens) for one in outcomes]
-        whole = combined(self.pair, self.spans, parts)
-        return Outcome(
-            whole.score,
-            whole.truncated,
-            whole.tokens,
-            window=whole.window,
-            sentences=whole.sentences,
-        )
-
-
-@dataclass(eq=False, slots=True)
-class _Item:
-    """One part of a document to score (``run``), or a score to take apart (``explain``)."""
-
-    method: Literal["run", "explain"]
-    document: _Document
-    place: int
-    pair: Pair
-    cost: int
-    deaths: int = 0
-
-    @property
-    def is_alone(self) -> bool:
-        """Whether the item is a batch by itself."""
-        return self.method == "explain" or self.deaths > 0
-
-
-@dataclass(eq=False, slots=True)
-class _Client:
-    """A client's work, first come, first served.
-
-    ``served`` is the tokens that the client has had, on a clock that all clients share.
-    """
-
-    served: float
-    documents: int = 0
-    uncut: deque[_Document] = field(default_factory=deque)
-    items: deque[_Item] = field(default_factory=deque)
-
-    @property
-    def cost(self) -> int:
-        """Tokens of all that waits."""
-        return self.ready + sum(document.uncut for document in self.uncut)
-
-    @property
-    def ready(self) -> int:
-        """Tokens of the items that wait."""
-        return sum(item.cost for item in self.items)
+PROBLEMS = ("truncated", "unscored", "failed", "cancelled", "refused", "late")
+COUNTERS = ("pairs", "tokens", *PROBLEMS, "batches", "restarts")
 
 
 class Scheduler:
@@ -185,10 +84,9 @@ class Scheduler:
         self._trouble = "The service has not been started."
         self._is_stopping = False
         self.is_ending = False
-        self._clients: dict[str, _Client] = {}
-        self._cutting: list[_Document] = []
-        self._running: list[_Item] = []
-        self._clock = 0.0
+        self._queue = FairQueue()
+        self._cutting: list[QueueDocument] = []
+        self._running: list[QueueItem] = []
         self._speed = FIRST_SPEED
         self._is_speed_known = False
         self._work = asyncio.Event()
@@ -221,21 +119,11 @@ class Scheduler:
         """Counters and levels, see `metrics`; the reranker's own begin with model_."""
         return {
             **self._counts,
-            "waiting": self._documents,
-            "clients": len(self._open_clients),
+            "waiting": self._queue.documents,
+            "clients": len(self._queue.open_clients),
             "tokens_per_second": self._speed,
             **{f"model_{name}": value for name, value in self._model_stats.items()},
         }
-
-    @property
-    def _open_clients(self) -> dict[str, _Client]:
-        """Clients with requests that have no answer yet."""
-        return {name: client for name, client in self._clients.items() if client.documents}
-
-    @property
-    def _documents(self) -> int:
-        """Documents of requests that have no answer yet."""
-        return sum(client.documents for client in self._clients.values())
 
     @property
     def _batch_tokens(self) -> int:
@@ -278,7 +166,7 @@ class Scheduler:
 
     def _is_abandoned(self) -> bool:
         """Whether the model runs a batch, and nobody waits for anything."""
-        return bool(self._running) and not self._documents
+        return bool(self._running) and not self._queue.documents
 
     async def score(
         self, pairs: Sequence[Pair], *, client: str = "", timeout: float | None = None
@@ -303,9 +191,9 @@ class Scheduler:
         documents[0].request.client.uncut.extend(documents)
         await self._answer(documents[0].request, timeout)
         if any(len(document.outcomes) > 1 for document in documents):
-            outcomes = await asyncio.to_thread(_outcomes, documents)
+            outcomes = await asyncio.to_thread(outcomes_of, documents)
         else:
-            outcomes = _outcomes(documents)
+            outcomes = outcomes_of(documents)
         self._counts["pairs"] += len(outcomes)
         for outcome in outcomes:
             self._counts["truncated"] += outcome.truncated
@@ -318,28 +206,26 @@ class Scheduler:
     ) -> Explanation:
         """Take one score apart; errors as of `score` and of `Engine.explain`."""
         document = self._admitted([pair], client, timeout)[0]
-        item = _Item("explain", document, 0, pair, document.uncut)
+        item = QueueItem("explain", document, 0, pair, document.uncut)
         document.request.client.items.append(item)
         explanation: Explanation = await self._answer(document.request, timeout)
         return explanation
 
     def _admitted(
         self, pairs: Sequence[Pair], client: str, timeout: float | None
-    ) -> list[_Document]:
+    ) -> list[QueueDocument]:
         """The documents of a new request; raises as `_admit`."""
         costs = [self._estimate(pair) for pair in pairs]
         self._admit(len(pairs), sum(costs), client, timeout)
         loop = asyncio.get_running_loop()
-        newest = self._clock - self._credit
-        owner = self._clients.setdefault(client, _Client(newest))
-        owner.served = max(owner.served, newest)
-        request = _Request(owner, loop.create_future(), len(pairs))
+        owner = self._queue.join(client, self._credit)
+        request = QueueRequest(owner, loop.create_future(), len(pairs))
         return [
-            _Document(request, pair, loop.time(), cost)
+            QueueDocument(request, pair, loop.time(), cost)
             for pair, cost in zip(pairs, costs, strict=True)
         ]
 
-    async def _answer(self, request: _Request, timeout: float | None) -> Any:
+    async def _answer(self, request: QueueRequest, timeout: float | None) -> Any:
         """Wait for the answer to a request. Giving up takes the request out of the queue."""
         client, count = request.client, request.missing
         client.documents += count
@@ -355,11 +241,8 @@ class Scheduler:
             client.documents -= count
             if request.done.cancelled():
                 self._counts["cancelled"] += request.missing
-                client.uncut = deque(one for one in client.uncut if one.request is not request)
-                client.items = deque(
-                    one for one in client.items if one.document.request is not request
-                )
-            self._forget_clients()
+                client.remove(lambda document: document.request is request)
+            self._queue.forget_clients(self._credit)
 
     def _estimate(self, pair: Pair, start: int = 0) -> int:
         """Tokens of a document from a character on, without what is never read."""
@@ -374,10 +257,10 @@ class Scheduler:
         """Take a request, or raise: the service stops, the queue is full, or there is no time."""
         if self._runner is None or self._runner.done() or self._is_stopping:
             raise UnavailableError(f"No requests are taken. {self.readiness()}", retry_after=5.0)
-        waiting = self._documents
+        waiting = self._queue.documents
         if not waiting:
             return
-        own = self._clients[client].documents if client in self._clients else 0
+        own = self._queue.documents_of(client)
         seconds = 0.0
         # A client may fill what it leaves free for others.
         if waiting + own + count > self.limits.documents:
@@ -398,21 +281,12 @@ class Scheduler:
 
     def _seconds(self, client: str, cost: int) -> float:
         """Seconds until so many more tokens of a client have run, with all others that wait."""
-        costs = {name: one.cost for name, one in self._open_clients.items()}
+        costs = {name: one.cost for name, one in self._queue.open_clients.items()}
         costs[client] = costs.get(client, 0) + cost
         # Other requests may double what waits, or get as much as this one. The last batch ends
         # for all its items at once, and another batch runs now.
         ahead = min(costs[client] * len(costs), 2 * sum(costs.values())) + 2 * self._batch_tokens
         return ahead / self._speed
-
-    def _forget_clients(self) -> None:
-        """Forget clients without requests, unless they have had more than a new client has."""
-        newest = self._clock - self._credit if self._documents else math.inf
-        self._clients = {
-            name: client
-            for name, client in self._clients.items()
-            if client.documents or client.served > newest
-        }
 
     # The loop
 
@@ -432,33 +306,18 @@ class Scheduler:
     async def _run(self) -> None:
         while True:
             self._work.clear()
-            has_work = any(client.uncut or client.items for client in self._clients.values())
+            has_work = self._queue.has_work()
             if self._is_stopping and not has_work:
                 return
             if self.model.is_gone():
                 await self._restart()
             elif has_work:
-                await self._cut(self._documents_to_cut())
-                await self._process(self._next_batch())
+                await self._cut(self._queue.documents_to_cut(self._batch_tokens))
+                await self._process(self._queue.next_batch(self._batch_tokens))
             else:
                 await self._work.wait()
 
-    def _documents_to_cut(self) -> list[_Document]:
-        """Of each client as many documents as may be in the next batch.
-
-        A document on which the process died before is cut alone.
-        """
-        documents: list[_Document] = []
-        for client in self._clients.values():
-            ready = client.ready
-            while client.uncut and ready < self._batch_tokens:
-                if client.uncut[0].deaths:
-                    return documents or [client.uncut.popleft()]
-                ready += client.uncut[0].uncut
-                documents.append(client.uncut.popleft())
-        return documents
-
-    async def _cut(self, documents: list[_Document]) -> None:
+    async def _cut(self, documents: list[QueueDocument]) -> None:
         """Cut the next segment of each document into items."""
         if not documents:
             return
@@ -478,7 +337,7 @@ class Scheduler:
         self._take_in(documents, results)
         self._cutting = []
 
-    def _take_in(self, documents: list[_Document], results: Sequence[CutResult]) -> None:
+    def _take_in(self, documents: list[QueueDocument], results: Sequence[CutResult]) -> None:
         for document, result in zip(documents, results, strict=True):
             if isinstance(result, Outcome):
                 self._fail(document, result)
@@ -488,12 +347,12 @@ class Scheduler:
             if document.uncut and not document.request.done.done():
                 document.request.client.uncut.appendleft(document)
 
-    def _add_items(self, document: _Document, segment: Segment, costs: Sequence[int]) -> None:
+    def _add_items(self, document: QueueDocument, segment: Segment, costs: Sequence[int]) -> None:
         """Queue the parts of a segment; the rest of the document waits to be cut."""
         client = document.request.client
         first = len(document.outcomes)
         for part, cost in zip(parts_of(document.pair, segment), costs, strict=True):
-            item = _Item("run", document, len(document.outcomes), part, cost)
+            item = QueueItem("run", document, len(document.outcomes), part, cost)
             client.items.append(item)
             document.outcomes.append(None)
         document.segment = segment
@@ -504,25 +363,7 @@ class Scheduler:
             document.uncut = self._estimate(document.pair, segment.stop)
         self._finish_if_complete(document)
 
-    def _next_batch(self) -> list[_Item]:
-        """Items of whichever client has had the least, until the batch takes long enough."""
-        tokens = self._batch_tokens
-        batch: list[_Item] = []
-        ready = [client for client in self._clients.values() if client.items]
-        while ready:
-            client = min(ready, key=lambda one: one.served)
-            item = client.items[0]
-            if batch and (item.cost > tokens or item.is_alone or batch[0].is_alone):
-                break
-            batch.append(client.items.popleft())
-            tokens -= item.cost
-            self._clock = max(self._clock, client.served)
-            client.served += item.cost
-            if not client.items:
-                ready.remove(client)
-        return batch
-
-    async def _process(self, batch: list[_Item]) -> None:
+    async def _process(self, batch: list[QueueItem]) -> None:
         if not batch:
             return
         self._running = batch
@@ -545,18 +386,18 @@ class Scheduler:
             self._fail_batch(error)
         self._running = []
 
-    async def _explain(self, item: _Item) -> None:
+    async def _explain(self, item: QueueItem) -> None:
         explanation = await self.model.call("explain", item.pair)
         if not item.document.request.done.done():
             item.document.request.done.set_result(explanation)
 
-    async def _score(self, batch: list[_Item]) -> None:
+    async def _score(self, batch: list[QueueItem]) -> None:
         result: BatchResult = await self.model.call("run", [item.pair for item in batch])
         self._learn(result, sum(item.cost for item in batch))
         for item, outcome in zip(batch, result.outcomes, strict=True):
             self._settle(item, outcome)
 
-    def _has_killed_twice(self, work: _Document | _Item, document: _Document) -> bool:
+    def _has_killed_twice(self, work: QueueDocument | QueueItem, document: QueueDocument) -> bool:
         """Count a death of the process; after the second one, and if nobody waits, answer."""
         work.deaths += 1
         if document.request.done.done():
@@ -564,7 +405,7 @@ class Scheduler:
         if work.deaths < 2:
             return False
         error = RSRankError("ended the model's process, twice.")
-        if isinstance(work, _Item) and work.method == "explain":
+        if isinstance(work, QueueItem) and work.method == "explain":
             document.request.done.set_exception(error)
         else:
             self._fail(document, Outcome(None, fault="internal", error=str(error)))
@@ -591,7 +432,7 @@ class Scheduler:
             self._speed += max(weight, 0.1) * (cost / seconds - self._speed)
             self._is_speed_known = True
 
-    def _settle(self, item: _Item, outcome: Outcome) -> None:
+    def _settle(self, item: QueueItem, outcome: Outcome) -> None:
         """Take in the outcome of a part. If a part has no score, the document has none."""
         document = item.document
         self._counts["tokens"] += outcome.tokens
@@ -602,21 +443,19 @@ class Scheduler:
             document.missing -= 1
             self._finish_if_complete(document)
 
-    def _fail(self, document: _Document, outcome: Outcome) -> None:
+    def _fail(self, document: QueueDocument, outcome: Outcome) -> None:
         """Answer a document with an error. Nothing more of the document is scored."""
         if document.failure is None:
             document.failure = outcome
             document.uncut = 0
-            client = document.request.client
-            client.items = deque(item for item in client.items if item.document is not document)
-            client.uncut = deque(one for one in client.uncut if one is not document)
+            document.request.client.remove(lambda one: one is document)
             self._finish(document.request)
 
-    def _finish_if_complete(self, document: _Document) -> None:
+    def _finish_if_complete(self, document: QueueDocument) -> None:
         if not document.missing and document.segment is not None and document.segment.is_last:
             self._finish(document.request)
 
-    def _finish(self, request: _Request) -> None:
+    def _finish(self, request: QueueRequest) -> None:
         """Count a document of a request as answered; the last one answers the request."""
         request.missing -= 1
         if not request.missing and not request.done.done():
@@ -635,12 +474,12 @@ class Scheduler:
                     "The model's process died and could not be replaced; the log says why."
                 )
                 logger.error("The model's process could not be replaced: %s", error)
-                if self._is_stopping:
-                    self._give_up()
-                    return
                 pause = min(30.0, 0.5 * 2 ** min(attempt, 6))
                 with contextlib.suppress(asyncio.TimeoutError):
                     await asyncio.wait_for(self._ending.wait(), pause)
+                if self._is_stopping:
+                    self._give_up()
+                    return
             else:
                 self._trouble = ""
                 logger.warning("The model's process died and was replaced.")
@@ -649,14 +488,7 @@ class Scheduler:
     def _give_up(self) -> None:
         """Answer all that waits: there is no model and will be none."""
         documents = self._cutting + [item.document for item in self._running]
-        for client in self._clients.values():
-            documents += [*client.uncut, *(item.document for item in client.items)]
-            client.uncut.clear()
-            client.items.clear()
+        documents += self._queue.take_all()
         for document in documents:
             if not document.request.done.done():
                 document.request.done.set_exception(UnavailableError(self._trouble))
-
-
-def _outcomes(documents: list[_Document]) -> list[Outcome]:
-    return [document.outcome() for document in documents]

@@ -15,8 +15,9 @@ pytest.importorskip("ray.serve")
 from rsrank_rag.cli import app
 from rsrank_rag.service.app import Settings, create_app
 from rsrank_rag.service.backend import UnavailableError
+from rsrank_rag.service.fair_queue import QueueLimits
 from rsrank_rag.service.ray import Replicas, serve_on_ray, take_down
-from rsrank_rag.service.scheduler import QueueLimits, Scheduler
+from rsrank_rag.service.scheduler import Scheduler
 
 pytestmark = pytest.mark.ray
 

@@ -659,7 +659,7 @@ async def test_the_services_refusals_are_our_errors(asynchronous, monkeypatch):
 @pytest.mark.slow
 @both_ways
 async def test_a_full_queue_is_waited_for_and_a_deadline_is_not_tried_again(asynchronous):
-    from rsrank_rag.service.scheduler import QueueLimits
+    from rsrank_rag.service.fair_queue import QueueLimits
 
     model = Numbers()
     with serving(model, QueueLimits(documents=1)) as (address, queue):

@@ -26,7 +26,8 @@ from rsrank_rag.service import engine, worker
 from rsrank_rag.service import scheduler as scheduler_module
 from rsrank_rag.service.backend import DeadlineError, OverloadedError, UnavailableError
 from rsrank_rag.service.engine import Canary, Engine
-from rsrank_rag.service.scheduler import QueueLimits, Scheduler
+from rsrank_rag.service.fair_queue import QueueLimits
+from rsrank_rag.service.scheduler import Scheduler
 
 
 class Clock:
@@ -296,7 +297,7 @@ async def test_asking_again_and_again_gives_no_larger_share_than_waiting():
     for text in [text for batch in reranker.batches for text in batch]:
         tokens[int(text)] += len(text) // 4 + 1
     assert tokens[2] < 1.5 * tokens[1]
-    assert not scheduler._clients  # nobody waits, so nobody is ahead
+    assert not scheduler._queue.clients  # nobody waits, so nobody is ahead
 
 
 async def test_a_request_beyond_the_limit_is_refused_with_a_time_to_come_back():
