@@ -23,6 +23,7 @@ from rsrank_rag.evaluation.statistics import estimate_mean, paired_differences
 ROOT = Path(__file__).parents[2]
 PAGES = ("README.md", "docs/mini.md", "research/docs/results.md", "research/docs/ablations.md")
 METRICS = {"ndcg@5": "nDCG@5", "recall@5": "Recall@5", "f1@tau": "F1@τ"}
+NOT_MEASURED = "–"
 BLOCK = re.compile(r"(<!-- figures: ([^>]+?) -->\n).*?(<!-- end of figures -->)", re.S)
 
 Figures = Mapping[str, Mapping[str, Any]]
@@ -110,16 +111,21 @@ RULES = {
 """Rules of `rsrank evaluate` by the beginning of their metrics' names."""
 
 
-def lost_answers(figures: Figures, system: str, rule: str) -> float:
-    """Percent of the answerable queries of all sets for which a rule keeps nothing relevant."""
+def lost_answers(figures: Figures, system: str, rule: str) -> float | None:
+    """Percent of the answerable queries of all sets for which a rule keeps nothing relevant.
+
+    None if that was not measured for every set.
+    """
     rows = figures[system]["sets"]
+    if any(f"{rule}left_with_nothing" not in row for row in rows):
+        return None
     lost = sum(row[f"{rule}left_with_nothing"] for row in rows)
     return float(100 * lost / sum(row["answerable"] for row in rows))
 
 
 def overview_table(figures: Figures) -> str:
     """The README's table: means over families, lost answers, words and off-topic questions."""
-    rows: dict[str, list[float]] = {}
+    rows: dict[str, list[float | None]] = {}
     for metric, label in (("ndcg@5", "nDCG@5"), ("f1@tau", "F1")):
         columns = columns_of(figures, metric)
         for mean, kind in (("mean, seen", "seen"), ("mean, never seen", "not seen")):
@@ -133,7 +139,7 @@ def overview_table(figures: Figures) -> str:
         rows[label] = [100 * system["short"][kind][part] for system in figures.values()]
     lines = [f"| | {' | '.join(figures)} |", f"|---|{'--:|' * len(figures)}"]
     for label, values in rows.items():
-        cells = [f"{value:.1f}" for value in values]
+        cells = [NOT_MEASURED if value is None else f"{value:.1f}" for value in values]
         lines.append(f"| {label} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
@@ -206,8 +212,11 @@ def absent_table(figures: Figures) -> str:
         f"|---|{'--:|' * 2 * len(systems)}",
     ]
     for name in (*seen, *unseen):
-        cells = [f"{100 * rows[s][name]['auroc']:.1f}" for s in systems]
-        cells += [f"{rows[s][name]['false_accepts@90']:.0%}" for s in systems]
+        cells = []
+        for key, form in (("auroc", "{:.1%}"), ("false_accepts@90", "{:.0%}")):
+            for system in systems:
+                value = rows[system][name].get(key)
+                cells.append(NOT_MEASURED if value is None else form.format(value))
         lines.append(f"| {name} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
