@@ -435,7 +435,7 @@ def test_threads_share_a_store(tmp_path):
 def test_a_writer_that_is_killed_leaves_nothing_that_is_served(tmp_path):
     code = f"""
 import os, sys
-sys.path.insert(0, {str(Path(__file__).parent)!r})
+sys.path[:0] = [{str(Path(__file__).parent)!r}, {str(Path(__file__).parents[1])!r}]
 from pathlib import Path
 from test_prefix_cache import DOCS, Model, prefill, store
 write = Path.write_bytes

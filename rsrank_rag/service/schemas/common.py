@@ -12,8 +12,10 @@ from pydantic import (
     AliasChoices,
     AliasPath,
     BaseModel,
+    BeforeValidator,
     Field,
     PositiveInt,
+    StringConstraints,
     model_validator,
 )
 
@@ -33,10 +35,31 @@ def _is_unicode(text: str) -> str:
 Query = Annotated[str, AfterValidator(_is_unicode)]
 """A text that can be encoded."""
 
-Flag = Annotated[bool, Field(strict=False)]
+
+def _switch(value: Any) -> Any:
+    """A boolean for "true" and "false"; anything else as it is."""
+    return {"true": True, "false": False}.get(value.lower(), value) if _is_text(value) else value
+
+
+def _whole(value: Any) -> Any:
+    """An integer for "1" and 1.0; anything else as it is."""
+    if _is_text(value) and value.isascii() and value.isdigit():
+        return int(value[:20])
+    return int(value) if isinstance(value, float) and value.is_integer() else value
+
+
+def _is_text(value: Any) -> bool:
+    return isinstance(value, str)
+
+
+Digits = Annotated[str, StringConstraints(pattern="^[0-9]*$")]
+
+Flag = Annotated[
+    bool, BeforeValidator(_switch, json_schema_input_type=bool | Literal["true", "false", ""])
+]
 """A switch, also as programs send it in text: "true"."""
 
-Count = Annotated[int, Field(strict=False)]
+Count = Annotated[int, BeforeValidator(_whole, json_schema_input_type=int | Digits)]
 """A whole number, also as programs send it: "1", 1.0."""
 
 
