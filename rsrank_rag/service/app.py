@@ -178,7 +178,9 @@ class _Service:
             )
         listed = described(401, 503)
         closed.add_api_route("/v1/models", self.models, responses=listed)
-        closed.add_api_route("/v1/models/{name:path}", self.model, responses=listed)
+        closed.add_api_route(
+            "/v1/models/{name:path}", self.model, responses=described(401, 404, 503)
+        )
         closed.add_api_route("/info", self.info, responses=listed)
         counters = {**described(401), **_text("text/plain")}
         closed.add_api_route(
