@@ -364,7 +364,8 @@ def ray_cluster(tmp_path_factory):
     """A local Ray cluster of several processes that can import the modules of this folder."""
     ray = pytest.importorskip("ray")
     here = Path(__file__).parent
-    os.environ["PYTHONPATH"] = os.pathsep.join([str(here.parent), str(here)])
+    folders = [here.parent, here, here / "bulk"]
+    os.environ["PYTHONPATH"] = os.pathsep.join(map(str, folders))
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
     ray.init(
         num_cpus=8,  # most of them wait most of the time
