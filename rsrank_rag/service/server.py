@@ -5,10 +5,14 @@ that an idle connection stays open. Slow heads and slow readers are a reverse pr
 docs/serving.md and examples/nginx.conf.
 """
 
+import asyncio
+import ctypes
 import math
 import os
 import signal
 import socket
+import struct
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -28,6 +32,22 @@ HEAD_BYTES = 16_384
 
 # Seconds that a request in flight has beyond its timeout, when the service stops.
 GRACE = 5
+
+# Seconds at the end in which connections are made that have begun to be made, and in which a client
+# that is connected may still send its last request.
+LAST_CONNECTIONS = 0.3
+LAST_REQUESTS = 1.5
+
+# A program for Linux's packet filter: drop a segment with SYN and without ACK, which asks for a new
+# connection; take all others. An instruction is its code, two jumps, and an operand.
+SO_ATTACH_FILTER = 26
+NO_NEW_CONNECTIONS = (
+    (0x30, 0, 0, 13),  # load the byte with TCP's flags
+    (0x54, 0, 0, 0x12),  # mask SYN and ACK
+    (0x15, 0, 1, 0x02),  # is it SYN alone?
+    (0x06, 0, 0, 0),  # drop
+    (0x06, 0, 0, 0xFFFFFFFF),  # take
+)
 
 
 @dataclass(frozen=True)
@@ -99,8 +119,34 @@ class Server(uvicorn.Server):
         self.should_exit = self.should_exit or time.monotonic() >= self.end_time
         return await super().on_tick(counter)
 
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Answer the connections that wait to be accepted, then end.
+
+        The system resets connections that wait when a listener closes.
+        """
+        for listener in sockets or ():
+            take_no_connections(listener)
+        await asyncio.sleep(LAST_CONNECTIONS)
+        end = time.monotonic() + LAST_REQUESTS
+        while self.server_state.connections and time.monotonic() < end and not self.force_exit:
+            await asyncio.sleep(0.05)
+        await super().shutdown(sockets)
+
 
 def connection_limit(wanted: int) -> int:
     """How many connections there may be, so that files are left for everything else."""
     files = os.sysconf("SC_OPEN_MAX") if hasattr(os, "sysconf") else -1
     return min(wanted, max(16, files - SPARE_FILES)) if files > 0 else wanted
+
+
+def take_no_connections(listener: socket.socket) -> None:
+    """Let no new connection be made on Linux; elsewhere do nothing.
+
+    Clients that ask for one try again after a second. Then nobody listens, so they are refused,
+    and know that no request of theirs was taken. Connections that have been made can be accepted.
+    """
+    if sys.platform == "linux":
+        code = b"".join(struct.pack("HBBI", *step) for step in NO_NEW_CONNECTIONS)
+        memory = ctypes.create_string_buffer(code)
+        program = struct.pack("HL", len(NO_NEW_CONNECTIONS), ctypes.addressof(memory))
+        listener.setsockopt(socket.SOL_SOCKET, SO_ATTACH_FILTER, program)
