@@ -1,14 +1,16 @@
 """Write files and folders that appear only when they are complete, safely between processes."""
 
 import hashlib
+import json
 import os
 import platform
 import shutil
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 A_DAY = 24 * 3600
 
@@ -72,6 +74,27 @@ def write_text(path: Path, text: str) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     with appearing(path) as partial:
         partial.write_text(text, encoding="utf-8")
+
+
+def differences(path: Path, description: Mapping[str, Any]) -> list[str]:
+    """Write what a folder's files are of; if an earlier run wrote that, say how it differs.
+
+    Args:
+        path: A JSON file in the folder.
+        description: What JSON can hold.
+
+    Returns:
+        One phrase for each entry of the description that is another one in the file.
+    """
+    text = json.dumps(description, indent=2, sort_keys=True) + "\n"
+    if not path.exists():
+        write_text(path, text)
+    before = json.loads(path.read_text(encoding="utf-8"))
+    different = []
+    for name, value in json.loads(text).items():
+        if before.get(name) != value:
+            different.append(f"{name}: {before.get(name)!r} there, {value!r} wanted")
+    return different
 
 
 @contextmanager

@@ -3,7 +3,6 @@
 import os
 import signal
 import time
-from pathlib import Path
 
 from rsrank_rag import Reranker
 from rsrank_rag.errors import ArtifactError, ScoringError
@@ -24,20 +23,6 @@ class Lengths(Reranker):
         return [float(len(text) - 1000 * len(query)) for text in documents]
 
 
-class Fatal(Lengths):
-    """Kills its process at "kill this process" while a file exists, and may remove that file."""
-
-    def __init__(self, flag, once):
-        self.flag, self.once = Path(flag), once
-
-    def score(self, query, documents):
-        if "kill this process" in documents and self.flag.exists():
-            if self.once:
-                self.flag.unlink()
-            os.kill(os.getpid(), signal.SIGKILL)
-        return super().score(query, documents)
-
-
 class Assassin(Lengths):
     """At "kill the driver", kills the process that asked for the work."""
 
@@ -53,11 +38,3 @@ class Assassin(Lengths):
 
 def refuse():
     raise ArtifactError("There is no such artifact.")
-
-
-def worker_of_nothing():
-    return echo
-
-
-def echo(item):
-    return item

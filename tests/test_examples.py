@@ -1,6 +1,5 @@
 """The built-in model gets right, with a margin, what the first pages show."""
 
-import csv
 import importlib.util
 import json
 import re
@@ -109,20 +108,12 @@ def test_the_labelled_file_has_questions_with_and_without_an_answer():
     assert 0 < answered.count(False) < answered.count(True)
 
 
-def test_the_table_of_pairs_holds_what_the_json_lines_hold():
-    lines = [
-        json.loads(line) for line in (EXAMPLES / "pairs.jsonl").read_text("utf-8").splitlines()
-    ]
-    with (EXAMPLES / "pairs.csv").open(newline="", encoding="utf-8") as file:
-        assert list(csv.DictReader(file)) == lines
-
-
 def test_every_file_that_a_command_of_the_first_pages_reads_is_in_the_repository():
     for page in (
         README,
         *((ROOT / "docs" / name).read_text("utf-8") for name in ("guide.md", "evaluation.md")),
     ):
-        named = set(re.findall(r"examples/[\w.]+\.(?:txt|jsonl|csv)\b", page))
+        named = set(re.findall(r"examples/[\w.]+\.(?:txt|jsonl)\b", page))
         assert named
         assert [name for name in named if not (ROOT / name).is_file()] == []
 

@@ -83,18 +83,15 @@ class PairScorer:
         """
         columns = {str(name): batch[name] for name in batch}
         form = form_of(columns)
-        pairs: list[Pair | str] = []
-        lengths = []
+        rows = []
         for query, value in zip(columns["query"], columns[form], strict=True):
-            row = _pairs_of_row(query, value, form)
-            pairs += row
-            lengths.append(len(row))
-        results = list(self._results(pairs))
+            rows.append(_pairs_of_row(query, value, form))
+        results = self._results([pair for row in rows for pair in row])
+        results_by_row = [list(islice(results, len(row))) for row in rows]
         for place, name in enumerate(COLUMNS):
-            values: list[Any] = [result[place] for result in results]
-            if form == "documents":
-                remaining = iter(values)
-                values = [list(islice(remaining, length)) for length in lengths]
+            values: list[Any] = [[result[place] for result in row] for row in results_by_row]
+            if form == "document":
+                values = [value for (value,) in values]
             columns[name] = values
         return columns
 
@@ -104,11 +101,10 @@ class PairScorer:
             chunk = pairs[start : start + CHUNK]
             outcomes = iter(self._outcomes([pair for pair in chunk if isinstance(pair, Pair)]))
             for pair in chunk:
-                yield (
-                    PairResult(error=pair)
-                    if isinstance(pair, str)
-                    else self._result(next(outcomes))
-                )
+                if isinstance(pair, str):
+                    yield PairResult(error=pair)
+                else:
+                    yield self._result(next(outcomes))
 
     def _result(self, outcome: Outcome) -> PairResult:
         score = outcome.score

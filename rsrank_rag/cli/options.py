@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import wraps
 from inspect import Parameter
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
@@ -33,11 +33,6 @@ Instruction = Annotated[
     str | None, Option(help="The criterion, for a model that takes an instruction.")
 ]
 AsJson = Annotated[bool, Option("--json", help="Print JSON instead of a table.")]
-Engine = Literal["local", "ray"]
-Address = Annotated[
-    str | None,
-    Option(help="With ray: of the cluster. Default: RAY_ADDRESS, or one on this machine."),
-]
 
 
 def _loading_options() -> list[Parameter]:

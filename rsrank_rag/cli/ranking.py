@@ -19,7 +19,6 @@ from .. import __version__
 from ..adapters.systems import load as load_reranker
 from ..artifact.card import size_of_b
 from ..artifact.config import RSRankConfig
-from ..bulk.on_ray import Actors
 from ..errors import InputError
 from ..language_model.options import LoadOptions, ModelSource
 from ..method.template import clean
@@ -27,10 +26,8 @@ from ..partial_files import digest_of
 from ..passages.explanation import Explanation
 from ..reranker import RankResult
 from .options import (
-    Address,
     AsJson,
     Documents,
-    Engine,
     Instruction,
     Model,
     Query,
@@ -314,28 +311,15 @@ def info_table(name: str, config: RSRankConfig, limits: str, dtype: str) -> Tabl
 def score(
     source: Annotated[
         str,
-        Option("--input", "-i", help="A .jsonl(.gz), .csv or .parquet file, folder or pattern."),
+        Option("--input", "-i", help="A .jsonl(.gz) or .parquet file, or a folder of them."),
     ],
     output: Annotated[Path, Option("--output", "-o", help="Folder for the scored files.")],
     load: LoadOptions,
     model: System = "mini",
     revision: Revision = None,
     prefixes: Prefixes = None,
-    engine: Annotated[
-        Engine, Option(help="local: in this process. ray: by actors on a Ray cluster.")
-    ] = "local",
-    actors: Annotated[
-        int | None, Option(help="With ray: how many. Default: as many as fit.")
-    ] = None,
-    cpus_per_actor: Annotated[
-        float, Option(help="With ray: CPU cores, and threads on a CPU, of each.")
-    ] = 1.0,
-    gpus_per_actor: Annotated[
-        float, Option(help="With ray: GPUs of each, such as 1 or 0.5.")
-    ] = 0.0,
-    address: Address = None,
 ) -> None:
-    """Score many pairs: JSON lines, CSV or Parquet in, a file of the same format out for each.
+    """Score many pairs: JSON lines or Parquet in, a file of the same format out for each.
 
     Run again, an interrupted command skips the files that are complete.
 
@@ -344,15 +328,10 @@ def score(
     (above the model's threshold), truncated, and error: why a pair has no score, else null.
 
     `rsrank score --input pairs.jsonl --output scored`
-
-    `rsrank score --input pairs/ --output scored --engine ray --gpus-per-actor 1 --address auto`
     """
     from ..artifact import hub
     from ..bulk.run import score_files
 
-    on_ray = None
-    if engine == "ray":
-        on_ray = Actors(actors, cpus_per_actor, gpus_per_actor, address)
     model_source = ModelSource(model, revision, load, prefix_cache=_prefix_cache(prefixes))
     settings = {
         "model": model,
@@ -369,7 +348,6 @@ def score(
         output,
         partial(load_reranker, model_source),
         settings=settings,
-        actors=on_ray,
         progress=partial(track, description="Scoring", console=problems, transient=True),
     )
     text = f"{numbers['rows']:,} rows, {numbers['pairs']:,} pairs"

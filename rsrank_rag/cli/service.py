@@ -20,7 +20,7 @@ from ..adapters.systems import parse
 from ..errors import InputError
 from ..language_model.options import LoadOptions, ModelSource
 from ..prefixes.settings import Choice, PrefixCache, as_bytes
-from .options import Address, Engine, Revision, System, command, screen
+from .options import Revision, System, command, screen
 
 if TYPE_CHECKING:
     from ..service.app import Settings
@@ -109,7 +109,7 @@ def serve(
         Path | None, Option("--prefixes", "-p", help="Folder of a prefix cache on disk.")
     ] = None,
     engine: Annotated[
-        Engine, Option(help="local: one process. ray: replicas on a Ray cluster.")
+        Literal["local", "ray"], Option(help="local: one process. ray: replicas on a Ray cluster.")
     ] = "local",
     replicas: Annotated[int, Option(min=1, help="With ray: processes with the model.")] = 1,
     max_replicas: Annotated[
@@ -119,7 +119,9 @@ def serve(
     gpus_per_replica: Annotated[
         float, Option(help="With ray: GPUs of each, such as 1 or 0.5.")
     ] = 0.0,
-    address: Address = None,
+    address: Annotated[
+        str | None, Option(help="With ray: of the cluster. Default: RAY_ADDRESS, or this machine.")
+    ] = None,
     log_level: Annotated[LogLevel, Option(help="Of this package and the server.")] = "info",
 ) -> None:
     """Answer over HTTP, as clients of Cohere, Jina, TEI, vLLM, Infinity and NVIDIA ask.
@@ -170,11 +172,9 @@ def serve(
         limits = Limits(max_connections, notice=notice)
         run(build(), settings, limits, host=host, port=port, log_level=log_level.upper())
         return
-    from ..bulk.on_ray import cluster
+    from ..service.ray import Replicas, cluster
 
     with cluster(address):
-        from ..service.ray import Replicas
-
         wanted = Replicas(replicas, max_replicas, cpus_per_replica, gpus_per_replica)
         run_on_ray(build, settings, wanted, host=host, port=port)
 

@@ -1,7 +1,9 @@
 """The service on a Ray cluster: Ray Serve's proxy before replicas of the app."""
 
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+import logging
+import os
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from dataclasses import dataclass
 
 from fastapi import FastAPI
@@ -10,6 +12,7 @@ from ..errors import RSRankError, needs
 from .backend import UnavailableError
 
 with needs("The service on Ray needs {}.", "ray", "ray"):
+    import ray
     from ray import serve
     from ray.serve.exceptions import RayServeException
 
@@ -34,6 +37,33 @@ class Replicas:
     cpus: float = 1.0
     gpus: float = 0.0
     drain: float = 120.0
+
+
+@contextmanager
+def cluster(address: str | None) -> Iterator[None]:
+    """Connect to Ray; what this function started ends with the block.
+
+    Args:
+        address: Of the cluster, such as ``"auto"`` or ``"ray://head:10001"``. None for
+            ``RAY_ADDRESS``, or else for a cluster on this machine.
+
+    Raises:
+        RSRankError: There is no cluster at the address.
+    """
+    if ray.is_initialized():
+        yield
+        return
+    address = address or os.environ.get("RAY_ADDRESS")
+    options = {} if address else {"include_dashboard": False}
+    try:
+        ray.init(address=address, log_to_driver=False, logging_level=logging.ERROR, **options)
+    except (ConnectionError, ValueError, RuntimeError, TimeoutError) as error:
+        place = address or "this machine"
+        raise RSRankError(f"There is no Ray cluster at {place}: {error}") from error
+    try:
+        yield
+    finally:
+        ray.shutdown()
 
 
 class _Replica:

@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from ..errors import TrainingError
-from ..partial_files import appearing, write_text
+from ..partial_files import appearing, differences
 
 DESCRIPTION = "store.json"
 
@@ -71,16 +71,7 @@ def open_folder(folder: Path, description: Mapping[str, Any]) -> None:
     Raises:
         TrainingError: The folder holds features of something else.
     """
-    text = json.dumps(description, indent=2, sort_keys=True) + "\n"
-    path = folder / DESCRIPTION
-    if not path.exists():
-        write_text(path, text)
-    existing = json.loads(path.read_text(encoding="utf-8"))
-    different = []
-    for name, wanted in json.loads(text).items():
-        there = existing.get(name)
-        if there != wanted:
-            different.append(f"{name}: {there!r} there, {wanted!r} wanted")
+    different = differences(folder / DESCRIPTION, description)
     if different:
         raise TrainingError(
             f"{folder} holds features of something else ({'; '.join(different)}). Use another "
