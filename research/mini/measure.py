@@ -3,6 +3,9 @@
     python research/mini/measure.py --data data/dev --model mini --output docs/mini.json
     python research/mini/tables.py    # writes it into the documentation
 
+With `--baseline-scores FOLDER` the scores of the baselines are written to a folder, set by set, and
+read from there the next time: they do not depend on the weights of `mini`.
+
 The two baselines have no natural threshold: they get the best single one over all sets in which
 each query has an answer, found on these very labels. `mini` is measured at zero.
 """
@@ -50,7 +53,10 @@ def read_folder(data: Path, limit: int | None = None) -> dict[str, list[Labelled
 
 
 def measure(
-    data: Path, systems: dict[str, Callable[[], Reranker]], limit: int | None = None
+    data: Path,
+    systems: dict[str, Callable[[], Reranker]],
+    limit: int | None = None,
+    baseline_scores: Path | None = None,
 ) -> Figures:
     """Score every set with every system: the first at zero, the others at their best threshold."""
     sets = read_folder(data, limit)
@@ -58,8 +64,9 @@ def measure(
     first: Scored = {}
     for system, load in systems.items():
         reranker = load()
+        folder = baseline_scores if figures else None
         everything = {
-            name: score_dataset(reranker, tqdm(queries, desc=f"{system}, {name}"))
+            name: score_set(reranker, queries, f"{system}, {name}", folder)
             for name, queries in sets.items()
         }
         scored = {
@@ -83,6 +90,29 @@ def measure(
                 first, scored, (0.0, tau)
             )
     return figures
+
+
+def score_set(
+    reranker: Reranker, queries: list[LabelledQuery], name: str, folder: Path | None
+) -> list[ScoredQuery]:
+    """Scores of a set, taken from ``folder`` where the same queries were scored before."""
+    path = None if folder is None else folder / f"{name}.json"
+    if path is not None and path.exists():
+        rows = json.loads(path.read_text(encoding="utf-8"))
+        assert [row["id"] for row in rows] == [query.id for query in queries], path
+        return [
+            ScoredQuery(row["scores"], [document.relevant for document in query.documents])
+            for row, query in zip(rows, queries, strict=True)
+        ]
+    scored = score_dataset(reranker, tqdm(queries, desc=name))
+    if path is not None:
+        rows = [
+            {"id": query.id, "scores": list(map(float, row.scores))}
+            for query, row in zip(queries, scored, strict=True)
+        ]
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(json.dumps(rows), encoding="utf-8")
+    return scored
 
 
 def summary(name: str, queries: list[ScoredQuery], tau: float) -> dict[str, Any]:
@@ -194,9 +224,13 @@ def main() -> None:
     parser.add_argument("--model", default="mini", help="built-in name or artifact folder")
     parser.add_argument("--output", type=Path, required=True, help="JSON file for the figures")
     parser.add_argument("--limit", type=int, default=None, help="first queries of each set only")
+    parser.add_argument("--baseline-scores", type=Path, default=None, help="folder to keep them in")
     options = parser.parse_args()
     figures = measure(
-        options.data, systems_for(options.model, str(get_model_path())), options.limit
+        options.data,
+        systems_for(options.model, str(get_model_path())),
+        options.limit,
+        options.baseline_scores,
     )
     figures["mini"]["examples"] = examples(options.model, read_folder(options.data, options.limit))
     options.output.write_text(json.dumps(figures, indent=2) + "\n", encoding="utf-8")

@@ -26,12 +26,14 @@ class Output:
     Attributes:
         scores: (R,).
         bases: Scores without the shift, (R,).
+        maxsims: MaxSim terms, (R,).
         queries: Pooled embeddings of the queries, (Q, C).
         texts: Pooled embeddings of the texts, (D, C).
     """
 
     scores: Tensor
     bases: Tensor
+    maxsims: Tensor
     queries: Tensor
     texts: Tensor
 
@@ -53,7 +55,7 @@ def run(model: Mini, encoder: Encoder, batch: Batch) -> Output:
         pairs_of[text].append((number, query))
     text_ids = encoder.ids(batch.texts, DOCUMENT_TOKENS)
     embeddings: list[Tensor] = [torch.empty(0)] * len(text_ids)
-    scores, bases, numbers = [], [], []
+    scores, bases, maxsims, numbers = [], [], [], []
     for chunk in _chunks(text_ids):
         document_ids, document_valid = padded([text_ids[text] for text in chunk])
         hidden = model.below(model.embed(document_ids).bfloat16(), document_valid, 0, model.base)
@@ -82,11 +84,16 @@ def run(model: Mini, encoder: Encoder, batch: Batch) -> Output:
         )
         base = model.base_score(cosine, maxsim)
         bases.append(base)
+        maxsims.append(maxsim)
         scores.append(base + (terms * model.shift_weight).sum((1, 2)))
         numbers.append(number)
     order = torch.cat(numbers).argsort()
     return Output(
-        torch.cat(scores)[order], torch.cat(bases)[order], embedded, torch.stack(embeddings)
+        torch.cat(scores)[order],
+        torch.cat(bases)[order],
+        torch.cat(maxsims)[order],
+        embedded,
+        torch.stack(embeddings),
     )
 
 

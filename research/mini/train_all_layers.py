@@ -52,6 +52,7 @@ WEIGHTS = {
     "labels": 1.0,
     "teacher": 0.5,
     "absent": 0.5,
+    "answered": 0.3,
     "pooled": 0.7,
     "technical": 0.6,
     "technical pooled": 0.5,
@@ -71,9 +72,11 @@ def loss(
 
     - *labels*: each query's scores, with the shift and without it, rank and separate as in the
       first stage.
-    - *teacher*: they rank as the teacher's cosines do.
+    - *teacher*: they rank as the teacher's cosines do, and so does MaxSim by itself.
     - *absent*: the best score of any list with an answer lies above the best one of any list
       without.
+    - *answered*: the best score of a list with an answer lies above zero, the best one of a list
+      without an answer below.
     - *pooled*: the pooled embeddings' cosines over the whole batch follow the teacher's.
     - *technical* and *technical pooled*: the last two, for queries without labels.
     - *bounds*: the paper's orthogonality and Frobenius terms.
@@ -102,6 +105,10 @@ def loss(
     if answered and unanswered:
         gaps = torch.stack(unanswered)[None] - torch.stack(answered)[:, None]
         parts["absent"] = functional.softplus(gaps).mean()
+        parts["answered"] = (
+            functional.softplus(-torch.stack(answered)).mean()
+            + 0.5 * functional.softplus(torch.stack(unanswered)).mean()
+        )
     parts["pooled"] = _pooled_queries(output, targets, labelled) + 0.5 * _pooled_texts(
         output, targets
     )
@@ -133,9 +140,10 @@ def _teacher_loss(batch: Batch, output: Output, targets: Targets, query: int, at
         return torch.zeros(())
     rows = torch.stack([targets.texts[batch.pairs[pair][1]] for pair in known])
     wanted = (rows @ target * SHARPNESS).softmax(0)
-    return _divergence(output.scores[known], wanted) + 0.5 * _divergence(
-        output.bases[known], wanted
-    )
+    of_scores = _divergence(output.scores[known], wanted)
+    of_bases = _divergence(output.bases[known], wanted)
+    of_maxsims = _divergence(output.maxsims[known] * SHARPNESS, wanted)
+    return of_scores + 0.5 * of_bases + 0.5 * of_maxsims
 
 
 def _bounds(weight: Tensor) -> Tensor:

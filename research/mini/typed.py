@@ -53,7 +53,7 @@ BUDGET = 260
 LOWER, TITLED_REAL, TITLED = 0.06, 0.65, 0.7
 MANUALS_APART = frozenset({"curl", "netcat", "tmux", "zstd"})
 """Tools whose queries validate the last leg."""
-MANUAL_QUERIES, TITLED_LIBRARY = 4, 0.4
+MANUAL_QUERIES, LIBRARY_QUERIES, TITLED_LIBRARY = 6, 4, 0.4
 
 
 @dataclass
@@ -273,7 +273,7 @@ class TechnicalSampler(Sampler):
 
     def __call__(self, step: int) -> Batch:
         """The batch of one step."""
-        batch = self.mixed(step, 1, 5, 240)
+        batch = self.mixed(step, 1, OTHERS, 240)
         rng = random.Random(f"technical-{self.seed}-{step}")
         for row in rng.sample(self.manuals, min(MANUAL_QUERIES, len(self.manuals))):
             titled = rng.random() < TITLED_REAL
@@ -298,7 +298,7 @@ class TechnicalSampler(Sampler):
             titled = rng.random() < TITLED_LIBRARY
             content = f"{passage['title']}\n{passage['text']}" if titled else passage["text"]
             places[batch.text(content, passage["text"])] = passage["text"]
-        for passage in rng.sample(passages, min(5, len(passages))):
+        for passage in rng.sample(passages, min(LIBRARY_QUERIES, len(passages))):
             query = batch.query(passage["query"], hard=False)
             batch.unlabelled.add(query)
             for place, text in places.items():

@@ -218,7 +218,9 @@ def test_a_measurement_scores_the_model_and_its_rivals_and_shows_them_in_a_table
         "mini": lambda: RSRank.from_pretrained(tmp_path / "artifact", device="cpu"),
         "BM25": BM25,
     }
-    figures = recipe.measure.measure(data, load)
+    figures = recipe.measure.measure(data, load, baseline_scores=tmp_path / "scores")
+    assert recipe.measure.measure(data, load, baseline_scores=tmp_path / "scores") == figures
+    assert [path.name for path in (tmp_path / "scores").iterdir()] == ["BM25, notes.json"]
     assert [row["dataset"] for row in figures["BM25"]["sets"]] == ["notes"]
     assert figures["mini"]["tau"] == 0.0
     assert "| notes | no | 3 |" in recipe.measure.table(figures)

@@ -3,6 +3,7 @@
 import argparse
 import gzip
 import json
+import math
 import sys
 from pathlib import Path
 
@@ -145,12 +146,29 @@ def test_queries_without_labels_follow_the_teacher_alone(stage):
     targets = {f"text {number}": embeddings[number] for number in range(4)}
     targets["first sentence"] = embeddings[2]
     scores = torch.tensor([9.0, 0.0, 0.0, 0.0], requires_grad=True)
-    output = stage.pairs.Output(scores, scores, embeddings[:1], embeddings)
+    maxsims = torch.zeros(4, requires_grad=True)
+    output = stage.pairs.Output(scores, scores, maxsims, embeddings[:1], embeddings)
     model = argparse.Namespace(projection=torch.zeros(1, 1, 2, 2))
     total, parts = stage.layers.loss(model, batch, output, targets.get)
     total.backward()
     assert parts["labels"] == parts["absent"] == 0
     assert scores.grad.argmin() == 2  # the teacher's first is pulled up, whatever the label says
+    assert maxsims.grad.argmin() == 2
+
+
+def test_lists_with_an_answer_are_pulled_above_zero_and_those_without_below(stage):
+    batch = stage.typed.Batch()
+    answered = batch.query("answered", hard=True)
+    empty = batch.query("empty", hard=True)
+    text = batch.text("text", "text")
+    batch.pair(answered, text, True)
+    batch.pair(empty, text, False)
+    scores = torch.zeros(2, requires_grad=True)
+    output = stage.pairs.Output(scores, scores, scores, torch.eye(2), torch.eye(2)[:1])
+    model = argparse.Namespace(projection=torch.zeros(1, 1, 2, 2))
+    _, parts = stage.layers.loss(model, batch, output, lambda text: None)
+    assert parts["answered"] == pytest.approx(1.5 * math.log(2))
+    assert parts["absent"] == pytest.approx(math.log(2))
 
 
 def test_the_last_leg_mixes_manuals_and_library_docs_and_leaves_tools_apart(stage, pool, tmp_path):
