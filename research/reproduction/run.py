@@ -26,6 +26,7 @@ from rsrank_rag.partial_files import write_text
 from .ablations import Ablations, Kept, chosen, sha, state_of
 from .config import Reproduction, SystemPart
 from .tables import AblationFigures, FigureFile, ablation_tables, figures_of, page
+from .thresholds import write_figures
 
 
 @dataclass
@@ -52,7 +53,9 @@ def reproduce(
         [Sequence[LabelledQuery], str], Iterable[LabelledQuery]
     ] = lambda queries, what: queries,
 ) -> Outcome:
-    """Run what is left of a configuration; write ``tables.md`` and ``report/`` into ``output``.
+    """Run what is left of a configuration.
+
+    Writes ``tables.md``, ``figures/`` and ``report/`` into ``output``.
 
     `options`: how to load models. `say`: told what is going on, failures included. `watch`: wraps
     the queries that are being scored, as a progress bar does. Raises InputError if no set could be
@@ -70,6 +73,7 @@ def reproduce(
     complete = [found for found in outcome.measured if set(found.scored) == set(sets)]
     if complete and sets:
         outcome.comparison = write_report(output / "report", complete, sets, titles=config.titles)
+        write_figures(output / "figures", complete, outcome.comparison)
     figures = run.ablations()
     tables = ablation_tables(figures)
     if figures:

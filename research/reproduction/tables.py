@@ -13,6 +13,7 @@ from rsrank_rag.evaluation.report import template
 from rsrank_rag.evaluation.statistics import Estimate, Record, estimate_mean, paired_differences
 
 from .ablations import BASE, AblationOnSet, AblationRow
+from .thresholds import paired_t_test, threshold_stability
 
 TITLES = {"ndcg@5": "nDCG@5", "recall@5": "Recall@5", "f1@tau": "F1@τ"}
 METRICS = {
@@ -56,8 +57,14 @@ def page(
         tables[title] = {
             name: [*row, None if None in row else mean(row)] for name, row in rows.items()
         }
+    stabilities = {}
+    for system in measured:
+        if set(system.scored) == set(sets):
+            stabilities[system.name] = threshold_stability(system.scored, system.threshold)
     about = {
         "measured": measured,
+        "stabilities": stabilities,
+        "t_test": paired_t_test,
         "tables": tables,
         "metrics": TITLES,
         "found": found,

@@ -25,12 +25,11 @@ from .metrics import (
     ranking_metrics,
     rules,
 )
-from .statistics import scipy_stats
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-WORST = 3  # queries shown of each set and system for each of the two reasons
+WORST = 5  # queries shown of each set and system
 TEXT_LENGTH = 400  # characters of a document that are shown
 NAME_LENGTH = 32  # characters of a system's name in figures; captions have all of it
 
@@ -39,7 +38,6 @@ NAME_LENGTH = 32  # characters of a system's name in figures; captions have all 
 class Picture:
     """A figure on the page."""
 
-    section: str  # of the page: "thresholds", "gaps" or "scores"
     name: str
     caption: str  # also the text for those who cannot see the figure
     figure: Figure
@@ -53,7 +51,6 @@ def check_report(folder: str | Path) -> None:
         MissingDependencyError: A library that the report needs is not installed.
     """
     ranking_metrics([])
-    scipy_stats()
     plots.load_matplotlib()
     template(__package__, "report.html")
     try:
@@ -81,7 +78,7 @@ def write_report(
         What report.json holds.
 
     Raises:
-        MissingDependencyError: ir-measures, scipy, matplotlib or jinja2 is not installed.
+        MissingDependencyError: ir-measures, matplotlib or jinja2 is not installed.
     """
     folder = Path(folder)
     comparison = compare(systems, sets)
@@ -94,38 +91,15 @@ def write_report(
 
 
 def figures_of(comparison: Comparison) -> Iterator[Picture]:
-    """All figures."""
+    """For each system, the scores of relevant and of irrelevant documents."""
     names = short_names([system.name for system in comparison.systems])
-    for number, system in enumerate(comparison.systems):
-        title = f"{names[system.name]}: bias {system.bias:.3f}, variance {system.variance:.4f}"
-        figure = plots.score_ranges(
-            {name: result.score_range for name, result in system.sets.items()},
-            {name: result.tau_best_normalised for name, result in system.sets.items()},
-            system.threshold_normalised,
-            label=f"{system.threshold_kind} threshold",
-            title=title,
-        )
-        caption = (
-            f"{system.name}: the range of scores of each set and the threshold with the highest "
-            "mean F1, normalised."
-        )
-        yield Picture("thresholds", f"score-range-{number}", caption, figure)
-    gaps: dict[str, dict[str, list[float]]] = {name: {} for name in comparison.labels}
-    for system in comparison.systems:
-        for name, result in system.sets.items():
-            gaps[name][names[system.name]] = [query.gap for query in result.queries]
-    caption = (
-        "Share of queries whose F1 at the set's best threshold falls short of their own best by "
-        "more than x."
-    )
-    yield Picture("gaps", "f1-gap", caption, plots.f1_gap_curves(gaps))
     for number, system in enumerate(comparison.systems):
         scores = {}
         for name, labels in comparison.labels.items():
             scores[name] = _scores_by_label(labels, system.sets[name].queries)
         figure = plots.score_histograms(scores, system.threshold, title=names[system.name])
         caption = f"{system.name}: scores of relevant and of irrelevant documents."
-        yield Picture("scores", f"scores-{number}", caption, figure)
+        yield Picture(f"scores-{number}", caption, figure)
 
 
 def short_names(names: Sequence[str]) -> dict[str, str]:
@@ -199,21 +173,13 @@ def rule_tables(comparison: Comparison) -> list[dict[str, Any]]:
     return tables
 
 
-def worst_queries(queries: Sequence[QueryResult], count: int = WORST) -> dict[int, str]:
-    """Numbers of the worst queries, and why they are shown.
+def worst_queries(queries: Sequence[QueryResult], count: int = WORST) -> list[int]:
+    """Numbers of the queries with the lowest F1 at the threshold, if that is below 1.
 
-    The queries with the lowest F1 at the threshold come first, then those with the largest gap.
-    Queries with a perfect F1, or without a gap, are left out. Of equal queries the first are taken.
+    Of equal queries the first are taken.
     """
-    reasons: dict[int, str] = {}
-    rows = range(len(queries))
-    for row in sorted(rows, key=lambda row: queries[row].metrics["f1@tau"])[:count]:
-        if queries[row].metrics["f1@tau"] < 1:
-            reasons[row] = "lowest F1 at the threshold"
-    for row in sorted(rows, key=lambda row: -queries[row].gap)[:count]:
-        if queries[row].gap > 1e-9:
-            reasons[row] = f"{reasons[row]}, largest gap" if row in reasons else "largest gap"
-    return reasons
+    rows = sorted(range(len(queries)), key=lambda row: queries[row].metrics["f1@tau"])
+    return [row for row in rows[:count] if queries[row].metrics["f1@tau"] < 1]
 
 
 def template(package: str | None, name: str) -> Any:

@@ -1,19 +1,17 @@
-"""How sure a mean or a difference is: bootstrap intervals and the paired t-test (scipy)."""
+"""How sure a mean or a difference is: percentile bootstrap intervals over queries."""
 
 import statistics
 from collections.abc import Sequence
-from typing import Any
+from functools import lru_cache
 
 import numpy as np
+from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict
 
-from ..errors import required
+Array = NDArray[np.float64]
 
 LEVEL = 0.95  # confidence level of the intervals
 RESAMPLES = 2000  # bootstrap samples
-
-# Numbers drawn at a time, so that memory does not grow with the number of queries.
-NUMBERS_AT_A_TIME = 1_000_000
 
 
 class Record(BaseModel):
@@ -33,20 +31,8 @@ class Estimate(Record):
     high: float | None
 
 
-class PairedTest(Record):
-    """A paired t-test.
-
-    ``t`` and ``p`` (two-sided) are None where the test is not defined: with fewer than two pairs,
-    and if all pairs differ by the same amount.
-    """
-
-    difference: float  # mean of first minus second
-    t: float | None
-    p: float | None
-
-
 def estimate_mean(*samples: Sequence[float], resamples: int = RESAMPLES, seed: int = 0) -> Estimate:
-    """The mean of the samples' means, with its percentile bootstrap interval.
+    """The mean of the samples' means, with its interval.
 
     Args:
         samples: One number for each query; for two systems, the paired differences. Several samples
@@ -57,53 +43,63 @@ def estimate_mean(*samples: Sequence[float], resamples: int = RESAMPLES, seed: i
 
     Raises:
         ValueError: A sample is empty, or there is none.
-        MissingDependencyError: scipy is not installed.
     """
     if not samples or not all(samples):
         raise ValueError("estimate_mean needs samples with numbers in them.")
+    drawn = []
+    for number, sample in enumerate(samples):
+        draws = resampled(len(sample), resamples, seed + number)
+        drawn.append(draws @ np.array(sample) / len(sample))
     mean = statistics.fmean(map(statistics.fmean, samples))
-    largest = max(map(len, samples))
-    if min(map(len, samples)) < 2:
+    return estimate(mean, np.mean(drawn, 0), min(map(len, samples)))
+
+
+def estimate(mean: float, drawn: Array, queries: int) -> Estimate:
+    """A mean with its interval; a single query has none.
+
+    Args:
+        mean: Over all queries.
+        drawn: The mean of each bootstrap sample.
+        queries: Number of queries.
+    """
+    if queries < 2:
         return Estimate(mean=mean, low=None, high=None)
-    result = scipy_stats().bootstrap(
-        samples,
-        _mean_of_means,
-        n_resamples=resamples,
-        batch=max(1, NUMBERS_AT_A_TIME // largest),
-        confidence_level=LEVEL,
-        # BCa, the default, has no answer where a metric is the same for all queries.
-        method="percentile",
-        rng=np.random.default_rng(seed),
-    )
-    low, high = map(float, result.confidence_interval)
+    low, high = interval(drawn)
     # The bounds and the mean of equal numbers may differ by rounding.
     return Estimate(mean=mean, low=min(low, mean), high=max(high, mean))
 
 
-def _mean_of_means(*samples: Any, axis: int) -> Any:
-    return sum(sample.mean(axis=axis) for sample in samples) / len(samples)
+@lru_cache(maxsize=4)
+def resampled(count: int, resamples: int = RESAMPLES, seed: int = 0) -> Array:
+    """How often each of so many queries is drawn, (resamples, queries), in a seeded bootstrap."""
+    generator = np.random.default_rng(seed)
+    return generator.multinomial(count, np.full(count, 1 / count), resamples).astype(float)
+
+
+def mean_present(values: Array, draws: Array | None = None) -> Array:
+    """Means over the queries that have a value; NaN where none has one.
+
+    Args:
+        values: One for each query, (queries, ...), NaN for none.
+        draws: How often each query counts, (samples, queries); None for once each.
+
+    Returns:
+        (...), or (samples, ...) with draws.
+    """
+    weights = np.ones(len(values)) if draws is None else draws
+    present = ~np.isnan(values)
+    with np.errstate(invalid="ignore"):
+        mean: Array = weights @ np.where(present, values, 0.0) / (weights @ present)
+    return mean
+
+
+def interval(drawn: Array) -> tuple[float, float]:
+    """Ends of the middle 95% of the drawn means that are numbers."""
+    tail = 50 * (1 - LEVEL)
+    low, high = np.nanpercentile(drawn, [tail, 100 - tail])
+    return float(low), float(high)
 
 
 def paired_differences(first: Sequence[float], second: Sequence[float]) -> list[float]:
     """First minus second, query by query; ValueError if they differ in length."""
     return [a - b for a, b in zip(first, second, strict=True)]
-
-
-def paired_t_test(first: Sequence[float], second: Sequence[float]) -> PairedTest:
-    """The paired t-test of the paper's Table 1.
-
-    There it compares each query's best F1 with its F1 at the set's best threshold.
-    """
-    differences = paired_differences(first, second)
-    if not differences:
-        return PairedTest(difference=0.0, t=None, p=None)
-    mean = statistics.fmean(differences)
-    if max(differences) - min(differences) < 1e-12:
-        return PairedTest(difference=mean, t=None, p=None)
-    result = scipy_stats().ttest_rel(first, second)
-    return PairedTest(difference=mean, t=float(result.statistic), p=float(result.pvalue))
-
-
-def scipy_stats() -> Any:
-    """The library; MissingDependencyError if it is not installed."""
-    return required("scipy", "Intervals and tests need scipy.", "eval").stats

@@ -13,20 +13,12 @@ from ..errors import TrainingError
 from ..evaluation.datasets import read_labelled
 from ..evaluation.evaluate import score_dataset
 from ..evaluation.metrics import ScoredQuery
+from ..evaluation.statistics import Array, interval, mean_present, resampled
 from ..language_model.options import LoadOptions, ModelSource
 from ..rsrank import RSRank
 from .batches import folds
 from .run import write_artifact
-from .verdict import (
-    MEASURES,
-    Array,
-    Verdict,
-    interval,
-    judge,
-    mean_present,
-    resampled,
-    selection_measures,
-)
+from .verdict import MEASURES, Verdict, judge, selection_measures
 
 FOLDS = 5
 

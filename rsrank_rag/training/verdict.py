@@ -8,12 +8,16 @@ from collections.abc import Mapping, Sequence
 from typing import Literal
 
 import numpy as np
-from numpy.typing import NDArray
 
 from ..evaluation.metrics import ScoredQuery, ranking_by_query
-from ..evaluation.statistics import LEVEL, RESAMPLES, Estimate, Record
-
-Array = NDArray[np.float64]
+from ..evaluation.statistics import (
+    Array,
+    Estimate,
+    Record,
+    estimate,
+    mean_present,
+    resampled,
+)
 
 Outcome = Literal["better", "worse", "no difference beyond chance"]
 
@@ -112,9 +116,9 @@ def judge(
             continue
         base_drawn = mean_present(first[name], draws)
         other_drawn = mean_present(second[name], draws)
-        estimates["before"][name] = _estimate(base, base_drawn, count)
-        estimates["after"][name] = _estimate(other, other_drawn, count)
-        change = _estimate(other - base, other_drawn - base_drawn, count)
+        estimates["before"][name] = estimate(base, base_drawn, count)
+        estimates["after"][name] = estimate(other, other_drawn, count)
+        change = estimate(other - base, other_drawn - base_drawn, count)
         estimates["difference"][name] = change
     return Verdict(queries=count, **estimates)
 
@@ -163,42 +167,3 @@ def selection_measures(queries: Sequence[ScoredQuery], thresholds: Array) -> Map
     measures["f1"] = np.where(empty, 0.0, np.nan_to_num(f1, nan=1.0))
     measures[LEFT_WITH_NOTHING] = nothing
     return measures
-
-
-def resampled(count: int) -> Array:
-    """How often each of so many queries is drawn, (samples, queries), in a seeded bootstrap."""
-    generator = np.random.default_rng(0)
-    return generator.multinomial(count, np.full(count, 1 / count), RESAMPLES).astype(float)
-
-
-def mean_present(values: Array, draws: Array | None = None) -> Array:
-    """Means over the queries that have a value; NaN where none has one.
-
-    Args:
-        values: One for each query, (queries, ...), NaN for none.
-        draws: How often each query counts, (samples, queries); None for once each.
-
-    Returns:
-        (...), or (samples, ...) with draws.
-    """
-    weights = np.ones(len(values)) if draws is None else draws
-    present = ~np.isnan(values)
-    with np.errstate(invalid="ignore"):
-        mean: Array = weights @ np.where(present, values, 0.0) / (weights @ present)
-    return mean
-
-
-def interval(samples: Array) -> tuple[float, float]:
-    """Ends of the middle 95% of the samples that are numbers."""
-    tail = 50 * (1 - LEVEL)
-    low, high = np.nanpercentile(samples, [tail, 100 - tail])
-    return float(low), float(high)
-
-
-def _estimate(mean: float, samples: Array, queries: int) -> Estimate:
-    """A mean with its bootstrap interval; a single query has none."""
-    if queries < 2:
-        return Estimate(mean=mean, low=None, high=None)
-    low, high = interval(samples)
-    # Equal numbers differ by rounding.
-    return Estimate(mean=mean, low=min(low, mean), high=max(high, mean))

@@ -132,28 +132,15 @@ def test_means_equal_those_of_the_plain_evaluation(found):
 @pytest.mark.parametrize(
     ("origin", "kind"),
     [
-        ("native", "native threshold"),
-        ("given", "given threshold"),
-        ("the best over all sets; no native one", "tuned threshold"),
-        ("the best over all files; this system has no native threshold", "tuned threshold"),
+        ("native", "native"),
+        ("given", "given"),
+        ("the best over all sets; no native one", "tuned"),
+        ("the best over all files; this system has no native threshold", "tuned"),
     ],
 )
-def test_only_a_native_threshold_is_called_so_in_the_figures(origin, kind):
-    system = replace(SYSTEMS[1], origin=origin)
-    pictures = {
-        picture.name: picture
-        for picture in report.figures_of(compare([system], SETS, resamples=20))
-    }
-    legends = {
-        name: {text.get_text() for legend in picture.figure.legends for text in legend.get_texts()}
-        for name, picture in pictures.items()
-    }
-    assert kind in legends["score-range-0"]
-    words = " ".join(
-        [*legends["score-range-0"], *(picture.caption for picture in pictures.values())]
-    )
-    assert "natural" not in words
-    assert ("native" in words) == (origin == "native")
+def test_only_a_native_threshold_is_called_so_on_the_page(origin, kind):
+    comparison = compare([replace(SYSTEMS[1], origin=origin)], SETS, resamples=20)
+    assert f"<small>{kind}</small>" in report.page(comparison, SETS)
 
 
 def test_figures_name_systems_of_long_names_by_their_ends_unless_these_are_the_same():
@@ -206,13 +193,6 @@ def test_a_comparison_by_hand():
     assert [row.metrics["f1@query_best"] for row in result.queries] == pytest.approx([4 / 5, 4 / 5])
     # Everything kept is best: 4/5 for both.
     assert result.metrics["f1@best"].mean == pytest.approx(4 / 5)
-    assert (result.gap.mean, result.gap_above, result.t_test.p) == (
-        pytest.approx(0),
-        {"0.1": 0.0, "0.3": 0.0},
-        None,
-    )
-    assert system.threshold_normalised == pytest.approx(4.5 / 8)
-    assert (system.bias, system.variance) == (pytest.approx(4.5 / 8), 0.0)
 
 
 def test_the_report_reads_back_as_what_was_measured(folder, found):
@@ -302,19 +282,11 @@ def test_worst_queries_show_the_threshold_between_kept_and_dropped_documents(htm
         assert all(score <= threshold for score in scores[1])
 
 
-def test_the_worst_queries_are_those_with_the_lowest_f1_and_the_largest_gap(found):
+def test_the_worst_queries_are_those_with_the_lowest_f1(found):
     queries = found.systems[1].sets["first.set"].queries
-    chosen = report.worst_queries(queries, count=2)
+    worst = report.worst_queries(queries, count=2)
     lowest = sorted(query.metrics["f1@tau"] for query in queries)[:2]
-    assert (
-        sorted(queries[row].metrics["f1@tau"] for row, why in chosen.items() if "lowest" in why)
-        == lowest
-    )
-    widest = sorted((query.gap for query in queries), reverse=True)[:2]
-    assert (
-        sorted((queries[row].gap for row, why in chosen.items() if "gap" in why), reverse=True)
-        == widest
-    )
+    assert [queries[row].metrics["f1@tau"] for row in worst] == lowest
 
 
 def test_perfect_queries_are_not_the_worst():
@@ -329,15 +301,13 @@ def test_perfect_queries_are_not_the_worst():
         for name, qs in SETS.items()
     }
     found = compare([Measured("x", 0.0, "given", perfect)], SETS, resamples=20)
-    assert report.worst_queries(found.systems[0].sets["second"].queries) == {}
+    assert report.worst_queries(found.systems[0].sets["second"].queries) == []
     assert "every query is selected perfectly" in report.page(found, SETS)
-    assert found.systems[0].bias == pytest.approx(0.0)
 
 
 def test_every_figure_is_written_and_is_on_the_page(folder, html):
     names = {path.stem for path in (folder / "figures").glob("*.png")}
-    kinds = {"score-range", "scores"}
-    assert names == {"f1-gap", *(f"{kind}-{i}" for kind in kinds for i in range(2))}
+    assert names == {"scores-0", "scores-1"}
     assert len(Page(html).all("img")) == len(names)
 
 
@@ -360,9 +330,7 @@ def test_a_document_is_shown_as_it_was_scored_and_cut_where_it_is_long():
     assert "Title word" not in report.page(found, sets, titles=False)
 
 
-@pytest.mark.parametrize(
-    ("module", "extra"), [("jinja2", "eval,plots"), ("matplotlib", "plots"), ("scipy", "eval")]
-)
+@pytest.mark.parametrize(("module", "extra"), [("jinja2", "eval,plots"), ("matplotlib", "plots")])
 def test_a_missing_package_is_said_before_the_work(monkeypatch, tmp_path, module, extra):
     monkeypatch.setitem(sys.modules, module, None)
     with pytest.raises(MissingDependencyError, match=rf"pip install .*\[{extra}\]"):

@@ -1,20 +1,31 @@
-"""Threshold stability, F1 gaps, intervals and tests: by hand and against slow references."""
+"""Threshold stability, F1 gaps and the t-test: by hand and against slow references."""
 
 import math
-import sys
-from itertools import product
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from rsrank_rag.errors import MissingDependencyError
-from rsrank_rag.evaluation.comparison import Measured, compare, share_above, threshold_stability
+pytest.importorskip("matplotlib")
+pytest.importorskip("scipy")
+
+from matplotlib.colors import to_hex
+
+from research.reproduction.thresholds import (
+    f1_gap,
+    f1_gap_curves,
+    paired_t_test,
+    score_ranges,
+    threshold_stability,
+    write_figures,
+)
+from rsrank_rag.evaluation.comparison import Measured, compare
 from rsrank_rag.evaluation.datasets import LabelledDocument, LabelledQuery
 from rsrank_rag.evaluation.metrics import ScoredQuery, best_threshold, f1_at
-from rsrank_rag.evaluation.statistics import estimate_mean, paired_differences, paired_t_test
 from rsrank_rag.reranker import BLANK_SCORE
+
+SETS = ["first", "second", "third", "fourth"]
 
 # Best first: + - + - for the first, - + for the second.
 FIRST = ScoredQuery([1.0, 4.0, 3.0, 2.0], [False, True, False, True])
@@ -102,7 +113,7 @@ def test_sets_with_one_score_for_everything_have_finite_stability():
     assert (found.bias, found.variance) == (pytest.approx(0.0), 0.0)
 
 
-def f1_gaps(queries):
+def comparison_of(queries):
     labelled = []
     for query in queries:
         documents = tuple(
@@ -110,10 +121,13 @@ def f1_gaps(queries):
             for i, label in enumerate(query.relevant)
         )
         labelled.append(LabelledQuery(id=str(len(labelled)), query="?", documents=documents))
-    (system,) = compare(
-        [Measured("x", 0.0, "given", {"s": queries})], {"s": labelled}, resamples=10
-    ).systems
-    return [row.gap for row in system.sets["s"].queries]
+    system = Measured("x", 0.0, "given", {"s": queries})
+    return system, compare([system], {"s": labelled}, resamples=10)
+
+
+def f1_gaps(queries):
+    _, comparison = comparison_of(queries)
+    return list(map(f1_gap, comparison.systems[0].sets["s"].queries))
 
 
 def test_f1_gaps_equal_the_fractions_by_hand():
@@ -131,79 +145,6 @@ def test_f1_gaps_equal_an_exhaustive_search(queries):
         tries = [min(query.scores) - 1, *query.scores]
         assert gap == pytest.approx(max(f1_at(query, t) for t in tries) - f1_at(query, threshold))
         assert gap >= 0
-
-
-def test_rounding_does_not_lift_a_gap_above_a_limit():
-    assert share_above([0.8 - 0.7, 0.3, 0.05], 0.1) == pytest.approx(1 / 3)
-    assert share_above([], 0.1) == 0.0
-
-
-# Statistics
-
-
-def test_the_bootstrap_interval_equals_the_exact_one_of_all_resamples():
-    values = [0.0, 0.2, 0.9, 1.0]
-    exact = np.percentile(
-        [mean(draw) for draw in product(values, repeat=4)], [2.5, 97.5]
-    )  # all 256 samples
-    found = estimate_mean(values, resamples=20000)
-    assert found.mean == pytest.approx(mean(values))
-    assert (found.low, found.high) == (
-        pytest.approx(exact[0], abs=0.02),
-        pytest.approx(exact[1], abs=0.02),
-    )
-
-
-def test_the_interval_covers_the_true_mean_about_as_often_as_it_says():
-    rng = np.random.default_rng(0)
-    found = [estimate_mean(list(rng.normal(3.0, 1.0, 50)), resamples=300) for _ in range(200)]
-    assert 0.88 <= mean([low.low <= 3.0 <= low.high for low in found]) <= 0.99
-
-
-@settings(max_examples=30, deadline=None)
-@given(
-    st.lists(st.lists(st.floats(0, 1), min_size=2, max_size=6), min_size=1, max_size=3),
-    st.integers(0, 3),
-)
-def test_the_interval_contains_the_mean_and_is_repeatable(samples, seed):
-    found = estimate_mean(*samples, resamples=100, seed=seed)
-    assert found.low <= found.mean <= found.high
-    assert found == estimate_mean(*samples, resamples=100, seed=seed)
-
-
-def test_the_interval_shrinks_with_the_root_of_the_number_of_queries():
-    rng = np.random.default_rng(0)
-    few, many = (estimate_mean(list(rng.random(count))) for count in (50, 800))
-    assert (few.high - few.low) / (many.high - many.low) == pytest.approx(4, rel=0.3)
-
-
-def test_every_set_counts_the_same_in_a_mean_over_sets_whatever_its_size():
-    found = estimate_mean([1.0] * 90, [0.0, 0.5])
-    assert found.mean == pytest.approx((1 + 0.25) / 2)
-    assert (found.low, found.high) == (
-        pytest.approx(0.5),
-        pytest.approx(0.75),
-    )  # only the small set varies
-
-
-def test_one_query_has_a_mean_and_no_interval():
-    found = estimate_mean([0.5])
-    assert (found.mean, found.low, found.high) == (0.5, None, None)
-    assert estimate_mean([0.5], [0.1, 0.2]).low is None
-    with pytest.raises(ValueError, match="numbers in them"):
-        estimate_mean([0.5], [])
-
-
-def test_a_paired_interval_is_tighter_than_the_difference_of_two_means():
-    rng = np.random.default_rng(1)
-    hard = rng.random(100)  # what both systems share: how hard each query is
-    first, second = list(hard + 0.05 + rng.normal(0, 0.01, 100)), list(hard)
-    found = estimate_mean(*[paired_differences(first, second)])
-    assert 0 < found.low < 0.05 < found.high
-    alone = estimate_mean(first)
-    assert found.high - found.low < (alone.high - alone.low) / 5
-    with pytest.raises(ValueError, match="shorter"):
-        paired_differences(first, second[:-1])
 
 
 def test_the_paired_t_test_equals_the_textbook_formula():
@@ -233,7 +174,63 @@ def test_the_paired_t_test_of_pairs_without_variance_is_no_nan(first, second, t,
     assert (found.t, found.p) == (t, p)
 
 
-def test_missing_scipy_is_an_error_with_the_pip_command(monkeypatch):
-    monkeypatch.setitem(sys.modules, "scipy", None)
-    with pytest.raises(MissingDependencyError, match=r"pip install .*\[eval\]"):
-        estimate_mean([0.0, 1.0])
+def legend(figure):
+    return {text.get_text() for found in figure.legends for text in found.get_texts()}
+
+
+def titles(figure):
+    return [axes.get_title(loc="left") for axes in figure.axes]
+
+
+def draw_everything(figure):
+    figure.canvas.draw()  # layout and fonts may fail only here
+    return figure
+
+
+def test_score_ranges_show_each_sets_range_and_best_threshold():
+    ranges = {name: (0.1 * i, 0.5 + 0.1 * i) for i, name in enumerate(SETS)}
+    best = {name: 0.3 + 0.1 * i for i, name in enumerate(SETS)}
+    figure = draw_everything(score_ranges(ranges, best, 0.4, title="mini"))
+    (axes,) = figure.axes
+    ends = [end for bar in axes.patches for end in (bar.get_x(), bar.get_x() + bar.get_width())]
+    assert ends == pytest.approx([end for pair in ranges.values() for end in pair])
+    line, dots = axes.lines
+    assert list(line.get_xdata()) == [0.4, 0.4]
+    assert list(dots.get_xdata()) == list(best.values())
+    assert [label.get_text() for label in axes.get_yticklabels()] == SETS
+    assert (axes.get_xlabel(), titles(figure)) == ("score, normalised over all sets", ["mini"])
+    assert legend(figure) == {"scores", "threshold in use", "best threshold"}
+    named = score_ranges(ranges, best, 0.4, label="tuned threshold")
+    assert legend(named) == {"scores", "tuned threshold", "best threshold"}
+
+
+def test_a_threshold_outside_of_all_scores_is_still_on_the_figure():
+    (axes,) = score_ranges({"a": (0.0, 1.0)}, {"a": 0.5}, 1.4).axes
+    assert axes.get_xlim()[1] > 1.4
+
+
+def test_f1_gap_curves_give_the_share_of_queries_above_each_gap():
+    gaps = {"mini": [0.0, 0.2, 0.2, 0.5], "bm25": [0.1] * 4}
+    figure = draw_everything(f1_gap_curves(dict.fromkeys(SETS, gaps)))
+    assert titles(figure) == SETS
+    line = figure.axes[0].lines[0]
+    shares = dict(
+        zip(line.get_xdata(), line.get_ydata(), strict=True)
+    )  # of equal x the last one counts: steps "post"
+    assert shares == {0.0: 0.75, 0.2: 0.25, 0.5: 0.0, 1.0: 0.0}
+    assert legend(figure) == {"mini", "bm25"}
+    assert figure.get_supxlabel() == "F1 below the query's best by more"
+    assert figure.get_supylabel() == "share of queries"
+
+
+def test_colours_and_shapes_both_differ_so_that_neither_is_needed():
+    lines = f1_gap_curves({"a": {str(i): [0.1] for i in range(5)}}).axes[0].lines
+    assert len({(to_hex(line.get_color()), line.get_linestyle()) for line in lines}) == 5
+    assert len({line.get_color() for line in lines}) == 5
+
+
+def test_the_figures_are_written(tmp_path):
+    system, comparison = comparison_of([FIRST, SECOND])
+    files = write_figures(tmp_path, [system], comparison)
+    assert [path.name for path in files] == ["score-range-0.png", "f1-gap.png"]
+    assert all(path.read_bytes().startswith(b"\x89PNG") for path in files)

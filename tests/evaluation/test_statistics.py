@@ -1,0 +1,80 @@
+"""Bootstrap intervals: by hand and against slow references."""
+
+import math
+from itertools import product
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from rsrank_rag.evaluation.statistics import estimate_mean, paired_differences
+
+
+def mean(values):
+    return math.fsum(values) / len(values)
+
+
+def test_the_bootstrap_interval_equals_the_exact_one_of_all_resamples():
+    values = [0.0, 0.2, 0.9, 1.0]
+    exact = np.percentile(
+        [mean(draw) for draw in product(values, repeat=4)], [2.5, 97.5]
+    )  # all 256 samples
+    found = estimate_mean(values, resamples=20000)
+    assert found.mean == pytest.approx(mean(values))
+    assert (found.low, found.high) == (
+        pytest.approx(exact[0], abs=0.02),
+        pytest.approx(exact[1], abs=0.02),
+    )
+
+
+def test_the_interval_covers_the_true_mean_about_as_often_as_it_says():
+    rng = np.random.default_rng(0)
+    found = [estimate_mean(list(rng.normal(3.0, 1.0, 50)), resamples=300) for _ in range(200)]
+    assert 0.88 <= mean([low.low <= 3.0 <= low.high for low in found]) <= 0.99
+
+
+@settings(max_examples=30, deadline=None)
+@given(
+    st.lists(st.lists(st.floats(0, 1), min_size=2, max_size=6), min_size=1, max_size=3),
+    st.integers(0, 3),
+)
+def test_the_interval_contains_the_mean_and_is_repeatable(samples, seed):
+    found = estimate_mean(*samples, resamples=100, seed=seed)
+    assert found.low <= found.mean <= found.high
+    assert found == estimate_mean(*samples, resamples=100, seed=seed)
+
+
+def test_the_interval_shrinks_with_the_root_of_the_number_of_queries():
+    rng = np.random.default_rng(0)
+    few, many = (estimate_mean(list(rng.random(count))) for count in (50, 800))
+    assert (few.high - few.low) / (many.high - many.low) == pytest.approx(4, rel=0.3)
+
+
+def test_every_set_counts_the_same_in_a_mean_over_sets_whatever_its_size():
+    found = estimate_mean([1.0] * 90, [0.0, 0.5])
+    assert found.mean == pytest.approx((1 + 0.25) / 2)
+    assert (found.low, found.high) == (
+        pytest.approx(0.5),
+        pytest.approx(0.75),
+    )  # only the small set varies
+
+
+def test_one_query_has_a_mean_and_no_interval():
+    found = estimate_mean([0.5])
+    assert (found.mean, found.low, found.high) == (0.5, None, None)
+    assert estimate_mean([0.5], [0.1, 0.2]).low is None
+    with pytest.raises(ValueError, match="numbers in them"):
+        estimate_mean([0.5], [])
+
+
+def test_a_paired_interval_is_tighter_than_the_difference_of_two_means():
+    rng = np.random.default_rng(1)
+    hard = rng.random(100)  # what both systems share: how hard each query is
+    first, second = list(hard + 0.05 + rng.normal(0, 0.01, 100)), list(hard)
+    found = estimate_mean(*[paired_differences(first, second)])
+    assert 0 < found.low < 0.05 < found.high
+    alone = estimate_mean(first)
+    assert found.high - found.low < (alone.high - alone.low) / 5
+    with pytest.raises(ValueError, match="shorter"):
+        paired_differences(first, second[:-1])
