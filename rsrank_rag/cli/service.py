@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 import signal
@@ -17,7 +18,7 @@ from typer import Option
 
 from ..adapters.systems import load as load_reranker
 from ..adapters.systems import parse
-from ..errors import InputError
+from ..errors import InputError, nearest
 from ..language_model.options import LoadOptions, ModelSource
 from ..prefixes.settings import Choice, PrefixCache, as_bytes
 from .options import Revision, System, command, screen
@@ -34,6 +35,8 @@ app = typer.Typer()
 
 KEYS = ("RSRANK_API_KEY", "RSRANK_API_KEYS")
 """Environment variables with API keys, separated by commas. Clients send the first key."""
+APPS = json.loads(Path(__file__).parents[1].joinpath("service", "apps.json").read_text("utf-8"))
+"""Programs that speak rerank: whether rows may be dropped, and what to enter in each."""
 LogLevel = Literal["debug", "info", "warning", "error", "critical"]
 
 
@@ -99,6 +102,12 @@ def serve(
     normalize: Annotated[
         bool, Option("--normalize", help="Scores from 0 to 1; 0.5: the native threshold.")
     ] = False,
+    program: Annotated[
+        str | None,
+        Option(
+            "--for", help=f"Answer as this program needs, and say what to enter: {', '.join(APPS)}."
+        ),
+    ] = None,
     no_canary: Annotated[
         bool, Option("--no-canary", help="Be ready without scoring anything.")
     ] = False,
@@ -135,6 +144,11 @@ def serve(
     changed in their file.
     """
     parse(model)
+    if program is not None and program not in APPS:
+        raise InputError(
+            f"--for {program} is not known.{nearest(program, APPS)} Choose of: {', '.join(APPS)}."
+        )
+    for_program = APPS.get(program, {"drop": False})
     source = ModelSource(model, revision, load, prefix_cache=prefix_choice(prefix_cache, prefixes))
     from ..service.app import Settings
     from ..service.engine import Canary
@@ -152,8 +166,8 @@ def serve(
             max_documents=max_documents,
             max_body_bytes=as_bytes(max_body),
             timeout=timeout,
-            normalize=normalize,
-            drop=drop,
+            normalize=normalize or program is not None,
+            drop=drop or for_program["drop"],
         )
     except ValidationError as error:
         wrong = error.errors(include_url=False, include_context=False, include_input=False)[0]
@@ -170,7 +184,9 @@ def serve(
         from ..service.server import Limits
 
         limits = Limits(max_connections, notice=notice)
-        run(build(), settings, limits, host=host, port=port, log_level=log_level.upper())
+        level = log_level.upper()
+        enter = "\n{program}: {enter}".format(**for_program) if program else ""
+        run(build(), settings, limits, host=host, port=port, log_level=level, enter=enter)
         return
     from ..service.ray import Replicas, cluster
 
@@ -180,9 +196,26 @@ def serve(
 
 
 def run(
-    backend: Scheduler, settings: Settings, limits: Limits, *, host: str, port: int, log_level: str
+    backend: Scheduler,
+    settings: Settings,
+    limits: Limits,
+    *,
+    host: str,
+    port: int,
+    log_level: str,
+    enter: str = "",
 ) -> None:
-    """Serve until a signal; raises what keeps the backend or the server from starting."""
+    """Serve until a signal; raises what keeps the backend or the server from starting.
+
+    Args:
+        backend: The model.
+        settings: Of the service.
+        limits: Of connections.
+        host: Address to listen on.
+        port: 0 for any that is free.
+        log_level: Of this package and the server.
+        enter: What a user enters in another program, printed with the service's address.
+    """
     from ..service.app import create_app
     from ..service.logs import configure
     from ..service.server import Server
@@ -204,7 +237,8 @@ def run(
             app,
             limits,
             lambda: screen.print(
-                f"{backend.description.name} answers at {address}", soft_wrap=True
+                f"{backend.description.name} answers at {address}{enter}".replace("{url}", address),
+                soft_wrap=True,
             ),
         )
         # A closed terminal is an end like Ctrl-C, unless nohup is in use.

@@ -45,10 +45,18 @@ PAGE = Path(__file__).with_name("page.html")
 ANYTHING = TypeAdapter(Any)
 
 
-# TEI's request has texts.
+def _schema(body: Any) -> str:
+    """Whose schema a request has that several share a path with."""
+    if not isinstance(body, dict):
+        return "rerank"
+    return "TEI" if "texts" in body else "NVIDIA" if "passages" in body else "rerank"
+
+
 AnyRerankRequest = Annotated[
-    Annotated[others.TextsRequest, Tag("TEI")] | Annotated[RerankRequest, Tag("rerank")],
-    Discriminator(lambda body: "TEI" if isinstance(body, dict) and "texts" in body else "rerank"),
+    Annotated[others.TextsRequest, Tag("TEI")]
+    | Annotated[others.RankingRequest, Tag("NVIDIA")]
+    | Annotated[RerankRequest, Tag("rerank")],
+    Discriminator(_schema),
 ]
 
 
@@ -87,7 +95,9 @@ class Info(BaseModel):
     model_type: dict[str, dict[str, dict[str, int]]] = Field(
         description="As TEI's clients read it."
     )
-    max_input_length: int | None = Field(description="Tokens of a document that are read.")
+    max_input_length: int | None = Field(
+        default=None, description="Tokens of a document that are read, if that is known."
+    )
     threshold: float | None
     explains: bool
     normalize: bool
@@ -154,16 +164,18 @@ class _Service:
         routes.add_api_route("/", self.page, response_class=Response, responses=page)
         routes.add_api_route("/health", self.health)
         routes.add_api_route("/v1/cluster/auth", self.auth)
-        routes.add_api_route("/ready", self.ready, responses=described(503))
+        for path in ("/ready", "/.well-known/ready"):
+            routes.add_api_route(path, self.ready, responses=described(503))
 
         has_keys = [Depends(HTTPBearer(auto_error=False))] if self.settings.closed else []
         closed = APIRouter(dependencies=has_keys)
         wrong = described(400, 401, 408, 413, 422, 429, 500, 503, 504)
-        any_response = RerankResponse | list[others.TextScore]
+        any_response = RerankResponse | list[others.TextScore] | others.RankingResponse
         posts: dict[str, tuple[Any, Any]] = {
             "/v1/rerank": (self.rerank, RerankResponse),
             "/v2/rerank": (self.rerank, RerankResponse),
-            "/v1/reranking": (self.rerank, RerankResponse),
+            "/providers/cohere/v2/rerank": (self.rerank, RerankResponse),
+            "/v1/reranking": (self.rerank_any, any_response),
             "/rerank": (self.rerank_any, any_response),
             "/reranking": (self.rerank_any, any_response),
             "/api/rerank": (self.rerank_any, any_response),
@@ -181,7 +193,9 @@ class _Service:
         closed.add_api_route(
             "/v1/models/{name:path}", self.model, responses=described(401, 404, 503)
         )
-        closed.add_api_route("/info", self.info, responses=listed)
+        closed.add_api_route(
+            "/info", self.info, responses=listed, response_model_exclude_unset=True
+        )
         counters = {**described(401), **_text("text/plain")}
         closed.add_api_route(
             "/metrics", self.metrics_page, response_class=Response, responses=counters
@@ -201,7 +215,7 @@ class _Service:
     async def rerank_any(
         self, body: Annotated[AnyRerankRequest, Body()], request: Request
     ) -> Response:
-        """As TEI if there are texts, which are all in the answer; else as /v1/rerank."""
+        """As TEI or NVIDIA if there are texts or passages; else as /v1/rerank."""
         if isinstance(body, RerankRequest):
             return await self.rerank(body, request)
         return _json(body.answer(await self._scores(request, body)))
@@ -235,14 +249,16 @@ class _Service:
     async def info(self) -> Info:
         """The model and the service's limits."""
         model = self.backend.description
+        # Dify's plugin for TEI fails on a null.
+        known = {} if model.max_tokens is None else {"max_input_length": model.max_tokens}
         return Info(
             model_id=model.name,
             model_type={"reranker": {"id2label": {}, "label2id": {}}},
-            max_input_length=model.max_tokens,
             threshold=model.threshold,
             explains=model.explains,
             max_client_batch_size=self.settings.max_documents,
             version=__version__,
+            **known,
             **self.settings.model_dump(include=set(Info.model_fields)),
         )
 

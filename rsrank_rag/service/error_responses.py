@@ -19,7 +19,7 @@ logger = logging.getLogger(__name__)
 RETRY_AFTER = 5.0
 
 # Parts of pydantic's locations that name a branch of a union, and no field of the request.
-_BRANCHES = frozenset({"body", "TEI", "rerank", "QueryObject", "float"})
+_BRANCHES = frozenset({"body", "TEI", "NVIDIA", "rerank", "QueryObject", "float"})
 
 # Fields that list documents.
 _LISTS = frozenset({"documents", "texts", "passages"})

@@ -25,7 +25,7 @@ from .metrics import Metrics
 logger = logging.getLogger(__name__)
 
 # Routes that need no key.
-OPEN = frozenset({"/", "/health", "/ready", "/v1/cluster/auth"})
+OPEN = frozenset({"/", "/health", "/ready", "/.well-known/ready", "/v1/cluster/auth"})
 
 # Routes that monitoring asks for all the time: logged at DEBUG only.
 QUIET = frozenset({"/health", "/ready", "/metrics"})

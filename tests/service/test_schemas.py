@@ -231,6 +231,10 @@ def test_a_request_may_say_whether_documents_may_be_cut(fields, may_be_cut):
 @pytest.mark.parametrize(
     ("fields", "drop", "expected"),
     [
+        ({"top_n": 2}, True, None),
+        ({"top_n": 1}, True, 1.0),
+        ({"top_n": 3}, True, 1.0),
+        ({"top_n": 2, "threshold": "native"}, False, 1.0),
         ({}, False, None),
         ({}, True, 1.0),
         ({"threshold": None}, True, None),
@@ -341,7 +345,12 @@ def test_the_answer_has_the_fields_of_cohere_jina_infinity_and_vllm():
             {"index": 1, "relevance_score": 2.0, "truncated": False},
             {"index": 0, "relevance_score": 1.0, "truncated": False},
         ],
-        "meta": {"api_version": {"version": "2"}, "billed_units": {"search_units": 1}},
+        "none_relevant": False,
+        "meta": {
+            "api_version": {"version": "2"},
+            "billed_units": {"search_units": 1},
+            "tokens": {"input_tokens": 6, "output_tokens": 0},
+        },
         "usage": {"prompt_tokens": 6, "total_tokens": 6},
         "threshold": 1.0,
     }

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from operator import attrgetter
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, FailFast, Field, FiniteFloat, model_validator
@@ -43,6 +44,13 @@ class RerankedDocument(BaseModel):
     window: Window | None = Field(default=None, description="The best window, and of how many.")
 
 
+class DocumentScore(BaseModel):
+    """One row of Weaviate's answer."""
+
+    document: str
+    score: float
+
+
 class RerankResponse(BaseModel):
     """The fields of Cohere, Jina, Infinity and vLLM at once."""
 
@@ -51,11 +59,17 @@ class RerankResponse(BaseModel):
     created: int
     model: str
     results: list[RerankedDocument] = Field(description="Best first; documents without text last.")
+    none_relevant: bool = Field(
+        description="Whether no document scored above the native threshold."
+    )
     meta: dict[str, dict[str, str | int]] = Field(description="As Cohere's clients expect it.")
     usage: Usage
     threshold: float | None = Field(description="The model's native threshold, on the raw scale.")
     data: list[RerankedDocument] | None = Field(
         default=None, description="The results again, for a request with top_k (Voyage)."
+    )
+    scores: list[DocumentScore] | None = Field(
+        default=None, description="All documents in the request's order (Weaviate)."
     )
     errors: list[DocumentError] | None = Field(
         default=None, description="Documents without a score, if partial."
@@ -77,6 +91,11 @@ class RerankRequest(ScaledRequest):
     top_k: Count | None = Field(default=None, ge=0, description="As top_n (Voyage).")
     return_documents: Flag | None = Field(
         default=None, description="Answer with the documents' texts."
+    )
+    weaviates: Any = Field(
+        default=None,
+        validation_alias="property",
+        description="Weaviate sends it, and reads scores.",
     )
     threshold: FiniteFloat | Literal["native"] | None = Field(
         default=None,
@@ -135,14 +154,15 @@ class RerankRequest(ScaledRequest):
         return self.question([query] * len(texts), texts, faults, self.reading)
 
     def cutoff(self, model: Description, drop: bool) -> float | None:
-        """Documents must score above this; None if all stay. ``drop`` is the service's setting."""
-        threshold = (
-            self.threshold
-            if "threshold" in self.model_fields_set
-            else "native"
-            if drop or self.extract
-            else None
-        )
+        """Documents must score above this; None if all stay. ``drop`` is the service's setting.
+
+        A request for as many documents as it holds gets all, because programs that ask for all
+        pair the scores with their own documents.
+        """
+        threshold = self.threshold
+        if "threshold" not in self.model_fields_set:
+            drops = self.extract or (drop and self.most != len(self.documents))
+            threshold = "native" if drops else None
         if threshold != "native":
             return threshold
         if model.threshold is None:
@@ -154,7 +174,8 @@ class RerankRequest(ScaledRequest):
     def answer(self, scores: Scores, cutoff: float | None = None) -> RerankResponse:
         """Rows best first, that score above ``cutoff`` if there is one."""
         rows = []
-        for document in scores.ranked(cutoff, self.most, self.min_docs or 0, self.reading).kept:
+        ranked = scores.ranked(cutoff, self.most, self.min_docs or 0, self.reading)
+        for document in ranked.kept:
             row = RerankedDocument(
                 index=scores.places[document.index],
                 relevance_score=scores.shown(document.score),
@@ -173,12 +194,22 @@ class RerankRequest(ScaledRequest):
         response = RerankResponse(
             object="rerank",
             results=rows,
-            meta={"api_version": {"version": "2"}, "billed_units": {"search_units": units}},
+            none_relevant=replace(ranked, threshold=scores.model.threshold).none_relevant,
+            meta={
+                "api_version": {"version": "2"},
+                "billed_units": {"search_units": units},
+                "tokens": {"input_tokens": scores.usage.total_tokens, "output_tokens": 0},
+            },
             threshold=scores.model.threshold,
             **scores.heading,
         )
         if self.is_voyages:
             response.data = rows
+        if self.weaviates is not None:
+            response.scores = [
+                DocumentScore(document=document.text, score=scores.shown(document.score))
+                for document in sorted(ranked.kept + ranked.dropped, key=attrgetter("index"))
+            ]
         if scores.faults:
             response.errors = document_errors(scores.faults)
         return response

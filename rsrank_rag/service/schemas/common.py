@@ -290,7 +290,9 @@ class ScoringRequest(Strict, ABC):
             for query, text in zip(queries, texts, strict=True)
         ]
         broken = {place: _BROKEN for place, text in enumerate(texts) if encodable(text) != text}
-        may_be_cut = None if self.truncate is None else self.truncate not in (False, "NONE")
+        # LiteLLM always sends false, and Right.
+        says_where = self.truncation_direction is not None
+        may_be_cut = None if self.truncate is None else says_where or self.truncate in (True, "END")
         return Question(pairs, {**broken, **(faults or {})}, may_be_cut)
 
 
