@@ -17,7 +17,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, Field, ValidationError
 from typing_extensions import Self
 
-from rsrank_rag.adapters.systems import load_system
+from rsrank_rag.adapters.systems import load
 from rsrank_rag.errors import InputError, RSRankError
 from rsrank_rag.evaluation.evaluate import score_dataset
 from rsrank_rag.evaluation.metrics import (
@@ -29,6 +29,7 @@ from rsrank_rag.evaluation.metrics import (
     ranking_by_query,
 )
 from rsrank_rag.evaluation.statistics import Record
+from rsrank_rag.language_model.options import ModelSource
 from rsrank_rag.method.projection import Projection
 from rsrank_rag.partial_files import write_text
 from rsrank_rag.training.batches import scored, split
@@ -272,9 +273,10 @@ class Ablations:
         """Queries to learn from, numbers in B, and scores by set."""
         sets = recipe.evaluation
         if ablation.scorer == "cosine":
-            system = load_system(
-                f"bi-encoder:{recipe.model.source}", options=recipe.model.options()
+            source = ModelSource(
+                f"bi-encoder:{recipe.model.source}", load=recipe.model.load_options()
             )
+            system = load(source)
             titles = recipe.features.titles
             return (
                 0,

@@ -8,34 +8,8 @@ heads, averaged over tokens.
 import torch
 from torch.nn.functional import cosine_similarity
 
-from rsrank_rag.evaluation.datasets import LabelledQuery
 from rsrank_rag.method.projection import EPSILON
-from rsrank_rag.rsrank import RSRank
-from rsrank_rag.training.features import FeatureExtractor
-from rsrank_rag.training.recipe import FeaturePart
 from rsrank_rag.training.store import QueryFeatures
-
-
-class OracleSimilarity:
-    """Ranks labelled documents with a ranker's language model, template and layers, without B."""
-
-    threshold: float | None = None  # a document may well be relevant and point away from the others
-
-    def __init__(self, ranker: RSRank) -> None:
-        self._ranker = ranker
-
-    def score_labelled(self, query: LabelledQuery, *, titles: bool = True) -> list[float]:
-        """One score a document, in input order; all are 0 where nothing is relevant."""
-        if not any(
-            document.relevant and document.content(titles=titles).strip()
-            for document in query.documents
-        ):
-            return [0.0] * len(query.documents)
-        options = FeaturePart(titles=titles, dtype="bfloat16")
-        extractor = FeatureExtractor(
-            self._ranker.reader, options, token_budget=self._ranker.token_budget
-        )
-        return oracle_scores(extractor.extract(query))
 
 
 def oracle_scores(features: QueryFeatures) -> list[float]:

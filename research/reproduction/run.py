@@ -8,11 +8,10 @@ import gc
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import torch
 
-from rsrank_rag.adapters.systems import load_system, parse
+from rsrank_rag.adapters.systems import load, parse
 from rsrank_rag.artifact import hub
 from rsrank_rag.errors import InputError, RSRankError
 from rsrank_rag.evaluation.comparison import Comparison, Measured
@@ -20,7 +19,7 @@ from rsrank_rag.evaluation.datasets import LabelledQuery
 from rsrank_rag.evaluation.evaluate import score_dataset, shared_threshold
 from rsrank_rag.evaluation.metrics import ScoredQuery
 from rsrank_rag.evaluation.report import check_report, write_report
-from rsrank_rag.language_model.options import LoadOptions
+from rsrank_rag.language_model.options import LoadOptions, ModelSource
 from rsrank_rag.partial_files import write_text
 
 from .ablations import Ablations, Kept, chosen, sha, state_of
@@ -127,9 +126,8 @@ class _Run:
         missing = [label for label in sets if label not in done]
         try:
             options = part.options(self.options)
-            system: Any = (
-                load_system(part.name, revision=part.revision, options=options) if missing else None
-            )
+            if missing:
+                system = load(ModelSource(part.name, part.revision, options))
         except RSRankError as error:
             self.fail(part.title, error)
             missing = []

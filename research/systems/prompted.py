@@ -91,6 +91,16 @@ class Batched(Reranker):
         return [found[ids] for ids in prompts]
 
 
+# Short names of the published models.
+SIZES = {
+    "0.6b": "Qwen/Qwen3-Reranker-0.6B",
+    "4b": "Qwen/Qwen3-Reranker-4B",
+    "8b": "Qwen/Qwen3-Reranker-8B",
+    "base": "castorini/monot5-base-msmarco",
+    "3b": "castorini/monot5-3b-msmarco",
+}
+
+
 class AnswerHead(nn.Linear):
     """A language model's output layer, cut down to the tokens that are compared.
 
@@ -219,6 +229,7 @@ class Qwen3Reranker(AnswerOdds):
         revision: str | None = None,
         options: LoadOptions | None = None,
     ) -> None:
+        name = SIZES.get(str(name), name)
         model, tokenizer, _ = load_model(
             name, revision=revision, options=options or LoadOptions(), head="causal-lm"
         )
@@ -269,6 +280,7 @@ class MonoT5(AnswerOdds):
         revision: str | None = None,
         options: LoadOptions | None = None,
     ) -> None:
+        name = SIZES.get(str(name), name)
         options = options or LoadOptions()
         chosen = options if options.dtype is not None else replace(options, dtype="float32")
         try:

@@ -13,9 +13,10 @@ from rich.table import Table
 from rich.text import Text
 from typer import Option
 
-from ..adapters.systems import forms, load_system, parse
+from ..adapters.systems import forms, parse
+from ..adapters.systems import load as load_reranker
 from ..errors import InputError
-from ..language_model.options import LoadOptions
+from ..language_model.options import LoadOptions, ModelSource
 from .options import AsJson, Revision, command, problems, screen
 
 if TYPE_CHECKING:
@@ -66,11 +67,7 @@ def evaluate(
     load: LoadOptions,
     model: Systems = ["mini"],  # noqa: B006 - typer copies it
     revision: Revision = None,
-    label: Annotated[
-        list[str] | None, Option(help="What to call a model; once for each, in order.")
-    ] = None,
     as_json: AsJson = False,
-    output: Annotated[Path | None, Option("--output", "-o", help="Write the JSON here.")] = None,
     report: Annotated[
         Path | None, Option(help="Folder for a page with tables, figures and worst queries.")
     ] = None,
@@ -92,35 +89,30 @@ def evaluate(
     relevant ones were taken out). False accepts: share of the latter at 90% recall of the former.
     Instead: what other rules would keep, such as the three best, or the first three of the file.
 
-    `rsrank evaluate --data examples/labelled.jsonl --output metrics.json`
-
-    `rsrank evaluate --data dev.jsonl.gz --model runs/mine --label mine --model bm25 --label bm25`
+    `rsrank evaluate --data examples/labelled.jsonl --json > metrics.json`
 
     `rsrank evaluate --data dev.jsonl.gz --model mini --model bm25 --report report`
-
     """
     from ..evaluation.comparison import Measured
     from ..evaluation.datasets import read_sets
     from ..evaluation.evaluate import score_dataset
-    from ..evaluation.report import write_report
+    from ..evaluation.metrics import ranking_metrics
+    from ..evaluation.report import check_report, write_report
 
-    _check_outputs(output, report)
+    # What is missing is an error before the work.
+    ranking_metrics([])
+    if report is not None:
+        check_report(report)
     model = list(dict.fromkeys(model))
-    label = list(dict.fromkeys(label or model))
-    if len(label) != len(model):
-        raise InputError(
-            f"{len(model)} models were given and {len(label)} labels. Give one a model, in order."
-        )
     if threshold not in ("native", "shared"):
         _number(threshold)
     for name in model:
-        # A wrong name is an error before the data are read.
         parse(name)
     sets = {name: queries[:limit] for name, queries in read_sets(data).items()}
     measured = []
-    for source, name in zip(model, label, strict=True):
+    for name in model:
         with problems.status(f"Loading {name} ..."):
-            system = load_system(source, revision=revision, options=load)
+            system = load_reranker(ModelSource(name, revision, load))
         scored = {}
         for title, queries in sets.items():
             shown = track(queries, f"{name}, {title}", console=problems, transient=True)
@@ -128,15 +120,12 @@ def evaluate(
         tau, origin = _threshold(threshold, system, list(scored.values()))
         measured.append(Measured(name, tau, origin, scored))
     records = [record for one in measured for record in _records(one)]
-    text = json.dumps(records, ensure_ascii=False, indent=2)
-    if output is not None:
-        _write(output, f"{text}\n")
     if report is not None:
         with problems.status("Writing the report ..."):
             write_report(report, measured, sets, titles=titles)
         problems.print(f"Report: {report / 'index.html'}", soft_wrap=True)
     if as_json:
-        typer.echo(text)
+        typer.echo(json.dumps(records, ensure_ascii=False, indent=2))
         return
     for system in measured:
         _print_tables(system, [record for record in records if record["model"] == system.name])
@@ -236,19 +225,6 @@ def cell(key: str, value: float | None) -> str:
     return f"{value:.3f}"
 
 
-def _check_outputs(output: Path | None, report: Path | None) -> None:
-    """Raise before the work if a library is missing or an output cannot be written."""
-    from ..evaluation.metrics import ranking_metrics
-    from ..evaluation.report import check_report
-
-    ranking_metrics([])
-    if report is not None:
-        check_report(report)
-    if output is not None:
-        # The file's content stays until the new one is there.
-        _write(output, "", mode="a")
-
-
 def _number(text: str) -> float:
     try:
         return float(text)
@@ -256,11 +232,3 @@ def _number(text: str) -> float:
         raise InputError(
             f"--threshold must be a number, 'native' or 'shared', got {text!r}."
         ) from None
-
-
-def _write(path: Path, text: str, mode: str = "w") -> None:
-    try:
-        with path.open(mode, encoding="utf-8") as file:
-            file.write(text)
-    except OSError as error:
-        raise InputError(f"--output {path} could not be written: {error.strerror}.") from error

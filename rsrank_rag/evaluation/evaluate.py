@@ -1,7 +1,7 @@
 """Run a reranker over a labelled set, and summarise what it ranks and keeps."""
 
 from collections.abc import Iterable, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 from ..errors import InputError
 from ..reranker import Reranker
@@ -25,26 +25,13 @@ from .metrics import (
 TOLERATED_LOSS = 0.1
 
 
-class LabelledScorer(Protocol):
-    """Scores documents with their labels in hand, as oracle similarity does. It is no reranker."""
-
-    threshold: float | None
-
-    def score_labelled(self, query: LabelledQuery, *, titles: bool = True) -> list[float]:
-        """One score for each document, in input order."""
-
-
-# What can be measured. Its ``threshold`` is its native one, or None.
-System = Reranker | LabelledScorer
-
-
 def score_dataset(
-    system: System, queries: Iterable[LabelledQuery], *, titles: bool = True
+    reranker: Reranker, queries: Iterable[LabelledQuery], *, titles: bool = True
 ) -> list[ScoredQuery]:
     """Score the documents of one query after another.
 
     Args:
-        system: A reranker, or a scorer that may see the labels.
+        reranker: What scores.
         queries: Labelled queries.
         titles: Put a document's title, if it has one, in front of its text.
 
@@ -53,11 +40,8 @@ def score_dataset(
     """
     scored = []
     for query in queries:
-        if isinstance(system, Reranker):
-            texts = [document.content(titles=titles) for document in query.documents]
-            scores = system.score(query.query, texts)
-        else:
-            scores = system.score_labelled(query, titles=titles)
+        texts = [document.content(titles=titles) for document in query.documents]
+        scores = reranker.score(query.query, texts)
         try:
             scored.append(ScoredQuery(scores, [document.relevant for document in query.documents]))
         except InputError as error:

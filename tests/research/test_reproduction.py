@@ -278,7 +278,7 @@ def test_a_whole_run_gives_tables_and_figures_of_the_scores(artifact, ranker, da
     assert re.search(rf"\| tiny \| (\*\*)?{100 * value:.1f}(\*\*)? \|", page)
     for name in ("base", "no-margin", "closed-separation", "layers: last", "raw", "0 queries"):
         assert f"| {name} |" in page
-    figures = {path.stem for path in (tmp_path / "out" / "report" / "figures").glob("*.png")}
+    figures = {path.stem for path in (tmp_path / "out").rglob("*.png")}
     assert {"f1-gap", "score-range-0", "scores-0"} <= figures
 
 

@@ -8,8 +8,6 @@ from ...errors import BackboneError, InputError, required
 from ...language_model.options import LoadOptions
 from ...reranker import Reranker
 
-_ALLOW = "options=LoadOptions(trust_remote_code=True), --trust-remote-code on the command line"
-
 
 class BiEncoder(Reranker):
     """Cosine of sentence embeddings (sentence-transformers). No natural threshold.
@@ -49,9 +47,9 @@ class BiEncoder(Reranker):
 class CrossEncoder(Reranker):
     """A sentence-transformers cross-encoder, by its raw output.
 
-    BGE-reranker-v2 and Jina-reranker-v2 are used with the sigmoid of that output as the probability
-    of relevance, so their native threshold is 0, where it is one half. Other models may be trained
-    on order alone and have none.
+    BGE-reranker-v2 is used with the sigmoid of that output as the probability of relevance, so its
+    native threshold is 0, where the probability is one half. Other models may be trained on order
+    alone and have none.
 
     `threshold`: the native one, in logits. It is loaded in float32 unless `options` name a dtype;
     BackboneError and MissingDependencyError say why it could not be, such as that it gives more
@@ -103,9 +101,7 @@ def _load(kind: str, name: str | Path, revision: str | None, options: LoadOption
     dtype = "float32" if options.dtype is None else options.resolved_dtype()
     hub = {"revision": revision, **options.hub}
     try:
-        if options.trust_remote_code:
-            _restore_function_of_transformers_4()
-        elif kind == "CrossEncoder":
+        if kind == "CrossEncoder" and not options.trust_remote_code:
             _check_no_custom_code(name, hub)
         hub["cache_folder"] = hub.pop("cache_dir")
         return getattr(sentence_transformers, kind)(
@@ -116,10 +112,7 @@ def _load(kind: str, name: str | Path, revision: str | None, options: LoadOption
             **hub,
         )
     except LOAD_ERRORS as error:
-        hint = ""
-        if "trust_remote_code" in str(error) and not options.trust_remote_code:
-            hint = f" Read that code, and allow it if you trust it: {_ALLOW}."
-        raise BackboneError(f"{name!r} could not be loaded as a {kind}: {error}{hint}") from error
+        raise BackboneError(f"{name!r} could not be loaded as a {kind}: {error}") from error
 
 
 def _check_no_custom_code(name: str, hub: Mapping[str, Any]) -> None:
@@ -136,14 +129,6 @@ def _check_no_custom_code(name: str, hub: Mapping[str, Any]) -> None:
     if class_name is not None:
         raise BackboneError(
             f"{name!r} brings its own model code ({class_name}), which is never run by itself. "
-            f"Read it, and allow it if you trust it: {_ALLOW}."
+            "Read it, and allow it if you trust it: trust_remote_code=True, or --trust-remote-code "
+            "on the command line."
         )
-
-
-def _restore_function_of_transformers_4() -> None:
-    """Give transformers 5 a function back that the code of Jina-reranker-v2 imports."""
-    from transformers.models.xlm_roberta import modeling_xlm_roberta as module
-
-    name = "create_position_ids_from_input_ids"
-    if not hasattr(module, name):
-        setattr(module, name, getattr(module.XLMRobertaEmbeddings, name))

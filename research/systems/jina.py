@@ -1,0 +1,34 @@
+"""Jina-reranker-v2, whose own code was written for transformers 4."""
+
+from pathlib import Path
+
+from transformers.models.xlm_roberta import modeling_xlm_roberta
+
+from rsrank_rag.evaluation.systems.sentence_transformers import CrossEncoder
+from rsrank_rag.language_model.options import LoadOptions
+
+
+class JinaReranker(CrossEncoder):
+    """The cross-encoder; 0 is a probability of relevance of one half.
+
+    Its own code runs only with ``trust_remote_code``. Errors are those of `CrossEncoder`.
+    """
+
+    def __init__(
+        self,
+        name: str | Path = "jinaai/jina-reranker-v2-base-multilingual",
+        *,
+        revision: str | None = None,
+        options: LoadOptions | None = None,
+    ) -> None:
+        if options is not None and options.trust_remote_code:
+            _restore_function_of_transformers_4()
+        super().__init__(name, threshold=0.0, revision=revision, options=options)
+
+
+def _restore_function_of_transformers_4() -> None:
+    """Give transformers 5 a function back that the code of Jina-reranker-v2 imports."""
+    name = "create_position_ids_from_input_ids"
+    if not hasattr(modeling_xlm_roberta, name):
+        function = getattr(modeling_xlm_roberta.XLMRobertaEmbeddings, name)
+        setattr(modeling_xlm_roberta, name, function)
