@@ -19,6 +19,13 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers import BertModel
 
+from rsrank_rag.method.projection import (
+    maxsim,
+    representational_shift,
+    shift_terms,
+    similarity_terms,
+)
+
 BORDER, MATCHED = 0.45, 0.6
 """Cosine and MaxSim above which a passage is about the query, over many sets."""
 
@@ -216,16 +223,20 @@ class Mini(nn.Module):
         return read, own
 
     def shift_terms(self, read: list[Tensor], alone: list[Tensor], scored: Tensor) -> Tensor:
-        """Mean over the scored tokens of cos(B @ shift, ones), (R, L, H)."""
-        shift = torch.stack([r.float() - a.float() for r, a in zip(read, alone, strict=True)], 1)
-        projected = torch.einsum("lhpd,rlhtd->rlhtp", self.projection, shift)
-        length = projected.square().sum(-1).clamp_min(1e-12).sqrt()
-        cosine = projected.sum(-1) / (length * projected.shape[-1] ** 0.5)
-        weights = scored / scored.sum(1, keepdim=True)
-        return (cosine * weights[:, None, None]).sum(-1)
+        """The mean of the shift terms over the scored tokens before heads are weighed, (R, L, H).
 
-    def agreement(self, query: Tensor, document: Tensor, scored: Tensor, own: Tensor) -> Tensor:
-        """MaxSim: the mean over the query's tokens of the best cosine with a document token, (R,).
+        Args:
+            read: Value vectors of the query's tokens after each document, L of (R, H, T, D).
+            alone: Those after the null prefix.
+            scored: Which tokens of the query count, (R, T) as float.
+        """
+        shifts = [representational_shift(r, a) for r, a in zip(read, alone, strict=True)]
+        terms = shift_terms(torch.stack(shifts, 1), self.projection)
+        weights = scored / scored.sum(1, keepdim=True)
+        return (terms * weights[:, None, None]).sum(-1)
+
+    def maxsim(self, query: Tensor, document: Tensor, scored: Tensor, own: Tensor) -> Tensor:
+        """The mean of MaxSim over the scored tokens, (R,).
 
         Args:
             query: Values of the first fusion layer of the query's tokens, (R, H, T, D).
@@ -233,15 +244,12 @@ class Mini(nn.Module):
             scored: Which tokens of the query count, (R, T) as float.
             own: Which tokens are the document's own, (R, S).
         """
-        q, d = (
-            functional.normalize(v.transpose(1, 2).flatten(2), dim=-1) for v in (query, document)
-        )
-        near = (q @ d.mT).float().masked_fill(~own[:, None], -1.0).amax(-1)
-        return (near * scored).sum(1) / scored.sum(1)
+        return (maxsim(query, document, own) * scored).sum(1) / scored.sum(1)
 
-    def base_score(self, cosine: Tensor, said: Tensor) -> Tensor:
-        """Scores (R,) without the shift."""
-        return self.pooled_weight * cosine + self.token_weight * said + self.bias
+    def base_score(self, cosine: Tensor, token_similarity: Tensor) -> Tensor:
+        """Scores without the shift, (R,), of cosines (R,) and MaxSim (R,)."""
+        weights = torch.stack([self.pooled_weight, self.token_weight, self.bias])
+        return similarity_terms(torch.stack([cosine, token_similarity], -1), weights).sum(-1)
 
 
 def pooled(hidden: Tensor, valid: Tensor) -> Tensor:

@@ -76,7 +76,7 @@ def run(model: Mini, encoder: Encoder, batch: Batch) -> Output:
             read, [values[query][:, :, :width] for values in alone], scored[query, :width]
         )
         cosine = (chunk_embeddings[row] * embedded[query]).sum(-1)
-        maxsim = model.agreement(
+        maxsim = model.maxsim(
             own[0][query, :, :width],
             keys_values[0][1][row],
             scored[query, :width],

@@ -66,9 +66,7 @@ class Scorer:
                 model.shift_terms(read, [values[query] for values in alone], scored[query])
             )
             cosine = (stored.embedded[chunk].float()[row] * embedded[query]).sum(-1)
-            matched = model.agreement(
-                own[0][query], kept[0][1][row], scored[query], inner(seen)[row]
-            )
+            matched = model.maxsim(own[0][query], kept[0][1][row], scored[query], inner(seen)[row])
             bases.append(model.base_score(cosine, matched))
             pairs += [(q, place) for _, q, place in rows]
         index = {pair: number for number, pair in enumerate(pairs)}
