@@ -6,13 +6,16 @@ name of each class, and a class is imported when a reranker of its kind is loade
 `research.systems` adds the systems that only the paper's experiments need.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
+from pydantic import BaseModel, FiniteFloat, PositiveFloat, ValidationError
+
 from ..errors import ArtifactError, InputError, nearest
-from ..language_model.options import ModelSource
+from ..language_model.options import LoadOptions, ModelSource
 from ..reranker import Reranker
 
 
@@ -50,6 +53,47 @@ class Kind:
         return system
 
 
+class Zero(BaseModel, extra="forbid"):
+    """The file of ``rsrank tune --output NAME.json``: where another system's scores have their 0.
+
+    Attributes:
+        model: The system's name, as everywhere.
+        revision: Its commit, tag or branch on the Hub.
+        threshold: The score that becomes 0.
+        scale: The difference of scores that becomes 1: their standard deviation on the labels.
+        notes: How the threshold was found.
+    """
+
+    model: str
+    revision: str | None = None
+    threshold: FiniteFloat
+    scale: PositiveFloat
+    notes: str = ""
+
+
+class TunedSystem(Reranker):
+    """Another system, with scores moved and scaled so that 0 is its tuned threshold.
+
+    Args:
+        file: As `Zero`.
+        revision: Instead of the file's.
+        options: How to load the system.
+    """
+
+    def __init__(self, file: str, *, revision: str | None, options: LoadOptions) -> None:
+        try:
+            self.zero = Zero.model_validate_json(Path(file).read_bytes())
+        except (OSError, ValidationError) as error:
+            raise InputError(f"{file} is no file that rsrank tune wrote: {error}") from error
+        self.system = load(ModelSource(self.zero.model, revision or self.zero.revision, options))
+
+    def score(self, query: str, documents: Sequence[str]) -> list[float]:
+        """The system's scores less the threshold, in units of the scale."""
+        scores = self.system.score(query, documents)
+        return [(score - self.zero.threshold) / self.zero.scale for score in scores]
+
+
+TUNED = Kind(f"{__name__}.TunedSystem")
 _ENCODERS = "rsrank_rag.evaluation.systems.sentence_transformers"
 
 KINDS: dict[str, Kind] = {
@@ -117,7 +161,7 @@ def _check_settings(source: ModelSource) -> None:
 
 
 def parse(text: str) -> tuple[Kind | None, str]:
-    """A system's kind, None for an RSRank artifact, and the Hub id or folder to load.
+    """A system's kind, None for an RSRank artifact, and the Hub id, folder or file to load.
 
     Raises:
         InputError: There is no such system; the message lists all.
@@ -126,6 +170,8 @@ def parse(text: str) -> tuple[Kind | None, str]:
 
     name, colon, rest = text.partition(":")
     kind = KINDS.get(name)
+    if text.endswith(".json"):
+        return TUNED, text
     if kind is None:
         if "/" in text or hub.is_folder(text) or text in hub.builtin_names():
             return None, text

@@ -11,7 +11,7 @@ from typer import Option
 
 from ..errors import InputError, TrainingError
 from ..language_model.options import LoadOptions
-from .options import Model, Revision, command, problems, screen
+from .options import Revision, System, command, problems, screen
 
 if TYPE_CHECKING:
     from ..training.verdict import Verdict
@@ -76,9 +76,10 @@ def tune(
     load: LoadOptions,
     data: Annotated[Path, Option("--data", help="Labelled .jsonl(.gz).")],
     output: Annotated[
-        Path, Option("--output", "-o", help="Folder for the artifact with the threshold.")
+        Path,
+        Option("--output", "-o", help="Folder for the artifact; for another system, NAME.json."),
     ],
-    model: Model = "mini",
+    model: System = "mini",
     revision: Revision = None,
     precision: Annotated[
         float | None, Option(min=0, max=1, help="Wanted: the lowest threshold that has it.")
@@ -93,6 +94,9 @@ def tune(
     """Write a copy of an artifact with the threshold for the best F1, or for a precision or recall.
 
     `rsrank tune --model mini --data labelled.jsonl --output runs/tuned --precision 0.8`
+
+    For another system, such as `cross-encoder:NAME`, the output is a file `NAME.json`. That file
+    can be named wherever a model can be named, and its scores are above 0 where they are relevant.
 
     Nothing is written where no threshold reaches the goal, or where queries that did not choose the
     threshold say that it is missed.

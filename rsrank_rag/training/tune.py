@@ -7,14 +7,16 @@ from typing import Literal
 
 import numpy as np
 
+from ..adapters import systems
 from ..artifact import hub
 from ..artifact.config import INSIDE
-from ..errors import TrainingError
+from ..errors import InputError, TrainingError
 from ..evaluation.datasets import read_labelled
 from ..evaluation.evaluate import score_dataset
 from ..evaluation.metrics import ScoredQuery
 from ..evaluation.statistics import Array, interval, mean_present, resampled
 from ..language_model.options import LoadOptions, ModelSource
+from ..partial_files import write_text
 from ..rsrank import RSRank
 from .batches import folds
 from .run import write_artifact
@@ -253,9 +255,9 @@ def tune(
     """Write a copy of an artifact with the threshold that reaches a goal on labelled queries.
 
     Args:
-        model: The artifact: built-in name, folder or Hub id.
+        model: The artifact: built-in name, folder or Hub id; or another system's name.
         data: Labelled queries, ``.jsonl`` or ``.jsonl.gz``.
-        output: Folder of the new artifact.
+        output: Folder of the new artifact; for another system, a file that ends in ``.json``.
         goal: What the threshold should reach.
         revision: The artifact's commit, tag or branch on the Hub.
         load: How to load the model.
@@ -265,15 +267,28 @@ def tune(
         The threshold. Nothing was written where it has a problem, unless ``force``.
     """
     load = load or LoadOptions()
+    is_artifact = systems.parse(model)[0] is None
+    if is_artifact is (output.suffix == ".json"):
+        kind = "a folder" if is_artifact else "a file that ends in .json"
+        raise InputError(f"--output {output} cannot hold {model}. Name {kind}.")
     queries = read_labelled(data)
-    ranker = RSRank.from_source(ModelSource(model, revision, load))
-    tuned = find_threshold(score_dataset(ranker, queries), goal, ranker.threshold or 0.0)
+    source = ModelSource(model, revision, load)
+    ranker = systems.load(source)
+    scored = score_dataset(ranker, queries)
+    tuned = find_threshold(scored, goal, ranker.threshold or 0.0)
     if tuned.problem and not force:
         return tuned
-    config = ranker.config
     note = f"Threshold for {goal} on {len(queries)} labelled queries of {data.name}."
     if tuned.problem:
         note = f"{note} It was forced: {tuned.problem}."
+    if not isinstance(ranker, RSRank):
+        scale = float(np.std(np.concatenate([query.scores for query in scored]))) or 1.0
+        zero = systems.Zero(
+            model=model, revision=revision, threshold=tuned.threshold, scale=scale, notes=note
+        )
+        write_text(output, zero.model_dump_json(indent=2))
+        return tuned
+    config = ranker.config
     notes = f"{config.training.notes} {note}".strip()
     training = config.training.model_copy(update={"notes": notes})
     config = config.model_copy(update={"threshold": tuned.threshold, "training": training})

@@ -1,5 +1,6 @@
 """Thresholds tuned on labelled queries: their values, their verdicts and their reports."""
 
+import json
 import random
 import statistics
 from dataclasses import replace
@@ -10,11 +11,13 @@ from conftest import DOCUMENTS, QUERIES
 from training_helpers import labelled, run, scorings, written
 
 from rsrank_rag import RSRank
+from rsrank_rag.adapters.systems import load
 from rsrank_rag.artifact import hub
 from rsrank_rag.artifact.config import RSRankConfig
-from rsrank_rag.errors import TrainingError
+from rsrank_rag.errors import InputError, TrainingError
 from rsrank_rag.evaluation.metrics import ScoredQuery, best_threshold
 from rsrank_rag.evaluation.statistics import Estimate
+from rsrank_rag.language_model.options import ModelSource
 from rsrank_rag.training.batches import folds
 from rsrank_rag.training.tune import Curves, Goal, find_threshold
 from rsrank_rag.training.verdict import means
@@ -186,6 +189,67 @@ def test_the_command_writes_nothing_where_the_goal_cannot_be_reached_unless_it_i
     assert not (tmp_path / "tuned").exists()
     assert "written: threshold" in run(*arguments, "--precision", 1.0, "--force")
     assert "It was forced: no threshold" in hub.read_config(tmp_path / "tuned").training.notes
+
+
+# Other systems
+
+
+@pytest.fixture(scope="module")
+def tuned_bm25(tmp_path_factory):
+    """The file with BM25's zero for recall 1 on `labelled`."""
+    pytest.importorskip("bm25s")
+    folder = tmp_path_factory.mktemp("tuned")
+    data = written(folder / "own.jsonl", labelled(6))
+    output = folder / "bm25.json"
+    arguments = ("tune", "--model", "bm25", "--data", data, "--output", output, "--recall", 0.5)
+    assert "written: threshold" in run(*arguments, "--force")
+    return output
+
+
+def test_another_systems_scores_are_moved_so_that_its_threshold_is_zero(tuned_bm25):
+    zero = json.loads(tuned_bm25.read_text("utf-8"))
+    assert (zero["model"], zero["scale"] > 0) == ("bm25", True)
+    assert "recall 0.5 on 6 labelled queries of own.jsonl" in zero["notes"]
+    plain = load(ModelSource("bm25"))
+    tuned = load(ModelSource(str(tuned_bm25)))
+    expected = [
+        (score - zero["threshold"]) / zero["scale"] for score in plain.score(QUERIES[0], DOCUMENTS)
+    ]
+    assert tuned.score(QUERIES[0], DOCUMENTS) == pytest.approx(expected)
+    assert (plain.threshold, tuned.threshold) == (None, 0.0)
+    kept = {document.index for document in tuned.rank(QUERIES[0], DOCUMENTS).kept}
+    assert kept == {place for place, score in enumerate(expected) if score > 0}
+
+
+def test_a_tuned_system_can_be_named_wherever_a_model_can(tuned_bm25, tmp_path):
+    langchain = pytest.importorskip("rsrank_rag.langchain")
+    from langchain_core.documents import Document
+
+    tuned = load(ModelSource(str(tuned_bm25)))
+    compressor = langchain.RSRankCompressor(model=str(tuned_bm25))
+    documents = [Document(page_content=text) for text in DOCUMENTS]
+    kept = compressor.compress_documents(documents, QUERIES[0])
+    assert [document.page_content for document in kept] == tuned.rank(QUERIES[0], DOCUMENTS).texts
+    passages = tmp_path / "passages.txt"
+    passages.write_text("\n".join(DOCUMENTS), encoding="utf-8")
+    said = run("rank", "--model", tuned_bm25, "-q", QUERIES[0], "-d", passages, "--json")
+    assert json.loads(said)["threshold"] == 0.0
+
+
+def test_a_tuned_file_is_for_other_systems_and_a_folder_for_artifacts(fused, tmp_path):
+    data = written(tmp_path / "own.jsonl", labelled(6))
+    common = ("tune", "--data", data, "--output")
+    assert "Name a folder" in run(*common, tmp_path / "x.json", "--model", fused, code=2)
+    assert "ends in .json" in run(*common, tmp_path / "x", "--model", "bm25", code=2)
+
+
+@pytest.mark.parametrize("text", [None, "{}", '{"model": "bm25", "threshold": 1, "scale": 0}'])
+def test_a_file_that_tune_did_not_write_is_refused(text, tmp_path):
+    file = tmp_path / "zero.json"
+    if text is not None:
+        file.write_text(text, encoding="utf-8")
+    with pytest.raises(InputError, match=r"zero\.json is no file that rsrank tune wrote"):
+        load(ModelSource(str(file)))
 
 
 def test_one_goal_at_a_time(fused, tmp_path):
