@@ -15,6 +15,7 @@ import struct
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from types import FrameType
 
@@ -149,4 +150,6 @@ def take_no_connections(listener: socket.socket) -> None:
         code = b"".join(struct.pack("HBBI", *step) for step in NO_NEW_CONNECTIONS)
         memory = ctypes.create_string_buffer(code)
         program = struct.pack("HL", len(NO_NEW_CONNECTIONS), ctypes.addressof(memory))
-        listener.setsockopt(socket.SOL_SOCKET, SO_ATTACH_FILTER, program)
+        # A sandbox may forbid filters. Then a connection that comes in the last moment may be reset.
+        with suppress(OSError):
+            listener.setsockopt(socket.SOL_SOCKET, SO_ATTACH_FILTER, program)
