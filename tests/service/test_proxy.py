@@ -1,13 +1,20 @@
 """The example of a proxy does what docs/serving.md asks of a proxy."""
 
+import os
 import re
 import shutil
+import socket
+import ssl
 import subprocess
+from contextlib import ExitStack
 from pathlib import Path
 
+import httpx
 import pytest
 
 pytest.importorskip("uvicorn")
+
+from service_helpers import Numbers, address_of, scheduler
 
 from rsrank_rag.service.middleware import Settings
 from rsrank_rag.service.server import Limits
@@ -69,8 +76,15 @@ def test_the_proxy_waits_longer_than_the_service(conf):
     assert amount(conf["proxy_read_timeout"][0][0]) > Settings().timeout
 
 
-@pytest.mark.skipif(shutil.which("nginx") is None, reason="nginx is not installed")
-def test_nginx_takes_it(tmp_path):
+needs_nginx = pytest.mark.skipif(
+    shutil.which("nginx") is None or os.geteuid() != 0,
+    reason="needs nginx, and root for its logs",
+)
+
+
+@pytest.fixture
+def copy(tmp_path):
+    """Writes the example with a certificate, a port of its own and the service's address."""
     key, certificate = tmp_path / "key", tmp_path / "certificate"
     subprocess.run(
         [
@@ -80,10 +94,55 @@ def test_nginx_takes_it(tmp_path):
         check=True,
         capture_output=True,
     )
-    text = CONF.read_text(encoding="utf-8")
-    text = text.replace("/etc/ssl/rank.example.org.pem", str(certificate))
-    text = text.replace("/etc/ssl/rank.example.org.key", str(key))
-    copy = tmp_path / "nginx.conf"
-    copy.write_text(text, encoding="utf-8")
-    done = subprocess.run(["nginx", "-t", "-c", copy], capture_output=True, text=True)
+
+    def write(listens="443", service="127.0.0.1:8080"):
+        text = CONF.read_text(encoding="utf-8")
+        for old, new in (
+            ("/etc/ssl/rank.example.org.pem", certificate),
+            ("/etc/ssl/rank.example.org.key", key),
+            ("listen 443", f"listen {listens}"),
+            ("127.0.0.1:8080", service),
+        ):
+            assert old in text
+            text = text.replace(old, str(new))
+        written = tmp_path / "nginx.conf"
+        written.write_text(text, encoding="utf-8")
+        return written
+
+    return write
+
+
+@needs_nginx
+def test_nginx_takes_it(copy):
+    done = subprocess.run(["nginx", "-t", "-c", copy()], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+@needs_nginx
+def test_behind_nginx_one_address_with_very_many_requests_is_limited_and_others_are_answered(
+    copy, tmp_path
+):
+    trust = ssl.create_default_context()
+    trust.check_hostname, trust.verify_mode = False, ssl.CERT_NONE
+    said = b"GET /health HTTP/1.1\r\nHost: localhost\r\n\r\n" * 300
+    with ExitStack() as stack, socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        name = f"127.0.0.1:{free.getsockname()[1]}"
+        free.close()
+        url = stack.enter_context(address_of(scheduler(Numbers())))
+        conf = copy(name, url.removeprefix("http://"))
+        general = f"daemon off; pid {tmp_path}/pid; error_log {tmp_path}/log;"
+        nginx = stack.enter_context(subprocess.Popen(["nginx", "-c", conf, "-g", general]))
+        stack.callback(nginx.terminate)
+        transport = httpx.HTTPTransport(verify=trust, local_address="127.0.0.2", retries=9)
+        other = stack.enter_context(httpx.Client(transport=transport, timeout=60))
+        assert other.get(f"https://{name}/health").status_code == 200
+        for _ in range(40):
+            plain = socket.create_connection(name.split(":"), timeout=60)
+            flood = stack.enter_context(trust.wrap_socket(plain))
+            flood.sendall(said)
+        assert flood.recv(12) == b"HTTP/1.1 429"
+        assert other.get(f"https://{name}/health").status_code == 200
+        text = httpx.get(f"{url}/metrics", timeout=60).text
+        answered = re.search(r'request_seconds_count{route="/health",status="200"} (\S+)', text)
+        assert float(answered[1]) < 0.5 * 40 * 300
