@@ -150,6 +150,6 @@ def take_no_connections(listener: socket.socket) -> None:
         code = b"".join(struct.pack("HBBI", *step) for step in NO_NEW_CONNECTIONS)
         memory = ctypes.create_string_buffer(code)
         program = struct.pack("HL", len(NO_NEW_CONNECTIONS), ctypes.addressof(memory))
-        # A sandbox may forbid filters. Then a connection that comes in the last moment may be reset.
+        # A sandbox may forbid filters. Then a connection of the last moment may be reset.
         with suppress(OSError):
             listener.setsockopt(socket.SOL_SOCKET, SO_ATTACH_FILTER, program)
