@@ -26,7 +26,7 @@ from rsrank_rag.evaluation.datasets import LabelledDocument, LabelledQuery
 from rsrank_rag.language_model.check import open_backbone
 from rsrank_rag.method.scoring import ShiftReader
 from rsrank_rag.method.template import Template, TokenisedDocument, TokenisedQuery
-from rsrank_rag.training.features import FeatureExtractor, row_count
+from rsrank_rag.training.features import FeatureExtractor
 from rsrank_rag.training.fit import FitOptions, fit
 from rsrank_rag.training.recipe import FeaturePart
 from rsrank_rag.training.run import on_gpu
@@ -128,7 +128,8 @@ def main() -> None:
         for number in range(chosen.queries)
     ]
     numbers = len(layers) * core.num_heads * core.head_dim
-    rows = row_count(queries, words, extractor.options)  # type: ignore[arg-type]
+    # One shift a token for each document, and for the relevant ones together.
+    rows = chosen.queries * (chosen.documents + 1) * QUERY_TOKENS
     size = 2 * rows * numbers
     prompt = len(words.null_prefix) + DOCUMENT_TOKENS + QUERY_TOKENS
     prompt_tokens = rows // QUERY_TOKENS * prompt

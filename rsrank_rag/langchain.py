@@ -3,7 +3,7 @@
 import inspect
 from collections.abc import Sequence
 from difflib import get_close_matches
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from pydantic import BaseModel, Field
 from typing_extensions import Unpack
@@ -28,10 +28,6 @@ with needs("rsrank_rag.langchain needs langchain-core.", "langchain", "langchain
     )
     from langchain_core.tools import StructuredTool
 
-if TYPE_CHECKING:
-    from .adapters.cross_encoder import RSRankCrossEncoder as RSRankCrossEncoder
-
-# Without RSRankCrossEncoder, whose base class is not in every langchain-core.
 __all__ = ["RSRankCompressor", "RSRankRetriever", "create_rsrank_tool"]
 
 # The run inside a compressor's run, which shows what a trace would not show otherwise.
@@ -292,12 +288,3 @@ def create_rsrank_tool(
         args_schema=ToolInput,
         response_format="content_and_artifact",
     )
-
-
-def __getattr__(name: str) -> Any:
-    """Import `RSRankCrossEncoder` at its first use: not every langchain-core has its base class."""
-    if name == "RSRankCrossEncoder":
-        from .adapters.cross_encoder import RSRankCrossEncoder
-
-        return RSRankCrossEncoder
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -35,7 +35,7 @@ from .method.projection import Projection
 from .method.scoring import Row, ShiftReader, score_parts, score_rows
 from .method.template import PromptTokenizer, TokenisedDocument, TokenisedQuery
 from .passages.explanation import Explanation
-from .prefixes.cache import CachedPrefixes, PrefixTiers, disk_bytes
+from .prefixes.cache import CachedPrefixes, PrefixTiers
 from .prefixes.settings import Choice, as_prefix_cache
 from .reranker import BLANK_SCORE, Pair, PairLike, Reranker, Scored, as_list, as_pairs
 
@@ -347,7 +347,7 @@ class RSRank(Pretrained, Reranker):
                 may hold, or an entry is not text.
             ScoringError: A document does not fit into memory even alone.
         """
-        missing = self._not_on_disk(documents, read=True)
+        missing = self._not_on_disk(documents)
         try:
             with tqdm(
                 total=len(missing), disable=not show_progress, unit="doc", desc="reading"
@@ -357,16 +357,8 @@ class RSRank(Pretrained, Reranker):
             raise too_large(len(error.ids), missing[error.ids]) from None
         return len(missing)
 
-    def index_size(self, documents: Sequence[str]) -> tuple[int, int]:
-        """How many distinct documents `index` would run, and the bytes of their files."""
-        missing = self._not_on_disk(documents, read=False)
-        return len(missing), disk_bytes(self.backbone, missing)
-
-    def _not_on_disk(self, documents: Sequence[str], *, read: bool) -> dict[Ids, int]:
-        """Token ids of documents without a file, and the first position of each.
-
-        ``read``: a file counts only if it can be read.
-        """
+    def _not_on_disk(self, documents: Sequence[str]) -> dict[Ids, int]:
+        """Token ids of documents without a readable file, and the first position of each."""
         tiers = self.cache.tiers
         if tiers.disk is None:
             raise InputError(
@@ -377,7 +369,7 @@ class RSRank(Pretrained, Reranker):
             if document.empty or document.ids in missing:
                 continue
             key = self.cache.key(document.ids)
-            if key not in tiers.disk or (read and tiers.read_file(key) is None):
+            if key not in tiers.disk or tiers.read_file(key) is None:
                 missing[document.ids] = position
         return missing
 

@@ -180,7 +180,6 @@ def test_adapters_load_no_model_code():
         assert own_imports(module, lazy=False) <= {
             "adapters.settings",
             "adapters.worker",
-            "adapters.cross_encoder",
             "errors",
             "reranker",
         }

@@ -3,7 +3,6 @@
 import json
 import math
 import re
-import sys
 
 import numpy as np
 import pytest
@@ -11,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rsrank_rag import RankedDocument, RankResult, Reranker
-from rsrank_rag.errors import InputError, MissingDependencyError, RSRankError, ScoringError
+from rsrank_rag.errors import InputError, RSRankError, ScoringError
 from rsrank_rag.reranker import BLANK_SCORE, Pair, Scored, choose
 
 
@@ -278,30 +277,6 @@ def test_a_result_as_plain_values_holds_every_document_once():
     plain = json.loads(json.dumps(result.to_dict()))
     assert (plain["query"], plain["threshold"]) == ("query", 0.0)
     assert [document["index"] for document in plain["kept"] + plain["dropped"]] == [2, 0, 1]
-
-
-def test_a_result_as_a_data_frame_has_a_row_a_document_best_first():
-    pytest.importorskip("pandas")
-    frame = result_of(2.0, -1.0, 3.0).to_pandas()
-    assert list(frame.columns) == [
-        "kept",
-        "index",
-        "text",
-        "score",
-        "truncated",
-        "window",
-        "excerpts",
-        "heading",
-    ]
-    assert frame["index"].tolist() == [2, 0, 1]
-    assert frame["kept"].tolist() == [True, True, False]
-    assert result_of().to_pandas().shape == (0, 8)
-
-
-def test_without_pandas_the_command_that_installs_it_is_named(monkeypatch):
-    monkeypatch.setitem(sys.modules, "pandas", None)
-    with pytest.raises(MissingDependencyError, match="pip install pandas"):
-        result_of(1.0).to_pandas()
 
 
 def test_a_notebook_shows_bars_from_the_threshold_and_texts_as_they_are():

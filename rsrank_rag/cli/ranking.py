@@ -11,14 +11,10 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 from rich.progress import track
-from rich.table import Table
 from rich.text import Text
 from typer import Option
 
-from .. import __version__
 from ..adapters.systems import load as load_reranker
-from ..artifact.card import size_of_b
-from ..artifact.config import RSRankConfig
 from ..errors import InputError
 from ..language_model.options import LoadOptions, ModelSource
 from ..method.template import clean
@@ -193,8 +189,6 @@ def index(
     """
     ranker = _load(ModelSource(model, revision, load, prefix_cache=str(prefixes.absolute())))
     texts = ranker.parts(read_documents(documents), long_documents=long_documents)
-    count, size = ranker.index_size(texts)
-    problems.print(f"{len(texts):,} documents, {count:,} new: {size / 1e6:,.1f} MB")
     count = ranker.index(texts, show_progress=problems.is_terminal)
     screen.print(f"{len(texts):,} documents, {count} new, in {prefixes}")
 
@@ -202,11 +196,8 @@ def index(
 @command(app)
 def explain(
     query: Query,
+    document: Annotated[str, Option("--document", "-d", help="The document's text.")],
     load: LoadOptions,
-    document: Annotated[str | None, Option("--document", help="One document's text.")] = None,
-    documents: Annotated[
-        str | None, Option("--documents", "-d", help="Or a file of them, or - .")
-    ] = None,
     model: Model = "mini",
     revision: Revision = None,
     instruction: Instruction = None,
@@ -215,29 +206,17 @@ def explain(
     """Show where a score comes from: its exact parts per query token and per layer (L1, L2, ...).
 
     `rsrank explain -q "How do bees find flowers?" --document "Bees find them by their colour."`
-
-    `rsrank explain -q "How do bees find flowers?" -d passages.txt`
     """
-    if document is not None and documents is None:
-        texts = [clean(document)]
-    elif document is None and documents is not None:
-        texts = read_documents(documents)
-    else:
-        raise InputError(
-            "Give one document's text (--document TEXT) or a file of them (--documents FILE)."
-        )
     ranker = _load(ModelSource(model, revision, load))
     if instruction is not None:
         ranker = ranker.with_instruction(clean(instruction))
-    explanations = [ranker.explain(clean(query), text) for text in texts]
+    explanation = ranker.explain(clean(query), clean(document))
     if as_json:
-        rows = [asdict(explanation) for explanation in explanations]
-        for row in rows:
-            del row["head_parts"]
-        _print_json(rows if document is None else rows[0])
+        fields = asdict(explanation)
+        del fields["head_parts"]
+        _print_json(fields)
     else:
-        blocks = [explanation_text(explanation) for explanation in explanations]
-        screen.print(*blocks, sep="\n\n", soft_wrap=True)
+        screen.print(explanation_text(explanation), soft_wrap=True)
 
 
 def explanation_text(explanation: Explanation) -> Text:
@@ -260,7 +239,7 @@ def info(
     ] = False,
     as_json: AsJson = False,
 ) -> None:
-    """Describe an artifact: backbone, B, template, training, licence. No language model is loaded.
+    """Print an artifact's model card, its limits, and its dtype here; loads no language model.
 
     `rsrank info mini`
     """
@@ -271,40 +250,11 @@ def info(
     if as_json:
         typer.echo(config.model_dump_json(indent=2))
         return
-    path = folder / hub.LIMITS
-    limits = path.read_text(encoding="utf-8").strip() if path.is_file() else "not stated"
-    dtype = LoadOptions().settled_dtype(int8=config.int8)
-    screen.print(info_table(model, config, limits, dtype))
-
-
-def info_table(name: str, config: RSRankConfig, limits: str, dtype: str) -> Table:
-    """The properties of an artifact, and the dtype that it is computed in on this machine."""
-    backbone = config.backbone
-    template = config.template
-    fusion = "none"
-    if config.fusion_layer:
-        fusion = f"queries see documents from layer {config.fusion_layer} on"
-    if config.documents_stay:
-        fusion += ", up to which documents are run"
-    rows = {
-        "rsrank_rag": __version__,
-        "artifact": name,
-        "backbone": f"{backbone.name} at {backbone.revision or 'no pinned revision'} "
-        f"({backbone.model_type}, {config.depth})",
-        "fusion": fusion,
-        "B": size_of_b(config),
-        "template": f"{template.instruction!r} document {template.separator!r} query "
-        f"{template.suffix!r}, scored: {template.positions}",
-        "training data": ", ".join(config.training.data) or "not recorded",
-        "dtype here": dtype,
-        "limits": limits,
-        "notes": config.training.notes or "-",
-        "licence": config.license or "not recorded",
-    }
-    table = Table(show_header=False)
-    for label, value in rows.items():
-        table.add_row(Text(label, style="bold"), Text(value))
-    return table
+    typer.echo(hub.model_card(config))
+    limits = folder / hub.LIMITS
+    if limits.is_file():
+        typer.echo(f"Limits: {limits.read_text(encoding='utf-8').strip()}")
+    typer.echo(f"Computed here in {LoadOptions().settled_dtype(int8=config.int8)}.")
 
 
 @command(app, resumes=True)

@@ -112,8 +112,7 @@ def tune(
         goal = Goal("precision", precision)
     with problems.status(f"Scoring {data} ..."):
         tuned = tune(model, data, output, goal, revision=revision, load=load, force=force)
-    for sentence in tuned.summary:
-        screen.print(sentence, soft_wrap=True)
+    screen.print(tuned.summary, soft_wrap=True)
     show_verdict(tuned.verdict, (f"at {tuned.before:g}", "tuned"))
     if tuned.problem and not force:
         raise TrainingError(f"Nothing was written: {tuned.problem}. --force writes it.")
@@ -145,14 +144,12 @@ def push(
     ],
     private: Annotated[bool, Option("--private", help="Make a new repository private.")] = False,
     revision: Annotated[str | None, Option(help="Branch; made if it does not exist.")] = None,
-    message: Annotated[str, Option(help="First line of the commit.")] = "Upload RSRank projection",
-    dry_run: Annotated[
-        bool, Option("--dry-run", help="Show the model card and the files, and stop.")
-    ] = False,
 ) -> None:
     """Publish an artifact with its model card on the Hugging Face Hub (first: `hf auth login`).
 
-    `rsrank push runs/mine/artifact me/my-reranker --dry-run`
+    `rsrank info runs/mine/artifact` shows the model card.
+
+    `rsrank push runs/mine/artifact me/my-reranker`
     """
     from ..artifact import hub
 
@@ -165,16 +162,7 @@ def push(
     hub.check_shareable(config, include_backbone=False)
     if not hub.is_hub_id(repo_id):
         raise InputError(f"{repo_id!r} cannot be a repository on the Hub. Give owner/name.")
-    if not dry_run:
-        screen.print(
-            hub.push(
-                artifact, repo_id, private=private, revision=revision, token=None, message=message
-            )
-        )
-        return
-    files = hub.contents(artifact, repo_id)
-    typer.echo(bytes(files[hub.CARD]).decode())
-    for name, content in files.items():
-        typer.echo(
-            f"{len(content) if isinstance(content, bytes) else content.stat().st_size:>13,} {name}"
-        )
+    message = "Upload RSRank projection"
+    screen.print(
+        hub.push(artifact, repo_id, private=private, revision=revision, token=None, message=message)
+    )

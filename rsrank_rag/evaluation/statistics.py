@@ -30,6 +30,16 @@ class Estimate(Record):
     low: float | None
     high: float | None
 
+    def __str__(self) -> str:
+        """Such as ``0.100 (0.025 to 0.200)``."""
+        if self.low is None or self.high is None:
+            return f"{self.mean:.3f}"
+        return f"{self.mean:.3f} ({self.low:.3f} to {self.high:.3f})"
+
+    def is_below(self, value: float) -> bool:
+        """Whether all of the interval is below a value."""
+        return self.high is not None and self.high < value
+
 
 def estimate_mean(*samples: Sequence[float], resamples: int = RESAMPLES, seed: int = 0) -> Estimate:
     """The mean of the samples' means, with its interval.

@@ -1,6 +1,5 @@
 """Why a document got its score: the exact terms of the score per query token, layer and head."""
 
-import html
 import math
 from dataclasses import dataclass
 
@@ -88,30 +87,3 @@ class Explanation:
             cells = " ".join(f"{term:>+6.2f}" for term in terms)
             lines.append(f"{name:<{width}}  {total:>+7.3f}  {cells}")
         return "\n".join(lines)
-
-    def _repr_html_(self) -> str:
-        """A table in a notebook: green cells raise the score, red ones lower it."""
-        labels, rows = self.columns(len(self.layers) or 1)
-        if self.agreement:
-            labels.append("whole")
-        largest = max((abs(term) for row in rows for term in row), default=0.0) or 1.0
-        head = "".join(f"<th>{label}</th>" for label in ["token", "total", *labels])
-        table = f"<tr>{head}</tr>"
-        for token, row in zip(self.tokens, rows, strict=True):
-            cells = _cell(math.fsum(row), largest * len(row))
-            cells += "".join(_cell(term, largest) for term in row)
-            cells += "<td></td>" if self.agreement else ""
-            table += f"<tr><th>{html.escape(token)}</th>{cells}</tr>"
-        verdict = "kept" if self.score > 0 else "dropped"
-        foot = "".join(f"<td>{total:+.2f}</td>" for total in self._totals(rows))
-        table += f"<tr><th>{verdict}</th><th>{self.score:+.2f}</th>{foot}</tr>"
-        cut = " (truncated)" if self.truncated else ""
-        text = html.escape(self.document[:300]) + cut
-        return f"<p><b>{html.escape(self.query)}</b><br>{text}</p><table>{table}</table>"
-
-
-def _cell(value: float, scale: float) -> str:
-    colour = "34,139,34" if value > 0 else "200,40,40"
-    shade = min(abs(value) / scale, 1.0)
-    style = f"text-align:right;background:rgba({colour},{shade:.2f})"
-    return f'<td style="{style}">{value:+.2f}</td>'

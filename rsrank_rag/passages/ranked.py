@@ -4,10 +4,10 @@ import html
 import math
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from ..errors import InputError, ScoringError, needs
+from ..errors import InputError, ScoringError
 from .parts import WHOLE, Excerpt, Reading, Window, joined
 
 BLANK_SCORE = -10_000.0
@@ -119,20 +119,6 @@ class RankResult:
     def to_dict(self) -> dict[str, Any]:
         """Plain dictionaries, numbers and texts: what ``rsrank rank --json`` prints."""
         return asdict(self)
-
-    def to_pandas(self) -> Any:
-        """A data frame, best first: ``kept``, then the attributes of `RankedDocument`.
-
-        Raises MissingDependencyError: pandas is not installed.
-        """
-        with needs("to_pandas needs pandas. Install with: pip install pandas", "", "pandas"):
-            from pandas import DataFrame
-        names = [field.name for field in fields(RankedDocument)]
-        rows = []
-        for place, document in enumerate(self.kept + self.dropped):
-            values = [getattr(document, name) for name in names]
-            rows.append([place < len(self.kept), *values])
-        return DataFrame(rows, columns=["kept", *names])
 
     def _repr_html_(self) -> str:
         """A table in a notebook, with a bar from the threshold to each score."""

@@ -56,18 +56,6 @@ def check_texts(query: LabelledQuery) -> None:
         raise InputError(f"Query {query.id!r} has no document with text. Remove it from the data.")
 
 
-def row_count(
-    queries: Sequence[LabelledQuery], prompts: PromptTokenizer, options: FeaturePart
-) -> int:
-    """Number of shifts that the features of queries hold, for each layer and head."""
-    rows = 0
-    for query in queries:
-        oracle = any(document.relevant for document in query.documents)
-        tokens = len(stored_tokens(prompts.query(query.query).length, options.max_tokens))
-        rows += tokens * (len(query.documents) + oracle)
-    return rows
-
-
 class FeatureExtractor:
     """Turns labelled queries into features.
 

@@ -32,11 +32,11 @@ from ..method.scoring import ShiftReader
 from ..method.template import PromptTokenizer
 from ..partial_files import replacing, write_text
 from .batches import device_for, scored, split
-from .features import FeatureExtractor, check_texts, digest, row_count, subsample
+from .features import FeatureExtractor, check_texts, digest, subsample
 from .fine_tuning import fine_tune
 from .fit import Epoch, fit
 from .recipe import Recipe
-from .store import QueryFeatures, check_space, open_folder, read_features, write_features
+from .store import QueryFeatures, open_folder, read_features, write_features
 from .verdict import Verdict, judge, means
 
 
@@ -133,8 +133,7 @@ class TrainingRun:
         """Read the features of the recipe's queries, or what is missing of them.
 
         Raises:
-            TrainingError: The output folder holds features of something else, or the disk is too
-                small.
+            TrainingError: The output folder holds features of something else.
         """
         queries = self.queries
         core, prompts, _ = self._model
@@ -144,16 +143,6 @@ class TrainingRun:
         open_folder(folder, self._description())
         paths = [folder / f"{number:05d}.safetensors" for number in range(len(queries))]
         missing = [number for number, path in enumerate(paths) if not path.exists()]
-        if missing:
-            documents = sum(len(query.documents) for query in queries)
-            rows = row_count(queries, prompts, part)
-            size = 2 * rows * len(layers) * core.num_heads * core.head_dim
-            self.say(
-                f"Features of {len(queries):,} queries with {documents:,} documents: "
-                f"{size / 1e9:.2f} GB. It takes less with --set features.max_tokens=8 or "
-                "features.max_documents=10."
-            )
-            check_space(folder, size * len(missing) // len(queries))
         budget = part.token_budget or token_budget_for(core.device)
         extractor = FeatureExtractor(self.reader(core, prompts, layers), part, token_budget=budget)
         for number in self._bar(missing, desc="features", unit="query"):
@@ -243,14 +232,12 @@ class TrainingRun:
         elif verdict.losses and not self.force:
             reason = f"fine-tuned weights are {measured}"
         else:
-            tried = ", ".join(f"{penalty:g}" for penalty in options.penalties)
             return Result(
                 tuned.projection,
                 0.0,
                 means(tuned.after, 0.0),
                 settings,
-                f"fine-tuned weights, {measured}; penalty {tuned.penalty:g} of {tried} (a smaller "
-                "penalty moves the weights farther)",
+                f"fine-tuned weights, {measured}; penalty {tuned.penalty:g}",
                 verdict,
             )
         return Result(

@@ -6,7 +6,6 @@ stopped. Files are memory-mapped: features may be larger than memory.
 """
 
 import json
-import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -76,15 +75,4 @@ def open_folder(folder: Path, description: Mapping[str, Any]) -> None:
         raise TrainingError(
             f"{folder} holds features of something else ({'; '.join(different)}). Use another "
             "folder, or remove this one."
-        )
-
-
-def check_space(folder: Path, size: int) -> None:
-    """Raise TrainingError where the disk has less than so many bytes free."""
-    free = shutil.disk_usage(folder).free
-    if size > free:
-        raise TrainingError(
-            f"The features need {size / 1e9:.1f} GB and {folder} has {free / 1e9:.1f} GB free. Use "
-            "fewer query tokens (features.max_tokens), documents (features.max_documents) or "
-            "queries, or another disk."
         )

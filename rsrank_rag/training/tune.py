@@ -80,73 +80,28 @@ class Tuned:
                 f"no threshold reaches {self.goal} on these {self.verdict.queries} queries: the "
                 f"highest {name} is {self.value:.3f}, at threshold {self.threshold:.3f}"
             )
-        if self.goal.value is None:
-            if self.goal.metric in self.verdict.losses:
-                return (
-                    f"on queries that did not choose the threshold, {name} falls below that of "
-                    f"threshold {self.before:g}"
-                )
-            return None
         held_out = self.verdict.after.get(self.goal.metric)
-        if held_out and held_out.high is not None and held_out.high < self.goal.value - ROUNDING:
-            return (
-                f"on queries that did not choose the threshold, {name} is {held_out.mean:.3f} "
-                f"({held_out.low:.3f} to {held_out.high:.3f}), below {self.goal.value:g}"
-            )
-        return None
+        if self.goal.value is None:
+            missed = self.goal.metric in self.verdict.losses
+            wanted = f"that of threshold {self.before:g}"
+        else:
+            missed = held_out is not None and held_out.is_below(self.goal.value - ROUNDING)
+            wanted = f"{self.goal.value:g}"
+        if not missed or held_out is None:
+            return None
+        return f"on queries that did not choose the threshold, {name} is {held_out}, below {wanted}"
 
     @property
-    def summary(self) -> list[str]:
-        """What was measured, in sentences."""
+    def summary(self) -> str:
+        """What was measured on the queries that chose the threshold."""
         name = MEASURES[self.goal.metric]
         low, high = self.interval
         aim = f"for {self.goal}" if self.reached else f"nearest to {self.goal}"
-        sentences = [
+        return (
             f"Threshold {aim}: {self.threshold:.3f} ({low:.3f} to {high:.3f} in 95% of resampled "
             f"sets of queries). On the {self.verdict.queries} queries that chose it {name} is "
             f"{self.value:.3f}; at {self.before:g}, the threshold so far, {self.value_before:.3f}."
-        ]
-        if direction := self._direction():
-            sentences.append(direction)
-        if held_out := self.verdict.after.get(self.goal.metric):
-            sentences.append(self._on_other_queries(held_out.mean, held_out.low, held_out.high))
-        return sentences
-
-    def _direction(self) -> str | None:
-        """Why a precision lowers the threshold, or a recall raises it; None where nothing does."""
-        goal, before = self.goal, self.value_before
-        if goal.value is None or not self.reached:
-            return None
-        if goal.metric == "precision" and self.threshold < self.before:
-            choice, effect = "lowest", "lower, so that more documents are kept"
-        elif goal.metric == "recall" and self.threshold > self.before:
-            choice, effect = "highest", "higher, so that fewer documents are kept"
-        else:
-            return None
-        reason = "already more than asked for"
-        if before < goal.value:
-            reason = f"less than asked for, but {goal.metric} does not grow evenly"
-        return (
-            f"At {self.before:g} {goal.metric} is {before:.3f}, {reason}: the {choice} threshold "
-            f"with at least {goal.value:g} is {effect}."
         )
-
-    def _on_other_queries(self, mean: float, low: float | None, high: float | None) -> str:
-        """What is to be expected of queries that did not choose the threshold."""
-        sentence = (
-            f"On queries that did not choose the threshold {MEASURES[self.goal.metric]} is "
-            f"{mean:.3f}"
-        )
-        if low is None or high is None:
-            return f"{sentence}, of a single query."
-        sentence = f"{sentence} ({low:.3f} to {high:.3f})"
-        if self.goal.value is None:
-            return f"{sentence}."
-        if low >= self.goal.value - ROUNDING:
-            return f"{sentence}: the goal is reached beyond chance."
-        if high < self.goal.value - ROUNDING:
-            return f"{sentence}: the goal is missed beyond chance."
-        return f"{sentence}: more labels are needed to say whether {self.goal} holds."
 
 
 class Curves:

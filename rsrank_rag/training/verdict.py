@@ -70,8 +70,7 @@ class Verdict(Record):
         changes = []
         for name in self.losses + self.gains:
             change = self.difference[name]
-            direction = "rises" if change.mean > 0 else "falls"
-            changes.append(f"{MEASURES[name]} {direction} by {size(change)}")
+            changes.append(f"{MEASURES[name]} changes by {change}")
         if not changes:
             return self.outcome
         return f"{self.outcome}: {', '.join(changes)}"
@@ -84,15 +83,6 @@ class Verdict(Record):
         if name == LEFT_WITH_NOTHING:
             return -change.high, -change.low
         return change.low, change.high
-
-
-def size(change: Estimate) -> str:
-    """How large a change is, without its sign: ``0.100 (0.025 to 0.200)``."""
-    text = f"{abs(change.mean):.3f}"
-    if change.low is None or change.high is None:
-        return text
-    ends = sorted((abs(change.low), abs(change.high)))
-    return f"{text} ({ends[0]:.3f} to {ends[1]:.3f})"
 
 
 def judge(

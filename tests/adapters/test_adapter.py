@@ -824,15 +824,6 @@ async def test_a_remote_reranker_as_model_is_not_queued_either(adapter, service)
     assert id(made.model) not in worker._workers
 
 
-def test_a_cross_encoder_asks_a_service_too(service):
-    pytest.importorskip("langchain_core.cross_encoders")
-    from rsrank_rag.langchain import RSRankCrossEncoder
-
-    made = RSRankCrossEncoder(base_url=service.address)
-    assert made.score([("a b", "a b"), ("c", "d"), ("a b", "a")]) == [1.0, -1.0, 0.0]
-    assert [asked["documents"] for asked in service.seen] == [["a b", "a"], ["d"]]
-
-
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 def test_a_forked_process_can_go_on_asking_a_service(service):

@@ -2,7 +2,6 @@
 
 import asyncio
 import logging
-import sys
 
 import pytest
 from conftest import DOCUMENTS, QUERY
@@ -493,45 +492,6 @@ async def test_langchains_pipeline_takes_the_compressor(compressor, asynchronous
         )
         found = await compress(pipeline, asynchronous, documents(1, -1, 3), "q")
         assert texts(found) == expected
-
-
-@needs_classic
-def test_langchains_cross_encoder_reranker_takes_our_cross_encoder():
-    pytest.importorskip("langchain_core.cross_encoders")
-    from rsrank_rag.langchain import RSRankCrossEncoder
-
-    scorer = RSRankCrossEncoder(model=Numbers())
-    assert scorer.score([("a", "1"), ("b", "-2"), ("a", "3")]) == [1.0, -2.0, 3.0]
-    assert scorer.score([]) == []
-    reranker = compressors.CrossEncoderReranker(model=scorer, top_n=2)
-    assert texts(reranker.compress_documents(documents(1, 2, 3), "q")) == ["3 points", "2 points"]
-
-
-@needs_classic
-def test_in_langchains_cross_encoder_reranker_blank_documents_come_last(ranker):
-    pytest.importorskip("langchain_core.cross_encoders")
-    from rsrank_rag.langchain import RSRankCrossEncoder
-
-    given = [Document(text) for text in ("", " \n", DOCUMENTS[0], DOCUMENTS[4])]
-    reranker = compressors.CrossEncoderReranker(model=RSRankCrossEncoder(model=ranker), top_n=2)
-    assert set(texts(reranker.compress_documents(given, QUERY))) == {DOCUMENTS[0], DOCUMENTS[4]}
-
-
-def test_the_module_can_be_imported_whole_without_a_base_class_for_cross_encoders(monkeypatch):
-    from rsrank_rag import langchain
-
-    assert "RSRankCrossEncoder" not in langchain.__all__
-    assert all(hasattr(langchain, name) for name in langchain.__all__)
-
-
-def test_without_a_base_class_the_cross_encoder_says_what_to_install(monkeypatch):
-    from rsrank_rag import langchain
-    from rsrank_rag.errors import MissingDependencyError
-
-    monkeypatch.delitem(sys.modules, "rsrank_rag.adapters.cross_encoder", raising=False)
-    monkeypatch.setitem(sys.modules, "langchain_core.cross_encoders", None)
-    with pytest.raises(MissingDependencyError, match="pip install -U langchain-core"):
-        langchain.RSRankCrossEncoder  # noqa: B018
 
 
 # LangChain's own standard tests

@@ -10,11 +10,9 @@ import transformers
 from conftest import CHAT, DOCUMENTS, QUERY, random_projection, tiny_config
 from hub_server import READER, WRITER, HubServer, connected, files_of
 from huggingface_hub import constants
-from typer.testing import CliRunner
 
 from rsrank_rag import RSRank, RSRankError
 from rsrank_rag.artifact.hub import push
-from rsrank_rag.cli import app
 from rsrank_rag.errors import ArtifactError, BackboneError
 from rsrank_rag.language_model.options import LoadOptions
 
@@ -553,15 +551,3 @@ def test_a_push_refuses_symbolic_links_and_uploads_nothing(hub, ranker, tmp_path
     message = refusal(push, folder, REPO, **options)
     assert f"{folder / 'notes.txt'} is a symbolic link" in message
     assert hub.repositories == {}
-
-
-def test_a_dry_run_shows_the_card_and_the_files_and_asks_nobody(hub, ranker, tmp_path):
-    folder = tmp_path / "made"
-    ranker.save_pretrained(folder, include_backbone=True)
-    before = files_of(folder)
-    done = CliRunner().invoke(app, ["push", str(folder), REPO, "--dry-run"])
-    assert done.exit_code == 0
-    assert f'RSRank.from_pretrained("{REPO}")' in done.stdout
-    assert {line.split()[1] for line in done.stdout.splitlines()[-len(before) :]} == set(before)
-    assert files_of(folder) == before
-    assert hub.log == []

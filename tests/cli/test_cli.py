@@ -105,14 +105,6 @@ def test_explain_shows_that_a_blank_document_has_no_parts(artifact):
     assert "-10000.00" in run("explain", "-q", QUERY, "--document", " ", "-m", artifact).stdout
 
 
-def test_explain_takes_a_file_of_documents_as_rank_does(artifact, passages):
-    found = json.loads(run("explain", "-q", QUERY, "-d", passages, "-m", artifact, "--json").stdout)
-    assert [row["document"] for row in found] == DOCUMENTS
-    assert "Give one document's text" in run("explain", "-q", QUERY, "-m", artifact, code=2).stderr
-    both = run("explain", "-q", QUERY, "-d", passages, "--document", "x", "-m", artifact, code=2)
-    assert "Give one document's text" in both.stderr
-
-
 def test_rank_finds_documents_that_were_read_ahead_of_time(artifact, passages, tmp_path):
     folder = str(tmp_path / "prefixes")
     run("index", "-d", passages, "-m", artifact, "-p", folder, "--dtype", "float32")

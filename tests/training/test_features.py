@@ -20,12 +20,11 @@ from rsrank_rag.training.features import (
     FeatureExtractor,
     digest,
     joined_documents,
-    row_count,
     subsample,
 )
 from rsrank_rag.training.recipe import FeaturePart, Recipe
 from rsrank_rag.training.run import TrainingRun
-from rsrank_rag.training.store import check_space, open_folder, read_features, write_features
+from rsrank_rag.training.store import read_features, write_features
 
 
 @pytest.fixture(scope="module")
@@ -142,12 +141,6 @@ def test_a_file_holds_what_was_extracted(extractor, tmp_path):
     assert vars(again) | {"shifts": None} == vars(features) | {"shifts": None}
 
 
-def test_the_number_of_rows_is_known_before_the_work(extractor):
-    queries = labelled(4)
-    rows = row_count(queries, extractor.reader.prompts, extractor.options)
-    assert rows == sum(extractor.extract(query).shifts.shape[2] for query in queries)
-
-
 @pytest.fixture
 def small_run(tiny_folder, tmp_path):
     """Function: number of queries, settings -> a run of a recipe on a tiny model."""
@@ -225,12 +218,6 @@ def test_a_damaged_file_is_one_clear_error(extractor, tmp_path):
         path.write_bytes(damaged)
         with pytest.raises(TrainingError, match=r"is damaged .* Remove it and run the same"):
             read_features(path)
-
-
-def test_a_disk_that_is_too_small_is_named_before_the_work(tmp_path):
-    open_folder(tmp_path, {"data": "x"})
-    with pytest.raises(TrainingError, match=r"need 9000000.0 GB .* Use fewer query"):
-        check_space(tmp_path, int(9e15))
 
 
 def test_a_query_without_text_in_its_documents_is_named(extractor):

@@ -42,7 +42,6 @@ file = "{data}"
 def test_a_recipe_goes_from_labelled_queries_to_an_artifact(recipe_file, tmp_path):
     out = tmp_path / "run"
     said = run("train", "--config", recipe_file, "--output", out)
-    assert "Features of 12 queries with 72 documents" in said
     assert "written: B of epoch" in said
     assert "chosen by F1 at zero on 1 validation queries" in said
     assert (out / "fit" / "log.jsonl").stat().st_size > 0
@@ -53,7 +52,7 @@ def test_a_recipe_goes_from_labelled_queries_to_an_artifact(recipe_file, tmp_pat
     assert set(training.metrics["held out"]) >= {"ndcg@5", "f1"}
     before = (out / "artifact" / "projection.safetensors").read_bytes()
     times = {path: path.stat().st_mtime_ns for path in (out / "features").iterdir()}
-    assert "Features of" not in run("train", "--config", recipe_file, "--output", out)
+    run("train", "--config", recipe_file, "--output", out)
     assert {path: path.stat().st_mtime_ns for path in times} == times
     assert (out / "artifact" / "projection.safetensors").read_bytes() == before
 

@@ -81,10 +81,6 @@ def test_the_goal_that_was_asked_for_is_judged_on_queries_that_did_not_choose_th
             recalls.append(means([queries[number]], threshold)["recall"])
     assert held_out.mean == pytest.approx(statistics.fmean(recalls))
     assert held_out.low < held_out.mean < held_out.high
-    assert (
-        f"recall is {held_out.mean:.3f} ({held_out.low:.3f} to {held_out.high:.3f})"
-        in (tuned.summary[-1])
-    )
     # F1 may fall where a recall was asked for: that is no reason to keep the threshold.
     assert tuned.problem is None
 
@@ -99,18 +95,6 @@ def test_a_threshold_for_f1_is_a_problem_only_where_f1_falls():
     assert find_threshold(odd, Goal()).problem is None
 
 
-def test_a_precision_that_lowers_the_threshold_is_explained():
-    labels = [True] * 4 + [False] * 4
-    scores = [3.0, 2.0, -0.5, -0.6, -0.7, -2.0, -2.1, -2.2]
-    tuned = find_threshold([ScoredQuery(scores, labels)] * 10, Goal("precision", 0.8))
-    assert tuned.threshold < 0
-    assert tuned.value_before == 1.0
-    assert (
-        "At 0 precision is 1.000, already more than asked for: the lowest threshold with at least "
-        "0.8 is lower, so that more documents are kept."
-    ) in tuned.summary
-
-
 def test_empty_lists_do_not_lower_a_precision():
     # Half of the queries keep nothing at zero; all that is kept is relevant.
     full = ScoredQuery([1.0, -3.0, -3.5], [True, False, False])
@@ -121,20 +105,13 @@ def test_empty_lists_do_not_lower_a_precision():
     assert -3.0 <= tuned.threshold < -2.0
 
 
-def test_a_recall_that_raises_the_threshold_is_explained():
-    queries = [ScoredQuery([3.0, 1.0, -1.0], [True, False, False])] * 10
-    tuned = find_threshold(queries, Goal("recall", 0.9))
-    assert tuned.threshold > 0
-    assert "already more than asked for: the highest threshold" in " ".join(tuned.summary)
-
-
 def test_a_goal_that_cannot_be_reached_says_how_near_one_gets():
     good = ScoredQuery([1.0, -1.0], [True, False])
     bad = ScoredQuery([1.0, -1.0], [False, True])
     tuned = find_threshold([good, bad, good, bad, good], Goal("precision", 0.8))
     assert not tuned.reached
     assert "the highest precision is 0.600, at threshold" in tuned.problem
-    assert "nearest to precision 0.8" in tuned.summary[0]
+    assert "nearest to precision 0.8" in tuned.summary
 
 
 def test_a_goal_that_is_missed_on_other_queries_is_a_problem():
@@ -146,7 +123,6 @@ def test_a_goal_that_is_missed_on_other_queries_is_a_problem():
     assert tuned.problem == (
         "on queries that did not choose the threshold, recall is 0.800 (0.700 to 0.850), below 0.9"
     )
-    assert "the goal is missed beyond chance" in tuned.summary[-1]
 
 
 def test_too_few_queries_or_none_to_answer_are_named():
@@ -168,7 +144,7 @@ def test_the_command_writes_what_it_says(fused, tmp_path):
     threshold = hub.read_config(output).threshold
     assert f"written: threshold {threshold:.3f}, in" in said
     assert "Threshold for recall 1: " in said
-    assert "On queries that did not choose the threshold recall is" in said
+    assert "Measured on queries that were left out: 6" in said
     assert "base" not in said
     assert (ranker.threshold, before.threshold) == (threshold, 0.0)
     assert ranker.score(QUERIES[0], DOCUMENTS) == before.score(QUERIES[0], DOCUMENTS)

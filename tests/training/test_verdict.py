@@ -90,7 +90,7 @@ def test_more_queries_left_with_nothing_are_a_loss_and_fewer_a_gain():
     lost = [ScoredQuery([-1.0, 0.5], labels)] * 10 + kept[10:]
     assert "left_with_nothing" in judge(kept, lost).losses
     assert "left_with_nothing" in judge(lost, kept).gains
-    assert "rises by 0.500" in str(judge(kept, lost))
+    assert "changes by 0.500" in str(judge(kept, lost))
 
 
 def test_a_single_query_decides_nothing():
