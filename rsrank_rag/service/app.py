@@ -2,18 +2,18 @@
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any
 
 from pydantic import BaseModel, Discriminator, Field, Tag, TypeAdapter
 
 from .. import __version__
 from ..errors import InputError, RSRankError, needs
 from ..reranker import Pair
-from .backend import UnavailableError
+from .backend import Outcome, UnavailableError
 from .scheduler import Scheduler
 from .schemas import others
 from .schemas.common import Instruction, Query, Question, Scores, ScoringRequest, Strict
@@ -38,8 +38,6 @@ with needs(
     from .schemas.cohere import RerankRequest, RerankResponse
 
 __all__ = ["Settings", "create_app"]
-
-Result = TypeVar("Result")
 
 PAGE = Path(__file__).with_name("page.html")
 ANYTHING = TypeAdapter(Any)
@@ -233,10 +231,14 @@ class _Service:
         pair = Pair(
             body.query, body.document, instruction=body.instruction or None, salt=request.state.salt
         )
-        self._check_size(Question([pair]))
+        question = Question([pair])
+        self._check_size(question)
         request.state.record.documents = 1
-        explanation = await self._work(request, self.backend.explain, pair)
-        return _json(ExplainResponse.model_validate(explanation, from_attributes=True))
+        outcomes = await self._work(request, [pair], explain=True)
+        faults, status = question.complaints(outcomes)
+        if faults:
+            raise request_error(faults, status)
+        return _json(ExplainResponse.model_validate(outcomes[0].explanation, from_attributes=True))
 
     async def models(self) -> others.ModelList:
         """The model that is served, as OpenAI and NVIDIA list models."""
@@ -307,7 +309,7 @@ class _Service:
             for place, pair in enumerate(question.pairs)
             if place not in question.faults
         ]
-        outcomes = question.outcomes(await self._work(request, self.backend.score, usable))
+        outcomes = question.outcomes(await self._work(request, usable))
         record.tokens = sum(outcome.tokens for outcome in outcomes)
         faults, status = question.complaints(outcomes)
         if faults and not (partial and len(faults) < len(outcomes)):
@@ -337,16 +339,18 @@ class _Service:
             raise request_error(faults, 413)
 
     async def _work(
-        self, request: Request, method: Callable[..., Coroutine[Any, Any, Result]], argument: Any
-    ) -> Result:
-        """Call a method of the backend. If the client leaves, the work is cancelled.
+        self, request: Request, pairs: Sequence[Pair], *, explain: bool = False
+    ) -> list[Outcome]:
+        """Have the backend score pairs. If the client leaves, the work is cancelled.
 
         The time that the request has taken so far counts towards its timeout.
         """
         record = request.state.record
         limit = self.settings.timeout
         left = None if limit is None else max(0.001, limit - record.seconds)
-        task = asyncio.ensure_future(method(argument, client=record.client, timeout=left))
+        task = asyncio.ensure_future(
+            self.backend.score(pairs, client=record.client, timeout=left, explain=explain)
+        )
         gone = asyncio.ensure_future(_disconnected(request))
         try:
             await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)

@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from ..errors import RSRankError
+from ..passages.explanation import Explanation
 from ..passages.parts import Excerpt, Window
 
 Fault = Literal["input", "unscored", "internal"]
@@ -22,6 +23,7 @@ class Outcome:
         window: The best window of a document that was read in windows.
         sentences: All sentences of a document that was read sentence by sentence.
         error: What follows the document's name in a message; about a query, a whole sentence.
+        explanation: The score taken apart, where that was asked for.
     """
 
     score: float | None
@@ -31,6 +33,7 @@ class Outcome:
     window: Window | None = None
     sentences: tuple[Excerpt, ...] = ()
     error: str = ""
+    explanation: Explanation | None = None
 
 
 @dataclass(frozen=True, slots=True)

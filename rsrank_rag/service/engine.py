@@ -98,22 +98,26 @@ class Engine:
 
     def run(self, pairs: Sequence[Pair]) -> BatchResult:
         """As `score`, with the time that it took."""
+        return self._timed(pairs, _outcomes)
+
+    def explain(self, pairs: Sequence[Pair]) -> BatchResult:
+        """As `run`, with scores taken apart; an InputError if the model cannot do so."""
+        return self._timed(pairs, self._explained)
+
+    def _timed(
+        self, pairs: Sequence[Pair], work: Callable[[Reranker, list[Pair]], list[Outcome]]
+    ) -> BatchResult:
         started = time.perf_counter()
-        outcomes = self.score(pairs)
+        outcomes = self._alone(pairs, work)
         stats: dict[str, float] = getattr(self.reranker, "stats", dict)()
         return BatchResult(outcomes, time.perf_counter() - started, stats)
 
-    def explain(self, pair: Pair) -> Explanation:
-        """Take one score apart; raises what the model raises, and InputError if it cannot do so."""
-        reranker = self._reranker_for(pair)
+    def _explained(self, reranker: Reranker, pairs: list[Pair]) -> list[Outcome]:
         explain: Callable[[str, str], Explanation] | None = getattr(reranker, "explain", None)
         if explain is None:
             raise InputError(f"{self.name} cannot take its scores apart. RSRank models can.")
-        try:
-            return explain(pair.query, pair.document)
-        except RuntimeError as error:
-            _check_device(error)
-            raise
+        explained = [explain(pair.query, pair.document) for pair in pairs]
+        return [Outcome(one.score, one.truncated, explanation=one) for one in explained]
 
     def check(self, canary: Canary) -> str | None:
         """What is wrong with how the model ranks the canary; None if nothing is."""

@@ -20,12 +20,10 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from ..errors import RSRankError
-from ..passages.explanation import Explanation
-from ..passages.pairs import Segment
 from ..passages.parts import WHOLE
 from ..reranker import CHARACTERS_PER_TOKEN, Pair, Reranker
 from .backend import DeadlineError, Description, Outcome, OverloadedError, UnavailableError
-from .engine import BatchResult, Canary, CutResult, parts_of
+from .engine import BatchResult, Canary, CutResult
 from .fair_queue import (
     FairQueue,
     QueueDocument,
@@ -50,6 +48,9 @@ WEIGHT = 0.5
 # Seconds of the model's time by which a client that asks for little is ahead of one that asks for
 # much. So a short request hardly waits for a large one, and no client gains more than this.
 CREDIT_SECONDS = 0.25
+
+Work = QueueDocument | QueueItem
+"""A document to cut, or a part of one to run."""
 
 PROBLEMS = ("truncated", "unscored", "failed", "cancelled", "refused", "late")
 COUNTERS = ("pairs", "tokens", *PROBLEMS, "batches", "restarts")
@@ -85,8 +86,7 @@ class Scheduler:
         self._is_stopping = False
         self.is_ending = False
         self._queue = FairQueue()
-        self._cutting: list[QueueDocument] = []
-        self._running: list[QueueItem] = []
+        self._running: Sequence[Work] = []
         self._speed = FIRST_SPEED
         self._is_speed_known = False
         self._work = asyncio.Event()
@@ -158,18 +158,20 @@ class Scheduler:
         if self._runner is not None:
             self._work.set()
             self._ending.set()
-            if self._is_abandoned():
+            if self._running and not self._queue.open_clients:
+                # Nobody waits for what the model is doing.
                 self.model.kill()
             await asyncio.wait([self._runner])
             self._runner = None
         await asyncio.to_thread(self.model.end)
 
-    def _is_abandoned(self) -> bool:
-        """Whether the model runs a batch, and nobody waits for anything."""
-        return bool(self._running) and not self._queue.documents
-
     async def score(
-        self, pairs: Sequence[Pair], *, client: str = "", timeout: float | None = None
+        self,
+        pairs: Sequence[Pair],
+        *,
+        client: str = "",
+        timeout: float | None = None,
+        explain: bool = False,
     ) -> list[Outcome]:
         """One outcome for each pair, in input order. Cancelling the call cancels the work.
 
@@ -179,6 +181,7 @@ class Scheduler:
             pairs: What to score.
             client: Who asks.
             timeout: Seconds after which to give up; None for never.
+            explain: Take the scores apart, too. Documents are then read whole.
 
         Raises:
             OverloadedError: The queue is full, or so long that time would be up before the answer.
@@ -187,62 +190,39 @@ class Scheduler:
         """
         if not pairs:
             return []
-        documents = self._admitted(pairs, client, timeout)
-        documents[0].request.client.uncut.extend(documents)
-        await self._answer(documents[0].request, timeout)
-        if any(len(document.outcomes) > 1 for document in documents):
-            outcomes = await asyncio.to_thread(outcomes_of, documents)
-        else:
-            outcomes = outcomes_of(documents)
-        self._counts["pairs"] += len(outcomes)
-        for outcome in outcomes:
-            self._counts["truncated"] += outcome.truncated
-            self._counts["unscored"] += outcome.fault == "unscored"
-            self._counts["failed"] += outcome.fault in ("input", "internal")
-        return outcomes
-
-    async def explain(
-        self, pair: Pair, *, client: str = "", timeout: float | None = None
-    ) -> Explanation:
-        """Take one score apart; errors as of `score` and of `Engine.explain`."""
-        document = self._admitted([pair], client, timeout)[0]
-        item = QueueItem("explain", document, 0, pair, document.uncut)
-        document.request.client.items.append(item)
-        explanation: Explanation = await self._answer(document.request, timeout)
-        return explanation
-
-    def _admitted(
-        self, pairs: Sequence[Pair], client: str, timeout: float | None
-    ) -> list[QueueDocument]:
-        """The documents of a new request; raises as `_admit`."""
         costs = [self._estimate(pair) for pair in pairs]
         self._admit(len(pairs), sum(costs), client, timeout)
         loop = asyncio.get_running_loop()
         owner = self._queue.join(client, self._credit)
-        request = QueueRequest(owner, loop.create_future(), len(pairs))
-        return [
-            QueueDocument(request, pair, loop.time(), cost)
+        request = QueueRequest(owner, loop.create_future(), len(pairs), len(pairs))
+        documents = [
+            QueueDocument(request, pair, explain, loop.time(), cost)
             for pair, cost in zip(pairs, costs, strict=True)
         ]
-
-    async def _answer(self, request: QueueRequest, timeout: float | None) -> Any:
-        """Wait for the answer to a request. Giving up takes the request out of the queue."""
-        client, count = request.client, request.missing
-        client.documents += count
+        owner.uncut.extend(documents)
+        owner.requests.add(request)
         self._work.set()
         try:
-            return await asyncio.wait_for(request.done, timeout)
+            await asyncio.wait_for(request.done, timeout)
         except asyncio.TimeoutError:
             self._counts["late"] += 1
             raise DeadlineError(
                 f"There was no answer in {timeout:.4g} seconds; the work has been cancelled."
             ) from None
         finally:
-            client.documents -= count
+            owner.requests.discard(request)
             if request.done.cancelled():
                 self._counts["cancelled"] += request.missing
-                client.remove(lambda document: document.request is request)
+                owner.tidy()
             self._queue.forget_clients(self._credit)
+        # In a thread, because a document may have very many sentences.
+        outcomes = await asyncio.to_thread(outcomes_of, documents)
+        self._counts["pairs"] += len(outcomes)
+        for outcome in outcomes:
+            self._counts["truncated"] += outcome.truncated
+            self._counts["unscored"] += outcome.fault == "unscored"
+            self._counts["failed"] += outcome.fault in ("input", "internal")
+        return outcomes
 
     def _estimate(self, pair: Pair, start: int = 0) -> int:
         """Tokens of a document from a character on, without what is never read."""
@@ -257,10 +237,11 @@ class Scheduler:
         """Take a request, or raise: the service stops, the queue is full, or there is no time."""
         if self._runner is None or self._runner.done() or self._is_stopping:
             raise UnavailableError(f"No requests are taken. {self.readiness()}", retry_after=5.0)
-        waiting = self._queue.documents
-        if not waiting:
+        clients = self._queue.open_clients
+        if not clients:
             return
-        own = self._queue.documents_of(client)
+        waiting = self._queue.documents
+        own = clients[client].documents if client in clients else 0
         seconds = 0.0
         # A client may fill what it leaves free for others.
         if waiting + own + count > self.limits.documents:
@@ -268,7 +249,12 @@ class Scheduler:
         elif timeout is None or not self._is_speed_known:
             return
         else:
-            seconds = self._seconds(client, cost) - MARGIN * timeout
+            costs = {name: one.cost for name, one in clients.items()}
+            costs[client] = costs.get(client, 0) + cost
+            # Other requests may double what waits, or get as much as this one. The last batch ends
+            # for all its items at once, and another batch runs now.
+            ahead = min(costs[client] * len(costs), 2 * sum(costs.values()))
+            seconds = (ahead + 2 * self._batch_tokens) / self._speed - MARGIN * timeout
             if seconds <= 0:
                 return
             reason = f"an answer in {timeout:.4g} seconds"
@@ -279,15 +265,6 @@ class Scheduler:
             retry_after=max(1.0, math.ceil(seconds)),
         )
 
-    def _seconds(self, client: str, cost: int) -> float:
-        """Seconds until so many more tokens of a client have run, with all others that wait."""
-        costs = {name: one.cost for name, one in self._queue.open_clients.items()}
-        costs[client] = costs.get(client, 0) + cost
-        # Other requests may double what waits, or get as much as this one. The last batch ends
-        # for all its items at once, and another batch runs now.
-        ahead = min(costs[client] * len(costs), 2 * sum(costs.values())) + 2 * self._batch_tokens
-        return ahead / self._speed
-
     # The loop
 
     async def _supervised(self) -> None:
@@ -297,7 +274,7 @@ class Scheduler:
                 return await self._run()
             except Exception:
                 logger.exception("The queue failed and goes on.")
-                self._fail_batch(RSRankError("The service failed."))
+                self._fail_running("The service failed.")
             except BaseException:
                 self._trouble = "The queue was cancelled."
                 self._give_up()
@@ -312,114 +289,71 @@ class Scheduler:
             if self.model.is_gone():
                 await self._restart()
             elif has_work:
-                await self._cut(self._queue.documents_to_cut(self._batch_tokens))
-                await self._process(self._queue.next_batch(self._batch_tokens))
+                await self._do(self._queue.documents_to_cut(self._batch_tokens), self._take_in)
+                await self._do(self._queue.next_batch(self._batch_tokens), self._take_outcomes)
             else:
                 await self._work.wait()
 
-    async def _cut(self, documents: list[QueueDocument]) -> None:
-        """Cut the next segment of each document into items."""
-        if not documents:
+    async def _do(self, work: Sequence[Work], take: Callable[[Any, Any], None]) -> None:
+        """Send work to the model's process and take in the answer."""
+        if not work:
             return
-        self._cutting = documents
-        arguments = [(document.pair, document.segment) for document in documents]
+        self._running = work
         try:
-            results: list[CutResult] = await self.model.call("cut", arguments)
+            answer = await self.model.call(work[0].method, [one.argument for one in work])
         except ProcessLostError:
-            for document in reversed(documents):
-                if not self._has_killed_twice(document, document):
-                    document.request.client.uncut.appendleft(document)
-            self._cutting = []
-            await self._restart()
-            return
+            for one in reversed(work):
+                self._put_back(one)
+            if not self._is_stopping or self._queue.open_clients:
+                await self._restart()
         except RSRankError as error:
-            results = [Outcome(None, fault="internal", error=str(error))] * len(documents)
-        self._take_in(documents, results)
-        self._cutting = []
+            self._fail_running(str(error))
+        else:
+            take(work, answer)
+        for client in {one.document.request.client for one in work}:
+            client.tidy()
+        self._running = []
 
-    def _take_in(self, documents: list[QueueDocument], results: Sequence[CutResult]) -> None:
+    def _put_back(self, work: Work) -> None:
+        """After a death of the process, try again, alone; after the second one, answer."""
+        work.deaths += 1
+        if work.deaths > 1:
+            error = "ended the model's process, twice."
+            self._fail(work.document, Outcome(None, fault="internal", error=error))
+        elif isinstance(work, QueueItem) and work.document.is_wanted:
+            work.document.request.client.items.appendleft(work)
+
+    def _fail_running(self, error: str) -> None:
+        """Answer with an error what the model cut or ran."""
+        for one in self._running:
+            self._fail(one.document, Outcome(None, fault="internal", error=error))
+
+    def _take_in(self, documents: Sequence[QueueDocument], results: Sequence[CutResult]) -> None:
+        """Queue the parts of the next segment of each document."""
         for document, result in zip(documents, results, strict=True):
             if isinstance(result, Outcome):
                 self._fail(document, result)
-            elif not document.request.done.done():
-                self._add_items(document, *result)
-        for document in reversed(documents):
-            if document.uncut and not document.request.done.done():
-                document.request.client.uncut.appendleft(document)
+            elif document.is_wanted:
+                segment, costs = result
+                document.add(segment, costs)
+                document.uncut = self._estimate(document.pair, segment.stop)
+                self._finish_if_complete(document)
 
-    def _add_items(self, document: QueueDocument, segment: Segment, costs: Sequence[int]) -> None:
-        """Queue the parts of a segment; the rest of the document waits to be cut."""
-        client = document.request.client
-        first = len(document.outcomes)
-        for part, cost in zip(parts_of(document.pair, segment), costs, strict=True):
-            item = QueueItem("run", document, len(document.outcomes), part, cost)
-            client.items.append(item)
-            document.outcomes.append(None)
-        document.segment = segment
-        document.spans += segment.spans
-        document.missing += len(document.outcomes) - first
-        document.uncut = 0
-        if not segment.is_last:
-            document.uncut = self._estimate(document.pair, segment.stop)
-        self._finish_if_complete(document)
-
-    async def _process(self, batch: list[QueueItem]) -> None:
-        if not batch:
-            return
-        self._running = batch
-        now = asyncio.get_running_loop().time()
-        for item in batch:
-            if item.place == 0:
-                self.observe_wait(now - item.document.arrived)
-        try:
-            if batch[0].method == "explain":
-                await self._explain(batch[0])
-            else:
-                await self._score(batch)
-        except ProcessLostError:
-            for item in reversed(batch):
-                if not self._has_killed_twice(item, item.document):
-                    item.document.request.client.items.appendleft(item)
-            if not (self._is_stopping and self._is_abandoned()):
-                await self._restart()
-        except RSRankError as error:
-            self._fail_batch(error)
-        self._running = []
-
-    async def _explain(self, item: QueueItem) -> None:
-        explanation = await self.model.call("explain", item.pair)
-        if not item.document.request.done.done():
-            item.document.request.done.set_result(explanation)
-
-    async def _score(self, batch: list[QueueItem]) -> None:
-        result: BatchResult = await self.model.call("run", [item.pair for item in batch])
+    def _take_outcomes(self, batch: Sequence[QueueItem], result: BatchResult) -> None:
+        """Take in outcomes of parts. If a part has no score, its document has none."""
         self._learn(result, sum(item.cost for item in batch))
+        ended = asyncio.get_running_loop().time()
         for item, outcome in zip(batch, result.outcomes, strict=True):
-            self._settle(item, outcome)
-
-    def _has_killed_twice(self, work: QueueDocument | QueueItem, document: QueueDocument) -> bool:
-        """Count a death of the process; after the second one, and if nobody waits, answer."""
-        work.deaths += 1
-        if document.request.done.done():
-            return True
-        if work.deaths < 2:
-            return False
-        error = RSRankError("ended the model's process, twice.")
-        if isinstance(work, QueueItem) and work.method == "explain":
-            document.request.done.set_exception(error)
-        else:
-            self._fail(document, Outcome(None, fault="internal", error=str(error)))
-        return True
-
-    def _fail_batch(self, error: RSRankError) -> None:
-        """Answer with an error what the model cut or ran."""
-        for document in self._cutting:
-            self._fail(document, Outcome(None, fault="internal", error=str(error)))
-        for item in self._running:
-            if item.method == "run":
-                self._fail(item.document, Outcome(None, fault="internal", error=str(error)))
-            elif not item.document.request.done.done():
-                item.document.request.done.set_exception(error)
+            document = item.document
+            self._counts["tokens"] += outcome.tokens
+            if item.place == 0:
+                self.observe_wait(ended - result.seconds - document.arrived)
+            if outcome.score is None:
+                self._fail(document, outcome)
+            elif document.failure is None:
+                document.parts[item.place] = outcome
+                document.missing -= 1
+                self._finish_if_complete(document)
 
     def _learn(self, result: BatchResult, cost: int) -> None:
         """Take in how fast a batch was. A small batch says little about the speed of a full one."""
@@ -432,27 +366,14 @@ class Scheduler:
             self._speed += max(weight, 0.1) * (cost / seconds - self._speed)
             self._is_speed_known = True
 
-    def _settle(self, item: QueueItem, outcome: Outcome) -> None:
-        """Take in the outcome of a part. If a part has no score, the document has none."""
-        document = item.document
-        self._counts["tokens"] += outcome.tokens
-        if outcome.score is None:
-            self._fail(document, outcome)
-        elif document.failure is None:
-            document.outcomes[item.place] = outcome
-            document.missing -= 1
-            self._finish_if_complete(document)
-
     def _fail(self, document: QueueDocument, outcome: Outcome) -> None:
         """Answer a document with an error. Nothing more of the document is scored."""
-        if document.failure is None:
+        if document.failure is None and not document.is_complete:
             document.failure = outcome
-            document.uncut = 0
-            document.request.client.remove(lambda one: one is document)
             self._finish(document.request)
 
     def _finish_if_complete(self, document: QueueDocument) -> None:
-        if not document.missing and document.segment is not None and document.segment.is_last:
+        if document.is_complete:
             self._finish(document.request)
 
     def _finish(self, request: QueueRequest) -> None:
@@ -487,8 +408,8 @@ class Scheduler:
 
     def _give_up(self) -> None:
         """Answer all that waits: there is no model and will be none."""
-        documents = self._cutting + [item.document for item in self._running]
-        documents += self._queue.take_all()
-        for document in documents:
-            if not document.request.done.done():
-                document.request.done.set_exception(UnavailableError(self._trouble))
+        for client in self._queue.open_clients.values():
+            for request in client.requests:
+                if not request.done.done():
+                    request.done.set_exception(UnavailableError(self._trouble))
+            client.tidy()

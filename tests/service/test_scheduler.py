@@ -167,6 +167,12 @@ def pairs(*texts, query="q"):
     return [Pair(query, str(text)) for text in texts]
 
 
+async def explained(scheduler, document, query="q"):
+    """The outcome of a document whose score is to be taken apart."""
+    found = await scheduler.score(pairs(document, query=query), explain=True, timeout=60)
+    return found[0]
+
+
 def scores(outcomes):
     return [outcome.score for outcome in outcomes]
 
@@ -474,8 +480,9 @@ async def test_what_waits_is_finished_before_the_end():
 async def test_a_model_without_explanations_says_so():
     async with numbers(Numbers()) as scheduler:
         assert not scheduler.description.explains
-        with pytest.raises(InputError, match="cannot take its scores apart"):
-            await scheduler.explain(Pair("q", "1"))
+        found = await explained(scheduler, "1")
+    assert found.fault == "input"
+    assert "cannot take its scores apart" in found.error
 
 
 async def test_an_explanation_that_nobody_waits_for_leaves_the_queue():
@@ -485,7 +492,7 @@ async def test_an_explanation_that_nobody_waits_for_leaves_the_queue():
         first = asyncio.create_task(scheduler.score(pairs(1)))
         await until(lambda: reranker.began)
         for _ in range(4):  # not one of them finds a full queue
-            gone = asyncio.create_task(scheduler.explain(Pair("q", "d")))
+            gone = asyncio.create_task(explained(scheduler, "d"))
             await until(lambda: scheduler.stats()["waiting"] == 2)
             gone.cancel()
             await until(lambda: scheduler.stats()["waiting"] == 1)
@@ -497,13 +504,18 @@ async def test_an_explanation_that_nobody_waits_for_leaves_the_queue():
 
 async def test_whatever_a_model_raises_on_an_explanation_the_next_request_is_served(tmp_path):
     async with running(lambda: Mortal(tmp_path), thread=True) as scheduler:
-        with pytest.raises(RSRankError, match=r"The model failed \(ZeroDivisionError\)"):
-            await scheduler.explain(Pair("q", "broken"), timeout=60)
+        found = await explained(scheduler, "broken")
+        assert (found.fault, found.error) == (
+            "internal",
+            "made the model fail (ZeroDivisionError).",
+        )
         assert scores(await scheduler.score(pairs("a"), timeout=60)) == [1]
 
 
 class Unpacked:
     """Becomes the number of the thread in which it is unpickled."""
+
+    score, truncated = 1.0, False
 
     def __reduce__(self):
         return threading.get_ident, ()
@@ -512,14 +524,14 @@ class Unpacked:
 async def test_what_a_model_answers_is_unpacked_beside_the_event_loop(monkeypatch):
     monkeypatch.setattr(Numbers, "explain", lambda self, query, document: Unpacked(), raising=False)
     async with numbers(Numbers()) as scheduler:
-        place = await scheduler.explain(Pair("q", "1"))
+        place = (await explained(scheduler, "1")).explanation
     assert isinstance(place, int)
     assert place != threading.get_ident()
 
 
 async def test_a_real_model_explains_and_counts(ranker):
     async with running(lambda: ranker, thread=True) as scheduler:
-        explanation = await scheduler.explain(Pair("When?", "In 1932."))
+        explanation = (await explained(scheduler, "In 1932.", "When?")).explanation
         assert explanation.score == pytest.approx(ranker.score("When?", ["In 1932."])[0], abs=1e-4)
         assert (await scheduler.score(pairs("In 1932.", query="When?")))[0].tokens > 3
 
@@ -596,8 +608,7 @@ async def test_an_explanation_on_which_the_process_dies_is_an_error_and_the_next
     tmp_path,
 ):
     async with running(partial(Mortal, tmp_path)) as scheduler:
-        with pytest.raises(RSRankError, match=r"ended the model's process, twice\."):
-            await scheduler.explain(Pair("q", "d"))
+        assert (await explained(scheduler, "d")).error == "ended the model's process, twice."
         assert scores(await scheduler.score(pairs("a"))) == [1]
 
 
@@ -720,8 +731,7 @@ async def test_an_error_on_one_document_fails_only_that_one_and_the_next_request
             )
             assert [scores(outcomes) for outcomes in found] == [[1, None, 2], [3, 4]]
             assert "secret" not in found[0][1].error
-            with pytest.raises(RSRankError):
-                await scheduler.explain(Pair("q", bad))
+            assert (await explained(scheduler, bad)).fault in ("input", "internal")
         assert scheduler.readiness() is None
         assert scheduler.model.loaded.process == first
         assert scheduler.stats()["restarts"] == 0
