@@ -173,6 +173,7 @@ class RSRankCompressor(RerankerAdapter, BaseDocumentCompressor):
             "threshold": result.threshold,
             "documents": len(documents),
             "kept": len(result.kept),
+            "query_truncated": result.query_truncated,
             "truncated": sum(document.truncated for document in documents),
             "dropped": dropped,
         }

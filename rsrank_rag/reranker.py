@@ -3,6 +3,7 @@
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, Literal, TypedDict
 
@@ -35,6 +36,10 @@ PairLike = Pair | tuple[str, ...]
 """A pair, or ``(query, document)``."""
 
 
+LongQueries = Literal["cut", "error"]
+"""What happens to a query that is too long: read its first and last part, or raise InputError."""
+
+
 class Limits(TypedDict, total=False):
     """What decides which scored documents are kept: see `Reranker.rank`."""
 
@@ -43,8 +48,10 @@ class Limits(TypedDict, total=False):
     min_docs: int
 
 
-class RankOptions(Limits, ReadingOptions):
+class RankOptions(Limits, ReadingOptions, total=False):
     """All options of `Reranker.rank`."""
+
+    long_queries: LongQueries
 
 
 class Reranker(ABC):
@@ -119,6 +126,7 @@ class Reranker(ABC):
         threshold: float | Literal["native"] | None = "native",
         top_n: int | None = None,
         min_docs: int = 0,
+        long_queries: LongQueries = "cut",
         show_progress: bool = False,
         **options: Unpack[ReadingOptions],
     ) -> RankResult:
@@ -132,6 +140,8 @@ class Reranker(ABC):
                 RSRank). None keeps all: ranking alone. Minus infinity keeps all that have text.
             top_n: Keep at most so many, after the threshold.
             min_docs: Keep at least the best so many, even below the threshold.
+            long_queries: "cut": of a query that is too long for the model, read the first and the
+                last part, and say so in `RankResult.query_truncated`. "error": raise InputError.
             show_progress: Show a progress bar, if this reranker has one.
             **options: How documents are read: ``extract``, ``context``, ``heading``,
                 ``long_documents``; see `Reading`.
@@ -146,16 +156,27 @@ class Reranker(ABC):
         reading = self._reading(options)
         limit = self.threshold if threshold == "native" else threshold
         check_limits(limit, top_n, min_docs)
+        if long_queries not in ("cut", "error"):
+            raise InputError(f"long_queries must be 'cut' or 'error', got {long_queries!r}.")
+        read = self.fit_query(query) if long_queries == "cut" else query
         pairs = []
         for text, how in zip(documents, self._readings(documents, reading), strict=True):
-            pairs.append(Pair(query, text, reading=how))
+            pairs.append(Pair(read, text, reading=how))
         score: Callable[[Sequence[Pair]], list[Scored]] = self.score_pairs
         if show_progress:
             score = partial(self.score_pairs, show_progress=True)
         scored = score_in_parts(pairs, self.token_ends, score)
-        return choose(
+        result = choose(
             query, documents, scored, limit, top_n=top_n, min_docs=min_docs, reading=reading
         )
+        return replace(result, query_truncated=read != query)
+
+    def fit_query(self, query: str) -> str:
+        """The query as `rank` reads it: of one that is too long, the first and the last part.
+
+        This one returns the query as it is, for rerankers that take queries of any length.
+        """
+        return query
 
     def _reading(self, options: ReadingOptions) -> Reading:
         """How documents are read; InputError for windows, if tokens cannot be counted."""

@@ -116,7 +116,7 @@ class RSRank(Pretrained, Reranker):
     ) -> list[float]:
         """Score documents for one query, in input order; above 0 means relevant.
 
-        This is the paper's Section 4.3. The query is never cut. A document that is too long is cut
+        This is the paper's Section 4.3. The query is not cut. A document that is too long is cut
         at its end; one without text scores `BLANK_SCORE`.
 
         Raises:
@@ -164,6 +164,10 @@ class RSRank(Pretrained, Reranker):
             tokens = len(query.ids) + len(document.ids)
             result.append(Scored(score, document.truncated, tokens))
         return result
+
+    def fit_query(self, query: str) -> str:
+        """See `Reranker.fit_query`."""
+        return self.prompts.fit_query(query)
 
     def token_counts(self, pairs: Sequence[Pair]) -> list[int]:
         """Tokens that the model runs to score each pair, without those of a cached prefix.

@@ -305,6 +305,23 @@ def test_a_query_that_is_too_long_is_refused(ranker):
         ranker.score("bridge " * 1000, DOCUMENTS)
 
 
+def test_rank_reads_the_ends_of_a_query_that_is_too_long_and_says_so(ranker):
+    query = "When was the bridge opened? " + "noise " * 1000 + "Was it in 1932?"
+    result = ranker.rank(query, DOCUMENTS)
+    assert (result.query, result.query_truncated) == (query, True)
+    assert "query truncated" in str(result)
+    read = ranker.fit_query(query)
+    assert read.startswith("When was the bridge opened?")
+    assert read.endswith("Was it in 1932?")
+    kept = [(document.index, document.score) for document in result]
+    assert kept == [(document.index, document.score) for document in ranker.rank(read, DOCUMENTS)]
+    assert not ranker.rank(QUERY, DOCUMENTS).query_truncated
+    with pytest.raises(InputError, match="Shorten the query"):
+        ranker.rank(query, DOCUMENTS, long_queries="error")
+    with pytest.raises(InputError, match="long_queries must be"):
+        ranker.rank(QUERY, DOCUMENTS, long_queries="windows")
+
+
 def test_documents_and_their_list_are_not_changed(ranker):
     documents = list(DOCUMENTS)
     ranker.score(QUERY, documents)

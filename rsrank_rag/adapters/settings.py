@@ -30,7 +30,7 @@ from ..language_model.options import LoadSettings, ModelSource, Name
 from ..passages.parts import Reading
 from ..passages.titles import lines_before
 from ..prefixes.settings import PrefixCache
-from ..reranker import Limits, RankedDocument, RankResult, Reranker, check_limits
+from ..reranker import Limits, LongQueries, RankedDocument, RankResult, Reranker, check_limits
 from . import worker
 
 if TYPE_CHECKING:
@@ -331,6 +331,12 @@ class RerankerAdapter(ModelAdapter):
         "windows).",
     )
 
+    long_queries: LongQueries = Field(
+        default="cut",
+        description="Questions that are too long for the model: 'cut' reads the first and the last "
+        "part, with a warning in the log; 'error' raises.",
+    )
+
     @model_validator(mode="after")
     def _check_limits_and_reading(self) -> Self:
         check_limits(self.threshold, self.top_n, self.min_docs)
@@ -355,6 +361,8 @@ class RerankerAdapter(ModelAdapter):
             options.update(extract=self.extract, context=self.context, heading=self.heading)
         if self.long_documents is not None:
             options.update(long_documents=self.long_documents)
+        if self.long_queries != "cut":
+            options.update(long_queries=self.long_queries)
         return options
 
     def _rank(self, query: str, texts: Sequence[str], limits: Limits) -> RankResult:
@@ -412,6 +420,8 @@ class RerankerAdapter(ModelAdapter):
             )
         documents = (*result.kept, *result.dropped)
         blank = sum(not document.text.strip() for document in documents)
+        if result.query_truncated:
+            logger.warning("The query is too long; its first and its last part were read.")
         if blank:
             logger.warning("%d of %d documents hold no text to score.", blank, len(documents))
         if result.dropped and not result.kept:

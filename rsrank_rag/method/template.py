@@ -284,6 +284,29 @@ class PromptTokenizer:
             for i in ids
         ]
 
+    @property
+    def query_limit(self) -> int:
+        """Tokens that a query may have, beside the template and one token of a document."""
+        taken = len(self._query_start) + len(self._suffix)
+        return self.max_length - taken - (self.overhead + 1 if self.shared_positions else 0)
+
+    def fit_query(self, query: str) -> str:
+        """The query; of one that is too long, the first and the last part.
+
+        Where document and query share the model's positions, half of them stay for the document.
+        """
+        query = clean(query)
+        ends, _ = self.token_ends(query)
+        if len(ends) <= self.query_limit:
+            return query
+        part = self.query_limit // (4 if self.shared_positions else 2)
+        cut = query
+        # The two parts, joined and tokenised again, may have more tokens than before.
+        while part and len(self.encode([cut])[0]) > self.query_limit:
+            cut = f"{query[: ends[part - 1]]}\n{query[ends[-part - 1] :]}"
+            part -= 1
+        return cut
+
     def query(self, query: str) -> TokenisedQuery:
         """Tokenise a query.
 
@@ -301,12 +324,11 @@ class PromptTokenizer:
         first = len(self._query_start)
         last = first + len(ids)
         every = (*self._query_start, *ids, *self._suffix)
-        length = len(every) + (self.overhead + 1 if self.shared_positions else 0)
-        if length > self.max_length:
+        if len(ids) > self.query_limit:
             raise InputError(
-                f"The query has {len(ids)} tokens; with the template it needs {length} positions "
-                f"and the model has {self.max_length}. Shorten the query: it is never cut, because "
-                "that would change its meaning."
+                f"The query has {len(ids)} tokens; with the template it needs "
+                f"{self.max_length + len(ids) - self.query_limit} positions and the model has "
+                f"{self.max_length}. Shorten the query, or use rank with long_queries='cut'."
             )
         positions = self.template.positions
         start = last if positions == "suffix" else first

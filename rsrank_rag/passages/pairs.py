@@ -32,6 +32,7 @@ class Pair:
         reading: Heeded by `score_in_parts` only.
         instruction: Heeded by a service only.
         salt: Heeded by a service only.
+        cut_query: Heeded by a service only: of a query that is too long, read two parts.
     """
 
     query: str
@@ -40,6 +41,7 @@ class Pair:
     reading: Reading = WHOLE
     instruction: str | None = None
     salt: str = ""
+    cut_query: bool = True
 
 
 def score_in_parts(

@@ -4,7 +4,7 @@ import html
 import math
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from ..errors import InputError, ScoringError
@@ -77,12 +77,14 @@ class RankResult:
         threshold: Documents had to score above this to be kept; None when only ranked.
         kept: Documents to pass on.
         dropped: The others.
+        query_truncated: Whether only the first and the last part of the query were read.
     """
 
     query: str
     threshold: float | None
     kept: tuple[RankedDocument, ...]
     dropped: tuple[RankedDocument, ...]
+    query_truncated: bool = field(default=False, kw_only=True)
 
     @property
     def texts(self) -> list[str]:
@@ -147,6 +149,8 @@ class RankResult:
 
     def __str__(self) -> str:
         rule = "ranked only" if self.threshold is None else f"threshold {self.threshold:g}"
+        if self.query_truncated:
+            rule += ", query truncated"
         lines = [f"{self.query!r}: {len(self.kept)} kept, {len(self.dropped)} dropped ({rule})"]
         for place, document in enumerate(self.kept + self.dropped):
             mark = "+" if place < len(self.kept) else "-"

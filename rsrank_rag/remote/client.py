@@ -3,6 +3,7 @@
 import copy
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any, Literal
 
 from pydantic import SecretStr
@@ -10,7 +11,7 @@ from typing_extensions import Self, Unpack
 
 from ..errors import InputError
 from ..passages.parts import Reading, ReadingOptions
-from ..reranker import RankOptions, RankResult, Reranker, as_list, check_limits, choose
+from ..reranker import LongQueries, RankOptions, RankResult, Reranker, as_list, check_limits, choose
 from . import connections
 from .transport import Transport, service_address, usable_key
 from .wire import Answer, Info, parsed, request_body, scores_of
@@ -119,23 +120,29 @@ class RemoteReranker(Reranker):
         threshold: float | Literal["native"] | None = "native",
         top_n: int | None = None,
         min_docs: int = 0,
+        long_queries: LongQueries = "cut",
         **options: Unpack[ReadingOptions],
     ) -> RankResult:
         check_limits(threshold, top_n, min_docs)
         fields: dict[str, Any] = dict(options)
         fields["long_documents"] = options.get("long_documents") or "cut"
         reading = Reading(**fields)
-        request = request_body(self.model, query, documents, reading, self._instruction)
+        request = request_body(
+            self.model, query, documents, reading, self._instruction, long_queries
+        )
+        is_cut = False
         if documents:
             body = await self._transport.send("POST", "/v1/rerank", request)
             answer = parsed(Answer, body, self.base_url, self.model)
             native = answer.threshold
+            is_cut = answer.query_truncated
             scores = scores_of(answer, documents, self.base_url, reading)
         else:
             native = (await self._info()).threshold
             scores = []
         if threshold == "native":
             threshold = native
-        return choose(
+        result = choose(
             query, documents, scores, threshold, top_n=top_n, min_docs=min_docs, reading=reading
         )
+        return replace(result, query_truncated=is_cut)

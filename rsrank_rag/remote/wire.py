@@ -12,7 +12,7 @@ from typing_extensions import Self
 from ..errors import InputError, RemoteError, ScoringError
 from ..method.template import clean
 from ..passages.parts import WHOLE, Excerpt, Reading, Window, encodable
-from ..reranker import Scored
+from ..reranker import LongQueries, Scored
 
 
 class _Row(BaseModel, strict=True):
@@ -35,6 +35,7 @@ class Answer(BaseModel, strict=True):
     results: list[_Row]
     threshold: float | None = Field(allow_inf_nan=False)
     errors: list[_DocumentError] | None = None
+    query_truncated: bool = False
 
 
 class Info(BaseModel, strict=True):
@@ -78,6 +79,7 @@ def request_body(
     documents: Sequence[str],
     reading: Reading,
     instruction: str | None = None,
+    long_queries: LongQueries = "cut",
 ) -> bytes:
     """The request for the raw scores of all documents.
 
@@ -92,6 +94,7 @@ def request_body(
     # These are sent because the service may have other defaults. Documents are dropped here.
     body: dict[str, Any] = {"partial": True, "threshold": None, "normalize": False}
     body["query"] = clean(query)
+    body["long_queries"] = long_queries
     if model is not None:
         body["model"] = model
     if instruction is not None:

@@ -18,6 +18,7 @@ class Outcome:
     Attributes:
         score: On the reranker's own scale; None where there is an error.
         truncated: Whether the document's end was not read.
+        query_truncated: Whether only the first and the last part of the query were read.
         tokens: Tokens read; 0 where the reranker does not count.
         fault: The kind of error; None where there is a score.
         window: The best window of a document that was read in windows.
@@ -34,6 +35,7 @@ class Outcome:
     sentences: tuple[Excerpt, ...] = ()
     error: str = ""
     explanation: Explanation | None = None
+    query_truncated: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -81,7 +81,14 @@ class Engine:
             else:
                 segments.append(segment)
                 parts += parts_of(pair, segment)
-        counts = iter(self._alone(parts, lambda reranker, group: reranker.token_counts(group)))
+        counts = iter(
+            self._alone(
+                parts,
+                lambda reranker, group: reranker.token_counts(
+                    _with_fitting_queries(reranker, group)
+                ),
+            )
+        )
         results: list[CutResult] = []
         for one in segments:
             if isinstance(one, Outcome):
@@ -197,13 +204,23 @@ def _check_device(error: BaseException) -> None:
         raise DeviceLostError(text.partition("\n")[0]) from error
 
 
+def _with_fitting_queries(reranker: Reranker, pairs: Sequence[Pair]) -> list[Pair]:
+    """The pairs, with queries cut that are too long and may be cut."""
+    queries = {pair.query: reranker.fit_query(pair.query) for pair in pairs if pair.cut_query}
+    return [replace(pair, query=queries.get(pair.query, pair.query)) for pair in pairs]
+
+
 def _outcomes(reranker: Reranker, pairs: list[Pair]) -> list[Outcome]:
     """Scores as plain numbers, because a model may give a tensor, or what cannot be pickled."""
     outcomes = []
-    for scored in reranker.score_pairs(pairs):
+    read = _with_fitting_queries(reranker, pairs)
+    for pair, fitting, scored in zip(pairs, read, reranker.score_pairs(read), strict=True):
         score = float(scored.score)
         if math.isfinite(score):
-            outcomes.append(Outcome(score, bool(scored.truncated), int(scored.tokens)))
+            is_cut = fitting.query != pair.query
+            outcomes.append(
+                Outcome(score, bool(scored.truncated), int(scored.tokens), query_truncated=is_cut)
+            )
         else:
             outcomes.append(Outcome(None, fault="unscored", error=f"scored {score}."))
     return outcomes

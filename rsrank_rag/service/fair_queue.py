@@ -126,6 +126,7 @@ class QueueDocument:
             whole.tokens,
             window=whole.window,
             sentences=whole.sentences,
+            query_truncated=any(one.query_truncated for one in outcomes),
         )
 
 

@@ -165,6 +165,28 @@ def test_a_query_is_never_cut_but_refused_when_too_long():
         tokenizer.query("!" * (longest + 1))
 
 
+@pytest.mark.parametrize("shared_positions", [True, False])
+def test_of_a_query_that_is_too_long_the_first_and_the_last_part_fit(shared_positions):
+    tokenizer = prompts(max_length=100, shared_positions=shared_positions)
+    limit = tokenizer.query_limit
+    fits = "!" * limit
+    assert tokenizer.fit_query(fits) == fits
+    cut = tokenizer.fit_query("begin" + "!" * 1000 + "end")
+    assert cut.startswith("begin!")
+    assert cut.endswith("!end")
+    length = tokenizer.query(cut).length
+    assert length <= (limit // 2 + 1 if shared_positions else limit)
+    assert length >= limit // 4
+
+
+@given(st.text(max_size=300), st.integers(60, 120), st.booleans())
+@settings(deadline=None)
+def test_a_query_of_any_text_fits_after_it_was_cut(text, max_length, shared_positions):
+    tokenizer = prompts(max_length=max_length, shared_positions=shared_positions)
+    if tokenizer.encode([text])[0]:
+        assert tokenizer.query(tokenizer.fit_query(text)).length <= tokenizer.query_limit
+
+
 def test_an_empty_query_is_refused():
     with pytest.raises(InputError, match="no tokens"):
         prompts().query("")

@@ -53,6 +53,31 @@ def serving(reranker, limits=None, **settings):
         yield address, queue
 
 
+class TwoWords(Overlap):
+    """Reads two words of a query, and no longer one."""
+
+    def fit_query(self, query):
+        words = query.split()
+        return query if len(words) <= 2 else f"{words[0]} {words[-1]}"
+
+    def score(self, query, documents):
+        if len(query.split()) > 2:
+            raise InputError("The query is too long.")
+        return super().score(query, documents)
+
+
+def test_a_query_that_is_too_long_is_cut_by_the_service_which_says_so():
+    with serving(TwoWords()) as (address, _):
+        remote = RemoteReranker(address)
+        for options in ({}, {"extract": "sentences"}):
+            result = remote.rank("when is it opened", DOCUMENTS, threshold=None, **options)
+            assert (result.query, result.query_truncated) == ("when is it opened", True)
+            assert result[0].text == "when it was opened"
+        assert not remote.rank("when opened", DOCUMENTS).query_truncated
+        with pytest.raises(InputError, match="The query is too long"):
+            remote.rank("when is it opened", DOCUMENTS, long_queries="error")
+
+
 @pytest.fixture(scope="module")
 def served():
     with serving(Overlap()) as (address, _):

@@ -71,6 +71,9 @@ class RerankResponse(BaseModel):
     scores: list[DocumentScore] | None = Field(
         default=None, description="All documents in the request's order (Weaviate)."
     )
+    query_truncated: bool = Field(
+        default=False, description="Only the first and the last part of the query were read."
+    )
     errors: list[DocumentError] | None = Field(
         default=None, description="Documents without a score, if partial."
     )
@@ -203,6 +206,8 @@ class RerankRequest(ScaledRequest):
             threshold=scores.model.threshold,
             **scores.heading,
         )
+        if any(outcome.query_truncated for outcome in scores.outcomes):
+            response.query_truncated = True
         if self.is_voyages:
             response.data = rows
         if self.weaviates is not None:

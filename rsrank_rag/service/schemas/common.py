@@ -20,7 +20,7 @@ from pydantic import (
 )
 
 from ...passages.parts import WHOLE, Reading, encodable
-from ...reranker import Pair, RankResult, Scored, choose
+from ...reranker import LongQueries, Pair, RankResult, Scored, choose
 from ..backend import Description, Outcome
 
 _BROKEN = "holds half of a surrogate pair, which is no character."
@@ -261,6 +261,11 @@ class ScoringRequest(Strict, ABC):
         description="Documents are cut at their end and nowhere else.",
     )
     instruction: Instruction = None
+    long_queries: LongQueries = Field(
+        default="cut",
+        description="Of a query that is too long: cut reads the first and the last part; error "
+        "refuses the request.",
+    )
 
     @abstractmethod
     def pairs_to_score(self) -> Question:
@@ -286,7 +291,7 @@ class ScoringRequest(Strict, ABC):
         most = min((limit for limit in limits if limit is not None and limit > 0), default=None)
         instruction = self.instruction or None
         pairs = [
-            Pair(query, text, most, reading, instruction)
+            Pair(query, text, most, reading, instruction, cut_query=self.long_queries == "cut")
             for query, text in zip(queries, texts, strict=True)
         ]
         broken = {place: _BROKEN for place, text in enumerate(texts) if encodable(text) != text}
