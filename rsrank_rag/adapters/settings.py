@@ -27,6 +27,7 @@ from typing_extensions import Self
 
 from ..errors import InputError, RSRankError
 from ..language_model.options import LoadSettings, ModelSource, Name
+from ..passages import shadow
 from ..passages.parts import Reading
 from ..passages.titles import lines_before
 from ..prefixes.settings import PrefixCache
@@ -331,6 +332,11 @@ class RerankerAdapter(ModelAdapter):
         "windows).",
     )
 
+    mode: Literal["drop", "shadow"] = Field(
+        default="drop",
+        description="'shadow': return everything as it came, with scores, and log what would have "
+        "been dropped (see `rsrank report`).",
+    )
     long_queries: LongQueries = Field(
         default="cut",
         description="Questions that are too long for the model: 'cut' reads the first and the last "
@@ -431,6 +437,9 @@ class RerankerAdapter(ModelAdapter):
                 result.dropped[0].score,
                 result.threshold,
             )
+        if self.mode == "shadow":
+            shadow.log(result)
+            result = shadow.everything(result)
         return result
 
     def _texts(self, documents: Sequence[tuple[Mapping[str, Any], str]]) -> list[str]:

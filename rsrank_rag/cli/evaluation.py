@@ -1,4 +1,4 @@
-"""The ``rsrank evaluate`` command."""
+"""The ``rsrank`` commands that measure: evaluate, report."""
 
 from __future__ import annotations
 
@@ -59,6 +59,26 @@ RANKED = {
     "tau_best": "at the\nthreshold",
     "f1@query_best": "best F1 of\neach query",
 }
+
+
+@command(app)
+def report(
+    log: Annotated[Path, typer.Argument(help="Log of calls or requests in shadow mode.")],
+) -> None:
+    """Say what dropping would have done, from a log of shadow mode."""
+    from ..passages.shadow import NEAR
+    from ..passages.shadow import report as add_up
+
+    with log.open(encoding="utf-8", errors="replace") as lines:
+        found = add_up(lines)
+    if not found["calls"]:
+        raise InputError(f"{log} holds no line of shadow mode. Log rsrank_rag.shadow at INFO.")
+    screen.print(
+        f"{found['calls']:,} calls, {found['none_relevant']:,} with nothing relevant\n"
+        f"{found['documents']:,} documents, {found['dropped']:.1%} would have been dropped\n"
+        f"about {found['tokens_saved']:,} tokens would have been saved\n"
+        f"{found['near']:.1%} of the scores are within {NEAR:g} of the threshold"
+    )
 
 
 @command(app)

@@ -295,10 +295,10 @@ class PromptTokenizer:
 
         Where document and query share the model's positions, half of them stay for the document.
         """
-        query = clean(query)
         ends, _ = self.token_ends(query)
         if len(ends) <= self.query_limit:
             return query
+        query = clean(query)
         part = self.query_limit // (4 if self.shared_positions else 2)
         cut = query
         # The two parts, joined and tokenised again, may have more tokens than before.

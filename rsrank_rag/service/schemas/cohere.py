@@ -9,6 +9,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, FailFast, Field, FiniteFloat, model_validator
 from typing_extensions import Self
 
+from ...passages import shadow
 from ...passages.parts import Excerpt, Reading, Window
 from ...reranker import check_limits
 from ..backend import Description
@@ -108,6 +109,10 @@ class RerankRequest(ScaledRequest):
     min_docs: Count | None = Field(
         default=None, ge=0, description="The best so many stay, even below the threshold."
     )
+    mode: Literal["drop", "shadow"] = Field(
+        default="drop",
+        description="shadow: answer as if nothing were dropped, and log what would have been.",
+    )
     partial: Flag | None = Field(
         default=None, description="Answer without documents that fail; those are in errors."
     )
@@ -164,7 +169,8 @@ class RerankRequest(ScaledRequest):
         """
         threshold = self.threshold
         if "threshold" not in self.model_fields_set:
-            drops = self.extract or (drop and self.most != len(self.documents))
+            drops = drop and self.most != len(self.documents)
+            drops = drops or self.extract or self.mode == "shadow"
             threshold = "native" if drops else None
         if threshold != "native":
             return threshold
@@ -178,6 +184,9 @@ class RerankRequest(ScaledRequest):
         """Rows best first, that score above ``cutoff`` if there is one."""
         rows = []
         ranked = scores.ranked(cutoff, self.most, self.min_docs or 0, self.reading)
+        if self.mode == "shadow":
+            shadow.log(ranked)
+            ranked = scores.ranked(None, self.most)
         for document in ranked.kept:
             row = RerankedDocument(
                 index=scores.places[document.index],

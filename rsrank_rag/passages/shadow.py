@@ -1,0 +1,72 @@
+"""Shadow mode: what would have been dropped is logged, and nothing is dropped."""
+
+import json
+import logging
+from collections.abc import Iterable
+from dataclasses import replace
+from operator import attrgetter
+from typing import Any
+
+from .ranked import RankResult
+
+logger = logging.getLogger("rsrank_rag.shadow")
+
+# English has about 4.5 characters a token.
+CHARACTERS_PER_TOKEN = 4
+
+# A score this near to the threshold could well be on its other side.
+NEAR = 0.1
+
+
+def log(result: RankResult) -> None:
+    """Log a call in one line of JSON, without a word of its texts."""
+    everything = (*result.kept, *result.dropped)
+    saved = sum(len(document.text) for document in everything) - sum(map(len, result.texts))
+    entry = {
+        "threshold": result.threshold,
+        "none_relevant": result.none_relevant,
+        "kept": [[document.index, document.score] for document in result.kept],
+        "dropped": [[document.index, document.score] for document in result.dropped],
+        "characters_saved": saved,
+    }
+    logger.info(json.dumps({"shadow": entry}))
+
+
+def everything(result: RankResult) -> RankResult:
+    """The same documents in their first order, whole, and all of them kept."""
+    documents = sorted((*result.kept, *result.dropped), key=attrgetter("index"))
+    kept = tuple(replace(document, excerpts=()) for document in documents)
+    return replace(result, kept=kept, dropped=())
+
+
+def report(lines: Iterable[str]) -> dict[str, float]:
+    """What the calls of a log add up to; lines of other kinds are skipped.
+
+    Returns:
+        ``calls``, ``documents``, the share ``dropped`` of them, about how many ``tokens_saved``,
+        the calls with ``none_relevant``, and the share of scores ``near`` the threshold.
+    """
+    calls: list[dict[str, Any]] = []
+    for line in lines:
+        if "shadow" not in line:
+            continue
+        try:
+            entry = json.loads(line[line.find("{") :])
+            # The service's log has the line in a line of its own.
+            calls.append(json.loads(entry.get("message", "null")) or entry)
+        except ValueError:
+            continue
+    calls = [call["shadow"] for call in calls if "shadow" in call]
+    scores = []
+    for call in calls:
+        zero = call["threshold"] or 0.0
+        scores += [score - zero for _, score in call["kept"] + call["dropped"]]
+    count = max(len(scores), 1)
+    return {
+        "calls": len(calls),
+        "documents": len(scores),
+        "dropped": sum(len(call["dropped"]) for call in calls) / count,
+        "tokens_saved": sum(call["characters_saved"] for call in calls) // CHARACTERS_PER_TOKEN,
+        "none_relevant": sum(call["none_relevant"] for call in calls),
+        "near": sum(abs(score) < NEAR for score in scores) / count,
+    }

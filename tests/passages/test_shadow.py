@@ -1,0 +1,114 @@
+"""Shadow mode through both frameworks and the service, and the report of its log."""
+
+import json
+import logging
+
+import pytest
+from typer.testing import CliRunner
+
+from rsrank_rag import Reranker
+from rsrank_rag.cli import app
+from rsrank_rag.passages.shadow import report
+
+TEXTS = ["1 one", "-4 four four", "3 three", "0.05"]
+
+
+class Numbers(Reranker):
+    def score(self, query, documents):
+        return [float(text.split()[0]) for text in documents]
+
+
+def entries(caplog):
+    lines = [record.message for record in caplog.records if record.name == "rsrank_rag.shadow"]
+    return [json.loads(line)["shadow"] for line in lines]
+
+
+def of_langchain(**settings):
+    pytest.importorskip("langchain_core")
+    from langchain_core.documents import Document
+
+    from rsrank_rag.langchain import RSRankCompressor
+
+    compressor = RSRankCompressor(model=Numbers(), **settings)
+    found = compressor.compress_documents([Document(text) for text in TEXTS], "q")
+    return [(document.page_content, document.metadata["relevance_score"]) for document in found]
+
+
+def of_llama_index(**settings):
+    pytest.importorskip("llama_index.core")
+    from llama_index.core.schema import NodeWithScore, TextNode
+
+    from rsrank_rag.llama_index import RSRankPostprocessor
+
+    nodes = [NodeWithScore(node=TextNode(text=text)) for text in TEXTS]
+    found = RSRankPostprocessor(model=Numbers(), **settings).postprocess_nodes(nodes, query_str="q")
+    return [(scored.node.text, scored.score) for scored in found]
+
+
+@pytest.mark.parametrize("call", [of_langchain, of_llama_index])
+@pytest.mark.parametrize("options", [{}, {"top_n": 1}, {"extract": "sentences"}])
+def test_an_adapter_in_shadow_mode_returns_everything_as_it_came_and_logs_what_would_go(
+    call, options, caplog
+):
+    caplog.set_level(logging.INFO, "rsrank_rag.shadow")
+    assert call(mode="shadow", **options) == list(zip(TEXTS, [1.0, -4.0, 3.0, 0.05], strict=True))
+    (entry,) = entries(caplog)
+    kept = call(**options)
+    assert [TEXTS[index] for index, _ in entry["kept"]] == [text for text, _ in kept]
+    assert (entry["threshold"], entry["none_relevant"]) == (0.0, False)
+    dropped = [TEXTS[index] for index, _ in entry["dropped"]]
+    assert sorted(dropped) == sorted(set(TEXTS) - {text for text, _ in kept})
+    assert entry["characters_saved"] == sum(map(len, dropped))
+    assert not any(text in caplog.text for text in TEXTS[:3])
+
+
+async def test_a_request_in_shadow_mode_gets_all_rows_and_the_services_log_has_the_line(
+    caplog, tmp_path
+):
+    pytest.importorskip("fastapi")
+    from service_helpers import client_of, scheduler
+
+    from rsrank_rag.service.logs import TextlessFormatter
+
+    caplog.set_level(logging.INFO, "rsrank_rag.shadow")
+    body = {"query": "q", "documents": TEXTS, "mode": "shadow"}
+    async with client_of(scheduler(Numbers()), drop=True) as http:
+        shadow = await http.post("/v1/rerank", json=body)
+        few = await http.post("/v1/rerank", json={**body, "top_n": 2})
+        drops = await http.post("/v1/rerank", json={**body, "mode": "drop"})
+    assert [row["index"] for row in shadow.json()["results"]] == [2, 0, 3, 1]
+    assert [row["index"] for row in few.json()["results"]] == [2, 0]
+    assert [row["index"] for row in drops.json()["results"]] == [2, 0, 3]
+    assert [[index for index, _ in entry["kept"]] for entry in entries(caplog)] == [
+        [2, 0, 3],
+        [2, 0],
+    ]
+    log = tmp_path / "service.log"
+    lines = [TextlessFormatter().format(record) for record in caplog.records]
+    log.write_text("\n".join(lines), encoding="utf-8")
+    assert report(log.open(encoding="utf-8"))["calls"] == 2
+
+
+def test_the_report_adds_up_what_was_logged(caplog, tmp_path):
+    caplog.set_level(logging.INFO, "rsrank_rag.shadow")
+    of_langchain(mode="shadow")
+    of_langchain(mode="shadow", threshold=5.0)
+    log = tmp_path / "app.log"
+    lines = [f"2026-01-01 INFO {record.message}" for record in caplog.records]
+    log.write_text("\n".join(["started", *lines, "{shadow"]), encoding="utf-8")
+    with log.open(encoding="utf-8") as opened:
+        found = report(opened)
+    saved = len(TEXTS[1]) + sum(map(len, TEXTS))
+    assert found == {
+        "calls": 2,
+        "documents": 8,
+        "dropped": 5 / 8,
+        "tokens_saved": saved // 4,
+        "none_relevant": 1,
+        "near": 1 / 8,
+    }
+    said = CliRunner().invoke(app, ["report", str(log)])
+    assert said.exit_code == 0
+    assert "2 calls, 1 with nothing relevant\n8 documents, 62.5% would have been" in said.stdout
+    log.write_text("nothing", encoding="utf-8")
+    assert CliRunner().invoke(app, ["report", str(log)]).exit_code == 2
