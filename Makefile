@@ -32,7 +32,7 @@ test-all: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest -m ray
 
 # What the three below need.
-environments: $(VENV)-oldest/.installed $(VENV)-client/.installed $(foreach group,langchain llama newest,$(VENV)-clients-$(group)/.installed)
+environments: $(VENV)-oldest/.installed $(VENV)-newest/.installed $(VENV)-client/.installed $(foreach group,langchain llama newest,$(VENV)-clients-$(group)/.installed)
 
 # Client libraries of other rerankers against the service; they want versions that do not go together.
 test-clients: $(foreach group,langchain llama newest,$(VENV)-clients-$(group)/.installed)
@@ -46,6 +46,10 @@ docs: $(VENV)/.installed-dev
 test-oldest: $(VENV)-oldest/.installed
 	$(VENV)-oldest/bin/python -m pytest tests/adapters/test_adapter.py tests/adapters/test_langchain.py tests/adapters/test_llama_index.py \
 		tests/adapters/test_on_error.py
+
+# The adapters with the newest releases, and in LangChain's agents.
+test-newest: $(VENV)-newest/.installed
+	$(VENV)-newest/bin/python -m pytest tests/adapters
 
 # rsrank-rag-client in an environment with nothing else; the service that it asks runs in $(VENV).
 test-without-torch: $(VENV)-client/.installed
@@ -82,6 +86,12 @@ $(VENV)-oldest/.installed: $(VENV)/.installed-dev
 	@$(call install,$(VENV)-oldest,$(OLDEST))
 	@touch $@
 
+$(VENV)-newest/.installed: $(VENV)/.installed-dev
+	@echo "Installing the newest LangChain and LlamaIndex ..."
+	@$(call over,$(VENV)-newest)
+	@$(call install,$(VENV)-newest,-U langchain langchain-core llama-index-core)
+	@touch $@
+
 $(VENV)-client/.installed: client/pyproject.toml constraints.txt $(shell find rsrank_rag -name '*.py') | $(VENV)/.installed-dev
 	@echo "Installing rsrank-rag-client by itself ..."
 	@$(PYTHON) -m venv --clear $(VENV)-client
@@ -95,4 +105,4 @@ $(VENV)-clients-%/.installed: $(VENV)/.installed-dev
 	@touch $@
 
 clean:
-	rm -rf $(VENV) $(VENV)-oldest $(VENV)-client $(VENV)-clients-*
+	rm -rf $(VENV) $(VENV)-oldest $(VENV)-newest $(VENV)-client $(VENV)-clients-*

@@ -1,7 +1,7 @@
 """LangChain: a document compressor that drops what scores below zero, and a retriever around it."""
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from difflib import get_close_matches
 from typing import Any
 
@@ -19,6 +19,7 @@ with needs("rsrank_rag.langchain needs langchain-core.", "langchain", "langchain
         Callbacks,
     )
     from langchain_core.documents import BaseDocumentCompressor, Document
+    from langchain_core.messages import ToolMessage
     from langchain_core.retrievers import BaseRetriever, RetrieverLike
     from langchain_core.runnables import Runnable, RunnableConfig, RunnableLambda
     from langchain_core.runnables.config import (
@@ -28,7 +29,12 @@ with needs("rsrank_rag.langchain needs langchain-core.", "langchain", "langchain
     )
     from langchain_core.tools import StructuredTool
 
-__all__ = ["RSRankCompressor", "RSRankRetriever", "create_rsrank_tool"]
+__all__ = [
+    "RSRankCompressor",
+    "RSRankRetriever",
+    "create_rsrank_middleware",
+    "create_rsrank_tool",
+]
 
 # The run inside a compressor's run, which shows what a trace would not show otherwise.
 RANKING_RUN = "RSRankRanking"
@@ -289,3 +295,72 @@ def create_rsrank_tool(
         args_schema=ToolInput,
         response_format="content_and_artifact",
     )
+
+
+def create_rsrank_middleware(
+    compressor: RSRankCompressor | None = None,
+    *,
+    tools: Sequence[str] = (),
+    query_key: str = "query",
+    nothing_relevant: str = "No passage answers this.",
+    separator: str = "\n\n",
+) -> Any:
+    """A middleware for LangChain's agents that prunes what retrieval tools return.
+
+    Pruned is a tool message whose artifact is a list of documents, for the query that the agent
+    gave to the tool. Other messages stay as they are.
+
+    Args:
+        compressor: Keeps the relevant documents; by default an `RSRankCompressor`.
+        tools: Names of tools without an artifact whose text is pruned, too, passage by passage.
+        query_key: The tool's argument with the query.
+        nothing_relevant: The content if no document is kept.
+        separator: Stands between passages.
+
+    Raises:
+        MissingDependencyError: langchain 1.0 or newer is not installed.
+    """
+    with needs("The middleware needs langchain. Install langchain.", "", "langchain"):
+        from langchain.agents.middleware import AgentMiddleware
+    keeper = compressor or RSRankCompressor()
+
+    def passages(request: Any, message: Any) -> list[Document]:
+        """What can be pruned of a tool's answer."""
+        if not isinstance(message, ToolMessage) or query_key not in request.tool_call["args"]:
+            return []
+        artifact = message.artifact
+        if isinstance(artifact, list) and all(isinstance(one, Document) for one in artifact):
+            return artifact
+        if request.tool_call["name"] not in tools or message.status == "error":
+            return []
+        return [Document(text) for text in message.text.split(separator)]
+
+    def pruned(message: ToolMessage, documents: list[Document]) -> ToolMessage:
+        text = separator.join(document.page_content for document in documents)
+        update = {"content": text or nothing_relevant, "artifact": documents}
+        return message.model_copy(update=update)
+
+    class RSRankMiddleware(AgentMiddleware):  # type: ignore[misc, unused-ignore]
+        """See `create_rsrank_middleware`."""
+
+        def wrap_tool_call(self, request: Any, handler: Callable[[Any], Any]) -> Any:
+            """Run a tool and prune its answer."""
+            message = handler(request)
+            documents = passages(request, message)
+            if not documents:
+                return message
+            query = request.tool_call["args"][query_key]
+            return pruned(message, keeper.compress_documents(documents, query))
+
+        async def awrap_tool_call(
+            self, request: Any, handler: Callable[[Any], Awaitable[Any]]
+        ) -> Any:
+            """As `wrap_tool_call`, without blocking the event loop."""
+            message = await handler(request)
+            documents = passages(request, message)
+            if not documents:
+                return message
+            query = request.tool_call["args"][query_key]
+            return pruned(message, await keeper.acompress_documents(documents, query))
+
+    return RSRankMiddleware()
