@@ -23,7 +23,7 @@ from transformers import AutoModel, AutoModelForCausalLM, PreTrainedTokenizerFas
 from rsrank_rag import Projection, RSRank, Template
 from rsrank_rag.language_model.fusion import layers_of
 from rsrank_rag.language_model.options import LoadOptions
-from rsrank_rag.method.projection import combine, representational_shift
+from rsrank_rag.method.projection import combine, representational_shift, shift_terms
 
 WORDS = """
 river stone early market signal window quiet number garden engine letter summer copper valley
@@ -190,7 +190,8 @@ class Plain:
                 shift = representational_shift(
                     found[layer][:, :, tokens.scored], alone[layer][:, :, tokens.scored]
                 )
-                total += projection.terms(layer, shift).mean(-1).sum(-1)
+                terms = shift_terms(shift, *projection.of_layer(layer))
+                total += terms.mean(-1).sum(-1)
             scores += combine(total, agreement, projection.agreement).tolist()
         return scores
 

@@ -165,7 +165,10 @@ class Reranker(ABC):
         score: Callable[[Sequence[Pair]], list[Scored]] = self.score_pairs
         if show_progress:
             score = partial(self.score_pairs, show_progress=True)
-        scored = score_in_parts(pairs, self.token_ends, score)
+        if all(pair.reading == WHOLE for pair in pairs):
+            scored = score(pairs)
+        else:
+            scored = score_in_parts(pairs, self.token_ends, score)
         result = choose(
             query, documents, scored, limit, top_n=top_n, min_docs=min_docs, reading=reading
         )

@@ -26,7 +26,7 @@ from .method.concurrent_batches import (
     concurrent_count,
     is_out_of_memory,
     parts_of,
-    run_all,
+    run_concurrently,
     token_budget_for,
     use_one_thread_after_fork,
 )
@@ -156,7 +156,9 @@ class RSRank(Pretrained, Reranker):
             call = _Call(places, [BLANK_SCORE] * len(tokenised), bar)
             try:
                 for waiting in self._batches(list(places)):
-                    run_all(partial(self._run, call), waiting)
+                    run_concurrently(partial(self._run, call), waiting)
+                    for batches in waiting:
+                        self._run(call, batches)
             except DoesNotFitError as error:
                 raise too_large(len(error.ids.document), places[error.ids][0]) from None
         result = []

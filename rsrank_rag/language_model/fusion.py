@@ -41,13 +41,11 @@ def split_at(model: PreTrainedModel, fusion_layer: int) -> PreTrainedModel:
     layers = layers_of(model)
     split = nn.ModuleList()
     for number, layer in enumerate(layers):
-        forward = _forward_above
+        forward = partial(_forward_above, number == fusion_layer, layer.forward)
         if number < fusion_layer:
-            forward = _forward_below
-        elif number == fusion_layer:
-            forward = _forward_at
+            forward = partial(_forward_below, layer.forward)
         changed = copy.copy(layer)
-        changed.forward = partial(forward, layer.forward)
+        changed.forward = forward
         split.append(changed)
     replaced: dict[int, Any] = {id(layers): split}
     for tensor in (*model.parameters(), *model.buffers()):
@@ -62,14 +60,12 @@ def _forward_below(forward: Callable[..., Any], hidden: Tensor, *args: Any, **kw
     return forward(hidden, *args, **kwargs)
 
 
-def _forward_at(forward: Callable[..., Any], hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
-    probe = _probe(kwargs)
+def _forward_above(
+    enters: bool, forward: Callable[..., Any], hidden: Tensor, *args: Any, **kwargs: Any
+) -> Any:
+    probe = _probe(kwargs) if enters else None
     if probe is not None:
         hidden = probe.enter(hidden)
-    return _forward_above(forward, hidden, *args, **kwargs)
-
-
-def _forward_above(forward: Callable[..., Any], hidden: Tensor, *args: Any, **kwargs: Any) -> Any:
     try:
         return forward(hidden, *args, **kwargs)
     except SkipLayer:

@@ -217,11 +217,13 @@ def use_one_thread_after_fork() -> None:
         torch.set_num_threads(1)
 
 
-def run_all(run: Callable[[Batches[Item]], object], waiting: Sequence[Batches[Item]]) -> None:
-    """Run each of ``waiting``: concurrently, unless another call is doing so.
+def run_concurrently(
+    run: Callable[[Batches[Item]], object], waiting: Sequence[Batches[Item]]
+) -> None:
+    """Run each of several ``waiting`` concurrently, unless another call is doing so.
 
-    After an error, the batches that are left run alone, so that the error is raised only if it did
-    not come of the other batches. ``run`` does nothing where no batch is left.
+    Errors are not raised. The caller runs what is left afterwards, alone, so that an error is
+    raised only if it did not come of the other batches.
     """
     if len(waiting) > 1 and _running.acquire(blocking=False):
         futures = list[Future[object]]()
@@ -237,8 +239,6 @@ def run_all(run: Callable[[Batches[Item]], object], waiting: Sequence[Batches[It
                 future.cancel()
             wait(futures)
             _running.release()
-    for batches in waiting:
-        run(batches)
 
 
 @cache

@@ -30,24 +30,17 @@ def representational_shift(conditioned: Tensor, alone: Tensor) -> Tensor:
     return conditioned.float() - alone.float()
 
 
-def cosine_to_ones(projected: Tensor) -> Tensor:
-    """Cosine between projected shifts (..., P) and the all-ones vector (paper, Section 4.3).
-
-    The result, (...), is in [-1, 1], and exactly 0 where the projected shift is zero.
-
-    >>> cosine_to_ones(torch.tensor([[2.0, 2.0], [1.0, -1.0], [0.0, 0.0]])).round(decimals=4)
-    tensor([1., 0., 0.])
-    """
-    norm: Tensor = torch.linalg.vector_norm(projected, dim=-1).clamp_min(EPSILON)
-    cosine: Tensor = projected.sum(-1) / (norm * projected.shape[-1] ** 0.5)
-    return cosine
-
-
 def shift_terms(shifts: Tensor, weight: Tensor, head_weight: Tensor | None = None) -> Tensor:
     """What each head and token adds to a score: cos(B shift, ones), times the head's weight.
 
-    A score is the sum of these terms over layers and heads and their mean over the query's tokens
-    (paper, Section 4.3), to which `combine` adds the similarity terms.
+    The cosine between the projected shift and the all-ones vector is in [-1, 1], and exactly 0
+    where the projected shift is zero. A score is the sum of these terms over layers and heads and
+    their mean over the query's tokens (paper, Section 4.3), to which `combine` adds the similarity
+    terms.
+
+    >>> shifts = torch.tensor([[[2.0, 2.0], [1.0, -1.0], [0.0, 0.0]]])
+    >>> shift_terms(shifts, torch.eye(2)[None]).round(decimals=4)
+    tensor([[1., 0., 0.]])
 
     Args:
         shifts: (..., H, T, D).
@@ -57,13 +50,12 @@ def shift_terms(shifts: Tensor, weight: Tensor, head_weight: Tensor | None = Non
     Returns:
         (..., H, T), fp32.
     """
-    projected = torch.einsum("...hpd,...htd->...htp", weight, shifts)
-    return weigh_heads(cosine_to_ones(projected.float()), head_weight)
-
-
-def weigh_heads(cosines: Tensor, head_weight: Tensor | None) -> Tensor:
-    """Cosines (..., H, T) times the weights of their heads (..., H)."""
-    return cosines if head_weight is None else cosines * head_weight[..., None]
+    projected = torch.einsum("...hpd,...htd->...htp", weight, shifts).float()
+    norm = torch.linalg.vector_norm(projected, dim=-1).clamp_min(EPSILON)
+    cosines: Tensor = projected.sum(-1) / (norm * projected.shape[-1] ** 0.5)
+    if head_weight is not None:
+        cosines = cosines * head_weight[..., None]
+    return cosines
 
 
 def maxsim(query: Tensor, document: Tensor, own: Tensor) -> Tensor:
@@ -163,8 +155,8 @@ class Projection(nn.Module):
             orthonormal = orthonormal.mT[..., :dim, :]
         return cls(orthonormal.contiguous(), layers)
 
-    def terms(self, layer: int, shift: Tensor) -> Tensor:
-        """`shift_terms` of one backbone layer: (N, H, T) of shifts (N, H, T, D) fp32."""
+    def of_layer(self, layer: int) -> tuple[Tensor, Tensor | None]:
+        """B of one backbone layer, (H, P, D), and its head weights, (H,), for `shift_terms`."""
         row = self.layers.index(layer)
         head_weight = None if self.head_weight is None else self.head_weight[row]
-        return shift_terms(shift.float(), self.weight[row], head_weight)
+        return self.weight[row], head_weight

@@ -18,7 +18,14 @@ from torch.nn.functional import cosine_similarity
 from .backbone import Backbone
 from .concurrent_batches import Ids
 from .probe import Prefix, Prefixes
-from .projection import Projection, combine, maxsim, representational_shift, similarity_terms
+from .projection import (
+    Projection,
+    combine,
+    maxsim,
+    representational_shift,
+    shift_terms,
+    similarity_terms,
+)
 from .template import PromptTokenizer, TokenisedQuery
 
 Consume = Callable[[int, Tensor], object]
@@ -86,25 +93,24 @@ class ShiftReader:
         queries = list(dict.fromkeys(row.query for row in rows))
         number = {query: place for place, query in enumerate(queries)}
         query_of_row = [number[row.query] for row in rows]
-        prefixes = self._prefixes(rows, queries)
+        # The documents' prefixes, and a null prefix for each query below them.
+        slots = max(len(query.ids) for query in queries)
+        null_rows = [self.backbone.null_prefix(self.prompts.null_prefix)] * len(queries)
+        if self.cache is None:
+            documents = [row.document for row in rows]
+            prefixes = self.backbone.prefill(documents, slots, null_rows)
+        else:
+            prefixes = self.cache.prefill(self.backbone, rows, slots, null_rows)
         batch = _BatchReader(self, rows, queries, query_of_row, prefixes, consume)
         every = [*query_of_row, *range(len(queries))]
         embedded = self.backbone.query_values(
             [query.ids for query in queries], prefixes, batch.show, every
         )
         if len(embedded):
-            documents = prefixes.pooled[: len(rows)].double()
-            cosines = cosine_similarity(documents, embedded[batch.null_row].double())
+            pooled = prefixes.pooled[: len(rows)].double()
+            cosines = cosine_similarity(pooled, embedded[batch.null_row].double())
             batch.similarity[:, 0] = cosines
         return batch.similarity
-
-    def _prefixes(self, rows: Sequence[Row], queries: Sequence[TokenisedQuery]) -> Prefixes:
-        """Prefixes of the rows' documents, and a null prefix for each query below them."""
-        slots = max(len(query.ids) for query in queries)
-        null_rows = [self.backbone.null_prefix(self.prompts.null_prefix)] * len(queries)
-        if self.cache is None:
-            return self.backbone.prefill([row.document for row in rows], slots, null_rows)
-        return self.cache.prefill(self.backbone, rows, slots, null_rows)
 
 
 class _BatchReader:
@@ -195,7 +201,7 @@ def score_rows(reader: ShiftReader, projection: Projection, rows: Sequence[Row])
     total = torch.zeros(len(rows), dtype=torch.float64, device=reader.backbone.device)
 
     def add(layer: int, shifts: Tensor) -> None:
-        terms = projection.terms(layer, shifts)
+        terms = shift_terms(shifts.float(), *projection.of_layer(layer))
         total.add_(terms.sum(1, dtype=torch.float64).sum(-1) / lengths)
 
     similarity = reader.read(rows, add)
@@ -213,7 +219,8 @@ def score_parts(
     layers: list[Tensor] = []
 
     def add(layer: int, shifts: Tensor) -> None:
-        layers.append(projection.terms(layer, shifts)[0].double())
+        terms = shift_terms(shifts.float(), *projection.of_layer(layer))
+        layers.append(terms[0].double())
 
     similarity = reader.read([row], add)[0]
     terms = torch.stack(layers).permute(2, 0, 1) / row.query.length

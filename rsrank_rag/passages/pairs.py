@@ -60,8 +60,6 @@ def score_in_parts(
         InputError: A document is no text, or cannot be read as its pair says.
         ScoringError: A part could not be scored; the position of its pair is given.
     """
-    if all(pair.reading == WHOLE for pair in pairs):
-        return score(pairs)
     spans = [spans_of(index, pair, token_ends) for index, pair in enumerate(pairs)]
     parts: list[Pair] = []
     owners: list[int] = []

@@ -15,7 +15,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from ..errors import TrainingError
 from ..evaluation.metrics import ScoredQuery
-from ..method.projection import combine, shift_terms, weigh_heads
+from ..method.projection import combine, shift_terms
 from .store import QueryFeatures
 
 # Queries at a time, where nothing else is set.
@@ -88,7 +88,9 @@ def batch_scores(
         weight = weights["weight"].to(precision)
         terms = shift_terms(batch.shifts.to(precision), weight, head_weight)
     else:
-        terms = weigh_heads(batch.shifts[..., 0], head_weight)
+        terms = batch.shifts[..., 0]
+        if head_weight is not None:
+            terms = terms * head_weight[..., None]
     layers, heads, _ = terms.shape
     lengths = [query.shifts.shape[2] for query in batch.queries]
     scores = []

@@ -24,7 +24,7 @@ from rsrank_rag.method.concurrent_batches import (
     Batches,
     concurrent_count,
     parts_of,
-    run_all,
+    run_concurrently,
     workers,
 )
 from rsrank_rag.method.scoring import Row
@@ -209,6 +209,13 @@ def test_little_work_and_one_long_document_are_one_part(lengths: tuple[int, ...]
 def two_batches() -> list[Batches[Row]]:
     """Of two rows each; a batch is one of them."""
     return [Batches(rows_of(length), 1) for length in (9, 8)]
+
+
+def run_all(run, waiting) -> None:
+    """As a call does: concurrently, then what is left."""
+    run_concurrently(run, waiting)
+    for batches in waiting:
+        run(batches)
 
 
 def test_a_call_during_another_with_concurrent_batches_runs_in_its_own_thread(

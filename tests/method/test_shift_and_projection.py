@@ -10,7 +10,6 @@ from rsrank_rag import Projection
 from rsrank_rag.method.projection import (
     EPSILON,
     combine,
-    cosine_to_ones,
     representational_shift,
     shift_terms,
     similarity_terms,
@@ -74,6 +73,13 @@ def test_shift_takes_a_query_with_or_without_a_document_axis(generator):
     )
 
 
+def cosine_to_ones(projected):
+    """The shift terms, (...), of vectors (..., P) that B leaves as they are."""
+    width = projected.shape[-1]
+    terms = shift_terms(projected.reshape(1, -1, width), torch.eye(width)[None])
+    return terms.reshape(projected.shape[:-1])
+
+
 def test_cosine_to_ones_by_hand():
     projected = torch.tensor([[3.0, 4.0], [-1.0, -1.0], [5.0, -5.0], [1.0, 0.0]])
     expected = torch.tensor([7 / (5 * math.sqrt(2)), -1.0, 0.0, 1 / math.sqrt(2)])
@@ -119,7 +125,9 @@ def test_score_equals_slow_loops_over_layers_heads_and_tokens(shift, generator):
 def test_terms_summed_over_layers_and_heads_and_averaged_over_tokens_are_the_score(shift):
     layers = (1, 4, 5, 9)
     projection = Projection.random(layers, H, P, D, seed=2)
-    terms = [projection.terms(layer, shift[:, row]) for row, layer in enumerate(layers)]
+    terms = [
+        shift_terms(shift[:, row], *projection.of_layer(layer)) for row, layer in enumerate(layers)
+    ]
     assert {term.shape for term in terms} == {(N, H, T)}
     total = sum(term.mean(-1).sum(-1) for term in terms)
     torch.testing.assert_close(score_of(projection, shift), total)

@@ -9,7 +9,7 @@ from training_helpers import toy
 
 from rsrank_rag import Projection
 from rsrank_rag.errors import TrainingError
-from rsrank_rag.method.projection import cosine_to_ones
+from rsrank_rag.method.projection import shift_terms
 from rsrank_rag.training.batches import batch_scores, make_batch, scored, split
 from rsrank_rag.training.fit import FitOptions, fit
 from rsrank_rag.training.losses import (
@@ -54,7 +54,7 @@ def test_scores_of_a_batch_are_the_papers_whatever_else_is_in_it():
     # Each oracle's own mean over layers, heads and tokens: a long query counts no more than a short
     # one.
     rows = [queries[0].shifts[:, :, -3:], queries[2].shifts[:, :, -5:]]
-    expected = [cosine_to_ones(shifts.float() @ weight.mT).mean().item() for shifts in rows]
+    expected = [shift_terms(shifts.float(), weight).mean().item() for shifts in rows]
     assert oracle.tolist() == pytest.approx(expected, abs=1e-5)
 
 
@@ -144,9 +144,7 @@ def plainly_trained(queries, weights, epochs, rate):
         )
         each, oracles = [], []
         for query in queries:
-            cosines = cosine_to_ones(
-                torch.einsum("lhpd,lhmd->lhmp", weight, query.shifts.float())
-            ).sum((0, 1))
+            cosines = shift_terms(query.shifts.float(), weight).sum((0, 1))
             scores = cosines.view(-1, query.tokens).mean(1)
             labels = torch.tensor(query.relevant)
             each.append(
