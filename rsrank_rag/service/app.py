@@ -252,7 +252,9 @@ class _Service:
         """The model and the service's limits."""
         model = self.backend.description
         # Dify's plugin for TEI fails on a null.
-        known = {} if model.max_tokens is None else {"max_input_length": model.max_tokens}
+        known: dict[str, Any] = (
+            {} if model.max_tokens is None else {"max_input_length": model.max_tokens}
+        )
         return Info(
             model_id=model.name,
             model_type={"reranker": {"id2label": {}, "label2id": {}}},

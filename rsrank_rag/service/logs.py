@@ -1,24 +1,13 @@
-"""Logs and spans of the service: a line of JSON for each request, without a word of its texts."""
+"""Logs of the service: a line of JSON for each request, without a word of its texts."""
 
 import logging
 import time
 import traceback
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from pythonjsonlogger.core import RESERVED_ATTRS
 from pythonjsonlogger.json import JsonFormatter
-from starlette.datastructures import Headers
-from starlette.types import Scope
-
-from .. import __version__
-
-try:
-    from opentelemetry import propagate, trace
-except ModuleNotFoundError:
-    trace = None  # type: ignore[assignment]
 
 logger = logging.getLogger("rsrank_rag.service.requests")
 
@@ -99,47 +88,3 @@ def configure(level: str) -> logging.Handler:
         logging.getLogger(name).setLevel(level)
     logging.captureWarnings(True)
     return handler
-
-
-@contextmanager
-def request_span(scope: Scope, headers: Headers, record: Record, model: str) -> Iterator[None]:
-    """A span around one request, joined to the caller's trace, if OpenTelemetry is installed.
-
-    Names follow OpenTelemetry's conventions for HTTP and generative AI. The span holds no unknown
-    path, no text, and no exception's message, which may quote a text.
-    """
-    if trace is None:
-        yield
-        return
-    attributes: dict[str, Any] = {
-        "http.request.method": record.method,
-        "url.scheme": scope.get("scheme", "http"),
-        "network.protocol.version": scope.get("http_version", "1.1"),
-    }
-    host, port = scope.get("server") or (None, None)
-    if host is not None:
-        attributes["server.address"] = str(host)
-        attributes["server.port"] = int(port or 0)
-    with trace.get_tracer("rsrank_rag", __version__).start_as_current_span(
-        record.method,
-        propagate.extract(dict(headers)),
-        trace.SpanKind.SERVER,
-        attributes,
-        record_exception=False,
-        set_status_on_exception=False,
-    ) as span:
-        try:
-            yield
-        finally:
-            span.update_name(f"{record.method} {record.route}")
-            span.set_attributes(
-                {"http.route": record.route, "http.response.status_code": record.status}
-            )
-            if record.documents is not None:
-                span.set_attributes(
-                    {"gen_ai.operation.name": "rerank", "gen_ai.response.model": model}
-                )
-                span.set_attribute("gen_ai.usage.input_tokens", record.tokens or 0)
-            if record.status >= 500:
-                span.set_attribute("error.type", str(record.status))
-                span.set_status(trace.StatusCode.ERROR)

@@ -1,4 +1,4 @@
-"""Checks of a request before a route sees it: host, key, size, time. Logs, counts and traces it."""
+"""Checks of a request before a route sees it: host, key, size, time. Logs and counts it."""
 
 import asyncio
 import hashlib
@@ -19,7 +19,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from ..errors import InputError
 from .error_responses import error_response
-from .logs import Record, request_span
+from .logs import Record
 from .metrics import Metrics
 
 logger = logging.getLogger(__name__)
@@ -190,25 +190,24 @@ class RequestMiddleware:
             await send(message)
 
         body = _Body(receive, self, record)
-        with request_span(scope, headers, record, self.metrics.backend.name):
-            try:
-                await self._app_for(scope, headers, key)(scope, body, send_marked)
-            except asyncio.CancelledError:
-                # By the server, whose time to end is up.
-                self.metrics.unanswered += 1
-                if not has_started:
-                    ended = error_response(503, "The service has ended.")
-                    await ended(scope, receive, send_marked)
-            except Exception:
-                logger.exception("A request failed.", extra={"id": record.id})
-                if not has_started:
-                    failed = error_response(500, "The service failed; its log says more.")
-                    await failed(scope, receive, send_marked)
-            finally:
-                self.open_bytes -= body.bytes
-                record.route = getattr(scope.get("route"), "path", "other")
-                self.metrics.observe(record)
-                record.write(logging.DEBUG if record.route in QUIET else logging.INFO)
+        try:
+            await self._app_for(scope, headers, key)(scope, body, send_marked)
+        except asyncio.CancelledError:
+            # By the server, whose time to end is up.
+            self.metrics.unanswered += 1
+            if not has_started:
+                ended = error_response(503, "The service has ended.")
+                await ended(scope, receive, send_marked)
+        except Exception:
+            logger.exception("A request failed.", extra={"id": record.id})
+            if not has_started:
+                failed = error_response(500, "The service failed; its log says more.")
+                await failed(scope, receive, send_marked)
+        finally:
+            self.open_bytes -= body.bytes
+            record.route = getattr(scope.get("route"), "path", "other")
+            self.metrics.observe(record)
+            record.write(logging.DEBUG if record.route in QUIET else logging.INFO)
 
     def _app_for(self, scope: Scope, headers: Headers, key: bytes | None) -> ASGIApp:
         """The app, or the error response of a request that may not reach the app."""

@@ -40,14 +40,13 @@ LAST_CONNECTIONS = 0.3
 LAST_REQUESTS = 1.5
 
 # A program for Linux's packet filter: drop a segment with SYN and without ACK, which asks for a new
-# connection; take all others. An instruction is its code, two jumps, and an operand.
+# connection; take all others. Each instruction is a code, two jumps, and an operand.
 SO_ATTACH_FILTER = 26
-NO_NEW_CONNECTIONS = (
-    (0x30, 0, 0, 13),  # load the byte with TCP's flags
-    (0x54, 0, 0, 0x12),  # mask SYN and ACK
-    (0x15, 0, 1, 0x02),  # is it SYN alone?
-    (0x06, 0, 0, 0),  # drop
-    (0x06, 0, 0, 0xFFFFFFFF),  # take
+NO_NEW_CONNECTIONS = bytes.fromhex(
+    # Load the byte with TCP's flags, and mask SYN and ACK.
+    "3000 00 00 0d000000 5400 00 00 12000000"
+    # If it is SYN alone, drop; else take.
+    "1500 00 01 02000000 0600 00 00 00000000 0600 00 00 ffffffff"
 )
 
 
@@ -147,9 +146,8 @@ def take_no_connections(listener: socket.socket) -> None:
     and know that no request of theirs was taken. Connections that have been made can be accepted.
     """
     if sys.platform == "linux":
-        code = b"".join(struct.pack("HBBI", *step) for step in NO_NEW_CONNECTIONS)
-        memory = ctypes.create_string_buffer(code)
-        program = struct.pack("HL", len(NO_NEW_CONNECTIONS), ctypes.addressof(memory))
+        memory = ctypes.create_string_buffer(NO_NEW_CONNECTIONS)
+        program = struct.pack("HL", len(NO_NEW_CONNECTIONS) // 8, ctypes.addressof(memory))
         # A sandbox may forbid filters. Then a connection of the last moment may be reset.
         with suppress(OSError):
             listener.setsockopt(socket.SOL_SOCKET, SO_ATTACH_FILTER, program)

@@ -351,58 +351,6 @@ async def test_memory_files_waits_and_the_model_can_be_seen():
         assert sample(text, "rsrank_model_process_resident_memory_bytes") > 1e6
 
 
-@pytest.fixture
-def spans():
-    pytest.importorskip("opentelemetry.sdk")
-    from opentelemetry import trace
-    from opentelemetry.sdk.trace import TracerProvider
-    from opentelemetry.sdk.trace.export import SimpleSpanProcessor
-    from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanExporter
-
-    if not isinstance(trace.get_tracer_provider(), TracerProvider):
-        trace.set_tracer_provider(TracerProvider())
-    exporter = InMemorySpanExporter()
-    processor = SimpleSpanProcessor(exporter)
-    trace.get_tracer_provider().add_span_processor(processor)
-    yield lambda: [
-        span
-        for span in exporter.get_finished_spans()
-        if span.instrumentation_scope.name == "rsrank_rag"
-    ]
-    processor.shutdown()
-
-
-async def test_a_request_is_a_span_of_its_callers_trace_without_a_word_of_it(spans):
-    trace, parent = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
-    body = {"query": "secret", "documents": ["3 secret", "1"]}
-    async with serving() as http:
-        headers = {"traceparent": f"00-{trace}-{parent}-01"}
-        await http.post("/v1/rerank", json=body, headers=headers)
-        await http.get("/secret")
-        await http.post("/v1/rerank", json={"query": "q", "documents": ["broken"]})
-    first, second, third = spans()
-    assert (f"{first.context.trace_id:032x}", f"{first.parent.span_id:016x}") == (trace, parent)
-    assert (first.name, first.kind.name) == ("POST /v1/rerank", "SERVER")
-    expected = {
-        "http.request.method": "POST",
-        "http.route": "/v1/rerank",
-        "http.response.status_code": 200,
-        "gen_ai.operation.name": "rerank",
-        "gen_ai.response.model": "fake",
-        "gen_ai.usage.input_tokens": 5,
-    }
-    assert expected.items() <= dict(first.attributes).items()
-    assert (second.name, second.parent) == ("GET other", None)
-    assert (third.status.status_code.name, third.attributes["error.type"]) == ("ERROR", "500")
-    assert not any("secret" in span.to_json() for span in spans())
-
-
-async def test_without_opentelemetry_requests_are_answered(monkeypatch):
-    monkeypatch.setattr("rsrank_rag.service.logs.trace", None)
-    async with serving() as http:
-        assert (await http.post("/v1/rerank", json=RERANK)).status_code == 200
-
-
 async def test_xinferences_clients_find_the_model_by_any_name():
     async with serving() as http:
         for name in ("fake", "BAAI/bge"):
