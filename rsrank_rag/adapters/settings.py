@@ -334,13 +334,11 @@ class RerankerAdapter(ModelAdapter):
 
     mode: Literal["drop", "shadow"] = Field(
         default="drop",
-        description="'shadow': return everything as it came, with scores, and log what would have "
-        "been dropped (see `rsrank report`).",
+        description="'shadow': return everything, and log what would have been dropped.",
     )
     long_queries: LongQueries = Field(
         default="cut",
-        description="Questions that are too long for the model: 'cut' reads the first and the last "
-        "part, with a warning in the log; 'error' raises.",
+        description="Questions that are too long: 'cut' reads both ends and warns; 'error' raises.",
     )
 
     @model_validator(mode="after")

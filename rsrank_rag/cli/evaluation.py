@@ -70,14 +70,14 @@ def report(
     from ..passages.shadow import report as add_up
 
     with log.open(encoding="utf-8", errors="replace") as lines:
-        found = add_up(lines)
-    if not found["calls"]:
+        totals = add_up(lines)
+    if not totals["calls"]:
         raise InputError(f"{log} holds no line of shadow mode. Log rsrank_rag.shadow at INFO.")
     screen.print(
-        f"{found['calls']:,} calls, {found['none_relevant']:,} with nothing relevant\n"
-        f"{found['documents']:,} documents, {found['dropped']:.1%} would have been dropped\n"
-        f"about {found['tokens_saved']:,} tokens would have been saved\n"
-        f"{found['near']:.1%} of the scores are within {NEAR:g} of the threshold"
+        f"{totals['calls']:,} calls, {totals['none_relevant']:,} with nothing relevant\n"
+        f"{totals['documents']:,} documents, {totals['dropped']:.1%} would have been dropped\n"
+        f"about {totals['tokens_saved']:,} tokens would have been saved\n"
+        f"{totals['near']:.1%} of the scores are within {NEAR:g} of the threshold"
     )
 
 
