@@ -24,6 +24,7 @@ from typing import Any
 from tables import ROOT, differences, table
 from tqdm import tqdm
 
+from research import kept_scores
 from rsrank_rag import Reranker, RSRank
 from rsrank_rag.evaluation.datasets import LabelledQuery, dataset_name, read_labelled
 from rsrank_rag.evaluation.evaluate import score_dataset, shared_threshold, summarise
@@ -98,20 +99,10 @@ def score_set(
     """Scores of a set, taken from ``folder`` where the same queries were scored before."""
     path = None if folder is None else folder / f"{name}.json"
     if path is not None and path.exists():
-        rows = json.loads(path.read_text(encoding="utf-8"))
-        assert [row["id"] for row in rows] == [query.id for query in queries], path
-        return [
-            ScoredQuery(row["scores"], [document.relevant for document in query.documents])
-            for row, query in zip(rows, queries, strict=True)
-        ]
+        return kept_scores.read(path, queries)
     scored = score_dataset(reranker, tqdm(queries, desc=name))
     if path is not None:
-        rows = [
-            {"id": query.id, "scores": list(map(float, row.scores))}
-            for query, row in zip(queries, scored, strict=True)
-        ]
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(json.dumps(rows), encoding="utf-8")
+        kept_scores.write(path, queries, scored)
     return scored
 
 

