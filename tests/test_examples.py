@@ -101,6 +101,77 @@ def test_the_island_guides_labels_are_as_the_notebooks_say():
     assert len((EXAMPLES / "island" / "passages.jsonl").read_text("utf-8").splitlines()) == 61
 
 
+def island(name):
+    lines = (EXAMPLES / "island" / f"{name}.jsonl").read_text("utf-8").splitlines()
+    return list(map(json.loads, lines))
+
+
+def printed(name):
+    """What the saved cells of a notebook print."""
+    notebook = json.loads((EXAMPLES / f"{name}.ipynb").read_text("utf-8"))
+    outputs = [output for cell in notebook["cells"] for output in cell.get("outputs", [])]
+    return "".join("".join(output.get("text", "")) for output in outputs)
+
+
+@pytest.mark.parametrize(
+    ("question", "wanted"),
+    [
+        ("Where can I get cash?", ["money"]),
+        ("When can I see puffins?", ["puffins"]),
+        ("How do I apply for a fishing licence?", []),
+    ],
+)
+def test_mini_keeps_what_the_text_of_the_notebooks_relies_on(question, wanted, mini):
+    passages = island("passages")
+    scores = mini.score(question, [f"{row['title']}\n{row['text']}" for row in passages])
+    kept = {row["id"] for row, score in zip(passages, scores, strict=True) if score > 0}
+    assert kept >= set(wanted)
+    assert kept or not wanted
+    assert wanted or not kept
+
+
+def test_a_question_that_keeps_no_passage_of_its_answer_is_called_lost_in_the_notebooks():
+    answers = {row["question"]: row["relevant"] for row in island("questions")}
+    lines = re.findall(r"^ *(\d+) kept of 15  (lost|    )  (.*)$", printed("llama_index_rag"), re.M)
+    assert {question for _, _, question in lines} == set(answers)
+    for count, verdict, question in lines:
+        if not answers[question]:
+            assert verdict == "    "
+        elif count == "0":
+            assert verdict == "lost"
+
+    titles = {row["id"]: row["title"] for row in island("passages")}
+    shown = re.split(r"^(.*\?)  \(passages that.*\n", printed("langchain_rag"), flags=re.M)
+    blocks = dict(zip(shown[1::2], shown[2::2], strict=True))
+    assert len(blocks) == 4
+    for question, block in blocks.items():
+        right = {titles[passage] for passage in answers[question]}
+        kept = set(re.findall(r"^   kept [+-][\d.]+  (.*?):", block, flags=re.M))
+        assert kept & right or not right or "   lost" in block
+
+
+def test_the_outcomes_that_the_notebooks_call_right_are_in_their_outputs():
+    llama, langchain = printed("llama_index_rag"), printed("langchain_rag")
+    assert "\nEmpty Response\n" in llama
+    assert "\n0 kept\n" in langchain
+    (puffins,) = [row["text"] for row in island("passages") if row["id"] == "puffins"]
+    for text in (llama, langchain):
+        context = re.search(r"(?:Answer from these|Context information).*?puffins\?", text, re.S)[0]
+        assert puffins in context
+    before, after = re.search(
+        r"([\d,]+) characters of context before, ([\d,]+)", langchain
+    ).groups()
+    assert int(before.replace(",", "")) > int(after.replace(",", ""))
+
+
+def test_no_notebook_shows_progress_bars_or_logs():
+    for path in EXAMPLES.glob("*.ipynb"):
+        notebook = json.loads(path.read_text("utf-8"))
+        outputs = [output for cell in notebook["cells"] for output in cell.get("outputs", [])]
+        assert [output for output in outputs if output.get("name") == "stderr"] == []
+        assert "Loading weights" not in path.read_text("utf-8")
+
+
 def test_the_labelled_file_has_questions_with_and_without_an_answer():
     queries = read_labelled(EXAMPLES / "labelled.jsonl")
     answered = [any(document.relevant for document in query.documents) for query in queries]

@@ -131,21 +131,22 @@ def unanswered(sets: Scored, tau: float) -> dict[str, dict[str, float]]:
 
 
 def short_queries(reranker: Reranker, tau: float) -> dict[str, dict[str, float]]:
-    """Words, keywords, and greetings that nothing answers, over the 61 passages of examples/island.
+    """Questions, words, keywords and what nothing answers, over the 61 passages of examples/island.
 
     By kind: ``queries``; ``mrr``, the mean reciprocal rank of the first wanted passage; ``found``,
     the share of queries that keep a wanted one; ``kept``, documents a query; ``silent``, the share
     of queries that keep none.
     """
-    lines = (
-        (ROOT / "examples" / "island" / "passages.jsonl").read_text(encoding="utf-8").splitlines()
-    )
-    passages = [json.loads(line) for line in lines]
+    passages = island("passages")
     texts = [f"{passage['title']}\n{passage['text']}" for passage in passages]
+    by_kind: dict[str, dict[str, list[str]]] = {"questions": {}, "unanswered": {}}
+    for row in island("questions"):
+        kind = "questions" if row["relevant"] else "unanswered"
+        by_kind[kind][row["question"]] = row["relevant"]
+    file = Path(__file__).with_name("short_queries.json")
+    by_kind |= json.loads(file.read_text(encoding="utf-8"))
     found = {}
-    for kind, queries in json.loads(
-        Path(__file__).with_name("short_queries.json").read_text(encoding="utf-8")
-    ).items():
+    for kind, queries in by_kind.items():
         rows = []
         for query, wanted in queries.items():
             scores = reranker.score(query, texts)
@@ -162,9 +163,16 @@ def short_queries(reranker: Reranker, tau: float) -> dict[str, dict[str, float]]
             "queries": len(rows),
             **{part: fmean(row[part] for row in rows) for part in rows[0]},
         }
-    found["nothing"].pop("mrr")
-    found["nothing"].pop("found")
+    for kind in ("unanswered", "nothing"):
+        found[kind].pop("mrr")
+        found[kind].pop("found")
     return found
+
+
+def island(name: str) -> list[dict[str, Any]]:
+    """The passages or the questions of the island guide."""
+    lines = (ROOT / "examples" / "island" / f"{name}.jsonl").read_text(encoding="utf-8")
+    return [json.loads(line) for line in lines.splitlines()]
 
 
 def examples(

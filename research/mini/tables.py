@@ -133,10 +133,12 @@ def overview_table(figures: Figures) -> str:
     for rule, label in (("", "at the threshold"), ("tau_top5_min1_", "1 to 5 kept")):
         rows[f"answers lost, {label}"] = [lost_answers(figures, name, rule) for name in figures]
     for kind, part, label in (
+        ("questions", "found", "a question: wanted passage kept"),
         ("words", "found", "one word: wanted passage kept"),
         ("nothing", "silent", "off-topic: nothing kept"),
     ):
-        rows[label] = [100 * system["short"][kind][part] for system in figures.values()]
+        if all(kind in system["short"] for system in figures.values()):
+            rows[label] = [100 * system["short"][kind][part] for system in figures.values()]
     lines = [f"| | {' | '.join(figures)} |", f"|---|{'--:|' * len(figures)}"]
     for label, values in rows.items():
         cells = [NOT_MEASURED if value is None else f"{value:.1f}" for value in values]
@@ -222,9 +224,15 @@ def absent_table(figures: Figures) -> str:
 
 
 def short_table(figures: Figures) -> str:
-    """Words, keywords and greetings over examples/island, and questions without an answer."""
+    """Questions, words, keywords and greetings over examples/island, and unanswerable questions."""
     lines = [f"| | {' | '.join(figures)} |", f"|---|{'--:|' * len(figures)}"]
-    kinds = {"words": "one word", "keywords": "keywords", "nothing": "greeting or off-topic"}
+    kinds = {
+        "questions": "full question",
+        "keywords": "keywords",
+        "words": "one word",
+        "unanswered": "full question without an answer",
+        "nothing": "greeting or off-topic",
+    }
     shown = {
         "mrr": "MRR {:.3f}",
         "found": "wanted one kept {:.0%}",
@@ -232,9 +240,10 @@ def short_table(figures: Figures) -> str:
         "silent": "keeps none {:.0%}",
     }
     for kind, name in kinds.items():
-        rows = [system["short"][kind] for system in figures.values()]
-        for part, text in shown.items():
-            if part in rows[0] and (part == "silent") == (kind == "nothing"):
+        rows = [system["short"][kind] for system in figures.values() if kind in system["short"]]
+        # Figures that were measured before this kind was have nothing of it.
+        for part, text in shown.items() if len(rows) == len(figures) else ():
+            if part in rows[0] and (part == "silent") == ("mrr" not in rows[0]):
                 label, _, number = text.partition("{")
                 cells = [("{" + number).format(row[part]) for row in rows]
                 first = f"{name} ({rows[0]['queries']:.0f}): {label.strip(' :')}"

@@ -110,11 +110,6 @@ def test_the_page_says_so_if_mini_loses_nowhere():
     assert "On no set and in no figure does a system beat `mini` beyond chance." in text
 
 
-def test_the_page_in_the_docs_is_that_of_its_figures():
-    figures = json.loads((compare.DOCS / "results.json").read_text("utf-8"))
-    assert (compare.DOCS / "results.md").read_text("utf-8") == compare.page(figures)
-
-
 # A whole run
 
 

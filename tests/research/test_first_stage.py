@@ -23,13 +23,14 @@ def recipe():
     try:
         import choose
         import encode
+        import tables
 
         import data
         import measure
         import train
 
         yield argparse.Namespace(
-            data=data, train=train, choose=choose, encode=encode, measure=measure
+            data=data, train=train, choose=choose, encode=encode, measure=measure, tables=tables
         )
     finally:
         sys.path.remove(str(RECIPE))
@@ -224,3 +225,8 @@ def test_a_measurement_scores_the_model_and_its_rivals_and_shows_them_in_a_table
     assert [row["dataset"] for row in figures["BM25"]["sets"]] == ["notes"]
     assert figures["mini"]["tau"] == 0.0
     assert "| notes | no | 3 |" in recipe.measure.table(figures)
+    counts = {kind: row["queries"] for kind, row in figures["mini"]["short"].items()}
+    assert counts == {"questions": 16, "unanswered": 4, "words": 47, "keywords": 20, "nothing": 20}
+    table = recipe.tables.short_table(figures)
+    assert "| full question (16): wanted one kept |" in table
+    assert "| full question without an answer (4): keeps none |" in table

@@ -435,6 +435,27 @@ def test_the_example_can_be_ranked(page, mini):
     assert len(result.kept) < len(passages) / 2
 
 
+@pytest.mark.parametrize("answer", ["dismiss", "accept"])
+def test_the_example_replaces_typed_text_only_after_a_question_and_hides_its_results(page, answer):
+    asked = []
+
+    def decide(dialog):
+        asked.append(dialog.message)
+        getattr(dialog, answer)()
+
+    page.on("dialog", decide)
+    query, passages = page.get_by_label("Question"), page.get_by_label("Passages")
+    query.fill(QUERY)
+    passages.fill("\n".join(PASSAGES))
+    page.get_by_role("button", name="Rank", exact=True).click()
+    page.locator("#results").wait_for()
+    page.get_by_role("button", name="Fill in an example").click()
+    assert len(asked) == 1
+    assert (query.input_value() == QUERY) == (answer == "dismiss")
+    assert (passages.input_value() == "\n".join(PASSAGES)) == (answer == "dismiss")
+    assert page.locator("#results").is_visible() == (answer == "dismiss")
+
+
 def test_two_hundred_passages_and_endless_ones_fit(visit):
     page = visit(Measured(), size="phone")
     passages = [f"Passage number {i} " + "x" * 30 for i in range(199)] + ["endless" * 10_000]
