@@ -146,10 +146,10 @@ def nearest(name: str, names: Iterable[str], prefix: str = "") -> str:
     >>> nearest("epoch", ["epochs", "seed"], "fit.")
     " Did you mean 'fit.epochs'?"
     """
-    found = [
-        repr(prefix + known) for known in get_close_matches(name, list(names), n=3, cutoff=0.7)
-    ]
-    return f" Did you mean {' or '.join(found)}?" if found else ""
+    matches = get_close_matches(name, list(names), n=3, cutoff=0.7)
+    if not matches:
+        return ""
+    return f" Did you mean {' or '.join(repr(prefix + match) for match in matches)}?"
 
 
 def needs_the_whole_package() -> AbstractContextManager[None]:

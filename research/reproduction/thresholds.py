@@ -14,7 +14,7 @@ from scipy import stats
 from rsrank_rag.evaluation import plots
 from rsrank_rag.evaluation.comparison import Comparison, Measured, QueryResult
 from rsrank_rag.evaluation.metrics import ScoredQuery, best_threshold
-from rsrank_rag.evaluation.report import short_names
+from rsrank_rag.evaluation.report import NAME_LENGTH
 from rsrank_rag.evaluation.statistics import paired_differences
 from rsrank_rag.reranker import BLANK_SCORE
 
@@ -163,16 +163,14 @@ def write_figures(folder: Path, systems: Sequence[Measured], comparison: Compari
 
 
 def _figures(systems: Sequence[Measured], comparison: Comparison) -> Iterator[tuple[str, Figure]]:
-    names = short_names([system.name for system in systems])
     for number, system in enumerate(systems):
         stability = threshold_stability(system.scored, system.threshold)
-        title = (
-            f"{names[system.name]}: bias {stability.bias:.3f}, variance {stability.variance:.4f}"
-        )
+        name = system.name[-NAME_LENGTH:]
+        title = f"{name}: bias {stability.bias:.3f}, variance {stability.variance:.4f}"
         figure = score_ranges(stability.ranges, stability.best, stability.natural, title=title)
         yield f"score-range-{number}", figure
     gaps: dict[str, dict[str, list[float]]] = {name: {} for name in comparison.labels}
     for result in comparison.systems:
         for name, in_set in result.sets.items():
-            gaps[name][names[result.name]] = list(map(f1_gap, in_set.queries))
+            gaps[name][result.name] = list(map(f1_gap, in_set.queries))
     yield "f1-gap", f1_gap_curves(gaps)

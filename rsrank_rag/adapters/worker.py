@@ -102,7 +102,9 @@ def _lock() -> threading.Lock:
 
 
 def _key(source: ModelSource | Reranker) -> ModelSource | int:
-    return id(source) if isinstance(source, Reranker) else source
+    if isinstance(source, Reranker):
+        return id(source)
+    return source
 
 
 def _worker(source: ModelSource | Reranker) -> Worker:

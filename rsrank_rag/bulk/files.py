@@ -65,7 +65,8 @@ def read_rows(path: Path, count: int) -> Iterator[list[Row]]:
     """
     done = 0
     try:
-        for rows in _parquet(path, count) if path.suffix == ".parquet" else _lines(path, count):
+        read = _parquet if path.suffix == ".parquet" else _lines
+        for rows in read(path, count):
             yield rows
             done += len(rows)
     except (OSError, EOFError, ValueError, RecursionError, zlib.error) as error:

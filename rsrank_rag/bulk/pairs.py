@@ -186,4 +186,6 @@ def _kind(value: Any) -> str:
     """The name of a value's type; pandas writes null as NaN, NA and NaT."""
     name = type(value).__name__
     is_nan = isinstance(value, float) and math.isnan(value)
-    return "null" if value is None or is_nan or name in ("NAType", "NaTType") else name
+    if value is None or is_nan or name in ("NAType", "NaTType"):
+        return "null"
+    return name

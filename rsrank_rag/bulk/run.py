@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import InputError
-from ..partial_files import appearing, differences, is_running
+from ..partial_files import appearing, differences
 from ..reranker import Reranker
 from .files import Shard, find_shards, read_rows, row_writer
 from .pairs import CHUNK, COLUMNS, PairScorer, form_of
@@ -50,9 +50,6 @@ def score_files(
     shards = find_shards(source, folder)
     _check_folder(folder, settings, shards)
     todo = [shard for shard in shards if not shard.is_done]
-    for stale in folder.rglob("*.partial"):
-        if not is_running(stale):
-            stale.unlink(missing_ok=True)
     scorer = PairScorer(make, str(settings.get("model", "the model")))
     numbers = Counter(skipped=len(shards) - len(todo))
     for shard in progress(todo, total=len(todo)):
@@ -82,7 +79,7 @@ def score_shard(scorer: PairScorer, shard: Shard) -> Counter[str]:
     ):
         for rows in read_rows(shard.source, CHUNK):
             try:
-                form = form_of({name for row in rows for name in row})
+                form = form_of(dict.fromkeys(name for row in rows for name in row))
             except InputError as error:
                 raise InputError(f"{shard.source}: {error}") from None
             scored = scorer({name: [row.get(name) for row in rows] for name in ("query", form)})

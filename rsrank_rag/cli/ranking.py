@@ -53,7 +53,9 @@ Prefixes = Annotated[
 
 def _prefix_cache(prefixes: Path | None) -> str | bool:
     """The folder; without one, prefixes are not cached, as each document is scored once."""
-    return False if prefixes is None else str(prefixes.absolute())
+    if prefixes is None:
+        return False
+    return str(prefixes.absolute())
 
 
 def _load(source: ModelSource) -> RSRank:

@@ -76,8 +76,9 @@ class SystemResult(Record):
     @property
     def threshold_kind(self) -> str:
         """``native``, ``given`` or ``tuned``; a tuned threshold was computed from the labels."""
-        known = self.threshold_origin in ("native", "given")
-        return self.threshold_origin if known else "tuned"
+        if self.threshold_origin in ("native", "given"):
+            return self.threshold_origin
+        return "tuned"
 
 
 class Difference(Record):

@@ -51,8 +51,9 @@ def read_sets(paths: Iterable[str | Path]) -> dict[str, list[LabelledQuery]]:
     names = [dataset_name(path) for path in files]
     sets = {}
     for path, name in zip(files, names, strict=True):
-        key = name if names.count(name) == 1 else str(path)
-        sets[key] = read_labelled(path)
+        if names.count(name) > 1:
+            name = str(path)
+        sets[name] = read_labelled(path)
     return sets
 
 

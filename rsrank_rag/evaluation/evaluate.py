@@ -107,14 +107,20 @@ def describe_rule(rule: Rule) -> str:
     >>> describe_rule(Rule(top_n=3)), describe_rule(Rule(top_n=1, by_score=False))
     ('top 3', "first 1 in the file's order")
     """
+    if not rule.by_score:
+        return f"first {rule.top_n} in the file's order"
     if rule.threshold is None:
-        return f"top {rule.top_n}" if rule.by_score else f"first {rule.top_n} in the file's order"
+        return f"top {rule.top_n}"
     # Three decimals; adding 0 turns -0.0 into 0.0.
     rounded = round(rule.threshold, 3) + 0.0
-    words = "zero" if rounded == 0 else f"threshold {rounded:g}"
+    words = "zero"
+    if rounded != 0:
+        words = f"threshold {rounded:g}"
     if rule.top_n is not None:
         words = f"top {rule.top_n} above {words}"
-    return f"{words} with min_docs={rule.min_docs}" if rule.min_docs else words
+    if rule.min_docs:
+        words = f"{words} with min_docs={rule.min_docs}"
+    return words
 
 
 def recommend(scored: Sequence[ScoredQuery], *, threshold: float = 0.0) -> str:

@@ -81,7 +81,9 @@ class Rule:
         >>> Rule(threshold=0.0, min_docs=1, top_n=2).kept([-1.0, -3.0])
         [0]
         """
-        order = best_first(scores) if self.by_score else list(range(len(scores)))
+        order = list(range(len(scores)))
+        if self.by_score:
+            order = best_first(scores)
         count = len(order)
         if self.threshold is not None:
             above = sum(score > self.threshold and score != BLANK_SCORE for score in scores)
@@ -267,8 +269,10 @@ def best_threshold(
         total += value - values[row]
         values[row] = value
         if next_score < score and total > best_total + 1e-12:
-            middle = (score + next_score) / 2
-            best = middle if middle < score else next_score
+            best = (score + next_score) / 2
+            # Halfway between neighbouring numbers there is no other number.
+            if best >= score:
+                best = next_score
             best_total = total
     return best, best_total / math.fsum(weights)
 

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 WORST = 5  # queries shown of each set and system
 TEXT_LENGTH = 400  # characters of a document that are shown
-NAME_LENGTH = 32  # characters of a system's name in figures; captions have all of it
+NAME_LENGTH = 32  # last characters of a system's name in figures; captions have all of it
 
 
 @dataclass(frozen=True)
@@ -92,24 +92,13 @@ def write_report(
 
 def figures_of(comparison: Comparison) -> Iterator[Picture]:
     """For each system, the scores of relevant and of irrelevant documents."""
-    names = short_names([system.name for system in comparison.systems])
     for number, system in enumerate(comparison.systems):
         scores = {}
         for name, labels in comparison.labels.items():
             scores[name] = _scores_by_label(labels, system.sets[name].queries)
-        figure = plots.score_histograms(scores, system.threshold, title=names[system.name])
+        figure = plots.score_histograms(scores, system.threshold, title=system.name[-NAME_LENGTH:])
         caption = f"{system.name}: scores of relevant and of irrelevant documents."
         yield Picture(f"scores-{number}", caption, figure)
-
-
-def short_names(names: Sequence[str]) -> dict[str, str]:
-    """Names for figures: the ends of long names, such as of paths, unless two ends are the same."""
-    short = {}
-    for name in names:
-        short[name] = name if len(name) <= NAME_LENGTH else f"…{name[1 - NAME_LENGTH :]}"
-    if len(set(short.values())) < len(short):
-        return {name: name for name in names}
-    return short
 
 
 def _scores_by_label(

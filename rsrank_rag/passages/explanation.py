@@ -58,7 +58,10 @@ class Explanation:
         rows: list[list[float]] = [[] for _ in self.parts]
         for start in range(0, len(self.layers), size):
             group = self.layers[start : start + size]
-            labels.append(f"L{group[0]}" + (f"-{group[-1]}" if len(group) > 1 else ""))
+            label = f"L{group[0]}"
+            if len(group) > 1:
+                label += f"-{group[-1]}"
+            labels.append(label)
             for row, part in zip(rows, self.parts, strict=True):
                 row.append(math.fsum(part[start : start + size]))
         if self.matches:

@@ -188,7 +188,9 @@ def windows(text: str, ends: Sequence[int], limit: int) -> list[Span]:
         spans.append(stripped(text, start, ends[last - 1]))
         # The next window begins with the first sentence that it may repeat.
         cut = cuts[bisect_left(cuts, last - shared)]
-        first = cut if cut <= last else last - shared
+        first = cut
+        if cut > last:
+            first = last - shared
         start = ends[first - 1]
     spans.append(stripped(text, start, len(text)))
     return spans
@@ -200,6 +202,8 @@ def joined(document: str, excerpts: Sequence[Excerpt]) -> str:
     end = excerpts[0].start
     for excerpt in excerpts:
         between = document[end : excerpt.start]
-        text += (" " if between.strip() else between) + excerpt.text
+        if between.strip():
+            between = " "
+        text += between + excerpt.text
         end = excerpt.end
     return text

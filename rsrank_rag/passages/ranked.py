@@ -44,7 +44,9 @@ class RankedDocument:
     @property
     def extract(self) -> str:
         """The heading and the sentences that are kept; the whole text without ``excerpts``."""
-        return self.heading + joined(self.text, self.excerpts) if self.excerpts else self.text
+        if not self.excerpts:
+            return self.text
+        return self.heading + joined(self.text, self.excerpts)
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,9 +134,11 @@ class RankResult:
         span = max(ends) - low or 1.0
         rows = ""
         for place, document in enumerate(documents):
-            verdict, colour = (
-                ("kept", "#1b57c0") if place < len(self.kept) else ("dropped", "#a8521d")
-            )
+            verdict = "kept"
+            colour = "#1b57c0"
+            if place >= len(self.kept):
+                verdict = "dropped"
+                colour = "#a8521d"
             score = max(document.score, low)
             start = (min(score, zero) - low) / span
             width = abs(score - zero) / span
@@ -148,7 +152,9 @@ class RankResult:
         return f"<p><b>{html.escape(self.query)}</b></p><table>{rows}</table>"
 
     def __str__(self) -> str:
-        rule = "ranked only" if self.threshold is None else f"threshold {self.threshold:g}"
+        rule = "ranked only"
+        if self.threshold is not None:
+            rule = f"threshold {self.threshold:g}"
         if self.query_truncated:
             rule += ", query truncated"
         lines = [f"{self.query!r}: {len(self.kept)} kept, {len(self.dropped)} dropped ({rule})"]
@@ -236,7 +242,9 @@ def blanks_last(documents: Sequence[str], scored: Sequence[Scored]) -> list[Scor
     """
     if len(scored) != len(documents):
         raise InputError(f"The reranker gave {len(scored)} scores for {len(documents)} documents.")
-    return [
-        one if text.strip() else replace(one, score=BLANK_SCORE)
-        for text, one in zip(documents, scored, strict=True)
-    ]
+    marked = []
+    for text, one in zip(documents, scored, strict=True):
+        if not text.strip():
+            one = replace(one, score=BLANK_SCORE)
+        marked.append(one)
+    return marked

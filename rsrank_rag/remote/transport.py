@@ -183,7 +183,9 @@ def usable_key(key: SecretStr | None, source: str = "api_key") -> ApiKey | None:
         raise InputError(
             f"{source} holds characters that cannot be sent. Only printable ASCII can."
         )
-    return ApiKey(text) if text else None
+    if not text:
+        return None
+    return ApiKey(text)
 
 
 def service_address(base_url: str) -> str:

@@ -67,7 +67,9 @@ class ErrorBody(BaseModel):
         # FastAPI's own errors have a text here, or a list that repeats the request's texts.
         if not text and isinstance(self.detail, str):
             text = self.detail
-        return f": {_one_line(text).rstrip('.')}." if text else "."
+        if not text:
+            return "."
+        return f": {_one_line(text).rstrip('.')}."
 
 
 Body = TypeVar("Body", Answer, Info)

@@ -145,7 +145,9 @@ def check_labels(features: Sequence[QueryFeatures]) -> None:
 
 def device_for(device: str | torch.device | None) -> torch.device:
     """Where to train; None for CUDA if present, else the CPU."""
-    return torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    if device is None:
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    return torch.device(device)
 
 
 def split(count: int, validation: float, seed: int = 0) -> tuple[list[int], list[int]]:
@@ -162,8 +164,9 @@ def split(count: int, validation: float, seed: int = 0) -> tuple[list[int], list
     _check_count(count)
     order = list(range(count))
     random.Random(f"split-{seed}").shuffle(order)
-    wanted = count * validation if validation < 1 else validation
-    size = min(max(1, round(wanted)), count - 1)
+    if validation < 1:
+        validation *= count
+    size = min(max(1, round(validation)), count - 1)
     return sorted(order[size:]), sorted(order[:size])
 
 

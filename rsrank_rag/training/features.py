@@ -182,7 +182,10 @@ def subsample(
         relevant: list[int] = []
         others: list[int] = []
         for place, document in enumerate(query.documents):
-            (relevant if document.relevant else others).append(place)
+            if document.relevant:
+                relevant.append(place)
+            else:
+                others.append(place)
         count = min(len(relevant), max(max_documents // 2, max_documents - len(others)))
         places = generator.sample(relevant, count)
         places += generator.sample(others, min(len(others), max_documents - count))

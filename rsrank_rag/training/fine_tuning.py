@@ -134,7 +134,9 @@ def _best(values: Tensor) -> int:
     best = int(gains.mean(1).argmax())
     # Of a single query, the error is not a number.
     error = gains[best].std() / math.sqrt(gains.shape[1])
-    return best if bool(gains[best].mean() > error) else 0
+    if not bool(gains[best].mean() > error):
+        return 0
+    return best
 
 
 def fine_tuning_loss(scores: Tensor, relevant: Tensor, valid: Tensor) -> Tensor:

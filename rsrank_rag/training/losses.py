@@ -70,7 +70,9 @@ def frobenius_loss(weight: Tensor) -> Tensor:
 
 
 def _classes(relevant: Tensor, valid: Tensor | None) -> tuple[Tensor, Tensor]:
-    return (relevant, ~relevant) if valid is None else (relevant & valid, ~relevant & valid)
+    if valid is None:
+        return relevant, ~relevant
+    return relevant & valid, ~relevant & valid
 
 
 def _mean(values: Tensor, members: Tensor) -> Tensor:

@@ -57,7 +57,9 @@ class ModelPart(LoadSettings):
         folder = Path(self.name)
         if self.name in hub.builtin_names():
             folder = hub.BUILTIN / self.name
-        return str(folder / INSIDE) if (folder / hub.PROJECTION).is_file() else self.name
+        if (folder / hub.PROJECTION).is_file():
+            return str(folder / INSIDE)
+        return self.name
 
 
 class DataPart(BaseModel, extra="forbid", frozen=True):
@@ -211,7 +213,9 @@ def read_toml(source: str, folder: Path, what: str) -> dict[str, Any]:
         InputError: There is none, or it is no TOML.
     """
     known = shipped(folder)
-    path = folder / f"{source}.toml" if source in known else Path(source)
+    path = Path(source)
+    if source in known:
+        path = folder / f"{source}.toml"
     try:
         return tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:

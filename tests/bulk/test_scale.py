@@ -26,7 +26,6 @@ from rsrank_rag.errors import InputError, RSRankError
 from rsrank_rag.evaluation.datasets import read_labelled
 from rsrank_rag.evaluation.evaluate import score_dataset
 from rsrank_rag.evaluation.systems.bm25 import BM25
-from rsrank_rag.partial_files import is_running
 from rsrank_rag.reranker import BLANK_SCORE
 
 TEXTS = [
@@ -414,20 +413,6 @@ def test_a_folder_that_holds_other_files_of_these_names_is_left_alone(tmp_path):
     assert (tmp_path / "out" / "rows.jsonl").read_text() == "dear"
 
 
-def test_what_a_killed_run_left_half_written_is_removed_and_what_another_writes_is_not(tmp_path):
-    source = write_lines(tmp_path / "rows.jsonl", rows_of(2))
-    (tmp_path / "out").mkdir()
-    dead = tmp_path / "out" / "_rows.999999999-1.partial"
-    elsewhere = tmp_path / "out" / "_rows.999999999-1-otherhost.partial"
-    for file in (dead, elsewhere):
-        file.write_text("half")
-    score(source, tmp_path / "out")
-    assert not dead.exists()
-    assert elsewhere.exists()
-    os.utime(elsewhere, (0, 0))
-    assert not is_running(elsewhere)
-
-
 KILLED = """
 import os, sys
 from functools import partial
@@ -462,7 +447,6 @@ def test_a_run_goes_on_after_kill_9(tmp_path):
     assert numbers["files"] + numbers["skipped"] == 10
     score(source, tmp_path / "once")
     assert read(output) == read(tmp_path / "once")
-    assert not list(output.glob("_*.partial"))
 
 
 def test_a_model_that_fails_on_everything_fills_no_file_with_errors(tmp_path):
