@@ -270,6 +270,7 @@ async def test_callbacks_see_a_run_with_inputs_and_outputs(compressor, asynchron
         "threshold": 0.0,
         "documents": 2,
         "kept": 1,
+        "query_truncated": False,
         "truncated": 0,
         "dropped": [{"index": 1, "score": -1.0}],
     }
