@@ -96,7 +96,8 @@ def request_body(
     # These are sent because the service may have other defaults. Documents are dropped here.
     body: dict[str, Any] = {"partial": True, "threshold": None, "normalize": False}
     body["query"] = clean(query)
-    body["long_queries"] = long_queries
+    if long_queries != "cut":
+        body["long_queries"] = long_queries
     if model is not None:
         body["model"] = model
     if instruction is not None:
