@@ -137,8 +137,8 @@ def hashes(folder: Path | None) -> dict[str, str]:
 def check_files(spec: BackboneSpec, folder: Path, *, in_cache: bool, strict: bool) -> None:
     """Compare every file that can change a score with the recorded hashes.
 
-    Files may be missing from the Hub's cache, or have been added to it by another tool, because
-    only what was requested is downloaded. Weights may not.
+    In the Hub's cache, a file other than weights may be missing or additional: only requested files
+    are downloaded, and other tools request other ones.
 
     Args:
         spec: What the artifact recorded.

@@ -247,9 +247,12 @@ class Pretrained(ABC):
 def open_artifact(
     source: ModelSource,
 ) -> tuple[Backbone, PromptTokenizer, Projection, RSRankConfig]:
-    """Load an artifact and its language model, and check both.
+    """Load an artifact and its language model, and check that they belong together.
 
-    Raises as `RSRank.from_pretrained`.
+    Errors are those of `RSRank.from_pretrained`.
+
+    Returns:
+        The language model, its tokenizer with the artifact's template, B, and the config.
     """
     folder = hub.resolve(source.name, source.revision, source.load)
     config = hub.read_config(folder)

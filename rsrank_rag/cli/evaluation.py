@@ -209,7 +209,16 @@ def rules_table(name: str, scored: Sequence[ScoredQuery], threshold: float) -> T
 def evaluation_tables(
     name: str, rule: str, records: Sequence[Mapping[str, Any]]
 ) -> Iterator[Table]:
-    """A model's tables with a row for each dataset: what it keeps, empty lists, how it ranks."""
+    """A model's three tables, which have a row for each dataset.
+
+    The first shows what the model keeps, the second compares lists with and without an answer, and
+    the third shows how the model ranks.
+
+    Args:
+        name: The model's name, for the titles.
+        rule: What is kept, in words; the title of the first table.
+        records: A summary of each dataset, see `evaluation.evaluate.summarise`.
+    """
     columns_by_title = {
         rule: KEPT,
         "lists with and without an answer": EMPTY,

@@ -38,7 +38,7 @@ def train(
         bool, Option("--force", help="Write fine-tuned weights even if they lose something.")
     ] = False,
 ) -> None:
-    """Run a recipe: data, features, weights, model card, artifact (OUTPUT/artifact).
+    """Run a recipe: read data and features, train weights, write the artifact (OUTPUT/artifact).
 
     `rsrank train --config mini --data labelled.jsonl --output runs/mine`
 

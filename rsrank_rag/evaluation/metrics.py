@@ -283,7 +283,7 @@ def query_best_f1(query: ScoredQuery) -> float:
 
 
 def ranking_metrics(queries: Sequence[ScoredQuery]) -> dict[str, float]:
-    """Mean nDCG@5 and Recall@5."""
+    """nDCG@5 and Recall@5 in the mean over queries, named ``ndcg@5`` and ``recall@5``."""
     return {name: mean(values) for name, values in ranking_by_query(queries).items()}
 
 

@@ -112,18 +112,22 @@ class Segment:
 
 
 def cut(pair: Pair, token_ends: TokenEnds, before: Segment | None = None) -> Segment:
-    """Cut the next segment of a document into the parts in which the document is read.
+    """Cut the next segment of a document, some 20,000 characters, into parts.
 
-    A long document takes several calls, each of which takes a short time. The last part of a
-    segment may be incomplete, so the next segment begins with that part.
+    A part is a sentence, a window or the whole document, as ``pair.reading`` says. A long document
+    takes several calls, so that no call takes long. The last part of a segment may be incomplete;
+    then it is left out, and the next segment begins with it.
 
     Args:
         pair: The document, and how it is read.
         token_ends: As `Reranker.token_ends`.
         before: The segment before this one; None for the document's first one.
 
+    Returns:
+        The parts, and where the next segment begins.
+
     Raises:
-        InputError: The reranker cannot say where tokens end, which windows need.
+        InputError: Windows are asked for, and the reranker cannot say where tokens end.
         MissingDependencyError: sentencex is not installed.
     """
     document, reading = pair.document, pair.reading

@@ -30,7 +30,8 @@ DIGEST_BYTES = 32
 class PackedPrefix:
     """A prefix in 8 bits, with one scale for each token and head.
 
-    So the large values of an attention sink cost no other token its accuracy.
+    A scale for each token keeps one token's large values (an attention sink's) from making other
+    tokens less accurate. L layers, H heads, S tokens, D head dimension.
 
     Attributes:
         codes: Keys, then values, (2, L, H, S, D) int8.

@@ -29,7 +29,7 @@ class _DocumentError(BaseModel, strict=True):
 
 
 class Answer(BaseModel, strict=True):
-    """Answer of ``/v1/rerank``."""
+    """The service's answer to ``/v1/rerank``; fields that are not needed here are ignored."""
 
     model: str
     results: list[_Row]

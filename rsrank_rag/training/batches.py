@@ -144,7 +144,7 @@ def check_labels(features: Sequence[QueryFeatures]) -> None:
 
 
 def device_for(device: str | torch.device | None) -> torch.device:
-    """Where to train; None for CUDA if present, else the CPU."""
+    """The device to train on; None stands for CUDA if there is a GPU, else for the CPU."""
     if device is None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
     return torch.device(device)

@@ -194,7 +194,7 @@ class Scores:
         )
 
     def shown(self, score: float) -> float:
-        """A raw score on the scale of the answer."""
+        """A raw score as the answer shows it: raw, or from 0 to 1 if the request asks for that."""
         return normalise(score, self.model.threshold) if self.normalised else score
 
 
