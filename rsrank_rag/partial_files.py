@@ -56,12 +56,12 @@ def _machine() -> str:
 
 
 @contextmanager
-def appearing(path: Path, prefix: str = "") -> Iterator[Path]:
+def appearing(path: Path) -> Iterator[Path]:
     """Give a path to write to, and move the file to ``path`` when the block has ended.
 
     If the block fails, the partial file is removed, so that a full disk is not filled further.
     """
-    partial = partial_of(path.with_name(f"{prefix}{path.name}"))
+    partial = partial_of(path)
     try:
         yield partial
         partial.replace(path)

@@ -87,7 +87,7 @@ def _lines(path: Path, count: int) -> Iterator[list[Row]]:
 
 
 def _json_row(line: str) -> Row:
-    row = json.loads(line)
+    row: Row = json.loads(line)
     if not isinstance(row, dict):
         raise ValueError(f"the next line is no JSON object but {type(row).__name__}")
     # JSON can spell lone surrogates, which neither tokenizers nor UTF-8 accept.

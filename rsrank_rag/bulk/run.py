@@ -74,7 +74,7 @@ def score_shard(scorer: PairScorer, shard: Shard) -> Counter[str]:
     numbers = Counter(files=1)
     shard.target.parent.mkdir(parents=True, exist_ok=True)
     with (
-        appearing(shard.target, prefix="_") as partial_path,
+        appearing(shard.target) as partial_path,
         row_writer(partial_path, shard.source) as write,
     ):
         for rows in read_rows(shard.source, CHUNK):

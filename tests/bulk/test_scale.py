@@ -441,7 +441,7 @@ def test_a_run_goes_on_after_kill_9(tmp_path):
         text=True,
     )
     assert done.returncode == -signal.SIGKILL, done.stderr
-    there = {path.name for path in output.glob("shard-*")}
+    there = {path.name for path in output.glob("shard-*.jsonl")}
     assert there == {f"shard-{number:02}.jsonl" for number in range(5)}
     numbers = score(source, output)
     assert numbers["files"] + numbers["skipped"] == 10
