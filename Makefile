@@ -13,6 +13,7 @@ CLIENTS_llama := $(addprefix llama-index-postprocessor-,cohere-rerank jinaai-rer
 	siliconflow-rerank xinference-rerank)
 CLIENTS_newest := 'cohere>=7' xinference-client
 CLIENT := './client[langchain,llama-index]'
+BASE := '.[langchain,llama-index,serve]'
 
 # The tests of `make test`, with the lines and branches that none of them runs.
 coverage: $(VENV)/.installed-dev
@@ -32,7 +33,7 @@ test-all: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest -m ray
 
 # What the three below need.
-environments: $(VENV)-oldest/.installed $(VENV)-newest/.installed $(VENV)-client/.installed $(foreach group,langchain llama newest,$(VENV)-clients-$(group)/.installed)
+environments: $(VENV)-oldest/.installed $(VENV)-newest/.installed $(VENV)-client/.installed $(VENV)-base/.installed $(foreach group,langchain llama newest,$(VENV)-clients-$(group)/.installed)
 
 # Client libraries of other rerankers against the service; they want versions that do not go together.
 test-clients: $(foreach group,langchain llama newest,$(VENV)-clients-$(group)/.installed)
@@ -51,9 +52,10 @@ test-oldest: $(VENV)-oldest/.installed
 test-newest: $(VENV)-newest/.installed
 	$(VENV)-newest/bin/python -m pytest tests/adapters
 
-# rsrank-rag-client in an environment with nothing else; the service that it asks runs in $(VENV).
-test-without-torch: $(VENV)-client/.installed
+# The package without torch, and rsrank-rag-client, each in an environment with nothing else; $(VENV) compares and serves.
+test-without-torch: $(VENV)-client/.installed $(VENV)-base/.installed
 	RSRANK_CLIENT_PYTHON=$(abspath $(VENV))-client/bin/python $(BIN)/python -m pytest tests/remote/test_client_alone.py
+	RSRANK_BASE_PYTHON=$(abspath $(VENV))-base/bin/python $(BIN)/python -m pytest tests/test_without_torch.py
 
 lint: $(VENV)/.installed-dev
 	$(BIN)/ruff check .
@@ -65,13 +67,14 @@ $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)
 
 $(VENV)/.installed: pyproject.toml constraints.txt | $(VENV)/bin/python
-	@echo "Installing rsrank-rag into $(VENV) (once, a few minutes) ..."
-	@$(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-check -c constraints.txt torch uv
+	@echo "Installing rsrank-rag into $(VENV) (once) ..."
+	@$(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-check -c constraints.txt uv
 	@$(call install,$(VENV),-c constraints.txt -e .)
 	@touch $@
 
 $(VENV)/.installed-dev: $(VENV)/.installed
-	@echo "Installing the tools for tests ..."
+	@echo "Installing torch and the tools for tests (once, a few minutes) ..."
+	@$(BIN)/python -m pip install --quiet --no-compile --disable-pip-version-check -c constraints.txt torch
 	@$(call install,$(VENV),-c constraints.txt -e '.[dev]')
 	@touch $@
 
@@ -98,6 +101,15 @@ $(VENV)-client/.installed: client/pyproject.toml constraints.txt $(shell find rs
 	@$(call install,$(VENV)-client,-c constraints.txt $(CLIENT))
 	@touch $@
 
+# The size is that of the package alone, in megabytes.
+$(VENV)-base/.installed: pyproject.toml constraints.txt $(shell find rsrank_rag -type f) | $(VENV)/.installed-dev
+	@echo "Installing rsrank-rag without torch ..."
+	@$(PYTHON) -m venv --clear $(VENV)-base
+	@$(call install,$(VENV)-base,-c constraints.txt .)
+	@du -sm $(VENV)-base | cut -f1 > $(VENV)-base/megabytes
+	@$(call install,$(VENV)-base,-c constraints.txt $(BASE))
+	@touch $@
+
 $(VENV)-clients-%/.installed: $(VENV)/.installed-dev
 	@echo "Installing clients ($*) ..."
 	@$(call over,$(VENV)-clients-$*)
@@ -105,4 +117,4 @@ $(VENV)-clients-%/.installed: $(VENV)/.installed-dev
 	@touch $@
 
 clean:
-	rm -rf $(VENV) $(VENV)-oldest $(VENV)-newest $(VENV)-client $(VENV)-clients-*
+	rm -rf $(VENV) $(VENV)-oldest $(VENV)-newest $(VENV)-client $(VENV)-base $(VENV)-clients-*

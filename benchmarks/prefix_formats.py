@@ -19,7 +19,7 @@ from torch import Tensor
 from rsrank_rag import RSRank
 from rsrank_rag.evaluation.datasets import read_labelled
 from rsrank_rag.method.backbone import Backbone
-from rsrank_rag.method.probe import Prefix, Prefixes
+from rsrank_rag.method.prefix import Prefix, Prefixes
 from rsrank_rag.method.scoring import Row
 from rsrank_rag.prefixes.cache import PackedPrefix
 

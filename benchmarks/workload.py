@@ -23,7 +23,7 @@ from transformers import AutoModel, AutoModelForCausalLM, PreTrainedTokenizerFas
 from rsrank_rag import Projection, RSRank, Template
 from rsrank_rag.language_model.fusion import layers_of
 from rsrank_rag.language_model.options import LoadOptions
-from rsrank_rag.method.projection import combine, representational_shift, shift_terms
+from rsrank_rag.method.formula import combine, representational_shift, shift_terms
 
 WORDS = """
 river stone early market signal window quiet number garden engine letter summer copper valley

@@ -158,4 +158,10 @@ def needs_the_whole_package() -> AbstractContextManager[None]:
         "A model in this process needs {}, and rsrank-rag-client can only ask a service "
         "(base_url). Install the whole package: pip uninstall -y rsrank-rag-client && "
     )
-    return needs(message + pip_install(), "", "rsrank_rag", "torch", "transformers")
+    return needs(message + pip_install(), "", "rsrank_rag")
+
+
+def needs_torch() -> AbstractContextManager[None]:
+    """Around code that runs language models or trains: the error of `needs` without torch."""
+    message = "Training, and language models other than BERT-like encoders, need {}."
+    return needs(message, "lm", "torch", "transformers")

@@ -1,13 +1,13 @@
 """RSRank: backbone, template and B joined into a reranker."""
 
-import copy
 import hashlib
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import TYPE_CHECKING
 
-import torch
+import numpy as np
 from tqdm.auto import tqdm
 from typing_extensions import Self
 
@@ -15,7 +15,7 @@ from .artifact.config import RSRankConfig
 from .artifact.identity import prefix_identity
 from .artifact.pretrained import Pretrained
 from .errors import InputError, finite, too_large
-from .method.backbone import Backbone
+from .method.arrays import to_numpy
 from .method.concurrent_batches import (
     CACHED_TOKENS_PER_THREAD,
     SIMILAR_LENGTH,
@@ -23,21 +23,24 @@ from .method.concurrent_batches import (
     Batches,
     DoesNotFitError,
     Ids,
-    concurrent_count,
+    device_kind,
     is_out_of_memory,
     parts_of,
     run_concurrently,
     token_budget_for,
-    use_one_thread_after_fork,
 )
-from .method.probe import padded_length
-from .method.projection import Projection
+from .method.prefix import padded_length
 from .method.scoring import Row, ShiftReader, score_parts, score_rows
 from .method.template import PromptTokenizer, TokenisedDocument, TokenisedQuery
 from .passages.explanation import Explanation
 from .prefixes.cache import CachedPrefixes, PrefixTiers
 from .prefixes.settings import Choice, as_prefix_cache
 from .reranker import BLANK_SCORE, Pair, PairLike, Reranker, Scored, as_list, as_pairs
+
+if TYPE_CHECKING:
+    from .method.backbone import Backbone
+    from .method.formula import Weights
+    from .method.projection import Projection
 
 # As `SIMILAR_LENGTH`, for documents with a cached prefix: their padding costs attention only.
 CACHED_SIMILAR_LENGTH = 0.4
@@ -76,9 +79,9 @@ class RSRank(Pretrained, Reranker):
 
     def __init__(
         self,
-        backbone: Backbone,
+        backbone: "Backbone",
         prompts: PromptTokenizer,
-        projection: Projection,
+        projection: "Projection | Weights",
         config: RSRankConfig,
         *,
         token_budget: int | None = None,
@@ -89,7 +92,7 @@ class RSRank(Pretrained, Reranker):
             raise InputError(f"token_budget must be at least 1, got {token_budget}.")
         self.backbone = backbone.deterministic() if deterministic else backbone
         self.prompts = prompts
-        self.projection = _frozen(projection, backbone.device)
+        self.projection = backbone.frozen(projection)
         self.config = config
         self.name = config.backbone.name
         self.threshold = config.threshold
@@ -129,7 +132,6 @@ class RSRank(Pretrained, Reranker):
             self.prompts.query(query)
         return [scored.score for scored in self.score_pairs(pairs, show_progress=show_progress)]
 
-    @torch.inference_mode()
     def score_pairs(
         self, pairs: Sequence[PairLike], *, show_progress: bool = False
     ) -> list[Scored]:
@@ -142,7 +144,6 @@ class RSRank(Pretrained, Reranker):
             InputError: As `score`.
             ScoringError: As `score`; the position in ``pairs`` is given.
         """
-        use_one_thread_after_fork()
         tokenised = self._tokenise(as_pairs(pairs))
         places: dict[Row, list[int]] = {}
         keys = dict[Ids, str]()
@@ -155,10 +156,11 @@ class RSRank(Pretrained, Reranker):
         with tqdm(total=len(places), disable=not show_progress, unit="doc", desc="scoring") as bar:
             call = _Call(places, [BLANK_SCORE] * len(tokenised), bar)
             try:
-                for waiting in self._batches(list(places)):
-                    run_concurrently(partial(self._run, call), waiting)
-                    for batches in waiting:
-                        self._run(call, batches)
+                with self.backbone.inference():
+                    for waiting in self._batches(list(places)):
+                        run_concurrently(partial(self._run, call), waiting)
+                        for batches in waiting:
+                            self._run(call, batches)
             except DoesNotFitError as error:
                 raise too_large(len(error.ids.document), places[error.ids][0]) from None
         result = []
@@ -212,11 +214,9 @@ class RSRank(Pretrained, Reranker):
         because each costs only the query's tokens, so that more of them fill a batch. They come
         first, because new documents may replace them in the cache.
         """
-        concurrent = 1
-        # In deterministic mode, the number of threads of a batch must not depend on the others.
-        if self.backbone.device.type == "cpu" and not self.backbone.is_deterministic:
-            concurrent = concurrent_count(torch.get_num_threads())
-        joined = JOINED_BYTES.get(self.backbone.device.type, JOINED_BYTES["cpu"]) // concurrent
+        concurrent = self.backbone.concurrent
+        kind = device_kind(self.backbone.device)
+        joined = JOINED_BYTES.get(kind, JOINED_BYTES["cpu"]) // concurrent
         joined //= max(1, self.backbone.bytes_per_token)
         cached_budget = max(self.token_budget, min(joined, CACHED_BUDGETS * self.token_budget))
         groups: dict[int, tuple[list[Row], list[Row]]] = {}
@@ -244,13 +244,12 @@ class RSRank(Pretrained, Reranker):
                     for number in sorted(parts)
                 ]
 
-    @torch.inference_mode()
     def _run(self, call: _Call, batches: Batches[Row]) -> None:
         """Score batches, in this thread."""
         retries = batches.retries
         try:
             for batch in batches:
-                with batches.attempt():
+                with batches.attempt(), self.backbone.inference():
                     scores = score_rows(self.reader, self.projection, batch)
                     for row, score in zip(batch, scores, strict=True):
                         for place in call.places[row]:
@@ -260,21 +259,24 @@ class RSRank(Pretrained, Reranker):
             if batches.retries > retries:
                 self._retries.append(batches.retries - retries)
 
-    @torch.inference_mode()
     def explain(self, query: str, document: str) -> Explanation:
         """Take a score apart, exactly, per query token, layer and head; raises as `score`.
 
         A document without text has no parts, and `BLANK_SCORE`.
         """
-        use_one_thread_after_fork()
         tokens, prompt = self._tokenise([Pair(query, document)])[0]
         score = BLANK_SCORE
-        terms = torch.zeros(tokens.length, len(self.projection.layers), self.backbone.num_heads)
-        similarity = torch.zeros(1 + tokens.length)
+        layers = self.projection.layers
+        terms = np.zeros((tokens.length, len(layers), self.backbone.num_heads))
+        similarity = np.zeros(1 + tokens.length)
         if not prompt.empty:
             row = Row(prompt.ids, tokens, self.cache.key(prompt.ids))
             try:
-                score, terms, similarity = score_parts(self.reader, self.projection, row)
+                with self.backbone.inference():
+                    parts = score_parts(self.reader, self.projection, row)
+                score = parts[0]
+                terms = to_numpy(parts[1])
+                similarity = to_numpy(parts[2])
             except (MemoryError, RuntimeError) as error:
                 if not is_out_of_memory(error):
                     raise
@@ -286,11 +288,11 @@ class RSRank(Pretrained, Reranker):
             score=score,
             truncated=prompt.truncated,
             tokens=tuple(self.prompts.text_of(tokens.ids[tokens.scored])),
-            layers=self.projection.layers,
+            layers=layers,
             parts=tuple(tuple(row) for row in terms.sum(-1).tolist()),
             head_parts=tuple(tuple(tuple(heads) for heads in row) for row in terms.tolist()),
             agreement=float(similarity.sum()),
-            matches=tuple(similarity[1:].tolist()) if bool(similarity[1:].any()) else (),
+            matches=tuple(similarity[1:].tolist()) if similarity[1:].any() else (),
         )
 
     def with_instruction(self, instruction: str) -> Self:
@@ -306,7 +308,7 @@ class RSRank(Pretrained, Reranker):
         if view is not None:
             return view
         template = self.config.template.with_instruction(instruction)
-        for token in self.prompts.tokenizer.get_added_vocab():
+        for token in self.prompts.added_tokens:
             # It would be read as a special token, as those of the template are.
             if token in instruction:
                 raise InputError(
@@ -402,21 +404,11 @@ class RSRank(Pretrained, Reranker):
         parts = prefix_identity(self.backbone, self.config) | {"dtype": str(self.backbone.dtype)}
         digest = hashlib.sha256(json.dumps(parts, sort_keys=True).encode())
         for name, weights in sorted(self.projection.state_dict().items()):
-            digest.update(name.encode() + weights.cpu().numpy().tobytes())
+            digest.update(name.encode() + to_numpy(weights).tobytes())
         return digest.hexdigest()[:16]
 
 
-def _frozen(projection: Projection, device: torch.device) -> Projection:
-    """B on the device, without gradients: a copy, unless it is so already.
-
-    The caller may be training the original.
-    """
-    if all(not p.requires_grad and p.device == device for p in projection.parameters()):
-        return projection
-    return copy.deepcopy(projection).to(device).requires_grad_(False)
-
-
-def _open_cache(choice: Choice, backbone: Backbone, config: RSRankConfig) -> CachedPrefixes:
+def _open_cache(choice: Choice, backbone: "Backbone", config: RSRankConfig) -> CachedPrefixes:
     settings = as_prefix_cache(choice)
     tiers = PrefixTiers(settings, device=backbone.device, dtype=backbone.dtype)
     # Only a folder can hold prefixes of other models. Without one, the weights are not hashed.

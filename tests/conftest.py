@@ -20,7 +20,8 @@ from rsrank_rag import Projection, Reranker, RSRank, Template
 from rsrank_rag.language_model.options import LoadOptions
 from rsrank_rag.prefixes.cache import CachedPrefixes, PrefixTiers
 
-collect_ignore = ["client_alone.py"]  # it runs where torch is not installed
+# They run where torch is not installed.
+collect_ignore = ["client_alone.py", "without_torch.py"]
 
 SHARED = Path(__file__).parents[1].parent / "shared"
 STORIES = SHARED / "models" / "stories260K"

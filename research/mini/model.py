@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from transformers import BertModel
 
-from rsrank_rag.method.projection import (
+from rsrank_rag.method.formula import (
     maxsim,
     representational_shift,
     shift_terms,

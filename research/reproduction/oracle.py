@@ -8,7 +8,7 @@ heads, averaged over tokens.
 import torch
 from torch.nn.functional import cosine_similarity
 
-from rsrank_rag.method.projection import EPSILON
+from rsrank_rag.method.formula import EPSILON
 from rsrank_rag.training.store import QueryFeatures
 
 

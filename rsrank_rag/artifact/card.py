@@ -2,9 +2,6 @@
 
 from pathlib import Path
 
-from huggingface_hub.errors import HFValidationError
-from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
-
 from .config import RSRankConfig
 
 # The part that all model cards share.
@@ -87,6 +84,9 @@ def _metrics_table(metrics: dict[str, dict[str, float]]) -> list[str]:
 
 def is_hub_id(name: str) -> bool:
     """Whether a name can be that of a Hub repository (``owner/name``)."""
+    from huggingface_hub.errors import HFValidationError
+    from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]
+
     try:
         validate_repo_id(name)
     except HFValidationError:

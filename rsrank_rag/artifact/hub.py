@@ -3,34 +3,32 @@
 import hashlib
 import json
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-from huggingface_hub import CommitOperationAdd, HfApi, constants, snapshot_download
-from huggingface_hub.errors import (
-    HFValidationError,
-    LocalEntryNotFoundError,
-    RepositoryNotFoundError,
-    RevisionNotFoundError,
-)
+import numpy as np
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save
-from torch import Tensor
+from safetensors.numpy import save
 
-from ..errors import ArtifactError, nearest
-from ..language_model.hub_errors import HUB_ERRORS
+from ..errors import ArtifactError, BackboneError, RSRankError, nearest
 from ..language_model.options import LoadOptions
-from ..method.projection import Projection
+from ..method.arrays import Array, to_numpy
+from ..method.formula import Weights
 from ..partial_files import COMPLETE
 from .card import UNNAMED
 from .card import is_hub_id as is_hub_id
 from .card import model_card as model_card
 from .config import INSIDE, RSRankConfig, content_digest
 
+if TYPE_CHECKING:
+    from ..method.projection import Projection
+
 CONFIG = "config.json"
 PROJECTION = "projection.safetensors"
 CARD = "README.md"
 LIMITS = "limits.txt"
+
+ARTIFACT_FILES = [CONFIG, PROJECTION, CARD, LIMITS, "backbone/*"]
+ENCODER_FILES = [CONFIG, "tokenizer.json", "model.safetensors"]
 
 BUILTIN = Path(__file__).parents[1] / "models"
 
@@ -81,25 +79,52 @@ def _download(name: str, revision: str | None, load: LoadOptions) -> Path:
     suggestion = "" if "/" in name else nearest(name, builtin_names())
     if suggestion:
         raise ArtifactError(f"{failure}.{suggestion}")
-    files = [CONFIG, PROJECTION, CARD, LIMITS, "backbone/*"]
+    return _snapshot(name, revision, load, failure, ArtifactError, ARTIFACT_FILES)
+
+
+def download_encoder(name: str, revision: str | None, load: LoadOptions) -> Path:
+    """The folder of an encoder on the Hub, in the Hub's cache.
+
+    Raises:
+        BackboneError: It cannot be had.
+    """
+    failure = f"The language model {name!r} was asked for"
+    return _snapshot(name, revision, load, failure, BackboneError, ENCODER_FILES)
+
+
+def _snapshot(
+    name: str,
+    revision: str | None,
+    load: LoadOptions,
+    failure: str,
+    kind: type[RSRankError],
+    files: list[str],
+) -> Path:
+    """The folder of such files on the Hub; an error begins with ``failure``."""
+    from huggingface_hub import snapshot_download
+
+    from ..language_model.hub_errors import HUB_ERRORS
+
     try:
         return Path(snapshot_download(name, revision=revision, allow_patterns=files, **load.hub))
     except HUB_ERRORS as error:
-        raise ArtifactError(f"{failure}, and {_download_problem(error, load)}") from error
+        raise kind(f"{failure}, and {_download_problem(error, load)}") from error
 
 
 def _download_problem(error: Exception, load: LoadOptions) -> str:
-    """Why an artifact could not be downloaded, and what to do."""
-    if isinstance(error, HFValidationError):
+    """Why something could not be downloaded, and what to do."""
+    from huggingface_hub import constants, errors
+
+    if isinstance(error, errors.HFValidationError):
         return "it cannot be a Hub id (owner/name)."
-    if isinstance(error, RevisionNotFoundError):
+    if isinstance(error, errors.RevisionNotFoundError):
         return "the Hub has this repository but not this revision."
-    if isinstance(error, RepositoryNotFoundError):
+    if isinstance(error, errors.RepositoryNotFoundError):
         return (
             "the Hub has no such repository, or it is private or gated: log in with "
             "'hf auth login' or pass token=..."
         )
-    if isinstance(error, LocalEntryNotFoundError):
+    if isinstance(error, errors.LocalEntryNotFoundError):
         offline = load.local_files_only or constants.HF_HUB_OFFLINE
         place = "the local Hub cache" if offline else "the Hub"
         reason = str(error.__cause__ or error).rstrip(".")
@@ -142,7 +167,18 @@ def _config_text(folder: Path) -> str:
         raise ArtifactError(message) from error
 
 
-def read_projection(folder: Path, config: RSRankConfig) -> Projection:
+def read_projection(folder: Path, config: RSRankConfig) -> "Projection":
+    """As `read_weights`, for torch."""
+    from torch import from_numpy
+
+    from ..method.projection import Projection
+
+    tensors = read_weights(folder, config).state_dict()
+    tensors = {name: from_numpy(array) for name, array in tensors.items()}
+    return Projection(tensors.pop("weight"), config.layers, **tensors)
+
+
+def read_weights(folder: Path, config: RSRankConfig) -> Weights:
     """Read B and its optional weights, checked against the config.
 
     The header is checked before any tensor is read.
@@ -158,20 +194,18 @@ def read_projection(folder: Path, config: RSRankConfig) -> Projection:
         )
     try:
         _check_header_size(path)
-        with safe_open(path, framework="pt") as file:
+        with safe_open(path, framework="np") as file:
             _check_header(path, file, config)
             digests = _written_digests(file.metadata())
-            # The tensors that safetensors gives share the file's memory, so they are copied.
-            names = list(file.keys())
-            tensors = {name: file.get_tensor(name).clone() for name in names}
+            tensors = {name: file.get_tensor(name) for name in list(file.keys())}
     except (SafetensorError, OSError) as error:
         message = f"{path} is damaged or truncated ({error}). Download it again."
         raise ArtifactError(message) from error
     for tensor in tensors.values():
-        invalid = int((~torch.isfinite(tensor)).sum())
+        invalid = int((~np.isfinite(tensor)).sum())
         if invalid:
             raise ArtifactError(
-                f"{path}: {invalid} of {tensor.numel()} entries of B are NaN or infinite. "
+                f"{path}: {invalid} of {tensor.size} entries of B are NaN or infinite. "
                 "Train it again."
             )
     expected = content_digest(_config_text(folder))
@@ -185,7 +219,7 @@ def read_projection(folder: Path, config: RSRankConfig) -> Projection:
         raise ArtifactError(
             f"{path} is damaged: its numbers are not those that were written. Download it again."
         )
-    return Projection(tensors.pop("weight"), config.layers, **tensors)
+    return Weights(tensors.pop("weight"), config.layers, **tensors)
 
 
 def _check_header_size(path: Path) -> None:
@@ -238,19 +272,21 @@ def _written_digests(metadata: dict[str, str] | None) -> dict[str, str]:
     return digests if isinstance(digests, dict) else {}
 
 
-def _digests(config_digest: str, tensors: dict[str, Tensor]) -> dict[str, str]:
+def _digests(config_digest: str, tensors: dict[str, Array]) -> dict[str, str]:
     digests = {"config": config_digest}
     for name, tensor in tensors.items():
-        digests[name] = hashlib.sha256(tensor.contiguous().numpy().tobytes()).hexdigest()
+        digests[name] = hashlib.sha256(tensor.tobytes()).hexdigest()
     return digests
 
 
-def write_artifact(folder: Path, config: RSRankConfig, projection: Projection, card: str) -> None:
+def write_artifact(
+    folder: Path, config: RSRankConfig, projection: "Projection | Weights", card: str
+) -> None:
     """Write the three files of an artifact into an existing folder."""
     (folder / CONFIG).write_text(config.model_dump_json(indent=2) + "\n", encoding="utf-8")
     tensors = {}
-    for name, weight in projection.named_parameters():
-        tensors[name] = weight.detach().float().cpu().contiguous()
+    for name, weight in projection.state_dict().items():
+        tensors[name] = np.ascontiguousarray(to_numpy(weight), dtype=np.float32)
     # safetensors writes several metadata entries in random order. With one entry, the same B gives
     # the same bytes. `save_file` is not used, because its files can be read by their owner only.
     metadata = {"sha256": json.dumps(_digests(config.digest, tensors))}
@@ -313,6 +349,10 @@ def push(
     Raises:
         ArtifactError: The Hub refused, or the folder contains a symbolic link.
     """
+    from huggingface_hub import CommitOperationAdd, HfApi
+
+    from ..language_model.hub_errors import HUB_ERRORS
+
     api = HfApi(token=token)
     operations = []
     for name, content in contents(folder, repo_id).items():

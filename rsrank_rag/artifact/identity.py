@@ -11,19 +11,16 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from huggingface_hub import try_to_load_from_cache
-
 from ..errors import ArtifactError
-from ..language_model.linear import largest_weight
-from ..language_model.loading import LoadedModel
-from ..language_model.weights import bits_of, fingerprint
-from ..method.backbone import Backbone
 from ..method.template import PromptTokenizer, private_copy
 from ..partial_files import digest_of
 from .config import BackboneSpec, RSRankConfig
 
 if TYPE_CHECKING:
+    from tokenizers import Tokenizer
     from transformers import PreTrainedTokenizerBase
+
+    from ..method.backbone import Backbone
 
 logger = logging.getLogger(__name__)
 
@@ -58,7 +55,7 @@ _PROBE = (
 ADVICE = "Load the backbone the artifact names (and its revision), or train B for this one."
 
 
-def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerBase) -> str:
+def tokenizer_fingerprint(tokenizer: PreTrainedTokenizerBase | Tokenizer) -> str:
     """Hash of how a tokenizer splits a fixed multilingual text, and of its vocabulary's size."""
     copy = private_copy(tokenizer, special_tokens=False)
     ids = [copy.get_vocab_size(), *copy.encode(_PROBE, add_special_tokens=False).ids]
@@ -91,20 +88,30 @@ def prefix_identity(core: Backbone, config: RSRankConfig) -> dict[str, object]:
 
     All weights are read (about 1 s/GB), because a sample would miss a damaged block.
     """
+    of_artifact = {
+        "backbone": config.backbone.name,
+        "revision": config.backbone.revision,
+        "tokenizer": config.backbone.tokenizer,
+        "template": config.template.model_dump(),
+        "layers": core.last_layer,
+        "fusion_layer": core.fusion_layer,
+        "documents_stay": core.documents_stay,
+    }
+    return of_artifact | (core.identity or _model_identity(core))
+
+
+def _model_identity(core: Backbone) -> dict[str, object]:
+    """Config and weights of a model that torch runs."""
+    from ..language_model.linear import largest_weight
+    from ..language_model.weights import bits_of, fingerprint
+
     model_config = core.config.to_dict()
     for name in _NOT_READ:
         model_config.pop(name, None)
     return {
         "config": json.dumps(model_config, sort_keys=True, default=str),
-        "backbone": config.backbone.name,
-        "revision": config.backbone.revision,
         "weights": fingerprint(core.model),
-        "tokenizer": config.backbone.tokenizer,
-        "template": config.template.model_dump(),
-        "layers": core.last_layer,
         "bits": bits_of(core.model),
-        "fusion_layer": core.fusion_layer,
-        "documents_stay": core.documents_stay,
         "int8": None if core.document_model is None else largest_weight(),
     }
 
@@ -118,6 +125,8 @@ def folder_of(
     """
     if Path(name).is_dir():
         return Path(name)
+    from huggingface_hub import try_to_load_from_cache
+
     config = try_to_load_from_cache(str(name), "config.json", cache_dir, revision)
     return Path(config).parent if isinstance(config, str) else None
 
@@ -170,15 +179,20 @@ def check_files(spec: BackboneSpec, folder: Path, *, in_cache: bool, strict: boo
     logger.warning("%s. Scores may differ from the artifact's.", message)
 
 
-def check_before_run(loaded: LoadedModel, spec: BackboneSpec, source: str) -> None:
+def check_before_run(
+    model_type: str,
+    num_layers: int,
+    tokenizer: PreTrainedTokenizerBase | Tokenizer,
+    spec: BackboneSpec,
+    source: str,
+) -> None:
     """Refuse another architecture, depth or tokenizer before the model is run."""
-    model_type = loaded.model.config.get_text_config().model_type
-    if (loaded.num_layers, model_type) != (spec.num_layers, spec.model_type):
+    if (num_layers, model_type) != (spec.num_layers, spec.model_type):
         raise ArtifactError(
             f"This artifact belongs to {spec.name} ({spec.model_type}, {spec.num_layers} layers), "
-            f"but {source} is a {model_type} with {loaded.num_layers} layers. {ADVICE}"
+            f"but {source} is a {model_type} with {num_layers} layers. {ADVICE}"
         )
-    fingerprint = tokenizer_fingerprint(loaded.tokenizer)
+    fingerprint = tokenizer_fingerprint(tokenizer)
     if fingerprint != spec.tokenizer:
         raise ArtifactError(
             f"The tokenizer of {source} splits text differently from the one this artifact was "
@@ -193,6 +207,8 @@ def check_after_run(core: Backbone, spec: BackboneSpec, source: str) -> None:
             f"This artifact belongs to {spec.name} with {spec.num_heads} KV heads of "
             f"{spec.head_dim}, but {source} has {core.num_heads} of {core.head_dim}. {ADVICE}"
         )
+    from ..language_model.weights import bits_of
+
     difference = relative_difference(core.findings.sample, spec.values)
     if not difference <= TOLERANCE[bits_of(core.model)]:
         raise ArtifactError(

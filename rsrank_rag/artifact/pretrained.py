@@ -4,19 +4,12 @@ from abc import ABC, abstractmethod
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
 from typing_extensions import Self
 
-from ..errors import ArtifactError
-from ..language_model.check import open_backbone
-from ..language_model.linear import int8_copy
-from ..language_model.loading import load_model
+from ..errors import ArtifactError, MissingDependencyError, needs_torch
 from ..language_model.options import LoadOptions, ModelSource
-from ..language_model.quiet import quiet_transformers
-from ..method.backbone import Backbone
-from ..method.projection import Projection
 from ..method.template import PromptTokenizer, Template
 from ..partial_files import replacing
 from ..prefixes.settings import Choice
@@ -24,13 +17,20 @@ from . import hub
 from .config import INSIDE, BackboneSpec, RSRankConfig, TrainingRecord
 from .identity import check_after_run, check_before_run, check_files, describe, folder_of, hashes
 
+if TYPE_CHECKING:
+    import torch
+
+    from ..method.backbone import Backbone
+    from ..method.formula import Weights
+    from ..method.projection import Projection
+
 
 class Pretrained(ABC):
     """A reranker that is loaded from an artifact and can be saved as one."""
 
-    backbone: Backbone
+    backbone: "Backbone"
     prompts: PromptTokenizer
-    projection: Projection
+    projection: "Projection | Weights"
     config: RSRankConfig
     name: str
 
@@ -45,8 +45,9 @@ class Pretrained(ABC):
         *,
         revision: str | None = None,
         backbone: str | Path | None = None,
-        device: str | torch.device | None = None,
-        dtype: str | torch.dtype | None = None,
+        device: "str | torch.device | None" = None,
+        dtype: "str | torch.dtype | None" = None,
+        runtime: str | None = None,
         load_in_8bit: bool = False,
         load_in_4bit: bool = False,
         max_length: int | None = None,
@@ -70,6 +71,8 @@ class Pretrained(ABC):
             dtype: None for bfloat16 where it is fast, else on a CPU int8 if the artifact allows
                 it, else float32. ``"int8"``: on a CPU, documents' linear maps are computed in 8
                 bits, and everything else as with None.
+            runtime: ``"torch"``, or ``"onnx"``: ONNX Runtime, for encoders on a CPU. None for
+                torch where it is installed.
             load_in_8bit: int8 weights through bitsandbytes (needs the ``8bit`` extra).
             load_in_4bit: nf4 weights through bitsandbytes (needs the ``8bit`` extra).
             max_length: Use at most this many positions; longer documents are cut.
@@ -87,11 +90,13 @@ class Pretrained(ABC):
         Raises:
             ArtifactError: The artifact is missing, damaged, or belongs to another model.
             BackboneError: The language model cannot be loaded or read.
-            MissingDependencyError: Quantised weights need bitsandbytes, which is not installed.
+            MissingDependencyError: Quantised weights need bitsandbytes, or the language model
+                needs torch, which is not installed.
         """
         load = LoadOptions(
             device,
             dtype,
+            runtime=runtime,
             local_files_only=local_files_only,
             token=token,
             cache_dir=cache_dir,
@@ -127,7 +132,7 @@ class Pretrained(ABC):
     def from_backbone(
         cls,
         name: str | Path,
-        projection: Projection,
+        projection: "Projection",
         *,
         template: Template | None = None,
         fusion_layer: int = 0,
@@ -193,8 +198,12 @@ class Pretrained(ABC):
         always saved with it.
         """
         config = self.config
+        if not hasattr(self.backbone, "model"):
+            raise MissingDependencyError("An artifact is saved by torch (runtime='torch').", "lm")
         with replacing(Path(folder)) as new:
             if include_backbone or config.backbone.name == INSIDE:
+                from ..language_model.quiet import quiet_transformers
+
                 with quiet_transformers():
                     self.backbone.model.save_pretrained(new / INSIDE)
                 self.prompts.tokenizer.save_pretrained(new / INSIDE)
@@ -246,7 +255,7 @@ class Pretrained(ABC):
 
 def open_artifact(
     source: ModelSource,
-) -> tuple[Backbone, PromptTokenizer, Projection, RSRankConfig]:
+) -> "tuple[Backbone, PromptTokenizer, Projection | Weights, RSRankConfig]":
     """Load an artifact and its language model, and check that they belong together.
 
     Errors are those of `RSRank.from_pretrained`.
@@ -256,17 +265,13 @@ def open_artifact(
     """
     folder = hub.resolve(source.name, source.revision, source.load)
     config = hub.read_config(folder)
-    projection = hub.read_projection(folder, config)
+    if source.load.on_onnx:
+        return *_open_encoder(source, folder, config), hub.read_weights(folder, config), config
+    with needs_torch():
+        projection = hub.read_projection(folder, config)
     spec = config.backbone
     strict = source.backbone is None
-    revision = None
-    if source.backbone is not None:
-        name = source.backbone
-    elif spec.name == INSIDE:
-        name = str(folder / INSIDE)
-    else:
-        name = spec.name
-        revision = spec.revision
+    name, revision = _backbone_of(source, folder, spec)
     local = hub.is_folder(name)
     # A local folder is checked before transformers reads it, the cache after the download.
     if local:
@@ -289,6 +294,49 @@ def open_artifact(
     return core, prompts, projection, config
 
 
+def _backbone_of(source: ModelSource, folder: Path, spec: BackboneSpec) -> tuple[str, str | None]:
+    """Folder or Hub id of an artifact's language model, and its revision on the Hub."""
+    if source.backbone is not None:
+        return source.backbone, None
+    if spec.name == INSIDE:
+        return str(folder / INSIDE), None
+    return spec.name, spec.revision
+
+
+def _open_encoder(
+    source: ModelSource, folder: Path, config: RSRankConfig
+) -> "tuple[Backbone, PromptTokenizer]":
+    """Load an encoder for ONNX Runtime; its files must be those that the artifact records."""
+    from ..language_model.onnx_runtime import OnnxBackbone, check_kind, read_config, read_tokenizer
+    from ..language_model.quantisation import calibration_ids
+
+    spec = config.backbone
+    check_kind(spec.model_type, source.name)
+    name, revision = _backbone_of(source, folder, spec)
+    dtype = source.load.settled_dtype(int8=config.int8)
+    local = hub.is_folder(name)
+    place = Path(name) if local else hub.download_encoder(name, revision, source.load)
+    check_files(spec, place, in_cache=not local, strict=True)
+    encoder = read_config(place)
+    tokenizer = read_tokenizer(place)
+    check_before_run(encoder["model_type"], encoder["num_hidden_layers"], tokenizer, spec, name)
+    limits = [encoder["max_position_embeddings"], config.max_length, source.max_length]
+    prompts = PromptTokenizer(
+        tokenizer,
+        config.template,
+        max_length=min(limit for limit in limits if limit is not None),
+        shared_positions=False,
+    )
+    core: Any = OnnxBackbone(
+        place,
+        last_layer=config.layers[-1],
+        fusion_layer=config.fusion_layer,
+        documents_stay=config.documents_stay,
+        calibration=calibration_ids(prompts) if dtype == "int8" else (),
+    )
+    return core, prompts
+
+
 def _open_model(
     name: str,
     revision: str | None,
@@ -301,16 +349,21 @@ def _open_model(
     max_lengths: tuple[int | None, ...] = (),
     int8: bool = False,
     spec: BackboneSpec | None = None,
-) -> tuple[Backbone, PromptTokenizer]:
+) -> "tuple[Backbone, PromptTokenizer]":
     """Load a language model and its tokenizer, and compare them with ``spec``.
 
     Documents run in int8 if the options say so, or if ``int8`` allows it and nothing is faster.
     """
+    with needs_torch():
+        from ..language_model.check import open_backbone
+        from ..language_model.linear import int8_copy
+        from ..language_model.loading import load_model
     dtype = options.settled_dtype(int8=int8)
     options = replace(options, dtype=None if dtype == "int8" else dtype)
     loaded = load_model(name, revision=revision, options=options, last_layer=last_layer)
     if spec is not None:
-        check_before_run(loaded, spec, name)
+        model_type = loaded.model.config.get_text_config().model_type
+        check_before_run(model_type, loaded.num_layers, loaded.tokenizer, spec, name)
     core = open_backbone(
         loaded.model,
         last_layer,

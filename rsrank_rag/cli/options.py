@@ -15,7 +15,7 @@ from safetensors import SafetensorError
 from typer import Option
 
 from ..adapters.systems import forms
-from ..errors import InputError, RSRankError
+from ..errors import InputError, RSRankError, needs_torch
 from ..language_model.options import LoadSettings
 from .process import hide_library_progress, prepare
 
@@ -63,7 +63,8 @@ def catch_errors(resumes: bool = False) -> Iterator[None]:
     """
     hint = "Run the same command again to go on." if resumes else ""
     try:
-        yield
+        with needs_torch():
+            yield
     except InputError as error:
         _exit(2, str(error))
     except RSRankError as error:

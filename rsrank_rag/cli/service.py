@@ -9,6 +9,7 @@ import signal
 import socket
 from collections.abc import Callable
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -42,13 +43,14 @@ LogLevel = Literal["debug", "info", "warning", "error", "critical"]
 
 def prepare_logs(level: str) -> None:
     """Set up the logs of the model's process like those of the service."""
-    from transformers.utils import logging as transformers_logging
-
     from ..service.logs import configure
 
     configure(level)
-    transformers_logging.disable_default_handler()
-    transformers_logging.enable_propagation()
+    if find_spec("transformers"):
+        from transformers.utils import logging as transformers_logging
+
+        transformers_logging.disable_default_handler()
+        transformers_logging.enable_propagation()
     # With load_in_8bit in bfloat16, it logs a line for each product of each layer.
     logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
 

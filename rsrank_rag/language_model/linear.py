@@ -26,19 +26,16 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from ..method.arrays import to_numpy
 from .fusion import layers_of
 from .options import has_fast_bfloat16
+from .quantisation import calibration_ids, fixed_parameters, ranges, rounded_weight
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from ..method.backbone import Backbone
     from ..method.template import PromptTokenizer
-
-# In the calibration run, the output of GELU reaches ten times as far for single tokens as for
-# others. At this part of the largest number, few tokens are clipped and all others are finer
-# (research/docs/speed.md).
-GELU_RANGE = 0.7
 
 
 class LinearMap(NamedTuple):
@@ -127,17 +124,10 @@ class QuantisationParameters:
     """
 
     def __init__(self, lowest: Tensor, highest: Tensor, weights: Sequence[Tensor]) -> None:
-        balance = torch.ones(())
-        if lowest.ndim:
-            # Single channels are ten times larger than others. As in SmoothQuant, the weights take
-            # over the square root of the difference.
-            largest = torch.maximum(-lowest, highest).clamp_min(1e-4)
-            largest_weights = torch.cat(list(weights)).abs().amax(0).clamp_min(1e-6)
-            balance = (largest / largest_weights).sqrt()
-        low = (lowest / balance).min().clamp_max(-1e-6)
-        high = (highest / balance).max().clamp_min(1e-6)
-        self.scale = balance * (high - low) / 255
-        self.zero_point = round(float(-low * 255 / (high - low)))
+        of_maps = [to_numpy(weight.float()) for weight in weights]
+        scale, zero = fixed_parameters(to_numpy(lowest.float()), to_numpy(highest.float()), of_maps)
+        self.scale = torch.from_numpy(scale)
+        self.zero_point = zero
         self._signed_zero = torch.tensor(self.zero_point - 128.0)
         self._rate = 1 / self.scale
 
@@ -221,10 +211,9 @@ class _PackedWeight(NamedTuple):
     @classmethod
     def of(cls, weight: Tensor, largest: int | None = None) -> _PackedWeight:
         """Round a weight (out, in) to whole numbers up to ``largest``."""
-        scales = (weight.abs().amax(1) / (largest or largest_weight())).clamp_min(1e-12)
-        codes = (weight / scales[:, None]).round().to(torch.int8)
-        packed = torch.ops.onednn.qlinear_prepack(codes, None)
-        return cls(packed, scales, torch.zeros(len(weight), dtype=torch.long))
+        codes, scales = rounded_weight(to_numpy(weight), largest or largest_weight())
+        packed = torch.ops.onednn.qlinear_prepack(torch.from_numpy(codes), None)
+        return cls(packed, torch.from_numpy(scales), torch.zeros(len(weight), dtype=torch.long))
 
     def product(
         self,
@@ -265,17 +254,6 @@ def largest_weight() -> int:
     weight = _PackedWeight.of(torch.full((8, 64), 127.0), largest=127)
     sums = weight.product(torch.full((1, 64), 255, dtype=torch.uint8), 0, None, torch.float32)
     return 127 if bool((sums == 64 * 255 * 127).all()) else 63
-
-
-def calibration_ids(prompts: PromptTokenizer) -> list[tuple[int, ...]]:
-    """Token ids of the calibration run: random pieces of words within the template.
-
-    The ranges are as good as those of 300 passages (research/docs/speed.md). Without the template
-    they would not be.
-    """
-    generator = torch.Generator().manual_seed(0)
-    words = torch.randint(len(prompts.tokenizer), (32, 14), generator=generator)
-    return [(*prompts.instruction, *row, *prompts.separator) for row in words.tolist()]
 
 
 def int8_copy(core: Backbone, prompts: PromptTokenizer) -> PreTrainedModel:
@@ -348,13 +326,9 @@ def _calibrate(
         if sharing[0] in parameters:
             parameters[linear] = parameters[sharing[0]]
         else:
-            numbers = tensor.flatten(0, -2).float()
-            lowest = numbers.amin(0)
-            highest = numbers.amax(0)
-            if previous in before_gelu:
-                lowest = lowest.min()
-                highest = GELU_RANGE * highest.max()
-            weights = [other.weight.float() for other in sharing]
+            weights = [other.weight for other in sharing]
+            reached = ranges(to_numpy(tensor.float()), after_gelu=previous in before_gelu)
+            lowest, highest = map(torch.as_tensor, reached)
             parameters[linear] = QuantisationParameters(lowest, highest, weights)
         previous = linear
     return parameters

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import os
 from dataclasses import KW_ONLY, dataclass, field
+from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import BaseModel, BeforeValidator, Field
 
-from ..errors import InputError
+from ..errors import InputError, pip_install
 from ..prefixes.settings import Choice
 
 if TYPE_CHECKING:
@@ -28,12 +29,13 @@ class LoadOptions:
     no time. ``dtype="int8"`` is for the documents of artifacts on a CPU, and saves time.
 
     Raises:
-        InputError: Both quantisations are requested.
+        InputError: Both quantisations are requested, or there is no such runtime.
     """
 
     device: str | torch.device | None = None
     dtype: str | torch.dtype | None = None
     _: KW_ONLY
+    runtime: str | None = None
     load_in_8bit: bool = False
     load_in_4bit: bool = False
     local_files_only: bool = False
@@ -45,6 +47,13 @@ class LoadOptions:
     def __post_init__(self) -> None:
         if self.load_in_8bit and self.load_in_4bit:
             raise InputError("load_in_8bit and load_in_4bit exclude each other. Choose one.")
+        if self.runtime not in (None, "torch", "onnx"):
+            raise InputError(f"runtime={self.runtime!r} is not a runtime. Use 'torch' or 'onnx'.")
+
+    @property
+    def on_onnx(self) -> bool:
+        """Whether ONNX Runtime runs encoders: if it is asked for, or torch is not installed."""
+        return (self.runtime or ("torch" if find_spec("torch") else "onnx")) == "onnx"
 
     @property
     def weights(self) -> str | None:
@@ -88,6 +97,8 @@ class LoadOptions:
         Raises:
             InputError: There is no such dtype, or the device has no fast int8.
         """
+        if self.on_onnx:
+            return self._onnx_dtype(int8)
         device = self.resolved_device()
         use_int8 = self.dtype == "int8"
         if self.dtype is None:
@@ -100,6 +111,16 @@ class LoadOptions:
                 "dtype='int8' needs an x86 CPU with AVX2, and excludes load_in_8bit and the like."
             )
         return str(self.resolved_dtype()).removeprefix("torch.")
+
+    def _onnx_dtype(self, int8: bool) -> str:
+        """`settled_dtype` on ONNX Runtime."""
+        dtype = self.dtype or ("int8" if int8 else "float32")
+        if str(self.device or "cpu") != "cpu" or self.weights or dtype not in ("int8", "float32"):
+            raise InputError(
+                "ONNX Runtime computes on the CPU here, in int8 or float32. For another device or "
+                f"dtype, or load_in_8bit and the like, use torch: {pip_install('lm')}"
+            )
+        return str(dtype)
 
     def resolved_dtype(self) -> torch.dtype:
         """The requested floating-point dtype, or bfloat16 where it is fast, else float32.
@@ -159,6 +180,10 @@ class LoadSettings(BaseModel):
         default=None,
         description="float32, bfloat16, float16, int8 (CPU). Default: the fastest one that is "
         "precise enough.",
+    )
+    runtime: Literal["torch", "onnx"] | None = Field(
+        default=None,
+        description="torch or onnx (encoders on a CPU). Default: torch where it is installed.",
     )
     load_in_8bit: bool = Field(default=False, description="int8 weights (needs the 8bit extra).")
     load_in_4bit: bool = Field(default=False, description="nf4 weights (needs the 8bit extra).")

@@ -14,7 +14,8 @@ dimension, C hidden size.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import copy
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -24,22 +25,14 @@ import torch
 from torch import Tensor
 
 from ..errors import BackboneError, InputError
-from .concurrent_batches import Ids
-from .probe import (
-    Entrance,
-    Prefix,
-    Prefixes,
-    Probe,
-    Reader,
-    Recorder,
-    Show,
-    StopForward,
-    padded_length,
-    pooled,
-)
+from .concurrent_batches import Ids, concurrent_count, torch_threads, use_one_thread_after_fork
+from .prefix import Prefix, Prefixes, Show, padded_length
+from .probe import Entrance, Probe, Reader, Recorder, StopForward, pooled
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
+
+    from .projection import Projection
 
 # Any run may be padded to so many tokens: measured on `mini`, it costs no time that can be seen.
 # More padding is only for ``deterministic=True``.
@@ -96,6 +89,7 @@ class Backbone:
         is_deterministic: Whether runs are padded so that a token's numbers do not depend on the
             number of others.
         reader: The cache that reads queries.
+        identity: What prefixes depend on, where that is not computed from the model.
     """
 
     model: PreTrainedModel
@@ -107,6 +101,7 @@ class Backbone:
     document_model: PreTrainedModel | None = None
     is_deterministic: bool = False
     reader: type[Reader] = Reader
+    identity: Mapping[str, object] | None = None
     _null_prefixes: dict[Ids, Prefix] = field(default_factory=dict, init=False, repr=False)
     _last_entering: tuple[object, Tensor] | None = field(default=None, init=False, repr=False)
 
@@ -134,6 +129,40 @@ class Backbone:
                 "bfloat16 weights of moderate size on a CPU. Leave it out."
             )
         return replace(self, is_deterministic=True)
+
+    @property
+    def hidden_size(self) -> int:
+        """C."""
+        return int(self.config.hidden_size)
+
+    @property
+    def concurrent(self) -> int:
+        """How many batches may run at once."""
+        # In deterministic mode, the number of threads of a batch must not depend on the others.
+        if self.device.type != "cpu" or self.is_deterministic:
+            return 1
+        return concurrent_count(torch_threads())
+
+    def slots_for(self, longest: int) -> int:
+        """Query slots for queries of at most so many tokens."""
+        return longest
+
+    @contextmanager
+    def inference(self) -> Iterator[None]:
+        """Around runs without gradients."""
+        use_one_thread_after_fork()
+        with torch.inference_mode():
+            yield
+
+    def frozen(self, projection: Projection) -> Projection:
+        """B on the device, without gradients: a copy, unless it is so already.
+
+        The caller may be training the original.
+        """
+        parameters = projection.parameters()
+        if all(not part.requires_grad and part.device == self.device for part in parameters):
+            return projection
+        return copy.deepcopy(projection).to(self.device).requires_grad_(False)
 
     @property
     def _minimum_tokens(self) -> int:

@@ -7,6 +7,7 @@ processes in between. On a CPU, it is faster to give each of several batches a p
 import gc
 import logging
 import os
+import sys
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence, Sized
@@ -17,9 +18,7 @@ from functools import cache
 from threading import Barrier, Lock
 from typing import Any, Generic, TypeVar
 
-import torch
-
-from .probe import padded_length
+from .prefix import padded_length
 
 logger = logging.getLogger(__name__)
 
@@ -100,7 +99,8 @@ class Batches(Generic[Item]):
             if self.retries > retries:
                 # The failed run's tensors are gone by now, so their memory can be given back.
                 gc.collect()
-                torch.cuda.empty_cache()
+                if "torch" in sys.modules:
+                    sys.modules["torch"].cuda.empty_cache()
 
     def _next_size(self) -> int:
         longest = len(self.waiting[-1])
@@ -141,17 +141,22 @@ def _padded_length_of(sequence: Sized) -> int:
     return padded_length(len(sequence))
 
 
-def token_budget_for(device: torch.device) -> int:
+def device_kind(device: object) -> str:
+    """The kind of a device, such as ``cuda`` of ``cuda:1``."""
+    return str(device).partition(":")[0]
+
+
+def token_budget_for(device: object) -> int:
     """Padded tokens of one batch that suit a device."""
-    return TOKEN_BUDGET.get(device.type, TOKEN_BUDGET["cpu"])
+    return TOKEN_BUDGET.get(device_kind(device), TOKEN_BUDGET["cpu"])
 
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether an error says that memory ran out.
 
-    CUDA has its own exception; allocators, cuBLAS and MPS also raise plain RuntimeErrors.
+    CUDA's own exception is a RuntimeError, as those of allocators, cuBLAS and MPS are.
     """
-    if isinstance(error, (MemoryError, torch.OutOfMemoryError)):
+    if isinstance(error, MemoryError):
         return True
     signs = (
         "can't allocate memory",
@@ -213,6 +218,8 @@ def use_one_thread_after_fork() -> None:
 
     Its other threads do not survive a fork, and torch would wait for them for ever.
     """
+    import torch
+
     if os.getpid() != _PROCESS:
         torch.set_num_threads(1)
 
@@ -230,7 +237,7 @@ def run_concurrently(
         try:
             # A RuntimeError: the interpreter ends, or no thread can be started.
             with suppress(RuntimeError):
-                pool = workers(torch.get_num_threads(), os.getpid())
+                pool = workers(torch_threads(), os.getpid())
                 for batches in waiting:
                     futures.append(pool.submit(run, batches))
             wait(futures, return_when=FIRST_EXCEPTION)
@@ -241,12 +248,21 @@ def run_concurrently(
             _running.release()
 
 
+def torch_threads() -> int:
+    """The number of threads that torch computes with in this thread."""
+    import torch
+
+    return torch.get_num_threads()
+
+
 @cache
 def workers(threads: int, _process: int) -> ThreadPoolExecutor:
     """A pool with a thread for each concurrent batch, with so many threads of torch together.
 
     Each process has a pool of its own, because threads do not survive a fork.
     """
+    import torch
+
     count = concurrent_count(threads)
     ready = Barrier(count, timeout=60)
 

@@ -7,28 +7,31 @@ a row's value vectors minus those of the null row of its query.
 Axes: N rows, Q distinct queries, L layers, H KV heads, T scored query tokens, D head dimension.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
-import torch
-from torch import Tensor
-from torch.nn.functional import cosine_similarity
-
-from .backbone import Backbone
+from .arrays import Array, cast, namespace
 from .concurrent_batches import Ids
-from .probe import Prefix, Prefixes
-from .projection import (
-    Projection,
+from .formula import (
+    Weights,
     combine,
+    cosine,
     maxsim,
     representational_shift,
     shift_terms,
     similarity_terms,
 )
+from .prefix import Prefix, Prefixes
 from .template import PromptTokenizer, TokenisedQuery
 
-Consume = Callable[[int, Tensor], object]
+if TYPE_CHECKING:
+    from .backbone import Backbone
+    from .projection import Projection
+
+Consume = Callable[[int, Array], object]
 """Receives a layer's index and its shifts, (N, H, T, D) fp32, 0 after shorter queries."""
 
 
@@ -82,7 +85,7 @@ class ShiftReader:
         self.layers = frozenset(layers)
         self.cache = cache
 
-    def read(self, rows: Sequence[Row], consume: Consume) -> Tensor:
+    def read(self, rows: Sequence[Row], consume: Consume) -> Array:
         """Give the shifts of a batch to ``consume``, one layer after the other.
 
         Returns:
@@ -94,7 +97,7 @@ class ShiftReader:
         number = {query: place for place, query in enumerate(queries)}
         query_of_row = [number[row.query] for row in rows]
         # The documents' prefixes, and a null prefix for each query below them.
-        slots = max(len(query.ids) for query in queries)
+        slots = self.backbone.slots_for(max(len(query.ids) for query in queries))
         null_rows = [self.backbone.null_prefix(self.prompts.null_prefix)] * len(queries)
         if self.cache is None:
             documents = [row.document for row in rows]
@@ -107,9 +110,8 @@ class ShiftReader:
             [query.ids for query in queries], prefixes, batch.show, every
         )
         if len(embedded):
-            pooled = prefixes.pooled[: len(rows)].double()
-            cosines = cosine_similarity(pooled, embedded[batch.null_row].double())
-            batch.similarity[:, 0] = cosines
+            pooled = prefixes.pooled[: len(rows)]
+            batch.similarity[:, 0] = cosine(pooled, embedded[batch.null_row])
         return batch.similarity
 
 
@@ -125,27 +127,29 @@ class _BatchReader:
         prefixes: Prefixes,
         consume: Consume,
     ) -> None:
-        device = reader.backbone.device
+        xp = namespace(prefixes.pooled)
+        self.on_device = {"device": reader.backbone.device}
         self.reader = reader
         self.count = len(rows)
         self.prefixes = prefixes
         self.consume = consume
-        self.null_row = torch.tensor(query_of_row, device=device)
+        self.null_row = xp.asarray(query_of_row, **self.on_device)
         starts = [queries[place].start for place in query_of_row]
         starts += [query.start for query in queries]
-        self.starts = torch.tensor(starts, device=device)[:, None]
-        self.lengths = torch.tensor([row.query.length for row in rows], device=device)[:, None]
+        self.starts = xp.asarray(starts, **self.on_device)[:, None]
+        lengths = [row.query.length for row in rows]
+        self.lengths = xp.asarray(lengths, **self.on_device)[:, None]
         self.width = max(query.length for query in queries)
         self.same_span = len({(query.start, query.length) for query in queries}) == 1
         if reader.backbone.is_deterministic:
             # Shapes must not depend on the other queries of the batch.
             self.width = prefixes.query_slots
             self.same_span = False
-        self.columns = torch.arange(self.width, device=device)
+        self.columns = xp.arange(self.width, **self.on_device)
         size = (self.count, 1 + self.width)
-        self.similarity = torch.zeros(size, dtype=torch.float64, device=device)
+        self.similarity = xp.zeros(size, dtype=xp.float64, **self.on_device)
 
-    def show(self, layer: int, values: Tensor) -> None:
+    def show(self, layer: int, values: Array) -> None:
         """Read one layer's value vectors, (N + Q, H, all tokens, D)."""
         values = self._scored(values)
         documents = values[: self.count]
@@ -159,26 +163,28 @@ class _BatchReader:
             shifts = representational_shift(documents, alone)
             self.consume(layer, self._without_padding(layer, shifts))
 
-    def _scored(self, values: Tensor) -> Tensor:
+    def _scored(self, values: Array) -> Array:
         """Of value vectors (rows, H, all tokens, D) those of scored tokens, (rows, H, T, D)."""
         if self.same_span:
-            start = int(self.starts[0])
+            start = int(self.starts[0, 0])
             return values[:, :, start : start + self.width]
-        places = (self.starts + self.columns).clamp(max=values.shape[2] - 1)
-        return values.take_along_dim(places[:, None, :, None], dim=2)
+        places = (self.starts + self.columns).clip(None, values.shape[2] - 1)
+        rows = namespace(places).arange(len(places), **self.on_device)[:, None]
+        return values[rows, :, places].swapaxes(1, 2)
 
-    def _maxsim(self, queries: Tensor) -> Tensor:
+    def _maxsim(self, queries: Array) -> Array:
         """MaxSim of each token, values (N, H, T, D), divided by the number of tokens, (N, T)."""
         prompts = self.reader.prompts
         documents = self.prefixes.values[0][: self.count, :, self.prefixes.query_slots :]
-        places = torch.arange(documents.shape[2], device=queries.device)
-        lengths = torch.tensor(self.prefixes.lengths[: self.count], device=queries.device)
+        xp = namespace(documents)
+        places = xp.arange(documents.shape[2], **self.on_device)
+        lengths = xp.asarray(self.prefixes.lengths[: self.count], **self.on_device)
         ends = (lengths - prompts.after_document)[:, None]
         own = (places >= len(prompts.instruction)) & (places < ends)
-        best = maxsim(queries, documents, own).double()
-        return best.masked_fill(self.columns >= self.lengths, 0) / self.lengths
+        best = cast(maxsim(queries, documents, own), "float64")
+        return xp.where(self.columns < self.lengths, best, 0) / self.lengths
 
-    def _without_padding(self, layer: int, shifts: Tensor) -> Tensor:
+    def _without_padding(self, layer: int, shifts: Array) -> Array:
         """Shifts (N, H, T, D), with zeros after shorter queries and where no document reaches.
 
         In a model whose layers all have sliding windows, late tokens cannot know of the document.
@@ -194,35 +200,38 @@ class _BatchReader:
         return shifts * scored[:, None, :, None]
 
 
-def score_rows(reader: ShiftReader, projection: Projection, rows: Sequence[Row]) -> list[float]:
+def score_rows(
+    reader: ShiftReader, projection: Projection | Weights, rows: Sequence[Row]
+) -> list[float]:
     """The scores of a batch: above 0 means relevant (paper, Section 4.3)."""
-    lengths = torch.tensor([row.query.length for row in rows], device=reader.backbone.device)
-    # In float64, in which a sum does not depend on the zeros after a shorter query.
-    total = torch.zeros(len(rows), dtype=torch.float64, device=reader.backbone.device)
+    sums: list[Array] = []
 
-    def add(layer: int, shifts: Tensor) -> None:
-        terms = shift_terms(shifts.float(), *projection.of_layer(layer))
-        total.add_(terms.sum(1, dtype=torch.float64).sum(-1) / lengths)
+    def add(layer: int, shifts: Array) -> None:
+        terms = shift_terms(shifts, *projection.of_layer(layer))
+        # In float64, in which a sum does not depend on the zeros after a shorter query.
+        sums.append(cast(terms, "float64").sum(1).sum(-1))
 
     similarity = reader.read(rows, add)
-    scores: list[float] = combine(total, similarity, projection.agreement).float().tolist()
-    return scores
+    lengths = [row.query.length for row in rows]
+    shift_score = sum(sums) / namespace(similarity).asarray(lengths, device=similarity.device)
+    scores = combine(shift_score, similarity, projection.agreement)
+    return list(cast(scores, "float32").tolist())
 
 
 def score_parts(
-    reader: ShiftReader, projection: Projection, row: Row
-) -> tuple[float, Tensor, Tensor]:
+    reader: ShiftReader, projection: Projection | Weights, row: Row
+) -> tuple[float, Array, Array]:
     """One score, its shift terms (T, L, H) divided by T, and its similarity terms (1 + T,).
 
-    Both tensors are float64, and their sum is the score.
+    Both arrays are float64, and their sum is the score.
     """
-    layers: list[Tensor] = []
+    layers: list[Array] = []
 
-    def add(layer: int, shifts: Tensor) -> None:
-        terms = shift_terms(shifts.float(), *projection.of_layer(layer))
-        layers.append(terms[0].double())
+    def add(layer: int, shifts: Array) -> None:
+        layers.append(cast(shift_terms(shifts, *projection.of_layer(layer))[0], "float64"))
 
     similarity = reader.read([row], add)[0]
-    terms = torch.stack(layers).permute(2, 0, 1) / row.query.length
+    # (L, H, T) to (T, L, H).
+    terms = namespace(similarity).stack(layers).swapaxes(1, 2).swapaxes(0, 1) / row.query.length
     score = combine(terms.sum(), similarity, projection.agreement)
     return float(score), terms, similarity_terms(similarity, projection.agreement)

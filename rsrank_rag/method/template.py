@@ -121,11 +121,13 @@ def clean(text: str) -> str:
     return text
 
 
-def private_copy(tokenizer: PreTrainedTokenizerBase, *, special_tokens: bool) -> Tokenizer:
+def private_copy(
+    tokenizer: PreTrainedTokenizerBase | Tokenizer, *, special_tokens: bool
+) -> Tokenizer:
     """A copy that no other code reconfigures.
 
     Args:
-        tokenizer: A fast tokenizer.
+        tokenizer: A fast tokenizer, of transformers or of tokenizers.
         special_tokens: Whether special tokens written in a text are recognised.
 
     Raises:
@@ -133,8 +135,8 @@ def private_copy(tokenizer: PreTrainedTokenizerBase, *, special_tokens: bool) ->
     """
     from tokenizers import Tokenizer
 
-    backend = getattr(tokenizer, "backend_tokenizer", None)
-    if backend is None:
+    backend = getattr(tokenizer, "backend_tokenizer", tokenizer)
+    if not isinstance(backend, Tokenizer):
         raise BackboneError(
             f"{type(tokenizer).__name__} is not a fast tokenizer (no tokenizers backend), so its "
             "text parts cannot be tokenised safely under threads. Convert it: save the fast "
@@ -174,7 +176,7 @@ class PromptTokenizer:
 
     def __init__(
         self,
-        tokenizer: PreTrainedTokenizerBase,
+        tokenizer: PreTrainedTokenizerBase | Tokenizer,
         template: Template,
         *,
         max_length: int,
@@ -210,6 +212,16 @@ class PromptTokenizer:
     def _template_ids(self, text: str) -> tuple[int, ...]:
         # Some tokenizers make a token of an empty text.
         return tuple(self._template.encode(text, add_special_tokens=False).ids) if text else ()
+
+    @property
+    def vocabulary(self) -> int:
+        """The number of token ids."""
+        return int(self._text.get_vocab_size())
+
+    @property
+    def added_tokens(self) -> list[str]:
+        """Special tokens and the like, which are read as a whole."""
+        return [token.content for token in self._text.get_added_tokens_decoder().values()]
 
     @property
     def null_prefix(self) -> tuple[int, ...]:

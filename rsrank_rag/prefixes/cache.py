@@ -13,18 +13,19 @@ from collections import Counter, OrderedDict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import numpy as np
-import torch
 
 from ..errors import InputError
-from ..method.backbone import Backbone
-from ..method.concurrent_batches import Batches, Ids
-from ..method.probe import Prefix, Prefixes
+from ..method.concurrent_batches import Batches, Ids, device_kind
+from ..method.prefix import Prefix, Prefixes
 from ..method.scoring import Row
 from .disk import FORMAT, Disk, PackedPrefix
 from .settings import PrefixCache, memory_share
+
+if TYPE_CHECKING:
+    from ..method.backbone import Backbone
 
 logger = logging.getLogger(__name__)
 
@@ -132,9 +133,7 @@ class PrefixTiers:
         InputError: The folder cannot be made or read.
     """
 
-    def __init__(
-        self, settings: PrefixCache | None, *, device: torch.device, dtype: torch.dtype
-    ) -> None:
+    def __init__(self, settings: PrefixCache | None, *, device: Any, dtype: Any) -> None:
         self.device = device
         self.dtype = dtype
         self.disk: Disk | None = None
@@ -279,7 +278,7 @@ class CachedPrefixes:
 
     def prefill(
         self,
-        backbone: Backbone,
+        backbone: "Backbone",
         rows: Sequence[Row],
         query_slots: int,
         extra_rows: Sequence[Prefix],
@@ -308,11 +307,10 @@ class CachedPrefixes:
                 return run
         return Prefixes.join([*(prefixes[key] for key in keys), *extra_rows], query_slots)
 
-    @torch.inference_mode()
     def write(
         self,
         documents: Collection[Ids],
-        backbone: Backbone,
+        backbone: "Backbone",
         budget: int,
         progress: Callable[[int], object],
     ) -> None:
@@ -348,9 +346,10 @@ class CachedPrefixes:
                 "Make room and index again: what was written is not run again."
             )
 
-    def _write_batch(self, batch: Sequence[Ids], backbone: Backbone) -> int:
+    def _write_batch(self, batch: Sequence[Ids], backbone: "Backbone") -> int:
         """Run a batch and write its prefixes; how many could not be written."""
-        run = backbone.prefill(batch)
+        with backbone.inference():
+            run = backbone.prefill(batch)
         failed = 0
         for number, ids in enumerate(batch):
             packed = PackedPrefix.of(run.row(number))
@@ -359,11 +358,11 @@ class CachedPrefixes:
         return failed
 
 
-def disk_bytes(backbone: Backbone, documents: Collection[Ids]) -> int:
+def disk_bytes(backbone: "Backbone", documents: Collection[Ids]) -> int:
     """Bytes of the documents' files: 8 bits a number, a scale for each token and head, `pooled`."""
     layers = backbone.last_layer - backbone.fusion_layer
     token = 2 * layers * backbone.num_heads * (backbone.head_dim + 2)
-    pooled = 4 * backbone.config.hidden_size if backbone.fusion_layer else 0
+    pooled = 4 * backbone.hidden_size if backbone.fusion_layer else 0
     return sum(len(ids) for ids in documents) * token + len(documents) * pooled
 
 
@@ -376,7 +375,10 @@ def _open_disk(folder: str, limit: int) -> Disk:
         ) from error
 
 
-def _default_bytes(device: torch.device) -> int:
-    if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0] // 4
-    return MPS_BYTES if device.type == "mps" else memory_share()
+def _default_bytes(device: Any) -> int:
+    kind = device_kind(device)
+    if kind == "cuda":
+        from torch.cuda import mem_get_info
+
+        return mem_get_info(device)[0] // 4
+    return MPS_BYTES if kind == "mps" else memory_share()

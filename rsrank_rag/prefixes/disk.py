@@ -9,13 +9,14 @@ import os
 import threading
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-import torch
-from safetensors.torch import load, save
-from torch import Tensor
+import numpy as np
+from safetensors.numpy import load, save
 from typing_extensions import Self
 
-from ..method.probe import Prefix
+from ..method.arrays import cast, namespace, to_numpy
+from ..method.prefix import Prefix
 from ..partial_files import appearing, is_running
 
 FORMAT = "rsrank-prefix-3"
@@ -24,6 +25,8 @@ FORMAT = "rsrank-prefix-3"
 LARGEST_SCALE = 65504
 
 DIGEST_BYTES = 32
+
+Numbers = np.ndarray[Any, Any]
 
 
 @dataclass(frozen=True)
@@ -39,9 +42,9 @@ class PackedPrefix:
         pooled: `Prefix.pooled`, as it is.
     """
 
-    codes: Tensor
-    scales: Tensor
-    pooled: Tensor
+    codes: Numbers
+    scales: Numbers
+    pooled: Numbers
 
     @classmethod
     def of(cls, prefix: Prefix) -> Self | None:
@@ -49,21 +52,24 @@ class PackedPrefix:
 
         None if a number is infinite, NaN or too large, because 8 bits would hide that.
         """
-        states = prefix.states.float()
-        scales = (states.abs().amax(-1, keepdim=True) / 127).clamp_min(1e-7)
+        states = cast(prefix.states, "float32")
+        xp = namespace(states)
+        scales = xp.clip(xp.amax(abs(states), -1, keepdims=True) / 127, 1e-7, None)
         if not bool((scales <= LARGEST_SCALE).all()):
             return None
-        scales = scales.half()
-        codes = (states / scales.float()).round_().clamp_(-127, 127).to(torch.int8)
-        return cls(codes.cpu(), scales.cpu(), prefix.pooled.cpu())
+        scales = cast(scales, "float16")
+        codes = (states / cast(scales, "float32")).round().clip(-127, 127)
+        return cls(to_numpy(cast(codes, "int8")), to_numpy(scales), to_numpy(prefix.pooled))
 
-    def unpack(self, device: torch.device, dtype: torch.dtype) -> Prefix:
-        """The prefix on a device, with keys and values in this dtype."""
+    def unpack(self, device: Any, dtype: Any) -> Prefix:
+        """The prefix on a device, with keys and values in this dtype, of numpy or of torch."""
+        xp = namespace(dtype)
+        codes = cast(xp.asarray(self.codes, device=device), "float32")
+        states = codes * cast(xp.asarray(self.scales, device=device), "float32")
         # A scale that was rounded up may pass the largest number.
-        largest = torch.finfo(dtype).max
-        states = self.codes.to(device).float() * self.scales.to(device).float()
-        states = states.clamp(-largest, largest).to(dtype)
-        return Prefix(states, self.pooled.to(device))
+        largest = float(xp.finfo(dtype).max)
+        states = xp.asarray(states.clip(-largest, largest), dtype=dtype)
+        return Prefix(states, xp.asarray(self.pooled, device=device))
 
 
 class Disk:
@@ -138,7 +144,7 @@ class Disk:
         if path.is_file():
             return 0
         path.parent.mkdir(mode=0o700, exist_ok=True)
-        body = save({name: tensor.contiguous() for name, tensor in vars(entry).items()})
+        body = save({name: np.ascontiguousarray(part) for name, part in vars(entry).items()})
         content = _checksum(key, body) + body
         with appearing(path) as partial:
             partial.touch(mode=0o600)

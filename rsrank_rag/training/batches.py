@@ -15,7 +15,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from ..errors import TrainingError
 from ..evaluation.metrics import ScoredQuery
-from ..method.projection import combine, shift_terms
+from ..method.formula import combine, shift_terms
 from .store import QueryFeatures
 
 # Queries at a time, where nothing else is set.

@@ -20,7 +20,8 @@ from torch import Tensor
 from torch.nn.functional import softplus
 
 from ..evaluation.metrics import ScoredQuery
-from ..method.projection import Projection, shift_terms
+from ..method.formula import shift_terms
+from ..method.projection import Projection
 from .batches import (
     BATCH_QUERIES,
     batch_scores,

@@ -15,6 +15,7 @@ from rsrank_rag.errors import InputError
 from rsrank_rag.language_model import linear as maps
 from rsrank_rag.language_model.linear import Int8Linear, QuantisationParameters
 from rsrank_rag.language_model.options import LoadOptions, has_fast_int8
+from rsrank_rag.language_model.quantisation import calibration_ids
 
 pytestmark = pytest.mark.skipif(not has_fast_int8(), reason="needs an x86 processor with AVX2")
 
@@ -159,8 +160,8 @@ def all_scores(ranker):
 
 def test_an_encoder_is_tried_out_on_the_same_tokens_every_time_within_its_template(tiny_folder):
     prompts = load_ranker(tiny_folder("bert"), "bert").prompts
-    assert maps.calibration_ids(prompts) == maps.calibration_ids(prompts)
-    ids = torch.tensor(maps.calibration_ids(prompts))
+    assert calibration_ids(prompts) == calibration_ids(prompts)
+    ids = torch.tensor(calibration_ids(prompts))
     before, after = len(prompts.instruction), ids.shape[1] - len(prompts.separator)
     assert (ids[:, :before] == torch.tensor(prompts.instruction)).all()
     assert (ids[:, after:] == torch.tensor(prompts.separator, dtype=torch.long)).all()
@@ -205,7 +206,7 @@ def test_scores_are_those_of_documents_that_ran_through_rounded_maps(kind, tiny_
     exact, scores = all_scores(slow), all_scores(ranker)
     slow.backbone.document_model = copy.deepcopy(slow.backbone.model)
     make_slow(
-        slow.backbone.document_model, maps.calibration_ids(slow.prompts) if kind == "bert" else None
+        slow.backbone.document_model, calibration_ids(slow.prompts) if kind == "bert" else None
     )
     moved = (scores - exact).abs()
     assert moved.max() > EXACT

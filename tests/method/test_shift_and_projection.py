@@ -7,7 +7,7 @@ import torch
 
 from research.reproduction.oracle import oracle_scores
 from rsrank_rag import Projection
-from rsrank_rag.method.projection import (
+from rsrank_rag.method.formula import (
     EPSILON,
     combine,
     representational_shift,

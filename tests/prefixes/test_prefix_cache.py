@@ -19,7 +19,7 @@ from typer.testing import CliRunner
 from rsrank_rag import RSRank
 from rsrank_rag.cli import app
 from rsrank_rag.errors import InputError, ScoringError
-from rsrank_rag.method.probe import Prefix, Prefixes
+from rsrank_rag.method.prefix import Prefix, Prefixes
 from rsrank_rag.method.scoring import Row
 from rsrank_rag.method.template import TokenisedQuery
 from rsrank_rag.partial_files import A_DAY, is_running

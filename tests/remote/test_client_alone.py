@@ -76,13 +76,22 @@ def test_pip_commands_name_the_repository_of_the_project():
     assert f"git+{WHOLE['project']['urls']['Homepage']}" == REPOSITORY
 
 
-@pytest.mark.parametrize("missing", ["torch", "rsrank_rag.rsrank", "transformers.utils"])
-def test_where_models_cannot_be_loaded_the_pip_command_is_named(monkeypatch, missing):
+ALONE = f"pip uninstall -y rsrank-rag-client && {pip_install()}"
+
+
+@pytest.mark.parametrize(
+    ("missing", "line"),
+    [
+        ("rsrank_rag.rsrank", ALONE),
+        ("torch", pip_install("lm")),
+        ("transformers.utils", pip_install("lm")),
+    ],
+)
+def test_where_models_cannot_be_loaded_the_pip_command_is_named(monkeypatch, missing, line):
     def gone(*_):
         raise ModuleNotFoundError("gone", name=missing)
 
     monkeypatch.setattr(rsrank_rag, "import_module", gone)
-    line = f"pip uninstall -y rsrank-rag-client && {pip_install()}"
     with pytest.raises(MissingDependencyError, match=re.escape(line)):
         rsrank_rag.RSRank  # noqa: B018
     missing = "somebody_elses"

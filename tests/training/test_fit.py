@@ -9,7 +9,7 @@ from training_helpers import toy
 
 from rsrank_rag import Projection
 from rsrank_rag.errors import TrainingError
-from rsrank_rag.method.projection import shift_terms
+from rsrank_rag.method.formula import shift_terms
 from rsrank_rag.training.batches import batch_scores, make_batch, scored, split
 from rsrank_rag.training.fit import FitOptions, fit
 from rsrank_rag.training.losses import (

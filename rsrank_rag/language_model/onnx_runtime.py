@@ -1,0 +1,359 @@
+"""An encoder on ONNX Runtime: the backbone where torch is not installed, or not asked for.
+
+It does with numpy arrays what `method.backbone.Backbone` does with torch, as far as scoring needs
+it.
+
+Axes: N rows, Q queries, S tokens of a document, T query tokens, K keys, H heads, D head dimension,
+C hidden size.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import onnxruntime
+from safetensors import SafetensorError, safe_open
+from tokenizers import Tokenizer
+
+from ..errors import BackboneError, InputError, MissingDependencyError, pip_install
+from ..method.concurrent_batches import Ids
+from ..method.formula import Weights
+from ..method.prefix import Prefix, Prefixes, Show
+from .onnx_graph import HIDDEN, ZERO, Encoder, Graph, Parameters, alone, fused
+from .quantisation import Numbers, fixed_parameters, ranges
+
+WEIGHTS = "model.safetensors"
+
+ADVICE = f"Use torch for it (runtime='torch'): {pip_install('lm')}"
+
+# What a damaged or foreign encoder raises.
+FILE_ERRORS = (OSError, SafetensorError, LookupError, TypeError, ValueError)
+
+# Null prefixes that are remembered: one for each instruction in use.
+NULL_PREFIXES = 32
+
+
+class Session:
+    """A graph that ONNX Runtime runs."""
+
+    def __init__(self, graph: Graph) -> None:
+        self.outputs = graph.outputs
+        options = onnxruntime.SessionOptions()
+        options.intra_op_num_threads = thread_count()
+        options.inter_op_num_threads = 1
+        # Its memory would grow with every new shape.
+        options.enable_cpu_mem_arena = False
+        # Threads that wait would take cores from the host.
+        options.add_session_config_entry("session.intra_op.allow_spinning", "0")
+        arrays = graph.arrays
+        values = [onnxruntime.OrtValue.ortvalue_from_numpy(array) for array in arrays.values()]
+        options.add_external_initializers(list(arrays), values)
+        self._session = onnxruntime.InferenceSession(
+            graph.content(), options, providers=["CPUExecutionProvider"]
+        )
+        # The session has copies in the order of its kernels.
+        arrays.clear()
+
+    def run(self, feeds: Mapping[str, Numbers], outputs: Sequence[str] = ()) -> list[Numbers]:
+        """The outputs that are named, or all.
+
+        Raises:
+            MemoryError: They do not fit into memory.
+        """
+        try:
+            return list(self._session.run(outputs or self.outputs, feeds))
+        except Exception as error:
+            # The class of ONNX Runtime's error says less than its text.
+            if "allocate memory" in str(error) or "bad_alloc" in str(error):
+                raise MemoryError(str(error)) from error
+            raise
+
+
+def thread_count() -> int:
+    """``OMP_NUM_THREADS``, as for torch, or the number of processors."""
+    number = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0]
+    return int(number) if number.isdecimal() and int(number) else os.cpu_count() or 1
+
+
+@cache
+def largest_weight() -> int:
+    """The largest whole number that a weight is rounded to: 127 or 63.
+
+    Without VNNI, the processor adds two products of a weight and 255 in 16 bits.
+    """
+    graph = Graph()
+    codes = graph.input("codes", "uint8")
+    weight = graph.constant(np.full((64, 8), 127), "int8")
+    one = graph.constant(1.0, "float32")
+    graph.outputs = [graph.add("MatMulIntegerToFloat", codes, weight, one, one)]
+    sums = Session(graph).run({"codes": np.full((1, 64), 255, np.uint8)})[0]
+    return 127 if bool((sums == 64 * 255 * 127).all()) else 63
+
+
+class _Sessions(NamedTuple):
+    """An encoder's graphs: texts alone, documents alone, and queries after documents."""
+
+    texts: Session
+    documents: Session
+    queries: Session
+
+
+class OnnxBackbone:
+    """A frozen BERT-like encoder in two phases; see `method.backbone.Backbone`.
+
+    Args:
+        folder: Where its files are.
+        last_layer: The last layer whose value vectors are read.
+        fusion_layer: The first layer in which queries see documents.
+        documents_stay: Whether documents run up to there only.
+        calibration: Texts that fix the scales of documents in int8; none for float32.
+
+    Raises:
+        BackboneError: The files are not those of an encoder that can be run so.
+    """
+
+    device = "cpu"
+    dtype = np.dtype("float32")
+    is_deterministic = False
+    # A run uses all threads.
+    concurrent = 1
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        last_layer: int,
+        fusion_layer: int,
+        documents_stay: bool,
+        calibration: Sequence[Ids] = (),
+    ) -> None:
+        self.folder = folder
+        self.last_layer = last_layer
+        self.fusion_layer = fusion_layer
+        self.documents_stay = documents_stay
+        self.config = read_config(folder)
+        self.name = f"{self.config['model_type']} ({folder})"
+        self.num_heads = int(self.config["num_attention_heads"])
+        self.hidden_size = int(self.config["hidden_size"])
+        self.head_dim = self.hidden_size // self.num_heads
+        self.max_length = int(self.config["max_position_embeddings"])
+        self.document_model = calibration or None
+        self.identity: dict[str, object] = {"runtime": "onnx"}
+        self.identity["int8"] = largest_weight() if calibration else None
+        self._null_prefixes: dict[Ids, Prefix] = {}
+        self._last_entering: tuple[object, Numbers] = (None, np.empty(0))
+        self._by_process = {os.getpid(): self._open()}
+
+    def _open(self) -> _Sessions:
+        weights = read_weights(self.folder)
+        try:
+            encoder = Encoder(self.config, weights)
+            # The table stays in the dtype of its file: it is nearly half of the weights.
+            self._words = weights["embeddings.word_embeddings.weight"]
+            first_type = encoder.array("embeddings.token_type_embeddings.weight")[0]
+            self._places = encoder.array("embeddings.position_embeddings.weight") + first_type
+            texts = self._alone(encoder)
+            documents = texts
+            if self.document_model:
+                parameters = self._calibrated(texts, encoder)
+                documents = self._alone(Encoder(self.config, weights, parameters, largest_weight()))
+            queries = fused(Encoder(self.config, weights), self.fusion_layer, self.last_layer)
+            return _Sessions(texts, documents, Session(queries))
+        except FILE_ERRORS as error:
+            raise BackboneError(
+                f"The encoder in {self.folder} cannot be run by ONNX Runtime "
+                f"({type(error).__name__}: {error}). {ADVICE}"
+            ) from error
+
+    def _feeds(self, texts: Sequence[Ids]) -> dict[str, Numbers]:
+        """Embedded tokens of texts, (N, S, C), with padding, and the texts' lengths."""
+        lengths = np.array(list(map(len, texts)), np.int32)
+        ids = np.zeros((len(texts), int(lengths.max())), np.int64)
+        for row, text in zip(ids, texts, strict=True):
+            row[: len(text)] = text
+        embedded = self._words[ids].astype(np.float32) + self._places[: ids.shape[1]]
+        return {"embedded": embedded, "lengths": lengths}
+
+    def _alone(self, encoder: Encoder) -> Session:
+        graph = alone(encoder, self.fusion_layer, self.last_layer, stay=self.documents_stay)
+        return Session(graph)
+
+    def _calibrated(self, texts: Session, encoder: Encoder) -> Parameters:
+        """Parameters of all linear maps, from a run of the calibration texts in float32."""
+        parameters: Parameters = {}
+        numbers = texts.run(self._feeds(self.document_model), list(encoder.entering))
+        for entered, (maps, after_gelu) in zip(numbers, encoder.entering.values(), strict=True):
+            weights = [encoder.array(f"{name}.weight") for name in maps]
+            fixed = fixed_parameters(*ranges(entered, after_gelu=after_gelu), weights)
+            parameters |= dict.fromkeys(maps, fixed)
+        return parameters
+
+    @property
+    def _sessions(self) -> _Sessions:
+        """The graphs. A forked process opens its own, because threads do not survive a fork."""
+        process = os.getpid()
+        if process not in self._by_process:
+            self._by_process[process] = self._open()
+        return self._by_process[process]
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Bytes of a prefix for each token of its document."""
+        return 8 * (self.last_layer - self.fusion_layer) * self.hidden_size
+
+    @contextmanager
+    def inference(self) -> Iterator[None]:
+        """Around runs; nothing has to be set."""
+        yield
+
+    def frozen(self, projection: Weights) -> Weights:
+        """B as it is."""
+        return projection
+
+    def deterministic(self) -> OnnxBackbone:
+        """Refused: a score may move by 2e-7 among other documents."""
+        raise InputError(
+            "deterministic=True cannot be promised on ONNX Runtime. Leave it out: a score moves by "
+            f"at most 2e-7 among other documents. Or use torch: {pip_install('lm')}"
+        )
+
+    def reach(self, layer: int) -> None:
+        """No layer has a sliding window."""
+
+    def slots_for(self, longest: int) -> int:
+        """No query slots: attention takes prefix and query apart."""
+        return 0
+
+    def prefill(
+        self,
+        documents: Sequence[Ids],
+        query_slots: int = 0,
+        extra_rows: Sequence[Prefix] = (),
+        *,
+        exact: bool = False,
+    ) -> Prefixes:
+        """See `Backbone.prefill`."""
+        session = self._sessions.texts if exact else self._sessions.documents
+        feeds = self._feeds(documents)
+        entering, *states = session.run(feeds)
+        lengths = feeds["lengths"].tolist()
+        means = np.empty((len(lengths), 0), np.float32)
+        if self.fusion_layer:
+            means = _pooled(entering, lengths)
+        run = Prefixes(tuple(states[::2]), tuple(states[1::2]), tuple(lengths), 0, means)
+        if not extra_rows:
+            return run
+        return Prefixes.join([*map(run.row, range(len(run))), *extra_rows], 0)
+
+    def null_prefix(self, ids: Ids) -> Prefix:
+        """See `Backbone.null_prefix`."""
+        if ids not in self._null_prefixes:
+            if len(self._null_prefixes) >= NULL_PREFIXES:
+                self._null_prefixes.clear()
+            self._null_prefixes[ids] = self.prefill([ids], exact=True).row(0)
+        return self._null_prefixes[ids]
+
+    def query_values(
+        self,
+        queries: Sequence[Ids],
+        prefixes: Prefixes,
+        show: Show,
+        query_of_row: Sequence[int] | None = None,
+    ) -> Numbers:
+        """See `Backbone.query_values`."""
+        entering = self._entering(tuple(queries))
+        rows = np.array(query_of_row or [0] * len(prefixes))
+        lengths = np.array(list(map(len, queries)))
+        document = np.arange(prefixes.keys[0].shape[2]) < np.array(prefixes.lengths)[:, None]
+        query = np.arange(entering.shape[1]) < lengths[rows][:, None]
+        seen = np.concatenate([document, query], axis=1)[:, None, None]
+        feeds = {"entering": entering, "query": rows, "mask": np.where(seen, ZERO, HIDDEN)}
+        for number, layer in enumerate(range(self.fusion_layer, self.last_layer)):
+            feeds[f"k{layer}"] = prefixes.keys[number]
+            feeds[f"v{layer}"] = prefixes.values[number]
+        for number, values in enumerate(self._sessions.queries.run(feeds)):
+            show(self.fusion_layer + number, values)
+        return _pooled(entering, lengths.tolist()) if self.fusion_layer else np.empty(0)
+
+    def _entering(self, queries: tuple[Ids, ...]) -> Numbers:
+        """What enters the fusion layer of each query alone, (Q, T, C); the last is remembered."""
+        last = self._last_entering
+        if last[0] == queries:
+            return last[1]
+        texts = self._sessions.texts
+        entering = texts.run(self._feeds(queries), texts.outputs[:1])[0]
+        self._last_entering = (queries, entering)
+        return entering
+
+
+def read_tokenizer(folder: Path) -> Tokenizer:
+    """The encoder's tokenizer.
+
+    Raises:
+        BackboneError: It cannot be read.
+    """
+    path = folder / "tokenizer.json"
+    try:
+        return Tokenizer.from_file(str(path))
+    # tokenizers raises Exception itself.
+    except Exception as error:
+        raise BackboneError(f"{path} cannot be read ({error}). {ADVICE}") from error
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """The encoder's config.
+
+    Raises:
+        BackboneError: It cannot be read.
+        MissingDependencyError: It is that of another kind of model.
+    """
+    try:
+        config: dict[str, Any] = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise BackboneError(f"{folder}: config.json cannot be read ({error}).") from error
+    check_kind(config.get("model_type"), str(folder))
+    if config.get("hidden_act") != "gelu" or config.get("is_decoder"):
+        raise BackboneError(f"{folder} is no encoder with GELU. {ADVICE}")
+    return config
+
+
+def check_kind(model_type: str | None, name: str) -> None:
+    """Refuse language models that only torch runs.
+
+    Raises:
+        MissingDependencyError: It is of such a kind.
+    """
+    if model_type != "bert":
+        raise MissingDependencyError(
+            f"{name}: its language model is of the kind {model_type!r}. ONNX Runtime runs encoders "
+            "of the kind 'bert' here, and torch all others (runtime='torch').",
+            "lm",
+        )
+
+
+def read_weights(folder: Path) -> dict[str, Numbers]:
+    """The encoder's weights by name.
+
+    Raises:
+        BackboneError: They cannot be read.
+    """
+    path = folder / WEIGHTS
+    try:
+        with safe_open(path, framework="np") as file:
+            return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    except FILE_ERRORS as error:
+        raise BackboneError(f"{path} cannot be read ({error}). {ADVICE}") from error
+
+
+def _pooled(hidden: Numbers, lengths: Sequence[int]) -> Numbers:
+    """The mean over each text's tokens of hidden states (N, S, C), (N, C) fp32."""
+    rows = zip(hidden, lengths, strict=True)
+    means = [row[:length].mean(0, dtype=np.float64) for row, length in rows]
+    return np.stack(means).astype(np.float32)

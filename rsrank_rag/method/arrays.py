@@ -1,0 +1,28 @@
+"""Arrays of numpy or of torch: the few calls in which they differ.
+
+The formula, the scoring and the prefixes are written once, for both.
+"""
+
+import sys
+from typing import Any
+
+import numpy as np
+
+Array = Any
+"""A numpy array or a torch tensor."""
+
+
+def namespace(array: Any) -> Any:
+    """The module of an array or a dtype: numpy or torch."""
+    return sys.modules[type(array).__module__.partition(".")[0]]
+
+
+def cast(array: Array, dtype: str) -> Array:
+    """The array in a dtype of this name; the array itself if it has it."""
+    kind = getattr(namespace(array), dtype)
+    return array.to(kind) if hasattr(array, "to") else array.astype(kind, copy=False)
+
+
+def to_numpy(array: Array) -> "np.ndarray[Any, Any]":
+    """A numpy array with the same numbers, in host memory."""
+    return np.asarray(array.detach().cpu() if hasattr(array, "cpu") else array)

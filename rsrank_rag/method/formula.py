@@ -1,0 +1,152 @@
+"""The formula of a score: the shift of the query's value vectors, B, and similarity.
+
+Everything that scores calls these functions: a batch, an explanation, and training. Arrays are
+torch tensors, or numpy arrays where the model runs without torch.
+
+B is the only trained part of the paper's method: one small matrix for each layer and KV head. An
+artifact may also weigh heads, and add similarity terms; neither is in the paper.
+
+Axes: L layers, H KV heads, P projection dimension, D head dimension, N documents, T query tokens,
+S document tokens.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from .arrays import Array, cast, namespace
+
+# A projected shift that is shorter counts as no shift: its cosine is 0.
+EPSILON = 1e-6
+
+
+def representational_shift(conditioned: Array, alone: Array) -> Array:
+    """The shift, (N, H, T, D) fp32: Eq. (3) of the paper, for models with rotary positions.
+
+    Args:
+        conditioned: Value vectors of the query's tokens after each document, (N, H, T, D).
+        alone: Value vectors of the same tokens after the null prefix, (N or 1, H, T, D).
+    """
+    return cast(conditioned, "float32") - cast(alone, "float32")
+
+
+def _length(vectors: Array, least: float) -> Array:
+    """Lengths of vectors (..., D), (..., 1), and at least ``least``."""
+    xp = namespace(vectors)
+    return xp.clip(xp.linalg.vector_norm(vectors, axis=-1, keepdims=True), least, None)
+
+
+def shift_terms(shifts: Array, weight: Array, head_weight: Array | None = None) -> Array:
+    """What each head and token adds to a score: cos(B shift, ones), times the head's weight.
+
+    The cosine between the projected shift and the all-ones vector is in [-1, 1], and exactly 0
+    where the projected shift is zero. A score is the sum of these terms over layers and heads and
+    their mean over the query's tokens (paper, Section 4.3), to which `combine` adds the similarity
+    terms.
+
+    >>> import numpy as np
+    >>> shifts = np.array([[[2.0, 2.0], [1.0, -1.0], [0.0, 0.0]]])
+    >>> shift_terms(shifts, np.eye(2)[None]).round(4)
+    array([[1., 0., 0.]], dtype=float32)
+
+    Args:
+        shifts: (..., H, T, D).
+        weight: B, (..., H, P, D), in the dtype of the shifts. The matrix product has this dtype.
+        head_weight: (..., H); None for 1 each, as in the paper.
+
+    Returns:
+        (..., H, T), fp32.
+    """
+    projected = cast(shifts @ weight.mT, "float32")
+    length = _length(projected, EPSILON)[..., 0]
+    cosines = projected.sum(-1) / (length * projected.shape[-1] ** 0.5)
+    return cosines if head_weight is None else cosines * head_weight[..., None]
+
+
+def maxsim(query: Array, document: Array, own: Array) -> Array:
+    """Each query token's best cosine with a token of the document, (N, T) fp32.
+
+    This is ColBERT's MaxSim before its sum, of value vectors over all heads. It is ours.
+
+    Args:
+        query: Value vectors, (N, H, T, D).
+        document: Value vectors, (N, H, S, D).
+        own: Which tokens are the document's and not the template's, (N, S).
+    """
+    cosines = _tokens(query) @ _tokens(document).mT
+    xp = namespace(cosines)
+    return xp.amax(xp.where(own[:, None], cosines, -1), -1)
+
+
+def _tokens(values: Array) -> Array:
+    """Values (N, H, T, D) as one vector of length 1 for each token, (N, T, H D) fp32."""
+    rows, heads, tokens, dim = values.shape
+    vectors = cast(values.swapaxes(1, 2).reshape(rows, tokens, heads * dim), "float32")
+    return vectors / _length(vectors, 1e-12)
+
+
+def cosine(first: Array, second: Array) -> Array:
+    """Cosines of vectors (N, C), (N,) fp64."""
+    first = cast(first, "float64")
+    second = cast(second, "float64")
+    product = (first * second).sum(-1)
+    return product / (_length(first, 1e-8) * _length(second, 1e-8))[..., 0]
+
+
+def similarity_terms(similarity: Array, weights: Array | None) -> Array:
+    """What similarity adds to a score: the cosine term with the bias, then the MaxSim terms.
+
+    Args:
+        similarity: (..., 1 + K): the cosine of document and query, then K parts of MaxSim.
+        weights: g of the cosine, w of MaxSim, and the bias b, (3,); None for no similarity terms.
+
+    Returns:
+        (..., 1 + K). Their sum is g cosine + w MaxSim + b.
+    """
+    if weights is None:
+        return 0 * similarity
+    cosine_term = weights[0] * similarity[..., :1] + weights[2]
+    terms = [cosine_term, weights[1] * similarity[..., 1:]]
+    return namespace(similarity).concatenate(terms, axis=-1)
+
+
+def combine(shift_score: Array, similarity: Array, weights: Array | None) -> Array:
+    """The score, (...), above 0 where a document is relevant.
+
+    Args:
+        shift_score: The sum of `shift_terms` over layers and heads, averaged over tokens, (...).
+        similarity: As in `similarity_terms`, (..., 1 + K).
+        weights: As in `similarity_terms`.
+    """
+    if weights is None:
+        return shift_score
+    return shift_score + similarity_terms(similarity, weights).sum(-1)
+
+
+class ByLayer:
+    """B and its head weights, for `shift_terms`."""
+
+    weight: Array
+    layers: tuple[int, ...]
+    head_weight: Array | None
+
+    def of_layer(self, layer: int) -> tuple[Array, Array | None]:
+        """B of one backbone layer, (H, P, D), and its head weights, (H,)."""
+        row = self.layers.index(layer)
+        return self.weight[row], None if self.head_weight is None else self.head_weight[row]
+
+
+@dataclass(frozen=True)
+class Weights(ByLayer):
+    """B, (L, H, P, D), and its optional weights, in arrays; see `projection.Projection`."""
+
+    weight: Array
+    layers: tuple[int, ...]
+    head_weight: Array | None = None
+    agreement: Array | None = None
+
+    def state_dict(self) -> Mapping[str, Any]:
+        """The arrays by name."""
+        arrays = {"weight": self.weight, "head_weight": self.head_weight}
+        arrays["agreement"] = self.agreement
+        return {name: array for name, array in arrays.items() if array is not None}

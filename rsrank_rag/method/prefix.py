@@ -1,0 +1,100 @@
+"""Prefixes: what documents leave in the model's layers.
+
+Axes: N rows, L layers, H KV heads, S prefix positions, R query slots, D head dimension, C hidden
+size.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from typing_extensions import Self
+
+from .arrays import Array, namespace
+
+Show = Callable[[int, Array], object]
+"""Receives a layer's index and its value vectors, (N, H, T, D)."""
+
+# Attention gets keys in multiples of this number. A kernel sums in vectors of up to 32 numbers. If
+# the last vector were cut off, the sum would be taken in another order, and a score would depend on
+# the length of a document's neighbours in the batch.
+KEY_MULTIPLE = 32
+
+
+def padded_length(length: int) -> int:
+    """A length rounded up to a multiple of `KEY_MULTIPLE`.
+
+    >>> padded_length(1), padded_length(32), padded_length(33)
+    (32, 32, 64)
+    """
+    return -(-length // KEY_MULTIPLE) * KEY_MULTIPLE
+
+
+@dataclass(frozen=True)
+class Prefix:
+    """Keys and values of one document.
+
+    Attributes:
+        states: Keys, then values, of the layers in which queries see the document,
+            (2, L, H, S, D). Keys have their rotary positions.
+        pooled: The mean over its tokens of what enters the fusion layer, (C,) fp32; empty without
+            a fusion layer.
+    """
+
+    states: Array
+    pooled: Array
+
+    def __len__(self) -> int:
+        return int(self.states.shape[3])
+
+
+@dataclass(frozen=True)
+class Prefixes:
+    """Keys and values of N prefixes, with query slots in front of each.
+
+    A query's keys and values are written into the slots, so that attention finds both in one piece
+    without a copy of the prefix. The slots are in front so that their place does not depend on the
+    longest prefix of the batch.
+
+    Attributes:
+        keys: Of each layer, (N, H, R + S, D).
+        values: Of each layer, (N, H, R + S, D).
+        lengths: The number of valid positions of each prefix.
+        query_slots: R.
+        pooled: `Prefix.pooled` of each, (N, C).
+    """
+
+    keys: tuple[Array, ...]
+    values: tuple[Array, ...]
+    lengths: tuple[int, ...]
+    query_slots: int
+    pooled: Array
+
+    def __len__(self) -> int:
+        return len(self.lengths)
+
+    @classmethod
+    def join(cls, prefixes: Sequence[Prefix], query_slots: int) -> Self:
+        """Join single prefixes, with at least so many query slots."""
+        slots = padded_length(query_slots)
+        lengths = tuple(len(prefix) for prefix in prefixes)
+        _, layers, heads, _, dim = prefixes[0].states.shape
+        size = (2, layers, len(prefixes), heads, slots + padded_length(max(lengths)), dim)
+        first = prefixes[0].states
+        xp = namespace(first)
+        states = xp.empty(size, dtype=first.dtype, device=first.device)
+        # Fresh memory may hold NaN, and a masked NaN is still NaN.
+        states[..., :slots, :] = 0
+        for row, prefix in enumerate(prefixes):
+            end = slots + len(prefix)
+            states[:, :, row, :, slots:end] = prefix.states
+            states[:, :, row, :, end:] = 0
+        pooled = xp.stack([prefix.pooled for prefix in prefixes])
+        return cls(tuple(states[0]), tuple(states[1]), lengths, slots, pooled)
+
+    def row(self, number: int) -> Prefix:
+        """One prefix without padding, in memory of its own."""
+        valid = slice(self.query_slots, self.query_slots + self.lengths[number])
+        layers = [layer[number, :, valid] for layer in (*self.keys, *self.values)]
+        xp = namespace(layers[0])
+        states = xp.stack(layers).reshape(2, len(self.keys), *layers[0].shape)
+        return Prefix(states, xp.stack([self.pooled[number]])[0])

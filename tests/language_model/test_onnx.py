@@ -1,0 +1,264 @@
+"""Encoders on ONNX Runtime: the scores of torch, and the same score in every way."""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from conftest import DOCUMENTS, ENCODER, QUERIES, QUERY, random_projection
+
+from rsrank_rag import RSRank
+from rsrank_rag.errors import (
+    ArtifactError,
+    BackboneError,
+    InputError,
+    MissingDependencyError,
+    pip_install,
+)
+from rsrank_rag.language_model import onnx_runtime
+from rsrank_rag.language_model.onnx_graph import Graph
+from rsrank_rag.language_model.options import LoadOptions
+from rsrank_rag.language_model.quantisation import fixed_parameters, ranges, rounded_weight
+
+ROOT = Path(__file__).parents[2]
+PASSAGES = (ROOT / "examples" / "passages.txt").read_text(encoding="utf-8").splitlines()
+DANCE = "How do honeybees tell each other where the flowers are?"
+PAIRS = [
+    (query, passage) for query in (DANCE, "bees", "Who was Ada Lovelace?") for passage in PASSAGES
+]
+
+# A score may move so far among other documents, in another order of sums.
+NEIGHBOURS = 2e-7
+
+
+def scores_of(ranker, pairs):
+    return np.array([scored.score for scored in ranker.score_pairs(pairs)])
+
+
+@pytest.fixture(scope="module")
+def exact():
+    """`mini` in float32 on ONNX Runtime."""
+    return RSRank.from_pretrained(runtime="onnx", dtype="float32")
+
+
+@pytest.fixture(scope="module")
+def rounded():
+    """`mini` as it is by default: documents in int8."""
+    return RSRank.from_pretrained(runtime="onnx")
+
+
+@pytest.fixture(scope="module")
+def on_torch():
+    return RSRank.from_pretrained(runtime="torch", device="cpu", dtype="float32")
+
+
+def test_both_runtimes_give_mini_the_same_scores_parts_and_windows(exact, on_torch):
+    expected = scores_of(on_torch, PAIRS)
+    for _ in ("cold", "warm"):
+        np.testing.assert_allclose(scores_of(exact, PAIRS), expected, rtol=0, atol=1e-4)
+    mine, other = (ranker.explain(DANCE, PASSAGES[0]) for ranker in (exact, on_torch))
+    assert mine.tokens == other.tokens
+    np.testing.assert_allclose(mine.head_parts, other.head_parts, rtol=0, atol=1e-4)
+    np.testing.assert_allclose(mine.matches, other.matches, rtol=0, atol=1e-4)
+    assert mine.score == pytest.approx(np.sum(mine.parts) + mine.agreement, abs=1e-6)
+    long = " ".join(PASSAGES * 12)
+    for options in ({"long_documents": "windows"}, {"extract": "sentences"}):
+        results = [r.rank(DANCE, [long, *PASSAGES], **options).kept for r in (exact, on_torch)]
+        assert [kept.index for kept in results[0]] == [kept.index for kept in results[1]]
+        for ours, theirs in zip(*results, strict=True):
+            assert (ours.text, ours.window) == (theirs.text, theirs.window)
+            assert ours.score == pytest.approx(theirs.score, abs=1e-4)
+
+
+@pytest.mark.parametrize(("fusion", "stay"), [(0, False), (1, False), (1, True), (2, True)])
+@pytest.mark.parametrize("dtype", ["float32", "int8"])
+def test_any_encoder_of_bert_s_kind_scores_as_on_torch(fusion, stay, dtype, tiny_folder, tmp_path):
+    made = RSRank.from_backbone(
+        tiny_folder("bert"),
+        random_projection("bert", range(fusion + 1, 4)),
+        template=ENCODER.model_copy(update={"query_start": "[CLS]"}),
+        fusion_layer=fusion,
+        documents_stay=stay,
+        options=LoadOptions("cpu", "float32"),
+    )
+    made.save_pretrained(tmp_path / "artifact", include_backbone=True)
+    pairs = [(query, document) for query in QUERIES for document in DOCUMENTS]
+    found = RSRank.from_pretrained(tmp_path / "artifact", runtime="onnx", dtype=dtype)
+    expected = scores_of(made, pairs)
+    differences = np.abs(scores_of(found, pairs) - expected)
+    # Random weights are rounded more than trained ones.
+    assert differences.max() < (1e-4 if dtype == "float32" else 0.2 * np.ptp(expected))
+
+
+def test_a_score_in_int8_is_the_same_in_every_way_and_near_float32(rounded, exact, tmp_path):
+    assert "documents in int8" in repr(rounded)
+    assert "int8" not in repr(exact)
+    expected = np.array(rounded.score(DANCE, PASSAGES))
+    assert 0 < np.abs(expected - exact.score(DANCE, PASSAGES)).max() < 0.3
+    ways = {
+        "warm": rounded.score(DANCE, PASSAGES),
+        "in another order": rounded.score(DANCE, PASSAGES[::-1])[::-1],
+        "among others": scores_of(rounded, PAIRS)[: len(PASSAGES)],
+    }
+    cold = RSRank.from_pretrained(runtime="onnx", prefix_cache=False)
+    ways["cold, one by one"] = [cold.score(DANCE, [passage])[0] for passage in PASSAGES]
+    long = " ".join(PASSAGES)
+    ways["beside a longer one"] = cold.score(DANCE, [*PASSAGES, long])[:-1]
+    for way, scores in ways.items():
+        np.testing.assert_allclose(scores, expected, rtol=0, atol=NEIGHBOURS, err_msg=way)
+
+
+def test_prefixes_on_disk_are_read_again_and_are_not_those_of_torch(tmp_path):
+    first = RSRank.from_pretrained(runtime="onnx", prefix_cache=tmp_path)
+    assert first.index(PASSAGES) == len(PASSAGES)
+    second = RSRank.from_pretrained(runtime="onnx", prefix_cache=tmp_path)
+    scores = second.score(DANCE, PASSAGES)
+    assert second.stats()["disk_hits"] == len(PASSAGES)
+    np.testing.assert_allclose(first.score(DANCE, PASSAGES), scores, rtol=0, atol=NEIGHBOURS)
+    # Both runtimes write one format. Their int8 differs in the last digits, so the keys do.
+    other = RSRank.from_pretrained(runtime="torch", device="cpu", prefix_cache=tmp_path)
+    assert other.index_size(PASSAGES)[0] == len(PASSAGES)
+    key = second.cache.key(second.prompts.documents(PASSAGES[:1], 0)[0].ids)
+    packed = other.cache.tiers.disk.get(key)
+    assert packed.unpack(torch.device("cpu"), torch.float32).states.shape == packed.codes.shape
+
+
+FORKED = """
+import os
+from rsrank_rag import RSRank
+ranker = RSRank.from_pretrained(runtime="onnx")
+before = ranker.score("a query", ["a document"])
+child = os.fork()
+if not child:
+    os._exit(0 if ranker.score("a query", ["a document"]) == before else 1)
+raise SystemExit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system does not fork")
+@pytest.mark.parametrize("threads", ["1", "2"])
+def test_a_forked_process_scores_with_sessions_of_its_own(threads):
+    environment = {**os.environ, "OMP_NUM_THREADS": threads}
+    subprocess.run([sys.executable, "-c", FORKED], env=environment, check=True, timeout=300)
+
+
+@pytest.mark.parametrize("largest", [127, 63])
+def test_an_int8_map_is_what_plain_arithmetic_makes_of_it(largest, monkeypatch):
+    rng = np.random.default_rng(0)
+    numbers = rng.normal(size=(3, 5, 96)) * np.logspace(-1, 1, 96)
+    numbers = numbers.astype(np.float32)
+    weights = {
+        "map.weight": rng.normal(size=(40, 96)).astype(np.float32),
+        "map.bias": rng.normal(size=40).astype(np.float32),
+    }
+    fixed = fixed_parameters(*ranges(numbers, after_gelu=False), [weights["map.weight"]])
+    config = {"layer_norm_eps": 1e-12, "num_attention_heads": 2, "hidden_size": 96}
+    encoder = onnx_runtime.Encoder(config, weights, {"map": fixed}, largest)
+    taken = encoder.take(encoder.graph.input("x"), ["map"])
+    encoder.graph.outputs = [encoder.linear(taken, "map")]
+    found = onnx_runtime.Session(encoder.graph).run({"x": numbers})[0]
+    scale, zero = fixed
+    codes = np.clip(np.rint(numbers / scale) + zero, 0, 255) - zero
+    matrix, scales = rounded_weight(weights["map.weight"] * scale, largest)
+    assert np.abs(matrix).max() == largest
+    expected = codes @ (matrix * scales[:, None]).T.astype(np.float64) + weights["map.bias"]
+    np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-3)
+
+
+def test_a_constant_is_handed_over_beside_the_graph_and_a_small_one_in_it():
+    graph = Graph()
+    graph.outputs = [graph.add("Add", graph.input("x"), graph.constant(np.ones(99), "float32"))]
+    assert list(graph.arrays) == ["c0"]
+    assert len(graph.content()) < 300
+    found = onnx_runtime.Session(graph).run({"x": np.ones((2, 99), np.float32)})[0]
+    assert (found == 2).all()
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"device": "cuda"}, {"dtype": "bfloat16"}, {"load_in_8bit": True}, {"deterministic": True}],
+)
+def test_what_only_torch_can_do_is_refused_with_the_pip_command(options):
+    with pytest.raises(InputError, match=re.escape(pip_install("lm"))):
+        RSRank.from_pretrained(runtime="onnx", **options)
+
+
+def test_an_artifact_is_saved_by_torch_only(exact, tmp_path):
+    with pytest.raises(MissingDependencyError, match=re.escape(pip_install("lm"))):
+        exact.save_pretrained(tmp_path / "copy")
+    assert not (tmp_path / "copy").exists()
+
+
+def test_a_decoder_needs_torch_and_the_error_gives_the_pip_command(ranker, tmp_path):
+    ranker.save_pretrained(tmp_path / "decoder", include_backbone=True)
+    message = f"'qwen3'.*{re.escape(pip_install('lm'))}"
+    with pytest.raises(MissingDependencyError, match=message):
+        RSRank.from_pretrained(tmp_path / "decoder", runtime="onnx")
+
+
+def test_an_unknown_runtime_is_refused():
+    with pytest.raises(InputError, match="runtime='tensorrt' is not a runtime"):
+        RSRank.from_pretrained(runtime="tensorrt")
+
+
+def test_a_changed_or_damaged_encoder_is_refused(fused, tmp_path):
+    folder = tmp_path / "artifact"
+    shutil.copytree(fused, folder)
+    weights = folder / "backbone" / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-8])
+    with pytest.raises(
+        ArtifactError, match=r"model\.safetensors not as when this artifact was made"
+    ):
+        RSRank.from_pretrained(folder, runtime="onnx")
+    with pytest.raises(BackboneError, match=r"model\.safetensors cannot be read"):
+        onnx_runtime.read_weights(folder / "backbone")
+    (folder / "backbone" / "tokenizer.json").write_text("{")
+    with pytest.raises(BackboneError, match=r"tokenizer\.json cannot be read"):
+        onnx_runtime.read_tokenizer(folder / "backbone")
+
+
+def test_memory_that_runs_out_halves_the_batch(exact, monkeypatch):
+    run = onnx_runtime.Session.run
+    failures = [RuntimeError("Failed to allocate memory for requested buffer of size 7")]
+
+    class Failing:
+        def run(self, outputs, feeds):
+            raise failures.pop()
+
+    session = exact.backbone._sessions.queries
+    real = session._session
+
+    def once(self, feeds, outputs=()):
+        if self is session and failures:
+            self._session = Failing()
+        try:
+            return run(self, feeds, outputs)
+        finally:
+            session._session = real
+
+    expected = exact.score(DANCE, PASSAGES)
+    before = exact.stats()["memory_retries"]
+    monkeypatch.setattr(onnx_runtime.Session, "run", once)
+    np.testing.assert_allclose(exact.score(DANCE, PASSAGES), expected, rtol=0, atol=NEIGHBOURS)
+    assert exact.stats()["memory_retries"] == before + 1
+
+
+def test_the_number_of_threads_is_that_of_openmp(monkeypatch):
+    monkeypatch.setenv("OMP_NUM_THREADS", "3,1")
+    assert onnx_runtime.thread_count() == 3
+    monkeypatch.setenv("OMP_NUM_THREADS", "")
+    assert onnx_runtime.thread_count() == os.cpu_count()
+
+
+def test_torch_is_the_default_where_it_is_installed(monkeypatch):
+    assert not LoadOptions().on_onnx
+    assert LoadOptions(runtime="onnx").on_onnx
+    monkeypatch.setattr("rsrank_rag.language_model.options.find_spec", lambda name: None)
+    assert LoadOptions().on_onnx
+    assert LoadOptions().settled_dtype(int8=True) == "int8"
+    assert RSRank.from_pretrained().score(QUERY, DOCUMENTS)

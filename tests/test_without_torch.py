@@ -1,0 +1,64 @@
+"""The package where torch is not installed: `make test-without-torch` makes that environment.
+
+It gives the environment's Python in RSRANK_BASE_PYTHON.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from conftest import DOCUMENTS, QUERY
+
+from rsrank_rag import RSRank
+
+if sys.version_info >= (3, 11):
+    import tomllib
+else:
+    import tomli as tomllib
+
+ROOT = Path(__file__).parents[1]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+
+# Megabytes of a new environment with the package: 270, of which `mini` is 56.
+LARGEST = 300
+
+needs_base = pytest.mark.skipif(
+    "RSRANK_BASE_PYTHON" not in os.environ, reason="needs make test-without-torch"
+)
+
+
+def test_what_the_package_requires_brings_no_torch_and_the_extra_lm_does():
+    names = {line.partition(">")[0] for line in PROJECT["dependencies"]}
+    assert {"numpy", "onnxruntime", "tokenizers"} <= names
+    lm = {line.partition(">")[0] for line in PROJECT["optional-dependencies"]["lm"]}
+    assert lm == {"torch", "transformers", "accelerate"}
+    assert not names & lm
+
+
+@needs_base
+def test_everything_that_is_shown_for_mini_runs_and_scores_as_here():
+    python = os.environ["RSRANK_BASE_PYTHON"]
+    done = subprocess.run(
+        [python, ROOT / "tests" / "without_torch.py", ROOT, QUERY, *DOCUMENTS],
+        capture_output=True,
+        text=True,
+        timeout=900,
+        env={name: value for name, value in os.environ.items() if name != "PYTHONPATH"},
+    )
+    assert done.returncode == 0, done.stderr
+    expected = RSRank.from_pretrained(runtime="onnx").score(QUERY, DOCUMENTS)
+    local, compressed, indexed, served = json.loads(done.stdout.splitlines()[-1])
+    assert local == pytest.approx(expected, abs=1e-5)
+    assert compressed == pytest.approx(local, abs=2e-7)
+    assert served == pytest.approx(local, abs=2e-7)
+    # Prefixes on disk have 8 bits.
+    assert indexed == pytest.approx(local, abs=0.02)
+
+
+@needs_base
+def test_the_environment_is_small():
+    size = Path(os.environ["RSRANK_BASE_PYTHON"]).parents[1] / "megabytes"
+    assert int(size.read_text(encoding="utf-8")) <= LARGEST
