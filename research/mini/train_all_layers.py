@@ -7,7 +7,7 @@ The first stage (train.py) trains the fusion layers on a frozen MiniLM. MiniLM i
 people type in other words than the passage's. So this stage trains the layers below, too, at a
 fifth of the rate. Two things keep what they know: the cosines of pooled embeddings follow the
 teacher's within each batch, between queries and passages and among passages, and the weights that
-are exported lie on the line between those of the two stages (choose.py).
+are exported lie on the line between those of the two stages, or of two legs (choose_typed.py).
 
 A checkpoint is written every 50 steps; the same command goes on from the checkpoint. A step runs
 about 7,000 tokens of passages forward and backward: about 0.45 TFLOP for passages and 0.1 for
@@ -344,6 +344,8 @@ def finish(trainer: AllLayers, pool: Pool) -> None:
     """Choose by validation queries, and export what was chosen."""
     options, model = trainer.options, trainer.model
     first = load_stage(options.start_from, options.start)
+    if options.weights is not None:
+        first.load_state_dict(torch.load(options.weights, weights_only=True), strict=False)
     queries = validation_queries(options.data, pool, trainer.sampler.validation)
     rows_of = {
         strength: measure_rows(
