@@ -320,7 +320,8 @@ def create_rsrank_middleware(
     Raises:
         MissingDependencyError: langchain 1.0 or newer is not installed.
     """
-    with needs("The middleware needs langchain. Install langchain.", "", "langchain"):
+    message = "The middleware needs langchain 1.0 or newer: pip install -U langchain"
+    with needs(message, "", "langchain"):
         from langchain.agents.middleware import AgentMiddleware
     keeper = compressor or RSRankCompressor()
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-pytest.importorskip("langchain.agents")
+pytest.importorskip("langchain.agents.middleware")
 
 from langchain.agents import create_agent
 from langchain_core.documents import Document

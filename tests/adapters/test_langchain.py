@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+import sys
 
 import pytest
 from conftest import DOCUMENTS, QUERY
@@ -14,9 +15,14 @@ from langchain_core.retrievers import BaseRetriever
 from langchain_core.runnables import RunnableLambda, RunnablePassthrough
 
 from rsrank_rag import Reranker, RSRankError
-from rsrank_rag.errors import InputError, ScoringError
+from rsrank_rag.errors import InputError, MissingDependencyError, ScoringError
 from rsrank_rag.evaluation.systems.bm25 import BM25
-from rsrank_rag.langchain import RSRankCompressor, RSRankRetriever, create_rsrank_tool
+from rsrank_rag.langchain import (
+    RSRankCompressor,
+    RSRankRetriever,
+    create_rsrank_middleware,
+    create_rsrank_tool,
+)
 
 try:
     from langchain_classic.retrievers import ContextualCompressionRetriever
@@ -524,3 +530,9 @@ class TestStandard(RetrieversIntegrationTests):
     @property
     def num_results_arg_name(self):
         return "top_n"
+
+
+def test_the_middleware_without_langchains_agents_says_what_to_install(monkeypatch):
+    monkeypatch.setitem(sys.modules, "langchain.agents.middleware", None)
+    with pytest.raises(MissingDependencyError, match=r"langchain 1\.0 or newer: pip install"):
+        create_rsrank_middleware()
