@@ -147,8 +147,8 @@ def evaluate(
     if as_json:
         typer.echo(json.dumps(records, ensure_ascii=False, indent=2))
         return
-    for system in measured:
-        _print_tables(system, [record for record in records if record["model"] == system.name])
+    for one in measured:
+        _print_tables(one, [record for record in records if record["model"] == one.name])
 
 
 def _records(system: Measured) -> Iterator[dict[str, Any]]:

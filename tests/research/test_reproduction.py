@@ -21,7 +21,6 @@ from research.reproduction.ablations import (
     pick,
 )
 from research.reproduction.config import SHIPPED, Reproduction, plan
-from research.reproduction.oracle import OracleSimilarity, oracle_scores
 from research.reproduction.run import reproduce
 from research.reproduction.signals import SignalReader, reader_of
 from research.reproduction.tables import METRICS, FigureFile, ablation_tables, figures_of, page
@@ -35,9 +34,8 @@ from rsrank_rag.language_model.loading import load_model
 from rsrank_rag.language_model.options import LoadOptions
 from rsrank_rag.method.scoring import Row, ShiftReader
 from rsrank_rag.method.template import PromptTokenizer
-from rsrank_rag.training.features import FeatureExtractor
 from rsrank_rag.training.fit import FitOptions
-from rsrank_rag.training.recipe import FeaturePart, shipped
+from rsrank_rag.training.recipe import shipped
 
 CPU = LoadOptions(device="cpu", dtype="float32", local_files_only=True)
 
@@ -165,11 +163,11 @@ def test_a_configuration_or_a_folder_without_data_is_named(tmp_path):
 
 def test_the_artifact_stands_inside_other_names_too(tmp_path):
     text = (
-        'name = "x"\nsets = [{name = "fiqa"}]\nsystems = [{name = "oracle:artifact"}, {name = '
-        '"artifact"}]'
+        'name = "x"\nsets = [{name = "fiqa"}]\n'
+        'systems = [{name = "cross-encoder:artifact"}, {name = "artifact"}]'
     )
     found = Reproduction.load(written(tmp_path, text), artifact="mini", systems=["bm25"])
-    assert [part.name for part in found.systems] == ["oracle:mini", "mini", "bm25"]
+    assert [part.name for part in found.systems] == ["cross-encoder:mini", "mini", "bm25"]
 
 
 # Runs
@@ -586,11 +584,3 @@ def test_ablations_of_seeds_are_joined_and_their_figures_can_be_read_back(artifa
         if "| oracle similarity |" in line
     ]
     assert line.split(" | ")[7] == ""  # it has no zero, so no F1 there
-
-
-def test_oracle_similarity_from_features_is_that_of_the_system(opened, ranker):
-    query = made_up(1, 5)[0]
-    features = FeatureExtractor(ranker.reader, FeaturePart(dtype="bfloat16")).extract(query)
-    assert oracle_scores(features) == pytest.approx(
-        OracleSimilarity(ranker).score_labelled(query), abs=0.02
-    )

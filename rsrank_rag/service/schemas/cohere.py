@@ -170,7 +170,7 @@ class RerankRequest(ScaledRequest):
         threshold = self.threshold
         if "threshold" not in self.model_fields_set:
             drops = drop and self.most != len(self.documents)
-            drops = drops or self.extract or self.mode == "shadow"
+            drops = drops or self.extract is not None or self.mode == "shadow"
             threshold = "native" if drops else None
         if threshold != "native":
             return threshold
