@@ -24,7 +24,8 @@ problems = Console(stderr=True, highlight=False)
 
 Model = Annotated[str, Option("--model", "-m", help="Built-in name, artifact folder or Hub id.")]
 System = Annotated[
-    str, Option("--model", "-m", help=f"Built-in name, artifact folder or Hub id; or {forms()}.")
+    str,
+    Option("--model", "-m", help=f"Artifact (name, folder, Hub id), file of tune, or {forms()}."),
 ]
 Revision = Annotated[str | None, Option(help="Commit, tag or branch on the Hub.")]
 Query = Annotated[str, Option("--query", "-q", help="The question.")]
