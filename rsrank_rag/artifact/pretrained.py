@@ -80,8 +80,9 @@ class Pretrained(ABC):
             prefix_cache: Where documents' prefixes are cached, so that a document that was scored
                 before is not run again. True for a share of the device's memory, a size such as
                 ``"512MB"``, a folder for memory and disk, a `PrefixCache` or its fields, or False.
-            deterministic: Pad small batches on processors with AMX, whose matrix kernels give a
-                token other last digits in a small batch than in a large one.
+            deterministic: Give a pair the same bits whatever else is scored, on CPUs without AMX.
+                Batches then hold documents of one padded length only, which is slower. With AMX,
+                bfloat16 scores still move a little: see docs/guide.md.
             local_files_only: Use files on the disk only, never the network.
             token: Hub access token.
             cache_dir: Hub cache folder.

@@ -193,7 +193,7 @@ class LoadSettings(BaseModel):
     )
     deterministic: bool = Field(
         default=False,
-        description="Scores never depend on the other documents of a call (slower: more padding).",
+        description="The same bits whatever else is scored, on CPUs without AMX (slower).",
     )
 
     def load_options(self, **more: Any) -> LoadOptions:

@@ -32,6 +32,9 @@ FIRST_LOAD = 1800.0
 LATER_LOAD = 60.0
 TIMES_FIRST = 5.0
 
+# Part of the time limit after which the service is not ready.
+SILENCE = 0.1
+
 
 class ProcessLostError(Exception):
     """The model's process died, or was killed because it did not answer."""
@@ -241,10 +244,12 @@ class ModelProcess:
             return answer
 
         exchanged = asyncio.ensure_future(asyncio.to_thread(exchange))
-        done, _ = await asyncio.wait([exchanged], timeout=limit)
-        if not done:
+        # A batch takes a tenth of a second, so a long silence is told before it is ended.
+        for seconds in (SILENCE * limit, (1 - SILENCE) * limit):
+            done, _ = await asyncio.wait([exchanged], timeout=seconds)
+            self.hangs = not done
+        if self.hangs:
             logger.error("The model has not answered for %g seconds.", limit)
-            self.hangs = True
             self.kill()
         try:
             result, error = await exchanged

@@ -799,15 +799,17 @@ async def test_a_queue_that_was_ended_says_so_and_answers_what_waits():
     await scheduler.stop()
 
 
-async def test_a_model_that_does_not_answer_is_not_ready():
-    reranker = Numbers()
-    async with numbers(reranker, hang_seconds=0.01) as scheduler:
+async def test_a_model_that_does_not_answer_is_not_ready_long_before_it_is_replaced():
+    reranker, killed = Numbers(), []
+    async with numbers(reranker, hang_seconds=30.0) as scheduler:
+        scheduler.model.kill = lambda: killed.append(True)
         reranker.may_go_on.clear()
         task = asyncio.create_task(scheduler.score(pairs(1)))
         await until(lambda: scheduler.readiness() == "The model does not answer.")
         reranker.may_go_on.set()
         assert scores(await task) == [1]
         assert scheduler.readiness() is None
+    assert not killed
 
 
 async def test_the_end_does_not_wait_for_what_nobody_waits_for(tmp_path):
