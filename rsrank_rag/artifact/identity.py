@@ -88,7 +88,7 @@ def prefix_identity(core: Backbone, config: RSRankConfig) -> dict[str, object]:
 
     All weights are read (about 1 s/GB), because a sample would miss a damaged block.
     """
-    of_artifact = {
+    of_artifact: dict[str, object] = {
         "backbone": config.backbone.name,
         "revision": config.backbone.revision,
         "tokenizer": config.backbone.tokenizer,
@@ -97,7 +97,7 @@ def prefix_identity(core: Backbone, config: RSRankConfig) -> dict[str, object]:
         "fusion_layer": core.fusion_layer,
         "documents_stay": core.documents_stay,
     }
-    return of_artifact | (core.identity or _model_identity(core))
+    return {**of_artifact, **(core.identity or _model_identity(core))}
 
 
 def _model_identity(core: Backbone) -> dict[str, object]:

@@ -207,7 +207,8 @@ class Pretrained(ABC):
 
                 with quiet_transformers():
                     self.backbone.model.save_pretrained(new / INSIDE)
-                self.prompts.tokenizer.save_pretrained(new / INSIDE)
+                tokenizer: Any = self.prompts.tokenizer
+                tokenizer.save_pretrained(new / INSIDE)
                 update = {
                     "name": INSIDE,
                     "revision": None,

@@ -188,7 +188,7 @@ class OnnxBackbone:
     def _calibrated(self, texts: Session, encoder: Encoder) -> Parameters:
         """Parameters of all linear maps, from a run of the calibration texts in float32."""
         parameters: Parameters = {}
-        numbers = texts.run(self._feeds(self.document_model), list(encoder.entering))
+        numbers = texts.run(self._feeds(self.document_model or ()), list(encoder.entering))
         for entered, (maps, after_gelu) in zip(numbers, encoder.entering.values(), strict=True):
             weights = [encoder.array(f"{name}.weight") for name in maps]
             fixed = fixed_parameters(*ranges(entered, after_gelu=after_gelu), weights)

@@ -32,6 +32,7 @@ from .probe import Entrance, Probe, Reader, Recorder, StopForward, pooled
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
+    from .formula import Weights
     from .projection import Projection
 
 # Any run may be padded to so many tokens: measured on `mini`, it costs no time that can be seen.
@@ -154,15 +155,16 @@ class Backbone:
         with torch.inference_mode():
             yield
 
-    def frozen(self, projection: Projection) -> Projection:
+    def frozen(self, projection: Any) -> Projection | Weights:
         """B on the device, without gradients: a copy, unless it is so already.
 
         The caller may be training the original.
         """
-        parameters = projection.parameters()
-        if all(not part.requires_grad and part.device == self.device for part in parameters):
-            return projection
-        return copy.deepcopy(projection).to(self.device).requires_grad_(False)
+        frozen: Projection = projection
+        parameters = frozen.parameters()
+        if any(part.requires_grad or part.device != self.device for part in parameters):
+            frozen = copy.deepcopy(frozen).to(self.device).requires_grad_(False)
+        return frozen
 
     @property
     def _minimum_tokens(self) -> int:

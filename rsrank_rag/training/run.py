@@ -27,6 +27,7 @@ from ..language_model.options import ModelSource
 from ..language_model.weights import bits_of
 from ..method.backbone import Backbone
 from ..method.concurrent_batches import token_budget_for
+from ..method.formula import Weights
 from ..method.projection import Projection
 from ..method.scoring import ShiftReader
 from ..method.template import PromptTokenizer
@@ -315,7 +316,7 @@ def on_gpu(features: Sequence[QueryFeatures], device: torch.device) -> Sequence[
 
 
 def write_artifact(
-    folder: Path, config: RSRankConfig, projection: Projection, model: str | Path
+    folder: Path, config: RSRankConfig, projection: Projection | Weights, model: str | Path
 ) -> None:
     """Write an artifact, with a copy of the language model's folder where it is to hold one."""
     with replacing(folder) as new:
