@@ -1,4 +1,4 @@
-"""Compare `mini` with its parts and with other rerankers: docs/results.json and docs/results.md.
+"""Compare `mini` with its parts and other rerankers: docs/comparison.json and comparison.md.
 
     python -m research.compare --data data/dev          # what needs no network
     python -m research.compare --data data/dev --hub    # published rerankers and NanoBEIR as well
@@ -50,7 +50,7 @@ from . import kept_scores
 from .hub_datasets import NANOBEIR, load_nanobeir, load_sets
 from .reproduction.config import files_in
 
-DOCS = Path(__file__).parents[1] / "docs"
+DOCS = Path(__file__).parent / "docs"
 
 # Label -> name of a published reranker.
 HUB = {
@@ -238,14 +238,15 @@ def measure(
     return {"systems": systems, "failures": failures}
 
 
-INTRODUCTION = """# Results
+INTRODUCTION = """# `mini` beside other rerankers
 
-`mini` beside its parts and beside other rerankers. [results.json](results.json) holds the figures;
-both files are written by
+`mini`, its parts, and other rerankers on labelled sets. This page and
+[comparison.json](comparison.json), which holds the figures, are written by
 
     python -m research.compare --data data/dev    # in a clone; --hub adds what the Hub has
 
-`data/dev` stands for a folder of [labelled files](evaluation.md#the-file).{limit} {machine}.
+`data/dev` stands for a folder of [labelled files](../../docs/evaluation.md#the-file).{limit}
+{machine}.
 
 ## Where `mini` loses
 """
@@ -253,19 +254,19 @@ NOTES = """
 ## All sets
 
 Points of 100; ± is half of the 95% bootstrap interval over queries. Every set counts the same.
-{native} at the threshold of their own. All others get the best single threshold over all sets,
+Measured at their own threshold: {native}. All others get the best single threshold over all sets,
 chosen on these very labels. "Cosine alone", "MaxSim alone" and "shift alone" are parts of `mini`'s
 score.
 
-An answer is lost if no relevant passage is kept. AUROC and [false accepts](mini.md#figures) compare
-lists that hold a relevant passage with lists that do not; queries without a relevant passage count
-for these two only. CPU seconds are those of 1,000 queries, summed over threads: with new passages,
-and with the same passages again.
+An answer is lost if no relevant passage is kept. AUROC and
+[false accepts](../../docs/mini.md#figures) compare lists that hold a relevant passage with lists
+that do not; queries without a relevant passage count for these two only. CPU seconds are those of
+1,000 queries, summed over threads: with new passages, and with the same passages again.
 """
 
 
 def page(figures: Figures) -> str:
-    """docs/results.md. Where `mini` loses stands first."""
+    """docs/comparison.md. Where `mini` loses stands first."""
     systems = figures["systems"]
     labels = list(systems)
     sets = systems["mini"]["sets"]
@@ -279,14 +280,16 @@ def page(figures: Figures) -> str:
         for label, row in systems.items()
         if _is_loss(metric, row["sets"][name]["difference"][metric])
     ]
+    count = len(sets) * len(METRICS) * (len(labels) - 1)
     parts = [INTRODUCTION.format(limit=first, machine=figures["machine"])]
     parts.append(
-        "Differences to `mini` beyond chance, with 95% intervals:\n\n"
+        f"Differences to `mini` whose 95% interval lies on the wrong side of zero. Of {count} "
+        f"differences, chance alone makes about {count / 40:.0f} such.\n\n"
         + _table(["set", "", "better", "`mini` minus it"], losses)
         if losses
         else "On no set and in no figure does a system beat `mini` beyond chance."
     )
-    parts.append(NOTES.format(native=f"{', '.join(own)}: measured"))
+    parts.append(NOTES.format(native=", ".join(own)))
     head = ["", *METRICS.values(), "AUROC", "false accepts", "CPU seconds", "again"]
     parts.append(_table(head, [[label, *_summary(row)] for label, row in systems.items()]))
     for metric, title in METRICS.items():
@@ -394,7 +397,7 @@ def compare(
     ] = False,
     limit: Annotated[int | None, Option(min=1, help="Only the first queries of each set.")] = None,
     scores: Annotated[Path, Option(help="Folder in which scores are kept.")] = Path("runs/compare"),
-    output: Annotated[Path, Option(help="Folder of results.json and results.md.")] = DOCS,
+    output: Annotated[Path, Option(help="Folder of comparison.json and comparison.md.")] = DOCS,
     page_only: Annotated[
         bool, Option("--page", help="Measure nothing; write the page from the figures.")
     ] = False,
@@ -406,7 +409,7 @@ def compare(
     A run that was interrupted goes on where it stopped. What cannot be loaded is named on the page,
     and the others still run.
     """
-    file = output / "results.json"
+    file = output / "comparison.json"
     if not page_only:
         sets = load_sets(files_in(data or []))
         others, failures = load_all(sets, {name: name for name in system or []}, hub=hub, load=load)
@@ -422,8 +425,8 @@ def compare(
         found |= {"machine": machine(), "limit": limit}
         write_text(file, json.dumps(found, indent=1) + "\n")
     found = json.loads(file.read_text(encoding="utf-8"))
-    write_text(output / "results.md", page(found))
-    screen.print(str(output / "results.md"), soft_wrap=True)
+    write_text(output / "comparison.md", page(found))
+    screen.print(str(output / "comparison.md"), soft_wrap=True)
     if found["failures"]:
         raise typer.Exit(1)
 

@@ -219,10 +219,14 @@ def evaluation_tables(
         rule: What is kept, in words; the title of the first table.
         records: A summary of each dataset, see `evaluation.evaluate.summarise`.
     """
+    ranking = "ranking"
+    unanswered = sum(record["unanswered"] for record in records)
+    if unanswered:
+        ranking += f" ({unanswered} queries without a relevant document count 0)"
     columns_by_title = {
         rule: KEPT,
         "lists with and without an answer": EMPTY,
-        "ranking, and thresholds chosen on these very labels": RANKED,
+        f"{ranking}, and thresholds chosen on these very labels": RANKED,
     }
     for title, columns in columns_by_title.items():
         title_text = Text(f"{name}: {title}", overflow="fold")

@@ -113,14 +113,17 @@ def tune(
     with problems.status(f"Scoring {data} ..."):
         tuned = tune(model, data, output, goal, revision=revision, load=load, force=force)
     screen.print(tuned.summary, soft_wrap=True)
-    show_verdict(tuned.verdict, (f"at {tuned.before:g}", "tuned"))
+    show_verdict(tuned.verdict, (f"at {tuned.before:g}", "tuned"), judged=goal.value is None)
     if tuned.problem and not force:
         raise TrainingError(f"Nothing was written: {tuned.problem}. --force writes it.")
     screen.print(f"written: threshold {tuned.threshold:.3f}, in {output}", soft_wrap=True)
 
 
-def show_verdict(verdict: Verdict, names: tuple[str, str]) -> None:
-    """Means of both sides, their differences with intervals, and the outcome."""
+def show_verdict(verdict: Verdict, names: tuple[str, str], *, judged: bool = True) -> None:
+    """Means of both sides, their differences with intervals, and the outcome.
+
+    Where a precision or recall was asked for, nothing is judged: another measure pays for it.
+    """
     from ..training.verdict import MEASURES
 
     title = f"Measured on queries that were left out: {verdict.queries}"
@@ -133,7 +136,8 @@ def show_verdict(verdict: Verdict, names: tuple[str, str]) -> None:
         after = f"{verdict.after[name].mean:.3f}"
         table.add_row(MEASURES[name], before, after, f"{change.mean:+.3f}", interval)
     screen.print(table)
-    screen.print(f"verdict: {verdict}", soft_wrap=True)
+    changes = f"changes beyond chance: {verdict.changes or 'none'}"
+    screen.print(f"verdict: {verdict}" if judged else changes, soft_wrap=True)
 
 
 @command(app)

@@ -93,7 +93,7 @@ class Tuned:
 
     @property
     def summary(self) -> str:
-        """What was measured on the queries that chose the threshold."""
+        """What was measured, in sentences, and what to expect on other queries."""
         name = MEASURES[self.goal.metric]
         low, high = self.interval
         aim = f"for {self.goal}" if self.reached else f"nearest to {self.goal}"
@@ -101,7 +101,34 @@ class Tuned:
             f"Threshold {aim}: {self.threshold:.3f} ({low:.3f} to {high:.3f} in 95% of resampled "
             f"sets of queries). On the {self.verdict.queries} queries that chose it {name} is "
             f"{self.value:.3f}; at {self.before:g}, the threshold so far, {self.value_before:.3f}."
+            f"{self._direction()}{self._on_other_queries()}"
         )
+
+    def _direction(self) -> str:
+        """Why a precision lowers the threshold, or a recall raises it; empty if neither does."""
+        goal = self.goal
+        is_precision = goal.metric == "precision"
+        is_higher = self.threshold > self.before
+        if goal.value is None or not self.reached or is_higher == is_precision:
+            return ""
+        choice = "lowest" if is_precision else "highest"
+        return (
+            f" The {choice} threshold with {self.goal} or more is asked for, and it is "
+            f"{'above' if is_higher else 'below'} {self.before:g}."
+        )
+
+    def _on_other_queries(self) -> str:
+        """Whether a wanted value holds on queries that did not choose the threshold."""
+        held_out = self.verdict.after.get(self.goal.metric)
+        if self.goal.value is None or held_out is None:
+            return ""
+        value = self.goal.value - ROUNDING
+        words = f"more labels are needed to say whether {self.goal} holds"
+        if held_out.low is not None and held_out.low >= value:
+            words = "the goal is reached beyond chance"
+        if held_out.is_below(value):
+            words = "the goal is missed beyond chance"
+        return f" On queries that did not choose the threshold it is {held_out}: {words}."
 
 
 class Curves:

@@ -67,13 +67,13 @@ class Verdict(Record):
 
     def __str__(self) -> str:
         """The outcome in a sentence, with every measure that changed beyond chance."""
-        changes = []
-        for name in self.losses + self.gains:
-            change = self.difference[name]
-            changes.append(f"{MEASURES[name]} changes by {change}")
-        if not changes:
-            return self.outcome
-        return f"{self.outcome}: {', '.join(changes)}"
+        return f"{self.outcome}: {self.changes}" if self.changes else self.outcome
+
+    @property
+    def changes(self) -> str:
+        """Every measure that changed beyond chance, losses first; empty if none did."""
+        names = self.losses + self.gains
+        return ", ".join(f"{MEASURES[name]} changes by {self.difference[name]}" for name in names)
 
     def _improvement(self, name: str) -> tuple[float, float]:
         """Interval of a measure's difference, positive where it became better; (0, 0) for none."""

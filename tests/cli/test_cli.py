@@ -280,6 +280,14 @@ def test_the_tables_fit_into_eighty_columns_with_every_heading_and_number_whole(
             assert found == [dataset, *cells]
 
 
+@pytest.mark.parametrize("unanswered", [0, 2])
+def test_the_ranking_says_how_many_queries_without_an_answer_count_zero(unanswered):
+    record = {"dataset": "notes"} | dict.fromkeys(KEYS[2:], 0.5) | {"unanswered": unanswered}
+    *_, ranking = evaluation_tables("mini", "kept above 0 (native)", [record])
+    said = "(2 queries without a relevant document count 0)" in str(ranking.title)
+    assert said == (unanswered > 0)
+
+
 def test_every_column_is_a_number_of_the_record():
     assert {*KEPT, *EMPTY, *RANKED} == {*KEYS} - {"model", "dataset", "answerable"}
 

@@ -110,6 +110,11 @@ def test_the_page_says_so_if_mini_loses_nowhere():
     assert "On no set and in no figure does a system beat `mini` beyond chance." in text
 
 
+def test_the_page_in_the_docs_is_that_of_its_figures():
+    figures = json.loads((compare.DOCS / "comparison.json").read_text("utf-8"))
+    assert (compare.DOCS / "comparison.md").read_text("utf-8") == compare.page(figures)
+
+
 # A whole run
 
 
@@ -149,7 +154,7 @@ def test_published_rerankers_and_nanobeir_come_from_the_hub(
     result = CliRunner().invoke(compare.app, list(map(str, arguments)))
 
     assert result.exit_code == 1, result.output
-    figures = json.loads((tmp_path / "results.json").read_text("utf-8"))
+    figures = json.loads((tmp_path / "comparison.json").read_text("utf-8"))
     assert set(figures["failures"]) == {"NanoNothing", "Ettin 17M"}
     assert "cross-encoder/ettin-reranker-17m-v1" in figures["failures"]["Ettin 17M"]
     others = {*compare.HUB, "MiniLM cosine", "BM25"} - {"Ettin 17M"}
@@ -158,7 +163,7 @@ def test_published_rerankers_and_nanobeir_come_from_the_hub(
     assert native == {"mini", "BGE v2 m3", "Qwen3 0.6B"}
     assert {row["queries"] for row in figures["systems"]["mini"]["sets"].values()} == {2}
     assert list(figures["systems"]["mini"]["sets"]) == ["notes", "NanoNQ"]
-    text = (tmp_path / "results.md").read_text("utf-8")
+    text = (tmp_path / "comparison.md").read_text("utf-8")
     assert text == compare.page(figures)
     assert "## Not measured\n\n- Ettin 17M: " in text
     kept = json.loads((tmp_path / "scores/first-2/BM25, NanoNQ.json").read_text("utf-8"))

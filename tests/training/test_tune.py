@@ -103,6 +103,9 @@ def test_empty_lists_do_not_lower_a_precision():
     assert tuned.value_before == 1.0
     assert tuned.value == 1.0
     assert -3.0 <= tuned.threshold < -2.0
+    said = "The lowest threshold with precision 1 or more is asked for, and it is below 0."
+    assert said in tuned.summary
+    assert said not in replace(tuned, threshold=0.5).summary
 
 
 def test_a_goal_that_cannot_be_reached_says_how_near_one_gets():
@@ -123,6 +126,19 @@ def test_a_goal_that_is_missed_on_other_queries_is_a_problem():
     assert tuned.problem == (
         "on queries that did not choose the threshold, recall is 0.800 (0.700 to 0.850), below 0.9"
     )
+    on_others = "On queries that did not choose the threshold it is"
+    assert f"{on_others} 0.800 (0.700 to 0.850): the goal is missed beyond chance." in tuned.summary
+
+
+@pytest.mark.parametrize(
+    ("low", "words"),
+    [(0.91, "the goal is reached beyond chance"), (0.85, "more labels are needed to say whether")],
+)
+def test_a_goal_is_judged_on_queries_that_did_not_choose_the_threshold(low, words):
+    tuned = find_threshold(scorings(20)[0], Goal("recall", 0.9))
+    recall = {"recall": Estimate(mean=0.95, low=low, high=0.99)}
+    verdict = tuned.verdict.model_copy(update={"after": recall})
+    assert words in replace(tuned, verdict=verdict).summary
 
 
 def test_too_few_queries_or_none_to_answer_are_named():
@@ -145,6 +161,9 @@ def test_the_command_writes_what_it_says(fused, tmp_path):
     assert f"written: threshold {threshold:.3f}, in" in said
     assert "Threshold for recall 1: " in said
     assert "Measured on queries that were left out: 6" in said
+    # Another measure pays for a recall: nothing is better or worse.
+    assert "changes beyond chance: " in said
+    assert "verdict: " not in said
     assert "base" not in said
     assert (ranker.threshold, before.threshold) == (threshold, 0.0)
     assert ranker.score(QUERIES[0], DOCUMENTS) == before.score(QUERIES[0], DOCUMENTS)
