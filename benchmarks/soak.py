@@ -6,8 +6,9 @@ Passages have 5 to 2,000 words and requests 1 to 40 of them. Clients ask again a
 been answered, and again a second later where they were refused (429, 503). Each minute the next
 fault is made: the model's process is killed, or stopped for five seconds; connections with half a
 request are opened and left; megabytes of nonsense are sent; clients leave before their answer; more
-is asked at a time than can be answered. After a third of the time the process is killed no more, so
-that one process's memory can be seen over the rest. Answers are checked as `benchmarks.load` does.
+is asked at a time than can be answered; a document of 999,000 characters is sent, in windows. After
+a third of the time the process is killed no more, so that one process's memory can be seen over the
+rest. Answers are checked as `benchmarks.load` does.
 """
 
 from __future__ import annotations
@@ -107,7 +108,7 @@ class Soak:
     async def break_things(self, ends: float, every: float) -> None:
         """The next fault, every so many seconds."""
         gentle: list[Callable[[], Awaitable[None]]] = [
-            self.stop, self.half_heads, self.nonsense, self.leave, self.crowd
+            self.giant, self.stop, self.half_heads, self.nonsense, self.leave, self.crowd
         ]  # fmt: skip
         number, began = 0, time.perf_counter()
         while (now := time.perf_counter()) + every < ends:
@@ -132,6 +133,13 @@ class Soak:
             await asyncio.sleep(5)
             with contextlib.suppress(ProcessLookupError):
                 os.kill(child, signal.SIGCONT)
+
+    async def giant(self) -> None:
+        """One document that takes minutes, which its client leaves after twenty seconds."""
+        text = " ".join(self.traffic.corpus * 2)[:999_000]
+        body = {"query": "q", "documents": [text], "long_documents": "windows"}
+        with contextlib.suppress(asyncio.TimeoutError, httpx.TransportError):
+            await asyncio.wait_for(self.client.post("/v1/rerank", json=body), 20)
 
     async def half_heads(self) -> None:
         """Three hundred connections say half of what they want, and stay for twelve seconds."""

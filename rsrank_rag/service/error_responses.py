@@ -1,6 +1,5 @@
 """Error responses: one body for every error, in which each client finds the field that it reads."""
 
-import logging
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -10,10 +9,8 @@ from fastapi.exceptions import RequestValidationError
 from pydantic import BaseModel, Field
 from starlette.exceptions import HTTPException
 
-from ..errors import InputError, RSRankError, ScoringError
+from ..errors import InputError
 from .backend import DeadlineError, OverloadedError, ServiceError
-
-logger = logging.getLogger(__name__)
 
 # Seconds after which a client should try again, if nothing better is known.
 RETRY_AFTER = 5.0
@@ -112,19 +109,17 @@ def described(*statuses: int) -> dict[int | str, dict[str, Any]]:
 def answer_errors(app: FastAPI) -> None:
     """Give every error the same body."""
 
-    @app.exception_handler(RSRankError)
-    async def own(request: Request, error: RSRankError) -> Response:
+    @app.exception_handler(ServiceError)
+    async def not_answered(request: Request, error: ServiceError) -> Response:
         if isinstance(error, DeadlineError):
             return error_response(504, str(error))
-        if isinstance(error, ServiceError):
-            status = 429 if isinstance(error, OverloadedError) else 503
-            wait = math.ceil(error.retry_after or RETRY_AFTER)
-            return error_response(status, str(error), headers={"Retry-After": str(wait)})
-        if isinstance(error, (InputError, ScoringError)):
-            return error_response(422, str(error))
-        # The message may name files, so only the log has it.
-        logger.error("A request failed: %s", error)
-        return error_response(500, "The model failed; the service's log says more.")
+        status = 429 if isinstance(error, OverloadedError) else 503
+        wait = math.ceil(error.retry_after or RETRY_AFTER)
+        return error_response(status, str(error), headers={"Retry-After": str(wait)})
+
+    @app.exception_handler(InputError)
+    async def unusable(request: Request, error: InputError) -> Response:
+        return error_response(422, str(error))
 
     @app.exception_handler(RequestValidationError)
     async def malformed(request: Request, error: RequestValidationError) -> Response:
