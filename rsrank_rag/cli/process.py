@@ -17,6 +17,8 @@ CGROUP = Path("/sys/fs/cgroup")
 DEFAULTS = {
     # Idle threads sleep. Spinning costs most where other processes share the cores.
     "OMP_WAIT_POLICY": "PASSIVE",
+    # On ONNX Runtime, numpy's products are small: its threads took longer to wait than to multiply.
+    "OPENBLAS_NUM_THREADS": "1",
     # Products that oneDNN prepares and caches: with 64 instead of its 1,024, `mini` takes 45 MB
     # less and no more time (research/docs/speed.md).
     "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "64",
