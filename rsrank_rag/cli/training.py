@@ -126,7 +126,10 @@ def show_verdict(verdict: Verdict, names: tuple[str, str], *, judged: bool = Tru
     """
     from ..training.verdict import MEASURES
 
-    title = f"Measured on queries that were left out: {verdict.queries}"
+    title = (
+        f"Measured on queries that were left out: {verdict.queries}. "
+        "Precision counts those that keep something, recall those with an answer."
+    )
     table = Table("", *names, "difference", "95% interval", title=title, title_justify="left")
     for name, change in verdict.difference.items():
         interval = ""

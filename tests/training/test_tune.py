@@ -161,6 +161,8 @@ def test_the_command_writes_what_it_says(fused, tmp_path):
     assert f"written: threshold {threshold:.3f}, in" in said
     assert "Threshold for recall 1: " in said
     assert "Measured on queries that were left out: 6" in said
+    # `rsrank evaluate` counts an empty list as a precision of 0.
+    assert "Precision counts those that keep something" in said
     # Another measure pays for a recall: nothing is better or worse.
     assert "changes beyond chance: " in said
     assert "verdict: " not in said
