@@ -216,7 +216,7 @@ def test_what_asks_a_service_knows_nothing_of_models_nor_of_the_service():
 @pytest.mark.parametrize("module", [name for name in MODULES if name.startswith("service.")])
 def test_the_service_knows_only_the_reranker(module):
     others = {name for name in own_imports(module) if not name.startswith("service.")}
-    passages = {"passages.explanation", "passages.pairs", "passages.parts"}
+    passages = {"passages.explanation", "passages.pairs", "passages.parts", "passages.shadow"}
     assert others <= {"errors", "reranker"} | passages
 
 

@@ -154,9 +154,10 @@ def token_budget_for(device: object) -> int:
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether an error says that memory ran out.
 
-    CUDA's own exception is a RuntimeError, as those of allocators, cuBLAS and MPS are.
+    torch has an exception of its own for it; allocators, cuBLAS and MPS raise RuntimeErrors. The
+    exception goes by its name, because torch need not be installed.
     """
-    if isinstance(error, MemoryError):
+    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
         return True
     signs = (
         "can't allocate memory",
