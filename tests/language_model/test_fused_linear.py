@@ -131,4 +131,4 @@ def test_documents_in_int8_keep_the_gelu_that_was_fused():
     moved = torch.tensor(chosen.score("honey", passages)) - torch.tensor(
         exact.score("honey", passages)
     )
-    assert 0 < moved.abs().max() < 0.3
+    assert 0 < moved.abs().max() < 0.4  # as in test_int8.py

@@ -254,9 +254,9 @@ def test_the_built_in_model_is_read_so_and_keeps_to_its_scores():
         moved = torch.tensor(chosen.score(query, passages)) - torch.tensor(
             exact.score(query, passages)
         )
-        assert (
-            0 < moved.abs().max() < 0.25
-        )  # as far as any of 8,142 moved, see research/docs/speed.md
+        # Scores of four dev sets moved by 0.05 in the mean and 0.35 at most, see
+        # research/docs/speed.md.
+        assert 0 < moved.abs().max() < 0.4
 
 
 @pytest.mark.parametrize("options", [{"device": "cuda"}, {"device": "cpu", "load_in_8bit": True}])
