@@ -840,6 +840,12 @@ class Simulated(asyncio.SelectorEventLoop):
             self.now = max(self.now, self._scheduled[0].when())
         super()._run_once()
 
+    def run_in_executor(self, executor, function, *arguments):
+        """Call the function at once: the time of a real thread would not be the loop's."""
+        future = self.create_future()
+        future.set_result(function(*arguments))
+        return future
+
 
 class Counted(Reranker):
     """Four characters are a token, and a document has at most 512 of them."""
