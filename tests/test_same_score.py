@@ -141,7 +141,7 @@ def test_by_default_neighbours_change_a_score_by_less_than_the_guide_says(
 @pytest.mark.slow
 @pytest.mark.parametrize("capability", [None, "avx2", "default"])
 def test_the_same_holds_with_other_instructions_of_the_processor(capability):
-    environment = {**os.environ, "SAME_SCORE_EXAMPLES": "30"}
+    environment = {**os.environ, "SAME_SCORE_EXAMPLES": "8"}
     if capability is not None:
         environment["ATEN_CPU_CAPABILITY"] = capability
     command = [sys.executable, "-m", "pytest", "-q", "-m", "not slow", "-p", "no:cacheprovider"]
