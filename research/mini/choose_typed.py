@@ -36,7 +36,7 @@ THRESHOLDS = np.arange(-2, 2.01, 0.05)
 MANUALS = "manuals.passage"
 MOST_LOST = 0.09
 """Largest share of answerable typed queries over real documents that may be left with nothing: a
-tenth, less a margin for chance: one of 150 queries in a hundred."""
+tenth, less one point, because 150 queries measure the share only roughly."""
 QUERIES_AT_ONCE = 12
 QUERIES_OF_SET, TYPED_QUERIES = 12, 150
 """Validation queries of each set, and of the real documents."""

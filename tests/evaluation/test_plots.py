@@ -4,25 +4,13 @@ import sys
 
 import numpy as np
 import pytest
+from figures import draw_everything, legend
 
 from rsrank_rag.errors import MissingDependencyError
 
 pytest.importorskip("matplotlib")
 
 from rsrank_rag.evaluation import plots
-
-
-def legend(figure):
-    return {text.get_text() for found in figure.legends for text in found.get_texts()}
-
-
-def titles(figure):
-    return [axes.get_title(loc="left") for axes in figure.axes]
-
-
-def draw_everything(figure):
-    figure.canvas.draw()  # layout and fonts may fail only here
-    return figure
 
 
 def test_score_histograms_count_every_document_of_its_class():

@@ -4,6 +4,7 @@ import math
 
 import numpy as np
 import pytest
+from figures import draw_everything, legend, titles
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -172,19 +173,6 @@ def test_the_paired_t_test_equals_the_textbook_formula():
 def test_the_paired_t_test_of_pairs_without_variance_is_no_nan(first, second, t, p):
     found = paired_t_test(first, second)
     assert (found.t, found.p) == (t, p)
-
-
-def legend(figure):
-    return {text.get_text() for found in figure.legends for text in found.get_texts()}
-
-
-def titles(figure):
-    return [axes.get_title(loc="left") for axes in figure.axes]
-
-
-def draw_everything(figure):
-    figure.canvas.draw()  # layout and fonts may fail only here
-    return figure
 
 
 def test_score_ranges_show_each_sets_range_and_best_threshold():

@@ -1,0 +1,14 @@
+"""What tests of drawings read from a figure of matplotlib."""
+
+
+def legend(figure):
+    return {text.get_text() for found in figure.legends for text in found.get_texts()}
+
+
+def titles(figure):
+    return [axes.get_title(loc="left") for axes in figure.axes]
+
+
+def draw_everything(figure):
+    figure.canvas.draw()  # layout and fonts may fail only here
+    return figure
