@@ -1086,6 +1086,20 @@ def test_long_documents_that_are_cut_do_not_teach_a_false_speed():
     assert in_simulated_time(thousand_after(giant(900_000, WHOLE, 4))) <= 1.5 * calm
 
 
+async def cut_documents_beside_others():
+    """Outcomes of four documents that are cut, asked for with little time while others wait."""
+    async with simulated() as scheduler:
+        many = asyncio.create_task(scheduler.score(pairs(*["x" * 500] * 100), client="polite"))
+        await asyncio.sleep(0.5)
+        outcomes = await scheduler.score(giant(900_000, WHOLE, 4), client="stranger", timeout=10)
+        await many
+        return outcomes
+
+
+def test_what_is_cut_from_documents_does_not_count_when_a_request_is_admitted():
+    assert len(in_simulated_time(cut_documents_beside_others())) == 4
+
+
 async def answer_to_giant():
     async with simulated() as scheduler:
         return await scheduler.score(giant(100_000, WINDOWS) + giant(50_000, SENTENCES))
