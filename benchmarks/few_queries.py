@@ -74,7 +74,6 @@ def measure(
     return {
         **found,
         "penalty": str(trained.penalty),
-        "written": not said.losses and math.isfinite(trained.penalty),
         "threshold": tuned.threshold,
         "interval": tuned.interval,
         "threshold_written": tuned.problem is None,
@@ -126,8 +125,8 @@ def outcomes(rows: Sequence[dict[str, Any]]) -> str:
     ]
     for size in sorted({row["queries"] for row in rows}):
         own = [row for row in rows if row["queries"] == size]
-        written = [row for row in own if row["written"]]
-        unwritten = [row for row in own if not row["written"]]
+        written = [row for row in own if _is_written(row)]
+        unwritten = [row for row in own if not _is_written(row)]
         cells = [
             size,
             len(own),
@@ -142,6 +141,11 @@ def outcomes(rows: Sequence[dict[str, Any]]) -> str:
         ]
         lines.append(f"| {' | '.join(map(str, cells))} |")
     return "\n".join(lines)
+
+
+def _is_written(row: dict[str, Any]) -> bool:
+    """Whether `rsrank train` would have written fine-tuned weights."""
+    return row["penalty"] != str(math.inf) and Verdict.model_validate(row["said"]).problem is None
 
 
 def _count(rows: Sequence[dict[str, Any]], name: str, outcome: str) -> int:

@@ -35,7 +35,7 @@ def train(
         list[str] | None, Option("--set", help="Change an entry, such as fit.epochs=10.")
     ] = None,
     force: Annotated[
-        bool, Option("--force", help="Write fine-tuned weights even if they lose something.")
+        bool, Option("--force", help="Write fine-tuned weights even if they may lose something.")
     ] = False,
 ) -> None:
     """Run a recipe: read data and features, train weights, write the artifact (OUTPUT/artifact).
@@ -46,7 +46,8 @@ def train(
 
     Fine-tuning an artifact (the recipe mini, or `--base`) ends with a verdict: the artifact's
     weights against fine-tuned ones, on queries left out of training. Where fine-tuning loses
-    nDCG@5, precision, recall, F1 or answers beyond chance, the artifact's own weights are written.
+    nDCG@5, precision, recall, F1 or answers beyond chance, or where fewer than 100 queries cannot rule
+    out such a loss, the artifact's own weights are written.
 
     Features too large? `--set features.max_tokens=8` keeps 8 tokens of each query,
     `--set features.max_documents=10` ten documents.

@@ -65,7 +65,7 @@ class TrainingRun:
         output: Folder for everything that is made.
         say: Receives lines about what is going on.
         progress: Whether to show progress bars.
-        force: Write fine-tuned weights even if they lose something.
+        force: Write fine-tuned weights even if they may lose something.
         reader: Reads shifts; the paper's ablations read other signals.
     """
 
@@ -206,7 +206,7 @@ class TrainingRun:
         }
 
     def _fine_tuned(self, features: Sequence[QueryFeatures]) -> Result:
-        """Fine-tuned weights, or the base's where fine-tuning gains nothing or loses something."""
+        """Fine-tuned weights, or the base's where fine-tuning gains nothing or may lose something."""
         recipe = self.recipe
         config = hub.read_config(hub.resolve(str(recipe.base)))
         base = hub.read_projection(hub.resolve(str(recipe.base)), config)
@@ -227,18 +227,17 @@ class TrainingRun:
             "penalty": str(tuned.penalty),
             "outcome": verdict.outcome,
         }
-        measured = f"{verdict} on {verdict.queries} queries held out"
+        problem = verdict.problem
         if math.isinf(tuned.penalty):
-            reason = "no penalty gained more than a standard error on queries held out"
-        elif verdict.losses and not self.force:
-            reason = f"fine-tuned weights are {measured}"
-        else:
+            problem = "no penalty gained more than a standard error on queries held out"
+        elif problem is None or self.force:
+            written = f"fine-tuned weights, {verdict} on {verdict.queries} queries held out"
             return Result(
                 tuned.projection,
                 0.0,
                 means(tuned.after, 0.0),
                 settings,
-                f"fine-tuned weights, {measured}; penalty {tuned.penalty:g}",
+                f"{written}; penalty {tuned.penalty:g}",
                 verdict,
             )
         return Result(
@@ -246,7 +245,7 @@ class TrainingRun:
             config.threshold,
             means(tuned.before, config.threshold),
             settings,
-            f"the weights of {recipe.base}, unchanged: {reason}",
+            f"the weights of {recipe.base}, unchanged: {problem}",
             verdict,
         )
 

@@ -273,6 +273,20 @@ def test_fine_tuned_weights_that_lose_something_are_written_by_force_and_named(
     assert moved_by(fused, tmp_path) == 1.0
 
 
+def test_the_base_is_written_where_few_queries_cannot_rule_out_a_loss(train, fused, tmp_path):
+    # One of 20 answers is lost, which may be chance; everything else is gained.
+    labels = [True, False]
+    before = [ScoredQuery([1.0, 0.5], labels)] * 20
+    after = [ScoredQuery([1.0, -1.0], labels)] * 19 + [ScoredQuery([-0.5, -1.0], labels)]
+    said = train(before, after)
+    assert "verdict: better: " in said
+    assert f"written: the weights of {fused}, unchanged: 20 queries held out are too few" in said
+    assert "to rule out a loss: recall changes by -0.050 (-0.150 to 0.000)" in said
+    assert moved_by(fused, tmp_path) == 0.0
+    assert "written: fine-tuned weights, better: " in train(before, after, "--force")
+    assert moved_by(fused, tmp_path) == 1.0
+
+
 def test_fine_tuned_weights_that_gain_are_written_with_their_penalty(train, fused, tmp_path):
     said = train(*scorings(help=0.8))
     assert "verdict: better: " in said

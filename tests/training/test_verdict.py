@@ -8,7 +8,13 @@ import pytest
 from training_helpers import scorings
 
 from rsrank_rag.evaluation.metrics import ScoredQuery
-from rsrank_rag.training.verdict import judge, mean_present, means, selection_measures
+from rsrank_rag.training.verdict import (
+    FEW_QUERIES,
+    judge,
+    mean_present,
+    means,
+    selection_measures,
+)
 
 
 @pytest.mark.parametrize(
@@ -93,7 +99,39 @@ def test_more_queries_left_with_nothing_are_a_loss_and_fewer_a_gain():
     assert "changes by 0.500" in str(judge(kept, lost))
 
 
+def one_in_twenty_lost(count):
+    """Scores before and after: every list gains precision, and one in twenty loses its answer."""
+    labels = [True, False]
+    kept = [ScoredQuery([1.0, 0.5], labels)] * count
+    lost = [ScoredQuery([-0.5, -1.0], labels)] * (count // 20)
+    return kept, lost + [ScoredQuery([1.0, -1.0], labels)] * (count - len(lost))
+
+
+def test_few_queries_must_rule_out_a_loss_and_many_need_not():
+    few = judge(*one_in_twenty_lost(20))
+    assert few.losses == []
+    assert few.gains == ["precision", "f1"]
+    assert few.doubts == ["recall", "left_with_nothing"]
+    assert "20 queries held out are too few to rule out a loss: recall changes by -0.050" in (
+        few.problem
+    )
+    # As many as FEW_QUERIES decide by what is beyond chance.
+    many = judge(*one_in_twenty_lost(FEW_QUERIES))
+    assert many.doubts == []
+    assert many.problem.startswith("fine-tuned weights are worse: recall changes by -0.050")
+
+
+def test_few_queries_that_only_gain_raise_no_doubt():
+    labels = [True, False]
+    verdict = judge(
+        [ScoredQuery([1.0, 0.5], labels)] * 20, [ScoredQuery([1.0, -0.5], labels)] * 20
+    )
+    assert verdict.outcome == "better"
+    assert verdict.problem is None
+
+
 def test_a_single_query_decides_nothing():
     verdict = judge([ScoredQuery([1.0], [True])], [ScoredQuery([-1.0], [True])])
     assert verdict.outcome == "no difference beyond chance"
     assert verdict.difference["recall"].low is None
+    assert "too few to rule out a loss" in verdict.problem
