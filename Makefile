@@ -12,7 +12,6 @@ CLIENTS_langchain := langchain-cohere langchain-community infinity-client langch
 CLIENTS_llama := $(addprefix llama-index-postprocessor-,cohere-rerank jinaai-rerank tei-rerank nvidia-rerank \
 	siliconflow-rerank xinference-rerank)
 CLIENTS_newest := 'cohere>=7' xinference-client
-CLIENT := './client[langchain,llama-index]'
 BASE := '.[langchain,llama-index,serve]'
 
 # The tests of `make test`, with the lines and branches that none of them runs.
@@ -33,7 +32,7 @@ test-all: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest -m ray
 
 # What the three below need.
-environments: $(VENV)-oldest/.installed $(VENV)-newest/.installed $(VENV)-client/.installed $(VENV)-base/.installed $(foreach group,langchain llama newest,$(VENV)-clients-$(group)/.installed)
+environments: $(VENV)-oldest/.installed $(VENV)-newest/.installed $(VENV)-base/.installed $(foreach group,langchain llama newest,$(VENV)-clients-$(group)/.installed)
 
 # Client libraries of other rerankers against the service; they want versions that do not go together.
 test-clients: $(foreach group,langchain llama newest,$(VENV)-clients-$(group)/.installed)
@@ -52,9 +51,8 @@ test-oldest: $(VENV)-oldest/.installed
 test-newest: $(VENV)-newest/.installed
 	$(VENV)-newest/bin/python -m pytest tests/adapters
 
-# The package without torch, and rsrank-rag-client, each in an environment with nothing else; $(VENV) compares and serves.
-test-without-torch: $(VENV)-client/.installed $(VENV)-base/.installed
-	RSRANK_CLIENT_PYTHON=$(abspath $(VENV))-client/bin/python $(BIN)/python -m pytest tests/remote/test_client_alone.py
+# The package without torch, in an environment with nothing else; $(VENV) compares.
+test-without-torch: $(VENV)-base/.installed
 	RSRANK_BASE_PYTHON=$(abspath $(VENV))-base/bin/python $(BIN)/python -m pytest tests/test_without_torch.py
 
 lint: $(VENV)/.installed-dev
@@ -95,12 +93,6 @@ $(VENV)-newest/.installed: $(VENV)/.installed-dev
 	@$(call install,$(VENV)-newest,-U langchain langchain-core llama-index-core)
 	@touch $@
 
-$(VENV)-client/.installed: client/pyproject.toml constraints.txt $(shell find rsrank_rag -name '*.py') | $(VENV)/.installed-dev
-	@echo "Installing rsrank-rag-client by itself ..."
-	@$(PYTHON) -m venv --clear $(VENV)-client
-	@$(call install,$(VENV)-client,-c constraints.txt $(CLIENT))
-	@touch $@
-
 # The size is that of the package alone, in megabytes.
 $(VENV)-base/.installed: pyproject.toml constraints.txt $(shell find rsrank_rag -type f) | $(VENV)/.installed-dev
 	@echo "Installing rsrank-rag without torch ..."
@@ -117,4 +109,4 @@ $(VENV)-clients-%/.installed: $(VENV)/.installed-dev
 	@touch $@
 
 clean:
-	rm -rf $(VENV) $(VENV)-oldest $(VENV)-newest $(VENV)-client $(VENV)-base $(VENV)-clients-*
+	rm -rf $(VENV) $(VENV)-oldest $(VENV)-newest $(VENV)-base $(VENV)-clients-*

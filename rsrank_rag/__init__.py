@@ -4,7 +4,7 @@ from importlib import import_module
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any
 
-from .errors import needs_the_whole_package, needs_torch
+from .errors import needs_torch
 
 if TYPE_CHECKING:
     from .artifact.config import TrainingRecord
@@ -70,7 +70,7 @@ if find_spec("llama_index"):
 def __getattr__(name: str) -> Any:
     """Import a public name when it is first used: torch takes seconds."""
     if name in _HOME:
-        with needs_the_whole_package(), needs_torch():
+        with needs_torch():
             return getattr(import_module(f".{_HOME[name]}", __name__), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 

@@ -152,15 +152,6 @@ def nearest(name: str, names: Iterable[str], prefix: str = "") -> str:
     return f" Did you mean {' or '.join(repr(prefix + match) for match in matches)}?"
 
 
-def needs_the_whole_package() -> AbstractContextManager[None]:
-    """Around code that loads models: the error of `needs` where only the client is installed."""
-    message = (
-        "A model in this process needs {}, and rsrank-rag-client can only ask a service "
-        "(base_url). Install the whole package: pip uninstall -y rsrank-rag-client && "
-    )
-    return needs(message + pip_install(), "", "rsrank_rag")
-
-
 def needs_torch() -> AbstractContextManager[None]:
     """Around code that runs language models or trains: the error of `needs` without torch."""
     message = "Training, and language models other than BERT-like encoders, need {}."

@@ -21,7 +21,7 @@ from rsrank_rag.language_model.options import LoadOptions
 from rsrank_rag.prefixes.cache import CachedPrefixes, PrefixTiers
 
 # They run where torch is not installed.
-collect_ignore = ["client_alone.py", "without_torch.py"]
+collect_ignore = ["without_torch.py"]
 
 SHARED = Path(__file__).parents[1].parent / "shared"
 STORIES = SHARED / "models" / "stories260K"

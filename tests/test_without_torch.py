@@ -5,6 +5,7 @@ It gives the environment's Python in RSRANK_BASE_PYTHON.
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -12,7 +13,9 @@ from pathlib import Path
 import pytest
 from conftest import DOCUMENTS, QUERY
 
+import rsrank_rag
 from rsrank_rag import RSRank
+from rsrank_rag.errors import REPOSITORY, MissingDependencyError, pip_install
 
 if sys.version_info >= (3, 11):
     import tomllib
@@ -36,6 +39,23 @@ def test_what_the_package_requires_brings_no_torch_and_the_extra_lm_does():
     lm = {line.partition(">")[0] for line in PROJECT["optional-dependencies"]["lm"]}
     assert lm == {"torch", "transformers", "accelerate"}
     assert not names & lm
+
+
+def test_pip_commands_name_the_repository_of_the_project():
+    assert f"git+{PROJECT['urls']['Homepage']}" == REPOSITORY
+
+
+@pytest.mark.parametrize("missing", ["torch", "transformers.utils"])
+def test_where_torch_is_missing_the_pip_command_is_named(monkeypatch, missing):
+    def gone(*_):
+        raise ModuleNotFoundError("gone", name=missing)
+
+    monkeypatch.setattr(rsrank_rag, "import_module", gone)
+    with pytest.raises(MissingDependencyError, match=re.escape(pip_install("lm"))):
+        rsrank_rag.Projection  # noqa: B018
+    missing = "somebody_elses"
+    with pytest.raises(ModuleNotFoundError, match="gone"):
+        rsrank_rag.Projection  # noqa: B018
 
 
 @needs_base

@@ -14,7 +14,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextvars import copy_context
 from typing import TypeVar
 
-from ..errors import needs_the_whole_package, needs_torch
+from ..errors import needs_torch
 from ..language_model.options import ModelSource
 from ..reranker import Reranker
 from .systems import load
@@ -45,7 +45,7 @@ class Worker:
             reranker = source
         else:
             if self.loaded is None:
-                with needs_the_whole_package(), needs_torch():
+                with needs_torch():
                     self.loaded = load(source)
             reranker = self.loaded
         if instruction is not None:
