@@ -80,7 +80,7 @@ class RemoteError(RSRankError):
     Attributes:
         status: HTTP's status; None if there was no answer.
         transient: Whether the same request may succeed later.
-        retry_after: Seconds that the service asks to wait; None if it names none.
+        retry_after: Seconds that the service asks to wait; 0 if it names none.
     """
 
     def __init__(
@@ -88,10 +88,12 @@ class RemoteError(RSRankError):
         message: str,
         status: int | None = None,
         transient: bool = False,
-        retry_after: float | None = None,
+        retry_after: float = 0.0,
     ) -> None:
         super().__init__(message)
-        self.status, self.transient, self.retry_after = status, transient, retry_after
+        self.status = status
+        self.transient = transient
+        self.retry_after = retry_after
 
 
 class TrainingError(RSRankError):

@@ -227,15 +227,11 @@ class ModelAdapter(LoadSettings):
     def close(self) -> None:
         """Free the model after the calls under way, for every adapter with these settings.
 
-        The next call loads it again. A `Reranker` given as ``model`` stays. Of a service, the
-        connections are closed.
+        The next call loads it again. A `Reranker` given as ``model`` stays. With ``base_url`` there
+        is nothing to free.
         """
         if self.base_url is None:
             worker.close(self._source())
-        else:
-            from ..remote import connections
-
-            connections.close(self.base_url)
 
     def _source(self) -> ModelSource | Reranker:
         if isinstance(self.model, Reranker):

@@ -1,5 +1,6 @@
 """A reranker whose model is in a service (``rsrank serve``), which many applications can share."""
 
+import asyncio
 import copy
 import math
 from collections.abc import Sequence
@@ -14,7 +15,7 @@ from ..passages.parts import Reading, ReadingOptions
 from ..reranker import LongQueries, RankOptions, RankResult, Reranker, as_list, check_limits, choose
 from . import connections
 from .transport import Transport, service_address, usable_key
-from .wire import Answer, Info, parsed, request_body, scores_of
+from .wire import parsed, request_body, scores_of
 
 __all__ = ["RemoteReranker", "service_address", "usable_key"]
 
@@ -22,7 +23,7 @@ __all__ = ["RemoteReranker", "service_address", "usable_key"]
 class RemoteReranker(Reranker):
     """Gets scores from a service, and drops documents here. Threads and event loops may share it.
 
-    All rerankers of one address share its connections. Proxies and certificates come from the
+    All rerankers of a process share its connections. Proxies and certificates come from the
     environment, as in httpx. Redirects are not followed, so that texts and the key go nowhere
     else. The native threshold is that of the service's model and comes with every answer.
 
@@ -53,11 +54,10 @@ class RemoteReranker(Reranker):
             raise InputError(f"timeout must be a positive number of seconds, got {timeout!r}.")
         if max_retries < 0:
             raise InputError(f"max_retries must be 0 or more, got {max_retries!r}.")
+        key = usable_key(SecretStr(api_key) if isinstance(api_key, str) else api_key)
         self.base_url = service_address(base_url)
         self.model = model
-        self.timeout = timeout
-        self.max_retries = max_retries
-        self._api_key = usable_key(SecretStr(api_key) if isinstance(api_key, str) else api_key)
+        self._transport = Transport(self.base_url, key, timeout, max_retries)
         self._instruction: str | None = None
 
     def __repr__(self) -> str:
@@ -66,7 +66,7 @@ class RemoteReranker(Reranker):
     @property
     def threshold(self) -> float | None:  # type: ignore[override]
         """The native threshold of the service's model; None if it has none. This is a request."""
-        return connections.run(self._info()).threshold
+        return self.rank("", []).threshold
 
     def with_instruction(self, instruction: str) -> Self:
         """A copy that sends an instruction, which the service rejects if its model takes none."""
@@ -94,24 +94,13 @@ class RemoteReranker(Reranker):
         self, query: str, documents: Sequence[str], **options: Unpack[RankOptions]
     ) -> RankResult:
         """As `rank`, without blocking the event loop; cancelling it closes the request."""
-        return await connections.arun(self._rank(query, as_list(documents), **options))
+        work = self._rank(query, as_list(documents), **options)
+        return await asyncio.wrap_future(connections.start(work))
 
     def warm_up(self) -> None:
         """Wait until the service is ready, check its model, and open a connection."""
         connections.run(self._transport.send("GET", "/ready"))
-        connections.run(self._info())
-
-    def close(self) -> None:
-        """Close the address's connections after the calls in progress; the next call opens new."""
-        connections.close(self.base_url)
-
-    @property
-    def _transport(self) -> Transport:
-        return Transport(self.base_url, self._api_key, self.timeout, self.max_retries)
-
-    async def _info(self) -> Info:
-        body = await self._transport.send("GET", "/info")
-        return parsed(Info, body, self.base_url, self.model)
+        self.rank("", [])
 
     async def _rank(
         self,
@@ -130,19 +119,12 @@ class RemoteReranker(Reranker):
         request = request_body(
             self.model, query, documents, reading, self._instruction, long_queries
         )
-        is_cut = False
-        if documents:
-            body = await self._transport.send("POST", "/v1/rerank", request)
-            answer = parsed(Answer, body, self.base_url, self.model)
-            native = answer.threshold
-            is_cut = answer.query_truncated
-            scores = scores_of(answer, documents, self.base_url, reading)
-        else:
-            native = (await self._info()).threshold
-            scores = []
+        body = await self._transport.send("POST", "/v1/rerank", request)
+        answer = parsed(body, self.base_url, self.model)
+        scores = scores_of(answer, documents, self.base_url)
         if threshold == "native":
-            threshold = native
+            threshold = answer.threshold
         result = choose(
             query, documents, scores, threshold, top_n=top_n, min_docs=min_docs, reading=reading
         )
-        return replace(result, query_truncated=is_cut)
+        return replace(result, query_truncated=answer.query_truncated)

@@ -1,18 +1,15 @@
-"""HTTP connections that all rerankers of one address share, in an event loop of their own.
+"""HTTP connections that all rerankers of a process share, in an event loop of their own.
 
 Callers come from threads and from event loops that end, and an httpx client belongs to one loop.
-Therefore all requests are made in the loop of one daemon thread. A client that is closed while
-requests use it is closed by the last of them. A forked process has a loop and clients of its own,
-because both are stored by process id.
+Therefore all requests are made in the loop of one daemon thread. A forked process starts its own.
 """
 
 import asyncio
 import os
 import threading
-from collections.abc import AsyncIterator, Coroutine
+from collections.abc import Coroutine
 from concurrent.futures import Future
-from contextlib import asynccontextmanager
-from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, TypeVar
 
 import httpx
@@ -28,21 +25,14 @@ LIMITS = httpx.Limits(max_connections=100, max_keepalive_connections=100, keepal
 TIMEOUT = httpx.Timeout(None, connect=5.0)
 
 
-@dataclass(eq=False)
-class SharedClient:
-    """A client and how many requests use it."""
-
-    http: httpx.AsyncClient
-    requests: int = 0
-
-
-_loops: dict[int, asyncio.AbstractEventLoop] = {}
-_clients: dict[tuple[int, str], SharedClient] = {}
+def start(work: Coroutine[Any, Any, Result]) -> Future[Result]:
+    """Run a coroutine in the connections' event loop."""
+    return asyncio.run_coroutine_threadsafe(work, _loop(os.getpid()))
 
 
 def run(work: Coroutine[Any, Any, Result]) -> Result:
     """Run a coroutine in the connections' event loop and wait for its result."""
-    future = _start(work)
+    future = start(work)
     try:
         return future.result()
     finally:
@@ -50,56 +40,25 @@ def run(work: Coroutine[Any, Any, Result]) -> Result:
         future.cancel()
 
 
-async def arun(work: Coroutine[Any, Any, Result]) -> Result:
-    """As `run`, without blocking the event loop of the caller. Cancelling it cancels the work."""
-    return await asyncio.wrap_future(_start(work))
+@lru_cache
+def _loop(process: int) -> asyncio.AbstractEventLoop:
+    """The loop of a process. Threads that begin at once may make several; each has its client."""
+    loop = asyncio.new_event_loop()
+    threading.Thread(target=loop.run_forever, name="rsrank-http", daemon=True).start()
+    return loop
 
 
-def _start(work: Coroutine[Any, Any, Result]) -> Future[Result]:
-    loop = _loops.get(os.getpid())
-    if loop is None:
-        new = asyncio.new_event_loop()
-        # Another thread may have stored a loop since the look-up.
-        loop = _loops.setdefault(os.getpid(), new)
-        if loop is new:
-            threading.Thread(target=new.run_forever, name="rsrank-http", daemon=True).start()
-        else:
-            new.close()
-    return asyncio.run_coroutine_threadsafe(work, loop)
-
-
-@asynccontextmanager
-async def client(address: str) -> AsyncIterator[httpx.AsyncClient]:
-    """The client of an address, open until the block ends. For use in the connections' loop.
+@lru_cache
+def client(loop: asyncio.AbstractEventLoop) -> httpx.AsyncClient:
+    """The client of a loop.
 
     Raises:
         InputError: The environment's proxy or certificate settings cannot be used.
     """
-    key = (os.getpid(), address)
-    if key not in _clients:
-        try:
-            _clients[key] = SharedClient(httpx.AsyncClient(limits=LIMITS, timeout=TIMEOUT))
-        except (ImportError, ValueError, OSError, httpx.InvalidURL) as error:
-            raise InputError(
-                "The environment's proxy or certificate settings (ALL_PROXY, NO_PROXY, "
-                f"SSL_CERT_FILE, ...) cannot be used: {error}"
-            ) from error
-    shared = _clients[key]
-    shared.requests += 1
     try:
-        yield shared.http
-    finally:
-        shared.requests -= 1
-        if not shared.requests and _clients.get(key) is not shared:
-            await shared.http.aclose()
-
-
-async def _close(address: str) -> None:
-    shared = _clients.pop((os.getpid(), address), None)
-    if shared is not None and not shared.requests:
-        await shared.http.aclose()
-
-
-def close(address: str) -> None:
-    """Close the connections of an address after the requests in progress, from any thread."""
-    run(_close(address))
+        return httpx.AsyncClient(limits=LIMITS, timeout=TIMEOUT)
+    except (ImportError, ValueError, OSError, httpx.InvalidURL) as error:
+        raise InputError(
+            "The environment's proxy or certificate settings (ALL_PROXY, NO_PROXY, "
+            f"SSL_CERT_FILE, ...) cannot be used: {error}"
+        ) from error

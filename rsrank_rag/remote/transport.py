@@ -36,11 +36,7 @@ TRANSIENT = (429, 502, 503)
 # Seconds. The random part keeps clients that failed together from coming back together.
 PAUSE = wait_exponential(multiplier=0.25, max=8.0) + wait_random(0, 0.25)
 
-HEADERS = {
-    "Content-Type": "application/json",
-    "Accept": "application/json",
-    "User-Agent": "rsrank-rag",
-}
+HEADERS = {"Content-Type": "application/json", "User-Agent": "rsrank-rag"}
 
 
 class ApiKey(SecretStr):
@@ -72,7 +68,7 @@ class Transport:
     async def send(self, method: str, path: str, body: bytes | None = None) -> bytes:
         """The body of the answer; raises as `RemoteReranker` says."""
         retrying = AsyncRetrying(
-            retry=retry_if_exception(_is_transient),
+            retry=retry_if_exception(lambda error: getattr(error, "transient", False)),
             stop=stop_after_attempt(self.max_retries + 1) | stop_before_delay(self.timeout),
             wait=_pause,
             before_sleep=before_sleep_log(logger, logging.INFO),
@@ -89,87 +85,62 @@ class Transport:
         return content
 
     async def _send_once(self, method: str, path: str, body: bytes | None) -> bytes:
+        client = connections.client(asyncio.get_running_loop())
         url = self.base_url + path
-        options: dict[str, Any] = {"content": body, "headers": HEADERS, "auth": self._authorize}
         try:
-            async with connections.client(self.base_url) as client:
-                response = await client.request(method, url, **options)
-        except httpx.TransportError as error:
+            response = await client.request(
+                method, url, content=body, headers=HEADERS, auth=self._authorize
+            )
+        except httpx.RequestError as error:
             raise RemoteError(
                 f"{self.base_url} could not be reached ({error!r}). "
                 "Is the service running, and base_url right?",
-                transient=not isinstance(error, httpx.LocalProtocolError),
+                transient=isinstance(error, httpx.TransportError),
             ) from error
-        except httpx.RequestError as error:
-            raise RemoteError(
-                f"The answer of {self.base_url} cannot be read ({error!r})."
-            ) from error
-        if not response.is_success:
-            raise self._error(response, path)
-        return response.content
+        if response.is_success:
+            return response.content
+        raise self._error(response, path)
 
     def _authorize(self, request: httpx.Request) -> httpx.Request:
         """Add the key, at the last moment, so that no variable of a traceback holds its text."""
-        key = self._key()
+        variable = os.environ.get(KEY_VARIABLE, "").strip(" ,").partition(",")[0]
+        key = self.api_key or usable_key(SecretStr(variable), KEY_VARIABLE)
         if key is not None:
             request.headers["Authorization"] = f"Bearer {key.get_secret_value()}"
         return request
-
-    def _key(self) -> SecretStr | None:
-        if self.api_key is not None:
-            return self.api_key
-        for key in os.environ.get(KEY_VARIABLE, "").split(","):
-            if key.strip():
-                return usable_key(SecretStr(key), KEY_VARIABLE)
-        return None
 
     def _error(self, response: httpx.Response, path: str) -> RSRankError:
         """The error of an answer that is not a success."""
         status = response.status_code
         body = ErrorBody.parse(response.content)
-        message = body.text
-        if status in TRANSIENT or status == 408 or status >= 500:
+        if response.is_redirect:
             return RemoteError(
-                f"{self.base_url} answered {status}{message}",
+                f"{self.base_url} redirects to {response.headers['Location']} ({status}), where "
+                "nothing was sent. If the service is there, give that address as base_url.",
+                status,
+            )
+        if status == 408 or status >= 500 or status in TRANSIENT:
+            seconds = response.headers.get("Retry-After", "")
+            return RemoteError(
+                f"{self.base_url} answered {status}{body.text}",
                 status,
                 status in TRANSIENT,
-                _seconds(response.headers.get("Retry-After", "")),
-            )
-        if status < 400:
-            location = response.headers.get("Location", "another address")
-            return RemoteError(
-                f"{self.base_url} redirects to {location} ({status}), where nothing was sent. "
-                "If the service is there, give that address as base_url.",
-                status,
-            )
-        if status in (401, 403):
-            return InputError(f"{self.base_url} refused {self._credentials()} ({status}){message}")
-        if status in (404, 405):
-            return InputError(
-                f"{self.base_url} has no {path} ({status}){message} "
-                "Is it the address of an rsrank service?"
+                float(seconds) if seconds.isdecimal() else 0.0,
             )
         if status == 422 and body.documents:
             return ScoringError(body.documents[0].message, body.documents[0].index)
-        return InputError(f"{self.base_url} refused the request ({status}){message}")
-
-    def _credentials(self) -> str:
-        if self.api_key is not None:
-            return "the key in api_key"
-        if self._key() is not None:
-            return f"the key in {KEY_VARIABLE}"
-        return f"a request without a key; give api_key or set {KEY_VARIABLE}"
-
-
-def _is_transient(error: BaseException) -> bool:
-    return isinstance(error, RemoteError) and error.transient
+        problem = f"{self.base_url} refused the request ({status}){body.text}"
+        if status in (401, 403):
+            problem += f" Check the key in api_key or {KEY_VARIABLE}."
+        if status in (404, 405):
+            problem += f" There is no {path}. Is it the address of an rsrank service?"
+        return InputError(problem)
 
 
 def _pause(state: RetryCallState) -> float:
     """Seconds before the next try: the service's Retry-After, and `PAUSE` in addition."""
-    error = state.outcome.exception() if state.outcome else None
-    requested = error.retry_after if isinstance(error, RemoteError) else None
-    return PAUSE(state) + (requested or 0.0)
+    error: Any = state.outcome and state.outcome.exception()
+    return PAUSE(state) + float(error.retry_after)
 
 
 def usable_key(key: SecretStr | None, source: str = "api_key") -> ApiKey | None:
@@ -201,22 +172,12 @@ def service_address(base_url: str) -> str:
         url = httpx.URL(base_url.strip())
         # The resolver would encode the host in the same way, only later.
         url.host.encode("idna")
+        is_plain = not (url.userinfo or url.query or url.fragment)
     except (httpx.InvalidURL, UnicodeError, AttributeError):
-        raise InputError("base_url must be an address such as http://localhost:8080.") from None
-    if url.userinfo or url.query or url.fragment:
+        is_plain = False
+    if not is_plain or url.scheme not in ("http", "https") or not url.host:
         raise InputError(
-            "base_url must hold no user, password, query or fragment. A key belongs into api_key."
-        )
-    if url.scheme not in ("http", "https") or not url.host:
-        raise InputError(
-            f"base_url must begin with http:// or https:// and a host, got {base_url!r}."
+            "base_url must be an address such as http://localhost:8080, without user, password, "
+            "query or fragment. A key belongs into api_key."
         )
     return re.sub(r"(/v1(/rerank)?)?/*$", "", str(url).rstrip("/"))
-
-
-def _seconds(retry_after: str) -> float | None:
-    """The seconds of a Retry-After header; None if it is missing or a date."""
-    try:
-        return max(0.0, float(retry_after))
-    except ValueError:
-        return None

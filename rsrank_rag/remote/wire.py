@@ -4,13 +4,12 @@ import json
 import math
 from collections.abc import Sequence
 from dataclasses import asdict, replace
-from typing import Any, TypeVar
+from typing import Any
 
 from pydantic import BaseModel, Field, ValidationError
 from typing_extensions import Self
 
 from ..errors import InputError, RemoteError, ScoringError
-from ..method.template import clean
 from ..passages.parts import WHOLE, Excerpt, Reading, Window, encodable
 from ..reranker import LongQueries, Scored
 
@@ -23,9 +22,9 @@ class _Row(BaseModel, strict=True):
     excerpts: list[Excerpt] | None = None
 
 
-class _DocumentError(BaseModel, strict=True):
+class _DocumentError(BaseModel):
     index: int
-    message: str = ""
+    message: str
 
 
 class Answer(BaseModel, strict=True):
@@ -34,22 +33,13 @@ class Answer(BaseModel, strict=True):
     model: str
     results: list[_Row]
     threshold: float | None = Field(allow_inf_nan=False)
-    errors: list[_DocumentError] | None = None
     query_truncated: bool = False
-
-
-class Info(BaseModel, strict=True):
-    """Answer of ``/info``."""
-
-    model: str = Field(validation_alias="model_id")
-    threshold: float | None = Field(allow_inf_nan=False)
 
 
 class ErrorBody(BaseModel):
     """Body of an error. A proxy's page gives one without fields."""
 
     message: str = ""
-    detail: Any = None
     documents: list[_DocumentError] = []
 
     @classmethod
@@ -63,16 +53,9 @@ class ErrorBody(BaseModel):
     @property
     def text(self) -> str:
         """The service's words, to be put after a status: ``": Busy."``, or ``"."``."""
-        text = self.message
-        # FastAPI's own errors have a text here, or a list that repeats the request's texts.
-        if not text and isinstance(self.detail, str):
-            text = self.detail
-        if not text:
+        if not self.message:
             return "."
-        return f": {_one_line(text).rstrip('.')}."
-
-
-Body = TypeVar("Body", Answer, Info)
+        return f": {' '.join(self.message.split())[:500].rstrip('.')}."
 
 
 def request_body(
@@ -94,31 +77,29 @@ def request_body(
         if not isinstance(text, str):
             raise InputError(f"Document {index} must be a string, got {type(text).__name__}.")
     # These are sent because the service may have other defaults. Documents are dropped here.
-    body: dict[str, Any] = {"partial": True, "threshold": None, "normalize": False}
-    body["query"] = clean(query)
+    body: dict[str, Any] = {"partial": False, "threshold": None, "normalize": False}
+    # The places of windows and sentences count characters, so the length of a text stays.
+    body["query"] = encodable(query)
+    body["documents"] = [encodable(text) for text in documents]
     if long_queries != "cut":
         body["long_queries"] = long_queries
     if model is not None:
         body["model"] = model
     if instruction is not None:
-        body["instruction"] = clean(instruction)
-    if reading == WHOLE:
-        body["documents"] = [clean(text) for text in documents]
-    else:
-        # The places of windows and sentences count characters, so the length must stay.
-        body["documents"] = [encodable(text) for text in documents]
+        body["instruction"] = encodable(instruction)
+    if reading != WHOLE:
         body |= asdict(replace(reading, context=0))
     return json.dumps(body, ensure_ascii=False).encode()
 
 
-def parsed(kind: type[Body], body: bytes, address: str, model: str | None) -> Body:
+def parsed(body: bytes, address: str, model: str | None) -> Answer:
     """A validated answer.
 
     Raises:
         RemoteError: It is not that of an rsrank service, or another model answered.
     """
     try:
-        answer = kind.model_validate_json(body)
+        answer = Answer.model_validate_json(body)
     except ValidationError as error:
         problem = error.errors(include_url=False, include_context=False, include_input=False)[0]
         place = ".".join(map(str, problem["loc"])) or "the answer"
@@ -134,38 +115,26 @@ def parsed(kind: type[Body], body: bytes, address: str, model: str | None) -> Bo
     return answer
 
 
-def scores_of(
-    answer: Answer, documents: Sequence[str], address: str, reading: Reading
-) -> list[Scored]:
+def scores_of(answer: Answer, documents: Sequence[str], address: str) -> list[Scored]:
     """Scores in the order of the documents; the rows of an answer may have any order.
 
     Raises:
         ScoringError: A document has no finite score.
-        RemoteError: There is not exactly one row or one error for each document.
+        RemoteError: There is not exactly one row for each document.
     """
-    errors = sorted(answer.errors or [], key=lambda error: error.index)
     rows = sorted(answer.results, key=lambda row: row.index)
-    indices = sorted([row.index for row in rows] + [error.index for error in errors])
-    if indices != list(range(len(documents))):
+    if [row.index for row in rows] != list(range(len(documents))):
         raise RemoteError(
             f"{address} got {len(documents)} documents, and its answer does not give exactly one "
-            "score or error for each of them, so that none of it can be trusted."
+            "score for each of them, so that none of it can be trusted."
         )
-    if errors:
-        first = errors[0]
-        raise ScoringError(_one_line(first.message), first.index)
-    return [_scored(row, documents[row.index], address, reading) for row in rows]
+    return [_scored(row, documents[row.index], address) for row in rows]
 
 
-def _scored(row: _Row, document: str, address: str, reading: Reading) -> Scored:
+def _scored(row: _Row, document: str, address: str) -> Scored:
     if row.relevance_score is None or not math.isfinite(row.relevance_score):
         raise ScoringError(
             f"scored {row.relevance_score} at {address}, which is not finite.", row.index
-        )
-    if reading != WHOLE and row.excerpts is None and row.window is None:
-        raise RemoteError(
-            f"{address} does not read documents in parts. Its version is older than this one: "
-            "update the service."
         )
     sentences = []
     for excerpt in row.excerpts or ():
@@ -175,7 +144,3 @@ def _scored(row: _Row, document: str, address: str, reading: Reading) -> Scored:
     if window is not None and window.count == 1:
         window = None
     return Scored(row.relevance_score, row.truncated, 0, window, tuple(sentences))
-
-
-def _one_line(text: str) -> str:
-    return " ".join(text.split())[:500]

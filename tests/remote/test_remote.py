@@ -175,8 +175,8 @@ async def test_all_scores_are_asked_for_raw_whatever_the_services_settings(
     assert service.seen == [
         {
             "query": QUERY,
-            "documents": ["a😀", "b\ufffd"],
-            "partial": True,
+            "documents": ["a\ufffd\ufffd", "b\ufffd"],
+            "partial": False,
             "threshold": None,
             "normalize": False,
         }
@@ -272,13 +272,11 @@ async def test_the_key_is_sent_and_a_wrong_or_missing_one_is_explained(
 
     assert len((await rank(keyed(SECRET + "\n"), asynchronous)).kept) > 0
     assert service.headers[-1]["authorization"] == f"Bearer {SECRET}"
-    name = "api_key" if source == "argument" else "RSRANK_API_KEY"
-    with pytest.raises(InputError, match=rf"refused the key in {name} \(401\): {MISSING}$"):
+    refused = rf"refused the request \(401\): {MISSING} Check the key in api_key or RSRANK_API_KEY"
+    with pytest.raises(InputError, match=refused):
         await rank(keyed("wrong"), asynchronous)
     monkeypatch.delenv("RSRANK_API_KEY", raising=False)
-    with pytest.raises(
-        InputError, match="a request without a key; give api_key or set RSRANK_API_KEY"
-    ):
+    with pytest.raises(InputError, match=refused):
         await rank(RemoteReranker(address), asynchronous)
     assert len(service.headers) == 3  # nothing is tried again
 
@@ -364,7 +362,7 @@ async def test_after_the_last_try_the_services_own_words_are_the_error(
     assert (caught.value.status, caught.value.transient, caught.value.retry_after) == (
         429,
         True,
-        0.0,
+        0,
     )
     again = pickle.loads(pickle.dumps(caught.value))
     assert (str(again), vars(again)) == (str(caught.value), vars(caught.value))
@@ -373,10 +371,10 @@ async def test_after_the_last_try_the_services_own_words_are_the_error(
 
 @both_ways
 async def test_the_wait_that_the_service_asks_for_is_kept(service, address, asynchronous, hurried):
-    service.script += [(503, {}, {"Retry-After": "0.3"})]
+    service.script += [(503, {}, {"Retry-After": "1"})]
     started = time.monotonic()
     await rank(RemoteReranker(address), asynchronous)
-    assert time.monotonic() - started > 0.29
+    assert time.monotonic() - started > 0.99
 
 
 @both_ways
@@ -430,13 +428,17 @@ async def test_other_failures_of_the_service_are_not_tried_again(
             {"message": "The body is not JSON."},
             r"refused the request \(400\): The body is not JSON\.$",
         ),
-        (404, b"<html>", r"has no /v1/rerank \(404\)\. Is it the address of an rsrank service\?"),
+        (
+            404,
+            b"<html>",
+            r"\(404\)\. There is no /v1/rerank\. Is it the address of an rsrank service\?",
+        ),
         (
             413,
             {"message": "1,001 documents; a request may have 1,000."},
             r"\(413\): 1,001 documents;",
         ),
-        (422, {"detail": "The query has no tokens"}, r"\(422\): The query has no tokens\.$"),
+        (422, {"message": "The query has no tokens"}, r"\(422\): The query has no tokens\.$"),
         (422, {"detail": [{"input": "1932"}]}, r"refused the request \(422\)\.$"),
         (418, b"[" * 100_000, r"refused the request \(418\)\.$"),
     ],
@@ -485,7 +487,7 @@ async def test_a_lost_connection_is_tried_again(asynchronous, cut, hurried):
         )
         assert len(heard) == 2
     with talking(*[cut] * 2) as (elsewhere, heard):
-        with pytest.raises(RemoteError, match=r"could not be reached \(") as caught:
+        with pytest.raises(RemoteError, match=r"could not be reached") as caught:
             await rank(RemoteReranker(elsewhere, max_retries=1), asynchronous)
         assert caught.value.transient
         assert len(heard) == 2
@@ -517,7 +519,7 @@ def with_first(**fields):
 @pytest.mark.parametrize(
     ("break_it", "message"),
     [
-        (with_rows(lambda rows: rows[1:]), "not give exactly one score or error for each"),
+        (with_rows(lambda rows: rows[1:]), "not give exactly one score for each"),
         (with_rows(lambda rows: [*rows, rows[0]]), "not give exactly one"),
         (with_rows(lambda rows: [*rows[1:], rows[1]]), "not give exactly one"),
         (with_first(index=5), "not give exactly one"),
@@ -531,10 +533,6 @@ def with_first(**fields):
         (lambda answer: b"{'results'", "Invalid JSON"),
         (lambda answer: b"", "did not answer as"),
         (lambda answer: [answer], "did not answer as"),
-        (
-            lambda answer: {**answer, "errors": [{"index": 0, "message": "scored nan."}]},
-            "not give exactly one",
-        ),
     ],
 )
 async def test_an_answer_that_cannot_be_trusted_is_an_error(
@@ -566,23 +564,14 @@ async def test_a_document_without_a_finite_score_is_named(service, address, asyn
 
 @both_ways
 async def test_a_document_that_the_service_could_not_score_is_named(service, address, asynchronous):
-    def spoil(answer):
-        rows = [row for row in answer["results"] if row["index"] not in (1, 3)]
-        errors = [{"index": 3, "message": "scored inf."}, {"index": 1, "message": "scored nan."}]
-        return {**answer, "results": rows, "errors": errors}
-
     refused = {
         "message": "Document 1 scored nan.",
         "documents": [{"index": 1, "message": "scored nan."}],
     }
-    service.script += [spoil, (422, refused)]
-    for message in (
-        r"^Document 1 scored nan\.$",
-        r"^Document 1 scored nan\.$",
-    ):
-        with pytest.raises(ScoringError, match=message) as caught:
-            await rank(RemoteReranker(address), asynchronous)
-        assert caught.value.index == 1
+    service.script += [(422, refused)]
+    with pytest.raises(ScoringError, match=r"^Document 1 scored nan\.$") as caught:
+        await rank(RemoteReranker(address), asynchronous)
+    assert caught.value.index == 1
 
 
 # Ready or not
@@ -596,7 +585,7 @@ def test_warming_up_asks_whether_the_service_is_ready_and_takes_the_key(service,
     service.script += [(503, {"message": "The model is being loaded."})]
     reranker.warm_up()
     assert reranker.threshold == 2.0
-    with pytest.raises(InputError, match="refused the key in api_key"):
+    with pytest.raises(InputError, match="Check the key in api_key"):
         RemoteReranker(address, api_key="wrong").warm_up()
     with pytest.raises(RemoteError, match="holds 'overlap'"):
         RemoteReranker(address, api_key=SECRET, model="large").warm_up()
@@ -652,7 +641,7 @@ async def test_the_services_refusals_are_our_errors(asynchronous, monkeypatch):
         keyed.warm_up()
         assert keyed.threshold == 1.0
         with pytest.raises(
-            InputError, match=r"a request without a key.* \(401\): This service needs an API key"
+            InputError, match=r"\(401\): This service needs an API key.* Check the key"
         ):
             await rank(RemoteReranker(address), asynchronous)
         with pytest.raises(InputError, match=r"\(413\): 4 documents; a request may have 3\."):
@@ -674,7 +663,7 @@ async def test_the_services_refusals_are_our_errors(asynchronous, monkeypatch):
             await rank(keyed, asynchronous, "q", ["no number"])
         assert "no number" not in str(caught.value)
         with pytest.raises(
-            InputError, match=r"/elsewhere has no /v1/rerank \(404\): Not Found\. Is it the address"
+            InputError, match=r"\(404\): Not Found\. There is no /v1/rerank\. Is it the address"
         ):
             await rank(
                 RemoteReranker(address + "/elsewhere", api_key=SECRET), asynchronous, "q", ["1"]
@@ -799,10 +788,10 @@ async def test_the_event_loop_stays_free_while_a_service_thinks_and_between_two_
 @pytest.fixture
 def lasting(address, monkeypatch):
     """Connections that do not grow old while a busy machine does something else."""
-    connections.close(address)
+    connections.client.cache_clear()
     monkeypatch.setattr(connections, "LIMITS", httpx.Limits(keepalive_expiry=None))
     yield
-    connections.close(address)
+    connections.client.cache_clear()
 
 
 def test_connections_are_used_again_by_all_who_talk_to_an_address(service, address, lasting):
@@ -852,34 +841,9 @@ def test_one_reranker_serves_threads_and_loops_at_once(service, address):
     assert found == [expected] * 20
 
 
-async def test_closing_lets_calls_in_progress_finish_and_the_next_opens_anew(service, address):
-    connections.close(address)
-    reranker = RemoteReranker(address)
-    await reranker.arank(QUERY, DOCUMENTS)
-    client = connections._clients[os.getpid(), address].http
-    service.script += [0.3, 0.3]
-    calls = [asyncio.create_task(rank(reranker, asynchronous)) for asynchronous in (False, True)]
-    await until(lambda: service.running == 2)
-    reranker.close()
-    assert not client.is_closed
-    assert await asyncio.gather(*calls) == [Overlap().rank(QUERY, DOCUMENTS)] * 2
-    await until(lambda: client.is_closed)
-    assert await reranker.arank(QUERY, DOCUMENTS) == Overlap().rank(QUERY, DOCUMENTS)
-
-
-def test_idle_connections_are_closed_at_once(address):
-    reranker = RemoteReranker(address)
-    reranker.rank(QUERY, DOCUMENTS)
-    client = connections._clients[os.getpid(), address].http
-    assert not client.is_closed
-    reranker.close()
-    assert client.is_closed
-
-
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 def test_a_forked_process_opens_its_own_connections(service, address):
-    connections.close(address)
     reranker = RemoteReranker(address)
     expected = reranker.rank(QUERY, DOCUMENTS)
     before = set(service.peers)
@@ -915,7 +879,8 @@ def test_settings_of_the_environment_that_cannot_be_used_are_named(variables, mo
         monkeypatch.setenv(name, value)
     if importlib.util.find_spec("socksio") and "socks5" in str(variables):
         pytest.skip("httpx can use this proxy")
-    connections.close("http://127.0.0.1:9")  # a client that was made before reads them no more
+    # A client that was made before does not read the variables.
+    connections.client.cache_clear()
     with pytest.raises(InputError, match="proxy or certificate settings"):
         RemoteReranker("http://127.0.0.1:9").rank(QUERY, DOCUMENTS)
 
