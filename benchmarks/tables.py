@@ -30,7 +30,7 @@ class Table(NamedTuple):
 
 TABLES = {
     "peers": Table("docs/benchmarks.md", "docs/peers.json", peers.table),
-    "neighbours": Table("docs/benchmarks.md", "docs/neighbours.json", neighbours.table),
+    "neighbours": Table("research/docs/speed.md", "docs/neighbours.json", neighbours.table),
     "sentences": Table("docs/benchmarks.md", "docs/sentences.json", sentences.table),
     "long documents": Table("docs/benchmarks.md", "docs/sentences.json", sentences.long_table),
     "few queries in short": Table(

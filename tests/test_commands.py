@@ -15,6 +15,7 @@ import subprocess
 import sys
 import urllib.request
 from importlib.util import find_spec
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -72,7 +73,7 @@ def runs_from_examples(words):
         return False
     if words[1] == "info":
         return words[2] == "mini"
-    options = dict(zip(words, words[1:], strict=False))
+    options = dict(pairwise(words))
     files = [options.get(name, "examples/") for name in ("--documents", "-d", "--data", "--input")]
     known = options.get("--model", "mini") in ("mini", "bm25")
     return known and all(name.startswith("examples/") for name in files)
@@ -122,7 +123,7 @@ def test_a_command_runs_alone_in_a_new_folder(words, shell):
     done = subprocess.run(arguments(words), capture_output=True, **shell)
     assert done.returncode == 0, done.stderr
     assert "Traceback" not in done.stderr
-    named = [value for name, value in zip(words, words[1:], strict=False) if name == "--output"]
+    named = [value for name, value in pairwise(words) if name == "--output"]
     assert all((shell["cwd"] / path).exists() for path in named)
     assert named or done.stdout
 
@@ -174,10 +175,7 @@ def test_what_pip_is_asked_to_install_is_in_the_clone(words):
 
 @pytest.mark.parametrize("words", [one for one in ALL if one[0] == "python"], ids=joined)
 def test_a_script_that_a_page_runs_exists_with_its_options(words):
-    if words[1] == "-m":
-        file = Path(find_spec(words[2]).origin)
-    else:
-        file = ROOT / words[1]
+    file = Path(find_spec(words[2]).origin) if words[1] == "-m" else ROOT / words[1]
     text = file.read_text("utf-8")
     options = [word for word in words[2:] if word.startswith("--")]
     assert [option for option in options if f'"{option}"' not in text] == []

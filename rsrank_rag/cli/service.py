@@ -150,7 +150,7 @@ def serve(
         raise InputError(
             f"--for {program} is not known.{nearest(program, APPS)} Choose of: {', '.join(APPS)}."
         )
-    for_program = APPS.get(program, {"drop": False})
+    for_program = APPS.get(program, {"drop": False, "enter": []})
     source = ModelSource(model, revision, load, prefix_cache=prefix_choice(prefix_cache, prefixes))
     from ..service.app import Settings
     from ..service.engine import Canary
@@ -187,7 +187,7 @@ def serve(
 
         limits = Limits(max_connections, notice=notice)
         level = log_level.upper()
-        enter = "\n{program}: {enter}".format(**for_program) if program else ""
+        enter = "".join(f"\n  {line}" for line in for_program["enter"])
         run(build(), settings, limits, host=host, port=port, log_level=level, enter=enter)
         return
     from ..service.ray import Replicas, cluster

@@ -187,7 +187,8 @@ class _Service:
                 path, endpoint, methods=["POST"], response_model=model, responses=wrong
             )
         listed = described(401, 503)
-        closed.add_api_route("/v1/models", self.models, responses=listed)
+        for path in ("/v1/models", "/providers/cohere/v2/models"):
+            closed.add_api_route(path, self.models, responses=listed)
         closed.add_api_route(
             "/v1/models/{name:path}", self.model, responses=described(401, 404, 503)
         )

@@ -165,7 +165,9 @@ class RequestMiddleware:
             await self.app(scope, receive, send)
             return
         headers = Headers(scope=scope)
-        key = self._keys.find(headers.get("authorization", ""))
+        # Clients of Azure send the key by itself.
+        azure = f"Bearer {headers.get('api-key', '')}"
+        key = self._keys.find(headers.get("authorization", azure))
         request_id = headers.get("x-request-id", "")
         if not _REQUEST_ID.fullmatch(request_id):
             request_id = uuid.uuid4().hex

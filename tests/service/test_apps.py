@@ -4,7 +4,8 @@
 was read, and the request. `reads` says where the rows are, and the names of index and score in a
 row. `zips`: the program sorts the rows by index and pairs them with its own documents. `missing`:
 the score it gives to a document without a row. `only`: it refuses a row with another field. `also`:
-other fields that it reads. `checks`: what it asks before its first request.
+other fields that it reads. `checks`: what it asks before its first request. `apps_settings.json`
+says where the names of the settings in `rsrank_rag/service/apps.json` were looked up.
 """
 
 import asyncio
@@ -29,6 +30,8 @@ from rsrank_rag.service.server import Limits, Server
 
 ROOT = Path(__file__).parents[2]
 REQUESTS = json.loads(Path(__file__).with_name("apps.json").read_text("utf-8"))
+SETTINGS = json.loads(Path(__file__).with_name("apps_settings.json").read_text("utf-8"))
+SEND_NO_KEY = {"ragflow-HuggingFace", "weaviate-reranker-transformers"}
 RAW = [1.0, -4.0, 3.0, 2.0]
 ABOVE_THRESHOLD = {2, 3}
 
@@ -131,6 +134,21 @@ async def test_a_program_that_asks_for_all_documents_loses_none_to_a_service_tha
     assert as_the_program_reads(request_, answer.text) == RAW
 
 
+@pytest.mark.parametrize("request_", REQUESTS, ids=names)
+async def test_a_program_opens_a_closed_service_with_the_key_that_it_sends(request_):
+    async with client_of(scheduler(Counting()), api_keys=["KEY"]) as http:
+        for path in request_.get("checks", {}):
+            answer = await http.get(path, headers=request_["headers"])
+            assert answer.status_code == 200
+        answer = await http.post(
+            request_["path"], headers=request_["headers"], json=request_["body"]
+        )
+        wrong = {name: value.replace("KEY", "NO") for name, value in request_["headers"].items()}
+        refused = await http.post(request_["path"], headers=wrong, json=request_["body"])
+    assert answer.status_code == (401 if names(request_) in SEND_NO_KEY else 200)
+    assert refused.status_code == 401
+
+
 async def test_litellms_truncate_false_does_not_refuse_long_documents():
     request = next(one for one in REQUESTS if names(one) == "litellm-huggingface")
     body = {**request["body"], "texts": ["1 " + "word " * 20]}
@@ -157,7 +175,7 @@ def test_serve_for_a_program_sets_what_it_needs_and_says_what_to_enter(name, mon
     monkeypatch.setattr(cli_service, "run", run)
     assert CliRunner().invoke(app, ["serve", "--model", "bm25", "--for", name]).exit_code == 0
     assert (asked["settings"].normalize, asked["settings"].drop) == (True, APPS[name]["drop"])
-    assert asked["enter"] == f"\n{APPS[name]['program']}: {APPS[name]['enter']}"
+    assert asked["enter"].split("\n  ") == ["", *APPS[name]["enter"]]
 
 
 def test_what_to_enter_is_printed_with_the_services_address(monkeypatch, capsys):
@@ -182,22 +200,32 @@ def test_serve_for_an_unknown_program_names_the_known_ones():
     assert (done.exit_code, "Did you mean 'open-webui'? Choose of" in done.stderr) == (2, True)
 
 
-def table():
-    """The rows of docs/apps.md."""
-    rows = []
+def sections():
+    """The programs' sections of docs/apps.md."""
+    url = "http://localhost:8080"
+    parts = []
     for name, program in APPS.items():
         tested = {}
         for one in REQUESTS:
             if one["app"] == name:
                 tested.setdefault(one["version"], []).append(one["provider"])
-        sources = "; ".join(f"{', '.join(names)} `{commit}`" for commit, names in tested.items())
-        url = "http://localhost:8080"
-        enter = program["enter"].replace("{url}", url)
-        rows.append(f"| {program['program']} | `{name}` | {enter} | {sources} |")
-    return "\n".join(rows)
+        requests = "; ".join(f"{', '.join(names)} `{commit}`" for commit, names in tested.items())
+        lines = [f"## {program['program']}", "", f"    rsrank serve --for {name}", ""]
+        lines += [f"- {line}".replace("{url}", url) for line in program["enter"]]
+        lines += ["", f"Requests: {requests}. Settings: {SETTINGS[name]}.", ""]
+        parts += lines
+    return "\n".join(parts)
 
 
 def test_every_program_of_the_docs_is_tested_and_the_docs_hold_every_program():
-    assert {one["app"] for one in REQUESTS} == set(APPS)
+    assert {one["app"] for one in REQUESTS} == set(APPS) == set(SETTINGS)
     page = (ROOT / "docs" / "apps.md").read_text("utf-8")
-    assert table() in page, f"docs/apps.md must hold:\n{table()}"
+    assert sections() in page, f"docs/apps.md must hold:\n{sections()}"
+
+
+def test_the_address_that_a_program_is_given_leads_to_the_path_that_is_tested():
+    for name, program in APPS.items():
+        lines = " ".join(program["enter"])
+        paths = {one["path"] for one in REQUESTS if one["app"] == name}
+        full = set(re.findall(r"\{url\}(/[\w/]*rerank)", lines))
+        assert full <= paths, name
