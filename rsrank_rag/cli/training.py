@@ -1,4 +1,4 @@
-"""The ``rsrank`` commands that make artifacts: train, tune, push."""
+"""The ``rsrank`` commands that make artifacts: train, tune."""
 
 from __future__ import annotations
 
@@ -46,8 +46,8 @@ def train(
 
     Fine-tuning an artifact (the recipe mini, or `--base`) ends with a verdict: the artifact's
     weights against fine-tuned ones, on queries left out of training. Where fine-tuning loses
-    nDCG@5, precision, recall, F1 or answers beyond chance, or where fewer than 100 queries cannot rule
-    out such a loss, the artifact's own weights are written.
+    nDCG@5, precision, recall, F1 or answers beyond chance, or where fewer than 100 queries cannot
+    rule out such a loss, the artifact's own weights are written.
 
     Features too large? `--set features.max_tokens=8` keeps 8 tokens of each query,
     `--set features.max_documents=10` ten documents.
@@ -142,35 +142,3 @@ def show_verdict(verdict: Verdict, names: tuple[str, str], *, judged: bool = Tru
     screen.print(table)
     changes = f"changes beyond chance: {verdict.changes or 'none'}"
     screen.print(f"verdict: {verdict}" if judged else changes, soft_wrap=True)
-
-
-@command(app)
-def push(
-    artifact: Annotated[Path, typer.Argument(help="Folder of an artifact.")],
-    repo_id: Annotated[
-        str, typer.Argument(help="owner/name on the Hub; made if it does not exist.")
-    ],
-    private: Annotated[bool, Option("--private", help="Make a new repository private.")] = False,
-    revision: Annotated[str | None, Option(help="Branch; made if it does not exist.")] = None,
-) -> None:
-    """Publish an artifact with its model card on the Hugging Face Hub (first: `hf auth login`).
-
-    `rsrank info runs/mine/artifact` shows the model card.
-
-    `rsrank push runs/mine/artifact me/my-reranker`
-    """
-    from ..artifact import hub
-
-    if not artifact.is_dir():
-        raise InputError(
-            f"{artifact} is no folder. Give the artifact folder that rsrank train made."
-        )
-    config = hub.read_config(artifact)
-    hub.read_projection(artifact, config)
-    hub.check_shareable(config, include_backbone=False)
-    if not hub.is_hub_id(repo_id):
-        raise InputError(f"{repo_id!r} cannot be a repository on the Hub. Give owner/name.")
-    message = "Upload RSRank projection"
-    screen.print(
-        hub.push(artifact, repo_id, private=private, revision=revision, token=None, message=message)
-    )

@@ -206,7 +206,7 @@ class TrainingRun:
         }
 
     def _fine_tuned(self, features: Sequence[QueryFeatures]) -> Result:
-        """Fine-tuned weights, or the base's where fine-tuning gains nothing or may lose something."""
+        """Fine-tuned weights, or the base's if fine-tuning gains nothing or may lose something."""
         recipe = self.recipe
         config = hub.read_config(hub.resolve(str(recipe.base)))
         base = hub.read_projection(hub.resolve(str(recipe.base)), config)

@@ -75,7 +75,7 @@ class Verdict(Record):
 
     @property
     def problem(self) -> str | None:
-        """Why the second selection should not replace the first; None if nothing speaks against it."""
+        """Why the second selection should not replace the first; None without a reason."""
         if self.losses:
             return f"fine-tuned weights are {self} on {self.queries} queries held out"
         if not self.doubts:

@@ -366,8 +366,6 @@ def test_limit_takes_the_first_queries(labelled):
         (["score", "-i", "BINARY", "-o", "NEW"], 2, "there is no .jsonl"),
         (["score", "-i", "PAIRS", "-o", "EMPTY"], 1, "File exists"),
         (["score", "-i", "PAIRS", "-o", "EMPTY/out"], 1, "Not a directory"),
-        (["push", "ARTIFACT", "me/name"], 1, "which nobody else could load"),
-        (["push", "BINARY", "me/name"], 2, "is no folder"),
     ],
 )
 def test_a_mistake_gives_one_clear_line_and_an_exit_code(

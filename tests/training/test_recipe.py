@@ -1,13 +1,9 @@
-"""Recipes, and the commands train and push."""
+"""Recipes, and the command train."""
 
 import pytest
-import torch
 from conftest import DOCUMENTS, QUERIES
-from hub_server import WRITER, HubServer, connected
-from safetensors.torch import save_file
 from training_helpers import labelled, run, written
 
-from research.recipe import ResearchRecipe
 from rsrank_rag import RSRank
 from rsrank_rag.errors import InputError
 from rsrank_rag.training.recipe import Recipe, shipped
@@ -156,44 +152,3 @@ def test_the_built_in_model_is_trained_further_and_for_its_encoder_one_from_noth
     ranker = RSRank.from_pretrained(tmp_path / "run" / "artifact", device="cpu", dtype="float32")
     assert ranker.config.backbone.name == ("./backbone" if recipe == "mini" else str(minilm))
     assert len(ranker.score(QUERIES[0], DOCUMENTS)) == len(DOCUMENTS)
-
-
-def test_push_publishes_an_artifact_with_its_card(ranker, tmp_path, monkeypatch):
-    ranker.save_pretrained(tmp_path / "artifact", include_backbone=True)
-    with HubServer() as server, connected(server, tmp_path / "home"):
-        monkeypatch.setenv("HF_TOKEN", WRITER)
-        said = run("push", tmp_path / "artifact", "me/tiny-rsrank", "--private")
-        assert "me/tiny-rsrank" in said
-        loaded = RSRank.from_pretrained(
-            "me/tiny-rsrank", device="cpu", dtype="float32", cache_dir=tmp_path / "cache"
-        )
-    assert loaded.score(QUERIES[0], DOCUMENTS) == pytest.approx(
-        ranker.score(QUERIES[0], DOCUMENTS), abs=1e-4
-    )
-    pushed = server.repositories["me/tiny-rsrank"]
-    card = pushed.commits[pushed.refs["main"]]["README.md"].decode()
-    for text in (
-        'RSRank.from_pretrained("me/tiny-rsrank")',
-        'RSRankCompressor(model="me/tiny-rsrank")',
-        "RSRankPostprocessor",
-    ):
-        assert text in card
-
-
-def test_push_refuses_what_nobody_else_could_load(ranker, tmp_path):
-    ranker.save_pretrained(tmp_path / "artifact")
-    assert "which nobody else could load" in run("push", tmp_path / "artifact", "me/x", code=1)
-    assert "is no folder" in run("push", tmp_path / "nothing", "me/x", code=2)
-    (tmp_path / "artifact" / "projection.safetensors").unlink()
-    save_file({"weight": torch.zeros(1)}, tmp_path / "artifact" / "projection.safetensors")
-    run("push", tmp_path / "artifact", "me/x", code=1)
-
-
-def test_two_evaluation_sets_of_one_name_are_refused_and_not_merged():
-    twice = ['evaluation=[{file = "a/dev.jsonl"}, {file = "b/dev.jsonl"}]']
-    with pytest.raises(InputError, match="two evaluation sets are called 'dev'"):
-        ResearchRecipe.load("qwen3-8b", twice)
-    labelled = ResearchRecipe.load(
-        "qwen3-8b", [twice[0].replace('b/dev.jsonl"', 'b/dev.jsonl", label = "b"')]
-    )
-    assert [part.title for part in labelled.evaluation] == ["dev", "b"]

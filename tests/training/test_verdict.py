@@ -123,9 +123,7 @@ def test_few_queries_must_rule_out_a_loss_and_many_need_not():
 
 def test_few_queries_that_only_gain_raise_no_doubt():
     labels = [True, False]
-    verdict = judge(
-        [ScoredQuery([1.0, 0.5], labels)] * 20, [ScoredQuery([1.0, -0.5], labels)] * 20
-    )
+    verdict = judge([ScoredQuery([1.0, 0.5], labels)] * 20, [ScoredQuery([1.0, -0.5], labels)] * 20)
     assert verdict.outcome == "better"
     assert verdict.problem is None
 
