@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -16,13 +16,13 @@ from typer import Option
 from ..adapters.systems import forms, parse
 from ..adapters.systems import load as load_reranker
 from ..errors import InputError
+from ..evaluation.metrics import apply_rule, plain, ranking_metrics, rules
 from ..language_model.options import LoadOptions, ModelSource
 from .options import AsJson, Revision, command, problems, screen
 
 if TYPE_CHECKING:
     from ..evaluation.comparison import Measured
     from ..evaluation.metrics import ScoredQuery
-    from ..reranker import Reranker
 
 app = typer.Typer()
 
@@ -34,30 +34,24 @@ Systems = Annotated[
         help=f"Built-in name, artifact folder or Hub id; or {forms()}. May be repeated.",
     ),
 ]
-# Columns of the tables by the metric's name. Each table fits into 80 columns.
-KEPT = {
+# Rows of a file's table, by the metric's name.
+ROWS = {
+    "threshold": "threshold in use",
     "queries": "queries",
-    "precision@tau": "precision",
-    "recall@tau": "recall",
-    "f1@tau": "F1",
-    "kept_per_query": "kept a\nquery",
-    "left_with_nothing": "answers\nlost",
-}
-
-EMPTY = {
-    "empty": "empty\nlists",
-    "unanswered": "without\nan answer",
-    "false_keeps": "false\nkeeps",
-    "auroc": "AUROC",
-    "false_accepts@90": "false\naccepts",
-}
-
-RANKED = {
+    "precision@tau": "precision above it",
+    "recall@tau": "recall above it",
+    "f1@tau": "F1 above it",
+    "kept_per_query": "kept a query",
+    "empty": "share of empty lists",
+    "answerable": "queries with an answer",
+    "left_with_nothing": "answers lost",
+    "auroc": "AUROC of the best score",
+    "false_accepts@90": "false accepts",
     "ndcg@5": "nDCG@5",
     "recall@5": "Recall@5",
-    "f1@best": "best F1\nof the set",
-    "tau_best": "at the\nthreshold",
-    "f1@query_best": "best F1 of\neach query",
+    "f1@best": "best F1 of the file",
+    "tau_best": "at the threshold",
+    "f1@query_best": "best F1 of each query",
 }
 
 
@@ -92,31 +86,26 @@ def evaluate(
         Path | None, Option(help="Folder for a page with tables, figures and worst queries.")
     ] = None,
     threshold: Annotated[
-        str, Option(help="For f1@tau: a number, native or shared (see above).")
-    ] = "native",
-    titles: Annotated[bool, Option(help="Put a document's title in front of its text.")] = True,
-    limit: Annotated[int | None, Option(min=1, help="Only the first queries of each file.")] = None,
+        float | None, Option(help="Instead of the system's own (0 for RSRank).")
+    ] = None,
 ) -> None:
     """Measure on labelled passages what a threshold keeps and how a model ranks.
 
     A line holds one query: `{"id", "query", "documents": [{"id", "text", "relevant", "title"?}]}`.
-    The `--threshold` is a number, 'native' for the system's own (0 for RSRank), or 'shared' for the
-    best single one over all files. A system without a native one gets the shared one.
+    A system without a threshold of its own gets the best single one over all files.
 
-    Answers lost: queries with a relevant document of which no relevant one is kept. Empty lists:
-    queries of which nothing is kept. False keeps: documents kept of a query without a relevant one.
-    AUROC: of the best score, lists with against lists without a relevant passage (also lists whose
-    relevant ones were taken out). False accepts: share of the latter at 90% recall of the former.
-    Instead: what other rules would keep, such as the three best, or the first three of the file.
+    Empty lists: queries of which nothing is kept. Answers lost: queries with a relevant document of
+    which no relevant one is kept. AUROC: of lists with against lists without a relevant passage
+    (also lists whose relevant ones were taken out). False accepts: share of the latter at 90%
+    recall of the former. Instead: what other rules would keep, such as the three best, or the first
+    three of the file.
 
     `rsrank evaluate --data examples/labelled.jsonl --json > metrics.json`
 
     `rsrank evaluate --data dev.jsonl.gz --model mini --model bm25 --report report`
     """
-    from ..evaluation.comparison import Measured
     from ..evaluation.datasets import read_sets
-    from ..evaluation.evaluate import score_dataset
-    from ..evaluation.metrics import ranking_metrics
+    from ..evaluation.evaluate import recommend, score_dataset
     from ..evaluation.report import check_report, write_report
 
     # What is missing is an error before the work.
@@ -124,11 +113,9 @@ def evaluate(
     if report is not None:
         check_report(report)
     model = list(dict.fromkeys(model))
-    if threshold not in ("native", "shared"):
-        _number(threshold)
     for name in model:
         parse(name)
-    sets = {name: queries[:limit] for name, queries in read_sets(data).items()}
+    sets = read_sets(data)
     measured = []
     for name in model:
         with problems.status(f"Loading {name} ..."):
@@ -136,59 +123,55 @@ def evaluate(
         scored = {}
         for title, queries in sets.items():
             shown = track(queries, f"{name}, {title}", console=problems, transient=True)
-            scored[title] = score_dataset(system, shown, titles=titles)
-        tau, origin = _threshold(threshold, system, list(scored.values()))
-        measured.append(Measured(name, tau, origin, scored))
-    records = [record for one in measured for record in _records(one)]
+            scored[title] = score_dataset(system, shown)
+        measured.append(_measured(name, system.threshold, threshold, scored))
+    records = [_record(one, title) for one in measured for title in sets]
     if report is not None:
         with problems.status("Writing the report ..."):
-            write_report(report, measured, sets, titles=titles)
+            write_report(report, measured, sets)
         problems.print(f"Report: {report / 'index.html'}", soft_wrap=True)
     if as_json:
         typer.echo(json.dumps(records, ensure_ascii=False, indent=2))
         return
+    for title in sets:
+        screen.print(file_table(title, [one for one in records if one["dataset"] == title]))
     for one in measured:
-        _print_tables(one, [record for record in records if record["model"] == one.name])
+        pooled = [query for queries in one.scored.values() for query in queries]
+        screen.print(rules_table(one.name, pooled, one.threshold))
+        screen.print(recommend(pooled, threshold=one.threshold))
 
 
-def _records(system: Measured) -> Iterator[dict[str, Any]]:
-    from ..evaluation.evaluate import summarise
-
-    for title, queries in system.scored.items():
-        summary = summarise(queries, threshold=system.threshold)
-        yield {"model": system.name, "dataset": title, **summary}
-
-
-def _threshold(
-    choice: str, system: Reranker, sets: Sequence[Sequence[ScoredQuery]]
-) -> tuple[float, str]:
-    """The threshold in use, and where it comes from."""
+def _measured(
+    name: str,
+    native: float | None,
+    threshold: float | None,
+    scored: Mapping[str, Sequence[ScoredQuery]],
+) -> Measured:
+    """A system's scores with the threshold in use, and where that comes from."""
+    from ..evaluation.comparison import Measured
     from ..evaluation.evaluate import shared_threshold
 
-    if choice not in ("native", "shared"):
-        return _number(choice), "given"
-    if choice == "shared":
-        return shared_threshold(sets), "the best over all files"
-    if system.threshold is not None:
-        return system.threshold, "native"
+    if threshold is not None:
+        return Measured(name, threshold, "given", scored)
+    if native is not None:
+        return Measured(name, native, "native", scored)
     origin = "the best over all files; this system has no native threshold"
-    return shared_threshold(sets), origin
+    best = shared_threshold(list(scored.values()))
+    problems.print(f"{name}: threshold {plain(best)} is {origin}.", soft_wrap=True)
+    return Measured(name, best, origin, scored)
 
 
-def _print_tables(system: Measured, records: Sequence[Mapping[str, Any]]) -> None:
-    from ..evaluation.evaluate import recommend
+def _record(system: Measured, title: str) -> dict[str, Any]:
+    from ..evaluation.evaluate import summarise
 
-    rule = f"kept above {cell('tau_best', system.threshold)} ({system.origin})"
-    screen.print(*evaluation_tables(system.name, rule, records), sep="\n")
-    pooled = [query for queries in system.scored.values() for query in queries]
-    screen.print(rules_table(system.name, pooled, system.threshold))
-    screen.print(recommend(pooled, threshold=system.threshold))
+    summary = summarise(system.scored[title], threshold=system.threshold)
+    about = {"model": system.name, "dataset": title, "threshold": system.threshold}
+    return {**about, **summary}
 
 
 def rules_table(name: str, scored: Sequence[ScoredQuery], threshold: float) -> Table:
     """What the threshold and its alternatives keep, over all queries of all sets."""
     from ..evaluation.evaluate import describe_rule
-    from ..evaluation.metrics import apply_rule, rules
 
     title = Text(f"{name}: the threshold and what could stand instead, over all queries")
     table = Table("rule", title=title, title_justify="left")
@@ -199,69 +182,19 @@ def rules_table(name: str, scored: Sequence[ScoredQuery], threshold: float) -> T
         result = apply_rule(scored, rule)
         table.add_row(
             describe_rule(rule),
-            f"{result.f1:.3f}",
+            plain(result.f1),
             f"{result.left_with_nothing} of {answerable}",
-            f"{result.kept_per_query:.1f}",
+            plain(result.kept_per_query),
         )
     return table
 
 
-def evaluation_tables(
-    name: str, rule: str, records: Sequence[Mapping[str, Any]]
-) -> Iterator[Table]:
-    """A model's three tables, which have a row for each dataset.
-
-    The first shows what the model keeps, the second compares lists with and without an answer, and
-    the third shows how the model ranks.
-
-    Args:
-        name: The model's name, for the titles.
-        rule: What is kept, in words; the title of the first table.
-        records: A summary of each dataset, see `evaluation.evaluate.summarise`.
-    """
-    ranking = "ranking"
-    unanswered = sum(record["unanswered"] for record in records)
-    if unanswered:
-        ranking += f" ({unanswered} queries without a relevant document count 0)"
-    columns_by_title = {
-        rule: KEPT,
-        "lists with and without an answer": EMPTY,
-        f"{ranking}, and thresholds chosen on these very labels": RANKED,
-    }
-    for title, columns in columns_by_title.items():
-        title_text = Text(f"{name}: {title}", overflow="fold")
-        table = Table(title=title_text, title_justify="left", padding=(0, 0, 0, 1))
-        # A path may be longer than all else; the numbers stay whole.
-        table.add_column("dataset", overflow="fold")
-        for heading in columns.values():
-            table.add_column(heading, justify="right", overflow="fold")
-        for record in records:
-            cells = [cell(key, record[key]) for key in columns]
-            table.add_row(Text(record["dataset"]), *cells)
-        yield table
-
-
-def cell(key: str, value: float | None) -> str:
-    """A number as people write it.
-
-    >>> cell("tau_best", -5e-324), cell("queries", 4.0), cell("empty", 0.125), cell("f1@0", 0.5)
-    ('0', '4', '12%', '0.500')
-    """
-    if value is None:
-        return "-"
-    if key in ("queries", "unanswered", "tau_best", "left_with_nothing"):
-        return f"{round(value, 3) + 0.0:g}"
-    if key in ("empty", "false_accepts@90"):
-        return f"{value:.0%}"
-    if key in ("kept_per_query", "false_keeps"):
-        return f"{value:.1f}"
-    return f"{value:.3f}"
-
-
-def _number(text: str) -> float:
-    try:
-        return float(text)
-    except ValueError:
-        raise InputError(
-            f"--threshold must be a number, 'native' or 'shared', got {text!r}."
-        ) from None
+def file_table(title: str, records: Sequence[Mapping[str, Any]]) -> Table:
+    """A row for each metric of a file, and a column for each system; `_record` makes a record."""
+    table = Table(title=Text(title, overflow="fold"), title_justify="left")
+    table.add_column()
+    for record in records:
+        table.add_column(Text(record["model"]), justify="right", overflow="fold")
+    for key, heading in ROWS.items():
+        table.add_row(heading, *[plain(record[key]) for record in records])
+    return table

@@ -15,6 +15,7 @@ from .metrics import (
     best_threshold,
     false_accepts,
     mean,
+    plain,
     query_best_f1,
     ranking_metrics,
     rules,
@@ -60,19 +61,16 @@ def summarise(scored: Sequence[ScoredQuery], *, threshold: float = 0.0) -> dict[
         ``queries`` (number), ``ndcg@5``, ``recall@5``. For the documents that score above the
         threshold: ``f1@tau``, ``precision@tau``, ``recall@tau``, ``kept_per_query`` and ``empty``
         (share of queries that keep nothing). ``answerable``: number of queries with a relevant
-        document. ``left_with_nothing``: how many of these keep no relevant one. ``unanswered``:
-        number of queries without a relevant document. ``false_keeps``: documents kept of each of
-        them (None if there are none). ``f1@best`` at the set's best threshold ``tau_best``, and
-        ``f1@query_best`` if every query had its own best threshold. ``auroc`` of the best score
-        for lists with against lists without a relevant passage, and ``false_accepts@90``, the
-        share of lists without one that are accepted where 90% of those with one are; both count
-        absent twins (see `best_scores`). For every other rule of `rules`, such as ``top1``:
-        ``top1_f1``, ``top1_left_with_nothing`` and ``top1_kept_per_query``.
+        document. ``left_with_nothing``: how many of these keep no relevant one. ``f1@best`` at the
+        set's best threshold ``tau_best``, and ``f1@query_best`` if every query had its own best
+        threshold. ``auroc`` of the best score for lists with against lists without a relevant
+        passage, and ``false_accepts@90``, the share of lists without one that are accepted where
+        90% of those with one are; both count absent twins (see `best_scores`). For every other
+        rule of `rules`, such as ``top1``: ``top1_f1``, ``top1_left_with_nothing`` and
+        ``top1_kept_per_query``.
     """
     tau_best, f1_best = best_threshold(scored)
     selections = [select(query, Rule(threshold)) for query in scored]
-    pairs = zip(scored, selections, strict=True)
-    false_keeps = [one.kept for query, one in pairs if not any(query.relevant)]
     answerable, unanswerable = best_scores(scored)
     summary = {
         "queries": len(scored),
@@ -84,8 +82,6 @@ def summarise(scored: Sequence[ScoredQuery], *, threshold: float = 0.0) -> dict[
         "empty": mean([one.kept == 0 for one in selections]),
         "answerable": len(answerable),
         "left_with_nothing": sum(one.left_with_nothing for one in selections),
-        "unanswered": len(false_keeps),
-        "false_keeps": mean(false_keeps) if false_keeps else None,
         "f1@best": f1_best,
         "tau_best": tau_best,
         "f1@query_best": mean([query_best_f1(query) for query in scored]),
@@ -111,11 +107,10 @@ def describe_rule(rule: Rule) -> str:
         return f"first {rule.top_n} in the file's order"
     if rule.threshold is None:
         return f"top {rule.top_n}"
-    # Three decimals; adding 0 turns -0.0 into 0.0.
-    rounded = round(rule.threshold, 3) + 0.0
+    number = plain(rule.threshold)
     words = "zero"
-    if rounded != 0:
-        words = f"threshold {rounded:g}"
+    if number != "0":
+        words = f"threshold {number}"
     if rule.top_n is not None:
         words = f"top {rule.top_n} above {words}"
     if rule.min_docs:

@@ -49,6 +49,17 @@ def mean(values: Sequence[float]) -> float:
     return math.fsum(values) / max(len(values), 1)
 
 
+def plain(value: float | None) -> str:
+    """A number of at most three decimals, without a sign before zero.
+
+    >>> plain(-5e-324), plain(4.0), plain(0.125), plain(13145), plain(None)
+    ('0', '4', '0.125', '13145', '-')
+    """
+    if value is None:
+        return "-"
+    return f"{round(value, 3) + 0.0:.10g}"
+
+
 def f1(kept_relevant: int, kept: int, relevant: int) -> float:
     """Harmonic mean of precision and recall; 1 if nothing is relevant and nothing is kept.
 

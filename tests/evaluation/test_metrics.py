@@ -268,17 +268,7 @@ def test_a_summary_says_what_is_kept_what_is_empty_and_what_is_kept_in_error():
         == found["f1@tau"]
         == pytest.approx((1 / 2 + 1) / 4)
     )
-    assert (found["kept_per_query"], found["empty"], found["unanswered"], found["false_keeps"]) == (
-        1.0,
-        0.5,
-        2,
-        1.0,
-    )
-
-
-def test_where_every_query_has_an_answer_nothing_can_be_kept_in_error():
-    found = summarise([ScoredQuery([1.0], [True])])
-    assert (found["unanswered"], found["false_keeps"]) == (0, None)
+    assert (found["kept_per_query"], found["empty"], found["answerable"]) == (1.0, 0.5, 2)
 
 
 def test_a_query_without_documents_counts_nothing():
