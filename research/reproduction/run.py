@@ -71,7 +71,7 @@ def reproduce(
     outcome = run.outcome
     complete = [found for found in outcome.measured if set(found.scored) == set(sets)]
     if complete and sets:
-        outcome.comparison = write_report(output / "report", complete, sets, titles=config.titles)
+        outcome.comparison = write_report(output / "report", complete, sets)
         write_figures(output / "figures", complete, outcome.comparison)
     figures = run.ablations()
     tables = ablation_tables(figures)

@@ -14,7 +14,6 @@ from scipy import stats
 from rsrank_rag.evaluation import plots
 from rsrank_rag.evaluation.comparison import Comparison, Measured, QueryResult
 from rsrank_rag.evaluation.metrics import ScoredQuery, best_threshold
-from rsrank_rag.evaluation.report import NAME_LENGTH
 from rsrank_rag.evaluation.statistics import paired_differences
 from rsrank_rag.reranker import BLANK_SCORE
 
@@ -22,6 +21,9 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 SKY = "#56B4E9"
+
+# Last characters of a system's name in figures.
+NAME_LENGTH = 32
 
 
 class PairedTest(NamedTuple):
@@ -159,7 +161,12 @@ def f1_gap_curves(panels: Mapping[str, Mapping[str, Sequence[float]]]) -> Figure
 
 def write_figures(folder: Path, systems: Sequence[Measured], comparison: Comparison) -> list[Path]:
     """Write the paper's Figures 1 and 2 as PNG: ``score-range-NUMBER.png`` and ``f1-gap.png``."""
-    return [plots.save(figure, folder / name) for name, figure in _figures(systems, comparison)]
+    paths = []
+    for name, figure in _figures(systems, comparison):
+        paths.append(folder / f"{name}.png")
+        folder.mkdir(parents=True, exist_ok=True)
+        paths[-1].write_bytes(plots.png(figure))
+    return paths
 
 
 def _figures(systems: Sequence[Measured], comparison: Comparison) -> Iterator[tuple[str, Figure]]:

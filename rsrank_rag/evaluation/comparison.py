@@ -3,7 +3,6 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
-from typing import Literal
 
 from .. import __version__
 from .datasets import LabelledQuery
@@ -73,13 +72,6 @@ class SystemResult(Record):
     metrics: dict[str, Estimate]
     sets: dict[str, SetResult]
 
-    @property
-    def threshold_kind(self) -> str:
-        """``native``, ``given`` or ``tuned``; a tuned threshold was computed from the labels."""
-        if self.threshold_origin in ("native", "given"):
-            return self.threshold_origin
-        return "tuned"
-
 
 class Difference(Record):
     """Mean paired differences between two systems, first minus second, by set and over sets."""
@@ -93,11 +85,9 @@ class Difference(Record):
 class Comparison(Record):
     """Everything that was measured. `model_validate_json` reads report.json back."""
 
-    format_version: Literal[4] = 4
     package_version: str = __version__
     level: float = LEVEL
     resamples: int = RESAMPLES
-    seed: int = 0
     labels: dict[str, tuple[QueryLabels, ...]]
     systems: tuple[SystemResult, ...]
     differences: tuple[Difference, ...]
@@ -113,27 +103,20 @@ class Measured:
     scored: Mapping[str, Sequence[ScoredQuery]]  # set -> scored queries, in the order of the set
 
 
-def compare(
-    systems: Sequence[Measured],
-    sets: Mapping[str, Sequence[LabelledQuery]],
-    *,
-    resamples: int = RESAMPLES,
-) -> Comparison:
+def compare(systems: Sequence[Measured], sets: Mapping[str, Sequence[LabelledQuery]]) -> Comparison:
     """All metrics of all systems with intervals, and the paired differences of every two systems.
 
     Args:
         systems: The systems' scores.
         sets: The labelled queries that were scored, at least one in each set.
-        resamples: Number of bootstrap samples.
 
     Raises:
         MissingDependencyError: ir-measures is not installed.
     """
-    results = [_system(system, sets, resamples) for system in systems]
-    differences = [_difference(*pair, resamples) for pair in combinations(results, 2)]
+    results = [_system(system, sets) for system in systems]
+    differences = [_difference(*pair) for pair in combinations(results, 2)]
     labels = {name: tuple(map(_labels, queries)) for name, queries in sets.items()}
     return Comparison(
-        resamples=resamples,
         labels=labels,
         systems=tuple(results),
         differences=tuple(differences),
@@ -148,9 +131,7 @@ def _labels(query: LabelledQuery) -> QueryLabels:
     )
 
 
-def _system(
-    system: Measured, sets: Mapping[str, Sequence[LabelledQuery]], resamples: int
-) -> SystemResult:
+def _system(system: Measured, sets: Mapping[str, Sequence[LabelledQuery]]) -> SystemResult:
     results = {}
     for name, labelled in sets.items():
         queries = system.scored[name]
@@ -158,14 +139,14 @@ def _system(
         rows = _query_results(labelled, queries, system.threshold, tau_best)
         values = {metric: [row.metrics[metric] for row in rows] for metric in METRICS}
         results[name] = SetResult(
-            metrics={m: estimate_mean(values[m], resamples=resamples) for m in METRICS},
+            metrics={m: estimate_mean(values[m]) for m in METRICS},
             tau_best=tau_best,
             queries=tuple(rows),
         )
     metrics = {}
     for metric in METRICS:
         by_set = [result.values(metric) for result in results.values()]
-        metrics[metric] = estimate_mean(*by_set, resamples=resamples)
+        metrics[metric] = estimate_mean(*by_set)
     return SystemResult(
         name=system.name,
         threshold=system.threshold,
@@ -194,7 +175,7 @@ def _query_results(
     return results
 
 
-def _difference(first: SystemResult, second: SystemResult, resamples: int) -> Difference:
+def _difference(first: SystemResult, second: SystemResult) -> Difference:
     sets: dict[str, dict[str, Estimate]] = {name: {} for name in first.sets}
     means = {}
     for metric in METRICS:
@@ -202,7 +183,7 @@ def _difference(first: SystemResult, second: SystemResult, resamples: int) -> Di
         for name, estimates in sets.items():
             values = first.sets[name].values(metric)
             differences = paired_differences(values, second.sets[name].values(metric))
-            estimates[metric] = estimate_mean(differences, resamples=resamples)
+            estimates[metric] = estimate_mean(differences)
             by_set.append(differences)
-        means[metric] = estimate_mean(*by_set, resamples=resamples)
+        means[metric] = estimate_mean(*by_set)
     return Difference(first=first.name, second=second.name, sets=sets, mean=means)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from io import BytesIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,6 +28,9 @@ BLACK = "#000000"
 # Panels in a row of a figure.
 COLUMNS = 3
 
+# Bins of a histogram.
+BINS = 30
+
 # Settings that every figure is drawn and written with.
 STYLE = Path(__file__).with_suffix(".mplstyle")
 
@@ -36,49 +40,48 @@ def load_matplotlib() -> Any:
     return required("matplotlib", "Figures need matplotlib.", "plots")
 
 
-def save(figure: Figure, path: Path) -> Path:
-    """Write a figure as ``PATH.png``, and make its folder. Equal figures give equal bytes."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    png = path.with_name(f"{path.name}.png")
+def png(figure: Figure) -> bytes:
+    """A figure as a PNG file. Equal figures give equal bytes."""
+    file = BytesIO()
     with load_matplotlib().rc_context(fname=STYLE):
-        figure.savefig(png)
-    return png
+        figure.savefig(file)
+    return file.getvalue()
 
 
 def score_histograms(
-    panels: Mapping[str, tuple[Sequence[float], Sequence[float]]],
-    threshold: float,
-    *,
-    title: str = "",
-    bins: int = 30,
+    panels: Mapping[str, tuple[Sequence[float], Sequence[float]]], threshold: float
 ) -> Figure:
     """Scores of relevant and of irrelevant documents; each class adds up to 1.
 
     Args:
         panels: Set -> scores of the relevant documents, scores of the irrelevant documents.
         threshold: The threshold in use.
-        title: Title of the figure.
-        bins: Number of bins.
     """
     scores = [score for pair in panels.values() for scores in pair for score in scores]
-    edges = np.histogram_bin_edges([*scores, threshold], bins)
+    edges = np.histogram_bin_edges([*scores, threshold], BINS)
     with panel_grid(panels, 2.2) as (figure, grid):
         for axes, (name, (relevant, irrelevant)) in zip(grid, panels.items(), strict=True):
-            _draw_histogram(axes, irrelevant, edges, label="irrelevant", color=BLUE, linestyle="-")
-            _draw_histogram(
-                axes, relevant, edges, label="relevant", color=VERMILION, linestyle="--"
-            )
+            _draw_histogram(axes, irrelevant, edges, "irrelevant", BLUE, "-")
+            _draw_histogram(axes, relevant, edges, "relevant", VERMILION, "--")
             axes.axvline(threshold, color=BLACK, linestyle=":", linewidth=1.4, label="threshold")
             axes.set_title(name)
-            axes.set_ylim(bottom=0)
-        figure.suptitle(title, x=0.01, ha="left")
         return labelled(figure, "score", "share of the class")
 
 
-def _draw_histogram(axes: Axes, scores: Sequence[float], edges: Any, **line: Any) -> None:
-    shares = np.histogram(scores, edges)[0] / max(len(scores), 1)
-    axes.stairs(shares, edges, fill=True, color=line["color"], alpha=0.3)
-    axes.stairs(shares, edges, linewidth=1.4, **line)
+def _draw_histogram(
+    axes: Axes, scores: Sequence[float], edges: Any, label: str, color: str, linestyle: str
+) -> None:
+    axes.hist(
+        scores,
+        edges,
+        weights=np.full(len(scores), 1 / max(len(scores), 1)),
+        histtype="stepfilled",
+        facecolor=(color, 0.3),
+        edgecolor=color,
+        linestyle=linestyle,
+        linewidth=1.4,
+        label=label,
+    )
 
 
 @contextmanager
@@ -91,15 +94,11 @@ def panel_grid(names: Collection[str], height: float) -> Iterator[tuple[Figure, 
 
 
 def labelled(figure: Figure, x_label: str, y_label: str) -> Figure:
-    """Name the axes, and put one legend with each label once below all panels."""
+    """Name the axes, and put one legend below all panels, which show the same things."""
     figure.supxlabel(x_label, size="medium")
     figure.supylabel(y_label, size="medium")
-    handles = {}
-    for axes in figure.axes:
-        for handle, label in zip(*axes.get_legend_handles_labels(), strict=True):
-            handles[label] = handle
-    columns = min(len(handles), 4)
-    figure.legend(handles.values(), handles.keys(), loc="outside lower center", ncols=columns)
+    handles, labels = figure.axes[0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=min(len(labels), 4))
     return figure
 
 

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import base64
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,7 +11,15 @@ from ..errors import InputError, required
 from ..partial_files import write_text
 from ..reranker import BLANK_SCORE
 from . import plots
-from .comparison import METRICS, Comparison, Measured, QueryLabels, QueryResult, compare
+from .comparison import (
+    METRICS,
+    Comparison,
+    Measured,
+    QueryLabels,
+    QueryResult,
+    SystemResult,
+    compare,
+)
 from .datasets import LabelledQuery
 from .evaluate import describe_rule, recommend
 from .metrics import (
@@ -22,6 +29,7 @@ from .metrics import (
     best_first,
     best_scores,
     false_accepts,
+    plain,
     ranking_metrics,
     rules,
 )
@@ -31,16 +39,6 @@ if TYPE_CHECKING:
 
 WORST = 5  # queries shown of each set and system
 TEXT_LENGTH = 400  # characters of a document that are shown
-NAME_LENGTH = 32  # last characters of a system's name in figures; captions have all of it
-
-
-@dataclass(frozen=True)
-class Picture:
-    """A figure on the page."""
-
-    name: str
-    caption: str  # also the text for those who cannot see the figure
-    figure: Figure
 
 
 def check_report(folder: str | Path) -> None:
@@ -60,19 +58,14 @@ def check_report(folder: str | Path) -> None:
 
 
 def write_report(
-    folder: str | Path,
-    systems: Sequence[Measured],
-    sets: Mapping[str, Sequence[LabelledQuery]],
-    *,
-    titles: bool = True,
+    folder: str | Path, systems: Sequence[Measured], sets: Mapping[str, Sequence[LabelledQuery]]
 ) -> Comparison:
-    """Compare systems and write ``index.html``, ``report.json`` and ``figures/*.png``.
+    """Compare systems and write ``index.html`` and ``report.json``.
 
     Args:
         folder: Where to write; it is made if it is not there.
         systems: The systems' scores.
         sets: The labelled queries that were scored.
-        titles: Whether documents were scored with their titles in front, and are shown so.
 
     Returns:
         What report.json holds.
@@ -83,22 +76,16 @@ def write_report(
     folder = Path(folder)
     comparison = compare(systems, sets)
     write_text(folder / "report.json", comparison.model_dump_json(indent=1) + "\n")
-    pictures = []
-    for picture in figures_of(comparison):
-        pictures.append((picture, plots.save(picture.figure, folder / "figures" / picture.name)))
-    write_text(folder / "index.html", page(comparison, sets, pictures, titles=titles))
+    write_text(folder / "index.html", page(comparison, sets))
     return comparison
 
 
-def figures_of(comparison: Comparison) -> Iterator[Picture]:
-    """For each system, the scores of relevant and of irrelevant documents."""
-    for number, system in enumerate(comparison.systems):
-        scores = {}
-        for name, labels in comparison.labels.items():
-            scores[name] = _scores_by_label(labels, system.sets[name].queries)
-        figure = plots.score_histograms(scores, system.threshold, title=system.name[-NAME_LENGTH:])
-        caption = f"{system.name}: scores of relevant and of irrelevant documents."
-        yield Picture(f"scores-{number}", caption, figure)
+def figure_of(comparison: Comparison, system: SystemResult) -> Figure:
+    """The scores of relevant and of irrelevant documents, a panel for each set."""
+    scores = {}
+    for name, labels in comparison.labels.items():
+        scores[name] = _scores_by_label(labels, system.sets[name].queries)
+    return plots.score_histograms(scores, system.threshold)
 
 
 def _scores_by_label(
@@ -113,27 +100,23 @@ def _scores_by_label(
     return by_label[True], by_label[False]
 
 
-def page(
-    comparison: Comparison,
-    sets: Mapping[str, Sequence[LabelledQuery]],
-    pictures: Sequence[tuple[Picture, Path]] = (),
-    *,
-    titles: bool = True,
-) -> str:
+def page(comparison: Comparison, sets: Mapping[str, Sequence[LabelledQuery]]) -> str:
     """The report as one HTML page that contains its figures. jinja2 escapes every text."""
-    encoded = []
-    for picture, png in pictures:
-        encoded.append((picture, base64.b64encode(png.read_bytes()).decode()))
+    figures = {}
+    for system in comparison.systems:
+        png = plots.png(figure_of(comparison, system))
+        caption = f"{system.name}: scores of relevant and of irrelevant documents."
+        figures[caption] = base64.b64encode(png).decode()
     text: str = template(__package__, "report.html").render(
         comparison=comparison,
         metrics=METRICS,
         sets=sets,
-        pictures=encoded,
-        titles=titles,
+        figures=figures,
         text_length=TEXT_LENGTH,
         rule_tables=rule_tables(comparison),
         worst_queries=worst_queries,
         best_first=best_first,
+        plain=plain,
     )
     return text
 

@@ -123,7 +123,7 @@ def comparison_of(queries):
         )
         labelled.append(LabelledQuery(id=str(len(labelled)), query="?", documents=documents))
     system = Measured("x", 0.0, "given", {"s": queries})
-    return system, compare([system], {"s": labelled}, resamples=10)
+    return system, compare([system], {"s": labelled})
 
 
 def f1_gaps(queries):
