@@ -14,7 +14,7 @@ from ..errors import InputError, TrainingError
 from ..evaluation.datasets import read_labelled
 from ..evaluation.evaluate import score_dataset
 from ..evaluation.metrics import ScoredQuery
-from ..evaluation.statistics import Array, interval, mean_present, resampled
+from ..evaluation.statistics import Array, mean_present
 from ..language_model.options import LoadOptions, ModelSource
 from ..partial_files import write_text
 from ..rsrank import RSRank
@@ -24,8 +24,7 @@ from .verdict import MEASURES, Verdict, judge, selection_measures
 
 FOLDS = 5
 
-# All thresholds between two scores are tried, up to so many, evenly spread: 2,000 draws of queries
-# then take 32 MB a measure.
+# All thresholds between two scores are tried, up to so many, evenly spread.
 MOST_THRESHOLDS = 2000
 
 ROUNDING = 1e-9
@@ -55,8 +54,6 @@ class Tuned:
     goal: Goal
     # Reaches the goal on all queries, or comes nearest to it.
     threshold: float
-    # Where the threshold lies in 95% of resampled sets of queries.
-    interval: tuple[float, float]
     # The threshold in use so far.
     before: float
     # The goal's measure on all queries, at the threshold in use so far and at the new one.
@@ -95,13 +92,13 @@ class Tuned:
     def summary(self) -> str:
         """What was measured, in sentences, and what to expect on other queries."""
         name = MEASURES[self.goal.metric]
-        low, high = self.interval
-        aim = f"for {self.goal}" if self.reached else f"nearest to {self.goal}"
+        aim = f"nearest to {self.goal}"
+        if self.reached:
+            aim = f"for {self.goal}"
         return (
-            f"Threshold {aim}: {self.threshold:.3f} ({low:.3f} to {high:.3f} in 95% of resampled "
-            f"sets of queries). On the {self.verdict.queries} queries that chose it {name} is "
-            f"{self.value:.3f}; at {self.before:g}, the threshold so far, {self.value_before:.3f}."
-            f"{self._direction()}{self._on_other_queries()}"
+            f"Threshold {aim}: {self.threshold:.3f}. On the {self.verdict.queries} queries that "
+            f"chose it {name} is {self.value:.3f}; at {self.before:g}, the threshold so far, "
+            f"{self.value_before:.3f}.{self._direction()}{self._on_other_queries()}"
         )
 
     def _direction(self) -> str:
@@ -111,10 +108,12 @@ class Tuned:
         is_higher = self.threshold > self.before
         if goal.value is None or not self.reached or is_higher == is_precision:
             return ""
-        choice = "lowest" if is_precision else "highest"
+        words = ("highest", "above")
+        if is_precision:
+            words = ("lowest", "below")
         return (
-            f" The {choice} threshold with {self.goal} or more is asked for, and it is "
-            f"{'above' if is_higher else 'below'} {self.before:g}."
+            f" The {words[0]} threshold with {self.goal} or more is asked for, and it is "
+            f"{words[1]} {self.before:g}."
         )
 
     def _on_other_queries(self) -> str:
@@ -143,37 +142,28 @@ class Curves:
         self.thresholds: Array = between[places]
         self.measures = selection_measures(queries, self.thresholds)
 
-    def choose(self, goal: Goal, means: Array) -> Array:
-        """The threshold that each row of means, (..., thresholds), leads to; NaN where none does.
+    def choose(self, goal: Goal) -> float:
+        """The threshold that reaches a goal, or else comes nearest to it.
 
         For a precision it is the lowest threshold that reaches it, for a recall the highest, for F1
         the highest of the best.
-        """
-        means = np.nan_to_num(means, nan=-1.0)
-        wanted = means.max(-1, keepdims=True) if goal.value is None else goal.value
-        reached = means >= wanted - ROUNDING
-        if goal.metric == "precision":
-            place = reached.argmax(-1)
-        else:
-            place = reached.shape[-1] - 1 - reached[..., ::-1].argmax(-1)
-        return np.where(reached.any(-1), self.thresholds[place], np.nan)
-
-    def nearest(self, goal: Goal) -> float:
-        """The threshold that reaches a goal, or else comes nearest to it.
 
         Raises:
             TrainingError: The measure means nothing for these queries.
         """
-        means = mean_present(self.measures[goal.metric])
-        if np.isnan(means).all():
+        means = np.nan_to_num(mean_present(self.measures[goal.metric]), nan=-1.0)
+        wanted = means.max()
+        if wanted < 0:
             raise TrainingError(
                 f"{MEASURES[goal.metric]} cannot be tuned: no query has a relevant document. Label "
                 "queries that have one."
             )
-        threshold = float(self.choose(goal, means))
-        if np.isnan(threshold):
-            return float(self.thresholds[np.nanargmax(means)])
-        return threshold
+        if goal.value is not None:
+            wanted = min(wanted, goal.value)
+        reached = self.thresholds[means >= wanted - ROUNDING]
+        if goal.metric == "precision":
+            return float(reached[0])
+        return float(reached[-1])
 
 
 def find_threshold(queries: Sequence[ScoredQuery], goal: Goal, before: float = 0.0) -> Tuned:
@@ -188,18 +178,12 @@ def find_threshold(queries: Sequence[ScoredQuery], goal: Goal, before: float = 0
         TrainingError: There are fewer than two queries, or the goal means nothing for them.
     """
     held_out, shifted = _cross_tuned(queries, goal)
-    curves = Curves(queries)
-    threshold = curves.nearest(goal)
-    draws = mean_present(curves.measures[goal.metric], resampled(len(queries)))
-    drawn = curves.choose(goal, draws)
-    # No resampled set may reach the goal.
-    ends = (threshold, threshold) if np.isnan(drawn).all() else interval(drawn)
+    threshold = Curves(queries).choose(goal)
     both = selection_measures(queries, np.array([before, threshold]))
     values = np.nan_to_num(mean_present(both[goal.metric]))
     return Tuned(
         goal=goal,
         threshold=threshold,
-        interval=ends,
         before=before,
         value_before=float(values[0]),
         value=float(values[1]),
@@ -215,7 +199,7 @@ def _cross_tuned(
     shifted = []
     for numbers in folds(len(queries), FOLDS):
         others = [query for number, query in enumerate(queries) if number not in numbers]
-        threshold = Curves(others).nearest(goal)
+        threshold = Curves(others).choose(goal)
         for number in numbers:
             query = queries[number]
             held_out.append(query)
