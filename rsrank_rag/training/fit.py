@@ -6,8 +6,7 @@ Axes: L layers, H heads, P projection dimension, D head dimension.
 import json
 import math
 import random
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
@@ -20,7 +19,6 @@ from torch.optim.lr_scheduler import CosineAnnealingLR
 from ..errors import TrainingError
 from ..evaluation.metrics import f1_at, mean
 from ..language_model.options import has_fast_bfloat16
-from ..method.concurrent_batches import is_out_of_memory
 from ..method.projection import Projection
 from ..partial_files import write_text
 from .batches import Batch, batch_scores, batches, check_labels, device_for, scored
@@ -111,7 +109,7 @@ def fit(
         on_epoch: Called after each epoch.
 
     Raises:
-        TrainingError: There are no queries, labels of one class only, or too little memory.
+        TrainingError: There are no queries, or labels of one class only.
     """
     if not train or not validation:
         raise TrainingError(
@@ -138,15 +136,14 @@ def fit(
         order = list(train)
         random.Random(f"{options.seed}-{number}").shuffle(order)
         losses = []
-        with _explained_memory_errors(options, where):
-            for batch in batches(order, options.batch_queries, where):
-                rate = schedule.get_last_lr()[0]
-                loss, terms = objective(weight, batch, options, precision)
-                optimizer.zero_grad()
-                loss.backward()  # type: ignore[no-untyped-call]
-                optimizer.step()
-                schedule.step()
-                losses.append(torch.cat([loss[None], terms]).detach())
+        for batch in batches(order, options.batch_queries, where):
+            rate = schedule.get_last_lr()[0]
+            loss, terms = objective(weight, batch, options, precision)
+            optimizer.zero_grad()
+            loss.backward()  # type: ignore[no-untyped-call]
+            optimizer.step()
+            schedule.step()
+            losses.append(torch.cat([loss[None], terms]).detach())
         means = torch.stack(losses).mean(0)
         if not bool(means.isfinite().all()):
             raise TrainingError(
@@ -188,17 +185,3 @@ def objective(
     )
     weights = [getattr(options, f"{name}_weight") for name in TERMS]
     return (terms * terms.new_tensor(weights)).sum(), terms
-
-
-@contextmanager
-def _explained_memory_errors(options: FitOptions, device: torch.device) -> Iterator[None]:
-    """Say what to do where a batch does not fit into memory."""
-    try:
-        yield
-    except (MemoryError, RuntimeError) as error:
-        if not is_out_of_memory(error):
-            raise
-        raise TrainingError(
-            f"{options.batch_queries} queries at once do not fit into the memory of {device}. Set "
-            "a smaller fit.batch_queries."
-        ) from error
