@@ -135,7 +135,7 @@ def main() -> None:
     prompt_tokens = rows // QUERY_TOKENS * prompt
     extractor.extract(queries[0])  # warms up
     with tempfile.TemporaryDirectory() as folder:
-        paths = [Path(folder) / f"{number:05d}.safetensors" for number in range(chosen.queries)]
+        paths = [Path(folder) / f"{number:05d}.pt" for number in range(chosen.queries)]
         started = time.perf_counter()
         for path, query in zip(paths, queries, strict=True):
             write_features(path, extractor.extract(query))

@@ -274,7 +274,7 @@ class Ablations:
         sets = recipe.evaluation
         if ablation.scorer == "cosine":
             source = ModelSource(
-                f"bi-encoder:{recipe.model.source}", load=recipe.model.load_options()
+                f"bi-encoder:{recipe.model.name}", load=recipe.model.load_options()
             )
             system = load(source)
             titles = recipe.features.titles

@@ -164,7 +164,7 @@ class Pretrained(ABC):
         """
         load = options or LoadOptions()
         template = template or Template()
-        core, prompts = _open_model(
+        core, prompts = open_model(
             str(name),
             revision,
             load,
@@ -278,7 +278,7 @@ def open_artifact(
     # A local folder is checked before transformers reads it, the cache after the download.
     if local:
         check_files(spec, Path(name), in_cache=False, strict=strict)
-    core, prompts = _open_model(
+    core, prompts = open_model(
         name,
         revision,
         source.load,
@@ -339,12 +339,12 @@ def _open_encoder(
     return core, prompts
 
 
-def _open_model(
+def open_model(
     name: str,
     revision: str | None,
     options: LoadOptions,
     *,
-    last_layer: int,
+    last_layer: int | None,
     template: Template,
     fusion_layer: int,
     documents_stay: bool,

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ..errors import InputError, ScoringError, TrainingError
 from ..evaluation.datasets import LabelledQuery
-from ..method.concurrent_batches import Batches, DoesNotFitError, Ids
+from ..method.concurrent_batches import Batches, DoesNotFitError, Ids, token_budget_for
 from ..method.scoring import Row, ShiftReader
 from ..method.template import PromptTokenizer
 from .recipe import FeaturePart
@@ -62,15 +62,20 @@ class FeatureExtractor:
     Args:
         reader: Reads shifts of the language model.
         options: What is read.
-        token_budget: Padded tokens of a batch. It shrinks where memory runs out.
+        token_budget: Padded tokens of a batch; None for what suits the device. It shrinks where
+            memory runs out.
     """
 
     def __init__(
-        self, reader: ShiftReader, options: FeaturePart | None = None, *, token_budget: int = 16384
+        self,
+        reader: ShiftReader,
+        options: FeaturePart | None = None,
+        *,
+        token_budget: int | None = None,
     ) -> None:
         self.reader = reader
         self.options = options or FeaturePart()
-        self.token_budget = token_budget
+        self.token_budget = token_budget or token_budget_for(reader.backbone.device)
 
     @torch.inference_mode()
     def extract(self, query: LabelledQuery) -> QueryFeatures:
@@ -87,27 +92,24 @@ class FeatureExtractor:
         documents = self._documents(query, len(tokenised.ids))
         labels = tuple(document.relevant for document in query.documents)
         positions = stored_tokens(tokenised.length, self.options.max_tokens)
-        # A document without tokens shifts nothing.
-        places = places_of(documents, longer_than=len(prompts.null_prefix))
         dtype = getattr(torch, self.options.dtype)
-        by_layer: dict[int, Tensor] = {}
-        similarities = [(0.0, 0.0)] * len(documents)
+        by_document: dict[Ids, tuple[Tensor, tuple[float, float]]] = {}
 
         def read(batch: list[Row]) -> None:
-            def store(layer: int, shift: Tensor) -> None:
-                if layer not in by_layer:
-                    size = shift.shape[1], len(documents), len(positions), shift.shape[3]
-                    by_layer[layer] = torch.zeros(size, dtype=dtype)
-                stored = shift[:, :, positions].to(dtype).cpu()
-                for row, shifts in zip(batch, stored, strict=True):
-                    by_layer[layer][:, places[row.document]] = shifts[:, None]
+            layers: list[Tensor] = []
+
+            def store(_: int, shift: Tensor) -> None:
+                layers.append(shift[:, :, positions].to(dtype).cpu())
 
             parts = self.reader.read(batch, store).tolist()
-            for row, (cosine, *matches) in zip(batch, parts, strict=True):
-                for place in places[row.document]:
-                    similarities[place] = cosine, math.fsum(matches)
+            # (N, L, H, T, D).
+            shifts = torch.stack(layers, dim=1)
+            for row, shift, (cosine, *matches) in zip(batch, shifts, parts, strict=True):
+                by_document[row.document] = shift, (cosine, math.fsum(matches))
 
-        rows = [Row(ids, tokenised) for ids in places]
+        # A document without tokens shifts nothing.
+        with_tokens = [ids for ids in documents if len(ids) > len(prompts.null_prefix)]
+        rows = [Row(ids, tokenised) for ids in dict.fromkeys(with_tokens)]
         batches = Batches(rows, self.token_budget, extra=len(tokenised.ids))
         try:
             for batch in batches:
@@ -117,24 +119,29 @@ class FeatureExtractor:
             raise ScoringError(
                 f"({len(error.ids)} tokens) does not fit into memory even by itself. Set a smaller "
                 "model.max_length, or load the model in 8-bit or on another device.",
-                places[error.ids.document][0],
+                documents.index(error.ids.document),
                 query=repr(query.id),
             ) from None
         # Memory would run out again with every query.
         self.token_budget = batches.budget
-        shifts = torch.stack([by_layer[layer] for layer in sorted(by_layer)]).flatten(2, 3)
+        shift, _ = next(iter(by_document.values()))
+        nothing = torch.zeros_like(shift), (0.0, 0.0)
+        found = [by_document.get(ids, nothing) for ids in documents]
+        shifts = torch.cat([shift for shift, _ in found], dim=2)
         if not bool(torch.isfinite(shifts).all()):
             raise TrainingError(
                 f"Query {query.id!r} has shifts that are not finite in {self.options.dtype}. Set "
                 "features.dtype=bfloat16, or load the model in bfloat16 or float32."
             )
-        fused = bool(self.reader.backbone.fusion_layer)
+        similarities = []
+        if self.reader.backbone.fusion_layer:
+            similarities = [pair for _, pair in found[: len(labels)]]
         return QueryFeatures(
             shifts,
             labels,
             len(positions),
             oracle=len(documents) > len(labels),
-            similarities=tuple(similarities[: len(labels)]) if fused else (),
+            similarities=tuple(similarities),
         )
 
     def _documents(self, query: LabelledQuery, query_length: int) -> list[Ids]:
@@ -150,15 +157,6 @@ class FeatureExtractor:
         if any(map(str.strip, relevant)):
             documents.append(joined_documents(prompts, relevant, query_length))
         return documents
-
-
-def places_of(documents: Sequence[Ids], longer_than: int) -> dict[Ids, list[int]]:
-    """Positions of each distinct document that has more tokens than this."""
-    places: dict[Ids, list[int]] = {}
-    for place, ids in enumerate(documents):
-        if len(ids) > longer_than:
-            places.setdefault(ids, []).append(place)
-    return places
 
 
 def digest(queries: Sequence[LabelledQuery]) -> str:

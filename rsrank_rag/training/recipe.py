@@ -18,8 +18,6 @@ from pydantic import (
 )
 from typing_extensions import Self
 
-from ..artifact import hub
-from ..artifact.config import INSIDE
 from ..errors import BackboneError, InputError, nearest
 from ..evaluation.datasets import LabelledQuery, dataset_name, read_labelled
 from ..language_model.options import LoadSettings
@@ -41,7 +39,7 @@ class ModelPart(LoadSettings):
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
-    name: str
+    name: str = Field(default="", description="Folder or Hub id; not with a base.")
     revision: str | None = None
     max_length: int | None = Field(default=None, gt=0)
     fusion_layer: int = Field(
@@ -50,16 +48,6 @@ class ModelPart(LoadSettings):
     documents_stay: bool = Field(
         default=False, description="Whether layers from there on see documents as they enter it."
     )
-
-    @property
-    def source(self) -> str:
-        """Folder or Hub id; an artifact that holds its language model stands for that."""
-        folder = Path(self.name)
-        if self.name in hub.builtin_names():
-            folder = hub.BUILTIN / self.name
-        if (folder / hub.PROJECTION).is_file():
-            return str(folder / INSIDE)
-        return self.name
 
 
 class DataPart(BaseModel, extra="forbid", frozen=True):
@@ -116,7 +104,6 @@ class FeaturePart(BaseModel, extra="forbid", frozen=True):
     max_tokens: int | None = Field(default=None, gt=0)
     max_documents: int | None = Field(default=None, gt=1)
     titles: bool = True
-    token_budget: int | None = Field(default=None, gt=0)
 
     @model_validator(mode="after")
     def _ascending(self) -> Self:
@@ -140,7 +127,7 @@ class Recipe(BaseModel, extra="forbid", frozen=True):
         default=None,
         description="An artifact to fine-tune. It gives model, template and layers.",
     )
-    model: ModelPart
+    model: ModelPart = ModelPart()
     template: Template = Template()
     data: tuple[DataPart, ...] = ()
     features: FeaturePart = FeaturePart()
@@ -153,6 +140,21 @@ class Recipe(BaseModel, extra="forbid", frozen=True):
     )
     minimum_queries: int = Field(default=2, ge=2)
     license: str | None = None
+
+    @model_validator(mode="after")
+    def _has_a_model(self) -> Self:
+        if self.base is None and not self.model.name:
+            raise ValueError("name a model, or an artifact as base")
+        ignored = [f"fit.{name}" for name in sorted(self.fit.model_fields_set - {"seed"})]
+        if self.features.layers is not None:
+            ignored.append("features.layers")
+        if self.base is not None and ignored:
+            raise ValueError(
+                f"{', '.join(ignored)} cannot be set: fine-tuning an artifact ({self.base}) keeps "
+                "its layers and has an objective of its own. See [fine_tuning] in "
+                "docs/training.md, or take a recipe without a base, such as encoder"
+            )
+        return self
 
     @classmethod
     def load(
@@ -172,7 +174,6 @@ class Recipe(BaseModel, extra="forbid", frozen=True):
 
         Raises:
             InputError: There is no such recipe, or it is not valid.
-            ArtifactError: The base is no artifact.
         """
         raw = read_toml(source, cls.folder, "recipe")
         for override in overrides:
@@ -181,8 +182,6 @@ class Recipe(BaseModel, extra="forbid", frozen=True):
             raw["data"] = [{"file": str(file)} for file in data]
         if base is not None:
             raw |= {"base": base, "minimum_queries": 2}
-        if raw.get("base"):
-            _merge(raw, _from_base(raw["base"], raw))
         return validated(cls, raw, source, "recipe")
 
     def layers(self, count: int) -> tuple[int, ...]:
@@ -247,35 +246,6 @@ def _merge(target: dict[str, Any], extra: dict[str, Any]) -> None:
             _merge(target[key], value)
         else:
             target[key] = value
-
-
-def _from_base(base: str, raw: dict[str, Any]) -> dict[str, Any]:
-    """What an artifact decides for fine-tuning; InputError where the recipe sets it otherwise."""
-    folder = hub.resolve(base)
-    config = hub.read_config(folder)
-    ignored = [f"fit.{name}" for name in raw.get("fit", {}) if name != "seed"]
-    if "layers" in raw.get("features", {}):
-        ignored.append("features.layers")
-    if ignored:
-        raise InputError(
-            f"{', '.join(ignored)} cannot be set: fine-tuning an artifact ({base}) keeps its "
-            "layers and has an objective of its own. See [fine_tuning] in docs/training.md, or "
-            "take a recipe without a base, such as encoder."
-        )
-    inside = config.backbone.name == INSIDE
-    model = {
-        "name": str(folder) if inside else config.backbone.name,
-        "revision": config.backbone.revision,
-        "fusion_layer": config.fusion_layer,
-        "documents_stay": config.documents_stay,
-    }
-    return {
-        "model": {"max_length": config.max_length, **raw.get("model", {}), **model},
-        "template": config.template.model_dump(mode="json"),
-        "features": {"layers": config.layers},
-        "fit": {"projection_dim": config.projection_dim},
-        "license": raw.get("license", config.license),
-    }
 
 
 def _assignment(override: str) -> dict[str, Any]:

@@ -17,16 +17,13 @@ from tqdm.auto import tqdm
 from ..artifact import hub
 from ..artifact.config import INSIDE, BackboneSpec, RSRankConfig, TrainingRecord
 from ..artifact.identity import describe, folder_of, hashes
-from ..artifact.pretrained import open_artifact
+from ..artifact.pretrained import open_artifact, open_model
 from ..errors import InputError
 from ..evaluation.datasets import LabelledQuery
 from ..evaluation.metrics import ranking_metrics
-from ..language_model.check import open_backbone
-from ..language_model.loading import load_model
 from ..language_model.options import ModelSource
 from ..language_model.weights import bits_of
 from ..method.backbone import Backbone
-from ..method.concurrent_batches import token_budget_for
 from ..method.formula import Weights
 from ..method.projection import Projection
 from ..method.scoring import ShiftReader
@@ -54,6 +51,19 @@ class Result:
     written: str
     # Of fine-tuning: the base's weights against fine-tuned ones, on queries held out.
     verdict: Verdict | None = None
+
+
+@dataclass(frozen=True)
+class _Model:
+    """A language model, which of its layers B reads, and the artifact that is fine-tuned."""
+
+    core: Backbone
+    prompts: PromptTokenizer
+    spec: BackboneSpec
+    layers: tuple[int, ...]
+    folder: Path = Path()
+    config: RSRankConfig | None = None
+    projection: Projection | None = None
 
 
 @dataclass
@@ -84,7 +94,7 @@ class TrainingRun:
     @property
     def layers(self) -> tuple[int, ...]:
         """Layers that B reads; BackboneError where the model does not have them."""
-        return self.recipe.layers(self._model[0].num_layers)
+        return self._model.layers
 
     @cached_property
     def queries(self) -> list[LabelledQuery]:
@@ -122,12 +132,12 @@ class TrainingRun:
         # Fails before the work, not after it, where ir-measures is missing.
         ranking_metrics([])
         features = on_gpu(self.extract(), device_for(self.recipe.model.device))
-        if self.recipe.base is None:
+        model = self._model
+        if model.config is None or model.projection is None:
             result = self._from_nothing(features)
         else:
-            result = self._fine_tuned(features)
-        config = self._config(result)
-        write_artifact(self.artifact, config, result.projection, self.recipe.model.source)
+            result = self._fine_tuned(features, model.config, model.projection)
+        write_artifact(self.artifact, self._config(result), result.projection, model.folder)
         return result
 
     def extract(self) -> list[QueryFeatures]:
@@ -137,15 +147,14 @@ class TrainingRun:
             TrainingError: The output folder holds features of something else.
         """
         queries = self.queries
-        core, prompts, _ = self._model
+        model = self._model
         part = self.recipe.features
-        layers = self.layers
         folder = self.output / "features"
         open_folder(folder, self._description())
-        paths = [folder / f"{number:05d}.safetensors" for number in range(len(queries))]
+        paths = [folder / f"{number:05d}.pt" for number in range(len(queries))]
         missing = [number for number, path in enumerate(paths) if not path.exists()]
-        budget = part.token_budget or token_budget_for(core.device)
-        extractor = FeatureExtractor(self.reader(core, prompts, layers), part, token_budget=budget)
+        reader = self.reader(model.core, model.prompts, model.layers)
+        extractor = FeatureExtractor(reader, part)
         for number in self._bar(missing, desc="features", unit="query"):
             write_features(paths[number], extractor.extract(queries[number]))
         return list(map(read_features, paths))
@@ -155,45 +164,40 @@ class TrainingRun:
         return partial(tqdm, disable=not self.progress)
 
     @cached_property
-    def _model(self) -> tuple[Backbone, PromptTokenizer, BackboneSpec]:
-        part = self.recipe.model
+    def _model(self) -> _Model:
+        recipe = self.recipe
+        part = recipe.model
         options = part.load_options()
-        if self.recipe.base is not None:
-            source = ModelSource(self.recipe.base, load=options, max_length=part.max_length)
-            core, prompts, _, config = open_artifact(source)
-            return core, prompts, config.backbone
-        layers = self.recipe.features.layers
-        last_layer = layers[-1] if layers else None
-        loaded = load_model(
-            part.source, revision=part.revision, options=options, last_layer=last_layer
-        )
-        core = open_backbone(
-            loaded.model,
-            last_layer,
-            num_layers=loaded.num_layers,
+        if recipe.base is not None:
+            source = ModelSource(recipe.base, load=options, max_length=part.max_length)
+            core, prompts, projection, config = open_artifact(source)
+            folder = hub.resolve(recipe.base) / INSIDE
+            return _Model(core, prompts, config.backbone, config.layers, folder, config, projection)
+        layers = recipe.features.layers
+        core, prompts = open_model(
+            part.name,
+            part.revision,
+            options,
+            last_layer=layers[-1] if layers else None,
+            template=recipe.template,
             fusion_layer=part.fusion_layer,
             documents_stay=part.documents_stay,
+            max_lengths=(part.max_length,),
         )
-        prompts = PromptTokenizer(
-            loaded.tokenizer,
-            self.recipe.template,
-            max_length=min(core.max_length, part.max_length or core.max_length),
-            shared_positions=core.causal,
-        )
-        files = hashes(folder_of(part.source, part.revision))
-        if part.source != part.name:
-            return core, prompts, describe(core, prompts, INSIDE, None, files)
-        revision = part.revision or getattr(loaded.model.config, "_commit_hash", None)
-        return core, prompts, describe(core, prompts, part.name, revision, files)
+        revision = part.revision or getattr(core.model.config, "_commit_hash", None)
+        files = hashes(folder_of(part.name, part.revision))
+        spec = describe(core, prompts, part.name, revision, files)
+        return _Model(core, prompts, spec, recipe.layers(core.num_layers))
 
     def _description(self) -> dict[str, Any]:
         """What the features are of, entry by entry.
 
         Value vectors are not compared: they differ a little between devices.
         """
-        core, prompts, spec = self._model
+        core = self._model.core
+        prompts = self._model.prompts
         return {
-            "backbone": spec.model_dump(mode="json", exclude={"values"}),
+            "backbone": self._model.spec.model_dump(mode="json", exclude={"values"}),
             "bits": bits_of(core.model),
             "compute_dtype": str(core.dtype),
             "data": digest(self.queries),
@@ -205,11 +209,11 @@ class TrainingRun:
             **self.recipe.features.model_dump(include={"dtype", "max_tokens", "titles"}),
         }
 
-    def _fine_tuned(self, features: Sequence[QueryFeatures]) -> Result:
+    def _fine_tuned(
+        self, features: Sequence[QueryFeatures], config: RSRankConfig, base: Projection
+    ) -> Result:
         """Fine-tuned weights, or the base's if fine-tuning gains nothing or may lose something."""
         recipe = self.recipe
-        config = hub.read_config(hub.resolve(str(recipe.base)))
-        base = hub.read_projection(hub.resolve(str(recipe.base)), config)
         watch = partial(self._bar, desc="folds", unit="fold")
         options = recipe.fine_tuning
         device = recipe.model.device
@@ -284,10 +288,12 @@ class TrainingRun:
         )
 
     def _config(self, result: Result) -> RSRankConfig:
-        core, prompts, spec = self._model
+        model = self._model
+        core = model.core
+        prompts = model.prompts
         recipe = self.recipe
         return RSRankConfig(
-            backbone=spec,
+            backbone=model.spec,
             layers=result.projection.layers,
             projection_dim=result.projection.weight.shape[2],
             fusion_layer=core.fusion_layer,
@@ -295,7 +301,7 @@ class TrainingRun:
             template=prompts.template,
             max_length=prompts.max_length,
             threshold=result.threshold,
-            license=recipe.license,
+            license=recipe.license or (model.config and model.config.license),
             training=TrainingRecord(
                 data=tuple(part.title for part in recipe.data),
                 seed=recipe.fit.seed,

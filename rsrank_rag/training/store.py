@@ -1,18 +1,17 @@
 """Features of labelled queries, and their files.
 
-A folder holds ``store.json``, which says what the features are of, and a safetensors file for each
+A folder holds ``store.json``, which says what the features are of, and a file of torch for each
 query. A file appears only when it is complete, so that a run that was killed goes on where it
 stopped. Files are memory-mapped: features may be larger than memory.
 """
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
 
-from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+import torch
 from torch import Tensor
 
 from ..errors import TrainingError
@@ -39,25 +38,18 @@ class QueryFeatures:
 
 def write_features(path: Path, query: QueryFeatures) -> None:
     """Write a query's features into a file."""
-    about = json.dumps(vars(query) | {"shifts": None})
     with appearing(path) as partial:
-        save_file({"shifts": query.shifts.contiguous()}, partial, {"query": about})
-        partial.chmod(0o644)
+        torch.save(vars(query), partial)
 
 
 def read_features(path: Path) -> QueryFeatures:
     """A query's features, memory-mapped; TrainingError where the file is damaged."""
     try:
-        with safe_open(path, framework="pt") as file:
-            about = json.loads(file.metadata()["query"])
-            about["shifts"] = file.get_tensor("shifts")
-    except (OSError, SafetensorError, KeyError, TypeError) as error:
+        return QueryFeatures(**torch.load(path, mmap=True, weights_only=True))
+    except (OSError, RuntimeError, TypeError, UnpicklingError) as error:
         raise TrainingError(
             f"{path} is damaged ({error}). Remove it and run the same command again."
         ) from error
-    about["relevant"] = tuple(about["relevant"])
-    about["similarities"] = tuple(map(tuple, about["similarities"]))
-    return QueryFeatures(**about)
 
 
 def open_folder(folder: Path, description: Mapping[str, Any]) -> None:

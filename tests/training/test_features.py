@@ -134,7 +134,7 @@ def test_fewer_tokens_are_spread_evenly(loaded):
 
 def test_a_file_holds_what_was_extracted(extractor, tmp_path):
     features = extractor.extract(labelled(1)[0])
-    path = tmp_path / "0.safetensors"
+    path = tmp_path / "0.pt"
     write_features(path, features)
     again = read_features(path)
     assert torch.equal(again.shifts, features.shifts)
@@ -211,10 +211,10 @@ def test_features_of_other_queries_or_another_model_are_refused(small_run, tmp_p
 
 
 def test_a_damaged_file_is_one_clear_error(extractor, tmp_path):
-    path = tmp_path / "0.safetensors"
+    path = tmp_path / "0.pt"
     write_features(path, extractor.extract(labelled(1)[0]))
     content = path.read_bytes()
-    for damaged in (b"no safetensors", content[: len(content) // 2]):
+    for damaged in (b"no features", content[: len(content) // 2]):
         path.write_bytes(damaged)
         with pytest.raises(TrainingError, match=r"is damaged .* Remove it and run the same"):
             read_features(path)

@@ -99,7 +99,7 @@ def test_training_from_files_equals_training_in_memory(tmp_path):
     memory = toy(6)
     files = []
     for number, query in enumerate(memory):
-        path = tmp_path / f"{number}.safetensors"
+        path = tmp_path / f"{number}.pt"
         write_features(path, query)
         files.append(read_features(path))
     options = FitOptions(projection_dim=4, epochs=3, batch_queries=2)
