@@ -9,8 +9,6 @@ from conftest import DOCUMENTS, QUERY
 pytest.importorskip("llama_index.core")
 
 from llama_index.core import MockEmbedding, Settings, VectorStoreIndex
-from llama_index.core.callbacks import CallbackManager, LlamaDebugHandler
-from llama_index.core.callbacks.schema import CBEventType, EventPayload
 from llama_index.core.embeddings import BaseEmbedding
 from llama_index.core.instrumentation import get_dispatcher
 from llama_index.core.instrumentation.event_handlers import BaseEventHandler
@@ -91,15 +89,10 @@ async def test_nodes_below_zero_are_dropped_and_the_rest_is_sorted(postprocessor
         ({"top_n": 9}, [3, 1]),
     ],
 )
-async def test_limits_can_be_set_once_or_for_one_call(asynchronous, limits, expected):
+async def test_limits_are_settings(asynchronous, limits, expected):
     wanted = [f"{score} points" for score in expected]
     once = RSRankPostprocessor(model=Numbers(), **limits)
     assert texts(await process(once, asynchronous, nodes(1, -1, 3, 0), query_str="q")) == wanted
-    call = RSRankPostprocessor(model=Numbers())
-    assert (
-        texts(await process(call, asynchronous, nodes(1, -1, 3, 0), query_str="q", **limits))
-        == wanted
-    )
 
 
 @both_ways
@@ -112,8 +105,6 @@ async def test_a_question_comes_as_bundle_or_text_but_not_both_nor_neither(
         await process(postprocessor, asynchronous, nodes(1), bundle, "q")
     with pytest.raises(InputError, match=r"Missing query bundle in extra info\. Give"):
         await process(postprocessor, asynchronous, nodes(1))
-    with pytest.raises(TypeError, match="Unknown argument: top_k"):
-        await process(postprocessor, asynchronous, nodes(1), bundle, top_k=2)
 
 
 @both_ways
@@ -124,33 +115,19 @@ async def test_no_nodes_need_no_model(asynchronous):
     )
 
 
-@pytest.mark.parametrize("keep", [False, True])
-def test_the_input_is_left_alone(keep):
+def test_the_input_is_left_alone():
     given = nodes(1, 2)
     given[1].node.metadata["tags"], given[1].node.excluded_embed_metadata_keys = ["one"], ["tags"]
     given[0].node.relationships[NodeRelationship.SOURCE] = RelatedNodeInfo(node_id="book")
     before = [scored.model_copy(deep=True) for scored in given]
     hashes = [scored.node.hash for scored in given]
-    found = RSRankPostprocessor(model=Numbers(), keep_retrieval_score=keep).postprocess_nodes(
-        given, query_str="q"
-    )
+    found = RSRankPostprocessor(model=Numbers()).postprocess_nodes(given, query_str="q")
     found[0].node.metadata["tags"].append("changed")
     assert given == before
     assert [scored.node.hash for scored in given] == hashes
     assert [scored.score for scored in given] == [0.5, 1.5]
     assert [scored.node.node_id for scored in found] == ["id1", "id0"]
     assert found[1].node.relationships[NodeRelationship.SOURCE].node_id == "book"
-
-
-def test_the_retrievers_score_is_kept_where_no_embedding_and_no_llm_reads_it():
-    made = RSRankPostprocessor(model=Numbers(), keep_retrieval_score=True)
-    (found,) = made.postprocess_nodes(nodes(1), query_str="q")
-    assert found.node.metadata == {"retrieval_score": 0.5}
-    for mode in (MetadataMode.EMBED, MetadataMode.LLM):
-        assert "retrieval_score" not in found.node.get_content(mode)
-    (again,) = made.postprocess_nodes([found], query_str="q")
-    assert again.node.excluded_llm_metadata_keys == ["retrieval_score"]
-    assert again.node.metadata == {"retrieval_score": 1.0}
 
 
 def test_dropped_nodes_can_be_marked_instead_where_no_embedding_and_no_llm_reads_it(ranker):
@@ -218,11 +195,13 @@ def events():
 @pytest.mark.parametrize("given", [[1, -1], [-1], []], ids=["some kept", "none kept", "no nodes"])
 async def test_each_call_is_one_start_and_one_end_event(postprocessor, events, asynchronous, given):
     given = nodes(*given)
-    found = await process(postprocessor, asynchronous, given, query_str="q", top_n=7)
+    postprocessor.top_n = 7
+    found = await process(postprocessor, asynchronous, given, query_str="q")
     start, end = events
     assert (start.query, start.nodes, start.top_n, start.model_name) == ("q", given, 7, "Numbers")
     assert end.nodes == found
     assert start.span_id == end.span_id is not None
+    postprocessor.top_n = None
     await process(postprocessor, asynchronous, given, query_str="q")
     assert events[2].top_n == len(given)
 
@@ -236,25 +215,6 @@ async def test_a_failed_call_ends_its_event_too(postprocessor, events, asynchron
     with pytest.raises(InputError):
         await process(postprocessor, asynchronous, nodes(1))
     assert events == []
-
-
-@both_ways
-async def test_the_callback_manager_sees_a_reranking(postprocessor, asynchronous):
-    debug = LlamaDebugHandler(print_trace_on_end=False)
-    postprocessor.callback_manager = CallbackManager([debug])
-    given = nodes(1, -1)
-    found = await process(postprocessor, asynchronous, given, query_str="q")
-    ((start, end),) = debug.get_event_pairs(CBEventType.RERANKING)
-    assert start.payload == {
-        EventPayload.NODES: given,
-        EventPayload.MODEL_NAME: "Numbers",
-        EventPayload.QUERY_STR: "q",
-        EventPayload.TOP_K: 2,
-    }
-    assert end.payload == {EventPayload.NODES: found}
-    with pytest.raises(ScoringError):
-        await process(postprocessor, asynchronous, nodes("nan"), query_str="q")
-    assert len(debug.get_event_pairs(CBEventType.RERANKING)) == 2
 
 
 @both_ways
