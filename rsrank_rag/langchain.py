@@ -9,7 +9,7 @@ from pydantic import BaseModel, Field
 from typing_extensions import Unpack
 
 from .adapters.settings import RerankerAdapter, Unranked, without_marks
-from .errors import InputError, needs
+from .errors import needs
 from .reranker import Limits, RankResult
 
 with needs("rsrank_rag.langchain needs langchain-core.", "langchain", "langchain_core"):
@@ -21,7 +21,7 @@ with needs("rsrank_rag.langchain needs langchain-core.", "langchain", "langchain
     from langchain_core.documents import BaseDocumentCompressor, Document
     from langchain_core.messages import ToolMessage
     from langchain_core.retrievers import BaseRetriever, RetrieverLike
-    from langchain_core.runnables import Runnable, RunnableConfig, RunnableLambda
+    from langchain_core.runnables import RunnableConfig
     from langchain_core.runnables.config import (
         ensure_config,
         get_async_callback_manager_for_config,
@@ -129,39 +129,6 @@ class RSRankCompressor(RerankerAdapter, BaseDocumentCompressor):
         compressed = self._copies(documents, result)
         await run.on_chain_end(compressed)
         return compressed
-
-    def as_runnable(
-        self, query_key: str = "query", documents_key: str = "documents"
-    ) -> Runnable[dict[str, Any], list[Document]]:
-        """A Runnable for chains, from a dictionary to documents. Its calls take the limits, too.
-
-        >>> runnable = RSRankCompressor().as_runnable()
-        >>> runnable.invoke({"query": "Where is everybody?", "documents": []})
-        []
-        """
-        name = type(self).__name__
-
-        def arguments(inputs: Any) -> tuple[Any, Any]:
-            try:
-                return inputs[documents_key], inputs[query_key]
-            except (KeyError, TypeError) as error:
-                raise InputError(
-                    f"{name} needs a dictionary with {query_key!r} and {documents_key!r}, "
-                    f"got {inputs!r:.80}."
-                ) from error
-
-        def compress(
-            inputs: Any, config: RunnableConfig, **limits: Unpack[Limits]
-        ) -> list[Document]:
-            return self.compress_documents(*arguments(inputs), config.get("callbacks"), **limits)
-
-        async def acompress(
-            inputs: Any, config: RunnableConfig, **limits: Unpack[Limits]
-        ) -> list[Document]:
-            callbacks = config.get("callbacks")
-            return await self.acompress_documents(*arguments(inputs), callbacks, **limits)
-
-        return RunnableLambda(compress, acompress, name=f"{name}.as_runnable")
 
     def _read(self, documents: Sequence[Document]) -> list[str]:
         """What a reranker reads."""

@@ -317,40 +317,6 @@ def test_open_inference_exports_the_run(spans_of_langchain):
 # Chains
 
 
-async def test_as_runnable_fits_a_chain(compressor):
-    retrieve = RunnableLambda(lambda inputs: documents(1, -1, 2))
-    chain = RunnablePassthrough.assign(context=retrieve) | compressor.as_runnable(
-        "question", "context"
-    )
-    assert texts(chain.invoke({"question": "q"})) == ["2 points", "1 points"]
-    assert texts(await chain.ainvoke({"question": "q"})) == ["2 points", "1 points"]
-    assert [texts(found) for found in chain.batch([{"question": "q"}] * 2)] == [
-        ["2 points", "1 points"]
-    ] * 2
-    assert texts(
-        compressor.as_runnable().invoke({"query": "q", "documents": documents(1, 2)}, top_n=1)
-    ) == ["2 points"]
-
-
-def test_a_runnables_run_holds_the_compressors_run(compressor):
-    trace = Trace()
-    inputs = {"query": "q", "documents": documents(1)}
-    compressor.as_runnable().invoke(inputs, {"callbacks": [trace]})
-    outer, inner, ranking = (event for event in trace.events if event[0] == "start")
-    assert (outer[1], inner[1]) == ("RSRankCompressor.as_runnable", "RSRankCompressor")
-    assert (inner[3], ranking[3]) == (outer[2], inner[2])
-
-
-def test_a_runnable_says_what_its_dictionary_lacks(compressor):
-    with pytest.raises(
-        InputError,
-        match=r"needs a dictionary with 'query' and 'documents', got \{'question': 'q'\}",
-    ):
-        compressor.as_runnable().invoke({"question": "q"})
-    with pytest.raises(InputError, match="got 'q'"):
-        compressor.as_runnable().invoke("q")
-
-
 class Fixed(BaseRetriever):
     """Finds everything, or the first k."""
 
@@ -381,6 +347,13 @@ async def test_the_retriever_keeps_what_is_relevant(compressor, asynchronous):
     assert await ask(threshold=None, top_n=2) == ["3 points", "1 points"]
     assert await ask(threshold=None) == ["3 points", "1 points", "-1 points"]
     assert await ask(k=2) == ["1 points"]  # the base retriever's
+
+
+def test_the_retriever_fits_a_chain(compressor):
+    base = Fixed(found=documents(1, -1, 2))
+    retriever = RSRankRetriever(base_retriever=base, compressor=compressor)
+    chain = RunnablePassthrough.assign(context=RunnableLambda(lambda given: given["q"]) | retriever)
+    assert texts(chain.invoke({"q": "q"})["context"]) == ["2 points", "1 points"]
 
 
 @pytest.mark.parametrize("asynchronous", [False, True], ids=["sync", "async"])
