@@ -1,20 +1,17 @@
-"""Files of rows: JSON lines and Parquet, read and written a chunk of rows at a time."""
+"""Files of rows: JSON lines, read and written a chunk of rows at a time."""
 
 import gzip
-import itertools
 import json
 import zlib
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from ..errors import InputError, required
-from ..method.template import clean
-from .pairs import COLUMNS
+from ..errors import InputError
 
-ENDINGS = (".jsonl", ".jsonl.gz", ".parquet")
+ENDINGS = (".jsonl", ".jsonl.gz")
 
 Row = dict[str, Any]
 
@@ -65,61 +62,21 @@ def read_rows(path: Path, count: int) -> Iterator[list[Row]]:
     """
     done = 0
     try:
-        read = _parquet if path.suffix == ".parquet" else _lines
-        for rows in read(path, count):
-            yield rows
-            done += len(rows)
+        with open_text(path, "rt", path.suffix) as file:
+            rows = (json.loads(line) for line in file if line.strip())
+            while chunk := list(islice(rows, count)):
+                if not all(isinstance(row, dict) for row in chunk):
+                    raise ValueError("a line is no JSON object")
+                yield chunk
+                done += len(chunk)
     except (OSError, EOFError, ValueError, RecursionError, zlib.error) as error:
         raise InputError(f"{path} cannot be read after row {done}: {error}") from error
 
 
-def _parquet(path: Path, count: int) -> Iterator[list[Row]]:
-    with _arrow().parquet.ParquetFile(path) as file:
-        for batch in file.iter_batches(count):
-            yield batch.to_pylist()
-
-
-def _lines(path: Path, count: int) -> Iterator[list[Row]]:
-    with _open_text(path, "rt", path.suffix) as file:
-        rows = (_json_row(line) for line in file if line.strip())
-        while chunk := list(itertools.islice(rows, count)):
-            yield chunk
-
-
-def _json_row(line: str) -> Row:
-    row: Row = json.loads(line)
-    if not isinstance(row, dict):
-        raise ValueError(f"the next line is no JSON object but {type(row).__name__}")
-    # JSON can spell lone surrogates, which neither tokenizers nor UTF-8 accept.
-    if "\\u" in line:
-        row = json.loads(clean(json.dumps(row, ensure_ascii=False)))
-    return row
-
-
-def _open_text(path: Path, mode: str, suffix: str) -> Any:
-    opener: Callable[..., Any] = gzip.open if suffix == ".gz" else open
-    return opener(path, mode, encoding="utf-8", newline="\n")
-
-
-def _arrow() -> Any:
-    required("pyarrow.parquet", "Parquet files need pyarrow.", "parquet")
-    return required("pyarrow", "Parquet files need pyarrow.", "parquet")
-
-
-@contextmanager
-def row_writer(path: Path, source: Path) -> Iterator[Callable[[Sequence[Row]], object]]:
-    """Give a function that writes rows of a file, with their scores, in the format of that file."""
-    if source.suffix == ".parquet":
-        pa = _arrow()
-        schema = pa.parquet.read_schema(source)
-        lists = "documents" in schema.names
-        kinds = (pa.float64(), pa.bool_(), pa.bool_(), pa.string())
-        for name, kind in zip(COLUMNS, kinds, strict=True):
-            schema = schema.append(pa.field(name, pa.list_(kind) if lists else kind))
-        with pa.parquet.ParquetWriter(path, schema) as output:
-            yield lambda rows: output.write_table(pa.Table.from_pylist(rows, schema))
-    else:
-        with _open_text(path, "wt", source.suffix) as file:
-            yield lambda rows: file.writelines(
-                json.dumps(row, ensure_ascii=False) + "\n" for row in rows
-            )
+def open_text(path: Path, mode: str, suffix: str) -> Any:
+    """Open a file of lines; compressed, if its name ends in ``.gz``."""
+    opener: Callable[..., Any] = open
+    if suffix == ".gz":
+        opener = gzip.open
+    # JSON can spell lone surrogates, which UTF-8 cannot.
+    return opener(path, mode, encoding="utf-8", errors="replace", newline="\n")

@@ -3,20 +3,17 @@
 `PairScorer` is a callable for Ray Data, HF datasets and Spark.
 """
 
-import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import cached_property
-from itertools import islice
 from typing import Any, NamedTuple
 
 from ..errors import InputError, RSRankError
-from ..passages.titles import with_title
 from ..reranker import BLANK_SCORE, Pair, Reranker
 from ..service.backend import Outcome
 from ..service.engine import DeviceLostError, Engine
 
-# Pairs that are scored together: enough to sort them into batches of similar length.
-CHUNK = 4096
+# The columns that are read.
+PAIR = ("query", "document")
 
 # A model that fails on this pair fails on every pair.
 SIMPLE_PAIR = Pair("Which animal gives milk?", "The cow gives milk.")
@@ -38,10 +35,7 @@ class PairScorer:
     """Adds scores to a batch of rows. The model is loaded at the first call.
 
     A batch is a mapping of column names to values, such as a dict of lists or arrays, or a pandas
-    frame. It has a column ``query`` and either ``document`` (a text in each row) or ``documents``
-    (a list in each row, of texts or of objects with a ``text`` and perhaps a ``title``, which is
-    read in front of the text). The columns that are added have a value for each row with
-    ``document``, and a list of values for each row with ``documents``:
+    frame. It has the columns ``query`` and ``document``, of texts. Added are:
 
     - ``score``: on the model's scale, `BLANK_SCORE` for a blank document; null if there is an
       error.
@@ -78,33 +72,24 @@ class PairScorer:
         """Score a batch.
 
         Raises:
-            InputError: The columns are not those that `form_of` wants.
+            InputError: As `check_columns`.
             RSRankError: The model fails on every pair.
         """
         columns = {str(name): batch[name] for name in batch}
-        form = form_of(columns)
-        rows = []
-        for query, value in zip(columns["query"], columns[form], strict=True):
-            rows.append(_pairs_of_row(query, value, form))
-        results = self._results([pair for row in rows for pair in row])
-        results_by_row = [list(islice(results, len(row))) for row in rows]
+        check_columns(columns)
+        texts = list(zip(columns["query"], columns["document"], strict=True))
+        are_texts = [all(isinstance(text, str) for text in pair) for pair in texts]
+        pairs = [Pair(*pair) for pair, usable in zip(texts, are_texts, strict=True) if usable]
+        outcomes = iter(self._outcomes(pairs))
+        results = []
+        for usable in are_texts:
+            result = PairResult(error="The query or the document is no text.")
+            if usable:
+                result = self._result(next(outcomes))
+            results.append(result)
         for place, name in enumerate(COLUMNS):
-            values: list[Any] = [[result[place] for result in row] for row in results_by_row]
-            if form == "document":
-                values = [value for (value,) in values]
-            columns[name] = values
+            columns[name] = [result[place] for result in results]
         return columns
-
-    def _results(self, pairs: Sequence[Pair | str]) -> Iterator[PairResult]:
-        """One result for each pair, or for the text that says why there is no pair."""
-        for start in range(0, len(pairs), CHUNK):
-            chunk = pairs[start : start + CHUNK]
-            outcomes = iter(self._outcomes([pair for pair in chunk if isinstance(pair, Pair)]))
-            for pair in chunk:
-                if isinstance(pair, str):
-                    yield PairResult(error=pair)
-                else:
-                    yield self._result(next(outcomes))
 
     def _result(self, outcome: Outcome) -> PairResult:
         score = outcome.score
@@ -140,18 +125,15 @@ class PairScorer:
         )
 
 
-def form_of(columns: Iterable[str]) -> str:
-    """The name of the column that is scored: ``document`` or ``documents``.
+def check_columns(names: Collection[str]) -> None:
+    """Check that rows have the columns of `PAIR`, and none that would be overwritten.
 
     Raises:
-        InputError: There is neither or both, no ``query``, or a column that would be overwritten.
+        InputError: They do not.
     """
-    names = list(columns)
-    forms = [name for name in ("document", "documents") if name in names]
-    if "query" not in names or len(forms) != 1:
+    if not set(PAIR).issubset(names):
         raise InputError(
-            'Rows need a "query" and either a "document" or "documents" (a list); '
-            f"found {', '.join(names) or 'none'}."
+            f'Rows need a "query" and a "document"; found {", ".join(sorted(names)) or "none"}.'
         )
     taken = [name for name in COLUMNS if name in names]
     if taken:
@@ -159,33 +141,3 @@ def form_of(columns: Iterable[str]) -> str:
             f"Rows have {', '.join(taken)} already, which would be overwritten. "
             "Rename these columns, or leave them out."
         )
-    return forms[0]
-
-
-def _pairs_of_row(query: Any, value: Any, form: str) -> list[Pair | str]:
-    """The pairs of one row; a text instead of a pair says why there is none."""
-    documents = [value] if form == "document" else value
-    not_a_list = isinstance(documents, (str, bytes, Mapping))
-    if not_a_list or not isinstance(documents, Iterable):
-        return [f"The row's documents are no list but {_kind(documents)}."]
-    pairs: list[Pair | str] = []
-    for document in documents:
-        text = document
-        if isinstance(document, Mapping) and isinstance(document.get("text"), str):
-            text = with_title(document["text"], document.get("title"))
-        if not isinstance(query, str):
-            pairs.append(f"The query is no text but {_kind(query)}.")
-        elif not isinstance(text, str):
-            pairs.append(f"The document is no text but {_kind(text)}.")
-        else:
-            pairs.append(Pair(query, text))
-    return pairs
-
-
-def _kind(value: Any) -> str:
-    """The name of a value's type; pandas writes null as NaN, NA and NaT."""
-    name = type(value).__name__
-    is_nan = isinstance(value, float) and math.isnan(value)
-    if value is None or is_nan or name in ("NAType", "NaTType"):
-        return "null"
-    return name

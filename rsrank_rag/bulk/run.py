@@ -1,5 +1,6 @@
 """Score files of rows."""
 
+import json
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
@@ -8,11 +9,14 @@ from typing import Any
 from ..errors import InputError
 from ..partial_files import appearing, differences
 from ..reranker import Reranker
-from .files import Shard, find_shards, read_rows, row_writer
-from .pairs import CHUNK, COLUMNS, PairScorer, form_of
+from .files import Shard, find_shards, open_text, read_rows
+from .pairs import COLUMNS, PAIR, PairScorer, check_columns
 
 # An output folder has a file of this name with the settings of its scores.
 SETTINGS = "_settings.json"
+
+# Rows that are scored together: enough to sort them into batches of similar length.
+CHUNK = 4096
 
 
 def score_files(
@@ -23,14 +27,13 @@ def score_files(
     settings: Mapping[str, Any],
     progress: Callable[..., Iterable[Any]] = lambda shards, total: shards,
 ) -> Counter[str]:
-    """Score the rows of files, and write a file of the same format and name for each.
+    """Score the rows of files, and write a file of the same name for each.
 
     An output file appears when it is complete. The same call after an interruption skips the
     files that are there and not older than their input. Rows keep their order.
 
     Args:
-        source: A ``.jsonl``, ``.jsonl.gz`` or ``.parquet`` file, or a folder; columns as for
-            `PairScorer`.
+        source: A ``.jsonl`` or ``.jsonl.gz`` file, or a folder; columns as for `PairScorer`.
         output: Folder for the scored files.
         make: Loads the model.
         settings: What decides the scores, such as the ``model``'s name, as JSON. A folder that was
@@ -39,8 +42,8 @@ def score_files(
             ``total``, their number.
 
     Returns:
-        Numbers of this run: ``files``, ``rows``, ``pairs`` (more than rows if these hold lists of
-        documents), ``errors`` (pairs without a score), ``skipped`` (files that were there already).
+        Numbers of this run: ``files``, ``rows``, ``errors`` (rows without a score), ``skipped``
+        (files that were there already).
 
     Raises:
         InputError: An input file cannot be used, or the folder is no output of these settings.
@@ -75,18 +78,17 @@ def score_shard(scorer: PairScorer, shard: Shard) -> Counter[str]:
     shard.target.parent.mkdir(parents=True, exist_ok=True)
     with (
         appearing(shard.target) as partial_path,
-        row_writer(partial_path, shard.source) as write,
+        open_text(partial_path, "wt", shard.source.suffix) as file,
     ):
         for rows in read_rows(shard.source, CHUNK):
             try:
-                form = form_of(dict.fromkeys(name for row in rows for name in row))
+                check_columns({name for row in rows for name in row})
             except InputError as error:
                 raise InputError(f"{shard.source}: {error}") from None
-            scored = scorer({name: [row.get(name) for row in rows] for name in ("query", form)})
+            scored = scorer({name: [row.get(name) for row in rows] for name in PAIR})
             for place, row in enumerate(rows):
                 row |= {name: scored[name][place] for name in COLUMNS}
-                errors = row["error"] if form == "documents" else [row["error"]]
-                numbers.update(pairs=len(errors), errors=len(errors) - errors.count(None))
-            write(rows)
-            numbers.update(rows=len(rows))
+                file.write(json.dumps(row, ensure_ascii=False) + "\n")
+            errors = len(rows) - scored["error"].count(None)
+            numbers.update(rows=len(rows), errors=errors)
     return numbers

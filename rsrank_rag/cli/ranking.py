@@ -263,7 +263,7 @@ def info(
 def score(
     source: Annotated[
         str,
-        Option("--input", "-i", help="A .jsonl(.gz) or .parquet file, or a folder of them."),
+        Option("--input", "-i", help="A .jsonl or .jsonl.gz file, or a folder of them."),
     ],
     output: Annotated[Path, Option("--output", "-o", help="Folder for the scored files.")],
     load: LoadOptions,
@@ -271,13 +271,12 @@ def score(
     revision: Revision = None,
     prefixes: Prefixes = None,
 ) -> None:
-    """Score many pairs: JSON lines or Parquet in, a file of the same format out for each.
+    """Score many pairs: files of JSON lines in, a file of the same name out for each.
 
     Run again, an interrupted command skips the files that are complete.
 
-    A row has a "query" and either a "document" or "documents" (a list of texts, or of objects with
-    "text" and "title", as in `rsrank evaluate`); other columns are copied. Added are score, kept
-    (above the model's threshold), truncated, and error: why a pair has no score, else null.
+    A row has a "query" and a "document"; other columns are copied. Added are score, kept (above
+    the model's threshold), truncated, and error: why a row has no score, else null.
 
     `rsrank score --input pairs.jsonl --output scored`
     """
@@ -302,7 +301,7 @@ def score(
         settings=settings,
         progress=partial(track, description="Scoring", console=problems, transient=True),
     )
-    text = f"{numbers['rows']:,} rows, {numbers['pairs']:,} pairs"
+    text = f"{numbers['rows']:,} rows"
     if numbers["errors"]:
         text += f", {numbers['errors']:,} of them without a score (column error)"
     text += f", in {numbers['files']:,} files of {output}"
