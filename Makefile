@@ -50,6 +50,7 @@ test-oldest: $(VENV)-oldest/.installed
 # The adapters with the newest releases, and in LangChain's agents.
 test-newest: $(VENV)-newest/.installed
 	$(VENV)-newest/bin/python -m pytest tests/adapters
+	$(VENV)-newest/bin/python -m pytest tests/test_docs.py -k "notebook and agents"
 
 # The package without torch, in an environment with nothing else; $(VENV) compares.
 test-without-torch: $(VENV)-base/.installed

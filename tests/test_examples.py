@@ -164,6 +164,23 @@ def test_the_outcomes_that_the_notebooks_call_right_are_in_their_outputs():
     assert int(before.replace(",", "")) > int(after.replace(",", ""))
 
 
+def test_what_the_notebook_on_agents_says_that_an_agent_reads_is_in_its_outputs():
+    text = printed("agents")
+    (puffins,) = [row["text"] for row in island("passages") if row["id"] == "puffins"]
+    answered, unanswered = re.split(r"^How do I apply for a fishing licence\?\n", text, flags=re.M)[
+        :2
+    ]
+    assert puffins in answered
+    assert "Puffins" in re.findall(r"^   [+][\d.]+  (.*)$", answered, re.M)
+    assert unanswered.startswith("No passage answers this.\n")
+    counts = re.findall(r"^   (with|without) +(\d+) passages, +([\d,]+) characters$", text, re.M)
+    assert [(name, count) for name, count, _ in counts[::2]] == [("without", "15")] * 2
+    kept, none = [(count, characters) for _, count, characters in counts[1::2]]
+    assert 0 < int(kept[0]) < 15
+    assert none == ("0", str(len("No passage answers this.")))
+    assert text.rstrip().endswith("No passage answers this.")
+
+
 def test_no_notebook_shows_progress_bars_or_logs():
     for path in EXAMPLES.glob("*.ipynb"):
         notebook = json.loads(path.read_text("utf-8"))
