@@ -20,7 +20,8 @@ def model_card(config: RSRankConfig) -> str:
     # The Hub refuses a card whose base_model is not a Hub id.
     if is_hub_id(config.backbone.name):
         lines.append(f"base_model: {config.backbone.name}")
-    lines.append(USAGE.read_text(encoding="utf-8"))
+    usage = USAGE.read_text(encoding="utf-8")
+    lines.append(usage.replace("THRESHOLD", f"{config.threshold:g}"))
     lines += _description(config)
     lines += _metrics_table(config.training.metrics)
     return "\n".join(lines) + "\n"

@@ -292,6 +292,14 @@ class TrainingRun:
         core = model.core
         prompts = model.prompts
         recipe = self.recipe
+        note = f"Made by the recipe {recipe.name!r}: {result.written}."
+        metrics = {"held out": result.metrics}
+        base = model.config
+        if base and result.projection is model.projection:
+            notes = f"{base.training.notes} {note}".strip()
+            record = {"notes": notes, "metrics": metrics, "settings": result.settings}
+            training = base.training.model_copy(update=record)
+            return base.model_copy(update={"training": training})
         return RSRankConfig(
             backbone=model.spec,
             layers=result.projection.layers,
@@ -301,13 +309,14 @@ class TrainingRun:
             template=prompts.template,
             max_length=prompts.max_length,
             threshold=result.threshold,
-            license=recipe.license or (model.config and model.config.license),
+            int8=base is not None and base.int8,
+            license=recipe.license or (base and base.license),
             training=TrainingRecord(
                 data=tuple(part.title for part in recipe.data),
                 seed=recipe.fit.seed,
-                metrics={"held out": result.metrics},
+                metrics=metrics,
                 settings=result.settings,
-                notes=f"Made by the recipe {recipe.name!r}: {result.written}.",
+                notes=note,
             ),
         )
 

@@ -1,5 +1,6 @@
 """A threshold for a wanted precision or recall, or the best F1, from labelled queries."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -54,7 +55,7 @@ class Tuned:
     goal: Goal
     # Reaches the goal on all queries, or comes nearest to it.
     threshold: float
-    # The threshold in use so far.
+    # The threshold in use so far; minus infinity for a system without one, which keeps everything.
     before: float
     # The goal's measure on all queries, at the threshold in use so far and at the new one.
     value_before: float
@@ -80,7 +81,7 @@ class Tuned:
         held_out = self.verdict.after.get(self.goal.metric)
         if self.goal.value is None:
             missed = self.goal.metric in self.verdict.losses
-            wanted = f"that of threshold {self.before:g}"
+            wanted = f"the value {self.so_far}"
         else:
             missed = held_out is not None and held_out.is_below(self.goal.value - ROUNDING)
             wanted = f"{self.goal.value:g}"
@@ -97,16 +98,24 @@ class Tuned:
             aim = f"for {self.goal}"
         return (
             f"Threshold {aim}: {self.threshold:.3f}. On the {self.verdict.queries} queries that "
-            f"chose it {name} is {self.value:.3f}; at {self.before:g}, the threshold so far, "
+            f"chose it {name} is {self.value:.3f}; {self.so_far} it is "
             f"{self.value_before:.3f}.{self._direction()}{self._on_other_queries()}"
         )
+
+    @property
+    def so_far(self) -> str:
+        """In words, what is kept without the new threshold."""
+        if math.isinf(self.before):
+            return "with everything kept"
+        return f"at the threshold so far, {self.before:g},"
 
     def _direction(self) -> str:
         """Why a precision lowers the threshold, or a recall raises it; empty if neither does."""
         goal = self.goal
         is_precision = goal.metric == "precision"
         is_higher = self.threshold > self.before
-        if goal.value is None or not self.reached or is_higher == is_precision:
+        surprises = self.threshold != self.before and is_higher != is_precision
+        if goal.value is None or not self.reached or not surprises or math.isinf(self.before):
             return ""
         words = ("highest", "above")
         if is_precision:
@@ -169,16 +178,21 @@ class Curves:
 def find_threshold(queries: Sequence[ScoredQuery], goal: Goal, before: float = 0.0) -> Tuned:
     """The threshold that reaches a goal on scored queries, or comes nearest to it.
 
+    Where the threshold in use so far keeps the same documents, it stays.
+
     Args:
         queries: At least two, with scores and labels.
         goal: What the threshold should reach.
-        before: The threshold in use so far.
+        before: The threshold in use so far; minus infinity if everything is kept.
 
     Raises:
         TrainingError: There are fewer than two queries, or the goal means nothing for them.
     """
     held_out, shifted = _cross_tuned(queries, goal)
     threshold = Curves(queries).choose(goal)
+    scores = np.concatenate([query.scores for query in queries])
+    if np.array_equal(scores > threshold, scores > before) and np.isfinite(before):
+        threshold = before
     both = selection_measures(queries, np.array([before, threshold]))
     values = np.nan_to_num(mean_present(both[goal.metric]))
     return Tuned(
@@ -241,7 +255,8 @@ def tune(
     source = ModelSource(model, revision, load)
     ranker = systems.load(source)
     scored = score_dataset(ranker, queries)
-    tuned = find_threshold(scored, goal, ranker.threshold or 0.0)
+    before = -math.inf if ranker.threshold is None else ranker.threshold
+    tuned = find_threshold(scored, goal, before)
     if tuned.problem and not force:
         return tuned
     note = f"Threshold for {goal} on {len(queries)} labelled queries of {data.name}."

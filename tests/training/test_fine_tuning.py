@@ -302,6 +302,24 @@ def test_a_base_that_no_penalty_improves_is_said_to_be_written(train, fused, tmp
     assert moved_by(fused, tmp_path) == 0.0
 
 
+def test_what_was_known_of_the_base_is_known_of_its_copy(train, fused, tmp_path):
+    config = hub.read_config(fused)
+    known = config.training.model_copy(update={"data": ("tides",), "notes": "By hand."})
+    config = config.model_copy(update={"int8": True, "training": known})
+    base = tmp_path / "base"
+    projection = hub.read_projection(fused, config)
+    run_module.write_artifact(base, config, projection, fused / "backbone")
+    before, _ = scorings()
+    train(before, before, "--base", base, penalty=math.inf)
+    kept = hub.read_config(tmp_path / "run" / "artifact")
+    train(*scorings(help=0.8), "--base", base)
+    tuned = hub.read_config(tmp_path / "run" / "artifact")
+    assert kept.model_copy(update={"training": known}) == config
+    assert kept.training.data == ("tides",)
+    assert kept.training.notes.startswith("By hand. Made by the recipe")
+    assert (tuned.int8, tuned.training.data) == (True, ("own",))
+
+
 def test_an_artifact_is_fine_tuned_and_says_how(fused, tmp_path):
     data = written(tmp_path / "own.jsonl", labelled(6))
     settings = ("--set", "fine_tuning.iterations=3", "--set", "fine_tuning.folds=2")

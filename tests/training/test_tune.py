@@ -1,6 +1,7 @@
 """Thresholds tuned on labelled queries: their values, their verdicts and their reports."""
 
 import json
+import math
 import random
 import statistics
 from dataclasses import replace
@@ -48,6 +49,23 @@ def test_a_threshold_is_the_lowest_of_a_precision_the_highest_of_a_recall_or_of_
     assert complete.threshold == pytest.approx(expected)
     best = find_threshold(queries, Goal())
     assert best.threshold == pytest.approx(best_threshold(queries)[0])
+
+
+def test_a_threshold_that_keeps_the_same_documents_stays():
+    queries = [ScoredQuery([2.0, -1.0], [True, False])] * 4
+    for goal in (Goal(), Goal("precision", 0.8), Goal("recall", 0.8)):
+        tuned = find_threshold(queries, goal, before=0.3)
+        assert (tuned.threshold, tuned.problem) == (0.3, None)
+        assert "is asked for" not in tuned.summary
+
+
+def test_a_system_without_a_threshold_is_compared_with_keeping_everything():
+    queries = [ScoredQuery([2.0, 1.0], [True, False])] * 4
+    tuned = find_threshold(queries, Goal(), before=-math.inf)
+    assert tuned.threshold == 1.5
+    assert "F1 is 1.000; with everything kept it is 0.667." in tuned.summary
+    assert "so far" not in tuned.summary
+    assert "inf" not in find_threshold(queries, Goal("recall", 0.9), before=-math.inf).summary
 
 
 def test_the_goal_that_was_asked_for_is_judged_on_queries_that_did_not_choose_the_threshold():
