@@ -6,11 +6,10 @@ import sys
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal, TypeVar
+from typing import Any, ClassVar, Literal, TypeVar
 
 from pydantic import (
     BaseModel,
-    BeforeValidator,
     ConfigDict,
     Field,
     ValidationError,
@@ -73,47 +72,19 @@ class DataPart(BaseModel, extra="forbid", frozen=True):
         return random.Random(f"{seed}-{self.title}").sample(queries, self.queries)
 
 
-def parse_layers(value: Any) -> Any:
-    """A number, or numbers and ranges in a text, as a tuple of layers; else the value as it is.
-
-    >>> parse_layers("1-4,8")
-    (1, 2, 3, 4, 8)
-    """
-    if type(value) is int:
-        return (value,)
-    if not isinstance(value, str):
-        return value
-    layers: list[int] = []
-    for part in value.split(","):
-        first, _, last = part.partition("-")
-        numbers = range(int(first), int(last or first) + 1)
-        if not 0 < len(numbers) < 1000:
-            raise ValueError(f"{value!r} is no choice of layers. Write such as 1-24 or 1-8,12")
-        layers += numbers
-    return tuple(layers)
-
-
 class FeaturePart(BaseModel, extra="forbid", frozen=True):
     """What is read of the language model."""
 
-    layers: Annotated[tuple[int, ...] | None, BeforeValidator(parse_layers)] = Field(
-        default=None,
-        description="Such as '1-24' or [1, 2, 3]; None for all but layer 0.",
+    first_layer: int | None = Field(
+        default=None, ge=1, description="None for the first one above the fusion layer."
+    )
+    last_layer: int | None = Field(
+        default=None, ge=1, description="None for the model's last. No later layer is loaded."
     )
     dtype: Literal["float16", "bfloat16"] = "float16"
     max_tokens: int | None = Field(default=None, gt=0)
     max_documents: int | None = Field(default=None, gt=1)
     titles: bool = True
-
-    @model_validator(mode="after")
-    def _ascending(self) -> Self:
-        if self.layers is None:
-            return self
-        if not self.layers or sorted(set(self.layers)) != list(self.layers):
-            raise ValueError("layers must ascend without repeats")
-        if self.layers[0] < 1:
-            raise ValueError("layers start at 1: layer 0 holds raw token embeddings")
-        return self
 
 
 class Recipe(BaseModel, extra="forbid", frozen=True):
@@ -146,8 +117,8 @@ class Recipe(BaseModel, extra="forbid", frozen=True):
         if self.base is None and not self.model.name:
             raise ValueError("name a model, or an artifact as base")
         ignored = [f"fit.{name}" for name in sorted(self.fit.model_fields_set - {"seed"})]
-        if self.features.layers is not None:
-            ignored.append("features.layers")
+        layers = {"first_layer", "last_layer"} & self.features.model_fields_set
+        ignored += [f"features.{name}" for name in sorted(layers)]
         if self.base is not None and ignored:
             raise ValueError(
                 f"{', '.join(ignored)} cannot be set: fine-tuning an artifact ({self.base}) keeps "
@@ -191,13 +162,14 @@ class Recipe(BaseModel, extra="forbid", frozen=True):
             BackboneError: The model does not have one of them, or it is not above the fusion layer.
         """
         lowest = self.model.fusion_layer + 1
-        layers = self.features.layers or tuple(range(lowest, count)) or (lowest,)
-        for layer in (layers[0], layers[-1]):
-            if not lowest <= layer < count:
-                raise BackboneError(
-                    f"Layer {layer} was asked for; {self.model.name} has {lowest}..{count - 1}."
-                )
-        return layers
+        first = self.features.first_layer or lowest
+        last = self.features.last_layer or max(count - 1, lowest)
+        if not lowest <= first <= last < count:
+            raise BackboneError(
+                f"Layers {first} to {last} were asked for; {self.model.name} has {lowest} to "
+                f"{count - 1}."
+            )
+        return tuple(range(first, last + 1))
 
 
 def shipped(folder: Path = SHIPPED) -> list[str]:

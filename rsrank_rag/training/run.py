@@ -173,12 +173,11 @@ class TrainingRun:
             core, prompts, projection, config = open_artifact(source)
             folder = hub.resolve(recipe.base) / INSIDE
             return _Model(core, prompts, config.backbone, config.layers, folder, config, projection)
-        layers = recipe.features.layers
         core, prompts = open_model(
             part.name,
             part.revision,
             options,
-            last_layer=layers[-1] if layers else None,
+            last_layer=recipe.features.last_layer,
             template=recipe.template,
             fusion_layer=part.fusion_layer,
             documents_stay=part.documents_stay,

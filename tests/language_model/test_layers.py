@@ -36,7 +36,7 @@ from rsrank_rag.language_model.loading import load_model, shortened
 from rsrank_rag.language_model.options import LoadOptions
 from rsrank_rag.language_model.weights import bits_of
 from rsrank_rag.method.template import PromptTokenizer
-from rsrank_rag.training.recipe import Recipe, parse_layers
+from rsrank_rag.training.recipe import Recipe
 
 READ = (1, 2)
 LOADED = 3
@@ -229,20 +229,6 @@ def test_a_whole_backbone_still_describes_itself(ranker):
 # Recipes and commands
 
 
-@pytest.mark.parametrize(
-    ("text", "layers"),
-    [
-        ("1-24", tuple(range(1, 25))),
-        ("1-8,12", (*range(1, 9), 12)),
-        ("3", (3,)),
-        (" 1 - 2 , 4 ", (1, 2, 4)),
-        (7, (7,)),
-    ],
-)
-def test_layers_are_numbers_and_ranges(text, layers):
-    assert parse_layers(text) == layers
-
-
 def labelled(path, count):
     rows = [
         {
@@ -288,45 +274,33 @@ def run(*arguments, code=0):
 
 
 @pytest.mark.parametrize(
-    ("layers", "message"),
+    ("setting", "message"),
     [
-        ("8-1", "'8-1' is no choice of layers. Write such as 1-24 or 1-8,12"),
-        ("first", "features.layers: Value error, invalid literal"),
-        ("", "features.layers: Value error, invalid literal"),
-        ("1-99999999999", "is no choice of layers"),
-        ("0-3", "layers start at 1"),
-        ("1-3,2", "must ascend without repeats"),
-        ("true", "features.layers"),
-        ("1.5", "features.layers"),
+        ("features.last_layer=0", "features.last_layer: Input should be greater than or equal to"),
+        ("features.first_layer=first", "features.first_layer: Input should be a valid integer"),
+        ("features.layers=[1]", "features.layers: there is no such entry"),
     ],
 )
-def test_a_wrong_choice_of_layers_is_one_clear_error(recipe_file, tmp_path, layers, message):
+def test_a_wrong_choice_of_layers_is_one_clear_error(recipe_file, tmp_path, setting, message):
     said = run(
         *("train", "--config", recipe_file, "--output", tmp_path / "run"),
-        *("--set", f"features.layers={layers}"),
+        *("--set", setting),
         code=2,
     )
     assert message in said
     with pytest.raises(InputError):
-        Recipe.load(str(recipe_file), [f"features.layers={layers}"])
-
-
-def test_a_recipe_takes_layers_as_text_or_as_a_list(recipe_file):
-    text = recipe_file.read_text()
-    for entry in ('"1-2"', "[1, 2]"):
-        recipe_file.write_text(f"{text}[features]\nlayers = {entry}\n")
-        assert Recipe.load(str(recipe_file)).features.layers == READ
+        Recipe.load(str(recipe_file), [setting])
 
 
 def test_training_on_the_first_layers_makes_an_artifact_that_loads_no_others(recipe_file, tmp_path):
     out = tmp_path / "run"
-    run("train", "--config", recipe_file, "--set", "features.layers=1-2", "--output", out)
+    run("train", "--config", recipe_file, "--set", "features.last_layer=2", "--output", out)
     ranker = RSRank.from_pretrained(out / "artifact", device="cpu", dtype="float32")
     assert (ranker.config.layers, ranker.config.backbone.num_layers) == (READ, LAYERS)
     assert ranker.projection.weight.shape[0] == len(READ)
     assert len(ranker.backbone.model.layers) == LOADED
     assert len(ranker.score(QUERY, DOCUMENTS)) == len(DOCUMENTS)
-    settings = ("--set", "features.layers=1")
+    settings = ("--set", "features.last_layer=1")
     said = run("train", "--config", recipe_file, *settings, "--output", out, code=1)
     assert "holds features of something else (layers: [1, 2] there, [1] wanted)" in said
 
@@ -334,8 +308,15 @@ def test_training_on_the_first_layers_makes_an_artifact_that_loads_no_others(rec
 def test_layers_that_the_model_does_not_have_are_refused(recipe_file, tmp_path):
     said = run(
         *("train", "--config", recipe_file, "--output", tmp_path / "run"),
-        *("--set", "features.layers=1-9"),
+        *("--set", "features.last_layer=9"),
         code=1,
     )
     assert "Layer 9 was asked for" in said
     assert f"has 1..{LAYERS - 1}" in said
+    said = run(
+        *("train", "--config", recipe_file, "--output", tmp_path / "run"),
+        *("--set", "features.last_layer=1", "--set", "features.first_layer=2"),
+        code=1,
+    )
+    assert "Layers 2 to 1 were asked for" in said
+    assert f"has 1 to {LAYERS - 1}" in said

@@ -185,7 +185,7 @@ def test_reading_that_was_interrupted_goes_on_without_loss_or_repetition(
     ("settings", "message"),
     [
         (["features.dtype=bfloat16"], "dtype: 'float16' there, 'bfloat16' wanted"),
-        (["features.layers=1-2"], r"layers: \[1, 2, 3\] there, \[1, 2\] wanted"),
+        (["features.last_layer=2"], r"layers: \[1, 2, 3\] there, \[1, 2\] wanted"),
         (["features.max_tokens=2"], "max_tokens: None there, 2 wanted"),
         (["features.titles=false"], "titles: True there, False wanted"),
         (['template.suffix="!"'], "template: "),

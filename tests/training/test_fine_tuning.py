@@ -337,6 +337,6 @@ def test_an_artifact_is_fine_tuned_and_says_how(fused, tmp_path):
 
 
 def test_what_an_artifact_decides_cannot_be_set(fused):
-    for setting in ("fit.epochs=3", "features.layers=[2]"):
+    for setting in ("fit.epochs=3", "features.last_layer=2"):
         with pytest.raises(InputError, match="cannot be set: fine-tuning an artifact"):
             Recipe.load("your-data", [setting], base=str(fused))

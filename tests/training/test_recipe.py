@@ -114,8 +114,7 @@ def test_the_shipped_recipes_are_valid():
         ("fit.epochs=0", "fit.epochs"),
         ("fit.epochs", "is no setting. Write key=value"),
         ("method=combined", "method: there is no such entry"),
-        ("features.layers=[0,1]", "layers start at 1"),
-        ("features.layers=[2,1]", "must ascend"),
+        ("features.first_layer=0", "features.first_layer: Input should be greater"),
     ],
 )
 def test_a_wrong_setting_is_one_clear_error(recipe_file, setting, message):
