@@ -35,9 +35,6 @@ from rsrank_rag.evaluation.evaluate import score_dataset, shared_threshold
 from rsrank_rag.evaluation.metrics import (
     Rule,
     ScoredQuery,
-    auroc,
-    best_scores,
-    false_accepts,
     ranking_by_query,
     select,
 )
@@ -49,6 +46,7 @@ from rsrank_rag.reranker import Reranker
 from . import kept_scores
 from .hub_datasets import NANOBEIR, load_nanobeir, load_sets
 from .reproduction.config import files_in
+from .unanswerable import auroc, best_scores, false_accepts
 
 DOCS = Path(__file__).parent / "docs"
 

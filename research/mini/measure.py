@@ -25,15 +25,13 @@ from tables import ROOT, differences, table
 from tqdm import tqdm
 
 from research import kept_scores
+from research.unanswerable import auroc, best_scores, false_accepts
 from rsrank_rag import Reranker, RSRank
 from rsrank_rag.evaluation.datasets import LabelledQuery, dataset_name, read_labelled
 from rsrank_rag.evaluation.evaluate import score_dataset, shared_threshold, summarise
 from rsrank_rag.evaluation.metrics import (
     ScoredQuery,
-    auroc,
-    best_scores,
     f1_at,
-    false_accepts,
     ranking_by_query,
 )
 from rsrank_rag.evaluation.systems.bm25 import BM25

@@ -45,8 +45,7 @@ ROWS = {
     "empty": "share of empty lists",
     "answerable": "queries with an answer",
     "left_with_nothing": "answers lost",
-    "auroc": "AUROC of the best score",
-    "false_accepts@90": "false accepts",
+    "false_keeps": "kept without an answer",
     "ndcg@5": "nDCG@5",
     "recall@5": "Recall@5",
     "f1@best": "best F1 of the file",
@@ -95,10 +94,9 @@ def evaluate(
     A system without a threshold of its own gets the best single one over all files.
 
     Empty lists: queries of which nothing is kept. Answers lost: queries with a relevant document of
-    which no relevant one is kept. AUROC: of lists with against lists without a relevant passage
-    (also lists whose relevant ones were taken out). False accepts: share of the latter at 90%
-    recall of the former. Instead: what other rules would keep, such as the three best, or the first
-    three of the file.
+    which no relevant one is kept. Kept without an answer: documents kept of a query without a
+    relevant one. Instead: what other rules would keep, such as the three best, or the first three
+    of the file.
 
     `rsrank evaluate --data examples/labelled.jsonl --json > metrics.json`
 

@@ -10,10 +10,7 @@ from .metrics import (
     Rule,
     ScoredQuery,
     apply_rule,
-    auroc,
-    best_scores,
     best_threshold,
-    false_accepts,
     mean,
     plain,
     query_best_f1,
@@ -61,17 +58,17 @@ def summarise(scored: Sequence[ScoredQuery], *, threshold: float = 0.0) -> dict[
         ``queries`` (number), ``ndcg@5``, ``recall@5``. For the documents that score above the
         threshold: ``f1@tau``, ``precision@tau``, ``recall@tau``, ``kept_per_query`` and ``empty``
         (share of queries that keep nothing). ``answerable``: number of queries with a relevant
-        document. ``left_with_nothing``: how many of these keep no relevant one. ``f1@best`` at the
-        set's best threshold ``tau_best``, and ``f1@query_best`` if every query had its own best
-        threshold. ``auroc`` of the best score for lists with against lists without a relevant
-        passage, and ``false_accepts@90``, the share of lists without one that are accepted where
-        90% of those with one are; both count absent twins (see `best_scores`). For every other
-        rule of `rules`, such as ``top1``: ``top1_f1``, ``top1_left_with_nothing`` and
+        document. ``left_with_nothing``: how many of these keep no relevant one. ``false_keeps``:
+        documents kept of each other query (None if there are none). ``f1@best`` at the set's best
+        threshold ``tau_best``, and ``f1@query_best`` if every query had its own best threshold. For
+        every other rule of `rules`, such as ``top1``: ``top1_f1``, ``top1_left_with_nothing`` and
         ``top1_kept_per_query``.
     """
     tau_best, f1_best = best_threshold(scored)
     selections = [select(query, Rule(threshold)) for query in scored]
-    answerable, unanswerable = best_scores(scored)
+    unanswerable = [
+        one.kept for query, one in zip(scored, selections, strict=True) if not any(query.relevant)
+    ]
     summary = {
         "queries": len(scored),
         **ranking_metrics(scored),
@@ -80,13 +77,12 @@ def summarise(scored: Sequence[ScoredQuery], *, threshold: float = 0.0) -> dict[
         "recall@tau": mean([one.recall for one in selections]),
         "kept_per_query": mean([one.kept for one in selections]),
         "empty": mean([one.kept == 0 for one in selections]),
-        "answerable": len(answerable),
+        "answerable": len(scored) - len(unanswerable),
         "left_with_nothing": sum(one.left_with_nothing for one in selections),
+        "false_keeps": mean(unanswerable) if unanswerable else None,
         "f1@best": f1_best,
         "tau_best": tau_best,
         "f1@query_best": mean([query_best_f1(query) for query in scored]),
-        "auroc": auroc(answerable, unanswerable),
-        "false_accepts@90": false_accepts(answerable, unanswerable),
     }
     for name, rule in rules(threshold).items():
         if name != "tau":

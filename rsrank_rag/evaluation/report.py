@@ -25,10 +25,7 @@ from .evaluate import describe_rule, recommend
 from .metrics import (
     ScoredQuery,
     apply_rule,
-    auroc,
     best_first,
-    best_scores,
-    false_accepts,
     plain,
     ranking_metrics,
     rules,
@@ -130,16 +127,13 @@ def rule_tables(comparison: Comparison) -> list[dict[str, Any]]:
             scored = []
             for query, labels in zip(result.queries, comparison.labels[name], strict=True):
                 scored.append(ScoredQuery(query.scores, labels.relevant))
-            best = best_scores(scored)
             tables.append(
                 {
                     "system": system.name,
                     "set": name,
                     "rows": [(describe_rule(r), apply_rule(scored, r)) for r in alternatives],
-                    "answerable": len(best[0]),
+                    "answerable": sum(any(query.relevant) for query in scored),
                     "advice": recommend(scored, threshold=system.threshold),
-                    "auroc": auroc(*best),
-                    "false_accepts": false_accepts(*best),
                 }
             )
     return tables

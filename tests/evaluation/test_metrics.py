@@ -22,11 +22,8 @@ from rsrank_rag.evaluation.metrics import (
     Rule,
     ScoredQuery,
     apply_rule,
-    auroc,
-    best_scores,
     best_threshold,
     f1_at,
-    false_accepts,
     query_best_f1,
     ranking_by_query,
     ranking_metrics,
@@ -269,6 +266,11 @@ def test_a_summary_says_what_is_kept_what_is_empty_and_what_is_kept_in_error():
         == pytest.approx((1 / 2 + 1) / 4)
     )
     assert (found["kept_per_query"], found["empty"], found["answerable"]) == (1.0, 0.5, 2)
+    assert found["false_keeps"] == 1.0
+
+
+def test_where_every_query_has_an_answer_nothing_can_be_kept_in_error():
+    assert summarise([ScoredQuery([1.0], [True])])["false_keeps"] is None
 
 
 def test_a_query_without_documents_counts_nothing():
@@ -347,37 +349,6 @@ def test_a_summary_has_the_alternatives_to_the_threshold():
     # The first of the file is irrelevant in each.
     assert (summary["first1_left_with_nothing"], summary["first1_f1"]) == (2, 0.0)
     assert summary["top5_kept_per_query"] == pytest.approx((4 + 4 + 2) / 3)
-
-
-def test_best_scores_are_of_lists_with_and_without_a_relevant_passage_with_absent_twins():
-    only_relevant = ScoredQuery([4.0], [True])
-    answerable, unanswerable = best_scores(
-        [MIXED, BELOW, NO_ANSWER, only_relevant, ScoredQuery([], [])]
-    )
-    assert answerable == [3.0, 1.0, 4.0]
-    # Without their relevant passages MIXED's best is 2 and BELOW's stays 1.
-    assert unanswerable == [2.0, 1.0, 0.5]
-
-
-def test_auroc_and_false_accepts_equal_the_fractions_by_hand():
-    positives, negatives = [3.0, 1.0, 4.0], [2.0, 1.0, 0.5]
-    # 3 and 4 are above all three; 1 is above one and equal to one.
-    assert auroc(positives, negatives) == pytest.approx((3 + 1.5 + 3) / 9)
-    # All three must be accepted for 90%: the limit is 1, which two of the negatives reach.
-    assert false_accepts(positives, negatives) == pytest.approx(2 / 3)
-    # 9 of 10 are enough: the limit is 2.
-    assert false_accepts([float(i) for i in range(1, 11)], [1.5, 2.0, 0.0, 7.0]) == 2 / 4
-    assert auroc([], negatives) is auroc(positives, []) is false_accepts(positives, []) is None
-    summary = summarise([MIXED, BELOW, NO_ANSWER, ScoredQuery([4.0], [True])])
-    assert summary["auroc"] == pytest.approx(7.5 / 9)
-    assert summary["false_accepts@90"] == pytest.approx(2 / 3)
-
-
-@settings(max_examples=100, deadline=None)
-@given(st.lists(st.integers(-3, 3), min_size=1), st.lists(st.integers(-3, 3), min_size=1))
-def test_auroc_equals_the_count_over_all_pairs(positives, negatives):
-    wins = sum((x > y) + (x == y) / 2 for x in positives for y in negatives)
-    assert auroc(positives, negatives) == pytest.approx(wins / len(positives) / len(negatives))
 
 
 def test_the_recommendation_names_the_rule_that_loses_fewest_answers_and_what_zero_loses():

@@ -216,7 +216,7 @@ def test_the_page_shows_lost_answers_alternatives_and_advice(folder, html):
         rows = dict(zip(rules(system.threshold), part["rows"], strict=True))
         assert rows["tau"][1].left_with_nothing == summary["left_with_nothing"]
         assert rows["top3"][1].f1 == summary["top3_f1"]
-        assert (part["auroc"], part["answerable"]) == (summary["auroc"], summary["answerable"])
+        assert part["answerable"] == summary["answerable"]
     text = " ".join(" ".join(Page(html).text).split())
     assert all(part["advice"] in text for part in tables)
     assert text.count("first 3 in the file's order") == len(tables)
