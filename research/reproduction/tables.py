@@ -13,7 +13,7 @@ from rsrank_rag.evaluation.report import template
 from rsrank_rag.evaluation.statistics import Estimate, Record, estimate_mean, paired_differences
 
 from .ablations import BASE, AblationOnSet, AblationRow
-from .thresholds import paired_t_test, threshold_stability
+from .thresholds import own_best, paired_t_test, threshold_stability
 
 TITLES = {"ndcg@5": "nDCG@5", "recall@5": "Recall@5", "f1@tau": "F1@τ"}
 METRICS = {
@@ -57,6 +57,10 @@ def page(
         tables[title] = {
             name: [*row, None if None in row else mean(row)] for name, row in rows.items()
         }
+    own_means = {}
+    for result in found.systems if found else ():
+        by_set = [mean(own_best(found, label, row)) for label, row in result.sets.items()]
+        own_means[result.name] = mean(by_set)
     stabilities = {}
     for system in measured:
         if set(system.scored) == set(sets):
@@ -65,6 +69,9 @@ def page(
         "measured": measured,
         "stabilities": stabilities,
         "t_test": paired_t_test,
+        "own_best": own_best,
+        "mean": mean,
+        "own_means": own_means,
         "tables": tables,
         "metrics": TITLES,
         "found": found,

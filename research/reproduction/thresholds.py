@@ -12,7 +12,7 @@ import numpy as np
 from scipy import stats
 
 from rsrank_rag.evaluation import plots
-from rsrank_rag.evaluation.comparison import Comparison, Measured, QueryResult
+from rsrank_rag.evaluation.comparison import Comparison, Measured, SetResult
 from rsrank_rag.evaluation.metrics import ScoredQuery, best_threshold
 from rsrank_rag.evaluation.statistics import paired_differences
 from rsrank_rag.reranker import BLANK_SCORE
@@ -53,12 +53,22 @@ def paired_t_test(first: Sequence[float], second: Sequence[float]) -> PairedTest
     return PairedTest(difference=mean, t=float(result.statistic), p=float(result.pvalue))
 
 
-def f1_gap(query: QueryResult) -> float:
-    """F1 that a query loses because all queries share the set's best threshold; at least 0.
+def own_best(comparison: Comparison, name: str, result: SetResult) -> list[float]:
+    """F1 of a set's queries, each at its own best threshold."""
+    values = []
+    for query, labels in zip(result.queries, comparison.labels[name], strict=True):
+        values.append(best_threshold([ScoredQuery(query.scores, labels.relevant)])[1])
+    return values
+
+
+def f1_gaps(comparison: Comparison, name: str, result: SetResult) -> list[float]:
+    """F1 that each query loses because all queries share the set's best threshold; at least 0.
 
     Source: paper, Section 2.2.
     """
-    return max(query.metrics["f1@query_best"] - query.metrics["f1@best"], 0.0)
+    best = result.values("f1@best")
+    lost = paired_differences(own_best(comparison, name, result), best)
+    return [max(difference, 0.0) for difference in lost]
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,5 +189,5 @@ def _figures(systems: Sequence[Measured], comparison: Comparison) -> Iterator[tu
     gaps: dict[str, dict[str, list[float]]] = {name: {} for name in comparison.labels}
     for result in comparison.systems:
         for name, in_set in result.sets.items():
-            gaps[name][result.name] = list(map(f1_gap, in_set.queries))
+            gaps[name][result.name] = f1_gaps(comparison, name, in_set)
     yield "f1-gap", f1_gap_curves(gaps)

@@ -50,7 +50,6 @@ ROWS = {
     "recall@5": "Recall@5",
     "f1@best": "best F1 of the file",
     "tau_best": "at the threshold",
-    "f1@query_best": "best F1 of each query",
 }
 
 

@@ -6,15 +6,8 @@ from itertools import combinations
 
 from .. import __version__
 from .datasets import LabelledQuery
-from .metrics import (
-    Rule,
-    ScoredQuery,
-    best_threshold,
-    f1_at,
-    query_best_f1,
-    ranking_by_query,
-    select,
-)
+from .evaluate import query_metrics
+from .metrics import ScoredQuery, best_threshold
 from .statistics import (
     LEVEL,
     RESAMPLES,
@@ -30,7 +23,6 @@ METRICS = {
     "recall@5": "Recall@5",
     "f1@tau": "F1 at the threshold",
     "f1@best": "F1 at the set's best threshold",
-    "f1@query_best": "F1 at each query's best threshold",
 }
 
 
@@ -135,12 +127,19 @@ def _system(system: Measured, sets: Mapping[str, Sequence[LabelledQuery]]) -> Sy
     results = {}
     for name, labelled in sets.items():
         queries = system.scored[name]
-        tau_best, _ = best_threshold(queries)
-        rows = _query_results(labelled, queries, system.threshold, tau_best)
-        values = {metric: [row.metrics[metric] for row in rows] for metric in METRICS}
+        values = query_metrics(queries, system.threshold)
+        rows = []
+        for number, (label, query) in enumerate(zip(labelled, queries, strict=True)):
+            row = QueryResult(
+                id=label.id,
+                scores=tuple(query.scores),
+                kept=int(values["kept_per_query"][number]),
+                metrics={metric: values[metric][number] for metric in METRICS},
+            )
+            rows.append(row)
         results[name] = SetResult(
-            metrics={m: estimate_mean(values[m]) for m in METRICS},
-            tau_best=tau_best,
+            metrics={metric: estimate_mean(values[metric]) for metric in METRICS},
+            tau_best=best_threshold(queries)[0],
             queries=tuple(rows),
         )
     metrics = {}
@@ -154,25 +153,6 @@ def _system(system: Measured, sets: Mapping[str, Sequence[LabelledQuery]]) -> Sy
         metrics=metrics,
         sets=results,
     )
-
-
-def _query_results(
-    labelled: Sequence[LabelledQuery],
-    queries: Sequence[ScoredQuery],
-    tau: float,
-    tau_best: float,
-) -> list[QueryResult]:
-    ranking = ranking_by_query(queries)
-    results = []
-    for number, (label, query) in enumerate(zip(labelled, queries, strict=True)):
-        selected = select(query, Rule(tau))
-        metrics = {name: values[number] for name, values in ranking.items()}
-        metrics["f1@tau"] = selected.f1
-        metrics["f1@best"] = f1_at(query, tau_best)
-        metrics["f1@query_best"] = query_best_f1(query)
-        scores = tuple(query.scores)
-        results.append(QueryResult(id=label.id, scores=scores, kept=selected.kept, metrics=metrics))
-    return results
 
 
 def _difference(first: SystemResult, second: SystemResult) -> Difference:

@@ -11,10 +11,10 @@ from .metrics import (
     ScoredQuery,
     apply_rule,
     best_threshold,
+    f1_at,
     mean,
     plain,
-    query_best_f1,
-    ranking_metrics,
+    ranking_by_query,
     rules,
     select,
 )
@@ -47,6 +47,23 @@ def score_dataset(
     return scored
 
 
+def query_metrics(scored: Sequence[ScoredQuery], threshold: float) -> dict[str, list[float]]:
+    """Metrics of each query: of the ranking, of what is above the threshold, of the best threshold.
+
+    The best threshold is that of the set, for ``f1@best``.
+    """
+    selections = [select(query, Rule(threshold)) for query in scored]
+    tau_best, _ = best_threshold(scored)
+    return {
+        **ranking_by_query(scored),
+        "f1@tau": [one.f1 for one in selections],
+        "precision@tau": [one.precision for one in selections],
+        "recall@tau": [one.recall for one in selections],
+        "kept_per_query": [one.kept for one in selections],
+        "f1@best": [f1_at(query, tau_best) for query in scored],
+    }
+
+
 def summarise(scored: Sequence[ScoredQuery], *, threshold: float = 0.0) -> dict[str, Any]:
     """All metrics of one scored set, under the names of ``rsrank evaluate --json``.
 
@@ -56,33 +73,27 @@ def summarise(scored: Sequence[ScoredQuery], *, threshold: float = 0.0) -> dict[
 
     Returns:
         ``queries`` (number), ``ndcg@5``, ``recall@5``. For the documents that score above the
-        threshold: ``f1@tau``, ``precision@tau``, ``recall@tau``, ``kept_per_query`` and ``empty``
-        (share of queries that keep nothing). ``answerable``: number of queries with a relevant
-        document. ``left_with_nothing``: how many of these keep no relevant one. ``false_keeps``:
-        documents kept of each other query (None if there are none). ``f1@best`` at the set's best
-        threshold ``tau_best``, and ``f1@query_best`` if every query had its own best threshold. For
-        every other rule of `rules`, such as ``top1``: ``top1_f1``, ``top1_left_with_nothing`` and
-        ``top1_kept_per_query``.
+        threshold: ``f1@tau``, ``precision@tau``, ``recall@tau`` and ``kept_per_query``. ``f1@best``
+        at the set's best threshold ``tau_best``. ``empty``: share of queries that keep nothing.
+        ``answerable``: number of queries with a relevant document. ``left_with_nothing``: how many
+        of these keep no relevant one. ``false_keeps``: documents kept of each other query (None if
+        there are none). For every other rule of `rules`, such as ``top1``: ``top1_f1``,
+        ``top1_left_with_nothing`` and ``top1_kept_per_query``.
     """
-    tau_best, f1_best = best_threshold(scored)
-    selections = [select(query, Rule(threshold)) for query in scored]
-    unanswerable = [
-        one.kept for query, one in zip(scored, selections, strict=True) if not any(query.relevant)
-    ]
+    values = query_metrics(scored, threshold)
+    kept = values["kept_per_query"]
+    false_keeps = []
+    for query, count in zip(scored, kept, strict=True):
+        if not any(query.relevant):
+            false_keeps.append(count)
     summary = {
         "queries": len(scored),
-        **ranking_metrics(scored),
-        "f1@tau": mean([one.f1 for one in selections]),
-        "precision@tau": mean([one.precision for one in selections]),
-        "recall@tau": mean([one.recall for one in selections]),
-        "kept_per_query": mean([one.kept for one in selections]),
-        "empty": mean([one.kept == 0 for one in selections]),
-        "answerable": len(scored) - len(unanswerable),
-        "left_with_nothing": sum(one.left_with_nothing for one in selections),
-        "false_keeps": mean(unanswerable) if unanswerable else None,
-        "f1@best": f1_best,
-        "tau_best": tau_best,
-        "f1@query_best": mean([query_best_f1(query) for query in scored]),
+        **{name: mean(numbers) for name, numbers in values.items()},
+        "tau_best": best_threshold(scored)[0],
+        "empty": mean([count == 0 for count in kept]),
+        "answerable": len(scored) - len(false_keeps),
+        "left_with_nothing": apply_rule(scored, Rule(threshold)).left_with_nothing,
+        "false_keeps": mean(false_keeps) if false_keeps else None,
     }
     for name, rule in rules(threshold).items():
         if name != "tau":

@@ -234,11 +234,6 @@ def best_threshold(
     return best, best_total / math.fsum(weights)
 
 
-def query_best_f1(query: ScoredQuery) -> float:
-    """F1 at the query's own best threshold: what perfect calibration would give this ranking."""
-    return best_threshold([query])[1]
-
-
 def ranking_metrics(queries: Sequence[ScoredQuery]) -> dict[str, float]:
     """nDCG@5 and Recall@5 in the mean over queries, named ``ndcg@5`` and ``recall@5``."""
     return {name: mean(values) for name, values in ranking_by_query(queries).items()}

@@ -38,10 +38,6 @@ from .verdict import measure
 # are few and hard to overfit, so they may move more than the many numbers of B and of the heads.
 MOVES = {"weight": 0.3, "head_weight": 0.3, "agreement": 1.0}
 
-# From so many queries on, a tenth is measured well enough: two of ten parts are left out of
-# training instead of each of five in turn.
-MANY_QUERIES = 500
-
 
 class FineTuningOptions(BaseModel, extra="forbid", frozen=True):
     """How an artifact's weights are fine-tuned."""
@@ -99,10 +95,7 @@ def fine_tune(
     tuner = _Tuner(features, base, options, device_for(device))
     penalties = (math.inf, *options.penalties)
     everything = range(len(features))
-    if len(features) < MANY_QUERIES:
-        parts = folds(len(features), options.folds)
-    else:
-        parts = folds(len(features), 10)[:2]
+    parts = folds(len(features), options.folds)
     # By fold and penalty.
     held_out: list[list[list[ScoredQuery]]] = []
     for numbers in watch(parts):

@@ -14,13 +14,13 @@ pytest.importorskip("scipy")
 from matplotlib.colors import to_hex
 
 from research.reproduction.thresholds import (
-    f1_gap,
     f1_gap_curves,
     paired_t_test,
     score_ranges,
     threshold_stability,
     write_figures,
 )
+from research.reproduction.thresholds import f1_gaps as gaps_of
 from rsrank_rag.evaluation.comparison import Measured, compare
 from rsrank_rag.evaluation.datasets import LabelledDocument, LabelledQuery
 from rsrank_rag.evaluation.metrics import ScoredQuery, best_threshold, f1_at
@@ -128,7 +128,7 @@ def comparison_of(queries):
 
 def f1_gaps(queries):
     _, comparison = comparison_of(queries)
-    return list(map(f1_gap, comparison.systems[0].sets["s"].queries))
+    return gaps_of(comparison, "s", comparison.systems[0].sets["s"])
 
 
 def test_f1_gaps_equal_the_fractions_by_hand():
