@@ -7,7 +7,7 @@ import sys
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.progress import track
@@ -36,13 +36,6 @@ from .options import (
 
 if TYPE_CHECKING:
     from ..rsrank import RSRank
-
-LongDocuments = Annotated[
-    Literal["windows", "cut"] | None,
-    Option(
-        help="Of too long ones: windows: all, the best counts (RSRank's default). cut: the start."
-    ),
-]
 
 app = typer.Typer()
 
@@ -131,11 +124,6 @@ def rank(
     extract: Annotated[
         str | None, Option(help="sentences: keep of each document those that score above.")
     ] = None,
-    context: Annotated[int, Option(help="With --extract: so many sentences around each, too.")] = 0,
-    heading: Annotated[
-        bool, Option("--heading", help="With --extract: keep the first line, too.")
-    ] = False,
-    long_documents: LongDocuments = None,
     prefixes: Prefixes = None,
     as_json: AsJson = False,
 ) -> None:
@@ -153,7 +141,7 @@ def rank(
         ranker = load_reranker(source)
         if instruction is not None:
             ranker = ranker.with_instruction(clean(instruction))
-    selection: dict[str, Any] = {"extract": extract, "context": context, "heading": heading}
+    selection: dict[str, Any] = {}
     if keep_all:
         selection["threshold"] = None
     elif threshold is not None:
@@ -164,7 +152,7 @@ def rank(
         top_n=top_n,
         min_docs=min_docs,
         show_progress=problems.is_terminal and len(texts) > 100,
-        long_documents=long_documents,
+        extract=extract,
         **selection,
     )
     if as_json:
@@ -180,7 +168,6 @@ def index(
     load: LoadOptions,
     model: Model = "mini",
     revision: Revision = None,
-    long_documents: LongDocuments = None,
 ) -> None:
     """Run documents ahead of time: later calls with `prefix_cache=FOLDER` run only the query.
 
@@ -190,7 +177,7 @@ def index(
     `rsrank index --documents passages.txt --prefixes prefixes`
     """
     ranker = _load(ModelSource(model, revision, load, prefix_cache=str(prefixes.absolute())))
-    texts = ranker.parts(read_documents(documents), long_documents=long_documents)
+    texts = ranker.parts(read_documents(documents))
     count = ranker.index(texts, show_progress=problems.is_terminal)
     screen.print(f"{len(texts):,} documents, {count} new, in {prefixes}")
 
@@ -224,7 +211,9 @@ def explain(
 def explanation_text(explanation: Explanation) -> Text:
     """An explanation after its query and document."""
     document = " ".join(explanation.document.split())[:200]
-    verdict = "kept" if explanation.score > 0 else "dropped"
+    verdict = "dropped"
+    if explanation.score > 0:
+        verdict = "kept"
     return Text.assemble(
         (explanation.query, "bold"), "\n", (document, "dim"), f"\n{explanation}\n{verdict}"
     )
@@ -236,9 +225,6 @@ def info(
         str, typer.Argument(help="Built-in name, artifact folder or Hub id.")
     ] = "mini",
     revision: Revision = None,
-    local_files_only: Annotated[
-        bool, Option("--local-files-only", help="Never ask the Hub.")
-    ] = False,
     as_json: AsJson = False,
 ) -> None:
     """Print an artifact's model card, its limits, and its dtype here; loads no language model.
@@ -247,7 +233,7 @@ def info(
     """
     from ..artifact import hub
 
-    folder = hub.resolve(model, revision, LoadOptions(local_files_only=local_files_only))
+    folder = hub.resolve(model, revision)
     config = hub.read_config(folder)
     if as_json:
         typer.echo(config.model_dump_json(indent=2))

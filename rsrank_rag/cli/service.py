@@ -86,7 +86,6 @@ def serve(
     allowed_host: Annotated[
         list[str], Option(help="Name that clients call the service by; may be repeated.")
     ] = [],  # noqa: B006
-    max_connections: Annotated[int, Option(min=1, help="Open at a time.")] = 1000,
     notice: Annotated[
         float, Option(min=0, help="Seconds of 503 from /ready before the end at SIGTERM.")
     ] = 5.0,
@@ -120,19 +119,12 @@ def serve(
         Path | None, Option("--prefixes", "-p", help="Folder of a prefix cache on disk.")
     ] = None,
     engine: Annotated[
-        Literal["local", "ray"], Option(help="local: one process. ray: replicas on a Ray cluster.")
+        Literal["local", "ray"], Option(help="ray: on the cluster of RAY_ADDRESS, or here.")
     ] = "local",
     replicas: Annotated[int, Option(min=1, help="With ray: processes with the model.")] = 1,
-    max_replicas: Annotated[
-        int | None, Option(min=1, help="With ray: up to so many, as the load asks for.")
-    ] = None,
-    cpus_per_replica: Annotated[float, Option(help="With ray: CPU cores of each.")] = 1.0,
     gpus_per_replica: Annotated[
         float, Option(help="With ray: GPUs of each, such as 1 or 0.5.")
     ] = 0.0,
-    address: Annotated[
-        str | None, Option(help="With ray: of the cluster. Default: RAY_ADDRESS, or this machine.")
-    ] = None,
     log_level: Annotated[LogLevel, Option(help="Of this package and the server.")] = "info",
 ) -> None:
     """Answer over HTTP, as clients of Cohere, Jina, TEI, vLLM, Infinity and NVIDIA ask.
@@ -185,15 +177,15 @@ def serve(
     if engine == "local":
         from ..service.server import Limits
 
-        limits = Limits(max_connections, notice=notice)
+        limits = Limits(notice=notice)
         level = log_level.upper()
         enter = "".join(f"\n  {line}" for line in for_program["enter"])
         run(build(), settings, limits, host=host, port=port, log_level=level, enter=enter)
         return
     from ..service.ray import Replicas, cluster
 
-    with cluster(address):
-        wanted = Replicas(replicas, max_replicas, cpus_per_replica, gpus_per_replica)
+    with cluster(None):
+        wanted = Replicas(replicas, gpus=gpus_per_replica)
         run_on_ray(build, settings, wanted, host=host, port=port)
 
 
