@@ -8,8 +8,9 @@ from typer.testing import CliRunner
 
 from rsrank_rag.cli import app
 from rsrank_rag.evaluation.datasets import LabelledDocument, LabelledQuery
-from rsrank_rag.evaluation.metrics import ScoredQuery
+from rsrank_rag.evaluation.metrics import ScoredQuery, present_means
 from rsrank_rag.training.store import QueryFeatures
+from rsrank_rag.training.verdict import measure
 
 
 def labelled(count=6, documents=DOCUMENTS):
@@ -70,3 +71,8 @@ def scorings(count=30, help=0.0, seed=0):
         ]
         other.append(ScoredQuery(moved, labels))
     return base, other
+
+
+def means(queries, threshold):
+    """Means of what a verdict looks at, over the queries for which it means something."""
+    return present_means(measure(queries, threshold))

@@ -3,6 +3,8 @@
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+import numpy as np
+
 from ..errors import InputError
 from ..reranker import Reranker
 from .datasets import LabelledQuery
@@ -14,9 +16,11 @@ from .metrics import (
     f1_at,
     mean,
     plain,
+    present_means,
     ranking_by_query,
     rules,
     select,
+    selection_measures,
 )
 
 # A rule is advised only if it leaves at most this share of the answerable queries with nothing.
@@ -57,8 +61,6 @@ def query_metrics(scored: Sequence[ScoredQuery], threshold: float) -> dict[str, 
     return {
         **ranking_by_query(scored),
         "f1@tau": [one.f1 for one in selections],
-        "precision@tau": [one.precision for one in selections],
-        "recall@tau": [one.recall for one in selections],
         "kept_per_query": [one.kept for one in selections],
         "f1@best": [f1_at(query, tau_best) for query in scored],
     }
@@ -73,11 +75,12 @@ def summarise(scored: Sequence[ScoredQuery], *, threshold: float = 0.0) -> dict[
 
     Returns:
         ``queries`` (number), ``ndcg@5``, ``recall@5``. For the documents that score above the
-        threshold: ``f1@tau``, ``precision@tau``, ``recall@tau`` and ``kept_per_query``. ``f1@best``
-        at the set's best threshold ``tau_best``. ``empty``: share of queries that keep nothing.
-        ``answerable``: number of queries with a relevant document. ``left_with_nothing``: how many
-        of these keep no relevant one. ``false_keeps``: documents kept of each other query (None if
-        there are none). For every other rule of `rules`, such as ``top1``: ``top1_f1``,
+        threshold: ``f1@tau``, ``precision@tau`` of the queries that keep one, ``recall@tau`` of
+        those with a relevant document (None if there are no such queries) and ``kept_per_query``.
+        ``f1@best`` at the set's best threshold ``tau_best``. ``empty``: share of queries that keep
+        nothing. ``answerable``: number of queries with a relevant document. ``left_with_nothing``:
+        how many of these keep no relevant one. ``false_keeps``: documents kept of each other query
+        (None if there are none). For every other rule of `rules`, such as ``top1``: ``top1_f1``,
         ``top1_left_with_nothing`` and ``top1_kept_per_query``.
     """
     values = query_metrics(scored, threshold)
@@ -86,9 +89,12 @@ def summarise(scored: Sequence[ScoredQuery], *, threshold: float = 0.0) -> dict[
     for query, count in zip(scored, kept, strict=True):
         if not any(query.relevant):
             false_keeps.append(count)
+    averages = present_means(selection_measures(scored, np.array([threshold])))
     summary = {
         "queries": len(scored),
         **{name: mean(numbers) for name, numbers in values.items()},
+        "precision@tau": averages.get("precision"),
+        "recall@tau": averages.get("recall"),
         "tau_best": best_threshold(scored)[0],
         "empty": mean([count == 0 for count in kept]),
         "answerable": len(scored) - len(false_keeps),

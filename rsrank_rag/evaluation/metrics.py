@@ -1,17 +1,21 @@
 """Ranking quality (through ir-measures) and selection quality (what a rule keeps), query by query.
 
-Most metrics are computed for each query and then averaged over all queries. A query for which
-nothing relevant is kept counts 0, and so does a query without documents. A query with documents
-of which none is relevant counts 1 if nothing is kept. Equal scores rank by input order.
+Metrics are computed for each query and then averaged over the queries. Precision counts those that
+keep a document, recall those with a relevant one. F1 and ranking count all: one for which nothing
+relevant is kept counts 0, and so does one without documents; F1 is 1 where nothing is relevant and
+nothing is kept. Equal scores rank by input order.
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
+import numpy as np
+
 from ..errors import InputError, required
 from ..reranker import BLANK_SCORE
+from .statistics import Array, mean_present
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,15 +130,9 @@ def rules(threshold: float) -> dict[str, Rule]:
 
 
 class Selection(NamedTuple):
-    """How good the documents are that a rule keeps of one query.
+    """How good the documents are that a rule keeps of one query."""
 
-    If nothing is relevant and nothing is kept, precision, recall and F1 are 1. Without documents to
-    choose from they are 0.
-    """
-
-    precision: float
-    recall: float
-    f1: float
+    f1: float  # 1 if nothing is relevant and nothing is kept; 0 without documents to choose from
     kept: int  # number of documents
     left_with_nothing: bool  # whether a document is relevant and no relevant one is kept
 
@@ -144,16 +142,10 @@ def select(query: ScoredQuery, rule: Rule) -> Selection:
     kept = rule.kept(query.scores)
     hits = sum(query.relevant[place] for place in kept)
     relevant = sum(query.relevant)
-    if not query.scores:
-        return Selection(0.0, 0.0, 0.0, 0, False)
-    correctly_empty = float(not kept and not relevant)
-    return Selection(
-        precision=hits / len(kept) if kept else correctly_empty,
-        recall=hits / relevant if relevant else correctly_empty,
-        f1=f1(hits, len(kept), relevant),
-        kept=len(kept),
-        left_with_nothing=relevant > 0 and hits == 0,
-    )
+    value = 0.0
+    if query.scores:
+        value = f1(hits, len(kept), relevant)
+    return Selection(value, len(kept), relevant > 0 and hits == 0)
 
 
 def f1_at(query: ScoredQuery, threshold: float) -> float:
@@ -258,4 +250,44 @@ def ranking_by_query(queries: Sequence[ScoredQuery]) -> dict[str, list[float]]:
     names = {measure: name for name, measure in measures.items()}
     for metric in ir_measures.iter_calc(measures.values(), qrels, run):
         values[names[metric.measure]][int(metric.query_id)] = float(metric.value)
+    return values
+
+
+def selection_measures(queries: Sequence[ScoredQuery], thresholds: Array) -> Mapping[str, Array]:
+    """Each query's measures at each threshold, (queries, thresholds); NaN where one means nothing.
+
+    An empty list has no precision, and a query without a relevant document has no recall. Its F1
+    is 1 where nothing is kept. A query without documents has an F1 of 0.
+    """
+    shape = len(queries), len(thresholds)
+    kept = np.zeros(shape)
+    hits = np.zeros(shape)
+    relevant = np.zeros((len(queries), 1))
+    empty = np.zeros((len(queries), 1), dtype=bool)
+    for row, query in enumerate(queries):
+        above = np.asarray(query.scores, dtype=float)[:, None] > thresholds
+        labels = np.asarray(query.relevant, dtype=bool)
+        kept[row] = above.sum(0)
+        hits[row] = above[labels].sum(0)
+        relevant[row] = labels.sum()
+        empty[row] = len(labels) == 0
+    with np.errstate(invalid="ignore"):
+        f1 = 2 * hits / (kept + relevant)
+        nothing = np.where(relevant > 0, hits == 0, np.nan)
+        measures = {"precision": hits / kept, "recall": hits / relevant}
+    measures["f1"] = np.where(empty, 0.0, np.nan_to_num(f1, nan=1.0))
+    measures["left_with_nothing"] = nothing
+    return measures
+
+
+def present_means(measures: Mapping[str, Array]) -> dict[str, float]:
+    """Means of the measures, (queries,) or (queries, 1), over the queries that have one.
+
+    A measure that means nothing for all queries is left out.
+    """
+    values = {}
+    for name, by_query in measures.items():
+        mean = mean_present(by_query).item()
+        if not math.isnan(mean):
+            values[name] = mean
     return values

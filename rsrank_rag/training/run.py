@@ -20,7 +20,7 @@ from ..artifact.identity import describe, folder_of, hashes
 from ..artifact.pretrained import open_artifact, open_model
 from ..errors import InputError
 from ..evaluation.datasets import LabelledQuery
-from ..evaluation.metrics import ranking_metrics
+from ..evaluation.metrics import present_means, ranking_metrics
 from ..language_model.options import ModelSource
 from ..language_model.weights import bits_of
 from ..method.backbone import Backbone
@@ -35,7 +35,7 @@ from .fine_tuning import fine_tune
 from .fit import Epoch, fit
 from .recipe import Recipe
 from .store import QueryFeatures, open_folder, read_features, write_features
-from .verdict import Verdict, judge, means
+from .verdict import Verdict, judge, measure
 
 
 @dataclass(frozen=True)
@@ -238,7 +238,7 @@ class TrainingRun:
             return Result(
                 tuned.projection,
                 0.0,
-                means(tuned.after, 0.0),
+                present_means(measure(tuned.after, 0.0)),
                 settings,
                 f"{written}; penalty {tuned.penalty:g}",
                 verdict,
@@ -246,7 +246,7 @@ class TrainingRun:
         return Result(
             base,
             config.threshold,
-            means(tuned.before, config.threshold),
+            present_means(measure(tuned.before, config.threshold)),
             settings,
             f"the weights of {recipe.base}, unchanged: {problem}",
             verdict,
@@ -275,13 +275,14 @@ class TrainingRun:
         settings = recipe.fit.model_dump(exclude={"seed"})
         settings["epochs_run"] = len(fitted.history)
         weights = dict(fitted.projection.named_parameters())
+        rows = scored(validation, weights, device=recipe.model.device)
         written = f"B of epoch {fitted.best.epoch} of {len(fitted.history)}"
         if recipe.fit.keep == "best":
             written += f", chosen by F1 at zero on {len(validation)} validation queries"
         return Result(
             fitted.projection,
             0.0,
-            means(scored(validation, weights, device=recipe.model.device), 0.0),
+            present_means(measure(rows, 0.0)),
             settings,
             written,
         )

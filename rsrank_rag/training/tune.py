@@ -14,14 +14,14 @@ from ..artifact.config import INSIDE
 from ..errors import InputError, TrainingError
 from ..evaluation.datasets import read_labelled
 from ..evaluation.evaluate import score_dataset
-from ..evaluation.metrics import ScoredQuery
+from ..evaluation.metrics import ScoredQuery, selection_measures
 from ..evaluation.statistics import Array, mean_present
 from ..language_model.options import LoadOptions, ModelSource
 from ..partial_files import write_text
 from ..rsrank import RSRank
 from .batches import folds
 from .run import write_artifact
-from .verdict import MEASURES, Verdict, judge, selection_measures
+from .verdict import MEASURES, Verdict, judge
 
 FOLDS = 5
 

@@ -5,12 +5,12 @@ on one side of zero. Few queries miss most losses, so with few a loss must be ru
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Literal
 
 import numpy as np
 
-from ..evaluation.metrics import ScoredQuery, ranking_by_query
+from ..evaluation.metrics import ScoredQuery, ranking_by_query, selection_measures
 from ..evaluation.statistics import (
     Array,
     Estimate,
@@ -151,40 +151,3 @@ def measure(queries: Sequence[ScoredQuery], threshold: float) -> dict[str, Array
     for name, values in measures.items():
         by_query[name] = values[:, 0]
     return by_query
-
-
-def means(queries: Sequence[ScoredQuery], threshold: float) -> dict[str, float]:
-    """Means of the measures that mean something, of what scores above a threshold."""
-    values = {}
-    for name, by_query in measure(queries, threshold).items():
-        mean = float(mean_present(by_query))
-        if not np.isnan(mean):
-            values[name] = mean
-    return values
-
-
-def selection_measures(queries: Sequence[ScoredQuery], thresholds: Array) -> Mapping[str, Array]:
-    """Each query's measures at each threshold, (queries, thresholds); NaN where one means nothing.
-
-    An empty list has no precision, and a query without a relevant document has no recall. Its F1
-    is 1 where nothing is kept. A query without documents has an F1 of 0.
-    """
-    shape = len(queries), len(thresholds)
-    kept = np.zeros(shape)
-    hits = np.zeros(shape)
-    relevant = np.zeros((len(queries), 1))
-    empty = np.zeros((len(queries), 1), dtype=bool)
-    for row, query in enumerate(queries):
-        above = np.asarray(query.scores, dtype=float)[:, None] > thresholds
-        labels = np.asarray(query.relevant, dtype=bool)
-        kept[row] = above.sum(0)
-        hits[row] = above[labels].sum(0)
-        relevant[row] = labels.sum()
-        empty[row] = len(labels) == 0
-    with np.errstate(invalid="ignore"):
-        f1 = 2 * hits / (kept + relevant)
-        nothing = np.where(relevant > 0, hits == 0, np.nan)
-        measures = {"precision": hits / kept, "recall": hits / relevant}
-    measures["f1"] = np.where(empty, 0.0, np.nan_to_num(f1, nan=1.0))
-    measures[LEFT_WITH_NOTHING] = nothing
-    return measures

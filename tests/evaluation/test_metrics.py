@@ -254,17 +254,14 @@ def test_a_summary_says_what_is_kept_what_is_empty_and_what_is_kept_in_error():
     found = summarise(
         [
             ScoredQuery([2.0, 1.0, -1.0], [True, False, True]),  # precision 1/2, recall 1/2
-            ScoredQuery([-1.0, -2.0], [True, False]),  # empty: all 0
+            ScoredQuery([-1.0, -2.0], [True, False]),  # empty: no precision, recall and F1 0
             ScoredQuery([1.0, 2.0, -3.0], [False, False, False]),  # no answer, two kept in error
-            ScoredQuery([-1.0], [False]),  # no answer, and none given: all 1
+            ScoredQuery([-1.0], [False]),  # no answer, and none given: F1 1
         ]
     )
-    assert (
-        found["precision@tau"]
-        == found["recall@tau"]
-        == found["f1@tau"]
-        == pytest.approx((1 / 2 + 1) / 4)
-    )
+    assert found["precision@tau"] == pytest.approx((1 / 2 + 0) / 2)
+    assert found["recall@tau"] == pytest.approx((1 / 2 + 0) / 2)
+    assert found["f1@tau"] == pytest.approx((1 / 2 + 1) / 4)
     assert (found["kept_per_query"], found["empty"], found["answerable"]) == (1.0, 0.5, 2)
     assert found["false_keeps"] == 1.0
 
@@ -273,11 +270,15 @@ def test_where_every_query_has_an_answer_nothing_can_be_kept_in_error():
     assert summarise([ScoredQuery([1.0], [True])])["false_keeps"] is None
 
 
+def test_what_means_nothing_for_any_query_has_no_value():
+    found = summarise([ScoredQuery([-1.0], [False])])
+    assert (found["precision@tau"], found["recall@tau"], found["f1@tau"]) == (None, None, 1.0)
+
+
 def test_a_query_without_documents_counts_nothing():
     found = summarise([ScoredQuery([], []), ScoredQuery([1.0, -1.0], [True, False])])
-    assert [found[name] for name in ("f1@tau", "f1@best", "precision@tau", "recall@tau")] == [
-        0.5
-    ] * 4
+    assert (found["f1@tau"], found["f1@best"]) == (0.5, 0.5)
+    assert (found["precision@tau"], found["recall@tau"]) == (1.0, 1.0)
 
 
 # Input order:  -   +   -   +   with one score above zero, which is irrelevant.

@@ -9,7 +9,7 @@ from itertools import pairwise
 
 import pytest
 from conftest import DOCUMENTS, QUERIES
-from training_helpers import labelled, run, scorings, written
+from training_helpers import labelled, means, run, scorings, written
 
 from rsrank_rag import RSRank
 from rsrank_rag.adapters.systems import load
@@ -21,7 +21,6 @@ from rsrank_rag.evaluation.statistics import Estimate
 from rsrank_rag.language_model.options import ModelSource
 from rsrank_rag.training.batches import folds
 from rsrank_rag.training.tune import Curves, Goal, find_threshold
-from rsrank_rag.training.verdict import means
 
 
 def tuning(count=12):
@@ -162,7 +161,6 @@ def test_the_command_writes_what_it_says(fused, tmp_path):
     assert f"written: threshold {threshold:.3f}, in" in said
     assert "Threshold for recall 1: " in said
     assert "Measured on queries that were left out: 6" in said
-    # `rsrank evaluate` counts an empty list as a precision of 0.
     assert "Precision counts those that keep something" in said
     # Another measure pays for a recall: nothing is better or worse.
     assert "changes beyond chance: " in said

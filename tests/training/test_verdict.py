@@ -5,15 +5,13 @@ import statistics
 
 import numpy as np
 import pytest
-from training_helpers import scorings
+from training_helpers import means, scorings
 
-from rsrank_rag.evaluation.metrics import ScoredQuery
+from rsrank_rag.evaluation.metrics import ScoredQuery, selection_measures
+from rsrank_rag.evaluation.statistics import mean_present
 from rsrank_rag.training.verdict import (
     FEW_QUERIES,
     judge,
-    mean_present,
-    means,
-    selection_measures,
 )
 
 
