@@ -62,7 +62,9 @@ def catch_errors(resumes: bool = False) -> Iterator[None]:
     Args:
         resumes: Whether the same command continues its work after an interruption.
     """
-    hint = "Run the same command again to go on." if resumes else ""
+    hint = ""
+    if resumes:
+        hint = "Run the same command again to go on."
     try:
         with needs_torch():
             yield
@@ -99,7 +101,9 @@ def command(
     def decorate(function: Callable[..., None]) -> Callable[..., None]:
         parameters = inspect.signature(function, eval_str=True).parameters
         options = [option for name, option in parameters.items() if name != "load"]
-        loading = _loading_options() if "load" in parameters else []
+        loading = []
+        if "load" in parameters:
+            loading = _loading_options()
         options = [option.replace(kind=Parameter.KEYWORD_ONLY) for option in [*options, *loading]]
 
         @wraps(function)

@@ -7,7 +7,7 @@ import sys
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 from rich.progress import track
@@ -122,7 +122,7 @@ def rank(
     min_docs: Annotated[int, Option(help="Keep at least the best this many.")] = 0,
     instruction: Instruction = None,
     extract: Annotated[
-        str | None, Option(help="sentences: keep of each document those that score above.")
+        Literal["sentences"] | None, Option(help="Keep of each document those that score above.")
     ] = None,
     prefixes: Prefixes = None,
     as_json: AsJson = False,

@@ -64,7 +64,9 @@ def prefix_choice(size: str | None, folder: Path | None) -> Choice:
     """What ``--prefix-cache`` and ``--prefixes`` mean together."""
     if size is None and folder is None:
         return True
-    device = None if size is None else as_bytes(size)
+    device = None
+    if size is not None:
+        device = as_bytes(size)
     if device == 0 and folder is None:
         return False
     return PrefixCache(device=device, folder=None if folder is None else os.fspath(folder))
@@ -166,12 +168,15 @@ def serve(
     except ValidationError as error:
         wrong = error.errors(include_url=False, include_context=False, include_input=False)[0]
         raise InputError(f"{'.'.join(map(str, wrong['loc']))}: {wrong['msg']}.") from None
+    canary: Canary | None = Canary()
+    if no_canary:
+        canary = None
     build = partial(
         Scheduler,
         partial(load_reranker, source),
         model,
         limits=QueueLimits(documents=max_queue),
-        canary=None if no_canary else Canary(),
+        canary=canary,
         prepare=partial(prepare_logs, log_level.upper()),
     )
     if engine == "local":

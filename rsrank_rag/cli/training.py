@@ -140,5 +140,7 @@ def show_verdict(verdict: Verdict, names: tuple[str, str], *, judged: bool = Tru
         after = f"{verdict.after[name].mean:.3f}"
         table.add_row(MEASURES[name], before, after, f"{change.mean:+.3f}", interval)
     screen.print(table)
-    changes = f"changes beyond chance: {verdict.changes or 'none'}"
-    screen.print(f"verdict: {verdict}" if judged else changes, soft_wrap=True)
+    outcome = f"changes beyond chance: {verdict.changes or 'none'}"
+    if judged:
+        outcome = f"verdict: {verdict}"
+    screen.print(outcome, soft_wrap=True)

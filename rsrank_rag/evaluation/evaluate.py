@@ -90,7 +90,7 @@ def summarise(scored: Sequence[ScoredQuery], *, threshold: float = 0.0) -> dict[
         if not any(query.relevant):
             false_keeps.append(count)
     averages = present_means(selection_measures(scored, np.array([threshold])))
-    summary = {
+    summary: dict[str, Any] = {
         "queries": len(scored),
         **{name: mean(numbers) for name, numbers in values.items()},
         "precision@tau": averages.get("precision"),
@@ -99,8 +99,10 @@ def summarise(scored: Sequence[ScoredQuery], *, threshold: float = 0.0) -> dict[
         "empty": mean([count == 0 for count in kept]),
         "answerable": len(scored) - len(false_keeps),
         "left_with_nothing": apply_rule(scored, Rule(threshold)).left_with_nothing,
-        "false_keeps": mean(false_keeps) if false_keeps else None,
+        "false_keeps": None,
     }
+    if false_keeps:
+        summary["false_keeps"] = mean(false_keeps)
     for name, rule in rules(threshold).items():
         if name != "tau":
             result = apply_rule(scored, rule)

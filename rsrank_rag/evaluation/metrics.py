@@ -69,7 +69,9 @@ def f1(kept_relevant: int, kept: int, relevant: int) -> float:
     >>> f1(kept_relevant=1, kept=2, relevant=2), f1(0, 0, 3), f1(0, 0, 0)
     (0.5, 0.0, 1.0)
     """
-    return 2 * kept_relevant / (kept + relevant) if kept + relevant else 1.0
+    if kept + relevant == 0:
+        return 1.0
+    return 2 * kept_relevant / (kept + relevant)
 
 
 @dataclass(frozen=True)

@@ -15,15 +15,12 @@ from .comparison import (
     METRICS,
     Comparison,
     Measured,
-    QueryLabels,
     QueryResult,
-    SystemResult,
     compare,
 )
 from .datasets import LabelledQuery
 from .evaluate import describe_rule, recommend
 from .metrics import (
-    ScoredQuery,
     apply_rule,
     best_first,
     plain,
@@ -73,35 +70,32 @@ def write_report(
     folder = Path(folder)
     comparison = compare(systems, sets)
     write_text(folder / "report.json", comparison.model_dump_json(indent=1) + "\n")
-    write_text(folder / "index.html", page(comparison, sets))
+    write_text(folder / "index.html", page(comparison, systems, sets))
     return comparison
 
 
-def figure_of(comparison: Comparison, system: SystemResult) -> Figure:
-    """The scores of relevant and of irrelevant documents, a panel for each set."""
-    scores = {}
-    for name, labels in comparison.labels.items():
-        scores[name] = _scores_by_label(labels, system.sets[name].queries)
-    return plots.score_histograms(scores, system.threshold)
+def figure_of(system: Measured) -> Figure:
+    """The scores of relevant and of irrelevant documents, without blank ones, by set."""
+    panels = {}
+    for name, queries in system.scored.items():
+        by_label: dict[bool, list[float]] = {True: [], False: []}
+        for query in queries:
+            for score, relevant in zip(query.scores, query.relevant, strict=True):
+                if score != BLANK_SCORE:
+                    by_label[relevant].append(score)
+        panels[name] = by_label[True], by_label[False]
+    return plots.score_histograms(panels, system.threshold)
 
 
-def _scores_by_label(
-    labels: Sequence[QueryLabels], queries: Sequence[QueryResult]
-) -> tuple[list[float], list[float]]:
-    """Scores of the relevant documents, and of the irrelevant ones, without blank documents."""
-    by_label: dict[bool, list[float]] = {True: [], False: []}
-    for query, label in zip(queries, labels, strict=True):
-        for score, relevant in zip(query.scores, label.relevant, strict=True):
-            if score != BLANK_SCORE:
-                by_label[relevant].append(score)
-    return by_label[True], by_label[False]
-
-
-def page(comparison: Comparison, sets: Mapping[str, Sequence[LabelledQuery]]) -> str:
+def page(
+    comparison: Comparison,
+    systems: Sequence[Measured],
+    sets: Mapping[str, Sequence[LabelledQuery]],
+) -> str:
     """The report as one HTML page that contains its figures. jinja2 escapes every text."""
     figures = {}
-    for system in comparison.systems:
-        png = plots.png(figure_of(comparison, system))
+    for system in systems:
+        png = plots.png(figure_of(system))
         caption = f"{system.name}: scores of relevant and of irrelevant documents."
         figures[caption] = base64.b64encode(png).decode()
     text: str = template(__package__, "report.html").render(
@@ -110,7 +104,7 @@ def page(comparison: Comparison, sets: Mapping[str, Sequence[LabelledQuery]]) ->
         sets=sets,
         figures=figures,
         text_length=TEXT_LENGTH,
-        rule_tables=rule_tables(comparison),
+        rule_tables=rule_tables(systems),
         worst_queries=worst_queries,
         best_first=best_first,
         plain=plain,
@@ -118,15 +112,12 @@ def page(comparison: Comparison, sets: Mapping[str, Sequence[LabelledQuery]]) ->
     return text
 
 
-def rule_tables(comparison: Comparison) -> list[dict[str, Any]]:
+def rule_tables(systems: Sequence[Measured]) -> list[dict[str, Any]]:
     """For each system and set: what the threshold and its alternatives keep, and a sentence."""
     tables = []
-    for system in comparison.systems:
+    for system in systems:
         alternatives = rules(system.threshold).values()
-        for name, result in system.sets.items():
-            scored = []
-            for query, labels in zip(result.queries, comparison.labels[name], strict=True):
-                scored.append(ScoredQuery(query.scores, labels.relevant))
+        for name, scored in system.scored.items():
             tables.append(
                 {
                     "system": system.name,

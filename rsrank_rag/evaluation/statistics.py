@@ -96,7 +96,9 @@ def mean_present(values: Array, draws: Array | None = None) -> Array:
     Returns:
         (...), or (samples, ...) with draws.
     """
-    weights = np.ones(len(values)) if draws is None else draws
+    weights = draws
+    if weights is None:
+        weights = np.ones(len(values))
     present = ~np.isnan(values)
     with np.errstate(invalid="ignore"):
         mean: Array = weights @ np.where(present, values, 0.0) / (weights @ present)

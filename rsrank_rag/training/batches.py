@@ -137,9 +137,8 @@ def check_labels(features: Sequence[QueryFeatures]) -> None:
     for query in features:
         labels.update(query.relevant)
     if len(labels) < 2:
-        kind = "relevant" if True in labels else "irrelevant"
         raise TrainingError(
-            f"All documents are {kind}. Add some of the other kind: B learns to tell them apart."
+            "All documents have the same label. Add some of the other: B learns to tell them apart."
         )
 
 

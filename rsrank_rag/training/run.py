@@ -170,9 +170,11 @@ class TrainingRun:
         options = part.load_options()
         if recipe.base is not None:
             source = ModelSource(recipe.base, load=options, max_length=part.max_length)
-            core, prompts, projection, config = open_artifact(source)
-            folder = hub.resolve(recipe.base) / INSIDE
-            return _Model(core, prompts, config.backbone, config.layers, folder, config, projection)
+            core, prompts, _, config = open_artifact(source)
+            artifact = hub.resolve(recipe.base)
+            base = hub.read_projection(artifact, config)
+            folder = artifact / INSIDE
+            return _Model(core, prompts, config.backbone, config.layers, folder, config, base)
         core, prompts = open_model(
             part.name,
             part.revision,
@@ -310,7 +312,7 @@ class TrainingRun:
             max_length=prompts.max_length,
             threshold=result.threshold,
             int8=base is not None and base.int8,
-            license=recipe.license or (base and base.license),
+            license=recipe.license or getattr(base, "license", None),
             training=TrainingRecord(
                 data=tuple(part.title for part in recipe.data),
                 seed=recipe.fit.seed,

@@ -249,8 +249,10 @@ def tune(
     load = load or LoadOptions()
     is_artifact = systems.parse(model)[0] is None
     if is_artifact is (output.suffix == ".json"):
-        kind = "a folder" if is_artifact else "a file that ends in .json"
-        raise InputError(f"--output {output} cannot hold {model}. Name {kind}.")
+        raise InputError(
+            f"--output {output} cannot hold {model}. Name a folder for an artifact, and a file "
+            "that ends in .json for another system."
+        )
     queries = read_labelled(data)
     source = ModelSource(model, revision, load)
     ranker = systems.load(source)

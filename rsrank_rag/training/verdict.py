@@ -96,7 +96,9 @@ class Verdict(Record):
 
     def __str__(self) -> str:
         """The outcome in a sentence, with every measure that changed beyond chance."""
-        return f"{self.outcome}: {self.changes}" if self.changes else self.outcome
+        if not self.changes:
+            return self.outcome
+        return f"{self.outcome}: {self.changes}"
 
     @property
     def changes(self) -> str:

@@ -235,7 +235,7 @@ def test_nothing_to_learn_from_is_refused():
     with pytest.raises(TrainingError, match="hold 2 layers, but 3 were named"):
         fit(toy(2), toy(1), [1, 2, 3], device="cpu")
     only = [QueryFeatures(query.shifts[:, :, :3], (True,), 3, oracle=False) for query in toy(3)]
-    with pytest.raises(TrainingError, match=r"All documents are relevant\. Add some"):
+    with pytest.raises(TrainingError, match=r"All documents have the same label\. Add some"):
         fit(only, toy(1), [1, 2], device="cpu")
     with pytest.raises(TrainingError, match="1 labelled queries cannot be"):
         split(1, 0.1)

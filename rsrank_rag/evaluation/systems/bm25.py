@@ -30,4 +30,7 @@ class BM25(Reranker):
         if any(corpus):
             index.index(corpus, show_progress=False)
         for words in tokenize(list(queries)):
-            yield index.get_scores(words) if words and any(corpus) else [0.0] * len(documents)
+            if words and any(corpus):
+                yield index.get_scores(words)
+            else:
+                yield [0.0] * len(documents)
