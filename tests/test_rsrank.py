@@ -346,8 +346,7 @@ def test_an_explanations_parts_add_up_to_the_score(ranker, alone):
     for document, score in zip(DOCUMENTS, alone, strict=True):
         found = ranker.explain(QUERY, document)
         assert found.score == pytest.approx(score, abs=EXACT)
-        assert math.fsum(found.by_token.values()) == pytest.approx(found.score, abs=1e-6)
-        assert math.fsum(found.by_layer.values()) == pytest.approx(found.score, abs=1e-6)
+        assert math.fsum(map(math.fsum, found.parts)) == pytest.approx(found.score, abs=1e-6)
         heads = [[math.fsum(layer) for layer in token] for token in found.head_parts]
         for row, parts in zip(heads, found.parts, strict=True):
             assert row == pytest.approx(parts, abs=1e-6)
@@ -360,7 +359,7 @@ def test_an_explanation_has_one_part_a_token_layer_and_head(ranker):
     assert found.layers == ranker.projection.layers == tuple(range(1, LAYERS))
     shape = torch.tensor(found.head_parts).shape
     assert shape == (len(found.tokens), layers, heads)
-    assert list(found.by_layer) == list(found.layers)
+    assert {len(row) for row in found.parts} == {len(found.layers)}
 
 
 def test_an_explanations_parts_are_the_cosines_of_single_heads(ranker):
@@ -772,7 +771,9 @@ def test_a_ranker_that_reads_some_layers_only_leaves_the_others_out(tiny_folder,
     chosen = Projection(projection.weight.detach()[[0, 2]], [1, 3])
     sparse = RSRank.from_backbone(tiny_folder("qwen3"), chosen, template=CHAT, options=options)
     for document in DOCUMENTS[:3]:
-        parts = ranker.explain(QUERY, document).by_layer
+        found = ranker.explain(QUERY, document)
+        sums = [math.fsum(column) for column in zip(*found.parts, strict=True)]
+        parts = dict(zip(found.layers, sums, strict=True))
         assert sparse.score(QUERY, [document]) == pytest.approx([parts[1] + parts[3]], abs=EXACT)
 
 

@@ -36,18 +36,6 @@ class Explanation:
     agreement: float = 0.0
     matches: tuple[float, ...] = ()
 
-    @property
-    def by_token(self) -> dict[int, float]:
-        """The sum of each query token's shift terms, by its position."""
-        return {place: math.fsum(row) for place, row in enumerate(self.parts)}
-
-    @property
-    def by_layer(self) -> dict[int, float]:
-        """The sum of each layer's shift terms."""
-        columns = zip(*self.parts, strict=True)
-        sums = [math.fsum(column) for column in columns] or [0.0] * len(self.layers)
-        return dict(zip(self.layers, sums, strict=True))
-
     def columns(self, most: int = TERMINAL_COLUMNS) -> tuple[list[str], list[list[float]]]:
         """Labels such as ``L1``, ``L1-5`` or ``match``, and a row of terms for each token.
 

@@ -191,7 +191,7 @@ def test_a_trained_decoder_agrees_with_the_reference(stories):
 def test_parts_and_agreement_add_up_to_the_score(kind, fused, tiny_folder):
     ranker = fused(kind)
     found = ranker.explain(QUERY, DOCUMENTS[0])
-    assert sum(found.by_token.values()) + found.agreement == pytest.approx(found.score, abs=1e-6)
+    assert sum(map(sum, found.parts)) + found.agreement == pytest.approx(found.score, abs=1e-6)
     assert found.score == pytest.approx(ranker.score(QUERY, DOCUMENTS[:1])[0], abs=1e-5)
     _, agreement, matches = Reference(ranker, tiny_folder(kind)).score(QUERY, DOCUMENTS[0])
     assert found.agreement == pytest.approx(agreement, abs=1e-5)
