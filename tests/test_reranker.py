@@ -2,7 +2,6 @@
 
 import json
 import math
-import re
 
 import numpy as np
 import pytest
@@ -277,21 +276,6 @@ def test_a_result_as_plain_values_holds_every_document_once():
     plain = json.loads(json.dumps(result.to_dict()))
     assert (plain["query"], plain["threshold"]) == ("query", 0.0)
     assert [document["index"] for document in plain["kept"] + plain["dropped"]] == [2, 0, 1]
-
-
-def test_a_notebook_shows_bars_from_the_threshold_and_texts_as_they_are():
-    result = Fake([3.0, -1.0, 0.0]).rank("<b>?", ["<i>one", "two", " "])
-    page = result._repr_html_()
-    assert "&lt;b&gt;?" in page
-    assert "&lt;i&gt;one" in page
-    bars = re.findall(r"margin-left:([\d.]+)%;width:([\d.]+)%", page)
-    assert bars == [
-        ("25.0", "75.0"),
-        ("0.0", "25.0"),
-        ("0.0", "25.0"),
-    ]  # -1..3; a blank one ends where the worst does
-    assert [page.count(f"<td>{word}</td>") for word in ("kept", "dropped")] == [1, 2]
-    assert "<table></table>" in result_of()._repr_html_()
 
 
 def test_pairs_are_plain_tuples_too():

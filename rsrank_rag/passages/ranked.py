@@ -1,6 +1,5 @@
 """Scored documents, sorted and cut: what `rank` returns, and how it is shown."""
 
-import html
 import math
 from bisect import bisect_left
 from collections.abc import Iterator, Sequence
@@ -123,33 +122,6 @@ class RankResult:
     def to_dict(self) -> dict[str, Any]:
         """Plain dictionaries, numbers and texts: what ``rsrank rank --json`` prints."""
         return asdict(self)
-
-    def _repr_html_(self) -> str:
-        """A table in a notebook, with a bar from the threshold to each score."""
-        zero = self.threshold or 0.0
-        documents = self.kept + self.dropped
-        ends = [zero]
-        ends += [document.score for document in documents if document.score != BLANK_SCORE]
-        low = min(ends)
-        span = max(ends) - low or 1.0
-        rows = ""
-        for place, document in enumerate(documents):
-            verdict = "kept"
-            colour = "#1b57c0"
-            if place >= len(self.kept):
-                verdict = "dropped"
-                colour = "#a8521d"
-            score = max(document.score, low)
-            start = (min(score, zero) - low) / span
-            width = abs(score - zero) / span
-            bar = f"margin-left:{start:.1%};width:{width:.1%};height:.7em;background:{colour}"
-            text = html.escape(document.extract[:300]) + " (truncated)" * document.truncated
-            rows += (
-                f"<tr><td>{verdict}</td><td>{document.score:+.2f}</td>"
-                f'<td style="min-width:12em"><div style="{bar}"></div></td>'
-                f'<td>{document.index}</td><td style="text-align:left">{text}</td></tr>'
-            )
-        return f"<p><b>{html.escape(self.query)}</b></p><table>{rows}</table>"
 
     def __str__(self) -> str:
         rule = "ranked only"
