@@ -44,8 +44,8 @@ Result = TypeVar("Result")
 # Metadata keys. The sentences that were kept, and the window that scored best, with their offsets
 # in the document's text:
 EXCERPTS, WINDOW = "rsrank_excerpts", "rsrank_window"
-# Whether a document passed (with keep_dropped), that it was cut, and why it was not ranked:
-KEPT, TRUNCATED, ERROR = "rsrank_kept", "rsrank_truncated", "rsrank_error"
+# That a document was cut, and why it was not ranked:
+TRUNCATED, ERROR = "rsrank_truncated", "rsrank_error"
 
 SERVICE_SETTINGS = ("base_url", "api_key", "timeout", "max_retries")
 
@@ -295,10 +295,6 @@ class RerankerAdapter(ModelAdapter):
     min_docs: int = Field(
         default=0, strict=True, description="Keep the best this many, even below the threshold."
     )
-    keep_dropped: bool = Field(
-        default=False,
-        description="Return the dropped documents, too, marked: rsrank_kept is False.",
-    )
     on_error: Literal["raise", "keep"] = Field(
         default="raise",
         description="When scoring fails: raise, or keep the documents as they came, cut at top_n, "
@@ -459,8 +455,7 @@ class RerankerAdapter(ModelAdapter):
 
     def _outputs(self, result: RankResult, texts: Sequence[str]) -> Iterator[OutputDocument]:
         """What a call returns, best first. ``texts`` are the documents' texts without metadata."""
-        documents = (*result.kept, *result.dropped) if self.keep_dropped else result.kept
-        for place, document in enumerate(documents):
+        for document in result.kept:
             text = texts[document.index]
             # Offsets are those in the text, which metadata may have preceded.
             before = len(document.text) - len(text)
@@ -469,8 +464,6 @@ class RerankerAdapter(ModelAdapter):
             if isinstance(result, Unranked):
                 score = None
                 marks[ERROR] = f"{type(result.error).__name__}: {result.error}"
-            if self.keep_dropped:
-                marks[KEPT] = place < len(result.kept)
             if document.truncated:
                 marks[TRUNCATED] = True
             if document.window is not None:
@@ -491,6 +484,6 @@ class RerankerAdapter(ModelAdapter):
 def without_marks(metadata: Mapping[str, Any]) -> dict[str, Any]:
     """A deep copy of metadata that a store may still hold, without the marks of an earlier call."""
     copied = deepcopy(dict(metadata))
-    for mark in (KEPT, TRUNCATED, ERROR, EXCERPTS, WINDOW):
+    for mark in (TRUNCATED, ERROR, EXCERPTS, WINDOW):
         copied.pop(mark, None)
     return copied

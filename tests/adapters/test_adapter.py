@@ -195,7 +195,7 @@ def test_settings_survive_every_way_of_writing_them_down(adapter):
 
 
 def test_llama_index_can_write_the_postprocessor_down():
-    made = RSRankPostprocessor(model="a/b", revision="v1", threshold=None, keep_dropped=True)
+    made = RSRankPostprocessor(model="a/b", revision="v1", threshold=None, top_n=3)
     settings = made.to_dict()
     assert settings["class_name"] == "RSRankPostprocessor"
     assert RSRankPostprocessor.from_dict(settings).to_dict() == settings

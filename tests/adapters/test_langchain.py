@@ -174,17 +174,6 @@ def test_a_field_that_no_document_has_is_a_warning_that_names_those_there_are(ca
     ]
 
 
-@both_ways
-async def test_dropped_documents_can_be_marked_instead(asynchronous):
-    made = RSRankCompressor(model=Numbers(), keep_dropped=True, top_n=1)
-    found = await compress(made, asynchronous, documents(1, -1, 3), "q")
-    assert texts(found) == ["3 points", "1 points", "-1 points"]
-    assert [document.metadata["rsrank_kept"] for document in found] == [True, False, False]
-    assert [document.metadata["relevance_score"] for document in found] == [3.0, 1.0, -1.0]
-    (again,) = RSRankCompressor(model=Numbers(), top_n=1).compress_documents(found, "q")
-    assert again.metadata == {"page": 2, "relevance_score": 3.0}
-
-
 def test_documents_that_were_cut_carry_it(ranker):
     given = [Document("word " * 2000), Document("short", metadata={"rsrank_truncated": True})]
     compressor = RSRankCompressor(model=ranker, threshold=None, long_documents="cut")

@@ -18,7 +18,6 @@ from llama_index.core.postprocessor import SimilarityPostprocessor
 from llama_index.core.postprocessor.types import BaseNodePostprocessor
 from llama_index.core.schema import (
     ImageNode,
-    MetadataMode,
     NodeRelationship,
     NodeWithScore,
     QueryBundle,
@@ -130,14 +129,7 @@ def test_the_input_is_left_alone():
     assert found[1].node.relationships[NodeRelationship.SOURCE].node_id == "book"
 
 
-def test_dropped_nodes_can_be_marked_instead_where_no_embedding_and_no_llm_reads_it(ranker):
-    made = RSRankPostprocessor(model=Numbers(), keep_dropped=True)
-    found = made.postprocess_nodes(nodes(-1, 1), query_str="q")
-    assert [(scored.score, scored.node.metadata) for scored in found] == [
-        (1.0, {"rsrank_kept": True}),
-        (-1.0, {"rsrank_kept": False}),
-    ]
-    assert "rsrank_kept" not in found[0].node.get_content(MetadataMode.LLM)
+def test_a_node_that_was_cut_carries_it(ranker):
     long = [NodeWithScore(node=TextNode(text="word " * 2000))]
     made = RSRankPostprocessor(model=ranker, threshold=None, long_documents="cut")
     (cut,) = made.postprocess_nodes(long, query_str=QUERY)
