@@ -50,7 +50,7 @@ class RSRankPostprocessor(RerankerAdapter, BaseNodePostprocessor):
     def _postprocess_nodes(
         self, nodes: list[NodeWithScore], query_bundle: QueryBundle | None = None
     ) -> list[NodeWithScore]:
-        query = self._start(nodes, query_bundle)
+        query = self._query(nodes, query_bundle)
         output: list[NodeWithScore] = []
         try:
             result = self._rank(query, self._read(nodes), self._limits({}))
@@ -63,7 +63,7 @@ class RSRankPostprocessor(RerankerAdapter, BaseNodePostprocessor):
     async def _apostprocess_nodes(
         self, nodes: list[NodeWithScore], query_bundle: QueryBundle | None = None
     ) -> list[NodeWithScore]:
-        query = self._start(nodes, query_bundle)
+        query = self._query(nodes, query_bundle)
         output: list[NodeWithScore] = []
         try:
             result = await self._arank(query, self._read(nodes), self._limits({}))
@@ -72,7 +72,7 @@ class RSRankPostprocessor(RerankerAdapter, BaseNodePostprocessor):
             dispatcher.event(ReRankEndEvent(nodes=output))
         return output
 
-    def _start(self, nodes: list[NodeWithScore], query_bundle: QueryBundle | None) -> str:
+    def _query(self, nodes: list[NodeWithScore], query_bundle: QueryBundle | None) -> str:
         """The question, of which instrumentation is told."""
         if query_bundle is None:
             raise InputError("Missing query bundle in extra info. Give query_bundle or query_str.")

@@ -3,8 +3,8 @@
 import asyncio
 import logging
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import CancelledError
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import CancelledError, Future
 from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial
@@ -31,6 +31,7 @@ from ..passages import shadow
 from ..passages.parts import Reading
 from ..passages.titles import lines_before
 from ..prefixes.settings import PrefixCache
+from ..remote.address import service_address, usable_key
 from ..reranker import Limits, LongQueries, RankedDocument, RankResult, Reranker, check_limits
 from . import worker
 
@@ -79,19 +80,6 @@ class OutputDocument:
     marks: dict[str, Any]
 
 
-def _check_address(value: str) -> str:
-    # Imported here, so that httpx is loaded only where a service is used.
-    from ..remote.client import service_address
-
-    return service_address(value)
-
-
-def _check_key(value: SecretStr) -> SecretStr | None:
-    from ..remote.client import usable_key
-
-    return usable_key(value)
-
-
 class ModelAdapter(LoadSettings):
     """A framework's object around a model that all objects with the same settings share.
 
@@ -129,11 +117,11 @@ class ModelAdapter(LoadSettings):
         description="Cache of documents' prefixes: True, False, a size, a folder or a PrefixCache.",
     )
 
-    base_url: Annotated[str, AfterValidator(_check_address)] | None = Field(
+    base_url: Annotated[str, AfterValidator(service_address)] | None = Field(
         default=None,
         description="Address of a service (`rsrank serve`) that holds the model.",
     )
-    api_key: Annotated[SecretStr, AfterValidator(_check_key)] | None = Field(
+    api_key: Annotated[SecretStr, AfterValidator(usable_key)] | None = Field(
         default=None,
         exclude=True,
         repr=False,
@@ -254,7 +242,9 @@ class ModelAdapter(LoadSettings):
 
     def _remote(self) -> "RemoteReranker | None":
         """The client of a service, whose calls need no queue; None for a model of this process."""
-        remote: Any = self.model if hasattr(self.model, "arank") else None
+        remote: Any = None
+        if hasattr(self.model, "start"):
+            remote = self.model
         if self.base_url is not None:
             from ..remote.client import RemoteReranker
 
@@ -269,17 +259,15 @@ class ModelAdapter(LoadSettings):
             remote = remote.with_instruction(self.instruction)
         return cast("RemoteReranker | None", remote)
 
-    def _call(self, task: Callable[[Reranker], Result]) -> Result:
-        """Run a task with the reranker and wait for its result."""
+    def _start(
+        self, query: str, texts: Sequence[str], options: Mapping[str, Any]
+    ) -> Future[RankResult]:
+        """Begin `Reranker.rank`. A future that is cancelled leaves the queue."""
         remote = self._remote()
         if remote is not None:
-            return task(remote)
-        future = worker.submit(self._source(), self.instruction, task)
-        try:
-            return future.result()
-        finally:
-            # Has an effect only if the waiting was interrupted.
-            future.cancel()
+            return remote.start(query, texts, **options)
+        task = methodcaller("rank", query, texts, **options)
+        return worker.submit(self._source(), self.instruction, task)
 
 
 class RerankerAdapter(ModelAdapter):
@@ -351,22 +339,28 @@ class RerankerAdapter(ModelAdapter):
         return merged
 
     def _options(self, limits: Limits) -> dict[str, Any]:
-        """Arguments of `Reranker.rank`. Defaults are left out: not every reranker takes them."""
-        options: dict[str, Any] = dict(limits)
-        if self.extract is not None:
-            options.update(extract=self.extract, context=self.context, heading=self.heading)
-        if self.long_documents is not None:
-            options.update(long_documents=self.long_documents)
-        if self.long_queries != "cut":
-            options.update(long_queries=self.long_queries)
-        return options
+        """Arguments of `Reranker.rank`."""
+        return dict(
+            limits,
+            extract=self.extract,
+            context=self.context,
+            heading=self.heading,
+            long_documents=self.long_documents,
+            long_queries=self.long_queries,
+        )
 
     def _rank(self, query: str, texts: Sequence[str], limits: Limits) -> RankResult:
         """Rank and wait. Without documents, no model is needed."""
         if not texts:
             return RankResult(query, None, (), ())
+        options = self._options(limits)
         try:
-            result = self._call(methodcaller("rank", query, texts, **self._options(limits)))
+            future = self._start(query, texts, options)
+            try:
+                result = future.result()
+            finally:
+                # Has an effect only if the waiting was interrupted.
+                future.cancel()
         except Exception as error:
             return self._unranked(error, query, texts, limits)
         return self._checked(result, limits)
@@ -377,13 +371,7 @@ class RerankerAdapter(ModelAdapter):
             return RankResult(query, None, (), ())
         options = self._options(limits)
         try:
-            remote = self._remote()
-            if remote is not None:
-                result = await remote.arank(query, texts, **options)
-            else:
-                task = methodcaller("rank", query, texts, **options)
-                future = worker.submit(self._source(), self.instruction, task)
-                result = await asyncio.wrap_future(future)
+            result = await asyncio.wrap_future(self._start(query, texts, options))
         except Exception as error:
             return self._unranked(error, query, texts, limits)
         return self._checked(result, limits)
@@ -439,15 +427,6 @@ class RerankerAdapter(ModelAdapter):
         """
         if self.extract:
             return [text for _, text in documents]
-        names = set().union(*(metadata for metadata, _ in documents))
-        for field in self.metadata_fields:
-            if documents and field != "title" and field not in names:
-                logger.warning(
-                    "None of %d documents has the metadata field %r; there are: %s.",
-                    len(documents),
-                    field,
-                    ", ".join(sorted(names)) or "none",
-                )
         texts = []
         for metadata, text in documents:
             texts.append(lines_before(text, metadata, self.metadata_fields) + text)

@@ -4,6 +4,7 @@ import asyncio
 import copy
 import math
 from collections.abc import Sequence
+from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any, Literal
 
@@ -14,10 +15,9 @@ from ..errors import InputError
 from ..passages.parts import Reading, ReadingOptions
 from ..reranker import LongQueries, RankOptions, RankResult, Reranker, as_list, check_limits, choose
 from . import connections
-from .transport import Transport, service_address, usable_key
+from .address import service_address, usable_key
+from .transport import Transport
 from .wire import parsed, request_body, scores_of
-
-__all__ = ["RemoteReranker", "service_address", "usable_key"]
 
 
 class RemoteReranker(Reranker):
@@ -88,18 +88,23 @@ class RemoteReranker(Reranker):
         **options: Unpack[RankOptions],
     ) -> RankResult:
         """See `Reranker.rank`."""
-        return connections.run(self._rank(query, as_list(documents), **options))
+        return connections.wait(self.start(query, documents, **options))
 
     async def arank(
         self, query: str, documents: Sequence[str], **options: Unpack[RankOptions]
     ) -> RankResult:
         """As `rank`, without blocking the event loop; cancelling it closes the request."""
-        work = self._rank(query, as_list(documents), **options)
-        return await asyncio.wrap_future(connections.start(work))
+        return await asyncio.wrap_future(self.start(query, documents, **options))
+
+    def start(
+        self, query: str, documents: Sequence[str], **options: Unpack[RankOptions]
+    ) -> Future[RankResult]:
+        """Begin `rank`; cancelling the future closes the request."""
+        return connections.start(self._rank(query, as_list(documents), **options))
 
     def warm_up(self) -> None:
         """Wait until the service is ready, check its model, and open a connection."""
-        connections.run(self._transport.send("GET", "/ready"))
+        connections.wait(connections.start(self._transport.send("GET", "/ready")))
         self.rank("", [])
 
     async def _rank(

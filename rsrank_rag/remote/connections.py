@@ -30,9 +30,8 @@ def start(work: Coroutine[Any, Any, Result]) -> Future[Result]:
     return asyncio.run_coroutine_threadsafe(work, _loop(os.getpid()))
 
 
-def run(work: Coroutine[Any, Any, Result]) -> Result:
-    """Run a coroutine in the connections' event loop and wait for its result."""
-    future = start(work)
+def wait(future: Future[Result]) -> Result:
+    """Wait for a result."""
     try:
         return future.result()
     finally:

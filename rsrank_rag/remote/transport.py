@@ -3,7 +3,6 @@
 import asyncio
 import logging
 import os
-import re
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,6 +21,7 @@ from tenacity import (
 
 from ..errors import InputError, RemoteError, RSRankError, ScoringError
 from . import connections
+from .address import usable_key
 from .wire import ErrorBody
 
 logger = logging.getLogger(__name__)
@@ -37,16 +37,6 @@ TRANSIENT = (429, 502, 503)
 PAUSE = wait_exponential(multiplier=0.25, max=8.0) + wait_random(0, 0.25)
 
 HEADERS = {"Content-Type": "application/json", "User-Agent": "rsrank-rag"}
-
-
-class ApiKey(SecretStr):
-    """A service's key. Copies share it; pickled, it becomes None."""
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> "ApiKey":
-        return self
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return type(None), ()
 
 
 @dataclass(frozen=True)
@@ -141,43 +131,3 @@ def _pause(state: RetryCallState) -> float:
     """Seconds before the next try: the service's Retry-After, and `PAUSE` in addition."""
     error: Any = state.outcome and state.outcome.exception()
     return PAUSE(state) + float(error.retry_after)
-
-
-def usable_key(key: SecretStr | None, source: str = "api_key") -> ApiKey | None:
-    """A key without white space around it; None if it is empty.
-
-    Raises:
-        InputError: HTTP cannot send the key. The message does not contain it.
-    """
-    text = key.get_secret_value().strip() if key else ""
-    if not (text.isascii() and text.isprintable()):
-        raise InputError(
-            f"{source} holds characters that cannot be sent. Only printable ASCII can."
-        )
-    if not text:
-        return None
-    return ApiKey(text)
-
-
-def service_address(base_url: str) -> str:
-    """The address of a service without ``/v1`` or ``/v1/rerank`` at its end.
-
-    Raises:
-        InputError: It is no plain address of a server.
-
-    >>> service_address("http://localhost:8080/v1/")
-    'http://localhost:8080'
-    """
-    try:
-        url = httpx.URL(base_url.strip())
-        # The resolver would encode the host in the same way, only later.
-        url.host.encode("idna")
-        is_plain = not (url.userinfo or url.query or url.fragment)
-    except (httpx.InvalidURL, UnicodeError, AttributeError):
-        is_plain = False
-    if not is_plain or url.scheme not in ("http", "https") or not url.host:
-        raise InputError(
-            "base_url must be an address such as http://localhost:8080, without user, password, "
-            "query or fragment. A key belongs into api_key."
-        )
-    return re.sub(r"(/v1(/rerank)?)?/*$", "", str(url).rstrip("/"))

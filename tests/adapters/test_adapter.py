@@ -47,8 +47,14 @@ async def scores(made, query, texts, **limits):
         found = await made.acompress_documents([Document(text) for text in texts], query, **limits)
         return {document.page_content: document.metadata["relevance_score"] for document in found}
     nodes = [NodeWithScore(node=TextNode(text=text)) for text in texts]
-    found = await made.apostprocess_nodes(nodes, query_str=query, **limits)
+    limited = made.model_copy(update=limits)
+    found = await limited.apostprocess_nodes(nodes, query_str=query)
     return {scored.node.text: scored.score for scored in found}
+
+
+def model_of(made):
+    """The loaded reranker of an adapter."""
+    return worker.submit(made._source(), None, lambda reranker: reranker).result()
 
 
 both = pytest.mark.parametrize("adapter", ADAPTERS, ids=lambda adapter: adapter.__name__)
@@ -314,21 +320,21 @@ def test_equal_settings_share_one_model_which_loads_at_first_use(artifact, loads
         copy.deepcopy(compressor),
         pickle.loads(pickle.dumps(postprocessor)),
     ]
-    models = [made._call(lambda reranker: reranker) for made in adapters]
+    models = [model_of(made) for made in adapters]
     assert loads == [str(artifact)]
     assert all(model is models[0] for model in models)
     other = RSRankCompressor(model=artifact, device="cpu", dtype="float32", max_length=64)
-    assert other._call(lambda reranker: reranker) is not models[0]
+    assert model_of(other) is not models[0]
     assert len(loads) == 2
     pytest.importorskip("bitsandbytes")
     rounded = RSRankCompressor(model=artifact, device="cpu", dtype="float32", load_in_8bit=True)
-    assert bits_of(rounded._call(lambda reranker: reranker).backbone.model) == 8
+    assert bits_of(model_of(rounded).backbone.model) == 8
     assert len(loads) == 3
 
 
 def test_close_frees_the_model_and_the_next_call_loads_it_again(artifact, loads):
     made = RSRankCompressor(model=artifact, device="cpu", dtype="float32")
-    freed = weakref.ref(made._call(lambda reranker: reranker))
+    freed = weakref.ref(model_of(made))
     made.close()
     gc.collect()
     assert freed() is None

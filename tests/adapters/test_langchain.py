@@ -165,15 +165,6 @@ async def test_a_document_that_cannot_be_scored_fails_the_call_and_is_named(
         await compress(compressor, asynchronous, documents(1, "nan"), "q")
 
 
-def test_a_field_that_no_document_has_is_a_warning_that_names_those_there_are(caplog):
-    given = [Document("1", metadata={"title": "2 T"}), Document("3", metadata={"page": 4})]
-    made = RSRankCompressor(model=Numbers(), metadata_fields=["title", "titel"])
-    assert texts(made.compress_documents(given, "q")) == ["3", "1"]
-    assert caplog.messages == [
-        "None of 2 documents has the metadata field 'titel'; there are: page, title."
-    ]
-
-
 def test_documents_that_were_cut_carry_it(ranker):
     given = [Document("word " * 2000), Document("short", metadata={"rsrank_truncated": True})]
     compressor = RSRankCompressor(model=ranker, threshold=None, long_documents="cut")

@@ -1,0 +1,60 @@
+"""A service's address and key, checked. Light, because the adapters check their settings here."""
+
+import re
+from typing import Any
+from urllib.parse import urlsplit
+
+from pydantic import SecretStr
+
+from ..errors import InputError
+
+
+class ApiKey(SecretStr):
+    """A service's key. Copies share it; pickled, it becomes None."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "ApiKey":
+        return self
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(None), ()
+
+
+def usable_key(key: SecretStr | None, source: str = "api_key") -> ApiKey | None:
+    """A key without white space around it; None if it is empty.
+
+    Raises:
+        InputError: HTTP cannot send the key. The message does not contain it.
+    """
+    text = key.get_secret_value().strip() if key else ""
+    if not (text.isascii() and text.isprintable()):
+        raise InputError(
+            f"{source} holds characters that cannot be sent. Only printable ASCII can."
+        )
+    if not text:
+        return None
+    return ApiKey(text)
+
+
+def service_address(base_url: str) -> str:
+    """The address of a service without ``/v1`` or ``/v1/rerank`` at its end.
+
+    Raises:
+        InputError: It is no plain address of a server.
+
+    >>> service_address("http://localhost:8080/v1/")
+    'http://localhost:8080'
+    """
+    try:
+        url = urlsplit(base_url.strip())
+        # The resolver would encode the host in the same way, only later.
+        url.netloc.encode("idna")
+        has_more = "@" in url.netloc or url.query or url.fragment or url.port == 0
+        is_plain = url.scheme in ("http", "https") and url.hostname and not has_more
+    except (ValueError, AttributeError):
+        is_plain = False
+    if not is_plain:
+        raise InputError(
+            "base_url must be an address such as http://localhost:8080, without user, password, "
+            "query or fragment. A key belongs into api_key."
+        )
+    return re.sub(r"(/v1(/rerank)?)?/*$", "", url.geturl().rstrip("/"))
