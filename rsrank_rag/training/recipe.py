@@ -41,12 +41,6 @@ class ModelPart(LoadSettings):
     name: str = Field(default="", description="Folder or Hub id; not with a base.")
     revision: str | None = None
     max_length: int | None = Field(default=None, gt=0)
-    fusion_layer: int = Field(
-        default=0, ge=0, description="The first layer in which queries see documents."
-    )
-    documents_stay: bool = Field(
-        default=False, description="Whether layers from there on see documents as they enter it."
-    )
 
 
 class DataPart(BaseModel, extra="forbid", frozen=True):
@@ -75,9 +69,7 @@ class DataPart(BaseModel, extra="forbid", frozen=True):
 class FeaturePart(BaseModel, extra="forbid", frozen=True):
     """What is read of the language model."""
 
-    first_layer: int | None = Field(
-        default=None, ge=1, description="None for the first one above the fusion layer."
-    )
+    first_layer: int = Field(default=1, ge=1, description="Layer 0 holds raw token embeddings.")
     last_layer: int | None = Field(
         default=None, ge=1, description="None for the model's last. No later layer is loaded."
     )
@@ -159,15 +151,13 @@ class Recipe(BaseModel, extra="forbid", frozen=True):
         """Layers that B reads of a language model with so many.
 
         Raises:
-            BackboneError: The model does not have one of them, or it is not above the fusion layer.
+            BackboneError: The model does not have one of them.
         """
-        lowest = self.model.fusion_layer + 1
-        first = self.features.first_layer or lowest
-        last = self.features.last_layer or max(count - 1, lowest)
-        if not lowest <= first <= last < count:
+        first = self.features.first_layer
+        last = self.features.last_layer or max(count - 1, 1)
+        if not first <= last < count:
             raise BackboneError(
-                f"Layers {first} to {last} were asked for; {self.model.name} has {lowest} to "
-                f"{count - 1}."
+                f"Layers {first} to {last} were asked for; {self.model.name} has 1 to {count - 1}."
             )
         return tuple(range(first, last + 1))
 

@@ -181,8 +181,8 @@ class TrainingRun:
             options,
             last_layer=recipe.features.last_layer,
             template=recipe.template,
-            fusion_layer=part.fusion_layer,
-            documents_stay=part.documents_stay,
+            fusion_layer=0,
+            documents_stay=False,
             max_lengths=(part.max_length,),
         )
         revision = part.revision or getattr(core.model.config, "_commit_hash", None)
