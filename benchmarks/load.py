@@ -478,7 +478,7 @@ def giant(options: argparse.Namespace) -> None:
     traffic = Traffic.made_up(options)
     server = Server("mini", *chosen(options))
     keys = ",".join(["giant", *(f"polite{number}" for number in range(9))])
-    server.popen = {"env": {**os.environ, "RSRANK_API_KEYS": keys}}
+    server.popen = {"env": {**os.environ, "RSRANK_API_KEY": keys}}
     failed = False
     print(f"{traffic.count} passages a request, {options.dtype}; {machine()}\n")
     print("| beside | requests | p50 ms | p99 ms | times the p99 without | other than 200 |")

@@ -34,8 +34,8 @@ logger = logging.getLogger(__name__)
 
 app = typer.Typer()
 
-KEYS = ("RSRANK_API_KEY", "RSRANK_API_KEYS")
-"""Environment variables with API keys, separated by commas. Clients send the first key."""
+KEYS = "RSRANK_API_KEY"
+"""Environment variable with API keys, separated by commas."""
 APPS = json.loads(Path(__file__).parents[1].joinpath("service", "apps.json").read_text("utf-8"))
 """Programs that speak rerank: whether rows may be dropped, and what to enter in each."""
 LogLevel = Literal["debug", "info", "warning", "error", "critical"]
@@ -80,7 +80,7 @@ def serve(
     host: Annotated[str, Option(help="Address to listen on; 0.0.0.0 for all.")] = "127.0.0.1",
     port: Annotated[int, Option(min=0, max=65535, help="0 for any that is free.")] = 8080,
     api_key_file: Annotated[
-        Path | None, Option(help=f"API keys, one a line; also from {KEYS[0]}, by commas.")
+        Path | None, Option(help=f"API keys, one a line; also from {KEYS}, by commas.")
     ] = None,
     separate_clients: Annotated[
         bool, Option("--separate-clients", help="Each uses only its own cached prefixes.")
@@ -153,9 +153,7 @@ def serve(
 
     try:
         settings = Settings(
-            api_keys=tuple(
-                map(SecretStr, read_keys(",".join(os.environ.get(name, "") for name in KEYS)))
-            ),
+            api_keys=tuple(map(SecretStr, read_keys(os.environ.get(KEYS, "")))),
             api_key_file=api_key_file,
             separate_clients=separate_clients,
             allowed_hosts=tuple(allowed_host),
@@ -297,5 +295,5 @@ def warn_if_open(settings: Settings, host: str) -> None:
         logger.warning(
             "The service listens at %s without an API key. Set %s, or give --api-key-file.",
             host,
-            KEYS[0],
+            KEYS,
         )
