@@ -1,7 +1,11 @@
 """Every ``python`` block of the README and the docs runs, and every notebook."""
 
 import logging
+import os
+import platform
 import re
+import subprocess
+import sys
 from difflib import SequenceMatcher
 from pathlib import Path
 
@@ -96,6 +100,24 @@ def test_the_readme_shows_what_its_first_example_prints(capsys):
     assert re.sub(number, "N", printed) == re.sub(number, "N", shown)
     scores = [[float(found) for found in re.findall(number, text)] for text in (printed, shown)]
     assert scores[0] == pytest.approx(scores[1], abs=0.15)  # the rounding of bfloat16
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(platform.machine() != "x86_64", reason="instructions of x86")
+@pytest.mark.parametrize(
+    "older", [{"ATEN_CPU_CAPABILITY": "default"}, {"ATEN_CPU_CAPABILITY": "avx2"}]
+)
+def test_older_instructions_change_the_scores_of_the_readme_by_as_much_as_it_says(older):
+    page = (ROOT / "README.md").read_text("utf-8")
+    bound = float(re.search(r"On other processors, scores differ by up to ([\d.]+)\.", page)[1])
+    shown = re.search(r"^```\n('How do.*?)^```", page, flags=re.MULTILINE | re.DOTALL)[1]
+    code = [sys.executable, "-c", BLOCK.findall(page)[0]]
+    environment = {**os.environ, **older, "PYTHONPATH": str(ROOT)}
+    printed = subprocess.run(
+        code, env=environment, capture_output=True, text=True, check=True
+    ).stdout
+    scores = [list(map(float, re.findall(r"[+-]\d+\.\d+", text))) for text in (printed, shown)]
+    assert scores[0] == pytest.approx(scores[1], abs=bound)
 
 
 @pytest.mark.slow

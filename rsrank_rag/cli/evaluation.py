@@ -57,7 +57,7 @@ ROWS = {
 def report(
     log: Annotated[Path, typer.Argument(help="Log of calls or requests in shadow mode.")],
 ) -> None:
-    """Say what dropping would have done, from a log of shadow mode."""
+    """Say how much shadow mode would have dropped: calls, documents and tokens of a log."""
     from ..passages.shadow import NEAR
     from ..passages.shadow import report as add_up
 
@@ -66,7 +66,7 @@ def report(
     if not totals["calls"]:
         raise InputError(f"{log} holds no line of shadow mode. Log rsrank_rag.shadow at INFO.")
     screen.print(
-        f"{totals['calls']:,} calls, {totals['none_relevant']:,} with nothing relevant\n"
+        f"{totals['calls']:,} calls, {totals['none_relevant']:,} with nothing above the threshold\n"
         f"{totals['documents']:,} documents, {totals['dropped']:.1%} would have been dropped\n"
         f"about {totals['tokens_saved']:,} tokens would have been saved\n"
         f"{totals['near']:.1%} of the scores are within {NEAR:g} of the threshold"

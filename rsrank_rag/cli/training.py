@@ -114,7 +114,7 @@ def tune(
     with problems.status(f"Scoring {data} ..."):
         tuned = tune(model, data, output, goal, revision=revision, load=load, force=force)
     screen.print(tuned.summary, soft_wrap=True)
-    show_verdict(tuned.verdict, ("so far", "tuned"), judged=goal.value is None)
+    show_verdict(tuned.verdict, ("so far", "tuned"), judged=tuned.is_judged)
     if tuned.problem and not force:
         raise TrainingError(f"Nothing was written: {tuned.problem}. --force writes it.")
     screen.print(f"written: threshold {tuned.threshold:.3f}, in {output}", soft_wrap=True)

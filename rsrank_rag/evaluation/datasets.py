@@ -21,7 +21,7 @@ class LabelledDocument(BaseModel, frozen=True):
     relevant: StrictBool
 
     def content(self, *, titles: bool = True) -> str:
-        """What a reranker reads."""
+        """What a reranker reads: the text, with the title on a line before it if there is one."""
         return with_title(self.text, self.title if titles else None)
 
 

@@ -22,10 +22,10 @@ if TYPE_CHECKING:
 
 
 def layers_of(model: PreTrainedModel) -> nn.ModuleList:
-    """The model's layers: its only list of so many modules.
+    """The model's layers: its first list with as many modules as its config has layers.
 
     Raises:
-        BackboneError: There is no such list.
+        BackboneError: No list has that many modules.
     """
     count = model.config.get_text_config().num_hidden_layers
     for module in model.modules():

@@ -267,7 +267,10 @@ class CachedPrefixes:
         self.salt = salt
 
     def with_salt(self, salt: str) -> "CachedPrefixes":
-        """The same tiers for another tenant."""
+        """The same memory, files and limits, with keys of another tenant.
+
+        What was cached with one salt is not found with another.
+        """
         return CachedPrefixes(self.identity, self.tiers, json.dumps([self.salt, salt]))
 
     def key(self, ids: Ids) -> str:

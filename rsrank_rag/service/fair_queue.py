@@ -89,7 +89,7 @@ class QueueDocument:
 
     @property
     def is_wanted(self) -> bool:
-        """Whether somebody waits for more of its parts."""
+        """Whether its score is still waited for: it has not failed, and its request goes on."""
         return self.failure is None and not self.request.done.done()
 
     @property

@@ -70,6 +70,11 @@ class Tuned:
         return self.goal.value is None or self.value >= self.goal.value - ROUNDING
 
     @property
+    def is_judged(self) -> bool:
+        """Whether two thresholds are compared by F1; another goal is paid for by other measures."""
+        return self.goal.value is None and math.isfinite(self.before)
+
+    @property
     def problem(self) -> str | None:
         """Why the threshold should not be used; None if nothing speaks against it."""
         name = MEASURES[self.goal.metric]

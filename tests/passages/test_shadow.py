@@ -109,6 +109,9 @@ def test_the_report_adds_up_what_was_logged(caplog, tmp_path):
     }
     said = CliRunner().invoke(app, ["report", str(log)])
     assert said.exit_code == 0
-    assert "2 calls, 1 with nothing relevant\n8 documents, 62.5% would have been" in said.stdout
+    assert (
+        "2 calls, 1 with nothing above the threshold\n8 documents, 62.5% would have been"
+        in said.stdout
+    )
     log.write_text("nothing", encoding="utf-8")
     assert CliRunner().invoke(app, ["report", str(log)]).exit_code == 2

@@ -64,6 +64,9 @@ def test_a_system_without_a_threshold_is_compared_with_keeping_everything():
     assert tuned.threshold == 1.5
     assert "F1 is 1.000; with everything kept it is 0.667." in tuned.summary
     assert "so far" not in tuned.summary
+    # Keeping everything loses no recall: a verdict would always be "worse".
+    assert not tuned.is_judged
+    assert find_threshold(queries, Goal()).is_judged
     assert "inf" not in find_threshold(queries, Goal("recall", 0.9), before=-math.inf).summary
 
 
