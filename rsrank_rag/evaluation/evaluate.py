@@ -156,8 +156,8 @@ def recommend(scored: Sequence[ScoredQuery], *, threshold: float = 0.0) -> str:
     other_words = f"{describe_rule(candidates[other])} loses {results[other].left_with_nothing}"
     return (
         f"On these queries {best_words} of {answerable} answers and keeps "
-        f"{results[best].kept_per_query:.1f} passages a query; {other_words} and keeps "
-        f"{results[other].kept_per_query:.1f}."
+        f"{results[best].kept_per_query:.2f} passages a query; {other_words} and keeps "
+        f"{results[other].kept_per_query:.2f}."
     )
 
 

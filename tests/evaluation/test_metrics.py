@@ -358,8 +358,8 @@ def test_the_recommendation_names_the_rule_that_loses_fewest_answers_and_what_ze
         for number in range(14)
     ]
     assert recommend(queries) == (
-        "On these queries zero with min_docs=1 loses 0 of 14 answers and keeps 1.0 passages a "
-        "query; zero loses 6 and keeps 0.6."
+        "On these queries zero with min_docs=1 loses 0 of 14 answers and keeps 1.00 passages a "
+        "query; zero loses 6 and keeps 0.57."
     )
 
 
@@ -367,7 +367,7 @@ def test_the_recommendation_is_zero_where_it_loses_few_answers_and_has_the_best_
     queries = [ScoredQuery([1.0, -1.0, -2.0], [True, False, False])] * 9
     queries.append(ScoredQuery([-1.0, -2.0, -3.0], [False, False, True]))
     assert recommend([*queries, NO_ANSWER]).startswith(
-        "On these queries zero loses 1 of 10 answers and keeps 0.9 passages a query; top 5 above "
+        "On these queries zero loses 1 of 10 answers and keeps 0.91 passages a query; top 5 above "
         "zero with min_docs=1 loses 1"
     )
 
