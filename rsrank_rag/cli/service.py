@@ -182,7 +182,10 @@ def serve(
 
         limits = Limits(notice=notice)
         level = log_level.upper()
-        enter = "".join(f"\n  {line}" for line in for_program["enter"])
+        key = "any"
+        if settings.closed:
+            key = "KEY-OF-THIS-SERVICE"
+        enter = "".join(f"\n  {line}" for line in for_program["enter"]).replace("{key}", key)
         run(build(), settings, limits, host=host, port=port, log_level=level, enter=enter)
         return
     from ..service.ray import Replicas, cluster

@@ -175,7 +175,12 @@ def test_serve_for_a_program_sets_what_it_needs_and_says_what_to_enter(name, mon
     monkeypatch.setattr(cli_service, "run", run)
     assert CliRunner().invoke(app, ["serve", "--model", "bm25", "--for", name]).exit_code == 0
     assert (asked["settings"].normalize, asked["settings"].drop) == (True, APPS[name]["drop"])
-    assert asked["enter"].split("\n  ") == ["", *APPS[name]["enter"]]
+    lines = "".join(f"\n  {line}" for line in APPS[name]["enter"])
+    assert asked["enter"] == lines.replace("{key}", "any")
+    # Another text would be refused.
+    monkeypatch.setenv("RSRANK_API_KEY", "sesame")
+    assert CliRunner().invoke(app, ["serve", "--model", "bm25", "--for", name]).exit_code == 0
+    assert asked["enter"] == lines.replace("{key}", "KEY-OF-THIS-SERVICE")
 
 
 def test_what_to_enter_is_printed_with_the_services_address(monkeypatch, capsys):
@@ -211,7 +216,8 @@ def sections():
                 tested.setdefault(one["version"], []).append(one["provider"])
         requests = "; ".join(f"{', '.join(names)} `{commit}`" for commit, names in tested.items())
         lines = [f"## {program['program']}", "", f"    rsrank serve --for {name}", ""]
-        lines += [f"- {line}".replace("{url}", url) for line in program["enter"]]
+        entered = [line.replace("{url}", url).replace("{key}", "any") for line in program["enter"]]
+        lines += [f"- {line}" for line in entered]
         lines += ["", f"Requests: {requests}. Settings: {SETTINGS[name]}.", ""]
         parts += lines
     return "\n".join(parts)
