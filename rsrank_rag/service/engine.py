@@ -1,11 +1,12 @@
 """The model's side of the queue: cuts documents into parts and scores the parts."""
 
 import math
-import multiprocessing
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import groupby, islice
+from multiprocessing import parent_process
 from typing import Any
 
 from ..errors import InputError, ScoringError
@@ -29,8 +30,8 @@ class Canary:
     irrelevant: str = "The train leaves the station at noon."
 
 
-CutResult = tuple[Segment, list[int]] | Outcome
-"""The next segment of a document with the tokens of its parts, or why there is none."""
+CutResult = tuple[Segment, list[int | Outcome]] | Outcome
+"""The next segment of a document with the tokens of each part, or why there are none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +47,10 @@ class BatchResult:
     outcomes: list[Outcome]
     seconds: float
     stats: Mapping[str, float] = field(default_factory=dict)
+
+
+Work = Callable[[Reranker, list[Pair]], list[Any]]
+"""Gives one value for each pair."""
 
 
 class Engine:
@@ -76,32 +81,19 @@ class Engine:
         for pair, before in documents:
             try:
                 segment = cut(pair, self._reranker_for(pair).token_ends, before)
-            except BaseException as error:
-                segments.append(_failure(error))
-            else:
                 segments.append(segment)
                 parts += parts_of(pair, segment)
-        counts = iter(
-            self._alone(
-                parts,
-                lambda reranker, group: reranker.token_counts(
-                    _with_fitting_queries(reranker, group)
-                ),
-            )
-        )
-        results: list[CutResult] = []
-        for one in segments:
-            if isinstance(one, Outcome):
-                results.append(one)
-                continue
-            costs = [next(counts) for _ in one.spans]
-            failures = [cost for cost in costs if isinstance(cost, Outcome)]
-            results.append(failures[0] if failures else (one, costs))
-        return results
+            except BaseException as error:
+                segments.append(_failure(error))
+        costs = iter(self._each(parts, _token_counts))
+        return [
+            one if isinstance(one, Outcome) else (one, list(islice(costs, len(one.spans))))
+            for one in segments
+        ]
 
     def score(self, pairs: Sequence[Pair]) -> list[Outcome]:
         """Score pairs of any clients, each document whole."""
-        return self._alone(pairs, _outcomes)
+        return self._each(pairs, _outcomes)
 
     def run(self, pairs: Sequence[Pair]) -> BatchResult:
         """As `score`, with the time that it took."""
@@ -111,11 +103,9 @@ class Engine:
         """As `run`, with scores taken apart; an InputError if the model cannot do so."""
         return self._timed(pairs, self._explained)
 
-    def _timed(
-        self, pairs: Sequence[Pair], work: Callable[[Reranker, list[Pair]], list[Outcome]]
-    ) -> BatchResult:
+    def _timed(self, pairs: Sequence[Pair], work: Work) -> BatchResult:
         started = time.perf_counter()
-        outcomes = self._alone(pairs, work)
+        outcomes = self._each(pairs, work)
         stats: dict[str, float] = getattr(self.reranker, "stats", dict)()
         return BatchResult(outcomes, time.perf_counter() - started, stats)
 
@@ -146,39 +136,33 @@ class Engine:
             reranker = reranker.with_instruction(pair.instruction)
         return reranker.with_salt(pair.salt) if pair.salt else reranker
 
-    def _alone(
-        self, pairs: Sequence[Pair], work: Callable[[Reranker, list[Pair]], list[Any]]
-    ) -> list[Any]:
+    def _each(self, pairs: Sequence[Pair], work: Work) -> list[Any]:
         """What ``work`` gives for each pair, or the Outcome of a pair on which it fails.
 
-        Pairs that fail together are tried again in halves. The pairs of one query stay together,
-        because most faults are a query's.
+        The pairs of one query stay together, because most faults are a query's.
         """
-        results: list[Any] = [None] * len(pairs)
-        groups: dict[tuple[str | None, str], list[int]] = {}
-        for place, pair in enumerate(pairs):
-            groups.setdefault((pair.instruction, pair.salt), []).append(place)
-        waiting = list(groups.values())
-        while waiting:
-            places = waiting.pop()
-            group = [pairs[place] for place in places]
-            try:
-                values = work(self._reranker_for(group[0]), group)
-                for place, value in list(zip(places, values, strict=True)):
-                    results[place] = value
-            except BaseException as error:
-                # A panic in Rust and sys.exit() are no Exception. They must not reach another
-                # client's pairs, nor end the service. Ctrl-C ends a command.
-                if isinstance(error, KeyboardInterrupt) and _is_command():
-                    raise
-                _check_device(error)
-                if len(places) == 1:
-                    results[places[0]] = _failure(error)
-                else:
-                    places.sort(key=lambda place: pairs[place].query)
-                    middle = len(places) // 2
-                    waiting += [places[middle:], places[:middle]]
-        return results
+
+        def kind(place: int) -> tuple[str, str]:
+            return pairs[place].instruction or "", pairs[place].salt
+
+        places = sorted(range(len(pairs)), key=lambda place: (kind(place), pairs[place].query))
+        results: dict[int, Any] = {}
+        for _, group in groupby(places, kind):
+            same = list(group)
+            results.update(zip(same, self._halved([pairs[n] for n in same], work), strict=True))
+        return [results[place] for place in range(len(pairs))]
+
+    def _halved(self, pairs: list[Pair], work: Work) -> list[Any]:
+        """As `_each`, of pairs that share a reranker. Pairs that fail are tried in halves."""
+        try:
+            values = work(self._reranker_for(pairs[0]), pairs)
+            return [value for _, value in zip(pairs, values, strict=True)]
+        except BaseException as error:
+            if len(pairs) == 1:
+                return [_failure(error)]
+            _check_process(error)
+            middle = len(pairs) // 2
+            return self._halved(pairs[:middle], work) + self._halved(pairs[middle:], work)
 
 
 def parts_of(pair: Pair, segment: Segment) -> list[Pair]:
@@ -191,23 +175,28 @@ def parts_of(pair: Pair, segment: Segment) -> list[Pair]:
     ]
 
 
-def _is_command() -> bool:
-    """Whether Ctrl-C arrives here: the main thread, but not of a model process."""
-    in_main_thread = threading.current_thread() is threading.main_thread()
-    return in_main_thread and multiprocessing.parent_process() is None
+def _check_process(error: BaseException) -> None:
+    """Raise errors after which nothing can be scored in this process.
 
-
-def _check_device(error: BaseException) -> None:
-    """Raise if the device is lost: after such an error CUDA refuses everything in this process."""
+    A panic in Rust and sys.exit() are no Exception. They must not reach another client's pairs, nor
+    end the service. But Ctrl-C ends a command, and after most errors CUDA refuses everything.
+    """
     text = str(error) if isinstance(error, RuntimeError) else ""
     if "CUDA error: " in text and "out of memory" not in text:
         raise DeviceLostError(text.partition("\n")[0]) from error
+    in_main_thread = threading.current_thread() is threading.main_thread()
+    if isinstance(error, KeyboardInterrupt) and in_main_thread and not parent_process():
+        raise error
 
 
 def _with_fitting_queries(reranker: Reranker, pairs: Sequence[Pair]) -> list[Pair]:
     """The pairs, with queries cut that are too long and may be cut."""
     queries = {pair.query: reranker.fit_query(pair.query) for pair in pairs if pair.cut_query}
     return [replace(pair, query=queries.get(pair.query, pair.query)) for pair in pairs]
+
+
+def _token_counts(reranker: Reranker, pairs: list[Pair]) -> list[int]:
+    return reranker.token_counts(_with_fitting_queries(reranker, pairs))
 
 
 def _outcomes(reranker: Reranker, pairs: list[Pair]) -> list[Outcome]:
@@ -228,6 +217,7 @@ def _outcomes(reranker: Reranker, pairs: list[Pair]) -> list[Outcome]:
 
 def _failure(error: BaseException) -> Outcome:
     """The outcome of a document on which the model failed, without its number in a batch."""
+    _check_process(error)
     if isinstance(error, ScoringError):
         return Outcome(None, fault="unscored", error=error.reason)
     if isinstance(error, InputError):

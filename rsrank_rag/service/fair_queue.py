@@ -1,4 +1,4 @@
-"""What waits before the model: clients, their requests' documents, and parts of documents.
+"""What waits before the model: clients, their documents, and items that the model cuts or runs.
 
 Clients share the model's time by fair queueing. Each client has a clock of the tokens that it has
 had, and the client whose clock is furthest behind is next. A client that comes anew starts with a
@@ -8,14 +8,17 @@ small credit.
 import asyncio
 import math
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from ..passages.pairs import Segment, combined
-from ..passages.parts import WHOLE, Span
-from ..reranker import Pair, Scored
+from ..passages.parts import SEGMENT, WHOLE, Span
+from ..reranker import MOST_TOKENS, Pair, Scored
 from .backend import Outcome
 from .engine import parts_of
+
+# Characters that are cut in the time in which one token is run, about: `mini` on two cores.
+CHARACTERS_CUT_PER_TOKEN = 100
 
 
 @dataclass(frozen=True)
@@ -34,88 +37,63 @@ class QueueLimits:
 
 
 @dataclass(eq=False, slots=True)
-class QueueRequest:
-    """What one caller waits for; ``missing`` is the number of documents without an outcome."""
-
-    client: "QueueClient"
-    done: asyncio.Future[None]
-    count: int
-    missing: int
-
-
-@dataclass(eq=False, slots=True)
 class QueueDocument:
     """A document with the outcomes of its parts.
 
     Attributes:
-        request: What it is a part of.
+        client: Who waits for it.
         pair: The document and its query.
         explain: Whether its score is to be taken apart.
         arrived: On the event loop's clock.
-        uncut: Tokens that are not cut yet, by estimate.
+        cost: Tokens, by estimate.
+        answer: Done when all parts have a score (None) or one has none (its outcome).
         segment: The last one that was cut.
-        parts: One for each part; None until it has been run.
-        missing: Parts that have no outcome.
-        failure: Why the document has no score.
-        deaths: How often the model's process died while it cut the document.
+        spans: Of all parts that are known.
+        scored: Outcomes of parts, by place.
     """
 
-    request: QueueRequest
+    client: "QueueClient"
     pair: Pair
     explain: bool
     arrived: float
-    uncut: int
+    cost: int
+    answer: "asyncio.Future[Outcome | None]"
     segment: Segment | None = None
     spans: list[Span] = field(default_factory=list)
-    parts: list[Outcome | None] = field(default_factory=list)
-    missing: int = 0
-    failure: Outcome | None = None
-    deaths: int = 0
+    scored: dict[int, Outcome] = field(default_factory=dict)
 
-    @property
-    def document(self) -> "QueueDocument":
-        """As of a `QueueItem`."""
-        return self
+    def uncut(self) -> "QueueItem":
+        """An item that stands for what is not cut yet, with the cost of about one part."""
+        return QueueItem(self, None, min(self.cost, MOST_TOKENS))
 
-    @property
-    def method(self) -> str:
-        """The method of the `Engine` that is next."""
-        return "cut"
-
-    @property
-    def argument(self) -> tuple[Pair, Segment | None]:
-        """What that method needs."""
-        return self.pair, self.segment
-
-    @property
-    def is_wanted(self) -> bool:
-        """Whether its score is still waited for: it has not failed, and its request goes on."""
-        return self.failure is None and not self.request.done.done()
-
-    @property
-    def is_cut(self) -> bool:
-        """Whether all parts are known."""
-        return self.segment is not None and self.segment.is_last
-
-    @property
-    def is_complete(self) -> bool:
-        """Whether all parts have an outcome."""
-        return self.is_cut and not self.missing
-
-    def add(self, segment: Segment, costs: Sequence[int]) -> None:
-        """Queue the parts of the next segment."""
+    def add(self, segment: Segment, costs: Sequence[int | Outcome]) -> None:
+        """Queue the parts of the next segment, and what is behind them."""
+        items = []
         for part, cost in zip(parts_of(self.pair, segment), costs, strict=True):
-            self.request.client.items.append(QueueItem(self, len(self.parts), part, cost))
-            self.parts.append(None)
+            if isinstance(cost, Outcome):
+                self.finish(cost)
+                return
+            items.append(QueueItem(self, part, cost, len(self.spans) + len(items)))
         self.segment = segment
         self.spans += segment.spans
-        self.missing += len(costs)
+        if not segment.is_last:
+            items.append(self.uncut())
+        self.client.items.extendleft(reversed(items))
+        self.finish_if_complete()
+
+    def finish(self, failure: Outcome | None = None) -> None:
+        """Answer. Nothing more of the document is scored."""
+        if not self.answer.done():
+            self.answer.set_result(failure)
+
+    def finish_if_complete(self) -> None:
+        """Answer if all parts are known and have a score."""
+        if self.segment and self.segment.is_last and len(self.scored) == len(self.spans):
+            self.finish()
 
     def outcome(self) -> Outcome:
         """The outcome of the document from those of its parts."""
-        if self.failure is not None:
-            return self.failure
-        outcomes = [part for part in self.parts if part is not None]
+        outcomes = [self.scored[place] for place in range(len(self.spans))]
         if self.pair.reading == WHOLE:
             return outcomes[0]
         parts = [Scored(one.score or 0.0, one.truncated, one.tokens) for one in outcomes]
@@ -132,23 +110,42 @@ class QueueDocument:
 
 @dataclass(eq=False, slots=True)
 class QueueItem:
-    """One part of a document, and what it costs in tokens."""
+    """A part of a document to run, or the rest of a document to cut (``part`` is None).
+
+    Attributes:
+        document: The document.
+        part: The part, as a pair that is read whole.
+        cost: Tokens that the model runs; by estimate if the item is to be cut.
+        place: Number of the part in the document.
+        deaths: How often the model's process died on the item.
+    """
 
     document: QueueDocument
-    place: int
-    argument: Pair
+    part: Pair | None
     cost: int
+    place: int = 0
     deaths: int = 0
 
     @property
     def method(self) -> str:
-        """The method of the `Engine` that runs the item."""
+        """The method of the `Engine` that is next."""
+        if self.part is None:
+            return "cut"
         return "explain" if self.document.explain else "run"
 
     @property
     def is_alone(self) -> bool:
         """Whether the item is a batch by itself."""
-        return self.document.explain or self.deaths > 0
+        return self.deaths > 0 or self.method == "explain"
+
+    @property
+    def charge(self) -> int:
+        """Tokens that are run in the time that the model's process needs for the item."""
+        if self.part is not None:
+            return self.cost
+        before = self.document.segment
+        rest = len(self.document.pair.document) - (before.stop if before else 0)
+        return 1 + min(rest, SEGMENT) // CHARACTERS_CUT_PER_TOKEN
 
 
 @dataclass(eq=False, slots=True)
@@ -157,35 +154,32 @@ class QueueClient:
 
     Attributes:
         served: Tokens that the client has had, on a clock that all clients share.
-        requests: Those without an answer.
-        uncut: Documents of which a part is not cut yet.
-        items: Parts that can run.
+        documents: Those of requests without an answer.
+        items: What can be cut or run.
     """
 
     served: float
-    requests: set[QueueRequest] = field(default_factory=set)
-    uncut: deque[QueueDocument] = field(default_factory=deque)
+    documents: set[QueueDocument] = field(default_factory=set)
     items: deque[QueueItem] = field(default_factory=deque)
 
-    def tidy(self) -> None:
-        """Take out what is cut, and what nobody waits for."""
-        self.items = deque(item for item in self.items if item.document.is_wanted)
-        self.uncut = deque(one for one in self.uncut if one.is_wanted and not one.is_cut)
+    def add(self, documents: Iterable[QueueDocument]) -> None:
+        """Queue documents."""
+        for document in documents:
+            self.documents.add(document)
+            self.items.append(document.uncut())
 
-    @property
-    def documents(self) -> int:
-        """Documents of requests that have no answer yet."""
-        return sum(request.count for request in self.requests)
-
-    @property
-    def ready(self) -> int:
-        """Tokens of the items that wait."""
-        return sum(item.cost for item in self.items)
+    def withdraw(self, documents: Iterable[QueueDocument]) -> int:
+        """Take out the documents of a request; returns how many had no answer."""
+        self.documents.difference_update(documents)
+        unanswered = sum(document.answer.cancel() for document in documents)
+        if unanswered:
+            self.items = deque(item for item in self.items if not item.document.answer.done())
+        return unanswered
 
     @property
     def cost(self) -> int:
-        """Tokens of all that waits."""
-        return self.ready + sum(document.uncut for document in self.uncut)
+        """Tokens of all documents, by estimate."""
+        return sum(document.cost for document in self.documents)
 
 
 class FairQueue:
@@ -201,18 +195,15 @@ class FairQueue:
         self.clock = 0.0
 
     @property
-    def open_clients(self) -> dict[str, QueueClient]:
-        """Clients with requests that have no answer yet."""
-        return {name: client for name, client in self.clients.items() if client.requests}
-
-    @property
-    def documents(self) -> int:
-        """Documents of requests that have no answer yet."""
-        return sum(client.documents for client in self.clients.values())
+    def waiting(self) -> dict[str, int]:
+        """Documents of requests that have no answer yet, by client."""
+        return {
+            name: len(client.documents) for name, client in self.clients.items() if client.documents
+        }
 
     def has_work(self) -> bool:
         """Whether anything waits to be cut or to be run."""
-        return any(client.uncut or client.items for client in self.clients.values())
+        return any(client.items for client in self.clients.values())
 
     def join(self, name: str, credit: float) -> QueueClient:
         """The client of a new request, at most so many tokens ahead of the shared clock."""
@@ -223,48 +214,38 @@ class FairQueue:
 
     def forget_clients(self, credit: float) -> None:
         """Forget clients without requests, unless they have had more than a new client has."""
-        newest = self.clock - credit if self.open_clients else math.inf
+        newest = self.clock - credit if self.waiting else math.inf
         self.clients = {
             name: client
             for name, client in self.clients.items()
-            if client.requests or client.served > newest
+            if client.documents or client.served > newest
         }
-
-    def documents_to_cut(self, tokens: int) -> list[QueueDocument]:
-        """Of each client as many documents as may be in the next batch. They stay in the queue.
-
-        A document on which the process died before is cut alone.
-        """
-        documents: list[QueueDocument] = []
-        for client in self.clients.values():
-            ready = client.ready
-            for document in client.uncut:
-                if ready >= tokens:
-                    break
-                if document.deaths:
-                    return documents or [document]
-                ready += document.uncut
-                documents.append(document)
-        return documents
 
     def next_batch(self, tokens: int) -> list[QueueItem]:
         """Take items of whichever client has had the least, up to so many tokens."""
         batch: list[QueueItem] = []
-        ready = [client for client in self.clients.values() if client.items]
-        while ready:
-            client = min(ready, key=lambda one: one.served)
+        served = {client: client.served for client in self.clients.values()}
+        while ready := [client for client in served if client.items]:
+            client = min(ready, key=served.__getitem__)
             item = client.items[0]
+            if item.document.answer.done():
+                client.items.popleft()
+                continue
             if batch and (item.cost > tokens or item.is_alone or batch[0].is_alone):
                 break
             batch.append(client.items.popleft())
             tokens -= item.cost
-            self.clock = max(self.clock, client.served)
-            client.served += item.cost
-            if not client.items:
-                ready.remove(client)
+            served[client] += item.cost
         return batch
 
+    def charge(self, items: Iterable[QueueItem]) -> None:
+        """Put on their clients' clocks what the model's process is going to do."""
+        for item in items:
+            client = item.document.client
+            self.clock = max(self.clock, client.served)
+            client.served += item.charge
 
-def outcomes_of(documents: list[QueueDocument]) -> list[Outcome]:
-    """The outcome of each document, from those of its parts."""
-    return [document.outcome() for document in documents]
+
+def outcomes_of(documents: Sequence[QueueDocument]) -> list[Outcome]:
+    """The outcome of each document: why it has no score, or that of its parts."""
+    return [document.answer.result() or document.outcome() for document in documents]

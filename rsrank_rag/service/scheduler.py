@@ -1,11 +1,13 @@
 """One queue before one model: clients share the model's time, and requests share its batches.
 
-The queue holds items. An item is one part of one document for one query, such as a window; its
-cost is the number of tokens that the model will run. A batch holds items of the clients that have
-had the least, and as many tokens as the model runs in a tenth of a second. So no request holds the
-model for long, whatever its size; what nobody waits for any more leaves between two batches.
+The queue holds small items with a known cost. An item is one part of one document for one query,
+such as a window; its cost is the number of tokens that the model will run. A batch holds items of
+the clients that have had the least, and as many tokens as the model runs in a tenth of a second.
+So no request holds the model for long, whatever its size; what nobody waits for any more leaves
+between two batches.
 
 Documents are cut into parts shortly before their turn, a segment at a time, by the model's process.
+The rest of a document waits as an item, too.
 
 If the process dies, another one takes its place and the batch's items run again, each alone. An
 item that kills the process twice is answered with an error.
@@ -16,22 +18,16 @@ import contextlib
 import itertools
 import logging
 import math
+import statistics
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
 from ..errors import RSRankError
 from ..passages.parts import WHOLE
 from ..reranker import CHARACTERS_PER_TOKEN, Pair, Reranker
 from .backend import DeadlineError, Description, Outcome, OverloadedError, UnavailableError
 from .engine import BatchResult, Canary, CutResult
-from .fair_queue import (
-    FairQueue,
-    QueueDocument,
-    QueueItem,
-    QueueLimits,
-    QueueRequest,
-    outcomes_of,
-)
+from .fair_queue import FairQueue, QueueDocument, QueueItem, QueueLimits, outcomes_of
 from .worker import Loading, ModelProcess, ProcessLostError
 
 logger = logging.getLogger(__name__)
@@ -39,21 +35,20 @@ logger = logging.getLogger(__name__)
 # Tokens a second before the first full batch has been timed: about what `mini` runs on two cores.
 FIRST_SPEED = 5_000.0
 
-# Share of a request's time that the work before it and its own may take, by estimate.
-MARGIN = 0.5
+# Full batches whose median is the model's speed. They take 20 seconds, so that a processor that
+# other programs use for some seconds does not make the model seem slow.
+BATCHES_TIMED = 200
 
-# Weight of a batch's speed in the mean, if the batch takes as long as it should; more if longer.
-WEIGHT = 0.5
+# Share of a request's time that the work before it and its own may take. The rest is for requests
+# of others that come later.
+SHARE = 0.5
 
 # Seconds of the model's time by which a client that asks for little is ahead of one that asks for
 # much. So a short request hardly waits for a large one, and no client gains more than this.
 CREDIT_SECONDS = 0.25
 
-Work = QueueDocument | QueueItem
-"""A document to cut, or a part of one to run."""
-
 PROBLEMS = ("truncated", "unscored", "failed", "cancelled", "refused", "late")
-COUNTERS = ("pairs", "tokens", *PROBLEMS, "batches", "restarts")
+COUNTERS = (*PROBLEMS, "pairs", "tokens", "batches", "restarts", "busy_seconds")
 
 
 class Scheduler:
@@ -86,13 +81,12 @@ class Scheduler:
         self._is_stopping = False
         self.is_ending = False
         self._queue = FairQueue()
-        self._running: Sequence[Work] = []
-        self._speed = FIRST_SPEED
-        self._is_speed_known = False
+        self._running: list[QueueItem] = []
+        self._speeds: deque[float] = deque(maxlen=BATCHES_TIMED)
         self._work = asyncio.Event()
         self._ending = asyncio.Event()
         self._runner: asyncio.Task[None] | None = None
-        self._counts: dict[str, float] = dict.fromkeys((*COUNTERS, "busy_seconds"), 0)
+        self._counts: dict[str, float] = dict.fromkeys(COUNTERS, 0)
         self._model_stats: Mapping[str, float] = {}
 
     @property
@@ -106,29 +100,33 @@ class Scheduler:
         """None if requests are answered and the canary scored as it should; else the reason."""
         if self._is_stopping or self.is_ending:
             return "The service is stopping."
-        if self._runner is not None and self._runner.done():
-            return "The queue has ended. Restart the service."
         if self.model.hangs:
             return "The model does not answer."
-        if not self._trouble and self._runner is not None and self.model.is_gone():
+        if not self._trouble and self.model.is_gone():
             self._work.set()
             return "The model's process is gone; it is being replaced."
-        return self._trouble or (None if self.model.loaded is None else self.model.loaded.complaint)
+        return self._trouble or (self.model.loaded and self.model.loaded.complaint)
 
     def stats(self) -> dict[str, float]:
         """Counters and levels, see `metrics`; the reranker's own begin with model_."""
         return {
             **self._counts,
-            "waiting": self._queue.documents,
-            "clients": len(self._queue.open_clients),
+            "waiting": sum(self._queue.waiting.values()),
+            "clients": len(self._queue.waiting),
             "tokens_per_second": self._speed,
             **{f"model_{name}": value for name, value in self._model_stats.items()},
         }
 
     @property
+    def _speed(self) -> float:
+        """Tokens a second."""
+        return statistics.median(self._speeds) if self._speeds else FIRST_SPEED
+
+    @property
     def _batch_tokens(self) -> int:
-        """Tokens that a batch may have."""
-        return max(1, int(self._speed * self.limits.batch_seconds))
+        """Tokens that a batch may have. After a slow batch comes a small one."""
+        speeds = [self._speed, *self._speeds]
+        return max(1, int(min(speeds[0], speeds[-1]) * self.limits.batch_seconds))
 
     @property
     def _credit(self) -> float:
@@ -158,7 +156,7 @@ class Scheduler:
         if self._runner is not None:
             self._work.set()
             self._ending.set()
-            if self._running and not self._queue.open_clients:
+            if self._running and not self._queue.waiting:
                 # Nobody waits for what the model is doing.
                 self.model.kill()
             await asyncio.wait([self._runner])
@@ -191,30 +189,27 @@ class Scheduler:
         if not pairs:
             return []
         costs = [self._estimate(pair) for pair in pairs]
-        self._admit(len(pairs), sum(costs), client, timeout)
+        self._admit(costs, client, timeout)
         loop = asyncio.get_running_loop()
         owner = self._queue.join(client, self._credit)
-        request = QueueRequest(owner, loop.create_future(), len(pairs), len(pairs))
         documents = [
-            QueueDocument(request, pair, explain, loop.time(), cost)
+            QueueDocument(owner, pair, explain, loop.time(), cost, loop.create_future())
             for pair, cost in zip(pairs, costs, strict=True)
         ]
-        owner.uncut.extend(documents)
-        owner.requests.add(request)
+        owner.add(documents)
         self._work.set()
         try:
-            await asyncio.wait_for(request.done, timeout)
-        except asyncio.TimeoutError:
+            _, late = await asyncio.wait([one.answer for one in documents], timeout=timeout)
+        finally:
+            self._counts["cancelled"] += owner.withdraw(documents)
+            self._queue.forget_clients(self._credit)
+        if late:
             self._counts["late"] += 1
             raise DeadlineError(
                 f"There was no answer in {timeout:.4g} seconds; the work has been cancelled."
-            ) from None
-        finally:
-            owner.requests.discard(request)
-            if request.done.cancelled():
-                self._counts["cancelled"] += request.missing
-                owner.tidy()
-            self._queue.forget_clients(self._credit)
+            )
+        if documents[0].answer.cancelled():
+            raise UnavailableError(self._trouble)
         # In a thread, because a document may have very many sentences.
         outcomes = await asyncio.to_thread(outcomes_of, documents)
         self._counts["pairs"] += len(outcomes)
@@ -224,43 +219,41 @@ class Scheduler:
             self._counts["failed"] += outcome.fault in ("input", "internal")
         return outcomes
 
-    def _estimate(self, pair: Pair, start: int = 0) -> int:
-        """Tokens of a document from a character on, without what is never read."""
-        tokens = (len(pair.document) - start) // CHARACTERS_PER_TOKEN
-        if pair.reading == WHOLE and self.model.loaded is not None:
-            most = self.model.loaded.description.max_tokens
-            tokens = min(tokens, most or tokens)
-        tokens = min(tokens, pair.max_tokens or tokens)
+    def _estimate(self, pair: Pair) -> int:
+        """Tokens of a pair by its characters, without what is never read."""
+        limits = [len(pair.document) // CHARACTERS_PER_TOKEN, pair.max_tokens]
+        if pair.reading == WHOLE:
+            limits.append(self.description.max_tokens)
+        tokens = min(limit for limit in limits if limit is not None)
         return tokens + len(pair.query) // CHARACTERS_PER_TOKEN + 1
 
-    def _admit(self, count: int, cost: int, client: str, timeout: float | None) -> None:
+    def _admit(self, costs: Sequence[int], client: str, timeout: float | None) -> None:
         """Take a request, or raise: the service stops, the queue is full, or there is no time."""
-        if self._runner is None or self._runner.done() or self._is_stopping:
+        if self._runner is None or self._is_stopping:
             raise UnavailableError(f"No requests are taken. {self.readiness()}", retry_after=5.0)
-        clients = self._queue.open_clients
-        if not clients:
+        waiting = self._queue.waiting
+        total = sum(waiting.values())
+        if not waiting:
             return
-        waiting = self._queue.documents
-        own = clients[client].documents if client in clients else 0
         seconds = 0.0
         # A client may fill what it leaves free for others.
-        if waiting + own + count > self.limits.documents:
-            reason = f"{count:,} more"
-        elif timeout is None or not self._is_speed_known:
+        if total + waiting.get(client, 0) + len(costs) > self.limits.documents:
+            reason = f"{len(costs):,} more"
+        elif timeout is None or not self._speeds:
             return
         else:
-            costs = {name: one.cost for name, one in clients.items()}
-            costs[client] = costs.get(client, 0) + cost
-            # Other requests may double what waits, or get as much as this one. The last batch ends
-            # for all its items at once, and another batch runs now.
-            ahead = min(costs[client] * len(costs), 2 * sum(costs.values()))
-            seconds = (ahead + 2 * self._batch_tokens) / self._speed - MARGIN * timeout
+            costs_by_client = {name: self._queue.clients[name].cost for name in waiting}
+            cost = costs_by_client.get(client, 0) + sum(costs)
+            costs_by_client[client] = cost
+            # Others may ask for as much as this client, or double what waits.
+            ahead = min(len(costs_by_client) * cost, 2 * sum(costs_by_client.values()))
+            seconds = ahead / self._speed - SHARE * timeout
             if seconds <= 0:
                 return
             reason = f"an answer in {timeout:.4g} seconds"
         self._counts["refused"] += 1
         raise OverloadedError(
-            f"{waiting:,} documents are waiting or being scored, too many for {reason}. "
+            f"{total:,} documents are waiting or being scored, too many for {reason}. "
             "Try again later.",
             retry_after=max(1.0, math.ceil(seconds)),
         )
@@ -274,74 +267,68 @@ class Scheduler:
                 return await self._run()
             except Exception:
                 logger.exception("The queue failed and goes on.")
-                self._fail_running("The service failed.")
-            except BaseException:
-                self._trouble = "The queue was cancelled."
-                self._give_up()
-                raise
+                for item in self._running:
+                    self._fail(item, "The service failed.")
 
     async def _run(self) -> None:
-        while True:
+        while self._queue.has_work() or not self._is_stopping:
             self._work.clear()
-            has_work = self._queue.has_work()
-            if self._is_stopping and not has_work:
-                return
             if self.model.is_gone():
                 await self._restart()
-            elif has_work:
-                await self._do(self._queue.documents_to_cut(self._batch_tokens), self._take_in)
-                await self._do(self._queue.next_batch(self._batch_tokens), self._take_outcomes)
+            elif self._queue.has_work():
+                self._running = self._queue.next_batch(self._batch_tokens)
+                # What is not cut yet is cut before the batch is run.
+                uncut = [item for item in self._running if item.part is None]
+                await self._do(uncut or self._running)
+                self._running = []
             else:
                 await self._work.wait()
 
-    async def _do(self, work: Sequence[Work], take: Callable[[Any, Any], None]) -> None:
-        """Send work to the model's process and take in the answer."""
+    async def _do(self, work: Sequence[QueueItem]) -> None:
+        """Have the model's process cut or run a batch, and take in the answer."""
         if not work:
             return
-        self._running = work
+        self._queue.charge(work)
+        arguments = [item.part or (item.document.pair, item.document.segment) for item in work]
         try:
-            answer = await self.model.call(work[0].method, [one.argument for one in work])
+            answer = await self.model.call(work[0].method, arguments)
         except ProcessLostError:
-            for one in reversed(work):
-                self._put_back(one)
-            if not self._is_stopping or self._queue.open_clients:
+            for item in work:
+                item.deaths += 1
+                if item.deaths > 1:
+                    self._fail(item, "ended the model's process, twice.")
+            self._take_parts({})
+            if not self._is_stopping or self._queue.waiting:
                 await self._restart()
         except RSRankError as error:
-            self._fail_running(str(error))
+            for item in self._running:
+                self._fail(item, str(error))
         else:
-            take(work, answer)
-        for client in {one.document.request.client for one in work}:
-            client.tidy()
-        self._running = []
+            if isinstance(answer, BatchResult):
+                self._take_outcomes(work, answer)
+            else:
+                self._take_parts(dict(zip(work, answer, strict=True)))
 
-    def _put_back(self, work: Work) -> None:
-        """After a death of the process, try again, alone; after the second one, answer."""
-        work.deaths += 1
-        if work.deaths > 1:
-            error = "ended the model's process, twice."
-            self._fail(work.document, Outcome(None, fault="internal", error=error))
-        elif isinstance(work, QueueItem) and work.document.is_wanted:
-            work.document.request.client.items.appendleft(work)
-
-    def _fail_running(self, error: str) -> None:
-        """Answer with an error what the model cut or ran."""
-        for one in self._running:
-            self._fail(one.document, Outcome(None, fault="internal", error=error))
-
-    def _take_in(self, documents: Sequence[QueueDocument], results: Sequence[CutResult]) -> None:
-        """Queue the parts of the next segment of each document."""
-        for document, result in zip(documents, results, strict=True):
-            if isinstance(result, Outcome):
-                self._fail(document, result)
-            elif document.is_wanted:
-                segment, costs = result
-                document.add(segment, costs)
-                document.uncut = self._estimate(document.pair, segment.stop)
-                self._finish_if_complete(document)
+    def _take_parts(self, results: Mapping[QueueItem, CutResult]) -> None:
+        """Queue the parts of documents that were cut, and again what else the batch has."""
+        for item in reversed(self._running):
+            result = results.get(item)
+            if result is None:
+                item.document.client.items.appendleft(item)
+            elif isinstance(result, Outcome):
+                item.document.finish(result)
+            else:
+                item.document.add(*result)
 
     def _take_outcomes(self, batch: Sequence[QueueItem], result: BatchResult) -> None:
         """Take in outcomes of parts. If a part has no score, its document has none."""
-        self._learn(result, sum(item.cost for item in batch))
+        self._model_stats = result.stats
+        self._counts["batches"] += 1
+        self._counts["busy_seconds"] += result.seconds
+        cost = sum(item.cost for item in batch)
+        # A small batch says little about the speed of a full one.
+        if cost >= self._batch_tokens / 2:
+            self._speeds.append(cost / max(result.seconds, 1e-6))
         ended = asyncio.get_running_loop().time()
         for item, outcome in zip(batch, result.outcomes, strict=True):
             document = item.document
@@ -349,38 +336,13 @@ class Scheduler:
             if item.place == 0:
                 self.observe_wait(ended - result.seconds - document.arrived)
             if outcome.score is None:
-                self._fail(document, outcome)
-            elif document.failure is None:
-                document.parts[item.place] = outcome
-                document.missing -= 1
-                self._finish_if_complete(document)
+                document.finish(outcome)
+            else:
+                document.scored[item.place] = outcome
+                document.finish_if_complete()
 
-    def _learn(self, result: BatchResult, cost: int) -> None:
-        """Take in how fast a batch was. A small batch says little about the speed of a full one."""
-        self._counts["batches"] += 1
-        self._counts["busy_seconds"] += result.seconds
-        self._model_stats = result.stats
-        if cost >= self._batch_tokens / 2:
-            seconds = max(result.seconds, 1e-6)
-            weight = min(1.0, WEIGHT * seconds / self.limits.batch_seconds)
-            self._speed += max(weight, 0.1) * (cost / seconds - self._speed)
-            self._is_speed_known = True
-
-    def _fail(self, document: QueueDocument, outcome: Outcome) -> None:
-        """Answer a document with an error. Nothing more of the document is scored."""
-        if document.failure is None and not document.is_complete:
-            document.failure = outcome
-            self._finish(document.request)
-
-    def _finish_if_complete(self, document: QueueDocument) -> None:
-        if document.is_complete:
-            self._finish(document.request)
-
-    def _finish(self, request: QueueRequest) -> None:
-        """Count a document of a request as answered; the last one answers the request."""
-        request.missing -= 1
-        if not request.missing and not request.done.done():
-            request.done.set_result(None)
+    def _fail(self, item: QueueItem, error: str) -> None:
+        item.document.finish(Outcome(None, fault="internal", error=error))
 
     async def _restart(self) -> None:
         """Replace a dead process; if that fails, try again ever more slowly."""
@@ -408,8 +370,7 @@ class Scheduler:
 
     def _give_up(self) -> None:
         """Answer all that waits: there is no model and will be none."""
-        for client in self._queue.open_clients.values():
-            for request in client.requests:
-                if not request.done.done():
-                    request.done.set_exception(UnavailableError(self._trouble))
-            client.tidy()
+        for client in self._queue.clients.values():
+            client.items.clear()
+            for document in client.documents:
+                document.answer.cancel()

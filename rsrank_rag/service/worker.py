@@ -12,7 +12,6 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
-from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
 from tqdm import tqdm
@@ -31,6 +30,9 @@ FIRST_LOAD = 1800.0
 # The files are on disk then, but the machine may be busy.
 LATER_LOAD = 60.0
 TIMES_FIRST = 5.0
+
+# The first call to the model's process; others name methods of `Engine`.
+LOAD = "load"
 
 # Part of the time limit after which the service is not ready.
 SILENCE = 0.1
@@ -82,52 +84,32 @@ class Loading:
 def answer_calls(connection: Connection, loading: Loading) -> None:
     """Load the model, then answer calls of `Engine` methods until None comes.
 
-    Answers are pickled pairs of a result and an error, one of which is None.
+    Answers are pairs of a result and an error, one of which is None. Only RSRankErrors are sent:
+    SystemExit or a panic in Rust would end the other side's event loop, and messages of foreign
+    errors may quote a document.
     """
     engine: Engine | None = None
 
-    def load() -> Loaded:
+    def answer(method: str, argument: object) -> Any:
         nonlocal engine
-        engine, loaded = loading()
-        return loaded
+        if method == LOAD:
+            engine, loaded = loading()
+            return loaded
+        return getattr(engine, method)(argument)
 
-    work: Callable[[], object] = load
     with connection, contextlib.suppress(EOFError, OSError):
-        while True:
-            connection.send_bytes(_pickled_answer(work))
-            call = connection.recv()
-            if call is None or engine is None:
-                return
-            method, argument = call
-            work = _bound(engine, method, argument)
-
-
-def _bound(engine: Engine, method: str, argument: object) -> Callable[[], object]:
-    return lambda: getattr(engine, method)(argument)
-
-
-def _pickled_answer(work: Callable[[], object]) -> bytes:
-    """What ``work`` returns or raises.
-
-    Only RSRankErrors that can be unpickled are sent. SystemExit or a panic in Rust would end the
-    other side's event loop, and messages of foreign errors may quote a document.
-    """
-    try:
-        return bytes(ForkingPickler.dumps((work(), None)))
-    except DeviceLostError as error:
-        if multiprocessing.parent_process() is not None:
-            logger.error("The device is lost (%s); the model's process ends.", error)
-            os._exit(1)
-        return bytes(ForkingPickler.dumps((None, RSRankError("The device is lost."))))
-    except BaseException as error:
-        if isinstance(error, RSRankError):
-            with contextlib.suppress(Exception):
-                answer = bytes(ForkingPickler.dumps((None, error)))
-                ForkingPickler.loads(answer)
-                return answer
-        logger.exception("The model failed.")
-        failure = RSRankError(f"The model failed ({type(error).__name__}).")
-        return bytes(ForkingPickler.dumps((None, failure)))
+        while (call := connection.recv()) is not None:
+            try:
+                connection.send((answer(*call), None))
+            except DeviceLostError as error:
+                logger.error("The device is lost (%s); the model's process ends.", error)
+                os._exit(1)
+            except RSRankError as error:
+                connection.send((None, error))
+            except BaseException as error:
+                logger.exception("The model failed.")
+                name = type(error).__name__
+                connection.send((None, RSRankError(f"The model failed ({name}).")))
 
 
 def main(connection: Connection, loading: Loading) -> None:
@@ -183,7 +165,6 @@ class ModelProcess:
     def __init__(self, loading: Loading, hang_seconds: float) -> None:
         self.loading = loading
         self.hang_seconds = hang_seconds
-        self.first_load = FIRST_LOAD
         self.loaded: Loaded | None = None
         self.load_seconds = 0.0
         self.hangs = False
@@ -201,12 +182,10 @@ class ModelProcess:
         await asyncio.to_thread(self.end)
         self._connection, theirs = multiprocessing.Pipe()
         self._process = self._launch(theirs)
-        limit = self.first_load
-        if self.loaded is not None:
-            limit = LATER_LOAD + TIMES_FIRST * self.load_seconds
+        limit = LATER_LOAD + TIMES_FIRST * self.load_seconds if self.loaded else FIRST_LOAD
         started = time.perf_counter()
         try:
-            loaded: Loaded = await self._answer(self._connection, None, limit)
+            loaded: Loaded = await self._answer(LOAD, None, limit)
         except ProcessLostError:
             raise UnavailableError(
                 f"The process that was to hold {self.loading.name} ended while it was loading."
@@ -232,15 +211,16 @@ class ModelProcess:
             RSRankError: The model's own error, or one in place of any other error.
             ProcessLostError: The process died, or was killed because it did not answer.
         """
-        assert self._connection is not None
-        return await self._answer(self._connection, (method, argument), self.hang_seconds)
+        return await self._answer(method, argument, self.hang_seconds)
 
-    async def _answer(self, connection: Connection, call: object, limit: float) -> Any:
+    async def _answer(self, method: str, argument: Any, limit: float) -> Any:
+        connection = self._connection
+        assert connection is not None
+
         def exchange() -> tuple[Any, RSRankError | None]:
             # In a thread: large messages block, and unpickling very many sentences takes seconds.
-            if call is not None:
-                connection.send(call)
-            answer: tuple[Any, RSRankError | None] = ForkingPickler.loads(connection.recv_bytes())
+            connection.send((method, argument))
+            answer: tuple[Any, RSRankError | None] = connection.recv()
             return answer
 
         exchanged = asyncio.ensure_future(asyncio.to_thread(exchange))

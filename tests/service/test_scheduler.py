@@ -1,6 +1,7 @@
 """The service's queue: batches over requests, fairness, deadlines, faults, process deaths."""
 
 import asyncio
+import contextlib
 import json
 import multiprocessing
 import os
@@ -765,7 +766,7 @@ async def test_what_the_model_gives_as_numbers_is_sent_as_numbers():
         assert scores(await scheduler.score(pairs(1, 2), timeout=60)) == [1, 2]
 
 
-@pytest.mark.parametrize("method", ["_learn", "_take_in"])
+@pytest.mark.parametrize("method", ["_take_parts", "_take_outcomes"])
 async def test_a_fault_of_the_queues_own_costs_one_batch_and_not_the_service(method):
     async with numbers(Numbers()) as scheduler:
 
@@ -777,26 +778,6 @@ async def test_a_fault_of_the_queues_own_costs_one_batch_and_not_the_service(met
         assert [found.fault for found in await scheduler.score(pairs(1, 2))] == ["internal"] * 2
         assert scores(await scheduler.score(pairs(3))) == [3]
         assert scheduler.readiness() is None
-
-
-async def test_a_queue_that_was_ended_says_so_and_answers_what_waits():
-    reranker = Numbers()
-    scheduler = in_thread(lambda: reranker, canary=None)
-    await scheduler.start()
-    reranker.may_go_on.clear()
-    tasks = [asyncio.create_task(scheduler.score(pairs(1, 2)))]
-    await until(lambda: reranker.began)
-    tasks.append(asyncio.create_task(scheduler.score(pairs(3))))
-    await until(lambda: scheduler.stats()["waiting"] == 3)
-    scheduler._runner.cancel()
-    for task in tasks:
-        with pytest.raises(UnavailableError):
-            await task
-    assert "has ended" in scheduler.readiness()
-    with pytest.raises(UnavailableError, match="has ended"):
-        await scheduler.score(pairs(4))
-    reranker.may_go_on.set()
-    await scheduler.stop()
 
 
 async def test_a_model_that_does_not_answer_is_not_ready_long_before_it_is_replaced():
@@ -1001,6 +982,39 @@ def test_after_one_stall_small_requests_are_not_refused():
     assert in_simulated_time(small_after_stall()) == 0
 
 
+class Starved(Timed):
+    """Every 40 seconds, other programs leave it a twentieth of its speed, for five seconds."""
+
+    async def call(self, method, argument):
+        began = asyncio.get_running_loop().time()
+        result = await super().call(method, argument)
+        if began % 40 > 35:
+            await asyncio.sleep(19 * (asyncio.get_running_loop().time() - began))
+        if method == "run":
+            result = replace(result, seconds=asyncio.get_running_loop().time() - began)
+        return result
+
+
+async def polite_refusals():
+    """Refusals of nine clients with one request at a time, before a model that is starved."""
+    loop = asyncio.get_running_loop()
+    async with simulated(Starved) as scheduler:
+
+        async def ask(client):
+            generator = random.Random(client)
+            while loop.time() < 200:
+                with contextlib.suppress(OverloadedError):
+                    await scheduler.score(pairs(*["x" * 600] * 20), client=client, timeout=60)
+                await asyncio.sleep(generator.expovariate(1.0))
+
+        await asyncio.gather(*(ask(str(number)) for number in range(9)))
+        return scheduler.stats()["refused"]
+
+
+def test_nobody_is_refused_because_the_processor_is_busy_for_some_seconds():
+    assert in_simulated_time(polite_refusals()) == 0
+
+
 # One client against nine
 
 
@@ -1024,12 +1038,13 @@ ATTACKS = {
 }
 
 
-async def polite_waits(attack=None, leaves=None, seconds=40.0):
+async def polite_waits(attack=None, leaves=None, seconds=120.0):
     """Waits of nine clients that ask for 60% of the model's time, and how long it was held."""
-    generator, loop, waits = random.Random(1), asyncio.get_running_loop(), []
+    loop, waits = asyncio.get_running_loop(), []
     async with simulated() as scheduler:
 
         async def ask(client):
+            generator = random.Random(client)
             await asyncio.sleep(generator.random())
             while loop.time() < seconds:
                 began = loop.time()
@@ -1064,7 +1079,7 @@ def test_one_clients_giant_requests_hardly_delay_nine_polite_clients(name):
     at = 0.99
     assert waits[int(at * len(waits))] <= 1.5 * calm[int(at * len(calm))]
     assert longest < 1.0
-    assert stats["late"] <= 1  # the giant's own
+    assert stats["late"] <= 2  # the giant's own, of a minute each
 
 
 async def thousand_after(attack):
@@ -1119,7 +1134,7 @@ def test_a_document_read_in_parts_has_the_windows_and_sentences_of_the_whole():
 async def test_a_client_that_has_asked_for_much_is_refused_and_others_are_not():
     reranker = Numbers()
     async with numbers(reranker) as scheduler:
-        scheduler._speed, scheduler._is_speed_known = 50.0, True
+        scheduler._speeds.append(50.0)
         reranker.may_go_on.clear()
         first = asyncio.create_task(scheduler.score(pairs(1)))
         await until(lambda: reranker.began)
