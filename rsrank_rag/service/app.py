@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -41,6 +41,9 @@ __all__ = ["Settings", "create_app"]
 
 PAGE = Path(__file__).with_name("page.html")
 ANYTHING = TypeAdapter(Any)
+
+# Header of answers with scores: whether no document is above the native threshold.
+NONE_RELEVANT = "X-RSRank-None-Relevant"
 
 
 def _schema(body: Any) -> str:
@@ -169,22 +172,30 @@ class _Service:
         closed = APIRouter(dependencies=has_keys)
         wrong = described(400, 401, 408, 413, 422, 429, 500, 503, 504)
         any_response = RerankResponse | list[others.TextScore] | others.RankingResponse
+        rerank = (RerankRequest, RerankResponse)
+        rerank_any = (AnyRerankRequest, any_response)
+        score = (others.ScoreRequest, others.ScoreResponse)
         posts: dict[str, tuple[Any, Any]] = {
-            "/v1/rerank": (self.rerank, RerankResponse),
-            "/v2/rerank": (self.rerank, RerankResponse),
-            "/providers/cohere/v2/rerank": (self.rerank, RerankResponse),
-            "/v1/reranking": (self.rerank_any, any_response),
-            "/rerank": (self.rerank_any, any_response),
-            "/reranking": (self.rerank_any, any_response),
-            "/api/rerank": (self.rerank_any, any_response),
-            "/score": (self.score, others.ScoreResponse),
-            "/v1/score": (self.score, others.ScoreResponse),
-            "/v1/ranking": (self.ranking, others.RankingResponse),
-            "/explain": (self.explain, ExplainResponse),
+            "/v1/rerank": rerank,
+            "/v2/rerank": rerank,
+            "/providers/cohere/v2/rerank": rerank,
+            "/v1/reranking": rerank_any,
+            "/rerank": rerank_any,
+            "/reranking": rerank_any,
+            "/api/rerank": rerank_any,
+            "/score": score,
+            "/v1/score": score,
+            "/v1/ranking": (others.RankingRequest, others.RankingResponse),
+            "/explain": (ExplainRequest, ExplainResponse),
         }
-        for path, (endpoint, model) in posts.items():
+        for path, (kind, model) in posts.items():
             closed.add_api_route(
-                path, endpoint, methods=["POST"], response_model=model, responses=wrong
+                path,
+                self._endpoint(kind),
+                methods=["POST"],
+                response_model=model,
+                responses=wrong,
+                name=path.rpartition("/")[2],
             )
         listed = described(401, 503)
         for path in ("/v1/models", "/providers/cohere/v2/models"):
@@ -202,33 +213,24 @@ class _Service:
         routes.include_router(closed)
         return routes
 
-    async def rerank(self, body: RerankRequest, request: Request) -> Response:
-        """Score documents for a query, best first: Cohere, Jina, vLLM, Infinity and others."""
-        cutoff = body.cutoff(self.backend.description, self.settings.drop)
+    def _endpoint(self, kind: Any) -> Callable[..., Awaitable[Response]]:
+        """A function that answers requests of one kind."""
+        answer = self._explain if kind is ExplainRequest else self._answer
+
+        async def endpoint(body: Annotated[kind, Body()], request: Request) -> Response:
+            return await answer(body, request)
+
+        return endpoint
+
+    async def _answer(self, body: ScoringRequest, request: Request) -> Response:
         scores = await self._scores(request, body)
         # In a thread, because a long text may have very many sentences.
-        answer = await asyncio.to_thread(body.answer, scores, cutoff)
-        request.state.record.kept = len(answer.results)
-        return _json(answer)
+        answer = await asyncio.to_thread(body.answer, scores)
+        request.state.record.kept = len(getattr(answer, "results", scores.places))
+        headers = {NONE_RELEVANT: str(scores.none_relevant).lower()}
+        return _json(answer, headers)
 
-    async def rerank_any(
-        self, body: Annotated[AnyRerankRequest, Body()], request: Request
-    ) -> Response:
-        """As TEI or NVIDIA if there are texts or passages; else as /v1/rerank."""
-        if isinstance(body, RerankRequest):
-            return await self.rerank(body, request)
-        return _json(body.answer(await self._scores(request, body)))
-
-    async def score(self, body: others.ScoreRequest, request: Request) -> Response:
-        """Score pairs, in input order: vLLM."""
-        return _json(body.answer(await self._scores(request, body)))
-
-    async def ranking(self, body: others.RankingRequest, request: Request) -> Response:
-        """Score passages for a query, best first, always raw: NVIDIA."""
-        return _json(body.answer(await self._scores(request, body)))
-
-    async def explain(self, body: ExplainRequest, request: Request) -> Response:
-        """Take one score apart: what each token of the query adds to it in each layer."""
+    async def _explain(self, body: ExplainRequest, request: Request) -> Response:
         pair = Pair(
             body.query, body.document, instruction=body.instruction or None, salt=request.state.salt
         )
@@ -317,7 +319,6 @@ class _Service:
         faults, status = question.complaints(outcomes)
         if faults and not (partial and len(faults) < len(outcomes)):
             raise request_error(faults, status)
-        record.kept = len(outcomes) - len(faults)
         return Scores(
             question,
             outcomes,
@@ -326,6 +327,7 @@ class _Service:
             faults,
             record.id,
             int(time.time()),
+            self.settings.drop,
         )
 
     def _check_size(self, question: Question) -> None:
@@ -371,9 +373,12 @@ async def _disconnected(request: Request) -> None:
         pass
 
 
-def _json(body: BaseModel | Sequence[BaseModel]) -> Response:
+def _json(
+    body: BaseModel | Sequence[BaseModel], headers: Mapping[str, str] | None = None
+) -> Response:
     """A response with the fields that have been set; unset optional fields stay out."""
-    return Response(ANYTHING.dump_json(body, exclude_unset=True), media_type="application/json")
+    content = ANYTHING.dump_json(body, exclude_unset=True)
+    return Response(content, headers=headers, media_type="application/json")
 
 
 def _text(kind: str) -> dict[int | str, dict[str, Any]]:

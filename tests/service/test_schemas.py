@@ -39,7 +39,8 @@ def scored(request, found, **fields):
 
 def answer(request, found, *, cutoff=None, normalised=False, faults=()):
     faults = {place: "has no score." for place in faults}
-    return request.answer(scored(request, found, normalised=normalised, faults=faults), cutoff)
+    request = request.model_copy(update={"threshold": cutoff})
+    return request.answer(scored(request, found, normalised=normalised, faults=faults))
 
 
 # Scores between 0 and 1

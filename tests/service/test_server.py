@@ -114,6 +114,19 @@ async def test_the_answer_is_made_beside_the_event_loop(monkeypatch):
     assert made[0] != threading.get_ident()
 
 
+@pytest.mark.parametrize(("path", "body"), REQUESTS[:-1])
+@pytest.mark.parametrize(("best", "expected"), [("3", "false"), ("1", "true")])
+async def test_every_answer_says_in_a_header_whether_nothing_is_relevant(
+    path, body, best, expected
+):
+    body = json.loads(json.dumps(body).replace('"3"', f'"{best}"').replace('"2"', '"0"'))
+    async with serving() as http:
+        answer = await http.post(path, json=body)
+    assert answer.headers["x-rsrank-none-relevant"] == expected
+    if "none_relevant" in answer.text:
+        assert answer.json()["none_relevant"] is (expected == "true")
+
+
 async def test_texts_get_teis_bare_array():
     async with serving() as http:
         assert (await http.post("/rerank", json={"query": "q", "texts": ["1", "2"]})).json() == [
@@ -638,8 +651,7 @@ class Broken:
 
     stop = start
 
-    @property
-    def description(self):
+    async def score(self, *pairs, **options):
         raise ZeroDivisionError("secret passage")
 
     def readiness(self):
@@ -879,7 +891,7 @@ async def test_errors_are_logged_by_kind_and_place_without_their_message():
             await http.post("/v1/rerank", json=RERANK)
     line = next(line for line in lines() if line["level"] == "ERROR")
     assert "ZeroDivisionError" in line["exc_info"]
-    assert "in description" in line["exc_info"]
+    assert "in score" in line["exc_info"]
     assert "passage" not in json.dumps(lines()).replace(
         'raise ZeroDivisionError(\\"secret passage\\")', ""
     )

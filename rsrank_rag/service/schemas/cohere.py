@@ -180,8 +180,9 @@ class RerankRequest(ScaledRequest):
             )
         return model.threshold
 
-    def answer(self, scores: Scores, cutoff: float | None = None) -> RerankResponse:
-        """Rows best first, that score above ``cutoff`` if there is one."""
+    def answer(self, scores: Scores) -> RerankResponse:
+        """Rows best first, without those that are to be dropped."""
+        cutoff = self.cutoff(scores.model, scores.drop)
         rows = []
         ranked = scores.ranked(cutoff, self.most, self.min_docs or 0, self.reading)
         if self.mode == "shadow":
@@ -206,7 +207,7 @@ class RerankRequest(ScaledRequest):
         response = RerankResponse(
             object="rerank",
             results=rows,
-            none_relevant=replace(ranked, threshold=scores.model.threshold).none_relevant,
+            none_relevant=scores.none_relevant,
             meta={
                 "api_version": {"version": "2"},
                 "billed_units": {"search_units": units},

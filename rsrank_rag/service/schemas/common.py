@@ -139,6 +139,7 @@ class Scores:
         faults: Why pairs are left out, by position.
         id: The request's.
         created: Seconds since 1970.
+        drop: Whether the service leaves documents out that are not relevant.
     """
 
     question: Question
@@ -148,6 +149,12 @@ class Scores:
     faults: Mapping[int, str] = field(default_factory=dict)
     id: str = ""
     created: int = 0
+    drop: bool = False
+
+    @property
+    def none_relevant(self) -> bool:
+        """Whether no document scored above the native threshold."""
+        return self.ranked(self.model.threshold).none_relevant
 
     @property
     def usage(self) -> Usage:
