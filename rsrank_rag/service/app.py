@@ -2,7 +2,7 @@
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -16,7 +16,7 @@ from ..reranker import Pair
 from .backend import Outcome, UnavailableError
 from .scheduler import Scheduler
 from .schemas import others
-from .schemas.common import Instruction, Query, Question, Scores, ScoringRequest, Strict
+from .schemas.common import Question, Scores, ScoringRequest
 
 with needs(
     "The service needs {}.",
@@ -27,7 +27,7 @@ with needs(
     "starlette",
 ):
     from fastapi import APIRouter, Body, Depends, FastAPI, Request, Response
-    from fastapi.responses import HTMLResponse
+    from fastapi.responses import FileResponse, HTMLResponse, PlainTextResponse
     from fastapi.security import HTTPBearer
     from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
     from starlette.exceptions import HTTPException
@@ -59,34 +59,6 @@ AnyRerankRequest = Annotated[
     | Annotated[RerankRequest, Tag("rerank")],
     Discriminator(_schema),
 ]
-
-
-class ExplainRequest(Strict):
-    """One score to be taken apart."""
-
-    query: Query
-    document: Query
-    instruction: Instruction = None
-
-
-class ExplainResponse(BaseModel):
-    """The exact parts of one score: see `Explanation`."""
-
-    query: str
-    document: str
-    score: float
-    truncated: bool
-    tokens: tuple[str, ...] = Field(description="The T scored tokens of the query.")
-    layers: tuple[int, ...] = Field(description="The L layers read.")
-    parts: tuple[tuple[float, ...], ...] = Field(
-        description="T x L shift terms; with the similarity terms, they add up to the score."
-    )
-    agreement: float = Field(
-        description="The similarity terms together; 0 where the artifact has none."
-    )
-    matches: tuple[float, ...] = Field(
-        description="T: the MaxSim term of each query token; or empty."
-    )
 
 
 class Info(BaseModel):
@@ -156,21 +128,19 @@ class _Service:
         self.settings = settings
         self.metrics = metrics
         self.created = int(time.time())
-        self.html = PAGE.read_text(encoding="utf-8") if PAGE.is_file() else None
 
     def router(self) -> APIRouter:
         """All routes. The middleware asks for keys; here they are only described."""
-        routes = APIRouter()
-        page = {**described(404), **_text("text/html")}
-        routes.add_api_route("/", self.page, response_class=Response, responses=page)
+        routes = APIRouter(responses=described(503))
+        routes.add_api_route("/", self.page, response_class=HTMLResponse)
         routes.add_api_route("/health", self.health)
         routes.add_api_route("/v1/cluster/auth", self.auth)
-        for path in ("/ready", "/.well-known/ready"):
-            routes.add_api_route(path, self.ready, responses=described(503))
+        routes.add_api_route("/ready", self.ready)
+        routes.add_api_route("/.well-known/ready", self.ready)
 
         has_keys = [Depends(HTTPBearer(auto_error=False))] if self.settings.closed else []
-        closed = APIRouter(dependencies=has_keys)
-        wrong = described(400, 401, 408, 413, 422, 429, 500, 503, 504)
+        errors = described(400, 401, 404, 408, 413, 422, 429, 500, 503, 504)
+        closed = APIRouter(dependencies=has_keys, responses=errors)
         any_response = RerankResponse | list[others.TextScore] | others.RankingResponse
         rerank = (RerankRequest, RerankResponse)
         rerank_any = (AnyRerankRequest, any_response)
@@ -186,62 +156,35 @@ class _Service:
             "/score": score,
             "/v1/score": score,
             "/v1/ranking": (others.RankingRequest, others.RankingResponse),
-            "/explain": (ExplainRequest, ExplainResponse),
+            "/explain": (others.ExplainRequest, others.ExplainResponse),
         }
         for path, (kind, model) in posts.items():
-            closed.add_api_route(
-                path,
-                self._endpoint(kind),
-                methods=["POST"],
-                response_model=model,
-                responses=wrong,
-                name=path.rpartition("/")[2],
-            )
-        listed = described(401, 503)
-        for path in ("/v1/models", "/providers/cohere/v2/models"):
-            closed.add_api_route(path, self.models, responses=listed)
-        closed.add_api_route(
-            "/v1/models/{name:path}", self.model, responses=described(401, 404, 503)
-        )
-        closed.add_api_route(
-            "/info", self.info, responses=listed, response_model_exclude_unset=True
-        )
-        counters = {**described(401), **_text("text/plain")}
-        closed.add_api_route(
-            "/metrics", self.metrics_page, response_class=Response, responses=counters
-        )
+            endpoint = self._endpoint(kind)
+            closed.add_api_route(path, endpoint, methods=["POST"], response_model=model)
+        closed.add_api_route("/v1/models", self.models)
+        closed.add_api_route("/providers/cohere/v2/models", self.models)
+        closed.add_api_route("/v1/models/{name:path}", self.model)
+        closed.add_api_route("/info", self.info, response_model_exclude_unset=True)
+        closed.add_api_route("/metrics", self.metrics_page, response_class=PlainTextResponse)
         routes.include_router(closed)
         return routes
 
     def _endpoint(self, kind: Any) -> Callable[..., Awaitable[Response]]:
         """A function that answers requests of one kind."""
-        answer = self._explain if kind is ExplainRequest else self._answer
 
         async def endpoint(body: Annotated[kind, Body()], request: Request) -> Response:
-            return await answer(body, request)
+            scores = await self._scores(request, body)
+            # In a thread, because a long text may have very many sentences.
+            answer = await asyncio.to_thread(body.answer, scores)
+            request.state.record.kept = len(getattr(answer, "results", scores.places))
+            # Optional fields that are not set stay out.
+            return Response(
+                ANYTHING.dump_json(answer, exclude_unset=True),
+                headers={NONE_RELEVANT: str(scores.none_relevant).lower()},
+                media_type="application/json",
+            )
 
         return endpoint
-
-    async def _answer(self, body: ScoringRequest, request: Request) -> Response:
-        scores = await self._scores(request, body)
-        # In a thread, because a long text may have very many sentences.
-        answer = await asyncio.to_thread(body.answer, scores)
-        request.state.record.kept = len(getattr(answer, "results", scores.places))
-        headers = {NONE_RELEVANT: str(scores.none_relevant).lower()}
-        return _json(answer, headers)
-
-    async def _explain(self, body: ExplainRequest, request: Request) -> Response:
-        pair = Pair(
-            body.query, body.document, instruction=body.instruction or None, salt=request.state.salt
-        )
-        question = Question([pair])
-        self._check_size(question)
-        request.state.record.documents = 1
-        outcomes = await self._work(request, [pair], explain=True)
-        faults, status = question.complaints(outcomes)
-        if faults:
-            raise request_error(faults, status)
-        return _json(ExplainResponse.model_validate(outcomes[0].explanation, from_attributes=True))
 
     async def models(self) -> others.ModelList:
         """The model that is served, as OpenAI and NVIDIA list models."""
@@ -290,22 +233,19 @@ class _Service:
 
     async def page(self) -> Response:
         """A page to try the model on."""
-        if self.html is None:
-            raise HTTPException(
-                404, "This installation has no page. The service itself answers at /v1/rerank."
-            )
-        return HTMLResponse(self.html)
+        return FileResponse(PAGE)
 
     async def _scores(self, request: Request, body: ScoringRequest) -> Scores:
         """Score a request's pairs, or raise the error that answers the request."""
         record = request.state.record
         partial = isinstance(body, RerankRequest) and bool(body.partial)
         lists = (getattr(body, name, ()) for name in ("documents", "texts", "text_2", "passages"))
-        record.documents = max(map(len, lists))
+        count = max(map(len, lists))
         most = self.settings.max_documents
-        if record.documents > most:
-            raise RequestError(413, f"{record.documents:,} documents; a request may have {most:,}.")
+        if count > most:
+            raise RequestError(413, f"{count:,} documents; a request may have {most:,}.")
         question = body.pairs_to_score()
+        record.documents = len(question.pairs)
         self._check_size(question)
         if question.faults and not partial:
             raise request_error(question.faults, 422)
@@ -314,7 +254,7 @@ class _Service:
             for place, pair in enumerate(question.pairs)
             if place not in question.faults
         ]
-        outcomes = question.outcomes(await self._work(request, usable))
+        outcomes = question.outcomes(await self._work(request, usable, body.explain))
         record.tokens = sum(outcome.tokens for outcome in outcomes)
         faults, status = question.complaints(outcomes)
         if faults and not (partial and len(faults) < len(outcomes)):
@@ -343,9 +283,7 @@ class _Service:
         if faults:
             raise request_error(faults, 413)
 
-    async def _work(
-        self, request: Request, pairs: Sequence[Pair], *, explain: bool = False
-    ) -> list[Outcome]:
+    async def _work(self, request: Request, pairs: Sequence[Pair], explain: bool) -> list[Outcome]:
         """Have the backend score pairs. If the client leaves, the work is cancelled.
 
         The time that the request has taken so far counts towards its timeout.
@@ -371,16 +309,3 @@ class _Service:
 async def _disconnected(request: Request) -> None:
     while (await request.receive())["type"] != "http.disconnect":
         pass
-
-
-def _json(
-    body: BaseModel | Sequence[BaseModel], headers: Mapping[str, str] | None = None
-) -> Response:
-    """A response with the fields that have been set; unset optional fields stay out."""
-    content = ANYTHING.dump_json(body, exclude_unset=True)
-    return Response(content, headers=headers, media_type="application/json")
-
-
-def _text(kind: str) -> dict[int | str, dict[str, Any]]:
-    """Describes an answer that is no JSON, but has errors in JSON."""
-    return {200: {"content": {kind: {"schema": {"type": "string"}}}}}

@@ -251,18 +251,11 @@ async def test_the_service_says_what_it_serves():
     assert "max_input_length" not in found  # this model does not count; Dify fails on a null
 
 
-async def test_the_page_is_served_if_it_is_there(monkeypatch, tmp_path):
-    monkeypatch.setattr(app_module, "PAGE", tmp_path / "page.html")
-    async with serving() as http:
-        response = await http.get("/")
-        assert (response.status_code, "no page" in response.json()["error"]) == (404, True)
-    (tmp_path / "page.html").write_text("<p>Grüße</p>", encoding="utf-8")
+async def test_the_page_is_served_without_a_key():
     async with serving(api_keys=["secret"]) as http:
         response = await http.get("/")
-        assert (response.text, response.headers["content-type"]) == (
-            "<p>Grüße</p>",
-            "text/html; charset=utf-8",
-        )
+        assert response.text == app_module.PAGE.read_text(encoding="utf-8")
+        assert response.headers["content-type"] == "text/html; charset=utf-8"
 
 
 async def test_a_blank_document_scores_lowest_and_the_answer_is_json():

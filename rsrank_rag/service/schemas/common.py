@@ -5,17 +5,16 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import (
     AfterValidator,
     AliasChoices,
     AliasPath,
     BaseModel,
-    BeforeValidator,
     Field,
     PositiveInt,
-    StringConstraints,
+    WithJsonSchema,
     model_validator,
 )
 
@@ -36,30 +35,12 @@ Query = Annotated[str, AfterValidator(_is_unicode)]
 """A text that can be encoded."""
 
 
-def _switch(value: Any) -> Any:
-    """A boolean for "true" and "false"; anything else as it is."""
-    return {"true": True, "false": False}.get(value.lower(), value) if _is_text(value) else value
+_AS_SENT = WithJsonSchema({"type": ["boolean", "number", "string"]})
 
+Flag = Annotated[bool, Field(strict=False), _AS_SENT]
+"""A switch, also as programs send it: "true", 1."""
 
-def _whole(value: Any) -> Any:
-    """An integer for "1" and 1.0; anything else as it is."""
-    if _is_text(value) and value.isascii() and value.isdigit():
-        return int(value[:20])
-    return int(value) if isinstance(value, float) and value.is_integer() else value
-
-
-def _is_text(value: Any) -> bool:
-    return isinstance(value, str)
-
-
-Digits = Annotated[str, StringConstraints(pattern="^[0-9]*$")]
-
-Flag = Annotated[
-    bool, BeforeValidator(_switch, json_schema_input_type=bool | Literal["true", "false", ""])
-]
-"""A switch, also as programs send it in text: "true"."""
-
-Count = Annotated[int, BeforeValidator(_whole, json_schema_input_type=int | Digits)]
+Count = Annotated[int, Field(strict=False), _AS_SENT]
 """A whole number, also as programs send it: "1", 1.0."""
 
 
@@ -239,7 +220,12 @@ OPTIONS = frozenset(
 
 
 class ScoringRequest(Strict, ABC):
-    """A request for scores, with the options that every request may have."""
+    """A request for scores, with the options that every request may have.
+
+    ``explain``: whether the scores are to be taken apart.
+    """
+
+    explain: ClassVar = False
 
     @model_validator(mode="before")
     @classmethod

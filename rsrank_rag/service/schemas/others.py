@@ -1,6 +1,6 @@
 """Queries and documents as clients of TEI, vLLM and NVIDIA send them; answers hold all of them."""
 
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import AliasChoices, BaseModel, BeforeValidator, FailFast, Field, model_validator
 from typing_extensions import Self
@@ -147,6 +147,41 @@ class RankingRequest(ScoringRequest):
             for d in scores.ranked().kept
         ]
         return RankingResponse(rankings=rows, usage=scores.usage)
+
+
+class ExplainRequest(ScoringRequest):
+    """One score to be taken apart."""
+
+    explain: ClassVar = True
+    query: Query
+    document: Query
+
+    def pairs_to_score(self) -> Question:  # noqa: D102 - inherited
+        return self.question([self.query], [self.document])
+
+    def answer(self, scores: Scores) -> "ExplainResponse":
+        """The parts of the score."""
+        return ExplainResponse.model_validate(scores.outcomes[0].explanation, from_attributes=True)
+
+
+class ExplainResponse(BaseModel):
+    """The exact parts of one score: see `Explanation`."""
+
+    query: str
+    document: str
+    score: float
+    truncated: bool
+    tokens: tuple[str, ...] = Field(description="The T scored tokens of the query.")
+    layers: tuple[int, ...] = Field(description="The L layers read.")
+    parts: tuple[tuple[float, ...], ...] = Field(
+        description="T x L shift terms; with the similarity terms, they add up to the score."
+    )
+    agreement: float = Field(
+        description="The similarity terms together; 0 where the artifact has none."
+    )
+    matches: tuple[float, ...] = Field(
+        description="T: the MaxSim term of each query token; or empty."
+    )
 
 
 class ModelCard(BaseModel):
