@@ -164,7 +164,7 @@ class _Service:
         closed.add_api_route("/v1/models", self.models)
         closed.add_api_route("/providers/cohere/v2/models", self.models)
         closed.add_api_route("/v1/models/{name:path}", self.model)
-        closed.add_api_route("/info", self.info, response_model_exclude_unset=True)
+        closed.add_api_route("/info", self.info, response_model_exclude_defaults=True)
         closed.add_api_route("/metrics", self.metrics_page, response_class=PlainTextResponse)
         routes.include_router(closed)
         return routes
@@ -177,9 +177,9 @@ class _Service:
             # In a thread, because a long text may have very many sentences.
             answer = await asyncio.to_thread(body.answer, scores)
             request.state.record.kept = len(getattr(answer, "results", scores.places))
-            # Optional fields that are not set stay out.
+            # Optional fields that have no value stay out.
             return Response(
-                ANYTHING.dump_json(answer, exclude_unset=True),
+                ANYTHING.dump_json(answer, exclude_defaults=True),
                 headers={NONE_RELEVANT: str(scores.none_relevant).lower()},
                 media_type="application/json",
             )
@@ -197,10 +197,6 @@ class _Service:
     async def info(self) -> Info:
         """The model and the service's limits."""
         model = self.backend.description
-        # Dify's plugin for TEI fails on a null.
-        known: dict[str, Any] = (
-            {} if model.max_tokens is None else {"max_input_length": model.max_tokens}
-        )
         return Info(
             model_id=model.name,
             model_type={"reranker": {"id2label": {}, "label2id": {}}},
@@ -208,7 +204,8 @@ class _Service:
             explains=model.explains,
             max_client_batch_size=self.settings.max_documents,
             version=__version__,
-            **known,
+            # Left out if unknown: Dify's plugin for TEI fails on a null.
+            max_input_length=model.max_tokens,
             **self.settings.model_dump(include=set(Info.model_fields)),
         )
 

@@ -132,26 +132,27 @@ def answer_errors(app: FastAPI) -> None:
 
 
 def _validation_message(errors: Sequence[Any]) -> tuple[str, dict[int, str]]:
-    """A sentence about pydantic's errors, and errors by document; without what the client sent."""
-    messages: dict[tuple[str | int, ...], dict[str, None]] = {}
-    for error in errors:
-        if error["type"] == "json_invalid":
-            reason = error.get("ctx", {}).get("error", "it cannot be parsed")
-            return f"The body is not JSON: {reason}.", {}
-        # What has a bracket in its name is a branch of a union, too.
-        parts = (part for part in error["loc"] if part not in _BRANCHES and "[" not in str(part))
-        place = tuple(parts)[:2]
-        if not place and error["type"] == "model_attributes_type":
-            text = "The body must be a JSON object, sent with Content-Type: application/json."
-            return text, {}
-        message = str(error["msg"]).removeprefix("Value error, ")
-        messages.setdefault(place, {})[message] = None
-    lines = []
-    documents = {}
-    for place, texts in messages.items():
-        text = " or ".join(texts)
-        lines.append(f"{'.'.join(map(str, place)) or 'The body'}: {text}")
-        if place and place[0] in _LISTS and isinstance(place[-1], int):
-            documents[place[-1]] = text
-    more = f"; and {len(lines) - 5} more" if len(lines) > 5 else ""
-    return f"{'; '.join(lines[:5])}{more}.", documents
+    """A sentence about one field with an error, and the error by document.
+
+    Nothing of what the client sent is repeated.
+    """
+    # The innermost: of an object in the place of a text, what is wrong in the object.
+    first = max(errors, key=lambda error: len(_field(error)))
+    if first["type"] == "json_invalid":
+        return f"The body is not JSON: {first['ctx']['error']}.", {}
+    place = _field(first)
+    if not place and first["type"] == "model_attributes_type":
+        return "The body must be a JSON object, sent with Content-Type: application/json.", {}
+    # A field of several types has an error for each of them.
+    messages = [str(error["msg"]) for error in errors if _field(error) == place]
+    text = " or ".join(dict.fromkeys(messages)).replace("Value error, ", "")
+    is_document = bool(place) and place[0] in _LISTS and isinstance(place[-1], int)
+    documents = {place[-1]: text} if is_document else {}
+    return f"{'.'.join(map(str, place)) or 'The body'}: {text}.", documents
+
+
+def _field(error: Any) -> tuple[Any, ...]:
+    """The field of the request that an error of pydantic is about, and the number in its list."""
+    # What has a bracket in its name is a branch of a union, too.
+    parts = (part for part in error["loc"] if part not in _BRANCHES and "[" not in str(part))
+    return tuple(parts)[:2]

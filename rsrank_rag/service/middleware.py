@@ -106,43 +106,37 @@ class Settings(BaseModel, extra="forbid", frozen=True, hide_input_in_errors=True
 class Keys:
     """Keys that open the service: fixed ones and those of a file.
 
+    The file is read for each request: a changed file may have the same size and time as before.
     The keys of a file stay when the file cannot be read any more.
-
-    Raises:
-        InputError: The file cannot be read or holds no key.
     """
 
     def __init__(self, fixed: Sequence[str], file: Path | None) -> None:
-        self._fixed = [key.strip().encode() for key in fixed]
+        self._fixed = [key.strip() for key in fixed]
         self._file = file
-        self._version = self._file_version()
-        self._from_file = [] if file is None else [key.encode() for key in keys_in(file)]
+        self._from_file: tuple[str, ...] = ()
+        self._trouble = ""
 
     def find(self, authorization: str) -> bytes | None:
         """The key in an ``Authorization`` header; None if it does not open the service."""
-        version = self._file_version()
-        if self._file is not None and self._version != version:
-            self._version = version
-            try:
-                self._from_file = [key.encode() for key in keys_in(self._file)]
-                logger.info("The API keys were read again: %d.", len(self._from_file))
-            except InputError as error:
-                logger.error("%s The keys that were read before stay.", error)
+        if self._file is not None:
+            self._read(self._file)
         scheme, _, credentials = authorization.partition(" ")
         # Bytes are stripped, because a letter's second byte may be a space of Latin-1.
         sent = credentials.encode("latin-1").strip()
         # All keys are compared, so that the time does not depend on which one matches.
-        keys = (*self._fixed, *self._from_file)
+        keys = [key.encode() for key in (*self._fixed, *self._from_file)]
         matching = [key for key in keys if hmac.compare_digest(key, sent)]
         return matching[0] if matching and scheme.lower() == "bearer" else None
 
-    def _file_version(self) -> tuple[int, ...]:
-        """What changes when the file does, or the link to it."""
+    def _read(self, file: Path) -> None:
+        trouble = ""
         try:
-            stat = None if self._file is None else self._file.stat()
-        except OSError:
-            stat = None
-        return () if stat is None else (stat.st_mtime_ns, stat.st_size, stat.st_ino)
+            self._from_file = keys_in(file)
+        except InputError as error:
+            trouble = f"{error} The keys that were read before stay."
+        if trouble and trouble != self._trouble:
+            logger.error(trouble)
+        self._trouble = trouble
 
 
 class RequestMiddleware:

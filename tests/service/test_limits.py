@@ -295,10 +295,14 @@ async def test_keys_change_with_their_file_and_stay_if_it_is_broken(tmp_path, ca
         other.write_text("new\nnewer\n")
         other.replace(file)
         assert await opens("fixed", "old", "new", "newer") == [True, False, True, True]
+        before = file.stat()
+        file.write_text("two\nnewer\n")
+        os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns))
+        assert await opens("new", "two") == [False, True]
         file.write_text("\n")
-        assert await opens("new", "") == [True, False]
+        assert await opens("two", "") == [True, False]
         file.unlink()
-        assert await opens("new", "") == [True, False]
+        assert await opens("two", "") == [True, False]
         assert caplog.text.count("The keys that were read before stay.") == 2
 
 

@@ -336,7 +336,7 @@ def test_documents_without_a_score_are_in_errors_and_the_others_keep_their_index
 
 
 def test_the_answer_has_the_fields_of_cohere_jina_infinity_and_vllm():
-    found = answer(rerank(), outcomes(1, 2)).model_dump(exclude_unset=True)
+    found = answer(rerank(), outcomes(1, 2)).model_dump(exclude_defaults=True)
     assert found == {
         "id": "some-id",
         "object": "rerank",

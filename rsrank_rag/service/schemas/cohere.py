@@ -11,7 +11,7 @@ from typing_extensions import Self
 
 from ...passages import shadow
 from ...passages.parts import Excerpt, Reading, Window
-from ...reranker import check_limits
+from ...reranker import RankedDocument, check_limits
 from ..backend import Description
 from ..error_responses import DocumentError, RequestError, document_errors
 from .common import (
@@ -56,7 +56,7 @@ class RerankResponse(BaseModel):
     """The fields of Cohere, Jina, Infinity and vLLM at once."""
 
     id: str
-    object: Literal["rerank"] = "rerank"
+    object: Literal["rerank"]
     created: int
     model: str
     results: list[RerankedDocument] = Field(description="Best first; documents without text last.")
@@ -139,11 +139,6 @@ class RerankRequest(ScaledRequest):
         """The most documents in the answer; None for all."""
         return self.top_n or self.top_k or None
 
-    @property
-    def is_voyages(self) -> bool:
-        """Whether the request is written as Voyage's clients write it."""
-        return self.top_k is not None
-
     @model_validator(mode="after")
     def _limits_make_sense(self) -> Self:
         check_limits(None, self.most, self.min_docs or 0)
@@ -183,28 +178,15 @@ class RerankRequest(ScaledRequest):
     def answer(self, scores: Scores) -> RerankResponse:
         """Rows best first, without those that are to be dropped."""
         cutoff = self.cutoff(scores.model, scores.drop)
-        rows = []
         ranked = scores.ranked(cutoff, self.most, self.min_docs or 0, self.reading)
         if self.mode == "shadow":
             shadow.log(ranked)
             ranked = scores.ranked(None, self.most)
-        for document in ranked.kept:
-            row = RerankedDocument(
-                index=scores.places[document.index],
-                relevance_score=scores.shown(document.score),
-                truncated=document.truncated,
-            )
-            if self.return_documents:
-                row.document = TextObject(text=document.extract)
-            if self.extract:
-                row.excerpts = [
-                    replace(one, score=scores.shown(one.score)) for one in document.excerpts
-                ]
-            if document.window:
-                row.window = document.window
-            rows.append(row)
+        rows = [self._row(scores, document) for document in ranked.kept]
+        in_order = sorted(ranked.kept + ranked.dropped, key=attrgetter("index"))
+        every = [DocumentScore(document=d.text, score=scores.shown(d.score)) for d in in_order]
         units = math.ceil(len(scores.outcomes) / SEARCH_UNIT)
-        response = RerankResponse(
+        return RerankResponse(
             object="rerank",
             results=rows,
             none_relevant=scores.none_relevant,
@@ -214,20 +196,23 @@ class RerankRequest(ScaledRequest):
                 "tokens": {"input_tokens": scores.usage.total_tokens, "output_tokens": 0},
             },
             threshold=scores.model.threshold,
+            query_truncated=any(outcome.query_truncated for outcome in scores.outcomes),
+            data=None if self.top_k is None else rows,
+            scores=None if self.weaviates is None else every,
+            errors=document_errors(scores.faults) or None,
             **scores.heading,
         )
-        if any(outcome.query_truncated for outcome in scores.outcomes):
-            response.query_truncated = True
-        if self.is_voyages:
-            response.data = rows
-        if self.weaviates is not None:
-            response.scores = [
-                DocumentScore(document=document.text, score=scores.shown(document.score))
-                for document in sorted(ranked.kept + ranked.dropped, key=attrgetter("index"))
-            ]
-        if scores.faults:
-            response.errors = document_errors(scores.faults)
-        return response
+
+    def _row(self, scores: Scores, document: RankedDocument) -> RerankedDocument:
+        shown = [replace(one, score=scores.shown(one.score)) for one in document.excerpts]
+        return RerankedDocument(
+            index=scores.places[document.index],
+            relevance_score=scores.shown(document.score),
+            truncated=document.truncated,
+            document=TextObject(text=document.extract) if self.return_documents else None,
+            excerpts=shown if self.extract else None,
+            window=document.window,
+        )
 
 
 def texts_of(documents: Sequence[str | Mapping[str, Any]]) -> tuple[list[str], dict[int, str]]:

@@ -46,11 +46,11 @@ class TextsRequest(ScaledRequest):
         """Every text, best first."""
         return [
             TextScore(
-                index=d.index,
-                score=scores.shown(d.score),
-                **({"text": d.text} if self.return_text else {}),
+                index=one.index,
+                score=scores.shown(one.score),
+                text=one.text if self.return_text else None,
             )
-            for d in scores.ranked().kept
+            for one in scores.ranked().kept
         ]
 
 
@@ -58,7 +58,7 @@ class ScoreRow(BaseModel):
     """One row of vLLM's answer."""
 
     index: int
-    object: Literal["score"] = "score"
+    object: Literal["score"]
     score: float
     truncated: bool
 
@@ -67,7 +67,7 @@ class ScoreResponse(BaseModel):
     """vLLM's answer, in input order."""
 
     id: str
-    object: Literal["list"] = "list"
+    object: Literal["list"]
     created: int
     model: str
     data: list[ScoreRow]
