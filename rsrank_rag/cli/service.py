@@ -7,7 +7,6 @@ import logging
 import os
 import signal
 import socket
-from collections.abc import Callable
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -26,7 +25,6 @@ from .options import Revision, System, command, screen
 
 if TYPE_CHECKING:
     from ..service.app import Settings
-    from ..service.ray import Replicas
     from ..service.scheduler import Scheduler
     from ..service.server import Limits
 
@@ -120,13 +118,6 @@ def serve(
     prefixes: Annotated[
         Path | None, Option("--prefixes", "-p", help="Folder of a prefix cache on disk.")
     ] = None,
-    engine: Annotated[
-        Literal["local", "ray"], Option(help="ray: on the cluster of RAY_ADDRESS, or here.")
-    ] = "local",
-    replicas: Annotated[int, Option(min=1, help="With ray: processes with the model.")] = 1,
-    gpus_per_replica: Annotated[
-        float, Option(help="With ray: GPUs of each, such as 1 or 0.5.")
-    ] = 0.0,
     log_level: Annotated[LogLevel, Option(help="Of this package and the server.")] = "info",
 ) -> None:
     """Answer over HTTP, as clients of Cohere, Jina, TEI, vLLM, Infinity and NVIDIA ask.
@@ -150,6 +141,7 @@ def serve(
     from ..service.engine import Canary
     from ..service.fair_queue import QueueLimits
     from ..service.scheduler import Scheduler
+    from ..service.server import Limits
 
     try:
         settings = Settings(
@@ -169,30 +161,20 @@ def serve(
     canary: Canary | None = Canary()
     if no_canary:
         canary = None
-    build = partial(
-        Scheduler,
+    backend = Scheduler(
         partial(load_reranker, source),
         model,
         limits=QueueLimits(documents=max_queue),
         canary=canary,
         prepare=partial(prepare_logs, log_level.upper()),
     )
-    if engine == "local":
-        from ..service.server import Limits
-
-        limits = Limits(notice=notice)
-        level = log_level.upper()
-        key = "any"
-        if settings.closed:
-            key = "KEY-OF-THIS-SERVICE"
-        enter = "".join(f"\n  {line}" for line in for_program["enter"]).replace("{key}", key)
-        run(build(), settings, limits, host=host, port=port, log_level=level, enter=enter)
-        return
-    from ..service.ray import Replicas, cluster
-
-    with cluster(None):
-        wanted = Replicas(replicas, gpus=gpus_per_replica)
-        run_on_ray(build, settings, wanted, host=host, port=port)
+    limits = Limits(notice=notice)
+    level = log_level.upper()
+    key = "any"
+    if settings.closed:
+        key = "KEY-OF-THIS-SERVICE"
+    enter = "".join(f"\n  {line}" for line in for_program["enter"]).replace("{key}", key)
+    run(backend, settings, limits, host=host, port=port, log_level=level, enter=enter)
 
 
 def run(
@@ -254,27 +236,6 @@ def run(
             raise app.state.failure
         if app.state.metrics.unanswered:
             raise typer.Exit(1)
-
-
-def run_on_ray(
-    build: Callable[[], Scheduler], settings: Settings, replicas: Replicas, *, host: str, port: int
-) -> None:
-    """Serve on the connected Ray cluster until a signal; ``build`` is called in each replica."""
-    from ..service.app import create_app
-    from ..service.ray import serve_on_ray, take_down
-
-    warn_if_open(settings, host)
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, signal.default_int_handler)
-    try:
-        serve_on_ray(lambda: create_app(build(), settings), replicas, host=host, port=port)
-        screen.print(f"The replicas answer at http://{host}:{port}", soft_wrap=True)
-        while True:
-            signal.pause()
-    except KeyboardInterrupt:
-        pass
-    finally:
-        take_down()
 
 
 def _bound(host: str, port: int) -> socket.socket:

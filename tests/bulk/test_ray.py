@@ -8,15 +8,12 @@ from functools import partial
 import httpx
 import pytest
 from ray_models import Lengths, refuse
-from typer.testing import CliRunner
 
 pytest.importorskip("ray.serve")
 
-from rsrank_rag.cli import app
 from rsrank_rag.service.app import Settings, create_app
-from rsrank_rag.service.backend import UnavailableError
 from rsrank_rag.service.fair_queue import QueueLimits
-from rsrank_rag.service.ray import Replicas, serve_on_ray, take_down
+from rsrank_rag.service.ray import application
 from rsrank_rag.service.scheduler import Scheduler
 
 pytestmark = pytest.mark.ray
@@ -32,14 +29,21 @@ def build(make, **limits):
     )
 
 
+def run(make, count, **limits):
+    """Bring up so many replicas; returns when they answer."""
+    from ray import serve
+
+    options = {"num_replicas": count, "ray_actor_options": {"num_cpus": 0.1}}
+    serve.start(http_options={"host": "127.0.0.1", "port": PORT})
+    serve.run(application(partial(build, make, **limits), **options), name="rsrank")
+
+
 @pytest.fixture(scope="module")
 def service(ray_cluster):
     """Function: number of replicas -> the service has so many. One service for all tests."""
     from ray import serve
 
-    yield lambda count, **limits: serve_on_ray(
-        partial(build, Lengths, **limits), Replicas(count, cpus=0.1, drain=30.0), port=PORT
-    )
+    yield partial(run, Lengths)
     serve.shutdown()
 
 
@@ -141,13 +145,9 @@ async def test_a_replica_that_dies_is_replaced(service, http):
     assert await scores(http, "q", ["a", "bb"]) == [-999, -998]
 
 
-def test_what_cannot_be_brought_up_is_said(service):
-    take_down()
-    with pytest.raises(UnavailableError, match="There is no such artifact"):
-        serve_on_ray(partial(build, refuse), Replicas(1, cpus=0.1), port=PORT)
+def test_what_cannot_be_brought_up_is_an_error(service):
+    from ray import serve
 
-
-def test_what_belonged_to_the_sharding_of_prefixes_is_no_option():
-    done = CliRunner().invoke(app, ["serve", "--engine", "ray", "--gateways", "2"])
-    assert done.exit_code == 2
-    assert "--gateways" in done.output
+    serve.delete("rsrank")
+    with pytest.raises(RuntimeError):
+        run(refuse, 1)
