@@ -68,7 +68,7 @@ class QueueDocument:
 
     def add(self, segment: Segment, costs: Sequence[int | Outcome]) -> None:
         """Queue the parts of the next segment, and what is behind them."""
-        items = []
+        items: list[QueueItem] = []
         for part, cost in zip(parts_of(self.pair, segment), costs, strict=True):
             if isinstance(cost, Outcome):
                 self.finish(cost)

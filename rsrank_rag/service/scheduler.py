@@ -105,7 +105,7 @@ class Scheduler:
         if not self._trouble and self.model.is_gone():
             self._work.set()
             return "The model's process is gone; it is being replaced."
-        return self._trouble or (self.model.loaded and self.model.loaded.complaint)
+        return self._trouble or getattr(self.model.loaded, "complaint", None)
 
     def stats(self) -> dict[str, float]:
         """Counters and levels, see `metrics`; the reranker's own begin with model_."""
