@@ -19,6 +19,10 @@ from .arrays import Array, cast, namespace
 # A projected shift that is shorter counts as no shift: its cosine is 0.
 EPSILON = 1e-6
 
+# Document tokens in one product. OpenBLAS, which numpy multiplies with, takes several threads from
+# 262,144 multiplications on, and starting them takes longer than products of this size do.
+COLUMNS = 64
+
 
 def representational_shift(conditioned: Array, alone: Array) -> Array:
     """The shift, (N, H, T, D) fp32: Eq. (3) of the paper, for models with rotary positions.
@@ -73,16 +77,17 @@ def maxsim(query: Array, document: Array, own: Array) -> Array:
         document: Value vectors, (N, H, S, D).
         own: Which tokens are the document's and not the template's, (N, S).
     """
-    cosines = _tokens(query) @ _tokens(document).mT
-    xp = namespace(cosines)
+    xp = namespace(query)
+    query = cast(query, "float32")
+    document = cast(document, "float32")
+    products = []
+    for start in range(0, document.shape[2], COLUMNS):
+        tokens = document[:, :, start : start + COLUMNS]
+        products.append((query @ tokens.mT).sum(1))
+    squares = [xp.einsum("nhtd,nhtd->nt", values, values) for values in (query, document)]
+    lengths = [xp.clip(xp.sqrt(square), 1e-12, None) for square in squares]
+    cosines = xp.concatenate(products, -1) / (lengths[0][..., None] * lengths[1][:, None])
     return xp.amax(xp.where(own[:, None], cosines, -1), -1)
-
-
-def _tokens(values: Array) -> Array:
-    """Values (N, H, T, D) as one vector of length 1 for each token, (N, T, H D) fp32."""
-    rows, heads, tokens, dim = values.shape
-    vectors = cast(values.swapaxes(1, 2).reshape(rows, tokens, heads * dim), "float32")
-    return vectors / _length(vectors, 1e-12)
 
 
 def cosine(first: Array, second: Array) -> Array:
