@@ -23,7 +23,7 @@ import torch
 from rsrank_rag import RSRank
 from rsrank_rag.language_model.attention import NAME
 from rsrank_rag.language_model.weights import bits_of
-from rsrank_rag.method.concurrent_batches import Batches, Ids
+from rsrank_rag.method.batches import Batches, Ids
 
 from .timing import Measured, System, machine, matmul_ceiling, measure
 from .workload import (

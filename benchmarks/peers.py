@@ -131,27 +131,19 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     import torch
 
     from rsrank_rag import RSRank
-    from rsrank_rag.language_model.options import has_fast_int8
 
     from .timing import System, machine, matmul_ceiling, measure
     from .workload import QUERY, passages
 
     torch.set_num_threads(options.threads)
     documents, threads = passages(options.documents, options.words), options.threads
-    dtypes = ["int8"] * has_fast_int8() + ["float32", "bfloat16"]
     rankers = {
         dtype: RSRank.from_pretrained("mini", dtype=dtype, prefix_cache=4 * 10**9)
-        for dtype in dtypes
+        for dtype in ("int8", "float32")
     }
-    chosen = RSRank.from_pretrained("mini", prefix_cache=False)
-    default = (
-        "int8"
-        if chosen.backbone.document_model
-        else str(chosen.backbone.dtype).removeprefix("torch.")
-    )
-    if default != "bfloat16":
-        del rankers["bfloat16"]  # emulated, it takes many times as long
-    ranker, tokenizer = rankers[default], chosen.prompts.tokenizer
+    default = "int8"
+    ranker = rankers[default]
+    tokenizer: Any = RSRank.from_pretrained("mini", runtime="torch").prompts.tokenizer
     store = ranker.cache.tiers
     ranker.score(QUERY, documents)
     kept = dict(store.on_device.entries)

@@ -4,7 +4,6 @@ import hashlib
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -16,17 +15,12 @@ from .artifact.identity import prefix_identity
 from .artifact.pretrained import Pretrained
 from .errors import InputError, finite, too_large
 from .method.arrays import to_numpy
-from .method.concurrent_batches import (
-    CACHED_TOKENS_PER_THREAD,
-    SIMILAR_LENGTH,
-    TOKENS_PER_THREAD,
+from .method.batches import (
     Batches,
     DoesNotFitError,
     Ids,
     device_kind,
     is_out_of_memory,
-    parts_of,
-    run_concurrently,
     token_budget_for,
 )
 from .method.prefix import padded_length
@@ -38,8 +32,8 @@ from .prefixes.settings import Choice, as_prefix_cache
 from .reranker import BLANK_SCORE, Pair, PairLike, Reranker, Scored, as_list, as_pairs
 
 if TYPE_CHECKING:
-    from .method.backbone import Backbone
     from .method.formula import Weights
+    from .method.language_model import LanguageModel
     from .method.projection import Projection
 
 # As `SIMILAR_LENGTH`, for documents with a cached prefix: their padding costs attention only.
@@ -71,7 +65,7 @@ class RSRank(Pretrained, Reranker):
     safe.
 
     Raises:
-        InputError: An argument is out of range, or ``deterministic`` cannot be promised.
+        InputError: An argument is out of range.
     """
 
     # Measured: long articles are ranked and selected better in windows (docs/benchmarks.md).
@@ -79,7 +73,7 @@ class RSRank(Pretrained, Reranker):
 
     def __init__(
         self,
-        backbone: "Backbone",
+        backbone: "LanguageModel",
         prompts: PromptTokenizer,
         projection: "Projection | Weights",
         config: RSRankConfig,
@@ -90,7 +84,7 @@ class RSRank(Pretrained, Reranker):
     ) -> None:
         if token_budget is not None and token_budget < 1:
             raise InputError(f"token_budget must be at least 1, got {token_budget}.")
-        self.backbone = backbone.deterministic() if deterministic else backbone
+        self.backbone = backbone
         self.prompts = prompts
         self.projection = backbone.frozen(projection)
         self.config = config
@@ -101,13 +95,16 @@ class RSRank(Pretrained, Reranker):
         self.cache = prefix_cache
         self.reader = ShiftReader(self.backbone, prompts, config.layers, self.cache)
         self.token_budget = token_budget or token_budget_for(backbone.device)
+        if deterministic:
+            # One row a batch: no number depends on the other rows.
+            self.token_budget = 1
         # The number of retries of each call that ran out of memory.
         self._retries: list[int] = []
         self._by_instruction: dict[str, Self] = {}
 
     def __repr__(self) -> str:
         dtype = str(self.backbone.dtype)
-        if self.backbone.document_model is not None:
+        if self.backbone.documents_in_int8:
             dtype += ", documents in int8"
         return (
             f"RSRank({self.name!r}, device='{self.backbone.device}', dtype={dtype}, "
@@ -157,10 +154,8 @@ class RSRank(Pretrained, Reranker):
             call = _Call(places, [BLANK_SCORE] * len(tokenised), bar)
             try:
                 with self.backbone.inference():
-                    for waiting in self._batches(list(places)):
-                        run_concurrently(partial(self._run, call), waiting)
-                        for batches in waiting:
-                            self._run(call, batches)
+                    for batches in self._batches(list(places)):
+                        self._run(call, batches)
             except DoesNotFitError as error:
                 raise too_large(len(error.ids.document), places[error.ids][0]) from None
         result = []
@@ -207,16 +202,15 @@ class RSRank(Pretrained, Reranker):
                 tokenised[place] = (query, document)
         return [tokenised[place] for place in range(len(pairs))]
 
-    def _batches(self, rows: Sequence[Row]) -> Iterator[list[Batches[Row]]]:
-        """Batches of rows, in groups that may run concurrently.
+    def _batches(self, rows: Sequence[Row]) -> Iterator[Batches[Row]]:
+        """Batches of rows whose queries have about the same length.
 
-        Queries of a batch have about the same length. Documents with a cached prefix are apart,
-        because each costs only the query's tokens, so that more of them fill a batch. They come
-        first, because new documents may replace them in the cache.
+        Documents with a cached prefix are apart, because each costs only the query's tokens, so
+        that more of them fill a batch. They come first, because new documents may replace them in
+        the cache.
         """
-        concurrent = self.backbone.concurrent
         kind = device_kind(self.backbone.device)
-        joined = JOINED_BYTES.get(kind, JOINED_BYTES["cpu"]) // concurrent
+        joined = JOINED_BYTES.get(kind, JOINED_BYTES["cpu"])
         joined //= max(1, self.backbone.bytes_per_token)
         cached_budget = max(self.token_budget, min(joined, CACHED_BUDGETS * self.token_budget))
         groups: dict[int, tuple[list[Row], list[Row]]] = {}
@@ -224,32 +218,14 @@ class RSRank(Pretrained, Reranker):
             new, cached = groups.setdefault(padded_length(len(row.query.ids)), ([], []))
             (cached if row.key in self.cache.tiers else new).append(row)
         for slots, (new, cached) in groups.items():
-            for group, budget, least, similar in (
-                (cached, cached_budget, CACHED_TOKENS_PER_THREAD, CACHED_SIMILAR_LENGTH),
-                (new, self.token_budget, TOKENS_PER_THREAD, SIMILAR_LENGTH),
-            ):
-                documents = [row.document for row in group]
-                parts: dict[int, list[Row]] = {}
-                numbers = parts_of(documents, slots, concurrent, budget, least)
-                for row, number in zip(group, numbers, strict=True):
-                    parts.setdefault(number, []).append(row)
-                yield [
-                    Batches(
-                        parts[number],
-                        budget,
-                        extra=slots,
-                        similar=similar,
-                        same_length=self.backbone.is_deterministic,
-                    )
-                    for number in sorted(parts)
-                ]
+            yield Batches(cached, cached_budget, extra=slots, similar=CACHED_SIMILAR_LENGTH)
+            yield Batches(new, self.token_budget, extra=slots)
 
     def _run(self, call: _Call, batches: Batches[Row]) -> None:
-        """Score batches, in this thread."""
         retries = batches.retries
         try:
             for batch in batches:
-                with batches.attempt(), self.backbone.inference():
+                with batches.attempt():
                     scores = score_rows(self.reader, self.projection, batch)
                     for row, score in zip(batch, scores, strict=True):
                         for place in call.places[row]:
@@ -408,7 +384,7 @@ class RSRank(Pretrained, Reranker):
         return digest.hexdigest()[:16]
 
 
-def _open_cache(choice: Choice, backbone: "Backbone", config: RSRankConfig) -> CachedPrefixes:
+def _open_cache(choice: Choice, backbone: "LanguageModel", config: RSRankConfig) -> CachedPrefixes:
     settings = as_prefix_cache(choice)
     tiers = PrefixTiers(settings, device=backbone.device, dtype=backbone.dtype)
     # Only a folder can hold prefixes of other models. Without one, the weights are not hashed.

@@ -15,7 +15,7 @@ from torch.nn.functional import pad
 
 from rsrank_rag.language_model.fusion import layers_of
 from rsrank_rag.method.backbone import Backbone
-from rsrank_rag.method.concurrent_batches import Ids
+from rsrank_rag.method.batches import Ids
 from rsrank_rag.method.prefix import Prefixes
 from rsrank_rag.method.probe import Reader, Show
 from rsrank_rag.method.scoring import Consume, Row, ShiftReader

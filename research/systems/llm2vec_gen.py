@@ -29,7 +29,7 @@ from rsrank_rag.artifact.hub import is_folder
 from rsrank_rag.errors import BackboneError, InputError, required
 from rsrank_rag.language_model.loading import LOAD_ERRORS, load_model
 from rsrank_rag.language_model.options import LoadOptions
-from rsrank_rag.method.concurrent_batches import Ids
+from rsrank_rag.method.batches import Ids
 from rsrank_rag.reranker import Scored, as_list
 
 from .prompted import Batched

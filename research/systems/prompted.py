@@ -19,7 +19,7 @@ from typing_extensions import Self
 from rsrank_rag.errors import BackboneError, InputError, finite, required, too_large
 from rsrank_rag.language_model.loading import load_model
 from rsrank_rag.language_model.options import LoadOptions
-from rsrank_rag.method.concurrent_batches import Batches, DoesNotFitError, Ids, token_budget_for
+from rsrank_rag.method.batches import Batches, DoesNotFitError, Ids, token_budget_for
 from rsrank_rag.method.template import clean, private_copy
 from rsrank_rag.reranker import PairLike, Reranker, Scored, as_list, score_by_query
 

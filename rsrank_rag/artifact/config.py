@@ -2,20 +2,14 @@
 
 import hashlib
 import json
-import reprlib
 import textwrap
-from typing import Any, Literal
+from typing import Literal
 
 from pydantic import BaseModel, Field, ValidationError, model_validator
 from typing_extensions import Self
 
 from ..errors import ArtifactError, pip_install
 from ..method.template import Template
-
-FORMAT_VERSION: Literal[1] = 1
-
-# Sizes and lengths above this are refused, because tensors of such sizes cannot exist.
-LARGEST = 2**31
 
 # The name of a language model that lies in the artifact's own folder.
 INSIDE = "./backbone"
@@ -27,9 +21,9 @@ class BackboneSpec(BaseModel, extra="forbid", frozen=True, protected_namespaces=
     name: str = Field(description="Hub id or local path; './folder' lies inside the artifact.")
     revision: str | None = Field(default=None, description="Commit, tag or branch on the Hub.")
     model_type: str
-    num_layers: int = Field(gt=1, le=LARGEST)
-    num_heads: int = Field(gt=0, le=LARGEST, description="KV heads, H.")
-    head_dim: int = Field(gt=0, le=LARGEST, description="D.")
+    num_layers: int = Field(gt=1)
+    num_heads: int = Field(gt=0, description="KV heads, H.")
+    head_dim: int = Field(gt=0, description="D.")
     tokenizer: str = Field(description="Fingerprint of how the tokenizer splits a fixed text.")
     values: tuple[float, ...] = Field(
         description="Entries of value vectors of the last layer in `layers`, on fixed tokens."
@@ -57,12 +51,12 @@ class TrainingRecord(BaseModel, extra="forbid", frozen=True, allow_inf_nan=False
 class RSRankConfig(BaseModel, extra="forbid", frozen=True):
     """Everything about an artifact except the weights of B."""
 
-    format_version: Literal[1] = FORMAT_VERSION
+    format_version: Literal[1] = 1
     backbone: BackboneSpec
     layers: tuple[int, ...] = Field(
         min_length=1, description="Backbone layers that B reads, counted from 0, without 0."
     )
-    projection_dim: int = Field(gt=0, le=LARGEST, description="P.")
+    projection_dim: int = Field(gt=0, description="P.")
     fusion_layer: int = Field(
         default=0, ge=0, description="The first layer in which queries see documents."
     )
@@ -72,7 +66,7 @@ class RSRankConfig(BaseModel, extra="forbid", frozen=True):
     )
     template: Template = Template()
     max_length: int | None = Field(
-        default=None, gt=0, le=LARGEST, description="Positions to use, if fewer than the model has."
+        default=None, gt=0, description="Positions to use, if fewer than the model has."
     )
     threshold: float = Field(
         default=0.0, allow_inf_nan=False, description="Documents that score above it are kept."
@@ -124,23 +118,10 @@ class RSRankConfig(BaseModel, extra="forbid", frozen=True):
         """Validate the text of a ``config.json``; ``source`` is its path, for errors.
 
         Raises:
-            ArtifactError: The text is no JSON, no RSRank config, or of another format version.
+            ArtifactError: The text is no RSRank config.
         """
-        raw = _json(text, source)
-        if not isinstance(raw, dict) or "format_version" not in raw:
-            raise ArtifactError(
-                f"{source} is not an RSRank config: it has no format_version. Is this the folder "
-                "of a language model? An RSRank artifact holds config.json and "
-                "projection.safetensors, made by RSRank.save_pretrained."
-            )
-        if raw["format_version"] != FORMAT_VERSION:
-            raise ArtifactError(
-                f"{source} has format version {reprlib.repr(raw['format_version'])}; this "
-                f"rsrank_rag reads version {FORMAT_VERSION}. "
-                f"Upgrade with: {pip_install()}"
-            )
         try:
-            return cls.model_validate(raw)
+            return cls.model_validate_json(text)
         except ValidationError as error:
             problems = []
             for problem in error.errors():
@@ -148,7 +129,12 @@ class RSRankConfig(BaseModel, extra="forbid", frozen=True):
                 problems.append(f"{field}: {problem['msg']}")
             # A field's name may be of any length.
             message = textwrap.shorten("; ".join(problems), 1000, placeholder=" ...")
-            raise ArtifactError(f"{source} is not a valid RSRank config: {message}.") from None
+            raise ArtifactError(
+                f"{source} is not a valid RSRank config: {message}. Is this the folder of a "
+                "language model, damaged, or of a later release? An RSRank artifact holds "
+                "config.json and projection.safetensors, made by RSRank.save_pretrained. Download "
+                f"it again, or upgrade: {pip_install()}"
+            ) from None
 
 
 def content_digest(text: str) -> str:
@@ -157,14 +143,5 @@ def content_digest(text: str) -> str:
     The digest is taken from the file as written, so that a field with a default that a later
     version adds does not change it.
     """
-    content = json.dumps(_json(text, "config.json"), sort_keys=True, ensure_ascii=True)
+    content = json.dumps(json.loads(text), sort_keys=True, ensure_ascii=True)
     return hashlib.sha256(content.encode()).hexdigest()
-
-
-def _json(text: str, source: str) -> Any:
-    try:
-        return json.loads(text)
-    # ValueError also for an integer of thousands of digits, RecursionError for deep nesting.
-    except (ValueError, RecursionError) as error:
-        message = f"{source} is not valid JSON ({error}). Download it again."
-        raise ArtifactError(message) from None

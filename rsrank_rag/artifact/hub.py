@@ -2,19 +2,20 @@
 
 import hashlib
 import json
+import reprlib
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save
 
-from ..errors import ArtifactError, BackboneError, RSRankError, nearest
+from ..errors import ArtifactError, BackboneError, nearest
 from ..language_model.options import LoadOptions
 from ..method.arrays import Array, to_numpy
 from ..method.formula import Weights
 from ..partial_files import COMPLETE
-from .card import UNNAMED
 from .card import is_hub_id as is_hub_id
 from .card import model_card as model_card
 from .config import INSIDE, RSRankConfig, content_digest
@@ -28,14 +29,14 @@ CARD = "README.md"
 LIMITS = "limits.txt"
 
 ARTIFACT_FILES = [CONFIG, PROJECTION, CARD, LIMITS, "backbone/*"]
-ENCODER_FILES = [CONFIG, "tokenizer.json", "model.safetensors"]
+ENCODER_FILES = [CONFIG, "tokenizer.json", "tokenizer_config.json", "model.safetensors"]
 
 BUILTIN = Path(__file__).parents[1] / "models"
 
 DEFAULT_LOADING = LoadOptions()
 
-# An artifact has a header of about 600 bytes. The library parses up to 100 MB, which takes minutes.
-LARGEST_HEADER = 8192
+# The tensors of an artifact, in the order of their digests.
+TENSORS = ("weight", "head_weight", "agreement")
 
 
 def builtin_names() -> list[str]:
@@ -68,39 +69,27 @@ def resolve(
                 f"{folder} and remove the empty folder, or save the artifact again."
             )
         return folder
-    return _download(str(name), revision, load)
-
-
-def _download(name: str, revision: str | None, load: LoadOptions) -> Path:
-    failure = f"The artifact {name!r}"
+    failure = f"The artifact {str(name)!r}"
     if revision:
         failure += f" at revision {revision!r}"
     failure += f" is neither built in ({', '.join(builtin_names())}) nor a local folder"
-    suggestion = "" if "/" in name else nearest(name, builtin_names())
+    suggestion = "" if "/" in str(name) else nearest(str(name), builtin_names())
     if suggestion:
         raise ArtifactError(f"{failure}.{suggestion}")
-    return _snapshot(name, revision, load, failure, ArtifactError, ARTIFACT_FILES)
+    try:
+        return download(str(name), revision, load, ARTIFACT_FILES)
+    except BackboneError as error:
+        raise ArtifactError(f"{failure}. {error}") from error
 
 
-def download_encoder(name: str, revision: str | None, load: LoadOptions) -> Path:
-    """The folder of an encoder on the Hub, in the Hub's cache.
+def download(
+    name: str, revision: str | None, load: LoadOptions, files: Sequence[str] = ENCODER_FILES
+) -> Path:
+    """The folder of such files on the Hub, in the Hub's cache.
 
     Raises:
-        BackboneError: It cannot be had.
+        BackboneError: They cannot be had.
     """
-    failure = f"The language model {name!r} was asked for"
-    return _snapshot(name, revision, load, failure, BackboneError, ENCODER_FILES)
-
-
-def _snapshot(
-    name: str,
-    revision: str | None,
-    load: LoadOptions,
-    failure: str,
-    kind: type[RSRankError],
-    files: list[str],
-) -> Path:
-    """The folder of such files on the Hub; an error begins with ``failure``."""
     from huggingface_hub import snapshot_download
 
     from ..language_model.hub_errors import HUB_ERRORS
@@ -108,31 +97,11 @@ def _snapshot(
     try:
         return Path(snapshot_download(name, revision=revision, allow_patterns=files, **load.hub))
     except HUB_ERRORS as error:
-        raise kind(f"{failure}, and {_download_problem(error, load)}") from error
-
-
-def _download_problem(error: Exception, load: LoadOptions) -> str:
-    """Why something could not be downloaded, and what to do."""
-    from huggingface_hub import constants, errors
-
-    if isinstance(error, errors.HFValidationError):
-        return "it cannot be a Hub id (owner/name)."
-    if isinstance(error, errors.RevisionNotFoundError):
-        return "the Hub has this repository but not this revision."
-    if isinstance(error, errors.RepositoryNotFoundError):
-        return (
-            "the Hub has no such repository, or it is private or gated: log in with "
-            "'hf auth login' or pass token=..."
-        )
-    if isinstance(error, errors.LocalEntryNotFoundError):
-        offline = load.local_files_only or constants.HF_HUB_OFFLINE
-        place = "the local Hub cache" if offline else "the Hub"
-        reason = str(error.__cause__ or error).rstrip(".")
-        return (
-            f"it could not be had from {place}: {reason}. Connect once to download it, or pass the "
-            "path of a local copy."
-        )
-    return f"the download from {constants.ENDPOINT} failed: {_reason(error)} Try again."
+        raise BackboneError(
+            f"{name!r} could not be downloaded: {_reason(error)} Check the name (owner/name) and "
+            "the revision. If it is private, log in ('hf auth login') or pass token=... Without a "
+            "network, pass the path of a local copy."
+        ) from error
 
 
 def is_folder(name: str | Path) -> bool:
@@ -181,102 +150,54 @@ def read_projection(folder: Path, config: RSRankConfig) -> "Projection":
 def read_weights(folder: Path, config: RSRankConfig) -> Weights:
     """Read B and its optional weights, checked against the config.
 
-    The header is checked before any tensor is read.
-
     Raises:
         ArtifactError: The file is missing or damaged, holds other tensors than the config
             describes or values that are not finite, or was written with another config.
     """
     path = folder / PROJECTION
-    if not path.is_file():
-        raise ArtifactError(
-            f"{folder} holds no {PROJECTION}. The artifact is incomplete: download it again."
-        )
     try:
-        _check_header_size(path)
         with safe_open(path, framework="np") as file:
-            _check_header(path, file, config)
-            digests = _written_digests(file.metadata())
+            written = (file.metadata() or {}).get("sha256")
             tensors = {name: file.get_tensor(name) for name in list(file.keys())}
-    except (SafetensorError, OSError) as error:
-        message = f"{path} is damaged or truncated ({error}). Download it again."
-        raise ArtifactError(message) from error
-    for tensor in tensors.values():
+    except (SafetensorError, OSError, TypeError) as error:
+        raise ArtifactError(
+            f"{path} is missing or damaged ({error}). Download the artifact again."
+        ) from error
+    shapes = {"weight": config.shape, "head_weight": config.shape[:2], "agreement": (3,)}
+    for name in sorted({"weight", *tensors}):
+        tensor = tensors.get(name, np.empty(0))
+        if tensor.shape != shapes.get(name) or tensor.dtype != np.float32:
+            raise ArtifactError(
+                f"{path} holds {reprlib.repr(name)} of shape {tensor.shape} in {tensor.dtype}, but "
+                f"{CONFIG} describes float32 tensors of shapes {reprlib.repr(shapes)}. The two "
+                "files do not belong together. Download the artifact again."
+            )
         invalid = int((~np.isfinite(tensor)).sum())
         if invalid:
             raise ArtifactError(
-                f"{path}: {invalid} of {tensor.size} entries of B are NaN or infinite. "
+                f"{path}: {invalid} of {tensor.size} entries of {name} are NaN or infinite. "
                 "Train it again."
             )
-    expected = content_digest(_config_text(folder))
-    if digests.get("config") != expected:
-        raise ArtifactError(
-            f"{path} was written with another {CONFIG} (sha256 {digests.get('config', 'missing')}, "
-            f"but that of {CONFIG} is {expected}). Restore the original config.json, or save the "
-            "artifact again with save_pretrained."
-        )
-    if digests != _digests(expected, tensors):
-        raise ArtifactError(
-            f"{path} is damaged: its numbers are not those that were written. Download it again."
-        )
-    return Weights(tensors.pop("weight"), config.layers, **tensors)
-
-
-def _check_header_size(path: Path) -> None:
-    """Refuse a header that is too long, before the library parses it."""
-    with path.open("rb") as file:
-        size = int.from_bytes(file.read(8), "little")
-    if size > LARGEST_HEADER:
-        raise ArtifactError(
-            f"{path} is damaged or truncated: its header has {size:,} bytes, and that of an RSRank "
-            f"artifact at most {LARGEST_HEADER:,}. Download it again."
-        )
-
-
-def _check_header(path: Path, file: Any, config: RSRankConfig) -> None:
-    """Compare names, shapes and dtypes of tensors with the config."""
-    shapes = {"weight": config.shape, "head_weight": config.shape[:2], "agreement": (3,)}
-    names = list(file.keys())
-    if "weight" not in names or not shapes.keys() >= set(names):
-        raise ArtifactError(
-            f"{path} holds {names or 'nothing'} where 'weight' was expected, and at most "
-            "'head_weight' and 'agreement' with it. Give a folder made by save_pretrained."
-        )
-    for name in names:
-        header = file.get_slice(name)
-        shape = tuple(header.get_shape())
-        label = "B" if name == "weight" else name
-        if shape != shapes[name]:
-            raise ArtifactError(
-                f"{path} holds {label} of shape {shape}, but {CONFIG} describes (layers, heads, P, "
-                f"head_dim) = {config.shape}. The two files do not belong together."
-            )
-        if header.get_dtype() != "F32":
-            raise ArtifactError(
-                f"{path} holds {label} as {header.get_dtype()}, and float32 (F32) is required. "
-                "Save the artifact again with save_pretrained."
-            )
-    if "agreement" in names and not config.fusion_layer:
+    if "agreement" in tensors and not config.fusion_layer:
         raise ArtifactError(
             f"{path} has weights for cosine and MaxSim terms ('agreement'), but {CONFIG} has no "
             "fusion_layer, below which these are computed."
         )
+    if written != _digests(content_digest(_config_text(folder)), tensors):
+        raise ArtifactError(
+            f"{path} was written with another {CONFIG}, or one of the two was changed (by sha256). "
+            "Restore the original, download the artifact again, or save it with save_pretrained."
+        )
+    return Weights(tensors.pop("weight"), config.layers, **tensors)
 
 
-def _written_digests(metadata: dict[str, str] | None) -> dict[str, str]:
-    """The digests in the file's metadata; empty if they cannot be read."""
-    try:
-        digests = json.loads((metadata or {}).get("sha256", "{}"))
-    except (ValueError, RecursionError):
-        return {}
-    return digests if isinstance(digests, dict) else {}
-
-
-def _digests(config_digest: str, tensors: dict[str, Array]) -> dict[str, str]:
+def _digests(config_digest: str, tensors: dict[str, Array]) -> str:
+    """The sha256 of the config and of each tensor, as the file's metadata holds them."""
     digests = {"config": config_digest}
-    for name, tensor in tensors.items():
-        digests[name] = hashlib.sha256(tensor.tobytes()).hexdigest()
-    return digests
+    for name in TENSORS:
+        if name in tensors:
+            digests[name] = hashlib.sha256(tensors[name].tobytes()).hexdigest()
+    return json.dumps(digests)
 
 
 def write_artifact(
@@ -289,7 +210,7 @@ def write_artifact(
         tensors[name] = np.ascontiguousarray(to_numpy(weight), dtype=np.float32)
     # safetensors writes several metadata entries in random order. With one entry, the same B gives
     # the same bytes. `save_file` is not used, because its files can be read by their owner only.
-    metadata = {"sha256": json.dumps(_digests(config.digest, tensors))}
+    metadata = {"sha256": _digests(config.digest, tensors)}
     (folder / PROJECTION).write_bytes(save(tensors, metadata=metadata))
     (folder / CARD).write_text(card, encoding="utf-8")
 
@@ -309,29 +230,6 @@ def check_shareable(config: RSRankConfig, *, include_backbone: bool) -> None:
         )
 
 
-def contents(folder: Path, repo_id: str) -> dict[str, Path | bytes]:
-    """The names and files that `push` uploads, with the repository's name in the card.
-
-    Raises:
-        ArtifactError: The folder contains a symbolic link, which may lead to a private file.
-    """
-    files: dict[str, Path | bytes] = {}
-    for path in sorted(folder.rglob("*")):
-        if path.is_symlink():
-            raise ArtifactError(
-                f"{path} is a symbolic link, and push uploads regular files only. Replace the link "
-                f"by its file, or push a copy: cp -rL {folder} COPY"
-            )
-        if path.is_file():
-            files[path.relative_to(folder).as_posix()] = path
-    if CARD in files:
-        card = (folder / CARD).read_text(encoding="utf-8")
-    else:
-        card = model_card(read_config(folder))
-    files[CARD] = card.replace(UNNAMED, repo_id).encode()
-    return files
-
-
 def push(
     folder: Path,
     repo_id: str,
@@ -343,25 +241,23 @@ def push(
 ) -> str:
     """Upload an artifact's folder to the Hub; gives the commit's address.
 
-    The repository and the branch ``revision`` are made if they do not exist. The folder stays as
-    it is.
+    The repository and the branch ``revision`` are made if they do not exist.
 
     Raises:
-        ArtifactError: The Hub refused, or the folder contains a symbolic link.
+        ArtifactError: The Hub refused.
     """
-    from huggingface_hub import CommitOperationAdd, HfApi
+    from huggingface_hub import HfApi
 
     from ..language_model.hub_errors import HUB_ERRORS
 
     api = HfApi(token=token)
-    operations = []
-    for name, content in contents(folder, repo_id).items():
-        operations.append(CommitOperationAdd(name, content))
     try:
         api.create_repo(repo_id, private=private, exist_ok=True)
         if revision is not None:
             api.create_branch(repo_id, branch=revision, exist_ok=True)
-        commit = api.create_commit(repo_id, operations, revision=revision, commit_message=message)
+        commit = api.upload_folder(
+            repo_id=repo_id, folder_path=folder, revision=revision, commit_message=message
+        )
     except HUB_ERRORS as error:
         raise ArtifactError(
             f"Pushing to {repo_id!r} failed: {_reason(error)} Check the name (owner/name) and that "
@@ -375,6 +271,6 @@ def _reason(error: BaseException) -> str:
     parts = []
     for part in (error, error.__cause__):
         if part is not None:
-            text = str(part).strip().rstrip(".") or "no details"
+            text = " ".join(str(part).split()).rstrip(".") or "no details"
             parts.append(f"{type(part).__name__}: {text}.")
     return " ".join(parts)

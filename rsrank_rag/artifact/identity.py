@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import logging
 import math
 from collections.abc import Mapping, Sequence
@@ -21,6 +20,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from ..method.backbone import Backbone
+    from ..method.language_model import LanguageModel
 
 logger = logging.getLogger(__name__)
 
@@ -44,9 +44,6 @@ DECIDING = (
     "*.safetensors",
     "*.safetensors.index.json",
 )
-
-# Fields of a language model's config that change no key and no value.
-_NOT_READ = ("_name_or_path", "architectures", "transformers_version")
 
 _PROBE = (
     "Who wrote it, and when? 1984 naïve façade — 東京 Привет 😀\n\tdef f(x): return x**2 <s>[MASK]"
@@ -83,37 +80,21 @@ def describe(
     )
 
 
-def prefix_identity(core: Backbone, config: RSRankConfig) -> dict[str, object]:
+def prefix_identity(core: LanguageModel, config: RSRankConfig) -> dict[str, object]:
     """All that a document's keys and values depend on, except its token ids, dtype and tenant.
 
-    All weights are read (about 1 s/GB), because a sample would miss a damaged block.
+    The files of the language model decide its weights: their hashes were checked at load.
     """
     of_artifact: dict[str, object] = {
         "backbone": config.backbone.name,
         "revision": config.backbone.revision,
-        "tokenizer": config.backbone.tokenizer,
+        "files": config.backbone.files,
         "template": config.template.model_dump(),
         "layers": core.last_layer,
         "fusion_layer": core.fusion_layer,
         "documents_stay": core.documents_stay,
     }
-    return {**of_artifact, **(core.identity or _model_identity(core))}
-
-
-def _model_identity(core: Backbone) -> dict[str, object]:
-    """Config and weights of a model that torch runs."""
-    from ..language_model.linear import largest_weight
-    from ..language_model.weights import bits_of, fingerprint
-
-    model_config = core.config.to_dict()
-    for name in _NOT_READ:
-        model_config.pop(name, None)
-    return {
-        "config": json.dumps(model_config, sort_keys=True, default=str),
-        "weights": fingerprint(core.model),
-        "bits": bits_of(core.model),
-        "int8": None if core.document_model is None else largest_weight(),
-    }
+    return {**of_artifact, **core.identity}
 
 
 def folder_of(
@@ -143,7 +124,9 @@ def hashes(folder: Path | None) -> dict[str, str]:
     return {path.name: digest for path, digest in zip(files, digests, strict=True)}
 
 
-def check_files(spec: BackboneSpec, folder: Path, *, in_cache: bool, strict: bool) -> None:
+def check_files(
+    spec: BackboneSpec, folder: Path, *, in_cache: bool, strict: bool
+) -> dict[str, str]:
     """Compare every file that can change a score with the recorded hashes.
 
     In the Hub's cache, a file other than weights may be missing or additional: only requested files
@@ -155,6 +138,9 @@ def check_files(spec: BackboneSpec, folder: Path, *, in_cache: bool, strict: boo
         in_cache: Whether this is the Hub's cache.
         strict: Refuse differences. False if the user named another model on purpose: then they
             are logged.
+
+    Returns:
+        The hashes of the files that are there.
 
     Raises:
         ArtifactError: Files are damaged, missing, added, or of another revision.
@@ -169,7 +155,7 @@ def check_files(spec: BackboneSpec, folder: Path, *, in_cache: bool, strict: boo
         if recorded.get(name) != present.get(name):
             different.append(name)
     if not different:
-        return
+        return present
     message = f"{folder}: {', '.join(different)} not as when this artifact was made (by sha256)"
     if strict:
         raise ArtifactError(
@@ -177,6 +163,7 @@ def check_files(spec: BackboneSpec, folder: Path, *, in_cache: bool, strict: boo
             "use it as it is, name it: backbone=..."
         )
     logger.warning("%s. Scores may differ from the artifact's.", message)
+    return present
 
 
 def check_before_run(
@@ -222,4 +209,4 @@ def relative_difference(actual: Sequence[float], expected: Sequence[float]) -> f
     """Euclidean distance of two vectors, relative to the expected one's length."""
     if len(actual) != len(expected):
         return math.inf
-    return math.dist(actual, expected) / max(math.hypot(*expected), 1e-6)
+    return math.dist(actual, expected) / math.hypot(*expected, 1e-6)

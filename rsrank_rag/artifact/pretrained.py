@@ -1,19 +1,19 @@
 """Load, save and publish `RSRank`."""
 
 from abc import ABC, abstractmethod
-from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 from typing_extensions import Self
 
-from ..errors import ArtifactError, MissingDependencyError, needs_torch
+from ..errors import ArtifactError, needs_torch
 from ..language_model.options import LoadOptions, ModelSource
 from ..method.template import PromptTokenizer, Template
 from ..partial_files import replacing
 from ..prefixes.settings import Choice
 from . import hub
+from .card import UNNAMED
 from .config import INSIDE, BackboneSpec, RSRankConfig, TrainingRecord
 from .identity import check_after_run, check_before_run, check_files, describe, folder_of, hashes
 
@@ -22,13 +22,14 @@ if TYPE_CHECKING:
 
     from ..method.backbone import Backbone
     from ..method.formula import Weights
+    from ..method.language_model import LanguageModel
     from ..method.projection import Projection
 
 
 class Pretrained(ABC):
     """A reranker that is loaded from an artifact and can be saved as one."""
 
-    backbone: "Backbone"
+    backbone: "LanguageModel"
     prompts: PromptTokenizer
     projection: "Projection | Weights"
     config: RSRankConfig
@@ -68,11 +69,12 @@ class Pretrained(ABC):
             backbone: Another place to load the language model from, such as a local copy. The
                 model there is checked.
             device: ``"cuda"``, ``"cpu"``, ...; None for the best one present.
-            dtype: None for bfloat16 where it is fast, else on a CPU int8 if the artifact allows
-                it, else float32. ``"int8"``: on a CPU, documents' linear maps are computed in 8
-                bits, and everything else as with None.
-            runtime: ``"torch"``, or ``"onnx"``: ONNX Runtime, for encoders on a CPU. None for
-                torch where it is installed.
+            dtype: None for the fastest one: on torch bfloat16 where the device multiplies it, else
+                float32; on ONNX Runtime int8 if the artifact allows it, else float32.
+                ``"int8"``: documents' linear maps are computed in 8 bits, everything else in
+                float32.
+            runtime: ``"torch"`` or ``"onnx"``. None for ONNX Runtime where an encoder of BERT's
+                kind runs on a CPU in int8 or float32, and where torch is not installed.
             load_in_8bit: int8 weights through bitsandbytes (needs the ``8bit`` extra).
             load_in_4bit: nf4 weights through bitsandbytes (needs the ``8bit`` extra).
             max_length: Use at most this many positions; longer documents are cut.
@@ -80,9 +82,8 @@ class Pretrained(ABC):
             prefix_cache: Where documents' prefixes are cached, so that a document that was scored
                 before is not run again. True for a share of the device's memory, a size such as
                 ``"512MB"``, a folder for memory and disk, a `PrefixCache` or its fields, or False.
-            deterministic: Give a pair the same bits whatever else is scored, on CPUs without AMX.
-                Batches then hold documents of one padded length only, which is slower. With AMX,
-                bfloat16 scores still move a little: see docs/guide.md.
+            deterministic: Give a pair the same bits whatever else is scored: each document runs
+                alone, which is slower.
             local_files_only: Use files on the disk only, never the network.
             token: Hub access token.
             cache_dir: Hub cache folder.
@@ -194,26 +195,27 @@ class Pretrained(ABC):
     def save_pretrained(self, folder: str | Path, *, include_backbone: bool = False) -> None:
         """Write the artifact completely or not at all: config, B and a model card.
 
-        With ``include_backbone``, the language model and its tokenizer are saved, too, without the
-        layers after the last one that B reads. An artifact that contains its language model is
-        always saved with it.
+        With ``include_backbone``, the language model and its tokenizer are saved, too: by torch
+        without the layers after the last one that B reads, by ONNX Runtime as they are. An artifact
+        that contains its language model is always saved with it.
         """
         config = self.config
-        if not hasattr(self.backbone, "model"):
-            raise MissingDependencyError("An artifact is saved by torch (runtime='torch').", "lm")
         with replacing(Path(folder)) as new:
             if include_backbone or config.backbone.name == INSIDE:
-                from ..language_model.quiet import quiet_transformers
+                core: Any = self.backbone
+                num_layers = config.backbone.num_layers
+                if hasattr(core, "model"):
+                    from ..language_model.loading import save_model
 
-                with quiet_transformers():
-                    self.backbone.model.save_pretrained(new / INSIDE)
-                tokenizer: Any = self.prompts.tokenizer
-                tokenizer.save_pretrained(new / INSIDE)
+                    save_model(core.model, self.prompts.tokenizer, new / INSIDE)
+                    num_layers = core.loaded_layers
+                else:
+                    core.save(new / INSIDE)
                 update = {
                     "name": INSIDE,
                     "revision": None,
                     "files": hashes(new / INSIDE),
-                    "num_layers": self.backbone.loaded_layers,
+                    "num_layers": num_layers,
                 }
                 backbone = config.backbone.model_copy(update=update)
                 config = config.model_copy(update={"backbone": backbone})
@@ -245,6 +247,9 @@ class Pretrained(ABC):
         hub.check_shareable(self.config, include_backbone=include_backbone)
         with TemporaryDirectory() as folder:
             self.save_pretrained(folder, include_backbone=include_backbone)
+            card = Path(folder, hub.CARD)
+            named = card.read_text(encoding="utf-8").replace(UNNAMED, repo_id)
+            card.write_text(named, encoding="utf-8")
             return hub.push(
                 Path(folder),
                 repo_id,
@@ -257,7 +262,7 @@ class Pretrained(ABC):
 
 def open_artifact(
     source: ModelSource,
-) -> "tuple[Backbone, PromptTokenizer, Projection | Weights, RSRankConfig]":
+) -> "tuple[LanguageModel, PromptTokenizer, Projection | Weights, RSRankConfig]":
     """Load an artifact and its language model, and check that they belong together.
 
     Errors are those of `RSRank.from_pretrained`.
@@ -267,8 +272,18 @@ def open_artifact(
     """
     folder = hub.resolve(source.name, source.revision, source.load)
     config = hub.read_config(folder)
-    if source.load.on_onnx:
+    spec = config.backbone
+    # A model that the user named is checked by a run, which only torch makes.
+    kind = spec.model_type if source.backbone is None else ""
+    if source.load.runtime_for(kind) == "onnx":
         return *_open_encoder(source, folder, config), hub.read_weights(folder, config), config
+    return *open_on_torch(source, folder, config), config
+
+
+def open_on_torch(
+    source: ModelSource, folder: Path, config: RSRankConfig
+) -> "tuple[Backbone, PromptTokenizer, Projection]":
+    """`open_artifact` on torch, for the artifact in ``folder``."""
     with needs_torch():
         projection = hub.read_projection(folder, config)
     spec = config.backbone
@@ -276,8 +291,9 @@ def open_artifact(
     name, revision = _backbone_of(source, folder, spec)
     local = hub.is_folder(name)
     # A local folder is checked before transformers reads it, the cache after the download.
+    files: dict[str, str] = {}
     if local:
-        check_files(spec, Path(name), in_cache=False, strict=strict)
+        files = check_files(spec, Path(name), in_cache=False, strict=strict)
     core, prompts = open_model(
         name,
         revision,
@@ -287,13 +303,14 @@ def open_artifact(
         fusion_layer=config.fusion_layer,
         documents_stay=config.documents_stay,
         max_lengths=(config.max_length, source.max_length),
-        int8=config.int8,
         spec=spec,
     )
     folder_in_cache = None if local else folder_of(name, revision, source.load.cache_dir)
     if folder_in_cache is not None:
-        check_files(spec, folder_in_cache, in_cache=True, strict=strict)
-    return core, prompts, projection, config
+        files = check_files(spec, folder_in_cache, in_cache=True, strict=strict)
+    if not strict:
+        core.identity["files"] = files
+    return core, prompts, projection
 
 
 def _backbone_of(source: ModelSource, folder: Path, spec: BackboneSpec) -> tuple[str, str | None]:
@@ -307,20 +324,22 @@ def _backbone_of(source: ModelSource, folder: Path, spec: BackboneSpec) -> tuple
 
 def _open_encoder(
     source: ModelSource, folder: Path, config: RSRankConfig
-) -> "tuple[Backbone, PromptTokenizer]":
+) -> "tuple[LanguageModel, PromptTokenizer]":
     """Load an encoder for ONNX Runtime; its files must be those that the artifact records."""
-    from ..language_model.onnx_runtime import OnnxBackbone, check_kind, read_config, read_tokenizer
+    from tokenizers import Tokenizer
+
+    from ..language_model.onnx_runtime import OnnxBackbone, check_kind, read_config
     from ..language_model.quantisation import calibration_ids
 
     spec = config.backbone
     check_kind(spec.model_type, source.name)
     name, revision = _backbone_of(source, folder, spec)
-    dtype = source.load.settled_dtype(int8=config.int8)
+    dtype = source.load.settled_dtype(spec.model_type, int8=config.int8)
     local = hub.is_folder(name)
-    place = Path(name) if local else hub.download_encoder(name, revision, source.load)
+    place = Path(name) if local else hub.download(name, revision, source.load)
     check_files(spec, place, in_cache=not local, strict=True)
     encoder = read_config(place)
-    tokenizer = read_tokenizer(place)
+    tokenizer = Tokenizer.from_file(str(place / "tokenizer.json"))
     check_before_run(encoder["model_type"], encoder["num_hidden_layers"], tokenizer, spec, name)
     limits = [encoder["max_position_embeddings"], config.max_length, source.max_length]
     prompts = PromptTokenizer(
@@ -329,7 +348,7 @@ def _open_encoder(
         max_length=min(limit for limit in limits if limit is not None),
         shared_positions=False,
     )
-    core: Any = OnnxBackbone(
+    core = OnnxBackbone(
         place,
         last_layer=config.layers[-1],
         fusion_layer=config.fusion_layer,
@@ -349,19 +368,13 @@ def open_model(
     fusion_layer: int,
     documents_stay: bool,
     max_lengths: tuple[int | None, ...] = (),
-    int8: bool = False,
     spec: BackboneSpec | None = None,
 ) -> "tuple[Backbone, PromptTokenizer]":
-    """Load a language model and its tokenizer, and compare them with ``spec``.
-
-    Documents run in int8 if the options say so, or if ``int8`` allows it and nothing is faster.
-    """
+    """Load a language model and its tokenizer on torch, and compare them with ``spec``."""
     with needs_torch():
         from ..language_model.check import open_backbone
-        from ..language_model.linear import int8_copy
         from ..language_model.loading import load_model
-    dtype = options.settled_dtype(int8=int8)
-    options = replace(options, dtype=None if dtype == "int8" else dtype)
+        from ..language_model.weights import bits_of
     loaded = load_model(name, revision=revision, options=options, last_layer=last_layer)
     if spec is not None:
         model_type = loaded.model.config.get_text_config().model_type
@@ -375,6 +388,7 @@ def open_model(
     )
     if spec is not None:
         check_after_run(core, spec, name)
+    core.identity["bits"] = bits_of(core.model)
     limits = [limit for limit in max_lengths if limit is not None]
     prompts = PromptTokenizer(
         loaded.tokenizer,
@@ -382,6 +396,4 @@ def open_model(
         max_length=min([core.max_length, *limits]),
         shared_positions=core.causal,
     )
-    if dtype == "int8":
-        core = replace(core, document_model=int8_copy(core, prompts))
     return core, prompts

@@ -242,7 +242,8 @@ def info(
     limits = folder / hub.LIMITS
     if limits.is_file():
         typer.echo(f"Limits: {limits.read_text(encoding='utf-8').strip()}")
-    typer.echo(f"Computed here in {LoadOptions().settled_dtype(int8=config.int8)}.")
+    dtype = LoadOptions().settled_dtype(config.backbone.model_type, int8=config.int8)
+    typer.echo(f"Computed here in {dtype}.")
 
 
 @command(app, resumes=True)

@@ -16,8 +16,6 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from .options import hides_avx512
-
 # The name of this attention in a model's config. It takes the masks that SDPA takes.
 NAME = "rsrank_sdpa"
 
@@ -47,13 +45,6 @@ def attend(
     Returns:
         (N, T, H * G, D), and None in place of attention weights.
     """
-    if query.dtype != torch.float32 and query.device.type == "cpu" and hides_avx512():
-        # In this setting torch's fused attention fails on bfloat16 and float16.
-        if attention_mask is not None and attention_mask.dtype != torch.bool:
-            attention_mask = attention_mask.float()
-        states = (query.float(), key.float(), value.float())
-        output, _ = attend(module, *states, attention_mask, **options)
-        return output.to(query.dtype), None
     if attention_mask is not None:
         attention_mask = _padded(attention_mask, key.shape[2])
     rows, heads, count, dim = query.shape

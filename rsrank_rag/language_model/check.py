@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..errors import BackboneError
 from ..method.backbone import ADVICE, Backbone, Findings
-from ..method.concurrent_batches import is_out_of_memory
+from ..method.batches import is_out_of_memory
 from ..method.probe import Recorder
 from .attention import NAME
 from .fusion import split_at
@@ -37,11 +37,6 @@ RUN_ERRORS = (
     ImportError,
     AssertionError,
 )
-
-# The batch-invariant minimum is measured for weights of at most so many entries, which takes
-# moments, and only up to so many tokens.
-LARGEST_MEASURED = 4_000_000
-MOST_PADDING = 512
 
 
 def open_backbone(
@@ -123,7 +118,6 @@ def _tested(core: Backbone) -> Backbone:
         head_dim=values[0].shape[3],
         sample=tuple(round(entry, 6) for entry in last[places.long()].tolist()),
         pads_keys=core.device.type == "cpu" and core.config._attn_implementation == NAME,
-        batch_invariant_tokens=_batch_invariant_tokens(core),
     )
     tested = replace(core, findings=findings)
     _check_two_phases(tested, ids, values if causal else _block_masked_values(tested, ids))
@@ -197,33 +191,6 @@ def _check_two_phases(core: Backbone, ids: list[int], expected: list[Tensor]) ->
                 f"gives other value vectors in layer {layer} when the document is run before the "
                 "query than when both are run at once, so it cannot be used in two phases.",
             )
-
-
-def _batch_invariant_tokens(core: Backbone) -> int | None:
-    """The batch-invariant minimum: tokens of a run from which each token gets the same numbers.
-
-    Matrix kernels for few rows sum in another order. The minimum is measured for the shapes of the
-    model's weights. None if it is above `MOST_PADDING`, for other devices than a CPU, and for
-    weights that are quantised or large.
-    """
-    maps = [module for module in core.model.modules() if isinstance(module, torch.nn.Linear)]
-    if core.device.type != "cpu" or bits_of(core.model) != 16:
-        return None
-    if any(linear.weight.numel() > LARGEST_MEASURED for linear in maps):
-        return None
-    generator = torch.Generator().manual_seed(0)
-    minimum = 1
-    # The first map of each shape: of the last layer, weights that are not read may be zero.
-    by_shape = {tuple(linear.weight.shape): linear for linear in reversed(maps)}
-    for linear in by_shape.values():
-        rows = torch.randn(2 * MOST_PADDING, linear.in_features, generator=generator)
-        rows = rows.to(core.dtype)
-        expected = linear(rows)
-        for count in range(MOST_PADDING, 0, -16):
-            if not torch.equal(linear(rows[:count]), expected[:count]):
-                minimum = max(minimum, count + 16)
-                break
-    return minimum if minimum <= MOST_PADDING else None
 
 
 def _check_attention_kinds(core: Backbone) -> None:

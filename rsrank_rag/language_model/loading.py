@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import copy
-import importlib.util
 import inspect
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
@@ -15,7 +15,6 @@ from transformers.utils import find_adapter_config_file
 from ..errors import BackboneError, MissingDependencyError
 from .attention import use_grouped_attention
 from .hub_errors import HUB_ERRORS
-from .linear import fuse_linear_maps
 from .options import LoadOptions
 from .quiet import quiet_transformers
 
@@ -84,6 +83,7 @@ def load_model(
         MissingDependencyError: bitsandbytes is not installed, and quantisation is requested.
     """
     name = str(name)
+    device = options.resolved_device()
     hub = {**options.hub, "revision": revision, "trust_remote_code": options.trust_remote_code}
     arguments = {**hub, "dtype": options.resolved_dtype(), **_quantisation(options)}
     try:
@@ -103,6 +103,8 @@ def load_model(
                 **_overrides(config, head),
                 **arguments,
             )
+        if options.weights is None:
+            model = model.to(device)
     except LOAD_ERRORS as error:
         raise BackboneError(
             f"The language model {name!r} (revision {revision or 'main'}) could not be loaded: "
@@ -117,11 +119,8 @@ def load_model(
     if head is None:
         # The text part of a vision-language model.
         model = getattr(model, "language_model", model)
-    if options.weights is None:
-        model = _moved(model, options, name)
     if head is None:
         use_grouped_attention(model)
-        fuse_linear_maps(model)
     return LoadedModel(model.requires_grad_(False), tokenizer, num_layers)
 
 
@@ -154,17 +153,6 @@ def _overrides(config: PreTrainedConfig, head: Head | None) -> dict[str, Any]:
     return overrides
 
 
-def _moved(model: PreTrainedModel, options: LoadOptions, name: str) -> PreTrainedModel:
-    device = options.resolved_device()
-    try:
-        return model.to(device)
-    except (RuntimeError, AssertionError) as error:
-        raise BackboneError(
-            f"The language model {name!r} was loaded but could not be moved to {device}: {error} "
-            "Choose another device, or load it in 8-bit or 4-bit if it is too large."
-        ) from error
-
-
 def shortened(config: PreTrainedConfig, layers: int) -> PreTrainedConfig:
     """A copy of a config that describes the first layers only; the config itself if it has no more.
 
@@ -192,10 +180,8 @@ def _quantisation(options: LoadOptions) -> dict[str, Any]:
     """Arguments of ``from_pretrained`` for quantised weights."""
     if options.weights is None:
         return {}
-    for package in ("bitsandbytes", "accelerate"):
-        if importlib.util.find_spec(package) is None:
-            flag = "load_in_8bit" if options.load_in_8bit else "load_in_4bit"
-            raise MissingDependencyError(f"{flag} needs {package}.", "8bit")
+    if find_spec("bitsandbytes") is None:
+        raise MissingDependencyError("load_in_8bit and load_in_4bit need bitsandbytes.", "8bit")
     # The default threshold of 6 picks outlier columns from the whole batch, so that a score would
     # depend on the other documents.
     config = transformers.BitsAndBytesConfig(
@@ -206,3 +192,12 @@ def _quantisation(options: LoadOptions) -> dict[str, Any]:
         bnb_4bit_compute_dtype=options.resolved_dtype(),
     )
     return {"quantization_config": config, "device_map": {"": options.resolved_device()}}
+
+
+def save_model(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: str | Path
+) -> None:
+    """Write a model and its tokenizer into a new folder."""
+    with quiet_transformers():
+        model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)

@@ -1,7 +1,4 @@
-"""An encoder on ONNX Runtime: the backbone where torch is not installed, or not asked for.
-
-It does with numpy arrays what `method.backbone.Backbone` does with torch, as far as scoring needs
-it.
+"""An encoder on ONNX Runtime, without torch: what runs encoders on a CPU.
 
 Axes: N rows, Q queries, S tokens of a document, T query tokens, K keys, H heads, D head dimension,
 C hidden size.
@@ -11,33 +8,33 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+import shutil
+from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import onnxruntime
-from safetensors import SafetensorError, safe_open
-from tokenizers import Tokenizer
+from safetensors import SafetensorError
+from safetensors.numpy import load_file
 
-from ..errors import BackboneError, InputError, MissingDependencyError, pip_install
-from ..method.concurrent_batches import Ids
-from ..method.formula import Weights
+from ..errors import BackboneError, MissingDependencyError, pip_install
+from ..method.batches import Ids
+from ..method.language_model import LanguageModel
 from ..method.prefix import Prefix, Prefixes, Show
 from .onnx_graph import HIDDEN, ZERO, Encoder, Graph, Parameters, alone, fused
 from .quantisation import Numbers, fixed_parameters, ranges
 
 WEIGHTS = "model.safetensors"
 
+# An encoder's files. Torch reads the last one; without it, the tokenizer is that of the model type.
+FILES = ("config.json", WEIGHTS, "tokenizer.json", "tokenizer_config.json")
+
 ADVICE = f"Use torch for it (runtime='torch'): {pip_install('lm')}"
 
-# What a damaged or foreign encoder raises.
+# What an encoder with other weights raises.
 FILE_ERRORS = (OSError, SafetensorError, LookupError, TypeError, ValueError)
-
-# Null prefixes that are remembered: one for each instruction in use.
-NULL_PREFIXES = 32
 
 
 class Session:
@@ -105,8 +102,8 @@ class _Sessions(NamedTuple):
     queries: Session
 
 
-class OnnxBackbone:
-    """A frozen BERT-like encoder in two phases; see `method.backbone.Backbone`.
+class OnnxBackbone(LanguageModel):
+    """A frozen BERT-like encoder in two phases.
 
     Args:
         folder: Where its files are.
@@ -121,9 +118,6 @@ class OnnxBackbone:
 
     device = "cpu"
     dtype = np.dtype("float32")
-    is_deterministic = False
-    # A run uses all threads.
-    concurrent = 1
 
     def __init__(
         self,
@@ -144,16 +138,15 @@ class OnnxBackbone:
         self.hidden_size = int(self.config["hidden_size"])
         self.head_dim = self.hidden_size // self.num_heads
         self.max_length = int(self.config["max_position_embeddings"])
-        self.document_model = calibration or None
-        self.identity: dict[str, object] = {"runtime": "onnx"}
-        self.identity["int8"] = largest_weight() if calibration else None
-        self._null_prefixes: dict[Ids, Prefix] = {}
+        self.calibration = calibration
+        self.documents_in_int8 = bool(calibration)
+        self.identity = {"runtime": "onnx", "int8": largest_weight() if calibration else None}
         self._last_entering: tuple[object, Numbers] = (None, np.empty(0))
         self._by_process = {os.getpid(): self._open()}
 
     def _open(self) -> _Sessions:
-        weights = read_weights(self.folder)
         try:
+            weights = load_file(self.folder / WEIGHTS)
             encoder = Encoder(self.config, weights)
             # The table stays in the dtype of its file: it is nearly half of the weights.
             self._words = weights["embeddings.word_embeddings.weight"]
@@ -161,7 +154,7 @@ class OnnxBackbone:
             self._places = encoder.array("embeddings.position_embeddings.weight") + first_type
             texts = self._alone(encoder)
             documents = texts
-            if self.document_model:
+            if self.calibration:
                 parameters = self._calibrated(texts, encoder)
                 documents = self._alone(Encoder(self.config, weights, parameters, largest_weight()))
             queries = fused(Encoder(self.config, weights), self.fusion_layer, self.last_layer)
@@ -188,7 +181,7 @@ class OnnxBackbone:
     def _calibrated(self, texts: Session, encoder: Encoder) -> Parameters:
         """Parameters of all linear maps, from a run of the calibration texts in float32."""
         parameters: Parameters = {}
-        numbers = texts.run(self._feeds(self.document_model or ()), list(encoder.entering))
+        numbers = texts.run(self._feeds(self.calibration), list(encoder.entering))
         for entered, (maps, after_gelu) in zip(numbers, encoder.entering.values(), strict=True):
             weights = [encoder.array(f"{name}.weight") for name in maps]
             fixed = fixed_parameters(*ranges(entered, after_gelu=after_gelu), weights)
@@ -203,62 +196,38 @@ class OnnxBackbone:
             self._by_process[process] = self._open()
         return self._by_process[process]
 
-    @property
-    def bytes_per_token(self) -> int:
-        """Bytes of a prefix for each token of its document."""
-        return 8 * (self.last_layer - self.fusion_layer) * self.hidden_size
-
-    @contextmanager
-    def inference(self) -> Iterator[None]:
-        """Around runs; nothing has to be set."""
-        yield
-
-    def frozen(self, projection: Weights) -> Weights:
-        """B as it is."""
-        return projection
-
-    def deterministic(self) -> OnnxBackbone:
-        """Refused: a score may move by 2e-7 among other documents."""
-        raise InputError(
-            "deterministic=True cannot be promised on ONNX Runtime. Leave it out: a score moves by "
-            f"at most 2e-7 among other documents. Or use torch: {pip_install('lm')}"
-        )
-
-    def reach(self, layer: int) -> None:
-        """No layer has a sliding window."""
+    def save(self, folder: Path) -> None:
+        """Write the encoder and its tokenizer into a new folder."""
+        folder.mkdir()
+        for name in FILES:
+            if (self.folder / name).is_file():
+                shutil.copyfile(self.folder / name, folder / name)
 
     def slots_for(self, longest: int) -> int:
         """No query slots: attention takes prefix and query apart."""
         return 0
 
     def prefill(
-        self,
-        documents: Sequence[Ids],
-        query_slots: int = 0,
-        extra_rows: Sequence[Prefix] = (),
-        *,
-        exact: bool = False,
+        self, documents: Sequence[Ids], query_slots: int = 0, extra_rows: Sequence[Prefix] = ()
     ) -> Prefixes:
-        """See `Backbone.prefill`."""
-        session = self._sessions.texts if exact else self._sessions.documents
-        feeds = self._feeds(documents)
+        """See `LanguageModel.prefill`."""
+        run = self._prefill(self._sessions.documents, documents)
+        if not extra_rows:
+            return run
+        return Prefixes.join([*map(run.row, range(len(run))), *extra_rows], 0)
+
+    def _prefill(self, session: Session, texts: Sequence[Ids]) -> Prefixes:
+        feeds = self._feeds(texts)
         entering, *states = session.run(feeds)
         lengths = feeds["lengths"].tolist()
         means = np.empty((len(lengths), 0), np.float32)
         if self.fusion_layer:
             means = _pooled(entering, lengths)
-        run = Prefixes(tuple(states[::2]), tuple(states[1::2]), tuple(lengths), 0, means)
-        if not extra_rows:
-            return run
-        return Prefixes.join([*map(run.row, range(len(run))), *extra_rows], 0)
+        return Prefixes(tuple(states[::2]), tuple(states[1::2]), tuple(lengths), 0, means)
 
-    def null_prefix(self, ids: Ids) -> Prefix:
-        """See `Backbone.null_prefix`."""
-        if ids not in self._null_prefixes:
-            if len(self._null_prefixes) >= NULL_PREFIXES:
-                self._null_prefixes.clear()
-            self._null_prefixes[ids] = self.prefill([ids], exact=True).row(0)
-        return self._null_prefixes[ids]
+    def _null_prefix(self, ids: Ids) -> Prefix:
+        # In float32: its rounding would move all scores alike.
+        return self._prefill(self._sessions.texts, [ids]).row(0)
 
     def query_values(
         self,
@@ -267,7 +236,7 @@ class OnnxBackbone:
         show: Show,
         query_of_row: Sequence[int] | None = None,
     ) -> Numbers:
-        """See `Backbone.query_values`."""
+        """See `LanguageModel.query_values`."""
         entering = self._entering(tuple(queries))
         rows = np.array(query_of_row or [0] * len(prefixes))
         lengths = np.array(list(map(len, queries)))
@@ -293,32 +262,13 @@ class OnnxBackbone:
         return entering
 
 
-def read_tokenizer(folder: Path) -> Tokenizer:
-    """The encoder's tokenizer.
-
-    Raises:
-        BackboneError: It cannot be read.
-    """
-    path = folder / "tokenizer.json"
-    try:
-        return Tokenizer.from_file(str(path))
-    # tokenizers raises Exception itself.
-    except Exception as error:
-        raise BackboneError(f"{path} cannot be read ({error}). {ADVICE}") from error
-
-
 def read_config(folder: Path) -> dict[str, Any]:
     """The encoder's config.
 
     Raises:
-        BackboneError: It cannot be read.
-        MissingDependencyError: It is that of another kind of model.
+        BackboneError: It is that of no encoder with GELU.
     """
-    try:
-        config: dict[str, Any] = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise BackboneError(f"{folder}: config.json cannot be read ({error}).") from error
-    check_kind(config.get("model_type"), str(folder))
+    config: dict[str, Any] = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     if config.get("hidden_act") != "gelu" or config.get("is_decoder"):
         raise BackboneError(f"{folder} is no encoder with GELU. {ADVICE}")
     return config
@@ -336,20 +286,6 @@ def check_kind(model_type: str | None, name: str) -> None:
             "of the kind 'bert' here, and torch all others (runtime='torch').",
             "lm",
         )
-
-
-def read_weights(folder: Path) -> dict[str, Numbers]:
-    """The encoder's weights by name.
-
-    Raises:
-        BackboneError: They cannot be read.
-    """
-    path = folder / WEIGHTS
-    try:
-        with safe_open(path, framework="np") as file:
-            return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-    except FILE_ERRORS as error:
-        raise BackboneError(f"{path} cannot be read ({error}). {ADVICE}") from error
 
 
 def _pooled(hidden: Numbers, lengths: Sequence[int]) -> Numbers:

@@ -21,12 +21,15 @@ if TYPE_CHECKING:
     import torch
 
 
+ONNX_DTYPES = ("float32", "int8")
+
+
 @dataclass(frozen=True)
 class LoadOptions:
     """Where and how a language model is loaded; see `RSRank.from_pretrained`.
 
     ``load_in_8bit`` and ``load_in_4bit`` quantise weights with bitsandbytes, which saves memory and
-    no time. ``dtype="int8"`` is for the documents of artifacts on a CPU, and saves time.
+    no time. ``dtype="int8"`` is for the documents of encoders on ONNX Runtime, and saves time.
 
     Raises:
         InputError: Both quantisations are requested, or there is no such runtime.
@@ -50,10 +53,24 @@ class LoadOptions:
         if self.runtime not in (None, "torch", "onnx"):
             raise InputError(f"runtime={self.runtime!r} is not a runtime. Use 'torch' or 'onnx'.")
 
+    def runtime_for(self, model_type: str) -> str:
+        """``"onnx"`` or ``"torch"``: what runs an artifact with this kind of language model.
+
+        By default, ONNX Runtime runs BERT's kind on a CPU, and everything where there is no torch.
+        """
+        if self.runtime or not find_spec("torch"):
+            return self.runtime or "onnx"
+        fits = model_type == "bert" and not self.weights and self._dtype in ("", *ONNX_DTYPES)
+        return "onnx" if fits and self.on_cpu else "torch"
+
     @property
-    def on_onnx(self) -> bool:
-        """Whether ONNX Runtime runs encoders: if it is asked for, or torch is not installed."""
-        return (self.runtime or ("torch" if find_spec("torch") else "onnx")) == "onnx"
+    def on_cpu(self) -> bool:
+        """Whether the device is the CPU."""
+        return str(self.device or self.resolved_device()) == "cpu"
+
+    @property
+    def _dtype(self) -> str:
+        return str(self.dtype or "").removeprefix("torch.")
 
     @property
     def weights(self) -> str | None:
@@ -88,39 +105,25 @@ class LoadOptions:
             return torch.device("cuda")
         return torch.device("mps" if torch.backends.mps.is_available() else "cpu")
 
-    def settled_dtype(self, *, int8: bool = False) -> str:
+    def settled_dtype(self, model_type: str, *, int8: bool = False) -> str:
         """Name of the requested dtype, or of the fastest one on the device.
 
         Args:
+            model_type: The kind of the language model.
             int8: Whether int8 is precise enough for the artifact's documents.
 
         Raises:
-            InputError: There is no such dtype, or the device has no fast int8.
+            InputError: The runtime does not compute in this dtype, or on this device.
         """
-        if self.on_onnx:
-            return self._onnx_dtype(int8)
-        device = self.resolved_device()
-        use_int8 = self.dtype == "int8"
-        if self.dtype is None:
-            # AMX multiplies bfloat16 faster than int8 without AMX.
-            use_int8 = int8 and not (cpu_has("amx_tile") and has_fast_bfloat16(device))
-        if use_int8 and device.type == "cpu" and self.weights is None and has_fast_int8():
-            return "int8"
-        if self.dtype == "int8":
-            raise InputError(
-                "dtype='int8' needs an x86 CPU with AVX2, and excludes load_in_8bit and the like."
-            )
-        return str(self.resolved_dtype()).removeprefix("torch.")
-
-    def _onnx_dtype(self, int8: bool) -> str:
-        """`settled_dtype` on ONNX Runtime."""
-        dtype = self.dtype or ("int8" if int8 else "float32")
-        if str(self.device or "cpu") != "cpu" or self.weights or dtype not in ("int8", "float32"):
+        if self.runtime_for(model_type) == "torch":
+            return str(self.resolved_dtype()).removeprefix("torch.")
+        dtype = self._dtype or ("int8" if int8 else "float32")
+        if str(self.device or "cpu") != "cpu" or self.weights or dtype not in ONNX_DTYPES:
             raise InputError(
                 "ONNX Runtime computes on the CPU here, in int8 or float32. For another device or "
                 f"dtype, or load_in_8bit and the like, use torch: {pip_install('lm')}"
             )
-        return str(dtype)
+        return dtype
 
     def resolved_dtype(self) -> torch.dtype:
         """The requested floating-point dtype, or bfloat16 where it is fast, else float32.
@@ -133,10 +136,11 @@ class LoadOptions:
         if self.dtype is None:
             fast = has_fast_bfloat16(self.resolved_device())
             return torch.bfloat16 if fast else torch.float32
-        dtype = getattr(torch, str(self.dtype).removeprefix("torch."), None)
+        dtype = getattr(torch, self._dtype, None)
         if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
             raise InputError(
-                f"dtype={self.dtype!r} is not a dtype. Use 'float32', 'bfloat16' or 'float16'."
+                f"dtype={self.dtype!r} is not a dtype of torch here. Use 'float32', 'bfloat16' or "
+                "'float16'. 'int8' is for encoders of BERT's kind on a CPU (runtime='onnx')."
             )
         return dtype
 
@@ -178,12 +182,12 @@ class LoadSettings(BaseModel):
     )
     dtype: Name | None = Field(
         default=None,
-        description="float32, bfloat16, float16, int8 (CPU). Default: the fastest one that is "
-        "precise enough.",
+        description="float32, bfloat16, float16, int8 (encoders on a CPU). Default: the fastest "
+        "one that is precise enough.",
     )
     runtime: Literal["torch", "onnx"] | None = Field(
         default=None,
-        description="torch or onnx (encoders on a CPU). Default: torch where it is installed.",
+        description="torch or onnx. Default: onnx for encoders of BERT's kind on a CPU.",
     )
     load_in_8bit: bool = Field(default=False, description="int8 weights (needs the 8bit extra).")
     load_in_4bit: bool = Field(default=False, description="nf4 weights (needs the 8bit extra).")
@@ -193,7 +197,7 @@ class LoadSettings(BaseModel):
     )
     deterministic: bool = Field(
         default=False,
-        description="The same bits whatever else is scored, on CPUs without AMX (slower).",
+        description="The same bits whatever else is scored: one row a batch (slower).",
     )
 
     def load_options(self, **more: Any) -> LoadOptions:
@@ -207,38 +211,14 @@ class LoadSettings(BaseModel):
         )
 
 
-def cpu_has(*instructions: str) -> bool:
-    """Whether the processor has any of these instructions (False with a torch that cannot tell).
-
-    The names are those of `torch.cpu.get_capabilities`.
-    """
-    import torch
-
-    if not hasattr(torch.cpu, "get_capabilities"):
-        return False
-    capabilities = torch.cpu.get_capabilities()
-    return any(bool(capabilities.get(name)) for name in instructions)
-
-
-def hides_avx512() -> bool:
-    """Whether ``ATEN_CPU_CAPABILITY`` keeps torch from the AVX512 that the processor has."""
-    import torch
-
-    used = torch.backends.cpu.get_cpu_capability()
-    return used in ("DEFAULT", "AVX2") and cpu_has("avx512_f")
-
-
 def has_fast_bfloat16(device: torch.device) -> bool:
     """Whether the hardware multiplies bfloat16 matrices natively."""
     import torch
 
     if device.type == "cuda":
         return bool(torch.cuda.is_bf16_supported(including_emulation=False))
-    return device.type == "cpu" and cpu_has("amx_tile", "avx512_bf16") and not hides_avx512()
-
-
-def has_fast_int8() -> bool:
-    """Whether processor and torch multiply int8 matrices faster than float32: x86 with AVX2."""
-    import torch
-
-    return cpu_has("avx2") and hasattr(torch.ops.onednn, "qlinear_pointwise")
+    if device.type != "cpu" or torch.backends.cpu.get_cpu_capability() in ("DEFAULT", "AVX2"):
+        return False
+    # Older releases of torch cannot tell.
+    capabilities: dict[str, Any] = getattr(torch.cpu, "get_capabilities", dict)()
+    return any(capabilities.get(name) for name in ("amx_tile", "avx512_bf16"))

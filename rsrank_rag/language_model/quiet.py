@@ -8,32 +8,27 @@ from typing import Any
 
 from transformers.utils.logging import set_tqdm_hook
 
-_lock = threading.Lock()
-# One entry for each block that runs: transformers' hook and its logger's level when it began.
-_former: list[tuple[Any, int]] = []
+# Held while transformers is quiet, so that the former settings return whichever thread ends last.
+_lock = threading.RLock()
 
 
 @contextmanager
 def quiet_transformers() -> Iterator[None]:
-    """Around a call that loads or writes a model.
+    """Around a call that loads or writes a model. Concurrent calls wait for each other.
 
     Transformers shows a progress bar over the weights, and warns of the weights of layers that B
-    does not need. The process is as before when the last of several concurrent blocks ends.
+    does not need.
     """
     logger = logging.getLogger("transformers")
     with _lock:
-        _former.append((set_tqdm_hook(_without_bar), logger.level))
+        level = logger.level
+        hook = set_tqdm_hook(_without_bar)
         logger.setLevel(max(logger.getEffectiveLevel(), logging.ERROR))
-    try:
-        yield
-    finally:
-        with _lock:
-            if len(_former) == 1:
-                # The first entry holds the state from before all blocks.
-                hook, level = _former[0]
-                set_tqdm_hook(hook)
-                logger.setLevel(level)
-            _former.pop()
+        try:
+            yield
+        finally:
+            set_tqdm_hook(hook)
+            logger.setLevel(level)
 
 
 def _without_bar(

@@ -184,10 +184,9 @@ class Reader(Probe):
             raise StopForward
         keys = self.prefixes.keys[layer_idx - self.first]
         values = self.prefixes.values[layer_idx - self.first]
-        # Tokens beyond the slots only pad the run, and no token sees them.
-        count = min(key_states.shape[2], self.prefixes.query_slots)
-        keys[:, :, :count] = key_states[:, :, :count]
-        values[:, :, :count] = value_states[:, :, :count]
+        count = key_states.shape[2]
+        keys[:, :, :count] = key_states
+        values[:, :, :count] = value_states
         return keys, values
 
 

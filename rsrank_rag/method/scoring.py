@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 from .arrays import Array, cast, namespace
-from .concurrent_batches import Ids
+from .batches import Ids
 from .formula import (
     Weights,
     combine,
@@ -28,7 +28,7 @@ from .prefix import Prefix, Prefixes
 from .template import PromptTokenizer, TokenisedQuery
 
 if TYPE_CHECKING:
-    from .backbone import Backbone
+    from .language_model import LanguageModel
     from .projection import Projection
 
 Consume = Callable[[int, Array], object]
@@ -55,7 +55,7 @@ class PrefixSource(Protocol):
 
     def prefill(
         self,
-        backbone: Backbone,
+        backbone: LanguageModel,
         rows: Sequence[Row],
         query_slots: int,
         extra_rows: Sequence[Prefix],
@@ -75,7 +75,7 @@ class ShiftReader:
 
     def __init__(
         self,
-        backbone: Backbone,
+        backbone: LanguageModel,
         prompts: PromptTokenizer,
         layers: Sequence[int],
         cache: PrefixSource | None = None,
@@ -140,11 +140,6 @@ class _BatchReader:
         lengths = [row.query.length for row in rows]
         self.lengths = xp.asarray(lengths, **self.on_device)[:, None]
         self.width = max(query.length for query in queries)
-        self.same_span = len({(query.start, query.length) for query in queries}) == 1
-        if reader.backbone.is_deterministic:
-            # Shapes must not depend on the other queries of the batch.
-            self.width = prefixes.query_slots
-            self.same_span = False
         self.columns = xp.arange(self.width, **self.on_device)
         size = (self.count, 1 + self.width)
         self.similarity = xp.zeros(size, dtype=xp.float64, **self.on_device)
@@ -161,13 +156,10 @@ class _BatchReader:
             if len(alone) > 1:
                 alone = alone[self.null_row]
             shifts = representational_shift(documents, alone)
-            self.consume(layer, self._without_padding(layer, shifts))
+            self.consume(layer, shifts * self._counted(layer)[:, None, :, None])
 
     def _scored(self, values: Array) -> Array:
         """Of value vectors (rows, H, all tokens, D) those of scored tokens, (rows, H, T, D)."""
-        if self.same_span:
-            start = int(self.starts[0, 0])
-            return values[:, :, start : start + self.width]
         places = (self.starts + self.columns).clip(None, values.shape[2] - 1)
         rows = namespace(places).arange(len(places), **self.on_device)[:, None]
         return values[rows, :, places].swapaxes(1, 2)
@@ -184,20 +176,18 @@ class _BatchReader:
         best = cast(maxsim(queries, documents, own), "float64")
         return xp.where(self.columns < self.lengths, best, 0) / self.lengths
 
-    def _without_padding(self, layer: int, shifts: Array) -> Array:
-        """Shifts (N, H, T, D), with zeros after shorter queries and where no document reaches.
+    def _counted(self, layer: int) -> Array:
+        """Which tokens count, (N, T): none after shorter queries, or where no document reaches.
 
         In a model whose layers all have sliding windows, late tokens cannot know of the document.
         Their shift is rounding, and its direction would count as much as any other.
         """
+        scored = self.columns < self.lengths
         reach = self.reader.backbone.reach(layer)
-        if self.same_span and reach is None:
-            return shifts
-        scored = self.columns < self.lengths  # (N, T)
         if reach is not None:
             limit = max(0, reach - self.reader.prompts.after_document)
             scored = scored & (self.starts[: self.count] + self.columns < limit)
-        return shifts * scored[:, None, :, None]
+        return scored
 
 
 def score_rows(
@@ -215,7 +205,7 @@ def score_rows(
     lengths = [row.query.length for row in rows]
     shift_score = sum(sums) / namespace(similarity).asarray(lengths, device=similarity.device)
     scores = combine(shift_score, similarity, projection.agreement)
-    return list(cast(scores, "float32").tolist())
+    return list(scores.tolist())
 
 
 def score_parts(

@@ -1,4 +1,4 @@
-"""The prefix cache: documents' prefixes on the device, in host memory and on disk, in this order.
+"""The prefix cache: documents' prefixes on the device and on disk, in this order.
 
 A document's keys and values do not depend on the query, so a document with a cached prefix needs
 only the query's tokens. An entry's key is a hash of everything that the entry depends on, so that
@@ -9,36 +9,29 @@ import hashlib
 import json
 import logging
 import threading
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from ..errors import InputError
-from ..method.concurrent_batches import Batches, Ids, device_kind
+from ..method.batches import Batches, Ids, device_kind
 from ..method.prefix import Prefix, Prefixes
 from ..method.scoring import Row
 from .disk import FORMAT, Disk, PackedPrefix
 from .settings import PrefixCache, memory_share
 
 if TYPE_CHECKING:
-    from ..method.backbone import Backbone
+    from ..method.language_model import LanguageModel
 
 logger = logging.getLogger(__name__)
 
 # Bytes on MPS by default. On CUDA it is a quarter of what is free after loading, and on a CPU
 # `settings.memory_share`.
 MPS_BYTES = 1_000_000_000
-
-# Past uses of a document count half after so many times as many look-ups as there are entries, and
-# at most so many uses count. Both are the values of TinyLFU's authors, in round numbers.
-LOOKUPS_PER_ENTRY = 8
-MOST_USES = 3
-
-Entry = TypeVar("Entry", Prefix, PackedPrefix)
 
 
 @dataclass
@@ -53,72 +46,48 @@ class Statistics:
     """
 
     device_hits: int = 0
-    host_hits: int = 0
     disk_hits: int = 0
     misses: int = 0
     evictions: int = 0
     corrupt: int = 0
     write_errors: int = 0
     device_bytes: int = 0
-    host_bytes: int = 0
     disk_bytes: int = 0
     device_limit: int = 0
-    host_limit: int = 0
     disk_limit: int = 0
 
 
-class _Tier(Generic[Entry]):
-    """Entries that fit into so many bytes. The caller holds a lock.
-
-    A new entry replaces the least recently used one only if it was used more often of late
-    (TinyLFU, arXiv 1512.00727). Where more documents come round than fit, some of them stay,
-    instead of each leaving just before its next use.
-    """
+class _Memory:
+    """The prefixes that were used last, in so many bytes. The caller holds a lock."""
 
     def __init__(self, limit: int) -> None:
         self.limit = limit
         self.bytes = 0
-        self.entries: OrderedDict[str, Entry] = OrderedDict()
-        self.uses: Counter[str] = Counter()
-        self.lookups = 0
+        self.entries: OrderedDict[str, Prefix] = OrderedDict()
 
-    def get(self, key: str) -> Entry | None:
-        if not self.limit:
-            return None
-        if self.lookups >= LOOKUPS_PER_ENTRY * max(len(self.entries), LOOKUPS_PER_ENTRY):
-            halves = {key: count // 2 for key, count in self.uses.items() if count > 1}
-            self.uses = Counter(halves)
-            self.lookups = 0
-        self.lookups += 1
-        self.uses[key] = min(self.uses[key] + 1, MOST_USES)
-        entry = self.entries.get(key)
-        if entry is not None:
+    def get(self, key: str) -> Prefix | None:
+        prefix = self.entries.get(key)
+        if prefix is not None:
             self.entries.move_to_end(key)
-        return entry
+        return prefix
 
-    def put(self, key: str, entry: Entry) -> int:
-        """Add an entry, if it fits and is used more than those it replaces; their number."""
-        size = _size(entry)
+    def put(self, key: str, prefix: Prefix) -> int:
+        """Add a prefix, if it fits at all; the number of those that it replaces."""
+        size = _size(prefix)
         if key in self.entries or size > self.limit:
             return 0
-        free = self.limit - self.bytes
-        removed = list[str]()
-        for old, cached in self.entries.items():
-            if free >= size:
-                break
-            if self.uses[old] >= self.uses[key]:
-                return 0
-            removed.append(old)
-            free += _size(cached)
-        for old in removed:
-            del self.entries[old]
-        self.entries[key] = entry
-        self.bytes = self.limit - free + size
-        return len(removed)
+        removed = 0
+        while self.bytes + size > self.limit:
+            _, oldest = self.entries.popitem(last=False)
+            self.bytes -= _size(oldest)
+            removed += 1
+        self.entries[key] = prefix
+        self.bytes += size
+        return removed
 
 
-def _size(entry: Prefix | PackedPrefix) -> int:
-    return sum(part.nbytes for part in vars(entry).values())
+def _size(prefix: Prefix) -> int:
+    return int(prefix.states.nbytes + prefix.pooled.nbytes)
 
 
 class PrefixTiers:
@@ -138,28 +107,20 @@ class PrefixTiers:
         self.dtype = dtype
         self.disk: Disk | None = None
         device_bytes = 0
-        host_bytes = 0
         if settings is not None:
-            host_bytes = settings.host
             device_bytes = settings.device or 0
             if settings.device is None:
                 device_bytes = _default_bytes(device)
             if settings.folder is not None:
                 self.disk = _open_disk(settings.folder, settings.disk)
         self.is_on = settings is not None
-        self.on_device: _Tier[Prefix] = _Tier(device_bytes)
-        self.in_host: _Tier[PackedPrefix] = _Tier(host_bytes)
+        self.on_device = _Memory(device_bytes)
         self.counts = Statistics()
         self._lock = threading.Lock()
 
-    @property
-    def packs(self) -> bool:
-        """Whether prefixes are rounded to 8 bits, which host memory and disk hold."""
-        return self.disk is not None or self.in_host.limit > 0
-
     def __contains__(self, key: str) -> bool:
         with self._lock:
-            if key in self.on_device.entries or key in self.in_host.entries:
+            if key in self.on_device.entries:
                 return True
         return self.disk is not None and key in self.disk
 
@@ -170,38 +131,28 @@ class PrefixTiers:
             if prefix is not None:
                 self.counts.device_hits += 1
                 return prefix
-            packed = self.in_host.get(key)
-            if packed is not None:
-                self.counts.host_hits += 1
-        if packed is None:
-            packed = self.read_file(key)
-            with self._lock:
-                if packed is None:
-                    self.counts.misses += 1
-                    return None
-                self.counts.disk_hits += 1
+        packed = self.read_file(key)
+        with self._lock:
+            if packed is None:
+                self.counts.misses += 1
+                return None
+            self.counts.disk_hits += 1
         prefix = packed.unpack(self.device, self.dtype)
-        self._remember(key, prefix, packed)
+        self._remember(key, prefix)
         return prefix
 
     def put(self, key: str, prefix: Prefix) -> Prefix:
         """Cache a prefix. Returns what later calls will get, so that all calls score alike."""
-        packed = PackedPrefix.of(prefix) if self.packs else None
+        packed = None if self.disk is None else PackedPrefix.of(prefix)
         if packed is not None:
             prefix = packed.unpack(self.device, self.dtype)
             self.write_file(key, packed)
-        self._remember(key, prefix, packed)
+        self._remember(key, prefix)
         return prefix
 
-    def _remember(self, key: str, prefix: Prefix, packed: PackedPrefix | None) -> None:
-        """Put a prefix on the device and, in 8 bits, into host memory.
-
-        Both at once: packing it later, when it leaves the device, would round it a second time.
-        """
+    def _remember(self, key: str, prefix: Prefix) -> None:
         with self._lock:
             self.counts.evictions += self.on_device.put(key, prefix)
-            if packed is not None:
-                self.counts.evictions += self.in_host.put(key, packed)
 
     def read_file(self, key: str) -> PackedPrefix | None:
         """A prefix on disk. A file that cannot be read is counted, and is gone now."""
@@ -235,9 +186,7 @@ class PrefixTiers:
         """The fields of `Statistics`."""
         with self._lock:
             self.counts.device_bytes = self.on_device.bytes
-            self.counts.host_bytes = self.in_host.bytes
             self.counts.device_limit = self.on_device.limit
-            self.counts.host_limit = self.in_host.limit
             if self.disk is not None:
                 self.counts.disk_bytes = self.disk.bytes
                 self.counts.disk_limit = self.disk.limit
@@ -246,8 +195,7 @@ class PrefixTiers:
     def clear(self) -> None:
         """Forget what is in memory; files stay."""
         with self._lock:
-            self.on_device = _Tier(self.on_device.limit)
-            self.in_host = _Tier(self.in_host.limit)
+            self.on_device = _Memory(self.on_device.limit)
 
 
 class CachedPrefixes:
@@ -281,7 +229,7 @@ class CachedPrefixes:
 
     def prefill(
         self,
-        backbone: "Backbone",
+        backbone: "LanguageModel",
         rows: Sequence[Row],
         query_slots: int,
         extra_rows: Sequence[Prefix],
@@ -300,7 +248,7 @@ class CachedPrefixes:
         missing = [key for key in documents if key not in prefixes]
         if missing:
             # What has just been run is used as it is, unless it is rounded or needed twice.
-            as_run = len(missing) == len(rows) and not self.tiers.packs
+            as_run = len(missing) == len(rows) and self.tiers.disk is None
             texts = [documents[key] for key in missing]
             run = backbone.prefill(texts, query_slots, extra_rows if as_run else ())
             if self.tiers.is_on or not as_run:
@@ -313,7 +261,7 @@ class CachedPrefixes:
     def write(
         self,
         documents: Collection[Ids],
-        backbone: "Backbone",
+        backbone: "LanguageModel",
         budget: int,
         progress: Callable[[int], object],
     ) -> None:
@@ -349,7 +297,7 @@ class CachedPrefixes:
                 "Make room and index again: what was written is not run again."
             )
 
-    def _write_batch(self, batch: Sequence[Ids], backbone: "Backbone") -> int:
+    def _write_batch(self, batch: Sequence[Ids], backbone: "LanguageModel") -> int:
         """Run a batch and write its prefixes; how many could not be written."""
         with backbone.inference():
             run = backbone.prefill(batch)
@@ -361,7 +309,7 @@ class CachedPrefixes:
         return failed
 
 
-def disk_bytes(backbone: "Backbone", documents: Collection[Ids]) -> int:
+def disk_bytes(backbone: "LanguageModel", documents: Collection[Ids]) -> int:
     """Bytes of the documents' files: 8 bits a number, a scale for each token and head, `pooled`."""
     layers = backbone.last_layer - backbone.fusion_layer
     token = 2 * layers * backbone.num_heads * (backbone.head_dim + 2)

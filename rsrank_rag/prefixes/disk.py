@@ -91,10 +91,6 @@ class Disk:
         self.folder = folder
         self.limit = limit
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        for path in folder.iterdir():
-            # A link to nothing or to itself, in the place of a folder of entries.
-            if path.is_symlink() and not path.exists() and len(path.name) == 2:
-                path.unlink()
         # Left by writers that were killed.
         for partial in folder.glob("*/*.partial"):
             if not is_running(partial):
@@ -173,14 +169,11 @@ class Disk:
         return removed
 
     def _files(self) -> list[tuple[float, int, Path]]:
-        """Time of last use, size and path of each file. Links are removed."""
+        """Time of last use, size and path of each file."""
         files = []
         for path in self.folder.glob("*/*.prefix"):
             # Another process may have removed it.
             with contextlib.suppress(OSError):
-                if path.is_symlink():
-                    path.unlink()
-                    continue
                 state = path.stat()
                 files.append((state.st_mtime, state.st_size, path))
         return files

@@ -60,8 +60,6 @@ class PrefixCache(BaseModel, extra="forbid", frozen=True):
     device: Size | None = None
     """On the device, as they are. None for a quarter of a GPU's free memory, and for `memory_share`
     on a CPU."""
-    host: Size = 0
-    """In host memory, in 8 bits, besides the device: much more fits there."""
     folder: Folder | None = None
     """On disk, in 8 bits; None for not at all."""
     disk: Size = 10_000_000_000

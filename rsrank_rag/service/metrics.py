@@ -122,7 +122,7 @@ class Metrics(Collector):
                 yield kind(*names[name], value=stats[name])
         for what, (kind, title, text) in PREFIXES.items():
             family = kind(title, text, labels=["place"])
-            for place in ("device", "host", "disk"):
+            for place in ("device", "disk"):
                 if (name := f"model_{place}_{what}") in stats:
                     family.add_metric([place], stats[name])
             yield family

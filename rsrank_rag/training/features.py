@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ..errors import InputError, ScoringError, TrainingError
 from ..evaluation.datasets import LabelledQuery
-from ..method.concurrent_batches import Batches, DoesNotFitError, Ids, token_budget_for
+from ..method.batches import Batches, DoesNotFitError, Ids, token_budget_for
 from ..method.scoring import Row, ShiftReader
 from ..method.template import PromptTokenizer
 from .recipe import FeaturePart

@@ -17,7 +17,7 @@ from tqdm.auto import tqdm
 from ..artifact import hub
 from ..artifact.config import INSIDE, BackboneSpec, RSRankConfig, TrainingRecord
 from ..artifact.identity import describe, folder_of, hashes
-from ..artifact.pretrained import open_artifact, open_model
+from ..artifact.pretrained import open_model, open_on_torch
 from ..errors import InputError
 from ..evaluation.datasets import LabelledQuery
 from ..evaluation.metrics import present_means, ranking_metrics
@@ -170,11 +170,11 @@ class TrainingRun:
         options = part.load_options()
         if recipe.base is not None:
             source = ModelSource(recipe.base, load=options, max_length=part.max_length)
-            core, prompts, _, config = open_artifact(source)
-            artifact = hub.resolve(recipe.base)
-            base = hub.read_projection(artifact, config)
-            folder = artifact / INSIDE
-            return _Model(core, prompts, config.backbone, config.layers, folder, config, base)
+            folder = hub.resolve(recipe.base)
+            config = hub.read_config(folder)
+            core, prompts, projection = open_on_torch(source, folder, config)
+            inside = folder / INSIDE
+            return _Model(core, prompts, config.backbone, config.layers, inside, config, projection)
         core, prompts = open_model(
             part.name,
             part.revision,

@@ -12,7 +12,6 @@ from hub_server import READER, WRITER, HubServer, connected, files_of
 from huggingface_hub import constants
 
 from rsrank_rag import RSRank, RSRankError
-from rsrank_rag.artifact.hub import push
 from rsrank_rag.errors import ArtifactError, BackboneError
 from rsrank_rag.language_model.options import LoadOptions
 
@@ -183,13 +182,13 @@ def test_an_unknown_revision_is_told_from_an_unknown_repository(revision, hub, l
     hub.commit(REPO, artifact()[0])
     message = refusal(load, revision=revision)
     assert f"{REPO!r} at revision {revision!r}" in message
-    assert "has this repository but not this revision" in message
+    assert "RevisionNotFoundError" in message
 
 
 def test_an_unknown_repository_is_named_with_what_to_do(hub, load):
     message = refusal(load, "nobody/nothing")
     assert "'nobody/nothing' is neither built in" in message
-    assert "no such repository, or it is private or gated: log in with 'hf auth login'" in message
+    assert "log in ('hf auth login')" in message
 
 
 def test_a_name_without_owner_that_nobody_has_is_an_unknown_repository(hub, load):
@@ -202,14 +201,14 @@ def test_a_name_without_owner_that_nobody_has_is_an_unknown_repository(hub, load
 def test_what_cannot_be_a_hub_id_is_refused_without_asking_the_hub(name, hub, load):
     message = refusal(load, name)
     assert repr(name) in message
-    assert "cannot be a Hub id (owner/name)" in message
+    assert "Check the name (owner/name)" in message
     assert hub.log == []
 
 
 def test_the_repository_of_a_language_model_is_refused_before_its_weights_are_fetched(
     hub, model, load
 ):
-    assert "Is this the folder of a language model?" in refusal(load, MODEL)
+    assert "Is this the folder of a language model" in refusal(load, MODEL)
     assert hub.downloads("config.json") == 1
     assert hub.downloads("model.safetensors") == 0
 
@@ -218,8 +217,8 @@ def test_private_repositories_need_a_token(hub, load, from_hub, tmp_path):
     made = from_hub()
     hub.commit(REPO, save(made, tmp_path / "made"), private=True)
     hub.repositories[REPO].private = hub.repositories[MODEL].private = True
-    assert "it is private" in refusal(load)
-    assert "download from" in refusal(load, token="hf_expired")
+    for token in (None, "hf_expired"):
+        assert "If it is private, log in" in refusal(load, token=token)
     assert load(token=READER).score(QUERY, DOCUMENTS) == made.score(QUERY, DOCUMENTS)
 
 
@@ -247,14 +246,14 @@ def test_local_files_only_asks_nobody(hub, load, from_hub, tmp_path):
     hub.log.clear()
     load(local_files_only=True)
     message = refusal(load, "nobody/nothing", local_files_only=True)
-    assert "could not be had from the local Hub cache" in message
-    assert "Connect once to download it, or pass the path of a local copy" in message
+    assert "LocalEntryNotFoundError" in message
+    assert "pass the path of a local copy" in message
     assert hub.log == []
 
 
 def test_offline_mode_is_named_as_the_cache(hub, load, monkeypatch):
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
-    assert "could not be had from the local Hub cache" in refusal(load)
+    assert "LocalEntryNotFoundError" in refusal(load)
 
 
 def test_a_hub_that_is_down_is_replaced_by_the_cache(hub, load, artifact):
@@ -277,7 +276,7 @@ def test_a_revision_that_was_not_downloaded_is_not_in_the_cache(hub, load, artif
     load()
     message = refusal(load, revision="v2", local_files_only=True)
     assert f"{REPO!r} at revision 'v2'" in message
-    assert "local Hub cache" in message
+    assert "LocalEntryNotFoundError" in message
 
 
 # Mishaps
@@ -287,13 +286,13 @@ def test_a_hub_that_is_down_is_an_error_when_nothing_is_cached(hub, load):
     hub.stop()
     message = refusal(load)
     assert f"{REPO!r} is neither built in" in message
-    assert "could not be had from the Hub" in message
+    assert "could not be downloaded" in message
 
 
 def test_a_hub_in_trouble_is_an_error(hub, load):
     hub.status["/api/models/"] = 500
     message = refusal(load)
-    assert "could not be had from the Hub" in message
+    assert "could not be downloaded" in message
     assert "bad day" in message
 
 
@@ -303,22 +302,22 @@ def test_a_login_page_instead_of_the_hub_is_an_error(hub, load):
     )
     message = refusal(load)
     assert repr(REPO) in message
-    assert f"download from {hub.url} failed" in message
+    assert "could not be downloaded" in message
 
 
 def test_a_projection_that_was_uploaded_damaged_is_an_error(hub, load, artifact):
     files = artifact()[0]
     hub.commit(REPO, files | {"projection.safetensors": files["projection.safetensors"][:-100]})
     message = refusal(load)
-    assert "projection.safetensors is damaged or truncated" in message
-    assert "Download it again" in message
+    assert "projection.safetensors is missing or damaged" in message
+    assert "Download the artifact again" in message
 
 
 def test_a_repository_without_projection_is_an_error(hub, load, artifact):
     files = artifact()[0]
     del files["projection.safetensors"]
     hub.commit(REPO, files)
-    assert "holds no projection.safetensors" in refusal(load)
+    assert "projection.safetensors is missing or damaged" in refusal(load)
 
 
 def test_a_download_that_breaks_off_goes_on_where_it_stopped(hub, load, artifact, monkeypatch):
@@ -339,8 +338,7 @@ def test_a_download_that_always_breaks_off_is_an_error_and_leaves_no_damage(
     hub.cut["projection.safetensors"] = [0] * 100
     monkeypatch.setattr("huggingface_hub.file_download.time.sleep", lambda _seconds: None)
     message = refusal(load)
-    assert f"download from {hub.url} failed" in message
-    assert "Try again" in message
+    assert "could not be downloaded" in message
     hub.cut.clear()
     assert load().score(QUERY, DOCUMENTS) == scores
 
@@ -349,7 +347,7 @@ def test_a_download_that_is_too_short_is_an_error_and_leaves_no_damage(hub, load
     files, scores = artifact()
     hub.commit(REPO, files)
     hub.shorten["projection.safetensors"] = 100
-    assert f"download from {hub.url} failed" in refusal(load)
+    assert "could not be downloaded" in refusal(load)
     hub.shorten.clear()
     assert load().score(QUERY, DOCUMENTS) == scores
 
@@ -525,29 +523,11 @@ def test_a_fresh_process_finds_the_hub_and_its_cache_by_the_environment(hub, fro
 # The card
 
 
-def test_a_failed_push_leaves_the_folder_as_it_was_and_the_next_one_names_the_right_repository(
-    hub, ranker, tmp_path
-):
-    folder = tmp_path / "made"
-    ranker.save_pretrained(folder, include_backbone=True)
-    before = files_of(folder)
-    config = {"private": False, "revision": None, "message": "B"}
-    refusal(push, folder, "wrong/name", token=READER, **config)
-    push(folder, REPO, token=WRITER, **config)
-    assert files_of(folder) == before
+def test_the_card_names_the_repository_that_it_was_pushed_to(hub, ranker):
+    refusal(ranker.push_to_hub, "wrong/name", include_backbone=True, token=READER)
+    ranker.push_to_hub(REPO, include_backbone=True, token=WRITER)
     pushed = hub.repositories[REPO]
     card = pushed.commits[pushed.refs["main"]]["README.md"].decode()
     assert f'from_pretrained("{REPO}")' in card
     assert "wrong/name" not in card
     assert "PATH_OR_HUB_ID" not in card
-
-
-def test_a_push_refuses_symbolic_links_and_uploads_nothing(hub, ranker, tmp_path):
-    (tmp_path / "private.txt").write_text("secret")
-    folder = tmp_path / "made"
-    ranker.save_pretrained(folder, include_backbone=True)
-    (folder / "notes.txt").symlink_to(tmp_path / "private.txt")
-    options = {"private": False, "revision": None, "message": "B", "token": WRITER}
-    message = refusal(push, folder, REPO, **options)
-    assert f"{folder / 'notes.txt'} is a symbolic link" in message
-    assert hub.repositories == {}

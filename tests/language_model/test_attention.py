@@ -2,9 +2,6 @@
 
 import json
 import math
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -103,38 +100,3 @@ def test_a_saved_model_does_not_ask_for_our_attention(tiny_folder, tmp_path):
     model.save_pretrained(tmp_path)
     assert NAME not in json.dumps(json.loads((tmp_path / "config.json").read_text()))
     AutoModel.from_pretrained(tmp_path)
-
-
-BOTH_DTYPES = """
-import torch
-from rsrank_rag import RSRank
-from rsrank_rag.language_model.options import has_fast_bfloat16, hides_avx512
-passages = open("examples/passages.txt", encoding="utf-8").read().splitlines()
-scores = {}
-for dtype in ("float32", "bfloat16"):
-    ranker = RSRank.from_pretrained(device="cpu", dtype=dtype)
-    scores[dtype] = torch.tensor(ranker.score("How do bees find flowers?", passages))
-assert torch.backends.cuda.flash_sdp_enabled()
-exact, rounded = scores.values()
-assert 0 < (exact - rounded).abs().max() < 0.2, (exact - rounded).abs().max()
-assert not has_fast_bfloat16(torch.device("cpu")) or not hides_avx512()
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("capability", ["default", "avx2"])
-def test_bfloat16_is_attended_to_where_torch_is_told_to_leave_instructions_unused(capability):
-    environment = {
-        **os.environ,
-        "ATEN_CPU_CAPABILITY": capability,
-        "PYTHONPATH": str(ROOT),
-        "OMP_NUM_THREADS": "1",
-    }
-    done = subprocess.run(
-        [sys.executable, "-c", BOTH_DTYPES],
-        env=environment,
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr[-500:]

@@ -4,6 +4,7 @@ import json
 import logging
 import multiprocessing
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -124,14 +125,12 @@ def test_one_call_may_mix_hits_and_misses():
     assert model.ran == [DOCS[0], DOCS[1], DOCS[2]]
 
 
-def test_a_prefix_used_more_often_replaces_the_least_recently_used_and_the_bound_holds():
+def test_a_new_prefix_replaces_those_that_were_not_used_for_longest():
     kept, model = store(device=8 * BYTES), Model()
     prefill(kept, [DOCS[0]], model)
     prefill(kept, [DOCS[1]], model)
     prefill(kept, [DOCS[0]], model)  # now the second is the older one
     new = (11, 12, 13, 14)
-    prefill(kept, [new], model)  # asked for as often as the second: it finds no place
-    assert stats(kept)["evictions"] == 0
     prefill(kept, [new], model)
     assert stats(kept)["evictions"] == 1
     assert stats(kept)["device_bytes"] == 7 * BYTES
@@ -140,16 +139,6 @@ def test_a_prefix_used_more_often_replaces_the_least_recently_used_and_the_bound
     assert model.ran == []
     prefill(kept, [DOCS[1]], model)
     assert model.ran == [DOCS[1]]
-
-
-@pytest.mark.parametrize("rounds", [10, 60])
-def test_of_more_documents_in_turn_than_fit_most_that_could_be_kept_are_found(rounds):
-    kept, model = store(device=40 * BYTES), Model()
-    for _ in range(rounds):
-        for number in range(60):  # 1.5 times as many as fit
-            prefill(kept, [(number,)], model)
-    hits, best = stats(kept)["device_hits"], 40 * (rounds - 1)
-    assert hits > 0.5 * best
 
 
 def test_where_all_fit_nothing_is_said(caplog):
@@ -196,19 +185,6 @@ def test_a_document_larger_than_a_tier_is_run_each_time():
     assert stats(kept)["device_bytes"] == 0
 
 
-def test_what_has_left_the_device_is_found_in_host_memory_in_8_bits():
-    kept, model = store(device=5 * BYTES, host=1 << 20), Model()
-    first = prefill(kept, [DOCS[2]], model)
-    check(first, [DOCS[2]], error=0.02)
-    for _ in range(2):  # asked for more often than the first, it takes its place
-        prefill(kept, [DOCS[0]], model)
-    assert 0 < stats(kept)["host_bytes"] < 8 * BYTES * 0.4
-    again = prefill(kept, [DOCS[2]], model)
-    assert model.ran == [DOCS[2], DOCS[0]]
-    assert stats(kept)["host_hits"] == 2
-    assert all(torch.equal(a, b) for a, b in zip(first.keys, again.keys, strict=True))
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_first_call_gives_what_every_later_one_gives_wherever_it_is_found(tmp_path, dtype):
     def prefixes(kept, model):
@@ -226,13 +202,13 @@ def test_a_first_call_gives_what_every_later_one_gives_wherever_it_is_found(tmp_
         return CachedPrefixes({"model": "m"}, PrefixTiers(settings, device=CPU, dtype=dtype))
 
     model = Rounded()
-    both = fresh(device=1 << 20, host=1 << 20)
+    both = fresh(device=1 << 20)
     first = prefixes(both, model)
     assert torch.equal(prefixes(both, model), first)  # on the device
     both.tiers.on_device.entries.clear()
-    assert torch.equal(prefixes(both, model), first)  # in host memory
-    assert torch.equal(prefixes(fresh(), model), first)  # on disk
-    assert stats(both)["host_hits"] == stats(both)["device_hits"] == 1
+    assert torch.equal(prefixes(both, model), first)  # on disk
+    assert torch.equal(prefixes(fresh(), model), first)
+    assert stats(both)["disk_hits"] == stats(both)["device_hits"] == 1
 
 
 def test_the_same_document_may_stand_in_several_rows():
@@ -413,7 +389,7 @@ def test_two_processes_share_a_folder(tmp_path):
 
 
 def test_threads_share_a_store(tmp_path):
-    kept, model = store(folder=tmp_path, device=20 * BYTES, host=10 * BYTES), Model()
+    kept, model = store(folder=tmp_path, device=20 * BYTES), Model()
     documents = [(i, i + 1, i + 2) for i in range(20)]
 
     def use(seed):
@@ -427,7 +403,7 @@ def test_threads_share_a_store(tmp_path):
         list(threads.map(use, range(24)))
     found = stats(kept)
     assert found["device_bytes"] <= 20 * BYTES
-    hits = found["device_hits"] + found["host_hits"] + found["disk_hits"]
+    hits = found["device_hits"] + found["disk_hits"]
     assert hits + found["misses"] == 24 * 20
 
 
@@ -505,14 +481,10 @@ def test_prefixes_on_disk_serve_the_next_process_but_no_other_model(tiny_ranker,
     assert again.score(QUERY, DOCUMENTS) == pytest.approx(expected, abs=0.05)  # 8 bits
     assert stats(again)["disk_hits"] == len(DOCUMENTS)
     other = tiny_ranker("qwen3")
-    weight = next(other.backbone.model.parameters())
-    with torch.no_grad():
-        weight[3] += 1.0
-    try:
-        foreign = keeping(other, tmp_path)
-    finally:
-        with torch.no_grad():
-            weight[3] -= 1.0
+    files = {**other.config.backbone.files, "model.safetensors": "the hash of other weights"}
+    backbone = other.config.backbone.model_copy(update={"files": files})
+    config = other.config.model_copy(update={"backbone": backbone})
+    foreign = RSRank(other.backbone, other.prompts, other.projection, config, prefix_cache=tmp_path)
     assert identity_of(foreign.cache) != identity_of(again.cache)
 
 
@@ -530,18 +502,13 @@ def test_every_place_has_its_own_limit(ranker, tmp_path):
     folder = tmp_path / "kept"
     chosen = {
         "device": "1KB",
-        "host": "2MB",
         "folder": str(folder),
         "disk": "3GB",
         "salt": "tenant",
     }
     for choice in (chosen, PrefixCache(**chosen)):
         made = keeping(ranker, choice).cache
-        assert (made.tiers.on_device.limit, made.tiers.in_host.limit, made.tiers.disk.limit) == (
-            1000,
-            2_000_000,
-            3_000_000_000,
-        )
+        assert (made.tiers.on_device.limit, made.tiers.disk.limit) == (1000, 3_000_000_000)
         assert identity_of(made) != identity_of(
             keeping(ranker, {**chosen, "salt": "another"}).cache
         )
@@ -677,19 +644,6 @@ def test_nobody_else_may_read_what_is_kept(tmp_path):
     assert {oct(path.stat().st_mode & 0o777) for path in found if path.is_file()} == {"0o600"}
 
 
-@pytest.mark.parametrize("place", ["a folder", "a file"])
-def test_a_link_that_points_to_itself_is_removed(tmp_path, place):
-    model = Model()
-    prefill(store(folder=tmp_path), DOCS, model)
-    path = next(tmp_path.glob("*/*.prefix"))
-    link = tmp_path / "zz" if place == "a folder" else path.with_name("other.prefix")
-    link.symlink_to(link)
-    cache = store(folder=tmp_path)
-    assert not link.is_symlink()
-    check(prefill(cache, DOCS, model), DOCS, error=0.02)
-    assert (stats(cache)["disk_hits"], model.ran) == (3, DOCS)
-
-
 def test_a_folder_has_a_limit_of_10_gb_by_default(tmp_path):
     assert stats(store(folder=tmp_path))["disk_limit"] == 10_000_000_000
 
@@ -703,27 +657,18 @@ def test_a_damaged_file_does_not_count_as_indexed(ranker, tmp_path):
     assert [keeping(ranker, tmp_path).index(DOCUMENTS) for _ in range(2)] == [1, 0]
 
 
-@pytest.mark.parametrize("harm", ["one entry", "a block", "two words", "the config"])
-def test_prefixes_of_a_damaged_model_are_not_served_after_its_repair(harm, tiny_ranker, tmp_path):
-    ranker = tiny_ranker("qwen3")
-    identity = identity_of(keeping(ranker, tmp_path).cache)
-    core, words = ranker.backbone, ranker.backbone.model.get_input_embeddings().weight
-    before, eps = words.detach().clone(), core.config.rms_norm_eps
-    with torch.no_grad():
-        if harm == "one entry":
-            words[7, 13] += 1e-3
-        elif harm == "a block":
-            words.view(-1)[512:1536] = 0
-        elif harm == "two words":
-            words[[3, 4]] = words[[4, 3]]
-        else:
-            core.config.rms_norm_eps = 1e-3
-    damaged = identity_of(keeping(ranker, tmp_path).cache)
-    with torch.no_grad():
-        words.copy_(before)
-        core.config.rms_norm_eps = eps
-    assert damaged != identity
-    assert identity_of(keeping(ranker, tmp_path).cache) == identity
+def test_a_model_that_the_user_named_has_prefixes_of_its_own(tiny_ranker, tiny_folder, tmp_path):
+    tiny_ranker("qwen3").save_pretrained(tmp_path / "artifact")
+    copy = shutil.copytree(tiny_folder("qwen3"), tmp_path / "copy")
+    identities = []
+    for epsilon in (1e-6, 1e-3, 1e-6):
+        config = json.loads((copy / "config.json").read_text())
+        (copy / "config.json").write_text(json.dumps({**config, "rms_norm_eps": epsilon}))
+        ranker = RSRank.from_pretrained(
+            tmp_path / "artifact", backbone=copy, device="cpu", prefix_cache=tmp_path / "prefixes"
+        )
+        identities.append(identity_of(ranker.cache))
+    assert identities[0] == identities[2] != identities[1]
 
 
 def test_the_limit_of_a_folder_holds_for_several_stores_together(tmp_path):
@@ -774,9 +719,9 @@ def test_what_8_bits_cannot_hold_is_not_kept_in_them(number, tmp_path):
             prefix = Prefix(torch.full((2, LAYERS, HEADS, 3, WIDTH), number), torch.empty(0))
             return Prefixes.join([prefix] * len(documents), query_slots)
 
-    kept = store(host=10**6, folder=tmp_path)
+    kept = store(folder=tmp_path)
     prefill(kept, [(1, 2, 3)], Broken())
-    assert (stats(kept)["host_bytes"], stats(kept)["disk_bytes"]) == (0, 0)
+    assert stats(kept)["disk_bytes"] == 0
 
 
 def test_the_largest_number_of_float16_stays_finite():

@@ -980,7 +980,7 @@ def test_the_models_process_logs_as_the_service_does():
     code = (
         "import logging, warnings\nfrom rsrank_rag.cli.service import prepare_logs\n"
         "prepare_logs('INFO')\n"
-        "logging.getLogger('rsrank_rag.method.concurrent_batches').info('one')\n"
+        "logging.getLogger('rsrank_rag.method.batches').info('one')\n"
         "logging.getLogger('transformers.models').warning('two')\n"
         "logging.getLogger('urllib3').info('too much'); warnings.warn('three')\n"
     )

@@ -1,0 +1,136 @@
+"""Batches that fit into memory."""
+
+import gc
+import logging
+import sys
+from bisect import bisect_left
+from collections.abc import Iterable, Iterator, Sized
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, Generic, TypeVar
+
+logger = logging.getLogger(__name__)
+
+Ids = tuple[int, ...]
+
+# Padded tokens in a batch of more than one sequence.
+TOKEN_BUDGET = {"cuda": 16384, "cpu": 2048, "mps": 4096}
+
+# A sequence shorter than this share of a batch's longest waits for a later batch, so that little of
+# the batch is padding.
+SIMILAR_LENGTH = 0.7
+
+# While a batch is below this part of the budget, shorter sequences join it: there, padding costs
+# less than another run.
+SMALL_BATCH = 8
+
+Item = TypeVar("Item", bound=Sized)
+
+
+@dataclass(eq=False)
+class DoesNotFitError(Exception):
+    """One sequence alone, ``ids`` as it was given, is too large for the memory."""
+
+    ids: Any
+
+
+class Batches(Generic[Item]):
+    """Sequences of similar length in batches of at most so many padded tokens.
+
+    The longest come first, so that too large a budget shows at once. When memory runs out, the
+    batch is tried again at half its size, and the smaller budget stays for the rest. Use as
+
+        for batch in batches:
+            with batches.attempt():
+                run(batch)
+
+    Args:
+        sequences: Token ids, or objects with the length of their token ids.
+        budget: Padded tokens: rows times the longest row's tokens. A batch has at least one row.
+        extra: Tokens that each row costs besides its own.
+        similar: Sequences shorter than this share of a batch's longest wait for a later one.
+    """
+
+    def __init__(
+        self,
+        sequences: Iterable[Item],
+        budget: int,
+        *,
+        extra: int = 0,
+        similar: float = SIMILAR_LENGTH,
+    ) -> None:
+        self.waiting = sorted(sequences, key=len)
+        self.budget = budget
+        self.extra = extra
+        self.similar = similar
+        self.retries = 0
+        self._size = 0
+
+    def __iter__(self) -> Iterator[list[Item]]:
+        while self.waiting:
+            retries = self.retries
+            self._size = self._next_size()
+            yield self.waiting[-self._size :]
+            if self.retries > retries:
+                # The failed run's tensors are gone by now, so their memory can be given back.
+                gc.collect()
+                if "torch" in sys.modules:
+                    sys.modules["torch"].cuda.empty_cache()
+
+    def _next_size(self) -> int:
+        longest = len(self.waiting[-1])
+        cost = longest + self.extra
+        fits = max(1, min(len(self.waiting), self.budget // cost))
+        shorter = bisect_left(self.waiting, cost * self.similar - self.extra, key=len)
+        similar = len(self.waiting) - shorter
+        return max(1, min(fits, max(similar, self.budget // SMALL_BATCH // cost)))
+
+    @contextmanager
+    def attempt(self) -> Iterator[None]:
+        """Around the run of the current batch: the batch is done afterwards, or comes in halves.
+
+        Raises:
+            DoesNotFitError: One sequence alone ran out of memory.
+        """
+        try:
+            yield
+        except (MemoryError, RuntimeError) as error:
+            if not is_out_of_memory(error):
+                raise
+            if self._size == 1:
+                raise DoesNotFitError(self.waiting[-1]) from None
+            half = self._size // 2
+            logger.warning(
+                "Out of memory with %d documents at once; going on with %d.", self._size, half
+            )
+            self.retries += 1
+            self.budget = (len(self.waiting[-1]) + self.extra) * half
+        else:
+            del self.waiting[-self._size :]
+
+
+def device_kind(device: object) -> str:
+    """The kind of a device, such as ``cuda`` of ``cuda:1``."""
+    return str(device).partition(":")[0]
+
+
+def token_budget_for(device: object) -> int:
+    """Padded tokens of one batch that suit a device."""
+    return TOKEN_BUDGET.get(device_kind(device), TOKEN_BUDGET["cpu"])
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an error says that memory ran out.
+
+    torch has an exception of its own for it; allocators, cuBLAS and MPS raise RuntimeErrors. The
+    exception goes by its name, because torch need not be installed.
+    """
+    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
+        return True
+    signs = (
+        "can't allocate memory",
+        "not enough memory",
+        "out of memory",
+        "CUBLAS_STATUS_ALLOC_FAILED",
+    )
+    return isinstance(error, RuntimeError) and any(sign in str(error) for sign in signs)
