@@ -3,7 +3,6 @@
 import hashlib
 import json
 import reprlib
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -83,7 +82,7 @@ def resolve(
 
 
 def download(
-    name: str, revision: str | None, load: LoadOptions, files: Sequence[str] = ENCODER_FILES
+    name: str, revision: str | None, load: LoadOptions, files: list[str] = ENCODER_FILES
 ) -> Path:
     """The folder of such files on the Hub, in the Hub's cache.
 
