@@ -208,7 +208,7 @@ def test_every_file_that_a_command_of_the_first_pages_reads_is_in_the_repository
 
 def test_no_command_installs_a_name_that_is_not_on_the_package_index():
     pages = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md"), *(ROOT / "research").rglob("*.md")]
-    pages += [ROOT / "client" / "README.md", *EXAMPLES.glob("*.ipynb")]
+    pages += EXAMPLES.glob("*.ipynb")
     pages += [*(ROOT / "rsrank_rag").rglob("*.py")]
     name = re.compile(r"pip install [^\n`]*(?<![/\w])rsrank[-_]rag(?![^\n`]*@ )")
     assert [str(page) for page in pages if name.search(page.read_text("utf-8"))] == []

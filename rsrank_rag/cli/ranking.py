@@ -291,7 +291,7 @@ def score(
     text = f"{numbers['rows']:,} rows"
     if numbers["errors"]:
         text += f", {numbers['errors']:,} of them without a score (column error)"
-    text += f", in {numbers['files']:,} files of {output}"
+    text += f"; files in {output}: {numbers['files']:,} new"
     if numbers["skipped"]:
-        text += f"; {numbers['skipped']:,} files were there already"
+        text += f", {numbers['skipped']:,} there already"
     screen.print(text, soft_wrap=True)
