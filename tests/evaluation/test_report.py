@@ -218,6 +218,11 @@ def test_the_page_shows_lost_answers_alternatives_and_advice(html):
         assert part["answerable"] == summary["answerable"]
     text = " ".join(" ".join(Page(html).text).split())
     assert all(part["advice"] in text for part in tables)
+    # The advice and the table beside it round alike.
+    for part in tables:
+        kept = re.search(r"keeps ([\d.]+) passages", part["advice"])[1]
+        assert kept in {f"{result.kept_per_query:.2f}" for _, result in part["rows"]}
+        assert f" {kept} " in text.replace(part["advice"], "")
     assert text.count("first 3 in the file's order") == len(tables)
 
 
