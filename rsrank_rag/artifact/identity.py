@@ -75,7 +75,7 @@ def describe(
         num_heads=core.num_heads,
         head_dim=core.head_dim,
         tokenizer=tokenizer_fingerprint(prompts.tokenizer),
-        values=core.findings.sample,
+        values=core.sample,
         files=dict(files or {}),
     )
 
@@ -196,7 +196,7 @@ def check_after_run(core: Backbone, spec: BackboneSpec, source: str) -> None:
         )
     from ..language_model.weights import bits_of
 
-    difference = relative_difference(core.findings.sample, spec.values)
+    difference = relative_difference(core.sample, spec.values)
     if not difference <= TOLERANCE[bits_of(core.model)]:
         raise ArtifactError(
             f"The weights of {source} are not those of {spec.name} (revision "

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ..errors import BackboneError
-from ..method.backbone import ADVICE, Backbone, Findings
+from ..method.backbone import ADVICE, Backbone
 from ..method.batches import is_out_of_memory
 from ..method.probe import Recorder
 from .attention import NAME
@@ -62,8 +62,7 @@ def open_backbone(
     """
     loaded = model.eval().config.get_text_config().num_hidden_layers
     last_layer = loaded - 1 if last_layer is None else last_layer
-    not_tested = Findings(causal=True, num_heads=1, head_dim=1, sample=())
-    core = Backbone(model, not_tested, last_layer=last_layer, num_layers=num_layers or loaded)
+    core = Backbone(model, last_layer=last_layer, num_layers=num_layers or loaded)
     if not 0 < last_layer < loaded:
         raise BackboneError(f"Layer {last_layer} was asked for; {core.name} has 1..{loaded - 1}.")
     if documents_stay and not fusion_layer:
@@ -93,7 +92,7 @@ def _refuse(core: Backbone, problem: str) -> NoReturn:
 
 @torch.no_grad()
 def _tested(core: Backbone) -> Backbone:
-    """The same model with its findings, after these checks.
+    """The same model with what is known of it, after these checks.
 
     1. Every layer up to the last one read passes (1, H, T, D) value vectors through the cache.
     2. They are slices of the output of a linear map: the layer's value projection.
@@ -112,14 +111,14 @@ def _tested(core: Backbone) -> Backbone:
         _check_rotary(core, ids)
     last = values[-1][0, :, -1].flatten().float()
     places = torch.linspace(0, len(last) - 1, SAMPLE, dtype=torch.float32, device=last.device)
-    findings = Findings(
-        causal,
+    tested = replace(
+        core,
+        causal=causal,
         num_heads=values[0].shape[1],
         head_dim=values[0].shape[3],
         sample=tuple(round(entry, 6) for entry in last[places.long()].tolist()),
         pads_keys=core.device.type == "cpu" and core.config._attn_implementation == NAME,
     )
-    tested = replace(core, findings=findings)
     _check_two_phases(tested, ids, values if causal else _block_masked_values(tested, ids))
     return tested
 

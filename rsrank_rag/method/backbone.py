@@ -43,52 +43,40 @@ ADVICE = (
 )
 
 
-@dataclass(frozen=True)
-class Findings:
-    """What a trial run of the model measured; see `language_model.check`.
-
-    Attributes:
-        causal: Whether tokens see only earlier ones (a decoder).
-        num_heads: H.
-        head_dim: D.
-        sample: Entries of the last read layer's value vectors on fixed tokens. They depend on every
-            weight below, so that they identify a checkpoint.
-        pads_keys: Whether attention can get keys padded to a multiple of 32.
-    """
-
-    causal: bool
-    num_heads: int
-    head_dim: int
-    sample: tuple[float, ...]
-    pads_keys: bool = False
-
-
 @dataclass(eq=False)
 class Backbone(LanguageModel):
     """A frozen transformer whose value vectors can be read; `language_model.check` makes one.
 
     Attributes:
         model: A base model without head (``AutoModel``), in eval mode.
-        findings: What is known of the model.
         last_layer: The last layer whose value vectors are read. Later layers never run, nor need be
             loaded.
         num_layers: Layers of the checkpoint, of which the model may hold only the first ones.
         fusion_layer: Above 0, the model's runs must be able to end or begin there, see
             `language_model.fusion`.
         documents_stay: As in `LanguageModel`.
+        causal: Whether tokens see only earlier ones (a decoder).
+        num_heads: H.
+        head_dim: D.
+        sample: Entries of the last read layer's value vectors on fixed tokens. They depend on every
+            weight below, so that they identify a checkpoint.
+        pads_keys: Whether attention can get keys padded to a multiple of 32.
         reader: The cache that reads queries.
         identity: As in `LanguageModel`.
     """
 
     model: PreTrainedModel
-    findings: Findings
     last_layer: int
     num_layers: int
     fusion_layer: int = 0
     documents_stay: bool = False
+    causal: bool = True
+    num_heads: int = 1
+    head_dim: int = 1
+    sample: tuple[float, ...] = ()
+    pads_keys: bool = False
     reader: type[Reader] = Reader
     identity: dict[str, object] = field(default_factory=dict)
-    _last_entering: tuple[object, Tensor] | None = field(default=None, init=False, repr=False)
 
     def __post_init__(self) -> None:
         self.name = f"{type(self.model).__name__} ({self.model.name_or_path or 'unnamed'})"
@@ -96,9 +84,6 @@ class Backbone(LanguageModel):
         self.dtype: torch.dtype = self.model.get_input_embeddings().weight.dtype
         self.config = self.model.config.get_text_config()
         self.loaded_layers: int = self.config.num_hidden_layers
-        self.causal = self.findings.causal
-        self.num_heads = self.findings.num_heads
-        self.head_dim = self.findings.head_dim
         self.hidden_size = int(self.config.hidden_size)
         self.max_length = self._positions()
         self._bool_masks = "sdpa" in self.config._attn_implementation
@@ -152,7 +137,7 @@ class Backbone(LanguageModel):
         lengths = [len(text) for text in texts]
         longest = max(lengths)
         # The causal mask of a single token is none at all, so that it would see padded keys.
-        pads_keys = self.findings.pads_keys and longest > 1 and not torch.is_grad_enabled()
+        pads_keys = self.pads_keys and longest > 1 and not torch.is_grad_enabled()
         mask = None
         # In a decoder, no token sees the padding on its right, and the model's own mask is faster.
         if not self.causal:
@@ -198,27 +183,19 @@ class Backbone(LanguageModel):
         reader = self.reader(self.last_layer, prefixes, show)
         embedded = torch.empty(0)
         if self.fusion_layer:
-            entering = self._entering(tuple(queries))
+            entering = self._entering(queries)
             reader.entering = entering[index]
             embedded = pooled(entering, lengths)
         with self.ended_by(reader):
             self.model(**self.inputs(reader, ids, mask, positions))
         return embedded
 
-    def _entering(self, queries: tuple[Ids, ...]) -> Tensor:
-        """What enters the fusion layer of each query alone, (Q, T, C).
-
-        The batches of one call have the same queries, so the last result is remembered.
-        """
-        key = (queries, torch.is_grad_enabled())
-        last = self._last_entering
-        if last is not None and last[0] == key:
-            return last[1]
+    def _entering(self, queries: Sequence[Ids]) -> Tensor:
+        """What enters the fusion layer of each query alone, (Q, T, C)."""
         entrance, inputs = self._alone(queries, Entrance)
         with self.ended_by(entrance):
             self.model(**inputs)
         assert entrance.entering is not None
-        self._last_entering = (key, entrance.entering)
         return entrance.entering
 
     def _query_mask(

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from .arrays import Array, cast, namespace
 from .batches import Ids
@@ -24,10 +24,11 @@ from .formula import (
     shift_terms,
     similarity_terms,
 )
-from .prefix import Prefix, Prefixes
+from .prefix import Prefixes
 from .template import PromptTokenizer, TokenisedQuery
 
 if TYPE_CHECKING:
+    from ..prefixes.cache import CachedPrefixes
     from .language_model import LanguageModel
     from .projection import Projection
 
@@ -50,19 +51,6 @@ class Row:
         return len(self.document)
 
 
-class PrefixSource(Protocol):
-    """Gives documents' prefixes; see `prefixes.cache.CachedPrefixes`."""
-
-    def prefill(
-        self,
-        backbone: LanguageModel,
-        rows: Sequence[Row],
-        query_slots: int,
-        extra_rows: Sequence[Prefix],
-    ) -> Prefixes:
-        """Prefixes of the rows' documents, and the extra rows below them."""
-
-
 class ShiftReader:
     """Reads shifts. Scoring and training both read here, so that B is used as it was trained.
 
@@ -78,7 +66,7 @@ class ShiftReader:
         backbone: LanguageModel,
         prompts: PromptTokenizer,
         layers: Sequence[int],
-        cache: PrefixSource | None = None,
+        cache: CachedPrefixes | None = None,
     ) -> None:
         self.backbone = backbone
         self.prompts = prompts

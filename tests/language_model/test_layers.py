@@ -82,7 +82,7 @@ def test_scores_without_the_later_layers_are_those_with_them(kind, tiny_folder):
     part = truncated(tiny_folder(kind), kind)
     whole = full(tiny_folder(kind), part)
     assert score_many(part, QUERIES, [DOCUMENTS] * 3) == score_many(whole, QUERIES, [DOCUMENTS] * 3)
-    assert part.backbone.findings.sample == whole.backbone.findings.sample
+    assert part.backbone.sample == whole.backbone.sample
     expected = {
         name: count
         for name, count in parameters(whole.backbone.model).items()
@@ -205,10 +205,7 @@ def test_the_text_part_of_a_vision_language_model_is_shortened(tmp_path):
     loaded = load_model(tmp_path, revision=None, options=OPTIONS, last_layer=READ[-1])
     assert (loaded.num_layers, len(loaded.model.layers)) == (LAYERS, LOADED)
     whole = load_model(tmp_path, revision=None, options=OPTIONS).model
-    assert (
-        open_backbone(loaded.model, READ[-1]).findings.sample
-        == open_backbone(whole, READ[-1]).findings.sample
-    )
+    assert open_backbone(loaded.model, READ[-1]).sample == open_backbone(whole, READ[-1]).sample
 
 
 def test_a_model_without_one_of_its_weights_is_refused(tiny_folder, tmp_path):
