@@ -72,7 +72,7 @@ def differences(first, second):
 
 
 def test_stored_features_score_like_the_artifact_agreement_and_weighed_heads_included(fused):
-    ranker = RSRank.from_pretrained(fused, device="cpu", dtype="float32")
+    ranker = RSRank.from_pretrained(fused, runtime="torch", device="cpu", dtype="float32")
     extractor = FeatureExtractor(ShiftReader(ranker.backbone, ranker.prompts, ranker.config.layers))
     query = labelled(1)[0]
     found = scored([extractor.extract(query)], ranker.projection, device="cpu")[0].scores
