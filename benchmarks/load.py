@@ -307,7 +307,7 @@ def cross_encoder() -> Iterator[str]:
     """A cross-encoder of mini's size with random weights, as a model name for `rsrank serve`."""
     from transformers import AutoModelForSequenceClassification
 
-    ranker = RSRank.from_pretrained("mini", prefix_cache=False)
+    ranker = RSRank.from_pretrained("mini", runtime="torch", prefix_cache=False)
     base = ranker.backbone.model.config
     config = type(base).from_dict(
         {**base.to_dict(), "id2label": {0: "relevant"}, "label2id": {"relevant": 0}}

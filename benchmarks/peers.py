@@ -173,10 +173,6 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
             system("ONNX Runtime, 6 layers, float32", onnx(6, 32, tokenizer, threads, folder)),
             system("CrossEncoder, 6 layers, float32", cross_encoder(6, "float32", tokenizer)),
         ]
-        if default == "bfloat16":
-            systems.append(
-                system("CrossEncoder, 6 layers, bfloat16", cross_encoder(6, "bfloat16", tokenizer))
-            )
         found = measure(systems, options.turns, memory=False)
     base = next(m for m in found if m.name == BASE)
     ceiling = matmul_ceiling(torch.device("cpu"), ranker.backbone.dtype)

@@ -104,7 +104,12 @@ def load(
     """
     if size == "mini":
         return RSRank.from_pretrained(
-            "mini", device=device, dtype=dtype, prefix_cache=False, **WEIGHTS[weights]
+            "mini",
+            runtime="torch",
+            device=device,
+            dtype=dtype,
+            prefix_cache=False,
+            **WEIGHTS[weights],
         )
     shape = {
         **(TOY if toy else SHAPES[size]),
