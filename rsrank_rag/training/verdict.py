@@ -78,12 +78,15 @@ class Verdict(Record):
         """Why the second selection should not replace the first; None without a reason."""
         if self.losses:
             return f"fine-tuned weights are {self} on {self.queries} queries held out"
-        if not self.doubts:
-            return None
-        return (
-            f"{self.queries} queries held out are too few to rule out a loss: "
-            f"{self._changes(self.doubts)}"
-        )
+        if self.doubts:
+            return (
+                f"{self.queries} queries held out are too few to rule out a loss: "
+                f"{self._changes(self.doubts)}"
+            )
+        # Where no query changes, the interval has no width, however few queries there are.
+        if self.queries < FEW_QUERIES and not self.gains:
+            return f"{self.queries} queries held out show no gain beyond chance"
+        return None
 
     @property
     def outcome(self) -> Outcome:

@@ -126,6 +126,14 @@ def test_few_queries_that_only_gain_raise_no_doubt():
     assert verdict.problem is None
 
 
+def test_few_queries_that_do_not_change_speak_for_nothing():
+    same = [ScoredQuery([1.0, -0.5], [True, False])]
+    few = judge(same * 20, same * 20)
+    assert few.doubts == []
+    assert few.problem == "20 queries held out show no gain beyond chance"
+    assert judge(same * FEW_QUERIES, same * FEW_QUERIES).problem is None
+
+
 def test_a_single_query_decides_nothing():
     verdict = judge([ScoredQuery([1.0], [True])], [ScoredQuery([-1.0], [True])])
     assert verdict.outcome == "no difference beyond chance"
