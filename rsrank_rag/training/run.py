@@ -169,9 +169,12 @@ class TrainingRun:
         part = recipe.model
         options = part.load_options()
         if recipe.base is not None:
-            source = ModelSource(recipe.base, load=options, max_length=part.max_length)
             folder = hub.resolve(recipe.base)
             config = hub.read_config(folder)
+            if not options.dtype and options.runtime_for(config.backbone.model_type) == "onnx":
+                # The artifact will run on ONNX Runtime, which has no bfloat16.
+                options = replace(options, dtype="float32")
+            source = ModelSource(recipe.base, load=options, max_length=part.max_length)
             core, prompts, projection = open_on_torch(source, folder, config)
             inside = folder / INSIDE
             return _Model(core, prompts, config.backbone, config.layers, inside, config, projection)

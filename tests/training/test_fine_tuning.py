@@ -336,6 +336,16 @@ def test_an_artifact_is_fine_tuned_and_says_how(fused, tmp_path):
     assert len(ranker.score(QUERIES[0], DOCUMENTS)) == len(DOCUMENTS)
 
 
+def test_features_are_read_in_the_precision_in_which_the_artifact_will_run(fused, tmp_path):
+    data = written(tmp_path / "own.jsonl", labelled(2))
+    for settings, dtype in (([], "torch.float32"), (["model.dtype=bfloat16"], "torch.bfloat16")):
+        recipe = Recipe.load("mini", ["model.device=cpu", *settings], [data], str(fused))
+        output = tmp_path / dtype
+        run_module.TrainingRun(recipe, output).extract()
+        described = json.loads((output / "features" / "store.json").read_text())
+        assert described["compute_dtype"] == dtype
+
+
 def test_what_an_artifact_decides_cannot_be_set(fused):
     for setting in ("fit.epochs=3", "features.last_layer=2"):
         with pytest.raises(InputError, match="cannot be set: fine-tuning an artifact"):
