@@ -150,8 +150,7 @@ class Reranker(ABC):
             InputError: An argument out of range, or input that is not text.
             ScoringError: A document has no finite score; it is named, and nothing is returned.
         """
-        if not isinstance(query, str):
-            raise InputError(f"A query must be a string, got {type(query).__name__}.")
+        check_text("A query", query)
         documents = as_list(documents)
         reading = self._reading(options)
         limit = self.threshold if threshold == "native" else threshold
@@ -199,8 +198,8 @@ class Reranker(ABC):
         documents = as_list(documents)
         readings = self._readings(documents, self._reading(options))
         parts = dict[str, None]()
-        for index, (text, how) in enumerate(zip(documents, readings, strict=True)):
-            for start, stop in spans_of(index, Pair("", text, reading=how), self.token_ends):
+        for text, how in zip(documents, readings, strict=True):
+            for start, stop in spans_of(Pair("", text, reading=how), self.token_ends):
                 parts[text[start:stop]] = None
         return list(parts)
 
@@ -214,12 +213,10 @@ class Reranker(ABC):
         """Whether each document has more tokens than are read of it.
 
         Raises:
-            InputError: As `token_ends`, or an entry is not text.
+            InputError: As `token_ends`.
         """
         long = []
-        for index, text in enumerate(documents):
-            if not isinstance(text, str):
-                raise InputError(f"Document {index} must be a string, got {type(text).__name__}.")
+        for text in documents:
             ends, limit = self.token_ends(text)
             long.append(len(ends) > limit)
         return long
@@ -267,34 +264,38 @@ def as_list(documents: Iterable[str]) -> list[str]:
     """Documents of any iterable as a list.
 
     Raises:
-        InputError: It is one string, a table or mapping, or no iterable.
+        InputError: It is one string, a table or mapping, or no iterable, or an entry is not text.
     """
-    if isinstance(documents, (str, bytes)):
-        raise InputError("documents must be a list of strings, got one string. Put it in a list.")
-    # Their names would be read as documents.
-    if isinstance(documents, Mapping) or hasattr(documents, "columns"):
+    # The names of a table or mapping would be read as documents.
+    is_other = isinstance(documents, (str, bytes, Mapping)) or hasattr(documents, "columns")
+    if is_other or not isinstance(documents, Iterable):
         raise InputError(
-            f"documents must be a list of strings, got {type(documents).__name__}. "
-            "Pass the texts in it."
+            f"documents must be a list of strings, got one {type(documents).__name__}. "
+            "Put the texts in a list."
         )
-    try:
-        return list(documents)
-    except TypeError:
-        raise InputError(
-            f"documents must be a list of strings, got {type(documents).__name__}."
-        ) from None
+    texts = list(documents)
+    for index, text in enumerate(texts):
+        check_text(f"Document {index}", text)
+    return texts
+
+
+def check_text(name: str, value: Any) -> None:
+    """InputError if a value is not text; ``name`` is what the error calls it."""
+    if not isinstance(value, str):
+        raise InputError(f"{name} must be a string, got {type(value).__name__}.")
 
 
 def as_pairs(pairs: Iterable[PairLike]) -> list[Pair]:
-    """Pairs, of which some may be tuples; InputError if an entry is neither."""
+    """Pairs, of which some may be tuples; InputError if an entry is neither, or not of texts."""
     result = []
     for place, pair in enumerate(pairs):
-        if isinstance(pair, Pair):
-            result.append(pair)
-        elif isinstance(pair, (tuple, list)) and len(pair) == 2:
-            result.append(Pair(*pair))
-        else:
+        if isinstance(pair, (tuple, list)) and len(pair) == 2:
+            pair = Pair(*pair)
+        if not isinstance(pair, Pair):
             raise InputError(f"Pair {place} must be (query, document), got {pair!r:.60}.")
+        check_text("A query", pair.query)
+        check_text(f"Document {place}", pair.document)
+        result.append(pair)
     return result
 
 

@@ -184,11 +184,6 @@ class RSRank(Pretrained, Reranker):
         """Token ids of each pair's query and document; errors as `score`."""
         places: dict[str, list[int]] = {}
         for place, pair in enumerate(pairs):
-            if not isinstance(pair.document, str):
-                kind = type(pair.document).__name__
-                raise InputError(f"Document {place} must be a string, got {kind}.")
-            if not isinstance(pair.query, str):
-                raise InputError(f"A query must be a string, got {type(pair.query).__name__}.")
             places.setdefault(pair.query, []).append(place)
         tokenised: dict[int, tuple[TokenisedQuery, TokenisedDocument]] = {}
         for text, of_query in places.items():
@@ -240,7 +235,7 @@ class RSRank(Pretrained, Reranker):
 
         A document without text has no parts, and `BLANK_SCORE`.
         """
-        tokens, prompt = self._tokenise([Pair(query, document)])[0]
+        tokens, prompt = self._tokenise(as_pairs([(query, document)]))[0]
         score = BLANK_SCORE
         layers = self.projection.layers
         terms = np.zeros((tokens.length, len(layers), self.backbone.num_heads))

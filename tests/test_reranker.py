@@ -115,7 +115,7 @@ def test_one_string_or_a_mapping_instead_of_a_list_is_refused(documents):
 
 def test_a_data_frame_is_refused_instead_of_ranking_the_names_of_its_columns():
     pandas = pytest.importorskip("pandas")
-    with pytest.raises(InputError, match="got DataFrame"):
+    with pytest.raises(InputError, match="got one DataFrame"):
         Fake([0.0]).rank("query", pandas.DataFrame({"text": ["a"]}))
 
 

@@ -5,7 +5,7 @@ from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from ..errors import InputError, ScoringError
+from ..errors import ScoringError
 from .parts import (
     SEGMENT,
     SEGMENT_PER_TOKEN,
@@ -57,10 +57,10 @@ def score_in_parts(
         score: Scores pairs whose documents are read whole.
 
     Raises:
-        InputError: A document is no text, or cannot be read as its pair says.
+        InputError: A document cannot be read as its pair says.
         ScoringError: A part could not be scored; the position of its pair is given.
     """
-    spans = [spans_of(index, pair, token_ends) for index, pair in enumerate(pairs)]
+    spans = [spans_of(pair, token_ends) for pair in pairs]
     parts: list[Pair] = []
     owners: list[int] = []
     for index, pair in enumerate(pairs):
@@ -79,13 +79,8 @@ def score_in_parts(
     return [combined(*one) for one in zip(pairs, spans, by_pair, strict=True)]
 
 
-def spans_of(index: int, pair: Pair, token_ends: TokenEnds) -> list[Span]:
-    """Spans of the parts of a document, or of its first ``max_tokens`` tokens.
-
-    Raises InputError as `cut`, and for a document that is no text; ``index`` names it.
-    """
-    if not isinstance(pair.document, str):
-        raise InputError(f"Document {index} must be a string, got {type(pair.document).__name__}.")
+def spans_of(pair: Pair, token_ends: TokenEnds) -> list[Span]:
+    """Spans of the parts of a document, or of its first ``max_tokens`` tokens; raises as `cut`."""
     segment = cut(pair, token_ends)
     spans = segment.spans
     while not segment.is_last:

@@ -13,7 +13,16 @@ from typing_extensions import Self, Unpack
 
 from ..errors import InputError
 from ..passages.parts import Reading, ReadingOptions
-from ..reranker import LongQueries, RankOptions, RankResult, Reranker, as_list, check_limits, choose
+from ..reranker import (
+    LongQueries,
+    RankOptions,
+    RankResult,
+    Reranker,
+    as_list,
+    check_limits,
+    check_text,
+    choose,
+)
 from . import connections
 from .address import service_address, usable_key
 from .transport import Transport
@@ -117,6 +126,7 @@ class RemoteReranker(Reranker):
         long_queries: LongQueries = "cut",
         **options: Unpack[ReadingOptions],
     ) -> RankResult:
+        check_text("A query", query)
         check_limits(threshold, top_n, min_docs)
         fields: dict[str, Any] = dict(options)
         fields["long_documents"] = options.get("long_documents") or "cut"

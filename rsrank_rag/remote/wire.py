@@ -9,7 +9,7 @@ from typing import Any
 from pydantic import BaseModel, Field, ValidationError
 from typing_extensions import Self
 
-from ..errors import InputError, RemoteError, ScoringError
+from ..errors import RemoteError, ScoringError
 from ..passages.parts import WHOLE, Excerpt, Reading, Window, encodable
 from ..reranker import LongQueries, Scored
 
@@ -66,16 +66,7 @@ def request_body(
     instruction: str | None = None,
     long_queries: LongQueries = "cut",
 ) -> bytes:
-    """The request for the raw scores of all documents.
-
-    Raises:
-        InputError: The query or a document is not a string.
-    """
-    if not isinstance(query, str):
-        raise InputError(f"A query must be a string, got {type(query).__name__}.")
-    for index, text in enumerate(documents):
-        if not isinstance(text, str):
-            raise InputError(f"Document {index} must be a string, got {type(text).__name__}.")
+    """The request for the raw scores of all documents."""
     # These are sent because the service may have other defaults. Documents are dropped here.
     body: dict[str, Any] = {"partial": False, "threshold": None, "normalize": False}
     # The places of windows and sentences count characters, so the length of a text stays.

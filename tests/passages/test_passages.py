@@ -12,7 +12,7 @@ from service_helpers import address_of, client_of, scheduler
 
 from rsrank_rag import Reranker, RSRank
 from rsrank_rag.cli import app
-from rsrank_rag.errors import InputError, MissingDependencyError, RemoteError, ScoringError
+from rsrank_rag.errors import InputError, MissingDependencyError, ScoringError
 from rsrank_rag.passages.parts import CHUNK, Excerpt, Reading, joined, sentences, windows
 from rsrank_rag.remote.client import RemoteReranker
 from rsrank_rag.reranker import BLANK_SCORE, Pair, Scored, score_in_parts
@@ -544,19 +544,6 @@ class TestService:
                 assert await asyncio.to_thread(remote.rank, "q", texts, **options) == expected
                 assert await remote.arank("q", texts, **options) == expected
 
-    async def test_a_service_that_knows_no_parts_is_not_mistaken_for_one(self):
-        from rsrank_rag.remote.wire import Answer, scores_of
-
-        old = Answer.model_validate(
-            {
-                "model": "m",
-                "threshold": 0.0,
-                "results": [{"index": 0, "relevance_score": 1.0, "truncated": False}],
-            }
-        )
-        with pytest.raises(RemoteError, match="update the service"):
-            scores_of(old, ["text"], "http://old", Reading("sentences"))
-
 
 def test_the_command_prints_what_is_kept(tmp_path):
     from typer.testing import CliRunner
@@ -573,4 +560,4 @@ def test_the_command_prints_what_is_kept(tmp_path):
     ]
     refused = CliRunner().invoke(app, [*arguments[:-1], "words"])
     assert refused.exit_code == 2
-    assert "extract must be 'sentences'" in refused.output
+    assert "'--extract'" in refused.output
