@@ -2,15 +2,13 @@
 
 import hashlib
 import json
-import os
-import platform
 import shutil
-import threading
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from uuid import uuid4
 
 A_DAY = 24 * 3600
 
@@ -19,40 +17,17 @@ COMPLETE = ".complete"
 
 
 def partial_of(path: Path) -> Path:
-    """The path of an incomplete file: ``name.PROCESS-THREAD-MACHINE.partial``."""
-    return path.with_suffix(f".{os.getpid()}-{threading.get_ident()}-{_machine()}.partial")
+    """The path of an incomplete file, which no other writer uses."""
+    return path.with_suffix(f".{uuid4().hex}.partial")
 
 
-def is_running(partial: Path, *, posix: bool = os.name == "posix") -> bool:
-    """Whether the process that began a partial file may still be writing it.
-
-    Where the process cannot be queried, a file counts as being written for a day. This holds for
-    processes of other machines, and on Windows, where `os.kill` with signal 0 ends the process.
-    """
-    process, *rest = partial.name.split(".")[-2].split("-")
+def is_stale(partial: Path) -> bool:
+    """Whether a partial file is older than a day, so that its writer was killed."""
     try:
-        age = time.time() - partial.stat().st_mtime
+        return time.time() - partial.stat().st_mtime > A_DAY
     # The file is gone, because its writer has finished it.
     except OSError:
-        return True
-    # Not a name that `partial_of` made.
-    if not process.isdecimal():
         return False
-    other_machine = len(rest) > 1 and rest[-1] != _machine()
-    if other_machine or not posix:
-        return age < A_DAY
-    try:
-        os.kill(int(process), 0)
-    except (ProcessLookupError, OverflowError):
-        return False
-    # The process exists and belongs to another user.
-    except PermissionError:
-        pass
-    return True
-
-
-def _machine() -> str:
-    return hashlib.sha256(platform.node().encode()).hexdigest()[:8]
 
 
 @contextmanager
@@ -108,7 +83,7 @@ def replacing(folder: Path) -> Iterator[Path]:
     folder.mkdir(parents=True, exist_ok=True)
     _move_complete(folder)
     for stale in folder.glob(".new.*.partial"):
-        if not is_running(stale):
+        if is_stale(stale):
             shutil.rmtree(stale)
     partial = partial_of(folder / ".new")
     partial.mkdir()

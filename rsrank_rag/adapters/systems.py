@@ -6,7 +6,6 @@ name of each class, and a class is imported when a reranker of its kind is loade
 `research.systems` adds the systems that only the paper's experiments need.
 """
 
-import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from importlib import import_module
@@ -18,11 +17,6 @@ from pydantic import BaseModel, FiniteFloat, PositiveFloat, ValidationError
 from ..errors import ArtifactError, InputError, nearest
 from ..language_model.options import LoadOptions, ModelSource
 from ..reranker import Reranker
-
-logger = logging.getLogger(__name__)
-
-# Seconds to wait for the Hub before a model of another library is read from the cache.
-HUB_TIMEOUT = 4.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,32 +47,10 @@ class Kind:
         if self.default == "":
             system: Reranker = make()
         else:
-            options = _options_for_hub(source)
-            system = make(source.name, revision=source.revision, options=options, **self.settings)
+            system = make(
+                source.name, revision=source.revision, options=source.load, **self.settings
+            )
         return system
-
-
-def _options_for_hub(source: ModelSource) -> LoadOptions:
-    """The source's options, with the cache alone if the Hub cannot be reached.
-
-    Other libraries request each of a model's files from the Hub, and try each for over a minute.
-    """
-    from huggingface_hub import constants, get_session
-
-    from ..artifact import hub
-    from ..language_model.hub_errors import HUB_ERRORS
-
-    options = source.load
-    if options.local_files_only or hub.is_folder(source.name):
-        return options
-    try:
-        get_session().head(constants.ENDPOINT, timeout=HUB_TIMEOUT)
-    except HUB_ERRORS as error:
-        logger.warning(
-            "The Hub cannot be reached (%s); %s is read from the cache.", error, source.name
-        )
-        return replace(options, local_files_only=True)
-    return options
 
 
 class Zero(BaseModel, extra="forbid"):

@@ -17,7 +17,7 @@ from typing_extensions import Self
 
 from ..method.arrays import cast, namespace, to_numpy
 from ..method.prefix import Prefix
-from ..partial_files import appearing, is_running
+from ..partial_files import appearing, is_stale
 
 FORMAT = "rsrank-prefix-3"
 
@@ -93,7 +93,7 @@ class Disk:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         # Left by writers that were killed.
         for partial in folder.glob("*/*.partial"):
-            if not is_running(partial):
+            if is_stale(partial):
                 with contextlib.suppress(OSError):
                     partial.unlink()
         self.bytes = sum(size for _, size, _ in self._files())

@@ -2,19 +2,15 @@
 
 import json
 import os
-import socketserver
 import subprocess
 import sys
-import threading
 from pathlib import Path
 
-import huggingface_hub
 import pytest
 import torch
 import transformers
 from conftest import CHAT, DOCUMENTS, LAYERS, QUERY, byte_level_tokenizer, load_ranker, tiny_config
 from hub_server import HubServer, connected, files_of
-from huggingface_hub import constants
 from reference import reference_values
 from test_generative import save_qwen, save_t5
 from test_llm2vec_gen import save as save_llm2vec_gen
@@ -25,7 +21,6 @@ from typer.testing import CliRunner
 import research.systems  # noqa: F401 - makes the systems of the paper known by name
 from research.reproduction.oracle import oracle_scores
 from rsrank_rag import Reranker
-from rsrank_rag.adapters.settings import RerankerAdapter
 from rsrank_rag.adapters.systems import KINDS, forms, load, parse
 from rsrank_rag.cli import app
 from rsrank_rag.errors import BackboneError, InputError, MissingDependencyError
@@ -401,45 +396,6 @@ def test_hub_ids_of_every_kind_are_loaded_from_the_hub(tmp_path, own_code):
     assert [system.threshold for system in found.values()] == [0.5, 0.5, 0.0, 0.0, 0.0]
     for system in found.values():
         assert len(set(system.score(QUERY, DOCUMENTS))) > 1
-
-
-@pytest.mark.parametrize("kind", ["bi-encoder", "cross-encoder"])
-def test_without_the_hub_an_adapter_asks_once_and_says_what_is_missing(
-    kind, tmp_path, monkeypatch, caplog
-):
-    pytest.importorskip("sentence_transformers")
-    requests = []
-
-    class Broken(socketserver.BaseRequestHandler):
-        """Hangs up on whoever calls."""
-
-        def handle(self):
-            requests.append(self.client_address)
-
-    with (
-        HubServer() as hub,
-        connected(hub, tmp_path / "home"),
-        socketserver.TCPServer(("127.0.0.1", 0), Broken) as server,
-    ):
-        thread = threading.Thread(target=server.serve_forever)
-        thread.start()
-        address = f"http://127.0.0.1:{server.server_address[1]}"
-        monkeypatch.setattr(constants, "ENDPOINT", address)
-        monkeypatch.setattr(huggingface_hub.hf_api.api, "endpoint", address)
-        monkeypatch.setattr(
-            constants,
-            "HUGGINGFACE_CO_URL_TEMPLATE",
-            address + "/{repo_id}/resolve/{revision}/{filename}",
-        )
-        try:
-            made = RerankerAdapter(model=f"{kind}:nobody/nothing", device="cpu", top_n=1)
-            with pytest.raises(BackboneError, match="nobody/nothing' could not be loaded"):
-                made.warm_up()
-        finally:
-            server.shutdown()
-            thread.join()
-    assert len(requests) == 1
-    assert "The Hub cannot be reached" in caplog.text
 
 
 # The command
