@@ -1190,3 +1190,32 @@ async def test_a_process_that_hangs_while_it_loads_is_replaced(tmp_path, monkeyp
         scheduler.model.kill()
         assert scores(await scheduler.score(pairs("a"), timeout=300)) == [1]
         assert scheduler.stats()["restarts"] >= 2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("is_busy", [True, False])
+async def test_a_process_that_is_stopped_is_replaced_and_no_request_is_lost(tmp_path, is_busy):
+    async with running(partial(Mortal, tmp_path)) as scheduler:
+        scheduler.model.hang_seconds = 5.0
+        first = scheduler.model.loaded.process
+        calls = [asyncio.create_task(scheduler.score(pairs("a"))) for _ in range(3 * is_busy)]
+        os.kill(first, signal.SIGSTOP)
+        calls += [asyncio.create_task(scheduler.score(pairs("bb"), client="b")) for _ in range(3)]
+        await until(lambda: scheduler.readiness() == "The model does not answer.")
+        await until(lambda: scheduler.stats()["restarts"])
+        scheduler.model.hang_seconds = 300.0
+        assert [scores(found) for found in await asyncio.gather(*calls)][-3:] == [[2]] * 3
+        assert scheduler.model.loaded.process != first
+
+
+@pytest.mark.slow
+async def test_a_process_that_is_stopped_while_it_loads_is_replaced(tmp_path, monkeypatch):
+    monkeypatch.setattr(worker, "LATER_LOAD", 1.0)
+    monkeypatch.setattr(worker, "TIMES_FIRST", 3.0)
+    async with running(partial(Mortal, tmp_path)) as scheduler:
+        scheduler.model.kill()
+        call = asyncio.create_task(scheduler.score(pairs("a")))
+        await until(lambda: scheduler.readiness() == "The model is being loaded.")
+        os.kill(multiprocessing.active_children()[-1].pid, signal.SIGSTOP)
+        assert scores(await call) == [1]
+        assert scheduler.stats()["restarts"] >= 2
