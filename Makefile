@@ -86,6 +86,8 @@ $(VENV)-oldest/.installed: $(VENV)/.installed-dev
 	@echo "Installing the oldest LangChain and LlamaIndex ..."
 	@$(call over,$(VENV)-oldest)
 	@$(call install,$(VENV)-oldest,$(OLDEST))
+	@# langchain of that age asks for numpy 1, this package for numpy 2.
+	@$(call install,$(VENV)-oldest,'numpy>=2')
 	@touch $@
 
 $(VENV)-newest/.installed: $(VENV)/.installed-dev

@@ -39,6 +39,7 @@ from rsrank_rag.evaluation.metrics import (
     select,
 )
 from rsrank_rag.evaluation.statistics import estimate_mean, paired_differences
+from rsrank_rag.evaluation.unanswerable import auroc, best_scores, false_accepts
 from rsrank_rag.language_model.options import LoadOptions, ModelSource
 from rsrank_rag.partial_files import write_text
 from rsrank_rag.reranker import Reranker
@@ -46,7 +47,6 @@ from rsrank_rag.reranker import Reranker
 from . import kept_scores
 from .hub_datasets import NANOBEIR, load_nanobeir, load_sets
 from .reproduction.config import files_in
-from .unanswerable import auroc, best_scores, false_accepts
 
 DOCS = Path(__file__).parent / "docs"
 

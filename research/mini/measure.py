@@ -25,7 +25,6 @@ from tables import ROOT, differences, table
 from tqdm import tqdm
 
 from research import kept_scores
-from research.unanswerable import auroc, best_scores, false_accepts
 from rsrank_rag import Reranker, RSRank
 from rsrank_rag.evaluation.datasets import LabelledQuery, dataset_name, read_labelled
 from rsrank_rag.evaluation.evaluate import score_dataset, shared_threshold, summarise
@@ -36,6 +35,7 @@ from rsrank_rag.evaluation.metrics import (
 )
 from rsrank_rag.evaluation.systems.bm25 import BM25
 from rsrank_rag.evaluation.systems.sentence_transformers import BiEncoder
+from rsrank_rag.evaluation.unanswerable import auroc, best_scores, false_accepts
 
 CLEAR = 1e-3
 """Ten times what float32 scores were seen to differ by between processors and batches."""

@@ -46,6 +46,8 @@ ROWS = {
     "answerable": "queries with an answer",
     "left_with_nothing": "answers lost",
     "false_keeps": "kept without an answer",
+    "auroc": "AUROC of the best score",
+    "false_accepts@90": "false accepts at 90%",
     "ndcg@5": "nDCG@5",
     "recall@5": "Recall@5",
     "f1@best": "best F1 of the file",
@@ -94,8 +96,10 @@ def evaluate(
 
     Empty lists: queries of which nothing is kept. Answers lost: queries with a relevant document of
     which no relevant one is kept. Kept without an answer: documents kept of a query without a
-    relevant one. Instead: what other rules would keep, such as the three best, or the first three
-    of the file.
+    relevant one. AUROC: of the best score of lists with against lists without a relevant document
+    (also lists whose relevant ones were taken out). False accepts: share of the latter that pass
+    where 90% of the former do. Instead: what other rules would keep, such as the three best, or the
+    first three of the file.
 
     `rsrank evaluate --data examples/labelled.jsonl --json > metrics.json`
 

@@ -22,6 +22,7 @@ from .metrics import (
     select,
     selection_measures,
 )
+from .unanswerable import auroc, best_scores, false_accepts
 
 # A rule is advised only if it leaves at most this share of the answerable queries with nothing.
 TOLERATED_LOSS = 0.1
@@ -80,8 +81,11 @@ def summarise(scored: Sequence[ScoredQuery], *, threshold: float = 0.0) -> dict[
         ``f1@best`` at the set's best threshold ``tau_best``. ``empty``: share of queries that keep
         nothing. ``answerable``: number of queries with a relevant document. ``left_with_nothing``:
         how many of these keep no relevant one. ``false_keeps``: documents kept of each other query
-        (None if there are none). For every other rule of `rules`, such as ``top1``: ``top1_f1``,
-        ``top1_left_with_nothing`` and ``top1_kept_per_query``.
+        (None if there are none). ``auroc`` of the best score for lists with against lists without a
+        relevant passage, and ``false_accepts@90``, the share of lists without one that are accepted
+        where 90% of those with one are; both count absent twins (see `best_scores`). For every
+        other rule of `rules`, such as ``top1``: ``top1_f1``, ``top1_left_with_nothing`` and
+        ``top1_kept_per_query``.
     """
     values = query_metrics(scored, threshold)
     kept = values["kept_per_query"]
@@ -89,6 +93,7 @@ def summarise(scored: Sequence[ScoredQuery], *, threshold: float = 0.0) -> dict[
     for query, count in zip(scored, kept, strict=True):
         if not any(query.relevant):
             false_keeps.append(count)
+    best = best_scores(scored)
     averages = present_means(selection_measures(scored, np.array([threshold])))
     summary: dict[str, Any] = {
         "queries": len(scored),
@@ -100,6 +105,8 @@ def summarise(scored: Sequence[ScoredQuery], *, threshold: float = 0.0) -> dict[
         "answerable": len(scored) - len(false_keeps),
         "left_with_nothing": apply_rule(scored, Rule(threshold)).left_with_nothing,
         "false_keeps": None,
+        "auroc": auroc(*best),
+        "false_accepts@90": false_accepts(*best),
     }
     if false_keeps:
         summary["false_keeps"] = mean(false_keeps)

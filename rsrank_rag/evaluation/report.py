@@ -27,6 +27,7 @@ from .metrics import (
     ranking_metrics,
     rules,
 )
+from .unanswerable import auroc, best_scores, false_accepts
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -118,13 +119,16 @@ def rule_tables(systems: Sequence[Measured]) -> list[dict[str, Any]]:
     for system in systems:
         alternatives = rules(system.threshold).values()
         for name, scored in system.scored.items():
+            best = best_scores(scored)
             tables.append(
                 {
                     "system": system.name,
                     "set": name,
                     "rows": [(describe_rule(r), apply_rule(scored, r)) for r in alternatives],
-                    "answerable": sum(any(query.relevant) for query in scored),
+                    "answerable": len(best[0]),
                     "advice": recommend(scored, threshold=system.threshold),
+                    "auroc": auroc(*best),
+                    "false_accepts": false_accepts(*best),
                 }
             )
     return tables

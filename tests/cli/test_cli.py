@@ -186,6 +186,8 @@ KEYS = [
     "answerable",
     "left_with_nothing",
     "false_keeps",
+    "auroc",
+    "false_accepts@90",
 ]
 ALTERNATIVES = [
     f"{rule}_{part}"

@@ -4,7 +4,7 @@ import math
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
 
-from rsrank_rag.evaluation.metrics import ScoredQuery, mean
+from .metrics import ScoredQuery, mean
 
 
 def best_scores(queries: Sequence[ScoredQuery]) -> tuple[list[float], list[float]]:
