@@ -126,8 +126,8 @@ class FeatureExtractor:
         self.token_budget = batches.budget
         shift, _ = next(iter(by_document.values()))
         nothing = torch.zeros_like(shift), (0.0, 0.0)
-        found = [by_document.get(ids, nothing) for ids in documents]
-        shifts = torch.cat([shift for shift, _ in found], dim=2)
+        features = [by_document.get(ids, nothing) for ids in documents]
+        shifts = torch.cat([shift for shift, _ in features], dim=2)
         if not bool(torch.isfinite(shifts).all()):
             raise TrainingError(
                 f"Query {query.id!r} has shifts that are not finite in {self.options.dtype}. Set "
@@ -135,7 +135,7 @@ class FeatureExtractor:
             )
         similarities = []
         if self.reader.backbone.fusion_layer:
-            similarities = [pair for _, pair in found[: len(labels)]]
+            similarities = [pair for _, pair in features[: len(labels)]]
         return QueryFeatures(
             shifts,
             labels,
