@@ -25,7 +25,7 @@ from typer import Option
 
 import research.systems  # noqa: F401 - makes the systems of the paper known by name
 from benchmarks.timing import machine
-from rsrank_rag import Projection, RSRank
+from rsrank_rag import RSRank
 from rsrank_rag.adapters.systems import load as load_system
 from rsrank_rag.adapters.systems import parse
 from rsrank_rag.cli.options import command, problems, screen
@@ -41,6 +41,8 @@ from rsrank_rag.evaluation.metrics import (
 from rsrank_rag.evaluation.statistics import estimate_mean, paired_differences
 from rsrank_rag.evaluation.unanswerable import auroc, best_scores, false_accepts
 from rsrank_rag.language_model.options import LoadOptions, ModelSource
+from rsrank_rag.method.arrays import namespace
+from rsrank_rag.method.formula import Weights
 from rsrank_rag.partial_files import write_text
 from rsrank_rag.reranker import Reranker
 
@@ -76,19 +78,20 @@ def parts_of(ranker: RSRank) -> dict[str, Reranker]:
     trained = ranker.projection
     if trained.agreement is None:
         return {}
-    heads = trained.weight.new_ones(trained.weight.shape[:2])
-    if trained.head_weight is not None:
-        heads = trained.head_weight
+    arrays = trained.state_dict()
+    weight = arrays["weight"]
+    xp = namespace(weight)
+    heads = arrays.get("head_weight", xp.ones(weight.shape[:2], device=weight.device))
     weights = {"cosine alone": (1.0, 0.0, 0.0), "MaxSim alone": (0.0, 1.0, 0.0)}
     parts: dict[str, Reranker] = {}
     for label, agreement in (*weights.items(), ("shift alone", (0.0, 0.0, 0.0))):
         part = copy.copy(ranker)
-        part.projection = Projection(
-            trained.weight.detach(),
+        part.projection = Weights(
+            weight,
             trained.layers,
             head_weight=heads * float(label == "shift alone"),
-            agreement=trained.weight.new_tensor(agreement),
-        ).requires_grad_(False)
+            agreement=xp.asarray(agreement, dtype=xp.float32, device=weight.device),
+        )
         part.threshold = None  # type: ignore[assignment]
         parts[label] = part
     return parts

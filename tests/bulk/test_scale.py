@@ -304,7 +304,8 @@ def test_an_interrupted_run_goes_on_and_does_nothing_twice(tmp_path):
     goes_on = Counting()
     numbers = score(source, tmp_path / "out", lambda: goes_on)
     assert numbers == Counter(skipped=4, files=4, rows=14)
-    assert goes_on.seen == [row["document"] for row in rows_of(30)[16:]]
+    # Within a file, the longest document comes first.
+    assert sorted(goes_on.seen) == sorted(row["document"] for row in rows_of(30)[16:])
     score(source, tmp_path / "once")
     assert read(tmp_path / "out") == read(tmp_path / "once")
     # Nothing is left to do, so no model is loaded.

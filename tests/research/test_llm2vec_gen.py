@@ -229,7 +229,7 @@ def test_a_model_that_is_not_there_is_a_clear_error():
 def test_arguments_that_cannot_be_used_are_refused(folder, reranker):
     with pytest.raises(InputError, match="leaves no room"):
         LLM2VecGen(folder, options=CPU, max_length=5)
-    with pytest.raises(InputError, match="must be a string, got NoneType at 1"):
+    with pytest.raises(InputError, match="Document 1 must be a string, got NoneType"):
         reranker.score(QUERY, ["a", None])
 
 

@@ -436,17 +436,19 @@ def test_evaluate_measures_at_the_native_threshold(tmp_path, data):
         "--dtype",
         "float32",
     )
-    assert "kept above 0.5 (native)" in evaluate(*arguments)
     native = evaluate(*arguments, "--json")
+    assert json.loads(native)[0]["threshold"] == 0.5
     assert evaluate(*arguments, "--threshold", "0.5", "--json") == native
-    assert "kept above 0.1 (given)" in evaluate(*arguments, "--threshold", "0.1")
-    assert "(the best over all files)" in evaluate(*arguments, "--threshold", "shared")
+    (other,) = json.loads(evaluate(*arguments, "--threshold", "0.1", "--json"))
+    assert other["threshold"] == 0.1
 
 
 def test_rsrank_is_measured_at_zero_and_bm25_at_the_best_shared_threshold(artifact, data):
-    assert "kept above 0 (native)" in evaluate("--data", data, "-m", artifact, "--dtype", "float32")
-    said = evaluate("--data", data, "-m", "bm25")
-    assert "the best over all files; this system has no native threshold" in said
+    output = evaluate("--data", data, "-m", artifact, "--dtype", "float32", "--json")
+    assert json.loads(output)[0]["threshold"] == 0
+    result = runner.invoke(app, ["evaluate", "--data", str(data), "-m", "bm25"])
+    message = " ".join(result.stderr.split())
+    assert "the best over all files; this system has no native threshold" in message
 
 
 def test_an_unknown_system_is_refused_before_anything_is_read(tmp_path):
@@ -475,9 +477,8 @@ def test_raw_representations_are_a_system_like_any_other(tiny_folder, data, tmp_
     raw = load_ranker(tiny_folder("qwen3"), "qwen3")
     raw.config = raw.config.model_copy(update={"null_prefix": "none"})
     raw.save_pretrained(tmp_path / "raw")
-    assert "kept above 0 (native)" in evaluate(
-        "--data", data, "-m", tmp_path / "raw", "--dtype", "float32"
-    )
+    arguments = ("--data", data, "-m", tmp_path / "raw", "--dtype", "float32")
+    assert json.loads(evaluate(*arguments, "--json"))[0]["threshold"] == 0
 
 
 def test_without_sentence_transformers_the_error_says_what_to_install(monkeypatch):

@@ -137,11 +137,14 @@ def test_behind_nginx_one_address_with_very_many_requests_is_limited_and_others_
         transport = httpx.HTTPTransport(verify=trust, local_address="127.0.0.2", retries=9)
         other = stack.enter_context(httpx.Client(transport=transport, timeout=60))
         assert other.get(f"https://{name}/health").status_code == 200
+        floods = []
         for _ in range(40):
             plain = socket.create_connection(name.split(":"), timeout=60)
             flood = stack.enter_context(trust.wrap_socket(plain))
             flood.sendall(said)
-        assert flood.recv(12) == b"HTTP/1.1 429"
+            floods.append(flood)
+        # On a slow machine the rate allows some requests of every connection.
+        assert any(b"HTTP/1.1 429" in flood.recv(1 << 16) for flood in floods)
         assert other.get(f"https://{name}/health").status_code == 200
         text = httpx.get(f"{url}/metrics", timeout=60).text
         answered = re.search(r'request_seconds_count{route="/health",status="200"} (\S+)', text)
