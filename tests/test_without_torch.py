@@ -70,10 +70,11 @@ def test_everything_that_is_shown_for_mini_runs_and_scores_as_here():
     )
     assert done.returncode == 0, done.stderr
     expected = RSRank.from_pretrained(runtime="onnx").score(QUERY, DOCUMENTS)
-    local, compressed, indexed, served = json.loads(done.stdout.splitlines()[-1])
+    local, compressed, indexed, served, saved = json.loads(done.stdout.splitlines()[-1])
     assert local == pytest.approx(expected, abs=1e-5)
     assert compressed == pytest.approx(local, abs=2e-7)
     assert served == pytest.approx(local, abs=2e-7)
+    assert saved == pytest.approx(local, abs=2e-7)
     # Prefixes on disk have 8 bits.
     assert indexed == pytest.approx(local, abs=0.02)
 

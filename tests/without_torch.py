@@ -73,16 +73,16 @@ finally:
     service.terminate()
     service.wait(60)
 
-for missing in (
-    lambda: RSRank.from_pretrained(runtime="torch"),
-    lambda: ranker.save_pretrained("x"),
-):
-    try:
-        missing()
-    except MissingDependencyError as error:
-        assert pip_install("lm") in str(error)
-    else:
-        raise AssertionError("torch was not missed")
+with tempfile.TemporaryDirectory() as folder:
+    ranker.save_pretrained(folder, include_backbone=True)
+    scores.append(RSRank.from_pretrained(folder, prefix_cache=False).score(query, texts))
+
+try:
+    RSRank.from_pretrained(runtime="torch")
+except MissingDependencyError as error:
+    assert pip_install("lm") in str(error)
+else:
+    raise AssertionError("torch was not missed")
 training = subprocess.run(
     [rsrank, "train", "--config", "mini", "--data", "examples/labelled.jsonl", "--output", "x"],
     capture_output=True,
